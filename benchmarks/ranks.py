@@ -12,6 +12,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from costmodel.base.pictures import picture
 from costmodel.machines.cluster import load_cluster
 from e2e.explain.predictor import Setting, predict
 from e2e.parallelism import Step, build, parse_parallel
@@ -55,19 +56,13 @@ def measure(parallel: str, repeat: int) -> Row:
 
 def plot(rows: list[Row], path: Path) -> None:
     """Seconds over GPUs for one distinct rank, and over distinct ranks for 4,096 GPUs."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained", sharey=True)
-    alone = [row for row in rows if row.distinct_ranks == 1]
-    left.plot([row.gpus for row in alone], [row.seconds for row in alone], "o-")
-    left.set(xscale="log", xlabel="GPUs (one distinct rank)", ylabel="CPU seconds", ylim=(0, None))
-    largest = [row for row in rows if row.gpus >= 4000]
-    right.plot([row.distinct_ranks for row in largest], [row.seconds for row in largest], "o-")
-    right.set(xlabel="distinct ranks (about 4,096 GPUs)")
-    figure.savefig(path, metadata={"Date": None})
+    with picture(path, 9, 3.2, columns=2, sharey=True) as (left, right):
+        alone = [row for row in rows if row.distinct_ranks == 1]
+        left.plot([row.gpus for row in alone], [row.seconds for row in alone], "o-")
+        left.set(xscale="log", xlabel="GPUs (one distinct rank)", ylabel="CPU seconds", ylim=(0, None))
+        largest = [row for row in rows if row.gpus >= 4000]
+        right.plot([row.distinct_ranks for row in largest], [row.seconds for row in largest], "o-")
+        right.set(xlabel="distinct ranks (about 4,096 GPUs)")
 
 
 def main() -> None:

@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from costmodel.base.pictures import picture
+
 COUNTS = (64, 256, 1024, 4096)
 GPT3 = {"model_type": "gpt2", "n_embd": 12288, "n_layer": 96, "n_head": 96, "n_positions": 2048}
 COMMON = ["--gpu", "h100-sxm", "--network", "infiniband-ndr:8", "--dtype", "bfloat16", "--attention", "flash", "--json"]
@@ -51,23 +53,17 @@ def measure(arguments: list[str], gpus: int) -> dict[str, float]:
 
 def plot(results: dict[str, dict[int, dict[str, float]]], path: Path) -> None:
     """Seconds and memory against GPUs, both from zero."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    for name, points in results.items():
-        counts = list(points)
-        left.plot(counts, [points[each]["processor"] for each in counts], "o-", label=name)
-        right.plot(counts, [points[each]["bytes"] / 2**30 for each in counts], "o-", label=name)
-    for axes, title in ((left, "processor seconds"), (right, "GiB")):
-        axes.set(xscale="log", xlabel="GPUs", title=title)
-        axes.set_ylim(bottom=0)
-        axes.set_xticks(COUNTS, [str(count) for count in COUNTS])
-        axes.grid(alpha=0.3)
-    left.legend()
-    figure.savefig(path, metadata={"Date": None})
+    with picture(path, 9, 3.6, columns=2) as (left, right):
+        for name, points in results.items():
+            counts = list(points)
+            left.plot(counts, [points[each]["processor"] for each in counts], "o-", label=name)
+            right.plot(counts, [points[each]["bytes"] / 2**30 for each in counts], "o-", label=name)
+        for axes, title in ((left, "processor seconds"), (right, "GiB")):
+            axes.set(xscale="log", xlabel="GPUs", title=title)
+            axes.set_ylim(bottom=0)
+            axes.set_xticks(COUNTS, [str(count) for count in COUNTS])
+            axes.grid(alpha=0.3)
+        left.legend()
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from costmodel.base.pictures import check_picture
 from e2e.commands.options import JsonOption, NetworkOption, NumberTypeOption, SequenceLengthOption
 from e2e.step.choices import AttentionForm
 
@@ -42,11 +43,11 @@ def sweep_command(
 ) -> None:
     """Predicts a model on many GPUs, numbers of GPUs and ways to spread it, and ranks them."""
     from e2e.commands.e2e_api import sweep
-    from e2e.sweeps.sweep_report import check_plot, render_sweep, sweep_record, write_plot
+    from e2e.sweeps.sweep_report import render_sweep, sweep_record, write_plot
     from e2e.sweeps.sweep_space import counts, names
 
     if plot is not None:
-        check_plot(plot)
+        check_picture(plot, "--plot")
     result = sweep(
         model,
         gpu=names(gpu, "--gpu"),

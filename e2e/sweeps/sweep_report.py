@@ -10,12 +10,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from costmodel.base.errors import InputError, OutputError
+from costmodel.base.pictures import picture
 from e2e.report.text_report import milliseconds, plain_console
 from e2e.sweeps.sweep_driver import SweepResult
 from e2e.sweeps.sweep_results import SweepRow
-
-PLOT_SUFFIXES = (".svg", ".png", ".pdf")
 
 
 def sweep_record(sweep: SweepResult) -> dict[str, Any]:
@@ -75,48 +73,27 @@ def _cells(row: SweepRow) -> tuple[str, ...]:
     )
 
 
-def check_plot(path: Path) -> None:
-    """``InputError`` for a kind of file that is not drawn, before anything is computed."""
-    if path.suffix not in PLOT_SUFFIXES:
-        raise InputError(f"{path}: a plot is one of {', '.join(PLOT_SUFFIXES)}")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise InputError("--plot needs the package matplotlib: pip install '.[e2e]'") from error
-
-
 def write_plot(sweep: SweepResult, path: Path) -> None:
     """Samples per second over the number of GPUs: the fastest way of each GPU as a line, the others as points."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
-    for machine in dict.fromkeys(row.gpu for row in sweep.rows):
-        rows = [row for row in sweep.rows if row.gpu == machine and row.status == "ok"]
-        best: dict[int, SweepRow] = {}
-        for row in rows:
-            best.setdefault(row.gpus, row)
-        line = sorted(best)
-        (drawn,) = axes.plot(line, [best[count].samples_per_second or 0.0 for count in line], "o-", label=machine)
-        rest = [row for row in rows if best[row.gpus] is not row]
-        axes.plot([row.gpus for row in rest], [row.samples_per_second or 0.0 for row in rest], ".",
-                  color=drawn.get_color(), alpha=0.35)  # fmt: skip
-        for count in line:
-            label = best[count].parallel.split(",micro")[0]
-            axes.annotate(label, (count, best[count].samples_per_second or 0.0), xytext=(4, 6),
-                          textcoords="offset points", fontsize=7)  # fmt: skip
-    axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="samples per second", title=sweep.request.model)
-    ticks = sorted({row.gpus for row in sweep.rows})
-    axes.set_xticks(ticks, [str(count) for count in ticks], minor=False)
-    axes.minorticks_off()
-    axes.grid(alpha=0.3)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend()
-    try:
-        figure.savefig(path)
-    except OSError as error:
-        raise OutputError(f"{path}: cannot be written: {error.strerror}") from error
-    finally:
-        pyplot.close(figure)
+    with picture(path, 8, 5) as (axes,):
+        for machine in dict.fromkeys(row.gpu for row in sweep.rows):
+            rows = [row for row in sweep.rows if row.gpu == machine and row.status == "ok"]
+            best: dict[int, SweepRow] = {}
+            for row in rows:
+                best.setdefault(row.gpus, row)
+            line = sorted(best)
+            (drawn,) = axes.plot(line, [best[count].samples_per_second or 0.0 for count in line], "o-", label=machine)
+            rest = [row for row in rows if best[row.gpus] is not row]
+            axes.plot([row.gpus for row in rest], [row.samples_per_second or 0.0 for row in rest], ".",
+                      color=drawn.get_color(), alpha=0.35)  # fmt: skip
+            for count in line:
+                label = best[count].parallel.split(",micro")[0]
+                axes.annotate(label, (count, best[count].samples_per_second or 0.0), xytext=(4, 6),
+                              textcoords="offset points", fontsize=7)  # fmt: skip
+        axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="samples per second", title=sweep.request.model)
+        ticks = sorted({row.gpus for row in sweep.rows})
+        axes.set_xticks(ticks, [str(count) for count in ticks], minor=False)
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend()

@@ -132,7 +132,9 @@ class NetworkCheck:
 
     def with_rounded(self, names: Collection[str], limit: RoundedLimit) -> NetworkCheck:
         """The check of networks with the layers called ``names`` in bfloat16, none of which has been checked yet."""
-        outputs = self.outputs.with_rounded_layers(lambda inputs: limit.runs.draws(inputs, names))
+        runs = limit.runs
+        assert runs is not None, "layers are rounded by a model that rounds them"
+        outputs = self.outputs.with_rounded_layers(lambda inputs: runs.draws(inputs, names))
         subject = self.subject.stored(names, BFLOAT16, self.cpu)
         return replace(self, subject=subject, outputs=outputs, rounded=limit, checked=None, careful=False)
 
@@ -208,7 +210,7 @@ class NetworkCheck:
 
 def first_check(job: Job, scratch: Path, display: TuningDisplay, limit: RoundedLimit | None = None) -> NetworkCheck:
     """The reference, and a first network checked against it: a refusal costs seconds, not the tuning. ``limit``: of a
-    network with layers in bfloat16.
+    network with layers in a shorter type.
 
     Fused are the sites that are expected to gain, by records and ranking or else by the roofline; every kernel has the
     configuration that is guessed to be its fastest. The network is compiled while the reference is evaluated.
@@ -224,7 +226,9 @@ def first_check(job: Job, scratch: Path, display: TuningDisplay, limit: RoundedL
         building = pool.submit(_timed_build, subject, plan, configs, job.cpu, objects)
         try:
             check = network_check(job, subject, static, objects, scratch, display)
-            if limit is not None:
+            if limit is not None and limit.runs is None:
+                check = replace(check, rounded=limit)  # the file itself says how layers round
+            elif limit is not None:
                 check = check.with_rounded(layers_in(job.graph, BFLOAT16), limit)
         except BaseException:
             objects.stop()

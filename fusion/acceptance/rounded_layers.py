@@ -1,8 +1,9 @@
-"""An ONNX model whose layers round what they read and write to bfloat16, each where it is told to.
+"""An ONNX model whose layers round what they read and write to a shorter type, each where it is told to.
 
-So it is known what storing layers in bfloat16 does to the outputs before any kernel of theirs is built, for one layer
-or any set of them, in the time that ONNX Runtime takes. Rounded are the input and the weights of a layer and what it
-leaves behind its epilogue, as a kernel stores them; sums are those of float32. Nothing of our kernels is in there.
+So it is known what storing layers in bfloat16, or quantising them (:mod:`fusion.acceptance.quantised_layers`), does to
+the outputs before any kernel of theirs is built, for one layer or any set of them, in the time that ONNX Runtime takes.
+Rounded are the input and the weights of a layer and what it leaves behind its epilogue, as a kernel stores them; sums
+are those of float32. Nothing of our kernels is in there.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -27,7 +28,7 @@ from fusion.model.named_arrays import Arrays
 from fusion.model.tensor_info import TensorInfo
 
 if TYPE_CHECKING:
-    from onnx import ModelProto, NodeProto
+    from onnx import ModelProto, NodeProto, TensorProto
 
     from fusion.model.conv_graph import Graph, Node
 
@@ -51,30 +52,77 @@ DRAWS_SECONDS, LEAST_DRAWS = 1.0, 2
 _NEARNESS = 2.0**-8
 
 
+# (Source, prefix of new names) -> nodes, and the tensor in which they leave the source rounded.
+Steps = Callable[[str, str], "tuple[list[NodeProto], str]"]
+# What a layer reads, by the number of its input, and what it leaves.
+READ, WRITTEN = (0, 1), None
+
+
+class LayerRounding(Protocol):
+    """How layers round."""
+
+    def constants(self) -> list[TensorProto]:
+        """Values that the steps read, which become part of the model."""
+
+    def steps(self, node: NodeProto, number: int | None, tensor: str) -> Steps | None:
+        """What rounds the input ``number`` of the layer of ``node``, or what it leaves (``None``) in ``tensor``;
+        ``None`` if that is not rounded. A layer whose data (number 0) is not rounded gets no switch.
+        """
+
+
+class BFloat16Rounding:
+    """To bfloat16, all of them."""
+
+    def constants(self) -> list[TensorProto]:
+        from onnx import numpy_helper
+
+        return [numpy_helper.from_array(np.asarray(_SPLITTER), f"{SWITCHES}.splitter")]
+
+    def steps(self, node: NodeProto, number: int | None, tensor: str) -> Steps | None:
+        return _split
+
+
+def _split(source: str, prefix: str) -> tuple[list[NodeProto], str]:
+    from onnx import helper
+
+    names = [f"{prefix}.{part}" for part in ("product", "rest", "rounded")]
+    return [
+        helper.make_node("Mul", [source, f"{SWITCHES}.splitter"], [names[0]], names[0]),
+        helper.make_node("Sub", [names[0], source], [names[1]], names[1]),
+        helper.make_node("Sub", [names[0], names[1]], [names[2]], names[2]),
+    ], names[2]
+
+
 @dataclass(frozen=True, eq=False)
 class SwitchedModel:
-    """``layers``: names of the layers of the graph, in the order of the switches."""
+    """``layers``: names of the layers of the graph, in the order of the switches; ``nodes``: of the ONNX nodes."""
 
     model: ModelProto
     layers: tuple[str, ...]
+    nodes: Mapping[str, str] = field(default_factory=dict)
 
     def switches(self, rounded: Collection[str]) -> np.ndarray:
         """The value of the input ``SWITCHES`` with which these layers round."""
         return np.array([name in rounded for name in self.layers], dtype=np.bool_)
 
 
-def switched_model(prepared: ModelProto, graph: Graph, exposed: Collection[str] = ()) -> SwitchedModel:
+def switched_model(
+    prepared: ModelProto, graph: Graph, exposed: Collection[str] = (), rounding: LayerRounding | None = None
+) -> SwitchedModel:
     """A copy of the model that ``graph`` was extracted from (:func:`fusion.relax.onnx.onnx_prepare.prepare`).
 
-    Layers with weights that are found in it have a switch. ``exposed``: tensors that become outputs, where they exist.
+    Layers with weights that are found in it have a switch. ``exposed``: tensors that become outputs, where they exist;
+    ``rounding``: to bfloat16 unless told.
     """
     from onnx import ModelProto, TensorProto, helper
 
     copy = ModelProto()
     copy.CopyFrom(prepared)
-    found = _located(copy, graph)
+    rounding = rounding or BFloat16Rounding()
+    places = _located(copy, graph)
+    found = {name: place for name, place in places.items() if rounding.steps(place.node, 0, place.node.input[0])}
     layers = tuple(name for name in (node.name for node in graph.nodes) if name in found)
-    editor = _Editor(copy)
+    editor = _Editor(copy, rounding)
     for index, name in enumerate(layers):
         editor.switch(index, found[name])
     editor.apply(len(layers))
@@ -83,7 +131,7 @@ def switched_model(prepared: ModelProto, graph: Graph, exposed: Collection[str] 
     for name in exposed:
         if name in made and name not in present:
             copy.graph.output.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, None))
-    return SwitchedModel(copy, layers)
+    return SwitchedModel(copy, layers, {name: found[name].node.name for name in layers})
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,23 +204,26 @@ class _Editor:
     """Collects what becomes rounded, and writes the graph anew."""
 
     model: ModelProto
-    _reads: dict[tuple[str, int], int] = field(
-        default_factory=dict
-    )  # (first result of a node, number of its input) -> switch
-    _writes: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))  # tensor -> switches
+    rounding: LayerRounding
+    # (First result of a node, number of its input) -> switch, and what it switches.
+    _reads: dict[tuple[str, int], tuple[int, Steps]] = field(default_factory=dict)
+    # Tensor -> the same.
+    _writes: dict[str, list[tuple[int, Steps]]] = field(default_factory=lambda: defaultdict(list))
 
     def switch(self, index: int, place: _Place) -> None:
         """The layer of switch ``index`` rounds its data, its weights and its result."""
-        for number in (0, 1):
-            self._reads[place.node.output[0], number] = index
-        self._writes[place.output].append(index)
+        for number in READ:
+            if (steps := self.rounding.steps(place.node, number, place.node.input[number])) is not None:
+                self._reads[place.node.output[0], number] = index, steps
+        if (steps := self.rounding.steps(place.node, WRITTEN, place.output)) is not None:
+            self._writes[place.output].append((index, steps))
 
     def apply(self, count: int) -> None:
         from onnx import TensorProto, helper, numpy_helper
 
         graph = self.model.graph
         graph.input.append(helper.make_tensor_value_info(SWITCHES, TensorProto.BOOL, [count]))
-        graph.initializer.append(numpy_helper.from_array(np.asarray(_SPLITTER), f"{SWITCHES}.splitter"))
+        graph.initializer.extend(self.rounding.constants())
         nodes: list[NodeProto] = []
         for index in range(count):
             place = f"{SWITCHES}.{index}"
@@ -183,39 +234,35 @@ class _Editor:
             for number, name in enumerate(inputs):
                 read = self._reads.get((node.output[0], number))
                 if read is not None:
-                    node.input[number] = f"{name}.{SWITCHES}.{read}.{number}"
-                    nodes += _rounding(name, node.input[number], read)
+                    node.input[number] = f"{name}.{SWITCHES}.{read[0]}.{number}"
+                    nodes += _rounding(name, node.input[number], *read)
             outputs = list(node.output)
             nodes.append(node)
             for number, name in enumerate(outputs):
                 source = name
-                for step, index in enumerate(self._writes.get(name, ())):
+                for step, (index, steps) in enumerate(self._writes.get(name, ())):
                     if not step:
                         node.output[number] = source = f"{name}.{SWITCHES}"
                     last = step + 1 == len(self._writes[name])
                     target = name if last else f"{name}.{SWITCHES}.then.{step}"
-                    nodes += _rounding(source, target, index)
+                    nodes += _rounding(source, target, index, steps)
                     source = target
         kept = [type(node).FromString(node.SerializeToString()) for node in nodes]
         del graph.node[:]
         graph.node.extend(kept)
 
 
-def _rounding(source: str, target: str, index: int) -> list[NodeProto]:
+def _rounding(source: str, target: str, index: int, steps: Steps) -> list[NodeProto]:
     """``target`` is ``source``, rounded where switch ``index`` is on."""
     from onnx import helper
 
-    names = [f"{target}.{index}.{part}" for part in ("product", "rest", "rounded")]
-    return [
-        helper.make_node("Mul", [source, f"{SWITCHES}.splitter"], [names[0]], names[0]),
-        helper.make_node("Sub", [names[0], source], [names[1]], names[1]),
-        helper.make_node("Sub", [names[0], names[1]], [names[2]], names[2]),
-        helper.make_node("Where", [f"{SWITCHES}.{index}", names[2], source], [target], f"{target}.{index}.where"),
-    ]
+    nodes, rounded = steps(source, f"{target}.{index}")
+    condition = f"{SWITCHES}.{index}"
+    return [*nodes, helper.make_node("Where", [condition, rounded, source], [target], f"{target}.{index}.where")]
 
 
 class RoundedRuns:
-    """The model of ONNX Runtime with any layers stored in bfloat16. ``layers``: those that can be."""
+    """The model of ONNX Runtime with any layers stored in the shorter type. ``layers``: those that can be."""
 
     def __init__(self, worker: Worker, switched: SwitchedModel) -> None:
         self.layers = switched.layers
@@ -223,19 +270,27 @@ class RoundedRuns:
         self._switched = switched
         self._seconds = 0.0  # of the last run
 
+    @property
+    def draw_seconds(self) -> float:
+        """What :meth:`draws` for one input take, by the last run."""
+        return 2.0 * self._seconds * self._draws()
+
+    def _draws(self) -> int:
+        affordable = int(DRAWS_SECONDS / max(2.0 * self._seconds, 1e-9))
+        return max(LEAST_DRAWS, min(DRAWS, affordable))
+
     def draws(self, inputs: Arrays, rounded: Collection[str]) -> list[tuple[Arrays, Arrays]]:
-        """Outputs with the layers ``rounded`` in bfloat16, and without: on ``inputs``, and on such as are so near that
-        they differ by their roundings alone.
+        """Outputs with the layers ``rounded`` in the shorter type, and without: on ``inputs``, and on such as are so
+        near that they differ by their roundings alone.
         """
         found = [(self.outputs(inputs, rounded), self.outputs(inputs, ()))]
-        affordable = int(DRAWS_SECONDS / max(2.0 * self._seconds, 1e-9))
-        for seed in range(1, max(LEAST_DRAWS, min(DRAWS, affordable))):
+        for seed in range(1, self._draws()):
             near = _near(inputs, seed)
             found.append((self.outputs(near, rounded), self.outputs(near, ())))
         return found
 
     def outputs(self, inputs: Arrays, rounded: Collection[str]) -> Arrays:
-        """What the model computes with the layers ``rounded`` in bfloat16. ``TuningError`` if it cannot be run."""
+        """What the model computes with the layers ``rounded`` in the shorter type; ``TuningError`` if it fails."""
         started = time.monotonic()
         try:
             return self._worker.run({**inputs, SWITCHES: self._switched.switches(rounded)})

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from costmodel.base.errors import InputError
 from costmodel.base.say import Say
@@ -15,7 +15,7 @@ from costmodel.cpu.roofline import RooflineModel, RooflineReport
 from costmodel.machines.machine_records import Machine
 from costmodel.model.cost_model import CostModel
 from costmodel.operators.layers import Conv2d, Operator, conv_kind
-from fusion.analysis.precision_outlook import PrecisionOutlook, in_precision, outlooks
+from fusion.analysis.precision_outlook import PRECISE_TYPES, PrecisionOutlook, in_precision, outlooks
 from fusion.analysis.reasons import NEGLIGIBLE, NOT_TUNED, LayerCost, explain_decision
 from fusion.analysis.target_machine import machine_for
 from fusion.model.candidates import Site, find_sites
@@ -112,6 +112,14 @@ class NetworkAnalysis:
         return asdict(self)
 
 
+class ReadModel(NamedTuple):
+    """A model, and what it is analysed for."""
+
+    graph: Graph
+    machine: Machine
+    cpu: CpuTarget
+
+
 def analyze_model(
     model: Path,
     shapes: Mapping[str, tuple[int, ...]],
@@ -124,6 +132,21 @@ def analyze_model(
     """The analysis of an ONNX file with its layers in ``precision``, as ``python -m fusion analyze`` prints it; of a
     quantised one with those that it says.
     """
+    return analyze_in(precision, *read_graph(model, shapes, machine, threads, say, batch, precision))
+
+
+def read_graph(
+    model: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    machine: str | None,
+    threads: int | None,
+    say: Say,
+    batch: int | None = None,
+    precision: str = FLOAT32,
+) -> ReadModel:
+    """The graph of an ONNX file, this CPU, and the machine that predicts for it. ``InputError`` if it lacks
+    ``precision``, or the model is quantised.
+    """
     from fusion.relax.extract import extract_graph
     from fusion.relax.onnx.importer import import_onnx
     from schedules.contract.cpu_target import host_target
@@ -133,11 +156,23 @@ def analyze_model(
         raise InputError(f"--precision {precision}: {reason}; choose --precision float32")
     graph = extract_graph(import_onnx(model, shapes, batch, cpu.lacks(INT8) is None).mod)
     require_float(graph, precision)
-    described = machine_for(machine, cpu.threads, say)
+    return ReadModel(graph, machine_for(machine, cpu.threads, say), cpu)
+
+
+def analyze_in(precision: str, graph: Graph, machine: Machine, cpu: CpuTarget) -> NetworkAnalysis:
+    """The analysis of ``graph`` with its layers in ``precision``; of a quantised one with those that it has."""
     if layers_in(graph, INT8):
-        return replace(analyze(graph, described, cpu), precision=precision_of(graph))
-    found = analyze(in_precision(graph, precision, cpu), described, cpu)
-    return replace(found, precision=precision, precisions=outlooks(graph, described, cpu))
+        return replace(analyze(graph, machine, cpu), precision=precision_of(graph))
+    found = analyze(in_precision(graph, precision, cpu), machine, cpu)
+    return replace(found, precision=precision, precisions=outlooks(graph, machine, cpu))
+
+
+def by_precision(graph: Graph, machine: Machine, cpu: CpuTarget) -> list[NetworkAnalysis]:
+    """An analysis in every precision that ``machine`` has a rate for and ``cpu`` kernels; quantised: in its own."""
+    if layers_in(graph, INT8):
+        return [analyze_in(INT8, graph, machine, cpu)]
+    found = (dtype for dtype in PRECISE_TYPES if dtype in machine.compute and cpu.lacks(dtype) is None)
+    return [replace(analyze(in_precision(graph, each, cpu), machine, cpu), precision=each) for each in found]
 
 
 def analyze(graph: Graph, machine: Machine, cpu: CpuTarget, cost_model: CostModel | None = None) -> NetworkAnalysis:
@@ -201,7 +236,7 @@ def _report(
         kind=site.kind,
         layers=tuple(_layer(node) for node in site.nodes),
         flops=site.operator.flops,
-        unfused_intensity=_unfused_intensity(site),
+        unfused_intensity=unfused_intensity(site.operator.convs),
         fused_intensity=fused.arithmetic_intensity,
         tensors=_places(site, unfused, fused),
         recomputation=fused.recomputation,
@@ -228,12 +263,10 @@ def _layer(node: Node) -> LayerReport:
     return LayerReport(node.name, conv_kind(conv), conv.kernel, conv.stride, conv.input_shape, conv.output_shape)
 
 
-def _unfused_intensity(site: Site) -> float:
+def unfused_intensity(convs: Sequence[Conv2d]) -> float:
     """flop/B when every layer reads its input and writes its output."""
-    size = sum(
-        conv.input_bytes + conv.weight_bytes + conv.output_bytes + conv.residual_bytes for conv in site.operator.convs
-    )
-    return site.operator.flops / size
+    size = sum(conv.input_bytes + conv.weight_bytes + conv.output_bytes + conv.residual_bytes for conv in convs)
+    return sum(conv.flops for conv in convs) / size
 
 
 def _places(site: Site, unfused: Sequence[RooflineReport], fused: RooflineReport) -> tuple[TensorPlace, ...]:

@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING
 from costmodel.cpu.roofline import RooflineModel
 from costmodel.machines.machine_records import Machine
 from fusion.model.candidates import find_sites
-from fusion.model.precision import BFLOAT16, FLOAT32, layers_covered, stored_in
+from fusion.model.precision import BFLOAT16, FLOAT32, INT8, layers_covered, stored_in
 from fusion.model.selection import select
 
 if TYPE_CHECKING:
     from costmodel.operators.layers import Operator
     from fusion.model.conv_graph import Graph
     from schedules.contract.cpu_target import CpuTarget
+
+# What layers may be stored in, the most exact first.
+PRECISE_TYPES = (FLOAT32, BFLOAT16, INT8)
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class PrecisionOutlook:
 
 def outlooks(graph: Graph, machine: Machine, cpu: CpuTarget) -> tuple[PrecisionOutlook, ...]:
     """Of every precision that the machine has a rate for."""
-    return tuple(_outlook(graph, machine, cpu, dtype) for dtype in (FLOAT32, BFLOAT16) if dtype in machine.compute)
+    return tuple(_outlook(graph, machine, cpu, dtype) for dtype in PRECISE_TYPES if dtype in machine.compute)
 
 
 def in_precision(graph: Graph, dtype: str, cpu: CpuTarget) -> Graph:

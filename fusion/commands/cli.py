@@ -56,8 +56,8 @@ PrecisionOption = Annotated[
     str,
     typer.Option(
         "--precision",
-        metavar="float32|bfloat16|auto",
-        help="What layers are stored in; auto: bfloat16 where it is worth its error, and never slower than float32.",
+        metavar="float32|bfloat16|int8|auto",
+        help="What layers are stored in; auto: bfloat16 where worth its error; int8: quantised with --calibration.",
     ),
 ]
 QuantizedFile = Annotated[
@@ -88,6 +88,10 @@ def analyze(
         str, typer.Option(metavar="float32|bfloat16", help="What layers are stored in, of the sites that are listed.")
     ] = "float32",
     all_: Annotated[bool, typer.Option("--all", help="Also each site that is never worth tuning.")] = False,
+    picture: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.svg", help="Draw the roofline of every precision, and the sites before and after."),
+    ] = None,
     json_: JsonOption = False,
 ) -> None:
     """Which sites are worth fusing, and why. Takes seconds and tunes nothing."""
@@ -100,7 +104,14 @@ def analyze(
     shapes = profiles[0]
     import_tvm_alone()
     analysis = fusion_api.analyze(
-        model, shapes=shapes, batch=batch, machine=machine, threads=threads, precision=precision, progress=_say
+        model,
+        shapes=shapes,
+        batch=batch,
+        machine=machine,
+        threads=threads,
+        precision=precision,
+        picture=picture,
+        progress=_say,
     )
     _emit(analysis.to_json()) if json_ else print_analysis(analysis, everything=all_)
 
@@ -132,11 +143,14 @@ def tune(
         float | None,
         typer.Option(
             metavar="SHARE",
-            help="How far outputs may be off by bfloat16, of the largest value of each; default: 0.01 for auto.",
+            help="How far outputs may be off by shorter types, of the largest value of each; default: 0.01 for auto.",
         ),
     ] = None,
     calibration: Annotated[
-        Path | None, typer.Option(metavar="DATA.npz", help="Inputs on which that is measured; default: made-up ones.")
+        Path | None,
+        typer.Option(
+            metavar="DATA.npz", help="Inputs on which that is measured (default: made-up), and int8 calibrated."
+        ),
     ] = None,
     against: Annotated[
         str, typer.Option(metavar="ENGINES", help="Engines of `compare` to time at the end, separated by commas.")

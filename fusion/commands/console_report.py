@@ -18,6 +18,7 @@ from fusion.analysis.precision_outlook import PrecisionOutlook
 from fusion.analysis.reasons import NOT_TUNED, format_bytes
 from fusion.artifact.profile_folders import describe_inputs
 from fusion.comparing.compare import Comparison
+from fusion.model.precision import BFLOAT16, INT8
 from fusion.model.tensor_info import TensorInfo
 
 # Of layers so many are named.
@@ -209,7 +210,7 @@ def print_summary(summary: Mapping[str, Any], directory: Path) -> None:
     for line in precision_lines(summary.get("precision", {})):
         out.print(line, markup=False)
     if (choice := summary.get("precision", {}).get("choice")) is not None:
-        out.print(_frontier_table(choice["frontier"]))
+        out.print(_frontier_table(choice["frontier"], _shorter(summary["precision"])[0]))
     error = summary["max_abs_error"]
     out.print(
         f"{fused} of {len(summary['sites'])} sites fused, {summary['trials']} new measurements in "
@@ -226,7 +227,8 @@ def precision_lines(precision: Mapping[str, Any]) -> list[str]:
     """In which number types the layers are stored, and what that costs; nothing of a network in float32 alone."""
     if "asked" not in precision:
         return []
-    lines = [f"precision: {precision['bfloat16_layers']} of {precision['layers']} layers stored in bfloat16"]
+    dtype, stored = _shorter(precision)
+    lines = [f"precision: {stored} of {precision['layers']} layers stored in {dtype}"]
     errors = precision["errors"]
     if errors["max_relative_error"] is not None:
         told = f"errors over {errors['compared_inputs']} inputs, of the largest value of an output: largest "
@@ -238,7 +240,7 @@ def precision_lines(precision: Mapping[str, Any]) -> list[str]:
         limit = precision["max_error"]
         lines.append(told + ("" if limit is None else f" (allowed: {limit:g})"))
     kept = precision["float32_layers"]
-    if precision["bfloat16_layers"] and kept:
+    if stored and kept:
         short = short_names(set(kept))
         listed = ", ".join(short[name] for name in kept[:_LISTED_LAYERS])
         more = len(kept) - _LISTED_LAYERS
@@ -246,13 +248,24 @@ def precision_lines(precision: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _frontier_table(frontier: Sequence[Mapping[str, Any]]) -> Table:
-    """Latency over error: the more layers in bfloat16, the less time and the more error."""
+def _shorter(precision: Mapping[str, Any]) -> tuple[str, int]:
+    """The number type that layers may be stored in besides float32, and how many are."""
+    dtype = INT8 if f"{INT8}_layers" in precision else BFLOAT16
+    return dtype, precision[f"{dtype}_layers"]
+
+
+def _frontier_table(frontier: Sequence[Mapping[str, Any]], dtype: str) -> Table:
+    """Latency over error: the more layers in the shorter type, the less time and the more error.
+
+    ``predicted`` and ``measured``: of all kernels one by one and of conversions; ``network``: of the whole, in turns.
+    """
     table = Table(box=None, pad_edge=False)
-    for title in ("layers in bfloat16", "kernels us", "error", ""):
+    for title in (f"layers in {dtype}", "predicted us", "measured us", "network us", *ERROR_TITLES, ""):
         table.add_column(title, justify="right" if title else "left", no_wrap=True)
     for point in frontier:
-        cells = [str(point["layers"]), f"{point['seconds'] * 1e6:.0f}", f"{point['error']:.2g}"]
+        times = (point.get(key) for key in ("predicted_seconds", "measured_seconds", "raced_seconds"))
+        cells = [str(point["layers"]), *("" if each is None else f"{each * 1e6:.0f}" for each in times)]
+        cells += error_cells({**point, "max_relative_error": point["error"]})
         table.add_row(*cells, "chosen" if point["chosen"] else "")
     return table
 

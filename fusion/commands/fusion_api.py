@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from costmodel.base.errors import InputError
+from costmodel.base.pictures import check_picture
 from costmodel.base.say import Say
 from fusion.model.precision import Precision
 
@@ -79,6 +80,7 @@ def analyze(
     machine: PathLike | None = None,
     threads: int | None = None,
     precision: str = "float32",
+    picture: PathLike | None = None,
     progress: Say | None = None,
 ) -> NetworkAnalysis:
     """Which convolutions of the ONNX file ``model`` are worth computing in one kernel, and why; tunes nothing.
@@ -86,7 +88,8 @@ def analyze(
     ``shapes``: of open inputs by name, such as ``{"x": (1, 3, 224, 224)}``; ``batch`` rewrites the leading dimension.
     ``machine``: a CPU's name or file (default: this one, measured quickly on first use); ``threads`` of the kernels
     (default: the cores of this process); ``precision``: ``"float32"`` or ``"bfloat16"``, what layers are stored in.
-    ``progress`` is told what happens, a line each. Seconds are predicted.
+    ``picture``: an ``.svg``, ``.png`` or ``.pdf`` to draw the roofline of every precision into, with the sites before
+    and after fusion. ``progress`` is told what happens, a line each. Seconds are predicted.
 
     Raises ``ModelError`` for a file that cannot be read or imported, ``InputError`` for shapes that do not fit,
     ``MachineError`` for an unknown machine.
@@ -98,15 +101,22 @@ def analyze(
     from fusion.artifact.executable import require_compiler
 
     require_compiler()
-    from fusion.analysis.analyzer import analyze_model
+    from fusion.analysis.analyzer import analyze_in, by_precision, read_graph
 
     _check_counts(batch=batch, threads=threads)
     if precision not in ("float32", "bfloat16"):
         raise InputError(f"--precision {precision}: choose float32 or bfloat16")
-    told = progress or _unheard
-    return analyze_model(
-        Path(model), _shapes(shapes), _text(machine), threads, say=told, batch=batch, precision=precision
+    if picture is not None:
+        check_picture(Path(picture), "--picture")
+    read = read_graph(
+        Path(model), _shapes(shapes), _text(machine), threads, progress or _unheard, batch, precision=precision
     )
+    found = analyze_in(precision, *read)
+    if picture is not None:
+        from fusion.commands.result_pictures import draw_roofline
+
+        draw_roofline(read.machine, read.cpu.threads, by_precision(*read), Path(picture))
+    return found
 
 
 def tune(
@@ -146,10 +156,11 @@ def tune(
     not part of ``minutes``.
 
     ``precision``: ``"float32"``, ``"bfloat16"`` (layers are stored in it where there are kernels; inputs and outputs
-    stay as they are), or ``"auto"``: bfloat16 where it saves time and the outputs stay within ``max_error``, relative
-    to the largest value of each (default: 0.01), and float32 where that is no slower. ``max_error`` with
-    ``"bfloat16"`` refuses what errs more (default: what rounding explains). ``calibration``: an ``.npz`` file of inputs
-    on which errors are measured, several along the first dimension.
+    stay as they are), ``"auto"``: bfloat16 where it saves time and the outputs stay within ``max_error``, relative
+    to the largest value of each (default: 0.01), and float32 where that is no slower; or ``"int8"``: the model is
+    quantised as by :func:`quantize`, and layers that cost too much exactness stay in float32. ``max_error`` with
+    ``"bfloat16"`` and ``"int8"`` refuses what errs more (default: what rounding explains). ``calibration``: an ``.npz``
+    file of inputs on which errors are measured, several along the first dimension; ``"int8"`` needs it.
 
     Raises ``ModelError`` and ``InputError`` as :func:`analyze`, ``OutputError`` for a folder that cannot be written,
     ``TuningError`` if nothing could be built, run and verified: nothing but the tuning records is left then.
@@ -163,7 +174,6 @@ def tune(
     require_compiler()  # before anything is imported that needs it
     from fusion.acceptance.tune_job import TuneRequest
     from fusion.commands.tune import tune_model
-    from fusion.commands.tune_precision import checked_precision
     from fusion.search.progress import TuningDisplay
 
     _check_counts(trials=trials, threads=threads)
@@ -184,7 +194,6 @@ def tune(
         if target is None and tracker is None:
             record = tune_model(request, display)
         else:
-            checked_precision(request, display)
             from fusion.commands.tune_elsewhere import tune_elsewhere
 
             record = tune_elsewhere(request, display)

@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from fusion.acceptance.network_check import (
 )
 from fusion.acceptance.output_check import Verdict
 from fusion.acceptance.peer_engines import HiredPeers, check_peers, hire_peers
+from fusion.acceptance.precision_choice import PrecisionPlan
 from fusion.acceptance.time_limit import (
     FINAL_COMPILATION,
     LEAST_FINALISTS,
@@ -39,12 +40,14 @@ from fusion.acceptance.tune_job import Job, TuneRequest, careful_configs, comple
 from fusion.analysis.target_machine import another_cpu
 from fusion.artifact.build_folder import MODEL, UNFUSED_MODULE, describe, prepare_directory, read_artifact
 from fusion.artifact.profile_folders import ProfileBuild, describe_inputs, write_profiles, write_single
+from fusion.commands.result_pictures import draw_frontiers
+from fusion.commands.tune_int8 import Quantised, quantised_plan, quantised_request
 from fusion.commands.tune_precision import (
     FLOAT32_NETWORK,
-    PrecisionPlan,
     PrecisionReport,
     checked_precision,
     precision_plan,
+    with_raced,
 )
 from fusion.comparing.engines.engine_table import REFERENCE
 from fusion.comparing.engines.engine_worker import EngineFailed, Worker
@@ -56,11 +59,13 @@ from fusion.search.progress import TuningDisplay
 
 if TYPE_CHECKING:
     from costmodel.cpu.learned_residual import ResidualModel
+    from costmodel.machines.machine_records import Machine
     from costmodel.operators.layers import Operator
     from fusion.comparing.rounds import Sampling
     from fusion.relax.machine_code import CompiledModule
     from fusion.relax.memory_plan import MemoryPlan
     from fusion.search.network_tuning import TunedKernels
+    from schedules.contract.cpu_target import CpuTarget
 
 RECORDS = "records"
 PLANNED_BYTES = ("activation_bytes", "weight_bytes", "scratch_bytes")
@@ -105,21 +110,24 @@ def tune_model(request: TuneRequest, display: TuningDisplay) -> dict[str, Any]:
     clock = StageClock(started)
     end = end_of(request.minutes, started)
     display.ends_at(end)
-    request = checked_precision(request, display)
-    jobs = read_model(request, display)
-    clock.ended("read")
+    asked = checked_precision(request, display)
     with ExitStack() as stack:
         stack.enter_context(output_directory(request.output))
+        request, quantised = stack.enter_context(quantised_request(asked, lambda: _described(asked, display), display))
+        if quantised is not None:
+            clock.ended("quantising")
+        jobs = read_model(request, display)
+        clock.ended("read")
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".checking-", dir=request.output)))
         for job in jobs:
             stack.enter_context(batch_file(job))
             check_peers(workload(job.file, job.model, job.cpu, scratch), request.against, request.quantized)
         folders = [scratch_folder(scratch, job) for job in jobs]
         plans = [
-            stack.enter_context(precision_plan(job, folder, announced(job, display)))
+            stack.enter_context(planned(job, asked, quantised, folder, announced(job, display)))
             for job, folder in zip(jobs, folders, strict=True)
         ]
-        jobs = [_asked_for(job, plan) for job, plan in zip(jobs, plans, strict=True)]
+        jobs = [asked_for(job, plan) for job, plan in zip(jobs, plans, strict=True)]
         # All of them before any is tuned: a refusal costs seconds.
         checks = [
             first_check(job, folder, announced(job, display), None if plan is None else plan.of_all_layers)
@@ -143,17 +151,38 @@ def write_builds(request: TuneRequest, builds: Sequence[ProfileBuild], started: 
     """Writes one build, or several profiles and what they have in common; returns the content of ``summary.json``."""
     if len(builds) == 1:
         write_single(request.output, builds[0])
+        draw_frontiers({request.output: builds[0].summary})
         return dict(builds[0].summary)
     from fusion.commands.summary import profiles_document
 
     document = profiles_document({build.folder: build.summary for build in builds}, time.monotonic() - started)
     write_profiles(request.output, builds, document)
+    draw_frontiers({request.output / build.folder: build.summary for build in builds})
     return document
 
 
-def _asked_for(job: Job, plan: PrecisionPlan | None) -> Job:
+def planned(
+    job: Job, asked: TuneRequest, quantised: Quantised | None, scratch: Path, display: TuningDisplay
+) -> AbstractContextManager[PrecisionPlan | None]:
+    """What ``job`` is asked for besides float32, as it was ``asked`` by the user."""
+    return (
+        precision_plan(job, scratch, display) if quantised is None else quantised_plan(job, asked, quantised, scratch)
+    )
+
+
+def asked_for(job: Job, plan: PrecisionPlan | None) -> Job:
     """``job`` with the layers in bfloat16 that are to be there whatever is measured."""
-    return job if plan is None or plan.of_all_layers is None else job.stored(plan.layers, BFLOAT16)
+    settled = plan is not None and plan.of_all_layers is not None and plan.dtype == BFLOAT16
+    return job.stored(plan.layers, BFLOAT16) if plan is not None and settled else job
+
+
+def _described(request: TuneRequest, display: TuningDisplay) -> tuple[CpuTarget, Machine]:
+    """This CPU and its machine."""
+    from fusion.analysis.target_machine import machine_for
+    from schedules.contract.cpu_target import host_target
+
+    cpu = host_target(request.threads)
+    return cpu, machine_for(request.machine, cpu.threads, display.say)
 
 
 def tune_planned(
@@ -171,7 +200,10 @@ def tune_planned(
 
         return tune_auto(job, check, plan, end, stopped, display, clock)
     tuned, result = tune_profile(job, check, end, stopped, display, clock)
-    return job, tuned, result, None if plan is None else PrecisionReport(plan, result.rounded_errors)
+    if plan is None:
+        return job, tuned, result, None
+    choice = plan.choice and with_raced(plan.choice, result.finals.entry(result.finals.winner).median_seconds)
+    return job, tuned, result, PrecisionReport(plan, result.rounded_errors, choice)
 
 
 def tune_profile(
@@ -376,13 +408,15 @@ def race_networks(
         rivals = {REFERENCE: runtime, **peers.workers}
         finals, outputs = time_networks(job, networks, workers, rivals, end, sampling, display)
         growth = {name: worker.growth() for name, worker in {**workers, REFERENCE: runtime}.items()}
-        lost = lost_layers(
-            job.file,
-            random_arrays(job.model.inputs),
-            (workers[finals.winner], finals.entry(finals.winner).median_seconds),
-            {name: (rivals[name], seconds) for name, seconds in finals.others.items()},
-            say=display.say,
-        )
+        lost = LostLayers(missing=("no time left to time layers; `compare --layers` does",))
+        if time.monotonic() < end or job.request.minutes == 0:
+            lost = lost_layers(
+                job.file,
+                random_arrays(job.model.inputs),
+                (workers[finals.winner], finals.entry(finals.winner).median_seconds),
+                {name: (rivals[name], seconds) for name, seconds in finals.others.items()},
+                say=display.say,
+            )
         clock.ended("final comparison")
     winner = {network.name: network for network in networks}[finals.winner]
     verdict = verdicts[winner.name]

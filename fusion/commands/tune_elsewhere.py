@@ -16,21 +16,26 @@ from typing import TYPE_CHECKING, Any
 
 from costmodel.base.errors import InputError
 from fusion.acceptance.network_check import CheckCost, NetworkCheck, build_network, first_check, loaded
-from fusion.acceptance.time_limit import FINAL_COMPILATION, TimeLimit, end_of
+from fusion.acceptance.precision_choice import PrecisionPlan
+from fusion.acceptance.time_limit import FINAL_COMPILATION, StageClock, TimeLimit, end_of
 from fusion.acceptance.tune_job import Job, TuneRequest, careful_configs, complete_configs, plausible_sites, read_jobs
 from fusion.artifact.build_folder import MODEL, UNFUSED_MODULE, describe
 from fusion.artifact.profile_folders import ProfileBuild
 from fusion.commands.tune import (
     RECORDS,
     announced,
+    asked_for,
     batch_file,
     output_directory,
+    planned,
     predicted_seconds,
     ranking_model,
     scratch_folder,
     write_builds,
 )
-from fusion.model.precision import precision_of
+from fusion.commands.tune_int8 import quantised_request
+from fusion.commands.tune_precision import PrecisionReport, checked_precision, on_cpu, tune_mixed
+from fusion.model.precision import BFLOAT16, layers_in, precision_of
 from fusion.search.progress import TuningDisplay
 from schedules.contract.cpu_target import cpu_flags, required_flags
 
@@ -39,7 +44,9 @@ if TYPE_CHECKING:
 
     from costmodel.machines.machine_records import Machine
     from costmodel.operators.layers import Operator
+    from fusion.acceptance.error_budget import PrecisionChoice
     from fusion.acceptance.output_check import Verdict
+    from fusion.comparing.output_errors import OutputErrors
     from fusion.model.selection import FusionPlan
     from fusion.relax.machine_code import CompiledModule
     from fusion.search.network_tuning import TunedKernels
@@ -64,11 +71,15 @@ def tune_elsewhere(request: TuneRequest, display: TuningDisplay) -> dict[str, An
     content of its ``summary.json``. Raises ``ProjectError``.
     """
     started = time.monotonic()
-    display.ends_at(end_of(request.minutes, started))
+    end = end_of(request.minutes, started)
+    display.ends_at(end)
+    asked = checked_precision(request, display)
     with ExitStack() as stack:
         stack.enter_context(output_directory(request.output))
         runner = None if request.tracker is None else stack.enter_context(_servers(request, display))
         cpu, machine_of = _named(request, display) if runner is None else _remote(request, runner, display)
+        asked = on_cpu(asked, cpu, display)
+        request, quantised = stack.enter_context(quantised_request(asked, lambda: (cpu, machine_of()), display))
         jobs = read_jobs(request, cpu, machine_of, display)
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".checking-", dir=request.output)))
         for job in jobs:
@@ -77,20 +88,72 @@ def tune_elsewhere(request: TuneRequest, display: TuningDisplay) -> dict[str, An
         if why_unchecked is not None:
             display.say(why_unchecked)
         folders = [scratch_folder(scratch, job) for job in jobs]
+        plans = [
+            stack.enter_context(planned(job, asked, quantised, folder, announced(job, display)))
+            for job, folder in zip(jobs, folders, strict=True)
+        ]
+        jobs = [asked_for(job, plan) for job, plan in zip(jobs, plans, strict=True)]
+        for job, plan in zip(jobs, plans, strict=True):
+            _require_budget(job, plan)
         checks: list[NetworkCheck | None] = [None] * len(jobs)
         if why_unchecked is None:
-            pairs = zip(jobs, folders, strict=True)
-            checks = [first_check(job, folder, announced(job, display)) for job, folder in pairs]
+            checks = [
+                first_check(job, folder, announced(job, display), None if plan is None else plan.of_all_layers)
+                for job, folder, plan in zip(jobs, folders, plans, strict=True)
+            ]
         builds: list[ProfileBuild] = []
-        for done, (job, check) in enumerate(zip(jobs, checks, strict=True)):
+        for done, (job, check, plan) in enumerate(zip(jobs, checks, plans, strict=True)):
             began = time.monotonic() if done else started
-            share = began + (end_of(request.minutes, started) - began) / (len(jobs) - done)
+            share = began + (end - began) / (len(jobs) - done)
             stopped = any(build.summary["interrupted"] for build in builds)
             if check is not None and check.careful:
                 job = replace(job, guesses=job.guesses.carefully())
-            tuned = _kernels(job, check, None if stopped else runner, share, stopped, display)
-            builds.append(_build(job, tuned, check, folders[done], began, why_unchecked, runner, display))
+            servers = None if stopped else runner
+            job, check, tuned, choice = _tuned(job, check, plan, servers, share, stopped, display)
+            report = None if plan is None else PrecisionReport(plan, _rounded_errors(job, plan), choice)
+            builds.append(_build(job, tuned, check, folders[done], began, why_unchecked, runner, report, display))
         return write_builds(request, builds, started)
+
+
+def _tuned(
+    job: Job,
+    check: NetworkCheck | None,
+    plan: PrecisionPlan | None,
+    runner: RemoteRunner | None,
+    end: float,
+    stopped: bool,
+    display: TuningDisplay,
+) -> tuple[Job, NetworkCheck | None, TunedKernels, PrecisionChoice | None]:
+    """What is known of the kernels, with the layers in bfloat16 that are worth it by their times; and its check."""
+    limit = _limit(check, end)
+
+    def tune(which: Job, seconds: float | None) -> TunedKernels:
+        return _kernels(which, runner, seconds, stopped, display)
+
+    if plan is None or plan.of_all_layers is not None:
+        return job, check, tune(job, limit.tuning_seconds), None if plan is None else plan.choice
+    found = tune_mixed(job, plan, lambda: limit.tuning_seconds, tune, display, StageClock(time.monotonic()))
+    if found.mixing is None:
+        return job, check, found.plain, found.choice
+    mixed = found.mixing.job
+    if check is not None:
+        check = check.with_rounded(layers_in(mixed.graph, BFLOAT16), plan.limit)
+    return mixed, check, found.mixing.tuned, found.choice
+
+
+def _rounded_errors(job: Job, plan: PrecisionPlan) -> OutputErrors | None:
+    """What the layers of ``job`` in bfloat16 do to the outputs, as ONNX Runtime computes it here; of a quantised model
+    its quantiser has told it.
+    """
+    rounded = layers_in(job.graph, BFLOAT16)
+    return plan.limit.measured.errors_of(rounded) if rounded and plan.limit.runs is not None else None
+
+
+def _require_budget(job: Job, plan: PrecisionPlan | None) -> None:
+    """:class:`BudgetExceeded` before anything is measured where layers that are settled err more than is allowed."""
+    if plan is not None and plan.of_all_layers is not None and (runs := plan.limit.runs) is not None:
+        rounded = layers_in(job.graph, BFLOAT16)
+        plan.limit.require(job.request.model, "rounded", lambda inputs: runs.outputs(inputs, rounded))
 
 
 def _servers(request: TuneRequest, display: TuningDisplay) -> RemoteRunner:
@@ -159,22 +222,20 @@ def _why_unchecked(cpu: CpuTarget) -> str | None:
     return f"outputs cannot be checked here: this CPU lacks {', '.join(missing)}, which {cpu.mcpu} has"
 
 
+def _limit(check: NetworkCheck | None, end: float) -> TimeLimit:
+    # Both final networks are built here, nothing is raced.
+    cost = CheckCost(0.0, 0.0) if check is None else check.cost
+    return TimeLimit(end, cost.other_seconds, most_compile_seconds=FINAL_COMPILATION * cost.compile_seconds)
+
+
 def _kernels(
-    job: Job,
-    check: NetworkCheck | None,
-    runner: RemoteRunner | None,
-    end: float,
-    stopped: bool,
-    display: TuningDisplay,
+    job: Job, runner: RemoteRunner | None, seconds: float | None, stopped: bool, display: TuningDisplay
 ) -> TunedKernels:
-    """What is known of the kernels: measured on the servers, or from the records."""
+    """What is known of the kernels: measured on the servers, for ``seconds`` at most, or from the records."""
     from fusion.search.network_tuning import NetworkTuner, TuningBudget
     from schedules.measuring.measure_runner import Runner
     from schedules.records.record_store import RecordStore
 
-    # Both final networks are built here, nothing is raced.
-    cost = CheckCost(0.0, 0.0) if check is None else check.cost
-    limit = TimeLimit(end, cost.other_seconds, most_compile_seconds=FINAL_COMPILATION * cost.compile_seconds)
     with RecordStore(job.request.output / RECORDS, job.cpu, job.guesses.allows) as store:
         measuring = runner if runner is not None else Runner(job.cpu)  # that one is never started
         tuner = NetworkTuner(
@@ -190,7 +251,7 @@ def _kernels(
         )
         if runner is None:
             return tuner.known(interrupted=stopped)
-        tuned = tuner.tune(TuningBudget(job.request.trials, limit.tuning_seconds))
+        tuned = tuner.tune(TuningBudget(job.request.trials, seconds))
         display.finish_trials()
     return tuned
 
@@ -229,6 +290,7 @@ def _build(
     began: float,
     why_unchecked: str | None,
     runner: RemoteRunner | None,
+    report: PrecisionReport | None,
     display: TuningDisplay,
 ) -> ProfileBuild:
     """The chosen network and the one without fusion, checked where they run here."""
@@ -249,7 +311,7 @@ def _build(
         UNFUSED_MODULE: build_network(job.file, job.model, unfused_plan(job.graph), apart, job.cpu, objects),
     }
     verdicts = [] if check is None else [_verdict(job, check, scratch, each) for each in networks.values()]
-    summary = _summary(job, tuned, choice, networks, check, verdicts, began, why_unchecked, runner)
+    summary = _summary(job, tuned, choice, networks, check, verdicts, began, why_unchecked, runner, report)
     manifest = describe(
         job.file, job.model.inputs, job.model.outputs, job.cpu, tvm.__version__,
         measured=False, checked=check is not None, precision=precision_of(job.graph),
@@ -275,6 +337,7 @@ def _summary(
     began: float,
     why_unchecked: str | None,
     runner: RemoteRunner | None,
+    report: PrecisionReport | None,
 ) -> dict[str, Any]:
     from fusion.commands.summary import TuningEffort, document, site_rows
 
@@ -299,7 +362,7 @@ def _summary(
         others=job.analysis.others,
         notes=_notes(job, tuned, choice, why_unchecked, runner),
         effort=TuningEffort(tuned.trials, tuned.failures, time.monotonic() - began, tuned.interrupted),
-        precision={"shipped": precision_of(job.graph)},
+        precision={"shipped": precision_of(job.graph), **({} if report is None else report.to_json(job))},
     )
 
 

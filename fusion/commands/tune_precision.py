@@ -6,28 +6,34 @@ under the budget, and races what comes out against the network in float32: it is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from costmodel.base.errors import InputError, MachineError
-from costmodel.operators.layers import Conv2d, Dense
 from fusion.acceptance.error_budget import (
     DEFAULT_MAX_ERROR,
-    FRONTIER_POINTS,
     BudgetInputs,
     FrontierPoint,
     PrecisionChoice,
     RoundedLimit,
-    choose_layers,
     sensitivities,
 )
 from fusion.acceptance.final_networks import FinalNetwork
 from fusion.acceptance.network_check import NetworkCheck, expose, threads_here
+from fusion.acceptance.precision_choice import (
+    LEAST_ERROR_SECONDS,
+    PrecisionChooser,
+    PrecisionPlan,
+    error_seconds,
+    ordered,
+)
 from fusion.acceptance.rounded_layers import rounded_runs, switched_model
+from fusion.acceptance.time_limit import StageClock
 from fusion.acceptance.tune_job import Job, TuneRequest
+from fusion.analysis.mixed_times import followers
 from fusion.comparing.output_errors import errors_json
 from fusion.comparing.probes import error_inputs
 from fusion.model.calibration_data import DeclaredInput, read_calibration
@@ -35,9 +41,8 @@ from fusion.model.named_arrays import Arrays
 from fusion.model.precision import (
     BFLOAT16,
     FLOAT32,
+    INT8,
     PRECISIONS,
-    Precision,
-    in_dtype,
     layers_covered,
     layers_in,
     require_float,
@@ -45,20 +50,14 @@ from fusion.model.precision import (
 from fusion.search.progress import TuningDisplay
 
 if TYPE_CHECKING:
-    from costmodel.operators.layers import Operator
     from fusion.comparing.output_errors import OutputErrors
-    from fusion.model.conv_graph import Node
     from fusion.search.network_tuning import TunedKernels
+    from schedules.contract.cpu_target import CpuTarget
 
 # The network that everything is stored in float32 in, among the finals.
 FLOAT32_NETWORK = "float32"
-# What sensitivities may take of a limited job, and without a limit; of the time for kernels those of bfloat16.
-SENSITIVITY_SHARE, SENSITIVITY_SECONDS = 0.1, 60.0
+# Of the time for kernels those of bfloat16.
 ROUNDED_SHARE = 0.6
-# Of a calibration file so many samples at most, evenly spread: all networks in question are run on each.
-MOST_SAMPLES = 48
-# Networks that are built because the one before exceeded the budget.
-MOST_REBUILDS = 2
 
 
 def checked_precision(request: TuneRequest, display: TuningDisplay) -> TuneRequest:
@@ -76,45 +75,29 @@ def checked_precision(request: TuneRequest, display: TuningDisplay) -> TuneReque
         for option, value in (("--max-error", request.max_error), ("--calibration", request.calibration)):
             if value is not None:
                 raise InputError(
-                    f"{option} {value}: says how far bfloat16 may err; choose --precision bfloat16 or auto"
+                    f"{option} {value}: says how far a shorter type may err; choose --precision bfloat16, int8 or auto"
                 )
         return request
-    if request.target is not None or request.tracker is not None:
-        option = "--target" if request.target is not None else "--tracker"
-        raise InputError(f"--precision {request.precision}: errors are measured on this CPU; leave out {option}")
     if request.calibration is not None and not request.calibration.is_file():
         raise InputError(f"--calibration {request.calibration}: no such file")
-    return _or_float32(request, _lacking(request.threads), display)
+    if request.precision == INT8 and request.calibration is None:
+        raise InputError("--precision int8: quantising needs samples, some hundred of them: --calibration DATA.npz")
+    if request.target is not None or request.tracker is not None:
+        return request  # what that CPU has is known later
+    from schedules.contract.cpu_target import host_target
+
+    return on_cpu(request, host_target(request.threads), display)
 
 
-def _or_float32(request: TuneRequest, reason: str | None, display: TuningDisplay) -> TuneRequest:
-    if reason is None:
+def on_cpu(request: TuneRequest, cpu: CpuTarget, display: TuningDisplay) -> TuneRequest:
+    """``request`` with a precision that ``cpu`` has kernels for; otherwise as of :func:`checked_precision`."""
+    reason = cpu.lacks(INT8 if request.precision == INT8 else BFLOAT16)
+    if reason is None or request.precision == FLOAT32:
         return request
     if request.precision != "auto":
         raise InputError(f"--precision {request.precision}: {reason}; choose --precision float32")
     display.say(f"all layers stay in float32: {reason}")
     return replace(request, precision="float32", max_error=None, calibration=None)
-
-
-def _lacking(threads: int | None) -> str | None:
-    """Why this CPU has no kernels for bfloat16."""
-    from schedules.contract.cpu_target import host_target
-
-    return host_target(threads).lacks(BFLOAT16)
-
-
-@dataclass(frozen=True, eq=False)
-class PrecisionPlan:
-    """What is asked of one job: ``layers`` could be in bfloat16, within ``limit``."""
-
-    asked: Precision
-    layers: frozenset[str]
-    limit: RoundedLimit
-
-    @property
-    def of_all_layers(self) -> RoundedLimit | None:
-        """The limit of a network with all ``layers`` in bfloat16; ``None`` where layers are chosen."""
-        return None if self.asked == "auto" else self.limit
 
 
 @contextmanager
@@ -140,13 +123,14 @@ def precision_plan(job: Job, scratch: Path, display: TuningDisplay) -> Iterator[
     exposed = expose(prepared)
     hidden = [] if exposed is None else [value.name for value in exposed.graph.output]
     switched = switched_model(prepared, job.graph, hidden)
-    layers = layers_covered(job.graph, BFLOAT16, job.cpu) & (_followers(job) | set(switched.layers))
+    layers = layers_covered(job.graph, BFLOAT16, job.cpu) & (followers(job.graph) | set(switched.layers))
     folder = scratch / "rounded"
     folder.mkdir(exist_ok=True)
     names = {info.name for info in job.model.outputs}
     limit = request.max_error if request.max_error is not None or request.precision != "auto" else DEFAULT_MAX_ERROR
     with rounded_runs(switched, job.model.inputs, job.model.outputs, threads_here(job.cpu), folder) as runs:
-        yield PrecisionPlan(request.precision, layers, RoundedLimit(runs, BudgetInputs(runs, inputs, names), limit))
+        measured = BudgetInputs(runs, inputs, names, error_seconds(request.minutes))
+        yield PrecisionPlan(request.precision, layers, RoundedLimit(runs, measured, limit))
 
 
 def budget_inputs(job: Job) -> dict[str, Arrays]:
@@ -156,8 +140,7 @@ def budget_inputs(job: Job) -> dict[str, Arrays]:
         return error_inputs(job.model.inputs)
     declared = [DeclaredInput(info.name, info.shape, info.dtype) for info in job.model.inputs]
     samples = read_calibration(path, declared)
-    step = -(-samples.calls // MOST_SAMPLES)
-    return {f"{path.name} {index + 1}": samples.call(index) for index in range(0, samples.calls, step)}
+    return samples.named(range(samples.calls))
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,77 +163,83 @@ class PrecisionReport:
 
     def to_json(self, job: Job) -> dict[str, Any]:
         """JSON-able, for ``summary.json``; ``job``: what was shipped."""
-        rounded = layers_in(job.graph, BFLOAT16)
+        rounded = layers_in(job.graph, self.plan.dtype)
         kept = [node.name for node in job.graph.nodes if node.name not in rounded]
         return {
             "asked": self.plan.asked,
             "max_error": self.plan.limit.max_error,
             "layers": len(job.graph.nodes),
-            "bfloat16_layers": len(rounded),
+            f"{self.plan.dtype}_layers": len(rounded),
             "float32_layers": kept,
             "inputs": list(self.plan.limit.measured.names),
             "errors": errors_json(self.errors),
             "choice": None if self.choice is None else self.choice.to_json(),
             "float32_was_faster": self.float32_won,
+            **self.plan.told,
         }
 
 
 Tune = Callable[[Job, float | None], "TunedKernels"]
 
 
+@dataclass(frozen=True)
+class Tuned:
+    """Kernels in float32 (``plain``), the mixed network (``None`` where no layer gains), and the choice behind it."""
+
+    mixing: MixedTuning | None
+    plain: TunedKernels
+    choice: PrecisionChoice
+
+
 def tune_mixed(
-    job: Job, plan: PrecisionPlan, left: Callable[[], float | None], tune: Tune, display: TuningDisplay
-) -> tuple[MixedTuning | None, TunedKernels]:
+    job: Job,
+    plan: PrecisionPlan,
+    left: Callable[[], float | None],
+    tune: Tune,
+    display: TuningDisplay,
+    clock: StageClock,
+) -> Tuned:
     """Kernels of the layers that the budget lets into bfloat16, those of float32, and the best of both by their times.
 
     ``tune(job, seconds)`` measures kernels; ``left()``: seconds that there are for that from now on.
-    The first of the two results is ``None`` where no layer gains.
     """
-    layers = sorted(plan.layers & set(plan.limit.runs.layers))
-    sensitivity = sensitivities(plan.limit.measured, layers, _sensitivity_seconds(job))
-    choice = _chosen(job, plan, sensitivity, _predicted(job), points=0)
+    seconds = error_seconds(job.request.minutes, left())
+    assert plan.limit.runs is not None, "errors of single layers are measured"
+    layers = [name for name in plan.limit.runs.layers if name in plan.layers]
+    sensitivity = sensitivities(plan.limit.measured, layers, seconds)
+    chooser = _chooser(job, plan, seconds)
+    choice = chooser.chosen(sensitivity, {})
+    clock.ended("errors")
     if not choice.rounded:
         display.say("no layer is worth its error in bfloat16, or none is predicted to gain: all stay in float32")
-        return None, tune(job, left())
+        choice = replace(choice, frontier=chooser.frontier(sensitivity, {}, choice))
+        return Tuned(None, tune(job, left()), choice)
     display.say(_announced(choice, len(job.graph.nodes)))
-    mixed = job.stored(_with_followers(job, plan, choice.rounded), BFLOAT16)
-    seconds = left()
-    tuned = first = tune(mixed, None if seconds is None else ROUNDED_SHARE * seconds)
-    plain = tune(job, 0.0 if first.interrupted else left())
-    measured = _comparable(job, {**tuned.seconds, **plain.seconds})
+    mixed = _stored(job, chooser, choice.rounded)
+    tuned = first = tune(mixed, _share(left(), seconds, ROUNDED_SHARE))
+    plain = tune(job, 0.0 if first.interrupted else _share(left(), seconds))
+    measured = {**tuned.seconds, **plain.seconds}
+    clock.ended("tuning")
     allowed = {name: error for name, error in sensitivity.items() if name in choice.rounded}
-    better = _chosen(job, plan, allowed, measured, points=0)
+    better = chooser.chosen(allowed, measured)
     better = replace(
         better,
         sensitivity=sensitivity,
         kept=tuple(name for name in sensitivity if name not in better.rounded),
-        frontier=_whole_frontier(job, plan, sensitivity, measured, better),
+        frontier=chooser.frontier(sensitivity, measured, better),
     )
+    clock.ended("errors")
     if not better.rounded:
         display.say("no layer measured faster in bfloat16: all stay in float32")
-        return None, plain
+        return Tuned(None, plain, better)
     if better.rounded != choice.rounded:
         display.say(_announced(better, len(job.graph.nodes)))
-        mixed = job.stored(_with_followers(job, plan, better.rounded), BFLOAT16)
-        tuned = tune(mixed, _no_more(seconds))
+        mixed = _stored(job, chooser, better.rounded)
+        tuned = tune(mixed, _no_more(left()))
     trials, failures = first.trials + plain.trials, first.failures + plain.failures
     interrupted = first.interrupted or plain.interrupted
     tuned, plain = (replace(each, trials=trials, failures=failures, interrupted=interrupted) for each in (tuned, plain))
-    return MixedTuning(mixed, tuned, better), plain
-
-
-def _whole_frontier(
-    job: Job,
-    plan: PrecisionPlan,
-    sensitivity: Mapping[str, float],
-    seconds: Mapping[Operator, float],
-    chosen: PrecisionChoice,
-) -> tuple[FrontierPoint, ...]:
-    """From no layer to all that gain, whatever the budget is, with the point that was ``chosen``."""
-    unlimited = replace(plan, limit=replace(plan.limit, max_error=None))
-    points = [replace(each, chosen=False) for each in _chosen(job, unlimited, sensitivity, seconds).frontier]
-    points += [each for each in chosen.frontier if each.chosen]
-    return tuple(sorted(points, key=lambda each: (each.layers, each.error)))
+    return Tuned(MixedTuning(mixed, tuned, better), plain, better)
 
 
 def tightened(
@@ -262,18 +251,23 @@ def tightened(
     """
     limit = plan.limit.max_error
     assert limit is not None, "nobody exceeds what nobody limits"
-    measured = _comparable(job, {**mixing.tuned.seconds, **plain.seconds})
-    allowed = {name: each for name, each in mixing.choice.sensitivity.items() if name in mixing.choice.rounded}
-    smaller = 0.9 * limit * mixing.choice.error / max(error, mixing.choice.error, 1e-30)
-    choice = _chosen(job, replace(plan, limit=replace(plan.limit, max_error=smaller)), allowed, measured)
-    if not choice.rounded or choice.rounded == mixing.choice.rounded:
+    before = mixing.choice
+    allowed = {name: each for name, each in before.sensitivity.items() if name in before.rounded}
+    smaller = 0.9 * limit * before.error / max(error, before.error, 1e-30)
+    plan = replace(plan, limit=replace(plan.limit, max_error=smaller))
+    chooser = _chooser(job, plan, LEAST_ERROR_SECONDS)
+    measured = {**mixing.tuned.seconds, **plain.seconds}
+    choice = chooser.chosen(allowed, measured)
+    if not choice.rounded or choice.rounded == before.rounded:
         return None
+    others = [replace(each, chosen=False) for each in before.frontier]
     choice = replace(
         choice,
-        sensitivity=mixing.choice.sensitivity,
-        kept=tuple(name for name in mixing.choice.sensitivity if name not in choice.rounded),
+        sensitivity=before.sensitivity,
+        kept=tuple(name for name in before.sensitivity if name not in choice.rounded),
+        frontier=ordered([*others, chooser.point(choice.rounded, True, measured)]),
     )
-    mixed = job.stored(_with_followers(job, plan, choice.rounded), BFLOAT16)
+    mixed = _stored(job, chooser, choice.rounded)
     return MixedTuning(mixed, tune(mixed, _no_more(job.request.minutes)), choice)
 
 
@@ -293,9 +287,15 @@ def with_float32(
     return replace(rounded, apart={FLOAT32_NETWORK: alone}), [*networks, replace(plain, name=FLOAT32_NETWORK)]
 
 
-def _sensitivity_seconds(job: Job) -> float:
-    minutes = job.request.minutes
-    return SENSITIVITY_SECONDS if minutes is None else min(SENSITIVITY_SECONDS, SENSITIVITY_SHARE * 60.0 * minutes)
+def with_raced(choice: PrecisionChoice, chosen: float, float32: float | None = None) -> PrecisionChoice:
+    """``choice`` with the seconds of whole networks timed in turns: the ``chosen`` one's, and that in ``float32``."""
+
+    def of(point: FrontierPoint) -> FrontierPoint:
+        if point.chosen:
+            return replace(point, raced_seconds=chosen)
+        return point if point.rounded else replace(point, raced_seconds=float32)
+
+    return replace(choice, frontier=tuple(map(of, choice.frontier)))
 
 
 def _announced(choice: PrecisionChoice, layers: int) -> str:
@@ -305,84 +305,20 @@ def _announced(choice: PrecisionChoice, layers: int) -> str:
     )
 
 
-def _chosen(
-    job: Job,
-    plan: PrecisionPlan,
-    sensitivity: Mapping[str, float],
-    seconds: Mapping[Operator, float],
-    points: int = FRONTIER_POINTS,
-) -> PrecisionChoice:
-    timed = _NetworkTimes(job, plan, seconds)
-    limit = plan.limit.max_error
-    error_of = plan.limit.measured.error_of
-    return choose_layers(sensitivity, timed, error_of, float("inf") if limit is None else limit, points)
+def _chooser(job: Job, plan: PrecisionPlan, seconds: float) -> PrecisionChooser:
+    return PrecisionChooser(job.graph, job.machine, job.cpu, plan, seconds)
 
 
-def _predicted(job: Job) -> dict[Operator, float]:
-    """The roofline's seconds of every layer in both number types."""
-    from costmodel.cpu.roofline import RooflineModel
-    from fusion.analysis.analyzer import network_bytes
-
-    roofline = RooflineModel(job.machine, job.cpu.threads, network_bytes(job.graph))
-    operators = {in_dtype(node.operator, dtype): None for node in job.graph.nodes for dtype in (FLOAT32, BFLOAT16)}
-    return {each: found.seconds for each, found in zip(operators, roofline.estimate(list(operators)), strict=True)}
+def _stored(job: Job, chooser: PrecisionChooser, rounded: Collection[str]) -> Job:
+    """``job`` with the layers ``rounded``, and what follows them, in the shorter type."""
+    return job.stored(chooser.with_followers(rounded), chooser.plan.dtype)
 
 
-def _followers(job: Job) -> set[str]:
-    """Names of pooling and normalisation: what they read and write is rounded by the layers around them anyway."""
-    return {node.name for node in job.graph.nodes if not isinstance(node.operator, Conv2d | Dense)}
-
-
-def _with_followers(job: Job, plan: PrecisionPlan, rounded: Collection[str]) -> set[str]:
-    """``rounded``, and what follows such layers without being a convolution or a dense layer."""
-    followers = _followers(job) & plan.layers
-    produced = {node.output: node.name for node in job.graph.nodes}
-    found = set(rounded)
-    for node in job.graph.nodes:
-        if node.name in followers and produced.get(node.data) in found:
-            found.add(node.name)
-    return found
-
-
-def _comparable(job: Job, measured: Mapping[Operator, float]) -> dict[Operator, float]:
-    """``measured`` where a layer has been measured in both number types; predicted for both where not."""
-    seconds = _predicted(job)
-    for node in job.graph.nodes:
-        both = [in_dtype(node.operator, dtype) for dtype in (FLOAT32, BFLOAT16)]
-        if all(each in measured for each in both):
-            seconds.update((each, measured[each]) for each in both)
-    return seconds
+def _share(left: float | None, kept: float, share: float = 1.0) -> float | None:
+    """``share`` of the seconds that are ``left`` for kernels, but those ``kept`` for the choice behind them."""
+    return None if left is None else share * max(0.0, left - kept)
 
 
 def _no_more(limit: float | None) -> float | None:
     """Seconds for a network all of whose kernels are measured: without a limit as long as the comparisons take."""
     return None if limit is None else 0.0
-
-
-class _NetworkTimes:
-    """Seconds of the network with some layers in bfloat16: of its kernels one by one, and of conversions between."""
-
-    def __init__(self, job: Job, plan: PrecisionPlan, seconds: Mapping[Operator, float]) -> None:
-        self._job, self._plan, self._seconds = job, plan, seconds
-        self._readers: dict[Any, list[Node]] = {}
-        for node in job.graph.nodes:
-            for tensor in (node.data, node.residual, node.gate):
-                if tensor is not None:
-                    self._readers.setdefault(tensor, []).append(node)
-
-    def __call__(self, rounded: Collection[str]) -> float:
-        names = _with_followers(self._job, self._plan, rounded)
-        total = 0.0
-        for node in self._job.graph.nodes:
-            own = node.name in names
-            total += self._seconds[in_dtype(node.operator, BFLOAT16 if own else FLOAT32)]
-            if any((reader.name in names) != own for reader in self._readers.get(node.output, ())):
-                total += self._conversion(node)
-        return total
-
-    def _conversion(self, node: Node) -> float:
-        """One pass over the output of ``node``: 4 bytes of every value on one side, 2 on the other."""
-        size = 1.5 * in_dtype(node.operator, FLOAT32).output_bytes
-        machine, threads = self._job.machine, self._job.cpu.threads
-        level = machine.level_holding(size / threads, threads)
-        return level.seconds(size, threads) + machine.region_seconds(threads)

@@ -12,6 +12,8 @@ from costmodel.base.errors import InputError
 from fusion.model.named_arrays import Arrays, random_arrays, read_npz
 from fusion.model.tensor_info import TensorInfo
 
+# Of so many calls errors are told at most, evenly spread: all networks in question are run on each.
+MOST_TOLD = 48
 # Of every so many calls one is held out, to tell errors on what was not calibrated with.
 HELD_OUT = 5
 
@@ -51,6 +53,11 @@ class CalibrationData:
         """Calls to calibrate with, and the fifth that is held out: every fifth one, none of fewer than five."""
         held_out = [index for index in range(self.calls) if index % HELD_OUT == HELD_OUT - 1]
         return [index for index in range(self.calls) if index % HELD_OUT != HELD_OUT - 1], held_out
+
+    def named(self, calls: Sequence[int]) -> dict[str, Arrays]:
+        """Inputs of ``calls`` by name, for telling errors: some of them where they are many."""
+        step = -(-len(calls) // MOST_TOLD)
+        return {f"{Path(self.source).name} {index + 1}": self.call(index) for index in calls[::step]}
 
     def __iter__(self) -> Iterator[Arrays]:
         return map(self.call, range(self.calls))

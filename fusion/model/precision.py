@@ -13,10 +13,12 @@ if TYPE_CHECKING:
     from fusion.model.conv_graph import Graph
     from schedules.contract.cpu_target import CpuTarget
 
-FLOAT32, BFLOAT16, INT8 = "float32", "bfloat16", "int8"
-# What a user may ask for; `auto`: bfloat16 where it is worth its error.
-Precision = Literal["float32", "bfloat16", "auto"]
-PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16", "auto")
+FLOAT32: Literal["float32"] = "float32"
+BFLOAT16: Literal["bfloat16"] = "bfloat16"
+INT8: Literal["int8"] = "int8"
+# What a user may ask for; `auto`: bfloat16 where it is worth its error; `int8`: a float model is quantised.
+Precision = Literal["float32", "bfloat16", "int8", "auto"]
+PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16", "int8", "auto")
 
 
 def in_dtype(operator: Any, dtype: str) -> Any:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from costmodel.base.errors import InputError, MissingDependencyError, ModelError
+from costmodel.base.errors import InputError, MissingDependencyError, ModelError, ProjectError
 from fusion.model.calibration_data import CalibrationData, DeclaredInput
 from fusion.model.library_messages import sentence
 from fusion.model.named_arrays import Arrays
@@ -96,30 +96,50 @@ def quantized(
     cannot process it.
     """
     quantizer = _library()
-    names = {node.name for node in model.graph.node}
-    for name in options.exclude:
-        if name not in names:
-            raise InputError(f"{path}: --exclude {name}: no such node; {_some(sorted(names))}")
-    with tempfile.TemporaryDirectory(prefix="quantising-") as folder, _silent():
-        named, prepared, result = (Path(folder) / f"{stage}.onnx" for stage in ("named", "prepared", "quantised"))
-        try:
-            say("preparing the graph")
-            named.write_bytes(model.SerializeToString())
-            # Shapes of convolutional networks need no symbols, for which the library wants a further package.
-            quantizer.shape_inference.quant_pre_process(str(named), str(prepared), skip_symbolic_shape=True)
-            graph = _parsed(prepared).graph
-            excluded = _excluded(graph, model.graph, options.exclude)
-            if any(node.op_type in FLOAT_LAYERS and node.name not in excluded for node in graph.node):
-                _quantize_static(quantizer, prepared, result, _Samples(data, calls, say), excluded, options)
-            found = _parsed(result) if result.exists() else None
-        except Exception as error:  # the library raises anything on graphs that it does not expect
-            old = "; export the model again with opset 17" * (opset_of(model) < _SAFE_OPSET)
-            raise ModelError(f"{path}: ONNX Runtime cannot quantise it: {sentence(error)}{old}") from error
+    with tempfile.TemporaryDirectory(prefix="quantising-") as folder, _silent(), _understood(path, model):
+        prepared, result = _prepared(quantizer, model, Path(folder), say), Path(folder) / "quantised.onnx"
+        graph = _parsed(prepared).graph
+        names = {node.name for node in (*model.graph.node, *graph.node)}
+        for name in options.exclude:
+            if name not in names:
+                raise InputError(f"{path}: --exclude {name}: no such node; {_some(sorted(names))}")
+        excluded = _excluded(graph, model.graph, options.exclude)
+        if any(node.op_type in FLOAT_LAYERS and node.name not in excluded for node in graph.node):
+            _quantize_static(quantizer, prepared, result, _Samples(data, calls, say), excluded, options)
+        found = _parsed(result) if result.exists() else None
     if found is None or not is_quantised(found.graph):
         raise InputError(
             f"{path}: nothing in it can be quantised: it has no convolution or product, or all are excluded"
         )
     return found
+
+
+def float_form(path: Path, model: ModelProto) -> ModelProto:
+    """``model`` as it is before its layers are quantised: constants folded, norms in the weights. Its nodes and tensors
+    have the names of the quantised model's, which may be excluded as those of ``model``. Errors: :func:`quantized`'s.
+    """
+    with tempfile.TemporaryDirectory(prefix="quantising-") as folder, _silent(), _understood(path, model):
+        return _parsed(_prepared(_library(), model, Path(folder), lambda _: None))
+
+
+@contextlib.contextmanager
+def _understood(path: Path, model: ModelProto) -> Iterator[None]:
+    try:
+        yield
+    except ProjectError:
+        raise
+    except Exception as error:  # the library raises anything on graphs that it does not expect
+        old = "; export the model again with opset 17" * (opset_of(model) < _SAFE_OPSET)
+        raise ModelError(f"{path}: ONNX Runtime cannot quantise it: {sentence(error)}{old}") from error
+
+
+def _prepared(quantizer: Any, model: ModelProto, folder: Path, say: Callable[[str], None]) -> Path:
+    named, prepared = (folder / f"{stage}.onnx" for stage in ("named", "prepared"))
+    say("preparing the graph")
+    named.write_bytes(model.SerializeToString())
+    # Shapes of convolutional networks need no symbols, for which the library wants a further package.
+    quantizer.shape_inference.quant_pre_process(str(named), str(prepared), skip_symbolic_shape=True)
+    return prepared
 
 
 def _quantize_static(

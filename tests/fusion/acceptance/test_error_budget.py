@@ -186,6 +186,53 @@ def test_a_layer_that_saves_less_than_its_conversions_stays_when_its_neighbours_
     assert [point for point in choice.frontier if point.chosen][0].seconds == 7.0
 
 
+def test_a_search_that_is_out_of_time_is_within_the_budget_all_the_same():
+    """One look at all layers, which are too many; then nobody asks any more: none."""
+    asked = []
+
+    def error_of(names) -> float:
+        asked.append(len(names))
+        return 0.001 * len(names)
+
+    def search(in_time):
+        return choose_layers(dict.fromkeys("abcdefgh", 1.0), lambda n: 10.0 - len(n), error_of, 0.005, in_time=in_time)
+
+    assert search(lambda: False).rounded == frozenset() and asked == [8]
+    assert len(search(lambda: True).rounded) == 4  # 0.8 of the budget
+
+
+def test_a_larger_set_that_errs_less_is_found_among_the_points():
+    """Two errors cancel in the sixth layer: bisection stops below, the points of the frontier do not."""
+    errors = {0: 0.0, 1: 0.001, 2: 0.002, 3: 0.009, 4: 0.009, 5: 0.009, 6: 0.003, 7: 0.009, 8: 0.009}
+    search = {"network_seconds": lambda n: 10.0 - len(n), "error_of": lambda n: errors[len(n)], "max_error": 0.005}
+    assert len(choose_layers(dict.fromkeys("abcdefgh", 1.0), points=0, **search).rounded) == 2
+    assert len(choose_layers(dict.fromkeys("abcdefgh", 1.0), points=4, **search).rounded) == 6
+
+
+class _Slow:
+    """A model of 20 layers that takes so long that there is time for ten runs; every rounded layer errs by one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.runs = 0.0, 0
+        monkeypatch.setattr("fusion.acceptance.error_budget.time.monotonic", lambda: self.now)
+
+    def outputs(self, inputs, rounded):
+        self.now += 1.0
+        self.runs += 1
+        return {"y": np.array([[100.0, 10.0 + len(rounded)]], np.float32)}
+
+
+def test_a_slow_model_is_asked_about_neighbours_together(monkeypatch):
+    slow = _Slow(monkeypatch)
+    measured = BudgetInputs(slow, {str(i): {} for i in range(40)}, {"y"}, seconds=5.0)
+    assert len(measured.names) == 6 and slow.runs == 6  # as many inputs as there was time for
+    names = [f"layer{i}" for i in range(20)]
+    found = sensitivities(measured, names, seconds=10.0)
+    assert list(found) == names and slow.runs - 6 <= 12
+    assert found["layer0"] == pytest.approx(0.01) and found["layer19"] > 0.015
+    assert measured.fitting(12.0, sets=3) == 4 and measured.fitting(0.1, sets=3) == 2
+
+
 def test_what_exceeds_the_budget_is_refused_in_one_line(loaded):
     model, _, runs = loaded
     measured = BudgetInputs(runs, error_inputs(model.inputs, pictures=1), {"y"})

@@ -18,7 +18,7 @@ from rpc_servers import KEY, running_servers  # noqa: E402
 from test_cli import toy_machine, write_model  # noqa: E402
 
 import fusion  # noqa: E402
-from costmodel.base.errors import InputError, MissingDependencyError  # noqa: E402
+from costmodel.base.errors import InputError, MissingDependencyError, ProjectError  # noqa: E402
 from costmodel.cpu.microbenchmark import find_compiler  # noqa: E402
 from costmodel.machines.machine_file import write_machine  # noqa: E402
 from schedules.contract.cpu_target import host_target  # noqa: E402
@@ -65,6 +65,35 @@ def test_a_build_of_a_quantised_model_says_its_precision(mcpu, precision, tmp_pa
     fusion.tune(model, build, target=target, machine=tmp_path / "toy.yaml")
     manifest, summary = (json.loads((build / f"{name}.json").read_text()) for name in ("manifest", "summary"))
     assert manifest["precision"] == precision == summary["precision"]["shipped"]
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "auto"])
+def test_a_precision_of_another_cpu(precision, folder: Path, tmp_path: Path, monkeypatch):
+    """Errors are told by ONNX Runtime here; nothing is run of what is built."""
+    monkeypatch.setattr("fusion.commands.tune_elsewhere.cpu_flags", frozenset)
+    toy = toy_machine(2)
+    rate = toy.compute["float32"].sustained
+    faster = type(rate)(tuple((threads, 8 * value) for threads, value in rate.points))
+    write_machine(replace(toy, compute={**toy.compute, "bfloat16": replace(toy.compute["float32"], sustained=faster)}),
+                  tmp_path / "toy.yaml")  # fmt: skip
+    words = {"precision": precision, "machine": tmp_path / "toy.yaml"}
+    build, target = tmp_path / "build", "llvm -mcpu=cooperlake -num-cores 2"
+    found = fusion.tune(folder / "model.onnx", build, target=target, max_error=0.5, **words).record["precision"]
+    assert found["asked"] == precision and 0 < found["errors"]["max_relative_error"] < 0.5
+    assert found["bfloat16_layers"] == found["layers"] == 4
+    if precision == "auto":
+        (chosen,) = (point for point in found["choice"]["frontier"] if point["chosen"])
+        assert chosen["predicted_seconds"] > 0 and chosen["measured_seconds"] is chosen["raced_seconds"] is None
+    plain = fusion.tune(folder / "model.onnx", tmp_path / "none", target=target, max_error=1e-6,
+                        **{**words, "precision": "auto"}).record["precision"]  # fmt: skip
+    assert plain["shipped"] == "float32"
+    for asked, words_in_it, cpu in (
+        ({**words, "precision": "bfloat16", "max_error": 1e-6}, "--max-error 1e-06", "cooperlake"),
+        ({**words, "precision": "bfloat16"}, "bfloat16 needs a CPU with avx512_bf16", "haswell"),
+    ):
+        with pytest.raises(ProjectError, match=words_in_it):
+            fusion.tune(folder / "model.onnx", tmp_path / "refused", target=f"llvm -mcpu={cpu} -num-cores 2", **asked)
+        assert not (tmp_path / "refused").exists()
 
 
 def test_what_does_not_go_together_is_one_line(folder: Path, tmp_path: Path):
