@@ -27,7 +27,7 @@ FORBIDDEN_FRAMEWORKS = {
 # Folders of each package from bottom to top: a module imports its own folder and those before it.
 ORDER: dict[str, tuple[str, ...]] = {
     "costmodel": (
-        "base", "operators", "machines", "model", "datasets", "embedding", "cpu", "gpu", "collectives", "measure",
+        "base", "pages", "operators", "machines", "model", "datasets", "embedding", "cpu", "gpu", "collectives", "measure",
         "commands",
     ),
     "schedules": ("contract", "loops", "kernels", "records", "measuring", "tuning", "peers"),

@@ -127,6 +127,7 @@ def tune(
     precision: str = "float32",
     max_error: float | None = None,
     calibration: PathLike | None = None,
+    report: bool = True,
     progress: Say | TuningDisplay | None = None,
 ) -> TuneSummary:
     """Tunes fused and separate kernels of the ONNX file ``model``, keeps what measures faster, checks it against ONNX
@@ -149,7 +150,7 @@ def tune(
     stay as they are), or ``"auto"``: bfloat16 where it saves time and the outputs stay within ``max_error``, relative
     to the largest value of each (default: 0.01), and float32 where that is no slower. ``max_error`` with
     ``"bfloat16"`` refuses what errs more (default: what rounding explains). ``calibration``: an ``.npz`` file of inputs
-    on which errors are measured, several along the first dimension.
+    on which errors are measured, several along the first dimension. ``report``: write ``report.html`` into ``output``.
 
     Raises ``ModelError`` and ``InputError`` as :func:`analyze`, ``OutputError`` for a folder that cannot be written,
     ``TuningError`` if nothing could be built, run and verified: nothing but the tuning records is left then.
@@ -188,6 +189,9 @@ def tune(
             from fusion.commands.tune_elsewhere import tune_elsewhere
 
             record = tune_elsewhere(request, display)
+    from fusion.commands.tune_page import remove_reports, write_reports
+
+    write_reports(request.output) if report else remove_reports(request.output)
     return _summary(request.output, record)
 
 
