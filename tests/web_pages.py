@@ -13,10 +13,17 @@ from typing import Any
 
 import pytest
 
-BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+BROWSERS = (
+    "chromium-headless-shell",
+    "chromium",
+    "chromium-browser",
+    "google-chrome",
+    "google-chrome-stable",
+    "chrome",
+)
 VOID = {"br", "hr", "input", "meta"}
 # What a name of a model, an operator or a layer might try; it must come out as text, wherever names stand.
-HOSTILE = "</script><b onmouseover=\"alert(1)\">&'x"
+HOSTILE = '</script><b onmouseover="alert(1)">&\'x'
 
 
 @dataclass
@@ -82,6 +89,17 @@ def read_page(text: str) -> Page:
     return page
 
 
+# Of texts that a selector finds: how many there are, and how many pairs of them lie on each other, as drawn.
+OVERLAPS = """((selector) => {
+  const boxes = [...document.querySelectorAll(selector)].map((each) => each.getBoundingClientRect());
+  const meet = (one, other) => one.left < other.right - 1 && other.left < one.right - 1
+    && one.top < other.bottom - 3 && other.top < one.bottom - 3;
+  let pairs = 0;
+  boxes.forEach((one, place) => { pairs += boxes.slice(place + 1).filter((other) => meet(one, other)).length; });
+  return [boxes.length, pairs];
+})"""
+
+
 def browser() -> str:
     """The path of a headless browser; skips the test where there is none."""
     found = next(filter(None, map(shutil.which, BROWSERS)), None)
@@ -127,7 +145,11 @@ def _run(page: Path, options: list[str]) -> str:
     common = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--virtual-time-budget=4000",
               "--force-color-profile=srgb", f"--user-data-dir={page.parent / 'browser'}"]  # fmt: skip
     done = subprocess.run(
-        [browser(), *common, *options, page.resolve().as_uri()], capture_output=True, text=True, timeout=120, check=False
+        [browser(), *common, *options, page.resolve().as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout

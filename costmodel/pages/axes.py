@@ -86,6 +86,13 @@ def plain_number(value: float) -> str:
     return f"{value / scale:.4g}{prefix}"
 
 
+def with_prefix(value: float, unit: str) -> str:
+    """A number with a decimal prefix of its unit: ``236 GFLOP/s``."""
+    size = abs(value)
+    scale, prefix = next(((scale, prefix) for scale, prefix in _PREFIXES if size >= scale), (1.0, ""))
+    return f"{value / scale:.3g} {prefix}{unit}"
+
+
 def seconds_text(value: float, digits: int = 3) -> str:
     """Seconds with the unit that suits them: ``1.23 ms``."""
     return _with_unit(value, _SECONDS, digits)
@@ -103,7 +110,7 @@ def unit_of_seconds(longest: float) -> tuple[float, str]:
 
 def _with_unit(value: float, units: Sequence[tuple[float, str]], digits: int) -> str:
     if value == 0:
-        return f"0 {units[0][1]}"
+        return f"0 {next(name for scale, name in units if scale == 1.0)}"
     scale, name = next((unit for unit in units if abs(value) >= unit[0] * (1 - 1e-12)), units[-1])
     shown = value / scale
     return f"{shown:.0f} {name}" if abs(shown) >= 10**digits else f"{shown:.{digits}g} {name}"

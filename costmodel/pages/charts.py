@@ -35,7 +35,9 @@ class Box:
 
     def meets(self, other: Box) -> bool:
         """Whether the two share some area."""
-        return self.left < other.right and other.left < self.right and self.top < other.bottom and other.top < self.bottom
+        return (
+            self.left < other.right and other.left < self.right and self.top < other.bottom and other.top < self.bottom
+        )
 
 
 class Chart:
@@ -72,7 +74,9 @@ class Chart:
             )
         )
 
-    def area(self, upper: Sequence[Point], lower: Sequence[Point], colour: str, title: str, steps: bool = False) -> None:
+    def area(
+        self, upper: Sequence[Point], lower: Sequence[Point], colour: str, title: str, steps: bool = False
+    ) -> None:
         """What lies between two lines over the same places."""
         above, below = (
             self._stepped(line) if steps else [self.at(*point) for point in line] for line in (upper, lower)
@@ -81,7 +85,9 @@ class Chart:
             tag("path", tag("title", title), d=_path([*above, *reversed(below)]) + "Z", fill=colour, fill_opacity=0.85)
         )
 
-    def points(self, points: Iterable[tuple[float, float, str]], colour: str, radius: float = 4.0, faint: bool = False) -> None:
+    def points(
+        self, points: Iterable[tuple[float, float, str]], colour: str, radius: float = 4.0, faint: bool = False
+    ) -> None:
         """Dots: (x, y, what shows where the pointer rests)."""
         for x, y, title in points:
             across, down = self.at(x, y)
@@ -100,6 +106,7 @@ class Chart:
                 tag("circle", tag("title", title), cx=across, cy=down, r=radius, fill="none", stroke=colour,
                     stroke_width=1.6, pointer_events="all")
             )  # fmt: skip
+            self._taken.append(Box(across - radius, down - radius, across + radius, down + radius))
 
     def bar(self, left: Point, right: Point, colour: str, title: str) -> None:
         """A filled rectangle between two corners."""

@@ -24,7 +24,7 @@ def tag(name: str, /, *content: str | None, **attributes: str | float | bool | N
     ``attributes``: ``None`` and ``False`` are left out; ``class_`` is ``class``, ``stroke_width`` is ``stroke-width``.
     """
     given = "".join(
-        f' {key.rstrip("_").replace("_", "-")}' + ("" if value is True else f'="{escaped(_number(value))}"')
+        f" {key.rstrip('_').replace('_', '-')}" + ("" if value is True else f'="{escaped(_number(value))}"')
         for key, value in attributes.items()
         if value is not None and value is not False
     )

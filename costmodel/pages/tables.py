@@ -63,7 +63,5 @@ def facts(pairs: Mapping[str, str]) -> Html:
 
 def legend(colours: Mapping[str, str]) -> Html:
     """Which colour is what: name -> colour."""
-    keys = (
-        tag("span", tag("i", class_="key", style=f"background:{colour}"), name) for name, colour in colours.items()
-    )
+    keys = (tag("span", tag("i", class_="key", style=f"background:{colour}"), name) for name, colour in colours.items())
     return tag("div", *keys, class_="legend")

@@ -12,7 +12,6 @@ from typing import TypeVar
 from e2e.explain.path_parts import task_family
 from e2e.step.execution_graph import Duration, ExecutionGraph, HostWork, Kernel, Launch, RankGraph, Task
 
-
 KeyT = TypeVar("KeyT", bound=Hashable)
 
 

@@ -200,6 +200,4 @@ def _result(
     notes: Sequence[str],
 ) -> PredictionResult:
     prediction = explain(step, machine, site, memory or {}, warnings, notes)
-    return PredictionResult(
-        prediction, step.graph, step.timeline, step.iteration, step.path, step.paths, memory or {}
-    )
+    return PredictionResult(prediction, step.graph, step.timeline, step.iteration, step.path, step.paths, memory or {})

@@ -113,7 +113,9 @@ def _timeline(result: PredictionResult) -> Html:
     used = {kind for track in found.document["tracks"] for kind in track["kinds"]}
     key = {name: colour for place, (name, colour) in enumerate(KINDS.values()) if place in used}
     ranks = len(result.graph.ranks)
-    shown = f"{len(found.ranks)} of {ranks} ranks are shown; --timeline writes all. " if len(found.ranks) < ranks else ""
+    shown = (
+        f"{len(found.ranks)} of {ranks} ranks are shown; --timeline writes all. " if len(found.ranks) < ranks else ""
+    )
     return tag(
         "div",
         tag("p", f"{shown}What is on the critical path is underlined.", class_="soft"),

@@ -118,7 +118,8 @@ def _thinned(moments: Sequence[tuple[float, MemoryMoment]]) -> list[tuple[float,
 
 
 def _at_the_peak(ranks: Sequence[RankFigures], capacity: int) -> Html:
-    rows, told = [], {}
+    rows: list[tuple[str, dict[str, float]]] = []
+    told = {}
     for rank in ranks[:_MOST_RANKS]:
         name = f"rank {rank.rank}" if len(ranks) > 1 else "peak"
         parts = rank.memory_breakdown or {}

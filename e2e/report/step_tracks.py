@@ -206,11 +206,11 @@ class _Writer:
         visible = self._visible(layout)[:, layout.actions :]
         streams: dict[int, list[tuple[float, float, float, int, int]]] = {}
         for iteration in range(self._timeline.iterations):
-            for task in np.flatnonzero(visible[iteration]).tolist():
-                node = layout.offset + iteration * layout.nodes + layout.actions + task
+            for number in np.flatnonzero(visible[iteration]).tolist():
+                node = layout.offset + iteration * layout.nodes + layout.actions + number
                 times = (float(of[node]) for of in (self._timeline.start, self._timeline.ready, self._timeline.end))
                 start, ready, end = times
-                streams.setdefault(rank.tasks[task].stream, []).append((start, ready, end, iteration, task))
+                streams.setdefault(rank.tasks[number].stream, []).append((start, ready, end, iteration, number))
         on_path = {each.task for each in segments if each.task is not None}
         for stream, entries in sorted(streams.items()):
             track = self._track(f"stream {stream}", group)

@@ -45,8 +45,8 @@ class MemoryUsage:
     read by the optimizer alone; ``inputs``: integer data held throughout; ``activations``: made in the forward pass
     and alive after it; ``buffers``: of communication and libraries; ``temporary``: everything else. ``reserve``: what
     the caching allocator has taken from the driver at most beyond what is in use at the peak (0 where it is not
-    simulated). ``call``: the operator at the peak; -1 for an empty trace. ``course``: what is in use over the step, where
-    that is known.
+    simulated). ``call``: the operator at the peak; -1 for an empty trace. ``course``: what is in use over the step,
+    where that is known.
     """
 
     peak_bytes: int

@@ -66,7 +66,10 @@ def _answer(ran: Sequence[SweepRow]) -> Html:
     return joined(
         (
             tag("p", f"{_rate(best.samples_per_second)} samples/s", class_="answer"),
-            tag("p", f"by {best.gpus} x {best.gpu}, {best.parallel}: a step of {milliseconds(best.iteration_seconds or 0)}"),
+            tag(
+                "p",
+                f"by {best.gpus} x {best.gpu}, {best.parallel}: a step of {milliseconds(best.iteration_seconds or 0)}",
+            ),
         )
     )
 
@@ -151,7 +154,18 @@ def _ways(ran: Sequence[SweepRow]) -> Html:
                 NumberCell("" if memory is None else bytes_text(memory), memory or 0),
             )
         )
-    head = ("GPU", "GPUs", "parallel", "step", "80 % interval", "samples/s", "tokens/s/GPU", "exposed", "bubble", "memory")
+    head = (
+        "GPU",
+        "GPUs",
+        "parallel",
+        "step",
+        "80 % interval",
+        "samples/s",
+        "tokens/s/GPU",
+        "exposed",
+        "bubble",
+        "memory",
+    )
     return table(head, rows, shown=25)
 
 
@@ -166,7 +180,8 @@ def _colours(sweep: SweepResult) -> dict[str, str]:
 
 
 def _told(row: SweepRow) -> str:
-    return f"{row.gpus:,} x {row.gpu}, {row.parallel}: {milliseconds(row.iteration_seconds or 0.0)}, {_rate(row.samples_per_second)} samples/s"
+    step = milliseconds(row.iteration_seconds or 0.0)
+    return f"{row.gpus:,} x {row.gpu}, {row.parallel}: {step}, {_rate(row.samples_per_second)} samples/s"
 
 
 def _rate(value: float | None) -> str:

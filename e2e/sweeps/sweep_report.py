@@ -147,7 +147,9 @@ def place_labels(figure: Figure, axes: Axes, labels: Sequence[tuple[str, tuple[f
                                  ha=side, va=level)  # fmt: skip
             note.set_in_layout(False)  # what is measured here must stay where it is
             box = note.get_window_extent()
-            inside = axes.bbox.x0 <= box.x0 and box.x1 <= axes.bbox.x1 and axes.bbox.y0 <= box.y0 and box.y1 <= axes.bbox.y1
+            inside = (
+                axes.bbox.x0 <= box.x0 and box.x1 <= axes.bbox.x1 and axes.bbox.y0 <= box.y0 and box.y1 <= axes.bbox.y1
+            )
             if inside and not any(box.overlaps(other) for other in taken):
                 taken.append(box)
                 placed.append(note)

@@ -49,7 +49,7 @@ class PlacedLayer:
 
 
 def place_layers(layers: Sequence[Mapping[str, Any]]) -> dict[str, PlacedLayer]:
-    """Every layer in the column behind the last that it reads; columns wrap into bands, branches lie below each other."""
+    """Every layer in the column behind the last that it reads; columns wrap into bands, branches lie side by side."""
     depth: dict[str, int] = {}
     for layer in layers:
         depth[layer["name"]] = 1 + max((depth[name] for name in layer["reads"] if name in depth), default=-1)

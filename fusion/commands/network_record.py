@@ -41,7 +41,7 @@ def network_record(
     }
     for other in graph.others:
         layers[other.name] = {"name": other.name, "kind": other.operator, "told": "", "reads": reads[other.name]}
-    kernels = []
+    kernels: list[dict[str, Any]] = []
     for group in plan.groups:
         report = roofline.explain(group.operator)
         kernels.append(
@@ -55,7 +55,7 @@ def network_record(
                 "dtype": getattr(group.operator, "dtype", "float32"),
             }
         )
-    dtypes = dict.fromkeys(kernel["dtype"] for kernel in kernels)
+    dtypes = dict.fromkeys(str(kernel["dtype"]) for kernel in kernels)
     return {
         "layers": [layers[name] for name in _in_order(reads)],
         "kernels": kernels,
@@ -99,10 +99,11 @@ def _reads(graph: Graph) -> dict[str, list[str]]:
                 yield from reached(reader, seen)
 
     reads: dict[str, list[str]] = {name: [] for name in owner.values()}
-    for node in (*graph.nodes, *graph.others):
-        for reader in reached(node.output, set()):
-            if reader != node.name and node.name not in reads[reader]:
-                reads[reader].append(node.name)
+    results = [(node.name, node.output) for node in graph.nodes]
+    for name, var in [*results, *((other.name, other.output) for other in graph.others)]:
+        for reader in reached(var, set()):
+            if reader != name and name not in reads[reader]:
+                reads[reader].append(name)
     return reads
 
 

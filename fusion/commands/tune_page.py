@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
 from costmodel.base.errors import InputError
-from costmodel.pages.axes import Axis, around, bytes_text, plain_number, seconds_text
+from costmodel.pages.axes import Axis, around, seconds_text, with_prefix
 from costmodel.pages.charts import Chart, stacked_rows
 from costmodel.pages.document import contents, document, section, write_page
 from costmodel.pages.markup import Html, joined, tag
@@ -89,6 +90,15 @@ def _short(summary: Mapping[str, Any]) -> dict[str, str]:
     sites = {layer["name"] for site in summary["sites"] for layer in site["layers"]}
     others = {layer["name"] for layer in (summary.get("network") or {}).get("layers", ())} - sites
     return {**short_names(others), **short_names(sites)}
+
+
+def _together(names: Sequence[str]) -> str:
+    """Several layers as one name, with what all begin with said once: ``layer_3: conv_3x3 + reduce_1x1``."""
+    head = commonprefix(list(names))
+    head = head[: max(head.rfind(mark) for mark in "_/.") + 1]
+    if len(names) < 2 or not head:
+        return " + ".join(names)
+    return f"{head.rstrip('_/.')}: {' + '.join(name[len(head) :] for name in names)}"
 
 
 def _index(summary: Mapping[str, Any]) -> str:
@@ -190,7 +200,7 @@ def _roofline(summary: Mapping[str, Any], short: Mapping[str, str]) -> Html | No
     for site in summary["sites"]:
         before, after = site["measured"]["unfused_seconds"], site["measured"]["fused_seconds"]
         if before and after and "flops" in site:
-            name = " + ".join(short[layer["name"]] for layer in site["layers"])
+            name = _together([short[layer["name"]] for layer in site["layers"]])
             moves.append(
                 (
                     name,
@@ -220,10 +230,10 @@ def _roofline(summary: Mapping[str, Any], short: Mapping[str, str]) -> Html | No
         if first < last:
             chart.line([(first, first * rate), (last, last * rate)], _SOFT, width=1.2)
             middle = math.sqrt(first * last) if first > x.low else first * (last / first) ** 0.04
-            chart.label(middle, middle * rate, f"{name} {plain_number(rate)}B/s")
+            chart.label(middle, middle * rate, f"{name} {with_prefix(rate, 'B/s')}")
     for dtype, rate in ceilings.items():
         chart.line([(x.low, rate), (x.high, rate)], _SOFT, width=1.2)
-        chart.note(x.high, rate, f"{dtype} {plain_number(rate)}flop/s", anchor="end")
+        chart.note(x.high, rate, f"{dtype} {with_prefix(rate, 'flop/s')}", anchor="end")
     chart.points(
         (
             (flops, rate, f"{short.get(kernel['layers'][0], kernel['layers'][0])}: {seconds_text(kernel['seconds'])}")
@@ -234,7 +244,9 @@ def _roofline(summary: Mapping[str, Any], short: Mapping[str, str]) -> Html | No
         radius=3.0,
         faint=True,
     )
-    gain = sorted(moves, key=lambda move: -(move[3]["measured"]["unfused_seconds"] - move[3]["measured"]["fused_seconds"]))
+    gain = sorted(
+        moves, key=lambda move: -(move[3]["measured"]["unfused_seconds"] - move[3]["measured"]["fused_seconds"])
+    )
     for place, (name, before, after, site) in enumerate(gain):
         colour = _OURS if site["fused_in_model"] else _PEER
         told = (f"{name}: {seconds_text(site['measured']['unfused_seconds'])} -> "
@@ -246,10 +258,10 @@ def _roofline(summary: Mapping[str, Any], short: Mapping[str, str]) -> Html | No
             chart.label(*after, name, colour)
     return joined(
         (
-            tag("p", "A ring is a site before fusion, its layers one after another; the dot at the other end of the line is "
-                     "the one kernel. Names are in the tips.", class_="soft"),
+            tag("p", "A ring is a site before fusion, its layers one after another; the dot at the other end of the "
+                     "line is the one kernel. Names are in the tips.", class_="soft"),
             chart.svg("Roofline of the machine with every site before and after fusion"),
-            legend({"fused in the network": _OURS, "measured and kept apart": _PEER, "kernels of single layers": _SOFT}),
+            legend({"fused in the network": _OURS, "measured, kept apart": _PEER, "kernels of single layers": _SOFT}),
         )
     )  # fmt: skip
 
@@ -264,7 +276,7 @@ def _sites(summary: Mapping[str, Any], short: Mapping[str, str]) -> Html | None:
         ratio = before / after if before and after else None
         rows.append(
             (
-                " + ".join(short[layer["name"]] for layer in site["layers"]),
+                _together([short[layer["name"]] for layer in site["layers"]]),
                 "fused" if site["fused_in_model"] else "apart",
                 _seconds(predicted["unfused_seconds"]),
                 _seconds(predicted["fused_seconds"]),
@@ -290,12 +302,12 @@ def _layers(summary: Mapping[str, Any], short: Mapping[str, str]) -> Html | None
         whole = sum(kernel["seconds"] for kernel in measured) or 1.0
         rows = [
             (
-                " + ".join(short.get(name, name) for name in kernel["layers"]),
+                _together([short.get(name, name) for name in kernel["layers"]]),
                 _seconds(kernel["seconds"]),
                 NumberCell(f"{kernel['seconds'] / whole:.1%}", kernel["seconds"]),
                 BarCell(kernel["seconds"] / longest, FUSED if len(kernel["layers"]) > 1 else _APART),
                 _seconds(kernel["predicted_seconds"]),
-                NumberCell(f"{plain_number(kernel['flops'] / kernel['seconds'])}flop/s",
+                NumberCell(with_prefix(kernel["flops"] / kernel["seconds"], "flop/s"),
                            kernel["flops"] / kernel["seconds"]),
                 kernel["bound"],
             )
@@ -305,7 +317,7 @@ def _layers(summary: Mapping[str, Any], short: Mapping[str, str]) -> Html | None
             found.append(legend({"one fused kernel": FUSED, "one layer": _APART}))
             found.append(table(("kernel", "time", "share", "", "roofline", "rate", "limited by"), rows))
     if beside:
-        rows = [
+        told = [
             (
                 ", ".join(short.get(name, name) for name in row["layers"]),
                 _seconds(row["ours_seconds"]),
@@ -315,7 +327,7 @@ def _layers(summary: Mapping[str, Any], short: Mapping[str, str]) -> Html | None
             for row in [*beside["rows"], {**beside["others"], "layers": ["everything else"]}]
         ]
         found.append(tag("h3", f"Beside {beside['engine']}"))
-        found.append(table(("layers", "ours", "theirs", "lost"), rows))
+        found.append(table(("layers", "ours", "theirs", "lost"), told))
     return joined(found) if found else None
 
 
@@ -396,11 +408,11 @@ def _memory(summary: Mapping[str, Any]) -> Html | None:
     keys = dict(zip(colours, ("activation_bytes", "scratch_bytes", "weight_bytes"), strict=True))
     for name, row in summary["memory"].items():
         if row.get("activation_bytes") is not None:
-            rows.append((name.replace("_", " "), {part: float(row[key] or 0) for part, key in keys.items()}))
+            rows.append((name.replace("_", " "), {part: (row[key] or 0) / 2**20 for part, key in keys.items()}))
     found = [tag("p", line) for line in memory_lines(summary["memory"])]
     if rows:
         most = max(sum(parts.values()) for _, parts in rows)
-        axis = Axis("planned", 0.0, most or 1.0, told=bytes_text)
+        axis = Axis("MiB, as planned", 0.0, most or 1.0, told=lambda value: f"{value:.4g}")
         found = [stacked_rows(rows, colours, axis), legend(colours), *found]
     return joined(found) if found else None
 
@@ -417,7 +429,9 @@ def _rest(summary: Mapping[str, Any]) -> Html | None:
 
 
 def _inputs(summary: Mapping[str, Any]) -> str:
-    return describe_inputs([TensorInfo(info["name"], tuple(info["shape"]), info["dtype"]) for info in summary["inputs"]])
+    return describe_inputs(
+        [TensorInfo(info["name"], tuple(info["shape"]), info["dtype"]) for info in summary["inputs"]]
+    )
 
 
 def _fused(summary: Mapping[str, Any]) -> int:

@@ -13,7 +13,15 @@ from tvm import relax
 from costmodel.base.errors import ModelError
 from costmodel.operators.layers import ChannelNorm, Conv2d, Dense, Pool2d
 from fusion.model.conv_graph import Graph, Node, Other
-from fusion.relax.bindings import FUNCTION_RESULT, Program, image_shape, is_float32, operator_name, read_program, static_shape
+from fusion.relax.bindings import (
+    FUNCTION_RESULT,
+    Program,
+    image_shape,
+    is_float32,
+    operator_name,
+    read_program,
+    static_shape,
+)
 from fusion.relax.channel_moves import ChannelMoves
 from fusion.relax.epilogue import Absorbed, absorb
 from fusion.relax.integer_calls import operator_of

@@ -9,7 +9,6 @@ from itertools import combinations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from web_pages import HOSTILE, read_page
 
 from costmodel.base.errors import OutputError
@@ -62,7 +61,7 @@ def test_labels_overlap_neither_each_other_nor_points(seed: int):
     for (_, one, _), (_, other, _) in combinations(placed, 2):
         assert not one.meets(other)
     for _, box, _ in placed:
-        assert 0 <= box.left and box.right <= chart.width
+        assert box.left >= 0 and box.right <= chart.width
         assert not any(box.left < x < box.right and box.top < y < box.bottom for x, y in (chart.at(*p) for p in points))
 
 

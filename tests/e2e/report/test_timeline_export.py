@@ -173,7 +173,9 @@ def test_the_critical_path_has_a_track_without_gaps(tmp_path: Path):
     write_trace(graph, timeline, tmp_path / "trace.json", critical_path(graph, timeline))
     events = json.loads((tmp_path / "trace.json").read_bytes())["traceEvents"]
     check(events)
-    process = next(event["pid"] for event in events if event["ph"] == "M" and event["args"] == {"name": "critical path"})
+    process = next(
+        event["pid"] for event in events if event["ph"] == "M" and event["args"] == {"name": "critical path"}
+    )
     path = [event for event in events if event["pid"] == process and event["ph"] == "X"]
     assert [(event["ts"], event["dur"], event["args"]["rank"]) for event in path] == [(0, 6, 1), (6, 1, 1), (7, 5, 0)]
     assert path[-1]["cat"] == "collective transfer" and path[-1]["name"] == "nccl"
@@ -203,5 +205,7 @@ def test_the_trace_processor_reads_it(tmp_path: Path):
     write_trace(graph, timeline, tmp_path / "trace.json", critical_path(graph, timeline))
     query = tmp_path / "query.sql"
     query.write_text("select count(*) from slice where name = 'gemm'; select count(*) from flow;")
-    done = subprocess.run([program, "-q", str(query), str(tmp_path / "trace.json")], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [program, "-q", str(query), str(tmp_path / "trace.json")], capture_output=True, text=True, check=True
+    )
     assert "2" in done.stdout and "1" in done.stdout  # on the stream and on the critical path; one arrow

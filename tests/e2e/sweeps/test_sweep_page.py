@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from web_pages import HOSTILE, found_in, read_page
+from web_pages import HOSTILE, OVERLAPS, found_in, read_page
 
 from e2e.sweeps.sweep_driver import SweepResult
 from e2e.sweeps.sweep_page import fastest, short_way, sweep_page, write_sweep_page
@@ -34,8 +34,8 @@ def sweep(model: str = "llama-8b") -> SweepResult:
 
 def test_the_page_has_the_answer_the_frontier_and_what_does_not_run():
     read = read_page(sweep_page(sweep()))
-    for piece in ("llama-8b: 31 ways", "522.2 samples/s", "by 512 x h200-sxm", "needs 90.0 GiB", "30 ok, 1 does not fit",
-                  "samples per second", "tokens/s per GPU"):  # fmt: skip
+    for piece in ("llama-8b: 31 ways", "522.2 samples/s", "by 512 x h200-sxm", "needs 90.0 GiB",
+                  "30 ok, 1 does not fit", "samples per second", "tokens/s per GPU"):  # fmt: skip
         assert piece in read.text, piece
     assert all(f" {count} " in read.text for count in (8, 16, 64, 256, 512))
     best = fastest(sweep().rows[:-1])
@@ -57,13 +57,6 @@ def test_names_are_escaped():
 
 def test_labels_do_not_overlap_in_a_browser(tmp_path: Path):
     write_sweep_page(sweep(), tmp_path / "sweep.html")
-    found = found_in(tmp_path / "sweep.html", """(() => {
-      const boxes = [...document.querySelectorAll("#frontier svg text")].map((each) => each.getBoundingClientRect());
-      let overlaps = 0;
-      boxes.forEach((one, place) => boxes.slice(place + 1).forEach((other) => {
-        if (one.left < other.right - 1 && other.left < one.right - 1 && one.top < other.bottom - 3 && other.top < one.bottom - 3) overlaps += 1;
-      }));
-      return [boxes.length, overlaps, document.querySelectorAll("#frontier circle").length];
-    })()""")  # fmt: skip
-    texts, overlaps, dots = found
+    code = f"""[{OVERLAPS}("#frontier svg text"), document.querySelectorAll("#frontier circle").length]"""
+    (texts, overlaps), dots = found_in(tmp_path / "sweep.html", code)
     assert texts >= 15 and overlaps == 0 and dots == 30
