@@ -235,7 +235,7 @@ def stacked_rows(
     """A bar of parts for each row, over one axis. ``told``: what to say of a row besides its parts."""
     left = min(max((LETTER * len(name) for name, _ in rows), default=0.0) + 12.0, 300.0)
     width, bottom = 760.0, row_height * len(rows) + 4.0
-    across = width - left - 70.0
+    across = width - left - max((LETTER * len(text) for text in (told or {}).values()), default=0.0) - 24.0
 
     def place(value: float) -> float:
         return left + across * axis.place(value)

@@ -151,7 +151,7 @@ def _operators(result: PredictionResult) -> Html:
     """Of the rank that computes longest."""
     number = result.prediction.longest_computing.rank
     rank = next(each for each in result.graph.ranks if each.rank == number)
-    rows = operator_rows(rank, result.paths[number])
+    rows = operator_rows(rank, result.path)
     longest = max((row.device_seconds for row in rows), default=0.0) or 1.0
     whole = sum(row.device_seconds for row in rows) or 1.0
     cells = [

@@ -16,7 +16,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 
 @dataclass
 class OperatorRow:
-    """Of one step. ``device_seconds``: whatever runs beside it; ``path_seconds``: on the critical path of the rank, and
+    """Of one step. ``device_seconds``: whatever runs beside it; ``path_seconds``: on the critical path, and
     ``path_host_seconds`` of them on the host; ``bounds``: seconds by what limits them.
     """
 
@@ -35,7 +35,7 @@ class OperatorRow:
 
 
 def operator_rows(rank: RankGraph, path: CriticalPath) -> list[OperatorRow]:
-    """Most device time first. ``path``: the rank's own."""
+    """Most device time first. ``path``: through all ranks, or the rank's own."""
     rows: dict[str, OperatorRow] = {}
 
     def row(name: str) -> OperatorRow:
@@ -56,7 +56,7 @@ def operator_rows(rank: RankGraph, path: CriticalPath) -> list[OperatorRow]:
             if call is not None and call in rank.calls:
                 row(rank.calls[call].name).host_seconds += action.duration.seconds
     for segment in path.segments:
-        if segment.operator in rows:
+        if segment.rank == rank.rank and segment.operator in rows:
             rows[segment.operator].path_seconds += segment.seconds
             if segment.kind in HOST_KINDS:
                 rows[segment.operator].path_host_seconds += segment.seconds

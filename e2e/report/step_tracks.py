@@ -22,9 +22,9 @@ from e2e.step.execution_graph import Await, HostWork, Launch, RankGraph, Synchro
 
 # Kind of a slice -> what it is called and its colour.
 KINDS: dict[str, tuple[str, str]] = {
-    "forward": ("forward", "#4477aa"),
-    "backward": ("backward", "#aa3377"),
-    "optimizer": ("optimizer", "#997700"),
+    "forward": ("forward", "#6a9fd4"),
+    "backward": ("backward", "#b5649a"),
+    "optimizer": ("optimizer", "#b08c2a"),
     "other": ("other", "#777777"),
     "compute": ("kernel limited by arithmetic", "#228833"),
     "memory": ("kernel limited by memory", "#2a9d8f"),

@@ -25,6 +25,8 @@ REPORT = "report.html"
 _OURS, _APART, _PEER, _SOFT = "#228833", "#4477aa", "#aa3377", "#9aa3ad"
 _OLDER = "This build is older than what is shown here; `tune` makes it anew from its records."
 _LABELLED_SITES = 12
+# Below the slowest kernel of the network the roofline goes on by this factor.
+_ROOM_BELOW = 2.0
 
 
 def write_reports(build: Path) -> list[Path]:
@@ -221,9 +223,13 @@ def _roofline(summary: Mapping[str, Any], short: Mapping[str, str]) -> Html | No
     ceilings, bandwidths = network["ceilings"]["flops"], network["ceilings"]["bandwidths"]
     highest = max(ceilings.values())
     up = [*up, highest * 1.15]
-    low = max(min(up), highest * 1e-4)
+    # A fused kernel that was given up may be a hundred times as slow: such dots lie on the lower edge.
+    worth_room = [
+        rate for _, before, after, site in moves for rate in (before[1], after[1])[: 1 + site["fused_in_model"]]
+    ]
+    low = max(min(up), min([*worth_room, *(rate for _, rate, _ in alone), highest]) / _ROOM_BELOW, highest * 1e-3)
     x = Axis("flop per byte that enters or leaves the kernel", *around(across, logarithmic=True), logarithmic=True)
-    y = Axis("flop/s", *around([value for value in up if value >= low], logarithmic=True), logarithmic=True)
+    y = Axis("flop/s", *around([low, *(rate for rate in up if rate >= low)], logarithmic=True), logarithmic=True)
     chart = Chart(x, y, height=460.0)
     for name, rate in bandwidths.items():
         first, last = max(x.low, y.low / rate), min(x.high, highest / rate)
@@ -244,18 +250,19 @@ def _roofline(summary: Mapping[str, Any], short: Mapping[str, str]) -> Html | No
         radius=3.0,
         faint=True,
     )
-    gain = sorted(
-        moves, key=lambda move: -(move[3]["measured"]["unfused_seconds"] - move[3]["measured"]["fused_seconds"])
-    )
-    for place, (name, before, after, site) in enumerate(gain):
+    moves = [(name, (before[0], max(before[1], low)), (after[0], max(after[1], low)), site)
+             for name, before, after, site in moves]  # fmt: skip
+    moves.sort(key=lambda move: (move[3]["fused_in_model"], _gain(move[3])))  # what matters most lies on top
+    for name, before, after, site in moves:
         colour = _OURS if site["fused_in_model"] else _PEER
         told = (f"{name}: {seconds_text(site['measured']['unfused_seconds'])} -> "
                 f"{seconds_text(site['measured']['fused_seconds'])}; {site['decision']}")  # fmt: skip
         chart.line([before, after], colour, width=1.4)
         chart.rings([(*before, f"before: {told}")], colour)
         chart.points([(*after, f"after: {told}")], colour)
-        if place < _LABELLED_SITES and site["fused_in_model"]:
-            chart.label(*after, name, colour)
+    for name, _, after, site in moves[: -_LABELLED_SITES - 1 : -1]:
+        if site["fused_in_model"]:
+            chart.label(*after, name, _OURS)
     return joined(
         (
             tag("p", "A ring is a site before fusion, its layers one after another; the dot at the other end of the "
@@ -264,6 +271,11 @@ def _roofline(summary: Mapping[str, Any], short: Mapping[str, str]) -> Html | No
             legend({"fused in the network": _OURS, "measured, kept apart": _PEER, "kernels of single layers": _SOFT}),
         )
     )  # fmt: skip
+
+
+def _gain(site: Mapping[str, Any]) -> float:
+    """Seconds that fusing saves."""
+    return float(site["measured"]["unfused_seconds"] - site["measured"]["fused_seconds"])
 
 
 def _sites(summary: Mapping[str, Any], short: Mapping[str, str]) -> Html | None:
