@@ -221,7 +221,7 @@ def stacked_bar(parts: Mapping[str, float], colours: Mapping[str, str], told: Ma
         if text is not None:
             pieces.append(tag("text", text, x=left + long / 2, y=22.0, text_anchor="middle", class_="on"))
         left += long
-    shape = {"viewBox": f"0 0 {width:g} {height:g}", "class_": "wide", "role": "img"}
+    shape = {"viewBox": f"0 0 {width:g} {height:g}", "role": "img"}
     return tag("div", tag("svg", tag("title", title), *pieces, **shape), class_="scroll")
 
 

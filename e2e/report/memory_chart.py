@@ -27,6 +27,8 @@ COLOURS = {
 # A chart has no room for more moments: of neighbours the fullest is drawn.
 _MOST_MOMENTS = 400
 _MOST_RANKS = 48
+# What changes by less of the peak is no beginning of a step.
+_WORTH_SHOWING = 0.002
 _GIB = 2.0**30
 
 
@@ -69,7 +71,7 @@ def _over_time(result: PredictionResult, number: int) -> Html | None:
     usage = result.memory.get(number)
     if usage is None or not usage.course:
         return None
-    moments = _timed(usage.course, host_seconds(result, number))
+    moments = changing(_timed(usage.course, host_seconds(result, number)))
     if len(moments) < 2:
         return None
     scale, unit = unit_of_seconds(max(abs(moments[0][0]), abs(moments[-1][0])))
@@ -102,6 +104,15 @@ def _timed(course: Sequence[MemoryMoment], made: dict[int, float]) -> list[tuple
         before = max(before, made.get(moment.call, before))
         found.append((before, moment))
     return found
+
+
+def changing(moments: Sequence[tuple[float, MemoryMoment]]) -> list[tuple[float, MemoryMoment]]:
+    """Without a beginning in which nothing happens: a host that is ahead may wait for a whole step there."""
+    totals = [sum(moment.levels) for _, moment in moments]
+    first = next(
+        (place for place, total in enumerate(totals) if abs(total - totals[0]) > _WORTH_SHOWING * max(totals)), 0
+    )
+    return list(moments[max(first - 1, 0) :])
 
 
 def _thinned(moments: Sequence[tuple[float, MemoryMoment]]) -> list[tuple[float, MemoryMoment]]:

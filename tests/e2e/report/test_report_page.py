@@ -20,11 +20,11 @@ from web_pages import HOSTILE, drawn_page, found_in, node, read_page
 
 from e2e.explain.phase_times import phase_seconds, phase_spans
 from e2e.report.html_report import page, write_report
-from e2e.report.memory_chart import host_seconds
+from e2e.report.memory_chart import changing, host_seconds
 from e2e.report.operator_rows import module_seconds, operator_rows
 from e2e.report.step_tracks import KINDS, timeline_data
 from e2e.step.execution_graph import CallInfo
-from e2e.step.memory import ROLES, MemoryUsage, peak_memory
+from e2e.step.memory import ROLES, MemoryMoment, MemoryUsage, peak_memory
 from e2e.step.operator_trace import OperatorCall
 
 SCRIPT = Path(__file__).parents[3] / "e2e" / "report" / "timeline.js"
@@ -282,3 +282,12 @@ def test_a_screenshot_and_a_print_have_something_on_them(written: Path, tmp_path
     assert (tmp_path / "page.pdf").read_bytes().count(b"/Type /Page\n") >= 1 or (
         tmp_path / "page.pdf"
     ).stat().st_size > 20000
+
+
+def test_a_host_that_waits_before_it_begins_does_not_fill_the_chart():
+    """Its first call is half a second early: nothing changes until the step itself."""
+    levels = [(5, 0), (5, 0), (5, 4), (5, 8), (5, 1)]
+    moments = [(time, MemoryMoment(place, each)) for place, (time, each) in enumerate(zip((-500.0, 0.0, 1.0, 2.0, 3.0),
+                                                                                          levels, strict=True))]  # fmt: skip
+    assert [time for time, _ in changing(moments)] == [0.0, 1.0, 2.0, 3.0]
+    assert changing(moments[:1]) == moments[:1]
