@@ -286,8 +286,7 @@ def test_a_screenshot_and_a_print_have_something_on_them(written: Path, tmp_path
 
 def test_a_host_that_waits_before_it_begins_does_not_fill_the_chart():
     """Its first call is half a second early: nothing changes until the step itself."""
-    levels = [(5, 0), (5, 0), (5, 4), (5, 8), (5, 1)]
-    moments = [(time, MemoryMoment(place, each)) for place, (time, each) in enumerate(zip((-500.0, 0.0, 1.0, 2.0, 3.0),
-                                                                                          levels, strict=True))]  # fmt: skip
+    levels = {-500.0: (5, 0), 0.0: (5, 0), 1.0: (5, 4), 2.0: (5, 8), 3.0: (5, 1)}
+    moments = [(time, MemoryMoment(0, each)) for time, each in levels.items()]
     assert [time for time, _ in changing(moments)] == [0.0, 1.0, 2.0, 3.0]
     assert changing(moments[:1]) == moments[:1]
