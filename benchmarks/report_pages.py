@@ -20,7 +20,7 @@ BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome")
 
 
 def main() -> None:
-    """Writes ``predict-report.png``, ``tune-report.png`` and ``sweep-report.png``."""
+    """Writes ``predict-report.png`` and ``tune-report.png``."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("build", type=Path)
     parser.add_argument("-o", "--output", type=Path, default=Path("docs"))
