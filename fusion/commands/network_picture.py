@@ -100,7 +100,7 @@ def network_picture(network: Mapping[str, Any], short: Mapping[str, str]) -> Htm
     title = f"{len(layers)} layers, {len(network['kernels'])} kernels, {fused} of them fused"
     shape = {"viewBox": f"0 0 {width:g} {height:g}", "width": f"{width:g}", "class_": "network", "role": "img"}
     kinds = dict.fromkeys(layer_group(layer["kind"]) for layer in layers)
-    keys = {**{kind: COLOURS[kind] for kind in COLOURS if kind in kinds}, "one fused kernel": FUSED}
+    keys = {kind: COLOURS[kind] for kind in COLOURS if kind in kinds} | ({"one fused kernel": FUSED} if fused else {})
     picture = tag("div", tag("svg", tag("title", title), *parts, **shape), class_="scroll")
     return tag("div", legend(keys), picture)
 

@@ -15,13 +15,12 @@ from costmodel.pages.charts import Chart, stacked_rows
 from costmodel.pages.document import contents, document, section, write_page
 from costmodel.pages.markup import Html, joined, tag
 from costmodel.pages.tables import BarCell, Cell, NumberCell, facts, legend, table
-from fusion.artifact.build_folder import SUMMARY
+from fusion.artifact.build_folder import REPORT, SUMMARY
 from fusion.artifact.profile_folders import describe_inputs
 from fusion.commands.console_report import memory_lines, precision_lines, short_names
 from fusion.commands.network_picture import FUSED, network_picture
 from fusion.model.tensor_info import TensorInfo
 
-REPORT = "report.html"
 _OURS, _APART, _PEER, _SOFT = "#228833", "#4477aa", "#aa3377", "#9aa3ad"
 _OLDER = "This build is older than what is shown here; `tune` makes it anew from its records."
 _LABELLED_SITES = 12
@@ -44,9 +43,10 @@ def write_reports(build: Path) -> list[Path]:
 
 
 def remove_reports(build: Path) -> None:
-    """Takes away pages of an earlier build, which say nothing of what is there now."""
-    for path in (build / REPORT, *build.glob(f"*/{REPORT}")):
-        path.unlink(missing_ok=True)
+    """Takes away pages of an earlier build in this folder, which say nothing of what is there now."""
+    folders = [build, *(build / Path(each["folder"]).name for each in read_summary(build).get("profiles", ()))]
+    for folder in folders:
+        (folder / REPORT).unlink(missing_ok=True)
 
 
 def read_summary(build: Path) -> dict[str, Any]:

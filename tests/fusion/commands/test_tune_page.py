@@ -171,8 +171,10 @@ def test_pages_are_written_beside_their_summaries_and_taken_away(tmp_path: Path)
     written = write_reports(tmp_path)
     assert {path.relative_to(tmp_path).as_posix() for path in written} == {"report.html", "1x3/report.html"}
     assert 'href="1x3/report.html"' in (tmp_path / "report.html").read_text()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "report.html").write_text("somebody else's")
     remove_reports(tmp_path)
-    assert not list(tmp_path.rglob("report.html"))
+    assert list(tmp_path.rglob("report.html")) == [tmp_path / "mine" / "report.html"]
 
 
 @pytest.mark.parametrize("content", [None, "{", '{"a": 1}'])
