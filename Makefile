@@ -48,7 +48,7 @@ quick: $(STAMP)
 	$(BIN)/python -m pytest -q -m 'not slow' tests/$(ROLE) $(PYTEST_ARGS)
 
 browser:
-	@command -v chromium-headless-shell chromium google-chrome >/dev/null || \
+	@for name in chromium-headless-shell chromium google-chrome; do command -v $$name >/dev/null && exit 0; done; \
 	  { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium-headless-shell fonts-liberation; } >/dev/null
 
 lock: $(STAMP)
