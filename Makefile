@@ -3,6 +3,7 @@
 #   make test    set up, run the tests on all cores (PYTEST_ARGS='-m "not slow"' leaves the slow ones out)
 #   make quick ROLE=e2e/step         run the tests of one path below tests/, the slow ones left out
 #   make lint    ruff        make types   mypy        make clean   remove what demo built
+#   make browser a headless browser for the tests that look at pages (Debian, as root); without it they are skipped
 #   make lock    write requirements.lock from what is installed in .venv
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -18,7 +19,7 @@ MINUTES ?= 3.5
 TRIALS  ?= 32
 
 .DELETE_ON_ERROR:
-.PHONY: demo test quick lint types setup lock clean
+.PHONY: demo test quick lint types browser setup lock clean
 
 setup: $(STAMP)
 
@@ -45,6 +46,10 @@ test: $(STAMP)
 quick: $(STAMP)
 	@test -n "$(ROLE)" || { echo "make quick ROLE=path below tests/, such as e2e/step or e2e/step/test_memory.py" >&2; exit 2; }
 	$(BIN)/python -m pytest -q -m 'not slow' tests/$(ROLE) $(PYTEST_ARGS)
+
+browser:
+	@for name in chromium-headless-shell chromium google-chrome; do command -v $$name >/dev/null && exit 0; done; \
+	  { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium-headless-shell fonts-liberation; } >/dev/null
 
 lock: $(STAMP)
 	{ sed '/^[^#]/,$$d' requirements.lock; \

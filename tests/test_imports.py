@@ -27,8 +27,8 @@ FORBIDDEN_FRAMEWORKS = {
 # Folders of each package from bottom to top: a module imports its own folder and those before it.
 ORDER: dict[str, tuple[str, ...]] = {
     "costmodel": (
-        "base", "operators", "machines", "model", "datasets", "embedding", "cpu", "gpu", "collectives", "measure",
-        "commands",
+        "base", "pages", "operators", "machines", "model", "datasets", "embedding", "cpu", "gpu", "collectives",
+        "measure", "commands",
     ),
     "schedules": ("contract", "loops", "kernels", "records", "measuring", "tuning", "peers"),
     "fusion": ("model", "relax", "analysis", "passes", "search", "artifact", "comparing", "acceptance", "commands"),

@@ -39,6 +39,7 @@ def sweep_command(
     ray: Annotated[str | None, typer.Option(help="Address of a Ray cluster instead: auto, local or HOST:PORT.")] = None,
     top: Annotated[int, typer.Option(min=1, help="Rows of the table per GPU and number of GPUs.")] = 5,
     plot: Annotated[Path | None, typer.Option(help="Draw samples per second over GPUs (.svg, .png, .pdf).")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write a self-contained HTML report.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Predicts a model on many GPUs, numbers of GPUs and ways to spread it, and ranks them."""
@@ -68,6 +69,10 @@ def sweep_command(
         print(f"{len(result) - result.computed} of {len(result)} were in {output} already", file=sys.stderr)
     if plot is not None:
         write_plot(result, plot)
+    if report is not None:
+        from e2e.sweeps.sweep_page import write_sweep_page
+
+        write_sweep_page(result, report)
     if as_json:
         print(json.dumps(sweep_record(result), indent=2))
     else:

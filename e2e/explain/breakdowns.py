@@ -6,10 +6,13 @@ A task that stands for several kernels counts as these.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import TypeVar
 
 from e2e.explain.path_parts import task_family
 from e2e.step.execution_graph import Duration, ExecutionGraph, HostWork, Kernel, Launch, RankGraph, Task
+
+KeyT = TypeVar("KeyT", bound=Hashable)
 
 
 def coverage_of(graph: ExecutionGraph) -> dict[str, float]:
@@ -25,9 +28,9 @@ def coverage_of(graph: ExecutionGraph) -> dict[str, float]:
 def breakdown_of(rank: RankGraph) -> dict[str, dict[str, float]]:
     """Device time by operator, by what limits it, and by kind of kernel."""
     return {
-        "by_operator": _device_time(rank, lambda task, _: _operator(rank, task)),
-        "by_bound": _device_time(rank, lambda task, duration: duration.bound or task.kind),
-        "by_kind": _device_time(rank, lambda task, _: task_family(task)),
+        "by_operator": device_seconds(rank, lambda task, _: _operator(rank, task)),
+        "by_bound": device_seconds(rank, lambda task, duration: duration.bound or task.kind),
+        "by_kind": device_seconds(rank, lambda task, _: task_family(task)),
     }
 
 
@@ -45,8 +48,9 @@ def kernel_count(rank: RankGraph) -> int:
     return sum(len(task.kernels) or 1 for task in rank.tasks)
 
 
-def _device_time(rank: RankGraph, key: Callable[[Task | Kernel, Duration], str]) -> dict[str, float]:
-    sums: dict[str, float] = defaultdict(float)
+def device_seconds(rank: RankGraph, key: Callable[[Task | Kernel, Duration], KeyT]) -> dict[KeyT, float]:
+    """Device time of every kernel, summed by what ``key`` says of it, the most first."""
+    sums: dict[KeyT, float] = defaultdict(float)
     for task, duration, seconds in _kernels(rank.tasks):
         sums[key(task, duration)] += seconds
     return dict(sorted(sums.items(), key=lambda item: -item[1]))

@@ -170,7 +170,7 @@ class _Walk:
             return
         rank, item = self._find(node)
         if isinstance(item, Task):
-            kind: SegmentKind = _wait_kind(item) if waiting else task_kind(item)
+            kind: SegmentKind = wait_kind(item) if waiting else task_kind(item)
             name, call, task = item.name, item.call, item.id
         else:
             kind, name, call = _action_kind(item, rank)
@@ -189,7 +189,8 @@ class _Walk:
         return self._graph.ranks[position], self._items[position][local]
 
 
-def _wait_kind(task: Task) -> SegmentKind:
+def wait_kind(task: Task) -> SegmentKind:
+    """What the wait of a task for other ranks is on the path."""
     collective = task.collective
     return "bubble" if collective is not None and collective.kind in POINT_TO_POINT else "collective wait"
 

@@ -21,20 +21,36 @@ class PhaseSeconds:
 
 
 def phase_seconds(rank: RankGraph, timeline: Timeline, iteration: int) -> PhaseSeconds:
-    """Time between the ends of two tasks belongs to the phase of the later one; what follows the last one on the host,
+    """The sums of :func:`phase_spans` by phase."""
+    found: dict[Phase, float] = dict.fromkeys(("forward", "backward", "optimizer", "other"), 0.0)
+    for phase, begin, end in phase_spans(rank, timeline, iteration):
+        found[phase] += end - begin
+    return PhaseSeconds(found["forward"], found["backward"], found["optimizer"], found["other"])
+
+
+def phase_spans(rank: RankGraph, timeline: Timeline, iteration: int) -> list[tuple[Phase, float, float]]:
+    """Phase, begin and end in seconds, without gaps over the window of the step; neighbours differ in phase.
+
+    Time between the ends of two tasks belongs to the phase of the later one; what follows the last one on the host,
     to that one's. So phases may take turns, as they do in a pipeline and when gradients are accumulated. A task of no
     pass takes no time from one that it runs beside, as the inputs of the next step do.
     """
     begin, end = timeline.window(iteration)
-    found: dict[Phase, float] = dict.fromkeys(("forward", "backward", "optimizer", "other"), 0.0)
+    spans: list[tuple[Phase, float, float]] = []
+
+    def add(phase: Phase, start: float, stop: float) -> None:
+        if spans and spans[-1][0] == phase:
+            spans[-1] = (phase, spans[-1][1], stop)
+        elif stop > start:
+            spans.append((phase, start, stop))
+
     before: float = begin
-    last: Phase = "other"
     for moment, phase in _ends(rank, timeline, iteration):
         if moment > before:
-            found[phase] += min(moment, end) - before
-            before, last = min(moment, end), phase
-    found[last] += end - before
-    return PhaseSeconds(found["forward"], found["backward"], found["optimizer"], found["other"])
+            add(phase, before, min(moment, end))
+            before = min(moment, end)
+    add(spans[-1][0] if spans else "other", before, end)
+    return spans
 
 
 def _ends(rank: RankGraph, timeline: Timeline, iteration: int) -> list[tuple[float, Phase]]:

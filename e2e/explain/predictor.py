@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from costmodel.gpu.factory import gpu_cost_model
@@ -61,7 +61,9 @@ class RecordedSite:
 
 @dataclass(frozen=True)
 class PredictionResult:
-    """A prediction and what it was read from. ``iteration``: the one that is explained; ``paths``: of each rank."""
+    """A prediction and what it was read from. ``iteration``: the one that is explained; ``paths``: of each rank;
+    ``memory``: of those of which it is known.
+    """
 
     prediction: Prediction
     graph: ExecutionGraph
@@ -69,6 +71,7 @@ class PredictionResult:
     iteration: int
     path: CriticalPath
     paths: Mapping[int, CriticalPath]
+    memory: Memory = field(default_factory=dict)
 
 
 def predict(
@@ -197,4 +200,4 @@ def _result(
     notes: Sequence[str],
 ) -> PredictionResult:
     prediction = explain(step, machine, site, memory or {}, warnings, notes)
-    return PredictionResult(prediction, step.graph, step.timeline, step.iteration, step.path, step.paths)
+    return PredictionResult(prediction, step.graph, step.timeline, step.iteration, step.path, step.paths, memory or {})

@@ -1,39 +1,82 @@
-"""The part of the HTML report that lists ranks and collectives."""
+"""The parts of the HTML report that are about several GPUs: ranks, collectives, stragglers."""
 
 from __future__ import annotations
 
-from e2e.explain.prediction import Prediction, RankFigures
-from e2e.report.html_parts import ROWS, table
-from e2e.report.rank_tables import COLLECTIVE_HEAD, collective_rows
+from collections.abc import Sequence
+
+from costmodel.pages.axes import Axis, around, bytes_text, plain_number, seconds_text
+from costmodel.pages.charts import PALETTE, Chart, stacked_rows
+from costmodel.pages.markup import Html, joined, tag
+from costmodel.pages.tables import Cell, NumberCell, legend, table
+from e2e.explain.prediction import CollectiveFigures, Prediction, RankFigures
+from e2e.report.rank_tables import COLLECTIVE_HEAD, RANK_HEAD, collective_rows, rank_row
 from e2e.report.text_report import milliseconds
 
 # What a rank's step consists of, and its colour in the bars.
-PARTS = (
-    ("compute", "#4a7"),
-    ("exposed transfer", "#47b"),
-    ("waiting for ranks", "#c84"),
-    ("pipeline bubble", "#ca3"),
-    ("idle", "#ccc"),
-)
+PARTS = {
+    "compute": "#228833",
+    "exposed transfer": "#4477aa",
+    "waiting for ranks": "#cc7a29",
+    "pipeline bubble": "#b8a11f",
+    "idle": "#9aa3ad",
+}
+_MOST_ROWS = 64
 
 
-def ranks_section(prediction: Prediction) -> str:
+def ranks_section(prediction: Prediction) -> Html:
     """Every rank with what its step consists of."""
-    key = "".join(f"<span class=key style='background:{colour}'>{name}</span>" for name, colour in PARTS)
-    head = "".join(f"<th>{name}" for name in ("rank", "alike", "step", "memory", "of one step"))
-    rows = "".join(_rank(rank) for rank in prediction.ranks[: 4 * ROWS])
-    more = len(prediction.ranks) - 4 * ROWS
-    rest = f"<p>and {more} more (--json has all)</p>" if more > 0 else ""
-    return f"<h2>Ranks</h2><p>{key}</p><table><tr>{head}{rows}</table>{rest}"
+    rows = [(f"rank {rank.rank}", _parts(rank)) for rank in prediction.ranks[:_MOST_ROWS]]
+    longest = max(sum(parts.values()) for _, parts in rows)
+    alike = {f"rank {rank.rank}": f"stands for {rank.multiplicity}" if rank.multiplicity > 1 else ""
+             for rank in prediction.ranks}  # fmt: skip
+    axis = Axis("of one step", 0.0, longest or 1.0, told=seconds_text)
+    more = len(prediction.ranks) - _MOST_ROWS
+    return joined(
+        (
+            legend(PARTS),
+            stacked_rows(rows, PARTS, axis, alike),
+            tag("p", f"and {more} more, in the table", class_="soft") if more > 0 else None,
+            table(RANK_HEAD, [_cells(rank_row(rank)) for rank in prediction.ranks]),
+        )
+    )
 
 
-def collectives_section(prediction: Prediction) -> str:
-    """Collectives and who kept others waiting in them."""
-    listed = table(COLLECTIVE_HEAD, collective_rows(prediction.collectives)[:ROWS])
-    return f"<h2>Collectives</h2>{listed}<h2>Stragglers</h2>{_stragglers(prediction)}"
+def collectives_section(prediction: Prediction) -> Html:
+    """Collectives: how long by how many bytes, alike ones together, and who kept others waiting."""
+    return joined(
+        (
+            _sizes(prediction.collectives),
+            table(COLLECTIVE_HEAD, [_cells(row) for row in collective_rows(prediction.collectives)]),
+            tag("h3", "Stragglers"),
+            _stragglers(prediction),
+        )
+    )
 
 
-def _rank(rank: RankFigures) -> str:
+def _sizes(collectives: Sequence[CollectiveFigures]) -> Html | None:
+    """Time of the transfer over size, each kind in its colour; a ring marks what links shared with others cost."""
+    drawn = [each for each in collectives if each.size_bytes > 0 and each.transfer_seconds > 0]
+    if not drawn:
+        return None
+    sizes, times = [float(each.size_bytes) for each in drawn], [each.transfer_seconds for each in drawn]
+    x = Axis("bytes that a rank puts in", *around(sizes, logarithmic=True), logarithmic=True,
+             told=lambda value: plain_number(value) + "B")  # fmt: skip
+    y = Axis("transfer", *around(times, logarithmic=True), logarithmic=True, told=seconds_text)
+    chart = Chart(x, y)
+    kinds = list(dict.fromkeys((each.kind, each.ranks) for each in drawn))
+    colours = {f"{kind} of {ranks} ranks": PALETTE[place % len(PALETTE)] for place, (kind, ranks) in enumerate(kinds)}
+    seen: dict[tuple[str, int, float], tuple[str, int]] = {}
+    for each in drawn:  # thousands are alike: one dot for those that lie on each other
+        name = f"{each.kind} of {each.ranks} ranks"
+        key = (name, each.size_bytes, float(f"{each.transfer_seconds:.2g}"))
+        seen[key] = (name, seen.get(key, ("", 0))[1] + 1)
+    for (name, size, seconds), (_, count) in seen.items():
+        title = f"{name}, {bytes_text(size)}: {seconds_text(seconds)}, {count} of them"
+        chart.points([(float(size), seconds, title)], colours[name])
+    return joined((chart.svg("Transfer time of collectives over their size"), legend(colours)))
+
+
+def _parts(rank: RankFigures) -> dict[str, float]:
     values = (
         rank.compute_seconds,
         rank.exposed_transfer_seconds,
@@ -41,23 +84,30 @@ def _rank(rank: RankFigures) -> str:
         rank.bubble_seconds,
         rank.idle_seconds,
     )
-    whole = sum(values) or 1.0
-    pieces = "".join(
-        f"<div title='{name}: {milliseconds(value)}' style='background:{colour};width:{value / whole:.2%}'></div>"
-        for (name, colour), value in zip(PARTS, values, strict=True)
-    )
-    memory = "" if rank.peak_memory_bytes is None else f"{rank.peak_memory_bytes / 2**30:.2f} GiB"
-    memory += "" if rank.fits is not False else ", does not fit"
-    return (
-        f"<tr><td>{rank.rank}<td>{rank.multiplicity}<td class=n>{milliseconds(rank.step_seconds)}"
-        f"<td class=n>{memory}<td><div class=stack>{pieces}</div>"
-    )
+    return dict(zip(PARTS, values, strict=True))
 
 
-def _stragglers(prediction: Prediction) -> str:
+def _stragglers(prediction: Prediction) -> Html:
     if not prediction.stragglers:
-        return "<p>none: no rank keeps others waiting</p>"
-    rows = (
-        (str(each.rank), str(each.collectives), milliseconds(each.caused_seconds)) for each in prediction.stragglers
-    )
+        return tag("p", "none: no rank keeps others waiting")
+    rows = [
+        (
+            str(each.rank),
+            NumberCell(str(each.collectives), each.collectives),
+            NumberCell(milliseconds(each.caused_seconds), each.caused_seconds),
+        )
+        for each in prediction.stragglers
+    ]
     return table(("rank", "came last in", "the next one waited"), rows)
+
+
+def _cells(row: Sequence[str]) -> list[Cell]:
+    """Texts as cells; those that are numbers sort as such."""
+    return [_cell(text) for text in row]
+
+
+def _cell(text: str) -> Cell:
+    try:
+        return NumberCell(text, float(text.replace(",", "")))
+    except ValueError:
+        return text

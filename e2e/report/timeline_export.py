@@ -1,5 +1,6 @@
 """A timeline as a trace file for ui.perfetto.dev and chrome://tracing: one process per rank, one track per thread and
-stream, arrows from launches to tasks, the wait and the transfer of a collective apart.
+stream, arrows from launches to tasks, the wait and the transfer of a collective apart. Ranges and operators around
+others (``record_function``) enclose them; the critical path is a process of its own.
 
 Times are whole nanoseconds: begin and end are rounded, not the length, so that neighbours never overlap.
 """
@@ -8,12 +9,15 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import IO, Any
 
 from costmodel.base.errors import OutputError
 from costmodel.base.whole_file import whole_file
+from costmodel.operators.any_operator import AnyOperator
+from e2e.explain.critical_path import CriticalPath
 from e2e.simulate.instructions import describe
 from e2e.simulate.timeline import RankLayout, Timeline
 from e2e.step.execution_graph import (
@@ -30,41 +34,78 @@ from e2e.step.execution_graph import (
 
 # Track number of stream 0; threads count from 1.
 FIRST_STREAM_TRACK = 1000
+# Of an operator's sizes so many characters are told.
+_MOST_TEXT = 400
 
 Event = dict[str, Any]
 
 
-def write_trace(graph: ExecutionGraph, timeline: Timeline, path: Path) -> None:
-    """Writes Chrome trace JSON, compressed if ``path`` ends in ``.gz``; :class:`OutputError` if it cannot."""
+def write_trace(
+    graph: ExecutionGraph, timeline: Timeline, path: Path, critical: CriticalPath | None = None
+) -> None:  # fmt: skip
+    """Writes Chrome trace JSON, compressed if ``path`` ends in ``.gz``; :class:`OutputError` if it cannot.
+
+    ``critical``: the path of the explained step, which gets a track.
+    """
     try:
         with whole_file(path) as file:
             if path.suffix == ".gz":
                 # No time stamp: the same timeline gives the same file.
                 with gzip.GzipFile(filename="", mode="wb", fileobj=file, compresslevel=5, mtime=0) as packed:
-                    _write(graph, timeline, packed)
+                    _write(graph, timeline, packed, critical)
             else:
-                _write(graph, timeline, file)
+                _write(graph, timeline, file, critical)
     except OSError as error:
         raise OutputError(f"{path}: cannot be written ({error.strerror}); choose another file") from None
 
 
-def trace_events(graph: ExecutionGraph, timeline: Timeline) -> Iterator[Event]:
+def trace_events(
+    graph: ExecutionGraph, timeline: Timeline, critical: CriticalPath | None = None
+) -> Iterator[Event]:  # fmt: skip
     """The events of the trace: metadata, slices (``X``), instants (``i``) and arrows (``s``, ``f``)."""
+    if critical is not None:
+        yield from _critical_events(critical, max(rank.rank for rank in graph.ranks) + 2)
     for layout, rank in zip(timeline.layouts, graph.ranks, strict=True):
         writer = _RankWriter(timeline, layout, rank)
         yield from writer.tracks()
+        yield from writer.around()
         yield from writer.actions()
         yield from writer.tasks()
 
 
-def _write(graph: ExecutionGraph, timeline: Timeline, file: IO[bytes] | gzip.GzipFile) -> None:
+def _critical_events(critical: CriticalPath, pid: int) -> Iterator[Event]:
+    """A process with one track, above the ranks."""
+    yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 1, "args": {"name": "critical path"}}
+    yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 1, "args": {"sort_index": -1}}
+    yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": 1, "args": {"name": "critical path of the step"}}
+    for segment in critical.segments:
+        start, end = round(segment.start * 1e9), round((segment.start + segment.seconds) * 1e9)
+        told = {"rank": segment.rank, "operator": segment.operator, "had to wait for": segment.waits_for,
+                "by": segment.edge.name.lower().replace("_", " ")}  # fmt: skip
+        common = {"name": segment.name, "cat": segment.kind, "pid": pid, "tid": 1}
+        yield {"ph": "X", **common, "ts": start / 1e3, "dur": (end - start) / 1e3, "args": told}
+
+
+def _write(
+    graph: ExecutionGraph, timeline: Timeline, file: IO[bytes] | gzip.GzipFile, critical: CriticalPath | None
+) -> None:  # fmt: skip
     encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
     file.write(b'{"displayTimeUnit":"ns","traceEvents":[\n')
     separator = ""
-    for event in trace_events(graph, timeline):
+    for event in trace_events(graph, timeline, critical):
         file.write(f"{separator}{encode(event)}".encode())
         separator = ",\n"
     file.write(b"\n]}\n")
+
+
+def described(operator: AnyOperator) -> str:
+    """Kind and sizes of a record of what is computed, without what is as usual: ``Gemm(m=64, n=16, k=32)``."""
+    shown = []
+    for each in fields(operator):
+        value = getattr(operator, each.name)
+        if each.default is MISSING or value != each.default:
+            shown.append(f"{each.name}={value}")
+    return f"{type(operator).__name__}({', '.join(shown)})"
 
 
 class _RankWriter:
@@ -91,6 +132,46 @@ class _RankWriter:
         for track, name in ({track: name for name, track in self._threads.items()} | streams).items():
             yield self._named("thread_name", track, {"name": name})
             yield self._named("thread_sort_index", track, {"sort_index": track})
+
+    def around(self) -> Iterator[Event]:
+        """Operators and marked ranges around others, as slices that enclose what happens in them.
+
+        Of slices that begin at one moment the outer comes first, as viewers want it; actions follow all of these.
+        """
+        for name, actions in self._rank.threads.items():
+            track, first = self._threads[name], self._layout.threads[name][0]
+            chains = [self._chain(action) for action in actions]
+            for iteration in range(self._iterations):
+                found = self._enclosing(chains, iteration * self._layout.nodes + first)
+                for begin, _, _, end, call in sorted(found):
+                    info = self._rank.calls[call]
+                    told = {"iteration": iteration, "phase": info.phase, "module": info.module}
+                    yield self._slice(info.name, "around", track, begin, end, told)
+
+    def _enclosing(self, chains: Sequence[tuple[int, ...]], node: int) -> Iterator[tuple[int, int, int, int, int]]:
+        """(begin, -end, depth, end, call) of every call around neighbouring actions, the first of which is ``node``."""
+        opened: list[tuple[int, int]] = []
+        end = 0
+        for place, chain in enumerate((*chains, ())):
+            same = 0
+            while same < min(len(chain), len(opened)) and chain[same] == opened[same][0]:
+                same += 1
+            while len(opened) > same:
+                call, begin = opened.pop()
+                yield begin, -end, len(opened), end, call
+            if place < len(chains):
+                opened += [(call, self._start[node + place]) for call in chain[same:]]
+                end = self._end[node + place]
+
+    def _chain(self, action: Action) -> tuple[int, ...]:
+        """Calls around the one behind ``action``, the outermost first."""
+        call = self._rank.tasks[action.task].call if isinstance(action, Launch) else getattr(action, "call", None)
+        found: list[int] = []
+        info = None if call is None else self._rank.calls.get(call)
+        while info is not None and info.parent is not None and info.parent in self._rank.calls:
+            found.append(info.parent)
+            info = self._rank.calls[info.parent]
+        return tuple(reversed(found))
 
     def actions(self) -> Iterator[Event]:
         for name, actions in self._rank.threads.items():
@@ -135,6 +216,8 @@ class _RankWriter:
         arguments: Event = {"iteration": iteration, "task": task.id}
         if task.duration is not None:
             arguments |= {"bound": task.duration.bound, "source": task.duration.source}
+        if task.operators:
+            arguments["computes"] = "; ".join(map(described, task.operators))[:_MOST_TEXT]
         if task.call is not None and task.call in self._rank.calls:
             call = self._rank.calls[task.call]
             arguments |= {"operator": call.name, "phase": call.phase, "module": call.module}

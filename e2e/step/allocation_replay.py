@@ -7,10 +7,10 @@ Who replays says which blocks are taken and given back, in which order: of a pip
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any, get_args
+from typing import Any
 
 from e2e.step.caching_allocator import CachingAllocator
-from e2e.step.memory import MemoryUsage, Role
+from e2e.step.memory import ROLES, MemoryMoment, MemoryUsage, Role
 
 # What PyTorch allocates for each cuBLAS handle and stream that has products (aten/src/ATen/cuda/CublasHandlePool.cpp):
 # on Hopper and datacenter Blackwell, and on other GPUs (two pieces of 4 MiB, eight of 16 KiB).
@@ -31,9 +31,10 @@ class AllocationReplay:
     def __init__(self, expandable: bool = False) -> None:
         self.allocator = CachingAllocator(expandable)
         self.blocks: dict[Hashable, tuple[Any, Role]] = {}
-        self.levels: dict[Role, int] = dict.fromkeys(get_args(Role), 0)
+        self.levels: dict[Role, int] = dict.fromkeys(ROLES, 0)
         self.moment = self.fullest = (-1, "")
         self.peak, self.at_peak = 0, dict(self.levels)
+        self.course: list[MemoryMoment] = []
 
     def take(self, key: Hashable, size: float, role: Role, stream: int = 0) -> None:
         """Allocates ``size`` bytes; nothing where that is none, or where ``key`` is there already."""
@@ -52,7 +53,12 @@ class AllocationReplay:
             self.levels[held[1]] -= held[0].size
             self.allocator.release(held[0])
 
+    def note(self) -> None:
+        """Adds what is in use now to the course of the step."""
+        self.course.append(MemoryMoment(self.moment[0], tuple(self.levels.values())))
+
     def usage(self) -> MemoryUsage:
         """The fullest moment, and what the allocator took at most."""
         most = max(self.allocator.most_reserved, self.peak)
-        return MemoryUsage(most, {**self.at_peak, "reserve": most - self.peak}, *self.fullest)
+        breakdown = {**self.at_peak, "reserve": most - self.peak}
+        return MemoryUsage(most, breakdown, *self.fullest, course=tuple(self.course))

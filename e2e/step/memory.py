@@ -26,6 +26,15 @@ EXPERT_DIMENSIONS = 3
 OTHER_BYTES = {"int16": 2, "uint16": 2, "complex64": 8, "complex128": 16, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
 Role = Literal["parameters", "gradients", "optimizer_state", "inputs", "activations", "temporary", "buffers", "reserve"]
+ROLES: tuple[Role, ...] = get_args(Role)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryMoment:
+    """What is in use once the host has made ``call``: ``levels`` in bytes, in the order of :data:`ROLES`."""
+
+    call: int
+    levels: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -36,13 +45,15 @@ class MemoryUsage:
     read by the optimizer alone; ``inputs``: integer data held throughout; ``activations``: made in the forward pass
     and alive after it; ``buffers``: of communication and libraries; ``temporary``: everything else. ``reserve``: what
     the caching allocator has taken from the driver at most beyond what is in use at the peak (0 where it is not
-    simulated). ``call``: the operator at the peak; -1 for an empty trace.
+    simulated). ``call``: the operator at the peak; -1 for an empty trace. ``course``: what is in use over the step,
+    where that is known.
     """
 
     peak_bytes: int
     breakdown: dict[Role, int]
     call: int
     operator: str
+    course: tuple[MemoryMoment, ...] = field(default=(), repr=False, compare=False)
 
     @property
     def allocated_bytes(self) -> int:
@@ -97,11 +108,25 @@ def peak_memory(trace: OperatorTrace) -> MemoryUsage:
     for storage in alive:
         breakdown[role_of(storage)] += storage.size
     call = trace.calls[place]
-    return MemoryUsage(peak, breakdown, call.id, call.name)
+    return MemoryUsage(peak, breakdown, call.id, call.name, _course(trace, storages.values()))
+
+
+def _course(trace: OperatorTrace, storages: Iterable[Lifetime]) -> tuple[MemoryMoment, ...]:
+    """The levels after every call that changes one."""
+    changes: dict[int, list[int]] = {}
+    for storage in storages:
+        role = ROLES.index(role_of(storage))
+        changes.setdefault(storage.first, [0] * len(ROLES))[role] += storage.size
+        changes.setdefault(storage.last + 1, [0] * len(ROLES))[role] -= storage.size
+    levels, found = [0] * len(ROLES), []
+    for place in sorted(changes.keys() - {len(trace.calls)}):
+        levels = [level + change for level, change in zip(levels, changes[place], strict=True)]
+        found.append(MemoryMoment(trace.calls[place].id, tuple(levels)))
+    return tuple(found)
 
 
 def _empty() -> dict[Role, int]:
-    return dict.fromkeys(get_args(Role), 0)
+    return dict.fromkeys(ROLES, 0)
 
 
 def lifetimes(trace: OperatorTrace) -> dict[int, Lifetime]:

@@ -77,6 +77,7 @@ class _CapturedReplay:
         return self.replay.usage()
 
     def _step(self) -> None:
+        self.replay.course.clear()  # that of the last step is kept
         for storage in self.left:
             self.replay.drop(storage)
         for place in self.places:
@@ -96,6 +97,7 @@ class _CapturedReplay:
             user = self.users.get(place)
             if user is not None:
                 self.replay.take(("workspace", user), self.workspace, "buffers", user[1])
+            self.replay.note()
 
     def _cleared_at(self) -> int | None:
         """Place of the call before which gradients of the step before are freed; ``None`` where they stay."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -14,6 +16,15 @@ from costmodel.base.pictures import picture
 from e2e.report.text_report import milliseconds, plain_console
 from e2e.sweeps.sweep_driver import SweepResult
 from e2e.sweeps.sweep_results import SweepRow
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.text import Annotation
+
+# Where a label of a plot is tried: its side that is at the point, and the direction from there.
+_SIDES: tuple[tuple[Literal["left", "right", "center"], int], ...] = (("left", 1), ("right", -1), ("center", 0))
+_LEVELS: tuple[tuple[Literal["bottom", "top"], int], ...] = (("bottom", 1), ("top", -1))
 
 
 def sweep_record(sweep: SweepResult) -> dict[str, Any]:
@@ -75,6 +86,7 @@ def _cells(row: SweepRow) -> tuple[str, ...]:
 
 def write_plot(sweep: SweepResult, path: Path) -> None:
     """Samples per second over the number of GPUs: the fastest way of each GPU as a line, the others as points."""
+    labels: list[tuple[str, tuple[float, float]]] = []
     with picture(path, 8, 5) as (axes,):
         for machine in dict.fromkeys(row.gpu for row in sweep.rows):
             rows = [row for row in sweep.rows if row.gpu == machine and row.status == "ok"]
@@ -86,10 +98,10 @@ def write_plot(sweep: SweepResult, path: Path) -> None:
             rest = [row for row in rows if best[row.gpus] is not row]
             axes.plot([row.gpus for row in rest], [row.samples_per_second or 0.0 for row in rest], ".",
                       color=drawn.get_color(), alpha=0.35)  # fmt: skip
-            for count in line:
-                label = best[count].parallel.split(",micro")[0]
-                axes.annotate(label, (count, best[count].samples_per_second or 0.0), xytext=(4, 6),
-                              textcoords="offset points", fontsize=7)  # fmt: skip
+            labels += [
+                (best[count].parallel.split(",micro")[0], (count, best[count].samples_per_second or 0.0))
+                for count in line
+            ]
         axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="samples per second", title=sweep.request.model)
         ticks = sorted({row.gpus for row in sweep.rows})
         axes.set_xticks(ticks, [str(count) for count in ticks], minor=False)
@@ -97,3 +109,29 @@ def write_plot(sweep: SweepResult, path: Path) -> None:
         axes.grid(alpha=0.3)
         if axes.get_legend_handles_labels()[0]:
             axes.legend()
+        place_labels(axes.figure, axes, labels)
+
+
+def place_labels(figure: Figure, axes: Axes, labels: Sequence[tuple[str, tuple[float, float]]]) -> list[Annotation]:
+    """Texts beside their points, each where no other text and no labelled point is; left out where there is no room."""
+    from matplotlib.transforms import Bbox
+
+    figure.draw_without_rendering()
+    points = [axes.transData.transform(point) for _, point in labels]
+    taken = [Bbox.from_extents(x - 4, y - 4, x + 4, y + 4) for x, y in points]
+    placed: list[Annotation] = []
+    for text, point in labels:
+        for away, (side, across), (level, up) in product((5, 12, 22), _SIDES, _LEVELS):
+            note = axes.annotate(text, point, xytext=(away * across, away * up), textcoords="offset points", fontsize=7,
+                                 ha=side, va=level)  # fmt: skip
+            note.set_in_layout(False)  # what is measured here must stay where it is
+            box = note.get_window_extent()
+            inside = (
+                axes.bbox.x0 <= box.x0 and box.x1 <= axes.bbox.x1 and axes.bbox.y0 <= box.y0 and box.y1 <= axes.bbox.y1
+            )
+            if inside and not any(box.overlaps(other) for other in taken):
+                taken.append(box)
+                placed.append(note)
+                break
+            note.remove()
+    return placed

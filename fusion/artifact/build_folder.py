@@ -4,7 +4,8 @@
     ├── model.so            tuned kernels, fusion chosen per site; runs with TVM's runtime alone
     ├── model_unfused.so    the same kernels with fusion off
     ├── manifest.json       interface, CPU, TVM version, origin and a digest of every file: this module
-    ├── summary.json        what tuning found, for people and scripts
+    ├── summary.json        what tuning found, for scripts
+    ├── report.html         the same for people, in a browser (:mod:`fusion.commands.tune_page`)
     ├── records/            tuning records (written while tuning, not here)
     └── cache/              what peers of ``compare`` compiled once
 
@@ -40,6 +41,7 @@ MODEL = "model.so"
 UNFUSED_MODULE = "model_unfused.so"
 MANIFEST = "manifest.json"
 SUMMARY = "summary.json"
+REPORT = "report.html"
 CACHE = "cache"
 
 

@@ -23,6 +23,7 @@ from fusion.artifact.build_folder import (
     FORMAT,
     MANIFEST,
     MODEL,
+    REPORT,
     SUMMARY,
     UNFUSED_MODULE,
     Artifact,
@@ -126,7 +127,7 @@ def _remove(directory: Path, names: Sequence[str]) -> None:
     """The files of builds alone: what else lies in their folders stays."""
     for name in names:
         folder = directory / name
-        ours = [folder / file for file in (MANIFEST, MODEL, UNFUSED_MODULE, SUMMARY)]
+        ours = [folder / file for file in (MANIFEST, MODEL, UNFUSED_MODULE, SUMMARY, REPORT)]
         for file in (*ours, *folder.glob("model-batch*.onnx")):
             file.unlink(missing_ok=True)
         shutil.rmtree(folder / CACHE, ignore_errors=True)

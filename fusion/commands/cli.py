@@ -1,4 +1,4 @@
-"""``python -m fusion analyze | tune | run | benchmark | compare | quantize | records``.
+"""``python -m fusion analyze | tune | report | run | benchmark | compare | quantize | records``.
 
 Exit status: 0 done, 2 the user's input or output is at fault (one line on stderr), 130 stopped with Ctrl-C.
 With ``--json`` standard output holds JSON alone; progress and messages go to standard error.
@@ -156,6 +156,9 @@ def tune(
         str, typer.Option(metavar="ENGINES", help="Engines of `compare` to time at the end, separated by commas.")
     ] = "",
     quantized: QuantizedFile = None,
+    report: Annotated[
+        bool, typer.Option("--report/--no-report", help="Write report.html into the build, for a browser.")
+    ] = True,
     json_: JsonOption = False,
 ) -> None:
     """Tune fused and separate kernels, keep what measures faster, check against ONNX Runtime, write the artifact."""
@@ -182,11 +185,22 @@ def tune(
         calibration=calibration,
         against=_names(against),
         quantized=quantized,
+        report=report,
         progress=TuningDisplay(),
     )
     _emit(summary.record) if json_ else print_summary(summary.record, output)
     if summary.interrupted:
         raise typer.Exit(130)
+
+
+@app.command()
+@guarded("stopped; nothing is written")
+def report(build: Build) -> None:
+    """Make report.html of a build again, from its summary.json."""
+    from fusion.commands.tune_page import write_reports
+
+    for path in write_reports(build):
+        typer.echo(str(path))
 
 
 @app.command()

@@ -137,6 +137,7 @@ def tune(
     precision: str = "float32",
     max_error: float | None = None,
     calibration: PathLike | None = None,
+    report: bool = True,
     progress: Say | TuningDisplay | None = None,
 ) -> TuneSummary:
     """Tunes fused and separate kernels of the ONNX file ``model``, keeps what measures faster, checks it against ONNX
@@ -160,7 +161,8 @@ def tune(
     to the largest value of each (default: 0.01), and float32 where that is no slower; or ``"int8"``: the model is
     quantised as by :func:`quantize`, and layers that cost too much exactness stay in float32. ``max_error`` with
     ``"bfloat16"`` and ``"int8"`` refuses what errs more (default: what rounding explains). ``calibration``: an ``.npz``
-    file of inputs on which errors are measured, several along the first dimension; ``"int8"`` needs it.
+    file of inputs on which errors are measured, several along the first dimension; ``"int8"`` needs it. ``report``:
+    write ``report.html`` into ``output``.
 
     Raises ``ModelError`` and ``InputError`` as :func:`analyze`, ``OutputError`` for a folder that cannot be written,
     ``TuningError`` if nothing could be built, run and verified: nothing but the tuning records is left then.
@@ -197,6 +199,9 @@ def tune(
             from fusion.commands.tune_elsewhere import tune_elsewhere
 
             record = tune_elsewhere(request, display)
+    from fusion.commands.tune_page import remove_reports, write_reports
+
+    write_reports(request.output) if report else remove_reports(request.output)
     return _summary(request.output, record)
 
 

@@ -16,7 +16,7 @@ from fusion.comparing.output_errors import OutputErrors, errors_json
 from fusion.model.candidates import Site
 from fusion.model.selection import FusionPlan, unfused_seconds
 from fusion.model.tensor_info import TensorInfo
-from fusion.search.network_tuning import TunedKernels
+from fusion.search.network_tuning import CurvePoint, TunedKernels
 from schedules.contract.cpu_target import CpuTarget
 
 _VERSIONED = ("apache-tvm", "onnx", "onnxruntime", "numpy", "fusion-costmodel")
@@ -56,6 +56,9 @@ def _site_row(
         "name": site.name,
         "kind": site.kind,
         "layers": [asdict(layer) for layer in report.layers],
+        "flops": report.flops,
+        "unfused_intensity": report.unfused_intensity,
+        "fused_intensity": report.fused_intensity,
         "predicted": {
             "unfused_seconds": report.unfused_seconds,
             "fused_seconds": report.fused_seconds,
@@ -110,6 +113,8 @@ def document(
     precision: Mapping[str, Any] | None = None,
     peers: Mapping[str, Mapping[str, Any]] | None = None,
     layers: LayerTable | None = None,
+    network: Mapping[str, Any] | None = None,
+    curve: Sequence[CurvePoint] = (),
 ) -> dict[str, Any]:
     """The JSON document; ``errors``: against ONNX Runtime on random inputs (``None``: nothing was run).
 
@@ -117,6 +122,7 @@ def document(
     more when it first ran. ``finals``: networks that were timed in turns at the end; ``check``: what the outputs were
     compared with. ``peers``: other engines that were asked for, how they run and how exact they are. ``precision``: in
     which number types layers are stored, and what that costs. ``layers``: by which layers another engine is faster.
+    ``network``: what is shipped, layer by layer (:mod:`fusion.commands.network_record`); ``curve``: of the tuning.
     """
     return {
         "model": model,
@@ -131,6 +137,8 @@ def document(
         "precision": dict(precision or {"shipped": "float32"}),
         "memory": {name: dict(row) for name, row in memory.items()},
         "other_operators": [asdict(other) for other in others],
+        "network": None if network is None else dict(network),
+        "tuning_curve": [asdict(point) for point in curve],
         "notes": list(notes),
         "machine": {
             "name": machine.name,

@@ -467,6 +467,7 @@ def summarize(
     report: PrecisionReport | None = None,
 ) -> dict[str, Any]:
     """The content of ``summary.json``."""
+    from fusion.commands.network_record import network_record
     from fusion.commands.summary import TuningEffort, document, site_rows
 
     finals, selected = result.finals, tuned.plan(job.graph, job.sites)
@@ -497,6 +498,10 @@ def summarize(
         notes=notes(job, tuned, check, result),
         effort=TuningEffort(tuned.trials, tuned.failures, seconds, tuned.interrupted),
         precision={"shipped": precision_of(job.graph), **({} if report is None else report.to_json(job))},
+        network=network_record(
+            job.graph, result.shipped.plan, tuned.comparable_seconds(), job.machine, job.cpu.threads
+        ),
+        curve=tuned.curve,
     )
 
 

@@ -339,6 +339,7 @@ def _summary(
     runner: RemoteRunner | None,
     report: PrecisionReport | None,
 ) -> dict[str, Any]:
+    from fusion.commands.network_record import network_record
     from fusion.commands.summary import TuningEffort, document, site_rows
 
     rows = ("tuned", "tuned_without_fusion")
@@ -363,6 +364,8 @@ def _summary(
         notes=_notes(job, tuned, choice, why_unchecked, runner),
         effort=TuningEffort(tuned.trials, tuned.failures, time.monotonic() - began, tuned.interrupted),
         precision={"shipped": precision_of(job.graph), **({} if report is None else report.to_json(job))},
+        network=network_record(job.graph, choice.plan, tuned.seconds, job.machine, job.cpu.threads),
+        curve=tuned.curve,
     )
 
 

@@ -51,11 +51,14 @@ class Other:
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """``nodes`` and ``others`` in program order (of their outputs); ``counts``: uses of each variable."""
+    """``nodes`` and ``others`` in program order (of their outputs); ``counts``: uses of each variable; ``readers``: the
+    variables that are computed from each.
+    """
 
     nodes: tuple[Node, ...]
     others: tuple[Other, ...] = ()
     counts: Mapping[relax.Var, int] = field(default_factory=dict)
+    readers: Mapping[relax.Var, tuple[relax.Var, ...]] = field(default_factory=dict)
 
     def use_counts(self) -> Mapping[relax.Var, int]:
         """How often each variable is read, as an argument or as a result of the function."""

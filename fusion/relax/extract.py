@@ -13,7 +13,15 @@ from tvm import relax
 from costmodel.base.errors import ModelError
 from costmodel.operators.layers import ChannelNorm, Conv2d, Dense, Pool2d
 from fusion.model.conv_graph import Graph, Node, Other
-from fusion.relax.bindings import Program, image_shape, is_float32, operator_name, read_program, static_shape
+from fusion.relax.bindings import (
+    FUNCTION_RESULT,
+    Program,
+    image_shape,
+    is_float32,
+    operator_name,
+    read_program,
+    static_shape,
+)
 from fusion.relax.channel_moves import ChannelMoves
 from fusion.relax.epilogue import Absorbed, absorb
 from fusion.relax.integer_calls import operator_of
@@ -40,7 +48,11 @@ def extract_graph(mod: tvm.IRModule, function: str = "main") -> Graph:
     nodes.sort(key=lambda node: program.position[node.output])
     nodes = absorb_before(program, nodes)
     counts = {var: len(users) for var, users in program.users.items()}
-    return Graph(tuple(_uniquely_named(nodes)), _others(program, nodes), counts)
+    readers = {
+        var: tuple(program.bindings[place].var for place in dict.fromkeys(users) if place != FUNCTION_RESULT)
+        for var, users in program.users.items()
+    }
+    return Graph(tuple(_uniquely_named(nodes)), _others(program, nodes), counts, readers)
 
 
 def _uniquely_named(nodes: Sequence[Node]) -> list[Node]:

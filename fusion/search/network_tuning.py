@@ -71,6 +71,17 @@ class NetworkRunner(MeasuringRunner, Rehearsing, Protocol):
     """Measures kernels by themselves and in networks."""
 
 
+@dataclass(frozen=True, slots=True)
+class CurvePoint:
+    """``elapsed_seconds`` after tuning began, ``trials`` measured: the best kernels by themselves then summed to
+    ``network_seconds``.
+    """
+
+    elapsed_seconds: float
+    trials: int
+    network_seconds: float
+
+
 @dataclass(frozen=True)
 class TunedKernels:
     """Best configuration and seconds of every measured kernel, each by itself, and the network made of them.
@@ -78,7 +89,7 @@ class TunedKernels:
     ``trials``: measured in this run; ``unsolved``: kernels of single nodes that failed in every configuration tried;
     ``rehearsed``: ``None`` if it was interrupted before, there was no time for it, or nothing could be run.
     ``careful``: the best configurations that round no more than a sum of products one by one; ``expected``: seconds of
-    kernels that were not measured, where records or a ranking tell.
+    kernels that were not measured, where records or a ranking tell. ``curve``: how this run came to it.
     """
 
     configs: Mapping[Operator, Config]
@@ -90,6 +101,7 @@ class TunedKernels:
     interrupted: bool
     careful: Mapping[Operator, Config] = field(default_factory=dict)
     expected: Mapping[Operator, float] = field(default_factory=dict)
+    curve: tuple[CurvePoint, ...] = ()
 
     def plan(self, graph: Graph, sites: Sequence[Site]) -> FusionPlan:
         """The fastest network known."""
@@ -169,6 +181,9 @@ class NetworkTuner:
         self._say = say
         self._guesses = guesses or KernelGuesses(cpu)
         self._predicted = predicted or {}
+        self._began = time.monotonic()
+        self._trials = 0
+        self._curve: list[CurvePoint] = []
 
     def tune(self, budget: TuningBudget) -> TunedKernels:
         """Screens, tunes, rehearses. Ctrl-C ends it early with what is known; the records are on disk at any time."""
@@ -245,6 +260,7 @@ class NetworkTuner:
             interrupted=interrupted,
             careful=self._careful(),
             expected={each: time for each, time in guessed.items() if time is not None},
+            curve=tuple(self._curve),
         )
 
     def _tasks(self, sites: Sequence[Site], trials: int) -> list[TuningTask]:
@@ -363,7 +379,11 @@ class NetworkTuner:
         return [*(node.operator for node in self._graph.nodes), *(site.operator for site in self._sites)]
 
     def _progress(self, state: TuningProgress) -> None:
-        self._report(state, network_seconds(self._graph, self._sites, self._seconds()))
+        found = network_seconds(self._graph, self._sites, self._seconds())
+        self._trials += state.stage == "search"
+        if found is not None and (not self._curve or found < self._curve[-1].network_seconds):
+            self._curve.append(CurvePoint(time.monotonic() - self._began, self._trials, found))
+        self._report(state, found)
 
 
 def network_seconds(graph: Graph, sites: Sequence[Site], seconds: Mapping[Operator, float]) -> float | None:

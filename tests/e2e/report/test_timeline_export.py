@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
+import subprocess
 import sys
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from drawn_graphs import Drawing, random_graph, scaled, together
 
 from costmodel.base.errors import OutputError
-from e2e.report.timeline_export import FIRST_STREAM_TRACK, trace_events, write_trace
+from costmodel.operators.device_work import Gemm
+from e2e.explain.critical_path import critical_path
+from e2e.report.timeline_export import FIRST_STREAM_TRACK, described, trace_events, write_trace
 from e2e.simulate.simulator import simulate, simulate_iterations
 from e2e.simulate.timeline import Timeline
 from e2e.step.execution_graph import CallInfo, ExecutionGraph
@@ -40,7 +45,7 @@ def written(graph: ExecutionGraph, timeline: Timeline, path: Path) -> list[Event
 
 
 def check(events: list[Event]) -> None:
-    """What the format asks for, and no overlap on a track: viewers drop slices that are not nested."""
+    """What the format asks for; slices of a track lie inside of each other or apart: viewers drop others."""
     named = {(event["pid"], event["tid"]) for event in events if event["ph"] == "M" and event["name"] == "thread_name"}
     tracks: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     arrows: dict[str, dict[int, Event]] = {"s": {}, "f": {}}
@@ -59,8 +64,13 @@ def check(events: list[Event]) -> None:
             assert event["id"] not in arrows[event["ph"]]
             arrows[event["ph"]][event["id"]] = event
     for slices in tracks.values():
-        slices.sort()
-        assert all(before[1] <= after[0] for before, after in zip(slices, slices[1:], strict=False))
+        slices.sort(key=lambda each: (each[0], -each[1]))
+        opened: list[int] = []
+        for begin, end in slices:
+            while opened and opened[-1] <= begin:
+                opened.pop()
+            assert not opened or end <= opened[-1]
+            opened.append(end)
     assert arrows["s"].keys() == arrows["f"].keys()
     for number, tail in arrows["s"].items():
         head = arrows["f"][number]
@@ -130,3 +140,72 @@ def test_random_traces_are_strict(seed: int, unit: float):
     check(events)
     tasks = sum(len(rank.tasks) for rank in graph.ranks)
     assert sum(event["ph"] == "f" for event in events) == 2 * tasks
+
+
+def test_ranges_enclose_what_happens_in_them(tmp_path: Path):
+    """my_block(aten::linear(aten::addmm), aten::relu), then something outside of it."""
+    d = Drawing()
+    d.calls = {
+        0: CallInfo(0, "my_block", "forward"),
+        1: CallInfo(1, "aten::linear", "forward", 0, "fc"),
+        2: CallInfo(2, "aten::addmm", "forward", 1, "fc"),
+        3: CallInfo(3, "aten::relu", "forward", 0),
+        4: CallInfo(4, "aten::sum", "forward"),
+    }
+    d.host(4, "T2", call=2)
+    d.kernel("gemm", 10, call=2)
+    d.host(3, "T5", call=3)
+    d.host(2, "T5", call=4)
+    graph = microseconds(d)
+    events = written(graph, simulate(graph), tmp_path / "trace.json")
+    check(events)
+    around = {event["name"]: (event["ts"], event["dur"]) for event in events if event.get("cat") == "around"}
+    assert around == {"my_block": (0, 8), "aten::linear": (0, 5)}
+
+
+def test_the_critical_path_has_a_track_without_gaps(tmp_path: Path):
+    early, late = Drawing(0), Drawing(1)
+    late.host(6)
+    for d in (early, late):
+        d.collective("nccl", 5, 0)
+    graph = microseconds(early, late)
+    timeline = simulate(graph)
+    write_trace(graph, timeline, tmp_path / "trace.json", critical_path(graph, timeline))
+    events = json.loads((tmp_path / "trace.json").read_bytes())["traceEvents"]
+    check(events)
+    process = next(
+        event["pid"] for event in events if event["ph"] == "M" and event["args"] == {"name": "critical path"}
+    )
+    path = [event for event in events if event["pid"] == process and event["ph"] == "X"]
+    assert [(event["ts"], event["dur"], event["args"]["rank"]) for event in path] == [(0, 6, 1), (6, 1, 1), (7, 5, 0)]
+    assert path[-1]["cat"] == "collective transfer" and path[-1]["name"] == "nccl"
+
+
+def test_kernels_tell_their_sizes():
+    record = Gemm(1, 64, 16, 32)
+    assert described(record).startswith("Gemm(") and "64" in described(record)
+    d = Drawing()
+    d.kernel("gemm", 1)
+    graph = microseconds(d)
+    rank = graph.ranks[0]
+    graph = replace(graph, ranks=(replace(rank, tasks=(replace(rank.tasks[0], operators=(record,)),)),))
+    (slice_,) = (event for event in trace_events(graph, simulate(graph)) if event["name"] == "gemm")
+    assert slice_["args"]["computes"] == described(record)
+
+
+def test_the_trace_processor_reads_it(tmp_path: Path):
+    """As ui.perfetto.dev does; its program comes with no package of Python."""
+    program = shutil.which("trace_processor_shell") or shutil.which("trace_processor")
+    if program is None:
+        pytest.skip("no trace_processor_shell here (perfetto.dev)")
+    d = Drawing()
+    d.kernel("gemm", 10)
+    graph = microseconds(d)
+    timeline = simulate(graph)
+    write_trace(graph, timeline, tmp_path / "trace.json", critical_path(graph, timeline))
+    query = tmp_path / "query.sql"
+    query.write_text("select count(*) from slice where name = 'gemm'; select count(*) from flow;")
+    done = subprocess.run(
+        [program, "-q", str(query), str(tmp_path / "trace.json")], capture_output=True, text=True, check=True
+    )
+    assert "2" in done.stdout and "1" in done.stdout  # on the stream and on the critical path; one arrow

@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from recorded_traces import DLRM, DLRM_ET, LINEAR, LINEAR_ET, recorded
+from web_pages import read_page
 
 pytest.importorskip("torch")
 
 from e2e.commands.cli import app
-from e2e.explain.prediction import Prediction
 from e2e.explain.predictor import PredictionResult
 from e2e.parallelism.spec import parse_parallel
 from e2e.report.html_report import page
@@ -132,7 +132,7 @@ def test_one_rank_and_several_go_the_same_way(source, folder, capsys):
     for result in (one, several):
         check(result)
     assert set(one.prediction.to_json()) == set(several.prediction.to_json())
-    assert "alike" not in shown(one.prediction, capsys) and "alike" in shown(several.prediction, capsys)
+    assert "alike" not in shown(one, capsys) and "alike" in shown(several, capsys)
 
 
 def check(result: PredictionResult) -> None:
@@ -153,7 +153,7 @@ def check(result: PredictionResult) -> None:
     assert set(result.paths) == {rank.rank for rank in result.graph.ranks}
 
 
-def shown(prediction: Prediction, capsys: pytest.CaptureFixture[str]) -> str:
+def shown(result: PredictionResult, capsys: pytest.CaptureFixture[str]) -> str:
     """Both reports."""
-    render(prediction)
-    return capsys.readouterr().out + page(prediction)
+    render(result.prediction)
+    return capsys.readouterr().out + read_page(page(result)).text

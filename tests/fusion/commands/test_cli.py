@@ -17,6 +17,7 @@ import pytest
 import tvm  # noqa: F401  # whole, before a command in this process loads its runtime alone: others need the compiler
 from onnx import TensorProto, helper, numpy_helper
 from typer.testing import CliRunner
+from web_pages import read_page
 
 from costmodel.base.errors import InputError
 from costmodel.cpu.calibrate import calibrate
@@ -127,8 +128,23 @@ def test_tune_writes_a_whole_build_and_prints_its_summary(built):
     assert site["decision"].startswith("fused: " if site["fused_in_model"] else "kept apart: ")
     assert site["fuse"] or not site["fused_in_model"]
     names = {path.name for path in directory.iterdir()}
-    assert {"model.so", "model_unfused.so", "manifest.json", "summary.json", "records"} <= names
+    assert {"model.so", "model_unfused.so", "manifest.json", "summary.json", "report.html", "records"} <= names
     assert not [name for name in names if name.startswith(".")]
+
+
+def test_the_page_of_a_build_shows_its_network_and_can_be_made_again(built):
+    directory, summary = built
+    read = read_page((directory / "report.html").read_text(encoding="utf-8"))
+    layers = {layer["name"]: layer for layer in summary["network"]["layers"]}
+    assert all(name in read.text for name in ("model.onnx", "Roofline", "Sites"))
+    assert len(layers) >= 3 and all(source in layers for layer in layers.values() for source in layer["reads"])
+    assert sum(not layer["reads"] for layer in layers.values()) == 1  # one input, which one layer reads
+    assert summary["tuning_curve"] and summary["network"]["ceilings"]["bandwidths"]
+    before = (directory / "report.html").read_bytes()
+    (directory / "report.html").unlink()
+    done = fusion("report", directory)
+    assert done.returncode == 0 and done.stdout.strip() == str(directory / "report.html")
+    assert (directory / "report.html").read_bytes() == before
 
 
 def test_tune_times_other_engines_that_are_asked_for(folder, tmp_path):
@@ -204,7 +220,7 @@ def test_every_profile_is_tuned_and_checked_and_shipped_in_one_folder(profiled):
     directory, summary, _ = profiled
     assert json.loads((directory / "summary.json").read_text()) == summary
     names = {path.name for path in directory.iterdir()}
-    assert names == {"1x16x12x12", "3x16x12x12", "manifest.json", "summary.json", "records"}
+    assert names == {"1x16x12x12", "3x16x12x12", "manifest.json", "summary.json", "report.html", "records"}
     for profile in summary["profiles"]:
         folder = directory / profile["folder"]
         own = {name: value for name, value in profile.items() if name != "folder"}

@@ -1,0 +1,1 @@
+"""Web pages that both tools write: one self-contained file each, with charts, that need no network."""

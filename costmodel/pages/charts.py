@@ -1,0 +1,273 @@
+"""Charts as SVG inside of a page: text stays text, nothing runs, names show where the pointer rests.
+
+Drawn here and not by a library of charts (docs/decisions.md): what is needed is lines, points, bars and labels that
+leave each other room, a page stays small and can be read without scripts and on paper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from costmodel.pages.axes import Axis
+from costmodel.pages.markup import Html, joined, tag
+
+# Paul Tol's "bright" scheme, told apart with any kind of colour vision, and two of "vibrant".
+PALETTE = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee7733", "#777777")
+LETTER = 7.1  # widest usual mean of a letter's width at 12 pixels
+LINE = 14.0  # height of a line of text
+_MARGIN_LEFT, _MARGIN_RIGHT, _MARGIN_TOP, _MARGIN_BOTTOM = 62.0, 16.0, 12.0, 44.0
+# Where a label is tried around its point: (horizontal, vertical) offsets, and how far out.
+_DIRECTIONS = ((1, -1), (1, 1), (-1, -1), (-1, 1), (0, -1), (0, 1), (1, 0), (-1, 0))
+_DISTANCES = (6.0, 16.0, 30.0, 48.0)
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangle in pixels, for what may not overlap."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+    def meets(self, other: Box) -> bool:
+        """Whether the two share some area."""
+        return (
+            self.left < other.right and other.left < self.right and self.top < other.bottom and other.top < self.bottom
+        )
+
+
+class Chart:
+    """A chart of ``width`` x ``height`` pixels (which scale with the page) over two axes.
+
+    What is drawn later lies on top. Labels are placed last, when :meth:`svg` is asked for.
+    """
+
+    def __init__(self, x: Axis, y: Axis, width: float = 760.0, height: float = 340.0) -> None:
+        self.x, self.y, self.width, self.height = x, y, width, height
+        self._drawn: list[Html] = []
+        self._taken: list[Box] = []
+        self._wanted: list[tuple[Point, str, str | None]] = []
+
+    def at(self, x: float, y: float) -> Point:
+        """Pixels of a point."""
+        across = self.width - _MARGIN_LEFT - _MARGIN_RIGHT
+        up = self.height - _MARGIN_TOP - _MARGIN_BOTTOM
+        return _MARGIN_LEFT + across * self.x.place(x), _MARGIN_TOP + up * (1 - self.y.place(y))
+
+    def line(
+        self, points: Sequence[Point], colour: str, *, width: float = 2.0, dashed: bool = False, steps: bool = False
+    ) -> None:
+        """A line through ``points``; ``steps``: each value holds until the next."""
+        self._drawn.append(
+            tag(
+                "path",
+                d=_path(self._stepped(points) if steps else [self.at(*point) for point in points]),
+                fill="none",
+                stroke=colour,
+                stroke_width=width,
+                stroke_linejoin="round",
+                stroke_dasharray="6 4" if dashed else None,
+            )
+        )
+
+    def area(
+        self, upper: Sequence[Point], lower: Sequence[Point], colour: str, title: str, steps: bool = False
+    ) -> None:
+        """What lies between two lines over the same places."""
+        above, below = (
+            self._stepped(line) if steps else [self.at(*point) for point in line] for line in (upper, lower)
+        )
+        self._drawn.append(
+            tag("path", tag("title", title), d=_path([*above, *reversed(below)]) + "Z", fill=colour, fill_opacity=0.85)
+        )
+
+    def points(
+        self, points: Iterable[tuple[float, float, str]], colour: str, radius: float = 4.0, faint: bool = False
+    ) -> None:
+        """Dots: (x, y, what shows where the pointer rests)."""
+        for x, y, title in points:
+            across, down = self.at(x, y)
+            self._drawn.append(
+                tag("circle", tag("title", title), cx=across, cy=down, r=radius, fill=colour,
+                    fill_opacity=0.35 if faint else None)
+            )  # fmt: skip
+            if not faint:
+                self._taken.append(Box(across - radius, down - radius, across + radius, down + radius))
+
+    def rings(self, points: Iterable[tuple[float, float, str]], colour: str, radius: float = 4.0) -> None:
+        """Hollow dots."""
+        for x, y, title in points:
+            across, down = self.at(x, y)
+            self._drawn.append(
+                tag("circle", tag("title", title), cx=across, cy=down, r=radius, fill="none", stroke=colour,
+                    stroke_width=1.6, pointer_events="all")
+            )  # fmt: skip
+            self._taken.append(Box(across - radius, down - radius, across + radius, down + radius))
+
+    def bar(self, left: Point, right: Point, colour: str, title: str) -> None:
+        """A filled rectangle between two corners."""
+        (x0, y0), (x1, y1) = self.at(*left), self.at(*right)
+        self._drawn.append(
+            tag("rect", tag("title", title), x=min(x0, x1), y=min(y0, y1), width=max(abs(x1 - x0), 0.75),
+                height=max(abs(y1 - y0), 0.75), fill=colour)
+        )  # fmt: skip
+
+    def label(self, x: float, y: float, text: str, colour: str | None = None) -> None:
+        """Text beside a point, where no other text and no point is; left out where there is no room at all."""
+        self._wanted.append((self.at(x, y), text, colour))
+
+    def note(self, x: float, y: float, text: str, colour: str | None = None, anchor: str = "start") -> None:
+        """Text that starts (or ends) exactly there, such as the name of a line."""
+        across, down = self.at(x, y)
+        long = LETTER * len(text)
+        left = across if anchor == "start" else across - long
+        self._taken.append(Box(left, down - LINE, left + long, down + 2))
+        self._drawn.append(
+            tag("text", text, x=across, y=down - 4, text_anchor=anchor, class_="halo", style=_fill(colour))
+        )
+
+    def svg(self, title: str) -> Html:
+        """The chart as an element; ``title`` tells in words what it shows."""
+        shape = {"viewBox": f"0 0 {self.width:g} {self.height:g}", "class_": "wide", "role": "img"}
+        inside = tag("svg", tag("title", title), self._grid(), *self._drawn, self._labels(), **shape)
+        return tag("div", inside, class_="scroll")
+
+    def placed(self) -> list[tuple[str, Box, Point]]:
+        """Text, box and point of every label for which there is room."""
+        return [(text, box, point) for point, text, _, box in self._roomy()]
+
+    def _roomy(self) -> Iterator[tuple[Point, str, str | None, Box]]:
+        taken = list(self._taken)
+        for point, text, colour in self._wanted:
+            box = self._free(point, text, taken)
+            if box is not None:
+                taken.append(box)
+                yield point, text, colour, box
+
+    def _free(self, point: Point, text: str, taken: Sequence[Box]) -> Box | None:
+        long = LETTER * len(text)
+        for distance in _DISTANCES:
+            for across, down in _DIRECTIONS:
+                left = point[0] + across * distance - (0 if across > 0 else long if across < 0 else long / 2)
+                middle = point[1] + down * (distance + (LINE / 2 if across == 0 else 0))
+                box = Box(left, middle - LINE / 2, left + long, middle + LINE / 2)
+                inside = box.left >= _MARGIN_LEFT and box.right <= self.width and box.top >= 0
+                if inside and box.bottom <= self.height - _MARGIN_BOTTOM and not any(map(box.meets, taken)):
+                    return box
+        return None
+
+    def _labels(self) -> Html:
+        parts = []
+        for point, text, colour, box in self._roomy():
+            near = min(max(point[0], box.left), box.right), min(max(point[1], box.top), box.bottom)
+            if abs(near[0] - point[0]) + abs(near[1] - point[1]) > 12.0:
+                parts.append(tag("path", d=_path([point, near]), class_="grid", fill="none"))
+            parts.append(tag("text", text, x=box.left, y=box.bottom - 3.0, class_="halo", style=_fill(colour)))
+        return joined(parts)
+
+    def _stepped(self, points: Sequence[Point]) -> list[Point]:
+        corners: list[Point] = []
+        for x, y in points:
+            if corners:
+                corners.append((self.at(x, y)[0], corners[-1][1]))
+            corners.append(self.at(x, y))
+        return corners
+
+    def _grid(self) -> Html:
+        bottom, left = self.height - _MARGIN_BOTTOM, _MARGIN_LEFT
+        parts = []
+        end = -1e9
+        for value, text in self.x.marks(8):
+            across = self.at(value, self.y.low)[0]
+            parts.append(tag("path", d=_path([(across, _MARGIN_TOP), (across, bottom)]), class_="grid"))
+            half = LETTER * len(text) / 2
+            if across - half > end + 6:  # a tick whose text has no room has none
+                parts.append(tag("text", text, x=across, y=bottom + 16, text_anchor="middle", class_="soft"))
+                end = across + half
+        end = 1e9
+        for value, text in self.y.marks(6):
+            down = self.at(self.x.low, value)[1]
+            parts.append(tag("path", d=_path([(left, down), (self.width - _MARGIN_RIGHT, down)]), class_="grid"))
+            if down < end - LINE + 2:
+                parts.append(tag("text", text, x=left - 6, y=down + 4, text_anchor="end", class_="soft"))
+                end = down
+        corner = [(left, _MARGIN_TOP), (left, bottom), (self.width - _MARGIN_RIGHT, bottom)]
+        parts.append(tag("path", d=_path(corner), class_="axis"))
+        middle = (left + self.width - _MARGIN_RIGHT) / 2
+        parts.append(tag("text", self.x.label, x=middle, y=self.height - 8, text_anchor="middle"))
+        turned = f"translate(13 {(bottom + _MARGIN_TOP) / 2:.1f}) rotate(-90)"
+        parts.append(tag("text", self.y.label, transform=turned, text_anchor="middle"))
+        return joined(parts)
+
+
+def stacked_bar(parts: Mapping[str, float], colours: Mapping[str, str], told: Mapping[str, str], title: str) -> Html:
+    """One wide bar of parts with their names inside where there is room. ``told``: what each is, in words."""
+    width, height = 760.0, 34.0
+    whole = sum(parts.values()) or 1.0
+    pieces, left = [], 0.0
+    for name, value in parts.items():
+        long = width * value / whole
+        if long <= 0:
+            continue
+        pieces.append(
+            tag("rect", tag("title", f"{name}: {told[name]}"), x=left, y=0.0, width=long, height=height,
+                fill=colours[name])
+        )  # fmt: skip
+        text = next((each for each in (f"{name} {told[name]}", name) if LETTER * len(each) < long - 8), None)
+        if text is not None:
+            pieces.append(tag("text", text, x=left + long / 2, y=22.0, text_anchor="middle", class_="on"))
+        left += long
+    shape = {"viewBox": f"0 0 {width:g} {height:g}", "role": "img"}
+    return tag("div", tag("svg", tag("title", title), *pieces, **shape), class_="scroll")
+
+
+def stacked_rows(
+    rows: Sequence[tuple[str, Mapping[str, float]]],
+    colours: Mapping[str, str],
+    axis: Axis,
+    told: Mapping[str, str] | None = None,
+    row_height: float = 20.0,
+) -> Html:
+    """A bar of parts for each row, over one axis. ``told``: what to say of a row besides its parts."""
+    left = min(max((LETTER * len(name) for name, _ in rows), default=0.0) + 12.0, 300.0)
+    width, bottom = 760.0, row_height * len(rows) + 4.0
+    across = width - left - max((LETTER * len(text) for text in (told or {}).values()), default=0.0) - 24.0
+
+    def place(value: float) -> float:
+        return left + across * axis.place(value)
+
+    parts = []
+    for value, text in axis.marks(6):
+        parts.append(tag("path", d=_path([(place(value), 0.0), (place(value), bottom)]), class_="grid"))
+        parts.append(tag("text", text, x=place(value), y=bottom + 14, text_anchor="middle", class_="soft"))
+    for index, (name, values) in enumerate(rows):
+        top, at = row_height * index + 2.0, axis.low
+        room = int((left - 8) / LETTER)
+        shown = name if len(name) <= room else "…" + name[-(room - 1) :]
+        parts.append(tag("text", tag("title", name), shown, x=left - 6, y=top + row_height - 7, text_anchor="end"))
+        for part, value in values.items():
+            if value <= 0:
+                continue
+            title = f"{name}: {part} {(axis.told or str)(value)}"
+            parts.append(
+                tag("rect", tag("title", title), x=place(at), y=top, width=max(place(at + value) - place(at), 0.5),
+                    height=row_height - 4, fill=colours[part])
+            )  # fmt: skip
+            at += value
+        if told is not None:
+            parts.append(tag("text", told[name], x=place(at) + 4, y=top + row_height - 7, class_="soft"))
+    parts.append(tag("text", axis.label, x=left + across / 2, y=bottom + 32, text_anchor="middle"))
+    shape = {"viewBox": f"0 0 {width:g} {bottom + 40:g}", "class_": "wide", "role": "img"}
+    return tag("div", tag("svg", *parts, **shape), class_="scroll")
+
+
+def _path(points: Sequence[Point]) -> str:
+    return "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+
+
+def _fill(colour: str | None) -> str | None:
+    return None if colour is None else f"fill:{colour}"

@@ -1,0 +1,292 @@
+"""What the timeline of a report shows: the explained step as tracks of slices, compact enough for 100,000 of them.
+
+Times are whole nanoseconds from the start of the step. Host actions of one operator call that follow each other are one
+slice. What happens within the window of the step is shown, whichever iteration it belongs to: the host is ahead of the
+device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from e2e.explain.critical_path import HOST_KINDS, Segment, task_kind, wait_kind
+from e2e.explain.phase_times import phase_spans
+from e2e.explain.predictor import PredictionResult
+from e2e.simulate.instructions import describe
+from e2e.simulate.timeline import RankLayout
+from e2e.step.execution_graph import Await, HostWork, Launch, RankGraph, Synchronize, Task
+
+# Kind of a slice -> what it is called and its colour.
+KINDS: dict[str, tuple[str, str]] = {
+    "forward": ("forward", "#6a9fd4"),
+    "backward": ("backward", "#b5649a"),
+    "optimizer": ("optimizer", "#b08c2a"),
+    "other": ("other", "#777777"),
+    "compute": ("kernel limited by arithmetic", "#228833"),
+    "memory": ("kernel limited by memory", "#2a9d8f"),
+    "kernel": ("kernel", "#4c9f50"),
+    "copy": ("copy", "#7a8b99"),
+    "collective transfer": ("collective transfer", "#4477aa"),
+    "collective wait": ("waiting in a collective", "#cc7a29"),
+    "bubble": ("waiting in a pipeline", "#b8a11f"),
+    "host": ("host", "#8d6aa8"),
+    "synchronisation": ("host waits", "#c2556b"),
+    "idle": ("idle", "#9aa3ad"),
+    "late start": ("late start", "#9aa3ad"),
+}
+PHASES = ("forward", "backward", "optimizer", "other")
+# Ranks are shown while there are no more slices than these, and no more ranks.
+MOST_SLICES = 120_000
+MOST_RANKS = 8
+
+
+@dataclass(frozen=True)
+class TimelineData:
+    """``document``: what ``timeline.js`` reads; ``ranks``: those that are shown; ``slices``: of all tracks."""
+
+    document: dict[str, Any]
+    ranks: tuple[int, ...]
+    slices: int
+
+
+def timeline_data(result: PredictionResult) -> TimelineData:
+    """The critical path, then the ranks that matter most: the one that computes longest, those on the path."""
+    writer = _Writer(result)
+    writer.path()
+    shown: list[int] = []
+    for rank in _ranks(result)[:MOST_RANKS]:
+        if shown and writer.slices + writer.size(rank) > MOST_SLICES:
+            continue
+        writer.rank(rank)
+        shown.append(rank)
+    return TimelineData(writer.document(), tuple(shown), writer.slices)
+
+
+def _ranks(result: PredictionResult) -> list[int]:
+    """In the order of interest."""
+    longest = result.prediction.longest_computing.rank
+    return list(dict.fromkeys([longest, *result.path.by_rank, *(rank.rank for rank in result.graph.ranks)]))
+
+
+@dataclass
+class _Track:
+    """Slices in order of time; ``begins`` and ``ends`` in nanoseconds."""
+
+    name: str
+    group: str
+    thin: bool = False
+    begins: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    names: list[int] = field(default_factory=list)
+    kinds: list[int] = field(default_factory=list)
+    notes: list[int] = field(default_factory=list)
+    critical: list[int] = field(default_factory=list)
+    launch_track: list[int] = field(default_factory=list)
+    launch_slice: list[int] = field(default_factory=list)
+
+    def document(self) -> dict[str, Any]:
+        """As ``timeline.js`` reads it: begins as differences; columns that say nothing are left out."""
+        found: dict[str, Any] = {
+            "name": self.name,
+            "group": self.group,
+            "starts": np.diff(np.array([0, *self.begins])).tolist(),
+            "lengths": [end - begin for begin, end in zip(self.begins, self.ends, strict=True)],
+            "names": self.names,
+            "kinds": self.kinds,
+        }
+        if self.thin:
+            found["thin"] = True
+        if any(note >= 0 for note in self.notes):
+            found["notes"] = self.notes
+        if any(self.critical):
+            found["critical"] = self.critical
+        if any(track >= 0 for track in self.launch_track):
+            found |= {"launchTrack": self.launch_track, "launchSlice": self.launch_slice}
+        return found
+
+
+class _Writer:
+    def __init__(self, result: PredictionResult) -> None:
+        self._result, self._timeline = result, result.timeline
+        self._low, self._high = result.timeline.window(result.iteration)
+        self._tracks: list[_Track] = []
+        self._names: dict[str, int] = {}
+        self._texts: list[str] = []
+        self._kinds = list(KINDS)
+        self._ranks = {rank.rank: (rank, layout) for rank, layout in
+                       zip(result.graph.ranks, result.timeline.layouts, strict=True)}  # fmt: skip
+        self.slices = 0
+
+    def document(self) -> dict[str, Any]:
+        """The whole."""
+        return {
+            "length": max(self._nanoseconds(self._high), 1),
+            "names": self._texts,
+            "kinds": [list(KINDS[kind]) for kind in self._kinds],
+            "tracks": [track.document() for track in self._tracks],
+        }
+
+    def path(self) -> None:
+        """The critical path through all ranks."""
+        several = len(self._ranks) > 1
+        track = self._track("critical path", "step")
+        for segment in self._result.path.segments:
+            where = f"rank {segment.rank}: " if several else ""
+            begin, end = segment.start, segment.start + segment.seconds
+            name = segment.operator if segment.kind in HOST_KINDS else segment.name
+            note = f"{segment.kind} of {segment.operator}, had to wait for {segment.waits_for}"
+            self._add(track, begin, end, where + name, self._kind_of(segment), note)
+
+    def size(self, number: int) -> int:
+        """How many slices a rank may have, about."""
+        return int(self._visible(self._ranks[number][1]).sum())
+
+    def rank(self, number: int) -> None:
+        """Phases, host threads and streams of a rank."""
+        rank, layout = self._ranks[number]
+        group = f"rank {number}" if len(self._ranks) > 1 else "GPU and host"
+        phases = self._track("phases", group, thin=True)
+        for phase, begin, end in phase_spans(rank, self._timeline, self._result.iteration):
+            self._add(phases, begin, end, phase, phase if phase in PHASES else "other")
+        segments = [each for each in self._result.path.segments if each.rank == number]
+        launches = self._host(rank, layout, group, [each for each in segments if each.kind in HOST_KINDS])
+        self._device(rank, layout, group, segments, launches)
+
+    def _visible(self, layout: RankLayout) -> Any:
+        """Of every node (iterations, nodes): whether some of it is within the window."""
+        part = slice(layout.offset, layout.offset + self._timeline.iterations * layout.nodes)
+        start, end = self._timeline.start[part], self._timeline.end[part]
+        within = (end > self._low) & (start < self._high) & (end > start)
+        return within.reshape(self._timeline.iterations, layout.nodes)
+
+    def _host(
+        self, rank: RankGraph, layout: RankLayout, group: str, segments: Sequence[Segment]
+    ) -> dict[tuple[int, int], tuple[int, int]]:
+        """Tracks of the threads. Returns (iteration, task) -> track and slice of its launch."""
+        visible = self._visible(layout)
+        launches: dict[tuple[int, int], tuple[int, int]] = {}
+        for name, actions in rank.threads.items():
+            first = layout.threads[name][0]
+            track = self._track(f"thread {name}", group)
+            before: object = None
+            for iteration in range(self._timeline.iterations):
+                for place in np.flatnonzero(visible[iteration, first : first + len(actions)]).tolist():
+                    action = actions[place]
+                    node = layout.offset + iteration * layout.nodes + first + place
+                    begin, end = float(self._timeline.start[node]), float(self._timeline.end[node])
+                    call = self._call(action, rank)
+                    same = call is not None and before == (iteration, call) and not isinstance(action, Synchronize)
+                    if same and track.ends[-1] >= self._nanoseconds(begin) - 1:
+                        track.ends[-1] = self._nanoseconds(min(end, self._high))
+                    else:
+                        waits = isinstance(action, Synchronize | Await)
+                        known = call is not None and call in rank.calls and not waits
+                        text = rank.calls[call].name if known and call is not None else describe(action, rank)
+                        note = rank.calls[call].module if known and call is not None else ""
+                        self._add(track, begin, end, text, "synchronisation" if waits else "host", note)
+                    before = (iteration, call)
+                    if isinstance(action, Launch):
+                        launches[iteration, action.task] = len(self._tracks) - 1, len(track.begins) - 1
+            self._mark(track, segments)
+        return launches
+
+    def _device(
+        self,
+        rank: RankGraph,
+        layout: RankLayout,
+        group: str,
+        segments: Sequence[Segment],
+        launches: dict[tuple[int, int], tuple[int, int]],
+    ) -> None:
+        """Tracks of the streams."""
+        visible = self._visible(layout)[:, layout.actions :]
+        streams: dict[int, list[tuple[float, float, float, int, int]]] = {}
+        for iteration in range(self._timeline.iterations):
+            for number in np.flatnonzero(visible[iteration]).tolist():
+                node = layout.offset + iteration * layout.nodes + layout.actions + number
+                times = (float(of[node]) for of in (self._timeline.start, self._timeline.ready, self._timeline.end))
+                start, ready, end = times
+                streams.setdefault(rank.tasks[number].stream, []).append((start, ready, end, iteration, number))
+        on_path = {each.task for each in segments if each.task is not None}
+        for stream, entries in sorted(streams.items()):
+            track = self._track(f"stream {stream}", group)
+            for start, ready, end, iteration, number in sorted(entries):
+                task = rank.tasks[number]
+                critical = iteration == self._result.iteration and number in on_path
+                launch = launches.get((iteration, number), (-1, -1))
+                note = _note(task, rank)
+                if ready > max(start, self._low):
+                    self._add(track, start, ready, f"{task.name} (wait)", wait_kind(task), note, critical, launch)
+                if end > ready:
+                    self._add(track, ready, end, task.name, self._known(task_kind(task)), note, critical, launch)
+
+    def _call(self, action: object, rank: RankGraph) -> int | None:
+        if isinstance(action, Launch):
+            return rank.tasks[action.task].call
+        return action.call if isinstance(action, HostWork | Synchronize) else None
+
+    def _mark(self, track: _Track, segments: Sequence[Segment]) -> None:
+        """Marks slices of the host during which the path is on the host, for the same call."""
+        place = 0
+        for segment in segments:
+            begin, end = self._nanoseconds(segment.start), self._nanoseconds(segment.start + segment.seconds)
+            while place < len(track.ends) and track.ends[place] <= begin:
+                place += 1
+            inside = place < len(track.ends) and track.begins[place] < end
+            if inside and segment.operator in self._texts[track.names[place]]:
+                track.critical[place] = 1
+
+    def _track(self, name: str, group: str, thin: bool = False) -> _Track:
+        self._tracks.append(_Track(name, group, thin))
+        return self._tracks[-1]
+
+    def _add(
+        self, track: _Track, begin: float, end: float, name: str, kind: str, note: str = "", critical: bool = False,
+        launch: tuple[int, int] = (-1, -1),
+    ) -> None:  # fmt: skip
+        begin, end = max(begin, self._low), min(end, self._high)
+        if end <= begin:
+            return
+        self.slices += 1
+        track.begins.append(self._nanoseconds(begin))
+        track.ends.append(max(self._nanoseconds(end), track.begins[-1]))
+        track.names.append(self._name(name))
+        track.kinds.append(self._kinds.index(kind))
+        track.notes.append(self._name(note) if note else -1)
+        track.critical.append(int(critical))
+        track.launch_track.append(launch[0])
+        track.launch_slice.append(launch[1])
+
+    def _name(self, text: str) -> int:
+        if text not in self._names:
+            self._names[text] = len(self._texts)
+            self._texts.append(text)
+        return self._names[text]
+
+    def _nanoseconds(self, seconds: float) -> int:
+        return round((seconds - self._low) * 1e9)
+
+    def _kind_of(self, segment: Segment) -> str:
+        if segment.kind == "synchronisation":
+            return "synchronisation"
+        return "host" if segment.kind in HOST_KINDS else self._known(segment.kind)
+
+    def _known(self, kind: str) -> str:
+        return kind if kind in KINDS else "kernel"
+
+
+def _note(task: Task, rank: RankGraph) -> str:
+    """What the slice is for, and what limits it."""
+    call = None if task.call is None else rank.calls.get(task.call)
+    parts = []
+    if call is not None:
+        parts.append(f"for {call.name}" + (f" in {call.module}" if call.module else "") + f", {call.phase}")
+    if task.collective is not None:
+        parts.append(f"{task.collective.size_bytes:,} bytes, {len(task.collective.ranks)} ranks")
+    if task.duration is not None and task.duration.bound:
+        parts.append(f"limited by {task.duration.bound}; price {task.duration.source}")
+    return "; ".join(parts)

@@ -1,0 +1,188 @@
+"""A sweep as one self-contained HTML page: the fastest ways over the number of GPUs, and every way in a table."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from costmodel.pages.axes import Axis, around, bytes_text, plain_number
+from costmodel.pages.charts import PALETTE, Chart
+from costmodel.pages.document import contents, document, section, write_page
+from costmodel.pages.markup import Html, joined, tag
+from costmodel.pages.tables import Cell, NumberCell, legend, table
+from e2e.report.text_report import milliseconds
+from e2e.sweeps.sweep_driver import SweepResult
+from e2e.sweeps.sweep_results import SweepRow
+
+# Other ways than the fastest are dots; so many of each GPU and number of GPUs, the fastest first.
+_MOST_DOTS = 40
+
+
+def write_sweep_page(sweep: SweepResult, path: Path) -> None:
+    """Writes the page; ``OutputError`` if it cannot."""
+    write_page(path, sweep_page(sweep))
+
+
+def sweep_page(sweep: SweepResult) -> str:
+    """The HTML text; names are escaped."""
+    ran = [row for row in sweep.rows if row.status == "ok"]
+    rest = [row for row in sweep.rows if row.status != "ok"]
+    parts: list[tuple[str, str, Html | None]] = [
+        ("frontier", "Samples per second over GPUs", _frontier(sweep, ran)),
+        ("efficiency", "What a GPU does of it", _efficiency(sweep, ran)),
+        ("ways", "All that run", _ways(ran) if ran else None),
+        ("rest", "What does not run, and why", _refused(rest) if rest else None),
+    ]
+    there = [(name, title, content) for name, title, content in parts if content is not None]
+    model = Path(sweep.request.model).name
+    body = [
+        tag("h1", f"{model}: {len(sweep.rows)} ways to run it"),
+        _answer(ran),
+        _question(sweep),
+        contents([(name, title) for name, title, _ in there]),
+        *(section(title, content, identifier=name) for name, title, content in there),
+    ]
+    return document(f"{model}: sweep", body)
+
+
+def fastest(rows: Sequence[SweepRow]) -> dict[tuple[str, int], SweepRow]:
+    """GPU and number of GPUs -> the first, which is the fastest, of the ranked ``rows``."""
+    best: dict[tuple[str, int], SweepRow] = {}
+    for row in rows:
+        best.setdefault((row.gpu, row.gpus), row)
+    return best
+
+
+def short_way(parallel: str) -> str:
+    """``parallel`` as a label: without micro-batches, which all have."""
+    return ",".join(part for part in parallel.split(",") if not part.startswith("micro")) or parallel
+
+
+def _answer(ran: Sequence[SweepRow]) -> Html:
+    if not ran:
+        return tag("p", "None of them runs.", class_="answer")
+    best = ran[0]
+    return joined(
+        (
+            tag("p", f"{_rate(best.samples_per_second)} samples/s", class_="answer"),
+            tag(
+                "p",
+                f"by {best.gpus} x {best.gpu}, {best.parallel}: a step of {milliseconds(best.iteration_seconds or 0)}",
+            ),
+        )
+    )
+
+
+def _question(sweep: SweepResult) -> Html:
+    asked = sweep.request
+    sizes = [f"micro-batches of {asked.batch_size}"]
+    if asked.global_batch is not None:
+        sizes.append(f"{asked.global_batch} sequences in a step")
+    if asked.sequence_length is not None:
+        sizes.append(f"{asked.sequence_length} tokens each")
+    counts = Counter(row.status for row in sweep.rows)
+    told = ", ".join(f"{count} {status}" for status, count in counts.most_common())
+    return tag("p", f"{', '.join(sizes)}, {asked.dtype}, attention {asked.attention}. {told}.", class_="soft")
+
+
+def _frontier(sweep: SweepResult, ran: Sequence[SweepRow]) -> Html | None:
+    """The fastest way of every GPU as a line with names, the others as faint dots."""
+    rates = [row.samples_per_second for row in ran if row.samples_per_second]
+    if not rates:
+        return None
+    chart = Chart(
+        _gpus_axis(sweep, ran),
+        Axis("samples per second", *around(rates, logarithmic=True), logarithmic=True),
+        height=420.0,
+    )
+    colours = _colours(sweep)
+    best = fastest(ran)
+    dots: Counter[tuple[str, int]] = Counter()
+    for row in ran:
+        dots[row.gpu, row.gpus] += 1
+        if best[row.gpu, row.gpus] is not row and dots[row.gpu, row.gpus] <= _MOST_DOTS:
+            chart.points([(row.gpus, row.samples_per_second or 0.0, _told(row))], colours[row.gpu], 2.5, faint=True)
+    for gpu, colour in colours.items():
+        line = [row for (name, _), row in sorted(best.items(), key=lambda item: item[0][1]) if name == gpu]
+        chart.line([(row.gpus, row.samples_per_second or 0.0) for row in line], colour)
+        chart.points(((row.gpus, row.samples_per_second or 0.0, _told(row)) for row in line), colour)
+        for row in line:
+            chart.label(row.gpus, row.samples_per_second or 0.0, short_way(row.parallel), colour)
+    return joined((chart.svg("Samples per second over the number of GPUs"), legend(colours)))
+
+
+def _efficiency(sweep: SweepResult, ran: Sequence[SweepRow]) -> Html | None:
+    """Tokens per second and GPU of the fastest ways: what more GPUs cost in efficiency."""
+    best = fastest(ran)
+    rates = [row.tokens_per_second_per_gpu for row in best.values() if row.tokens_per_second_per_gpu]
+    if not rates:
+        return None
+    chart = Chart(_gpus_axis(sweep, ran), Axis("tokens/s per GPU", *around(rates, from_zero=True)))
+    colours = _colours(sweep)
+    for gpu, colour in colours.items():
+        line = [row for (name, _), row in sorted(best.items(), key=lambda item: item[0][1]) if name == gpu]
+        points = [(row.gpus, row.tokens_per_second_per_gpu or 0.0) for row in line]
+        chart.line([(float(x), y) for x, y in points], colour)
+        chart.points(((row.gpus, row.tokens_per_second_per_gpu or 0.0, _told(row)) for row in line), colour)
+    return joined((chart.svg("Tokens per second and GPU over the number of GPUs"), legend(colours)))
+
+
+def _gpus_axis(sweep: SweepResult, ran: Sequence[SweepRow]) -> Axis:
+    """Ticks are the numbers of GPUs that were asked for, those without an answer too."""
+    counts = sorted({row.gpus for row in sweep.rows})
+    low, high = around([float(count) for count in counts], logarithmic=True)
+    return Axis("GPUs", low, high, logarithmic=True, ticks=counts, told=lambda value: f"{value:,.0f}")
+
+
+def _ways(ran: Sequence[SweepRow]) -> Html:
+    rows: list[Sequence[Cell]] = []
+    for row in ran:
+        low, high = row.interval_seconds or (0.0, 0.0)
+        memory = row.peak_memory_bytes
+        rows.append(
+            (
+                row.gpu,
+                NumberCell(f"{row.gpus:,}", row.gpus),
+                row.parallel,
+                NumberCell(milliseconds(row.iteration_seconds or 0.0), row.iteration_seconds or 0.0),
+                NumberCell(f"{milliseconds(low)} to {milliseconds(high)}", low),
+                NumberCell(_rate(row.samples_per_second), row.samples_per_second or 0.0),
+                NumberCell(_rate(row.tokens_per_second_per_gpu), row.tokens_per_second_per_gpu or 0.0),
+                NumberCell(milliseconds(row.exposed_seconds or 0.0), row.exposed_seconds or 0.0),
+                NumberCell(milliseconds(row.bubble_seconds or 0.0), row.bubble_seconds or 0.0),
+                NumberCell("" if memory is None else bytes_text(memory), memory or 0),
+            )
+        )
+    head = (
+        "GPU",
+        "GPUs",
+        "parallel",
+        "step",
+        "80 % interval",
+        "samples/s",
+        "tokens/s/GPU",
+        "exposed",
+        "bubble",
+        "memory",
+    )
+    return table(head, rows, shown=25)
+
+
+def _refused(rest: Sequence[SweepRow]) -> Html:
+    rows = [(row.gpu, NumberCell(f"{row.gpus:,}", row.gpus), row.parallel, row.status, row.reason) for row in rest]
+    return table(("GPU", "GPUs", "parallel", "", "why"), rows)
+
+
+def _colours(sweep: SweepResult) -> dict[str, str]:
+    gpus = dict.fromkeys(row.gpu for row in sweep.rows)
+    return {gpu: PALETTE[place % len(PALETTE)] for place, gpu in enumerate(gpus)}
+
+
+def _told(row: SweepRow) -> str:
+    step = milliseconds(row.iteration_seconds or 0.0)
+    return f"{row.gpus:,} x {row.gpu}, {row.parallel}: {step}, {_rate(row.samples_per_second)} samples/s"
+
+
+def _rate(value: float | None) -> str:
+    return "" if value is None else plain_number(value)

@@ -1,0 +1,194 @@
+"""A network as a picture: layers as boxes in columns that wrap, fused blocks behind the layers of one kernel."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from costmodel.pages.axes import seconds_text
+from costmodel.pages.charts import LETTER
+from costmodel.pages.markup import Html, tag
+from costmodel.pages.tables import legend
+
+COLUMNS = 7
+_WIDE, _HIGH, _GAP, _LANE, _BAND = 128.0, 50.0, 30.0, 12.0, 34.0
+_EDGE = 22.0  # left and right of all columns, where connections between bands run
+COLOURS = {
+    "convolution": "#4477aa",
+    "pointwise": "#228833",
+    "depthwise": "#aa3377",
+    "dense": "#997700",
+    "pooling, normalisation": "#5b7f95",
+    "compiled by TVM": "#8a8f98",
+}
+FUSED = "#f2a541"
+
+
+@dataclass(frozen=True)
+class PlacedLayer:
+    """A layer in ``column`` of ``band``, ``lane`` from the top; ``left`` and ``top`` in pixels."""
+
+    name: str
+    band: int
+    column: int
+    lane: int
+    left: float
+    top: float
+
+    @property
+    def right(self) -> float:
+        """Its right edge."""
+        return self.left + _WIDE
+
+    @property
+    def middle(self) -> float:
+        """Half its height."""
+        return self.top + _HIGH / 2
+
+
+def place_layers(layers: Sequence[Mapping[str, Any]]) -> dict[str, PlacedLayer]:
+    """Every layer in the column behind the last that it reads; columns wrap into bands, branches lie side by side."""
+    depth: dict[str, int] = {}
+    for layer in layers:
+        depth[layer["name"]] = 1 + max((depth[name] for name in layer["reads"] if name in depth), default=-1)
+    lane: dict[str, int] = {}
+    taken: dict[int, set[int]] = defaultdict(set)
+    for layer in layers:
+        name = layer["name"]
+        wanted = min((lane[source] for source in layer["reads"] if source in lane), default=0)
+        free = taken[depth[name]]
+        lane[name] = next(each for each in range(wanted, len(layers) + wanted + 1) if each not in free)
+        free.add(lane[name])
+    lanes = Counter[int]()
+    for name, column in depth.items():
+        lanes[column // COLUMNS] = max(lanes[column // COLUMNS], lane[name] + 1)
+    tops, top = {}, _BAND
+    for band in range(max(lanes, default=0) + 1):
+        tops[band] = top
+        top += lanes[band] * (_HIGH + _LANE) + _BAND
+    return {
+        name: PlacedLayer(
+            name,
+            column // COLUMNS,
+            column % COLUMNS,
+            lane[name],
+            _EDGE + (column % COLUMNS) * (_WIDE + _GAP),
+            tops[column // COLUMNS] + lane[name] * (_HIGH + _LANE),
+        )
+        for name, column in depth.items()
+    }
+
+
+def network_picture(network: Mapping[str, Any], short: Mapping[str, str]) -> Html:
+    """``network``: as of :func:`fusion.commands.network_record.network_record`; ``short``: what layers are called."""
+    layers = network["layers"]
+    placed = place_layers(layers)
+    columns = min(COLUMNS, 1 + max((each.column for each in placed.values()), default=0))
+    width = 2 * _EDGE + columns * (_WIDE + _GAP) - _GAP
+    height = max((each.top + _HIGH for each in placed.values()), default=0.0) + _BAND
+    longest = max((kernel["seconds"] or 0.0 for kernel in network["kernels"]), default=0.0)
+    parts = [_block(kernel, placed, short) for kernel in network["kernels"] if len(kernel["layers"]) > 1]
+    parts += [
+        tag("path", d=_wire(placed[source], placed[layer["name"]], width), fill="none", stroke="#8a94a3",
+            stroke_width=1.3)
+        for layer in layers for source in layer["reads"] if source in placed
+    ]  # fmt: skip
+    parts += [_box(layer, placed[layer["name"]], network["kernels"], longest, short) for layer in layers]
+    fused = sum(len(kernel["layers"]) > 1 for kernel in network["kernels"])
+    title = f"{len(layers)} layers, {len(network['kernels'])} kernels, {fused} of them fused"
+    shape = {"viewBox": f"0 0 {width:g} {height:g}", "width": f"{width:g}", "class_": "network", "role": "img"}
+    kinds = dict.fromkeys(layer_group(layer["kind"]) for layer in layers)
+    keys = {kind: COLOURS[kind] for kind in COLOURS if kind in kinds} | ({"one fused kernel": FUSED} if fused else {})
+    picture = tag("div", tag("svg", tag("title", title), *parts, **shape), class_="scroll")
+    return tag("div", legend(keys), picture)
+
+
+def layer_group(kind: str) -> str:
+    """Which colour a layer has."""
+    if "." in kind:
+        return "compiled by TVM"
+    last = kind.rpartition("-")[2]
+    if last in ("pointwise", "depthwise", "dense"):
+        return last
+    return "pooling, normalisation" if last in ("pool", "norm") else "convolution"
+
+
+def _box(
+    layer: Mapping[str, Any],
+    at: PlacedLayer,
+    kernels: Sequence[Mapping[str, Any]],
+    longest: float,
+    short: Mapping[str, str],
+) -> Html:
+    kernel = kernels[layer["kernel"]] if layer.get("kernel") is not None else None
+    colour = COLOURS[layer_group(layer["kind"])]
+    told = [layer["name"], layer["kind"], layer["told"]]
+    if kernel is not None and kernel["seconds"] is not None:
+        how = f"in one kernel of {len(kernel['layers'])} layers that takes" if len(kernel["layers"]) > 1 else "takes"
+        told.append(f"{how} {seconds_text(kernel['seconds'])}")
+    first = short.get(layer["name"], layer["name"])
+    second = " ".join(filter(None, (layer["kind"].removeprefix("relax."), layer["told"].split(" -> ")[0])))
+    third = layer["told"].partition(" -> ")[2]
+    lines = [_fitting(first, keep_end=True), _fitting(second), _fitting(third)]
+    texts = [
+        tag("text", line, x=at.left + 6, y=at.top + 14 + 13.5 * row, class_="on", style="font-size:11px")
+        for row, line in enumerate(lines)
+        if line
+    ]
+    bar = None
+    if kernel is not None and kernel["seconds"] and longest > 0 and kernel["layers"][-1] == layer["name"]:
+        bar = tag("rect", x=at.left, y=at.top + _HIGH - 4, width=_WIDE * kernel["seconds"] / longest, height=4.0,
+                  fill="#fff", fill_opacity=0.75)  # fmt: skip
+    shape = tag("rect", x=at.left, y=at.top, width=_WIDE, height=_HIGH, rx=5.0, fill=colour)
+    return tag("g", tag("title", "\n".join(filter(None, told))), shape, bar, *texts)
+
+
+def _block(kernel: Mapping[str, Any], placed: Mapping[str, PlacedLayer], short: Mapping[str, str]) -> Html:
+    """What lies behind the layers of a fused kernel: one rectangle in each band that they are in."""
+    bands: dict[int, list[PlacedLayer]] = defaultdict(list)
+    for name in kernel["layers"]:
+        if name in placed:
+            bands[placed[name].band].append(placed[name])
+    told = " + ".join(short.get(name, name) for name in kernel["layers"])
+    seconds = "" if kernel["seconds"] is None else f": {seconds_text(kernel['seconds'])}"
+    parts = []
+    for members in bands.values():
+        left, top = min(each.left for each in members) - 9, min(each.top for each in members) - 9
+        right = max(each.right for each in members) + 9
+        bottom = max(each.top for each in members) + _HIGH + 9
+        parts.append(
+            tag("rect", x=left, y=top, width=right - left, height=bottom - top, rx=9.0, fill=FUSED, fill_opacity=0.55,
+                stroke=FUSED, stroke_width=1.5)
+        )  # fmt: skip
+    return tag("g", tag("title", f"one kernel: {told}{seconds}"), *parts, class_="fused")
+
+
+def _wire(source: PlacedLayer, target: PlacedLayer, width: float) -> str:
+    """A path from the right of a layer to the left of a later one; past others it goes over or between them."""
+    x0, y0, x1, y1 = source.right, source.middle, target.left, target.middle
+    if source.band == target.band and target.column == source.column + 1:
+        half = (x0 + x1) / 2
+        return f"M{x0:.1f} {y0:.1f}C{half:.1f} {y0:.1f} {half:.1f} {y1:.1f} {x1:.1f} {y1:.1f}"
+    if source.band == target.band:
+        over = min(source.top, target.top) - _LANE / 2 - 2
+        return (
+            f"M{x0:.1f} {y0:.1f}C{x0 + 14:.1f} {y0:.1f} {x0 + 4:.1f} {over:.1f} {x0 + 24:.1f} {over:.1f}"
+            f"L{x1 - 24:.1f} {over:.1f}C{x1 - 4:.1f} {over:.1f} {x1 - 14:.1f} {y1:.1f} {x1:.1f} {y1:.1f}"
+        )
+    # To the next band: out at the right, along the gap above the target's band, in at the left.
+    shift = 2.0 * (source.column % 4) + 3.0 * source.lane
+    out, inside = width - _EDGE + 5 + min(shift, _EDGE - 8), _EDGE - 5 - min(shift, _EDGE - 8)
+    above = target.top - target.lane * (_HIGH + _LANE) - 14 - min(shift, 12.0)
+    gap = source.top - _LANE / 2 - 2 if x0 + _GAP < out - 10 else y0
+    lead = f"M{x0:.1f} {y0:.1f}L{x0 + 8:.1f} {gap:.1f}L{out:.1f} {gap:.1f}"
+    return f"{lead}L{out:.1f} {above:.1f}L{inside:.1f} {above:.1f}L{inside:.1f} {y1:.1f}L{x1:.1f} {y1:.1f}"
+
+
+def _fitting(text: str, keep_end: bool = False) -> str:
+    """As much as a box has room for; of names the end tells more than the beginning."""
+    room = int((_WIDE - 10) / (LETTER * 11 / 12))
+    if len(text) <= room:
+        return text
+    return "…" + text[-(room - 1) :] if keep_end else text[: room - 1] + "…"

@@ -1,0 +1,62 @@
+"""The page of a sweep: its frontier, its ticks, labels with room, names escaped."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from web_pages import HOSTILE, OVERLAPS, found_in, read_page
+
+from e2e.sweeps.sweep_driver import SweepResult
+from e2e.sweeps.sweep_page import fastest, short_way, sweep_page, write_sweep_page
+from e2e.sweeps.sweep_results import SweepRow
+from e2e.sweeps.sweep_space import SweepRequest
+
+
+def row(gpu: str, gpus: int, parallel: str, rate: float) -> SweepRow:
+    return SweepRow(gpu, gpus, max(gpus // 8, 1), parallel, "ok", iteration_seconds=gpus / rate, samples=gpus,
+                    interval_seconds=(0.8 * gpus / rate, 1.3 * gpus / rate), samples_per_second=rate,
+                    tokens_per_second_per_gpu=4096 * rate / gpus, exposed_seconds=1e-3, bubble_seconds=0.0,
+                    peak_memory_bytes=40 << 30, memory_capacity_bytes=80 << 30)  # fmt: skip
+
+
+def sweep(model: str = "llama-8b") -> SweepResult:
+    """Two GPUs on five numbers of GPUs, whose frontiers nearly touch; three ways each."""
+    rows = []
+    for place, gpu in enumerate(("h100-sxm", "h200-sxm")):
+        for gpus in (8, 16, 64, 256, 512):
+            for way, share in (("dp=2,tp=4,micro-batches=4", 1.0), ("fsdp=8,micro-batches=4", 0.93), ("pp=8", 0.5)):
+                rows.append(row(gpu, gpus, way, gpus * (1.0 + 0.02 * place) * share))
+    rows.sort(key=lambda each: -(each.samples_per_second or 0))
+    rows.append(SweepRow("h100-sxm", 8, 1, "dp=8", "does not fit", reason="needs 90.0 GiB"))
+    return SweepResult(SweepRequest(model), tuple(rows), len(rows))
+
+
+def test_the_page_has_the_answer_the_frontier_and_what_does_not_run():
+    read = read_page(sweep_page(sweep()))
+    for piece in ("llama-8b: 31 ways", "522.2 samples/s", "by 512 x h200-sxm", "needs 90.0 GiB",
+                  "30 ok, 1 does not fit", "samples per second", "tokens/s per GPU"):  # fmt: skip
+        assert piece in read.text, piece
+    assert all(f" {count} " in read.text for count in (8, 16, 64, 256, 512))
+    best = fastest(sweep().rows[:-1])
+    assert len(best) == 10 and all(each.parallel.startswith("dp=2") for each in best.values())
+    assert short_way("dp=2,tp=4,micro-batches=4") == "dp=2,tp=4"
+
+
+def test_a_sweep_of_which_nothing_runs_is_a_page_too():
+    empty = replace(sweep(), rows=sweep().rows[-1:])
+    read = read_page(sweep_page(empty))
+    assert "None of them runs." in read.text and "needs 90.0 GiB" in read.text
+
+
+def test_names_are_escaped():
+    rows = tuple(replace(each, gpu=HOSTILE, parallel=HOSTILE, reason=HOSTILE) for each in sweep().rows)
+    read = read_page(sweep_page(SweepResult(SweepRequest(HOSTILE), rows, 1)))
+    assert read.count("b") == 0 and read.text.count("onmouseover") > 30
+
+
+def test_labels_do_not_overlap_in_a_browser(tmp_path: Path):
+    write_sweep_page(sweep(), tmp_path / "sweep.html")
+    code = f"""[{OVERLAPS}("#frontier svg text"), document.querySelectorAll("#frontier circle").length]"""
+    (texts, overlaps), dots = found_in(tmp_path / "sweep.html", code)
+    assert texts >= 15 and overlaps == 0 and dots == 30

@@ -1,0 +1,155 @@
+"""For tests of pages: read as a strict parser does, and as a headless browser does where one is installed."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass, field
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BROWSERS = (
+    "chromium-headless-shell",
+    "chromium",
+    "chromium-browser",
+    "google-chrome",
+    "google-chrome-stable",
+    "chrome",
+)
+VOID = {"br", "hr", "input", "meta"}
+# What a name of a model, an operator or a layer might try; it must come out as text, wherever names stand.
+HOSTILE = '</script><b onmouseover="alert(1)">&\'x'
+
+
+@dataclass
+class Page(HTMLParser):
+    """What a page consists of; tags that are not closed in order are errors."""
+
+    tags: list[tuple[str, dict[str, str | None]]] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    data: dict[str, Any] = field(default_factory=dict)
+    _open: list[str] = field(default_factory=list)
+    _data: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+
+    def handle_starttag(self, name, attributes):
+        self.tags.append((name, dict(attributes)))
+        if name not in VOID:
+            self._open.append(name)
+        if name == "script" and dict(attributes).get("type") == "application/json":
+            self._data = dict(attributes)["id"]
+
+    def handle_endtag(self, name):
+        assert self._open and self._open[-1] == name, f"</{name}> inside of {self._open[-3:]}"
+        self._open.pop()
+        self._data = None
+
+    def handle_data(self, text):
+        if self._data is not None:
+            self.data[self._data] = json.loads(text)
+        elif self._open and self._open[-1] not in ("script", "style"):
+            self.texts.append(text)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.texts).split())
+
+    def count(self, name: str, **attributes: str) -> int:
+        return sum(
+            tag == name and all(given.get(key.rstrip("_")) == value for key, value in attributes.items())
+            for tag, given in self.tags
+        )
+
+
+def read_page(text: str) -> Page:
+    """Parsed, and checked for what holds of every page: whole, nothing from outside, no handler in an attribute."""
+    assert text.startswith("<!doctype html>")
+    page = Page()
+    page.feed(text)
+    page.close()
+    assert not page._open, page._open
+    for name, attributes in page.tags:
+        assert name not in ("link", "iframe", "object", "img", "base"), name
+        for key, value in attributes.items():
+            assert not key.startswith("on"), (name, key)
+            if key in ("src", "href"):
+                assert not re.match(r"(?i)\s*(?:[a-z]+:|//)", value or ""), value
+    policy = [attributes for name, attributes in page.tags if attributes.get("http-equiv") == "Content-Security-Policy"]
+    assert policy and "default-src 'none'" in (policy[0]["content"] or "")
+    assert any(attributes.get("name") == "viewport" for _, attributes in page.tags)
+    # Names of namespaces and addresses in style or scripts would be requests that somebody forgot.
+    assert "http:" not in text and "https:" not in text
+    return page
+
+
+# Of texts that a selector finds: how many there are, and how many pairs of them lie on each other, as drawn.
+OVERLAPS = """((selector) => {
+  const boxes = [...document.querySelectorAll(selector)].map((each) => each.getBoundingClientRect());
+  const meet = (one, other) => one.left < other.right - 1 && other.left < one.right - 1
+    && one.top < other.bottom - 3 && other.top < one.bottom - 3;
+  let pairs = 0;
+  boxes.forEach((one, place) => { pairs += boxes.slice(place + 1).filter((other) => meet(one, other)).length; });
+  return [boxes.length, pairs];
+})"""
+
+
+def browser() -> str:
+    """The path of a headless browser; skips the test where there is none."""
+    found = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if found is None:
+        pytest.skip("no headless browser here (apt-get install chromium-headless-shell)")
+    return found
+
+
+def node() -> str:
+    """The path of Node; skips the test where there is none."""
+    found = shutil.which("node")
+    if found is None:
+        pytest.skip("no JavaScript engine here (node)")
+    return found
+
+
+def drawn_page(page: Path, picture: Path, width: int = 1200, height: int = 1600, pdf: Path | None = None) -> None:
+    """A screenshot of a page in a window of that size, or a PDF of it."""
+    to = [f"--print-to-pdf={pdf}"] if pdf is not None else [f"--screenshot={picture}"]
+    _run(page, [f"--window-size={width},{height}", "--hide-scrollbars", *to])
+
+
+def document_of(page: Path, script: str = "", width: int = 1200) -> str:
+    """The document after its scripts ran, and after ``script``, which may leave what it found in the page."""
+    text = page.read_text(encoding="utf-8")
+    tried = page.with_name(f"{page.stem}-tried.html")
+    tried.write_text(text.replace("</body>", f"<script>{script}</script></body>"), encoding="utf-8")
+    return _run(tried, ["--dump-dom", f"--window-size={width},1000"])
+
+
+def found_in(page: Path, script: str, width: int = 1200) -> Any:
+    """What ``script``, an expression of JavaScript, gives in the page, by way of JSON."""
+    code = f"document.documentElement.dataset.found = JSON.stringify({script});"
+    document = document_of(page, code, width)
+    match = re.search(r'<html[^>]* data-found="([^"]*)"', document)
+    assert match is not None, document[:300]
+    import html
+
+    return json.loads(html.unescape(match[1]))
+
+
+def _run(page: Path, options: list[str]) -> str:
+    common = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--virtual-time-budget=4000",
+              "--force-color-profile=srgb", f"--user-data-dir={page.parent / 'browser'}"]  # fmt: skip
+    done = subprocess.run(
+        [browser(), *common, *options, page.resolve().as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
