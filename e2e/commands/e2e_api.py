@@ -21,6 +21,7 @@ from e2e.sources.asked.request import ConfigurationOptions, MachineOptions, Pred
 from e2e.step.choices import AttentionForm, Dtype, LinearAttentionForm, MemoryLayout, MixtureForm, Mode
 from e2e.step.precision import Precision
 from e2e.step.routing_text import parse_routing
+from e2e.whatif.questions import parse_what_if
 
 if TYPE_CHECKING:
     from e2e.explain.prediction import Prediction
@@ -68,6 +69,7 @@ def predict(
     skew: str | Skew | None = None,
     overheads: PathLike | None = None,
     retarget: str | None = None,
+    what_if: str | Sequence[str] = (),
     timeline: PathLike | None = None,
     report: PathLike | None = None,
 ) -> Prediction:
@@ -84,7 +86,8 @@ def predict(
     ``lora``: the rank of adapters beside frozen weights; ``layout``: of the images of a built-in model. ``moe``,
     ``routing`` and ``precision``: how experts are computed, how they share tokens, and a recipe of 8 bits;
     ``linear_attention``: whether Mamba and gated delta rules run by fused kernels (default: where their libraries are
-    installed). ``tables``, ``sharding``: ``--config`` and ``--sharding`` of DLRM. ``timeline`` and ``report``: files to
+    installed). ``tables``, ``sharding``: ``--config`` and ``--sharding`` of DLRM. ``what_if``: questions such as
+    ``"kernels:gemm=2x"`` or ``"batch=512+host=1.5x"``, answered in ``what_if`` of the result. ``timeline`` and ``report``: files to
     write (Chrome trace, HTML). docs/options.md says which of these goes with which source.
 
     Returns the record that ``--json`` prints (``to_json()``), in seconds and bytes. A step that does not fit the memory
@@ -130,8 +133,9 @@ def predict(
     )
     varied = parse_skew(skew) if isinstance(skew, str) else skew
     machine = MachineOptions(None if gpu is None else os.fspath(gpu), gpus, nodes, network, retarget, varied)
+    questions = tuple(parse_what_if(each) for each in ([what_if] if isinstance(what_if, str) else what_if))
     with _TURN, old_objects_spared():
-        answer = predict_request(PredictRequest(workload, configuration, machine))
+        answer = predict_request(PredictRequest(workload, configuration, machine, questions))
     write_files(answer, _path(timeline), _path(report))
     return answer.prediction
 

@@ -127,6 +127,13 @@ RetargetOption = Annotated[str | None, typer.Option(help="GPU (or cluster) to mo
 VariationOption = Annotated[
     str | None, typer.Option(help="How ranks vary: spread=0.02,jitter=0.05,seed=1,start=RANK:MS.")
 ]
+WhatIfOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="What if: batch=N, kernels:FAMILY=Kx, host=Kx, host=FILE, bucket-mb=N, stream:REGEX=N, batch-embeddings, "
+        "fuse:REGEX; with + several at once. Repeatable: each alone, and all together."
+    ),
+]
 # Where the answer goes.
 TimelineOption = Annotated[Path | None, typer.Option(help="Write a Chrome/Perfetto trace (.json or .json.gz).")]
 ReportOption = Annotated[Path | None, typer.Option(help="Write a self-contained HTML report.")]

@@ -44,6 +44,7 @@ def predict_command(
     cuda_graph: options.CudaGraphOption = False,
     compiled: options.CompiledOption = False,
     overheads: options.OverheadsOption = None,
+    what_if: options.WhatIfOption = None,
     timeline: options.TimelineOption = None,
     report: options.ReportOption = None,
     as_json: options.JsonOption = False,
@@ -87,6 +88,7 @@ def predict_command(
             skew=skew,
             overheads=overheads,
             retarget=retarget,
+            what_if=what_if or (),
             timeline=timeline,
             report=report,
         )

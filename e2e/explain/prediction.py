@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from e2e.explain.what_if_row import WhatIfRow
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,7 @@ class Prediction:
 
     ``fits``: ``None`` where memory is not known of all ranks, or too near to what there is; ``memory_shortage``: what
     does not fit where, if it does not. ``notes``: what the step is; what of it was recorded and what is predicted.
+    ``what_if``: the step as it is and with what each question changes, where there were any.
     """
 
     workload: str
@@ -142,6 +146,7 @@ class Prediction:
     operators: int
     warnings: Sequence[str]
     notes: Sequence[str] = ()
+    what_if: Sequence[WhatIfRow] = ()
 
     @property
     def longest_computing(self) -> RankFigures:

@@ -14,6 +14,7 @@ from e2e.sources.capture_notes import assumptions
 from e2e.sources.prepared_step import PreparedStep
 from e2e.sources.request_parts import capture_options, cluster_of, one_gpu, setting_of
 from e2e.sources.single_gpu import single_step
+from e2e.whatif.operators_behind import TracedRank
 
 
 def prepare(request: PredictRequest) -> PreparedStep:
@@ -47,7 +48,9 @@ def prepare_ranks(request: PredictRequest) -> PreparedStep:
     if captured.compiled:
         warnings.append("the script compiles its model (torch.compile): predicted as eager code on several GPUs")
     warnings += [*_unused(workload), *assumptions(captured.traces)]
-    return PreparedStep(lowered.graph, setting, cluster, lowered.memory, warnings, skew=request.machine.skew)
+    traced = {trace.rank: TracedRank(trace, options) for trace in captured.traces}
+    skew = request.machine.skew
+    return PreparedStep(lowered.graph, setting, cluster, lowered.memory, warnings, skew=skew, traced=traced)
 
 
 def _unused(workload: WorkloadOptions) -> list[str]:
