@@ -49,7 +49,8 @@ from e2e.whatif.resized_graph import Estimates, resized_graph
 from e2e.whatif.resized_trace import recorded_batch, resized
 from e2e.whatif.speeds import SpeedChange
 
-_OF_OPERATORS = (BatchedLookups, FusedOperators, MovedOperators)
+# What is changed among single operators.
+_OF_OPERATORS = (BatchChange, BatchedLookups, FusedOperators, MovedOperators)
 _LISTED = 8
 
 
@@ -68,14 +69,12 @@ def _refused(change: Change, request: PredictRequest, source: StepSource) -> str
     recorded = source.name in (RECORDING, TRACE)
     several_profiles = source.name == RECORDING and not request.workload.traces
     if isinstance(change, BatchChange):
-        if several_profiles:
-            return "profiles alone do not tell tensors; give --trace of every rank too"
         if change.recorded is not None and not recorded:
             return f"the step is no recorded one; write batch={change.samples}"
     if isinstance(change, BucketChange) and source.name not in (PARALLEL, RANKS_OF_SCRIPT, TRACE, RECORDING):
         return "buckets of gradients are those of several GPUs; give --parallel, or a --script with --gpus"
     if isinstance(change, _OF_OPERATORS):
-        if source.name in (PARALLEL, SHARDED):
+        if source.name in (PARALLEL, SHARDED) and not isinstance(change, BatchChange):
             return f"--{source.name.replace('sharded', 'sharding')} spreads whole layers, whose operators are not single"
         if several_profiles:
             return "profiles alone do not tell tensors; give --trace of every rank too"
@@ -95,6 +94,7 @@ class WhatIfSteps:
     def __post_init__(self) -> None:
         machine = self.step.setting.machine
         self._estimates = Estimates(self.step.setting.cost_model or gpu_cost_model(machine))
+        self._alone: dict[Change, PreparedStep] = {}
 
     def questions(self) -> list[WhatIf]:
         """Each change alone, the combinations that were asked, and all together where that is one more."""
@@ -114,7 +114,7 @@ class WhatIfSteps:
         """``InputError`` for a change of what the step does not have, before anything is simulated."""
         for change in dict.fromkeys(change for each in self.request.what_if for change in each.changes):
             if not self._is_made_anew(change):
-                self._changed(self.step, change)
+                self._alone[change] = self._changed(self.step, change)
 
     def rows(self, as_it_is: PredictionResult) -> tuple[WhatIfRow, ...]:
         """The step as it is, then one row for each of the :meth:`questions`."""
@@ -130,11 +130,10 @@ class WhatIfSteps:
         """The step that ``question`` is about."""
         anew = [change for change in question.ordered if self._is_made_anew(change)]
         step = self._anew(anew) if anew else self.step
-        step = replace(step, recorded_seconds=None)
         for change in question.ordered:
             if change not in anew:
                 step = self._changed(step, change)
-        return step
+        return replace(step, recorded_seconds=None)
 
     # --- captured anew --------------------------------------------------------------------------------
 
@@ -179,6 +178,10 @@ class WhatIfSteps:
     # --- the graph changed ----------------------------------------------------------------------------
 
     def _changed(self, step: PreparedStep, change: Change) -> PreparedStep:
+        if step is self.step and change in self._alone:
+            return self._alone[change]
+        if isinstance(change, _OF_OPERATORS) and any(rank.rank not in step.traced for rank in step.graph.ranks):
+            raise InputError(f"--what-if: the operators of {step.graph.source} are not known, only its kernels")
         if isinstance(change, BatchChange):
             return self._resized(step, change)
         if isinstance(change, BucketChange):

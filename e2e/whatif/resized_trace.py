@@ -2,14 +2,15 @@
 call to call through what is computed of them, and every tensor that depends on it gets its size.
 
 What a step begins with are tensors that no call made and that are no weights (no optimizer updates them, no operator
-takes them for weights, statistics or tables). Of these the batch is the size in front that most have; a step that
-begins with others says so (``batch=32:512``). Results follow from arguments by the rules of
+takes them for weights, statistics or tables). Of those with several dimensions, where there are any, the batch is the
+size in front that most have; a step that begins with others says so (``batch=32:512``). Results follow from arguments by the rules of
 :mod:`e2e.whatif.shape_rules`, calls around others from what these made. What holds numbers of the batch without being
 computed of them (sizes that a script writes) is taken for the batch where it is as large and in front.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -55,6 +56,8 @@ _SIZED = frozenset(
         "_reshape_alias", "broadcast_to", "arange",
     )
 )  # fmt: skip
+# Lookups whose indices are as many as there are samples times what each looks up.
+_POOLED = re.compile("embedding_bag|table_batched|_lookup_")
 # Of batched lookups: the place of the number of samples.
 _TABLES = {"e2e::table_batched_embedding": 4, "e2e::table_batched_embedding_backward": 5}
 
@@ -62,6 +65,8 @@ _TABLES = {"e2e::table_batched_embedding": 4, "e2e::table_batched_embedding_back
 def recorded_batch(trace: OperatorTrace) -> int:
     """The number of samples of a recorded step. ``InputError`` that names the tensors, where these do not agree."""
     begins = _begins(trace)
+    tables = [(call, tensor) for call, tensor in begins if len(tensor.shape) > 1 and tensor.shape[0] > 1]
+    begins = tables or begins
     votes = Counter(tensor.shape[0] for _, tensor in begins if tensor.shape[0] > 1)
     if not votes:
         if begins and any(len(tensor.shape) > 1 for _, tensor in begins):
@@ -112,7 +117,8 @@ def _weights(trace: OperatorTrace) -> set[int]:
     made: set[int] = set()
     for call in trace.calls:
         short = call.name.rpartition("::")[2]
-        for place in _WEIGHTS.get(short, ()):
+        forward = call.phase not in ("backward", "optimizer")
+        for place in _WEIGHTS.get(short, ()) if forward else ():
             value = call.inputs[place] if place < len(call.inputs) else None
             if isinstance(value, Tensor) and value.storage not in made:
                 found.add(value.storage)
@@ -294,10 +300,10 @@ def _by_end(calls: Sequence[OperatorCall]) -> Iterator[OperatorCall]:
 
 
 def _index_storages(trace: OperatorTrace) -> dict[int, int]:
-    """Storages of whole numbers that lookups read: of how many at once."""
+    """Storages of whole numbers that pooled lookups read: of how many at once."""
     found: dict[int, int] = {}
     for call in trace.calls:
-        if "embedding" in call.name.lower() and call.phase not in ("backward", "optimizer"):
+        if _POOLED.search(call.name) and call.phase not in ("backward", "optimizer"):
             for tensor in tensors(call.inputs):
                 if tensor.dtype in ("int64", "int32") and tensor.shape:
                     found.setdefault(tensor.storage, tensor.shape[-1])

@@ -243,7 +243,7 @@ def _of_select(call: ShapedCall, output: Tensor) -> Extents:
 
 
 def _of_slice(call: ShapedCall, output: Tensor) -> Extents:
-    """``slice_backward(gradient, sizes, dim, ...)``: longer along one dimension."""
+    """``slice_backward(gradient, sizes, dim, ...)``, padding: longer along some dimensions."""
     gradient = call.tensor(0)
     pairs = zip(gradient, output.shape, strict=True)
     return tuple(
@@ -383,7 +383,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("convolution_backward", "cudnn_convolution_backward"), _gradients_of_convolution),
     **dict.fromkeys(
         ("max_pool2d", "max_pool2d_with_indices", "avg_pool2d", "adaptive_avg_pool2d", "_adaptive_avg_pool2d",
-         "adaptive_max_pool2d", "upsample_nearest2d", "upsample_bilinear2d", "pixel_shuffle", "constant_pad_nd"),
+         "adaptive_max_pool2d", "upsample_nearest2d", "upsample_bilinear2d", "pixel_shuffle"),
         _leading,
     ),
     **dict.fromkeys(
@@ -422,7 +422,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("nll_loss_backward", "nll_loss2d_backward", "_log_softmax_backward_data"), _like(1)),
     "_softmax_backward_data": _like(1),
     "select_backward": _of_select,
-    "slice_backward": _of_slice,
+    **dict.fromkeys(("slice_backward", "constant_pad_nd", "pad", "reflection_pad2d"), _of_slice),
 }  # fmt: skip
 
 
