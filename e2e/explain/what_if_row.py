@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from e2e.explain.critical_path import HOST_KINDS
@@ -22,6 +22,7 @@ class WhatIfRow:
     the ``host``, the ``device``, in ``communication`` and ``other``; ``longest``: its longest part. ``interval_seconds``
     is the step's own: the errors of two rows are mostly the same, so that gains are surer than it says. ``samples``: of
     a step, where it is known. ``fits``: whether it fits the memory (``None``: not known).
+    ``warnings``: those that the step as it is does not have.
     """
 
     question: str
@@ -33,6 +34,7 @@ class WhatIfRow:
     longest: PathPart
     samples: int | None = None
     fits: bool | None = None
+    warnings: Sequence[str] = ()
 
     @property
     def shares(self) -> Mapping[str, float]:
@@ -61,7 +63,13 @@ def what_if_row(
         max(answer.critical_path, key=lambda part: part.seconds),
         samples,
         answer.fits,
+        tuple(line for line in answer.warnings if _told(line) not in {_told(each) for each in as_it_is.warnings}),
     )
+
+
+def _told(warning: str) -> str:
+    """A warning without its numbers."""
+    return "".join(letter for letter in warning if not letter.isdigit())
 
 
 def _parts(attribution: Mapping[str, float]) -> dict[str, float]:

@@ -19,6 +19,8 @@ def render_what_if(out: Console, rows: Sequence[WhatIfRow]) -> None:
     resized = any(row.gain_per_sample is not None for row in rows)
     head = ["what if", "step", "80% interval", "gain", *(["per sample"] if resized else [])]
     table = Table(*head, *(f"path: {name}" for name in _PARTS), "longest on it", box=None)
+    for column in table.columns:
+        column.overflow = "fold"
     before = rows[0].shares
     for row in rows:
         low, high = row.interval_seconds
@@ -34,6 +36,9 @@ def render_what_if(out: Console, rows: Sequence[WhatIfRow]) -> None:
         longest = row.longest.seconds / (sum(row.path_seconds.values()) or 1.0)
         table.add_row(*cells, f"{row.longest.kind} of {row.longest.name}, {longest:.0%}")
     out.print(table)
+    for row in rows:
+        for warning in row.warnings:
+            out.print(f"warning: {row.question}: {warning}", soft_wrap=True)
 
 
 def _share(before: float, now: float, first: bool) -> str:

@@ -52,6 +52,9 @@ from e2e.whatif.speeds import SpeedChange
 # What is changed among single operators.
 _OF_OPERATORS = (BatchChange, BatchedLookups, FusedOperators, MovedOperators)
 _LISTED = 8
+_OF_ONE = (
+    "a recorded batch of one launches less: copies that are views of a single sample are missing; record two at least"
+)
 
 
 def check_questions(request: PredictRequest, source: StepSource) -> None:
@@ -221,7 +224,9 @@ class WhatIfSteps:
         else:
             ranks = (self._lowered(traced[rank.rank]) for rank in step.graph.ranks)
             graph = replace(step.graph, ranks=tuple(ranks))
-        return replace(step, graph=graph, traced=traced, memory=memory)
+        batches = {change.recorded or recorded_batch(each.trace) for each in step.traced.values()}
+        warnings = [*step.warnings, *([_OF_ONE] if 1 in batches else [])]
+        return replace(step, graph=graph, traced=traced, memory=memory, warnings=warnings)
 
     def _lowered(self, traced: TracedRank) -> RankGraph:
         lowered = traced.lowered

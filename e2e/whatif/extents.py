@@ -93,6 +93,8 @@ def share(extent: Extent, size: int) -> Extent:
 def reshaped(extents: Extents, shape: Sequence[int], batch: int) -> Extents:
     """The same elements, row by row, in another ``shape``; :class:`SplitError` where the batch is cut in two."""
     parts = [part for extent in extents for part in extent if part.size != 1 or part.grows]
+    if 0 in shape or any(part.size == 0 for part in parts):
+        return fixed(shape)
     found: list[list[Part]] = []
     for size in shape:
         taken: list[Part] = []

@@ -11,7 +11,17 @@ from dataclasses import replace
 
 from costmodel.model.cost_model import CostModel
 from e2e.price.collective_pricing import NodeLayout, price_collectives
-from e2e.step.execution_graph import Action, Duration, ExecutionGraph, Launch, RankGraph, RecordEvent, Task
+from e2e.step.execution_graph import (
+    Action,
+    Duration,
+    ExecutionGraph,
+    Launch,
+    RankGraph,
+    RecordEvent,
+    StreamWait,
+    Synchronize,
+    Task,
+)
 from e2e.whatif.merged_calls import with_replaced
 
 # Joined all-reduces: rank -> the last of them -> all of them.
@@ -29,12 +39,14 @@ def joined_buckets(
     """``graph`` with buckets of at least ``limit_bytes``, but for the last. Where all-reduces were measured, joined ones
     take the sum of their times, times what the model of ``transfers`` says of one instead of several.
     """
-    joined: dict[int, dict[int, tuple[int, ...]]] = {}
-    ranks = []
-    for rank in graph.ranks:
-        groups = {group[-1].id: tuple(task.id for task in group) for group in _groups(rank, limit_bytes)}
-        joined[rank.rank] = groups
-        ranks.append(_joined_rank(rank, groups))
+    found = {rank.rank: list(_groups(rank, limit_bytes)) for rank in graph.ranks}
+    # All ranks must join the same.
+    alike = set.intersection(*({tuple(map(_key, group)) for group in groups} for groups in found.values()))
+    joined = {
+        rank: {group[-1].id: tuple(task.id for task in group) for group in groups if tuple(map(_key, group)) in alike}
+        for rank, groups in found.items()
+    }
+    ranks = [_joined_rank(rank, joined[rank.rank]) for rank in graph.ranks]
     made = replace(graph, ranks=tuple(ranks))
     measured = any(
         rank.tasks[task].duration is not None for rank in graph.ranks for task in joined[rank.rank]
@@ -60,21 +72,37 @@ def _size(task: Task) -> int:
 
 
 def _groups(rank: RankGraph, limit_bytes: float) -> Iterable[list[Task]]:
-    """Neighbours of one process group until they are as large as a bucket; of one alone nothing is joined."""
-    by_group: dict[tuple[str, int], list[Task]] = {}
-    for task in _buckets(rank):
-        assert task.collective is not None
-        by_group.setdefault((task.collective.group, task.stream), []).append(task)
-    for tasks in by_group.values():
-        held: list[Task] = []
-        for task in tasks:
-            held.append(task)
-            if sum(map(_size, held)) >= limit_bytes:
-                if len(held) > 1:
-                    yield held
-                held = []
-        if len(held) > 1:
-            yield held
+    """Neighbours of one process group until they are as large as a bucket, or until somebody waits for one of them; of
+    one alone nothing is joined.
+    """
+    buckets = {task.id: task for task in _buckets(rank)}
+    for actions in rank.threads.values():
+        held: dict[tuple[str, int], list[Task]] = {}
+        marks: dict[int, int] = {}  # event -> the stream whose work is behind it
+        for action in actions:
+            if isinstance(action, Launch) and action.task in buckets:
+                task = buckets[action.task]
+                assert task.collective is not None
+                mine = held.setdefault((task.collective.group, task.stream), [])
+                mine.append(task)
+                if sum(map(_size, mine)) >= limit_bytes:
+                    yield from _several(held, {task.stream})
+            elif isinstance(action, RecordEvent):
+                marks[action.event] = action.stream
+            elif isinstance(action, StreamWait | Synchronize):
+                streams = set(marks.values()) | {stream for _, stream in held}
+                if action.event is not None:
+                    streams = {marks[action.event]} if action.event in marks else set()
+                elif isinstance(action, Synchronize) and action.stream is not None:
+                    streams = {action.stream}
+                yield from _several(held, streams)
+        yield from _several(held, {stream for _, stream in held})
+
+
+def _several(held: dict[tuple[str, int], list[Task]], streams: set[int]) -> list[list[Task]]:
+    """What is held on ``streams`` and is more than one; nothing is held there any more."""
+    found = [held.pop(key) for key in list(held) if key[1] in streams]
+    return [tasks for tasks in found if len(tasks) > 1]
 
 
 def _joined_rank(rank: RankGraph, groups: Mapping[int, tuple[int, ...]]) -> RankGraph:

@@ -10,14 +10,13 @@ computed of them (sizes that a script writes) is taken for the batch where it is
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
 from costmodel.base.errors import InputError
-from e2e.step.collective_names import kind_of
+from e2e.step.collective_names import OUTPUT_FIRST, kind_of
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor, Value, tensors
 from e2e.whatif.extents import (
     Extents,
@@ -30,7 +29,7 @@ from e2e.whatif.extents import (
     size_at,
     stride_at,
 )
-from e2e.whatif.shape_rules import ShapedCall, aligned, rule_of
+from e2e.whatif.shape_rules import ShapedCall, aligned, indices_of, is_factory, rule_of
 
 # Places of arguments that are weights, tables or statistics, whatever their sizes.
 _WEIGHTS: dict[str, tuple[int, ...]] = {
@@ -56,8 +55,6 @@ _SIZED = frozenset(
         "_reshape_alias", "broadcast_to", "arange",
     )
 )  # fmt: skip
-# Lookups whose indices are as many as there are samples times what each looks up.
-_POOLED = re.compile("embedding_bag|table_batched|_lookup_")
 # Of batched lookups: the place of the number of samples.
 _TABLES = {"e2e::table_batched_embedding": 4, "e2e::table_batched_embedding_backward": 5}
 
@@ -156,6 +153,7 @@ class _Sizes:
     def __post_init__(self) -> None:
         self._known: dict[int, Extents] = {}  # tensor -> extents
         self._by_storage: dict[int, tuple[tuple[int, ...], Extents]] = {}
+        self._empty: set[int] = set()  # tensors made of nothing but sizes
         self._made_by: dict[int, int] = {}  # tensor -> place of the call that made it
         self._begins = {tensor.storage for _, tensor in _begins(self.trace)}
         self._places = {call.id: place for place, call in enumerate(self.trace.calls)}
@@ -169,6 +167,8 @@ class _Sizes:
             return
         for tensor in tensors(call.inputs):
             kept[id(tensor)] = self._of(tensor)
+        if call.name in OUTPUT_FIRST:
+            self._receive(call)
         shaped = ShapedCall(call, self._of, self.batch)
         for tensor in tensors(call.outputs):
             extents = self._made(shaped, tensor)
@@ -177,6 +177,7 @@ class _Sizes:
             kept[id(tensor)] = extents
             self._known[tensor.id] = extents
             self._by_storage[tensor.storage] = (tensor.shape, extents)
+            (self._empty.add if is_factory(call.name) else self._empty.discard)(tensor.id)
             self._made_by[tensor.id] = max(self._places[call.id], self._made_by.get(tensor.id, 0))
 
     def _of(self, tensor: Tensor) -> Extents:
@@ -232,26 +233,27 @@ class _Sizes:
 
     def _made(self, shaped: ShapedCall, tensor: Tensor) -> Extents:
         call = shaped.call
-        # Made inside: by a call that began after this one.
-        if tensor.id in self._known and self._made_by.get(tensor.id, -1) > self._places[call.id]:
-            return self._of(tensor)
         arguments = [each for each in tensors(call.inputs) if each.shape or not tensor.shape]
         if any(each.id == tensor.id and each.shape == tensor.shape for each in arguments):
             return aligned([self._of(each) for each in arguments if each.shape == tensor.shape], tensor.shape)
         if kind_of(call.name):
             return self._exchanged(call, tensor)
+        # Calls inside begin after this one. What they say counts where this one has no rule, but for empty memory.
+        inside = tensor.id in self._known and self._made_by.get(tensor.id, -1) > self._places[call.id]
         try:
             rule = rule_of(call.name)
             if rule is not None:
                 return rule(shaped, tensor)
-            return self._aligned(call, arguments, tensor)
         except SplitError as error:
             raise InputError(
                 f"{self.trace.source}: {call.name} makes {tensor.dtype} {list(tensor.shape)}: {error}; "
                 "this step cannot be resized, capture or record another batch"
             ) from None
         except (LookupError, ValueError, TypeError):
-            return self._aligned(call, arguments, tensor)
+            pass
+        if inside and tensor.id not in self._empty:
+            return self._of(tensor)
+        return self._aligned(call, arguments, tensor)
 
     def _aligned(self, call: OperatorCall, arguments: Sequence[Tensor], tensor: Tensor) -> Extents:
         """As broadcasting aligns; else dimensions from the left, else by their size where that is of one alone."""
@@ -272,6 +274,16 @@ class _Sizes:
             if left:
                 found[place] = next((each for each in left if grows(each)), left[0])
         return tuple(found)
+
+    def _receive(self, call: OperatorCall) -> None:
+        """Buffers that a collective fills have as much of the batch as what is put in."""
+        if not any(any_grows(self._of(each)) for each in tensors(call.inputs[1:2])):
+            return
+        for tensor in tensors(call.inputs[:1]):
+            if tensor.shape and tensor.shape[0] % self.batch == 0 and not any_grows(self._of(tensor)):
+                extents = (proportional(tensor.shape[0], self.batch), *fixed(tensor.shape[1:]))
+                self.of_call[call.id][id(tensor)] = self._known[tensor.id] = extents
+                self._by_storage[tensor.storage] = (tensor.shape, extents)
 
     def _exchanged(self, call: OperatorCall, tensor: Tensor) -> Extents:
         """What comes out of a collective, which has as much of the batch as what goes in."""
@@ -300,13 +312,14 @@ def _by_end(calls: Sequence[OperatorCall]) -> Iterator[OperatorCall]:
 
 
 def _index_storages(trace: OperatorTrace) -> dict[int, int]:
-    """Storages of whole numbers that pooled lookups read: of how many at once."""
+    """Storages of indices and offsets of pooled lookups: how many are read at once."""
     found: dict[int, int] = {}
     for call in trace.calls:
-        if _POOLED.search(call.name) and call.phase not in ("backward", "optimizer"):
-            for tensor in tensors(call.inputs):
-                if tensor.dtype in ("int64", "int32") and tensor.shape:
-                    found.setdefault(tensor.storage, tensor.shape[-1])
+        if call.phase in ("backward", "optimizer"):
+            continue
+        for tensor in indices_of(call):
+            if tensor.shape:
+                found.setdefault(tensor.storage, tensor.shape[-1])
     return found
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from math import prod
 
 from e2e.lowering.families.fbgemm import FORWARD as LOOKUPS
+from e2e.lowering.families.fbgemm import batch_arguments
+from e2e.lowering.families.work import UnforeseenCall
 from e2e.step.operator_trace import OperatorCall, Tensor, Value, tensors
 from e2e.whatif.extents import Extent, Extents, Part, fixed, grows, joined, proportional, reshaped, share
 
@@ -174,6 +176,19 @@ def _bags(call: ShapedCall, output: Tensor) -> Extents:
 def _tables(call: ShapedCall, output: Tensor) -> Extents:
     """Lookups in several tables at once: a row per sample."""
     return (proportional(output.shape[0], call.batch), *fixed(output.shape[1:]))
+
+
+def _permuted_lookups(call: ShapedCall, output: Tensor) -> Extents:
+    """``permute_2D_sparse_data(permutation, lengths, values, ...)``: (features, samples), and values of one dimension."""
+    lengths = call.tensor(1)
+    if not grows(lengths[-1]):
+        return fixed(output.shape)
+    return (*fixed(output.shape[:-1]), lengths[-1] if len(output.shape) > 1 else proportional(output.shape[0], call.batch))
+
+
+def _ends(call: ShapedCall, output: Tensor) -> Extents:
+    """Sums of lengths, with a zero in front."""
+    return (proportional(output.shape[0], call.batch),) if grows(call.tensor(0)[0]) else fixed(output.shape)
 
 
 def _cat(call: ShapedCall, output: Tensor) -> Extents:
@@ -396,6 +411,8 @@ RULES: dict[str, Rule] = {
         _fixed,
     ),
     **dict.fromkeys(("cat", "concat", "_cat"), _cat),
+    "permute_2D_sparse_data": _permuted_lookups,
+    "asynchronous_complete_cumsum": _ends,
     "stack": _stack,
     **dict.fromkeys(("slice", "narrow", "split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split"), _piece),
     "select": _select,
@@ -424,6 +441,32 @@ RULES: dict[str, Rule] = {
     "select_backward": _of_select,
     **dict.fromkeys(("slice_backward", "constant_pad_nd", "pad", "reflection_pad2d"), _of_slice),
 }  # fmt: skip
+
+
+def is_factory(name: str) -> bool:
+    """Whether the operator makes tensors of sizes alone."""
+    return rule_of(name) is _factory
+
+
+# Places of indices, offsets and lengths of pooled lookups: as many as there are samples times what each looks up.
+_INDICES = {
+    **dict.fromkeys(("embedding_bag", "_embedding_bag", "_embedding_bag_forward_only"), (1, 2)),
+    "table_batched_embedding": (1,),
+    "permute_2D_sparse_data": (1, 2),
+    "asynchronous_complete_cumsum": (0,),
+}
+
+
+def indices_of(call: OperatorCall) -> list[Tensor]:
+    """What ``call`` looks up, if it is a pooled lookup or prepares one."""
+    if call.name in LOOKUPS:
+        try:
+            return list(batch_arguments(call)[1:3])
+        except UnforeseenCall:
+            return []
+    places = _INDICES.get(call.name.rpartition("::")[2], ())
+    values = (call.inputs[place] for place in places if place < len(call.inputs))
+    return [value for value in values if isinstance(value, Tensor)]
 
 
 def rule_of(name: str) -> Rule | None:

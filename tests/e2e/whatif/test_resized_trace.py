@@ -109,7 +109,6 @@ def test_a_batch_that_is_cut_where_nobody_knows_is_an_error_that_names_the_tenso
         ("resnet-50", None, "train", 16, 64),
         ("resnet-50", None, "train", 64, 24),  # as many samples as channels
         ("gpt2", 64, "train", 4, 12),
-        ("gpt2", 64, "train", 1, 3),
         ("gpt2", 64, "train", 12, 5),  # as many samples as heads
         ("bert-large", 32, "inference", 8, 3),
         ("dlrm", None, "train", 256, 1024),
