@@ -87,8 +87,8 @@ def predict(
     ``routing`` and ``precision``: how experts are computed, how they share tokens, and a recipe of 8 bits;
     ``linear_attention``: whether Mamba and gated delta rules run by fused kernels (default: where their libraries are
     installed). ``tables``, ``sharding``: ``--config`` and ``--sharding`` of DLRM. ``what_if``: questions such as
-    ``"kernels:gemm=2x"`` or ``"batch=512+host=1.5x"``, answered in ``what_if`` of the result. ``timeline`` and ``report``: files to
-    write (Chrome trace, HTML). docs/options.md says which of these goes with which source.
+    ``"kernels:gemm=2x"`` or ``"batch=512+host=1.5x"``, answered in ``what_if`` of the result. ``timeline`` and
+    ``report``: files to write (Chrome trace, HTML). docs/options.md says which of these goes with which source.
 
     Returns the record that ``--json`` prints (``to_json()``), in seconds and bytes. A step that does not fit the memory
     is predicted all the same: ``fits`` is false and ``memory_shortage`` says what is missing. What a script prints goes

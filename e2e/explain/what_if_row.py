@@ -17,10 +17,11 @@ AS_IT_IS = "as it is"
 class WhatIfRow:
     """A step with what ``question`` changes; the first row of a table is the step :data:`AS_IT_IS`.
 
-    ``gain``: the step as it is, over this one (1.25: takes a fifth less time); ``gain_per_sample``: the same of the time
-    per sample, where the question changes how many there are and that is known. ``path_seconds``: the critical path on
-    the ``host``, the ``device``, in ``communication`` and ``other``; ``longest``: its longest part. ``interval_seconds``
-    is the step's own: the errors of two rows are mostly the same, so that gains are surer than it says. ``samples``: of
+    ``gain``: the step as it is, over this one (1.25: takes a fifth less time); ``gain_per_sample``: the same of the
+    time per sample, where the question changes how many there are and that is known. ``path_seconds``: the critical
+    path on the ``host``, the ``device``, in ``communication`` and ``other``; ``longest``: its longest part.
+    ``interval_seconds`` is the step's own: the errors of two rows are mostly the same, so that gains are surer than it
+    says. ``samples``: of
     a step, where it is known. ``fits``: whether it fits the memory (``None``: not known).
     ``warnings``: those that the step as it is does not have.
     """

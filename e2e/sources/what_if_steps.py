@@ -52,6 +52,9 @@ from e2e.whatif.speeds import SpeedChange
 # What is changed among single operators.
 _OF_OPERATORS = (BatchChange, BatchedLookups, FusedOperators, MovedOperators)
 _LISTED = 8
+_BESIDE = (
+    "kernels of several streams are taken to be no slower beside each other: what is gained is the most that can be"
+)
 _OF_ONE = (
     "a recorded batch of one launches less: copies that are views of a single sample are missing; record two at least"
 )
@@ -71,14 +74,15 @@ def check_questions(request: PredictRequest, source: StepSource) -> None:
 def _refused(change: Change, request: PredictRequest, source: StepSource) -> str | None:
     recorded = source.name in (RECORDING, TRACE)
     several_profiles = source.name == RECORDING and not request.workload.traces
-    if isinstance(change, BatchChange):
-        if change.recorded is not None and not recorded:
-            return f"the step is no recorded one; write batch={change.samples}"
+    if isinstance(change, BatchChange) and change.recorded is not None and not recorded:
+        return f"the step is no recorded one; write batch={change.samples}"
     if isinstance(change, BucketChange) and source.name not in (PARALLEL, RANKS_OF_SCRIPT, TRACE, RECORDING):
         return "buckets of gradients are those of several GPUs; give --parallel, or a --script with --gpus"
     if isinstance(change, _OF_OPERATORS):
         if source.name in (PARALLEL, SHARDED) and not isinstance(change, BatchChange):
-            return f"--{source.name.replace('sharded', 'sharding')} spreads whole layers, whose operators are not single"
+            return (
+                f"--{source.name.replace('sharded', 'sharding')} spreads whole layers, whose operators are not single"
+            )
         if several_profiles:
             return "profiles alone do not tell tensors; give --trace of every rank too"
         if isinstance(change, FusedOperators) and request.configuration.compiled:
@@ -118,13 +122,24 @@ class WhatIfSteps:
         for change in dict.fromkeys(change for each in self.request.what_if for change in each.changes):
             if not self._is_made_anew(change):
                 self._alone[change] = self._changed(self.step, change)
+        for question in self.request.what_if:
+            if not any(map(self._is_made_anew, question.changes)):
+                self.changed(question)
 
     def rows(self, as_it_is: PredictionResult) -> tuple[WhatIfRow, ...]:
-        """The step as it is, then one row for each of the :meth:`questions`."""
+        """The step as it is, then one row for each of the :meth:`questions`. All at once are left out where one takes
+        away what another one is about.
+        """
         before, samples = as_it_is.prediction, self._samples()
         found = [what_if_row(AS_IT_IS, before, before, samples, samples)]
         for question in self.questions():
-            answer = run(self.changed(question)).prediction
+            try:
+                step = self.changed(question)
+            except InputError:
+                if question.changes in [each.changes for each in self.request.what_if]:
+                    raise
+                continue
+            answer = run(step).prediction
             asked = next((each.samples for each in question.changes if isinstance(each, BatchChange)), samples)
             found.append(what_if_row(question.text, answer, before, asked, samples))
         return tuple(found)
@@ -172,11 +187,14 @@ class WhatIfSteps:
         asked = [change for each in self.request.what_if for change in each.changes if isinstance(change, BatchChange)]
         if not asked:
             return None
-        if self.source.name in (RECORDING, TRACE) or not self._is_made_anew(asked[0]):
-            return asked[0].recorded or recorded_batch(next(iter(self.step.traced.values())).trace)
-        if self.source.name in (SCRIPT, RANKS_OF_SCRIPT, SHARDED):
-            return workload.batch_size
-        return workload.samples
+        if asked[0].recorded is not None or workload.batch_size is not None:
+            return asked[0].recorded or workload.batch_size
+        if self.source.name in (RECORDING, TRACE, SCRIPT, RANKS_OF_SCRIPT):
+            try:
+                return recorded_batch(next(iter(self.step.traced.values())).trace)
+            except InputError:
+                return None
+        return None if self.source.name == SHARDED else workload.samples
 
     # --- the graph changed ----------------------------------------------------------------------------
 
@@ -197,7 +215,8 @@ class WhatIfSteps:
             return self._merged(
                 step,
                 lambda rank: fusible_chains(rank, change.pattern),
-                f"fuse:{change.pattern}: no two element-wise operators that follow each other match; the step has {names} ...",
+                f"fuse:{change.pattern}: no two element-wise operators that follow each other match; the step has "
+                f"{names} ...",
             )
         if isinstance(change, MovedOperators):
             return self._moved(step, change)
@@ -278,7 +297,7 @@ class WhatIfSteps:
 
     def _moved(self, step: PreparedStep, change: MovedOperators) -> PreparedStep:
         calls: Mapping[int, set[int]] = {
-            rank: traced.matching(change.pattern) for rank, traced in step.traced.items()
+            rank: traced.by_now(traced.matching(change.pattern)) for rank, traced in step.traced.items()
         }
         if not any(calls.values()):
             names = ", ".join(names_in(list(step.traced.values()))[:_LISTED])
@@ -286,7 +305,5 @@ class WhatIfSteps:
                 f"--what-if stream:{change.pattern}={change.stream}: no operator that launches something matches; the "
                 f"step has {names} ..."
             )
-        ranks = tuple(
-            move(rank, step.traced[rank.rank], calls[rank.rank], change.stream) for rank in step.graph.ranks
-        )
-        return replace(step, graph=replace(step.graph, ranks=ranks))
+        ranks = tuple(move(rank, step.traced[rank.rank], calls[rank.rank], change.stream) for rank in step.graph.ranks)
+        return replace(step, graph=replace(step.graph, ranks=ranks), warnings=[*step.warnings, _BESIDE])

@@ -68,7 +68,7 @@ def joined(extents: Sequence[Extent]) -> Extent:
     parts = [part for extent in extents for part in extent]
     if not any(part.grows for part in parts):
         return (Part(sum(prod(part.size for part in extent) for extent in extents)),)
-    if len({extent for extent in extents}) == 1 and len(extents) == 1:
+    if len(extents) == 1:
         return extents[0]
     size = sum(prod(part.size for part in extent) for extent in extents)
     return (Part(size, sum((_slope(extent) for extent in extents), Fraction(0))),)

@@ -22,7 +22,7 @@ def fusible_chains(rank: TracedRank, pattern: str) -> list[MergedCalls]:
     writes once what is used outside.
     """
     found = []
-    for chain in fused_chains(rank.lowered, rank.trace, rank.matching(pattern)):
+    for chain in fused_chains(rank.lowered, rank.trace, rank.single(rank.matching(pattern))):
         name = "what-if::" + chain.name.rpartition("::")[2].removeprefix("triton_")
         work = (DeviceWork(name, (chain.work,)),)
         found.append(MergedCalls(name, chain.calls, chain.calls[-1], work))
@@ -36,7 +36,7 @@ def batched_lookups(rank: TracedRank) -> list[MergedCalls]:
     """
     families: dict[object, list[int]] = {}
     for call, tasks in rank.work.items():
-        if call not in rank.calls or _BAGS not in rank.calls[call].name:
+        if call not in rank.calls or _BAGS not in rank.calls[call].name or not rank.single((call,)):
             continue
         lookup = _lookup(rank, call)
         if lookup is not None and lookup.tables == 1 and not lookup.mixed and lookup.mode == "sum":

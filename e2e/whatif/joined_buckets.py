@@ -36,8 +36,8 @@ def bucket_sizes(graph: ExecutionGraph) -> list[int]:
 def joined_buckets(
     graph: ExecutionGraph, limit_bytes: float, transfers: Callable[[], tuple[NodeLayout, CostModel]]
 ) -> ExecutionGraph:
-    """``graph`` with buckets of at least ``limit_bytes``, but for the last. Where all-reduces were measured, joined ones
-    take the sum of their times, times what the model of ``transfers`` says of one instead of several.
+    """``graph`` with buckets of at least ``limit_bytes``, but for the last. Where all-reduces were measured, joined
+    ones take the sum of their times, times what the model of ``transfers`` says of one instead of several.
     """
     found = {rank.rank: list(_groups(rank, limit_bytes)) for rank in graph.ranks}
     # All ranks must join the same.
@@ -61,6 +61,7 @@ def _buckets(rank: RankGraph) -> list[Task]:
         if task.collective is not None
         and task.collective.kind == "all_reduce"
         and len(task.collective.ranks) > 1
+        and task.call is not None
         and task.call in rank.calls
         and rank.calls[task.call].phase == "backward"
     ]
@@ -177,9 +178,7 @@ def _priced(
     ranks = tuple(
         replace(
             rank,
-            tasks=tuple(
-                replace(task, duration=None) if task.id in chosen[rank.rank] else task for task in rank.tasks
-            ),
+            tasks=tuple(replace(task, duration=None) if task.id in chosen[rank.rank] else task for task in rank.tasks),
         )
         for rank in graph.ranks
     )

@@ -73,12 +73,9 @@ def _durations(
     if not before or any(duration is None for duration in known):
         return [None] * len(work)
     seconds = sum(duration.seconds for duration in known if duration is not None)
-    whole = ratio(before, after)
+    likely, lower, upper = (seconds * each for each in ratio(before, after))
     parts = [ratio(after, piece.operators)[0] for piece in work]
-    return [
-        Duration(*(seconds * each * part for each in whole), bound="scaled by its operator", source="fitted")
-        for part in parts
-    ]
+    return [Duration(likely * part, lower * part, upper * part, "scaled by its operator", "fitted") for part in parts]
 
 
 class _Rewriter:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -58,12 +58,16 @@ class TracedRank:
         the path of the module that they are in.
         """
         search = re.compile(pattern, re.IGNORECASE).search
-        gone = {call for members in self.merged.values() for call in members}
-        return {
-            call
-            for call in self.work
-            if call not in gone and call in self.calls and any(search(name) for name in self._names(call))
-        }
+        return {call for call in self.work if call in self.calls and any(search(name) for name in self._names(call))}
+
+    def single(self, calls: Iterable[int]) -> set[int]:
+        """Those of ``calls`` that still do their own work and nothing else."""
+        return set(calls) - {call for members in self.merged.values() for call in members}
+
+    def by_now(self, calls: Collection[int]) -> set[int]:
+        """The calls that now do the work of ``calls``."""
+        others = {anchor for anchor, members in self.merged.items() if any(each in calls for each in members)}
+        return self.single(calls) | others
 
     def reads(self, call: int) -> set[int]:
         """Storages whose content the call may read."""

@@ -112,9 +112,9 @@ def parse_what_if(text: str) -> WhatIf:
 
 def together(questions: Sequence[WhatIf]) -> WhatIf | None:
     """All changes of ``questions`` in one step; ``None`` where that is no more than one of them, or not possible."""
-    pairs = dict(
-        (change, text) for each in questions for change, text in zip(each.changes, each.texts, strict=True)
-    )  # fmt: skip
+    pairs = {
+        change: text for each in questions for change, text in zip(each.changes, each.texts, strict=True)
+    }  # fmt: skip
     if any(set(each.changes) == set(pairs) for each in questions) or _clash(tuple(pairs)) is not None:
         return None
     return WhatIf("+".join(pairs.values()), tuple(pairs), tuple(pairs.values()))
@@ -164,7 +164,9 @@ def _stream(value: str) -> MovedOperators:
 
 def _kernels(value: str) -> FasterKernels:
     pattern, _, factor = value.rpartition("=")
-    return FasterKernels(_pattern(pattern, "kernels:"), _times(factor, "kernels: takes NAME=Kx, such as kernels:gemm=2x"))
+    return FasterKernels(
+        _pattern(pattern, "kernels:"), _times(factor, "kernels: takes NAME=Kx, such as kernels:gemm=2x")
+    )
 
 
 def _host(value: str) -> FasterHost | OtherHost:

@@ -100,8 +100,8 @@ def _resized_rank(rank: RankGraph, before: TracedRank, after: TracedRank, estima
         if not known or known == records:
             return task
         seconds = task.duration.seconds
-        parts = (seconds * ratio for ratio in estimates.ratio(known, records))
-        scaled = Duration(*parts, bound="scaled by its operator", source="fitted")
+        likely, lower, upper = (seconds * ratio for ratio in estimates.ratio(known, records))
+        scaled = Duration(likely, lower, upper, "scaled by its operator", "fitted")
         return replace(task, duration=scaled, operators=records if task.operators else ())
 
     return replace(rank, tasks=tuple(one(task) for task in rank.tasks))

@@ -3,9 +3,10 @@ call to call through what is computed of them, and every tensor that depends on 
 
 What a step begins with are tensors that no call made and that are no weights (no optimizer updates them, no operator
 takes them for weights, statistics or tables). Of those with several dimensions, where there are any, the batch is the
-size in front that most have; a step that begins with others says so (``batch=32:512``). Results follow from arguments by the rules of
-:mod:`e2e.whatif.shape_rules`, calls around others from what these made. What holds numbers of the batch without being
-computed of them (sizes that a script writes) is taken for the batch where it is as large and in front.
+size in front that most have; a step that begins with others says so (``batch=32:512``). Results follow from arguments
+by the rules of :mod:`e2e.whatif.shape_rules`, and of operators without a rule from what the calls inside them made.
+What holds numbers of the batch without being computed of them (sizes that a script writes) is taken for the batch where
+it is as large and in front.
 """
 
 from __future__ import annotations
@@ -200,7 +201,8 @@ class _Sizes:
         shape = tensor.shape
         if tensor.storage not in self._begins or not shape:
             return fixed(shape)
-        if shape[0] == self.batch and (self.batch > 1 or len(shape) > 1):
+        # A batch of one looks like any size of one; masks are broadcast along theirs.
+        if shape[0] == self.batch and (self.batch > 1 or (len(shape) > 1 and tensor.dtype != "bool")):
             found: Extents = (proportional(shape[0], self.batch), *fixed(shape[1:]))
         elif tensor.storage in self._lookups:
             found = self._indices(tensor)

@@ -179,11 +179,14 @@ def _tables(call: ShapedCall, output: Tensor) -> Extents:
 
 
 def _permuted_lookups(call: ShapedCall, output: Tensor) -> Extents:
-    """``permute_2D_sparse_data(permutation, lengths, values, ...)``: (features, samples), and values of one dimension."""
+    """``permute_2D_sparse_data(permutation, lengths, values, ...)``: (features, samples), and values in a row."""
     lengths = call.tensor(1)
     if not grows(lengths[-1]):
         return fixed(output.shape)
-    return (*fixed(output.shape[:-1]), lengths[-1] if len(output.shape) > 1 else proportional(output.shape[0], call.batch))
+    return (
+        *fixed(output.shape[:-1]),
+        lengths[-1] if len(output.shape) > 1 else proportional(output.shape[0], call.batch),
+    )
 
 
 def _ends(call: ShapedCall, output: Tensor) -> Extents:
@@ -261,9 +264,7 @@ def _of_slice(call: ShapedCall, output: Tensor) -> Extents:
     """``slice_backward(gradient, sizes, dim, ...)``, padding: longer along some dimensions."""
     gradient = call.tensor(0)
     pairs = zip(gradient, output.shape, strict=True)
-    return tuple(
-        extent if prod(part.size for part in extent) == size else (Part(size),) for extent, size in pairs
-    )
+    return tuple(extent if prod(part.size for part in extent) == size else (Part(size),) for extent, size in pairs)
 
 
 def _repeat(call: ShapedCall, output: Tensor) -> Extents:
@@ -420,7 +421,8 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("expand", "expand_as", "broadcast_to"), _expand),
     **dict.fromkeys(
         ("zeros", "ones", "full", "empty", "empty_strided", "empty_memory_format", "rand", "randn", "randint", "arange",
-         "new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided", "tensor", "scalar_tensor"), _factory
+         "new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided", "tensor", "scalar_tensor",
+         "resize_"), _factory
     ),
     **dict.fromkeys(("repeat", "tile"), _repeat),
     "index_select": _index_select,

@@ -135,9 +135,7 @@ def _names(part: Task | Kernel, rank: RankGraph) -> list[str]:
     return found
 
 
-def _faster_run(
-    kernels: tuple[Kernel, ...], chosen: frozenset[int], factor: float
-) -> tuple[tuple[Kernel, ...], float]:
+def _faster_run(kernels: tuple[Kernel, ...], chosen: frozenset[int], factor: float) -> tuple[tuple[Kernel, ...], float]:
     """The kernels of a run, and what the whole takes of what it took."""
     made = tuple(
         replace(each, duration=_times(each.duration, 1 / factor)) if place in chosen and each.duration else each

@@ -89,8 +89,8 @@ class MachineOptions:
 
 @dataclass(frozen=True)
 class PredictRequest:
-    """All that ``predict`` is asked: what is computed, how, on what, and what if that were changed. The defaults ask for
-    nothing. ``bucket_mb``: MiB of a gradient bucket, where a question about a script wants others than its own.
+    """All that ``predict`` is asked: what is computed, how, on what, and what if that were changed. The defaults ask
+    for nothing. ``bucket_mb``: MiB of a gradient bucket, where a question about a script wants others than its own.
     """
 
     workload: WorkloadOptions = field(default_factory=WorkloadOptions)

@@ -1,4 +1,4 @@
-"""Operators fused, lookups batched, operators on another stream, faster kernels and hosts: small steps by arithmetic."""
+"""Operators fused, lookups batched, operators on another stream, faster kernels and hosts, by arithmetic."""
 
 from __future__ import annotations
 
