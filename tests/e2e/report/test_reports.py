@@ -63,7 +63,7 @@ def test_one_record_has_what_those_of_one_gpu_and_of_several_had():
     """The keys that programs read; of the rank that computes longest, memory of the fullest one."""
     one = predict_step(step(), setting(1.0, 1e-3)).prediction.to_json()
     record = predict_ranks(reduced((10.0, 16.0)), memory=memory(3, 2)).prediction.to_json()
-    assert set(one) == set(record) == OF_ONE | OF_SEVERAL | {"other_seconds", "memory_shortage"}
+    assert set(one) == set(record) == OF_ONE | OF_SEVERAL | {"other_seconds", "memory_shortage", "what_if"}
     assert record["gpu_active_seconds"] + record["gpu_idle_seconds"] == pytest.approx(record["iteration_seconds"])
     assert sum(record["breakdown"]["by_kind"].values()) == pytest.approx(20) and record["peak_memory_bytes"] == 3
     assert record["memory_breakdown"] == {"parameters": 3}
