@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 pytest.importorskip("torch")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from recorded_traces import DLRM, LINEAR, LINEAR_ET, recorded
+from recorded_traces import DLRM, DLRM_ET, LINEAR, LINEAR_ET, recorded
 
 import e2e
 from costmodel.base.errors import InputError
@@ -132,8 +132,11 @@ def test_a_recorded_step_is_resized():
 
 
 def test_recorded_ranks_are_asked():
-    answer = e2e.predict(kineto=recorded(DLRM), what_if=["host=2x", "kernels:SendRecv=2x"])
+    files = {"traces": recorded(DLRM_ET), "kineto": recorded(DLRM)}
+    answer = e2e.predict(**files, what_if=["host=2x", "kernels:SendRecv=2x", "batch=64"])
     rows = rows_of(answer)
+    # 16 samples of each rank launch-bound: four times as many cost next to nothing.
+    assert rows["batch=64"].samples == 64 and rows["batch=64"].gain_per_sample > 3.0
     assert rows["host=2x"].gain > 1.1 and rows["kernels:SendRecv=2x"].gain >= 1.0
     assert not any("replay is wrong" in line for line in answer.warnings)
 
