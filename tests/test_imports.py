@@ -33,8 +33,8 @@ ORDER: dict[str, tuple[str, ...]] = {
     "schedules": ("contract", "loops", "kernels", "records", "measuring", "tuning", "peers"),
     "fusion": ("model", "relax", "analysis", "passes", "search", "artifact", "comparing", "acceptance", "commands"),
     "e2e": (
-        "step", "capture", "traces", "lowering", "price", "parallelism", "simulate", "explain", "report", "sharding",
-        "sources", "advice", "sweeps", "validate", "commands",
+        "step", "capture", "traces", "lowering", "price", "parallelism", "simulate", "explain", "whatif", "report",
+        "sharding", "sources", "advice", "sweeps", "validate", "commands",
     ),
 }  # fmt: skip
 

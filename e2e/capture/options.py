@@ -37,7 +37,8 @@ class CaptureOptions:
     weights come to the layers in 8 bits; ``document_length``: tokens of each document of which sequences are packed
     (``None``: a sequence is one). ``cache_length``: tokens of each sequence whose keys and values are there already,
     for a forward pass alone (``None``: no cache is kept). ``linear_attention``: whether the layers of Mamba and gated
-    delta rules run by their libraries' fused kernels (``None``: where these are installed).
+    delta rules run by their libraries' fused kernels (``None``: where these are installed). ``bucket_mb``: MiB of a
+    bucket of gradients, whatever a script gives to DDP (``None``: as it says).
     """
 
     mode: Mode = "train"
@@ -53,6 +54,7 @@ class CaptureOptions:
     document_length: int | None = None
     cache_length: int | None = None
     linear_attention: LinearAttentionForm | None = None
+    bucket_mb: float | None = None
 
     @property
     def kernel(self) -> AttentionKernel:

@@ -58,6 +58,7 @@ class Recorder(TorchDispatchMode):
         self.streams.note = self.host_call
         # Answers collectives in the capture of a distributed job.
         self.communication: Any = None
+        self.bucket_mb: float | None = None
         self.paths = paths
         self._rows: list[dict[str, Any]] = []
         self._frames: list[_Frame] = []

@@ -29,6 +29,7 @@ from e2e.step.choices import (
 )
 from e2e.step.precision import Precision
 from e2e.step.routing_text import parse_routing
+from e2e.whatif.questions import parse_what_if
 
 if TYPE_CHECKING:
     from e2e.explain.prediction import Prediction
@@ -79,6 +80,7 @@ def predict(
     retarget: str | None = None,
     price: str | float | PathLike | None = None,
     advice: bool | Callable[[str], object] = False,
+    what_if: str | Sequence[str] = (),
     timeline: PathLike | None = None,
     report: PathLike | None = None,
 ) -> Prediction:
@@ -98,8 +100,9 @@ def predict(
     installed). ``optimizer``: its form where the model leaves it open. ``tables``, ``sharding``: ``--config`` and
     ``--sharding`` of DLRM. ``price``: dollars per GPU and hour, or a YAML file of prices
     (:mod:`e2e.sources.gpu_prices`). ``advice``: other settings and the largest batch are predicted too, and progress
-    is told to it where it is a function (Ctrl-C ends that and keeps what is known). ``timeline`` and ``report``: files
-    to write (Chrome trace, HTML). docs/options.md says which of these goes with which source.
+    is told to it where it is a function (Ctrl-C ends that and keeps what is known). ``what_if``: questions such as
+    ``"kernels:gemm=2x"`` or ``"batch=512+host=1.5x"``, answered in ``what_if`` of the result. ``timeline`` and
+    ``report``: files to write (Chrome trace, HTML). docs/options.md says which of these goes with which source.
 
     Returns the record that ``--json`` prints (``to_json()``), in seconds and bytes. A step that does not fit the memory
     is predicted all the same: ``fits`` is false and ``memory_shortage`` says what is missing. What a script prints goes
@@ -146,10 +149,10 @@ def predict(
     )
     varied = parse_skew(skew) if isinstance(skew, str) else skew
     machine = MachineOptions(None if gpu is None else os.fspath(gpu), gpus, nodes, network, retarget, varied)
-    request = PredictRequest(workload, configuration, machine)
-    priced = (
-        None if price is None else asked_price(str(price), machine)
-    )  # what is wrong with it is told before long work
+    questions = tuple(parse_what_if(each) for each in ([what_if] if isinstance(what_if, str) else what_if))
+    request = PredictRequest(workload, configuration, machine, questions)
+    # What is wrong with a price is told before long work.
+    priced = None if price is None else asked_price(str(price), machine)
     with _TURN, old_objects_spared():
         answer = predict_request(request)
         if priced is not None:

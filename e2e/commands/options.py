@@ -153,6 +153,13 @@ AdviceOption = Annotated[
         "--advice", help="Predict other settings too: what to change, and the largest batch that fits (takes longer)."
     ),
 ]
+WhatIfOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="What if: batch=N, kernels:FAMILY=Kx, host=Kx, host=FILE, bucket-mb=N, stream:REGEX=N, batch-embeddings, "
+        "fuse:REGEX; with + several at once. Repeatable: each alone, and all together."
+    ),
+]
 # Where the answer goes.
 TimelineOption = Annotated[Path | None, typer.Option(help="Write a Chrome/Perfetto trace (.json or .json.gz).")]
 ReportOption = Annotated[Path | None, typer.Option(help="Write a self-contained HTML report.")]

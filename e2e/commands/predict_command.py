@@ -47,6 +47,7 @@ def predict_command(
     overheads: options.OverheadsOption = None,
     price: options.PriceOption = None,
     advice: options.AdviceOption = False,
+    what_if: options.WhatIfOption = None,
     timeline: options.TimelineOption = None,
     report: options.ReportOption = None,
     as_json: options.JsonOption = False,
@@ -93,6 +94,7 @@ def predict_command(
             retarget=retarget,
             price=price,
             advice=tell if advice else False,
+            what_if=what_if or (),
             timeline=timeline,
             report=report,
         )

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from e2e.explain.what_if_row import WhatIfRow
 
 from e2e.explain.alternatives import Advice
 from e2e.explain.energy import StepCost, StepEnergy
@@ -113,6 +116,7 @@ class Prediction:
 
     ``fits``: ``None`` where memory is not known of all ranks, or too near to what there is; ``memory_shortage``: what
     does not fit where, if it does not. ``notes``: what the step is; what of it was recorded and what is predicted.
+    ``what_if``: the step as it is and with what each question changes, where there were any.
     """
 
     workload: str
@@ -154,6 +158,7 @@ class Prediction:
     energy: StepEnergy | None = None
     cost: StepCost | None = None
     advice: Advice | None = None
+    what_if: Sequence[WhatIfRow] = ()
 
     @property
     def longest_computing(self) -> RankFigures:

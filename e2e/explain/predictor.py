@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -85,18 +85,21 @@ def predict(
     notes: Sequence[str] = (),
     skew: Skew | None = None,
     band: SpeedBand | None = None,
+    altered: Callable[[ExecutionGraph], ExecutionGraph] | None = None,
 ) -> PredictionResult:
     """One steady step of ``graph`` on ``cluster``; missing durations are filled in, those that are there stay.
 
     ``memory``: rank of the graph -> its usage. ``collectives`` prices transfers (default: the fitted models of
     ``cluster``). ``notes``: where durations come from. ``skew``: how ranks differ. ``band``: what all lose to the
-    slowest of several GPUs, unless ``skew`` says how their speeds differ. ``InputError`` if the graph has more ranks
+    slowest of several GPUs, unless ``skew`` says how their speeds differ. ``altered``: what a question makes of the
+    priced graph. ``InputError`` if the graph has more ranks
     than the cluster GPUs, ``SimulationError`` for a deadlock.
     """
     skew = skew or Skew()
     gpus = sum(graph.multiplicity.get(rank.rank, 1) for rank in graph.ranks)
     lost = band.slowdown(gpus) if band is not None and skew.spread is None else 0.0
-    priced = skewed(slowed(priced_graph(graph, setting, cluster, collectives), lost), skew)
+    priced = priced_graph(graph, setting, cluster, collectives)
+    priced = skewed(slowed(priced if altered is None else altered(priced), lost), skew)
     steady = _steady(priced, skew.starts)
     step = SimulatedStep(
         priced,

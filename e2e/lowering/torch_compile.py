@@ -19,7 +19,7 @@ compiled.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -103,6 +103,33 @@ def fused_storages(rank: RankGraph, trace: OperatorTrace, parts: Mapping[int, ob
     return generated - by_libraries - _handed_on(nodes)
 
 
+@dataclass(frozen=True)
+class FusedChain:
+    """``calls``, in program order, that one kernel ``name`` of ``work`` does the work of."""
+
+    name: str
+    calls: tuple[int, ...]
+    work: Elementwise
+
+
+def fused_chains(rank: RankGraph, trace: OperatorTrace, chosen: Container[int]) -> list[FusedChain]:
+    """What of the ``chosen`` calls of ``rank``, lowered from ``trace``, would be fused by the rules above; everything
+    else stays as it is, between them.
+    """
+    nodes = _nodes(rank, trace, chosen=chosen)
+    _fuse(nodes)
+    members: dict[_Node, list[_Node]] = defaultdict(list)
+    for node in nodes:
+        members[node.root].append(node)
+    used = _uses(nodes)
+    freed = {each for call in trace.calls for each in _integers(call.attributes.get("freed"))}
+    return [
+        FusedChain(_name(group), tuple(node.call.id for node in group), _fused(group, used, freed))
+        for group in members.values()
+        if len(group) > 1
+    ]
+
+
 def _handed_on(nodes: Sequence[_Node]) -> set[int]:
     """Storages that a part of a model makes and another reads."""
     homes = {storage: _home(node) for node in nodes for storage, _ in node.writes}
@@ -117,8 +144,15 @@ def _home(node: _Node) -> object:
 # --- data flow -------------------------------------------------------------------------------------
 
 
-def _nodes(rank: RankGraph, trace: OperatorTrace, parts: Mapping[int, object] | None = None) -> list[_Node]:
-    """Calls with device work in program order, with what they read and write and where they belong."""
+def _nodes(
+    rank: RankGraph,
+    trace: OperatorTrace,
+    parts: Mapping[int, object] | None = None,
+    chosen: Container[int] | None = None,
+) -> list[_Node]:
+    """Calls with device work in program order, with what they read and write and where they belong. ``chosen``: those
+    that may be fused at all (``None``: all).
+    """
     work: dict[int, list[Task]] = defaultdict(list)
     for task in rank.tasks:
         if task.call is not None:
@@ -131,7 +165,7 @@ def _nodes(rank: RankGraph, trace: OperatorTrace, parts: Mapping[int, object] | 
             continue
         call = replace(traced, phase=rank.calls[traced.id].phase)
         compiled = parts is None or call.id in parts
-        fusible = _is_fusible(call, work[call.id]) and compiled
+        fusible = _is_fusible(call, work[call.id]) and compiled and (chosen is None or call.id in chosen)
         node = _Node(call, work[call.id], fusible, compiled, part=None if parts is None else parts.get(call.id))
         for tensor in _on_device(call.inputs):
             version = (tensor.storage, versions.get(tensor.storage, -1))

@@ -7,14 +7,14 @@ Host times stay. Collectives lose their durations: a model of the other cluster 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from costmodel.machines.machine_records import Machine
 from costmodel.model.cost_model import CostModel, Estimate
 from costmodel.operators.any_operator import AnyOperator
 from costmodel.operators.device_work import Elementwise
-from e2e.step.execution_graph import Duration, ExecutionGraph, RankGraph, Task
+from e2e.step.execution_graph import CallInfo, Duration, ExecutionGraph, RankGraph, Task
 
 _ELEMENT_BYTES = 8  # a float32 read and one written
 
@@ -63,28 +63,43 @@ def _pairs(rank: RankGraph, lowered: RankGraph | None) -> dict[int, tuple[AnyOpe
     """Recorded task -> records that price it, or those of its whole operator, whose ratio it then takes."""
     if lowered is None:
         return {}
+    return {
+        task: tuple(record for each in behind for record in each.operators)
+        for task, behind in tasks_behind(rank, lowered).items()
+    }
+
+
+def tasks_behind(rank: RankGraph, lowered: RankGraph) -> dict[int, tuple[Task, ...]]:
+    """Recorded task -> the launch of ``lowered`` that it is, or all of its kind of the same operator, where lowering
+    has another number of them.
+    """
     described: dict[int, list[Task]] = {}
     for task in lowered.tasks:
         if task.call is not None and task.operators:
             described.setdefault(task.call, []).append(task)
     recorded: dict[int, list[Task]] = {}
     for task in rank.tasks:
-        call = task.call
-        while call is not None and call not in described:
-            call = rank.calls[call].parent if call in rank.calls else None
+        call = described_call(task.call, rank.calls, described)
         if call is not None and task.collective is None:
             recorded.setdefault(call, []).append(task)
-    found: dict[int, tuple[AnyOperator, ...]] = {}
+    found: dict[int, tuple[Task, ...]] = {}
     for call, tasks in recorded.items():
         known = described[call]
         if [task.kind for task in tasks] == [task.kind for task in known]:
-            found |= {task.id: other.operators for task, other in zip(tasks, known, strict=True)}
+            found |= {task.id: (other,) for task, other in zip(tasks, known, strict=True)}
         else:
             for task in tasks:
-                alike = tuple(record for other in known if other.kind == task.kind for record in other.operators)
+                alike = tuple(other for other in known if other.kind == task.kind)
                 if alike:
                     found[task.id] = alike
     return found
+
+
+def described_call(call: int | None, calls: Mapping[int, CallInfo], described: Container[int]) -> int | None:
+    """``call``, or the nearest around it, that is one of those ``described``; ``None`` if none is."""
+    while call is not None and call not in described:
+        call = calls[call].parent if call in calls else None
+    return call
 
 
 def _like(seconds: float, machine: Machine) -> tuple[Elementwise, ...]:

@@ -19,6 +19,7 @@ from e2e.report.fact_lines import (
     speeds,
 )
 from e2e.report.rank_tables import COLLECTIVE_HEAD, RANK_HEAD, collective_rows, mean_figures, rank_row
+from e2e.report.what_if_table import render_what_if
 
 ROWS = 12
 # Of ranks and of collectives.
@@ -50,6 +51,7 @@ def render(prediction: Prediction, console: Console | None = None) -> None:
         _listed(out, RANK_HEAD, (rank_row(rank) for rank in prediction.ranks))
     if prediction.collectives:
         _listed(out, COLLECTIVE_HEAD, collective_rows(prediction.collectives))
+    render_what_if(out, prediction.what_if)
     _remarks(out, prediction)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -9,8 +10,8 @@ from e2e.price.shared_overheads import standing_in
 from e2e.sources.asked.request import PredictRequest
 from e2e.sources.asked_values import asked_values
 from e2e.sources.option_check import check
-from e2e.sources.prepared_step import run, told
-from e2e.sources.registry import source_of
+from e2e.sources.prepared_step import PreparedStep, run, told
+from e2e.sources.registry import StepSource, source_of
 
 if TYPE_CHECKING:
     from e2e.explain.predictor import PredictionResult
@@ -20,8 +21,26 @@ def predict_request(request: PredictRequest) -> PredictionResult:
     """The prediction; ``InputError`` for options that contradict each other. A warning names those without effect."""
     source = source_of(request)
     ignored = check(request, source)
-    step = source.prepare(request)
+    if request.what_if:
+        return _with_questions(request, source, ignored)
+    return _answer(request, source, source.prepare(request), ignored)
+
+
+def _answer(
+    request: PredictRequest, source: StepSource, step: PreparedStep, ignored: Sequence[str]
+) -> PredictionResult:
     host = standing_in(step.setting.overheads) if step.starts is None else ""
     found = told(run(step), warnings=ignored, notes=[host] if host else [])
     asked = asked_values(request, source, step.taken)
     return replace(found, prediction=replace(found.prediction, asked=asked))
+
+
+def _with_questions(request: PredictRequest, source: StepSource, ignored: Sequence[str]) -> PredictionResult:
+    """The prediction of the step as it is, with a row for each question; what cannot be asked is told first."""
+    from e2e.sources.what_if_steps import WhatIfSteps, check_questions
+
+    check_questions(request, source)
+    steps = WhatIfSteps(request, source, source.prepare(request))
+    steps.check()
+    answer = _answer(request, source, steps.step, ignored)
+    return replace(answer, prediction=replace(answer.prediction, what_if=steps.rows(answer)))

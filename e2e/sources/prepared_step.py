@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from costmodel.machines.cluster import Cluster
     from e2e.price.speed_band import SpeedBand
     from e2e.simulate.skew import Skew
+    from e2e.whatif.operators_behind import TracedRank
+    from e2e.whatif.speeds import SpeedChange
 
 
 # A replay has every duration as recorded; what it errs by more is a wait that it did not understand.
@@ -47,7 +49,9 @@ class PreparedStep:
     ``band``: how the speeds of the GPUs of a synchronised training step differ, where whole steps told.
     ``steady``: with ``starts``, the recorded iteration is one of several alike. ``recorded_seconds``: what the step
     took, of a recording that is replayed. ``notes``: where durations come from; ``batch``: what the step processes,
-    where that is told. ``taken``: by option, what the source took where nothing was asked.
+    where that is told. ``taken``: by option, what the source took where nothing was asked. ``traced``: rank of the
+    graph -> the operators that its tasks name, where the source has them. ``speeds``: of kernels and the host, changed
+    by a question.
     """
 
     graph: ExecutionGraph
@@ -63,6 +67,8 @@ class PreparedStep:
     recorded_seconds: float | None = None
     batch: Batch | None = None
     taken: Mapping[str, str] = field(default_factory=dict)
+    traced: Mapping[int, TracedRank] = field(default_factory=dict)
+    speeds: SpeedChange | None = None
 
 
 def run(step: PreparedStep) -> PredictionResult:
@@ -99,7 +105,7 @@ def _beside_recorded(found: PredictionResult, recorded: float) -> PredictionResu
 def _predicted(step: PreparedStep) -> PredictionResult:
     if step.starts is not None:
         return explain_once(
-            step.graph,
+            step.graph if step.speeds is None else step.speeds.applied(step.graph),
             step.setting.machine,
             step.cluster,
             step.memory,
@@ -118,4 +124,5 @@ def _predicted(step: PreparedStep) -> PredictionResult:
         notes=step.notes,
         skew=step.skew,
         band=step.band,
+        altered=None if step.speeds is None else step.speeds.applied,
     )

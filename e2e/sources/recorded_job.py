@@ -30,6 +30,7 @@ from e2e.traces.formats.steps import last_step
 from e2e.traces.linking.step_window import choose
 from e2e.traces.recorded_graph import RecordedStep, recorded_graph, recorded_ranks
 from e2e.traces.recorded_run import RecordedRun, read_recorded_run
+from e2e.whatif.operators_behind import TracedRank
 
 _INFLATED = "host times are as recorded, the profiler's share included"
 
@@ -48,7 +49,11 @@ class _Recorded:
         return self.request.machine.retarget is not None
 
     def lower(self, trace: OperatorTrace) -> RankGraph:
-        return lower(trace, LoweringOptions(tf32=self.request.configuration.dtype == "tf32"))
+        return lower(trace, self.lowering)
+
+    @property
+    def lowering(self) -> LoweringOptions:
+        return LoweringOptions(tf32=self.request.configuration.dtype == "tf32")
 
     def setting(self) -> Setting:
         return setting_of(self.request.configuration, self.machine)
@@ -93,7 +98,8 @@ def _single(found: _Recorded) -> PreparedStep:
     if (found.request.machine.nodes or 1) > 1:
         warnings.append("--nodes: without effect, the recorded run is of one GPU")
     setting = replace(found.setting(), overheads=overheads)
-    return PreparedStep(graph, setting, single_gpu(machine), memory, warnings, notes)
+    traced = {rank.rank: TracedRank(linked.trace, found.lowering)}
+    return PreparedStep(graph, setting, single_gpu(machine), memory, warnings, notes, traced=traced)
 
 
 def _several(found: _Recorded) -> PreparedStep:
@@ -124,6 +130,7 @@ def _several(found: _Recorded) -> PreparedStep:
         starts=step.starts,
         steady=step.repeated,
         recorded_seconds=None if found.moved else step.recorded_seconds,
+        traced={rank: TracedRank(linked.trace, found.lowering) for rank, linked in run.links.items()},
     )
 
 

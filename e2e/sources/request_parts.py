@@ -83,6 +83,7 @@ def capture_options(request: PredictRequest, attention: AttentionForm = "eager")
         document_length=request.workload.document_length,
         cache_length=request.workload.cache_length,
         linear_attention=configuration.linear_attention,
+        bucket_mb=request.bucket_mb,
     )
 
 

@@ -16,6 +16,7 @@ from e2e.sources.capture_notes import assumptions
 from e2e.sources.prepared_step import Batch, PreparedStep
 from e2e.sources.request_parts import capture_options, forward_note, one_gpu, setting_of, taken_values
 from e2e.step.operator_trace import OperatorTrace
+from e2e.whatif.operators_behind import TracedRank
 
 
 def prepare_built_in(request: PredictRequest) -> PreparedStep:
@@ -50,7 +51,8 @@ def single_step(
     lowering = LoweringOptions(tf32=setting.tf32, attention=attention, routing=configuration.routing)
     architecture = cluster.machine.chip().architecture
     lowered = lower_step(trace, lowering, compiled=setting.compiled, architecture=architecture)
-    return PreparedStep(lowered.graph, setting, cluster, lowered.memory, lowered.warnings)
+    traced = {trace.rank: TracedRank(trace, lowering)}
+    return PreparedStep(lowered.graph, setting, cluster, lowered.memory, lowered.warnings, traced=traced)
 
 
 def _modelled_step(model: CapturedWorkload, request: PredictRequest, options: CaptureOptions) -> PreparedStep:

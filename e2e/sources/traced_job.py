@@ -23,6 +23,7 @@ from e2e.traces.formats.steps import last_step
 from e2e.traces.formats.survey import read_last_step
 from e2e.traces.recorded_ranks import ranks_of_job
 from e2e.traces.recorded_run import expand_files
+from e2e.whatif.operators_behind import TracedRank
 
 
 def prepare(request: PredictRequest) -> PreparedStep:
@@ -61,9 +62,10 @@ def _all_ranks(request: PredictRequest, files: Sequence[Path]) -> PreparedStep:
     setting = setting_of(request.configuration, cluster.machine)
     traces = ranks_of_job([read_trace(path) for path in files])
     source = f"{traces[0].source} and {count - 1} other ranks"
-    lowered = lower_ranks(traces, {}, source, LoweringOptions(tf32=setting.tf32))
-    skew = request.machine.skew
-    return PreparedStep(lowered.graph, setting, cluster, lowered.memory, lowered.warnings, skew=skew)
+    options, skew = LoweringOptions(tf32=setting.tf32), request.machine.skew
+    lowered = lower_ranks(traces, {}, source, options)
+    traced = {trace.rank: TracedRank(trace, options) for trace in traces}
+    return PreparedStep(lowered.graph, setting, cluster, lowered.memory, lowered.warnings, skew=skew, traced=traced)
 
 
 def _one_of_many(request: PredictRequest, operators: OperatorTrace) -> PreparedStep:
@@ -77,8 +79,10 @@ def _one_of_many(request: PredictRequest, operators: OperatorTrace) -> PreparedS
     cluster = cluster_of(request.machine, gpus)
     setting = setting_of(request.configuration, cluster.machine)
     trace = replace(operators, world_size=gpus)
-    lowered = lower_ranks([trace], {trace.rank: gpus}, operators.source, LoweringOptions(tf32=setting.tf32))
+    options, skew = LoweringOptions(tf32=setting.tf32), request.machine.skew
+    lowered = lower_ranks([trace], {trace.rank: gpus}, operators.source, options)
     warnings = list(lowered.warnings)
     if gpus > 1:
         warnings.append(f"the trace is of one rank; the other {gpus - 1} are taken as alike")
-    return PreparedStep(lowered.graph, setting, cluster, lowered.memory, warnings, skew=request.machine.skew)
+    traced = {trace.rank: TracedRank(trace, options)}
+    return PreparedStep(lowered.graph, setting, cluster, lowered.memory, warnings, skew=skew, traced=traced)

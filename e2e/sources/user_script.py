@@ -16,6 +16,7 @@ from e2e.sources.capture_notes import assumptions
 from e2e.sources.prepared_step import Batch, PreparedStep
 from e2e.sources.request_parts import capture_options, cluster_of, one_gpu, placed_values, setting_of
 from e2e.sources.single_gpu import single_step
+from e2e.whatif.operators_behind import TracedRank
 
 _OWN: Mapping[str, str] = {
     "--mode": "the script's own",
@@ -60,8 +61,16 @@ def prepare_ranks(request: PredictRequest) -> PreparedStep:
         warnings.append("the script compiles its model (torch.compile): predicted as eager code on several GPUs")
     warnings += [*_unused(workload), *assumptions(captured.traces)]
     taken = dict(_OWN) | placed_values(cluster)
+    traced = {trace.rank: TracedRank(trace, options) for trace in captured.traces}
     return PreparedStep(
-        lowered.graph, setting, cluster, lowered.memory, warnings, skew=request.machine.skew, taken=taken
+        lowered.graph,
+        setting,
+        cluster,
+        lowered.memory,
+        warnings,
+        skew=request.machine.skew,
+        taken=taken,
+        traced=traced,
     )
 
 

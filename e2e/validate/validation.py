@@ -86,12 +86,30 @@ class Validation:
         """Errors of the compiled steps."""
         return _accuracy([each for each in self.results if each.case.compiled])
 
+    @property
+    def batches(self) -> Mapping[str, float]:
+        """``GPU/case from B`` -> error of what ``--what-if batch=`` makes of the step measured with batch ``B``: its
+        time times the predicted ratio of the two. Of every two batches of one model both ways.
+        """
+        found = {}
+        for known in self.results:
+            for asked in self.results:
+                one, other = known.case, asked.case
+                if one != other and one == replace(
+                    other, batch_size=one.batch_size, measured_seconds=one.measured_seconds
+                ):
+                    ratio = asked.predicted_seconds / known.predicted_seconds
+                    seconds = one.measured_seconds * ratio
+                    name = f"{other.gpu}/{other.name} from {one.batch_size}"
+                    found[name] = seconds / other.measured_seconds - 1.0
+        return found
+
     def record(self) -> dict[str, Any]:
         """The JSON document."""
         rows = [{**asdict(each), "case": each.case.name, "gpu": each.case.gpu} for each in self.results]
         summaries = {"summary": self.summary, "compiled_summary": self.compiled_summary}
         found = {name: summary and asdict(summary) for name, summary in summaries.items()}
-        return {"cases": rows, **found, "left_out": dict(self.left_out)}
+        return {"cases": rows, **found, "batches": dict(self.batches), "left_out": dict(self.left_out)}
 
 
 def _accuracy(results: Sequence[CaseResult]) -> Accuracy | None:
@@ -212,6 +230,13 @@ def render_validation(validation: Validation) -> None:
     console.print(_by_gpu(validation.results))
     for where, reason in validation.left_out.items():
         console.print(f"left out: {where}: {reason}", soft_wrap=True)
+    batches = [abs(error) for error in validation.batches.values()]
+    if batches:
+        console.print(
+            f"{len(batches)} pairs of batches, one predicted from what the other was measured to take: mean error "
+            f"{sum(batches) / len(batches):.1%}, worst {max(batches):.1%}",
+            soft_wrap=True,
+        )
     for kind, figures in (("eager", validation.summary), ("compiled", validation.compiled_summary)):
         if figures is not None:
             console.print(

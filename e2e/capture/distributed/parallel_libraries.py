@@ -25,7 +25,10 @@ def ddp_patches(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
     construct, register = ddp.__init__, ddp.register_comm_hook
 
     def construct_unsynchronized(self: Any, *args: Any, **kwargs: Any) -> None:
-        construct(self, *args, **{**kwargs, "init_sync": False, "device_ids": None, "output_device": None})
+        given = {**kwargs, "init_sync": False, "device_ids": None, "output_device": None}
+        if recorder.bucket_mb is not None:
+            given["bucket_cap_mb"] = recorder.bucket_mb
+        construct(self, *args, **given)
         self.logger = _QuietLogger(self.logger)
         self._capture_hook = None
         recorder.communication.settling = 2

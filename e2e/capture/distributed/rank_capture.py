@@ -92,6 +92,7 @@ def _prepared(
     recorder = Recorder({})
     recorder.enabled = False
     recorder.communication = Communication(recorder)
+    recorder.bucket_mb = script.options.bucket_mb
     before = set(sys.modules)
     with ExitStack() as stack:
         stack.callback(lambda: _forget(set(sys.modules) - before, script.script))

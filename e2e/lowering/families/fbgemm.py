@@ -58,7 +58,7 @@ def _backward(call: OperatorCall, context: Context) -> list[DeviceWork]:
         return [elementwise(context, "unknown", gradient, [gradient], name=call.name)]
     record = replace(_record(forward, "backward"), fused_optimizer=OPTIMIZERS[optimizer])
     values = _table_values(forward)
-    work = update_work(call, context, record, _batch_arguments(forward)[1], values)
+    work = update_work(call, context, record, batch_arguments(forward)[1], values)
     if record.fused_optimizer:
         return work
     return [fill(Tensor(-1, -1, (values,), gradient.dtype, gradient.device), "aten::zeros"), *work]
@@ -77,7 +77,7 @@ def _optimizer_of(name: str) -> str:
     return next((each for each in OPTIMIZERS if words.endswith(("lookup_" + each, "function_" + each))), "dense")
 
 
-def _batch_arguments(call: OperatorCall) -> tuple[int, Tensor, Tensor, int]:
+def batch_arguments(call: OperatorCall) -> tuple[int, Tensor, Tensor, int]:
     """Sum of the widths, indices, offsets, number of tables.
 
     Found as neighbours (sum, widest, ends of the tables, bits of a row, indices, offsets): the rest of the arguments
@@ -99,7 +99,7 @@ def _table_values(call: OperatorCall) -> int:
 
 def _record(call: OperatorCall, direction: Literal["forward", "backward"]) -> EmbeddingLookup:
     """Tables alike on average: a trace tells their number, the sums of their widths and elements, not each."""
-    width, indices, offsets, tables = _batch_arguments(call)
+    width, indices, offsets, tables = batch_arguments(call)
     dim = max(round(width / tables), 1)
     weights = next(each for each in tensors(call.inputs) if numel(each) == _table_values(call))
     return EmbeddingLookup(

@@ -116,6 +116,8 @@ TABLE: tuple[OptionRow, ...] = (
         RECORDING: USED}),
     OptionRow("--skew", "machine.skew", refused("--skew is for several ranks; give --parallel, or --gpus"), _SEVERAL | {
         RECORDING: refused("--skew: a recorded run has its own; leave it out")}),
+    # What of it is changed.
+    OptionRow("--what-if", "what_if", USED),
 )
 # fmt: on
 

@@ -19,6 +19,7 @@ from e2e.step.choices import (
     OptimizerForm,
 )
 from e2e.step.precision import Precision
+from e2e.whatif.questions import WhatIf
 
 if TYPE_CHECKING:
     from e2e.simulate.skew import Skew
@@ -98,8 +99,12 @@ class MachineOptions:
 
 @dataclass(frozen=True)
 class PredictRequest:
-    """All that ``predict`` is asked: what is computed, how, and on what. The defaults ask for nothing."""
+    """All that ``predict`` is asked: what is computed, how, on what, and what if that were changed. The defaults ask
+    for nothing. ``bucket_mb``: MiB of a gradient bucket, where a question about a script wants others than its own.
+    """
 
     workload: WorkloadOptions = field(default_factory=WorkloadOptions)
     configuration: ConfigurationOptions = field(default_factory=ConfigurationOptions)
     machine: MachineOptions = field(default_factory=MachineOptions)
+    what_if: tuple[WhatIf, ...] = ()
+    bucket_mb: float | None = None

@@ -1,0 +1,309 @@
+"""From a prepared step and a what-if question to the step that is asked about.
+
+Another batch of what is captured is captured anew, and so are other gradient buckets; a recorded step is resized
+through its operators. Everything else changes the graph of the step as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from costmodel.base.errors import InputError
+from costmodel.collectives import collective_cost_model
+from costmodel.gpu.factory import gpu_cost_model
+from costmodel.machines.cluster import load_cluster
+from costmodel.model.cost_model import CostModel
+from e2e.capture.script import taken_names
+from e2e.explain.predictor import PredictionResult, RecordedSite
+from e2e.explain.what_if_row import AS_IT_IS, WhatIfRow, what_if_row
+from e2e.lowering.lowered_step import memory_of
+from e2e.lowering.torch_compile import compile_rank
+from e2e.price.collective_pricing import NodeLayout
+from e2e.price.pricing import price
+from e2e.price.shared_overheads import load_overheads
+from e2e.sources.asked.option_table import PARALLEL, RANKS_OF_SCRIPT, RECORDING, SCRIPT, SHARDED, TRACE
+from e2e.sources.asked.request import PredictRequest
+from e2e.sources.prepared_step import PreparedStep, run
+from e2e.sources.registry import StepSource
+from e2e.step.execution_graph import RankGraph
+from e2e.whatif.fewer_kernels import batched_lookups, fusible_chains
+from e2e.whatif.joined_buckets import bucket_sizes, joined_buckets
+from e2e.whatif.merged_calls import MergedCalls, merge
+from e2e.whatif.operators_behind import TracedRank, names_in
+from e2e.whatif.other_streams import move
+from e2e.whatif.questions import (
+    BatchChange,
+    BatchedLookups,
+    BucketChange,
+    Change,
+    FasterHost,
+    FasterKernels,
+    FusedOperators,
+    MovedOperators,
+    OtherHost,
+    WhatIf,
+    together,
+)
+from e2e.whatif.resized_graph import Estimates, resized_graph
+from e2e.whatif.resized_trace import recorded_batch, resized
+from e2e.whatif.speeds import SpeedChange
+
+# What is changed among single operators.
+_OF_OPERATORS = (BatchChange, BatchedLookups, FusedOperators, MovedOperators)
+_LISTED = 8
+_BESIDE = (
+    "kernels of several streams are taken to be no slower beside each other: what is gained is the most that can be"
+)
+_OF_ONE = (
+    "a recorded batch of one launches less: copies that are views of a single sample are missing; record two at least"
+)
+
+
+def check_questions(request: PredictRequest, source: StepSource) -> None:
+    """``InputError`` for a question that the source cannot answer, before anything is captured or read."""
+    for question in request.what_if:
+        for change in question.changes:
+            reason = _refused(change, request, source)
+            if reason is not None:
+                raise InputError(f"--what-if {question.text}: {reason}")
+            if isinstance(change, OtherHost):
+                load_overheads(change.table)
+
+
+def _refused(change: Change, request: PredictRequest, source: StepSource) -> str | None:
+    recorded = source.name in (RECORDING, TRACE)
+    several_profiles = source.name == RECORDING and not request.workload.traces
+    if isinstance(change, BatchChange) and change.recorded is not None and not recorded:
+        return f"the step is no recorded one; write batch={change.samples}"
+    if isinstance(change, BucketChange) and source.name not in (PARALLEL, RANKS_OF_SCRIPT, TRACE, RECORDING):
+        return "buckets of gradients are those of several GPUs; give --parallel, or a --script with --gpus"
+    if isinstance(change, _OF_OPERATORS):
+        if source.name in (PARALLEL, SHARDED) and not isinstance(change, BatchChange):
+            return (
+                f"--{source.name.replace('sharded', 'sharding')} spreads whole layers, whose operators are not single"
+            )
+        if several_profiles:
+            return "profiles alone do not tell tensors; give --trace of every rank too"
+        if isinstance(change, FusedOperators) and request.configuration.compiled:
+            return "--compile has fused what goes together already; leave it out"
+    return None
+
+
+@dataclass
+class WhatIfSteps:
+    """``step`` of ``request`` as it is, and the steps of its questions."""
+
+    request: PredictRequest
+    source: StepSource
+    step: PreparedStep
+
+    def __post_init__(self) -> None:
+        machine = self.step.setting.machine
+        self._estimates = Estimates(self.step.setting.cost_model or gpu_cost_model(machine))
+        self._alone: dict[Change, PreparedStep] = {}
+
+    def questions(self) -> list[WhatIf]:
+        """Each change alone, the combinations that were asked, and all together where that is one more."""
+        asked = self.request.what_if
+        alone = [
+            WhatIf(text, (change,), (text,))
+            for each in asked
+            for change, text in zip(each.changes, each.texts, strict=True)
+        ]
+        every = together(asked)
+        found: dict[frozenset[Change], WhatIf] = {}
+        for each in (*alone, *asked, *([] if every is None else [every])):
+            found.setdefault(frozenset(each.changes), each)
+        return list(found.values())
+
+    def check(self) -> None:
+        """``InputError`` for a change of what the step does not have, before anything is simulated."""
+        for change in dict.fromkeys(change for each in self.request.what_if for change in each.changes):
+            if not self._is_made_anew(change):
+                self._alone[change] = self._changed(self.step, change)
+        for question in self.request.what_if:
+            if not any(map(self._is_made_anew, question.changes)):
+                self.changed(question)
+
+    def rows(self, as_it_is: PredictionResult) -> tuple[WhatIfRow, ...]:
+        """The step as it is, then one row for each of the :meth:`questions`. All at once are left out where one takes
+        away what another one is about.
+        """
+        before, samples = as_it_is.prediction, self._samples()
+        found = [what_if_row(AS_IT_IS, before, before, samples, samples)]
+        for question in self.questions():
+            try:
+                step = self.changed(question)
+            except InputError:
+                if question.changes in [each.changes for each in self.request.what_if]:
+                    raise
+                continue
+            answer = run(step).prediction
+            asked = next((each.samples for each in question.changes if isinstance(each, BatchChange)), samples)
+            found.append(what_if_row(question.text, answer, before, asked, samples))
+        return tuple(found)
+
+    def changed(self, question: WhatIf) -> PreparedStep:
+        """The step that ``question`` is about."""
+        anew = [change for change in question.ordered if self._is_made_anew(change)]
+        step = self._anew(anew) if anew else self.step
+        for change in question.ordered:
+            if change not in anew:
+                step = self._changed(step, change)
+        return replace(step, recorded_seconds=None)
+
+    # --- captured anew --------------------------------------------------------------------------------
+
+    def _is_made_anew(self, change: Change) -> bool:
+        if isinstance(change, BucketChange):
+            return self.source.name in (PARALLEL, RANKS_OF_SCRIPT)
+        if isinstance(change, OtherHost):
+            return self.source.name == PARALLEL
+        if not isinstance(change, BatchChange) or self.source.name in (RECORDING, TRACE):
+            return False
+        script = self.request.workload.script
+        return script is None or "batch_size" in taken_names(script, ["batch_size"])
+
+    def _anew(self, changes: Sequence[Change]) -> PreparedStep:
+        request = self.request
+        for change in changes:
+            workload, configuration = request.workload, request.configuration
+            if isinstance(change, BatchChange):
+                workload = replace(workload, batch_size=change.samples)
+            elif isinstance(change, OtherHost):
+                configuration = replace(configuration, overheads=change.table)
+            elif isinstance(change, BucketChange) and configuration.parallel is not None:
+                parallel = replace(configuration.parallel, bucket_mb=change.mebibytes)
+                configuration = replace(configuration, parallel=parallel)
+            elif isinstance(change, BucketChange):
+                request = replace(request, bucket_mb=change.mebibytes)
+            request = replace(request, workload=workload, configuration=configuration)
+        return self.source.prepare(request)
+
+    def _samples(self) -> int | None:
+        """Of the step as it is, where that is known."""
+        workload = self.request.workload
+        asked = [change for each in self.request.what_if for change in each.changes if isinstance(change, BatchChange)]
+        if not asked:
+            return None
+        if asked[0].recorded is not None or workload.batch_size is not None:
+            return asked[0].recorded or workload.batch_size
+        if self.source.name in (RECORDING, TRACE, SCRIPT, RANKS_OF_SCRIPT):
+            try:
+                return recorded_batch(next(iter(self.step.traced.values())).trace)
+            except InputError:
+                return None
+        return None if self.source.name == SHARDED else workload.samples
+
+    # --- the graph changed ----------------------------------------------------------------------------
+
+    def _changed(self, step: PreparedStep, change: Change) -> PreparedStep:
+        if step is self.step and change in self._alone:
+            return self._alone[change]
+        if isinstance(change, _OF_OPERATORS) and any(rank.rank not in step.traced for rank in step.graph.ranks):
+            raise InputError(f"--what-if: the operators of {step.graph.source} are not known, only its kernels")
+        if isinstance(change, BatchChange):
+            return self._resized(step, change)
+        if isinstance(change, BucketChange):
+            return self._joined(step, change)
+        if isinstance(change, BatchedLookups):
+            return self._merged(step, batched_lookups, "batch-embeddings: no two lookups by embedding_bag are alike "
+                                "(as many bags, as wide, of one number type)")  # fmt: skip
+        if isinstance(change, FusedOperators):
+            names = ", ".join(names_in(list(step.traced.values()))[:_LISTED])
+            return self._merged(
+                step,
+                lambda rank: fusible_chains(rank, change.pattern),
+                f"fuse:{change.pattern}: no two element-wise operators that follow each other match; the step has "
+                f"{names} ...",
+            )
+        if isinstance(change, MovedOperators):
+            return self._moved(step, change)
+        if isinstance(change, FasterKernels | FasterHost):
+            speeds = SpeedChange((*(step.speeds.changes if step.speeds else ()), change), step.traced)
+            speeds.check(step.graph)
+            return replace(step, speeds=speeds)
+        assert isinstance(change, OtherHost)
+        if step.starts is not None:
+            raise InputError(
+                f"--what-if host={change.table}: the host's times are as recorded; host=1.5x makes them faster"
+            )
+        return replace(step, setting=replace(step.setting, overheads=load_overheads(change.table)))
+
+    def _resized(self, step: PreparedStep, change: BatchChange) -> PreparedStep:
+        traced = {
+            rank: replace(each, trace=resized(each.trace, change.samples, change.recorded))
+            for rank, each in step.traced.items()
+        }
+        architecture = step.setting.machine.chip().architecture
+        memory = {rank: memory_of(each.trace, architecture) for rank, each in traced.items()}
+        if any(task.duration is not None for rank in step.graph.ranks for task in rank.tasks):
+            graph = resized_graph(step.graph, step.traced, traced, self._estimates, self._transfers)
+        else:
+            ranks = (self._lowered(traced[rank.rank]) for rank in step.graph.ranks)
+            graph = replace(step.graph, ranks=tuple(ranks))
+        batches = {change.recorded or recorded_batch(each.trace) for each in step.traced.values()}
+        warnings = [*step.warnings, *([_OF_ONE] if 1 in batches else [])]
+        return replace(step, graph=graph, traced=traced, memory=memory, warnings=warnings)
+
+    def _lowered(self, traced: TracedRank) -> RankGraph:
+        lowered = traced.lowered
+        return compile_rank(lowered, traced.trace) if self.step.setting.compiled else lowered
+
+    def _transfers(self) -> tuple[NodeLayout, CostModel]:
+        """The cluster of the step; of a recorded run as many of its GPUs as it has ranks."""
+        cluster = self.step.cluster
+        if isinstance(cluster, RecordedSite):
+            graph = self.step.graph
+            gpus = sum(graph.multiplicity.get(rank.rank, 1) for rank in graph.ranks)
+            cluster = load_cluster(self.step.setting.machine.name, gpus, cluster.nodes)
+        return cluster, collective_cost_model(cluster)
+
+    def _joined(self, step: PreparedStep, change: BucketChange) -> PreparedStep:
+        graph = joined_buckets(step.graph, change.mebibytes * 2**20, self._transfers)
+        if all(len(new.tasks) == len(old.tasks) for new, old in zip(graph.ranks, step.graph.ranks, strict=True)):
+            sizes = bucket_sizes(step.graph)
+            told = f"has buckets of {min(sizes) / 2**20:.1f} to {max(sizes) / 2**20:.1f} MiB" if sizes else "has none"
+            raise InputError(
+                f"--what-if bucket-mb={change.mebibytes:g}: the step {told}; buckets of a recorded step are joined to "
+                "larger ones, not split: when their parts were ready is not recorded"
+            )
+        return replace(step, graph=graph)
+
+    def _merged(
+        self, step: PreparedStep, find: Callable[[TracedRank], list[MergedCalls]], nothing: str
+    ) -> PreparedStep:
+        ranks: list[RankGraph] = []
+        traced: dict[int, TracedRank] = dict(step.traced)
+        for rank in step.graph.ranks:
+            behind = step.traced[rank.rank]
+            groups = find(behind)
+            operators = {
+                call: tuple(record for task in behind.work[call] for record in task.operators)
+                for group in groups
+                for call in group.calls
+            }
+            ranks.append(merge(rank, groups, behind.homes(rank), operators, self._estimates.ratio))
+            merged = {group.anchor: group.calls for group in groups}
+            traced[rank.rank] = replace(behind, merged={**behind.merged, **merged})
+        if all(len(new.tasks) == len(old.tasks) for new, old in zip(ranks, step.graph.ranks, strict=True)):
+            raise InputError(f"--what-if {nothing}")
+        graph = replace(step.graph, ranks=tuple(ranks))
+        if step.starts is not None:
+            # What took the place of recorded work has no times yet; what has some keeps them.
+            graph = price(graph, self._estimates.model, step.setting.overheads)
+        return replace(step, graph=graph, traced=traced)
+
+    def _moved(self, step: PreparedStep, change: MovedOperators) -> PreparedStep:
+        calls: Mapping[int, set[int]] = {
+            rank: traced.by_now(traced.matching(change.pattern)) for rank, traced in step.traced.items()
+        }
+        if not any(calls.values()):
+            names = ", ".join(names_in(list(step.traced.values()))[:_LISTED])
+            raise InputError(
+                f"--what-if stream:{change.pattern}={change.stream}: no operator that launches something matches; the "
+                f"step has {names} ..."
+            )
+        ranks = tuple(move(rank, step.traced[rank.rank], calls[rank.rank], change.stream) for rank in step.graph.ranks)
+        return replace(step, graph=replace(step.graph, ranks=ranks), warnings=[*step.warnings, _BESIDE])

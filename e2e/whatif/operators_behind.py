@@ -1,0 +1,110 @@
+"""Which operators are behind the tasks of a graph, predicted or recorded, and what their tensors and names are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from e2e.lowering.families.work import LoweringOptions
+from e2e.lowering.lower_trace import lower
+from e2e.price.retarget import described_call
+from e2e.step.collective_names import kind_of
+from e2e.step.execution_graph import RankGraph, Task
+from e2e.step.operator_trace import OperatorCall, OperatorTrace, tensors
+
+
+@dataclass(frozen=True)
+class TracedRank:
+    """The operators of a rank, whose calls the tasks and the host's work of its graph name. ``merged``: call -> those
+    whose work it does by now, itself among them.
+    """
+
+    trace: OperatorTrace
+    options: LoweringOptions
+    merged: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+
+    @cached_property
+    def lowered(self) -> RankGraph:
+        """What the operators launch, nothing priced."""
+        return lower(self.trace, self.options)
+
+    @cached_property
+    def calls(self) -> Mapping[int, OperatorCall]:
+        """By their number."""
+        return {call.id: call for call in self.trace.calls}
+
+    @cached_property
+    def work(self) -> Mapping[int, tuple[Task, ...]]:
+        """Call -> what it launches, of those that launch something themselves."""
+        found: dict[int, list[Task]] = {}
+        for task in self.lowered.tasks:
+            if task.call is not None:
+                found.setdefault(task.call, []).append(task)
+        return {call: tuple(tasks) for call, tasks in found.items()}
+
+    def homes(self, rank: RankGraph) -> dict[int, int]:
+        """Task of ``rank`` -> the call that launches it, as far as it is one of the operators."""
+        found: dict[int, int] = {}
+        for task in rank.tasks:
+            call = described_call(task.call, rank.calls, self.work)
+            if call is not None:
+                found[task.id] = call
+        return found
+
+    def matching(self, pattern: str) -> set[int]:
+        """The calls that launch something and match ``pattern``: by their names, by those of calls around them, or by
+        the path of the module that they are in.
+        """
+        search = re.compile(pattern, re.IGNORECASE).search
+        return {call for call in self.work if call in self.calls and any(search(name) for name in self._names(call))}
+
+    def single(self, calls: Iterable[int]) -> set[int]:
+        """Those of ``calls`` that still do their own work and nothing else."""
+        return set(calls) - {call for members in self.merged.values() for call in members}
+
+    def by_now(self, calls: Collection[int]) -> set[int]:
+        """The calls that now do the work of ``calls``."""
+        others = {anchor for anchor, members in self.merged.items() if any(each in calls for each in members)}
+        return self.single(calls) | others
+
+    def reads(self, call: int) -> set[int]:
+        """Storages whose content the call may read."""
+        members = self.merged.get(call, (call,))
+        return {storage for each in members for storage in read_by(self.calls[each])}
+
+    def writes(self, call: int) -> set[int]:
+        """Storages that the call fills."""
+        members = self.merged.get(call, (call,))
+        return {storage for each in members for storage in written_by(self.calls[each])}
+
+    def _names(self, call: int) -> Iterator[str]:
+        current: int | None = call
+        while current is not None and current in self.calls:
+            yield self.calls[current].name
+            current = self.calls[current].parent
+        if self.calls[call].module:
+            yield self.calls[call].module
+
+
+def read_by(call: OperatorCall) -> set[int]:
+    """Storages whose content the call may read."""
+    return {tensor.storage for tensor in tensors(call.inputs) if tensor.device != "cpu"}
+
+
+def written_by(call: OperatorCall) -> set[int]:
+    """Storages that the call fills: its results; of one without results, and of a collective, what it is given."""
+    values = (*call.outputs, *call.inputs) if kind_of(call.name) or not call.outputs else call.outputs
+    return {tensor.storage for tensor in tensors(values) if tensor.device != "cpu"}
+
+
+def names_in(ranks: Collection[TracedRank]) -> list[str]:
+    """Names of the operators that launch something, the most frequent first."""
+    counts: dict[str, int] = {}
+    for rank in ranks:
+        for call, tasks in rank.work.items():
+            if call in rank.calls:
+                name = rank.calls[call].name
+                counts[name] = counts.get(name, 0) + len(tasks)
+    return sorted(counts, key=lambda name: -counts[name])

@@ -1,0 +1,221 @@
+"""Texts of ``--what-if`` as records: what is changed in a step. Errors name the text and what it may be."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+from costmodel.base.errors import InputError
+
+
+@dataclass(frozen=True)
+class BatchChange:
+    """Another number of samples per step; ``recorded``: how many a recorded step has, where its tensors do not tell."""
+
+    samples: int
+    recorded: int | None = None
+
+
+@dataclass(frozen=True)
+class BucketChange:
+    """Gradient buckets of data parallelism hold so many MiB."""
+
+    mebibytes: float
+
+
+@dataclass(frozen=True)
+class BatchedLookups:
+    """Separate lookups in embedding tables of one shape become one batched lookup."""
+
+
+@dataclass(frozen=True)
+class FusedOperators:
+    """Chains of element-wise operators whose names match ``pattern`` become one kernel each."""
+
+    pattern: str
+
+
+@dataclass(frozen=True)
+class MovedOperators:
+    """Operators whose names match ``pattern`` run on another ``stream``, ordered by their data alone."""
+
+    pattern: str
+    stream: int
+
+
+@dataclass(frozen=True)
+class FasterKernels:
+    """Kernels of a family, or of operators whose names match ``pattern``, take the ``factor``-th part of their time."""
+
+    pattern: str
+    factor: float
+
+
+@dataclass(frozen=True)
+class FasterHost:
+    """The host takes the ``factor``-th part of its time."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class OtherHost:
+    """Host overheads are those of ``table``: a file, or a host known by name."""
+
+    table: Path
+
+
+Change = (
+    BatchChange
+    | BucketChange
+    | BatchedLookups
+    | FusedOperators
+    | MovedOperators
+    | FasterKernels
+    | FasterHost
+    | OtherHost
+)
+# In which order changes are made: another batch has other kernels, which are then fused, moved and made faster.
+ORDER: tuple[type, ...] = get_args(Change)
+# Of these a step has one each.
+_ONCE = {BatchChange: "batch", BucketChange: "bucket-mb", BatchedLookups: "batch-embeddings", FasterHost: "host",
+         OtherHost: "host"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """One question: ``text`` as it was asked, its ``changes`` with the texts of each."""
+
+    text: str
+    changes: tuple[Change, ...]
+    texts: tuple[str, ...] = ()
+
+    @property
+    def ordered(self) -> tuple[Change, ...]:
+        """The changes in the order in which they are made."""
+        return tuple(sorted(self.changes, key=lambda change: ORDER.index(type(change))))
+
+
+def parse_what_if(text: str) -> WhatIf:
+    """``"batch=512+host=1.5x"`` as a record; ``InputError`` for anything else than :data:`FORMS`."""
+    parts = [part.strip() for part in _BETWEEN.split(text)]
+    changes = tuple(_change(part, text) for part in parts)
+    twice = _clash(changes)
+    if twice is not None:
+        raise InputError(f"--what-if {text}: {twice} twice in one step; give them as two questions")
+    return WhatIf(text, changes, tuple(parts))
+
+
+def together(questions: Sequence[WhatIf]) -> WhatIf | None:
+    """All changes of ``questions`` in one step; ``None`` where that is no more than one of them, or not possible."""
+    pairs = {
+        change: text for each in questions for change, text in zip(each.changes, each.texts, strict=True)
+    }  # fmt: skip
+    if any(set(each.changes) == set(pairs) for each in questions) or _clash(tuple(pairs)) is not None:
+        return None
+    return WhatIf("+".join(pairs.values()), tuple(pairs), tuple(pairs.values()))
+
+
+def _clash(changes: Sequence[Change]) -> str | None:
+    names = [_ONCE[type(change)] for change in changes if type(change) in _ONCE]
+    return next((name for name in names if names.count(name) > 1), None)
+
+
+def _change(part: str, text: str) -> Change:
+    for head, read in _READERS.items():
+        if part == head or (part.startswith(head) and head[-1] in "=:"):
+            try:
+                return read(part[len(head) :])
+            except ValueError as error:
+                raise InputError(f"--what-if {text}: {error}") from None
+    raise InputError(f"--what-if {text}: {part or 'nothing'!r} is none of {', '.join(FORMS)}")
+
+
+def _batch(value: str) -> BatchChange:
+    before, colon, after = value.rpartition(":")
+    numbers = [before, after] if colon else [after]
+    if not all(each.isdigit() and int(each) > 0 for each in numbers):
+        raise ValueError("batch= takes a number of samples, or RECORDED:NEW such as batch=32:512")
+    return BatchChange(int(after), int(before) if colon else None)
+
+
+def _bucket(value: str) -> BucketChange:
+    return BucketChange(_positive(value, "bucket-mb= takes a size in MiB, such as bucket-mb=50"))
+
+
+def _lookups(value: str) -> BatchedLookups:
+    return BatchedLookups()
+
+
+def _fuse(value: str) -> FusedOperators:
+    return FusedOperators(_pattern(value, "fuse:"))
+
+
+def _stream(value: str) -> MovedOperators:
+    pattern, _, number = value.rpartition("=")
+    if not number.isdigit():
+        raise ValueError("stream: takes PATTERN=NUMBER, such as stream:embedding=2")
+    return MovedOperators(_pattern(pattern, "stream:"), int(number))
+
+
+def _kernels(value: str) -> FasterKernels:
+    pattern, _, factor = value.rpartition("=")
+    return FasterKernels(
+        _pattern(pattern, "kernels:"), _times(factor, "kernels: takes NAME=Kx, such as kernels:gemm=2x")
+    )
+
+
+def _host(value: str) -> FasterHost | OtherHost:
+    if re.fullmatch(r"[\d.]+x?", value):
+        return FasterHost(_times(value, _HOST))
+    if not value:
+        raise ValueError(_HOST)
+    return OtherHost(Path(value))
+
+
+_HOST = "host= takes Kx, such as host=1.5x, a file of host overheads, or a host known by name"
+
+
+def _times(value: str, form: str) -> float:
+    return _positive(value.removesuffix("x"), form)
+
+
+def _positive(value: str, form: str) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        raise ValueError(form) from None
+    if not (number > 0 and math.isfinite(number)):
+        raise ValueError(form)
+    return number
+
+
+def _pattern(value: str, form: str) -> str:
+    if not value:
+        raise ValueError(f"{form} needs a name or a regular expression of operators' names")
+    try:
+        re.compile(value)
+    except re.error as error:
+        raise ValueError(f"{form}{value} is no regular expression ({error})") from None
+    return value
+
+
+_READERS: dict[str, Callable[[str], Change]] = {
+    "batch=": _batch,
+    "bucket-mb=": _bucket,
+    "batch-embeddings": _lookups,
+    "fuse:": _fuse,
+    "stream:": _stream,
+    "kernels:": _kernels,
+    "host=": _host,
+}
+# A plus inside a regular expression is none between changes.
+_BETWEEN = re.compile(rf"\+(?={'|'.join(_READERS)})")
+FORMS = (
+    "batch=N", "kernels:FAMILY=Kx", "host=Kx", "host=FILE", "bucket-mb=N", "stream:REGEX=N", "batch-embeddings",
+    "fuse:REGEX",
+)  # fmt: skip

@@ -1,0 +1,96 @@
+"""Recorded graphs with larger buckets and another batch: measured times times what the models say of the change."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from drawn_graphs import Drawing, together
+from toy_predictions import ToyCluster, ToyCollectives
+
+from costmodel.model.cost_model import CostModel, Estimate
+from e2e.lowering import LoweringOptions
+from e2e.simulate.simulator import simulate
+from e2e.step.execution_graph import CallInfo, RecordEvent, StreamWait
+from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor
+from e2e.whatif.joined_buckets import bucket_sizes, joined_buckets
+from e2e.whatif.operators_behind import TracedRank
+from e2e.whatif.resized_graph import Estimates, resized_graph
+from e2e.whatif.resized_trace import resized
+
+
+def backward(rank: int, waits_between: bool = False) -> Drawing:
+    """Three buckets of 400 bytes, reduced on stream 20 while kernels run; the optimizer waits for the last."""
+    drawing = Drawing(rank)
+    drawing.calls[0] = CallInfo(0, "aten::mm", "backward")
+    for number in range(3):
+        drawing.host(1.0, "T2", call=0)
+        drawing.kernel("mm", 2.0, call=0)
+        drawing.collective("nccl", 5.0, number, size=400)
+        drawing.tasks[-1] = replace(drawing.tasks[-1], call=0)
+        drawing.add(RecordEvent(number, 20))
+        if waits_between and number == 1:
+            drawing.add(StreamWait(number, 7))
+    drawing.add(*(StreamWait(number, 7) for number in range(3)))
+    drawing.kernel("optimizer", 1.0)
+    return drawing
+
+
+def transfers():
+    return ToyCluster(), ToyCollectives()
+
+
+def test_buckets_are_joined_with_what_waits_for_them():
+    graph = together(backward(0), backward(1))
+    assert bucket_sizes(graph) == [400, 400, 400]
+    made = joined_buckets(graph, 800, transfers)
+    for rank in made.ranks:
+        sizes = [task.collective.size_bytes for task in rank.tasks if task.collective]
+        assert sizes == [800, 400]
+        joined = next(task for task in rank.tasks if task.collective)
+        # The toy's transfers are as long as their bytes: two in one take what both took.
+        assert joined.duration.seconds == pytest.approx(10.0)
+        actions = rank.threads["main"]
+        marks = [place for place, action in enumerate(actions) if isinstance(action, RecordEvent)]
+        launched = next(place for place, action in enumerate(actions) if getattr(action, "task", None) == joined.id)
+        assert all(place > launched for place in marks)
+    assert simulate(made).step_seconds >= simulate(graph).step_seconds  # it begins later and gains nothing here
+
+
+def test_what_somebody_waits_for_is_not_joined_nor_what_ranks_would_join_otherwise():
+    alone = joined_buckets(together(backward(0, True), backward(1, True)), 1200, transfers)
+    assert [len([t for t in rank.tasks if t.collective]) for rank in alone.ranks] == [2, 2]
+    unlike = joined_buckets(together(backward(0, True), backward(1)), 1200, transfers)
+    assert [len([t for t in rank.tasks if t.collective]) for rank in unlike.ranks] == [3, 3]
+
+
+class ByElements(CostModel):
+    """As long as an operator writes bytes, and a second for its start."""
+
+    def estimate(self, operators):
+        written = [each.write_bytes for each in operators]
+        return [Estimate(1.0 + each, 1.0 + each / 2, 1.0 + each * 2, "memory", {}, "fitted") for each in written]
+
+
+def test_measured_kernels_of_another_batch_take_their_time_times_the_ratio_of_the_models():
+    data, weight, made = (Tensor(place, place, shape, "float32", "cuda:0") for place, shape in
+                          enumerate([(8, 4), (4, 4), (8, 4)]))  # fmt: skip
+    trace = OperatorTrace((OperatorCall(0, "aten::linear", None, 0, (data, weight), (made,), "forward"),
+                           OperatorCall(1, "aten::t", None, 0, (weight,), (weight,), "forward")))  # fmt: skip
+    before = TracedRank(trace, LoweringOptions())
+    after = TracedRank(resized(trace, 16), LoweringOptions())
+    drawing = Drawing()
+    drawing.calls = {0: CallInfo(0, "aten::linear", "forward"), 7: CallInfo(7, "kernel's own", "forward", parent=0)}
+    drawing.kernel("gemm", 3.0, call=7)
+    drawing.kernel("of nobody", 2.0)
+    graph = resized_graph(together(drawing), {0: before}, {0: after}, Estimates(ByElements()), transfers)
+    product, other = graph.ranks[0].tasks
+    ratio = (1 + 16 * 4 * 4) / (1 + 8 * 4 * 4)
+    assert product.duration.seconds == pytest.approx(3.0 * ratio) and product.duration.source == "fitted"
+    assert product.duration.lower < product.duration.seconds < product.duration.upper
+    assert other.duration.seconds == 2.0
