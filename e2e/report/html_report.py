@@ -19,6 +19,7 @@ from e2e.report.operator_rows import module_seconds, operator_rows
 from e2e.report.rank_page import collectives_section, ranks_section
 from e2e.report.step_tracks import KINDS, timeline_data
 from e2e.report.text_report import memory_parts, milliseconds, peak_memory, phases, title
+from e2e.report.what_if_table import what_if_cells, what_if_warnings
 
 _HOST_COLOUR = KINDS["host"][1]
 
@@ -35,6 +36,7 @@ def page(result: PredictionResult) -> str:
     memory = memory_section(result)
     parts: list[tuple[str, str, Html | None]] = [
         ("advice", "What to change", _advice(prediction)),
+        ("what-if", "What if", _what_if(prediction)),
         ("timeline", "Timeline", _timeline(result)),
         ("path", "Critical path across ranks" if several else "Critical path", _path(prediction)),
         ("operators", "Operators", _operators(result)),
@@ -94,6 +96,14 @@ def _advice(prediction: Prediction) -> Html | None:
     rows = advice_rows(prediction.advice)
     remarks = (tag("p", line) for line in advice_remarks(prediction.advice, prediction.fits))
     return joined((table(ADVICE_HEAD, rows) if rows else None, *remarks))
+
+
+def _what_if(prediction: Prediction) -> Html | None:
+    """The step with something changed, where that was asked."""
+    if not prediction.what_if:
+        return None
+    warnings = (tag("p", warning, class_="warn") for warning in what_if_warnings(prediction.what_if))
+    return joined((table(*what_if_cells(prediction.what_if)), *warnings))
 
 
 def _bar(values: Mapping[str, float], colours: Mapping[str, str], what: str) -> Html:

@@ -1,8 +1,8 @@
-"""The table of what-if questions as text."""
+"""The table of what-if questions, which the text and the page show."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -12,33 +12,49 @@ from e2e.explain.what_if_row import WhatIfRow
 _PARTS = ("host", "device", "communication")
 
 
-def render_what_if(out: Console, rows: Sequence[WhatIfRow]) -> None:
-    """Prints a line per question: the step, what is gained, where the critical path is then and was before."""
-    if not rows:
-        return
+def what_if_cells(rows: Sequence[WhatIfRow]) -> tuple[list[str], list[list[str]]]:
+    """Head and cells, a line per question: the step, what is gained, where the critical path is then and was before."""
     resized = any(row.gain_per_sample is not None for row in rows)
     head = ["what if", "step", "80% interval", "gain", *(["per sample"] if resized else [])]
-    table = Table(*head, *(f"path: {name}" for name in _PARTS), "longest on it", box=None)
-    for column in table.columns:
-        column.overflow = "fold"
-    before = rows[0].shares
-    for row in rows:
-        low, high = row.interval_seconds
-        cells = [
-            row.question + (" (DOES NOT FIT)" if row.fits is False else ""),
-            f"{row.iteration_seconds * 1e3:.3f} ms",
-            f"{low * 1e3:.3f} to {high * 1e3:.3f}",
-            "" if row is rows[0] else f"{row.gain:.2f}x",
-        ]
-        if resized:
-            cells.append("" if row.gain_per_sample is None else f"{row.gain_per_sample:.2f}x")
-        cells += [_share(before[name], row.shares[name], row is rows[0]) for name in _PARTS]
-        longest = row.longest.seconds / (sum(row.path_seconds.values()) or 1.0)
-        table.add_row(*cells, f"{row.longest.kind} of {row.longest.name}, {longest:.0%}")
-    out.print(table)
+    head += [*(f"path: {name}" for name in _PARTS), "longest on it"]
+    return head, [_cells(row, rows[0], resized) for row in rows]
+
+
+def what_if_warnings(rows: Sequence[WhatIfRow]) -> Iterator[str]:
+    """What is doubtful about an answer, with its question."""
     for row in rows:
         for warning in row.warnings:
-            out.print(f"warning: {row.question}: {warning}", soft_wrap=True)
+            yield f"{row.question}: {warning}"
+
+
+def render_what_if(out: Console, rows: Sequence[WhatIfRow]) -> None:
+    """Prints the table and its warnings, if anything was asked."""
+    if not rows:
+        return
+    head, lines = what_if_cells(rows)
+    table = Table(*head, box=None)
+    for column in table.columns:
+        column.overflow = "fold"
+    for line in lines:
+        table.add_row(*line)
+    out.print(table)
+    for warning in what_if_warnings(rows):
+        out.print(f"warning: {warning}", soft_wrap=True)
+
+
+def _cells(row: WhatIfRow, first: WhatIfRow, resized: bool) -> list[str]:
+    low, high = row.interval_seconds
+    cells = [
+        row.question + (" (DOES NOT FIT)" if row.fits is False else ""),
+        f"{row.iteration_seconds * 1e3:.3f} ms",
+        f"{low * 1e3:.3f} to {high * 1e3:.3f}",
+        "" if row is first else f"{row.gain:.2f}x",
+    ]
+    if resized:
+        cells.append("" if row.gain_per_sample is None else f"{row.gain_per_sample:.2f}x")
+    cells += [_share(first.shares[name], row.shares[name], row is first) for name in _PARTS]
+    longest = row.longest.seconds / (sum(row.path_seconds.values()) or 1.0)
+    return [*cells, f"{row.longest.kind} of {row.longest.name}, {longest:.0%}"]
 
 
 def _share(before: float, now: float, first: bool) -> str:
