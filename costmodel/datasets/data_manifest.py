@@ -91,7 +91,7 @@ def read_sources(path: Path = MANIFEST) -> tuple[DataSource, ...]:
         return tuple(_source(name, each) for name, each in content.items())
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}); install the package again") from None
-    except (yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError) as error:
+    except (yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise InputError(f"{path}: not a manifest of datasets ({' '.join(str(error).split())})") from None
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from costmodel.base.errors import InputError, OutputError
+from costmodel.base.plain_json import decoded
 from costmodel.base.whole_file import write_whole
 from costmodel.embedding.index_batches import load_batches, statistics_of_batch
 from costmodel.operators.index_statistics import IndexStatistics
@@ -91,7 +92,7 @@ def check_suffix(path: Path) -> None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    record = json.loads(path.read_text(encoding="utf-8"))
+    record = decoded(path.read_text(encoding="utf-8"))
     if record.get("format") != _FORMAT:
         raise ValueError(f"format {record.get('format')!r}, known: {_FORMAT}")
     if not isinstance(record["tables"], dict):

@@ -30,6 +30,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from costmodel.base.errors import InputError, OutputError
+from costmodel.base.plain_json import decoded
 from fusion.model.tensor_info import TensorInfo
 from fusion.model.write_failure import os_reason, write_failure
 from schedules.contract.cpu_target import CpuTarget, cpu_flags, required_flags
@@ -263,7 +264,7 @@ def _read_manifest(path: Path) -> Manifest:
 def read_fields(path: Path) -> dict[str, Any]:
     """What a manifest of this format holds, unchecked; ``InputError`` names the file."""
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = decoded(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise InputError(f"{path}: missing, so {path.parent} is no finished build; run `tune` (again)") from error
     except OSError as error:

@@ -12,6 +12,7 @@ import gzip
 import json
 import math
 import os
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from costmodel.base.errors import InputError, OutputError
+from costmodel.base.plain_json import decoded
 from costmodel.base.whole_file import write_whole
 from costmodel.model.measurements import Config, Measurement, config_key
 from costmodel.operators.layers import Operator
@@ -126,9 +128,9 @@ def read_records(path: Path) -> CpuRecords:
     """What :func:`write_records` wrote; ``InputError`` names the file and what to do."""
     header, lines = _header(path)
     try:
-        kernels = tuple(_kernel(json.loads(line)) for line in lines)
+        kernels = tuple(_kernel(decoded(line)) for line in lines)
         return CpuRecords(_identity(header), header["tvm"], header["templates"], header["note"], kernels)
-    except (OSError, EOFError, KeyError, TypeError, ValueError, AttributeError) as error:
+    except (OSError, EOFError, zlib.error, KeyError, TypeError, ValueError, AttributeError) as error:
         raise _damaged(path, error) from error
 
 
@@ -212,8 +214,8 @@ def _header(path: Path) -> tuple[Mapping[str, Any], Iterator[str]]:
     """The first line, and the others, which are not read before they are asked for."""
     lines = _lines(path)
     try:
-        header = json.loads(next(lines, "null"))
-    except (OSError, EOFError, ValueError) as error:
+        header = decoded(next(lines, "null"))
+    except (OSError, EOFError, zlib.error, ValueError) as error:
         raise _damaged(path, error) from error
     if not isinstance(header, dict) or header.get("format") != _FORMAT:
         raise InputError(f"{path}: not a file of kernel records; `python -m fusion records collect` makes one")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from costmodel.base.errors import InputError, OutputError
+from costmodel.base.plain_json import decoded
 from costmodel.base.whole_file import write_whole
 from costmodel.gpu.residuals import adaptation, forest, residual
 from costmodel.gpu.residuals.adaptation import Adaptation
@@ -213,7 +214,7 @@ def _read_fitted(path: Path) -> Fitted:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = decoded(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
     except ValueError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -13,6 +12,7 @@ from unittest.mock import patch
 import torch
 
 from costmodel.base.errors import InputError, MissingDependencyError, ModelError
+from costmodel.base.plain_json import decoded
 from e2e.capture import fused_attention, latent_attention
 from e2e.capture.models.cached_tokens import decoding_arguments
 from e2e.capture.models.training_presets import TRAINING_PRESETS
@@ -140,7 +140,7 @@ LENGTH_KEYS = ("max_position_embeddings", "n_positions", "n_ctx")
 def read_config(path: Path) -> dict[str, Any]:
     """A Hugging Face ``config.json``; ``InputError`` names the file and what is wrong."""
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = decoded(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
     except ValueError as error:
