@@ -9,6 +9,9 @@ from typing import Any
 # No float holds such a number, and converting it raises what no reader expects.
 _ENDLESS_NUMBER = re.compile(r"\d{301}")
 
+# What taking a malformed document apart raises: names that are missing, other types, numbers that are none.
+MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+
 
 def decoded(text: str | bytes) -> Any:
     """What ``text`` says. ``ValueError`` for what is no JSON, also where it is nested deeper than Python goes, is no

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from costmodel.base.errors import InputError, OutputError
-from costmodel.base.plain_json import decoded
+from costmodel.base.plain_json import MALFORMED, decoded
 from costmodel.base.whole_file import write_whole
 from costmodel.collectives.curve import Knots
 from costmodel.collectives.physics import architecture_adds, can_reduce
@@ -105,7 +105,7 @@ def read_calibration(path: Path) -> Calibration:
         )
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except MALFORMED as error:
         raise InputError(f"{path}: corrupt ({error!r}); write it anew with `python -m costmodel fit`") from None
 
 

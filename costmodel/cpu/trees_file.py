@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from costmodel.base.errors import InputError, OutputError
-from costmodel.base.plain_json import decoded
+from costmodel.base.plain_json import MALFORMED, decoded
 from costmodel.base.whole_file import write_whole
 from costmodel.cpu.boosted_trees import BoostedResidual
 from costmodel.cpu.learned_residual import FamilyTrees
@@ -42,5 +42,5 @@ def read_trees(path: Path, key: str) -> dict[str, FamilyTrees]:
         }
     except FileNotFoundError:
         raise InputError(f"{path}: missing; train it with `python -m fusion records train`") from None
-    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, EOFError, zlib.error, *MALFORMED) as error:
         raise InputError(f"{path}: damaged ({error}); train it again") from None

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from costmodel.base.errors import InputError, MissingDependencyError
-from costmodel.base.plain_json import decoded
+from costmodel.base.plain_json import MALFORMED, decoded
 from costmodel.datasets.data_folder import AGAIN
 from costmodel.datasets.named_files import Wanted, everything
 from costmodel.datasets.own_tables import DIRECTORY as MEASURED
@@ -178,7 +178,7 @@ def _checked(read: _Read, path: Path) -> list[CollectiveRow]:
         rows = list(read(path))
     except (OSError, EOFError) as error:
         raise InputError(f"{path}: cannot be read ({error}); {AGAIN}") from None
-    except (KeyError, ValueError, TypeError, IndexError) as error:
+    except MALFORMED as error:
         raise InputError(f"{path}: not a sweep of collectives ({error!r}); {AGAIN}") from None
     if not rows or not all(each.seconds > 0 for each in rows):
         raise InputError(f"{path}: no rows, or times that are not above zero; {AGAIN}")

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from costmodel.base.errors import InputError
-from costmodel.base.plain_json import decoded
+from costmodel.base.plain_json import MALFORMED, decoded
 from costmodel.datasets.collective_rows import CollectiveRow, kind_of, whole_buffer
 from costmodel.operators.collective_transfer import COLLECTIVE_KINDS, CollectiveKind, CollectiveTransfer
 
@@ -111,7 +111,7 @@ def _rows_of_json(text: str, given: Given, path: Path) -> list[CollectiveRow]:
             {int(each["group"]) for each in devices},
         )
         rows = [_json_row(each, run, given, f"{path}: size {each['size']}") for each in record["results"]]
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
+    except MALFORMED as error:
         raise InputError(f"{path}: not the JSON that nccl-tests writes with -J ({error!r}); run it again") from None
     return [row for row in rows if row is not None]
 

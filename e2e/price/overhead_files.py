@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from costmodel.base.errors import InputError, OutputError
-from costmodel.base.plain_json import decoded
+from costmodel.base.plain_json import MALFORMED, decoded
 from costmodel.base.whole_file import write_whole
 from e2e.price.overheads import KINDS, Inflation, Mean, OverheadPart, OverheadTable, Provenance, complete_table
 
@@ -55,7 +55,7 @@ def load_table(path: Path) -> OverheadTable:
         if not level > 0.0:
             raise ValueError(f"level {level:g}, must be above 0")
         return replace(complete_table(document["name"], means, sources, inflation), factor=factor, level=level)
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+    except MALFORMED as error:
         raise InputError(
             f"{path}: not a table of host overheads ({error}); fit it again with python -m e2e.price.overhead_fitting"
         ) from None

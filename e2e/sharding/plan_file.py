@@ -125,6 +125,8 @@ class _File(_Strict):
 
     @model_validator(mode="after")
     def _known_ranks(self) -> _File:
+        if [rank.rank for rank in self.ranks] != list(range(len(self.ranks))) or len(self.ranks) != self.gpus:
+            raise ValueError(f"ranks are not those of {self.gpus} GPUs, in order")
         names = [table.table for table in self.tables]
         if len(set(names)) < len(names):
             raise ValueError("a table is placed twice")
@@ -133,8 +135,6 @@ class _File(_Strict):
                 raise ValueError(f"table {table.table}: rank {max(table.ranks)} of {self.gpus} GPUs")
             if table.kind not in PLACED and sorted(table.ranks) != list(range(self.gpus)):
                 raise ValueError(f"table {table.table}: {table.kind} needs all {self.gpus} ranks")
-        if [rank.rank for rank in self.ranks] != list(range(self.gpus)):
-            raise ValueError(f"ranks are not those of {self.gpus} GPUs, in order")
         return self
 
 

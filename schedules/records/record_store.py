@@ -17,7 +17,7 @@ from typing import IO, Any, TypeVar
 
 from costmodel.base.errors import InputError, OutputError
 from costmodel.base.folder_lock import lock_folder
-from costmodel.base.plain_json import decoded
+from costmodel.base.plain_json import MALFORMED, decoded
 from costmodel.model.measurements import ConfigKey, config_key
 from costmodel.operators.layers import Operator
 from costmodel.operators.serialization import from_record, to_record
@@ -178,8 +178,10 @@ def _parse_failure(line: str) -> tuple[Failure, dict[str, str]] | None:
     content = decoded(line)
     try:
         operator = from_record(content.pop("operator"))
-        failure = Failure(operator, content.pop("config"), content.pop("error"), content.pop("message"))
-    except (AttributeError, KeyError, TypeError, ValueError):
+        config = {str(knob): int(value) for knob, value in content.pop("config").items()}
+        failure = Failure(operator, config, str(content.pop("error")), str(content.pop("message")))
+        hash(operator)
+    except MALFORMED:
         return None
     return failure, content
 

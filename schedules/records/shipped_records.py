@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from costmodel.base.errors import InputError, OutputError
-from costmodel.base.plain_json import decoded
+from costmodel.base.plain_json import MALFORMED, decoded
 from costmodel.base.whole_file import write_whole
 from costmodel.model.measurements import Config, Measurement, config_key
 from costmodel.operators.layers import Operator
@@ -130,7 +130,7 @@ def read_records(path: Path) -> CpuRecords:
     try:
         kernels = tuple(_kernel(decoded(line)) for line in lines)
         return CpuRecords(_identity(header), header["tvm"], header["templates"], header["note"], kernels)
-    except (OSError, EOFError, zlib.error, KeyError, TypeError, ValueError, AttributeError) as error:
+    except (OSError, EOFError, zlib.error, *MALFORMED) as error:
         raise _damaged(path, error) from error
 
 
@@ -155,7 +155,7 @@ def find_records(cpu: CpuTarget, directory: Path | None = None, nearest: bool = 
             identity = _identity(header)
             current = (header["tvm"], header["templates"]) == (own["tvm"], own["templates"])
             distance = identity.distance(here)
-        except (KeyError, TypeError, ValueError) as error:
+        except MALFORMED as error:
             raise _damaged(path, error) from error
         alike = identity.runs_alike(here)
         if current and (alike or (nearest and math.isfinite(distance))):

@@ -15,7 +15,7 @@ from functools import lru_cache
 from importlib.metadata import version
 from typing import Any
 
-from costmodel.base.plain_json import decoded
+from costmodel.base.plain_json import MALFORMED, decoded
 from costmodel.operators.layers import Operator
 from costmodel.operators.serialization import from_record, to_record
 from schedules.contract.cpu_target import CpuTarget
@@ -80,7 +80,8 @@ def parse_line(line: str) -> tuple[Record, dict[str, str]] | None:
         operator = from_record(fields.pop("operator"))
         config = {str(knob): int(value) for knob, value in fields.pop("config").items()}
         record = Record(operator, config, float(min(run_seconds)), bool(fields.pop("confirmed")))
-    except (TypeError, KeyError, IndexError, AttributeError, ValueError):
+        hash(operator)  # TypeError of one whose sizes are mappings
+    except MALFORMED:
         return None
     return record, fields
 

@@ -164,7 +164,12 @@ def serve(name: str, first: int, last: int) -> None:
         os.dup2(nowhere, 2)
         for number in numbers:
             tell({"begin": number})
-            path = reader.case(Path(folder), seeds, number, random.Random(f"{name} {number}"))
+            try:
+                path = reader.case(Path(folder), seeds, number, random.Random(f"{name} {number}"))
+            except Exception:
+                failed = traceback.format_exc()[-_LONGEST_LINE:]
+                tell({"case": number, "outcome": "cannot be made", "detail": failed, "seconds": 0.0, "grown": 0})
+                continue
             began = time.process_time()
             outcome, detail = _outcome(reader, path)
             spent = time.process_time() - began

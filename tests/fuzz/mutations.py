@@ -122,8 +122,9 @@ def mutated_message(message: Any, rng: random.Random) -> Any:
     found = type(message)()
     found.CopyFrom(message)
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
-        holder, field = rng.choice(list(_fields(found)))
-        _change_field(holder, field, rng)
+        places = list(_fields(found))
+        if places:
+            _change_field(*rng.choice(places), rng)
     return found
 
 
@@ -138,7 +139,8 @@ def mutated_arrays(arrays: dict[str, np.ndarray], rng: random.Random) -> bytes:
     elif kind == 1:
         found[rng.choice((*found, "x", "a.b.c", ".", "a."))] = array
     elif kind == 2:
-        found[name] = array.astype(rng.choice(("float64", "int8", "bool", "U5", "complex64", "S3", "uint64")))
+        kinds = ("float64", "int8", "bool", "U5", "complex64", "S3", "uint64") if array.dtype.kind in "iufb" else ("S3",)
+        found[name] = array.astype(rng.choice(kinds))
     elif kind == 3:
         found[name] = array.reshape(rng.choice(((-1,), (1, -1), (-1, 1, 1)))) if array.size else array
     elif kind == 4:

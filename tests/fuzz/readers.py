@@ -145,6 +145,7 @@ def _folder(content: dict[str, list[Any] | dict[str, Any] | bytes], rng: random.
     chosen = rng.choice([name for name, each in content.items() if not isinstance(each, bytes)]) if rng else None
     for name, each in content.items():
         file = path / name
+        file.parent.mkdir(exist_ok=True)
         if isinstance(each, bytes):
             file.write_bytes(each)
         elif isinstance(each, dict):
@@ -202,11 +203,9 @@ def _cluster(path: Path) -> object:
 
 
 def _tables(path: Path) -> object:
-    from costmodel.embedding.embedding_tables import read_table_file
-    from e2e.sharding.problem.dense_costs import read_dense_model
+    from e2e.commands.shard_command import ShardingRequest
 
-    file = read_table_file(path)
-    return file.tables[0].popularity(), read_dense_model(file.model)
+    return ShardingRequest(path, "a100-sxm-80gb", 8, 4096).task()
 
 
 def _sources(path: Path) -> object:
@@ -367,7 +366,7 @@ def _readers() -> list[Reader]:
         Reader("plan", lambda folder: _of(_json, "plan.json", PLAN), _plan),
         Reader(
             "nccl-log",
-            lambda folder: [*_of(_lines, "log.txt", *NCCL_LOGS), *_of(_json, "log.json", NCCL_JSON)],
+            lambda folder: [*_of(_lines, "log.txt", *NCCL_LOGS), *_of(_json, "log.json", *NCCL_JSON)],
             _nccl_log,
         ),
         Reader("configuration", lambda folder: _of(_json, "config.json", *HF_CONFIGS), _configuration, ("torch", "transformers")),

@@ -277,8 +277,13 @@ BUILD_MANIFEST: dict[str, Any] = {
     "model.so": _LIBRARY,
     "model_unfused.so": _LIBRARY,
 }
-PROFILE_INDEX: dict[str, Any] = {"manifest.json": {"format": 1, "profiles": {}, **BUILD_MANIFEST["manifest.json"]}}
-PROFILE_INDEX |= {"model.so": _LIBRARY, "model_unfused.so": _LIBRARY}
+_WHOLE = json.dumps(BUILD_MANIFEST["manifest.json"]).encode()
+PROFILE_INDEX: dict[str, Any] = {
+    "manifest.json": {"format": 1, "profiles": {"1x3x8x8": hashlib.sha256(_WHOLE).hexdigest()}},
+    "1x3x8x8/manifest.json": _WHOLE,
+    "1x3x8x8/model.so": _LIBRARY,
+    "1x3x8x8/model_unfused.so": _LIBRARY,
+}
 SWEEP_RESULTS: dict[str, Any] = {
     "results.jsonl": [
         {
@@ -439,7 +444,7 @@ Ratio of index distribution at different column sizes:
 MEASURED_TABLE = (SHIPPED / "calibration" / "h100-pcie" / "measured" / "published_gemm.csv").read_text(encoding="utf-8")
 OPTION_TEXTS = [
     "parallel\ndp=2,tp=2,pp=2,micro-batches=8,schedule=interleaved,virtual-stages=2\n",
-    "parallel\nfsdp=4,tp=2,sp=yes,recompute=full,offload-optimizer=0.5,reduce-dtype=float32\n",
+    "parallel\nfsdp=4,tp=2,sp=yes,recompute=full,offload-optimizer=1,master-weights=yes\n",
     "skew\nspread=0.02,jitter=0.05,seed=1,start=3:0.5\n",
     "routing\npower-law=1.2,capacity=1.25\n",
     "ranks\n0,7\n",

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from costmodel.base.errors import InputError
-from costmodel.base.plain_json import decoded
+from costmodel.base.plain_json import MALFORMED, decoded
 from costmodel.gpu.families.family import KernelAnalysis
 from costmodel.gpu.families.rates import kernel_floor
 from costmodel.machines.machine_records import Machine
@@ -58,7 +58,7 @@ def inverted_shares(path: Path = SHARES) -> InvertedShares:
         record = decoded(path.read_text(encoding="utf-8"))
         factors = {str(name): float(value) for name, value in record["factors"].items()}
         return InvertedShares(factors, float(record["spread"]), record["provenance"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, *MALFORMED) as error:
         raise InputError(f"{path}: not a file of shares ({error}); write it anew: python -m costmodel fit") from None
 
 

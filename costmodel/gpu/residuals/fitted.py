@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from costmodel.base.errors import InputError, OutputError
-from costmodel.base.plain_json import decoded
+from costmodel.base.plain_json import MALFORMED, decoded
 from costmodel.base.whole_file import write_whole
 from costmodel.gpu.residuals import adaptation, forest, residual
 from costmodel.gpu.residuals.adaptation import Adaptation
@@ -162,7 +162,7 @@ def transfer(directory: Path = DIRECTORY) -> LevelTransfer:
             for family, each in record["grades"].items()
         }
         return LevelTransfer(levels, shapes, record["provenance"], grades)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except MALFORMED as error:
         raise _corrupt(path, error) from None
 
 
@@ -208,7 +208,7 @@ def _read_fitted(path: Path) -> Fitted:
         limited = bool(record["power_limited"])
         moved = {name: adaptation.from_record(each) for name, each in record.get("adaptations", {}).items()}
         return Fitted(record["machine"], record["architecture"], limited, families, record["provenance"], moved)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except MALFORMED as error:
         raise _corrupt(path, error) from None
 
 

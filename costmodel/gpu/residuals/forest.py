@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import base64
 import json
 import zlib
@@ -88,6 +89,8 @@ def from_record(record: dict[str, Any]) -> Forest:
     leaves = _unpack(record["leaves"], np.float16).reshape(trees, -1).astype(np.float32)
     if columns.shape != thresholds.shape or leaves.shape[1] != columns.shape[1] + 1:
         raise ValueError("the arrays of a forest do not fit together")
+    if not (np.isfinite(leaves).all() and math.isfinite(float(record["base"]))):
+        raise ValueError("leaves of a forest are not finite")
     return Forest(columns, thresholds, leaves, float(record["base"]))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -109,6 +110,10 @@ def to_record(residual: Residual) -> dict[str, Any]:
 def from_record(record: dict[str, Any]) -> Residual:
     """Inverse of :func:`to_record`; ``ValueError`` or ``KeyError`` for anything else."""
     trees = {name: forest.from_record(record[name]) for name in ("middle", "lower", "upper")}
+    if not all(isinstance(name, str) for name in record["features"]):
+        raise ValueError("features are not names")
+    if not math.isfinite(float(record["margin"])):
+        raise ValueError(f"margin {record['margin']}")
     lowest, highest = (np.array(record[name], dtype=np.float32) for name in ("lowest", "highest"))
     if not len(record["features"]) == len(lowest) == len(highest):
         raise ValueError("features and their ranges do not fit together")

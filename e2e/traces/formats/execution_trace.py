@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from costmodel.base.errors import InputError
-from costmodel.base.plain_json import decoded
+from costmodel.base.plain_json import MALFORMED, decoded
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, Phase, Value, tensors
 from e2e.traces.formats.json_stream import read_members
 from e2e.traces.formats.trace_values import ValueReader
@@ -92,7 +92,7 @@ def _read_node(node: Any, values: ValueReader, path: Path | str) -> TraceNode:
         if not isinstance(found.name, str) or not isinstance(found.schema, str):
             raise TypeError("its name or schema is no text")
         return found
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError) as error:
+    except MALFORMED as error:
         name = node.get("id") if isinstance(node, dict) else node
         reason = f"{type(error).__name__}: {error}"
         raise InputError(f"{path}: node {name!r} is not of an execution trace ({reason}); record it again") from None
@@ -208,7 +208,7 @@ def _process_groups(nodes: Iterable[TraceNode], source: str) -> dict[str, tuple[
             for group in decoded(str(node.inputs[0])):
                 ranks = group.get("ranks") or range(group["group_size"])
                 groups[str(group["pg_name"])] = tuple(int(rank) for rank in ranks)
-        except (ValueError, KeyError, TypeError) as error:
+        except MALFORMED as error:
             raise InputError(f"{source}: process groups of node {node.id} are not readable ({error})") from None
     return groups
 

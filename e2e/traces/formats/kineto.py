@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from costmodel.base.errors import InputError
-from costmodel.base.plain_json import decoded
+from costmodel.base.plain_json import MALFORMED, decoded
 from e2e.step.collective_names import kind_of_short
 from e2e.traces.formats.json_stream import read_members
 from e2e.traces.formats.profile import (
@@ -82,7 +82,7 @@ class _Collector:
     def add(self, event: Any) -> None:
         try:
             self._add(event)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except MALFORMED as error:
             name = event.get("name") if isinstance(event, dict) else event
             reason = f"{type(error).__name__}: {error}"
             raise InputError(
@@ -109,7 +109,7 @@ class _Collector:
         try:
             scale = 1e-9 if self._first > _NANOSECONDS_ABOVE else 1e-6
             return self._trace(header, scale)
-        except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        except MALFORMED as error:
             reason = f"{type(error).__name__}: {error}"
             raise InputError(
                 f"{self._source}: an event, or what is told of the run, is not what profilers write ({reason}); "
@@ -222,7 +222,7 @@ def _collective(args: Mapping[str, Any]) -> CollectiveInfo | None:
         return None
     try:
         ranks = tuple(int(rank) for rank in decoded(args.get("Process Group Ranks") or "[]"))
-    except (ValueError, TypeError):  # a long list is cut with dots
+    except MALFORMED:  # a long list is cut with dots
         ranks = ()
     dtype = str(args.get("dtype", ""))
     return CollectiveInfo(
