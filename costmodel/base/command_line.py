@@ -31,9 +31,7 @@ class ProgramGroup(TyperGroup):
     ends with status 2.
     """
 
-    def main(
-        self, args: Sequence[str] | None = None, prog_name: str | None = None, *rest: Any, **options: Any
-    ) -> Any:
+    def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, *rest: Any, **options: Any) -> Any:
         """Runs the command that ``args`` (default: those of the process) name."""
         if options.get("standalone_mode") is False:
             return super().main(args, prog_name, *rest, **options)

@@ -268,10 +268,7 @@ def _guarded(check: Check) -> list[Finding]:
 
 
 def _python() -> tuple[State, str, str]:
-    told = f"{sys.version.split()[0]}, {sys.executable}"
-    if sys.version_info < (3, 11):
-        return "broken", told, "use Python 3.11 or newer"
-    return "ok", told, ""
+    return "ok", f"{sys.version.split()[0]}, {sys.executable}", ""
 
 
 def _declared(each: Declared, extra: str) -> Finding:
@@ -291,16 +288,18 @@ def _declared(each: Declared, extra: str) -> Finding:
 
 def _holds(pair: BadPair) -> bool:
     versions = {name: installed(name) for name in pair.versions}
-    return all(
-        version is not None and satisfies(version, pair.versions[name]) for name, version in versions.items()
-    )
+    return all(version is not None and satisfies(version, pair.versions[name]) for name, version in versions.items())
 
 
 def _import(name: str, advice: str) -> Finding:
     title = f"import {name}"
     try:
         ran = subprocess.run(
-            [sys.executable, "-c", f"import {name}"], capture_output=True, text=True, timeout=_IMPORT_SECONDS, check=False
+            [sys.executable, "-c", f"import {name}"],
+            capture_output=True,
+            text=True,
+            timeout=_IMPORT_SECONDS,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return Finding(title, "broken", f"has not ended after {_IMPORT_SECONDS:.0f} s", advice)

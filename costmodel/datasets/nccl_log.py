@@ -37,8 +37,27 @@ _BEFORE_LINES = re.compile(r"^\s*(?:\[\d+,\d+\]<std(?:out|err)>:|\d+:)")  # [1,0
 
 _OUT_OF_BOUNDS = re.compile(r"#\s*Out of bounds values\s*:\s*(\d+)")
 # Names of nccl-tests' element types, and their bytes; those of one byte have had several names.
-_TYPE_BYTES = {"int8": 1, "uint8": 1, "int32": 4, "uint32": 4, "int64": 8, "uint64": 8, "half": 2, "float": 4, "double": 8}
-_TYPE_BYTES |= {"bfloat16": 2, "f8e4m3": 1, "f8e5m2": 1, "fp8_e4m3": 1, "fp8_e5m2": 1, "float8_e4m3": 1, "float8_e5m2": 1}
+_TYPE_BYTES = {
+    "int8": 1,
+    "uint8": 1,
+    "int32": 4,
+    "uint32": 4,
+    "int64": 8,
+    "uint64": 8,
+    "half": 2,
+    "float": 4,
+    "double": 8,
+}
+_TYPE_BYTES |= {
+    "bfloat16": 2,
+    "f8e4m3": 1,
+    "f8e5m2": 1,
+    "fp8_e4m3": 1,
+    "fp8_e5m2": 1,
+    "float8_e4m3": 1,
+    "float8_e5m2": 1,
+}
+_MOST_GPUS_OF_PROCESS = 1024
 _WRONG = "nccl-tests found wrong results in this run; repair the machine and run it again"
 
 
@@ -103,6 +122,8 @@ def _rows_of_json(text: str, given: Given, path: Path) -> list[CollectiveRow]:
         record = decoded(text)
         config, devices = record["config"], record["config"]["devices"]
         processes = int(config["nthreads"]) * int(config["ngpus"])
+        if not 0 < processes <= _MOST_GPUS_OF_PROCESS:
+            raise ValueError(f"{processes} GPUs of one process")
         hosts = [str(each["hostname"]) for each in devices for _ in range(processes)]
         run = _Run(
             given.kind or Path(record["args"][0]).name,
@@ -178,7 +199,9 @@ def _row(line: str, run: _Run, given: Given, where: str) -> CollectiveRow | None
 def _check_elements(size: float, count: str, kind: str, where: str) -> None:
     """What nccl-tests prints of the elements of ``size`` bytes; a row of nothing has size 0."""
     if kind not in _TYPE_BYTES:
-        raise InputError(f"{where}: element type {kind!r} is none of nccl-tests ({', '.join(_TYPE_BYTES)}); run it again")
+        raise InputError(
+            f"{where}: element type {kind!r} is none of nccl-tests ({', '.join(_TYPE_BYTES)}); run it again"
+        )
     elements = int(count) if count.isdigit() else -1
     # Of an all-gather, what one rank puts in.
     if elements < 0 or (size > 0 and not 0 < elements * _TYPE_BYTES[kind] <= size):

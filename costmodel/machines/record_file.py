@@ -35,7 +35,13 @@ def read_mapping(path: Path, failure: type[ProjectError], otherwise: str) -> dic
         document = yaml.load(path.read_text(encoding="utf-8"), Loader=UniqueKeyLoader)
     except OSError as error:
         raise failure(f"{path}: cannot be read ({error.strerror})") from None
-    except (yaml.YAMLError, ValueError, TypeError, AttributeError, LookupError) as error:  # such as of a date that is none
+    except (
+        yaml.YAMLError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        LookupError,
+    ) as error:  # such as of a date that is none
         raise failure(f"{path}: not valid YAML ({' '.join(str(error).split())})") from None
     except RecursionError:
         raise failure(f"{path}: not valid YAML (nested too deeply)") from None

@@ -13,7 +13,7 @@ from e2e.sources.asked.request import PredictRequest, WorkloadOptions
 from e2e.sources.capture_notes import assumptions
 from e2e.sources.prepared_step import PreparedStep
 from e2e.sources.request_parts import capture_options, cluster_of, one_gpu, setting_of
-from e2e.sources.single_gpu import single_step
+from e2e.sources.single_gpu import require_size, single_step
 
 
 def prepare(request: PredictRequest) -> PreparedStep:
@@ -21,7 +21,9 @@ def prepare(request: PredictRequest) -> PreparedStep:
     workload, options = request.workload, capture_options(request, "flash")
     assert workload.script is not None
     cluster = one_gpu(request.machine)
-    trace = capture_script(load_script(workload.script, options, **_parameters(workload)), options)
+    loaded = load_script(workload.script, options, **_parameters(workload))
+    require_size(loaded, cluster)
+    trace = capture_script(loaded, options)
     step = single_step(trace, request.configuration, cluster, options.kernel)
     return replace(step, warnings=[*step.warnings, *_unused(workload), *assumptions([trace])])
 

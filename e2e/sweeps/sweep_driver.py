@@ -46,8 +46,9 @@ class SweepResult:
 def sweep(
     request: SweepRequest, cells: Sequence[SweepCell], directory: Path, workers: Workers, progress: SweepProgress
 ) -> SweepResult:
-    """Computes what ``directory`` does not hold yet. Ctrl-C keeps all results that came in. ``OutputError`` where another
-    sweep is writing there.
+    """Computes what ``directory`` does not hold yet. Ctrl-C keeps all results that came in.
+
+    ``OutputError`` where another sweep is writing there.
     """
     with lock_folder(directory, "results of a sweep"):
         return _sweep(request, cells, directory, workers, progress)

@@ -311,11 +311,10 @@ def _tensor(item: dict[str, Any]) -> TensorInfo:
 
 def _is_dtype(name: str) -> bool:
     """Whether NumPy, or ``ml_dtypes`` beside it (``bfloat16``), has the type."""
-    try:
-        if np.dtype(name).kind not in "biufc":
-            return False
-    except (TypeError, ValueError, SyntaxError):  # of what NumPy takes for a list of types
-        import ml_dtypes
+    import ml_dtypes
 
+    try:
+        known = np.dtype(name)
+    except (TypeError, ValueError, SyntaxError):  # also of what NumPy takes for a list of types
         return isinstance(getattr(ml_dtypes, name, None), type)
-    return True
+    return known.kind in "biufc" or known.type is getattr(ml_dtypes, name, None)

@@ -26,5 +26,3 @@ def request_tiles() -> TilePermission:
     if not supported.value >> _TILE_DATA & 1:
         return "unknown to the kernel"
     return "granted" if libc.syscall(_SYS_ARCH_PRCTL, _REQUEST, _TILE_DATA) == 0 else "refused"
-
-

@@ -168,9 +168,7 @@ class RecordStore:
         self._lock = lock_folder(self.directory, "tuning records")
         for name in (WORKLOADS, RECORDS, FAILURES):
             _cut_unfinished_line(self.directory / name)
-        compact = read_lines(
-            self.directory / WORKLOADS, lambda line: json.dumps(decoded(line), separators=(",", ":"))
-        )
+        compact = read_lines(self.directory / WORKLOADS, lambda line: json.dumps(decoded(line), separators=(",", ":")))
         self._workloads = {line: number for number, line in enumerate(compact)}
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tests/: this folder is `fuzz` there
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from fuzz.harness import FuzzReport, fuzz, serve  # noqa: E402
-from fuzz.readers import ALL_READERS, READERS  # noqa: E402
+from fuzz.harness import FuzzReport, fuzz, serve
+from fuzz.readers import ALL_READERS, READERS
 
 _ROUND = 500
 

@@ -157,7 +157,7 @@ def serve(name: str, first: int, last: int) -> None:
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         os.chdir(folder)
         seeds = reader.seeds(Path(folder))
-        numbers = [*range(-len(seeds), 0), *range(0, last)] if first < 0 else range(first, last)
+        numbers = [*range(-len(seeds), 0), *range(last)] if first < 0 else range(first, last)
         _warm(reader, seeds, Path(folder))
         _limit_memory()
         resident = _peak()

@@ -139,7 +139,9 @@ def mutated_arrays(arrays: dict[str, np.ndarray], rng: random.Random) -> bytes:
     elif kind == 1:
         found[rng.choice((*found, "x", "a.b.c", ".", "a."))] = array
     elif kind == 2:
-        kinds = ("float64", "int8", "bool", "U5", "complex64", "S3", "uint64") if array.dtype.kind in "iufb" else ("S3",)
+        kinds = (
+            ("float64", "int8", "bool", "U5", "complex64", "S3", "uint64") if array.dtype.kind in "iufb" else ("S3",)
+        )
         found[name] = array.astype(rng.choice(kinds))
     elif kind == 3:
         found[name] = array.reshape(rng.choice(((-1,), (1, -1), (-1, 1, 1)))) if array.size else array

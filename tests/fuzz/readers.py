@@ -140,7 +140,7 @@ def _prefixed(content: list[Any], rng: random.Random | None, path: Path) -> None
 
 
 def _folder(content: dict[str, list[Any] | dict[str, Any] | bytes], rng: random.Random | None, path: Path) -> None:
-    """Files of a folder: bytes as they are, a mapping as JSON, a list as lines of JSON; one of the latter is damaged."""
+    """Files of a folder: bytes as they are, a mapping as JSON, a list as lines of JSON; one of these is damaged."""
     path.mkdir()
     chosen = rng.choice([name for name, each in content.items() if not isinstance(each, bytes)]) if rng else None
     for name, each in content.items():
@@ -195,10 +195,8 @@ def _cluster(path: Path) -> object:
     from costmodel.machines.cluster import load_cluster
     from costmodel.operators.collective_transfer import CollectiveTransfer
 
-    if "network" in path.name:
-        cluster = load_cluster("dgx-h100", 16, network=f"{path}:4")
-    else:
-        cluster = load_cluster(path, 2)
+    network = "network" in path.name
+    cluster = load_cluster("dgx-h100", 16, network=f"{path}:4") if network else load_cluster(path, 2)
     return collective_cost_model(cluster).estimate([CollectiveTransfer("all_reduce", 2**20, cluster.gpus)])
 
 
@@ -349,7 +347,9 @@ def _readers() -> list[Reader]:
     return [
         Reader("execution-trace", lambda folder: _of(_json, "et.json", *EXECUTION_TRACES), _trace, ("torch",)),
         Reader("kineto", lambda folder: _of(_json, "kineto.json", *KINETO_TRACES), _kineto, ("torch",)),
-        Reader("chakra", lambda folder: _of(_prefixed, "step.et", chakra_messages()), _trace, ("torch", "google.protobuf")),
+        Reader(
+            "chakra", lambda folder: _of(_prefixed, "step.et", chakra_messages()), _trace, ("torch", "google.protobuf")
+        ),
         Reader("machine", lambda folder: _of(_yaml, "machine.yaml", *machine_documents()), _machine),
         Reader(
             "cluster",
@@ -369,7 +369,12 @@ def _readers() -> list[Reader]:
             lambda folder: [*_of(_lines, "log.txt", *NCCL_LOGS), *_of(_json, "log.json", *NCCL_JSON)],
             _nccl_log,
         ),
-        Reader("configuration", lambda folder: _of(_json, "config.json", *HF_CONFIGS), _configuration, ("torch", "transformers")),
+        Reader(
+            "configuration",
+            lambda folder: _of(_json, "config.json", *HF_CONFIGS),
+            _configuration,
+            ("torch", "transformers"),
+        ),
         Reader("overheads", lambda folder: _of(_json, "overheads.json", OVERHEADS), _overheads),
         Reader("statistics", _statistics_seeds, _statistics),
         Reader("histograms", lambda folder: _of(_lines, "locality.txt", HISTOGRAM), _histograms),

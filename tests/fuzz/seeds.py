@@ -420,7 +420,9 @@ NCCL_JSON = [
         "config": {
             "nthreads": 1,
             "ngpus": 1,
-            "devices": [{"group": 0, "rank": rank, "hostname": f"gpu-{rank // 2}", "device": rank} for rank in range(4)],
+            "devices": [
+                {"group": 0, "rank": rank, "hostname": f"gpu-{rank // 2}", "device": rank} for rank in range(4)
+            ],
         },
         "results": [
             {"size": size, "count": size // 4, "type": "float", "out_of_place": _TIMED, "in_place": _TIMED}
@@ -428,7 +430,9 @@ NCCL_JSON = [
         ],
     }
 ]
-_BINS = "\n".join([f"(0, 1]: 0.{9:03}", *(f"({2**k}, {2 ** (k + 1)}]: 0.{50 + k:03}" for k in range(15)), "(32768+: 0.010"])
+_BINS = "\n".join(
+    [f"(0, 1]: 0.{9:03}", *(f"({2**k}, {2 ** (k + 1)}]: 0.{50 + k:03}" for k in range(15)), "(32768+: 0.010"]
+)
 HISTOGRAM = f"""\
 toy_t2_bs10.pt
 Locality stats after processing 1 batches of size 10

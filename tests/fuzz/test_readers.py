@@ -1,4 +1,4 @@
-"""500 damaged inputs for every reader, always the same: each gives a result or is refused in a line that names the file.
+"""500 damaged inputs for every reader, always the same: each gives a result or is refused in a line with the file.
 
 ``python -m tests.fuzz --minutes 60`` goes on with others. The harness itself is tried on a reader that hangs, dies,
 fills the memory and raises what it should not.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import base64
 import json
+import math
 import zlib
 from dataclasses import dataclass
 from typing import Any

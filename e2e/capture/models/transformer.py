@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -172,6 +174,7 @@ def build_transformer(config: Mapping[str, Any], attention: str, source: str) ->
     known = transformers.models.auto.configuration_auto.CONFIG_MAPPING
     if model_type not in known:
         raise ModelError(f"{source}: model_type {model_type!r} is not known to transformers {transformers.__version__}")
+    _check_layers(config, source)
     named = config.get("architectures") or [ARCHITECTURES.get(model_type)]
     try:
         settings = known[model_type](**{key: value for key, value in config.items() if key not in _IGNORED})
@@ -195,6 +198,19 @@ def build_transformer(config: Mapping[str, Any], attention: str, source: str) ->
     return model
 
 
+def _check_layers(config: Mapping[str, Any], source: str) -> None:
+    """``InputError`` for so many layers that building them would take minutes and their capture too many calls."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            _check_layers(value, source)
+        elif _LAYERS.search(str(key)) and isinstance(value, int) and value > MOST_LAYERS:
+            raise InputError(f"{source}: {key} is {value:,}; models of at most {MOST_LAYERS:,} layers are taken")
+
+
+# Pictures and sounds, without which some models run and others do not.
+_OTHER_INPUTS = {"pixel_values", "input_features", "input_values"}
+MOST_LAYERS = 2000  # the deepest published transformers have 1,000 (arXiv 2203.00555)
+_LAYERS = re.compile(r"(^|_)n?_?layers?$|_layers?_num$|^depth$")
 _IGNORED = ("model_type", "architectures", "torch_dtype", "dtype", "transformers_version", "quantization_config")
 
 
@@ -273,8 +289,12 @@ def forward_call(
         try:
             with quiet():
                 output = model(**arguments)
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
             what = " ".join(str(error).split())
+            others = _OTHER_INPUTS & set(inspect.signature(model.forward).parameters)
+            if others:
+                told = f"{type(model).__name__} takes {', '.join(sorted(others))} beside token ids"
+                raise ModelError(f"{source}: {told}; give it as a --script") from error
             raise ModelError(f"{source}: the model cannot be run: {what}; {advice}") from error
         if not with_loss:
             return output[0]
