@@ -261,6 +261,8 @@ def _fitting(field: Any, old: Any, rng: random.Random) -> Any:
         return mutated_bytes(old, rng)
     if isinstance(old, float):
         return float(rng.choice([each for each in NUMBERS if abs(each) < 1e38 or each != each]))
+    if field.enum_type is not None:
+        return rng.choice([each.number for each in field.enum_type.values])
     bits = 32 if field.cpp_type in (field.CPPTYPE_INT32, field.CPPTYPE_UINT32, field.CPPTYPE_ENUM) else 64
     low = 0 if field.cpp_type in (field.CPPTYPE_UINT32, field.CPPTYPE_UINT64) else -(2 ** (bits - 1))
     wanted = [each for each in (*NUMBERS, old + 1, old - 1, old * 2) if isinstance(each, int)]

@@ -86,9 +86,9 @@ def _check_header(header: Mapping[str, Any], nodes: list[TraceNode], path: Path 
 def _read_node(node: Any, values: ValueReader, path: Path | str) -> TraceNode:
     try:
         found = _flat_node(node, values) if "attrs" not in node else _nested_node(node, values)
-        for name in _NUMBERS:
-            if type(getattr(found, name)) is not int:
-                raise TypeError(f"{name} is {str(getattr(found, name))[:40]!r}, not a whole number")
+        for field in _NUMBERS:
+            if type(getattr(found, field)) is not int:
+                raise TypeError(f"{field} is {str(getattr(found, field))[:40]!r}, not a whole number")
         if not isinstance(found.name, str) or not isinstance(found.schema, str):
             raise TypeError("its name or schema is no text")
         return found
