@@ -1,6 +1,7 @@
 """What all command lines of the project do alike: errors of the user are one line, exit statuses are fixed.
 
-Exit status: 0 done, 2 the user's input or output is at fault (one line on standard error), 130 stopped with Ctrl-C.
+Exit status: 0 done, 1 ``doctor`` found something broken, 2 the user's input or output is at fault (one line on standard
+error), 130 stopped with Ctrl-C.
 """
 
 from __future__ import annotations
@@ -9,13 +10,62 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Collection, Sequence
-from typing import ParamSpec
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, ParamSpec
 
 import typer
+from typer.core import TyperGroup
+from typer.exceptions import TyperException
 
 from costmodel.base.errors import ProjectError
+from costmodel.base.version import version_line
 
 P = ParamSpec("P")
+_LONGEST_LINE = 1_200  # of an error: a damaged file may hold a name of megabytes
+_COMPLETION = ("--install-completion", "--show-completion")
+
+
+class ProgramGroup(TyperGroup):
+    """The commands of one program. A wrong command line is told in one line, as every other error of the user is, and
+    ends with status 2.
+    """
+
+    def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, *rest: Any, **options: Any) -> Any:
+        """Runs the command that ``args`` (default: those of the process) name."""
+        if options.get("standalone_mode") is False:
+            return super().main(args, prog_name, *rest, **options)
+        asked = sys.argv[1:] if args is None else args
+        if " " in (prog_name or "") and any(each.startswith(_COMPLETION) for each in asked):
+            _one_line(f"{asked[0]}: shells complete commands, not python -m; ask as `{self.name} {asked[0]}`")
+            sys.exit(2)
+        try:
+            status = super().main(args, prog_name, *rest, **{**options, "standalone_mode": False})
+        except TyperException as error:
+            _tell_usage(error)
+            sys.exit(error.exit_code)
+        except typer.Abort:
+            sys.exit(1)
+        sys.exit(status if isinstance(status, int) else 0)
+
+
+def program_name(tool: str) -> str | None:
+    """How ``tool`` is called: ``python -m TOOL``, or by the name of its console script (``None``: as it was)."""
+    return f"python -m {tool}" if Path(sys.argv[0]).name == "__main__.py" else None
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(version_line())
+        raise typer.Exit(0)
+
+
+def version_command(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    """The options of a program itself."""
 
 
 def guarded(stopped: str = "stopped") -> Callable[[Callable[P, None]], Callable[P, None]]:
@@ -33,7 +83,11 @@ def guarded(stopped: str = "stopped") -> Callable[[Callable[P, None]], Callable[
                 _close_output()  # the reader of a pipe left: nobody to tell
                 raise typer.Exit(0) from None
             except OSError as error:
+                if error.filename is None:
+                    _give_up_output()
                 fail(f"{error.filename or 'output'}: {error.strerror or error}")
+            except MemoryError:
+                fail("out of memory; give the process more of it, or ask for something smaller")
             except KeyboardInterrupt:
                 typer.echo(stopped, err=True)
                 raise typer.Exit(130) from None
@@ -60,10 +114,41 @@ def repeated(arguments: Sequence[str], options: Collection[str]) -> list[str]:
     return found
 
 
-def fail(message: str) -> None:
+def fail(message: str) -> NoReturn:
     """Prints one line and ends with status 2."""
-    typer.echo(f"error: {' '.join(message.split())}", err=True)
+    _one_line(message)
     raise typer.Exit(2)
+
+
+def _one_line(message: str) -> None:
+    line = " ".join(message.split())
+    if len(line) > _LONGEST_LINE:
+        line = f"{line[: _LONGEST_LINE // 2]} ... {line[-_LONGEST_LINE // 2 :]}"
+    # Names may hold what no terminal shows: half of a surrogate, an escape sequence.
+    shown = "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in line)
+    typer.echo(f"error: {shown}", err=True)
+
+
+def _tell_usage(error: TyperException) -> None:
+    """What is wrong with a command line; help, where nothing was asked, is shown as it is."""
+    message = error.format_message().strip()
+    if not message:
+        return  # help, which is on the screen already
+    if "\n" in message and not isinstance(error, typer.BadParameter):
+        typer.echo(message, err=True)
+        return
+    context = getattr(error, "ctx", None)
+    hint = f"; {context.command_path} --help lists what there is" if context is not None else ""
+    _one_line(message.removesuffix(".") + hint)
+
+
+def _give_up_output() -> None:
+    """Where standard output cannot be written (a full disk), what waits in its buffer is dropped."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with suppress(OSError, ValueError):
+            _close_output()
 
 
 def _close_output() -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from costmodel.base.errors import InputError, OutputError
+from costmodel.base.plain_json import MALFORMED, decoded
 from costmodel.base.whole_file import write_whole
 from costmodel.collectives.curve import Knots
 from costmodel.collectives.physics import architecture_adds, can_reduce
@@ -91,7 +92,7 @@ def write_calibration(calibration: Calibration, directory: Path) -> Path:
 def read_calibration(path: Path) -> Calibration:
     """The calibration in ``path``; ``InputError`` names the file."""
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = decoded(path.read_text(encoding="utf-8"))
         if record["format"] != _FORMAT:
             raise ValueError("unknown format")
         return Calibration(
@@ -104,7 +105,7 @@ def read_calibration(path: Path) -> Calibration:
         )
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except MALFORMED as error:
         raise InputError(f"{path}: corrupt ({error!r}); write it anew with `python -m costmodel fit`") from None
 
 

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from costmodel.base.command_line import guarded
+from costmodel.base.command_line import ProgramGroup, guarded, program_name, version_command
 from costmodel.base.errors import InputError, ProjectError
 from costmodel.commands.cluster_listing import described, listing
 from costmodel.commands.data_command import app as data_app
@@ -26,8 +26,13 @@ from costmodel.machines.machine_file import check_writable, machine_record, writ
 from costmodel.machines.machine_records import Machine
 
 app = typer.Typer(
-    help="What operators cost on a machine.", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+    name="costmodel",
+    cls=ProgramGroup,
+    help="What operators cost on a machine.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
 )
+app.callback()(version_command)
 app.add_typer(data_app, name="data")
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 _Data = Annotated[
@@ -194,7 +199,7 @@ def measure_command(
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; exit status 0, or 2 with one line on standard error for what a user can cause."""
     try:
-        return app(args=arguments, standalone_mode=True) or 0
+        return app(args=arguments, prog_name=program_name("costmodel"), standalone_mode=True) or 0
     except SystemExit as exit_:
         return exit_.code if isinstance(exit_.code, int) else 0 if exit_.code is None else 2
     except ProjectError as error:

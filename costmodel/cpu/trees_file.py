@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from costmodel.base.errors import InputError, OutputError
+from costmodel.base.plain_json import MALFORMED, decoded
 from costmodel.base.whole_file import write_whole
 from costmodel.cpu.boosted_trees import BoostedResidual
 from costmodel.cpu.learned_residual import FamilyTrees
@@ -29,7 +31,7 @@ def write_trees(path: Path, key: str, trees: Mapping[str, FamilyTrees], provenan
 def read_trees(path: Path, key: str) -> dict[str, FamilyTrees]:
     """What :func:`write_trees` wrote for ``key``; ``InputError`` names the file and what to do."""
     try:
-        content = json.loads(gzip.decompress(path.read_bytes()))
+        content = decoded(gzip.decompress(path.read_bytes()))
         if not isinstance(content, dict) or content.get("format") != _FORMAT:
             raise ValueError("unknown format")
         if content.get("key") != key:
@@ -40,5 +42,5 @@ def read_trees(path: Path, key: str) -> dict[str, FamilyTrees]:
         }
     except FileNotFoundError:
         raise InputError(f"{path}: missing; train it with `python -m fusion records train`") from None
-    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, EOFError, zlib.error, *MALFORMED) as error:
         raise InputError(f"{path}: damaged ({error}); train it again") from None

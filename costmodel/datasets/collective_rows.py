@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import csv
 import gzip
-import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from costmodel.base.errors import InputError, MissingDependencyError
+from costmodel.base.plain_json import MALFORMED, decoded
 from costmodel.datasets.data_folder import AGAIN
 from costmodel.datasets.named_files import Wanted, everything
 from costmodel.datasets.own_tables import DIRECTORY as MEASURED
@@ -80,7 +80,7 @@ def _own_rows(path: Path) -> Iterator[CollectiveRow]:
     with opener(path, "rt", newline="", encoding="utf-8") as stream:
         for row in csv.DictReader(stream):
             if not row["error"]:
-                transfer = from_record(json.loads(row["operator"]))
+                transfer = from_record(decoded(row["operator"]))
                 if not isinstance(transfer, CollectiveTransfer):
                     raise ValueError(f"a {type(transfer).__name__}")
                 # Of an uneven all-to-all the even ones say all: its time is that of the busiest rank's bytes.
@@ -178,7 +178,7 @@ def _checked(read: _Read, path: Path) -> list[CollectiveRow]:
         rows = list(read(path))
     except (OSError, EOFError) as error:
         raise InputError(f"{path}: cannot be read ({error}); {AGAIN}") from None
-    except (KeyError, ValueError, TypeError, IndexError) as error:
+    except MALFORMED as error:
         raise InputError(f"{path}: not a sweep of collectives ({error!r}); {AGAIN}") from None
     if not rows or not all(each.seconds > 0 for each in rows):
         raise InputError(f"{path}: no rows, or times that are not above zero; {AGAIN}")

@@ -10,6 +10,7 @@ file in every case.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from typing import Any
 import yaml
 
 from costmodel.base.errors import InputError
+from costmodel.base.plain_json import MALFORMED
 from costmodel.datasets.data_folder import digest
 
 MANIFEST = Path(__file__).with_name("sources.yaml")
@@ -87,11 +89,14 @@ class Standing:
 def read_sources(path: Path = MANIFEST) -> tuple[DataSource, ...]:
     """Every dataset of the manifest ``path``; :class:`InputError` names what is wrong with it."""
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_LOADER)["datasets"]
+        text = path.read_text(encoding="utf-8")
+        if _DEEP.search(text):  # on which the parser in C ends the process
+            raise ValueError("nested too deeply")
+        content = yaml.load(text, Loader=_LOADER)["datasets"]
         return tuple(_source(name, each) for name, each in content.items())
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}); install the package again") from None
-    except (yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError) as error:
+    except (yaml.YAMLError, *MALFORMED) as error:
         raise InputError(f"{path}: not a manifest of datasets ({' '.join(str(error).split())})") from None
 
 
@@ -140,6 +145,9 @@ def _file(path: str, record: Mapping[str, Any], dataset: Mapping[str, Any]) -> S
     if how != "derived" and not (value("commit") and value("repository") and record.get("from")):
         raise ValueError(f"{path}: needs repository, commit and from")
     checked = str(value("checked") or False).lower()
+    texts = {key: value(key) for key in ("sha256", "repository", "from")}
+    if not all(isinstance(each, str) for each in texts.values()) or "\0" in path:
+        raise ValueError(f"{path}: sha256, repository and from are texts")
     return SourceFile(
         path, record["sha256"], value("repository"), str(value("commit")), record.get("from", ""), how, checked, keep
     )
@@ -151,4 +159,5 @@ def _only(record: Mapping[str, Any], known: Sequence[str], where: str) -> None:
         raise ValueError(f"{where}: unknown {', '.join(sorted(unknown))}; known: {', '.join(known)}")
 
 
+_DEEP = re.compile(r"(?:[\[{][^\[\]{}]{0,40}){100}|(?:[-?] ){100}")
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

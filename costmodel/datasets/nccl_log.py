@@ -10,7 +10,7 @@ what ``mpirun --tag-output`` and ``srun -l`` put before each line is taken off. 
 from __future__ import annotations
 
 import dataclasses
-import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from costmodel.base.errors import InputError
+from costmodel.base.plain_json import MALFORMED, decoded
 from costmodel.datasets.collective_rows import CollectiveRow, kind_of, whole_buffer
 from costmodel.operators.collective_transfer import COLLECTIVE_KINDS, CollectiveKind, CollectiveTransfer
 
@@ -34,6 +35,29 @@ _FIRST_COLUMNS = ("size", "count", "type")
 _BEFORE_LINES = re.compile(r"^\s*(?:\[\d+,\d+\]<std(?:out|err)>:|\d+:)")  # [1,0]<stdout>: of mpirun, 0: of srun
 
 
+_OUT_OF_BOUNDS = re.compile(r"#\s*Out of bounds values\s*:\s*(\d+)")
+# Names of nccl-tests' element types, and their bytes; those of one byte have had several names.
+_TYPE_BYTES = {
+    "int8": 1,
+    "uint8": 1,
+    "int32": 4,
+    "uint32": 4,
+    "int64": 8,
+    "uint64": 8,
+    "half": 2,
+    "float": 4,
+    "double": 8,
+}
+_TYPE_BYTES |= {
+    "bfloat16": 2,
+    "f8e4m3": 1,
+    "f8e5m2": 1,
+    "fp8_e4m3": 1,
+    "fp8_e5m2": 1,
+    "float8_e4m3": 1,
+    "float8_e5m2": 1,
+}
+_MOST_GPUS_OF_PROCESS = 1024
 _WRONG = "nccl-tests found wrong results in this run; repair the machine and run it again"
 
 
@@ -84,6 +108,8 @@ def _rows_of_lines(text: str, given: Given, path: Path) -> list[CollectiveRow]:
     rows = []
     for number, whole in enumerate(text.splitlines(), 1):
         line = _BEFORE_LINES.sub("", whole)
+        if (match := _OUT_OF_BOUNDS.search(line)) and int(match[1]):
+            raise InputError(f"{path}:{number}: {_WRONG}")
         if not _note(line, run, given):
             row = _row(line, run, given, f"{path}:{number}")
             rows += [] if row is None else [row]
@@ -93,9 +119,11 @@ def _rows_of_lines(text: str, given: Given, path: Path) -> list[CollectiveRow]:
 def _rows_of_json(text: str, given: Given, path: Path) -> list[CollectiveRow]:
     """Of ``-J``: ``args``, ``nccl_version``, ``config`` (``devices``: one of each process), ``results``."""
     try:
-        record = json.loads(text)
+        record = decoded(text)
         config, devices = record["config"], record["config"]["devices"]
         processes = int(config["nthreads"]) * int(config["ngpus"])
+        if not 0 < processes <= _MOST_GPUS_OF_PROCESS:
+            raise ValueError(f"{processes} GPUs of one process")
         hosts = [str(each["hostname"]) for each in devices for _ in range(processes)]
         run = _Run(
             given.kind or Path(record["args"][0]).name,
@@ -104,7 +132,7 @@ def _rows_of_json(text: str, given: Given, path: Path) -> list[CollectiveRow]:
             {int(each["group"]) for each in devices},
         )
         rows = [_json_row(each, run, given, f"{path}: size {each['size']}") for each in record["results"]]
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+    except MALFORMED as error:
         raise InputError(f"{path}: not the JSON that nccl-tests writes with -J ({error!r}); run it again") from None
     return [row for row in rows if row is not None]
 
@@ -115,6 +143,8 @@ def _json_row(record: Mapping[str, Any], run: _Run, given: Given, where: str) ->
         raise InputError(f"{where}: {_WRONG}")
     if "time" not in timed:
         raise InputError(f"{where}: holds CPU times; run nccl-tests without -C")
+    if "count" in record and "type" in record:
+        _check_elements(float(record["size"]), str(record["count"]), str(record["type"]), where)
     return _made(str(run.kind), float(record["size"]), float(timed["time"]) * 1e-6, run, given, where)
 
 
@@ -160,9 +190,22 @@ def _row(line: str, run: _Run, given: Given, where: str) -> CollectiveRow | None
     if not run.columns or len(words) != columns or not words[0].isdigit():
         return None
     size, seconds = float(words[0]), _time(words, run.columns, given.in_place, where)
+    _check_elements(size, words[1], words[2], where)
     if run.kind is None:
         raise InputError(f"{where}: does not say which collective ran; give it with --collective all_reduce, or so")
     return _made(run.kind, size, seconds, run, given, where)
+
+
+def _check_elements(size: float, count: str, kind: str, where: str) -> None:
+    """What nccl-tests prints of the elements of ``size`` bytes; a row of nothing has size 0."""
+    if kind not in _TYPE_BYTES:
+        raise InputError(
+            f"{where}: element type {kind!r} is none of nccl-tests ({', '.join(_TYPE_BYTES)}); run it again"
+        )
+    elements = int(count) if count.isdigit() else -1
+    # Of an all-gather, what one rank puts in.
+    if elements < 0 or (size > 0 and not 0 < elements * _TYPE_BYTES[kind] <= size):
+        raise InputError(f"{where}: {count} elements of {kind} are not {size:.0f} bytes; run it again")
 
 
 def _time(words: Sequence[str], columns: Sequence[str], in_place: bool, where: str) -> float:
@@ -201,6 +244,8 @@ def _made(name: str, size: float, seconds: float, run: _Run, given: Given, where
     nodes = given.nodes or len(set(run.ranks.values())) or 1
     if nodes > ranks:
         raise InputError(f"{where}: {nodes} nodes and {ranks} ranks do not go together; give --ranks and --nodes")
+    if not (math.isfinite(size) and math.isfinite(seconds)) or seconds < 0:
+        raise InputError(f"{where}: {size:g} bytes in {seconds:g} s are no measurement; run it again")
     if size <= 0 or seconds <= 0:
         return None
     return CollectiveRow(_transfer(kind, size, ranks, nodes), seconds, run.nccl)

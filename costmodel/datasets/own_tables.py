@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import csv
 import gzip
-import json
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from costmodel.base.errors import InputError
+from costmodel.base.plain_json import MALFORMED, decoded
 from costmodel.datasets.csv_table import KernelTable
 from costmodel.operators.attention import Attention
 from costmodel.operators.device_work import Elementwise, Gemm, Normalization, Softmax
@@ -73,10 +74,10 @@ def _rows(path: Path) -> Iterator[tuple[Any, float]]:
         reader = gzip.open if path.suffix == ".gz" else open
         with reader(path, "rt", newline="", encoding="utf-8") as stream:
             rows = list(csv.DictReader(stream))
-        pairs = [(from_record(json.loads(row["operator"])), float(row["median_s"])) for row in rows if not row["error"]]
-    except (OSError, EOFError) as error:
+        pairs = [(from_record(decoded(row["operator"])), float(row["median_s"])) for row in rows if not row["error"]]
+    except (OSError, EOFError, zlib.error) as error:
         raise InputError(f"{path}: cannot be read ({error}); compress the measured table again") from None
-    except (KeyError, ValueError, TypeError) as error:
+    except MALFORMED as error:
         raise InputError(f"{path}: not a table of `python -m costmodel measure` ({error!r})") from None
     if not all(seconds > 0 for _, seconds in pairs):
         raise InputError(f"{path}: times that are not above zero; measure again")

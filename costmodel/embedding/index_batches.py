@@ -7,14 +7,15 @@ optionally ``NAME.rows`` (), else the largest index + 1.
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from costmodel.base.broken_archives import BROKEN_ARCHIVE
 from costmodel.base.errors import InputError
+from costmodel.base.plain_json import MALFORMED
 from costmodel.embedding.popularity_fit import CountBin, statistics_of_counts
 from costmodel.operators.index_statistics import IndexStatistics
 
@@ -43,7 +44,7 @@ def load_batches(path: Path) -> dict[str, IndexBatch]:
             arrays = {key: content[key] for key in content.files}
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
-    except (ValueError, EOFError, zipfile.BadZipFile) as error:
+    except (*MALFORMED, *BROKEN_ARCHIVE) as error:
         raise InputError(f"{path}: not an .npz of index batches ({error})") from None
     names = [key.removesuffix(".indices") for key in arrays if key.endswith(".indices")]
     if not names:
@@ -78,7 +79,10 @@ def _batch(path: Path, name: str, arrays: Mapping[str, np.ndarray]) -> IndexBatc
         offsets = np.append(offsets, len(indices))
     if offsets[0] != 0 or (np.diff(offsets) < 0).any():
         raise InputError(f"{path}: {name}.offsets must ascend from 0 to the number of indices ({len(indices)})")
-    rows = int(arrays[f"{name}.rows"]) if f"{name}.rows" in arrays else int(indices.max()) + 1
+    told = arrays.get(f"{name}.rows")
+    if told is not None and (told.size != 1 or not np.issubdtype(told.dtype, np.integer)):
+        raise InputError(f"{path}: {name}.rows must be a whole number")
+    rows = int(indices.max()) + 1 if told is None else int(told.reshape(())[()])
     if indices.min() < 0 or indices.max() >= rows:
         raise InputError(f"{path}: {name}.indices must be from 0 to {rows - 1}, found {indices.min()}, {indices.max()}")
     return IndexBatch(indices, offsets, rows)

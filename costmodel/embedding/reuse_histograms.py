@@ -75,6 +75,8 @@ def read_histograms(path: Path) -> dict[str, ReuseHistogram]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: no text ({error.reason}); {AGAIN}") from None
     found = {}
     for name, section in _sections(lines):
         try:

@@ -8,14 +8,15 @@ batches    .npz    NAME.indices, NAME.offsets, NAME.rows: costmodel/embedding/in
 from __future__ import annotations
 
 import json
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from costmodel.base.broken_archives import BROKEN_ARCHIVE
 from costmodel.base.errors import InputError, OutputError
+from costmodel.base.plain_json import MALFORMED, decoded
 from costmodel.base.whole_file import write_whole
 from costmodel.embedding.index_batches import load_batches, statistics_of_batch
 from costmodel.operators.index_statistics import IndexStatistics
@@ -57,7 +58,7 @@ def load_statistics(path: Path) -> dict[str, IndexStatistics]:
         return {name: _named(name, record) for name, record in records.items()}
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
-    except (KeyError, TypeError, ValueError, AttributeError, EOFError, zipfile.BadZipFile) as error:
+    except (*MALFORMED, *BROKEN_ARCHIVE) as error:
         what = f"lacks {error}" if isinstance(error, KeyError) else error
         raise InputError(f"{path}: no statistics of tables: {what}; {_WANTED}") from None
 
@@ -80,7 +81,7 @@ def _named(name: str, record: Any) -> IndexStatistics:
         return from_record(record)
     except KeyError as error:
         raise ValueError(f"table {name!r} lacks {error}") from None
-    except (TypeError, ValueError) as error:
+    except MALFORMED as error:
         raise ValueError(f"table {name!r}: {error}") from None
 
 
@@ -91,7 +92,7 @@ def check_suffix(path: Path) -> None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    record = json.loads(path.read_text(encoding="utf-8"))
+    record = decoded(path.read_text(encoding="utf-8"))
     if record.get("format") != _FORMAT:
         raise ValueError(f"format {record.get('format')!r}, known: {_FORMAT}")
     if not isinstance(record["tables"], dict):

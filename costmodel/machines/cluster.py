@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -26,6 +28,7 @@ from costmodel.machines.machine_catalog import load_machine
 from costmodel.machines.machine_records import Link, Machine
 from costmodel.machines.mesh_rings import ring_links
 
+Found = TypeVar("Found")
 _RELAYS_SINCE = [2, 10]  # NCCL lets hops pass through a third GPU (mesh_rings)
 
 
@@ -144,7 +147,7 @@ def _described(machine: str | Path | Machine) -> tuple[ClusterFile, Machine]:
         return cluster_of_gpu(machine), machine
     file = find_cluster(machine)
     if file is not None:
-        return file, load_machine(file.machine)
+        return file, _named(file, "machine", load_machine, file.machine)
     gpu = load_machine(machine)
     gpu.chip()
     return cluster_of_gpu(gpu), gpu
@@ -180,7 +183,17 @@ def _network(file: ClusterFile, asked: str | None, nodes: int) -> tuple[Link | N
                 "such as infiniband-ndr:8 (`python -m costmodel machines` lists them)"
             )
         return None, cards
-    return _card(find_network(chosen)), cards
+    if name:
+        return _card(find_network(name)), cards
+    return _card(_named(file, "network.name", find_network, chosen)), cards
+
+
+def _named(file: ClusterFile, key: str, find: Callable[[str], Found], name: str) -> Found:
+    """What ``file`` names under ``key``; :class:`MachineError` says in which file."""
+    try:
+        return find(name)
+    except MachineError as error:
+        raise MachineError(f"{file.source}: {key}: {error}" if file.source else str(error)) from None
 
 
 def _card(network: NetworkFile) -> Link:

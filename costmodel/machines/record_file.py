@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
@@ -16,6 +17,7 @@ from costmodel.machines.file_fields import NotInFile, Written, key_of
 Content = TypeVar("Content")
 _ADAPTERS: dict[type, TypeAdapter[Any]] = {}  # making one takes milliseconds
 _EXPECTED = {"dataclass_type": "must be a mapping", "tuple_type": "must be a list"}
+_MOST_VALUES = 1_000_000
 _UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")
 
 
@@ -33,11 +35,32 @@ def read_mapping(path: Path, failure: type[ProjectError], otherwise: str) -> dic
         document = yaml.load(path.read_text(encoding="utf-8"), Loader=UniqueKeyLoader)
     except OSError as error:
         raise failure(f"{path}: cannot be read ({error.strerror})") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (
+        yaml.YAMLError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        LookupError,
+    ) as error:  # such as of a date that is none
         raise failure(f"{path}: not valid YAML ({' '.join(str(error).split())})") from None
+    except RecursionError:
+        raise failure(f"{path}: not valid YAML (nested too deeply)") from None
     if not isinstance(document, dict):
         raise failure(f"{path}: {otherwise}")
+    if _written_out(document, {}) > _MOST_VALUES:
+        raise failure(f"{path}: aliases (*name) that stand for themselves, or for too much; write out what they mean")
     return document
+
+
+def _written_out(value: Any, known: dict[int, float]) -> float:
+    """How many values ``value`` is with its aliases written out; infinite where one stands for what it is inside."""
+    if not isinstance(value, dict | list):
+        return 1.0
+    if id(value) not in known:
+        known[id(value)] = math.inf  # while it is being counted
+        inside = value.values() if isinstance(value, dict) else value
+        known[id(value)] = 1.0 + sum(_written_out(each, known) for each in inside)
+    return known[id(value)]
 
 
 def to_record(document: Mapping[str, Any], schema: type[Content], path: Path, failure: type[ProjectError]) -> Content:
@@ -84,10 +107,13 @@ class UniqueKeyLoader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """The mapping of ``node``; an error of YAML for a key that stands twice."""
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for index, key in enumerate(keys):
-            if key in keys[:index]:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} twice", node.start_mark)
+        keys: set[Hashable] = set()
+        for each, _ in node.value:
+            key = self.construct_object(each, deep=True)
+            if isinstance(key, Hashable):  # of another one the loader says what is wrong
+                if key in keys:
+                    raise yaml.constructor.ConstructorError(None, None, f"key {key!r} twice", node.start_mark)
+                keys.add(key)
         return super().construct_mapping(node, deep)
 
 

@@ -9,11 +9,13 @@ Mappings are merged key by key, lists (``memory``, ``links``) by ``name`` or ``k
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from costmodel.base.errors import MachineError
+from costmodel.base.plain_json import MALFORMED
 from costmodel.base.units import format_quantity, parse_quantity
 from costmodel.machines.power_law import share_at_limit
 from costmodel.machines.record_file import read_mapping
@@ -30,9 +32,10 @@ def whole_document(document: Mapping[str, Any], path: Path, packaged: Path) -> d
     if KEY not in document:
         return dict(document)
     name = document[KEY]
-    places = [folder / f"{name}.yaml" for folder in (path.parent, packaged)]
+    plain = isinstance(name, str) and re.fullmatch(r"[\w.+-]{1,100}", name) is not None
+    places = [folder / f"{name}.yaml" for folder in (path.parent, packaged)] if plain else []
     found = next((place for place in places if place.exists() and place != path), None)
-    if not isinstance(name, str) or found is None:
+    if found is None:
         raise MachineError(f"{path}: {KEY}: no machine file {name!r} beside it or in {packaged}")
     base = read_mapping(found, MachineError, "not a machine file")
     if KEY in base:
@@ -42,7 +45,7 @@ def whole_document(document: Mapping[str, Any], path: Path, packaged: Path) -> d
         merged: dict[str, Any] = _merged(base, own)
         _scale_rates(merged, base, own, str(name))
         _scale_memory(merged, base, own)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except MALFORMED as error:
         raise MachineError(f"{path}: not a variant of {name} ({error})") from None
     return merged
 

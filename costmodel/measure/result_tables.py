@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from costmodel.base.errors import InputError, OutputError
+from costmodel.base.plain_json import decoded
 
 
 class Table:
@@ -74,7 +75,7 @@ class Table:
 
     def _note_run(self, provenance: Mapping[str, Any]) -> None:
         try:
-            origin = json.loads(self._sidecar.read_text(encoding="utf-8"))
+            origin = decoded(self._sidecar.read_text(encoding="utf-8"))
             device = origin["runs"][0]["device"]
         except (OSError, ValueError, KeyError, IndexError, TypeError):
             raise InputError(f"{self._sidecar}: missing or damaged, so that {self.path} cannot be continued") from None

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from costmodel.base.plain_json import MALFORMED
 from costmodel.operators.any_operator import AnyOperator
 from costmodel.operators.serialization import from_record, to_record
 
@@ -58,5 +59,5 @@ def measurement_from_record(record: Any) -> Measurement:
             config={str(knob): int(value) for knob, value in record["config"].items()},
             seconds=float(record["seconds"]),
         )
-    except (KeyError, TypeError, AttributeError) as error:
+    except MALFORMED as error:
         raise ValueError(f"malformed measurement: {error!r}") from None

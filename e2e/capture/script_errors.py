@@ -82,6 +82,7 @@ _TRANSLATIONS = (
     (r"Tensor on device (?:meta|cpu) is not on the expected device (?:meta|cpu)", _ON_GPU),
     (r"Expected all tensors to be on the same device.*meta", _ON_GPU),
     (r"tensors? .*found at least two devices, .*meta", _ON_GPU),
+    (r"expected to be (?:in|on) the same device.*(?:meta.*cpu|cpu.*meta)", _ON_GPU),
     (
         r"can't convert meta device type tensor to numpy",
         "a tensor on the GPU has no .numpy(); write .cpu().numpy() (zeros, in a capture)",

@@ -1,7 +1,7 @@
-"""``python -m e2e predict | validate | sweep | shard | measure``.
+"""``python -m e2e predict | validate | sweep | shard | measure | doctor``.
 
-Exit status: 0 done, 2 the user's input is at fault (one line on standard error), 130 stopped with Ctrl-C. With
-``--json`` standard output holds JSON alone.
+Exit status: 0 done, 1 ``doctor`` found something broken, 2 the user's input is at fault (one line on standard error),
+130 stopped with Ctrl-C. With ``--json`` standard output holds JSON alone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from costmodel.base.command_line import guarded, repeated
+from costmodel.base.command_line import ProgramGroup, guarded, program_name, repeated, version_command
 from e2e.commands.options import JsonOption
 from e2e.commands.predict_command import predict_command
 from e2e.commands.shard_command import shard_command
@@ -22,18 +22,19 @@ from e2e.commands.sweep_command import sweep_command
 
 app = typer.Typer(
     name="e2e",
+    cls=ProgramGroup,
     help="Step time of training and inference on GPUs, without the GPUs.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.callback()(version_command)
 
 
 def main() -> None:
     """Entry point of ``python -m e2e``."""
     # Nearly all that a prediction makes lives to its end: looking for garbage as often as usual takes a fifth of it.
     gc.set_threshold(100_000, 20, 20)
-    app(repeated(sys.argv[1:], ("--trace", "--kineto")), prog_name="python -m e2e")
+    app(repeated(sys.argv[1:], ("--trace", "--kineto")), prog_name=program_name("e2e"))
 
 
 app.command("predict")(guarded()(predict_command))
@@ -80,3 +81,12 @@ def measure_command(
     from e2e.commands.measure_models import measure_models
 
     measure_models(device, output, minutes, resume, lambda line: print(line, file=sys.stderr, flush=True))
+
+
+@app.command("doctor")
+@guarded()
+def doctor(as_json: JsonOption = False) -> None:
+    """Looks whether all that predictions need is here; status 1, and what to do, where something is broken."""
+    from e2e.commands.doctor import doctor_command
+
+    doctor_command(as_json)

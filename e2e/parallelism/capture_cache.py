@@ -1,13 +1,22 @@
-"""Captured models kept on disk: every way to spread a model that cuts its layers alike uses one capture."""
+"""Captured models kept on disk: every way to spread a model that cuts its layers alike uses one capture.
+
+They are pickles, and whoever makes a pickle decides what is run when it is loaded. So each begins with a seal made with
+a key that only this user has: a folder that somebody else sent is made anew, not loaded.
+"""
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import hmac
 import json
 import logging
+import os
 import pickle
+import secrets
+import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,19 +27,20 @@ from e2e.price.speed_band import SPEED_BAND
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
+_SEAL_BYTES = 32
 
 
 def remembered(directory: Path | None, key: str, make: Callable[[], T]) -> T:
     """What ``make`` makes, from ``directory`` if an earlier call with this ``key`` left it there.
 
-    ``key`` must cover all that the value depends on. A file that cannot be read is made anew; where nothing can be
-    written the value is still returned. The folder holds pickles: it must be one's own.
+    ``key`` must cover all that the value depends on. A file that cannot be read, or that another user made, is made
+    anew; where nothing can be written the value is still returned.
     """
     if directory is None:
         return make()
     path = directory / f"{key}.pickle"
     try:
-        value: T = pickle.loads(path.read_bytes())
+        value: T = pickle.loads(_opened(path.read_bytes()))
         return value
     except FileNotFoundError:
         pass
@@ -44,9 +54,42 @@ def remembered(directory: Path | None, key: str, make: Callable[[], T]) -> T:
 def _keep(path: Path, value: object) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
+        content = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+        write_whole(path, _seal(content) + content)
     except OSError as error:
         _log.info("%s: not kept: %s", path, error)
+
+
+def _opened(sealed: bytes) -> bytes:
+    """What was sealed by this user; ``ValueError`` for anything else."""
+    seal, content = sealed[:_SEAL_BYTES], sealed[_SEAL_BYTES:]
+    if not hmac.compare_digest(seal, _seal(content)):
+        raise ValueError("not sealed with the key of this user")
+    return content
+
+
+def _seal(content: bytes) -> bytes:
+    return hmac.digest(_key(), content, "sha256")
+
+
+@functools.cache
+def _key() -> bytes:
+    """The user's own, made when it is first needed; where it cannot be kept, one of this process."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    path = (Path(base) if base else Path.home() / ".cache") / "costmodel" / "capture-key"
+    made = secrets.token_bytes(_SEAL_BYTES)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".key-") as staged:  # readable by its owner alone
+            staged.write(made)
+            staged.flush()
+            with suppress(FileExistsError):
+                os.link(staged.name, path)
+        found = path.read_bytes()
+    except OSError as error:
+        _log.info("%s: captures are not kept for other processes: %s", path, error)
+        return made
+    return found if len(found) == _SEAL_BYTES else made
 
 
 def digest(record: Mapping[str, Any]) -> str:

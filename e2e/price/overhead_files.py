@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from costmodel.base.errors import InputError, OutputError
+from costmodel.base.plain_json import MALFORMED, decoded
 from costmodel.base.whole_file import write_whole
 from e2e.price.overheads import KINDS, Inflation, Mean, OverheadPart, OverheadTable, Provenance, complete_table
 
@@ -54,7 +55,7 @@ def load_table(path: Path) -> OverheadTable:
         if not level > 0.0:
             raise ValueError(f"level {level:g}, must be above 0")
         return replace(complete_table(document["name"], means, sources, inflation), factor=factor, level=level)
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+    except MALFORMED as error:
         raise InputError(
             f"{path}: not a table of host overheads ({error}); fit it again with python -m e2e.price.overhead_fitting"
         ) from None
@@ -71,7 +72,7 @@ def load_inflation(path: Path) -> Inflation:
 
 def _read_json(path: Path, advice: str) -> dict[str, Any]:
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = decoded(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}); {advice}") from None
     except ValueError as error:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from costmodel.base.errors import InputError, OutputError
+from costmodel.base.plain_json import decoded
 from costmodel.base.whole_file import write_whole
 from e2e.sharding.plan import PlannedTable, RankLoad, TablePlan
 from e2e.sharding.problem.placement import PLACED, PlacementKind, TablePlacement
@@ -32,7 +33,7 @@ def save_plan(plan: TablePlan, path: Path) -> None:
 def load_plan(path: Path) -> TablePlan:
     """What :func:`save_plan` wrote; ``InputError`` names the file and what is wrong in it."""
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = decoded(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}); make a plan with `python -m e2e shard`") from None
     except ValueError as error:
@@ -124,6 +125,8 @@ class _File(_Strict):
 
     @model_validator(mode="after")
     def _known_ranks(self) -> _File:
+        if [rank.rank for rank in self.ranks] != list(range(len(self.ranks))) or len(self.ranks) != self.gpus:
+            raise ValueError(f"ranks are not those of {self.gpus} GPUs, in order")
         names = [table.table for table in self.tables]
         if len(set(names)) < len(names):
             raise ValueError("a table is placed twice")
@@ -132,8 +135,6 @@ class _File(_Strict):
                 raise ValueError(f"table {table.table}: rank {max(table.ranks)} of {self.gpus} GPUs")
             if table.kind not in PLACED and sorted(table.ranks) != list(range(self.gpus)):
                 raise ValueError(f"table {table.table}: {table.kind} needs all {self.gpus} ranks")
-        if [rank.rank for rank in self.ranks] != list(range(self.gpus)):
-            raise ValueError(f"ranks are not those of {self.gpus} GPUs, in order")
         return self
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from costmodel.base.errors import InputError
 from costmodel.machines.cluster import Cluster
 from costmodel.operators.attention import AttentionKernel
 from e2e.capture.models.catalog import build, build_from_file
@@ -17,6 +18,9 @@ from e2e.sources.prepared_step import Batch, PreparedStep
 from e2e.sources.request_parts import capture_options, forward_note, one_gpu, setting_of, taken_values
 from e2e.step.operator_trace import OperatorTrace
 from e2e.whatif.operators_behind import TracedRank
+
+# Parameters that are larger than the GPU's memory so many times are no step to look at.
+MOST_TIMES_MEMORY = 100.0
 
 
 def prepare_built_in(request: PredictRequest) -> PreparedStep:
@@ -55,7 +59,22 @@ def single_step(
     return PreparedStep(lowered.graph, setting, cluster, lowered.memory, lowered.warnings, traced=traced)
 
 
+def require_size(model: CapturedWorkload, cluster: Cluster) -> None:
+    """``InputError`` for a model that no change of its step brings onto the one GPU of ``cluster``: to capture it takes
+    minutes, and there would be nothing to learn.
+    """
+    held = sum(each.numel() * each.element_size() for each in model.module.parameters())
+    times = held / cluster.machine.memory[-1].capacity_bytes
+    if times > MOST_TIMES_MEMORY:
+        count = sum(each.numel() for each in model.module.parameters())
+        raise InputError(
+            f"{model.name}: {count / 1e12:.3g} T parameters take {held / 2**40:.3g} TiB, {times:.0f} times the memory "
+            f"of one {cluster.machine.name}; spread it with --gpus and --parallel, or correct its sizes"
+        )
+
+
 def _modelled_step(model: CapturedWorkload, request: PredictRequest, options: CaptureOptions) -> PreparedStep:
+    require_size(model, one_gpu(request.machine))
     trace = capture(model, options)
     step = single_step(trace, request.configuration, one_gpu(request.machine), options.kernel)
     batch = None if model.samples is None else Batch(model.samples, model.sequence_length)

@@ -15,7 +15,7 @@ from e2e.sources.asked.request import PredictRequest, WorkloadOptions
 from e2e.sources.capture_notes import assumptions
 from e2e.sources.prepared_step import Batch, PreparedStep
 from e2e.sources.request_parts import capture_options, cluster_of, one_gpu, placed_values, setting_of
-from e2e.sources.single_gpu import single_step
+from e2e.sources.single_gpu import require_size, single_step
 from e2e.whatif.operators_behind import TracedRank
 
 _OWN: Mapping[str, str] = {
@@ -31,6 +31,7 @@ def prepare(request: PredictRequest) -> PreparedStep:
     assert workload.script is not None
     cluster = one_gpu(request.machine)
     loaded = load_script(workload.script, options, **_parameters(workload))
+    require_size(loaded, cluster)
     trace = capture_script(loaded, options)
     step = single_step(trace, request.configuration, cluster, options.kernel)
     batch = None if loaded.samples is None else Batch(loaded.samples, loaded.sequence_length)

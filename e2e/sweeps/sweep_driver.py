@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from costmodel.base.folder_lock import lock_folder
 from costmodel.machines.machine_catalog import user_directory
 from e2e.parallelism.capture_cache import digest
 from e2e.sweeps.evaluate import SweepTask
@@ -45,7 +46,17 @@ class SweepResult:
 def sweep(
     request: SweepRequest, cells: Sequence[SweepCell], directory: Path, workers: Workers, progress: SweepProgress
 ) -> SweepResult:
-    """Computes what ``directory`` does not hold yet. Ctrl-C keeps all results that came in."""
+    """Computes what ``directory`` does not hold yet. Ctrl-C keeps all results that came in.
+
+    ``OutputError`` where another sweep is writing there.
+    """
+    with lock_folder(directory, "results of a sweep"):
+        return _sweep(request, cells, directory, workers, progress)
+
+
+def _sweep(
+    request: SweepRequest, cells: Sequence[SweepCell], directory: Path, workers: Workers, progress: SweepProgress
+) -> SweepResult:
     results = ResultFile(directory)
     own = _own_machines()
     keys = [digest({**record_of(request, cell), "files": [_files(request, cell), own]}) for cell in cells]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from costmodel.base.errors import InputError, OutputError
+from costmodel.base.plain_json import MALFORMED, decoded
 from costmodel.base.whole_file import write_whole
 
 CellStatus = Literal["ok", "does not fit", "not possible", "failed"]
@@ -81,10 +82,10 @@ class ResultFile:
         rows, lines = {}, text.splitlines()
         for number, line in enumerate(lines, 1):
             try:
-                record = json.loads(line)
+                record = decoded(line)
                 key = record.pop("key")
                 rows[key] = _row(record)
-            except (ValueError, TypeError, KeyError, AttributeError) as error:
+            except MALFORMED as error:
                 if number == len(lines):
                     self._cut_last_line(lines)  # the run was stopped while it wrote
                     return rows

@@ -31,6 +31,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from costmodel.base.errors import InputError, OutputError
+from costmodel.base.plain_json import MALFORMED, decoded
 from fusion.model.tensor_info import TensorInfo
 from fusion.model.write_failure import os_reason, write_failure
 from schedules.contract.cpu_target import TILE_FLAG, CpuTarget, cpu_flags, required_flags
@@ -262,14 +263,14 @@ def _read_manifest(path: Path) -> Manifest:
         raise InputError(f"{path.parent}: holds a build for each of several input shapes; name one: {folders}")
     try:
         return _manifest(fields)
-    except (KeyError, TypeError, ValueError) as error:
+    except MALFORMED as error:
         raise InputError(f"{path}: damaged, {error}; tune the model again") from error
 
 
 def read_fields(path: Path) -> dict[str, Any]:
     """What a manifest of this format holds, unchecked; ``InputError`` names the file."""
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = decoded(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise InputError(f"{path}: missing, so {path.parent} is no finished build; run `tune` (again)") from error
     except OSError as error:
@@ -285,12 +286,16 @@ def _manifest(fields: dict[str, Any]) -> Manifest:
     """Strict: exactly our fields, of our types; module names stay inside the directory."""
     tensors = {key: tuple(_tensor(item) for item in fields[key]) for key in ("inputs", "outputs")}
     files = fields["files"]
-    for name in files:
-        if Path(name).name != name:
+    for name, expected in files.items():
+        if Path(name).name != name or "\0" in name:
             raise ValueError(f"{name!r} is not a plain file name")
+        if not isinstance(expected, str):
+            raise TypeError(f"the digest of {name} is no text")
     for key in ("model_path", "model_sha256", "mcpu", "tvm_version", "precision"):
         if not isinstance(fields.get(key, ""), str):
             raise TypeError(f"{key} is no text")
+    if not isinstance(fields["cpu_flags"], list) or not all(isinstance(flag, str) for flag in fields["cpu_flags"]):
+        raise TypeError("cpu_flags is no list of texts")
     if not isinstance(fields["threads"], int) or fields["threads"] < 1:
         raise ValueError("threads is no positive integer")
     layers = {name: tuple(map(str, names)) for name, names in fields.get("layers", {}).items()}
@@ -304,15 +309,18 @@ def _tensor(item: dict[str, Any]) -> TensorInfo:
         raise TypeError("a tensor needs a name and a dtype")
     if not _is_dtype(item["dtype"]):
         raise ValueError(f"{item['dtype']!r} is no data type")
-    return TensorInfo(item["name"], tuple(int(extent) for extent in item["shape"]), item["dtype"])
+    shape = tuple(int(extent) for extent in item["shape"])
+    if not all(extent >= 0 for extent in shape):
+        raise ValueError(f"{shape} is no shape")
+    return TensorInfo(item["name"], shape, item["dtype"])
 
 
 def _is_dtype(name: str) -> bool:
     """Whether NumPy, or ``ml_dtypes`` beside it (``bfloat16``), has the type."""
-    try:
-        np.dtype(name)
-    except TypeError:
-        import ml_dtypes
+    import ml_dtypes
 
+    try:
+        known = np.dtype(name)
+    except (TypeError, ValueError, SyntaxError):  # also of what NumPy takes for a list of types
         return isinstance(getattr(ml_dtypes, name, None), type)
-    return True
+    return known.kind in "biufc" or known.type is getattr(ml_dtypes, name, None)

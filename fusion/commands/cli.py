@@ -1,6 +1,7 @@
-"""``python -m fusion analyze | tune | report | run | benchmark | compare | quantize | records``.
+"""``python -m fusion analyze | tune | report | run | benchmark | compare | quantize | records | doctor``.
 
-Exit status: 0 done, 2 the user's input or output is at fault (one line on stderr), 130 stopped with Ctrl-C.
+Exit status: 0 done, 1 ``doctor`` found something broken, 2 the user's input or output is at fault (one line on stderr),
+130 stopped with Ctrl-C.
 With ``--json`` standard output holds JSON alone; progress and messages go to standard error.
 """
 
@@ -15,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from costmodel.base.command_line import guarded
+from costmodel.base.command_line import ProgramGroup, guarded, program_name, version_command
 from costmodel.base.errors import InputError
 from fusion.commands import records_command
 from fusion.comparing.engines.engine_table import DEFAULT, ENGINES
@@ -23,11 +24,12 @@ from schedules.contract.lean_import import import_tvm_alone
 
 app = typer.Typer(
     name="fusion",
+    cls=ProgramGroup,
     help="Make convolutional networks fast on CPUs: tune fused kernels for an ONNX model.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.callback()(version_command)
 
 app.add_typer(records_command.app, name="records")
 
@@ -73,7 +75,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON documen
 
 def main() -> None:
     """Entry point of ``python -m fusion``."""
-    app(prog_name="python -m fusion")
+    app(prog_name=program_name("fusion"))
 
 
 @app.command()
@@ -327,6 +329,15 @@ def quantize(
     options = QuantizationOptions(format_, per_channel, symmetric, tuple(exclude or ()), method)
     summary = quantize_model(model, output, calibration, random, shapes[0], options, _say)
     _emit(summary.to_json()) if json_ else typer.echo(render_quantized(summary))
+
+
+@app.command()
+@guarded()
+def doctor(json_: JsonOption = False) -> None:
+    """Looks whether all that tuning needs is here; status 1, and what to do, where something is broken."""
+    from fusion.commands.doctor import doctor_command
+
+    doctor_command(json_)
 
 
 def parse_shapes(options: Sequence[str] | None) -> list[dict[str, tuple[int, ...]]]:

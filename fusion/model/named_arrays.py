@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from costmodel.base.broken_archives import BROKEN_ARCHIVE
 from costmodel.base.errors import InputError, OutputError
+from costmodel.base.plain_json import MALFORMED
 from costmodel.base.whole_file import whole_file
 from fusion.model.tensor_info import TensorInfo
 
@@ -69,7 +71,7 @@ def read_npz(path: Path) -> Arrays:
             return {name: _member(path, loaded, name) for name in loaded.files}
     except OSError as error:
         raise InputError(f"{path}: {error.strerror or error}") from error
-    except (ValueError, EOFError, zipfile.BadZipFile) as error:
+    except (*MALFORMED, *BROKEN_ARCHIVE) as error:
         raise InputError(f"{path}: not a readable .npz file of plain arrays") from error
 
 
@@ -95,7 +97,7 @@ def _member(path: Path, archive: np.lib.npyio.NpzFile, name: str) -> np.ndarray:
     except ValueError as error:
         reason = "holds Python objects, which are refused" if "allow_pickle" in str(error) else "is damaged"
         raise InputError(f"{path}: array '{name}' {reason}; save plain numbers") from error
-    except (EOFError, zipfile.BadZipFile, OSError) as error:
+    except (*MALFORMED, *BROKEN_ARCHIVE, OSError) as error:
         raise InputError(f"{path}: array '{name}' is damaged") from error
     if not isinstance(array, np.ndarray):
         raise InputError(f"{path}: member '{name}' is no array")

@@ -20,6 +20,7 @@ from statistics import median
 from typing import Protocol
 
 from costmodel.base.errors import InputError, OutputError
+from costmodel.base.plain_json import decoded
 from costmodel.base.whole_file import write_whole
 from costmodel.model.measurements import ConfigKey, config_key
 from costmodel.operators.layers import Operator
@@ -290,7 +291,7 @@ def _read(path: Path) -> list[tuple[str, list[MeasureOutcome]]]:
 
 def _parse(line: str) -> tuple[str, list[MeasureOutcome]] | None:
     try:
-        key, outcomes = json.loads(line)
+        key, outcomes = decoded(line)
         return str(key), [MeasureOutcome(**{**each, "step_seconds": tuple(each["step_seconds"])}) for each in outcomes]
     except (ValueError, TypeError, KeyError):
         return None

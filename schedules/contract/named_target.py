@@ -52,7 +52,10 @@ def _caches(machine: Machine) -> tuple[int, int]:
 
 def _options(text: str) -> dict[str, str]:
     wanted = f'--target {text}: expected "llvm -mcpu=NAME -num-cores N" or the name of a machine file'
-    words = shlex.split(text.replace("=", " "))
+    try:
+        words = shlex.split(text.replace("=", " "))
+    except ValueError:  # a quotation that does not end
+        raise InputError(wanted) from None
     if len(words) % 2 == 0 or words[0] != "llvm":
         raise InputError(wanted)
     options = {name.lstrip("-"): value for name, value in zip(words[1::2], words[2::2], strict=True)}

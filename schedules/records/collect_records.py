@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from costmodel.base.errors import InputError
+from costmodel.base.plain_json import decoded
 from costmodel.model.measurements import ConfigKey, config_key
 from costmodel.operators.layers import Operator
 from schedules.contract.cpu_target import CpuTarget
@@ -78,7 +78,7 @@ def collect(
 def network_name(folder: Path) -> str:
     """Stem of the ONNX file that the folder's summary names; without one the name of the folder."""
     try:
-        return Path(json.loads((folder / "summary.json").read_text(encoding="utf-8"))["model"]).stem
+        return Path(decoded((folder / "summary.json").read_text(encoding="utf-8"))["model"]).stem
     except (OSError, ValueError, KeyError, TypeError):
         return folder.resolve().name
 

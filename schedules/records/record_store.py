@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import logging
 import os
@@ -17,6 +16,8 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from costmodel.base.errors import InputError, OutputError
+from costmodel.base.folder_lock import lock_folder
+from costmodel.base.plain_json import MALFORMED, decoded
 from costmodel.model.measurements import ConfigKey, config_key
 from costmodel.operators.layers import Operator
 from costmodel.operators.serialization import from_record, to_record
@@ -26,7 +27,6 @@ from schedules.records.tuning_records import Failure, Record, environment, parse
 WORKLOADS = "database_workload.json"
 RECORDS = "database_tuning_record.json"
 FAILURES = "failures.jsonl"
-_LOCK = ".lock"
 
 T = TypeVar("T")
 
@@ -174,31 +174,21 @@ class RecordStore:
     def _open_for_writing(self) -> None:
         if self._lock is not None:
             return
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            lock = open(self.directory / _LOCK, "w", encoding="utf-8")  # noqa: SIM115 (held until close)
-        except OSError as error:
-            raise OutputError(f"{self.directory}: tuning records cannot be written: {error.strerror}") from error
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            lock.close()
-            raise OutputError(f"{self.directory}: another process is writing tuning records here") from error
-        self._lock = lock
+        self._lock = lock_folder(self.directory, "tuning records")
         for name in (WORKLOADS, RECORDS, FAILURES):
             _cut_unfinished_line(self.directory / name)
-        compact = read_lines(
-            self.directory / WORKLOADS, lambda line: json.dumps(json.loads(line), separators=(",", ":"))
-        )
+        compact = read_lines(self.directory / WORKLOADS, lambda line: json.dumps(decoded(line), separators=(",", ":")))
         self._workloads = {line: number for number, line in enumerate(compact)}
 
 
 def _parse_failure(line: str) -> tuple[Failure, dict[str, str]] | None:
-    content = json.loads(line)
+    content = decoded(line)
     try:
         operator = from_record(content.pop("operator"))
-        failure = Failure(operator, content.pop("config"), content.pop("error"), content.pop("message"))
-    except (AttributeError, KeyError, TypeError, ValueError):
+        config = {str(knob): int(value) for knob, value in content.pop("config").items()}
+        failure = Failure(operator, config, str(content.pop("error")), str(content.pop("message")))
+        hash(operator)
+    except MALFORMED:
         return None
     return failure, content
 
@@ -236,7 +226,7 @@ def _cut_unfinished_line(path: Path) -> None:
             if not last:
                 return
             try:
-                json.loads(last.decode())
+                decoded(last.decode())
             except ValueError:
                 file.truncate(start)
             else:

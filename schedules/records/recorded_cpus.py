@@ -16,7 +16,7 @@ def recorded_cpus(directory: Path) -> list[CpuTarget]:
     """The CPUs in the order of their first record; lines that are none of ours, and unfinished ones, say nothing."""
     try:
         lines = (directory / RECORDS).read_text(encoding="utf-8").splitlines()
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         return []
     keys: dict[str, None] = {}
     for line in lines:

@@ -12,6 +12,7 @@ import gzip
 import json
 import math
 import os
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from costmodel.base.errors import InputError, OutputError
+from costmodel.base.plain_json import MALFORMED, decoded
 from costmodel.base.whole_file import write_whole
 from costmodel.model.measurements import Config, Measurement, config_key
 from costmodel.operators.layers import Operator
@@ -129,9 +131,9 @@ def read_records(path: Path) -> CpuRecords:
     """
     header, lines = _header(path)
     try:
-        kernels = tuple(_kernel(content) for content in map(json.loads, lines) if _is_current(content))
+        kernels = tuple(_kernel(content) for content in map(decoded, lines) if _is_current(content))
         return CpuRecords(_identity(header), header["tvm"], header["templates"], header["note"], kernels)
-    except (OSError, EOFError, KeyError, TypeError, ValueError, AttributeError) as error:
+    except (OSError, EOFError, zlib.error, *MALFORMED) as error:
         raise _damaged(path, error) from error
 
 
@@ -156,7 +158,7 @@ def find_records(cpu: CpuTarget, directory: Path | None = None, nearest: bool = 
             identity = _identity(header)
             current = (header["tvm"], header["templates"]) == (own["tvm"], own["templates"])
             distance = identity.distance(here)
-        except (KeyError, TypeError, ValueError) as error:
+        except MALFORMED as error:
             raise _damaged(path, error) from error
         alike = identity.runs_alike(here)
         if current and (alike or (nearest and math.isfinite(distance))):
@@ -223,8 +225,8 @@ def _header(path: Path) -> tuple[Mapping[str, Any], Iterator[str]]:
     """The first line, and the others, which are not read before they are asked for."""
     lines = _lines(path)
     try:
-        header = json.loads(next(lines, "null"))
-    except (OSError, EOFError, ValueError) as error:
+        header = decoded(next(lines, "null"))
+    except (OSError, EOFError, zlib.error, ValueError) as error:
         raise _damaged(path, error) from error
     if not isinstance(header, dict) or header.get("format") != _FORMAT:
         raise InputError(f"{path}: not a file of kernel records; `python -m fusion records collect` makes one")

@@ -15,6 +15,7 @@ from functools import lru_cache
 from importlib.metadata import version
 from typing import Any
 
+from costmodel.base.plain_json import MALFORMED, decoded
 from costmodel.operators.layers import Operator
 from costmodel.operators.serialization import from_record, to_record
 from schedules.contract.cpu_target import CpuTarget
@@ -71,17 +72,18 @@ def parse_line(line: str) -> tuple[Record, dict[str, str]] | None:
 
     ``ValueError`` when it is not even JSON.
     """
-    content = json.loads(line)
+    content = decoded(line)
     try:
         _, ((instructions, _), run_seconds, *_) = content
         text = next((i[1][1] for i in instructions if i[0] == "Annotate" and i[2] == [ANNOTATION]), None)
         if text is None:
             return None
-        fields = json.loads(text[1:-1])
+        fields = decoded(text[1:-1])
         operator = from_record(fields.pop("operator"))
         config = {str(knob): int(value) for knob, value in fields.pop("config").items()}
         record = Record(operator, config, float(min(run_seconds)), bool(fields.pop("confirmed")))
-    except (TypeError, KeyError, IndexError, AttributeError, ValueError):
+        hash(operator)  # TypeError of one whose sizes are mappings
+    except MALFORMED:
         return None
     return record, fields
 
@@ -120,7 +122,7 @@ def read_config(function: Any) -> tuple[Operator, dict[str, int]] | None:
     annotations = getattr(getattr(root, "block", None), "annotations", {})
     if ANNOTATION not in annotations:
         return None
-    fields = json.loads(str(annotations[ANNOTATION]))
+    fields = decoded(str(annotations[ANNOTATION]))
     return from_record(fields["operator"]), {knob: int(value) for knob, value in fields["config"].items()}
 
 

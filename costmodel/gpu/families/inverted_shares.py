@@ -9,7 +9,6 @@ calibration/vision/shares.json    factor by class; how far measured steps lie fr
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from costmodel.base.errors import InputError
+from costmodel.base.plain_json import MALFORMED, decoded
 from costmodel.gpu.families.family import KernelAnalysis
 from costmodel.gpu.families.rates import kernel_floor
 from costmodel.machines.machine_records import Machine
@@ -55,10 +55,10 @@ def inverted_shares(path: Path = SHARES) -> InvertedShares:
     if not path.exists():
         return InvertedShares({}, 0.0, {})
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = decoded(path.read_text(encoding="utf-8"))
         factors = {str(name): float(value) for name, value in record["factors"].items()}
         return InvertedShares(factors, float(record["spread"]), record["provenance"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, *MALFORMED) as error:
         raise InputError(f"{path}: not a file of shares ({error}); write it anew: python -m costmodel fit") from None
 
 

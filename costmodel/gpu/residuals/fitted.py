@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from costmodel.base.errors import InputError, OutputError
+from costmodel.base.plain_json import MALFORMED, decoded
 from costmodel.base.whole_file import write_whole
 from costmodel.gpu.residuals import adaptation, forest, residual
 from costmodel.gpu.residuals.adaptation import Adaptation
@@ -161,7 +162,7 @@ def transfer(directory: Path = DIRECTORY) -> LevelTransfer:
             for family, each in record["grades"].items()
         }
         return LevelTransfer(levels, shapes, record["provenance"], grades)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except MALFORMED as error:
         raise _corrupt(path, error) from None
 
 
@@ -207,13 +208,13 @@ def _read_fitted(path: Path) -> Fitted:
         limited = bool(record["power_limited"])
         moved = {name: adaptation.from_record(each) for name, each in record.get("adaptations", {}).items()}
         return Fitted(record["machine"], record["architecture"], limited, families, record["provenance"], moved)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except MALFORMED as error:
         raise _corrupt(path, error) from None
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = decoded(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
     except ValueError as error:

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+_LARGEST_BASE = 50.0  # of a logarithm
+
 
 @dataclass(frozen=True)
 class Forest:
@@ -88,6 +90,8 @@ def from_record(record: dict[str, Any]) -> Forest:
     leaves = _unpack(record["leaves"], np.float16).reshape(trees, -1).astype(np.float32)
     if columns.shape != thresholds.shape or leaves.shape[1] != columns.shape[1] + 1:
         raise ValueError("the arrays of a forest do not fit together")
+    if not (np.isfinite(leaves).all() and abs(float(record["base"])) < _LARGEST_BASE):
+        raise ValueError("what a forest adds up is no logarithm of a ratio")
     return Forest(columns, thresholds, leaves, float(record["base"]))
 
 

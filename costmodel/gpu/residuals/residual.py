@@ -52,6 +52,7 @@ class TreeEffort:
     quantile_rounds: int = 60
 
 
+_MOST_MARGIN = 50.0  # of a logarithm: beyond it nothing is known
 LARGE, SMALL = TreeEffort(6, 160), TreeEffort(4, 80, 3, 40)
 MANY_ROWS = 3000
 
@@ -109,6 +110,10 @@ def to_record(residual: Residual) -> dict[str, Any]:
 def from_record(record: dict[str, Any]) -> Residual:
     """Inverse of :func:`to_record`; ``ValueError`` or ``KeyError`` for anything else."""
     trees = {name: forest.from_record(record[name]) for name in ("middle", "lower", "upper")}
+    if not all(isinstance(name, str) for name in record["features"]):
+        raise ValueError("features are not names")
+    if not 0 <= float(record["margin"]) < _MOST_MARGIN:
+        raise ValueError(f"margin {record['margin']}")
     lowest, highest = (np.array(record[name], dtype=np.float32) for name in ("lowest", "highest"))
     if not len(record["features"]) == len(lowest) == len(highest):
         raise ValueError("features and their ranges do not fit together")

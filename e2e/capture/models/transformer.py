@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import inspect
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -13,6 +14,7 @@ from unittest.mock import patch
 import torch
 
 from costmodel.base.errors import InputError, MissingDependencyError, ModelError
+from costmodel.base.plain_json import decoded
 from e2e.capture import fused_attention, latent_attention
 from e2e.capture.models.cached_tokens import decoding_arguments
 from e2e.capture.models.training_presets import TRAINING_PRESETS
@@ -140,7 +142,7 @@ LENGTH_KEYS = ("max_position_embeddings", "n_positions", "n_ctx")
 def read_config(path: Path) -> dict[str, Any]:
     """A Hugging Face ``config.json``; ``InputError`` names the file and what is wrong."""
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = decoded(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
     except ValueError as error:
@@ -172,6 +174,7 @@ def build_transformer(config: Mapping[str, Any], attention: str, source: str) ->
     known = transformers.models.auto.configuration_auto.CONFIG_MAPPING
     if model_type not in known:
         raise ModelError(f"{source}: model_type {model_type!r} is not known to transformers {transformers.__version__}")
+    _check_layers(config, source)
     named = config.get("architectures") or [ARCHITECTURES.get(model_type)]
     try:
         settings = known[model_type](**{key: value for key, value in config.items() if key not in _IGNORED})
@@ -195,6 +198,19 @@ def build_transformer(config: Mapping[str, Any], attention: str, source: str) ->
     return model
 
 
+def _check_layers(config: Mapping[str, Any], source: str) -> None:
+    """``InputError`` for so many layers that building them would take minutes and their capture too many calls."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            _check_layers(value, source)
+        elif _LAYERS.search(str(key)) and isinstance(value, int) and value > MOST_LAYERS:
+            raise InputError(f"{source}: {key} is {value:,}; models of at most {MOST_LAYERS:,} layers are taken")
+
+
+# Pictures and sounds, without which some models run and others do not.
+_OTHER_INPUTS = {"pixel_values", "input_features", "input_values"}
+MOST_LAYERS = 2000  # the deepest published transformers have 1,000 (arXiv 2203.00555)
+_LAYERS = re.compile(r"(^|_)n?_?layers?$|_layers?_num$|^depth$")
 _IGNORED = ("model_type", "architectures", "torch_dtype", "dtype", "transformers_version", "quantization_config")
 
 
@@ -273,8 +289,12 @@ def forward_call(
         try:
             with quiet():
                 output = model(**arguments)
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
             what = " ".join(str(error).split())
+            others = _OTHER_INPUTS & set(inspect.signature(model.forward).parameters)
+            if others:
+                told = f"{type(model).__name__} takes {', '.join(sorted(others))} beside token ids"
+                raise ModelError(f"{source}: {told}; give it as a --script") from error
             raise ModelError(f"{source}: the model cannot be run: {what}; {advice}") from error
         if not with_loss:
             return output[0]

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from costmodel.base.errors import InputError
+from costmodel.base.plain_json import MALFORMED
 from e2e.step.operator_trace import OperatorTrace
 from e2e.traces.formats.chakra_messages import METADATA_NODE, messages
 from e2e.traces.formats.execution_trace import TraceNode, trace_of_nodes
@@ -112,7 +113,7 @@ def _node(message: Any, values: ValueReader, path: Path | str) -> TraceNode:
             outputs=outputs,
             extra={name: attributes[name] for name in ("pg_name",) if name in attributes},
         )
-    except (ValueError, SyntaxError, TypeError, IndexError, KeyError) as error:
+    except (SyntaxError, MemoryError, *MALFORMED) as error:
         reason = f"{type(error).__name__}: {error}"
         raise InputError(f"{path}: node {message.id} ({message.name}) has unreadable arguments ({reason})") from None
 

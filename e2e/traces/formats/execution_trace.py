@@ -6,7 +6,6 @@ calls under it move to the next operator above, and carry the names in ``attribu
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from costmodel.base.errors import InputError
+from costmodel.base.plain_json import MALFORMED, decoded
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, Phase, Value, tensors
 from e2e.traces.formats.json_stream import read_members
 from e2e.traces.formats.trace_values import ValueReader
@@ -22,6 +22,7 @@ from e2e.traces.formats.trace_values import ValueReader
 _SCHEMA = re.compile(r"1\.[01]\.\d+(-chakra\.[\d.]+)?")
 USER_SCOPE = 7  # at::RecordScope::USER_SCOPE
 _BACKWARD_SCOPE = 1  # at::RecordScope::BACKWARD_FUNCTION
+_NUMBERS = ("id", "parent", "scope", "thread", "forward_thread", "sequence", "function")
 GROUPS_NODE = "## process_group:init ##"
 _COLLECTIVE_ATTRIBUTES = ("collective_name", "dtype", "in_msg_nelems", "out_msg_nelems", "pg_name", "pg_size")
 
@@ -61,7 +62,7 @@ def read_execution_trace(path: Path | str, only: Container[int] | None = None) -
     nodes: list[TraceNode] = []
     for key, value in read_members(path):
         if key == "nodes":
-            if only is None or value.get("id") in only:
+            if only is None or (isinstance(value, dict) and value.get("id") in only):
                 nodes.append(_read_node(value, values, path))
         elif key == "traceEvents":
             raise InputError(f"{path}: a profiler (Kineto) trace, not an execution trace; give it as --kineto")
@@ -84,8 +85,14 @@ def _check_header(header: Mapping[str, Any], nodes: list[TraceNode], path: Path 
 
 def _read_node(node: Any, values: ValueReader, path: Path | str) -> TraceNode:
     try:
-        return _flat_node(node, values) if "attrs" not in node else _nested_node(node, values)
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+        found = _flat_node(node, values) if "attrs" not in node else _nested_node(node, values)
+        for field in _NUMBERS:
+            if type(getattr(found, field)) is not int:
+                raise TypeError(f"{field} is {str(getattr(found, field))[:40]!r}, not a whole number")
+        if not isinstance(found.name, str) or not isinstance(found.schema, str):
+            raise TypeError("its name or schema is no text")
+        return found
+    except MALFORMED as error:
         name = node.get("id") if isinstance(node, dict) else node
         reason = f"{type(error).__name__}: {error}"
         raise InputError(f"{path}: node {name!r} is not of an execution trace ({reason}); record it again") from None
@@ -198,10 +205,10 @@ def _process_groups(nodes: Iterable[TraceNode], source: str) -> dict[str, tuple[
         if node.name != GROUPS_NODE or not node.inputs:
             continue
         try:
-            for group in json.loads(str(node.inputs[0])):
+            for group in decoded(str(node.inputs[0])):
                 ranks = group.get("ranks") or range(group["group_size"])
                 groups[str(group["pg_name"])] = tuple(int(rank) for rank in ranks)
-        except (ValueError, KeyError, TypeError) as error:
+        except MALFORMED as error:
             raise InputError(f"{source}: process groups of node {node.id} are not readable ({error})") from None
     return groups
 

@@ -187,6 +187,10 @@ class _Decoder:
                 if not at_end or len(self._buffer) - self._place > _LARGEST_ELEMENT:
                     raise self._broken(error.msg) from None
                 stopped = error.pos, error.msg
+            except RecursionError:
+                raise self._broken("nested too deeply") from None
+            except ValueError as error:  # a number of thousands of digits
+                raise self._broken(str(error)) from None
             if not self._more(size):
                 if stopped is None or _cut(self._buffer[stopped[0] :], stopped[1]):
                     raise self._truncated()

@@ -6,7 +6,7 @@ nanoseconds (converted ones) are recognised by their magnitude.
 
 from __future__ import annotations
 
-import json
+import math
 from collections import Counter
 from collections.abc import Mapping
 from decimal import Decimal
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from costmodel.base.errors import InputError
+from costmodel.base.plain_json import MALFORMED, decoded
 from e2e.step.collective_names import kind_of_short
 from e2e.traces.formats.json_stream import read_members
 from e2e.traces.formats.profile import (
@@ -81,7 +82,7 @@ class _Collector:
     def add(self, event: Any) -> None:
         try:
             self._add(event)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except MALFORMED as error:
             name = event.get("name") if isinstance(event, dict) else event
             reason = f"{type(error).__name__}: {error}"
             raise InputError(
@@ -105,15 +106,19 @@ class _Collector:
         """All that was gathered; times become seconds from the first event."""
         if self._first is None:
             raise InputError(f"{self._source}: not a profiler trace, or an empty one (no events with a duration)")
-        scale = 1e-9 if self._first > _NANOSECONDS_ABOVE else 1e-6
         try:
-            host = sorted((self._host_span(i, item, scale) for i, item in enumerate(self._host)), key=_host_order)
-            device = [self._device_span(i, item, scale) for i, item in enumerate(self._device)]
-        except (KeyError, TypeError, ValueError) as error:
+            scale = 1e-9 if self._first > _NANOSECONDS_ABOVE else 1e-6
+            return self._trace(header, scale)
+        except MALFORMED as error:
             reason = f"{type(error).__name__}: {error}"
             raise InputError(
-                f"{self._source}: an event lacks what profilers write ({reason}); record it again"
+                f"{self._source}: an event, or what is told of the run, is not what profilers write ({reason}); "
+                "record it again"
             ) from None
+
+    def _trace(self, header: Mapping[str, Any], scale: float) -> KinetoTrace:
+        host = sorted((self._host_span(i, item, scale) for i, item in enumerate(self._host)), key=_host_order)
+        device = [self._device_span(i, item, scale) for i, item in enumerate(self._device)]
         device.sort(key=lambda span: (span.start, span.end, span.id))
         by_kind = {kind: tuple(span for span in host if span.kind == kind) for kind in set(_HOST.values())}
         distributed = header.get("distributedInfo") or {}
@@ -138,8 +143,10 @@ class _Collector:
         )
 
     def _seconds(self, start: Any, duration: Any, scale: float) -> tuple[float, float]:
-        begin = float(Decimal(start) - Decimal(self._first)) * scale
-        return begin, begin + float(duration) * scale
+        begin, taken = float(Decimal(start) - Decimal(self._first)) * scale, float(duration) * scale
+        if not (math.isfinite(begin) and math.isfinite(taken)):
+            raise ValueError(f"an event begins at {start} and takes {duration}")
+        return begin, begin + max(taken, 0.0)  # clocks that were set together may end before they begin
 
     def _host_span(self, place: int, item: tuple[Any, Any, HostKind, dict[str, Any]], scale: float) -> HostSpan:
         args = item[3]["args"]
@@ -149,11 +156,11 @@ class _Collector:
             item[2],
             item[3]["tid"],
             *self._seconds(item[0], item[1], scale),
-            args.get("External id"),
-            args.get("Record function id"),
-            args.get("correlation"),
-            args.get("Sequence number"),
-            args.get("Fwd thread id", 0),
+            _number(args.get("External id")),
+            _number(args.get("Record function id")),
+            _number(args.get("correlation")),
+            _number(args.get("Sequence number")),
+            _number(args.get("Fwd thread id")) or 0,
             tuple(args.get("Input Dims", ())),
             tuple(DTYPES.get(kind, kind) for kind in args.get("Input type", ())),
             _collective(args),
@@ -165,11 +172,11 @@ class _Collector:
             len(self._host) + place,
             item[3]["name"],
             item[2],
-            args["device"],
-            args["stream"],
+            int(args["device"]),
+            int(args["stream"]),
             *self._seconds(item[0], item[1], scale),
-            args["correlation"],
-            args.get("External id"),
+            int(args["correlation"]),
+            _number(args.get("External id")),
             int(args.get("bytes", 0)),
             _collective(args),
         )
@@ -177,6 +184,9 @@ class _Collector:
 
 def _kept(event: dict[str, Any]) -> dict[str, Any]:
     """Of an event what spans need: a trace of gigabytes must not be kept whole."""
+    if not isinstance(event["name"], str):
+        raise TypeError("its name is no text")
+    hash((event["pid"], event["tid"]))  # TypeError for what is no name of a process or thread
     return {"name": event["name"], "pid": event["pid"], "tid": event["tid"], "args": event.get("args") or {}}
 
 
@@ -184,6 +194,11 @@ def _host_order(span: HostSpan) -> tuple[float, int, float, int]:
     # In whole microseconds many spans start together; operators are numbered in the order in which they began.
     number = span.external if span.kind != "runtime" and span.external is not None else -1
     return span.start, number, -span.end, span.id
+
+
+def _number(value: Any) -> int | None:
+    """A number that links events; ``None`` where there is none."""
+    return None if value is None else int(value)
 
 
 def _known(value: Any) -> int | None:
@@ -194,7 +209,7 @@ def _synchronization(args: Mapping[str, Any]) -> Synchronization:
     kind = _SYNC.get(args["cuda_sync_kind"], "device")
     return Synchronization(
         kind,  # type: ignore[arg-type]
-        args["correlation"],
+        int(args["correlation"]),
         _known(args.get("stream")),
         _known(args.get("wait_on_cuda_event_record_corr_id")),
         _known(args.get("wait_on_stream")),
@@ -206,8 +221,8 @@ def _collective(args: Mapping[str, Any]) -> CollectiveInfo | None:
     if kind is None:
         return None
     try:
-        ranks = tuple(int(rank) for rank in json.loads(args.get("Process Group Ranks") or "[]"))
-    except (ValueError, TypeError):  # a long list is cut with dots
+        ranks = tuple(int(rank) for rank in decoded(args.get("Process Group Ranks") or "[]"))
+    except MALFORMED:  # a long list is cut with dots
         ranks = ()
     dtype = str(args.get("dtype", ""))
     return CollectiveInfo(

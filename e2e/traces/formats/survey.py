@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from costmodel.base.plain_json import MALFORMED
 from e2e.step.operator_trace import OperatorTrace
 from e2e.traces.formats.execution_trace import GROUPS_NODE, USER_SCOPE, read_execution_trace
 from e2e.traces.formats.json_stream import read_members
@@ -26,7 +27,7 @@ def read_last_step(path: Path | str) -> OperatorTrace:
         if key == "nodes":
             try:
                 survey.add(value)
-            except (KeyError, TypeError, ValueError, OverflowError):
+            except MALFORMED:
                 return read_execution_trace(path)  # which says what is wrong with the node
     return last_step(read_execution_trace(path, survey.last_step()))
 

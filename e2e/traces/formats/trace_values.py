@@ -32,6 +32,7 @@ DTYPES = {
     "c10::Float8_e4m3fn": "float8_e4m3fn",
     "c10::Float8_e5m2": "float8_e5m2",
 }
+LARGEST_EXTENT = 2**48  # more elements than all memory there is
 _UNDEFINED = "nullptr"
 _MISSING = "<None>"
 
@@ -56,6 +57,8 @@ class ValueReader:
         )
 
     def _value(self, value: Any, shape: Any, kind: str, stride: Any) -> Value:
+        if not isinstance(kind, str):
+            raise TypeError(f"the type of an argument is {str(kind)[:40]!r}, not a text")
         if kind.startswith("Tensor("):
             return self._tensor(value, shape, kind[7:-1], stride)
         if isinstance(value, list):
@@ -72,14 +75,28 @@ class ValueReader:
         if kind.startswith(_UNDEFINED):
             return None
         tensor = Tensor(
-            value[0],
-            value[1],
-            tuple(shape),
+            _whole(value[0]),
+            _whole(value[1]),
+            tuple(map(_extent, shape)),
             DTYPES.get(kind, kind),
             str(value[5]) if len(value) > 5 else "",
-            None if stride is None else tuple(stride),
+            None if stride is None else tuple(map(_extent, stride)),
         )
         return self._tensors.setdefault(tensor, tensor)
+
+
+def _whole(value: Any) -> int:
+    """``value``, a whole number; ``TypeError`` for anything else."""
+    if type(value) is not int:
+        raise TypeError(f"{str(value)[:40]!r} is no whole number")
+    return value
+
+
+def _extent(value: Any) -> int:
+    """A size or a stride, as far as memory goes; ``ValueError`` for others."""
+    if not 0 <= _whole(value) <= LARGEST_EXTENT:
+        raise ValueError(f"{value} is no size of a tensor")
+    return int(value)
 
 
 @lru_cache(maxsize=4096)

@@ -79,3 +79,81 @@ def test_options_may_have_several_values():
     assert repeated(arguments, several) == expanded.split()
     assert repeated(["predict", "--trace", "a", "--trace", "b"], several) == ["predict", "--trace", "a", "--trace", "b"]
     assert repeated(["predict", "--gpu", "t4", "x"], several) == ["predict", "--gpu", "t4", "x"]
+
+
+FULL = """
+import sys
+import typer
+from typing import Annotated
+from costmodel.base.command_line import ProgramGroup, guarded, program_name, version_command
+
+app = typer.Typer(name="tool", cls=ProgramGroup, help="A tool.", no_args_is_help=True)
+app.callback()(version_command)
+
+@app.command()
+@guarded()
+def count(length: Annotated[int, typer.Option(min=1)] = 3, size: int = 1):
+    for number in range(length):
+        print(number)
+    bytearray(size << 50 if size > 1 else 1)
+
+@app.command()
+def other():
+    "Another."
+
+app(prog_name=sys.argv.pop(1))
+"""
+
+
+def program(*arguments: str, output=subprocess.PIPE, name: str = "tool"):
+    words = [sys.executable, "-c", FULL, name, *arguments]
+    return subprocess.run(words, stdout=output, stderr=subprocess.PIPE, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("count", "--length", "0"), ("--length", "greater than or equal to 1")),
+        (("count", "--length", "x"), ("--length", "integer")),
+        (("count", "--lenght", "3"), ("--lenght", "--length")),
+        (("cuont",), ("cuont",)),
+        (("count", "--size"), ("--size",)),
+        (("count", "--size", "9"), ("out of memory",)),
+    ],
+)
+def test_a_wrong_command_line_is_one_line_too(arguments: tuple[str, ...], words: tuple[str, ...]):
+    done = program(*arguments)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2 and line.startswith("error: ") and all(word in line for word in words), line
+
+
+def test_help_is_help():
+    assert program("--help").returncode == 0 and "A tool." in program("--help").stdout
+    nothing = program()
+    assert nothing.returncode == 2 and "A tool." in nothing.stdout + nothing.stderr
+
+
+def test_the_version_is_told():
+    done = program("--version")
+    assert done.returncode == 0 and done.stdout.startswith("fusion-costmodel ") and ", Python 3." in done.stdout
+
+
+def test_a_full_disk_behind_the_output_is_one_line():
+    with open("/dev/full", "w") as full:
+        done = program("count", output=full)
+    assert done.returncode == 2
+    assert done.stderr == "error: output: No space left on device\n"
+
+
+def test_completion_is_for_the_command():
+    script = program("--show-completion", "bash")
+    assert "_TOOL_COMPLETE" in script.stdout, script.stderr
+    done = program("--show-completion", name="python -m tool")
+    assert (
+        done.returncode == 2 and done.stderr.startswith("error: --show-completion: ") and "`tool --show" in done.stderr
+    )
+
+
+def test_names_of_megabytes_and_signs_of_terminals_are_cut():
+    line = run(InputError(f"file: {'x' * 10**6} \x1b[31m end")).stderr
+    assert len(line) < 1300 and line.endswith("\\x1b[31m end\n")

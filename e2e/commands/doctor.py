@@ -1,0 +1,76 @@
+"""``python -m e2e doctor``: whether steps can be captured and predicted here, and what to do where not."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from costmodel.commands import checkup
+from costmodel.commands.checkup import BadPair, Finding
+from costmodel.datasets.data_folder import FETCH, data_folder, user_data_directory
+from costmodel.machines.cluster_file import cluster_files
+from costmodel.machines.machine_catalog import machine_files, user_directory
+
+_TORCH = "pip install 'fusion-costmodel[e2e]'"
+PAIRS = (
+    BadPair(
+        # NumPy 2 changed its ABI; PyTorch is built for it since 2.3 (its release notes).
+        {"numpy": ">=2", "torch": "<2.3"},
+        "this PyTorch was built for NumPy 1: tensors and arrays cannot be exchanged",
+        _TORCH,
+    ),
+)
+# Libraries that a step may use where they are installed.
+_LIBRARIES = {"timm": "--model timm/NAME", "mamba_ssm": "--linear-attention", "torchrec": "scripts that use it"}
+_ROOT = Path(__file__).parents[2]
+
+
+def doctor_command(as_json: bool) -> None:
+    """Prints the findings; status 1 where something is broken."""
+    checks = [_packages, _imports, checkup.cores, checkup.memory, _folders, _shipped, _data]
+    checkup.report("e2e", checks, as_json)
+
+
+def _packages() -> Iterator[Finding]:
+    yield from checkup.packages("e2e", {"cluster": "e2e sweep --ray"}, PAIRS)
+    yield from checkup.modules_once(("torch", "transformers", "xgboost", "triton"))
+    for name, purpose in _LIBRARIES.items():
+        version = checkup.installed(name)
+        if version is not None:
+            yield Finding(name, "ok", f"{version}, for {purpose}")
+
+
+def _imports() -> list[Finding]:
+    known = (
+        ("torch", "torch"),
+        ("transformers", "transformers"),
+        ("google.protobuf", "protobuf"),
+        ("ortools.sat.python.cp_model", "ortools"),
+    )
+    present = [module for module, name in known if checkup.installed(name)]
+    return checkup.imports(present, f"{_TORCH} --force-reinstall")
+
+
+def _folders() -> Iterator[Finding]:
+    yield checkup.folder("machines COSTMODEL_MACHINES", user_directory())
+    yield checkup.folder("temporary TMPDIR", Path(tempfile.gettempdir()))
+    yield checkup.folder("working folder", Path.cwd())
+
+
+def _shipped() -> Iterator[Finding]:
+    calibration = _ROOT / "costmodel" / "calibration"
+    yield checkup.shipped("machine files", machine_files().values())
+    yield checkup.shipped("cluster files", cluster_files().values())
+    yield checkup.shipped("fitted kernels", (calibration / "gpu").glob("*.json"))
+    yield checkup.shipped("fitted collectives", calibration.glob("*/collectives.json"))
+    yield checkup.shipped("host overheads", (calibration / "host_overheads").glob("*.json"))
+
+
+def _data() -> Iterator[Finding]:
+    place = data_folder()
+    if place.is_dir():
+        yield Finding("measurements", "ok", str(place))
+    else:
+        yield Finding("measurements", "note", "not here; fit and validate need them, predictions do not", FETCH)
+        yield checkup.folder("data XDG_DATA_HOME", user_data_directory())

@@ -1,0 +1,117 @@
+"""``python -m fusion doctor``: whether models can be tuned and run here, and what to do where not."""
+
+from __future__ import annotations
+
+import os
+import platform
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from costmodel.commands import checkup
+from costmodel.commands.checkup import BadPair, Finding
+from costmodel.machines.machine_catalog import HOST_NAME, machine_files, user_directory
+from schedules.contract.cpu_target import cpu_flags, host_target
+from schedules.contract.tile_permission import tiles_refused
+from schedules.records.shipped_records import RECORDS_FILE, records_directory
+
+_FFI = "pip install apache-tvm==0.27.0.post1 apache-tvm-ffi==0.1.14.post1"
+PAIRS = (
+    BadPair(
+        {"apache-tvm": "==0.27.0.post1", "apache-tvm-ffi": ">=0.1.15"},
+        "this TVM does not load with this FFI: they are built for each other",
+        _FFI,
+    ),
+    BadPair(
+        # https://github.com/apache/tvm/pull/20094: the return type of a virtual function changed.
+        {"apache-tvm": ">=0.26", "apache-tvm-ffi": "<0.1.13.post2"},
+        "this FFI is older than the one that TVM was built with: calls fail silently",
+        _FFI,
+    ),
+)
+# The names of TVM's own look-up of a compiler (tvm.support.cc.get_cc).
+_COMPILERS = ("g++", "gcc", "clang++", "clang", "c++", "cc")
+# Feature of /proc/cpuinfo -> what it is good for here.
+_FEATURES = {
+    "avx2": "vectors of 8",
+    "avx512f": "vectors of 16",
+    "avx512_vnni": "whole numbers: INT8 models",
+    "avx512_bf16": "--precision bfloat16 and auto",
+}
+
+
+def doctor_command(as_json: bool) -> None:
+    """Prints the findings; status 1 where something is broken."""
+    checks = [_packages, _imports, _cpu, _tiles, checkup.cores, checkup.memory, _compiler, _folders, _shipped]
+    checkup.report("fusion", checks, as_json)
+
+
+def _packages() -> Iterator[Finding]:
+    optional = {"peers": "other engines of compare", "models": "python -m fusion.modelzoo"}
+    yield from checkup.packages("fusion", optional, PAIRS)
+    yield from checkup.modules_once(("tvm", "tvm_ffi", "onnx", "onnxruntime", "xgboost", "cv2"))
+
+
+def _imports() -> list[Finding]:
+    present = [
+        module
+        for module, name in (("tvm", "apache-tvm"), ("onnx", "onnx"), ("onnxruntime", "onnxruntime"))
+        if checkup.installed(name)
+    ]
+    return checkup.imports(present, f"{_FFI}, or pip install --force-reinstall 'fusion-costmodel[fusion]'")
+
+
+def _cpu() -> Iterator[Finding]:
+    if platform.machine() not in ("x86_64", "AMD64"):
+        advice = "run on an x86-64 machine"
+        yield Finding("CPU", "broken", f"kernels are generated for x86-64 CPUs, this is {platform.machine()}", advice)
+        return
+    flags, target = cpu_flags(), host_target()
+    if not flags:
+        advice = "mount /proc: without its features a CPU is taken for the least there is"
+        yield Finding("CPU", "note", f"{target.mcpu}: /proc/cpuinfo tells no features", advice)
+        return
+    yield Finding("CPU", "ok", f"{target.mcpu}, {target.lanes} numbers of FP32 in a vector")
+    for feature, purpose in _FEATURES.items():
+        known = feature in flags
+        yield Finding(feature, "ok" if known else "note", purpose if known else f"not there: no {purpose}")
+
+
+def _tiles() -> list[Finding]:
+    if "amx_tile" not in cpu_flags():
+        return [Finding("AMX", "note", "not there: other engines do without it, and so do our kernels")]
+    refused = tiles_refused()
+    if refused is None:
+        return [Finding("AMX", "ok", "there, and this process may use it")]
+    advice = "a kernel of 5.16 or later, without a filter of arch_prctl, lends it; narrow dtypes are slower without"
+    return [Finding("AMX", "note", f"there, but {refused}", advice)]
+
+
+def _compiler() -> list[Finding]:
+    install = "install a C++ compiler, such as the package g++, or set CXX"
+    asked = os.environ.get("CXX") or os.environ.get("CC")
+    places = (Path(folder, name) for name in _COMPILERS for folder in os.get_exec_path())
+    found = next((str(path) for path in places if path.is_file() and os.access(path, os.X_OK)), None)
+    command = asked.split() if asked else [found] if found else None
+    return [checkup.compiler(command, "compiler", install)]
+
+
+def _folders() -> Iterator[Finding]:
+    yield checkup.folder("machines COSTMODEL_MACHINES", user_directory())
+    yield checkup.folder("temporary TMPDIR", Path(tempfile.gettempdir()))
+    yield checkup.folder("working folder", Path.cwd())
+
+
+def _shipped() -> Iterator[Finding]:
+    files = machine_files()
+    yield checkup.shipped("machine files", files.values())
+    directory = records_directory()
+    if os.environ.get("FUSION_RECORDS"):
+        yield Finding("records FUSION_RECORDS", "note", f"{directory} instead of the shipped ones")
+    else:
+        yield checkup.shipped("shipped records", directory.glob(f"*/{RECORDS_FILE}"))
+    if HOST_NAME in files:
+        yield Finding("calibration", "ok", str(files[HOST_NAME]))
+    else:
+        advice = "python -m costmodel calibrate (a minute; else measured quickly at first use)"
+        yield Finding("calibration", "note", "this CPU is not measured yet", advice)
