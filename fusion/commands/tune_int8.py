@@ -130,19 +130,18 @@ def _within_budget(request: TuneRequest, target: Path, described: Described, dis
     if limit is None or whole <= GIVEN_OUT * limit:
         return Quantised(request.model, summary, limit)
     display.say(f"all layers quantised err by {whole:.2g}: finding out which of them stay in float32")
-    with _choosing(request, target, described, limit) as (chooser, sensitivity, nodes):
+    with _choosing(request, target, described, limit) as (chooser, sensitivity, excluded):
         plan = chooser.plan
         for _ in range(MOST_REBUILDS + 1):
             choice = chooser.chosen(sensitivity, {})
             if not choice.rounded:
                 break
-            kept = tuple(nodes[name] for name in sensitivity if name not in choice.rounded)
-            summary = quantised(kept)
+            kept = tuple(name for name in sensitivity if name not in choice.rounded)
+            summary = quantised(excluded(kept))
             found = summary.errors.max_relative_error
-            display.say(f"{len(choice.rounded)} of {len(nodes)} layers quantised err by {found:.2g}")
+            display.say(f"{len(choice.rounded)} of {len(sensitivity)} layers quantised err by {found:.2g}")
             if found <= GIVEN_OUT * limit:
-                kept_names = tuple(name for name in sensitivity if name not in choice.rounded)
-                choice = replace(choice, kept=kept_names, frontier=chooser.frontier(sensitivity, {}, choice))
+                choice = replace(choice, kept=kept, frontier=chooser.frontier(sensitivity, {}, choice))
                 return Quantised(request.model, summary, limit, choice)
             assert plan.limit.max_error is not None
             smaller = 0.9 * plan.limit.max_error * choice.error / max(found, choice.error, 1e-30)
@@ -159,20 +158,21 @@ def _within_budget(request: TuneRequest, target: Path, described: Described, dis
 @contextmanager
 def _choosing(
     request: TuneRequest, target: Path, described: Described, limit: float
-) -> Iterator[tuple[PrecisionChooser, dict[str, float], dict[str, str]]]:
-    """Who chooses among the layers, each one's own error, and the name of its node in the file."""
+) -> Iterator[tuple[PrecisionChooser, dict[str, float], Callable[[Collection[str]], tuple[str, ...]]]]:
+    """Who chooses among the layers, each one's own error, and which nodes to exclude for layers to stay in float32."""
     from fusion.relax.extract import extract_graph
     from fusion.relax.onnx.importer import import_onnx
     from fusion.relax.onnx.onnx_file import load_model
     from fusion.relax.onnx.onnx_prepare import prepare
-    from fusion.relax.onnx.onnx_quantizer import float_form, load_float_model
+    from fusion.relax.onnx.onnx_quantizer import float_form, load_float_model, with_what_follows
 
     cpu, machine = described()
     assert request.calibration is not None, "who quantises has samples"
     profile = request.profiles[0]
     with tempfile.TemporaryDirectory(prefix=".quantising-", dir=request.output) as folder:
         file = Path(folder) / "float.onnx"
-        file.write_bytes(float_form(request.model, load_float_model(request.model)).SerializeToString())
+        form = float_form(request.model, load_float_model(request.model))
+        file.write_bytes(form.SerializeToString())
         model = import_onnx(file, profile.shapes, profile.batch)
         graph = extract_graph(model.mod)
         prepared = prepare(file, load_model(file), profile.shapes, profile.batch)
@@ -186,4 +186,4 @@ def _choosing(
             plan = PrecisionPlan(INT8, layers, RoundedLimit(runs, measured, limit), INT8)
             chooser = PrecisionChooser(graph, machine, cpu, plan, seconds)
             sensitivity = sensitivities(measured, switched.layers, seconds)
-            yield chooser, sensitivity, dict(switched.nodes)
+            yield chooser, sensitivity, lambda kept: with_what_follows(form, [switched.nodes[name] for name in kept])

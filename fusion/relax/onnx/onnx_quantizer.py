@@ -7,7 +7,7 @@ import io
 import logging
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -120,6 +120,19 @@ def float_form(path: Path, model: ModelProto) -> ModelProto:
     """
     with tempfile.TemporaryDirectory(prefix="quantising-") as folder, _silent(), _understood(path, model):
         return _parsed(_prepared(_library(), model, Path(folder), lambda _: None))
+
+
+def with_what_follows(form: ModelProto, layers: Collection[str]) -> tuple[str, ...]:
+    """``layers`` (names of nodes of a :func:`float_form`) and the nodes that compute with what they leave, such as
+    additions: the quantiser would round those to bytes though no layer beside them is.
+    """
+    made = {output: node for node in form.graph.node for output in node.output}
+    found = dict.fromkeys(layers)
+    for node in form.graph.node:  # in the order in which they are computed
+        sources = (made.get(name) for name in node.input)
+        if node.op_type not in FLOAT_LAYERS and any(each is not None and each.name in found for each in sources):
+            found[node.name] = None
+    return tuple(found)
 
 
 @contextlib.contextmanager

@@ -26,6 +26,7 @@ from fusion.relax.onnx.onnx_quantizer import (
     QuantizationOptions,
     float_form,
     load_float_model,
+    with_what_follows,
 )
 
 LAYERS = ("stem", "expand", "depthwise", "project", "window", "dense")
@@ -51,6 +52,14 @@ def loaded(request, tmp_path_factory):
     switched = switched_model(prepared, extract_graph(model.mod), rounding=ByteRounding(load_model(target)))
     with rounded_runs(switched, model.inputs, model.outputs, 1, folder) as runs:
         yield path, target, runs, {node: name for name, node in switched.nodes.items()}
+
+
+def test_what_follows_a_layer_in_float32_is_in_float32(loaded):
+    """The addition behind `project`, and the pooling behind that; `window` reads it and is a layer of its own."""
+    path, *_ = loaded
+    form = float_form(path, load_float_model(path))
+    assert with_what_follows(form, ["project"]) == ("project", "sum", "pool")
+    assert with_what_follows(form, ["window"])[0] == "window" and "dense" not in with_what_follows(form, ["window"])
 
 
 def by_onnx_runtime(path: Path, x: np.ndarray) -> np.ndarray:
