@@ -78,9 +78,9 @@ def report(tool: str, checks: Sequence[Check], as_json: bool) -> None:
     else:
         print(version_line())
         for each in findings:
-            print(f"{each.state:7}{each.name:24}{each.found}")
+            print(f"{each.state:7}{each.name:28}{each.found}")
             if each.advice:
-                print(f"{'':7}{'':24}-> {each.advice}")
+                print(f"{'':7}{'':28}-> {each.advice}")
         print(f"{len(broken)} of {len(findings)} are broken" if broken else "nothing is broken")
     if broken:
         raise typer.Exit(1)
