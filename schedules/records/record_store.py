@@ -20,9 +20,17 @@ from costmodel.base.folder_lock import lock_folder
 from costmodel.base.plain_json import MALFORMED, decoded
 from costmodel.model.measurements import ConfigKey, config_key
 from costmodel.operators.layers import Operator
-from costmodel.operators.serialization import from_record, to_record
+from costmodel.operators.serialization import to_record
 from schedules.contract.cpu_target import CpuTarget
-from schedules.records.tuning_records import Failure, Record, environment, parse_line, record_line, workload_line
+from schedules.records.tuning_records import (
+    Failure,
+    Record,
+    environment,
+    parse_line,
+    record_line,
+    recorded_operator,
+    workload_line,
+)
 
 WORKLOADS = "database_workload.json"
 RECORDS = "database_tuning_record.json"
@@ -184,10 +192,9 @@ class RecordStore:
 def _parse_failure(line: str) -> tuple[Failure, dict[str, str]] | None:
     content = decoded(line)
     try:
-        operator = from_record(content.pop("operator"))
+        operator = recorded_operator(content.pop("operator"))
         config = {str(knob): int(value) for knob, value in content.pop("config").items()}
         failure = Failure(operator, config, str(content.pop("error")), str(content.pop("message")))
-        hash(operator)
     except MALFORMED:
         return None
     return failure, content

@@ -67,6 +67,15 @@ def annotation(record: Record, environment: Mapping[str, str]) -> str:
     return text
 
 
+def recorded_operator(record: Any) -> Operator:
+    """The operator of a line; ``ValueError`` or ``TypeError`` for what is none that kernels are made for."""
+    operator = from_record(record)
+    if not isinstance(operator, Operator):
+        raise ValueError("not an operator of a kernel")
+    hash(operator)  # TypeError of one whose sizes are mappings
+    return operator
+
+
 def parse_line(line: str) -> tuple[Record, dict[str, str]] | None:
     """The record of a line and its environment; ``None``: not ours, or of another version of ours.
 
@@ -79,10 +88,9 @@ def parse_line(line: str) -> tuple[Record, dict[str, str]] | None:
         if text is None:
             return None
         fields = decoded(text[1:-1])
-        operator = from_record(fields.pop("operator"))
+        operator = recorded_operator(fields.pop("operator"))
         config = {str(knob): int(value) for knob, value in fields.pop("config").items()}
         record = Record(operator, config, float(min(run_seconds)), bool(fields.pop("confirmed")))
-        hash(operator)  # TypeError of one whose sizes are mappings
     except MALFORMED:
         return None
     return record, fields

@@ -62,48 +62,57 @@ class FuzzReport:
 
 def fuzz(reader: str, cases: int, seconds: float, first: int = 0) -> FuzzReport:
     """Reads the seeds of ``reader``, then cases ``first`` and on, ``cases`` of them, or fewer where ``seconds`` end
-    before; a process that dies is followed by another.
+    before, in which libraries' start does not count; a process that dies is followed by another.
     """
     report = FuzzReport(reader)
     began = time.monotonic()
-    place, last = -1 if first == 0 else first, first + cases
-    while place < last and time.monotonic() - began < seconds:
-        place = _run(report, place, last, began + seconds)
+    place, last, left = -1 if first == 0 else first, first + cases, seconds
+    while place < last and left > 0:
+        place, spent = _run(report, place, last, left)
+        left -= spent
     report.seconds = time.monotonic() - began
     return report
 
 
-def _run(report: FuzzReport, place: int, last: int, until: float) -> int:
-    """Cases from ``place`` on in one process; where the next one goes on."""
+def _run(report: FuzzReport, place: int, last: int, seconds: float) -> tuple[int, float]:
+    """Cases from ``place`` on in one process for ``seconds`` at most; where the next one goes on, and the seconds from
+    the first input on.
+    """
     command = [sys.executable, str(HERE), "--worker", report.reader, "--first", str(place), "--cases", str(last)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.getenv("PYTHONPATH")]))}
     worker = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, env=environment)
     assert worker.stdout is not None
     current: int | None = None
+    began: float | None = None
+
+    def spent() -> float:
+        return 0.0 if began is None else time.monotonic() - began
+
     try:
         for line in _lines(worker):
             message = json.loads(line)
+            began = time.monotonic() if began is None else began
             if "begin" in message:
                 current = message["begin"]
                 continue
             _note(report, message)
             current, place = None, message["case"] + 1
-            if time.monotonic() > until:
-                return last
+            if spent() > seconds:
+                return last, spent()
     except TimeoutError:
         report.findings.append(Finding(report.reader, place if current is None else current, "hangs"))
         report.outcomes["hangs"] += 1
-        return (place if current is None else current) + 1
+        return (place if current is None else current) + 1, spent()
     finally:
         worker.kill()
         _, errors = worker.communicate()
     if worker.returncode == 0:
-        return last
+        return last, spent()
     died = place if current is None else current
     tail = errors.decode(errors="replace")[-1500:]
     report.findings.append(Finding(report.reader, died, f"ends the process ({worker.returncode})", tail))
     report.outcomes["dies"] += 1
-    return died + 1 if current is not None else last
+    return (died + 1 if current is not None else last), spent()
 
 
 def _lines(worker: subprocess.Popen[bytes]) -> Any:
