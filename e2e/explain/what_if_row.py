@@ -21,8 +21,7 @@ class WhatIfRow:
     time per sample, where the question changes how many there are and that is known. ``path_seconds``: the critical
     path on the ``host``, the ``device``, in ``communication`` and ``other``; ``longest``: its longest part.
     ``interval_seconds`` is the step's own: the errors of two rows are mostly the same, so that gains are surer than it
-    says. ``samples``: of
-    a step, where it is known. ``fits``: whether it fits the memory (``None``: not known).
+    says. ``samples``: of a step, where it is known. ``fits``: whether it fits the memory (``None``: not known).
     ``warnings``: those that the step as it is does not have.
     """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -107,7 +108,9 @@ app(prog_name=sys.argv.pop(1))
 
 def program(*arguments: str, output=subprocess.PIPE, name: str = "tool"):
     words = [sys.executable, "-c", FULL, name, *arguments]
-    return subprocess.run(words, stdout=output, stderr=subprocess.PIPE, text=True, check=False)
+    # The shell is named in the test, not found among the processes above it.
+    environment = {**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    return subprocess.run(words, stdout=output, stderr=subprocess.PIPE, text=True, check=False, env=environment)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
-from html import unescape
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,9 @@ from web_pages import read_page
 from costmodel.base.errors import InputError
 from e2e.explain.alternatives import Advice, Alternative, LargestBatch
 from e2e.explain.energy import GpuPrice, StepEnergy, cost_of
+from e2e.explain.prediction import PathPart
 from e2e.explain.step_facts import AskedValue, throughput_of
+from e2e.explain.what_if_row import WhatIfRow
 from e2e.report.html_report import page, write_report
 from e2e.report.outputs import show
 from e2e.report.text_report import render
@@ -69,24 +70,33 @@ ALTERNATIVES = [
 ]
 
 
-def full_prediction():
+def full_result():
     """With everything that a report can say beside the times."""
-    prediction = predict_step(step(), setting(1.0, 1e-3)).prediction
-    return replace(
-        prediction,
+    result = predict_step(step(), setting(1.0, 1e-3))
+    prediction = replace(
+        result.prediction,
         asked=(AskedValue("--model", "<gpt2>", True), AskedValue("--dtype", "float32 (TF32 off)", False)),
         throughput=throughput_of(2, 500, 4.0, 1, "2 x 1"),
         energy=StepEnergy(720.0, 180.0, 250.0),
         cost=cost_of(GpuPrice(3.6, "EUR", "a contract", "2026-11-01"), 4.0, 1),
         advice=Advice(ALTERNATIVES, LargestBatch(48, 31 << 30), ["--cuda-graph"], "stopped with Ctrl-C"),
+        what_if=(what_if("as it is", 4.0), what_if("kernels:<gemm>=2x", 2.0)),
     )
+    return replace(result, prediction=prediction)
+
+
+def what_if(question, seconds):
+    path = {"host": 1.0, "device": seconds - 1.0, "communication": 0.0, "other": 0.0}
+    longest = PathPart("compute", "aten::mm", seconds - 1.0, 1, "")
+    return WhatIfRow(question, seconds, (seconds, seconds), 4.0 / seconds, None, path, longest, warnings=("doubtful",))
 
 
 def test_text_and_page_say_what_was_asked_how_fast_it_is_what_it_costs_and_what_to_change(capsys):
     """The same lines in both, and all figures in the record."""
-    prediction = full_prediction()
+    result = full_result()
+    prediction = result.prediction
     render(prediction)
-    printed, written = capsys.readouterr().out, unescape(page(prediction))
+    printed, written = capsys.readouterr().out, read_page(page(result)).text
     for piece in (
         "--model <gpt2>",
         "--dtype float32 (TF32 off)",
@@ -96,6 +106,9 @@ def test_text_and_page_say_what_was_asked_how_fast_it_is_what_it_costs_and_what_
         "about 720 J a step, 0.2 kWh per million tokens, 180 of 250 W a board",
         "0.004 EUR a step, 4 EUR per million tokens at 3.6 EUR per GPU and hour (a contract, 2026-11-01)",
         "T1 between operators",
+        "kernels:<gemm>=2x",
+        "75% -> 50%",
+        "kernels:<gemm>=2x: doubtful",
         "2.00x as fast",
         "largest batch that fits: 48 per GPU and micro-batch (31.0 GiB)",
         "also predicted: --batch-size 64 8.00x, does not fit",
@@ -112,7 +125,7 @@ def test_text_and_page_say_what_was_asked_how_fast_it_is_what_it_costs_and_what_
 
 
 def test_without_advice_the_text_says_how_to_get_it_and_a_short_name_tells_its_variants(capsys):
-    prediction = full_prediction()
+    prediction = full_result().prediction
     asked = (AskedValue("--gpu", "a100-sxm", True),)
     render(replace(prediction, advice=None, asked=asked, machine="a100-sxm-40gb"))
     printed = capsys.readouterr().out

@@ -190,8 +190,11 @@ def test_shared_constants_are_relative_to_the_zero_point():
         np.zeros((1, 4), np.int8), requantisation=Requantisation(np.ones(1, np.float32), 0, 7, 250, 30, addition)
     )
     shared = pack_requantisation(layer, parameters, 16)[0]
-    assert shared[:2].tolist() == [-23, 220] and shared[3:5].tolist() == [-95, 100]
-    assert shared.view(np.int32)[[2, 5]].tolist() == [30, 70] and shared[6:10].tolist() == [0.5, 0.25, -3.0, 30.0]
+    low, high, zero, floor, fixed, offset, own_low, own_high, own_zero, own_first, own_last, ratio = range(12)
+    assert shared[[low, high, own_low, own_high]].tolist() == [-23, 220, -95, 100]
+    assert shared.view(np.int32)[[zero, own_zero]].tolist() == [30, 70]
+    assert shared.view(np.uint8).reshape(-1, 4)[floor].tolist() == [7] * 4
+    assert shared[[own_first, own_last]].sum() == 0.5 and shared[[ratio, fixed, offset]].tolist() == [0.25, -3.0, 30.0]
 
 
 def test_no_kernel_without_the_instruction():
