@@ -15,6 +15,7 @@ from e2e.sources.asked.option_table import TABLE
 from e2e.sources.asked.request import PredictRequest
 from e2e.sources.registry import StepSource
 from e2e.step.routing_text import routing_text
+from e2e.whatif.questions import WhatIf
 
 # Defaults that are the same for all sources where the option is used; of others the source says what it took.
 _DEFAULTS: Mapping[str, str] = {
@@ -53,6 +54,8 @@ def _text(value: Any) -> str:
         return routing_text(value)
     if isinstance(value, Skew):
         return skew_text(value)
+    if isinstance(value, WhatIf):
+        return value.text
     if callable(value):
         return script_name(value)
     if isinstance(value, Sequence) and not isinstance(value, str):

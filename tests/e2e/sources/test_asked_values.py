@@ -64,6 +64,11 @@ def test_a_built_in_model_says_what_it_took():
     assert fused.optimizer_seconds < step.optimizer_seconds
 
 
+def test_questions_are_told_as_they_were_asked():
+    asked = e2e.predict("gpt2", gpu="a100-sxm", sequence_length=32, what_if=("host=1.5x", "batch=2+kernels:gemm=2x"))
+    assert told(asked)[0]["--what-if"] == "host=1.5x batch=2+kernels:gemm=2x"
+
+
 def test_texts_of_routing_and_skew_are_what_was_asked():
     for text in ("balanced", "power-law=1.2", "power-law=1.2,capacity=1.25"):
         assert routing_text(parse_routing(text)) == text
