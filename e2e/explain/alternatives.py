@@ -37,12 +37,12 @@ class Alternative:
 
 @dataclass(frozen=True)
 class LargestBatch:
-    """The largest ``batch_size`` (per GPU and micro-batch) whose memory fits by the estimate; ``peak_memory_bytes``
-    then. 0: not even one sample fits. ``at_least``: the search ended at its limit, more may fit.
+    """The largest ``batch_size`` (per GPU and micro-batch) whose memory fits by the estimate; ``allocated_bytes`` at
+    its peak, without what the allocator keeps besides where there is room. 0: not even one sample fits. ``at_least``: the search ended at its limit, more may fit.
     """
 
     batch_size: int
-    peak_memory_bytes: int
+    allocated_bytes: int
     at_least: bool = False
 
 

@@ -77,7 +77,7 @@ def advice_remarks(advice: Advice, now_fits: bool | None = True) -> Iterator[str
     """What else is to be said of it, in sentences. ``now_fits``: the step as it was asked."""
     largest = advice.largest_batch
     if largest is not None:
-        size = f"{largest.peak_memory_bytes / 2**30:.1f} GiB"
+        size = f"{largest.allocated_bytes / 2**30:.1f} GiB allocated"
         if largest.batch_size == 0:
             yield f"largest batch that fits: none, one sample needs {size}"
         else:

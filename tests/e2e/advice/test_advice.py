@@ -60,7 +60,7 @@ def test_the_largest_batch_fits_and_one_more_does_not():
     assert largest is not None and not largest.at_least
     at, beyond = (e2e.predict(script=make_step, gpu="t4", batch_size=largest.batch_size + more) for more in (0, 1))
     assert at.fits is True and beyond.fits is not True
-    assert at.ranks[0].allocated_bytes == largest.peak_memory_bytes
+    assert at.ranks[0].allocated_bytes == largest.allocated_bytes
     assert any(each.change == f"--batch-size {largest.batch_size}" for each in found.advice.alternatives)
 
 

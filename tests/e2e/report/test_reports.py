@@ -110,7 +110,7 @@ def test_text_and_page_say_what_was_asked_how_fast_it_is_what_it_costs_and_what_
         "75% -> 50%",
         "kernels:<gemm>=2x: doubtful",
         "2.00x as fast",
-        "largest batch that fits: 48 per GPU and micro-batch (31.0 GiB)",
+        "largest batch that fits: 48 per GPU and micro-batch (31.0 GiB allocated)",
         "also predicted: --batch-size 64 8.00x, does not fit",
         "not possible (reasons in --json): --parallel tp=3",
         "incomplete: stopped with Ctrl-C; not predicted: --cuda-graph",
