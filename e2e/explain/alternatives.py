@@ -38,7 +38,8 @@ class Alternative:
 @dataclass(frozen=True)
 class LargestBatch:
     """The largest ``batch_size`` (per GPU and micro-batch) whose memory fits by the estimate; ``allocated_bytes`` at
-    its peak, without what the allocator keeps besides where there is room. 0: not even one sample fits. ``at_least``: the search ended at its limit, more may fit.
+    its peak, without what the allocator keeps besides where there is room. 0: not even one sample fits. ``at_least``:
+    the search ended at its limit, more may fit.
     """
 
     batch_size: int

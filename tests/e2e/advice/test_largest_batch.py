@@ -20,7 +20,7 @@ def test_where_memory_grows_evenly_it_is_exact(fixed, each, capacity, begin):
     found = largest_batch(needed, capacity, (begin, fixed + each * begin))
     assert found.batch_size == max((capacity - fixed) // each, 0) and not found.at_least
     assert len(tried) <= TRIES and len(set(tried)) == len(tried)
-    assert found.peak_memory_bytes == fixed + each * max(found.batch_size, 1)
+    assert found.allocated_bytes == fixed + each * max(found.batch_size, 1)
 
 
 def test_memory_that_grows_in_steps_is_found_too():
@@ -37,7 +37,7 @@ def test_it_says_where_more_may_fit_and_where_nothing_does():
     assert largest_batch(lambda batch: 5, 10, (1, 5)).batch_size == LARGEST
     assert largest_batch(lambda batch: 5, 10, (1, 5)).at_least
     none = largest_batch(lambda batch: 10 + batch, 10, (64, 74))
-    assert (none.batch_size, none.peak_memory_bytes) == (0, 11)
+    assert (none.batch_size, none.allocated_bytes) == (0, 11)
 
 
 def test_a_search_that_is_stopped_says_what_it_knows():
