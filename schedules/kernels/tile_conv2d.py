@@ -12,9 +12,10 @@ from tvm import tirx
 from costmodel.operators.layers import Conv2d, Operator, element_bytes
 from schedules.contract.blocked_layout import blocks
 from schedules.contract.cpu_target import CpuTarget
-from schedules.contract.template import Config, Parameters, Signature, Template
+from schedules.contract.template import Config
 from schedules.kernels.direct_conv2d import reads_plain_input
-from schedules.kernels.pointwise_kernel import conv_buffers, conv_signature
+from schedules.kernels.pointwise_kernel import conv_buffers
+from schedules.kernels.tile_pointwise import TileConvolution
 from schedules.loops import emit
 from schedules.loops.issue_slots import exposed_traffic, parallel_cycles
 from schedules.loops.loop_nests import TiledExtent, store_finished, task_index
@@ -32,7 +33,6 @@ from schedules.loops.tile_products import (
     tile_shapes,
 )
 from schedules.loops.tile_rows import TileRows, is_copied, laying_out_cycles
-from schedules.loops.weight_packing import pack_channel_constants, pack_prologue, pack_tiles, tile_weight_shape
 
 
 class TileConv2dKnobs(NamedTuple):
@@ -50,17 +50,14 @@ class TileConv2dKnobs(NamedTuple):
     row_tasks: int
 
 
-class TileConv2d(Template):
+class TileConv2d(TileConvolution):
     """As :class:`schedules.kernels.direct_conv2d.DirectConv2d`, in tiles, on blocked data without groups.
 
     The rows that a block of output rows reads are first laid out in a buffer of the task, the padding with them; but
     for a window without padding and one block of input channels at a step, whose tiles are read where the image lies.
     """
 
-    def __init__(self, depth: int) -> None:
-        """``depth``: blocks of input channels at a step, on which depends how weights lie."""
-        self._depth = depth
-        self.family = f"tile-conv2d-{depth}"
+    kind = "tile-conv2d"
 
     def covers(self, operator: Operator, cpu: CpuTarget) -> bool:
         if not isinstance(operator, Conv2d) or not has_tile_products(operator.dtype, cpu):
@@ -70,14 +67,6 @@ class TileConv2d(Template):
         if operator.dtype == "int8" and operator.prologue is not None:
             return False
         return self._depth in depths(blocks(operator.in_channels, cpu.lanes), operator.dtype, cpu.lanes)
-
-    def signature(self, operator: Conv2d, cpu: CpuTarget) -> Signature:
-        return conv_signature(operator, cpu.lanes, tile_weight_shape(operator, cpu.lanes, self._depth))
-
-    def pack(self, operator: Conv2d, parameters: Sequence[Parameters], cpu: CpuTarget) -> list[Any]:
-        (layer,) = parameters
-        weight = pack_tiles(operator, layer.weight, cpu.lanes, self._depth)
-        return [weight, pack_channel_constants(operator, layer, cpu.lanes), *pack_prologue(operator, layer, cpu.lanes)]
 
     def space(self, operator: Conv2d, cpu: CpuTarget) -> Sequence[Config]:
         candidates = list(self._candidates(operator, cpu))

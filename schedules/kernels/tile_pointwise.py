@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from tvm import tirx
 
@@ -47,25 +47,15 @@ class TilePointwiseKnobs(NamedTuple):
     pixel_tasks: int
 
 
-class TilePointwise(Template):
-    """As :class:`schedules.kernels.pointwise_kernel.Pointwise`, in tiles, behind a gate or a prologue too.
+class TileConvolution(Template):
+    """A convolution in tiles: its weights lie as ``depth``, the blocks of input channels at a step, says."""
 
-    With one block of input channels at a step tiles are read where the image lies, though a row of them is then half
-    full (of bytes a quarter). With more, a block of pixels is first laid out in rows, in a buffer of the task that
-    stays in its caches; so is what is prepared.
-    """
+    kind: ClassVar[str]
 
     def __init__(self, depth: int) -> None:
         """``depth``: blocks of input channels at a step, on which depends how weights lie."""
         self._depth = depth
-        self.family = f"tile-pointwise-{depth}"
-
-    def covers(self, operator: Operator, cpu: CpuTarget) -> bool:
-        if not isinstance(operator, Conv2d) or not operator.is_pointwise or not has_tile_products(operator.dtype, cpu):
-            return False
-        if operator.in_channels < cpu.lanes // 2 or (operator.dtype == "int8" and is_prepared(operator)):
-            return False
-        return self._depth in depths(blocks(operator.in_channels, cpu.lanes), operator.dtype, cpu.lanes)
+        self.family = f"{self.kind}-{depth}"
 
     def signature(self, operator: Conv2d, cpu: CpuTarget) -> Signature:
         return conv_signature(operator, cpu.lanes, tile_weight_shape(operator, cpu.lanes, self._depth))
@@ -74,6 +64,24 @@ class TilePointwise(Template):
         (layer,) = parameters
         weight = pack_tiles(operator, layer.weight, cpu.lanes, self._depth)
         return [weight, pack_channel_constants(operator, layer, cpu.lanes), *pack_prologue(operator, layer, cpu.lanes)]
+
+
+class TilePointwise(TileConvolution):
+    """As :class:`schedules.kernels.pointwise_kernel.Pointwise`, in tiles, behind a gate or a prologue too.
+
+    With one block of input channels at a step tiles are read where the image lies, though a row of them is then half
+    full (of bytes a quarter). With more, a block of pixels is first laid out in rows, in a buffer of the task that
+    stays in its caches; so is what is prepared.
+    """
+
+    kind = "tile-pointwise"
+
+    def covers(self, operator: Operator, cpu: CpuTarget) -> bool:
+        if not isinstance(operator, Conv2d) or not operator.is_pointwise or not has_tile_products(operator.dtype, cpu):
+            return False
+        if operator.in_channels < cpu.lanes // 2 or (operator.dtype == "int8" and is_prepared(operator)):
+            return False
+        return self._depth in depths(blocks(operator.in_channels, cpu.lanes), operator.dtype, cpu.lanes)
 
     def space(self, operator: Conv2d, cpu: CpuTarget) -> Sequence[Config]:
         return cheapest_first(self._candidates(operator, cpu), partial(self.cost, operator, cpu=cpu))
