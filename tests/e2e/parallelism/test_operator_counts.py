@@ -26,8 +26,10 @@ class Host:
 def test_ranks_of_a_job_call_what_one_gpu_calls():
     alone = e2e.predict(**MODEL)
     rank = e2e.predict(**MODEL, gpus=2, parallel="dp=2").ranks[0]
-    assert rank.kernels == pytest.approx(alone.kernels, rel=0.1)
-    assert rank.operators == pytest.approx(alone.operators, rel=0.05)
+    # Besides, gradients go into buckets and back: a call and a kernel each.
+    more = rank.kernels - alone.kernels
+    assert 0 < more < 0.5 * alone.kernels
+    assert rank.operators - alone.operators == pytest.approx(more, rel=0.1)
 
 
 def test_every_micro_batch_calls_its_operators_again():
@@ -37,7 +39,7 @@ def test_every_micro_batch_calls_its_operators_again():
     for few, many in zip(one.ranks, four.ranks, strict=True):
         assert 2.5 * few.operators < many.operators < 4 * few.operators
         # Nothing is launched that nobody calls: the shares of one micro-batch and of four are alike.
-        assert many.kernels / many.operators == pytest.approx(few.kernels / few.operators, rel=0.15)
+        assert many.kernels / many.operators == pytest.approx(few.kernels / few.operators, rel=0.25)
         assert many.kernels < many.operators
     assert four.operators == sum(rank.operators for rank in four.ranks)
     assert four.kernels == sum(rank.kernels for rank in four.ranks)

@@ -78,6 +78,7 @@ MIXTRAL = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "hi
            "num_hidden_layers": 8, "num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": 3584,
            "num_local_experts": 8, "num_experts_per_tok": 2, "vocab_size": 32000}  # fmt: skip
 TABLES = """
+origin: made up
 model: {bottom: [13, 256, 64], top: [512, 256, 1]}
 tables:
 """ + "".join(
