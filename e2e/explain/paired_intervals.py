@@ -23,8 +23,9 @@ from e2e.step.execution_graph import Action, Duration, ExecutionGraph, HostWork,
 
 # Of larger graphs a simulation takes seconds, and there are two for every cause.
 MOST_TASKS = 60_000
-# Families whose errors move the path by less than this share of the one that moves it most are one cause.
-_WORTH_ALONE = 0.25
+# Families of kernels and collectives that are causes by themselves; the others err together. What moves a step by less
+# than this share of it is no cause.
+_ALONE, _NOTHING = 3, 1e-4
 _ITERATIONS = 4
 # Half of the interval (log units) that holds 80 % of the ratios between two batches of one model, predicted against
 # measured: 36 pairs of `python -m e2e validate --section models`. Other shapes have other errors.
@@ -89,9 +90,8 @@ class Comparison:
             for family in found.above:
                 size = learned.share(family) * max(found.above[family], found.below[family])
                 sums[family] = max(sums.get(family, 0.0), size / step.result.prediction.iteration_seconds)
-        most = max(sums.values(), default=0.0)
-        alone = [family for family, size in sums.items() if size >= _WORTH_ALONE * most and size > 0]
-        rest = [family for family, size in sums.items() if family not in alone and size > 0]
+        ordered = sorted((family for family in sums if sums[family] > _NOTHING), key=lambda family: -sums[family])
+        alone, rest = ordered[:_ALONE], ordered[_ALONE:]
         groups = [*([family] for family in alone), *([rest] if rest else [])]
         return [*map(_host_cause, hosts), *map(_family_cause, groups)]
 
@@ -155,7 +155,9 @@ def _with_kernels(rank: RankGraph, shares: Mapping[str, float], way: int) -> Ran
             return task
         if not task.kernels:
             share = shares.get(task_family(task))
-            return task if share is None else replace(task, duration=_times(task.duration, _end(task.duration, share, way)))
+            if share is None:
+                return task
+            return replace(task, duration=_times(task.duration, _end(task.duration, share, way)))
         if id(task.kernels) not in runs:
             runs[id(task.kernels)] = _run_factor(task.kernels, shares, way)
         return replace(task, duration=_times(task.duration, runs[id(task.kernels)]))

@@ -62,7 +62,7 @@ class RecordedSite:
 @dataclass(frozen=True)
 class PredictionResult:
     """A prediction and what it was read from. ``iteration``: the one that is explained; ``paths``: of each rank;
-    ``memory``: of those of which it is known. ``starts``: of a recorded iteration, run once; ``None``: of a steady step.
+    ``memory``: of those of which it is known. ``starts``: of a recorded iteration, run once; ``None``: a steady step.
     ``host_factor`` and ``errors`` as in :class:`e2e.explain.simulated_step.SimulatedStep`.
     """
 

@@ -24,9 +24,9 @@ class WhatIfRow:
     path on the ``host``, the ``device``, in ``communication`` and ``other``; ``longest``: its longest part.
     ``interval_seconds`` is the step's own. ``gain_interval``: where the gain lies (80 %), what is wrong in both steps
     alike left out (:mod:`e2e.explain.paired_intervals`); ``None`` where the step is too large to look at twice.
-    ``alike``: the questions (and the step as it is) that this one cannot be told apart from: which of them is faster per
-    sample is not known. ``samples``: of a step, where it is known. ``fits``: whether it fits the memory (``None``: not known).
-    ``warnings``: those that the step as it is does not have.
+    ``alike``: the other rows that this one cannot be told apart from: which of them is faster per sample is not known.
+    ``samples``: of a step, where it is known. ``fits``: whether it fits the memory (``None``: not known). ``warnings``:
+    those that the step as it is does not have.
     """
 
     question: str
@@ -89,8 +89,8 @@ def what_if_row(
 def compared(
     rows: Sequence[WhatIfRow], ratio: Callable[[int, int], tuple[float, float] | None]
 ) -> tuple[WhatIfRow, ...]:
-    """``rows``, the step as it is first, with the intervals of their gains. ``ratio``: by which factors the ratio of two
-    of them may be lower and higher, by their places.
+    """``rows``, the step as it is first, with the intervals of their gains. ``ratio``: by which factors that of two of
+    them, by their places, may be lower and higher.
     """
     found: list[WhatIfRow] = []
     for place, row in enumerate(rows):

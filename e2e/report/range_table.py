@@ -9,7 +9,9 @@ from costmodel.pages.tables import Cell, NumberCell, table
 from e2e.explain.prediction import Prediction
 from e2e.explain.range_figures import RangeFigures
 
-RANGE_HEAD = ("named range", "entered", "launches", "forward ms", "backward ms", "other ms", "host ms", "on the path ms")
+RANGE_HEAD = (
+    "named range", "entered", "launches", "forward ms", "backward ms", "other ms", "host ms", "on the path ms",
+)  # fmt: skip
 RANGE_MEANING = (
     "device time by pass; a backward operator counts for the ranges of its forward operator, what is inside of several "
     "ranges for each of them, and gradients that are only added up for none"

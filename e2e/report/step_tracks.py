@@ -241,7 +241,8 @@ class _Writer:
             chains = [ranges_around(rank, rank.tasks[number].call) for *_, number in inside]
             spans += enclosed(chains, [(start, end) for start, _, end, _, _ in inside])
         for depth in range(min(max((each.depth for each in spans), default=-1) + 1, MOST_DEPTHS)):
-            track = self._track(f"ranges on stream {stream}" + (f", {depth + 1} deep" if depth else ""), group, thin=True)
+            deep = f", {depth + 1} deep" if depth else ""
+            track = self._track(f"ranges on stream {stream}{deep}", group, thin=True)
             for each in spans:
                 if each.depth == depth:
                     self._add(track, each.begin, each.end, each.around.name, "range")

@@ -187,9 +187,7 @@ class _RankWriter:
             found.setdefault(task.stream, []).append(task)
         return dict(sorted(found.items()))
 
-    def _enclosing(
-        self, chains: Sequence[Chain], nodes: Sequence[int], track: int, iteration: int
-    ) -> Iterator[Event]:
+    def _enclosing(self, chains: Sequence[Chain], nodes: Sequence[int], track: int, iteration: int) -> Iterator[Event]:
         """Slices around the neighbours ``nodes``, whose ``chains`` stand around them."""
         times = [(self._start[node], self._end[node]) for node in nodes]
         for each in enclosed(chains, times):

@@ -14,8 +14,8 @@ from typing import Protocol
 # What PyTorch itself marks: its own steps and hooks, modules of a recorder.
 _OF_PYTORCH = (
     "Optimizer.", "ProfilerStep#", "enumerate(DataLoader)", "[pytorch|", "nn.Module: ", "DistributedDataParallel.",
-    "torch.distributed.", "FSDP::", "FullyShardedDataParallel.", "nccl:", "gloo:", "ncclx:", "## ", "Torch-Compiled",
-    "TorchDynamo", "AOTDispatcher", "CompiledFunction", "Inductor", "Pregraph",
+    "torch.distributed.", "FSDP::", "FullyShardedDataParallel.", "nccl:", "gloo:", "ncclx:", "## process_group",
+    "Torch-Compiled", "TorchDynamo", "AOTDispatcher", "CompiledFunction", "Inductor", "Pregraph",
 )  # fmt: skip
 
 

@@ -28,20 +28,19 @@ def profiled_ranges(kineto: KinetoTrace, calls: Mapping[int, HostSpan], backward
         own = _innermost(inside, [spans[entry] for entry in entries.get(thread, {})])
         rest = [] if thread == kineto.main_thread else [each for each in inside if each[0] not in own]
         of_call |= own | _innermost(rest, [spans[entry] for entry in main])
-    made: dict[int, tuple[float, int | None]] = {}
-    for call, span in calls.items():
+    made: dict[int, int | None] = {}
+    for call, span in sorted(calls.items(), key=lambda item: item[1].start):
         if span.sequence is not None and call not in backward:
-            made[span.sequence] = max(made.get(span.sequence, (-1.0, None)), (span.start, of_call.get(call)), key=_first)
-    of_forward = {call: made[span.sequence][1] for call, span in calls.items()
-                  if call in backward and span.sequence in made}  # fmt: skip
+            made[span.sequence] = of_call.get(call)
+    of_forward = {
+        call: made[span.sequence]
+        for call, span in calls.items()
+        if call in backward and span.sequence is not None and span.sequence in made
+    }
     ranges = {entry: each for nested in entries.values() for entry, each in nested.items()}
     return NamedRanges(
         dict(sorted(ranges.items())), of_call, {call: entry for call, entry in of_forward.items() if entry is not None}
     )
-
-
-def _first(made: tuple[float, int | None]) -> float:
-    return made[0]
 
 
 def _nested(spans: Iterable[HostSpan]) -> dict[int, NamedRange]:

@@ -161,9 +161,7 @@ def trace_of_nodes(nodes: list[TraceNode], header: Mapping[str, Any], source: st
     world = max((len(ranks) for ranks in groups.values()), default=1)
     pid = header.get("pid")
     process = pid if isinstance(pid, int) else None
-    return OperatorTrace(
-        found, _rank(found, world), world, groups, source, process, ranges=_named_ranges(nodes, calls)
-    )
+    return OperatorTrace(found, _rank(found, world), world, groups, source, process, ranges=_named_ranges(nodes, calls))
 
 
 def _named_ranges(nodes: Iterable[TraceNode], calls: Mapping[int, OperatorCall]) -> NamedRanges:

@@ -38,7 +38,9 @@ def result(drawing: Drawing):
 
 
 def ratio(one: Drawing, other: Drawing, **options) -> tuple[float, float]:
-    steps = [ComparedStep(result(each), "host", options.get("factor", 1.0), options.get("errors")) for each in (one, other)]
+    steps = [
+        ComparedStep(result(each), "host", options.get("factor", 1.0), options.get("errors")) for each in (one, other)
+    ]
     found = Comparison(steps).ratio(0, 1)
     assert found is not None
     return found
@@ -75,7 +77,10 @@ def test_errors_that_whole_steps_do_not_show_are_left_out():
 
 
 def test_another_batch_has_other_errors():
-    steps = [ComparedStep(result(step({"kernel": 2.0})), batch=None), ComparedStep(result(step({"kernel": 1.0})), batch=8)]
+    steps = [
+        ComparedStep(result(step({"kernel": 2.0})), batch=None),
+        ComparedStep(result(step({"kernel": 1.0})), batch=8),
+    ]
     low, high = Comparison(steps).ratio(0, 1) or (0.0, 0.0)
     assert (math.log(low), math.log(high)) == pytest.approx((-BATCH_RATIO_ERROR, BATCH_RATIO_ERROR))
 
@@ -99,14 +104,19 @@ def test_rows_say_what_they_cannot_be_told_apart_from():
     drawings = {AS_IT_IS: step({"kernel": 1.0, "copy": 2.0}), "half": step({"kernel": 1.0, "copy": 1.0}),
                 "nearly": step({"kernel": 0.98, "copy": 2.0}), "other": step({"kernel": 0.5, "copy": 1.45})}  # fmt: skip
     results = [result(each) for each in drawings.values()]
-    rows = [what_if_row(name, each.prediction, results[0].prediction) for name, each in zip(drawings, results, strict=True)]
+    rows = [
+        what_if_row(name, each.prediction, results[0].prediction) for name, each in zip(drawings, results, strict=True)
+    ]
     found = {row.question: row for row in compared(rows, Comparison([ComparedStep(each) for each in results]).ratio)}
     assert found["half"].gain == pytest.approx(1.5)
     low, high = found["half"].gain_interval
     assert 1.3 < low < 1.5 < high < 1.7
     # Two percent of the same kernel are two percent, however long it takes: told apart though the steps' own intervals
     # overlap nearly whole.
-    assert "nearly" not in found[AS_IT_IS].alike and found["nearly"].interval_seconds[1] > found[AS_IT_IS].interval_seconds[0]
+    assert (
+        "nearly" not in found[AS_IT_IS].alike
+        and found["nearly"].interval_seconds[1] > found[AS_IT_IS].interval_seconds[0]
+    )
     # 2 s and 1.95 s, of which one has more of a kernel that may be 20 % faster or slower.
     assert found["half"].alike == ("other",) and found["other"].alike == ("half",)
     assert found[AS_IT_IS].alike == ()

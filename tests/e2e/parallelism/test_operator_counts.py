@@ -33,9 +33,7 @@ def test_ranks_of_a_job_call_what_one_gpu_calls():
 
 
 def test_every_micro_batch_calls_its_operators_again():
-    one, four = (
-        e2e.predict(**MODEL, gpus=4, parallel=f"pp=4,micro-batches={count}", batch_size=4) for count in (1, 4)
-    )
+    one, four = (e2e.predict(**MODEL, gpus=4, parallel=f"pp=4,micro-batches={count}", batch_size=4) for count in (1, 4))
     for few, many in zip(one.ranks, four.ranks, strict=True):
         assert 2.5 * few.operators < many.operators < 4 * few.operators
         # Nothing is launched that nobody calls: the shares of one micro-batch and of four are alike.
@@ -50,7 +48,10 @@ def test_every_micro_batch_calls_its_operators_again():
 
 def test_runs_of_kernels_put_together_keep_the_count():
     product = (Gemm(1, 64, 64, 64),)
-    items = (Called(7), *(item for call in range(20) for item in (HostWork("T2", call), Work("mm", "kernel", product, call))))
+    items = (
+        Called(7),
+        *(item for call in range(20) for item in (HostWork("T2", call), Work("mm", "kernel", product, call))),
+    )
     calls = {call: CallInfo(call, "aten::mm", "forward") for call in range(20)}
     found = Condenser(Host()).items(items, calls)
     assert len(found) < len(items)

@@ -94,6 +94,7 @@ def test_the_trace_processor_itself_drops_nothing(timeline: Path):
 
 def drawn() -> list[dict]:
     """A thread with a range around two launches, a stream with two kernels, a counter."""
+
     def slice_(name, tid, ts, dur):
         return {"ph": "X", "name": name, "pid": 1, "tid": tid, "ts": ts, "dur": dur, "args": {}}
 
