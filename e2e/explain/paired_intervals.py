@@ -29,7 +29,7 @@ _ALONE, _NOTHING = 3, 1e-4
 _ITERATIONS = 4
 # Half of the interval (log units) that holds 80 % of the ratios between two batches of one model, predicted against
 # measured: 36 pairs of `python -m e2e validate --section models`. Other shapes have other errors.
-BATCH_RATIO_ERROR = 0.04
+BATCH_RATIO_ERROR = 0.05
 Interval = tuple[float, float]
 
 
@@ -37,6 +37,7 @@ Interval = tuple[float, float]
 class ComparedStep:
     """A step of a comparison. ``host``: which table its host's times are from, which may be ``host_factor`` times as
     fast or slow; ``errors``: how much of the kernels' errors is left in it; ``batch``: what tells other shapes.
+    ``faster``: questions that make kernels or the host faster, ``changed``: all others.
     """
 
     result: PredictionResult
@@ -44,6 +45,12 @@ class ComparedStep:
     host_factor: float = 1.0
     errors: StepErrors | None = None
     batch: Hashable = None
+    faster: frozenset[Hashable] = frozenset()
+    changed: frozenset[Hashable] = frozenset()
+
+    def only_slower_than(self, other: ComparedStep) -> bool:
+        """Whether ``other`` is this step with more made faster: then it takes no longer, whatever is wrong."""
+        return self.changed == other.changed and self.faster < other.faster
 
     @property
     def is_small(self) -> bool:
@@ -77,7 +84,12 @@ class Comparison:
         if self._steps[one].batch != self._steps[other].batch:
             below.append(BATCH_RATIO_ERROR)
             above.append(BATCH_RATIO_ERROR)
-        return math.exp(-math.hypot(*below)), math.exp(math.hypot(*above))
+        low, high = nominal - math.hypot(*below), nominal + math.hypot(*above)
+        if self._steps[one].only_slower_than(self._steps[other]):
+            low = max(low, min(nominal, 0.0))
+        if self._steps[other].only_slower_than(self._steps[one]):
+            high = min(high, max(nominal, 0.0))
+        return math.exp(low - nominal), math.exp(high - nominal)
 
     # --- causes --------------------------------------------------------------------------------------
 

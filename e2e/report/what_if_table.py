@@ -63,7 +63,8 @@ def _cells(row: WhatIfRow, first: WhatIfRow, resized: bool) -> list[str]:
         row.question + (" (DOES NOT FIT)" if row.fits is False else ""),
         f"{row.iteration_seconds * 1e3:.3f} ms",
         f"{low * 1e3:.3f} to {high * 1e3:.3f}",
-        "" if row is first else _gain(row.gain, row.gain_interval),
+        # Of another number of samples the gain of each is what matters.
+        "" if row is first else _gain(row.gain, row.gain_interval if row.gain_per_sample is None else None),
     ]
     if resized:
         cells.append("" if row.gain_per_sample is None else _gain(row.gain_per_sample, row.gain_per_sample_interval))
@@ -73,7 +74,7 @@ def _cells(row: WhatIfRow, first: WhatIfRow, resized: bool) -> list[str]:
 
 
 def _gain(gain: float, interval: tuple[float, float] | None) -> str:
-    return f"{gain:.2f}x" if interval is None else f"{gain:.2f}x ({interval[0]:.2f} to {interval[1]:.2f})"
+    return f"{gain:.2f}x" if interval is None else f"{gain:.2f}x ({interval[0]:.2f}-{interval[1]:.2f})"
 
 
 def _share(before: float, now: float, first: bool) -> str:

@@ -91,10 +91,14 @@ def _refused(change: Change, request: PredictRequest, source: StepSource) -> str
     return None
 
 
-def _compared(step: PreparedStep, answer: PredictionResult, batch: int | None = None) -> ComparedStep:
-    """``answer`` of ``step``; ``batch``: what a question asks for."""
+def _compared(step: PreparedStep, answer: PredictionResult, changes: Sequence[Change] = ()) -> ComparedStep:
+    """``answer`` of ``step``, in which a question has made ``changes``."""
     host = getattr(step.setting.overheads, "name", "")
-    return ComparedStep(answer, host, answer.host_factor, answer.errors, batch)
+    batch = next((each.samples for each in changes if isinstance(each, BatchChange)), None)
+    faster = frozenset(each for each in changes if isinstance(each, FasterKernels | FasterHost) and each.factor >= 1)
+    return ComparedStep(
+        answer, host, answer.host_factor, answer.errors, batch, faster, frozenset(changes) - faster
+    )
 
 
 @dataclass
@@ -148,10 +152,9 @@ class WhatIfSteps:
                     raise
                 continue
             answer = run(step)
-            batch = next((each.samples for each in question.changes if isinstance(each, BatchChange)), None)
-            asked = samples if batch is None else batch
+            asked = next((each.samples for each in question.changes if isinstance(each, BatchChange)), samples)
             found.append(what_if_row(question.text, answer.prediction, before, asked, samples))
-            steps.append(_compared(step, answer, batch))
+            steps.append(_compared(step, answer, question.changes))
         return compared(found, Comparison(steps).ratio)
 
     def changed(self, question: WhatIf) -> PreparedStep:

@@ -120,3 +120,21 @@ def test_rows_say_what_they_cannot_be_told_apart_from():
     # 2 s and 1.95 s, of which one has more of a kernel that may be 20 % faster or slower.
     assert found["half"].alike == ("other",) and found["other"].alike == ("half",)
     assert found[AS_IT_IS].alike == ()
+
+
+def test_what_is_only_made_faster_takes_no_longer():
+    """The host's end at half its time leaves the kernels as the bottleneck; a faster host is no slower all the same."""
+    slow, fast = step({"kernel": 2.4}, host=3.0), step({"kernel": 2.4}, host=2.0)
+
+    def found(*faster: frozenset[str]) -> tuple[float, float]:
+        steps = [
+            ComparedStep(result(each), "host", 2.0, None, None, names)
+            for each, names in zip((slow, fast), faster, strict=True)
+        ]
+        return Comparison(steps).ratio(0, 1) or (0.0, 0.0)
+
+    low, high = found(frozenset(), frozenset())
+    assert 1.25 * low < 0.95
+    bounded = found(frozenset(), frozenset({"host"}))
+    assert 1.25 * bounded[0] == pytest.approx(1.0) and bounded[1] == high
+    assert found(frozenset({"a"}), frozenset({"b"})) == (low, high)

@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-import e2e
 from costmodel.machines.machine_catalog import load_machine
 from e2e.commands.cli import app
 from e2e.explain.critical_path import HOST_KINDS
