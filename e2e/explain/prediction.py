@@ -180,8 +180,8 @@ class Prediction:
         record["interval_seconds"] = list(self.interval_seconds)
         for row, figures in zip(record["collectives"], self.collectives, strict=True):
             row["skew_seconds"] = figures.skew_seconds
-        for row, figures in zip(record["what_if"], self.what_if, strict=True):
-            row["gain_per_sample_interval"] = figures.gain_per_sample_interval
+        for row, answer in zip(record["what_if"], self.what_if, strict=True):
+            row["gain_per_sample_interval"] = answer.gain_per_sample_interval
         if self.advice is not None:
             record["advice"]["best"] = [each.change for each in self.advice.best]
         return record

@@ -221,7 +221,8 @@ class RankGraph:
     """One rank. ``threads``: name -> actions in program order; every task is launched exactly once.
 
     ``operator_calls``: how many operators the host calls in one iteration, where ``calls`` are not these: a part of a
-    model that runs for every layer and micro-batch has its calls there once. ``ranges``: those that a script named.
+    model that runs for every layer and micro-batch has its calls there once, compiled code calls few of its operators.
+    ``ranges``: those that a script named.
     """
 
     rank: int

@@ -101,8 +101,12 @@ def test_large_steps_are_not_compared(monkeypatch):
 
 
 def test_rows_say_what_they_cannot_be_told_apart_from():
-    drawings = {AS_IT_IS: step({"kernel": 1.0, "copy": 2.0}), "half": step({"kernel": 1.0, "copy": 1.0}),
-                "nearly": step({"kernel": 0.98, "copy": 2.0}), "other": step({"kernel": 0.5, "copy": 1.45})}  # fmt: skip
+    drawings = {
+        AS_IT_IS: step({"kernel": 1.0, "copy": 2.0}),
+        "half": step({"kernel": 1.0, "copy": 1.0}),
+        "nearly": step({"kernel": 0.98, "copy": 2.0}),
+        "other": step({"kernel": 0.5, "copy": 1.45}),
+    }
     results = [result(each) for each in drawings.values()]
     rows = [
         what_if_row(name, each.prediction, results[0].prediction) for name, each in zip(drawings, results, strict=True)

@@ -78,12 +78,11 @@ def test_a_rank_without_names_has_no_figures():
 def test_ranges_enclose_what_is_in_them_on_threads_and_streams():
     graph = drawn()
     timeline = simulate(graph)
-    events = [{**event, **({"ts": event["ts"] / 1e6} if "ts" in event else {}),
-               **({"dur": event["dur"] / 1e6} if "dur" in event else {})} for event in trace_events(graph, timeline)]  # fmt: skip
-    assert faults(list(trace_events(graph, timeline))) == []
+    events = list(trace_events(graph, timeline))
+    assert faults(events) == []
     names = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
     found = {
-        (names[event["pid"], event["tid"]], event["name"]): (event["ts"], event["ts"] + event["dur"])
+        (names[event["pid"], event["tid"]], event["name"]): (event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6)
         for event in events
         if event.get("cat") == "range"
     }

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 pytest.importorskip("torch")
 
 import e2e
 from costmodel.operators.device_work import Gemm
+from e2e.explain.predictor import PredictionResult
 from e2e.parallelism.condense import Condenser
 from e2e.parallelism.layers.pieces import Called, Work
 from e2e.report.text_report import launches
-from e2e.step.execution_graph import CallInfo, HostWork
+from e2e.simulate.simulator import simulate_iterations
+from e2e.step.execution_graph import CallInfo, ExecutionGraph, HostWork, RankGraph
 
 MODEL = {"model": "gpt2", "gpu": "h100-sxm", "sequence_length": 64}
 
@@ -58,9 +62,39 @@ def test_runs_of_kernels_put_together_keep_the_count():
     assert [item for item in found if isinstance(item, Called)] == [Called(7)]
 
 
-def test_the_path_is_on_the_ranks_that_the_step_waits_for():
-    """Over all ranks it is the step; of a stage that nobody waits for it is nothing, as that rank's own path shows."""
+def slower(graph: ExecutionGraph, number: int, factor: float) -> ExecutionGraph:
+    """``graph`` with kernels and host of one rank that take ``factor`` times as long."""
+
+    def longer(item):
+        if getattr(item, "duration", None) is None or getattr(item, "collective", None) is not None:
+            return item
+        return replace(item, duration=replace(item.duration, seconds=item.duration.seconds * factor))
+
+    def changed(rank: RankGraph) -> RankGraph:
+        if rank.rank != number:
+            return rank
+        threads = {name: tuple(map(longer, actions)) for name, actions in rank.threads.items()}
+        return replace(rank, threads=threads, tasks=tuple(map(longer, rank.tasks)))
+
+    return replace(graph, ranks=tuple(map(changed, graph.ranks)))
+
+
+def test_the_path_is_on_the_ranks_that_the_step_waits_for(monkeypatch):
+    """What a stage has of the path is by how much the step grows where that stage is slower; of most it is nothing."""
+    kept: list[PredictionResult] = []
+    monkeypatch.setattr("e2e.report.outputs.write_files", lambda answer, *files: kept.append(answer))
     answer = e2e.predict(**MODEL, gpus=4, parallel="pp=4,micro-batches=4", batch_size=4)
     assert sum(rank.path_seconds for rank in answer.ranks) == pytest.approx(answer.critical_path_seconds)
+    (result,) = kept
+    more = 1e-3
+    step = simulate_iterations(result.graph, 6).period_seconds
     for rank in answer.ranks:
-        assert sum(rank.attribution.values()) == pytest.approx(answer.critical_path_seconds)
+        own = sum(
+            part.seconds
+            for part in result.path.segments
+            if part.rank == rank.rank and part.kind not in ("collective transfer", "collective wait", "bubble")
+        )
+        grown = simulate_iterations(slower(result.graph, rank.rank, 1 + more), 6).period_seconds - step
+        assert own <= rank.path_seconds * (1 + 1e-9)
+        assert grown / more == pytest.approx(own, rel=0.1, abs=0.02 * step)
+    assert min(rank.path_seconds for rank in answer.ranks) < 0.05 * step < max(r.path_seconds for r in answer.ranks)

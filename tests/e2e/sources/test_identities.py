@@ -69,7 +69,8 @@ def make_step(batch_size=32):
     return model, step
 """
 BERT = {"architectures": ["BertForMaskedLM"], "model_type": "bert", "hidden_size": 256, "num_hidden_layers": 3,
-        "num_attention_heads": 4, "intermediate_size": 1024, "vocab_size": 30522, "max_position_embeddings": 512}  # fmt: skip
+        "num_attention_heads": 4, "intermediate_size": 1024, "vocab_size": 30522,
+        "max_position_embeddings": 512}  # fmt: skip
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 4,
          "num_attention_heads": 16, "num_key_value_heads": 4, "intermediate_size": 2816, "vocab_size": 32000,
          "max_position_embeddings": 8192}  # fmt: skip
@@ -223,7 +224,7 @@ def test_named_ranges_are_parts_of_the_step(answer: dict):
     assert ranges["clip"]["backward_seconds"] == 0 < ranges["clip"]["other_seconds"]
 
 
-@pytest.mark.parametrize("source", [network, bert, decoding, mixture], ids=lambda source: source.__name__)
+@pytest.mark.parametrize("source", [network, mixture], ids=lambda source: source.__name__)
 def test_advice_is_what_the_command_says(source, tmp_path: Path):
     """Every row, asked by itself as it is written, takes what the row says."""
     arguments = source(tmp_path)
