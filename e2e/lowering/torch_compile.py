@@ -340,12 +340,8 @@ class _Rewriter:
 
     def rewrite(self) -> RankGraph:
         threads = {name: tuple(self._actions(actions)) for name, actions in self.rank.threads.items()}
-        eager = sum(
-            not self._is_compiled(call) and info.name not in MARKED for call, info in self.rank.calls.items()
-        )
-        return replace(
-            self.rank, threads=threads, tasks=tuple(self.tasks), operator_calls=eager + self.called
-        )
+        eager = sum(not self._is_compiled(call) and info.name not in MARKED for call, info in self.rank.calls.items())
+        return replace(self.rank, threads=threads, tasks=tuple(self.tasks), operator_calls=eager + self.called)
 
     def _actions(self, actions: tuple[Action, ...]) -> Iterator[Action]:
         """Overheads of compiled calls are replaced by those of what is launched; everything else stays in order."""

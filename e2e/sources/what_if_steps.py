@@ -96,9 +96,7 @@ def _compared(step: PreparedStep, answer: PredictionResult, changes: Sequence[Ch
     host = getattr(step.setting.overheads, "name", "")
     batch = next((each.samples for each in changes if isinstance(each, BatchChange)), None)
     faster = frozenset(each for each in changes if isinstance(each, FasterKernels | FasterHost) and each.factor >= 1)
-    return ComparedStep(
-        answer, host, answer.host_factor, answer.errors, batch, faster, frozenset(changes) - faster
-    )
+    return ComparedStep(answer, host, answer.host_factor, answer.errors, batch, faster, frozenset(changes) - faster)
 
 
 @dataclass

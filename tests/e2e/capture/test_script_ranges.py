@@ -6,8 +6,9 @@ from collections import Counter
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
+import torch
 from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
