@@ -18,6 +18,7 @@ from e2e.capture.cuda_streams import DEFAULT, StreamState, nobody
 from e2e.capture.known_results import KnownResults
 from e2e.capture.known_values import follow, known
 from e2e.capture.libraries import as_on_gpu
+from e2e.capture.script_ranges import ScriptRanges
 from e2e.capture.selections import ASSUMED, SELECTIONS, is_composite
 from e2e.capture.tensor_records import Converter, is_wrapper
 from e2e.capture.watch import MOST_CALLS, EndlessStepError
@@ -34,12 +35,13 @@ _ADD = torch.ops.aten.add.Tensor
 class _Frame:
     """A call around others. It becomes a record only when something is recorded inside it."""
 
-    __slots__ = ("args", "id", "kwargs", "name", "result")
+    __slots__ = ("args", "entry", "id", "kwargs", "name", "result")
 
-    def __init__(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def __init__(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], entry: int | None = None) -> None:
         self.name = name
         self.args = args
         self.kwargs = kwargs
+        self.entry = entry  # the range of the script in which it began
         self.id: int | None = None
 
 
@@ -60,6 +62,7 @@ class Recorder(TorchDispatchMode):
         self.communication: Any = None
         self.bucket_mb: float | None = None
         self.paths = paths
+        self.ranges = ScriptRanges()
         self._rows: list[dict[str, Any]] = []
         self._frames: list[_Frame] = []
         self._modules: list[str] = []
@@ -91,7 +94,7 @@ class Recorder(TorchDispatchMode):
     @contextmanager
     def frame(self, name: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Iterator[_Frame]:
         """What is recorded inside belongs to the call ``name``."""
-        frame = _Frame(name, args, kwargs or {})
+        frame = _Frame(name, args, kwargs or {}, self.ranges.innermost)
         self._frames.append(frame)
         try:
             yield frame
@@ -105,7 +108,7 @@ class Recorder(TorchDispatchMode):
 
     def annotation(self, name: str) -> _Frame:
         """Opens a frame that :meth:`close` ends: the optimizer's hooks are two separate calls."""
-        frame = _Frame(name, (), {})
+        frame = _Frame(name, (), {}, self.ranges.innermost)
         self._frames.append(frame)
         return frame
 
@@ -299,6 +302,7 @@ class Recorder(TorchDispatchMode):
             "sequence": sequence,
             "module": module,
         }
+        self.ranges.note(row["id"], sequence if phase == "backward" else None)
         self._rows.append(row)
         if len(self._rows) > MOST_CALLS:
             raise EndlessStepError(f"has called {MOST_CALLS:,} operators")
@@ -315,6 +319,7 @@ class Recorder(TorchDispatchMode):
                 break
             if frame.id is None:
                 frame.id = self._append(frame.name, parent, MAIN_THREAD, self.phase, module=self._module())["id"]
+                self.ranges.place(frame.id, frame.entry)
                 self._rows[frame.id]["inputs"] = tuple(self.convert.value(argument) for argument in frame.args)
                 self._rows[frame.id]["attributes"] = {k: self.convert.value(v) for k, v in frame.kwargs.items()}
             parent = frame.id
@@ -350,6 +355,8 @@ class Recorder(TorchDispatchMode):
             self._last_module,
         )
         inner = self._append(title, around["id"], AUTOGRAD_THREAD, "backward", self._last_sequence, self._last_module)
+        for row in (around, inner):
+            self.ranges.place(row["id"], self.ranges.around_backward)
         self._node_parent = inner["id"]
         self._enter_stream(self._stream_of.get(number, DEFAULT))
         return self._node_parent, self._last_sequence, self._last_module

@@ -19,6 +19,7 @@ from e2e.capture.generated_code import generated_kernels, without_compiler
 from e2e.capture.options import CaptureOptions
 from e2e.capture.recorder import Recorder
 from e2e.capture.scan_libraries import linear_attention_kernels
+from e2e.capture.script_ranges import heard
 from e2e.capture.watch import watched
 from e2e.step.choices import OptimizerForm
 from e2e.step.operator_trace import OperatorTrace
@@ -51,7 +52,10 @@ def capture(workload: CapturedWorkload, options: CaptureOptions | None = None) -
     with recording(recorder, options):
         workload.step()
     return OperatorTrace(
-        recorder.calls(), source=workload.name, compiled=workload.compiled or is_compiled(workload.module)
+        recorder.calls(),
+        source=workload.name,
+        compiled=workload.compiled or is_compiled(workload.module),
+        ranges=recorder.ranges.found(),
     )
 
 
@@ -74,6 +78,7 @@ def recording(recorder: Recorder, options: CaptureOptions) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(pretend_gpu(lambda: recorder.host_call("cudaDeviceSynchronize")))
         stack.enter_context(pretend_streams(recorder.streams))
+        stack.enter_context(heard(recorder))
         stack.enter_context(_module_paths(recorder))
         stack.enter_context(_steady_optimizers(recorder, options.optimizer))
         stack.enter_context(_noted_gradients(recorder))

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from e2e.explain.path_parts import task_family
 from e2e.step.execution_graph import Duration, ExecutionGraph, HostWork, Kernel, Launch, RankGraph, Task
+from e2e.step.marked_ranges import MARKED
 
 KeyT = TypeVar("KeyT", bound=Hashable)
 
@@ -46,6 +47,13 @@ def overheads_of(rank: RankGraph) -> dict[str, float]:
 def kernel_count(rank: RankGraph) -> int:
     """How many kernels, copies and fills the rank launches in one iteration."""
     return sum(len(task.kernels) or 1 for task in rank.tasks)
+
+
+def operator_count(rank: RankGraph) -> int:
+    """How many operators the host calls in one iteration, those inside others too."""
+    if rank.operator_calls is not None:
+        return rank.operator_calls
+    return sum(info.name not in MARKED for info in rank.calls.values())
 
 
 def device_seconds(rank: RankGraph, key: Callable[[Task | Kernel, Duration], KeyT]) -> dict[KeyT, float]:

@@ -38,7 +38,7 @@ class Segment:
     ``T4`` is the launch call, ``synchronisation`` what such a call costs after its wait; ``idle`` only ends the path of
     a rank that is done before the others, ``late start`` only begins that of one that starts after zero. ``name``: the
     task, or what the host did; ``operator``: the call behind it. ``edge`` and ``waits_for``: why it did not begin
-    before. ``task``: its id, for device work.
+    before. ``task``: its id, for device work; ``call``: the number of the operator call behind it.
     """
 
     kind: SegmentKind
@@ -50,6 +50,7 @@ class Segment:
     edge: Edge
     waits_for: str
     task: int | None = None
+    call: int | None = None
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,8 @@ class _Walk:
             task = None
         operator = rank.calls[call].name if call is not None and call in rank.calls else name
         waits_for = self._name(cause, rank) if cause >= 0 else "start"
-        self._segments.append(Segment(kind, start, end - start, rank.rank, name, operator, edge, waits_for, task))
+        length = end - start
+        self._segments.append(Segment(kind, start, length, rank.rank, name, operator, edge, waits_for, task, call))
 
     def _name(self, node: int, seen_from: RankGraph) -> str:
         rank, item = self._find(node)

@@ -6,18 +6,18 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from costmodel.machines.machine_records import Machine
-from e2e.explain.breakdowns import breakdown_of, coverage_of, kernel_count, overheads_of
+from e2e.explain.breakdowns import breakdown_of, coverage_of, overheads_of
 from e2e.explain.collective_figures import collective_figures, stragglers
 from e2e.explain.energy import energy_of
 from e2e.explain.intervals import step_interval
 from e2e.explain.path_parts import path_parts
 from e2e.explain.phase_times import phase_seconds
 from e2e.explain.prediction import Prediction, RankFigures
+from e2e.explain.range_figures import range_figures
 from e2e.explain.rank_figures import MEMORY_MARGIN, all_fit, fullest, rank_figures
 from e2e.explain.simulated_step import SimulatedStep
 from e2e.explain.step_facts import board_of
 from e2e.explain.utilisation import utilisation_of
-from e2e.step.marked_ranges import MARKED
 from e2e.step.memory import MemoryUsage
 
 # Share of the device time without measurements behind its models that is worth a warning.
@@ -87,13 +87,14 @@ def explain(
         fits=all_fit(ranks),
         memory_shortage=shortage,
         coverage=coverage,
-        kernels=sum(kernel_count(rank) for rank in graph.ranks),
-        operators=sum(info.name not in MARKED for rank in graph.ranks for info in rank.calls.values()),
+        kernels=sum(rank.kernels for rank in ranks),
+        operators=sum(rank.operators for rank in ranks),
         warnings=[*warnings, *([] if shortage is None else [shortage]), *doubt, *_unmeasured(coverage)],
         notes=tuple(notes),
         board=board_of(machine),
         utilisation=utilisation_of(graph, machine, step.seconds),
         energy=energy_of(graph, machine, step.seconds),
+        ranges=range_figures(longest, path if len(ranks) == 1 else step.paths[longest.rank]),
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from e2e.explain.range_figures import RangeFigures
     from e2e.explain.what_if_row import WhatIfRow
 
 from e2e.explain.alternatives import Advice
@@ -35,8 +36,10 @@ class RankFigures:
     transfer is under way and no kernel runs. While neither does, the rank is held up by others in a collective
     (``exposed_wait_seconds``) or by its neighbours in a pipeline (``bubble_seconds``), or else ``idle_seconds``: its
     own host has nothing ready. ``attribution``: the rank's own critical path by kind
-    (:mod:`e2e.explain.rank_attribution`), waits included; sums to the window of the step. ``peak_memory_bytes``: with
-    the ``reserve`` of the caching allocator, where that is simulated; ``memory_breakdown`` sums to it.
+    (:mod:`e2e.explain.rank_attribution`), waits included; sums to the window of the step. ``path_seconds``: of the
+    critical path across ranks what is on this one; 0 of a rank that the step never waits for. ``kernels`` and
+    ``operators``: launches and operator calls of one step. ``peak_memory_bytes``: with the ``reserve`` of the caching
+    allocator, where that is simulated; ``memory_breakdown`` sums to it.
     """
 
     rank: int
@@ -49,6 +52,9 @@ class RankFigures:
     bubble_seconds: float
     idle_seconds: float
     attribution: Mapping[str, float]
+    path_seconds: float = 0.0
+    kernels: int = 0
+    operators: int = 0
     peak_memory_bytes: int | None = None
     memory_breakdown: Mapping[str, int] | None = None
     fits: bool | None = None
@@ -106,7 +112,8 @@ class Prediction:
     ``interval_seconds``: where the step lies with the confidence of the models' intervals (80 %), see
     :mod:`e2e.explain.intervals`. ``critical_path`` and ``attribution`` (seconds by kind) follow the step across ranks
     and sum to ``critical_path_seconds``, the step that was looked at. ``coverage``: share of the device time of all
-    ranks by source of its price. ``kernels`` and ``operators``: launches and operator calls of the distinct ranks.
+    ranks by source of its price. ``kernels`` and ``operators``: launches and operator calls of the distinct ranks, each
+    counted once however many it stands for.
 
     Of the rank that computes longest: ``forward_seconds`` and so on (they sum to ``critical_path_seconds``, see
     :mod:`e2e.explain.phase_times`), ``gpu_active_seconds``, ``gpu_idle_seconds``, ``breakdown`` (device time
@@ -116,7 +123,8 @@ class Prediction:
 
     ``fits``: ``None`` where memory is not known of all ranks, or too near to what there is; ``memory_shortage``: what
     does not fit where, if it does not. ``notes``: what the step is; what of it was recorded and what is predicted.
-    ``what_if``: the step as it is and with what each question changes, where there were any.
+    ``what_if``: the step as it is and with what each question changes, where there were any. ``ranges``: parts that a
+    script named, on the rank that computes longest, and on the critical path of that rank.
     """
 
     workload: str
@@ -159,6 +167,7 @@ class Prediction:
     cost: StepCost | None = None
     advice: Advice | None = None
     what_if: Sequence[WhatIfRow] = ()
+    ranges: Sequence[RangeFigures] = ()
 
     @property
     def longest_computing(self) -> RankFigures:
@@ -171,6 +180,8 @@ class Prediction:
         record["interval_seconds"] = list(self.interval_seconds)
         for row, figures in zip(record["collectives"], self.collectives, strict=True):
             row["skew_seconds"] = figures.skew_seconds
+        for row, answer in zip(record["what_if"], self.what_if, strict=True):
+            row["gain_per_sample_interval"] = answer.gain_per_sample_interval
         if self.advice is not None:
             record["advice"]["best"] = [each.change for each in self.advice.best]
         return record

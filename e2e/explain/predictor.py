@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from costmodel.gpu.factory import gpu_cost_model
@@ -16,7 +16,7 @@ from e2e.explain.simulated_step import SimulatedStep
 from e2e.price.collective_pricing import price_collectives
 from e2e.price.contention import kernel_loads, load_on
 from e2e.price.pricing import HostOverheads, as_cuda_graph, price
-from e2e.price.speed_band import SpeedBand, slowed
+from e2e.price.speed_band import SpeedBand, StepErrors, slowed
 from e2e.simulate.simulator import SteadyState, simulate, simulate_iterations
 from e2e.simulate.skew import Skew, skewed
 from e2e.simulate.timeline import Timeline
@@ -62,7 +62,8 @@ class RecordedSite:
 @dataclass(frozen=True)
 class PredictionResult:
     """A prediction and what it was read from. ``iteration``: the one that is explained; ``paths``: of each rank;
-    ``memory``: of those of which it is known.
+    ``memory``: of those of which it is known. ``starts``: of a recorded iteration, run once; ``None``: a steady step.
+    ``host_factor`` and ``errors`` as in :class:`e2e.explain.simulated_step.SimulatedStep`.
     """
 
     prediction: Prediction
@@ -72,6 +73,9 @@ class PredictionResult:
     path: CriticalPath
     paths: Mapping[int, CriticalPath]
     memory: Memory = field(default_factory=dict)
+    starts: Mapping[int, float] | None = None
+    host_factor: float = 1.0
+    errors: StepErrors | None = None
 
 
 def predict(
@@ -135,7 +139,7 @@ def explain_once(
         return _result(step, machine, site, memory, warnings, notes)
     timeline = simulate(graph, starts)
     step = SimulatedStep(graph, timeline, 0, timeline.step_seconds, starts or {})
-    return _result(step, machine, site, memory, warnings, notes)
+    return replace(_result(step, machine, site, memory, warnings, notes), starts=starts or {})
 
 
 def priced_graph(
@@ -203,4 +207,14 @@ def _result(
     notes: Sequence[str],
 ) -> PredictionResult:
     prediction = explain(step, machine, site, memory or {}, warnings, notes)
-    return PredictionResult(prediction, step.graph, step.timeline, step.iteration, step.path, step.paths, memory or {})
+    return PredictionResult(
+        prediction,
+        step.graph,
+        step.timeline,
+        step.iteration,
+        step.path,
+        step.paths,
+        memory or {},
+        host_factor=step.host_factor,
+        errors=step.errors,
+    )

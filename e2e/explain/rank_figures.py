@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from e2e.explain.breakdowns import kernel_count, operator_count
 from e2e.explain.critical_path import CriticalPath
 from e2e.explain.prediction import RankFigures
 from e2e.explain.rank_attribution import WAITS, rank_attribution
@@ -46,6 +47,9 @@ def rank_figures(
         bubble_seconds=bubble,
         idle_seconds=max(activity.window - used, 0.0),
         attribution=attribution,
+        path_seconds=step.path.by_rank.get(rank.rank, 0.0),
+        kernels=kernel_count(rank),
+        operators=operator_count(rank),
         peak_memory_bytes=None if memory is None else memory.peak_bytes,
         memory_breakdown=None if memory is None else {str(role): size for role, size in memory.breakdown.items()},
         fits=None if memory is None else fits(memory.allocated_bytes, capacity),

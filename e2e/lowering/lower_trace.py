@@ -82,7 +82,7 @@ class _Builder:
             )
             for call in self.trace.calls
         }
-        self.writer = RankWriter(self.trace.rank, infos)
+        self.writer = RankWriter(self.trace.rank, infos, ranges=self.trace.ranges)
         communicators = Communicators(self.trace.process_groups, self.trace.world_size, self.writer)
         self.order = StreamOrder(self.writer, communicators)
         self.around = self._around_collectives()

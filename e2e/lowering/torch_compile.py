@@ -28,6 +28,7 @@ from costmodel.operators.layers import DTYPE_BYTES
 from e2e.lowering.compiled_layout import compiled_layout
 from e2e.lowering.families.work import dtype_of
 from e2e.step.execution_graph import Action, HostWork, Launch, RankGraph, Task
+from e2e.step.marked_ranges import MARKED
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor, tensors
 
 COMPILED_PHASES = ("forward", "backward")
@@ -335,10 +336,12 @@ class _Rewriter:
     kernels: dict[int, Task | None]
     parts: Mapping[int, object] | None = None
     tasks: list[Task] = field(default_factory=list)
+    called: int = 0  # by generated code
 
     def rewrite(self) -> RankGraph:
         threads = {name: tuple(self._actions(actions)) for name, actions in self.rank.threads.items()}
-        return replace(self.rank, threads=threads, tasks=tuple(self.tasks))
+        eager = sum(not self._is_compiled(call) and info.name not in MARKED for call, info in self.rank.calls.items())
+        return replace(self.rank, threads=threads, tasks=tuple(self.tasks), operator_calls=eager + self.called)
 
     def _actions(self, actions: tuple[Action, ...]) -> Iterator[Action]:
         """Overheads of compiled calls are replaced by those of what is launched; everything else stays in order."""
@@ -357,6 +360,7 @@ class _Rewriter:
                     if task.call == open_call:
                         yield HostWork("T5", open_call)
                     else:
+                        self.called += 1
                         yield HostWork("T1", task.call)
                         if task.id not in self.kernels:
                             yield HostWork("T2", task.call)

@@ -15,7 +15,7 @@ from e2e.capture.session import CapturedWorkload, capture
 from e2e.lowering import LoweringOptions
 from e2e.lowering.lower_trace import lower
 from e2e.lowering.torch_compile import compile_rank, fused_storages
-from e2e.parallelism.layers.pieces import CAPTURED_LAYERS, FIRST, LAST, Item, Name, Pieces, Work, cut, parts_of
+from e2e.parallelism.layers.pieces import CAPTURED_LAYERS, FIRST, LAST, Called, Item, Name, Pieces, Work, cut, parts_of
 from e2e.step.execution_graph import CallInfo, HostWork, Launch, Synchronize
 from e2e.step.memory import peak_memory
 
@@ -173,7 +173,7 @@ def capture_optimizer(
     for info in graph.calls.values():
         parent = None if info.parent is None else info.parent + offset
         calls[info.id + offset] = replace(info, id=info.id + offset, phase="optimizer", parent=parent)
-    items: list[Item] = []
+    items: list[Item] = [Called(len(trace.calls))]
     for action in graph.threads["main"]:
         if isinstance(action, Launch):
             task = graph.tasks[action.task]

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from costmodel.operators.any_operator import AnyOperator
-from e2e.parallelism.layers.pieces import Item, LayerCollective, Ready, Work
+from e2e.parallelism.layers.pieces import Called, Item, LayerCollective, Ready, Work
 from e2e.step.collective_names import EAGER_CALLS
 from e2e.step.execution_graph import Collective, Task, TaskKind
 from e2e.step.operator_trace import Phase
@@ -49,6 +49,8 @@ class StageWriter:
                 yield item
             elif isinstance(item, LayerCollective):
                 self._inside_layer(item)
+            elif isinstance(item, Called):
+                self._count(item.operators)
             else:
                 self.rank.append(item)
 
@@ -68,6 +70,7 @@ class StageWriter:
         self, name: str, operators: tuple[AnyOperator, ...], stream: int = COMPUTE, kind: TaskKind = "kernel"
     ) -> None:
         """A kernel, or a copy, that no capture has, with the host's time around it."""
+        self._count(1)
         self.rank.unit(Task(self.rank.next_task, name, kind, stream, operators, call=self.call(name)))
 
     def collective(
@@ -76,7 +79,12 @@ class StageWriter:
         """A collective on ``stream``, which it may enter as soon as that is free; see :meth:`RankWriter.after`."""
         number = self.rank.next_in(group) if sequence is None else sequence
         collective = Collective(kind, group, ranks, number, size_bytes)
+        self._count(1)
         self.rank.unit(self._task(collective, stream, self.call(EAGER_CALLS[kind])))
+
+    def _count(self, operators: int) -> None:
+        """The host calls so many more."""
+        self.rank.operator_calls = (self.rank.operator_calls or 0) + operators
 
     def _inside_layer(self, item: LayerCollective) -> None:
         """A collective between two operators: both wait, but for an early one."""

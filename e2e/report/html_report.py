@@ -16,10 +16,11 @@ from e2e.explain.predictor import PredictionResult
 from e2e.report.fact_lines import ADVICE_HEAD, advice_remarks, advice_rows, heading, overhead_meanings, speeds
 from e2e.report.memory_chart import memory_section
 from e2e.report.operator_rows import module_seconds, operator_rows
+from e2e.report.range_table import ranges_section
 from e2e.report.rank_page import collectives_section, ranks_section
 from e2e.report.step_tracks import KINDS, timeline_data
-from e2e.report.text_report import memory_parts, milliseconds, peak_memory, phases, title
-from e2e.report.what_if_table import what_if_cells, what_if_warnings
+from e2e.report.text_report import launches, memory_parts, milliseconds, peak_memory, phases, title
+from e2e.report.what_if_table import what_if_cells, what_if_remarks, what_if_warnings
 
 _HOST_COLOUR = KINDS["host"][1]
 
@@ -39,6 +40,7 @@ def page(result: PredictionResult) -> str:
         ("what-if", "What if", _what_if(prediction)),
         ("timeline", "Timeline", _timeline(result)),
         ("path", "Critical path across ranks" if several else "Critical path", _path(prediction)),
+        ("ranges", "Named ranges", ranges_section(prediction)),
         ("operators", "Operators", _operators(result)),
         ("memory", "Memory", memory),
         ("ranks", "Ranks", ranks_section(prediction) if several else None),
@@ -103,7 +105,8 @@ def _what_if(prediction: Prediction) -> Html | None:
     if not prediction.what_if:
         return None
     warnings = (tag("p", warning, class_="warn") for warning in what_if_warnings(prediction.what_if))
-    return joined((table(*what_if_cells(prediction.what_if)), *warnings))
+    remarks = (tag("p", line, class_="soft") for line in what_if_remarks(prediction.what_if))
+    return joined((table(*what_if_cells(prediction.what_if)), *remarks, *warnings))
 
 
 def _bar(values: Mapping[str, float], colours: Mapping[str, str], what: str) -> Html:
@@ -126,7 +129,7 @@ def _facts(prediction: Prediction) -> Html:
         "critical path on the host": f"{prediction.host_bound_fraction:.0%}",
         "peak memory": peak_memory(prediction) or "not known",
         "memory of the fullest rank": memory_parts(prediction) or "not known",
-        "launches": f"{prediction.kernels:,} of {prediction.operators:,} operator calls",
+        "launches": launches(prediction),
         "coverage": ", ".join(f"{share:.0%} {source}" for source, share in prediction.coverage.items()),
     }
     if prediction.gpus > 1:
@@ -185,7 +188,9 @@ def _operators(result: PredictionResult) -> Html:
     """Of the rank that computes longest."""
     number = result.prediction.longest_computing.rank
     rank = next(each for each in result.graph.ranks if each.rank == number)
-    rows = operator_rows(rank, result.path)
+    several = len(result.graph.ranks) > 1
+    # Of several ranks the path across them may never be on this one; its own says what it is held up by itself.
+    rows = operator_rows(rank, result.paths[number] if several else result.path)
     longest = max((row.device_seconds for row in rows), default=0.0) or 1.0
     whole = sum(row.device_seconds for row in rows) or 1.0
     cells = [
@@ -201,12 +206,15 @@ def _operators(result: PredictionResult) -> Html:
         )
         for row in rows
     ]
-    which = f"Of rank {number}, which computes longest. " if len(result.graph.ranks) > 1 else ""
+    which = (
+        f"Of rank {number}, which computes longest; the critical path is that of this rank alone. " if several else ""
+    )
+    path = "on its critical path" if several else "on the critical path"
     modules = module_seconds(rank)
     return joined(
         (
             tag("p", f"{which}Device time whatever runs beside it; a click on a head sorts.", class_="soft"),
-            table(("operator", "launches", "device", "share", "", "host", "on the critical path", "limited by"), cells),
+            table(("operator", "launches", "device", "share", "", "host", path, "limited by"), cells),
             joined((tag("h3", "By module"), _bars(modules))) if modules else None,
         )
     )

@@ -9,7 +9,7 @@ from costmodel.pages.charts import PALETTE, Chart, stacked_rows
 from costmodel.pages.markup import Html, joined, tag
 from costmodel.pages.tables import Cell, NumberCell, legend, table
 from e2e.explain.prediction import CollectiveFigures, Prediction, RankFigures
-from e2e.report.rank_tables import COLLECTIVE_HEAD, RANK_HEAD, collective_rows, rank_row
+from e2e.report.rank_tables import COLLECTIVE_HEAD, PATH_MEANING, RANK_HEAD, collective_rows, rank_row
 from e2e.report.text_report import milliseconds
 
 # What a rank's step consists of, and its colour in the bars.
@@ -37,6 +37,7 @@ def ranks_section(prediction: Prediction) -> Html:
             stacked_rows(rows, PARTS, axis, alike),
             tag("p", f"and {more} more, in the table", class_="soft") if more > 0 else None,
             table(RANK_HEAD, [_cells(rank_row(rank)) for rank in prediction.ranks]),
+            tag("p", PATH_MEANING, class_="soft"),
         )
     )
 

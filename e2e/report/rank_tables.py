@@ -6,7 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from e2e.explain.prediction import CollectiveFigures, RankFigures
 
-RANK_HEAD = ("rank", "alike", "step", "compute", "communication", "exposed", "waiting", "bubble", "idle", "GiB")
+RANK_HEAD = (
+    "rank", "alike", "step", "compute", "communication", "exposed", "waiting", "bubble", "idle", "on the path", "GiB",
+)  # fmt: skip
+PATH_MEANING = (
+    "on the path: what of the critical path across ranks is on this one, a transfer on one of those that take part; "
+    "they sum to the step, and 0 is a rank that the step never waits for: a little more work there would cost nothing"
+)
 COLLECTIVE_HEAD = (
     "collective", "ranks", "bytes", "count", "transfer ms", "by shared links ms", "mean wait ms", "longest wait ms",
     "source",
@@ -30,7 +36,7 @@ def mean_figures(ranks: Sequence[RankFigures]) -> Mapping[str, float]:
 
 
 def rank_row(rank: RankFigures) -> tuple[str, ...]:
-    """Under :data:`RANK_HEAD`: times in milliseconds."""
+    """Under :data:`RANK_HEAD`: times in milliseconds; :data:`PATH_MEANING` says what one of them is."""
     seconds = (
         rank.step_seconds,
         rank.compute_seconds,
@@ -39,6 +45,7 @@ def rank_row(rank: RankFigures) -> tuple[str, ...]:
         rank.exposed_wait_seconds,
         rank.bubble_seconds,
         rank.idle_seconds,
+        rank.path_seconds,
     )
     memory = "" if rank.peak_memory_bytes is None else f"{rank.peak_memory_bytes / 2**30:.2f}"
     return (str(rank.rank), str(rank.multiplicity), *(f"{value * 1e3:.3f}" for value in seconds), memory)

@@ -16,9 +16,10 @@ import numpy as np
 from e2e.explain.critical_path import HOST_KINDS, Segment, task_kind, wait_kind
 from e2e.explain.phase_times import phase_spans
 from e2e.explain.predictor import PredictionResult
+from e2e.report.enclosing import Enclosed, call_of, enclosed, ranges_around
 from e2e.simulate.instructions import describe
 from e2e.simulate.timeline import RankLayout
-from e2e.step.execution_graph import Await, HostWork, Launch, RankGraph, Synchronize, Task
+from e2e.step.execution_graph import Await, Launch, RankGraph, Synchronize, Task
 
 # Kind of a slice -> what it is called and its colour.
 KINDS: dict[str, tuple[str, str]] = {
@@ -35,6 +36,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "bubble": ("waiting in a pipeline", "#b8a11f"),
     "host": ("host", "#8d6aa8"),
     "synchronisation": ("host waits", "#c2556b"),
+    "range": ("named range", "#6f8f3f"),
     "idle": ("idle", "#9aa3ad"),
     "late start": ("late start", "#9aa3ad"),
 }
@@ -42,6 +44,8 @@ PHASES = ("forward", "backward", "optimizer", "other")
 # Ranks are shown while there are no more slices than these, and no more ranks.
 MOST_SLICES = 120_000
 MOST_RANKS = 8
+# Named ranges inside of each other.
+MOST_DEPTHS = 4
 
 
 @dataclass(frozen=True)
@@ -178,7 +182,7 @@ class _Writer:
                     action = actions[place]
                     node = layout.offset + iteration * layout.nodes + first + place
                     begin, end = float(self._timeline.start[node]), float(self._timeline.end[node])
-                    call = self._call(action, rank)
+                    call = call_of(action, rank)
                     same = call is not None and before == (iteration, call) and not isinstance(action, Synchronize)
                     if same and track.ends[-1] >= self._nanoseconds(begin) - 1:
                         track.ends[-1] = self._nanoseconds(min(end, self._high))
@@ -213,6 +217,7 @@ class _Writer:
                 streams.setdefault(rank.tasks[number].stream, []).append((start, ready, end, iteration, number))
         on_path = {each.task for each in segments if each.task is not None}
         for stream, entries in sorted(streams.items()):
+            self._ranges(rank, group, stream, entries)
             track = self._track(f"stream {stream}", group)
             for start, ready, end, iteration, number in sorted(entries):
                 task = rank.tasks[number]
@@ -224,10 +229,23 @@ class _Writer:
                 if end > ready:
                     self._add(track, ready, end, task.name, self._known(task_kind(task)), note, critical, launch)
 
-    def _call(self, action: object, rank: RankGraph) -> int | None:
-        if isinstance(action, Launch):
-            return rank.tasks[action.task].call
-        return action.call if isinstance(action, HostWork | Synchronize) else None
+    def _ranges(
+        self, rank: RankGraph, group: str, stream: int, entries: Sequence[tuple[float, float, float, int, int]]
+    ) -> None:
+        """Tracks of the named ranges on ``stream``, one for each depth; none where there are none."""
+        if not rank.ranges:
+            return
+        spans: list[Enclosed] = []
+        for iteration in range(self._timeline.iterations):
+            inside = sorted(each for each in entries if each[3] == iteration)
+            chains = [ranges_around(rank, rank.tasks[number].call) for *_, number in inside]
+            spans += enclosed(chains, [(start, end) for start, _, end, _, _ in inside])
+        for depth in range(min(max((each.depth for each in spans), default=-1) + 1, MOST_DEPTHS)):
+            deep = f", {depth + 1} deep" if depth else ""
+            track = self._track(f"ranges on stream {stream}{deep}", group, thin=True)
+            for each in spans:
+                if each.depth == depth:
+                    self._add(track, each.begin, each.end, each.around.name, "range")
 
     def _mark(self, track: _Track, segments: Sequence[Segment]) -> None:
         """Marks slices of the host during which the path is on the host, for the same call."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from e2e.explain.prediction import Prediction
@@ -18,7 +19,8 @@ from e2e.report.fact_lines import (
     overhead_meanings,
     speeds,
 )
-from e2e.report.rank_tables import COLLECTIVE_HEAD, RANK_HEAD, collective_rows, mean_figures, rank_row
+from e2e.report.range_table import RANGE_HEAD, range_meaning, range_rows
+from e2e.report.rank_tables import COLLECTIVE_HEAD, PATH_MEANING, RANK_HEAD, collective_rows, mean_figures, rank_row
 from e2e.report.what_if_table import render_what_if
 
 ROWS = 12
@@ -42,6 +44,9 @@ def render(prediction: Prediction, console: Console | None = None) -> None:
     _memory(out, prediction)
     _prices(out, prediction)
     _advice(out, prediction)
+    if prediction.ranges:
+        _listed(out, RANGE_HEAD, ((escape(name), *figures) for name, *figures in range_rows(prediction.ranges)))
+        out.print(range_meaning(prediction), soft_wrap=True)
     for title, key in (("operator", "by_operator"), ("bound", "by_bound")):
         _shares(out, f"device time by {title}", prediction.breakdown[key])
     if several:
@@ -49,6 +54,7 @@ def render(prediction: Prediction, console: Console | None = None) -> None:
     _path(out, prediction)
     if several:
         _listed(out, RANK_HEAD, (rank_row(rank) for rank in prediction.ranks))
+        out.print(PATH_MEANING, soft_wrap=True)
     if prediction.collectives:
         _listed(out, COLLECTIVE_HEAD, collective_rows(prediction.collectives))
     render_what_if(out, prediction.what_if)
@@ -70,6 +76,20 @@ def phases(prediction: Prediction) -> Mapping[str, float]:
         "optimizer": prediction.optimizer_seconds,
     }
     return known | ({"other": prediction.other_seconds} if prediction.other_seconds > 0 else {})
+
+
+def launches(prediction: Prediction) -> str:
+    """How many kernels, copies and fills the host launches, and how many operators it calls; of several ranks each."""
+    if len(prediction.ranks) <= 1:
+        return f"{prediction.kernels:,} in {prediction.operators:,} operator calls"
+    kernels = _between([rank.kernels for rank in prediction.ranks])
+    operators = _between([rank.operators for rank in prediction.ranks])
+    return f"{kernels} in {operators} operator calls on each of {len(prediction.ranks)} distinct ranks"
+
+
+def _between(counts: Sequence[int]) -> str:
+    least, most = min(counts), max(counts)
+    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
 
 
 def peak_memory(prediction: Prediction) -> str | None:
@@ -136,8 +156,7 @@ def _longest_rank(out: Console, prediction: Prediction) -> None:
 
 
 def _memory(out: Console, prediction: Prediction) -> None:
-    of = f" of {len(prediction.ranks)} distinct ranks" if len(prediction.ranks) > 1 else ""
-    out.print(f"launches    {prediction.kernels} of {prediction.operators} operator calls{of}")
+    out.print(f"launches    {launches(prediction)}", soft_wrap=True)
     memory = peak_memory(prediction)
     if memory is not None:
         out.print(f"memory      {memory}")

@@ -1,6 +1,6 @@
 """A timeline as a trace file for ui.perfetto.dev and chrome://tracing: one process per rank, one track per thread and
-stream, arrows from launches to tasks, the wait and the transfer of a collective apart. Ranges and operators around
-others (``record_function``) enclose them; the critical path is a process of its own.
+stream, arrows from launches to tasks, the wait and the transfer of a collective apart. Operators around others and
+named ranges (``record_function``) enclose them, on streams in tracks of their own; the critical path is a process.
 
 Times are whole nanoseconds: begin and end are rounded, not the length, so that neighbours never overlap.
 """
@@ -18,6 +18,7 @@ from costmodel.base.errors import OutputError
 from costmodel.base.whole_file import whole_file
 from costmodel.operators.any_operator import AnyOperator
 from e2e.explain.critical_path import CriticalPath
+from e2e.report.enclosing import Chain, call_of, calls_around, enclosed, ranges_around, ranges_of_threads
 from e2e.simulate.instructions import describe
 from e2e.simulate.timeline import RankLayout, Timeline
 from e2e.step.execution_graph import (
@@ -32,8 +33,9 @@ from e2e.step.execution_graph import (
     Task,
 )
 
-# Track number of stream 0; threads count from 1.
+# Track number of stream 0, and of the named ranges on it; threads count from 1.
 FIRST_STREAM_TRACK = 1000
+FIRST_RANGES_TRACK = 1_000_000
 # Of an operator's sizes so many characters are told.
 _MOST_TEXT = 400
 
@@ -69,6 +71,7 @@ def trace_events(
         writer = _RankWriter(timeline, layout, rank)
         yield from writer.tracks()
         yield from writer.around()
+        yield from writer.ranges_on_streams()
         yield from writer.actions()
         yield from writer.tasks()
 
@@ -121,11 +124,17 @@ class _RankWriter:
         # Not the rank itself: process 0 is the idle one for some viewers.
         self._pid = rank.rank + 1
         self._threads = {name: track for track, name in enumerate(rank.threads, start=1)}
+        self._launches = {
+            action.task: layout.threads[name][0] + place
+            for name, actions in rank.threads.items()
+            for place, action in enumerate(actions)
+            if isinstance(action, Launch)
+        }
 
     def tracks(self) -> Iterator[Event]:
         """Names and order of the tracks."""
-        yield self._named("process_name", 0, {"name": f"rank {self._rank.rank}"})
-        yield self._named("process_sort_index", 0, {"sort_index": self._rank.rank})
+        yield self._named("process_name", 1, {"name": f"rank {self._rank.rank}"})
+        yield self._named("process_sort_index", 1, {"sort_index": self._rank.rank})
         streams = {
             FIRST_STREAM_TRACK + stream: f"stream {stream}" for stream in sorted(set(self._layout.streams.tolist()))
         }
@@ -134,44 +143,60 @@ class _RankWriter:
             yield self._named("thread_sort_index", track, {"sort_index": track})
 
     def around(self) -> Iterator[Event]:
-        """Operators and marked ranges around others, as slices that enclose what happens in them.
+        """Operators and named ranges around others, as slices that enclose what happens in them.
 
         Of slices that begin at one moment the outer comes first, as viewers want it; actions follow all of these.
         """
+        ranges = ranges_of_threads(self._rank)
         for name, actions in self._rank.threads.items():
             track, first = self._threads[name], self._layout.threads[name][0]
-            chains = [self._chain(action) for action in actions]
+            known: dict[int | None, Chain] = {}
+            chains: list[Chain] = []
+            for outer, action in zip(ranges[name], actions, strict=True):
+                call = call_of(action, self._rank)
+                if call not in known:
+                    known[call] = calls_around(self._rank, call)
+                chains.append((*outer, *known[call]))
             for iteration in range(self._iterations):
-                found = self._enclosing(chains, iteration * self._layout.nodes + first)
-                for begin, _, _, end, call in sorted(found):
-                    info = self._rank.calls[call]
-                    told = {"iteration": iteration, "phase": info.phase, "module": info.module}
-                    yield self._slice(info.name, "around", track, begin, end, told)
+                begin = iteration * self._layout.nodes + first
+                yield from self._enclosing(chains, range(begin, begin + len(actions)), track, iteration)
 
-    def _enclosing(self, chains: Sequence[tuple[int, ...]], node: int) -> Iterator[tuple[int, int, int, int, int]]:
-        """(begin, -end, depth, end, call) of every call around neighbouring actions, the first of which is ``node``."""
-        opened: list[tuple[int, int]] = []
-        end = 0
-        for place, chain in enumerate((*chains, ())):
-            same = 0
-            while same < min(len(chain), len(opened)) and chain[same] == opened[same][0]:
-                same += 1
-            while len(opened) > same:
-                call, begin = opened.pop()
-                yield begin, -end, len(opened), end, call
-            if place < len(chains):
-                opened += [(call, self._start[node + place]) for call in chain[same:]]
-                end = self._end[node + place]
+    def ranges_on_streams(self) -> Iterator[Event]:
+        """For every stream on which named ranges do something, a track of them."""
+        for stream, tasks in self._streams().items():
+            chains = {task.id: ranges_around(self._rank, task.call) for task in tasks}
+            if not any(chains.values()):
+                continue
+            track = FIRST_RANGES_TRACK + stream
+            yield self._named("thread_name", track, {"name": f"ranges on stream {stream}"})
+            # Right above the stream itself.
+            yield self._named("thread_sort_index", track, {"sort_index": FIRST_STREAM_TRACK + stream})
+            for iteration in range(self._iterations):
+                nodes = self._in_order(tasks, iteration)
+                yield from self._enclosing([chains[task] for task in nodes.values()], list(nodes), track, iteration)
 
-    def _chain(self, action: Action) -> tuple[int, ...]:
-        """Calls around the one behind ``action``, the outermost first."""
-        call = self._rank.tasks[action.task].call if isinstance(action, Launch) else getattr(action, "call", None)
-        found: list[int] = []
-        info = None if call is None else self._rank.calls.get(call)
-        while info is not None and info.parent is not None and info.parent in self._rank.calls:
-            found.append(info.parent)
-            info = self._rank.calls[info.parent]
-        return tuple(reversed(found))
+    def _in_order(self, tasks: Sequence[Task], iteration: int) -> dict[int, int]:
+        """Node -> task, as they run one after another."""
+        first = iteration * self._layout.nodes + self._layout.actions
+        nodes = sorted((self._start[first + task.id], self._end[first + task.id], task.id) for task in tasks)
+        return {first + task: task for _, _, task in nodes}
+
+    def _streams(self) -> dict[int, list[Task]]:
+        found: dict[int, list[Task]] = {}
+        for task in self._rank.tasks:
+            found.setdefault(task.stream, []).append(task)
+        return dict(sorted(found.items()))
+
+    def _enclosing(self, chains: Sequence[Chain], nodes: Sequence[int], track: int, iteration: int) -> Iterator[Event]:
+        """Slices around the neighbours ``nodes``, whose ``chains`` stand around them."""
+        times = [(self._start[node], self._end[node]) for node in nodes]
+        for each in enclosed(chains, times):
+            told: Event = {"iteration": iteration}
+            if each.around.call is not None:
+                info = self._rank.calls[each.around.call]
+                told |= {"phase": info.phase, "module": info.module}
+            category = "around" if each.around.entry is None else "range"
+            yield self._slice(each.around.name, category, track, int(each.begin), int(each.end), told)
 
     def actions(self) -> Iterator[Event]:
         for name, actions in self._rank.threads.items():
@@ -194,7 +219,7 @@ class _RankWriter:
             return
         arguments = {"iteration": iteration, "waited_us": (self._ready[node] - start) / 1e3}
         yield self._slice(name, category, track, start, end, arguments)
-        if isinstance(action, Launch):
+        if isinstance(action, Launch) and self._has_arrow(action.task, iteration):
             # An arrow leaves the slice that encloses its time, so it starts where the launch does.
             yield {
                 "ph": "s",
@@ -209,8 +234,15 @@ class _RankWriter:
         if ready > start:
             yield self._slice(f"{task.name} (wait)", "collective wait", track, start, ready, arguments)
         yield self._slice(task.name, task.kind, track, ready, end, arguments)
-        arrow = self._common("launch", "launch", track, start)
-        yield {"ph": "f", "bp": "e", "id": self._arrows + node - self._layout.actions, **arrow}
+        if self._has_arrow(task.id, iteration):
+            arrow = self._common("launch", "launch", track, start)
+            yield {"ph": "f", "bp": "e", "id": self._arrows + node - self._layout.actions, **arrow}
+
+    def _has_arrow(self, task: int, iteration: int) -> bool:
+        """Slices of no length are over when an arrow would bind to them."""
+        first = iteration * self._layout.nodes
+        nodes = (first + self._launches[task], first + self._layout.actions + task)
+        return all(self._end[node] > self._start[node] for node in nodes)
 
     def _task_arguments(self, task: Task, iteration: int) -> Event:
         arguments: Event = {"iteration": iteration, "task": task.id}

@@ -15,8 +15,9 @@ from costmodel.gpu.factory import gpu_cost_model
 from costmodel.machines.cluster import load_cluster
 from costmodel.model.cost_model import CostModel
 from e2e.capture.script import taken_names
+from e2e.explain.paired_intervals import ComparedStep, Comparison
 from e2e.explain.predictor import PredictionResult, RecordedSite
-from e2e.explain.what_if_row import AS_IT_IS, WhatIfRow, what_if_row
+from e2e.explain.what_if_row import AS_IT_IS, WhatIfRow, compared, what_if_row
 from e2e.lowering.lowered_step import memory_of
 from e2e.lowering.torch_compile import compile_rank
 from e2e.price.collective_pricing import NodeLayout
@@ -90,6 +91,14 @@ def _refused(change: Change, request: PredictRequest, source: StepSource) -> str
     return None
 
 
+def _compared(step: PreparedStep, answer: PredictionResult, changes: Sequence[Change] = ()) -> ComparedStep:
+    """``answer`` of ``step``, in which a question has made ``changes``."""
+    host = getattr(step.setting.overheads, "name", "")
+    batch = next((each.samples for each in changes if isinstance(each, BatchChange)), None)
+    faster = frozenset(each for each in changes if isinstance(each, FasterKernels | FasterHost) and each.factor >= 1)
+    return ComparedStep(answer, host, answer.host_factor, answer.errors, batch, faster, frozenset(changes) - faster)
+
+
 @dataclass
 class WhatIfSteps:
     """``step`` of ``request`` as it is, and the steps of its questions."""
@@ -132,6 +141,7 @@ class WhatIfSteps:
         """
         before, samples = as_it_is.prediction, self._samples()
         found = [what_if_row(AS_IT_IS, before, before, samples, samples)]
+        steps = [_compared(self.step, as_it_is)]
         for question in self.questions():
             try:
                 step = self.changed(question)
@@ -139,10 +149,11 @@ class WhatIfSteps:
                 if question.changes in [each.changes for each in self.request.what_if]:
                     raise
                 continue
-            answer = run(step).prediction
+            answer = run(step)
             asked = next((each.samples for each in question.changes if isinstance(each, BatchChange)), samples)
-            found.append(what_if_row(question.text, answer, before, asked, samples))
-        return tuple(found)
+            found.append(what_if_row(question.text, answer.prediction, before, asked, samples))
+            steps.append(_compared(step, answer, question.changes))
+        return compared(found, Comparison(steps).ratio)
 
     def changed(self, question: WhatIf) -> PreparedStep:
         """The step that ``question`` is about."""

@@ -17,6 +17,7 @@ from typing import Literal
 
 from costmodel.model.cost_model import PriceSource
 from costmodel.operators.any_operator import AnyOperator
+from e2e.step.named_ranges import NamedRanges
 from e2e.step.operator_trace import Phase
 
 OverheadKind = Literal["T1", "T2", "T3", "T4", "T5", "host"]
@@ -217,12 +218,19 @@ class CallInfo:
 
 @dataclass(frozen=True)
 class RankGraph:
-    """One rank. ``threads``: name -> actions in program order; every task is launched exactly once."""
+    """One rank. ``threads``: name -> actions in program order; every task is launched exactly once.
+
+    ``operator_calls``: how many operators the host calls in one iteration, where ``calls`` are not these: a part of a
+    model that runs for every layer and micro-batch has its calls there once, compiled code calls few of its operators.
+    ``ranges``: those that a script named.
+    """
 
     rank: int
     threads: Mapping[str, tuple[Action, ...]]
     tasks: tuple[Task, ...]
     calls: Mapping[int, CallInfo] = field(default_factory=dict)
+    operator_calls: int | None = None
+    ranges: NamedRanges = field(default_factory=NamedRanges)
 
     def __post_init__(self) -> None:
         launched = [action.task for action in self.actions() if isinstance(action, Launch)]

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from e2e.step.named_ranges import NamedRanges
+
 Phase = Literal["forward", "backward", "optimizer", "data", "other"]
 
 
@@ -66,7 +68,7 @@ class OperatorTrace:
 
     ``process_groups``: name -> the ranks in it. ``source`` names the file or the model, for messages. ``pid``: of the
     recorded process, where there was one. ``compiled``: the model asks for ``torch.compile``; the calls are those of
-    eager code all the same.
+    eager code all the same. ``ranges``: parts of the step that the script gave a name.
     """
 
     calls: tuple[OperatorCall, ...]
@@ -76,6 +78,7 @@ class OperatorTrace:
     source: str = ""
     pid: int | None = None
     compiled: bool = False
+    ranges: NamedRanges = field(default_factory=NamedRanges)
 
 
 def tensors(values: tuple[Value, ...]) -> Iterator[Tensor]:

@@ -25,6 +25,7 @@ from e2e.step.execution_graph import (
     Synchronize,
     Task,
 )
+from e2e.step.named_ranges import NamedRanges
 from e2e.step.operator_trace import Phase
 
 MAIN, AUTOGRAD = "main", "autograd"
@@ -32,10 +33,14 @@ MAIN, AUTOGRAD = "main", "autograd"
 
 @dataclass
 class RankWriter:
-    """``calls``: those that actions and tasks may name from the beginning; :meth:`call` adds others."""
+    """``calls``: those that actions and tasks may name from the beginning; :meth:`call` adds others. ``operator_calls``
+    and ``ranges`` as in :class:`e2e.step.execution_graph.RankGraph`.
+    """
 
     rank: int
     calls: dict[int, CallInfo] = field(default_factory=dict)
+    operator_calls: int | None = None
+    ranges: NamedRanges = field(default_factory=NamedRanges)
     _tasks: list[Task] = field(default_factory=list)
     _threads: dict[str, list[Action]] = field(default_factory=lambda: defaultdict(list, {MAIN: []}))
     _thread: str = MAIN
@@ -173,7 +178,7 @@ class RankWriter:
         self.switch(MAIN)
         self.end_unit()
         threads = {name: tuple(actions) for name, actions in self._threads.items()}
-        return RankGraph(self.rank, threads, tuple(self._tasks), self.calls)
+        return RankGraph(self.rank, threads, tuple(self._tasks), self.calls, self.operator_calls, self.ranges)
 
     def _hand_over(self) -> None:
         go, self._returning = self._flags, self._flags + 1

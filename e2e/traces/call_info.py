@@ -46,9 +46,13 @@ class CallNames:
     def id_of_span(self, span: int) -> int:
         return self._linked.get(span, self._offset + span)
 
+    def spans(self) -> dict[int, HostSpan]:
+        """Call -> the operator of the profile that it is."""
+        return {self.id_of_span(span): operator for span, operator in self._spans.items()}
+
     def infos(self, calls: Iterable[int]) -> dict[int, CallInfo]:
         """One record per call and per operator around it."""
-        spans = {self.id_of_span(span): span for span in self._spans}
+        spans = {call: span.id for call, span in self.spans().items()}
         found: dict[int, CallInfo] = {}
         for call in calls:
             current: int | None = call

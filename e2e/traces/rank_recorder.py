@@ -28,6 +28,7 @@ from e2e.traces.linking.launch_cost import LaunchCosts
 from e2e.traces.linking.link import LinkedTrace
 from e2e.traces.linking.nesting import nest
 from e2e.traces.linking.step_window import StepWindow
+from e2e.traces.profiled_ranges import profiled_ranges
 from e2e.traces.recorded_collectives import CollectiveReader
 from e2e.traces.synchronization import Synchronizations, TimedActions
 
@@ -114,7 +115,11 @@ class RankRecorder:
             action.call for actions in threads.values() for action in actions if isinstance(action, HostWork)
         }
         calls = self._calls.infos(call for call in used if call is not None)
-        return RankGraph(self._kineto.rank, threads, tasks, calls)
+        spans = {call: span for call, span in self._calls.spans().items() if call in calls}
+        backward = {call for call, info in calls.items() if info.phase == "backward"}
+        return RankGraph(
+            self._kineto.rank, threads, tasks, calls, ranges=profiled_ranges(self._kineto, spans, backward)
+        )
 
     # --- device ----------------------------------------------------------------------------------------
 

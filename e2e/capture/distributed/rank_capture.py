@@ -74,6 +74,7 @@ def capture_rank(script: RankScript, place: RankPlace, mailbox: Mailbox) -> Capt
             groups,
             script.reference,
             compiled=is_compiled(workload.module),
+            ranges=recorder.ranges.found(),
         )
         return CapturedRank(trace, frozenset(communication.peers), signature)
 

@@ -64,7 +64,14 @@ class Ready:
     experts: bool = False
 
 
-Item = HostWork | Synchronize | Work | LayerCollective | Ready
+@dataclass(frozen=True, slots=True)
+class Called:
+    """The host calls so many operators in what follows, those inside others too."""
+
+    operators: int
+
+
+Item = HostWork | Synchronize | Work | LayerCollective | Ready | Called
 
 
 @dataclass(frozen=True)
@@ -321,4 +328,7 @@ def _gradients(trace: OperatorTrace) -> dict[int, tuple[Ready, ...]]:
 
 
 def _part(units: Iterable[_Unit]) -> Part:
-    return Part(tuple(item for unit in units for item in unit.items))
+    found = list(units)
+    called = sum(len(unit.inner) or 1 for unit in found)
+    items = tuple(item for unit in found for item in unit.items)
+    return Part((Called(called), *items) if called else items)

@@ -15,6 +15,7 @@ from typing import Any
 
 from costmodel.base.errors import InputError
 from costmodel.base.plain_json import MALFORMED, decoded
+from e2e.step.named_ranges import NamedRange, NamedRanges, is_named_by_script
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, Phase, Value, tensors
 from e2e.traces.formats.json_stream import read_members
 from e2e.traces.formats.trace_values import ValueReader
@@ -159,7 +160,40 @@ def trace_of_nodes(nodes: list[TraceNode], header: Mapping[str, Any], source: st
     found = tuple(calls.values())
     world = max((len(ranks) for ranks in groups.values()), default=1)
     pid = header.get("pid")
-    return OperatorTrace(found, _rank(found, world), world, groups, source, pid if isinstance(pid, int) else None)
+    process = pid if isinstance(pid, int) else None
+    return OperatorTrace(found, _rank(found, world), world, groups, source, process, ranges=_named_ranges(nodes, calls))
+
+
+def _named_ranges(nodes: Iterable[TraceNode], calls: Mapping[int, OperatorCall]) -> NamedRanges:
+    """Those that the script named. A backward call is of the ranges of the last forward call with its number, which
+    made the node of autograd; those before it with this number made none.
+    """
+    entered: dict[int, NamedRange] = {}
+    innermost: dict[int, int] = {}  # node -> the entry that it is, or is in
+    for node in nodes:
+        around = innermost.get(node.parent)
+        if node.scope == USER_SCOPE and is_named_by_script(node.name):
+            entered[node.id] = NamedRange(node.id, node.name, around)
+            around = node.id
+        if around is not None:
+            innermost[node.id] = around
+    if not entered:
+        return NamedRanges()
+    forward = {
+        call.sequence: innermost.get(call.id)
+        for call in calls.values()
+        if call.sequence is not None and call.phase != "backward"
+    }
+    backward = {
+        call.id: forward.get(call.sequence)
+        for call in calls.values()
+        if call.sequence is not None and call.phase == "backward"
+    }
+    return NamedRanges(
+        entered,
+        {call: entry for call, entry in innermost.items() if call in calls},
+        {call: entry for call, entry in backward.items() if entry is not None},
+    )
 
 
 def _call(

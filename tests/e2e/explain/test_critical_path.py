@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from drawn_graphs import Drawing, random_graph, together
+from toy_predictions import predict_ranks, reduced
 
 from costmodel.base.errors import SimulationError
 from e2e.explain.critical_path import CriticalPath, Segment, critical_path
@@ -213,3 +214,22 @@ def test_segments_of_an_iteration_sum_to_its_time(seed: int):
 def test_across_ranks_nothing_on_the_path_waits(seed: int):
     graph = random_graph(seed, steps=60)
     assert not {"collective wait", "idle"} & path_of(graph).by_kind.keys()
+
+
+def test_a_rank_that_the_step_never_waits_for_has_nothing_of_the_path_but_transfers():
+    """10 s against 16 s before a common transfer of 4 s: up to 6 s more on the first rank change nothing."""
+    answer = predict_ranks(reduced((10.0, 16.0)))
+    own = {rank: [each.kind for each in answer.path.segments if each.rank == rank] for rank in (0, 1)}
+    assert set(own[0]) <= {"collective transfer"} and "compute" in own[1]
+    later = predict_ranks(reduced((15.9, 16.0)))
+    assert later.prediction.iteration_seconds == pytest.approx(20)
+    assert not any(each.kind == "compute" and each.rank == 0 for each in later.path.segments)
+    longer = predict_ranks(reduced((17.0, 16.0)))
+    assert longer.prediction.iteration_seconds == pytest.approx(21)
+    assert not any(each.kind == "compute" and each.rank == 1 for each in longer.path.segments)
+    for each in (answer, later, longer):
+        ranks = each.prediction.ranks
+        assert sum(rank.path_seconds for rank in ranks) == pytest.approx(each.prediction.critical_path_seconds)
+        assert [rank.path_seconds for rank in ranks] == pytest.approx(
+            [each.path.by_rank.get(rank, 0) for rank in (0, 1)]
+        )

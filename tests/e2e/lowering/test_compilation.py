@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from costmodel.operators.device_work import Elementwise, Gemm
+from e2e.explain.breakdowns import operator_count
 from e2e.lowering.lower_trace import lower
 from e2e.lowering.torch_compile import compile_rank
 from e2e.step.execution_graph import HostWork, Launch, RankGraph
@@ -55,6 +56,17 @@ def test_a_chain_becomes_one_kernel_that_reads_and_writes_what_is_outside():
     assert task.name == "inductor::triton_fused_add_relu_mul"
     assert (record.kind, record.elements, record.inputs) == ("fused", SIZE, 3)
     assert record.outputs == 1
+
+
+def test_generated_code_calls_what_it_launches_and_the_optimizer_what_it_did():
+    script = Script()
+    result = script.call("relu", script.call("add", script.tensor(), script.tensor()))
+    script.call("mm", result, script.tensor(COLUMNS, COLUMNS))
+    script.call("add_", result, output=result, phase="optimizer")
+    graph = script.compiled()
+    assert len(graph.tasks) == 3 and operator_count(graph) == 3  # of four calls two are one kernel
+    eager = lower(OperatorTrace(tuple(script.calls)))
+    assert operator_count(eager) == 4
 
 
 def test_sums_of_a_few_elements_are_unrolled_in_the_forward_pass_and_longer_ones_are_kernels():

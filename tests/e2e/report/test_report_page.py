@@ -117,6 +117,20 @@ def test_operators_have_their_launches_times_and_limits():
     assert module_seconds(replace(rank, calls=layers)) == {"h.*.mlp": pytest.approx(4.0)}
 
 
+def test_operators_of_several_ranks_have_the_path_of_their_own_rank():
+    """The step waits for rank 1 alone; of rank 0, were it shown, the kernel is what that rank waits for."""
+    graph = reduced((10.0, 16.0))
+    result = predict_ranks(graph)
+    rank = graph.ranks[0]
+    (across,) = (row for row in operator_rows(rank, result.path) if row.name == "gemm")
+    (own,) = (row for row in operator_rows(rank, result.paths[0]) if row.name == "gemm")
+    assert across.path_seconds == 0 and own.path_seconds == pytest.approx(10)
+    text = read_page(page(result)).text
+    assert "on its critical path" in text and "the critical path is that of this rank alone" in text
+    assert "on the path" in text and "0 is a rank that the step never waits for" in text
+    assert "on the critical path" in read_page(page(predict_step(step(), setting(1.0, 1e-3)))).text
+
+
 def test_memory_over_the_step_reaches_its_peak_and_no_more():
     usage = peak_memory(step())
     levels = [sum(moment.levels) for moment in usage.course]

@@ -34,7 +34,7 @@ OF_ONE = {
 }  # fmt: skip
 OF_BOTH = {
     "other_seconds", "memory_shortage", "asked", "board", "throughput", "utilisation", "energy", "cost", "advice",
-    "what_if",
+    "what_if", "ranges",
 }  # fmt: skip
 OF_SEVERAL = {"cluster", "gpus", "nodes", "critical_path_seconds", "attribution", "ranks", "collectives", "stragglers"}
 
@@ -56,7 +56,7 @@ def test_reports_of_one_gpu_hold_the_figures_and_escape_names(tmp_path, capsys):
     render(prediction)
     printed = capsys.readouterr().out
     assert "aten::mm" in printed and "toy <model> on v100-pcie-32gb\n" in printed
-    assert "launches    4 of 4 operator calls\n" in printed and "of 32 GiB: fits" in printed
+    assert "launches    4 in 4 operator calls\n" in printed and "of 32 GiB: fits" in printed
     # What only several ranks have is not there.
     for word in ("mean rank", "alike", "collective", "straggler", "across ranks", "rank 0"):
         assert word not in printed

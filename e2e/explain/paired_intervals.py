@@ -1,0 +1,200 @@
+"""How sure the ratio of two predicted steps is that differ by one change: most of what may be wrong is wrong in both.
+
+A cause of error (the host is faster or slower than its table; kernels or collectives of one family are) is given its
+whole interval, first one way, then the other, in both steps alike, and both are simulated again. What a cause does to
+the ratio of the two is what it does to the answer: an error that lengthens both alike does nothing, one that makes
+another thing the bottleneck does more than any sum over a critical path would say. Causes are independent and combine
+as the roots of squares. By what whole steps are off besides (:class:`e2e.price.speed_band.StepErrors`), both steps of
+one job are off alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from e2e.explain.intervals import path_deviations
+from e2e.explain.path_parts import task_family
+from e2e.explain.predictor import PredictionResult
+from e2e.price.speed_band import StepErrors
+from e2e.simulate.simulator import simulate, simulate_iterations
+from e2e.step.execution_graph import Action, Duration, ExecutionGraph, HostWork, Kernel, Launch, RankGraph, Task
+
+# Of larger graphs a simulation takes seconds, and there are two for every cause.
+MOST_TASKS = 60_000
+# Families of kernels and collectives that are causes by themselves; the others err together. What moves a step by less
+# than this share of it is no cause.
+_ALONE, _NOTHING = 3, 1e-4
+_ITERATIONS = 4
+# Half of the interval (log units) that holds 80 % of the ratios between two batches of one model, predicted against
+# measured: 36 pairs of `python -m e2e validate --section models`. Other shapes have other errors.
+BATCH_RATIO_ERROR = 0.05
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class ComparedStep:
+    """A step of a comparison. ``host``: which table its host's times are from, which may be ``host_factor`` times as
+    fast or slow; ``errors``: how much of the kernels' errors is left in it; ``batch``: what tells other shapes.
+    ``faster``: questions that make kernels or the host faster, ``changed``: all others.
+    """
+
+    result: PredictionResult
+    host: Hashable = ""
+    host_factor: float = 1.0
+    errors: StepErrors | None = None
+    batch: Hashable = None
+    faster: frozenset[Hashable] = frozenset()
+    changed: frozenset[Hashable] = frozenset()
+
+    def only_slower_than(self, other: ComparedStep) -> bool:
+        """Whether ``other`` is this step with more made faster: then it takes no longer, whatever is wrong."""
+        return self.changed == other.changed and self.faster < other.faster
+
+    @property
+    def is_small(self) -> bool:
+        """Whether it is simulated again in no time."""
+        return sum(len(rank.tasks) for rank in self.result.graph.ranks) <= MOST_TASKS
+
+
+class Comparison:
+    """``steps``: of one job, each with something changed. Nothing is compared where one of them is too large."""
+
+    def __init__(self, steps: Sequence[ComparedStep]) -> None:
+        self._steps = list(steps)
+        self.possible = all(step.is_small for step in self._steps)
+        self._logs: list[tuple[list[float], list[float]]] = []
+        if self.possible:
+            self._base = [math.log(self._seconds(step, step.result.graph)) for step in self._steps]
+            self._logs = [self._under(cause) for cause in self._causes()]
+
+    def ratio(self, one: int, other: int) -> Interval | None:
+        """By which factors the ratio of step ``one`` to step ``other`` may be lower and higher (80 %): (0.9, 1.2) for a
+        ratio that may be 10 % less or 20 % more.
+        """
+        if not self.possible:
+            return None
+        below, above = [0.0], [0.0]
+        nominal = self._base[one] - self._base[other]
+        for ways in self._logs:
+            moved = [way[one] - way[other] - nominal for way in ways]
+            below.append(min(0.0, *moved))
+            above.append(max(0.0, *moved))
+        if self._steps[one].batch != self._steps[other].batch:
+            below.append(BATCH_RATIO_ERROR)
+            above.append(BATCH_RATIO_ERROR)
+        low, high = nominal - math.hypot(*below), nominal + math.hypot(*above)
+        if self._steps[one].only_slower_than(self._steps[other]):
+            low = max(low, min(nominal, 0.0))
+        if self._steps[other].only_slower_than(self._steps[one]):
+            high = min(high, max(nominal, 0.0))
+        return math.exp(low - nominal), math.exp(high - nominal)
+
+    # --- causes --------------------------------------------------------------------------------------
+
+    def _causes(self) -> list[Callable[[ComparedStep, int], ExecutionGraph]]:
+        hosts = {step.host for step in self._steps if step.host_factor > 1.0}
+        sums: dict[str, float] = {}
+        for step in self._steps:
+            found = path_deviations(step.result.graph, step.result.path)
+            learned = step.errors or StepErrors()
+            for family in found.above:
+                size = learned.share(family) * max(found.above[family], found.below[family])
+                sums[family] = max(sums.get(family, 0.0), size / step.result.prediction.iteration_seconds)
+        ordered = sorted((family for family in sums if sums[family] > _NOTHING), key=lambda family: -sums[family])
+        alone, rest = ordered[:_ALONE], ordered[_ALONE:]
+        groups = [*([family] for family in alone), *([rest] if rest else [])]
+        return [*map(_host_cause, hosts), *map(_family_cause, groups)]
+
+    def _under(self, cause: Callable[[ComparedStep, int], ExecutionGraph]) -> tuple[list[float], list[float]]:
+        """Logarithms of all steps with ``cause`` one way and the other."""
+        found = []
+        for way in (-1, 1):
+            graphs = [cause(step, way) for step in self._steps]
+            found.append(
+                [
+                    nominal if graph is step.result.graph else math.log(self._seconds(step, graph))
+                    for step, graph, nominal in zip(self._steps, graphs, self._base, strict=True)
+                ]
+            )
+        return found[0], found[1]
+
+    def _seconds(self, step: ComparedStep, graph: ExecutionGraph) -> float:
+        """Simulated as ``step`` was: one iteration from its starts, or steady ones."""
+        starts = step.result.starts
+        if starts is not None:
+            return simulate(graph, starts).step_seconds
+        return simulate_iterations(graph, _ITERATIONS).period_seconds
+
+
+def _host_cause(host: Hashable) -> Callable[[ComparedStep, int], ExecutionGraph]:
+    def graph(step: ComparedStep, way: int) -> ExecutionGraph:
+        given = step.result.graph
+        if step.host != host or step.host_factor <= 1.0:
+            return given
+        factor = step.host_factor**way
+        return replace(given, ranks=tuple(_with_host(rank, factor) for rank in given.ranks))
+
+    return graph
+
+
+def _family_cause(families: Sequence[str]) -> Callable[[ComparedStep, int], ExecutionGraph]:
+    def graph(step: ComparedStep, way: int) -> ExecutionGraph:
+        learned = step.errors or StepErrors()
+        shares = {family: learned.share(family) for family in families}
+        given = step.result.graph
+        return replace(given, ranks=tuple(_with_kernels(rank, shares, way) for rank in given.ranks))
+
+    return graph
+
+
+def _with_host(rank: RankGraph, factor: float) -> RankGraph:
+    def longer(action: Action) -> Action:
+        if isinstance(action, HostWork | Launch) and action.duration is not None:
+            return replace(action, duration=_times(action.duration, factor))
+        return action
+
+    return replace(rank, threads={name: tuple(map(longer, actions)) for name, actions in rank.threads.items()})
+
+
+def _with_kernels(rank: RankGraph, shares: Mapping[str, float], way: int) -> RankGraph:
+    """``rank`` with kernels and collectives of the families in ``shares`` at an end of that share of their interval."""
+    runs: dict[int, float] = {}  # of tasks that share their kernels
+
+    def moved(task: Task) -> Task:
+        if task.duration is None or task.duration.seconds <= 0:
+            return task
+        if not task.kernels:
+            share = shares.get(task_family(task))
+            if share is None:
+                return task
+            return replace(task, duration=_times(task.duration, _end(task.duration, share, way)))
+        if id(task.kernels) not in runs:
+            runs[id(task.kernels)] = _run_factor(task.kernels, shares, way)
+        return replace(task, duration=_times(task.duration, runs[id(task.kernels)]))
+
+    return replace(rank, tasks=tuple(map(moved, rank.tasks)))
+
+
+def _run_factor(kernels: Sequence[Kernel], shares: Mapping[str, float], way: int) -> float:
+    whole = changed = 0.0
+    for kernel in kernels:
+        if kernel.duration is not None:
+            share = shares.get(task_family(kernel))
+            whole += kernel.duration.seconds
+            changed += kernel.duration.seconds * (1.0 if share is None else _end(kernel.duration, share, way))
+    return changed / whole if whole else 1.0
+
+
+def _end(duration: Duration, share: float, way: int) -> float:
+    """The end of ``share`` of the interval, over the duration itself."""
+    if duration.seconds <= 0:
+        return 1.0
+    return 1.0 + share * ((duration.upper if way > 0 else duration.lower) / duration.seconds - 1.0)
+
+
+def _times(duration: Duration, factor: float) -> Duration:
+    return replace(
+        duration, seconds=factor * duration.seconds, lower=factor * duration.lower, upper=factor * duration.upper
+    )

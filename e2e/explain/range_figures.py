@@ -1,0 +1,102 @@
+"""What each part of a step that a script named costs one rank, on the device, on the host, on the critical path."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from e2e.explain.breakdowns import device_seconds
+from e2e.explain.critical_path import CriticalPath
+from e2e.step.execution_graph import HostWork, Launch, RankGraph
+from e2e.step.named_ranges import around, around_forward, names_around
+
+_PASSES = ("forward", "backward")
+
+
+@dataclass(frozen=True)
+class RangeFigures:
+    """All of one step that belongs to ranges called ``name``, which the script ``entered`` so often.
+
+    What a backward pass does belongs to the ranges of its forward operators too, and what is inside of several names
+    to each of them: rows do not sum to the step. ``launches``: of kernels, copies and fills. Device time in
+    ``forward_seconds``, ``backward_seconds`` and ``other_seconds`` (optimizer, data, none of them), whatever runs
+    beside it; ``path_seconds``: of the critical path.
+    """
+
+    name: str
+    entered: int
+    launches: int
+    forward_seconds: float
+    backward_seconds: float
+    other_seconds: float
+    host_seconds: float
+    path_seconds: float
+
+    @property
+    def device_seconds(self) -> float:
+        """Of all passes."""
+        return self.forward_seconds + self.backward_seconds + self.other_seconds
+
+
+def range_figures(rank: RankGraph, path: CriticalPath) -> tuple[RangeFigures, ...]:
+    """One for each name, most device time first; none where the script names nothing. ``path``: of the one rank, or
+    that of this rank alone.
+    """
+    if not rank.ranges:
+        return ()
+    device: Mapping[tuple[int | None, str], float] = device_seconds(
+        rank, lambda task, _: (task.call, _pass(rank, task.call))
+    )
+    passes: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    launches: Counter[str] = Counter()
+    host: dict[str, float] = defaultdict(float)
+    on_path: dict[str, float] = defaultdict(float)
+    names = {call: tuple(names_around(rank.ranges, rank.calls, call)) for call in rank.calls}
+
+    def named(call: int | None) -> tuple[str, ...]:
+        return () if call is None else names.get(call, ())
+
+    for (call, direction), seconds in device.items():
+        for name in named(call):
+            passes[name][direction] += seconds
+    for task in rank.tasks:
+        for each in task.kernels or (task,):
+            launches.update(named(each.call))
+    for call, seconds in _host_seconds(rank):
+        for name in named(call):
+            host[name] += seconds
+    for segment in path.segments:
+        if segment.rank == rank.rank:
+            for name in named(segment.call):
+                on_path[name] += segment.seconds
+    entered = _entered(rank)
+    figures = [
+        RangeFigures(
+            name, count, launches[name], passes[name]["forward"], passes[name]["backward"], passes[name]["other"],
+            host[name], on_path[name],
+        )
+        for name, count in entered.items()
+    ]  # fmt: skip
+    return tuple(sorted(figures, key=lambda each: (-each.device_seconds, -each.host_seconds)))
+
+
+def _entered(rank: RankGraph) -> Counter[str]:
+    """How often the script enters each name in this step; a recording may have more steps."""
+    used: dict[int, str] = {}
+    for call in rank.calls:
+        for each in (*around(rank.ranges, rank.calls, call), *around_forward(rank.ranges, rank.calls, call)):
+            used[each.id] = each.name
+    return Counter(used.values())
+
+
+def _pass(rank: RankGraph, call: int | None) -> str:
+    info = None if call is None else rank.calls.get(call)
+    return info.phase if info is not None and info.phase in _PASSES else "other"
+
+
+def _host_seconds(rank: RankGraph) -> Iterator[tuple[int | None, float]]:
+    for action in rank.actions():
+        if isinstance(action, HostWork | Launch) and action.duration is not None:
+            call = rank.tasks[action.task].call if isinstance(action, Launch) else action.call
+            yield call, action.duration.seconds

@@ -1,0 +1,80 @@
+"""Named ranges of a profile: annotations that a script made, and the operators that lie in them, by time."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from e2e.step.named_ranges import NamedRange, NamedRanges, is_named_by_script
+from e2e.traces.formats.profile import HostSpan, KinetoTrace
+
+
+def profiled_ranges(kineto: KinetoTrace, calls: Mapping[int, HostSpan], backward: Collection[int]) -> NamedRanges:
+    """``calls``: number -> operator of the profile; those of ``backward`` are of a backward pass.
+
+    An operator of another thread that is in no range there is in what the main thread is in at that time, which waits
+    for autograd. A backward call is of the ranges of the last forward call with its number, which made its node.
+    """
+    named = [span for span in kineto.annotations if is_named_by_script(span.name)]
+    if not named:
+        return NamedRanges()
+    threads = {span.thread for span in named}
+    entries = {thread: _nested([span for span in named if span.thread == thread]) for thread in threads}
+    main = entries.get(kineto.main_thread, {})
+    spans = {span.id: span for span in named}
+    of_call: dict[int, int] = {}
+    for thread in {span.thread for span in calls.values()}:
+        inside = [(call, span) for call, span in calls.items() if span.thread == thread]
+        own = _innermost(inside, [spans[entry] for entry in entries.get(thread, {})])
+        rest = [] if thread == kineto.main_thread else [each for each in inside if each[0] not in own]
+        of_call |= own | _innermost(rest, [spans[entry] for entry in main])
+    made: dict[int, int | None] = {}
+    for call, span in sorted(calls.items(), key=lambda item: item[1].start):
+        if span.sequence is not None and call not in backward:
+            made[span.sequence] = of_call.get(call)
+    of_forward = {
+        call: made[span.sequence]
+        for call, span in calls.items()
+        if call in backward and span.sequence is not None and span.sequence in made
+    }
+    ranges = {entry: each for nested in entries.values() for entry, each in nested.items()}
+    return NamedRanges(
+        dict(sorted(ranges.items())), of_call, {call: entry for call, entry in of_forward.items() if entry is not None}
+    )
+
+
+def _nested(spans: Iterable[HostSpan]) -> dict[int, NamedRange]:
+    """The annotations of one thread, each in the innermost one that is open when it begins."""
+    found: dict[int, NamedRange] = {}
+    opened: list[HostSpan] = []
+    for span in sorted(spans, key=lambda each: (each.start, -each.end)):
+        opened = [each for each in opened if each.end > span.start]
+        found[span.id] = NamedRange(span.id, span.name, opened[-1].id if opened else None)
+        opened.append(span)
+    return found
+
+
+@dataclass(frozen=True, order=True)
+class _Moment:
+    """``order``: of two at one time an annotation begins first."""
+
+    time: float
+    order: int
+    place: int
+
+
+def _innermost(calls: Collection[tuple[int, HostSpan]], annotations: Collection[HostSpan]) -> dict[int, int]:
+    """Call -> the innermost of ``annotations`` that is open when it begins."""
+    listed, spans = list(calls), list(annotations)
+    moments = [_Moment(span.start, 0, place) for place, span in enumerate(spans)]
+    moments += [_Moment(span.start, 1, place) for place, (_, span) in enumerate(listed)]
+    found: dict[int, int] = {}
+    opened: list[HostSpan] = []
+    for moment in sorted(moments):
+        opened = [each for each in opened if each.end > moment.time]
+        if moment.order == 0:
+            opened.append(spans[moment.place])
+        elif opened:
+            # The shorter of two that began together is inside of the other.
+            found[listed[moment.place][0]] = max(opened, key=lambda each: (each.start, -each.end)).id
+    return found
