@@ -1,0 +1,86 @@
+"""Which modules are damaged, and by which tests the damage should be seen.
+
+Only tests that run in this process: a command that a test starts imports the module as it is on disk. The quickest
+come first, since the first failure ends a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+EQUIVALENT = Path(__file__).with_name("equivalent.yaml")
+
+_SIMULATOR = tuple(
+    f"tests/e2e/simulate/{name}.py"
+    for name in (
+        "test_simulator",
+        "test_simulator_errors",
+        "test_rendezvous",
+        "test_timeline",
+        "test_contention",
+        "test_link_sharing",
+        "test_skew",
+        "test_simulator_properties",
+    )
+)
+_PRICING = tuple(
+    f"tests/e2e/price/{name}.py" for name in ("test_pricing", "test_collective_pricing", "test_contention_loads")
+)
+_ANALYZER = ("tests/fusion/analysis/test_analyzer.py",)
+
+# What a figure of the robustness page is told for -> its modules -> their tests.
+GROUPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "simulator": {
+        f"e2e/simulate/{name}.py": _SIMULATOR
+        for name in (
+            "simulator",
+            "host_threads",
+            "device_streams",
+            "link_sharing",
+            "rendezvous",
+            "instructions",
+            "timeline_builder",
+            "timeline",
+        )
+    },
+    "pricing": {f"e2e/price/{name}.py": _PRICING for name in ("pricing", "collective_pricing", "contention")},
+    "selection": {"fusion/model/selection.py": ("tests/fusion/model/test_selection.py",)},
+    "analyzer": {f"fusion/analysis/{name}.py": _ANALYZER for name in ("analyzer", "reasons")},
+}
+
+
+def all_targets() -> Iterator[tuple[str, str, tuple[str, ...]]]:
+    """(group, module's file, test files), all relative to the project's root."""
+    for group, modules in GROUPS.items():
+        for module, tests in modules.items():
+            yield group, module, tests
+
+
+def module_name(file: str) -> str:
+    """``a.b`` of ``a/b.py``."""
+    return file.removesuffix(".py").replace("/", ".")
+
+
+@dataclass(frozen=True)
+class EquivalentMutant:
+    """A fault that nobody can see, by the lines that it changes, and why."""
+
+    module: str
+    before: str
+    after: str
+    why: str
+
+
+def equivalent_mutants(file: Path = EQUIVALENT) -> list[EquivalentMutant]:
+    """All that a person has looked at and found to be none."""
+    document = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+    return [
+        EquivalentMutant(module, entry["before"].strip(), entry["after"].strip(), entry["why"])
+        for module, entries in document.items()
+        for entry in entries
+    ]
