@@ -16,13 +16,16 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tests/: this folder is `mutants` there
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from mutants.forking import TestBed, TestsFailError
 from mutants.targets import GROUPS, ROOT, EquivalentMutant, all_targets, equivalent_mutants
+
+if TYPE_CHECKING:
+    from mutants.mutating import Faults
 
 ENOUGH = 0.85
 
@@ -68,7 +71,12 @@ def main() -> int:
     parser.add_argument("--module", action="append", help="these files alone, such as e2e/price/pricing.py; repeatable")
     parser.add_argument("--sample", type=int, default=40, help="faults of each module (default 40; 0: all)")
     parser.add_argument("--seed", type=int, default=0, help="which ones (default 0)")
-    parser.add_argument("--number", type=int, action="append", help="these faults of one --module, with pytest's output")
+    parser.add_argument(
+        "--number", type=int, action="append", help="these faults of one --module, with pytest's output"
+    )
+    parser.add_argument(
+        "--again", type=Path, help="those that survived in this file of --write, the others as they were"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time (default 1)")
     parser.add_argument("--write", type=Path, help="a line of JSON for every fault goes there")
     asked = parser.parse_args()
@@ -78,7 +86,9 @@ def main() -> int:
         if (not asked.group or group in asked.group) and (not asked.module or module in asked.module)
     ]
     if not targets or (asked.number and len(targets) != 1):
-        parser.error("no such module; tests/mutants/targets.py has them" if not targets else "--number: of one --module")
+        parser.error(
+            "no such module; tests/mutants/targets.py has them" if not targets else "--number: of one --module"
+        )
     scores: dict[str, ModuleScore] = {}
     for group, module, tests in targets:
         with tempfile.TemporaryFile("w+") as results:
@@ -124,12 +134,15 @@ def _measured(module: str, tests: tuple[str, ...], asked: argparse.Namespace, re
 
 
 def _verdicts(
-    bed: TestBed, faults: object, asked: argparse.Namespace, equivalent: list[EquivalentMutant]
+    bed: TestBed, faults: Faults, asked: argparse.Namespace, equivalent: list[EquivalentMutant]
 ) -> Iterator[Verdict]:
-    from mutants.mutating import Faults
-
-    assert isinstance(faults, Faults)
-    if asked.number:
+    if asked.again:
+        before = [Verdict(**json.loads(line)) for line in asked.again.read_text(encoding="utf-8").splitlines()]
+        here = [each for each in before if each.module == bed.file]
+        yield from (each for each in here if each.verdict == "killed")
+        numbers = [each.number for each in here if each.verdict != "killed"]
+        chosen = [mutant for number in numbers if (mutant := faults.mutant(number)) is not None]
+    elif asked.number:
         chosen = [mutant for number in asked.number if (mutant := faults.mutant(number)) is not None]
         bed.log = sys.stdout
     else:

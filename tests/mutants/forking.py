@@ -121,7 +121,7 @@ class TestBed:
                     continue
 
     def _start(self, source: str) -> _Child:
-        report = tempfile.TemporaryFile("w+")
+        report = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed where its child ends
         pid = os.fork()
         if pid == 0:
             try:

@@ -37,9 +37,7 @@ class Mutant:
     def diff(self) -> str:
         """Both sides, for people."""
         return "\n".join(
-            f"    {sign} {line}"
-            for sign, text in (("-", self.before), ("+", self.after))
-            for line in text.splitlines()
+            f"    {sign} {line}" for sign, text in (("-", self.before), ("+", self.after)) for line in text.splitlines()
         )
 
 

@@ -15,23 +15,22 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 EQUIVALENT = Path(__file__).with_name("equivalent.yaml")
 
-_SIMULATOR = tuple(
-    f"tests/e2e/simulate/{name}.py"
-    for name in (
-        "test_simulator",
-        "test_simulator_errors",
-        "test_rendezvous",
-        "test_timeline",
-        "test_contention",
-        "test_link_sharing",
-        "test_skew",
-        "test_simulator_properties",
-    )
+
+def _below(folder: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"tests/{folder}/test_{name}.py" for name in names)
+
+
+_SIMULATOR = _below(
+    "e2e/simulate",
+    *("simulator", "steady_state", "instructions", "simulator_errors", "rendezvous", "agreement", "timeline"),
+    *("timeline_nodes", "sharing_limits", "contention", "link_sharing", "skew", "simulator_properties"),
 )
-_PRICING = tuple(
-    f"tests/e2e/price/{name}.py" for name in ("test_pricing", "test_collective_pricing", "test_contention_loads")
+_PRICING = _below(
+    "e2e/price",
+    *("pricing", "priced_work", "collective_pricing", "collective_durations", "contention_loads", "kernel_loads"),
 )
-_ANALYZER = ("tests/fusion/analysis/test_analyzer.py",)
+_SELECTION = _below("fusion/model", "covers", "selection")
+_ANALYZER = _below("fusion/analysis", "reasons", "analyzer", "network_analysis")
 
 # What a figure of the robustness page is told for -> its modules -> their tests.
 GROUPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
@@ -49,7 +48,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         )
     },
     "pricing": {f"e2e/price/{name}.py": _PRICING for name in ("pricing", "collective_pricing", "contention")},
-    "selection": {"fusion/model/selection.py": ("tests/fusion/model/test_selection.py",)},
+    "selection": {"fusion/model/selection.py": _SELECTION},
     "analyzer": {f"fusion/analysis/{name}.py": _ANALYZER for name in ("analyzer", "reasons")},
 }
 

@@ -205,9 +205,7 @@ def test_the_last_rank_of_a_cluster_is_one_of_it():
     assert len(priced(drawn(4), ToyCollectives())) == 4
     drawing = Drawing(0)
     drawing.collective("nccl", 0, 0, ranks=(0, 4), group="dp")
-    message = (
-        "all_reduce of group 'dp' has rank 4, but toy has 4 GPUs; give --gpus and --nodes of the whole job"
-    )
+    message = "all_reduce of group 'dp' has rank 4, but toy has 4 GPUs; give --gpus and --nodes of the whole job"
     with pytest.raises(InputError) as caught:
         price_collectives(unpriced(together(drawing)), ToyCluster(), ToyCollectives())
     assert str(caught.value) == message

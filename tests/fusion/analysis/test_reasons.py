@@ -54,8 +54,7 @@ def test_what_gets_dearer_is_told_last():
 
 def test_a_loss_names_what_costs():
     assert told(cost(1, 1), cost(1, 3), (2.0, 4.0)) == (
-        "100% slower fused: the 1.5 MiB intermediate stays in DRAM "
-        "(time waiting for memory 1000000.0 to 3000000.0 us)"
+        "100% slower fused: the 1.5 MiB intermediate stays in DRAM (time waiting for memory 1000000.0 to 3000000.0 us)"
     )
 
 
