@@ -1,7 +1,7 @@
 """Which modules are damaged, and by which tests the damage should be seen.
 
-Only tests that run in this process: a command that a test starts imports the module as it is on disk. The quickest
-come first, since the first failure ends a run.
+Only tests that run in this process: a command that a test starts imports the module as it is on disk. The first failure
+ends a run.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def _below(folder: str, *names: str) -> tuple[str, ...]:
 
 _SIMULATOR = _below(
     "e2e/simulate",
-    *("simulator", "steady_state", "instructions", "simulator_errors", "rendezvous", "agreement", "timeline"),
-    *("timeline_nodes", "sharing_limits", "contention", "link_sharing", "skew", "simulator_properties"),
+    *("simulator", "simulator_errors", "rendezvous", "timeline", "contention", "link_sharing", "skew"),
+    *("simulator_properties", "instructions", "timeline_nodes", "agreement", "sharing_limits", "steady_state"),
 )
 _PRICING = _below(
     "e2e/price",

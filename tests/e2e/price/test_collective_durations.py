@@ -85,6 +85,12 @@ def test_an_uneven_all_to_all_is_that_of_its_busiest_rank(first, second, busiest
     assert [each.busiest_bytes for each in model.asked] == [busiest]
 
 
+def test_a_barrier_moves_no_byte():
+    model = Answer()
+    priced(drawn(2, kind="barrier", size=0), model)
+    assert [(each.kind, each.size_bytes) for each in model.asked] == [("barrier", 0)]
+
+
 def test_of_four_ranks_each_keeps_a_quarter():
     model = Answer()
     graph = drawn(4, kind="all_to_all", size=100)
@@ -106,6 +112,7 @@ def test_messages_are_transfers_between_two(kind):
     [
         ((0, 4), 8, 4),  # of the 8 GPUs of two nodes each pair has one in each
         ((0, 4), 2, 1),
+        ((0, 4), 3, 1),  # whole pairs alone
         ((0, 4), 6, 3),
         ((0, 4), 16, 4),  # more pairs than that are on other nodes
         ((0, 1), 8, 1),  # within a node nothing goes over the network

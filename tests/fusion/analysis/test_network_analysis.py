@@ -106,6 +106,15 @@ def test_levels_of_the_two_arms_are_those_of_their_own_kernels():
     assert places == dict.fromkeys(("input", "weights", "intermediate", "output"), ("L1", "L1"))
 
 
+def test_the_output_is_that_of_the_last_layer():
+    """The 576 and 656 bytes of the first two layers fit 700 B; those of the third, to 64 channels, do not."""
+    wide = replace(POINTWISE, out_channels=64)
+    sites = analyze(chain(POINTWISE, DEPTHWISE, wide), toy(cache_bytes=700), CPU).sites
+    (block,) = [site for site in sites if len(site.layers) == 3]
+    places = {place.tensor: place.unfused_level for place in block.tensors}
+    assert places == {"input": "L1", "weights": "DRAM", "intermediate": "L1", "output": "DRAM"}
+
+
 def test_a_chain_of_three_keeps_both_intermediates():
     sites = analyze(chain(POINTWISE, DEPTHWISE, POINTWISE), toy(), CPU).sites
     (block,) = [site for site in sites if len(site.layers) == 3]
@@ -196,12 +205,28 @@ def test_sites_of_other_kinds_are_never_hopeless():
     assert not is_hopeless(site, slow, lambda operator: SimpleNamespace(serial_seconds=slow[operator]))
 
 
-def test_what_is_hopeless_is_never_chosen_and_says_so():
-    """A cache of 4 bytes: every tile reads all of the weights again. In a block with a 1x1 the others go on."""
-    graph = chain(DENSE, DENSE, POINTWISE)
-    found = {site.name: site for site in analyze(graph, toy(cache_bytes=4), CPU, Given(1.0, 3.0)).sites}
-    assert found["0+1"].hopeless == found["0+1"].reason.endswith(f"; {NOT_TUNED}")
-    assert not any(site.fuse for site in found.values())
+class ByOperator(CostModel):
+    """A second each, but for what is told."""
+
+    def __init__(self, seconds: dict) -> None:
+        self.seconds = seconds
+
+    def estimate(self, operators):
+        times = [self.seconds.get(operator, 1.0) for operator in operators]
+        return [Estimate(time, time, time, "given", {}, "analytic") for time in times]
+
+
+def test_what_is_hopeless_is_not_chosen_and_says_why_and_nothing_else():
+    """Three layers of 1 s. The first pair saves less than a hundredth of its time, and nothing by the roofline; the
+    second pair, which overlaps it, is chosen.
+    """
+    first, second = FusedConvs((DENSE, DENSE)), FusedConvs((DENSE, POINTWISE))
+    model = ByOperator({first: 1.99, second: 1.0})
+    found = {site.name: site for site in analyze(chain(DENSE, DENSE, POINTWISE), toy(4), CPU, model).sites}
+    assert (found["1+2"].fuse, found["1+2"].hopeless) == (True, False)
+    assert (found["0+1"].fuse, found["0+1"].hopeless) == (False, True)
+    assert found["0+1"].reason.endswith(f"; {NOT_TUNED}") and "overlaps" not in found["0+1"].reason
+    assert NOT_TUNED not in found["1+2"].reason
 
 
 def test_sites_that_overlap_the_chosen_one_name_it():
