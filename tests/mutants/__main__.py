@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tests/: this fol
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from mutants.forking import TestBed, TestsFailError
-from mutants.targets import GROUPS, ROOT, EquivalentMutant, all_targets, equivalent_mutants
+from mutants.targets import ELSEWHERE, GROUPS, ROOT, EquivalentMutant, all_targets, equivalent_mutants
 
 if TYPE_CHECKING:
     from mutants.mutating import Faults
@@ -114,7 +114,7 @@ def _measured(module: str, tests: tuple[str, ...], asked: argparse.Namespace, re
     """Writes the number of all faults, then a line of JSON for each that was tried."""
     from mutants.mutating import Faults
 
-    bed = TestBed.of(ROOT, module, tests)
+    bed = TestBed.of(ROOT, module, tests, [f"--deselect={test}" for test in ELSEWHERE])
     began = time.monotonic()
     try:
         whole = bed.warm_up()

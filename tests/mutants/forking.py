@@ -11,6 +11,7 @@ import importlib
 import importlib.abc
 import importlib.util
 import json
+import math
 import os
 import resource
 import signal
@@ -30,8 +31,8 @@ from source_imports import PACKAGES
 _POLL_SECONDS = 0.02
 _DEAF_POLLS = 30_000  # ten minutes of waiting; a stopped process does not count them
 _MOST_BYTES = 2 << 30  # beyond what the process has when it begins
-# Processor time of a run, by that of the run without a fault.
-_TIMES_AS_LONG, _SECONDS_MORE = 10.0, 20.0
+# Processor time of a test and of a whole run, by that of the longest test and of the run without a fault.
+_TIMES_AS_LONG, _SECONDS_MORE = 3.0, 5.0
 _NOT_IMPORTED = 91
 _LONGEST_TAIL = 3_000
 _OPTIONS = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:cov"]
@@ -41,7 +42,8 @@ _OPTIONS += ["-W", "ignore:Module already imported:pytest.PytestAssertRewriteWar
 
 @dataclass(frozen=True)
 class TestRun:
-    """What became of the tests. ``killer``: the first that failed; ``died``: they failed, or ran out of time or memory.
+    """What became of the tests. ``killer``: the first that failed; ``died``: they failed, or ran out of time or memory;
+    ``seconds``: of processor time, ``longest``: those of one test.
 
     ``modules``: (name, whether of this project) of all that was loaded.
     """
@@ -51,6 +53,7 @@ class TestRun:
     died: bool
     killer: str
     seconds: float
+    longest: float = 0.0
     modules: tuple[tuple[str, bool], ...] = ()
 
 
@@ -62,7 +65,10 @@ class TestsFailError(Exception):
 
 @dataclass
 class TestBed:
-    """The module ``name`` in ``file`` below ``root``, and its test files. ``lower``: packages that cannot import it."""
+    """The module ``name`` in ``file`` below ``root``, and its test files. ``lower``: packages that cannot import it;
+    ``options``: of pytest; ``log``: where its output goes; ``run_seconds``, ``test_seconds``: the most that a run and a
+    test may take of a processor.
+    """
 
     __test__ = False
 
@@ -72,15 +78,16 @@ class TestBed:
     tests: Sequence[str]
     lower: Sequence[str] = ()
     options: Sequence[str] = ()
-    limit_seconds: int = 3600
+    run_seconds: float = 3600.0
+    test_seconds: float = 600.0
     log: TextIO | None = None
 
     @classmethod
-    def of(cls, root: Path, file: str, tests: Sequence[str]) -> TestBed:
+    def of(cls, root: Path, file: str, tests: Sequence[str], options: Sequence[str] = ()) -> TestBed:
         """Of a module of this project."""
         name = file.removesuffix(".py").replace("/", ".")
         package = name.partition(".")[0]
-        return cls(root, name, file, tests, PACKAGES[: PACKAGES.index(package)])
+        return cls(root, name, file, tests, PACKAGES[: PACKAGES.index(package)], options)
 
     def warm_up(self) -> TestRun:
         """Runs the tests once without a fault, loads what that loaded, and takes its time for the limit.
@@ -96,7 +103,8 @@ class TestBed:
         self.log = None
         self._load(first.modules)
         (again,) = self.run([source])
-        self.limit_seconds = int(_TIMES_AS_LONG * again.seconds + _SECONDS_MORE)
+        self.run_seconds = _TIMES_AS_LONG * again.seconds + 2 * _SECONDS_MORE
+        self.test_seconds = _TIMES_AS_LONG * again.longest + _SECONDS_MORE
         return again
 
     def run(self, sources: Iterable[str], jobs: int = 1) -> Iterator[TestRun]:
@@ -138,17 +146,17 @@ class TestBed:
         output = os.open(os.devnull, os.O_WRONLY) if self.log is None else self.log.fileno()
         for stream in (1, 2):
             os.dup2(output, stream)
-        _limit(self.limit_seconds)
+        _limit(math.ceil(self.run_seconds))
         os.chdir(self.root)
         replaced = _Replaced(self.name, self.root / self.file, source)
         sys.meta_path.insert(0, replaced)
         # What is found on this path when the child begins must be this project's.
         sys.path.insert(0, str(self.root))
         _same_examples()
-        watch = _Watch()
+        watch = _Watch(self.test_seconds)
         status = int(pytest.main([*_OPTIONS, *self.options, *self.tests], plugins=[watch]))
         modules = [(name, _is_ours(module, self.root)) for name, module in list(sys.modules.items())]
-        json.dump({"killer": watch.killer, "modules": modules}, report)
+        json.dump({"killer": watch.killer, "longest": watch.longest, "modules": modules}, report)
         report.flush()
         return status or (0 if replaced.was_loaded else _NOT_IMPORTED)
 
@@ -170,7 +178,7 @@ class _Child:
             raise TestsFailError(f"no test loads {self.file}")
         killer = told.get("killer") or ("" if code == 0 else _how(code))
         modules = tuple((name, ours) for name, ours in told.get("modules", ()))
-        return TestRun(code != 0, killer, used, modules)
+        return TestRun(code != 0, killer, used, told.get("longest", 0.0), modules)
 
     def _wait(self) -> tuple[int, float]:
         for _ in range(_DEAF_POLLS):
@@ -189,11 +197,29 @@ def _how(code: int) -> str:
     return f"signal {-code}" if code < 0 else f"pytest's exit status {code}"
 
 
-class _Watch:
-    """Remembers the first failure."""
+class _EndlessError(BaseException):
+    """A test's time is up; no ``except Exception`` of what is tested takes it."""
 
-    def __init__(self) -> None:
+
+class _Watch:
+    """Remembers the first failure, and ends a test that takes longer than ``seconds``."""
+
+    def __init__(self, seconds: float) -> None:
         self.killer = ""
+        self.longest = 0.0
+        self._most, self._began = seconds, 0.0
+        signal.signal(signal.SIGPROF, self._end)
+
+    def pytest_runtest_logstart(self) -> None:
+        self._began = time.process_time()
+        signal.setitimer(signal.ITIMER_PROF, self._most)
+
+    def pytest_runtest_logfinish(self) -> None:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        self.longest = max(self.longest, time.process_time() - self._began)
+
+    def _end(self, number: int, frame: Any) -> None:
+        raise _EndlessError
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         self._note(report)
@@ -228,12 +254,15 @@ class _Replaced(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
 
 
 def _same_examples() -> None:
-    """Hypothesis draws the same ones in every run, and remembers nothing."""
+    """Hypothesis draws the same ones in every run, remembers nothing, and minds no busy machine."""
     try:
-        from hypothesis import settings
+        from hypothesis import HealthCheck, settings
     except ImportError:
         return
-    settings.register_profile("mutants", derandomize=True, database=None, deadline=None)
+    calm = list(HealthCheck)
+    settings.register_profile(
+        "mutants", derandomize=True, database=None, deadline=None, suppress_health_check=calm
+    )
     settings.load_profile("mutants")
 
 
