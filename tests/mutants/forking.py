@@ -260,9 +260,7 @@ def _same_examples() -> None:
     except ImportError:
         return
     calm = list(HealthCheck)
-    settings.register_profile(
-        "mutants", derandomize=True, database=None, deadline=None, suppress_health_check=calm
-    )
+    settings.register_profile("mutants", derandomize=True, database=None, deadline=None, suppress_health_check=calm)
     settings.load_profile("mutants")
 
 
