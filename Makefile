@@ -58,7 +58,7 @@ coverage: $(STAMP)
 	$(BIN)/python -m pytest -q $(WORKERS) --cov --cov-report= $(PYTEST_ARGS)
 	@$(BIN)/coverage report
 	@for package in $(PACKAGES); do \
-	  printf '%-12s' $$package; $(BIN)/coverage report --include "$$package/*" | tail -n 1; done
+	  printf "%-12s" $$package; echo "$$($(BIN)/coverage report --format total --include "$$package/*") %"; done
 
 $(MUTMUT): | $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps --target $@ mutmut==3.8.1 libcst==1.9.0
