@@ -321,6 +321,19 @@ def test_a_file_is_read_for_a_batch_or_shapes_and_a_machine(files: Path):
     assert (found.kernels, found.threads, found.sites[0].layers[0].input_shape) == (2, 1, (3, 16, 8, 8))
 
 
+def test_what_finding_the_machine_has_to_say_is_heard(files: Path, monkeypatch: pytest.MonkeyPatch):
+    """As where this CPU is measured first."""
+
+    def found(name: str | None, threads: int, say) -> Machine:
+        say(f"{name} on {threads}")
+        return toy()
+
+    monkeypatch.setattr("fusion.analysis.analyzer.machine_for", found)
+    heard: list[str] = []
+    assert read_graph(files / "pair.onnx", {}, None, 1, heard.append, 1).machine.name == "toy"
+    assert heard == ["None on 1"]
+
+
 def test_a_file_is_analysed_in_bfloat16(files: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("schedules.contract.cpu_target.host_target", lambda threads: replace(NARROW, threads=threads))
     words = (files / "pair.onnx", {}, str(files / "toy.yaml"), 1, unheard, 1)
