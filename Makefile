@@ -2,6 +2,8 @@
 #   make demo    set up, build a full-size MobileNetV2, tune it for a few minutes, compare it with ONNX Runtime
 #   make test    set up, run the tests on all cores (PYTEST_ARGS='-m "not slow"' leaves the slow ones out)
 #   make quick ROLE=e2e/step         run the tests of one path below tests/, the slow ones left out
+#   make coverage                    all tests, and which share of each package's lines they run (about twice as long)
+#   make mutants [MUTANTS_ARGS=...]  small faults in the modules that decide most: how many do tests see? (docs/robustness.md)
 #   make lint    ruff        make types   mypy        make clean   remove what demo built
 #   make browser a headless browser for the tests that look at pages (Debian, as root); without it they are skipped
 #   make lock    write requirements.lock from what is installed in .venv
@@ -18,8 +20,12 @@ WORKERS := -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 MINUTES ?= 3.5
 TRIALS  ?= 32
 
+PACKAGES := costmodel schedules fusion e2e
+# Tools of `make mutants` alone; not among the environment's, so that `make lock` does not see them.
+MUTMUT := $(VENV)/mutmut
+
 .DELETE_ON_ERROR:
-.PHONY: demo test quick lint types browser setup lock clean
+.PHONY: demo test quick coverage mutants lint types browser setup lock clean
 
 setup: $(STAMP)
 
@@ -46,6 +52,19 @@ test: $(STAMP)
 quick: $(STAMP)
 	@test -n "$(ROLE)" || { echo "make quick ROLE=path below tests/, such as e2e/step or e2e/step/test_memory.py" >&2; exit 2; }
 	$(BIN)/python -m pytest -q -m 'not slow' tests/$(ROLE) $(PYTEST_ARGS)
+
+coverage: $(STAMP)
+	$(BIN)/coverage erase
+	$(BIN)/python -m pytest -q $(WORKERS) --cov --cov-report= $(PYTEST_ARGS)
+	@$(BIN)/coverage report
+	@for package in $(PACKAGES); do \
+	  printf "%-12s" $$package; echo "$$($(BIN)/coverage report --format total --include "$$package/*") %"; done
+
+$(MUTMUT): | $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-deps --target $@ mutmut==3.8.1 libcst==1.9.0
+
+mutants: $(STAMP) | $(MUTMUT)
+	PYTHONPATH=$(CURDIR)/$(MUTMUT) $(BIN)/python -m tests.mutants $(MUTANTS_ARGS)
 
 browser:
 	@for name in chromium-headless-shell chromium google-chrome; do command -v $$name >/dev/null && exit 0; done; \

@@ -58,6 +58,12 @@ def test_make_setup_installs_the_same_extras():
     assert f"EXTRAS := {','.join(INSTALLED)}\n" in (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
+def test_coverage_is_of_all_packages_and_of_the_processes_that_tests_start():
+    run = PYPROJECT["tool"]["coverage"]["run"]
+    assert tuple(run["source_pkgs"]) == PACKAGES and run["patch"] == ["subprocess"] and run["parallel"]
+    assert f"PACKAGES := {' '.join(PACKAGES)}\n" in (ROOT / "Makefile").read_text(encoding="utf-8")
+
+
 def test_a_test_file_is_marked_by_what_it_and_its_helpers_import(tmp_path: Path):
     sources = {
         "test_none.py": "import json",

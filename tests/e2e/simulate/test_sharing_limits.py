@@ -1,0 +1,112 @@
+"""Shares of links at their limits: none of a link, more than one, no multiprocessor left."""
+
+from __future__ import annotations
+
+from math import inf
+
+import pytest
+
+from e2e.simulate.link_sharing import LinkSharing, fair_speeds
+
+
+def ends(sharing: LinkSharing) -> dict[str, float]:
+    """What ends when; kernels leave."""
+    found: dict[str, float] = {}
+    while (moment := sharing.next_moment()) < inf:
+        ended = sharing.step()
+        if ended is not None:
+            found[ended.what] = moment
+            if ended.gpu:
+                sharing.leave(ended, moment)
+    return found
+
+
+def test_nothing_ever_happens_where_nothing_moves():
+    assert LinkSharing().next_moment() == inf
+
+
+def test_no_share_of_a_link_is_no_use_of_it():
+    sharing = LinkSharing()
+    for name, share in (("a", 1.0), ("b", 1.0), ("c", 0.0)):
+        sharing.add(name, 0.0, 4.0, {"link": share})
+    assert ends(sharing) == {"a": 8, "b": 8, "c": 4}
+
+
+def test_more_than_the_whole_of_a_link_is_the_whole():
+    sharing = LinkSharing()
+    sharing.add("a", 0.0, 4.0, {"link": 2.0})
+    assert ends(sharing) == {"a": 4}
+
+
+def test_a_kernel_keeps_a_twentieth_of_its_speed_where_collectives_hold_everything():
+    """Both at 2/3 for the memory. At 6 the collective ends, the kernel has done 6 x 2/3 / 20 = 0.2 of its 3 s."""
+    sharing = LinkSharing()
+    sharing.add("collective", 0.0, 4.0, {"memory": 0.5}, {"memory": 1.0})
+    sharing.add_kernel("kernel", 0.0, 3.0, "memory", 1.0)
+    assert ends(sharing) == {"collective": pytest.approx(6), "kernel": pytest.approx(8.8)}
+
+
+def test_two_collectives_hold_the_sum_of_what_they_hold():
+    """A quarter each of a memory that has room for all: the kernel, busy half of its time, runs at 1 - 1/2 x 1/2."""
+    sharing = LinkSharing()
+    for name in ("one", "two"):
+        sharing.add(name, 0.0, 8.0, {"memory": 0.25}, {"memory": 0.25})
+    sharing.add_kernel("kernel", 0.0, 3.0, "memory", 0.5)
+    assert ends(sharing) == {"one": 8, "two": 8, "kernel": pytest.approx(4)}
+
+
+def test_what_is_held_of_another_gpu_slows_nobody_here():
+    sharing = LinkSharing()
+    sharing.add("collective", 0.0, 4.0, {"memory": 0.5, "other": 0.5}, {"other": 1.0})
+    sharing.add_kernel("kernel", 0.0, 3.0, "memory", 0.5)
+    assert ends(sharing) == {"collective": 4, "kernel": 3}
+
+
+def test_a_kernel_that_takes_the_place_of_another_goes_on_at_its_own_share():
+    """1 s of a kernel that needs all beside a collective of half the memory, at 2/3; then one that needs a quarter."""
+    sharing = LinkSharing()
+    sharing.add("collective", 0.0, 4.0, {"memory": 0.5})
+    sharing.add_kernel("first", 0.0, 1.0, "memory", 1.0)
+    for _ in range(2):  # both begin
+        assert sharing.next_moment() == 0 and sharing.step() is None
+    assert sharing.next_moment() == pytest.approx(1.5)
+    first = sharing.step()
+    assert first is not None and first.what == "first"
+    sharing.succeed(first, "second", 1.0, 0.25, 1.5)
+    # From 1.5 on there is room for both: the collective has done 1 of its 4 s.
+    assert ends(sharing) == {"second": pytest.approx(2.5), "collective": pytest.approx(4.5)}
+
+
+def test_one_that_is_alike_goes_on_at_the_same_speed():
+    sharing = LinkSharing()
+    sharing.add("collective", 0.0, 4.0, {"memory": 0.5})
+    sharing.add_kernel("first", 0.0, 1.0, "memory", 1.0)
+    for _ in range(2):
+        sharing.step()
+    sharing.next_moment()
+    first = sharing.step()
+    assert first is not None
+    sharing.succeed(first, "second", 2.0, 1.0, 1.5)
+    # Both at 2/3: the second ends at 1.5 + 3, the collective has then done 3 of 4 s and goes on alone.
+    assert ends(sharing) == {"second": pytest.approx(4.5), "collective": pytest.approx(5.5)}
+
+
+@pytest.mark.parametrize(
+    ("transfers", "speeds"),
+    [
+        ({}, {}),
+        ({"a": {}}, {"a": 1.0}),
+        ({"a": {"x": 1.0}}, {"a": 1.0}),
+        ({"a": {"x": 0.25}, "b": {"x": 0.5}}, {"a": 1.0, "b": 1.0}),
+        ({"a": {"x": 1.0}, "b": {"x": 0.5}}, {"a": 2 / 3, "b": 2 / 3}),
+        # Three take the whole of x; b has the rest of y beside one of them.
+        ({"a": {"x": 1.0}, "b": {"y": 1.0}, "c": {"x": 1.0, "y": 0.5}, "d": {"x": 1.0}},
+         {"a": 1 / 3, "b": 5 / 6, "c": 1 / 3, "d": 1 / 3}),
+        # x is full at 1/4, z at 1/2, y never.
+        ({"a": {"x": 1.0}, "b": {"z": 1.0}, "c": {"x": 1.0, "y": 1.0}, "d": {"y": 1.0, "z": 1.0},
+          "e": {"x": 1.0}, "f": {"x": 1.0}},
+         {"a": 1 / 4, "b": 1 / 2, "c": 1 / 4, "d": 1 / 2, "e": 1 / 4, "f": 1 / 4}),
+    ],
+)  # fmt: skip
+def test_speeds_rise_together_until_a_link_is_full(transfers, speeds):
+    assert fair_speeds(transfers) == pytest.approx(speeds)

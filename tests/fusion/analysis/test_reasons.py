@@ -1,0 +1,153 @@
+"""What is said about a site, from terms given by hand: times in seconds, all of them made up."""
+
+from __future__ import annotations
+
+import pytest
+
+from costmodel.cpu.fused_tile import FusedTile
+from costmodel.cpu.roofline import RooflineReport, RooflineStage, TensorTraffic
+from costmodel.operators.layers import Conv2d, FusedConvs, Operator
+from fusion.analysis.reasons import LayerCost, explain_decision, format_bytes
+
+CONV = Conv2d(1, 4, 4, 4, 4, (1, 1))
+
+
+def cost(
+    core: float = 0.0,
+    memory: float = 0.0,
+    region: float = 0.0,
+    level: str = "DRAM",
+    recomputation: float = 1.0,
+    winograd: bool = False,
+    spills: bool = False,
+) -> LayerCost:
+    return LayerCost(core, memory, region, recomputation, level, 3 * 2**19, winograd, spills)
+
+
+def told(
+    unfused: LayerCost, fused: LayerCost, seconds: tuple[float, float], chosen: bool = True, rival: str | None = None
+) -> str:
+    return explain_decision(unfused, fused, *seconds, chosen, rival)
+
+
+# --- the sentence ----------------------------------------------------------------------------------
+
+
+def test_the_largest_gain_is_told_first():
+    """Of 10 s memory gives up 3, arithmetic 1, the parallel region 2."""
+    text = told(cost(3, 5, 2), cost(2, 2, 0, level="L2"), (10.0, 4.0))
+    assert text == (
+        "60% faster fused: the 1.5 MiB intermediate stays in L2 instead of DRAM "
+        "(time waiting for memory 5000000.0 to 2000000.0 us); "
+        "fewer parallel regions (2000000.0 to 0.0 us); "
+        "threads share the work better (3000000.0 to 2000000.0 us)"
+    )
+
+
+def test_what_gets_dearer_is_told_last():
+    text = told(cost(1e-3, 5e-3), cost(2e-3, 1e-3), (6e-3, 3e-3))
+    assert text == (
+        "50% faster fused: the 1.5 MiB intermediate stays in DRAM (time waiting for memory 5000.0 to 1000.0 us); "
+        "against it, threads share the work worse (1000.0 to 2000.0 us)"
+    )
+
+
+def test_a_loss_names_what_costs():
+    assert told(cost(1, 1), cost(1, 3), (2.0, 4.0)) == (
+        "100% slower fused: the 1.5 MiB intermediate stays in DRAM (time waiting for memory 1000000.0 to 3000000.0 us)"
+    )
+
+
+@pytest.mark.parametrize(("seconds", "verdict"), [((2.0, 2.0), "no gain"), ((100.0, 101.0), "no gain"),
+                                                  ((100.0, 103.0), "3% slower fused")])  # fmt: skip
+def test_without_any_term_memory_does_not_matter(seconds, verdict):
+    assert told(cost(), cost(), seconds) == f"{verdict}: memory is not what limits these kernels"
+
+
+def test_a_gain_without_any_term_is_better_overlap():
+    assert told(cost(), cost(), (2.0, 1.5)) == "25% faster fused: arithmetic and memory overlap better in one kernel"
+
+
+def test_two_hundredths_of_the_unfused_time_are_not_worth_a_word():
+    """Of 2 s exactly 0.04 s either way are not told, 0.05 s are."""
+    silent = "25% faster fused: arithmetic and memory overlap better in one kernel"
+    assert told(cost(region=0.04), cost(core=0.04), (2.0, 1.5)) == silent
+    assert told(cost(region=0.05), cost(core=0.05), (2.0, 1.5)) == (
+        "25% faster fused: fewer parallel regions (50000.0 to 0.0 us); "
+        "against it, threads share the work worse (0.0 to 50000.0 us)"
+    )
+
+
+def test_a_site_that_gave_way_says_to_which():
+    gave_way = "; but it overlaps a+b, which saves more over the whole chain"
+    assert told(cost(), cost(), (2.0, 1.0), chosen=False, rival="a+b").endswith(gave_way)
+    for text in (
+        told(cost(), cost(), (2.0, 1.0), chosen=True, rival="a+b"),
+        told(cost(), cost(), (2.0, 1.0), chosen=False),
+        told(cost(), cost(), (2.0, 3.0), chosen=False, rival="a+b"),
+    ):
+        assert "overlaps" not in text
+
+
+# --- why arithmetic takes another time -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("unfused", "fused", "why"),
+    [
+        (cost(2), cost(4, recomputation=1.5), "the halo of the tiles re-computes 50% of the arithmetic"),
+        (cost(2), cost(4, recomputation=1.01), "threads share the work worse"),
+        (cost(4), cost(2, recomputation=1.5), "threads share the work better"),
+        (cost(2, winograd=True), cost(4, recomputation=1.5), "apart, Winograd's algorithm saves multiplications, one "
+                                                             "kernel for both computes direct sums"),
+        (cost(4, winograd=True), cost(2), "threads share the work better"),
+        (cost(2, winograd=True), cost(4, winograd=True), "threads share the work worse"),
+        (cost(2, winograd=True), cost(4, winograd=True, spills=True),
+         "tiles and weights fit no core's own cache, which Winograd's transforms go through"),
+        (cost(2), cost(4, spills=True), "threads share the work worse"),
+        (cost(4, winograd=True), cost(2, winograd=True, spills=True), "threads share the work better"),
+    ],
+)  # fmt: skip
+def test_the_reason_for_another_time_of_the_arithmetic(unfused, fused, why):
+    before, after = unfused.core_seconds, fused.core_seconds
+    verdict = "100% slower fused: " if after > before else "50% faster fused: "
+    assert told(unfused, fused, (before, after)) == f"{verdict}{why} ({before * 1e6:.1f} to {after * 1e6:.1f} us)"
+
+
+# --- the terms, from the roofline ------------------------------------------------------------------
+
+
+def report(
+    operator: Operator, stages: list[tuple[float, float]], traffic: list[TensorTraffic], **more: object
+) -> RooflineReport:
+    steps = tuple(RooflineStage(*stage, 1.0) for stage in stages)
+    return RooflineReport(operator, "toy", 1, steps, tuple(traffic), 0.25, **more)
+
+
+def test_terms_of_kernels_that_run_one_by_one():
+    """The first waits 5 - 3 s for memory, the second's arithmetic (4 s) hides its own; 0.25 s each to begin."""
+    moved = [TensorTraffic("input", 10, "DRAM", 2.0), TensorTraffic("output", 64, "L3", 3.0)]
+    first = report(CONV, [(3.0, 1.0)], moved, winograd_outputs=4, spills=True)
+    second = report(CONV, [(1.0, 4.0)], [TensorTraffic("input", 64, "L3", 1.0)])
+    assert LayerCost.of([first, second]) == LayerCost(7.0, 2.0, 0.5, 1.0, "L3", 64, winograd=True, spills=False)
+
+
+def test_terms_of_one_fused_kernel():
+    """3 x 2 + 1 flop for every 2 that are needed; both rows of the intermediate count."""
+    tile = FusedTile(1, 4, (3.0, 1.0), 1.0, 100)
+    moved = [
+        TensorTraffic("intermediate", 16, "L1", 0.5),
+        TensorTraffic("output", 64, "DRAM", 1.0),
+        TensorTraffic("intermediate", 8, "L1", 0.5),
+    ]
+    fused = report(FusedConvs((CONV, CONV)), [(1.0, 0.5), (2.0, 0.5)], moved, tile=tile, spills=True)
+    assert LayerCost.of([fused]) == LayerCost(3.0, 0.0, 0.25, 2.0, "L1", 24, winograd=False, spills=True)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1536, "1.5 KiB"), (2**20 - 1, "1024.0 KiB"), (2**20, "1.0 MiB"),
+     (2.5 * 2**20, "2.5 MiB"), (2**30, "1.0 GiB"), (3 * 2**29, "1.5 GiB")],
+)  # fmt: skip
+def test_sizes_in_the_largest_unit_that_fits(size, text):
+    assert format_bytes(size) == text

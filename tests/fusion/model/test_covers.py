@@ -1,0 +1,77 @@
+"""Plans: what they count, which sites they hold, and which of two equal ones is taken."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from test_selection import GRAPH, ONE_EACH, A, B, C, D, chosen, node, site
+
+from fusion.model.selection import FusionPlan, Group, cover, select, unfused_plan, unfused_seconds
+
+
+def test_a_group_of_two_nodes_is_fused_and_one_of_one_is_not():
+    assert Group((A, B), site(A, B).operator).is_fused
+    assert not Group((A,), A.operator).is_fused
+
+
+def test_operators_are_built_once_in_the_order_of_their_use():
+    again = node("again", A.operator)
+    plan = unfused_plan(SimpleNamespace(nodes=(C, A, again, B)))
+    assert plan.operators == (C.operator, A.operator, B.operator)
+
+
+def test_a_plan_fuses_a_site_only_if_one_kernel_computes_exactly_its_nodes():
+    plan = FusionPlan((Group((A, B, C), site(A, B, C).operator), Group((D,), D.operator)))
+    assert plan.fuses(site(A, B, C))
+    assert not any(plan.fuses(other) for other in (site(A, B), site(B, C), site(B, A, C), site(C, D)))
+
+
+def test_time_apart_is_known_when_every_node_is():
+    seconds = {A.operator: 1.0, B.operator: 2.5}
+    assert unfused_seconds(site(A, B), seconds) == 3.5
+    assert unfused_seconds(site(A, C), seconds) is None
+    assert unfused_seconds(site(A, B), {A.operator: 0.0, B.operator: 0.0}) == 0.0
+
+
+def test_chosen_sites_are_kernels_and_all_other_nodes_too():
+    plan = cover(GRAPH, [site(B, C)])
+    assert chosen(plan) == ["a", "b+c", "d"]
+    assert [group.operator for group in plan.groups] == [A.operator, site(B, C).operator, D.operator]
+
+
+def test_of_equal_covers_the_one_with_fewer_fused_nodes_wins():
+    """The block of three and the pair in it both save one second."""
+    pair, block = site(A, B), site(A, B, C)
+    for sites in ([pair, block], [block, pair]):
+        seconds = ONE_EACH | {pair.operator: 1.0, block.operator: 2.0}
+        assert chosen(select(GRAPH, sites, seconds)) == ["a+b", "c", "d"]
+
+
+def test_a_block_beats_its_pairs_where_it_saves_more():
+    ab, cd, block = site(A, B), site(C, D), site(B, C, D)
+    seconds = ONE_EACH | {ab.operator: 1.75, cd.operator: 1.75, block.operator: 1.0}
+    assert chosen(select(GRAPH, [ab, cd, block], seconds)) == ["a", "b+c+d"]
+
+
+def test_a_site_without_a_time_of_its_own_is_left_out():
+    """Every node has one; the kernel of the site was never measured."""
+    assert chosen(select(GRAPH, [site(A, B)], ONE_EACH)) == ["a", "b", "c", "d"]
+
+
+def test_a_node_without_a_time_bars_its_sites_alone():
+    ab, cd = site(A, B), site(C, D)
+    seconds = {operator: time for operator, time in ONE_EACH.items() if operator != A.operator}
+    assert chosen(select(GRAPH, [ab, cd], seconds | {ab.operator: 0.1, cd.operator: 0.1})) == ["a", "b", "c+d"]
+
+
+def test_sites_that_begin_alike_must_go_on_alike():
+    """An intermediate has one user; a graph that says otherwise is no graph of ours."""
+    seconds = ONE_EACH | {site(A, B).operator: 0.1, site(A, C).operator: 0.1}
+    with pytest.raises(AssertionError, match="two users"):
+        select(GRAPH, [site(A, B), site(A, C)], seconds)
