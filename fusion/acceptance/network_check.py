@@ -459,17 +459,21 @@ def started(
 def reference_worker(
     path: Path, model: ImportedModel, cpu: CpuTarget, scratch: Path, file: Path | None = None
 ) -> Iterator[Worker]:
-    """ONNX Runtime with the model (in ``file``, if not in ``path``) loaded; ``TuningError`` if it does not run it."""
-    with started_reference(path, model, cpu, scratch, file) as (worker, load):
+    """ONNX Runtime with the model (in ``file``, if not in ``path``) loaded, as exact as it computes; ``TuningError`` if
+    it does not run it.
+    """
+    with started_reference(path, model, cpu, scratch, file, exact=True) as (worker, load):
         load()
         yield worker
 
 
 @contextmanager
 def started_reference(
-    path: Path, model: ImportedModel, cpu: CpuTarget, scratch: Path, file: Path | None = None
+    path: Path, model: ImportedModel, cpu: CpuTarget, scratch: Path, file: Path | None = None, exact: bool = False
 ) -> Iterator[tuple[Worker, Callable[[], None]]]:
-    """A process of ONNX Runtime, which the second of the two loads the model into; any thread may ask."""
+    """A process of ONNX Runtime, which the second of the two loads the model into; any thread may ask. ``exact`` as of
+    its workload: where it is timed it computes as it does for its users.
+    """
     spec = ENGINES[REFERENCE]
     reason = spec.missing()
     if reason is not None:
@@ -478,7 +482,8 @@ def started_reference(
 
         def load() -> None:
             try:
-                worker.prepare(workload(file or path, model, cpu, scratch), PREPARE_TIMEOUT_SECONDS)
+                given = replace(workload(file or path, model, cpu, scratch), exact=exact)
+                worker.prepare(given, PREPARE_TIMEOUT_SECONDS)
             except (Unavailable, EngineFailed) as error:
                 raise TuningError(_not_run(path, str(error))) from error
 

@@ -220,8 +220,9 @@ OF_CHANNELS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("signed", [False, True])
-@pytest.mark.parametrize("chain", OF_CHANNELS)
+@pytest.mark.parametrize(
+    ("chain", "signed"), [*((chain, False) for chain in OF_CHANNELS), ("PRelu", True), ("bytes that are added", True)]
+)
 def test_what_depends_on_a_byte_and_its_channel_is_a_table_for_each(chain, signed, tmp_path):
     graph = QuantisedGraph(signed)
     shape = (1, 16, 16, 16)
@@ -246,9 +247,18 @@ AVERAGES = {
 }
 
 
-@pytest.mark.parametrize("form", ["steps", "operator", "operator with signs"])
-@pytest.mark.parametrize("counted", [0, 1])
-@pytest.mark.parametrize("window", AVERAGES)
+def average_cases():
+    """Every window as steps around floats; as operators of bytes, without and with a sign, one of them."""
+    forms = ["steps", "operator", "operator with signs"]
+    return [
+        (window, counted, form)
+        for window in AVERAGES
+        for counted in (0, 1)
+        for form in (forms if window == "3x3" else forms[:1])
+    ]
+
+
+@pytest.mark.parametrize(("window", "counted", "form"), average_cases())
 def test_windows_are_averaged_as_bytes(window, counted, form, tmp_path):
     graph = QuantisedGraph(signed=form == "operator with signs")
     shape, options = (1, 24, 16, 18), {**AVERAGES[window], "count_include_pad": counted}
@@ -414,11 +424,10 @@ PADS = {
 
 
 @pytest.mark.parametrize("scale", [0.05, 0.06])
-@pytest.mark.parametrize("signed", [False, True])
 @pytest.mark.parametrize("kind", PADS)
-def test_padding_is_of_bytes(kind, signed, scale, tmp_path):
+def test_padding_is_of_bytes(kind, scale, tmp_path):
     widths, value, options = PADS[kind]
-    graph = QuantisedGraph(signed)
+    graph = QuantisedGraph(signed=kind == "a number")
     given = [graph.constant(np.array(widths), "pads"), graph.constant(np.float32(value), "value")]
     padded = graph.add("Pad", graph.step("x", 0.05, 118), *given, **options)
     shape = (np.array(SHAPE) + np.array(widths).reshape(2, 4).sum(axis=0)).tolist()
