@@ -15,15 +15,16 @@ if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
 
 
-def bring_steps_to_layers(model: ModelProto) -> None:
+def bring_steps_to_layers(model: ModelProto) -> bool:
     """Changes ``model``: pairs behind moves of dequantised tensors that are read as floats, and before moves of floats
-    that are quantised then.
+    that are quantised then. Says whether there were any.
     """
-    tensors = QuantisedTensors(model)
+    tensors, before = QuantisedTensors(model), len(model.graph.node)
     for name in _moves(tensors):
         _forward(tensors, tensors.made_by[name])
     for name in reversed(_moves(tensors)):
         _backward(tensors, tensors.made_by[name])
+    return len(model.graph.node) > before
 
 
 def _moves(tensors: QuantisedTensors) -> list[str]:
