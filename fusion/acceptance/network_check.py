@@ -326,10 +326,7 @@ def network_check(
 
         display.stage("checking a first build against the model in double precision")
         quantised = any("QuantizeLinear" in node.op_type or "QLinear" in node.op_type for node in static.graph.node)
-        # What is rounded behind an activation alone ONNX Runtime sums in floats.
-        operators = [node.operator for node in job.graph.nodes if node.operator.dtype == INT8 and node.parameters]
-        apart = any(operator.epilogue.activation is not None for operator in operators)
-        whole = quantised and precision_of(job.graph) == INT8 and not apart
+        whole = quantised and precision_of(job.graph) == INT8 and not rounds_otherwise(job.graph)
 
         def double() -> DoubleModel:
             if layers_in(job.graph, INT8):
@@ -349,6 +346,20 @@ def network_check(
             in_steps=whole,
         )
     return NetworkCheck(subject, outputs, cpu, scratch, objects)
+
+
+def rounds_otherwise(graph: Graph) -> bool:
+    """Whether ONNX Runtime may round a value of a quantised ``graph`` to the byte beside ours: it sums floats where an
+    activation is rounded with its layer alone, and does on bytes, cut off, some of what is computed in floats here
+    (resizing between pixels).
+    """
+    from fusion.relax.bindings import is_float32
+    from fusion.relax.leftover_reasons import CHANNELS, MOVES, QUANTISED
+
+    layers = (node.operator for node in graph.nodes if node.operator.dtype == INT8 and node.parameters)
+    others = (other for other in graph.others if other.reason not in (CHANNELS, MOVES, QUANTISED))
+    in_floats = any(is_float32(other.output) for other in others)
+    return in_floats or any(layer.epilogue.activation is not None for layer in layers)
 
 
 def _in_whole_numbers(job: Job, subject: Subject, static: ModelProto, scratch: Path) -> Path:

@@ -19,6 +19,7 @@ from onnx import helper, numpy_helper
 from quantised_models import INPUT, QuantisedGraph, ours, quantised, theirs
 
 from costmodel.operators.layers import Conv2d, Dense, Epilogue, Pool2d
+from fusion.acceptance.network_check import rounds_otherwise
 from fusion.model.precision import INT8, precision_of
 from fusion.relax.extract import extract_graph
 from fusion.relax.leftover_reasons import QUANTISED
@@ -131,6 +132,7 @@ def test_an_activation_before_the_only_rounding_is_part_of_the_layer(activation,
     name = activation.removesuffix(" in parts")
     assert [(node.operator.dtype, node.operator.epilogue.activation) for node in graph.nodes] == [("int8", name)]
     assert not [other for other in graph.others if "quantize" not in other.operator]
+    assert rounds_otherwise(graph)
     steps = np.random.default_rng(0).integers(0, 256, shape)
     data = ((steps - 118) * 0.05).astype(np.float32)
     found, expected = ours(path, data), theirs(path, data)
