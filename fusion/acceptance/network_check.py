@@ -353,13 +353,14 @@ def rounds_otherwise(graph: Graph) -> bool:
     activation is rounded with its layer alone, and does on bytes, cut off, some of what is computed in floats here
     (resizing between pixels).
     """
+    from costmodel.operators.layers import Conv2d, Dense
     from fusion.relax.bindings import is_float32
     from fusion.relax.leftover_reasons import CHANNELS, MOVES, QUANTISED
 
-    layers = (node.operator for node in graph.nodes if node.operator.dtype == INT8 and node.parameters)
+    layers = [node.operator for node in graph.nodes if isinstance(node.operator, Conv2d | Dense)]
     others = (other for other in graph.others if other.reason not in (CHANNELS, MOVES, QUANTISED))
     in_floats = any(is_float32(other.output) for other in others)
-    return in_floats or any(layer.epilogue.activation is not None for layer in layers)
+    return in_floats or any(each.dtype == INT8 and each.epilogue.activation is not None for each in layers)
 
 
 def _in_whole_numbers(job: Job, subject: Subject, static: ModelProto, scratch: Path) -> Path:

@@ -172,14 +172,16 @@ def padding_of(tensors: QuantisedTensors, node: NodeProto) -> Padding | None:
     """What ``node`` pads; ``None`` if it is no Pad, or by what is computed."""
     if node.op_type != "Pad" or len(node.input) < 2:
         return None
-    pads, *others = (tensors.constants.get(name) if name else np.zeros(()) for name in node.input[1:])
-    if pads is None or any(each is None for each in others):
+    given = [tensors.constants.get(name) if name else np.zeros(()) for name in node.input[1:]]
+    known = [array for array in given if array is not None]
+    if len(known) < len(given):
         return None
-    axes = others[1].reshape(-1).tolist() if len(others) > 1 and node.input[3] else ()
+    before, behind = known[0].reshape(2, -1).astype(np.int64)
+    value = float(known[1].reshape(-1)[0]) if len(known) > 1 else 0.0
+    axes = known[2].reshape(-1).astype(np.int64) if len(known) > 2 and node.input[3] else np.zeros(0, np.int64)
     mode = next((each.s for each in node.attribute if each.name == "mode"), b"constant")
-    before, behind = pads.reshape(2, -1).tolist()
-    value = float(others[0].reshape(-1)[0]) if others else 0.0
-    return Padding(tuple(before), tuple(behind), tuple(axes), value if mode == b"constant" else None)
+    widths = tuple(tuple(int(each) for each in array) for array in (before, behind, axes))
+    return Padding(*widths, value if mode == b"constant" else None)
 
 
 def is_move(node: NodeProto) -> bool:
