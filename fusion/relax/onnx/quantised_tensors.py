@@ -176,12 +176,12 @@ def padding_of(tensors: QuantisedTensors, node: NodeProto) -> Padding | None:
     known = [array for array in given if array is not None]
     if len(known) < len(given):
         return None
-    before, behind = known[0].reshape(2, -1).astype(np.int64)
+    before, behind = known[0].reshape(2, -1)
     value = float(known[1].reshape(-1)[0]) if len(known) > 1 else 0.0
-    axes = known[2].reshape(-1).astype(np.int64) if len(known) > 2 and node.input[3] else np.zeros(0, np.int64)
+    axes = known[2].reshape(-1) if len(known) > 2 and node.input[3] else np.zeros(0, np.int64)
     mode = next((each.s for each in node.attribute if each.name == "mode"), b"constant")
-    widths = tuple(tuple(int(each) for each in array) for array in (before, behind, axes))
-    return Padding(*widths, value if mode == b"constant" else None)
+    first, last, along = (tuple(int(each) for each in array) for array in (before, behind, axes))
+    return Padding(first, last, along, value if mode == b"constant" else None)
 
 
 def is_move(node: NodeProto) -> bool:
