@@ -152,7 +152,7 @@ def _double(array: np.ndarray) -> np.ndarray:
 
 def _fits(operator: str, opset: int) -> bool:
     """Whether the reference that this project has of ``operator`` is that of ``opset``."""
-    return {"Resize": opset >= 11, "DequantizeLinear": opset < 19}.get(operator, True)
+    return {"Resize": opset >= 11}.get(operator, True)
 
 
 def _opset(model: ModelProto) -> int:

@@ -326,7 +326,7 @@ def network_check(
 
         display.stage("checking a first build against the model in double precision")
         quantised = any("QuantizeLinear" in node.op_type or "QLinear" in node.op_type for node in static.graph.node)
-        whole = quantised and precision_of(job.graph) == INT8
+        whole = quantised and precision_of(job.graph) == INT8 and not rounds_otherwise(job.graph)
 
         def double() -> DoubleModel:
             if layers_in(job.graph, INT8):
@@ -346,6 +346,21 @@ def network_check(
             in_steps=whole,
         )
     return NetworkCheck(subject, outputs, cpu, scratch, objects)
+
+
+def rounds_otherwise(graph: Graph) -> bool:
+    """Whether ONNX Runtime may round a value of a quantised ``graph`` to the byte beside ours: it sums floats where an
+    activation is rounded with its layer alone, and does on bytes, cut off, some of what is computed in floats here
+    (resizing between pixels).
+    """
+    from costmodel.operators.layers import Conv2d, Dense
+    from fusion.relax.bindings import is_float32
+    from fusion.relax.leftover_reasons import CHANNELS, MOVES, QUANTISED
+
+    layers = [node.operator for node in graph.nodes if isinstance(node.operator, Conv2d | Dense)]
+    others = (other for other in graph.others if other.reason not in (CHANNELS, MOVES, QUANTISED))
+    in_floats = any(is_float32(other.output) for other in others)
+    return in_floats or any(each.dtype == INT8 and each.epilogue.activation is not None for each in layers)
 
 
 def _in_whole_numbers(job: Job, subject: Subject, static: ModelProto, scratch: Path) -> Path:
@@ -456,17 +471,21 @@ def started(
 def reference_worker(
     path: Path, model: ImportedModel, cpu: CpuTarget, scratch: Path, file: Path | None = None
 ) -> Iterator[Worker]:
-    """ONNX Runtime with the model (in ``file``, if not in ``path``) loaded; ``TuningError`` if it does not run it."""
-    with started_reference(path, model, cpu, scratch, file) as (worker, load):
+    """ONNX Runtime with the model (in ``file``, if not in ``path``) loaded, as exact as it computes; ``TuningError`` if
+    it does not run it.
+    """
+    with started_reference(path, model, cpu, scratch, file, exact=True) as (worker, load):
         load()
         yield worker
 
 
 @contextmanager
 def started_reference(
-    path: Path, model: ImportedModel, cpu: CpuTarget, scratch: Path, file: Path | None = None
+    path: Path, model: ImportedModel, cpu: CpuTarget, scratch: Path, file: Path | None = None, exact: bool = False
 ) -> Iterator[tuple[Worker, Callable[[], None]]]:
-    """A process of ONNX Runtime, which the second of the two loads the model into; any thread may ask."""
+    """A process of ONNX Runtime, which the second of the two loads the model into; any thread may ask. ``exact`` as of
+    its workload: where it is timed it computes as it does for its users.
+    """
     spec = ENGINES[REFERENCE]
     reason = spec.missing()
     if reason is not None:
@@ -475,7 +494,8 @@ def started_reference(
 
         def load() -> None:
             try:
-                worker.prepare(workload(file or path, model, cpu, scratch), PREPARE_TIMEOUT_SECONDS)
+                given = replace(workload(file or path, model, cpu, scratch), exact=exact)
+                worker.prepare(given, PREPARE_TIMEOUT_SECONDS)
             except (Unavailable, EngineFailed) as error:
                 raise TuningError(_not_run(path, str(error))) from error
 

@@ -349,7 +349,9 @@ class LRN(OpRun):
 
 
 class DequantizeLinear(OpRun):
-    """Of opsets before 19, which the reference of the ``onnx`` package leaves out; they have no blocks."""
+    """Of every opset, in whole numbers and then in the precision of the scale: the reference of the ``onnx`` package
+    leaves those before 19 out, and computes in single precision, which holds no biases of 32 bits.
+    """
 
     def _run(
         self,
@@ -360,11 +362,22 @@ class DequantizeLinear(OpRun):
         block_size: int | None = None,
         output_dtype: int | None = None,
     ) -> tuple[np.ndarray]:
-        shape = [1] * data.ndim
-        if scale.size > 1:
-            shape[1 if axis is None else axis] = -1
-        centred = data.astype(np.int64) - (0 if zero is None else zero.astype(np.int64).reshape(shape))
-        return (centred.astype(scale.dtype) * scale.reshape(shape),)
+        along = 1 if axis is None else axis
+        centred = data.astype(np.int64)
+        if zero is not None:
+            centred = centred - _along(zero.astype(np.int64), data.shape, along, block_size)
+        return (centred.astype(scale.dtype) * _along(scale, data.shape, along, block_size),)
+
+
+def _along(values: np.ndarray, shape: Sequence[int], axis: int, block_size: int | None) -> np.ndarray:
+    """``values`` of a whole tensor of ``shape``, of its places along ``axis``, or of blocks of these, for each of its
+    elements.
+    """
+    if block_size:
+        return np.repeat(values, block_size, axis).take(range(shape[axis]), axis)
+    if values.size == 1:
+        return values.reshape(())
+    return values.reshape([-1 if place == axis % len(shape) else 1 for place in range(len(shape))])
 
 
 OPERATORS = (

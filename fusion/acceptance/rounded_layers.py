@@ -326,7 +326,7 @@ def rounded_runs(
     path = scratch / "rounded.onnx"
     path.write_bytes(switched.model.SerializeToString())
     switch = TensorInfo(SWITCHES, (len(switched.layers),), "bool")
-    load = EngineWorkload(path, "", (*inputs, switch), tuple(outputs), threads, scratch, scratch)
+    load = EngineWorkload(path, "", (*inputs, switch), tuple(outputs), threads, scratch, scratch, exact=True)
     with Worker(ENGINES[REFERENCE], threads) as worker:
         try:
             worker.prepare(load, PREPARE_TIMEOUT_SECONDS)

@@ -98,6 +98,16 @@ class Artifact:
         return self.directory / name if name in self.manifest.files else None
 
 
+def model_file(artifact: Artifact) -> Path | None:
+    """The ONNX file that ``artifact`` was built from, unchanged: where it was, or in the build, which may have moved,
+    as of one that was quantised on the way; ``None`` if it is in neither place.
+    """
+    path = Path(artifact.manifest.model_path)
+    places = (path, artifact.directory / path.name, artifact.directory.parent / path.name)
+    unchanged = (each for each in places if each.is_file() and digest(each) == artifact.manifest.model_sha256)
+    return next(unchanged, None)
+
+
 def describe(
     model: Path,
     inputs: tuple[TensorInfo, ...],

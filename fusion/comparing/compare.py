@@ -11,7 +11,15 @@ from typing import Any
 from costmodel.base.cores import threads_to_use
 from costmodel.base.errors import InputError, MissingDependencyError
 from costmodel.base.say import Say
-from fusion.artifact.build_folder import MODEL, UNFUSED_MODULE, Artifact, check_runnable, digest, read_artifact
+from fusion.artifact.build_folder import (
+    MODEL,
+    UNFUSED_MODULE,
+    Artifact,
+    check_runnable,
+    digest,
+    model_file,
+    read_artifact,
+)
 from fusion.comparing.crew import Crew, Hired, NotMeasured
 from fusion.comparing.engines.base import EngineWorkload
 from fusion.comparing.engines.engine_table import (
@@ -30,7 +38,7 @@ from fusion.comparing.layer_table import LayerTable
 from fusion.comparing.lost_layers import lost_layers
 from fusion.comparing.output_errors import errors_json
 from fusion.comparing.probes import error_inputs
-from fusion.comparing.quantized_file import quantized_file
+from fusion.comparing.quantized_file import quantized_file, quantized_from
 from fusion.comparing.rounds import EngineTiming, MeasuredEngines, Sampling, measure
 from fusion.model.calibration_data import DeclaredInput, read_calibration
 from fusion.model.named_arrays import Arrays
@@ -111,9 +119,11 @@ def compare_command(
 ) -> Comparison:
     """Measure the tuned model of ``build_dir`` and the engines named in ``against``.
 
-    ``model``: where the ONNX file is now, if it moved; ``quantized``: the file that engines of INT8 run, which are
-    added if none is named (default: the model, if it is quantised itself, or what ``fusion quantize`` wrote beside it);
-    ``data``: samples that errors are told over, as ``quantize`` takes them (default: made-up inputs);
+    ``model``: where the ONNX file is now, if it moved; of a build that was quantised on the way the float model may be
+    named, which engines of other precisions run then; ``quantized``: the file that engines of INT8 run, which are
+    added if none is named (default: the model, if it is quantised itself, or what one of the builds was quantised to,
+    or what ``fusion quantize`` wrote beside the model); ``data``: samples that errors are told over, as ``quantize``
+    takes them (default: made-up inputs);
     ``beside``: further builds of the network, in another precision or with other fusions, with the name of each row;
     with ``tvm-unfused`` named, they are timed with fusion off as well.
     ``threads`` defaults to those it was tuned for, if there are cores for them; ``trials_per_task``: effort of
@@ -132,8 +142,10 @@ def compare_command(
     if has_twin:
         specs.remove(ENGINES[UNFUSED_ENGINE])
 
+    built = [each for each in map(model_file, (artifact, *(build for _, build in others.values()))) if each is not None]
+
     def file_of_integers() -> Path:
-        return quantized_file(workload.model, workload.inputs, workload.outputs, quantized, workload.cache)
+        return quantized_file(workload.model, workload.inputs, workload.outputs, quantized, workload.cache, built)
 
     if quantized is not None:
         file_of_integers()  # refused before engines are loaded
@@ -208,15 +220,16 @@ def _with_identical(comparison: Comparison, order: Sequence[str]) -> Comparison:
 
 
 def _workload(artifact: Artifact, model: Path | None, threads: int | None, trials: int) -> EngineWorkload:
-    manifest = artifact.manifest
-    path = model or Path(manifest.model_path)
+    manifest, own = artifact.manifest, model_file(artifact)
+    path = model or own or Path(manifest.model_path)
     if not path.is_file():
         raise InputError(f"{path}: the model of {artifact.directory} is not there; name it with --model")
-    if digest(path) != manifest.model_sha256:
+    found = digest(path)
+    if found != manifest.model_sha256 and (own is None or quantized_from(own) != found):
         raise InputError(f"{path}: is not the model that {artifact.directory} was built from; tune it again")
     return EngineWorkload(
         model=path,
-        model_sha256=manifest.model_sha256,
+        model_sha256=found,
         inputs=manifest.inputs,
         outputs=manifest.outputs,
         threads=threads_to_use(threads, manifest.threads),

@@ -19,14 +19,20 @@ if TYPE_CHECKING:
 
 
 def quantized_file(
-    model: Path, inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], given: Path | None, cache: Path
+    model: Path,
+    inputs: Sequence[TensorInfo],
+    outputs: Sequence[TensorInfo],
+    given: Path | None,
+    cache: Path,
+    built: Sequence[Path] = (),
 ) -> Path:
-    """``given``; else ``model`` if it is quantised itself; else what ``python -m fusion quantize`` wrote beside it.
+    """``given``; else ``model`` if it is quantised itself; else the first of the files ``built`` that was quantised
+    from it, which our builds beside run; else what ``python -m fusion quantize`` wrote beside it.
 
     A file for another batch is rewritten for that of ``inputs``, into ``cache``. ``Unavailable`` if there is none, or
     it was made from another file; ``InputError`` for one that is not quantised or not of the model.
     """
-    path = given or _found(model)
+    path = given or _found(model, built)
     loaded = load_model(path)
     if not is_quantised(loaded.graph):
         raise InputError(f"{path}: is not quantised; `python -m fusion quantize {model} --calibration DATA.npz` does")
@@ -37,16 +43,27 @@ def quantized_file(
     return _for_batch(path, loaded, wanted, cache)
 
 
-def _found(model: Path) -> Path:
+def quantized_from(path: Path) -> str | None:
+    """The SHA-256 of the float file that ``path`` was quantised from; ``None`` where it is no such file."""
+    import onnx
+
+    return origin_of(onnx.load(str(path), load_external_data=False)) if path.is_file() else None
+
+
+def _found(model: Path, built: Sequence[Path]) -> Path:
     import onnx
 
     if is_quantised(onnx.load(str(model), load_external_data=False).graph):
         return model
+    own = digest(model)
+    made = next((each for each in built if quantized_from(each) == own), None)
+    if made is not None:
+        return made
     beside = quantized_path(model)
     way = f"`python -m fusion quantize {model} --calibration DATA.npz` makes one, --quantized FILE names another"
     if not beside.is_file():
         raise Unavailable(f"{model} has no quantised file: {way}")
-    if origin_of(onnx.load(str(beside), load_external_data=False)) != digest(model):
+    if quantized_from(beside) != own:
         raise Unavailable(f"{beside} was not quantised from {model} as it is now: {way}")
     return beside
 

@@ -158,6 +158,12 @@ def classify(values: Array) -> Activation | None:
     return None
 
 
+def recognised(function: Callable[[Array], Array | None]) -> Activation | None:
+    """The activation that ``function`` of an array computes; ``None`` where it computes none, or nothing."""
+    values = function(_grid())
+    return None if values is None else classify(values)
+
+
 def _sorted(values: Array) -> tuple[Array, Array]:
     order = np.argsort(_grid())
     return _grid()[order], values[order]

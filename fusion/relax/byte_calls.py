@@ -1,7 +1,8 @@
 """Steps between bytes as they stand in Relax: calls of the functions that specify them, which say what they are.
 
-What is computed element by element from one tensor of bytes is a table of 256 of them. Two such tensors are added or
-multiplied, and the pixels of one averaged, as ONNX Runtime's QLinearAdd, QLinearMul and QLinearGlobalAveragePool round.
+What is computed element by element from one tensor of bytes is a table of 256 of them, or one for each channel. Two
+such tensors are added or multiplied, and the pixels of one averaged, all of them or those of windows, as ONNX Runtime's
+QLinearAdd, QLinearMul, QLinearGlobalAveragePool and QLinearAveragePool round.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import numpy as np
 import tvm
 from tvm import relax, te, tirx
 
+from costmodel.operators.layers import Pool2d
 from fusion.relax.bindings import OPAQUE, operator_name
+from schedules.contract.operator_workload import window_count
 
 _STEP = "fusion.byte_step"
 # Sums of so many bytes are exact in FP32.
@@ -26,9 +29,17 @@ PairKind: TypeAlias = Literal["add", "multiply"]
 
 @dataclass(frozen=True)
 class ByteTable:
-    """(data of ``shape``, table of 256) -> for each byte of the data its entry."""
+    """(data of ``shape``, table of 256) -> for each byte of the data its entry. ``per_channel``: of NCHW data, by
+    tables (C, 256).
+    """
 
     shape: tuple[int, ...]
+    per_channel: bool = False
+
+    @property
+    def table(self) -> tuple[int, ...]:
+        """Shape of the table."""
+        return (self.shape[1], 256) if self.per_channel else (256,)
 
     @property
     def result(self) -> tuple[int, ...]:
@@ -69,7 +80,33 @@ class ByteMean:
         return (*self.shape[:2], 1, 1)
 
 
-ByteStep: TypeAlias = ByteTable | BytePair | ByteMean
+@dataclass(frozen=True)
+class ByteWindow:
+    """(data of NCHW ``shape``, factors of :func:`window_factors`) -> the mean over windows. ``padding``: top, left,
+    bottom, right, of no pixels that anything is added of; ``counts_padding``: by the size of the window it is divided
+    then, else by its pixels in the image.
+    """
+
+    shape: tuple[int, int, int, int]
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int, int, int]
+    counts_padding: bool
+
+    @property
+    def pool(self) -> Pool2d:
+        """The pooling as an operator."""
+        batch, channels, height, width = self.shape
+        window = (self.kernel, self.stride, self.padding, self.counts_padding)
+        return Pool2d("average", batch, channels, height, width, *window, dtype="int8")
+
+    @property
+    def result(self) -> tuple[int, ...]:
+        """Shape of the result."""
+        return self.pool.output_shape
+
+
+ByteStep: TypeAlias = ByteTable | BytePair | ByteMean | ByteWindow
 
 
 @dataclass(frozen=True)
@@ -120,6 +157,15 @@ def mean_factors(data: Quantisation, result: Quantisation, pixels: int) -> np.nd
     return np.array([data.zero * pixels, ratio, result.zero, *bounds], np.float32)
 
 
+def window_factors(data: Quantisation, result: Quantisation) -> np.ndarray:
+    """Zero point and scale of the data, scale and zero point of the result, bounds, and the offset, as
+    :func:`windows_averaged` takes them.
+    """
+    offset = _common_offset(data, result)
+    bounds = (result.low - offset, result.high - offset)
+    return np.array([data.zero, data.scale, result.scale, result.zero - offset, *bounds, offset], np.float32)
+
+
 def paired(kind: PairKind, left: np.ndarray, right: np.ndarray, factors: np.ndarray) -> np.ndarray:
     """What a :class:`BytePair` computes, in NumPy: the specification.
 
@@ -142,6 +188,28 @@ def averaged(data: np.ndarray, factors: np.ndarray) -> np.ndarray:
     sums = data.astype(np.int64).sum(axis=(2, 3), keepdims=True)
     value = (sums - int(zeros)).astype(np.float32) * ratio
     return (np.rint(np.clip(value, low, high)) + zero).astype(np.uint8)
+
+
+def windows_averaged(data: np.ndarray, step: ByteWindow, factors: np.ndarray) -> np.ndarray:
+    """What a :class:`ByteWindow` computes, in NumPy: ``(byte - f0) f1`` is added pixel by pixel, row by row, the sum
+    divided by their number and by ``f2``, and ``f3`` added, each of it rounded to FP32. Within ``f4 .. f5``, to
+    nearest, ties to even, and the offset ``f6``.
+    """
+    zero, scale, result_scale, result_zero, low, high, offset = (np.float32(each) for each in factors)
+    top, left, bottom, right = step.padding
+    around = ((0, 0), (0, 0), (top, bottom), (left, right))
+    values = np.pad((data.astype(np.float32) - zero) * scale, around)
+    inside = np.pad(np.ones(data.shape[2:], np.float32), around[2:], constant_values=float(step.counts_padding))
+    sums, counts = np.zeros(step.result, np.float32), np.zeros(step.result[2:], np.float32)
+    for tap in np.ndindex(*step.kernel):
+        rows, columns = (
+            slice(first, first + (count - 1) * stride + 1, stride)
+            for first, count, stride in zip(tap, step.result[2:], step.stride, strict=True)
+        )
+        sums += values[:, :, rows, columns]
+        counts += inside[rows, columns]
+    value = sums / counts / result_scale + result_zero
+    return (np.rint(np.clip(value, low, high)) + offset).astype(np.uint8)
 
 
 def _multiply_add(left: np.ndarray | np.float32, right: np.float32, added: np.ndarray | np.float32) -> np.ndarray:
@@ -168,13 +236,13 @@ def step_of(mod: tvm.IRModule, expr: relax.Expr) -> tuple[ByteStep, list[relax.E
     if not isinstance(function, tirx.PrimFunc) or _STEP not in (function.attrs or {}):
         return None
     kind, fields = json.loads(str(function.attrs[_STEP]))
-    fields["shape"] = tuple(fields["shape"])
+    fields = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
     return _STEPS[kind](**fields), list(expr.args[1].fields)
 
 
 # How many a step takes.
-FACTORS = {BytePair: 7, ByteMean: 5}
-_NAMES = {ByteTable: "byte_table", BytePair: "byte_pair", ByteMean: "byte_mean"}
+FACTORS = {BytePair: 7, ByteMean: 5, ByteWindow: 7}
+_NAMES = {ByteTable: "byte_table", BytePair: "byte_pair", ByteMean: "byte_mean", ByteWindow: "byte_window"}
 _STEPS: dict[str, Any] = {step.__name__: step for step in _NAMES}
 
 
@@ -182,8 +250,13 @@ def _workload(step: ByteStep) -> list[Any]:
     """Arguments and result of ``step`` as tensor expressions."""
     data = te.placeholder(step.shape, "uint8", name="data")
     if isinstance(step, ByteTable):
-        table = te.placeholder((256,), "uint8", name="table")
-        return [data, table, te.compute(step.shape, lambda *at: table[data[at].astype("int32")], name="entries")]
+        table = te.placeholder(step.table, "uint8", name="table")
+
+        def entry(*at: Any) -> Any:
+            place = data[at].astype("int32")
+            return table[at[1], place] if step.per_channel else table[place]
+
+        return [data, table, te.compute(step.shape, entry, name="entries")]
     factors = te.placeholder((FACTORS[type(step)],), "float32", name="factors")
     if isinstance(step, BytePair):
         right = te.placeholder(step.right, "uint8", name="right")
@@ -198,6 +271,8 @@ def _workload(step: ByteStep) -> list[Any]:
             return _byte(value, factors[3], factors[4], factors[6])
 
         return [data, right, factors, te.compute(step.shape, element, name="paired")]
+    if isinstance(step, ByteWindow):
+        return [data, factors, _averaged_windows(step, data, factors)]
     y, x = (te.reduce_axis((0, size), name=name) for size, name in zip(step.shape[2:], "yx", strict=True))
     sums = te.compute(step.result, lambda n, c, *_: te.sum(data[n, c, y, x].astype("int32"), axis=[y, x]), name="sums")
 
@@ -206,6 +281,34 @@ def _workload(step: ByteStep) -> list[Any]:
         return _byte(value, factors[3], factors[4], factors[2])
 
     return [data, factors, te.compute(step.result, mean, name="mean")]
+
+
+def _averaged_windows(step: ByteWindow, data: Any, factors: Any) -> Any:
+    pool, (top, left, _, _) = step.pool, step.padding
+    batch, channels, height, width = step.shape
+    ky, kx = (te.reduce_axis((0, size), name=name) for size, name in zip(step.kernel, ("ky", "kx"), strict=True))
+
+    def value(n: Any, c: Any, y: Any, x: Any) -> Any:
+        return (data[n, c, y, x].astype("float32") - factors[0]) * factors[1]
+
+    def around(n: Any, c: Any, y: Any, x: Any) -> Any:
+        inside = tirx.all(y >= top, y < top + height, x >= left, x < left + width)
+        return tirx.if_then_else(inside, values[n, c, y - top, x - left], tirx.const(0.0, "float32"))
+
+    values = te.compute(step.shape, value, name="values")
+    rows, columns = height + top + step.padding[2], width + left + step.padding[3]
+    padded = te.compute((batch, channels, rows, columns), around, name="padded")
+    sums = te.compute(
+        step.result,
+        lambda n, c, y, x: te.sum(padded[n, c, y * step.stride[0] + ky, x * step.stride[1] + kx], axis=[ky, kx]),
+        name="sums",
+    )
+
+    def mean(n: Any, c: Any, y: Any, x: Any) -> Any:
+        count = window_count(pool, y, x).astype("float32")
+        return _byte(sums[n, c, y, x] / count / factors[2] + factors[3], factors[4], factors[5], factors[6])
+
+    return te.compute(step.result, mean, name="mean")
 
 
 def _byte(value: Any, low: Any, high: Any, added: Any) -> Any:

@@ -6,15 +6,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from fusion.relax.byte_calls import FACTORS, ByteMean, BytePair, PairKind
-from schedules.contract.blocked_layout import blocked_shape
+from fusion.relax.byte_calls import FACTORS, ByteMean, BytePair, ByteTable, ByteWindow, PairKind
+from schedules.contract.blocked_layout import blocked_shape, blocks
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.kernel_compilation import VECTOR_ATTRIBUTE
 from schedules.contract.template import Signature, TensorSpec
 from schedules.contract.vector_operations import ADD_PRODUCT, LOOK_UP, MULTIPLY_ADD, TABLES
+from schedules.kernels.pool_kernel import Pool, PoolKnobs, WindowArithmetic, window_body
 from schedules.loops import emit
 
 # Fewer bytes than this one thread looks up, or computes with, before others have begun.
@@ -64,26 +66,65 @@ def gate_kernel(step: BytePair, cpu: CpuTarget) -> tirx.PrimFunc:
     assert len(step.shape) == 4
     lanes = cpu.lanes
     data, gate = (TensorSpec(blocked_shape(shape, lanes), "blocked", "uint8") for shape in (step.shape, step.right))
-    batch, count, height, width, _ = data.shape
-    pixels = height * width
-    size = max(1, -(-pixels * batch * count // (_TASKS_PER_THREAD * cpu.threads)))
-    chunks = -(-pixels // min(size, pixels))
-    chunk = -(-pixels // chunks)
 
     def body(image: Any, right: Any, factors: Any, output: Any) -> None:
-        tasks = batch * count * chunks
-        serial = batch * count * pixels * lanes < _SERIAL_BYTES
-        with emit.loop(tasks) if serial else emit.tasks(tasks) as task:
+        with _pixels(data.shape, cpu) as (sample, block, pixels):
             shared = [T.bind(emit.splat(factors[place], lanes)) for place in range(FACTORS[BytePair])]
-            rest, first = emit.quotient(task, chunks), emit.bind(emit.remainder(task, chunks) * chunk)
-            sample, block = emit.bind(emit.quotient(rest, count)), emit.bind(emit.remainder(rest, count))
             factor = T.bind(emit.load(right, sample, block, 0, 0, lanes=lanes))
-            with emit.span(first, emit.bind(emit.smaller(first + chunk, pixels))) as pixel:
+            with emit.span(*pixels) as pixel:
                 value = emit.load(image, sample, block, 0, pixel, lanes=lanes)
                 result = _paired(step.kind, value, factor, shared, lanes)
                 emit.store(output, result, sample, block, 0, pixel, lanes=lanes)
 
     return emit.kernel("byte_gate", Signature(data, (gate, TensorSpec((FACTORS[BytePair],))), None, data), body)
+
+
+def channel_table_kernel(step: ByteTable, cpu: CpuTarget) -> tirx.PrimFunc:
+    """(blocked image, tables of :func:`pack_channel_tables`, blocked result)."""
+    assert len(step.shape) == 4
+    lanes = cpu.lanes
+    data = TensorSpec(blocked_shape(step.shape, lanes), "blocked", "uint8")
+    tables = TensorSpec((data.shape[1], lanes, 256), dtype="uint8")
+
+    def body(image: Any, entries: Any, output: Any) -> None:
+        with _pixels(data.shape, cpu) as (sample, block, pixels), emit.span(*pixels) as pixel:
+            for lane in range(lanes):
+                at = [sample, block, 0, pixel, lane]
+                place = image[tuple(at)].astype("int32")
+                T.buffer_store(output, entries[block, lane, place], at)
+
+    return emit.kernel("byte_channel_table", Signature(data, (tables,), None, data), body)
+
+
+def pack_channel_tables(tables: np.ndarray, lanes: int) -> np.ndarray:
+    """(C, 256) as (blocks of channels, ``lanes``, 256); zeros beyond the channels."""
+    count = blocks(len(tables), lanes)
+    packed = np.zeros((count * lanes, 256), np.uint8)
+    packed[: len(tables)] = tables
+    return packed.reshape(count, lanes, 256)
+
+
+def window_kernel(step: ByteWindow, cpu: CpuTarget) -> tirx.PrimFunc:
+    """(blocked image, factors, blocked result), its loops those of pooling in floats."""
+    lanes, pool = cpu.lanes, step.pool
+    data = TensorSpec(blocked_shape(step.shape, lanes), "blocked", "uint8")
+    target = TensorSpec(blocked_shape(step.result, lanes), "blocked", "uint8")
+
+    def arithmetic(factors: Any) -> WindowArithmetic:
+        shared = [T.bind(emit.splat(factors[place], lanes)) for place in range(FACTORS[ByteWindow])]
+        zero, scale, result_scale, result_zero, low, high, offset = shared
+
+        def finish(value: Any, count: Any) -> Any:
+            number = emit.splat(float(count) if isinstance(count, int) else count.astype("float32"), lanes)
+            return _bytes(value / number / result_scale + result_zero, low, high, offset, lanes)
+
+        return WindowArithmetic(
+            0.0, lambda value, pixel: emit.operation(ADD_PRODUCT, lanes, pixel - zero, scale, value), finish
+        )
+
+    knobs = PoolKnobs(**Pool().space(pool, cpu)[0])
+    signature = Signature(data, (TensorSpec((FACTORS[ByteWindow],)),), None, target)
+    return emit.kernel("byte_window", signature, window_body(pool, knobs, cpu, arithmetic))
 
 
 def mean_kernel(step: ByteMean, cpu: CpuTarget) -> tirx.PrimFunc:
@@ -139,6 +180,22 @@ def _bytes(value: Any, low: Any, high: Any, added: Any, lanes: int) -> Any:
     """A vector of FP32 within bounds, to nearest, and a whole number, as bytes."""
     whole = emit.nearest(tirx.min(tirx.max(value, low), high), lanes) + added.astype(f"int32x{lanes}")
     return whole.astype(f"uint8x{lanes}")
+
+
+@contextmanager
+def _pixels(shape: tuple[int, ...], cpu: CpuTarget) -> Iterator[tuple[Any, Any, tuple[Any, Any]]]:
+    """Tasks that share a blocked image of ``shape``: sample, block, and the first pixel and the one behind the last."""
+    batch, count, height, width, lanes = shape
+    pixels = height * width
+    size = max(1, -(-pixels * batch * count // (_TASKS_PER_THREAD * cpu.threads)))
+    chunks = -(-pixels // min(size, pixels))
+    chunk = -(-pixels // chunks)
+    tasks = batch * count * chunks
+    serial = batch * count * pixels * lanes < _SERIAL_BYTES
+    with emit.loop(tasks) if serial else emit.tasks(tasks) as task:
+        rest, first = emit.quotient(task, chunks), emit.bind(emit.remainder(task, chunks) * chunk)
+        sample, block = emit.bind(emit.quotient(rest, count)), emit.bind(emit.remainder(rest, count))
+        yield sample, block, (first, emit.bind(emit.smaller(first + chunk, pixels)))
 
 
 @contextmanager

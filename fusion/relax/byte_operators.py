@@ -9,7 +9,8 @@ import numpy as np
 import tvm
 from tvm import relax
 
-from fusion.relax.byte_calls import ByteMean, BytePair, ByteTable, size_of, step_of
+from fusion.relax.byte_calls import BytePair, ByteStep, ByteTable, size_of, step_of
+from fusion.relax.byte_kernels import pack_channel_tables
 from fusion.relax.layouts import LaidOutValue, Layout, Layouts
 from fusion.relax.lowered_kernels import KernelLibrary
 from schedules.contract.blocked_layout import blocked_shape
@@ -41,7 +42,11 @@ class ByteOperators:
         known = [value for value in values if value is not None]
         if numbers is None or len(known) < len(data):
             return None
-        given, name = self.library.constant(numbers), binding.var.name
+        name = binding.var.name
+        if isinstance(step, ByteTable) and step.per_channel:
+            packed = pack_channel_tables(numbers, self.layouts.lanes)
+            return self._blocked(known, self.library.constant(packed), step, name)
+        given = self.library.constant(numbers)
         if isinstance(step, ByteTable):
             return self._flat(known, given, step, name)
         if isinstance(step, BytePair) and not step.per_channel:
@@ -64,9 +69,7 @@ class ByteOperators:
         result = self.layouts.reshape(self.layouts.emit(call, name), shape)
         return LaidOutValue(step.shape, layout, result, _BYTES)
 
-    def _blocked(
-        self, values: list[LaidOutValue], given: relax.Expr, step: BytePair | ByteMean, name: str
-    ) -> LaidOutValue:
+    def _blocked(self, values: list[LaidOutValue], given: relax.Expr, step: ByteStep, name: str) -> LaidOutValue:
         tensors = [self.layouts.blocked(value, _BYTES) for value in values]
         result = relax.TensorType(blocked_shape(step.result, self.layouts.lanes), _BYTES)
         call = relax.call_tir(self.library.byte_step(step), [*tensors, given], out_ty=result)

@@ -13,8 +13,15 @@ from tvm import relax, s_tir, tirx
 from costmodel.operators.layers import Conv2d, Operator, Pool2d
 from fusion.model.selection import Group
 from fusion.relax.bindings import OPAQUE
-from fusion.relax.byte_calls import ByteMean, BytePair, ByteStep, ByteTable
-from fusion.relax.byte_kernels import gate_kernel, mean_kernel, pair_kernel, table_kernel
+from fusion.relax.byte_calls import ByteMean, BytePair, ByteStep, ByteTable, ByteWindow
+from fusion.relax.byte_kernels import (
+    channel_table_kernel,
+    gate_kernel,
+    mean_kernel,
+    pair_kernel,
+    table_kernel,
+    window_kernel,
+)
 from fusion.relax.channel_kernels import channel_move
 from fusion.relax.channel_moves import ChannelMove
 from fusion.relax.group_norm_kernels import GroupNorm2d, channel_statistics, group_norm, statistics_shape
@@ -158,9 +165,11 @@ class KernelLibrary:
         key = (type(step), kind, count) if count else step
         if key not in self._functions:
             if isinstance(step, ByteTable):
-                function = table_kernel(count, self._cpu)
+                function = table_kernel(count, self._cpu) if count else channel_table_kernel(step, self._cpu)
             elif isinstance(step, ByteMean):
                 function = mean_kernel(step, self._cpu)
+            elif isinstance(step, ByteWindow):
+                function = window_kernel(step, self._cpu)
             else:
                 function = gate_kernel(step, self._cpu) if not count else pair_kernel(step.kind, count, self._cpu)
             self._functions[key] = self._add(str(function.attrs["global_symbol"]), function, "bytes")

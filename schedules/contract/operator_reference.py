@@ -84,7 +84,8 @@ def reference(
     what is read per channel stays of FP32.
 
     Of ``int8`` everything is exact: bytes, their sums of 32 bits, and the bytes that these become as ONNX Runtime's
-    QLinearConv and QLinearAdd round them (:class:`schedules.contract.template.Requantisation`).
+    QLinearConv and QLinearAdd round them (:class:`schedules.contract.template.Requantisation`); but for an activation
+    between sums and bytes, which kernels approximate as in FP32.
     """
     dtype = operator.dtype
     data = rounded_to(data, dtype)
@@ -145,9 +146,14 @@ def _quantised_layer(
     centred, weight = data.astype(np.float64) - requantisation.input_zero, parameters.weight.astype(np.float64)
     per_output = (1, -1) if isinstance(operator, Dense) else (1, -1, 1, 1)
     sums = centred @ weight.T if isinstance(operator, Dense) else _conv2d(operator, centred, weight)
-    if parameters.bias is not None:
-        sums = sums + parameters.bias.reshape(per_output)
+    bias, activation = parameters.bias, operator.epilogue.activation
+    if bias is not None and activation is None:
+        sums = sums + bias.reshape(per_output)
     scaled = sums.astype(np.float32) * requantisation.multiplier.astype(np.float32).reshape(per_output)
+    if activation is not None:
+        scaled = scaled if bias is None else scaled + bias.astype(np.float32).reshape(per_output)
+        activated = _activated(scaled.astype(np.float64), activation, operator.epilogue.slope)
+        scaled = (activated / np.float32(requantisation.step)).astype(np.float32)
     return requantised(scaled, requantisation, residual)
 
 

@@ -35,7 +35,8 @@ def workload(operator: Operator) -> IRModule:
     whatever the operator stores.
 
     Of ``int8``: ``main(data, weight, bias, multiplier, integers, factors, ..., [residual], output)``, the last two of
-    each layer those of :func:`requantisation_arrays`; weights are of int8, biases of int32.
+    each layer those of :func:`requantisation_arrays`; weights are of int8, biases of int32, or of float32 before an
+    activation.
     """
     arguments: list[Any] = []
     if operator.dtype == "int8" and not isinstance(operator, Pool2d):
@@ -108,13 +109,14 @@ def _module(arguments: list[Any]) -> IRModule:
 
 def requantisation_arrays(requantisation: Requantisation) -> tuple[np.ndarray, np.ndarray]:
     """Zero point of the data, bounds and zero point of the result, the same of a sum's own summand, and their offset;
-    its ratios and the fixed part of that sum.
+    its ratios and the fixed part of that sum, and the scale of the result behind an activation.
     """
     given, addition = requantisation, requantisation.addition or QuantisedAddition(0, 0, 0, 0.0, 0.0, 0.0)
     own = (addition.low, addition.high, addition.zero, addition.offset)
     whole = (given.input_zero, given.low, given.high, given.zero, *own)
     first, last = addition.own_ratios
-    factors = (first, addition.residual_ratio, addition.fixed, last)
+    step = (given.step,) if given.step else ()
+    factors = (first, addition.residual_ratio, addition.fixed, last, *step)
     return np.array(whole, np.int32), np.array(factors, np.float32)
 
 
@@ -123,19 +125,20 @@ def requantisation_of(
 ) -> Requantisation:
     """The inverse of :func:`requantisation_arrays`."""
     input_zero, low, high, zero, own_low, own_high, own_zero, offset = (int(value) for value in integers)
-    first, other, fixed, last = (float(value) for value in factors)
+    first, other, fixed, last, *step = (float(value) for value in factors)
     addition = QuantisedAddition(own_low, own_high, own_zero, first or last, other, fixed, offset, bool(last))
-    return Requantisation(multiplier, input_zero, low, high, zero, addition if residual else None)
+    return Requantisation(multiplier, input_zero, low, high, zero, addition if residual else None, *step)
 
 
 def _quantised_layer(layer: Conv2d | Dense, data: Any, arguments: list[Any], suffix: str) -> Any:
     """The layer on ``data``, bytes; appends the placeholders it needs to ``arguments``."""
     outputs = layer.weight_shape[0]
     weight = te.placeholder(layer.weight_shape, "int8", name=f"weight{suffix}")
-    bias = te.placeholder((outputs,), "int32", name=f"bias{suffix}")
+    activation = layer.epilogue.activation
+    bias = te.placeholder((outputs,), "int32" if activation is None else "float32", name=f"bias{suffix}")
     multiplier = te.placeholder((outputs,), "float32", name=f"multiplier{suffix}")
     integers = te.placeholder((8,), "int32", name=f"integers{suffix}")
-    factors = te.placeholder((4,), "float32", name=f"factors{suffix}")
+    factors = te.placeholder((4 if activation is None else 5,), "float32", name=f"factors{suffix}")
     arguments += [weight, bias, multiplier, integers, factors]
     residual = None
     if layer.epilogue.residual:
@@ -146,7 +149,11 @@ def _quantised_layer(layer: Conv2d | Dense, data: Any, arguments: list[Any], suf
     sums = _conv2d(layer, centred, wide, suffix) if isinstance(layer, Conv2d) else _dense(layer, centred, wide)
 
     def element(*at: Any) -> Any:
-        value = (sums[at] + bias[at[1]]).astype("float32") * multiplier[at[1]]
+        if activation is None:
+            value = (sums[at] + bias[at[1]]).astype("float32") * multiplier[at[1]]
+        else:
+            value = sums[at].astype("float32") * multiplier[at[1]] + bias[at[1]]
+            value = _activated(value, activation, layer.epilogue.slope) / factors[4]
         if residual is not None:
             own = _clip(tirx.nearbyint(value).astype("int32") + integers[6], integers[4], integers[5])
             own = (own - integers[7]).astype("float32")
@@ -232,7 +239,7 @@ def _pool2d(pool: Pool2d, data: Any) -> Any:
         return pooled
     return te.compute(
         pool.output_shape,
-        lambda n, c, y, x: pooled[n, c, y, x] / _window_count(pool, y, x).astype(pooled.dtype),
+        lambda n, c, y, x: pooled[n, c, y, x] / window_count(pool, y, x).astype(pooled.dtype),
         name="average",
     )
 
@@ -263,7 +270,7 @@ def _channel_norm(norm: ChannelNorm, data: Any, arguments: list[Any]) -> Any:
     return te.compute(shape, element, name="norm")
 
 
-def _window_count(pool: Pool2d, y: Any, x: Any) -> Any:
+def window_count(pool: Pool2d, y: Any, x: Any) -> Any:
     """Elements of the window at output (y, x) that count."""
     if pool.count_include_pad:
         return tirx.const(pool.kernel[0] * pool.kernel[1], "int32")

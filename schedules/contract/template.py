@@ -132,6 +132,10 @@ class Requantisation:
     to even, plus ``zero``, within ``low .. high`` (an activation that only cuts off is part of these).
 
     ``addition``: of a layer with a residual; the zero point is then in its fixed part, and ``zero`` is its offset.
+
+    ``step``: of a layer whose epilogue has an activation, the scale of the result; ``multiplier`` is then the scales of
+    data and weights alone, and what the activation makes of ``sum * multiplier + bias`` is divided by ``step`` before
+    it is rounded.
     """
 
     multiplier: np.ndarray
@@ -140,6 +144,7 @@ class Requantisation:
     high: int = 255
     zero: int = 0
     addition: QuantisedAddition | None = None
+    step: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,7 +155,8 @@ class Parameters:
     ``input_shift``, (in,), those of a prologue; ``slopes``, (out,), those of a ``prelu``.
 
     Of a layer of ``int8`` weights are whole numbers of 8 bits with a sign, the bias is one of 32 bits, in units
-    of the sums, and ``requantisation`` says what becomes of them.
+    of the sums (before an activation it is of float32, no part of them), and ``requantisation`` says what becomes of
+    them.
     """
 
     weight: np.ndarray

@@ -162,7 +162,7 @@ def store_features(
 
     def finished(read: Callable[[], Any] | None) -> Any:
         if layer.dtype == "int8":
-            return requantised(sums, read, constants, block, lanes).astype(f"uint8x{lanes}")
+            return requantised(sums, read, constants, block, lanes, layer.epilogue).astype(f"uint8x{lanes}")
         return emit.finish(sums, layer.epilogue, read, lanes, coarse=layer.dtype == "bfloat16")
 
     if layer.out_features >= lanes:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -70,8 +71,11 @@ class Pool(Template):
         return []
 
     def build(self, operator: Pool2d, config: Config, cpu: CpuTarget) -> tirx.PrimFunc:
-        make = _global_body if operator.is_global else _window_body
-        body = make(operator, PoolKnobs(**config), cpu)
+        knobs = PoolKnobs(**config)
+        if operator.is_global:
+            body = _global_body(operator, knobs, cpu)
+        else:
+            body = window_body(operator, knobs, cpu, partial(_arithmetic, operator, cpu.lanes))
         return emit.kernel("pool2d", self.signature(operator, cpu), body)
 
 
@@ -161,14 +165,38 @@ def _store_channels(pool: Pool2d, output: Any, image: Any, block: Any, value: An
             T.buffer_store(output, scratch[lane], [image, channel, 0, 0])
 
 
-def _window_body(pool: Pool2d, knobs: PoolKnobs, cpu: CpuTarget) -> Any:
+@dataclass(frozen=True)
+class WindowArithmetic:
+    """What a window does with vectors of FP32: ``first`` in every lane, then ``add(value, pixel)`` for each of its
+    pixels, row by row, and ``finish(value, count)`` of the pixels that count, a number or an expression.
+    """
+
+    first: float
+    add: Callable[[Any, Any], Any]
+    finish: Callable[[Any, Any], Any]
+
+
+def _arithmetic(pool: Pool2d, lanes: int) -> WindowArithmetic:
+    if pool.kind == "max":
+        return WindowArithmetic(_LOWEST, partial(_combine, pool), lambda value, count: value)
+    return WindowArithmetic(
+        0.0, partial(_combine, pool), lambda value, count: value * emit.splat(_inverse(count), lanes)
+    )
+
+
+def window_body(
+    pool: Pool2d, knobs: PoolKnobs, cpu: CpuTarget, arithmetic: Callable[..., WindowArithmetic]
+) -> Callable[..., None]:
+    """The body of a kernel (data, constants, output), blocked; ``arithmetic(*constants)`` is asked for in each task."""
     lanes = cpu.lanes
     vertical = Axis(pool.height, pool.kernel[0], pool.stride[0], pool.padding[0])
     horizontal = Axis(pool.width, pool.kernel[1], pool.stride[1], pool.padding[1])
     channels, bands = _extents(pool, knobs, cpu)
 
-    def body(data: Any, output: Any) -> None:
+    def body(data: Any, *others: Any) -> None:
+        *constants, output = others
         with emit.tasks(pool.batch * channels.tasks * bands.tasks) as task:
+            rule = arithmetic(*constants)
             image, channel_task, band = task_index(task, pool.batch, channels.tasks, bands.tasks)
             first_row = bands.start(band, 0)
             with emit.loop(channels.per_task) as index, emit.loop(bands.size) as row:
@@ -178,19 +206,20 @@ def _window_body(pool: Pool2d, knobs: PoolKnobs, cpu: CpuTarget) -> Any:
                 for segment in emit.segments(pool.out_width, knobs.columns, horizontal):
                     with emit.column_tile(segment) as start:
                         _window_tile(
-                            pool, lanes, data, output, image, block, out_row, taps, segment, start, horizontal, vertical
+                            pool, rule, lanes, data, output, image, block, out_row, taps, segment, start, horizontal,
+                            vertical,
                         )  # fmt: skip
 
     return body
 
 
 def _window_tile(
-    pool: Pool2d, lanes: int, data: Any, output: Any, image: Any, block: Any, out_row: Any, taps: Any,
-    segment: emit.ColumnSegment, start: Any, horizontal: Axis, vertical: Axis,
+    pool: Pool2d, rule: WindowArithmetic, lanes: int, data: Any, output: Any, image: Any, block: Any, out_row: Any,
+    taps: Any, segment: emit.ColumnSegment, start: Any, horizontal: Axis, vertical: Axis,
 ) -> None:  # fmt: skip
     (values,) = emit.registers(1, segment.width, lanes)
     for column in range(segment.width):
-        emit.store(values[column], emit.splat(_LOWEST if pool.kind == "max" else 0.0, lanes), lanes=lanes)
+        emit.store(values[column], emit.splat(rule.first, lanes), lanes=lanes)
     with emit.span(*taps) as ky:
         source_row = emit.bind(vertical.source(out_row, ky))
         for column in range(segment.width):
@@ -199,22 +228,24 @@ def _window_tile(
                 if segment.border and not 0 <= position < pool.width:
                     continue
                 pixel = emit.load(data, image, block, source_row, position, lanes=lanes)
-                emit.store(values[column], _combine(pool, emit.load(values[column], lanes=lanes), pixel), lanes=lanes)
+                emit.store(values[column], rule.add(emit.load(values[column], lanes=lanes), pixel), lanes=lanes)
     for column in range(segment.width):
-        value = emit.load(values[column], lanes=lanes)
-        if pool.kind == "average":
-            value = value * emit.splat(_share(pool, taps, segment, start, column, horizontal), lanes)
+        count = _counted(pool, taps, segment, start, column, horizontal)
+        value = rule.finish(emit.load(values[column], lanes=lanes), count)
         emit.store(output, value, image, block, out_row, start + column, lanes=lanes)
 
 
-def _share(pool: Pool2d, taps: Any, segment: emit.ColumnSegment, start: Any, column: int, horizontal: Axis) -> Any:
-    """One over the number of averaged pixels."""
+def _counted(pool: Pool2d, taps: Any, segment: emit.ColumnSegment, start: Any, column: int, horizontal: Axis) -> Any:
+    """How many pixels are averaged."""
     if pool.count_include_pad:
-        return 1.0 / (pool.kernel[0] * pool.kernel[1])
+        return pool.kernel[0] * pool.kernel[1]
     columns = pool.kernel[1]
     if segment.border:
         columns = sum(horizontal.inside(start + column, kx) for kx in range(pool.kernel[1]))
-    count = (taps[1] - taps[0]) * columns
+    return (taps[1] - taps[0]) * columns
+
+
+def _inverse(count: Any) -> Any:
     if isinstance(count, int):
         return 1.0 / count
     return tirx.FloatImm("float32", 1.0) / count.astype("float32")

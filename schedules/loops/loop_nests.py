@@ -78,13 +78,13 @@ def store_finished(
 
     ``residual`` is a buffer of the same shape, ``channel`` the buffer of the constants per channel
     (:func:`schedules.loops.weight_packing.channel_constants_shape`) and the output block; ``AssertionError`` where the
-    epilogue reads one and it is ``None``. Into bytes sums are requantised, whatever the epilogue says besides.
+    epilogue reads one and it is ``None``. Into bytes sums are requantised, behind the activation.
     """
     places = [(*at[:-1], at[-1] + pixel if pixel else at[-1]) for pixel in range(len(sums))]
     reads = [None if residual is None else _reader(residual, place, lanes) for place in places]
     if buffer.dtype == "uint8":
         assert channel is not None
-        return _store_bytes(buffer, sums, places, reads, channel, lanes)
+        return _store_bytes(buffer, sums, places, reads, channel, lanes, layer.epilogue)
     epilogue, coarse = layer.epilogue, layer.dtype == "bfloat16"
     constant = None if channel is None else lambda name: _channel_vector(name, epilogue, *channel, lanes)
     pairs = zip(sums, reads, strict=True)
@@ -108,12 +108,14 @@ def _store_bytes(
     reads: Sequence[Callable[[], Any] | None],
     channel: tuple[Any, Expr],
     lanes: int,
+    epilogue: Epilogue,
 ) -> list[Any]:
     if len(sums) == JOINED:
-        packed = requantised_bytes(sums, reads, *channel, lanes)
+        packed = requantised_bytes(sums, reads, *channel, lanes, epilogue)
         emit.store(buffer, packed, *places[0], lanes=JOINED * lanes)
         return [packed]
-    values = [T.bind(requantised(each, read, *channel, lanes)) for each, read in zip(sums, reads, strict=True)]
+    pairs = zip(sums, reads, strict=True)
+    values = [T.bind(requantised(each, read, *channel, lanes, epilogue)) for each, read in pairs]
     for value, place in zip(values, places, strict=True):
         emit.store(buffer, value.astype(f"uint8x{lanes}"), *place, lanes=lanes)
     return values

@@ -16,7 +16,7 @@ import numpy as np
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from costmodel.operators.layers import Conv2d, Dense
+from costmodel.operators.layers import Conv2d, Dense, Epilogue
 from schedules.contract.blocked_layout import blocks
 from schedules.contract.template import Parameters
 from schedules.contract.vector_operations import MULTIPLY_ADD, PACK_UINT8
@@ -26,7 +26,7 @@ from schedules.loops.emit import Axis, Expr
 
 # Places in the first row of the constants, which holds what is read once per tensor.
 _LOW, _HIGH, _ZERO, _FLOOR, _FIXED, _OFFSET = range(6)
-_OWN_LOW, _OWN_HIGH, _OWN_ZERO, _OWN_FIRST, _OWN_LAST, _RESIDUAL_RATIO = range(6, 12)
+_OWN_LOW, _OWN_HIGH, _OWN_ZERO, _OWN_FIRST, _OWN_LAST, _RESIDUAL_RATIO, _PER_STEP = range(6, 13)
 # Columns whose bytes are packed together (:func:`requantised_bytes`).
 JOINED = PACK_UINT8.joined
 
@@ -80,14 +80,19 @@ def requantisation_rows(layer: Conv2d | Dense, lanes: int) -> int:
     if isinstance(layer, Conv2d):
         rows, columns = edge_classes(layer)
         classes = len(rows.members) * len(columns.members)
-    return 1 + blocks(layer.weight_shape[0], lanes) * (1 + classes)
+    return 1 + blocks(layer.weight_shape[0], lanes) * (_per_block(layer.epilogue) + classes)
+
+
+def _per_block(epilogue: Epilogue) -> int:
+    """Vectors that turn the sums of a block into steps: the multipliers; before an activation the bias too."""
+    return 1 if epilogue.activation is None else 2
 
 
 def pack_requantisation(
     layer: Conv2d | Dense, parameters: Parameters, lanes: int, firsts: Sequence[int] | None = None
 ) -> np.ndarray:
-    """(rows, V): what is read once, the multipliers, the bias of each class of outputs; float32 that may hold the bits
-    of whole numbers of 32 bits.
+    """(rows, V): what is read once, the multipliers (before an activation each with the bias, of floats), what the sums
+    of each class of outputs begin with; float32 that may hold the bits of whole numbers of 32 bits.
 
     ``firsts``: the first output of each block, where they do not follow one another.
     """
@@ -100,6 +105,8 @@ def pack_requantisation(
     shared[_LOW], shared[_HIGH] = (bound - requantisation.zero for bound in (requantisation.low, requantisation.high))
     shared.view(np.int32)[_ZERO] = requantisation.zero
     shared.view(np.uint8)[4 * _FLOOR : 4 * _FLOOR + 4] = requantisation.low
+    if requantisation.step:
+        shared[_PER_STEP] = 1.0 / np.float32(requantisation.step)
     if (addition := requantisation.addition) is not None:
         shared[_OWN_LOW], shared[_OWN_HIGH] = addition.low - addition.zero, addition.high - addition.zero
         shared.view(np.int32)[_OWN_ZERO] = addition.zero - addition.offset
@@ -109,20 +116,29 @@ def pack_requantisation(
             addition.fixed,
             addition.offset,
         )
-    vectors = [requantisation.multiplier.astype(np.float32), *_biases(layer, parameters)]
+    multipliers, apart = [requantisation.multiplier.astype(np.float32)], _per_block(layer.epilogue)
+    if apart > 1:
+        multipliers.append(np.zeros(outputs, np.float32) if parameters.bias is None else parameters.bias)
     starts = [block * lanes for block in range(count)] if firsts is None else list(firsts)
-    for index, vector in enumerate(vectors):
-        for block, start in enumerate(starts):
+    for block, start in enumerate(starts):
+        for index, vector in enumerate(multipliers):
             part = vector[start : start + lanes]
-            packed[1 + index * count + block, : len(part)] = part
+            packed[1 + apart * block + index, : len(part)] = part
+        for index, vector in enumerate(_biases(layer, parameters)):
+            part = vector[start : start + lanes]
+            packed[1 + (apart + index) * count + block, : len(part)] = part
     return packed
 
 
 def _biases(layer: Conv2d | Dense, parameters: Parameters) -> list[np.ndarray]:
-    """The bias of each class, rows before columns: as float32 where that is what is summed, else as its bits."""
+    """What the sums of each class begin with, rows before columns: as float32 where that is what is summed, else as its
+    bits.
+    """
     assert parameters.requantisation is not None
     weight = parameters.weight.astype(np.int64)
-    bias = np.zeros(weight.shape[0], np.int64) if parameters.bias is None else parameters.bias.astype(np.int64)
+    bias = np.zeros(weight.shape[0], np.int64)
+    if parameters.bias is not None and layer.epilogue.activation is None:
+        bias = parameters.bias.astype(np.int64)
     zero = parameters.requantisation.input_zero
     if isinstance(layer, Dense):
         return [_bits(bias - zero * weight.sum(axis=1))]
@@ -156,21 +172,30 @@ def initial_sums(layer: Conv2d | Dense, constants: Any, block: Expr, lanes: int,
         rows, columns = edge_classes(layer)
         number = rows.of(at[0]) * len(columns.members) + columns.of(at[1])
     count = blocks(layer.weight_shape[0], lanes)
-    vector = emit.load(constants, 1 + count + number * count + block, lanes=lanes)
+    vector = emit.load(constants, 1 + (_per_block(layer.epilogue) + number) * count + block, lanes=lanes)
     if isinstance(layer, Conv2d) and _sums_floats(layer):
         return vector
     return tirx.reinterpret(f"int32x{lanes}", vector)
 
 
-def requantised(sums: Any, residual: Callable[[], Any] | None, constants: Any, block: Expr, lanes: int) -> Any:
-    """``sums`` of an output ``block``, int32 or whole numbers of float32, as int32 between 0 and 255."""
+def requantised(
+    sums: Any, residual: Callable[[], Any] | None, constants: Any, block: Expr, lanes: int, epilogue: Epilogue
+) -> Any:
+    """``sums`` of an output ``block``, int32 or whole numbers of float32, as int32 between 0 and 255; behind the
+    activation of ``epilogue``.
+    """
     shared = _Shared(constants, lanes)
-    value = _scaled(sums, residual, shared, block)
+    value = _scaled(sums, residual, shared, block, epilogue)
     return emit.nearest(_within(value, shared.value(_LOW), shared.value(_HIGH)), lanes) + shared.whole(_ZERO)
 
 
 def requantised_bytes(
-    sums: Sequence[Any], residuals: Sequence[Callable[[], Any] | None], constants: Any, block: Expr, lanes: int
+    sums: Sequence[Any],
+    residuals: Sequence[Callable[[], Any] | None],
+    constants: Any,
+    block: Expr,
+    lanes: int,
+    epilogue: Epilogue,
 ) -> Any:
     """Likewise :data:`JOINED` vectors, one behind the other as bytes. Bounds of bytes are those of the saturating
     conversions; what an activation cuts off below is cut off from all of them at once.
@@ -178,7 +203,7 @@ def requantised_bytes(
     shared = _Shared(constants, lanes)
     high = shared.value(_HIGH)  # what is larger than any whole number would be the least
     values = [
-        emit.nearest(tirx.min(_scaled(each, read, shared, block), high), lanes)
+        emit.nearest(tirx.min(_scaled(each, read, shared, block, epilogue), high), lanes)
         for each, read in zip(sums, residuals, strict=True)
     ]
     packed = emit.operation(PACK_UINT8, lanes, *values, shared.whole(_ZERO))
@@ -200,11 +225,18 @@ class _Shared:
         return emit.splat(tirx.reinterpret("int32", self.constants[0, place]), self.lanes)
 
 
-def _scaled(sums: Any, residual: Callable[[], Any] | None, shared: _Shared, block: Expr) -> Any:
+def _scaled(
+    sums: Any, residual: Callable[[], Any] | None, shared: _Shared, block: Expr, epilogue: Epilogue
+) -> Any:  # fmt: skip
     """``sums`` in steps of the result, before they are rounded; with the residual, if there is one."""
     lanes = shared.lanes
     value = sums if "float" in str(sums.ty.dtype) else sums.astype(f"float32x{lanes}")
-    value = T.bind(value * emit.load(shared.constants, 1 + block, lanes=lanes))
+    first = 1 + _per_block(epilogue) * block
+    value = T.bind(value * emit.load(shared.constants, first, lanes=lanes))
+    if epilogue.activation is not None:
+        value = T.bind(value + emit.load(shared.constants, first + 1, lanes=lanes))
+        value = emit.activate(value, epilogue.activation, lanes, epilogue.slope)
+        value = T.bind(value * shared.value(_PER_STEP))
     if residual is not None:
         own = emit.nearest(_within(value, shared.value(_OWN_LOW), shared.value(_OWN_HIGH)), lanes)
         own = T.bind((own + shared.whole(_OWN_ZERO)).astype(f"float32x{lanes}"))

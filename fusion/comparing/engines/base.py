@@ -23,7 +23,8 @@ class Unavailable(Exception):
 @dataclass(frozen=True)
 class EngineWorkload:
     """One model as all engines see it. ``build``: the build directory; ``cache``: where an engine keeps what it
-    compiled. ``trials_per_task``: effort of engines that tune themselves.
+    compiled. ``trials_per_task``: effort of engines that tune themselves. ``exact``: it is what others are compared
+    with, and no layer of floats may be computed in fewer bits.
     """
 
     model: Path
@@ -34,6 +35,7 @@ class EngineWorkload:
     build: Path
     cache: Path
     trials_per_task: int = 64
+    exact: bool = False
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ from typing import Any
 from tvm import relax
 
 from fusion.relax.bindings import static_shape
-from fusion.relax.byte_calls import ByteMean, BytePair, ByteStep, ByteTable, byte_call
-from fusion.relax.onnx.byte_steps import BYTE_MEAN, BYTE_PAIR, BYTE_TABLE
+from fusion.relax.byte_calls import ByteMean, BytePair, ByteStep, ByteTable, ByteWindow, byte_call
+from fusion.relax.onnx.byte_steps import BYTE_MEAN, BYTE_PAIR, BYTE_TABLE, BYTE_WINDOW
 
 
 def _table(shape: tuple[int, ...], attrs: Mapping[str, Any]) -> ByteStep:
-    return ByteTable(shape)
+    return ByteTable(shape, bool(attrs["per_channel"]))
 
 
 def _pair(shape: tuple[int, ...], attrs: Mapping[str, Any]) -> ByteStep:
@@ -23,6 +23,16 @@ def _pair(shape: tuple[int, ...], attrs: Mapping[str, Any]) -> ByteStep:
 def _mean(shape: tuple[int, ...], attrs: Mapping[str, Any]) -> ByteStep:
     batch, channels, height, width = shape
     return ByteMean((batch, channels, height, width))
+
+
+def _window(shape: tuple[int, ...], attrs: Mapping[str, Any]) -> ByteStep:
+    batch, channels, height, width = shape
+    (rows, columns), (down, across) = attrs["kernel"], attrs["stride"]
+    top, left, bottom, right = attrs["padding"]
+    counts_padding = bool(attrs["counts_padding"])
+    return ByteWindow(
+        (batch, channels, height, width), (rows, columns), (down, across), (top, left, bottom, right), counts_padding
+    )
 
 
 def _converter(
@@ -36,4 +46,9 @@ def _converter(
     return convert_step
 
 
-BYTE_CONVERTERS = {BYTE_MEAN: _converter(_mean), BYTE_PAIR: _converter(_pair), BYTE_TABLE: _converter(_table)}
+BYTE_CONVERTERS = {
+    BYTE_MEAN: _converter(_mean),
+    BYTE_PAIR: _converter(_pair),
+    BYTE_TABLE: _converter(_table),
+    BYTE_WINDOW: _converter(_window),
+}

@@ -2,37 +2,43 @@
 
 Whatever depends on one tensor of bytes element by element is a table of 256 entries: activations, changes of scale,
 several of them one after the other, a tensor times a function of itself. It is evaluated here once, in FP32, as ONNX
-Runtime would for every element. Sums and products of two tensors and global averages have kernels of their own.
+Runtime would for every element; for each channel where there are numbers for each: slopes, factors, batch norms. Sums
+and products of two tensors and averages, of images and of windows, have kernels of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from fusion.relax.activations import Activation, recognised
 from fusion.relax.byte_calls import (
     MOST_PIXELS,
+    ByteWindow,
     PairKind,
     Quantisation,
     addition_factors,
     mean_factors,
     paired,
     product_factors,
+    window_factors,
 )
 from fusion.relax.onnx.quantised_tensors import QuantisedTensors, TensorOfBytes
 
 if TYPE_CHECKING:
     from onnx import NodeProto
 
-BYTE_TABLE, BYTE_PAIR, BYTE_MEAN = "FusionByteTable", "FusionBytePair", "FusionByteMean"
-# Element by element, whatever else they read one number.
+BYTE_TABLE, BYTE_PAIR = "FusionByteTable", "FusionBytePair"
+BYTE_MEAN, BYTE_WINDOW = "FusionByteMean", "FusionByteWindow"
+_NORM = "BatchNormalization"
+# Element by element, whatever else they read numbers.
 _ELEMENT_WISE = frozenset(
     {"Abs", "Add", "Ceil", "Celu", "Clip", "Div", "Elu", "Erf", "Exp", "Floor", "Gelu", "HardSigmoid", "HardSwish"}
     | {"Identity", "LeakyRelu", "Log", "Max", "Min", "Mish", "Mul", "Neg", "PRelu", "Pow", "Reciprocal", "Relu"}
-    | {"Round", "Selu", "Sigmoid", "Softplus", "Softsign", "Sqrt", "Sub", "Swish", "Tanh", "ThresholdedRelu"}
+    | {"Round", "Selu", "Sigmoid", "Softplus", "Softsign", "Sqrt", "Sub", "Swish", "Tanh", "ThresholdedRelu", _NORM}
 )
 _PAIRS: dict[str, PairKind] = {"Add": "add", "Mul": "multiply"}
 # Longer chains than this are none.
@@ -46,7 +52,8 @@ class _Region:
 
     nodes: list[NodeProto] = field(default_factory=list)
     leaves: dict[str, TensorOfBytes] = field(default_factory=dict)  # by the names of their floats
-    numbers: set[str] = field(default_factory=set)
+    numbers: dict[str, np.ndarray] = field(default_factory=dict)  # one of each, or of each channel
+    sums: list[str] = field(default_factory=list)  # floats that layers make
 
 
 @dataclass(frozen=True)
@@ -85,9 +92,11 @@ class ByteSteps:
         self._tables: dict[str, tuple[str, np.ndarray]] = {}  # of what bytes they are, and how
 
     def table_of(self, target: Target) -> tuple[str, np.ndarray, list[NodeProto]] | None:
-        """The bytes that ``target`` depends on alone, for each of 256 what it makes of it, and the nodes between."""
+        """The bytes that ``target`` depends on alone, for each of 256 what it makes of it, (256,), or (channels, 256)
+        where that differs between these, and the nodes between.
+        """
         region = _Region()
-        if not self._visit(target.node.input[0], region) or not region.leaves:
+        if not self._visit(target.node.input[0], region) or not region.leaves or not self._of_channels(region):
             return None
         origins = {name: self._origin(leaf.source) for name, leaf in region.leaves.items()}
         roots = {root for root, _ in origins.values()}
@@ -97,7 +106,11 @@ class ByteSteps:
         table = self._paired_table(region, made, target)
         if table is None:
             table = self._evaluated(region, made, target)
-        return None if table is None else (roots.pop(), table, region.nodes)
+        if table is None:
+            return None
+        if table.ndim > 1 and (table == table[:1]).all():
+            table = table[0]
+        return roots.pop(), table, region.nodes
 
     def put_table(self, output: str, root: str, table: np.ndarray) -> None:
         """Bytes ``output`` by ``table`` from those of ``root``."""
@@ -105,7 +118,11 @@ class ByteSteps:
         if np.array_equal(table, _EVERY_BYTE):
             self.nodes[output] = [_node("Identity", [root], output)]
         else:
-            self.nodes[output] = [_node(BYTE_TABLE, [root, self._constant(f"{output}_table", table)], output)]
+            self.nodes[output] = [self._look_up(root, table, output)]
+
+    def _look_up(self, source: str, table: np.ndarray, output: str) -> NodeProto:
+        name = self.constant(f"{output}_table", table)
+        return _node(BYTE_TABLE, [source, name], output, per_channel=int(table.ndim > 1))
 
     def take(self, target: Target) -> bool:
         """Whether a step makes ``target``, which is now among ``nodes``."""
@@ -116,6 +133,8 @@ class ByteSteps:
             return self._pair(maker, target)
         if maker.op_type in ("GlobalAveragePool", "ReduceMean"):
             return self._mean(maker, target)
+        if maker.op_type == "AveragePool":
+            return self._window(maker, target)
         return maker.op_type == "Concat" and self._concatenation(maker, target)
 
     def rescaled(self, name: str, data: TensorOfBytes, target: Quantisation) -> str:
@@ -132,74 +151,155 @@ class ByteSteps:
         """Nodes that make ``output`` of the bytes ``moved``, which stand for the same as those of ``data``."""
         own = quantisation_of(data)
         table = quantised(dequantised(_EVERY_BYTE, own.scale, own.zero), target)
-        return [_node(BYTE_TABLE, [moved, self._constant(f"{output}_table", table)], output)]
+        return [self._look_up(moved, table, output)]
+
+    def activation_of(self, value: str, layers: Collection[str]) -> tuple[Activation, str] | None:
+        """The activation that makes ``value`` of what one of the operators ``layers`` makes, and the name of that;
+        ``None`` where something else reads what lies between.
+        """
+        region = _Region()
+        if not self._visit(value, region, layers) or region.leaves or len(region.sums) != 1 or not region.nodes:
+            return None
+        if any(numbers.size != 1 for numbers in region.numbers.values()):
+            return None
+        before, tensors = region.sums[0], self._tensors
+        for name in (before, *outputs_of(region.nodes)):
+            readers = [node for node in tensors.readers[name] if node not in region.nodes]
+            if name != value and (readers or name in tensors.results):
+                return None
+        numbers = {name: each.reshape(()) for name, each in region.numbers.items()}
+
+        def computed(grid: np.ndarray) -> np.ndarray | None:
+            values = self._values(region.nodes, numbers, {before: grid.astype(np.float32)}, value)
+            return None if values is None else values.astype(np.float64)
+
+        activation = recognised(computed)
+        return None if activation is None else (activation, before)
 
     # --- tables -----------------------------------------------------------------------------------
 
     def _origin(self, source: str) -> tuple[str, np.ndarray]:
         return self._tables.get(source, (source, _EVERY_BYTE))
 
-    def _visit(self, name: str, region: _Region) -> bool:
-        """Whether ``name`` is computed element by element from dequantised tensors; adds what there is before it."""
-        if name in region.leaves or any(name in node.output for node in region.nodes):
+    def _visit(self, name: str, region: _Region, layers: Collection[str] = ()) -> bool:
+        """Whether ``name`` is computed element by element from dequantised tensors, and from what operators ``layers``
+        make; adds what there is before it.
+        """
+        if name in region.leaves or name in region.sums or any(name in node.output for node in region.nodes):
             return True
-        if name in self._tensors.constants:
-            region.numbers.add(name)
-            return self._tensors.constants[name].size == 1
+        numbers = self._tensors.floats(name)
+        if numbers is not None:
+            region.numbers[name] = numbers
+            return True
         leaf = self._tensors.data(name)
         if leaf is not None:
             region.leaves[name] = leaf
             return True
         node = self._tensors.made_by.get(name)
+        if node is not None and node.op_type in layers:
+            region.sums.append(name)
+            return True
         if node is None or node.op_type not in _ELEMENT_WISE or len(region.nodes) >= _MOST_NODES:
             return False
-        if not all(self._visit(each, region) for each in node.input if each):
+        if not all(self._visit(each, region, layers) for each in node.input if each):
             return False
         region.nodes.append(node)
         return True
 
-    def _evaluated(self, region: _Region, made: Mapping[str, np.ndarray], target: Target) -> np.ndarray | None:
-        """By the reference of the ``onnx`` package, in FP32."""
-        from onnx import TensorProto, helper, numpy_helper
-        from onnx.reference import ReferenceEvaluator
+    def _of_channels(self, region: _Region) -> bool:
+        """Whether each of the numbers is one, or one for each channel of images; brings the latter into the form in
+        which they are read beside (1, channels, 256, 1).
+        """
+        shapes = [self._shapes.get(name, ()) for name in region.leaves]
+        of_norms = {name for node in region.nodes if node.op_type == _NORM for name in node.input[1:]}
+        for name, numbers in region.numbers.items():
+            if numbers.size == 1 and name not in of_norms:
+                region.numbers[name] = numbers.reshape(())
+                continue
+            if any(len(shape) != 4 for shape in shapes):
+                return False
+            channels = shapes[0][1]
+            if name in of_norms:
+                if numbers.shape != (channels,):
+                    return False
+                continue
+            aligned = (1,) * (4 - numbers.ndim) + numbers.shape
+            if aligned != (1, channels, 1, 1) or any(shape[1] != channels for shape in shapes):
+                return False
+            region.numbers[name] = numbers.reshape(aligned)
+        return True
 
+    def _evaluated(self, region: _Region, made: Mapping[str, np.ndarray], target: Target) -> np.ndarray | None:
+        """In FP32."""
+        channels = max((len(each) for each in _per_channel(made, region)), default=0)
+        shape = (1, channels, 256, 1) if channels else (256,)
         floats = {}
         for name, leaf in region.leaves.items():
             own = quantisation_of(leaf)
-            floats[name] = dequantised(made[name], own.scale, own.zero)
-        result = target.node.input[0]
-        if region.nodes:
-            given = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [256]) for name in floats]
-            last = [helper.make_tensor_value_info(result, TensorProto.FLOAT, None)]
-            constants = [
-                numpy_helper.from_array(self._tensors.constants[name].reshape(()), name) for name in region.numbers
-            ]
-            graph = helper.make_graph(region.nodes, "table", given, last, constants)
-            opsets = list(self._tensors.model.opset_import)
-            try:
-                evaluator = ReferenceEvaluator(helper.make_model(graph, opset_imports=opsets))
-                with np.errstate(all="ignore"):
-                    (values,) = evaluator.run(None, floats)
-            except Exception:  # the evaluator raises anything on what it does not know: computed in floats then
-                return None
-        else:
-            values = floats[result]
-        values = np.asarray(values)
-        if values.size != 256 or values.dtype != np.float32 or np.isnan(values).any():
+            table = np.broadcast_to(made[name], (channels, 256)) if channels else made[name]
+            floats[name] = dequantised(table, own.scale, own.zero).reshape(shape)
+        values = self._values(region.nodes, region.numbers, floats, target.node.input[0])
+        if values is None:
             return None
-        return quantised(values.reshape(-1), _uncut(target))
+        return quantised(values.reshape(-1, 256) if channels else values, _uncut(target))
+
+    def _values(
+        self,
+        nodes: Sequence[NodeProto],
+        numbers: Mapping[str, np.ndarray],
+        floats: Mapping[str, np.ndarray],
+        result: str,
+    ) -> np.ndarray | None:
+        """What ``nodes`` make of ``floats``, all of one shape and float32, by the reference of the ``onnx`` package;
+        ``None`` where that does not know them, or it is no number.
+        """
+        from onnx import TensorProto, helper, numpy_helper
+        from onnx.reference import ReferenceEvaluator
+
+        shape = next(iter(floats.values())).shape
+        if not nodes:
+            return floats[result]
+        given = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name in floats]
+        last = [helper.make_tensor_value_info(result, TensorProto.FLOAT, None)]
+        constants = [numpy_helper.from_array(np.asarray(each), name) for name, each in numbers.items()]
+        graph = helper.make_graph(nodes, "steps", given, last, constants)
+        opsets = list(self._tensors.model.opset_import)
+        try:
+            evaluator = ReferenceEvaluator(helper.make_model(graph, opset_imports=opsets))
+            with np.errstate(all="ignore"):
+                (found,) = evaluator.run(None, dict(floats))
+        except Exception:  # the evaluator raises anything on what it does not know: computed in floats then
+            return None
+        values = np.asarray(found)
+        return values if values.shape == shape and values.dtype == np.float32 and not np.isnan(values).any() else None
 
     def _paired_table(self, region: _Region, made: Mapping[str, np.ndarray], target: Target) -> np.ndarray | None:
         """Of a lone sum or product: as a kernel of two tensors would round."""
         if len(region.nodes) != 1 or region.nodes[0].op_type not in _PAIRS:
             return None
         (node,) = region.nodes
-        if len(node.input) != 2 or not all(name in region.leaves for name in node.input):
+        if len(node.input) != 2:
             return None
-        own = [quantisation_of(region.leaves[name]) for name in node.input]
+        operands = [self._operand(name, region, made) for name in node.input]
+        if any(each is None for each in operands):
+            return None
+        (left, a), (right, b) = [each for each in operands if each is not None]
+        if a.shape[-1] == 1:  # ONNX Runtime adds numbers to a tensor, whichever comes first
+            (left, a), (right, b) = (right, b), (left, a)
         kind = _PAIRS[node.op_type]
-        factors = _FACTORS[kind](*own, _uncut(target))
-        return paired(kind, made[node.input[0]], made[node.input[1]], factors)
+        factors = _FACTORS[kind](left, right, _uncut(target))
+        return paired(kind, a, b, factors)
+
+    def _operand(
+        self, name: str, region: _Region, made: Mapping[str, np.ndarray]
+    ) -> tuple[Quantisation, np.ndarray] | None:
+        """The bytes of an operand of a lone sum or product, (256,) or (channels, 1), and what they stand for."""
+        if name in region.leaves:
+            return quantisation_of(region.leaves[name]), made[name]
+        held = self._tensors.dequantised(name)
+        if held is None or held.scale.size > 1 or held.zero.dtype != np.uint8:
+            return None
+        return quantisation_of(held), self._tensors.constants[held.source].reshape(-1, 1)
 
     # --- several tensors, and several pixels ------------------------------------------------------
 
@@ -218,7 +318,7 @@ class ByteSteps:
                 return False
             known = known[::-1] if _is_gate(left, right) else known
         factors = _FACTORS[kind](*map(quantisation_of, known), target.quantisation)
-        name = self._constant(f"{target.output}_factors", factors)
+        name = self.constant(f"{target.output}_factors", factors)
         sources = [each.source for each in known]
         made = _node(BYTE_PAIR, [*sources, name], target.output, kind=kind, per_channel=int(per_channel))
         self.nodes[target.output] = [made]
@@ -227,19 +327,43 @@ class ByteSteps:
     def _mean(self, node: NodeProto, target: Target) -> bool:
         data = self._tensors.data(node.input[0])
         shape = None if data is None else self._shapes.get(node.input[0])
-        if data is None or shape is None or len(shape) != 4 or 0 in shape or not is_over_pixels(self._tensors, node):
+        if data is None or shape is None or len(shape) != 4 or 0 in shape:
+            return False
+        if node.op_type != "AveragePool" and not is_over_pixels(self._tensors, node):
             return False
         pixels = shape[2] * shape[3]
         if pixels > MOST_PIXELS:
             return False
         factors = mean_factors(quantisation_of(data), target.quantisation, pixels)
-        name = self._constant(f"{target.output}_factors", factors)
-        kept = node.op_type == "GlobalAveragePool" or _integer(node, "keepdims", 1)
+        name = self.constant(f"{target.output}_factors", factors)
+        kept = node.op_type != "ReduceMean" or _integer(node, "keepdims", 1)
         output = target.output if kept else f"{target.output}_pixel"
         self.nodes[target.output] = [_node(BYTE_MEAN, [data.source, name], output)]
         if not kept:
-            size = self._constant(f"{target.output}_shape", np.array(shape[:2], np.int64))
+            size = self.constant(f"{target.output}_shape", np.array(shape[:2], np.int64))
             self.nodes[target.output].append(_node("Reshape", [output, size], target.output))
+        return True
+
+    def _window(self, node: NodeProto, target: Target) -> bool:
+        data = self._tensors.data(node.input[0])
+        shape = None if data is None else self._shapes.get(node.input[0])
+        if data is None or shape is None or len(shape) != 4 or 0 in shape:
+            return False
+        batch, channels, height, width = shape
+        window = _pooling(node, (height, width), self._shapes.get(node.output[0], ())[2:])
+        if window is None:
+            return False
+        kernel, stride, padding, counted = window
+        if kernel == (height, width) and not any(padding):
+            return self._mean(node, target)
+        step = ByteWindow((batch, channels, height, width), kernel, stride, padding, counted)
+        factors = self.constant(f"{target.output}_factors", window_factors(quantisation_of(data), target.quantisation))
+        self.nodes[target.output] = [
+            _node(
+                BYTE_WINDOW, [data.source, factors], target.output, kernel=step.kernel, stride=step.stride,
+                padding=step.padding, counts_padding=int(step.counts_padding),
+            )
+        ]  # fmt: skip
         return True
 
     def _concatenation(self, node: NodeProto, target: Target) -> bool:
@@ -259,7 +383,8 @@ class ByteSteps:
         self.nodes[target.output] = [*nodes, made]
         return True
 
-    def _constant(self, name: str, array: np.ndarray) -> str:
+    def constant(self, name: str, array: np.ndarray) -> str:
+        """``array`` as a constant of the graph; its ``name``."""
         from onnx import numpy_helper
 
         self._tensors.graph.initializer.append(numpy_helper.from_array(np.ascontiguousarray(array), name))
@@ -311,6 +436,50 @@ def _uncut(target: Target) -> Quantisation:
 def _is_gate(small: Sequence[int], image: Sequence[int]) -> bool:
     """(N, C, 1, 1) for an image of as many channels."""
     return len(small) == len(image) == 4 and tuple(small) == (*image[:2], 1, 1)
+
+
+def _per_channel(made: Mapping[str, np.ndarray], region: _Region) -> list[np.ndarray]:
+    """Tables and numbers of each channel, which come first in them."""
+    tables = [table for table in made.values() if table.ndim > 1]
+    return tables + [numbers.reshape(-1) for numbers in region.numbers.values() if numbers.ndim]
+
+
+_Window: TypeAlias = tuple[tuple[int, int], tuple[int, int], tuple[int, int, int, int], bool]
+
+
+def _pooling(node: NodeProto, image: tuple[int, int], result: Sequence[int]) -> _Window | None:
+    """Kernel, strides, padding (top, left, bottom, right) and whether it counts, of an AveragePool of ``image`` to
+    ``result``; the padding behind is as wide as ``ceil_mode`` lets windows reach. ``None`` for what is none of those.
+    """
+    given = {each.name: each for each in node.attribute}
+    lists = {name: list(each.ints) for name, each in given.items() if each.ints}
+    kernel, stride = lists.get("kernel_shape", []), lists.get("strides", [1, 1])
+    automatic = given["auto_pad"].s if "auto_pad" in given else b"NOTSET"
+    if len(kernel) != 2 or any(each != 1 for each in lists.get("dilations", [])) or len(result) != 2:
+        return None
+    before, behind = [0, 0], [0, 0]
+    if automatic in (b"SAME_UPPER", b"SAME_LOWER"):
+        total = [max((-(-n // s) - 1) * s + k - n, 0) for n, k, s in zip(image, kernel, stride, strict=True)]
+        small, large = [each // 2 for each in total], [each - each // 2 for each in total]
+        before, behind = (small, large) if automatic == b"SAME_UPPER" else (large, small)
+    elif automatic in (b"NOTSET", b""):
+        pads = lists.get("pads", [0, 0, 0, 0])
+        before, behind = pads[:2], pads[2:]
+    elif automatic != b"VALID":
+        return None
+    counts, reach = [], []
+    for n, k, s, first, last in zip(image, kernel, stride, before, behind, strict=True):
+        rest = n + first + last - k
+        count = (-(-rest // s) if _integer(node, "ceil_mode", 0) else rest // s) + 1
+        if (count - 1) * s >= n + first:  # no window begins in the padding behind
+            count -= 1
+        counts.append(count)
+        reach.append(max(last, (count - 1) * s + k - n - first))
+    if counts != list(result) or min(counts) < 1 or any(p >= k for p, k in zip(before, kernel, strict=True)):
+        return None
+    padding = (before[0], before[1], reach[0], reach[1])
+    counted = bool(_integer(node, "count_include_pad", 0))
+    return (kernel[0], kernel[1]), (stride[0], stride[1]), padding, counted
 
 
 def _integer(node: NodeProto, name: str, default: int) -> int:

@@ -1,25 +1,26 @@
 """Layers of a quantised model that are computed in whole numbers: DequantizeLinear, a layer, QuantizeLinear become one.
 
-Convolutions and products with constant matrices are taken, with an activation that cuts off and with a residual behind
-them; max pooling and moves of values are done on the bytes themselves, and what :mod:`fusion.relax.onnx.byte_steps`
+Convolutions and products with constant matrices are taken, with an activation and with a residual behind them; max
+pooling and moves of values are done on the bytes themselves, and what :mod:`fusion.relax.onnx.byte_steps`
 knows. A tensor of bytes with a sign becomes one of bytes without, of a zero point that is 128 more. Whatever is not
 taken stays as it was: computed in floats between DequantizeLinear and QuantizeLinear.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fusion.relax.activations import Activation
 from fusion.relax.byte_calls import Quantisation, addition_factors
 from fusion.relax.onnx.byte_signs import remove_signs
-from fusion.relax.onnx.byte_steps import ByteSteps, Target, only_readers, outputs_of, quantisation_of
+from fusion.relax.onnx.byte_steps import ByteSteps, Target, only_readers, outputs_of, quantisation_of, quantised
 from fusion.relax.onnx.moved_steps import bring_steps_to_layers
 from fusion.relax.onnx.onnx_qlinear import OF_OPERATOR
-from fusion.relax.onnx.quantised_tensors import QuantisedTensors, TensorOfBytes, is_move, offset_of
+from fusion.relax.onnx.quantised_tensors import QuantisedTensors, TensorOfBytes, is_move, offset_of, padding_of
 from schedules.contract.template import QuantisedAddition, Requantisation
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class _Layer:
     requantisation: Requantisation
     output: str
     residual: str = ""
+    activation: Activation | None = None
 
 
 def with_integer_layers(model: ModelProto) -> ModelProto:
@@ -74,6 +76,8 @@ class _Matcher:
         self._shapes = tensors.shapes()
         self._layers: dict[str, _Layer] = {}  # by the bytes that they make
         self._steps = ByteSteps(tensors, self._shapes)
+        # Bytes with zero points around them: which those are, and top, left, bottom, right.
+        self._zero_padded: dict[str, tuple[str, tuple[int, int, int, int]]] = {}
 
     def match(self) -> None:
         """Looks at every QuantizeLinear in turn."""
@@ -96,7 +100,8 @@ class _Matcher:
             least, most = (np.clip(np.rint(np.float32(bound) / scale) + zero, 0, 255) for bound in bounds)
             low, high, value = max(low, int(least)), min(high, int(most)), maker.input[0]
         target = Target(node, value, Quantisation(scale, zero, low, high, _offset(node)))
-        _ = self._layer(target) or self._table(target) or self._steps.take(target) or self._move(target)
+        taken = self._layer(target) or self._table(target) or self._steps.take(target)
+        _ = taken or self._move(target) or self._padded(target)
 
     def _layer(self, target: Target) -> bool:
         """Whether ``target`` is made by a layer in whole numbers."""
@@ -105,9 +110,11 @@ class _Matcher:
             return False
         bounds = (made.low, made.high)
         if maker.op_type in _LAYERS:
-            self._weighted(maker, target.node, made.scale, made.zero, bounds)
+            self._weighted(maker, target)
         elif maker.op_type == "Add":
             self._addition(maker, target.node, made.scale, made.zero, bounds)
+        if target.output not in self._layers and (found := self._steps.activation_of(target.value, _LAYERS)):
+            self._weighted(self._tensors.made_by[found[1]], target, found[0])
         return target.output in self._layers
 
     def _table(self, target: Target) -> bool:
@@ -120,7 +127,7 @@ class _Matcher:
         source, table, nodes = found
         layer = self._layers.get(source)
         low, high = int(table.min()), int(table.max())
-        cuts_off = np.array_equal(table, np.clip(np.arange(256), low, high))
+        cuts_off = table.ndim == 1 and np.array_equal(table, np.clip(np.arange(256), low, high))
         made = {*outputs_of(nodes), target.output}
         if layer is None or not cuts_off or not only_readers(self._tensors, source, made):
             self._steps.put_table(target.output, source, table)
@@ -147,9 +154,9 @@ class _Matcher:
             bounds.append(float(value.reshape(-1)[0]))
         return bounds[0], bounds[1]
 
-    def _weighted(
-        self, node: NodeProto, quantised: NodeProto, scale: np.float32, zero: int, bounds: tuple[int, int]
-    ) -> None:
+    def _weighted(self, node: NodeProto, target: Target, activation: Activation | None = None) -> None:
+        """``activation``: between the layer ``node`` and ``target``, which rounds no more than its result."""
+        made = target.quantisation
         data, held = self._tensors.data(node.input[0]), self._tensors.dequantised(node.input[1])
         if data is None or held is None:
             return
@@ -158,19 +165,27 @@ class _Matcher:
             return
         weight, weight_scale = found
         sums_scale = (data.scale.reshape(-1)[0] * weight_scale).astype(np.float32)
-        bias = self._bias(node, sums_scale)
+        bias = self._bias(node, sums_scale, rounded=activation is None)
         if bias is None:
             return
         attributes = [each for each in node.attribute if node.op_type == "Conv"]
+        name = data.source
+        if name in self._zero_padded and _has_pads(node):
+            name, around = self._zero_padded[name]
+            attributes = _with_more_pads(attributes, around)
         depthwise = weight.ndim == 4 and weight.shape[1] == 1
         taken = np.abs(weight.astype(np.int64)).reshape(weight.shape[0], -1).sum(axis=1)
-        if (np.abs(bias) + 2 * 255 * taken).max() >= (_EXACT if depthwise else _INT32.max):
+        steps = 0 if activation else np.abs(bias)
+        if (steps + 2 * 255 * taken).max() >= (_EXACT if depthwise else _INT32.max):
             return
-        multiplier = (sums_scale / scale).astype(np.float32)
-        requantisation = Requantisation(multiplier, int(data.zero.reshape(-1)[0]), *bounds, zero)
-        self._layers[quantised.output[0]] = _Layer(
-            _LAYERS[node.op_type], node.name, attributes, data.source, weight, bias.astype(np.int32),
-            requantisation, quantised.output[0],
+        multiplier = (sums_scale if activation else sums_scale / made.scale).astype(np.float32)
+        requantisation = Requantisation(
+            multiplier, int(data.zero.reshape(-1)[0]), made.low, made.high, made.zero,
+            step=float(made.scale) if activation else 0.0,
+        )  # fmt: skip
+        self._layers[target.output] = _Layer(
+            _LAYERS[node.op_type], node.name, attributes, name, weight,
+            bias.astype(np.float32 if activation else np.int32), requantisation, target.output, activation=activation,
         )  # fmt: skip
 
     def _weight(self, node: NodeProto, held: TensorOfBytes) -> tuple[np.ndarray, np.ndarray] | None:
@@ -204,9 +219,9 @@ class _Matcher:
         ones = all(name not in options or options[name].f == 1.0 for name in ("alpha", "beta"))
         return ones and not ("transA" in options and options["transA"].i)
 
-    def _bias(self, node: NodeProto, sums_scale: np.ndarray) -> np.ndarray | None:
+    def _bias(self, node: NodeProto, sums_scale: np.ndarray, rounded: bool) -> np.ndarray | None:
         """In units of the sums; zeros where there is none, ``None`` where it is computed. One of floats, or in other
-        units, is rounded to these, as ONNX Runtime does.
+        units, is rounded to these, as ONNX Runtime does; unless ``rounded``, it is what it stands for, in floats.
         """
         if len(node.input) < 3 or not node.input[2]:
             return np.zeros(sums_scale.shape, np.int64)
@@ -215,11 +230,13 @@ class _Matcher:
         if values is None or values.size != sums_scale.size or (held is not None and held.zero.any()):
             return None
         if held is not None and values.dtype == np.int32:
-            if np.allclose(held.scale.reshape(-1), sums_scale, rtol=1e-5, atol=0.0):
+            if rounded and np.allclose(held.scale.reshape(-1), sums_scale, rtol=1e-5, atol=0.0):
                 return values.reshape(-1).astype(np.int64)
             values = values.reshape(-1).astype(np.float32) * held.scale.reshape(-1)
         elif held is not None or values.dtype != np.float32:
             return None
+        if not rounded:
+            return values.reshape(-1)
         steps = np.rint((values.reshape(-1) / sums_scale).astype(np.float32))
         return steps.astype(np.int64) if np.isfinite(steps).all() and np.abs(steps).max() < _INT32.max else None
 
@@ -253,7 +270,7 @@ class _Matcher:
 
     def _may_add(self, node: NodeProto, own: TensorOfBytes, other: TensorOfBytes) -> bool:
         layer, tensors = self._layers.get(own.source), self._tensors
-        if layer is None or layer.residual or own.source in tensors.results:
+        if layer is None or layer.residual or layer.activation or own.source in tensors.results:
             return False
         dequantised = tensors.readers[own.source]
         readers = [reader for each in dequantised for name in each.output for reader in tensors.readers[name]]
@@ -279,6 +296,28 @@ class _Matcher:
         self._steps.nodes[target.output] = [made]
         if not same:
             self._steps.nodes[target.output] += self._steps.rescaling(target.output, name, source, target.quantisation)
+        return True
+
+    def _padded(self, target: Target) -> bool:
+        """Padding, on bytes of the scale of ``target``."""
+        node = self._tensors.made_by.get(target.value)
+        source = None if node is None else self._tensors.data(node.input[0])
+        padding = None if node is None else padding_of(self._tensors, node)
+        if node is None or source is None or padding is None:
+            return False
+        made, nodes = target.quantisation, self._steps.nodes
+        name = self._steps.rescaled(f"{target.output}_inside", source, made)
+        inside = nodes.pop(name, []) if name != source.source else []
+        value = quantised(np.float32(padding.value or 0.0).reshape(1), made)
+        pad = type(node).FromString(node.SerializeToString())
+        given = [name, node.input[1], "", *node.input[3:]]
+        if padding.value is not None:
+            given[2] = self._steps.constant(f"{target.output}_around", value.reshape(()))
+        pad.input[:], pad.output[:] = given, [target.output]
+        nodes[target.output] = [*inside, pad]
+        widths = padding.of_image() if len(self._shapes.get(target.value, ())) == 4 else None
+        if padding.value is not None and widths is not None and int(value[0]) == made.zero and not inside:
+            self._zero_padded[target.output] = name, widths
         return True
 
     def apply(self) -> None:
@@ -311,6 +350,9 @@ class _Matcher:
         residual = [layer.residual] if layer.residual else []
         made = helper.make_node(layer.operator, [layer.data, *names, *residual], [layer.output], layer.name)
         made.attribute.extend(layer.attributes)
+        if layer.activation is not None:
+            made.attribute.append(helper.make_attribute("activation", layer.activation.name))
+            made.attribute.append(helper.make_attribute("slope", layer.activation.slope))
         return made
 
 
@@ -319,6 +361,21 @@ def _offset(node: NodeProto) -> int:
     steps stand around an operator of floats, its optimiser takes signs away first.
     """
     return offset_of(node) if node.name.endswith(OF_OPERATOR) else 0
+
+
+def _has_pads(node: NodeProto) -> bool:
+    """Whether it is a convolution whose padding its attributes say in numbers."""
+    automatic = next((each.s for each in node.attribute if each.name == "auto_pad"), b"NOTSET")
+    return node.op_type == "Conv" and automatic in (b"NOTSET", b"")
+
+
+def _with_more_pads(attributes: Sequence[Any], around: Sequence[int]) -> list[Any]:
+    """Attributes of a convolution of images with ``around`` (top, left, bottom, right) added to its padding."""
+    from onnx import helper
+
+    own = next((list(each.ints) for each in attributes if each.name == "pads"), [0, 0, 0, 0])
+    added = [first + second for first, second in zip(own, around, strict=True)]
+    return [*(each for each in attributes if each.name != "pads"), helper.make_attribute("pads", added)]
 
 
 def _read(nodes: list[NodeProto], results: Iterable[str]) -> list[NodeProto]:

@@ -9,26 +9,34 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fusion.relax.onnx.quantised_tensors import QuantisedTensors, is_move
+from fusion.relax.onnx.quantised_tensors import QuantisedTensors, is_move, padding_of
 
 if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
 
 
-def bring_steps_to_layers(model: ModelProto) -> None:
+def bring_steps_to_layers(model: ModelProto) -> bool:
     """Changes ``model``: pairs behind moves of dequantised tensors that are read as floats, and before moves of floats
-    that are quantised then.
+    that are quantised then. Says whether there were any.
     """
-    tensors = QuantisedTensors(model)
-    for name in _moves(model):
+    tensors, before = QuantisedTensors(model), len(model.graph.node)
+    for name in _moves(tensors):
         _forward(tensors, tensors.made_by[name])
-    for name in reversed(_moves(model)):
+    for name in reversed(_moves(tensors)):
         _backward(tensors, tensors.made_by[name])
+    return len(model.graph.node) > before
 
 
-def _moves(model: ModelProto) -> list[str]:
+def _moves(tensors: QuantisedTensors) -> list[str]:
     """What moves make, in order: inserting nodes makes other objects of those that there are."""
-    return [node.output[0] for node in model.graph.node if is_move(node) and len(node.output) == 1]
+    nodes = [node for node in tensors.graph.node if len(node.output) == 1]
+    return [node.output[0] for node in nodes if is_move(node) or _pads_exactly(tensors, node)]
+
+
+def _pads_exactly(tensors: QuantisedTensors, node: NodeProto) -> bool:
+    """Zeros are rounded to themselves by every scale."""
+    padding = padding_of(tensors, node)
+    return padding is not None and not padding.value
 
 
 def _forward(tensors: QuantisedTensors, node: NodeProto) -> None:

@@ -20,7 +20,7 @@ from tvm import relax
 from tvm.relax.frontend.onnx import onnx_frontend as tvm_onnx
 
 from costmodel.base.errors import UnsupportedOperatorError
-from costmodel.operators.layers import Conv2d, Dense, Epilogue
+from costmodel.operators.layers import Conv2d, Dense, Epilogue, ResidualPosition
 from fusion.model.layer_names import identifier
 from fusion.model.library_messages import sentence
 from fusion.relax.canonical.rewriter import constant_of, operator_name, short_name
@@ -170,7 +170,7 @@ def _quantised_conv(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, na
         padding=(top, left, bottom, right),
         dilation=(dilations[0], dilations[1]),
         groups=attrs.get("group", 1),
-        epilogue=_quantised_epilogue(inputs),
+        epilogue=_quantised_epilogue(inputs, attrs),
         dtype="int8",
     )
     return builder.emit(integer_call(builder, operator, inputs), name)
@@ -180,7 +180,7 @@ def _quantised_dense(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, n
     """A product with a constant matrix in whole numbers; leading dimensions of the data are rows."""
     shape, weight = _static_shape(inputs[0]), _static_shape(inputs[1])
     rows = math.prod(shape[:-1])
-    operator = Dense(rows, shape[-1], weight[0], _quantised_epilogue(inputs), dtype="int8")
+    operator = Dense(rows, shape[-1], weight[0], _quantised_epilogue(inputs, attrs), dtype="int8")
     data, *others = inputs
     if len(shape) != 2:
         data = builder.emit(relax.op.reshape(data, (rows, shape[-1])), f"{name}_rows")
@@ -193,8 +193,11 @@ def _quantised_dense(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, n
     return builder.emit(relax.op.reshape(result, (*shape[:-1], weight[0])), f"{name}_shaped")
 
 
-def _quantised_epilogue(inputs: Inputs) -> Epilogue:
-    return Epilogue(bias=True, residual="before_activation" if len(inputs) > 6 else None)
+def _quantised_epilogue(inputs: Inputs, attrs: Attributes) -> Epilogue:
+    residual: ResidualPosition | None = "before_activation" if len(inputs) > 6 else None
+    activation = attrs.get("activation", b"").decode() or None
+    slope = round(float(attrs.get("slope", 0.0)), 6)
+    return Epilogue(bias=True, activation=activation, residual=residual, slope=slope)
 
 
 def _pool(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str) -> None:

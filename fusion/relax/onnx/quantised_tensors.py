@@ -125,6 +125,16 @@ class QuantisedTensors:
         axis = next((each.i for each in node.attribute if each.name == "axis"), 1)
         return TensorOfBytes(node.input[0], found[0], found[1], axis, node)
 
+    def floats(self, name: str) -> np.ndarray | None:
+        """The values of a constant, or of one that is dequantised by one scale; ``None`` for what is computed."""
+        if name in self.constants:
+            return self.constants[name]
+        held = self.dequantised(name)
+        if held is None or held.source not in self.constants or held.scale.size > 1:
+            return None
+        steps = self.constants[held.source].astype(np.int64) - held.zero.astype(np.int64).reshape(())
+        return steps.astype(np.float32) * held.scale.reshape(())
+
     def data(self, name: str) -> TensorOfBytes | None:
         """Of a computed tensor of bytes without a sign, all alike."""
         found = self.dequantised(name)
@@ -136,6 +146,42 @@ class QuantisedTensors:
 def offset_of(node: NodeProto) -> int:
     """What was added to the bytes of a QuantizeLinear or DequantizeLinear when they lost their sign."""
     return 128 if node.input[2:] and node.input[2].endswith(SHIFTED) else 0
+
+
+@dataclass(frozen=True)
+class Padding:
+    """A Pad by numbers: ``before`` and ``behind`` the ``axes``, all of them where that is empty, of the constant
+    ``value``, or where that is ``None`` of the tensor's own values.
+    """
+
+    before: tuple[int, ...]
+    behind: tuple[int, ...]
+    axes: tuple[int, ...]
+    value: float | None
+
+    def of_image(self) -> tuple[int, int, int, int] | None:
+        """Top, left, bottom, right of an NCHW tensor; ``None`` where it pads something else."""
+        axes = self.axes or range(4)
+        widths = {axis % 4: pair for axis, pair in zip(axes, zip(self.before, self.behind, strict=True), strict=False)}
+        others = any(width for axis in (0, 1) for width in widths.get(axis, ()))
+        (top, bottom), (left, right) = (widths.get(axis, (0, 0)) for axis in (2, 3))
+        return None if others or min(top, bottom, left, right) < 0 else (top, left, bottom, right)
+
+
+def padding_of(tensors: QuantisedTensors, node: NodeProto) -> Padding | None:
+    """What ``node`` pads; ``None`` if it is no Pad, or by what is computed."""
+    if node.op_type != "Pad" or len(node.input) < 2:
+        return None
+    given = [tensors.constants.get(name) if name else np.zeros(()) for name in node.input[1:]]
+    known = [array for array in given if array is not None]
+    if len(known) < len(given):
+        return None
+    before, behind = known[0].reshape(2, -1)
+    value = float(known[1].reshape(-1)[0]) if len(known) > 1 else 0.0
+    axes = known[2].reshape(-1) if len(known) > 2 and node.input[3] else np.zeros(0, np.int64)
+    mode = next((each.s for each in node.attribute if each.name == "mode"), b"constant")
+    first, last, along = (tuple(int(each) for each in array) for array in (before, behind, axes))
+    return Padding(first, last, along, value if mode == b"constant" else None)
 
 
 def is_move(node: NodeProto) -> bool:

@@ -51,7 +51,7 @@ def test_convolutions(weight, attributes):
     agrees(model([node], (2, 4, 11, 9), weights), (2, 4, 11, 9))
 
 
-@pytest.mark.parametrize("opset", [10, 13, 17, 19, 21])
+@pytest.mark.parametrize("opset", [10, 13, 17, 18, 19, 21, 23])
 def test_bytes_of_every_opset_are_dequantised(opset):
     """The reference of the ``onnx`` package knows the operator from opset 19 on."""
     steps = [
@@ -66,6 +66,38 @@ def test_bytes_of_every_opset_are_dequantised(opset):
     for array, name in ((np.uint8(118), "zero"), (scales, "w_scale"), (weight, "w_q")):
         made.graph.initializer.append(numpy_helper.from_array(np.asarray(array), name))
     agrees(made, (1, 2, 5, 5))
+
+
+@pytest.mark.parametrize("axis", [0, 1, -2])
+@pytest.mark.parametrize("zero", [True, False])
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16])
+def test_blocks_of_bytes_are_dequantised(axis, zero, dtype):
+    """Of five places by twos: the last block is a part of one."""
+    weight = RNG.integers(0, 100, (5, 7)).astype(dtype)
+    blocked = [-(-size // 2) if place == axis % 2 else size for place, size in enumerate(weight.shape)]
+    given = ["w_q", "w_scale", "w_zero"][: 3 if zero else 2]
+    steps = [
+        helper.make_node("DequantizeLinear", given, ["w"], axis=axis, block_size=2),
+        helper.make_node("MatMul", ["x", "w"], ["y"]),
+    ]
+    made = model(steps, (3, 5), opset=21)
+    arrays = {"w_q": weight, "w_scale": RNG.uniform(0.1, 0.2, blocked).astype(np.float32)}
+    arrays["w_zero"] = RNG.integers(0, 50, blocked).astype(dtype)
+    made.graph.initializer.extend(numpy_helper.from_array(arrays[name], name) for name in given)
+    agrees(made, (3, 5))
+
+
+def test_biases_of_32_bits_keep_all_of_them():
+    """Single precision holds 24."""
+    made = model(
+        [helper.make_node("DequantizeLinear", ["b", "scale"], ["d"]), helper.make_node("Add", ["x", "d"], ["y"])],
+        (1, 2),
+        {"scale": 2**-10},
+        21,
+    )
+    made.graph.initializer.append(numpy_helper.from_array(np.array([[2**30 + 1, -(2**30) - 3]], np.int32), "b"))
+    found = DoubleModel(made).run({"x": np.zeros((1, 2), np.float32)})["y"]
+    np.testing.assert_array_equal(found * 2**10, [[2**30 + 1, -(2**30) - 3]])
 
 
 def test_large_convolutions_are_gathered_in_parts(monkeypatch):

@@ -23,6 +23,8 @@ import fusion  # noqa: E402
 from costmodel.base.errors import InputError  # noqa: E402
 from costmodel.machines.machine_file import write_machine  # noqa: E402
 from fusion.commands.console_report import precision_lines  # noqa: E402
+from fusion.comparing.compare import compare_command  # noqa: E402
+from fusion.comparing.rounds import Sampling  # noqa: E402
 from fusion.model.precision import INT8  # noqa: E402
 from schedules.contract.cpu_target import host_target  # noqa: E402
 
@@ -74,6 +76,27 @@ def test_all_layers_are_quantised_where_nobody_limits_the_error(folder, tmp_path
     assert 0 < own <= found["errors"]["max_relative_error"] * 1.001
     assert precision_lines(found)[0].startswith(f"precision: {found['int8_layers']} of {found['layers']} layers stored")
     assert json.loads((tmp_path / "build" / "manifest.json").read_text())["precision"] == "int8"
+
+
+@needs_bytes
+def test_engines_of_int8_run_the_file_of_the_build(folder, tmp_path):
+    """By itself; beside a build of the float model; beside that model; and where the build has moved."""
+    build, quick = tmp_path / "moved", Sampling(rounds=2, seconds=0.01, calls=2, warmup=1)
+    tuned(folder, tmp_path / "build")
+    (tmp_path / "build").rename(build)
+    own = build / "model-int8.onnx"
+    with pytest.raises(InputError, match="is not the model that .* was built from"):
+        compare_command(build, [], model=build / "model.so", sampling=quick)
+    alone = compare_command(build, ["onnxruntime-int8"], sampling=quick)
+    assert not alone.not_measured and alone.model == str(own)
+    of_float = compare_command(build, ["onnxruntime-int8", "onnxruntime"], model=folder / "model.onnx", sampling=quick)
+    assert not of_float.not_measured and of_float.model == str(folder / "model.onnx")
+    tuned_row, integers, floats = of_float.rows
+    assert floats.max_relative_error == 0.0 < integers.max_relative_error < 0.2
+    assert 0.0 < tuned_row.max_relative_error < 0.2
+    fusion.tune(folder / "model.onnx", tmp_path / "float", minutes=0, threads=1, machine=folder / "toy.yaml")
+    both = compare_command(tmp_path / "float", ["onnxruntime-int8"], beside={"ours, int8": build}, sampling=quick)
+    assert not both.not_measured and [row.engine for row in both.rows] == ["tuned", "ours, int8", "onnxruntime-int8"]
 
 
 @needs_bytes

@@ -179,6 +179,17 @@ def test_engines_of_int8_run_what_quantize_wrote_beside_the_model(folder, tmp_pa
     assert quantized_file(beside, [X], [Y], None, tmp_path) == beside  # a user's model that is quantised itself
 
 
+def test_engines_of_int8_run_what_a_build_was_quantised_to(folder, tmp_path):
+    """Rather than what lies beside the model; nothing that was made from another."""
+    model, beside = folder / "net.onnx", folder / "net-int8.onnx"
+    built, changed = Path(shutil.copy(beside, tmp_path / "built.onnx")), tmp_path / "changed.onnx"
+    assert quantized_file(model, [X], [Y], None, tmp_path, [model, tmp_path / "none.onnx", built]) == built
+    assert quantized_file(beside, [X], [Y], None, tmp_path, [built]) == beside
+    changed.write_bytes(model.read_bytes() + b"\x82\x01\x00")  # an unknown field of protobuf
+    with pytest.raises(Unavailable, match="has no quantised file"):
+        quantized_file(changed, [X], [Y], None, tmp_path, [built])
+
+
 def test_a_model_without_a_quantised_file_says_how_to_make_one(folder, tmp_path):
     alone = shutil.copy(folder / "net.onnx", tmp_path / "alone.onnx")
     with pytest.raises(Unavailable, match="has no quantised file: `python -m fusion quantize .*alone.onnx --calib"):

@@ -72,6 +72,36 @@ def test_an_engine_that_is_not_installed_names_package_and_extra():
     assert EngineSpec("x", "x:X", ("numpy",), "peers").missing() is None
 
 
+@pytest.mark.parametrize("exact", [True, False])
+def test_onnx_runtime_that_checks_others_rounds_no_floats_before_weights_in_bytes(exact, tmp_path):
+    """Its default does, and its outputs then contradict FP64; where it is timed it computes as it does by default."""
+    from dataclasses import replace
+
+    from onnx import TensorProto, helper, numpy_helper
+
+    from fusion.comparing.engines.onnx_runtime import OnnxRuntimeEngine
+
+    rng = np.random.default_rng(0)
+    weight, scale = rng.integers(-127, 128, (64, 32)).astype(np.int8), rng.uniform(0.01, 0.02, 32).astype(np.float32)
+    nodes = [
+        helper.make_node("DequantizeLinear", ["w", "s"], ["d"], axis=1),
+        helper.make_node("MatMul", ["x", "d"], ["y"]),
+    ]
+    given, made = (
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)]
+        for name, shape in (("x", [4, 64]), ("y", [4, 32]))
+    )
+    constants = [numpy_helper.from_array(weight, "w"), numpy_helper.from_array(scale, "s")]
+    graph = helper.make_graph(nodes, "g", given, made, constants)
+    path = tmp_path / "m.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    x = rng.standard_normal((4, 64)).astype(np.float32)
+    session = OnnxRuntimeEngine().prepare(replace(workload_of(path, tmp_path), exact=exact), silent)
+    expected = x.astype(np.float64) @ (weight * scale.astype(np.float64))
+    error = np.abs(session.run({"x": x})["y"] - expected).max() / np.abs(expected).max()
+    assert error < 1e-6 or (not exact and error < 0.1)
+
+
 # -- real engines ----------------------------------------------------------------------------------------------------
 
 

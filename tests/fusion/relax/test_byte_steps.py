@@ -23,12 +23,16 @@ from fusion.relax import byte_kernels
 from fusion.relax.byte_calls import (
     ByteMean,
     BytePair,
+    ByteTable,
+    ByteWindow,
     Quantisation,
     addition_factors,
     averaged,
     mean_factors,
     paired,
     product_factors,
+    window_factors,
+    windows_averaged,
 )
 from fusion.relax.extract import extract_graph
 from fusion.relax.onnx.importer import import_onnx
@@ -99,6 +103,38 @@ def test_the_mean_of_pixels(size):
     np.testing.assert_array_equal(unblock(found, 20), expected)
 
 
+WINDOWS = {
+    "2x2": ((2, 2), (2, 2), (0, 0, 0, 0)),
+    "3x3 with padding": ((3, 3), (1, 1), (1, 1, 1, 1)),
+    "3x2 that reaches beyond the image": ((3, 2), (2, 2), (1, 0, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("counts_padding", [False, True])
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("offset", [0, 128])
+def test_the_mean_of_windows(window, counts_padding, offset):
+    image = np.random.default_rng(3).integers(0, 256, (2, 20, 9, 11)).astype(np.uint8)
+    step = ByteWindow(image.shape, *WINDOWS[window], counts_padding)
+    given = [replace(quantisation(*each), offset=offset) for each in ((0.0317, 131), (0.0241, 117))]
+    factors = window_factors(given[0], replace(given[1], low=12, high=250))
+    expected = windows_averaged(image, step, factors)
+    assert len(np.unique(expected)) > 50
+    blocked = block(image, 16)
+    result = np.zeros((2, 2, *step.result[2:], 16), np.uint8)
+    found = called(byte_kernels.window_kernel(step, CPU), blocked, factors, result)
+    np.testing.assert_array_equal(unblock(found, 20), expected)
+
+
+def test_a_table_for_each_channel():
+    generator = np.random.default_rng(4)
+    image, tables = (generator.integers(0, 256, shape).astype(np.uint8) for shape in ((2, 20, 5, 7), (20, 256)))
+    blocked, packed = block(image, 16), byte_kernels.pack_channel_tables(tables, 16)
+    function = byte_kernels.channel_table_kernel(ByteTable(image.shape, True), CPU)
+    found = unblock(called(function, blocked, packed, np.zeros_like(blocked)), 20)
+    np.testing.assert_array_equal(found, tables[np.arange(20)[:, None, None], image])
+
+
 def every_byte(scale=0.05, zero=118, shape=SHAPE):
     """Values that become each of the 256 bytes."""
     steps = np.resize(np.arange(256), np.prod(shape)).reshape(shape)
@@ -141,6 +177,105 @@ def test_what_depends_on_one_byte_is_a_table(chain, signed, tmp_path):
     found = ours(path, every_byte())
     assert len(np.unique(found)) > 20
     np.testing.assert_array_equal(found, theirs(path, every_byte()))
+
+
+def per_channel(seed, shape=(16, 1, 1), scale=1.0):
+    return (np.random.default_rng(seed).standard_normal(shape) * scale).astype(np.float32)
+
+
+def held_in_bytes(graph, name, shape, scale, zero):
+    """A constant of bytes, back in floats."""
+    kind, least = (np.int8, -128) if graph.signed else (np.uint8, 0)
+    values = np.random.default_rng(7).integers(least, least + 256, shape).astype(kind)
+    given = [
+        graph.constant(values, name),
+        graph.constant(np.float32(scale), f"{name}_scale"),
+        graph.constant(kind(zero + least), f"{name}_zero"),
+    ]
+    return graph.add("DequantizeLinear", *given, name=f"{name}_d")
+
+
+def batch_norm(graph, x):
+    given = [graph.constant(per_channel(seed, 16), f"norm_{seed}") for seed in (1, 2, 3)]
+    variance = graph.constant(np.abs(per_channel(4, 16)) + np.float32(0.2), "variance")
+    return graph.add("BatchNormalization", x, *given, variance)
+
+
+OF_CHANNELS = {
+    "PRelu": lambda g, x: g.add("PRelu", x, g.constant(per_channel(1, scale=0.3), "slopes")),
+    "Add": lambda g, x: g.add("Add", x, g.constant(per_channel(1), "numbers")),
+    "Mul": lambda g, x: g.add("Mul", g.constant(per_channel(1, (1, 16, 1, 1)), "numbers"), x),
+    "a number that is added": lambda g, x: g.add("Add", x, g.constant(np.float32(0.37), "number")),
+    "bytes that are added": lambda g, x: g.add("Add", x, held_in_bytes(g, "numbers", (1, 16, 1, 1), 0.0213, 117)),
+    "added to bytes": lambda g, x: g.add("Add", held_in_bytes(g, "numbers", (1, 16, 1, 1), 0.0213, 117), x),
+    "times bytes": lambda g, x: g.add("Mul", x, held_in_bytes(g, "numbers", (16, 1, 1), 0.0081, 61)),
+    "a byte that is added": lambda g, x: g.add("Add", x, held_in_bytes(g, "number", (), 0.0213, 117)),
+    "times a byte": lambda g, x: g.add("Mul", held_in_bytes(g, "number", (1,), 0.0081, 61), x),
+    "BatchNormalization": batch_norm,
+    "several": lambda g, x: g.add("Relu", g.add("Add", batch_norm(g, x), g.constant(per_channel(5), "numbers"))),
+    "bytes between": lambda g, x: g.add(
+        "PRelu", g.step(g.add("Mul", x, g.constant(per_channel(1), "numbers")), 0.04, 121),
+        g.constant(per_channel(2, scale=0.3), "slopes"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("chain", "signed"), [*((chain, False) for chain in OF_CHANNELS), ("PRelu", True), ("bytes that are added", True)]
+)
+def test_what_depends_on_a_byte_and_its_channel_is_a_table_for_each(chain, signed, tmp_path):
+    graph = QuantisedGraph(signed)
+    shape = (1, 16, 16, 16)
+    x = graph.step("x", 0.05003, 118)
+    result = graph.step(OF_CHANNELS[chain](graph, x), 0.03117, 77)
+    path = graph.save(tmp_path / "q.onnx", result, shape, data=shape)
+    assert kinds(path)[:2] == (["byte_table"], [])
+    data = every_byte(0.05003, shape=shape)
+    found = ours(path, data)
+    assert len(np.unique(found)) > 20
+    np.testing.assert_array_equal(found, theirs(path, data))
+
+
+AVERAGES = {
+    "2x2": {"kernel_shape": [2, 2], "strides": [2, 2]},
+    "3x3": {"kernel_shape": [3, 3], "strides": [1, 1], "pads": [1, 1, 1, 1]},
+    "3x3 with a stride": {"kernel_shape": [3, 3], "strides": [2, 2], "pads": [1, 1, 0, 0]},
+    "the same size": {"kernel_shape": [3, 2], "strides": [2, 2], "auto_pad": "SAME_UPPER"},
+    "reaching beyond": {"kernel_shape": [3, 3], "strides": [2, 2], "ceil_mode": 1},
+    "reaching beyond, with padding": {"kernel_shape": [3, 3], "strides": [2, 2], "pads": [1, 0, 0, 1], "ceil_mode": 1},
+    "the whole image": {"kernel_shape": [16, 18]},
+}
+
+
+def average_cases():
+    """Every window as steps around floats; as operators of bytes, without and with a sign, one of them."""
+    forms = ["steps", "operator", "operator with signs"]
+    return [
+        (window, counted, form)
+        for window in AVERAGES
+        for counted in (0, 1)
+        for form in (forms if window == "3x3" else forms[:1])
+    ]
+
+
+@pytest.mark.parametrize(("window", "counted", "form"), average_cases())
+def test_windows_are_averaged_as_bytes(window, counted, form, tmp_path):
+    graph = QuantisedGraph(signed=form == "operator with signs")
+    shape, options = (1, 24, 16, 18), {**AVERAGES[window], "count_include_pad": counted}
+    x = graph.step("x", 0.05003, 118)
+    if form == "steps":
+        result = graph.step(graph.add("AveragePool", x, **options), 0.03117, 77)
+    else:
+        graph.constant(np.float32(0.03117), "r_scale")
+        graph.constant(np.int8(-51) if graph.signed else np.uint8(77), "r_zero")
+        held = [f"{x[:-2]}{end}" for end in ("_q", "_scale", "_zero")]
+        made = graph.add("QLinearAveragePool", *held, "r_scale", "r_zero", domain="com.microsoft", **options)
+        result = graph.add("DequantizeLinear", made, "r_scale", "r_zero", name="result")
+    path = graph.save(tmp_path / "q.onnx", result, (1, 24, None, None), data=shape)
+    others, layers, _ = kinds(path)
+    assert others == ["byte_mean" if window == "the whole image" else "byte_window"] and not layers
+    data = (np.random.default_rng(1).integers(-140, 140, shape) * 0.05).astype(np.float32)
+    np.testing.assert_array_equal(ours(path, data), theirs(path, data))
 
 
 def two_tensors(graph):
@@ -277,6 +412,64 @@ def test_moves_are_done_on_bytes(move, scale, tmp_path):
     floats = [other.operator for other in graph.others if "float32" in str(other.output.ty.dtype)]
     assert floats == ["relax.dequantize"]
     np.testing.assert_array_equal(ours(path, every_byte()), theirs(path, every_byte()))
+
+
+PADS = {
+    "zeros": ([0, 0, 1, 2, 0, 0, 0, 1], 0.0, {}),
+    "a number": ([0, 0, 1, 0, 0, 0, 2, 1], -1.7, {}),
+    "channels": ([0, 3, 0, 0, 0, 2, 0, 0], 0.0, {}),
+    "reflected": ([0, 0, 1, 2, 0, 0, 1, 1], 0.0, {"mode": "reflect"}),
+    "replicated": ([0, 0, 1, 2, 0, 0, 1, 1], 0.0, {"mode": "edge"}),
+}
+
+
+@pytest.mark.parametrize("scale", [0.05, 0.06])
+@pytest.mark.parametrize("kind", PADS)
+def test_padding_is_of_bytes(kind, scale, tmp_path):
+    widths, value, options = PADS[kind]
+    graph = QuantisedGraph(signed=kind == "a number")
+    given = [graph.constant(np.array(widths), "pads"), graph.constant(np.float32(value), "value")]
+    padded = graph.add("Pad", graph.step("x", 0.05, 118), *given, **options)
+    shape = (np.array(SHAPE) + np.array(widths).reshape(2, 4).sum(axis=0)).tolist()
+    path = graph.save(tmp_path / "q.onnx", graph.step(padded, scale, 118), shape)
+    found = extract_graph(import_onnx(path).mod)
+    floats = [other.operator for other in found.others if "float32" in str(other.output.ty.dtype)]
+    assert floats == ["relax.dequantize"]
+    np.testing.assert_array_equal(ours(path, every_byte()), theirs(path, every_byte()))
+
+
+@pytest.mark.parametrize("axes", [False, True])
+@pytest.mark.parametrize("steps_between", [False, True])
+def test_padding_with_zeros_before_a_convolution_is_that_of_the_convolution(steps_between, axes, tmp_path):
+    graph = QuantisedGraph()
+    shape = (1, 16, 8, 8)
+    widths = [1, 0, 2, 1] if axes else [0, 0, 1, 0, 0, 0, 2, 1]
+    given = [graph.constant(np.array(widths), "pads"), graph.constant(np.float32(0), "value")]
+    given += [graph.constant(np.array([2, 3]), "axes")] if axes else []
+    padded = graph.add("Pad", graph.step("x", 0.05003, 118), *given)
+    if steps_between:
+        padded = graph.step(padded, 0.05003, 118)
+    value = graph.add("Conv", padded, graph.weights(24, 16, 3), pads=[0, 1, 1, 0])
+    path = graph.save(tmp_path / "q.onnx", graph.step(value, 0.31, 121), (1, 24, 10, 8), opset=18, data=shape)
+    others, layers, found = kinds(path)
+    assert others == [] and layers == ["int8"] and found.nodes[0].operator.padding == (1, 1, 3, 1)
+    data = every_byte(0.05003, shape=shape)
+    equal = in_whole_numbers(onnx.load(path))
+    assert (equal is None) == steps_between
+    if equal is not None:  # ONNX Runtime sums floats in the file as it is
+        assert (np.abs(ours(path, data) - theirs(path, data)) > 1e-3).mean() < 1e-3
+        onnx.save(equal, tmp_path / "equal.onnx")
+    np.testing.assert_array_equal(ours(path, data), theirs(path if equal is None else tmp_path / "equal.onnx", data))
+
+
+@pytest.mark.parametrize(("mode", "otherwise"), [("nearest", False), ("linear", True)])
+def test_what_onnx_runtime_may_round_otherwise_is_known(mode, otherwise, tmp_path):
+    """Between pixels it resizes bytes, and cuts off what does not fit; here floats are resized."""
+    graph = QuantisedGraph()
+    x = graph.step(graph.add("Conv", graph.step("x", 0.05, 118), graph.weights(16, 16)), 0.3, 118)
+    larger = graph.add("Resize", x, "", graph.constant(np.array([1, 1, 2, 2], np.float32), "scales"), mode=mode)
+    path = graph.save(tmp_path / "q.onnx", graph.step(larger, 0.3, 118), (1, 16, 8, 16))
+    assert network_check.rounds_otherwise(kinds(path)[2]) is otherwise
 
 
 def test_an_activation_behind_bytes_that_cuts_off_belongs_to_the_layer(tmp_path):

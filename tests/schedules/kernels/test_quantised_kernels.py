@@ -23,6 +23,8 @@ EMULATED = "int8" not in HOST.dot_products
 # What kernels are made for: what they are compiled for is the CPU at hand.
 CPU = CpuTarget(16, 32, "cascadelake", ("avx512f", "avx512_vnni"), 2, 32 * 1024, 1024 * 1024)
 BIAS, RESIDUAL = Epilogue(bias=True), Epilogue(bias=True, residual="before_activation")
+SILU, HARD_SWISH = (Epilogue(bias=True, activation=name) for name in ("silu", "hard_swish"))
+LEAKY = Epilogue(bias=True, activation="leaky_relu", slope=0.1)
 
 
 def conv(channels, size, outputs, kernel, stride=1, padding=0, groups=1, epilogue=BIAS, **options) -> Conv2d:
@@ -76,6 +78,12 @@ OPERATORS = {
     "dense": Dense(1, 37, 50, BIAS, dtype="int8"),
     "dense, few outputs": Dense(3, 64, 10, BIAS, dtype="int8"),
     "max pooling": Pool2d("max", 1, 24, 13, 13, (3, 3), (2, 2), (1, 1, 1, 1), dtype="int8"),
+    "1x1, SiLU": conv(24, 7, 40, 1, epilogue=SILU),
+    "3x3, leaky ReLU": conv(19, 8, 16, 3, 1, 1, epilogue=LEAKY),
+    "depthwise, hard swish": conv(40, 11, 40, 3, 1, 1, groups=40, epilogue=HARD_SWISH),
+    "depthwise, dilated, SiLU": conv(16, 12, 16, 3, 1, 2, groups=16, dilation=(2, 2), epilogue=SILU),
+    "dense, SiLU": Dense(1, 37, 50, SILU, dtype="int8"),
+    "1x1 -> depthwise, SiLU": chain(conv(16, 9, 48, 1, epilogue=SILU), (48, 3, 2, 1, 48, SILU)),
     "depthwise -> 1x1": chain(conv(32, 9, 32, 3, 1, 1, groups=32), (24, 1, 1, 0, 1, RESIDUAL)),
     "1x1 -> depthwise": chain(conv(16, 9, 48, 1), (48, 3, 2, 1, 48, BIAS)),
     "1x1 -> depthwise -> 1x1": chain(conv(16, 9, 48, 1), (48, 3, 1, 1, 48, BIAS), (16, 1, 1, 0, 1, RESIDUAL)),
