@@ -165,6 +165,8 @@ def measure_records(
             if not operators:
                 raise InputError(f"{network}: no kernels of this CPU on {cpu.threads} threads; tune it here first")
             kernels.append((store, operators))
+        for store, _ in kernels:
+            store.claim()
         sampled = sampled_kernels(kernels, cpu, configurations)
         runner = stack.enter_context(Runner(cpu))
         return measure_samples(sampled, runner, end, SamplingLine(len(sampled)))
