@@ -156,7 +156,7 @@ def stage_build(
 def install_build(stage: Path, directory: Path) -> None:
     """Moves a staged build into ``directory``; modules that it has none of are taken away.
 
-    Modules come first and the manifest last: stopped in between, the old manifest does not fit, and nothing is believed.
+    Modules first, the manifest last: stopped in between, the old manifest does not fit, and nothing is believed.
     """
     names = {path.name for path in stage.iterdir() if path.is_file()}
     for name in sorted(names, key=lambda each: (each == MANIFEST, each not in (MODEL, UNFUSED_MODULE))):

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 MACHINE = "xeon-amx-2c"  # kernels are ranked by it; measured they are on the CPU at hand
-SIZES = 3  # of the input of the tuned model, which decide how many kernels there are
+SIZES = 3  # of layers in the tuned model, which decide how many kernels there are
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class KilledCommand:
     ``kept``: finished pieces by name, with what they are; a later life must leave both as they are. ``work``: what was
     done, an entry for each time. ``told``: so many pieces of its own its messages have claimed. ``read``: raises
     where a reader of the project fails on what is in the folder. ``result``: what a life that was not killed leaves,
-    as it must be after any kills (``None``: times, which differ).
+    as it must be after any kills (``None``: times, which differ). ``over``: a next life would begin anew.
     """
 
     name: str
@@ -40,6 +40,7 @@ class KilledCommand:
     read: Callable[[Path], object]
     result: Callable[[Path], object]
     needs: tuple[str, ...] = ()
+    over: Callable[[Path], bool] = lambda place: False
 
 
 def _lines(path: Path) -> list[str]:
@@ -101,7 +102,7 @@ def _write_model(place: Path) -> None:
 
 def _tune_words(place: Path) -> list[str]:
     options = ["--trials", "4", "--threads", "1", "--machine", MACHINE, "--no-report"]
-    return ["fusion", "tune", str(place / "small.onnx"), "-o", str(place / "out"), *options]
+    return ["-m", "fusion", "tune", str(place / "small.onnx"), "-o", str(place / "out"), *options]
 
 
 def _measured(folder: Path) -> list[str]:
@@ -153,11 +154,11 @@ def _built(place: Path) -> object:
 
 def _records_words(place: Path) -> list[str]:
     options = ["--configurations", "4", "--threads", "1"]
-    return ["fusion", "records", "measure", str(place / "small.onnx"), "-o", str(place / "out"), *options]
+    return ["-m", "fusion", "records", "measure", str(place / "small.onnx"), "-o", str(place / "out"), *options]
 
 
-def _trials(text: str) -> int:
-    return max((int(each) for each in re.findall(r"trial (\d+)/\d+", text)), default=0)
+def _largest(pattern: str, text: str) -> int:
+    return max((int(each) for each in re.findall(pattern, text, re.MULTILINE)), default=0)
 
 
 # --- e2e ------------------------------------------------------------------------------------------
@@ -180,7 +181,7 @@ def _write_configuration(place: Path) -> None:
 
 def _sweep_words(place: Path) -> list[str]:
     options = ["--gpu", "h100-sxm", "--gpus", "2,4,8", "--sequence-length", "64", "--workers", "2", "--json"]
-    return ["e2e", "sweep", "--model", str(place / "config.json"), "-o", str(place / "out"), *options]
+    return ["-m", "e2e", "sweep", "--model", str(place / "config.json"), "-o", str(place / "out"), *options]
 
 
 def _swept(place: Path) -> list[str]:
@@ -230,7 +231,7 @@ def _write_tables(place: Path) -> None:
 
 
 def _fit_words(place: Path) -> list[str]:
-    return ["costmodel", "fit", "--all", "--only", "kernels", "--data", str(place / "data"), "-o", str(place / "out")]
+    return ["-m", "costmodel", "fit", "--all", "--only", "kernels", "--data", str(place / "data"), "-o", str(place / "out")]
 
 
 def _fitted_files(place: Path) -> Iterator[tuple[str, Path]]:
@@ -260,7 +261,7 @@ def _fit_result(place: Path) -> object:
 
 def _measure_words(place: Path) -> list[str]:
     options = ["--suite", "kernels", "--device", "cpu", "--minutes", "0.2", "--resume"]
-    return ["costmodel", "measure", *options, "-o", str(place / "out")]
+    return ["-m", "costmodel", "measure", *options, "-o", str(place / "out")]
 
 
 def _operators(place: Path) -> list[str]:
@@ -283,7 +284,7 @@ COMMANDS = {
             "tune", _tune_words, _write_model,
             lambda place: _numbered(place / "out" / "records", *RECORDS),
             lambda place: _measured(place / "out" / "records"),
-            _trials, _read_build, _built, ("tvm", "onnx", "onnxruntime"),
+            lambda text: _largest(r"trial (\d+)/\d+", text), _read_build, _built, ("tvm", "onnx", "onnxruntime"),
         ),
         KilledCommand(
             "records", _records_words, _write_model,
@@ -300,12 +301,12 @@ COMMANDS = {
         ),
         KilledCommand(
             "fit", _fit_words, _write_tables, _fit_pieces, lambda place: [], _untold, _read_fitted, _fit_result,
-            ("xgboost", "pyarrow"),
+            ("xgboost", "pyarrow"), lambda place: (place / "out" / "transfer.json").is_file(),
         ),
         KilledCommand(
             "measure", _measure_words, _none,
             lambda place: _numbered(place / "out", "kernels.csv"),
-            _operators, lambda text: max((int(each) for each in re.findall(r"^(\d+) done", text, re.MULTILINE)), default=0),
+            _operators, lambda text: _largest(r"^(\d+) done", text),
             _read_table, _none, ("torch",),
         ),
     )

@@ -44,6 +44,8 @@ EARLIEST = 0.25  # seconds: before, it is Python that starts, which nobody can t
 LOOK_SECONDS, LOOKS_FOR_THE_END, LOOKS_FOR_PROCESSES = 0.05, 4_000, 100
 # What a process that was killed may leave for its next life to take away.
 TEMPORARY = (".checking-", ".staging-", ".quantising-")
+# What libraries keep in the system's temporary folder for the next process: PyTorch's compiler, ONNX Runtime's sessions.
+CACHES = ("torchinductor_", ".ses")
 
 
 @dataclass
@@ -60,8 +62,8 @@ class KillReport:
         """As it is printed."""
         counts = ", ".join(f"{count} {what}" for what, count in sorted(self.lives.items()))
         return (
-            f"{self.command:8} {counts}; at most {self.slowest_end:.1f} s from a signal to the end, processes gone after "
-            f"{self.slowest_process:.1f} s; {len(self.findings)} findings"
+            f"{self.command:8} {counts}; at most {self.slowest_end:.1f} s from a signal to the end, processes gone "
+            f"after {self.slowest_process:.1f} s; {len(self.findings)} findings"
         )
 
 
@@ -94,7 +96,7 @@ class Place:
         log = self.folder / f"messages-{mark}.txt"
         with log.open("wb") as stream:
             process = subprocess.Popen(
-                [sys.executable, "-m", *self.command.words(self.folder)],
+                [sys.executable, *self.command.words(self.folder)],
                 cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream,
                 start_new_session=True,
             )  # fmt: skip
@@ -124,7 +126,7 @@ class Place:
 
     def temporary(self) -> list[str]:
         """Temporary files and folders that are there."""
-        found = [path.name for path in (self.folder / "tmp").iterdir()]
+        found = [path.name for path in (self.folder / "tmp").iterdir() if not path.name.startswith(CACHES)]
         for path in (self.folder / "out").rglob("*"):
             if path.name.startswith(TEMPORARY) or path.suffix in (".partial", ".lock") or path.name == ".lock":
                 found.append(path.relative_to(self.folder).as_posix())
@@ -170,7 +172,7 @@ def _marked(mark: str) -> list[tuple[int, str]]:
 
 
 def kill(command: KilledCommand, times: int, signals: Sequence[str], seed: int, folder: Path) -> KillReport:
-    """Ends lives of ``command`` until each of ``signals`` has ended ``times`` of them."""
+    """Ends lives of ``command`` until each of ``signals`` has ended ``times`` of them; the last one comes to its end."""
     report, rng = KillReport(command.name), random.Random(f"{command.name} {seed}")
     began = time.monotonic()
     place = Place(command, folder / "undisturbed")
@@ -183,25 +185,28 @@ def kill(command: KilledCommand, times: int, signals: Sequence[str], seed: int, 
     expected = command.result(place.folder)
     left = Counter(dict.fromkeys(signals, times))
     count, place = 0, Place(command, folder / "0")
-    while left.total():
-        name = rng.choice(sorted(left.elements()))
-        moment = rng.uniform(EARLIEST, max(lasts, 2 * EARLIEST))
+    while True:
+        name = rng.choice(sorted(left.elements())) if left.total() else "KILL"
+        moment = rng.uniform(EARLIEST, max(lasts, 2 * EARLIEST)) if left.total() else None
         before, litter = dict(command.kept(place.folder)), place.temporary()
         life = place.live(moment, SIGNALS[name])
         count += 1
-        where = f"{command.name} {count}: {name if life.signalled else 'to its end'} after {moment:.2f} s"
+        where = f"{command.name} {count}: {name} after {moment:.2f} s" if life.signalled else f"{command.name} {count}"
         found = len(report.findings)
         _check_work(report, place, life, before, where)
         _check_end(report, place, life, name if life.signalled else None, litter, where)
         if life.signalled:
             left[name] -= 1
-        if not life.signalled or life.status == 0:
+        if not life.signalled or life.status == 0 or command.over(place.folder):
             if life.status == 0 and expected is not None and command.result(place.folder) != expected:
                 report.findings.append(f"{where}: another result than that of a run that nobody ended")
             shutil.rmtree(place.folder, ignore_errors=True)
             place = Place(command, folder / str(count))
         for each in report.findings[found:]:
             print(each, flush=True)
+        print(report.line(), file=sys.stderr, flush=True)
+        if moment is None:
+            break
     return report
 
 
@@ -231,9 +236,11 @@ def _check_end(
     if name is not None:
         report.slowest_end = max(report.slowest_end, life.end_seconds)
     report.slowest_process = max(report.slowest_process, life.process_seconds)
-    # Ended before it said how it would, as nothing was held yet; or when all was done.
-    allowed = {None: (0,), "KILL": (-9,), "TERM": (143, -15, 0), "INT": (130, 0)}[name]
-    if life.status not in allowed:
+    # Or ended before it held anything (-15), or when all was done. Where Ctrl-C met code that Python's C part runs from
+    # text, Python in the end sends itself the signal (-2), which shells show as 130 too.
+    allowed = {None: (0,), "KILL": (-9,), "TERM": (143, -15, 0), "INT": (130, -2, 0)}[name]
+    said = name not in ("TERM", "INT") or life.status in (-15, 0) or "stopped" in life.output
+    if life.status not in allowed or not said:
         report.findings.append(f"{where}: status {life.status}: {life.output[-1500:]}")
     if "Traceback" in life.output or "Exception ignored" in life.output:
         report.findings.append(f"{where}: a traceback: {life.output[-1500:]}")
@@ -257,13 +264,14 @@ def twice(command: KilledCommand, folder: Path, pause: float = 0.0) -> KillRepor
     for _, mark, _ in (first, second):
         if left := _left_behind(mark):
             report.findings.append(f"still there: {left[0]}")
-    refused = [(text, ends[1 - place][2]) for place, (status, text, _) in enumerate(ends) if status == 2]
+    refused = [(text, ends[1 - index][2]) for index, (status, text, _) in enumerate(ends) if status == 2]
     for text, other in refused:
         line = text.strip().splitlines()[-1]
         if not line.startswith("error: ") or f"process {other}" not in line:
             report.findings.append(f"refused without naming the other one: {text[-500:]}")
     if sorted(status for status, _, _ in ends if status is not None) not in ([0, 2], [0, 0]):
-        report.findings.append(f"ended with {[status for status, _, _ in ends]}: {ends[0][1][-800:]} {ends[1][1][-800:]}")
+        said = " / ".join(f"{status}: {text[-800:]}" for status, text, _ in ends)
+        report.findings.append(f"ended with {said}")
     done = [what for what, count in Counter(command.work(folder)).items() if count > 1]
     if done:
         report.findings.append(f"done twice: {done[0]}")
