@@ -32,11 +32,14 @@ LOADERS = {
 BY_NAME = {
     "costmodel/base/lazy_names.py",
     "e2e/capture/environment.py",
+    "e2e/capture/models/timm_models.py",
     "e2e/sources/registry.py",
     "fusion/comparing/engines/engine_table.py",
     "fusion/modelzoo.py",
     "schedules/measuring/measure_worker.py",  # told by the process that started it
 }
+CODE_LOADERS = {"load_module", "load_static_library", "exec_module", "register_custom_ops_library", "load_inline"}
+TEXT_RUNNERS = {"os.system", "os.popen", "torch.hub.load", "torch.jit.load", "pd.read_pickle", "pandas.read_pickle"}
 SAFE_LOADERS = {"SafeLoader", "CSafeLoader", "UniqueKeyLoader", "_LOADER"}
 
 
@@ -72,15 +75,12 @@ def _of_loader(node: ast.Call, called: str, given: dict[str | None, str]) -> Ite
     """Libraries, modules and programs by a name that is not written there."""
     name, first = called.rpartition(".")[2], ast.unparse(node.args[0]) if node.args else ""
     written = bool(node.args) and isinstance(node.args[0], ast.Constant)
-    if name in ("CDLL", "PyDLL", "LoadLibrary") and first != "None":  # None: this process itself
-        yield called
-    elif name in ("load_module", "load_static_library", "exec_module", "register_custom_ops_library", "load_inline"):
+    library = name in ("CDLL", "PyDLL", "LoadLibrary") and first != "None"  # None: this process itself
+    if library or name in CODE_LOADERS:
         yield called
     elif name in ("import_module", "__import__", "run_path", "run_module") and not written:
         yield f"{name} by name"
-    elif called in ("os.system", "os.popen", "torch.hub.load", "torch.jit.load", "pd.read_pickle", "pandas.read_pickle"):
-        yield called
-    elif name in ("extract", "extractall"):
+    elif called in TEXT_RUNNERS or called.endswith((".extract", ".extractall")):
         yield called
     elif given.get("shell", "False") != "False" or given.get("trust_remote_code", "False") != "False":
         yield f"{called} that runs a text"
@@ -203,8 +203,9 @@ def _statistics(trace: Path, folder: Path) -> None:
 def _library(name: str) -> Callable[[Path, Path], None]:
     def plant(trace: Path, folder: Path) -> None:
         """A manifest that names a library outside of the build, and its true digest."""
-        from fusion.artifact.build_folder import digest, read_artifact
         from fuzz.seeds import BUILD_MANIFEST
+
+        from fusion.artifact.build_folder import digest, read_artifact
 
         (folder / "build").mkdir()
         for path in (folder / "evil.so", folder / "build" / "model.so"):

@@ -231,7 +231,18 @@ def _write_tables(place: Path) -> None:
 
 
 def _fit_words(place: Path) -> list[str]:
-    return ["-m", "costmodel", "fit", "--all", "--only", "kernels", "--data", str(place / "data"), "-o", str(place / "out")]
+    return [
+        "-m",
+        "costmodel",
+        "fit",
+        "--all",
+        "--only",
+        "kernels",
+        "--data",
+        str(place / "data"),
+        "-o",
+        str(place / "out"),
+    ]
 
 
 def _fitted_files(place: Path) -> Iterator[tuple[str, Path]]:

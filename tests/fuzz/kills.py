@@ -44,7 +44,7 @@ EARLIEST = 0.25  # seconds: before, it is Python that starts, which nobody can t
 LOOK_SECONDS, LOOKS_FOR_THE_END, LOOKS_FOR_PROCESSES = 0.05, 4_000, 100
 # What a process that was killed may leave for its next life to take away.
 TEMPORARY = (".checking-", ".staging-", ".quantising-")
-# What libraries keep in the system's temporary folder for the next process: PyTorch's compiler, ONNX Runtime's sessions.
+# What libraries keep in the system's temporary folder for the next process: PyTorch's compiler, ONNX Runtime.
 CACHES = ("torchinductor_", ".ses")
 
 
@@ -172,7 +172,7 @@ def _marked(mark: str) -> list[tuple[int, str]]:
 
 
 def kill(command: KilledCommand, times: int, signals: Sequence[str], seed: int, folder: Path) -> KillReport:
-    """Ends lives of ``command`` until each of ``signals`` has ended ``times`` of them; the last one comes to its end."""
+    """Ends lives of ``command`` until each of ``signals`` has ended ``times`` of them; the last one is left alone."""
     report, rng = KillReport(command.name), random.Random(f"{command.name} {seed}")
     began = time.monotonic()
     place = Place(command, folder / "undisturbed")

@@ -397,9 +397,7 @@ def _readers() -> list[Reader]:
         Reader("measured", lambda folder: _of(_lines, "measured.csv", MEASURED_TABLE), _measured),
         Reader("onnx", lambda folder: _of(_message, "model.onnx", *onnx_models()), _onnx, ("tvm", "onnx")),
         Reader("analyze", lambda folder: _of(_message, "model.onnx", *onnx_models()), _analyze, ("tvm", "onnx")),
-        Reader(
-            "predict", lambda folder: _of(_json, "config.json", *HF_CONFIGS), _predict, ("torch", "transformers")
-        ),
+        Reader("predict", lambda folder: _of(_json, "config.json", *HF_CONFIGS), _predict, ("torch", "transformers")),
         Reader("options", lambda folder: _of(_lines, "option.txt", *OPTION_TEXTS), _options, ("tvm",), False),
     ]
 

@@ -27,8 +27,8 @@ app = typer.Typer(cls=ProgramGroup)
 @guarded("stopped; all is kept")
 def command():
     with tempfile.TemporaryDirectory(dir=sys.argv[1]):
-        print("held", flush=True)
         try:
+            print("held", flush=True)
             time.sleep(60)
         finally:
             print("released", flush=True)

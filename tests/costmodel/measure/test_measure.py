@@ -255,7 +255,6 @@ def test_a_run_that_is_killed_while_it_notes_itself_loses_no_row(tmp_path, monke
         assert table.rows == [{"a": "1", "b": "2"}]
 
 
-
 def test_the_command_writes_the_table_and_resumes_it(capsys, tmp_path):
     command = ["measure", "--suite", "kernels", "--device", "cpu", "--minutes", "0.02", "-o", str(tmp_path)]
     assert main(command) == 0
