@@ -180,7 +180,7 @@ def _write_configuration(place: Path) -> None:
 
 
 def _sweep_words(place: Path) -> list[str]:
-    options = ["--gpu", "h100-sxm", "--gpus", "2,4,8", "--sequence-length", "64", "--workers", "2", "--json"]
+    options = ["--gpu", "h100-sxm", "--gpus", "2,4", "--sequence-length", "64", "--workers", "2", "--json"]
     return ["-m", "e2e", "sweep", "--model", str(place / "config.json"), "-o", str(place / "out"), *options]
 
 

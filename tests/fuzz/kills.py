@@ -71,6 +71,7 @@ class KillReport:
 class Life:
     """One process from its start to its end; ``status`` as of ``subprocess``, ``left``: processes that outlived it."""
 
+    seconds: float
     status: int | None
     signalled: bool
     output: str
@@ -104,6 +105,7 @@ class Place:
 
     def live(self, moment: float | None = None, number: signal.Signals | None = None) -> Life:
         """One life, which gets the signal ``number`` after ``moment`` seconds."""
+        started = time.monotonic()
         process, mark, log = self.start()
         signalled = False
         if moment is not None and number is not None:
@@ -122,7 +124,7 @@ class Place:
         gone = time.monotonic()
         output = log.read_text(errors="replace")
         log.unlink()
-        return Life(status, signalled, output, ended - began, gone - ended, left)
+        return Life(ended - started, status, signalled, output, ended - began, gone - ended, left)
 
     def temporary(self) -> list[str]:
         """Temporary files and folders that are there."""
@@ -174,10 +176,9 @@ def _marked(mark: str) -> list[tuple[int, str]]:
 def kill(command: KilledCommand, times: int, signals: Sequence[str], seed: int, folder: Path) -> KillReport:
     """Ends lives of ``command`` until each of ``signals`` has ended ``times`` of them; the last one is left alone."""
     report, rng = KillReport(command.name), random.Random(f"{command.name} {seed}")
-    began = time.monotonic()
     place = Place(command, folder / "undisturbed")
     life = place.live()
-    lasts = time.monotonic() - began
+    lasts = life.seconds
     _check_end(report, place, life, None, (), "undisturbed")
     if report.findings:
         print(report.findings[0], flush=True)
@@ -197,6 +198,8 @@ def kill(command: KilledCommand, times: int, signals: Sequence[str], seed: int, 
         _check_end(report, place, life, name if life.signalled else None, litter, where)
         if life.signalled:
             left[name] -= 1
+        elif not before:
+            lasts = min(lasts, life.seconds)  # the first one of all read its libraries from a disk
         if not life.signalled or life.status == 0 or command.over(place.folder):
             if life.status == 0 and expected is not None and command.result(place.folder) != expected:
                 report.findings.append(f"{where}: another result than that of a run that nobody ended")
