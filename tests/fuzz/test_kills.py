@@ -39,7 +39,7 @@ def test_of_two_in_one_folder_one_works(name: str, tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["sweep", "fit", "shard", "sweep-plot", "predict-report"])
+@pytest.mark.parametrize("name", ["sweep", "fit", "sweep-plot", "predict-report"])
 def test_a_full_disk_is_told(name: str, tmp_path: Path):
     need(WRITING[name].needs)
     try:
