@@ -180,7 +180,7 @@ def _write_configuration(place: Path) -> None:
 
 
 def _sweep_words(place: Path) -> list[str]:
-    options = ["--gpu", "h100-sxm", "--gpus", "2,4", "--sequence-length", "64", "--workers", "2", "--json"]
+    options = ["--gpu", "h100-sxm", "--gpus", "2", "--sequence-length", "64", "--workers", "2", "--json"]
     return ["-m", "e2e", "sweep", "--model", str(place / "config.json"), "-o", str(place / "out"), *options]
 
 
@@ -201,7 +201,9 @@ def _read_sweep(place: Path) -> None:
 
 
 def _sweep_result(place: Path) -> object:
-    return sorted(_lines(place / "out" / "results.jsonl"))
+    """Without the keys, in which the name of the configuration's file is."""
+    rows = [json.loads(line) for line in _lines(place / "out" / "results.jsonl")]
+    return sorted(json.dumps({name: value for name, value in row.items() if name != "key"}) for row in rows)
 
 
 # --- costmodel ------------------------------------------------------------------------------------

@@ -94,6 +94,8 @@ class Place:
         path = os.pathsep.join(filter(None, [str(ROOT), os.getenv("PYTHONPATH")]))
         environment = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(self.folder / "tmp"), MARK: mark}
         environment["XDG_CACHE_HOME"] = str(self.folder / "cache")
+        if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as of what runs in the background: lives would not hear
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         log = self.folder / f"messages-{mark}.txt"
         with log.open("wb") as stream:
             process = subprocess.Popen(
