@@ -2,7 +2,16 @@
 
 import sys
 
-from costmodel.commands.cli import main
+from costmodel.base.termination import interruptible_start
+
+
+def start() -> int:
+    """Loads the command line and runs it; its exit status. The entry point of the console script too."""
+    with interruptible_start():
+        from costmodel.commands.cli import main
+
+        return main()
+
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(start())

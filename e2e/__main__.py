@@ -1,5 +1,15 @@
 """``python -m e2e``."""
 
-from e2e.commands.cli import main
+from costmodel.base.termination import interruptible_start
 
-main()
+
+def start() -> None:
+    """Loads the command line and runs it; the entry point of the console script too."""
+    with interruptible_start():
+        from e2e.commands.cli import main
+
+        main()
+
+
+if __name__ == "__main__":
+    start()

@@ -1,6 +1,15 @@
 """``python -m fusion``."""
 
-from fusion.commands.cli import main
+from costmodel.base.termination import interruptible_start
+
+
+def start() -> None:
+    """Loads the command line and runs it; the entry point of the console script too."""
+    with interruptible_start():
+        from fusion.commands.cli import main
+
+        main()
+
 
 if __name__ == "__main__":
-    main()
+    start()

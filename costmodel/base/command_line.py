@@ -1,7 +1,7 @@
 """What all command lines of the project do alike: errors of the user are one line, exit statuses are fixed.
 
 Exit status: 0 done, 1 ``doctor`` found something broken, 2 the user's input or output is at fault (one line on standard
-error), 130 stopped with Ctrl-C.
+error), 130 stopped with Ctrl-C, 143 ended by SIGTERM, 129 by SIGHUP.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
 from costmodel.base.errors import ProjectError
+from costmodel.base.termination import Terminated, terminable
 from costmodel.base.version import version_line
 
 P = ParamSpec("P")
@@ -69,14 +70,15 @@ def version_command(
 
 
 def guarded(stopped: str = "stopped") -> Callable[[Callable[P, None]], Callable[P, None]]:
-    """Decorator of a command. ``stopped``: what Ctrl-C prints."""
+    """Decorator of a command. ``stopped``: what Ctrl-C, and a signal that ends the process, print."""
 
     def decorate(command: Callable[P, None]) -> Callable[P, None]:
         @functools.wraps(command)
         def run(*args: P.args, **kwargs: P.kwargs) -> None:
             try:
-                command(*args, **kwargs)
-                sys.stdout.flush()
+                with terminable():
+                    command(*args, **kwargs)
+                    sys.stdout.flush()
             except ProjectError as error:
                 fail(str(error))
             except BrokenPipeError:
@@ -91,6 +93,9 @@ def guarded(stopped: str = "stopped") -> Callable[[Callable[P, None]], Callable[
             except KeyboardInterrupt:
                 typer.echo(stopped, err=True)
                 raise typer.Exit(130) from None
+            except Terminated as ended:
+                typer.echo(f"{stopped} ({ended})", err=True)
+                raise typer.Exit(ended.status) from None
 
         return run
 

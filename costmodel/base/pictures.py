@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from costmodel.base.errors import InputError, OutputError
+from costmodel.base.whole_file import whole_file
 
 PICTURE_SUFFIXES = (".svg", ".png", ".pdf")
 _DPI = 144  # of pixels, where there are any: clouds of points inside a drawing too
@@ -49,6 +50,8 @@ def picture(path: Path, width: float, height: float, columns: int = 1, **options
         axes = figure.subplots(1, columns, squeeze=False, **options)
         yield list(axes[0])
         try:
-            figure.savefig(path, dpi=_DPI, metadata={"Date": None} if path.suffix == ".svg" else None)
+            with whole_file(path) as stream:
+                metadata = {"Date": None} if path.suffix == ".svg" else None
+                figure.savefig(stream, format=path.suffix[1:], dpi=_DPI, metadata=metadata)
         except OSError as error:
             raise OutputError(f"{path}: cannot be written: {error.strerror}") from error

@@ -1,7 +1,10 @@
-"""Files that are there whole or not at all: written beside their place under another name, then renamed."""
+"""Files that are there whole or not at all: written beside their place under another name, then renamed. And lines that
+are.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import stat
@@ -9,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
+
+_PARTIAL = ".partial"
 
 
 @contextmanager
@@ -28,7 +33,7 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
             yield stream
         return
     target = Path(os.path.realpath(path))  # a link stays one
-    staged = target.with_name(f".{target.name[:40]}.{secrets.token_hex(8)}.partial")
+    staged = target.with_name(f".{target.name[:40]}.{secrets.token_hex(8)}{_PARTIAL}")
     try:
         with staged.open("xb") as stream:
             yield stream
@@ -45,3 +50,27 @@ def write_whole(path: Path, content: str | bytes) -> None:
     """Writes ``content`` (text as UTF-8) as :func:`whole_file` does."""
     with whole_file(path) as stream:
         stream.write(content.encode() if isinstance(content, str) else content)
+
+
+def append_whole(stream: IO[bytes], data: bytes) -> None:
+    """Appends all of ``data`` to a file that was opened unbuffered for that, or nothing: ``OSError`` then, also of a
+    disk that is full in the middle.
+    """
+    before = stream.seek(0, os.SEEK_END)
+    try:
+        if stream.write(data) != len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except BaseException:
+        with suppress(OSError):
+            stream.truncate(before)
+        raise
+
+
+def remove_partials(*folders: Path) -> None:
+    """Takes away what processes that were killed had written of files in ``folders``: nobody else may write there now,
+    or need what he writes.
+    """
+    for folder in folders:
+        for path in folder.glob(f".*{_PARTIAL}"):
+            with suppress(OSError):
+                path.unlink()

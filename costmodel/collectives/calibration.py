@@ -85,8 +85,13 @@ def write_calibration(calibration: Calibration, directory: Path) -> Path:
         write_whole(path, _compact(record))
     except OSError as error:
         raise OutputError(f"{path}: cannot be written ({error.strerror}); choose another directory with -o") from None
-    _read_all.cache_clear()
+    forget_calibrations()
     return path
+
+
+def forget_calibrations() -> None:
+    """Files were written: what was read of them is read again."""
+    _read_all.cache_clear()
 
 
 def read_calibration(path: Path) -> Calibration:

@@ -9,22 +9,25 @@ import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from costmodel.base.errors import InputError
+from costmodel.base.staged_files import StagedFiles
 from costmodel.collectives.calibration import (
     NAME,
     Calibration,
     CollectiveSweep,
     Margins,
+    forget_calibrations,
     version_key,
     write_calibration,
 )
 from costmodel.collectives.collective_model import NO_MARGINS
-from costmodel.collectives.constants import Constants, write_constants
+from costmodel.collectives.constants import Constants, constants, write_constants
 from costmodel.collectives.fit_constants import fit_constants
 from costmodel.collectives.held_out import MeasuredRow, RowPrediction, held_out_ranks, held_out_sizes, sweeps_of
 from costmodel.datasets.collective_rows import CollectiveRow, CollectiveTable, read_collectives, read_own_table
@@ -56,12 +59,22 @@ def fit_collectives(
     if not machines:
         progress(f"{data}: no sweeps of collectives")
         return []
-    known = constants_of([MeasuredRow(machine, rows_of(tables)) for machine, tables in machines.items()])
-    written = [write_constants(known, _provenance(tables, data), output / NAME)]
-    for machine, own in machines.items():
-        rows = rows_of(own)
-        progress(f"{machine}: {len(rows)} collectives")
-        written.append(write_calibration(calibrate(MeasuredRow(machine, rows, known), _provenance(own, data)), output))
+    with StagedFiles(output, "fitted collectives", _provenance(tables, data)) as staged:
+        known = constants_of([MeasuredRow(machine, rows_of(tables)) for machine, tables in machines.items()])
+        write_constants(known, _provenance(tables, data), staged.folder / NAME)
+
+        def calibrate_machine(machine: str) -> None:
+            own = machines[machine]
+            rows = rows_of(own)
+            progress(f"{machine}: {len(rows)} collectives")
+            write_calibration(calibrate(MeasuredRow(machine, rows, known), _provenance(own, data)), staged.folder)
+
+        for machine in machines:
+            if not staged.once(f"{machine}/{NAME}", partial(calibrate_machine, machine)):
+                progress(f"{machine}: as the run before this one left it")
+        written = staged.install([NAME, *(f"{machine}/{NAME}" for machine in machines)])
+    forget_calibrations()
+    constants.cache_clear()
     return written
 
 

@@ -69,7 +69,7 @@ def machines_command(
 
 
 @app.command("fit")
-@guarded()
+@guarded("stopped; the same command goes on with what is fitted")
 def fit_command(
     data: _Data = None,
     output: Annotated[
@@ -178,6 +178,7 @@ def calibrate_command(
 
 
 @app.command("measure")
+@guarded("stopped; what was measured is kept, --resume continues it")
 def measure_command(
     suite: Annotated[str, typer.Option(help="kernels, overheads, embedding or collectives (under torchrun).")],
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder for the tables and traces.")],
@@ -189,11 +190,7 @@ def measure_command(
     from costmodel.measure.suites import measure
 
     progress = Console(stderr=True, highlight=False, markup=False)
-    try:
-        measure(suite, device, output, minutes, resume, lambda line: progress.print(line, soft_wrap=True))
-    except KeyboardInterrupt:
-        print(f"stopped; {output} keeps what was measured, --resume continues it", file=sys.stderr)
-        raise typer.Exit(130) from None
+    measure(suite, device, output, minutes, resume, lambda line: progress.print(line, soft_wrap=True))
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from costmodel.base.staged_files import StagedFiles
+from costmodel.base.whole_file import write_whole
 from costmodel.datasets.aiconfigurator import read_aiconfigurator
 from costmodel.datasets.attention_tables import read_attention
 from costmodel.datasets.csv_table import KernelTable, counted_only, sample
@@ -41,8 +44,10 @@ from costmodel.gpu.kernel_model import KernelModel
 from costmodel.gpu.kernel_rows import KernelRows, transfer_of
 from costmodel.gpu.lookups.lookup_family import LookupKernels
 from costmodel.gpu.residuals.fitted import (
+    TRANSFER,
     Fitted,
     all_fitted,
+    forget_fitted,
     residuals_for,
     transfer,
     write_fitted,
@@ -172,7 +177,8 @@ def _merge(tables: Sequence[KernelTable], families: Mapping[str, Family[Any]]) -
 
 
 def fit(data: Path, output: Path, progress: Callable[[str], None], wanted: Wanted = everything) -> list[Path]:
-    """Writes the model files into ``output``; returns them. A minute or two on two cores.
+    """Writes the model files into ``output``, when all are made; returns them. A minute or two on two cores; a run that
+    was stopped is gone on with.
 
     First the machines with tables, then what carries over, then the machines of which few points are known. Each file
     names the tables it came from, the one of what carries over all of them.
@@ -198,28 +204,65 @@ def _fit(
     output: Path,
     progress: Callable[[str], None],
 ) -> list[Path]:
-    rows = rows_by_family(tables)
-    written = []
-    for name in sorted({each.machine.name for each in rows}):
+    made_from = _provenance([*tables, *layers, *points], data)
+    with StagedFiles(output, "fitted models", made_from) as staged:
+        written = staged.install(_fit_staged(tables, layers, points, data, staged, progress))
+    forget_fitted()
+    return written
+
+
+def _fit_staged(
+    tables: Sequence[KernelTable],
+    layers: Sequence[KernelTable],
+    points: Sequence[KernelTable],
+    data: Path,
+    staged: StagedFiles,
+    progress: Callable[[str], None],
+) -> list[str]:
+    """The names of the models' files, which are all in the folder of ``staged`` then."""
+    rows, groups = rows_by_family(tables), _by_machine(points)
+    grown = staged.folder / "grown"  # models of trees, before points of the same machines are added
+
+    def grow(name: str) -> None:
         own = [each for each in rows if each.machine.name == name]
         progress(f"{name}: {', '.join(f'{each.family.name} ({len(each.operators)} rows)' for each in own)}")
         known = _provenance([table for table in tables if table.machine == name], data)
-        written.append(write_fitted(_fit_machine(own, known), output))
-    progress(
-        f"grades: {sum(len(each.operators) for each in layers)} kernels of whole layers, each GPU left out in turn"
-    )
-    attention = [each for each in points if isinstance(each.operators[0], Attention)]
-    known_rows = [*rows, *rows_by_family(attention)]
-    carried = with_grades(transfer_of(known_rows), rows, all_fitted(output), layer_rows(layers))
-    carried = replace(carried, provenance=_provenance([*tables, *layers, *attention], data))
-    written.append(write_transfer(carried, output))
+        write_fitted(_fit_machine(own, known), grown)
+
+    def carry_over() -> None:
+        kernels = sum(len(each.operators) for each in layers)
+        progress(f"grades: {kernels} kernels of whole layers, each GPU left out in turn")
+        attention = [each for each in points if isinstance(each.operators[0], Attention)]
+        known_rows = [*rows, *rows_by_family(attention)]
+        carried = with_grades(transfer_of(known_rows), rows, all_fitted(grown), layer_rows(layers))
+        write_transfer(replace(carried, provenance=_provenance([*tables, *layers, *attention], data)), grown)
+
+    def adapt(name: str) -> None:
+        if name in groups:
+            progress(f"{name}: {', '.join(f'{each.name} ({len(each.operators)} points)' for each in groups[name])}")
+            write_fitted(_adapted(load_machine(name), groups[name], grown), staged.folder)
+        else:
+            write_whole(staged.folder / f"{name}.json", (grown / f"{name}.json").read_bytes())
+
+    measured = sorted({each.machine.name for each in rows})
+    kept = [name for name in measured if not staged.once(f"grown/{name}.json", partial(grow, name))]
+    if not staged.once(f"grown/{TRANSFER}.json", carry_over):
+        kept.append("grades")
+    names = [*measured, *sorted(groups.keys() - set(measured))]
+    for name in names:
+        if not staged.once(f"{name}.json", partial(adapt, name)) and name not in kept:
+            kept.append(name)
+    if kept:
+        progress(f"as the run before this one left them: {', '.join(kept)}")
+    staged.once(f"{TRANSFER}.json", partial(adapt, TRANSFER))
+    return [f"{name}.json" for name in (*names, TRANSFER)]
+
+
+def _by_machine(tables: Iterable[KernelTable]) -> dict[str, list[KernelTable]]:
     groups: dict[str, list[KernelTable]] = {}
-    for table in points:
+    for table in tables:
         groups.setdefault(table.machine, []).append(table)
-    for name, members in sorted(groups.items()):
-        progress(f"{name}: {', '.join(f'{each.name} ({len(each.operators)} points)' for each in members)}")
-        written.append(write_fitted(_adapted(load_machine(name), members, output), output))
-    return list(dict.fromkeys(written))
+    return groups
 
 
 def _adapted(machine: Machine, points: Sequence[KernelTable], output: Path) -> Fitted:

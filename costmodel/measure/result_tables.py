@@ -11,7 +11,9 @@ from types import TracebackType
 from typing import Any
 
 from costmodel.base.errors import InputError, OutputError
+from costmodel.base.folder_lock import lock_folder
 from costmodel.base.plain_json import decoded
+from costmodel.base.whole_file import append_whole, remove_partials, write_whole
 
 
 class Table:
@@ -19,7 +21,7 @@ class Table:
 
     Without ``resume`` an existing table is refused, with it its rows stay (a last line that was cut off is dropped) and
     ``rows`` holds them. ``InputError`` for a table of another device or of other columns, ``OutputError`` if it cannot
-    be written.
+    be written, or while another process writes it.
     """
 
     def __init__(
@@ -28,23 +30,27 @@ class Table:
         self.path, self.columns = directory / f"{name}.csv", tuple(columns)
         self.rows: list[dict[str, str]] = []
         self._sidecar = directory / f"{name}.json"
+        self._lock = lock_folder(directory, f"{name}.csv", f".{name}.lock")
         try:
-            directory.mkdir(parents=True, exist_ok=True)
+            remove_partials(directory)
             if self.path.exists():
                 self._continue(provenance, resume)
             else:
                 self._begin(provenance)
-            self._stream = self.path.open("a", newline="", encoding="utf-8")
+            self._stream = self.path.open("ab", buffering=0)
         except OSError as error:
+            self._lock.close()
             raise OutputError(f"{self.path}: cannot be written ({error.strerror}); give another folder") from None
+        except BaseException:
+            self._lock.close()
+            raise
 
     def add(self, **row: Any) -> None:
         """One row, at once on disk; absent columns stay empty."""
         line = io.StringIO()
         csv.DictWriter(line, self.columns, restval="", lineterminator="\n").writerow(row)
         try:
-            self._stream.write(line.getvalue())
-            self._stream.flush()
+            append_whole(self._stream, line.getvalue().encode())
         except OSError as error:
             raise OutputError(f"{self.path}: cannot be written ({error.strerror}); free space and --resume") from None
 
@@ -55,10 +61,11 @@ class Table:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stream.close()
+        self._lock.close()
 
     def _begin(self, provenance: Mapping[str, Any]) -> None:
-        self._sidecar.write_text(json.dumps({"runs": [dict(provenance)]}, indent=2) + "\n", encoding="utf-8")
-        self.path.write_text(",".join(self.columns) + "\n", encoding="utf-8")
+        write_whole(self._sidecar, json.dumps({"runs": [dict(provenance)]}, indent=2) + "\n")
+        write_whole(self.path, ",".join(self.columns) + "\n")
 
     def _continue(self, provenance: Mapping[str, Any], resume: bool) -> None:
         if not resume:
@@ -71,7 +78,7 @@ class Table:
         self.rows = list(reader)
         self._note_run(provenance)
         if whole != text:
-            self.path.write_text(whole, encoding="utf-8")
+            write_whole(self.path, whole)
 
     def _note_run(self, provenance: Mapping[str, Any]) -> None:
         try:
@@ -82,4 +89,4 @@ class Table:
         if device != provenance["device"]:
             raise InputError(f"{self.path}: was measured on {device}, this is {provenance['device']}; use another -o")
         origin["runs"].append(dict(provenance))
-        self._sidecar.write_text(json.dumps(origin, indent=2) + "\n", encoding="utf-8")
+        write_whole(self._sidecar, json.dumps(origin, indent=2) + "\n")

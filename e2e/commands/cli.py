@@ -1,7 +1,7 @@
 """``python -m e2e predict | validate | sweep | shard | measure | doctor``.
 
 Exit status: 0 done, 1 ``doctor`` found something broken, 2 the user's input is at fault (one line on standard error),
-130 stopped with Ctrl-C. With ``--json`` standard output holds JSON alone.
+130 stopped with Ctrl-C, 143 ended by SIGTERM. With ``--json`` standard output holds JSON alone.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ def validate_command(
             ran.render()
 
 
-app.command("sweep")(guarded()(sweep_command))
+app.command("sweep")(guarded("stopped; results so far are kept")(sweep_command))
 app.command("shard")(guarded()(shard_command))
 
 
 @app.command("measure")
-@guarded()
+@guarded("stopped; what was measured is kept, --resume continues it")
 def measure_command(
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder for the table and the traces.")],
     device: Annotated[str, typer.Option(help="cuda, cuda:N, or cpu to try the code.")] = "cuda",

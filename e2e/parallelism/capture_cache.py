@@ -21,6 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
+from costmodel.base.staged_files import digest_of
 from costmodel.base.whole_file import write_whole
 from e2e.price.release_spread import RELEASE_SPREAD
 from e2e.price.speed_band import SPEED_BAND
@@ -101,12 +102,8 @@ def digest(record: Mapping[str, Any]) -> str:
 
 @functools.cache
 def _program() -> list[str]:
-    found = hashlib.sha256()
-    for package in ("costmodel", "e2e"):
-        root = Path(__file__).parents[2] / package
-        for path in sorted(each for each in root.rglob("*") if each.is_file() and each.suffix != ".pyc"):
-            if path in (SPEED_BAND, RELEASE_SPREAD):  # of intervals: what is kept does not depend on them
-                continue
-            found.update(path.relative_to(root).as_posix().encode())
-            found.update(path.read_bytes())
-    return [found.hexdigest(), version("torch"), version("transformers")]
+    root = Path(__file__).parents[2]
+    files = [path for package in ("costmodel", "e2e") for path in (root / package).rglob("*") if path.is_file()]
+    # Intervals: what is kept does not depend on them.
+    kept = [path for path in files if path.suffix != ".pyc" and path not in (SPEED_BAND, RELEASE_SPREAD)]
+    return [digest_of(kept), version("torch"), version("transformers")]

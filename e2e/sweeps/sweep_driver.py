@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from costmodel.base.folder_lock import lock_folder
+from costmodel.base.whole_file import remove_partials
 from costmodel.machines.machine_catalog import user_directory
 from e2e.parallelism.capture_cache import digest
 from e2e.sweeps.evaluate import SweepTask
@@ -19,6 +20,7 @@ from e2e.sweeps.sweep_results import ResultFile, SweepRow
 from e2e.sweeps.sweep_space import SweepCell, SweepRequest, record_of
 from e2e.sweeps.workers import Workers
 
+CAPTURES = "captures"  # folder of captured models within that of a sweep
 # Done, all, seconds since the start, the newest row.
 SweepProgress = Callable[[int, int, float, SweepRow], None]
 
@@ -51,7 +53,12 @@ def sweep(
     ``OutputError`` where another sweep is writing there.
     """
     with lock_folder(directory, "results of a sweep"):
-        return _sweep(request, cells, directory, workers, progress)
+        try:
+            remove_partials(directory, directory / CAPTURES)
+            return _sweep(request, cells, directory, workers, progress)
+        except BaseException:
+            remove_partials(directory / CAPTURES)
+            raise
 
 
 def _sweep(
@@ -61,7 +68,7 @@ def _sweep(
     own = _own_machines()
     keys = [digest({**record_of(request, cell), "files": [_files(request, cell), own]}) for cell in cells]
     missing = [place for place, key in enumerate(keys) if results.get(key) is None]
-    tasks = [SweepTask(request, cells[place], directory / "captures") for place in missing]
+    tasks = [SweepTask(request, cells[place], directory / CAPTURES) for place in missing]
     began = time.monotonic()
     failed: list[SweepRow] = []
     for done, (place, row) in enumerate(workers.run(tasks) if tasks else (), 1):

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from costmodel.base.errors import InputError, OutputError
 from costmodel.base.plain_json import MALFORMED, decoded
-from costmodel.base.whole_file import write_whole
+from costmodel.base.whole_file import append_whole, write_whole
 
 CellStatus = Literal["ok", "does not fit", "not possible", "failed"]
 
@@ -66,8 +66,9 @@ class ResultFile:
         """Keeps a result; it is on disk when this returns."""
         self._rows[key] = row
         try:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(("" if self._ends_line else "\n") + json.dumps({"key": key, **asdict(row)}) + "\n")
+            with self.path.open("ab", buffering=0) as file:
+                line = ("" if self._ends_line else "\n") + json.dumps({"key": key, **asdict(row)}) + "\n"
+                append_whole(file, line.encode())
         except OSError as error:
             raise OutputError(f"{self.path}: cannot be written: {error.strerror}") from error
         self._ends_line = True

@@ -11,10 +11,12 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
 from types import ModuleType
 from typing import Any, Protocol, TypeVar
 
 from costmodel.base.errors import InputError
+from costmodel.base.termination import end_with_parent, interrupts_held
 from e2e.sweeps.evaluate import SweepTask, evaluate, failure
 from e2e.sweeps.sweep_results import SweepRow
 
@@ -72,9 +74,10 @@ def _in_processes(
 ) -> Iterator[tuple[int, Answer]]:
     """Answers as they come; none of those tasks that a process which died took with it."""
     # Forked processes would inherit PyTorch's locks and threads.
-    pool = ProcessPoolExecutor(min(count, len(tasks)), get_context("spawn"), initializer=_prepare)
+    context, processes = get_context("spawn"), min(count, len(tasks))
+    pool = ProcessPoolExecutor(processes, context, initializer=_prepare, initargs=(os.getpid(),))
     try:
-        with _without_main():  # all processes start with the first tasks
+        with _without_main(), interrupts_held():  # all processes start with the first tasks
             places = {pool.submit(function, task): place for place, task in tasks.items()}
         for future in as_completed(places):
             try:
@@ -83,11 +86,18 @@ def _in_processes(
                 continue
             yield places[future], row
     except BaseException:  # Ctrl-C: nobody waits for what the workers are doing
-        for process in list((pool._processes or {}).values()):
-            process.terminate()
+        _kill(list((pool._processes or {}).values()))
         raise
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _kill(processes: Sequence[BaseProcess]) -> None:
+    """Ends them, and waits until they have: what they leave half written can then be taken away."""
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.join()
 
 
 @contextmanager
@@ -141,10 +151,11 @@ class RayWorkers:
         return row
 
 
-def _prepare() -> None:
+def _prepare(parent: int) -> None:
     """One thread: two processes with as many threads as cores each would fight for them. Ctrl-C is for the process that
-    asked, which ends this one.
+    asked, ``parent``, which ends this one; and without which this one would wait for ever.
     """
+    end_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch

@@ -44,6 +44,7 @@ MANIFEST = "manifest.json"
 SUMMARY = "summary.json"
 REPORT = "report.html"
 CACHE = "cache"
+STAGING = ".staging-"  # how the name of a temporary folder begins
 
 
 class Executable(Protocol):
@@ -163,9 +164,12 @@ def stage_build(
 
 
 def install_build(stage: Path, directory: Path) -> None:
-    """Moves a staged build into ``directory``, the manifest last; modules that it has none of are taken away."""
+    """Moves a staged build into ``directory``; modules that it has none of are taken away.
+
+    Modules first, the manifest last: stopped in between, the old manifest does not fit, and nothing is believed.
+    """
     names = {path.name for path in stage.iterdir() if path.is_file()}
-    for name in sorted(names, key=MANIFEST.__eq__):
+    for name in sorted(names, key=lambda each: (each == MANIFEST, each not in (MODEL, UNFUSED_MODULE))):
         os.replace(stage / name, directory / name)
     for stale in {MODEL, UNFUSED_MODULE} - names:
         (directory / stale).unlink(missing_ok=True)
@@ -231,7 +235,7 @@ def staging(directory: Path) -> Iterator[Path]:
     created = not directory.exists()
     with _output_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
-        stage = Path(tempfile.mkdtemp(prefix=".staging-", dir=directory))
+        stage = Path(tempfile.mkdtemp(prefix=STAGING, dir=directory))
         try:
             yield stage
         except BaseException:

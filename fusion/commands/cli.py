@@ -1,7 +1,7 @@
 """``python -m fusion analyze | tune | report | run | benchmark | compare | quantize | records | doctor``.
 
 Exit status: 0 done, 1 ``doctor`` found something broken, 2 the user's input or output is at fault (one line on stderr),
-130 stopped with Ctrl-C.
+130 stopped with Ctrl-C, 143 ended by SIGTERM.
 With ``--json`` standard output holds JSON alone; progress and messages go to standard error.
 """
 

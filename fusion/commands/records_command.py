@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -22,6 +21,7 @@ import typer
 
 from costmodel.base.command_line import guarded
 from costmodel.base.errors import InputError
+from costmodel.base.whole_file import write_whole
 
 if TYPE_CHECKING:
     from costmodel.operators.layers import Operator
@@ -165,6 +165,8 @@ def measure_records(
             if not operators:
                 raise InputError(f"{network}: no kernels of this CPU on {cpu.threads} threads; tune it here first")
             kernels.append((store, operators))
+        for store, _ in kernels:
+            store.claim()
         sampled = sampled_kernels(kernels, cpu, configurations)
         runner = stack.enter_context(Runner(cpu))
         return measure_samples(sampled, runner, end, SamplingLine(len(sampled)))
@@ -257,7 +259,7 @@ def train_records(directory: Path | None, leave_out: Sequence[str], output: Path
     if output is not None:
         folder = output / found.directory.name
         write_records(folder / RECORDS_FILE, content)
-        shutil.copyfile(machine_file, folder / MACHINE_FILE)
+        write_whole(folder / MACHINE_FILE, machine_file.read_bytes())
     trees = train_ranking(content, machine)
     return write_ranking(folder, content, trees), list(trees)
 

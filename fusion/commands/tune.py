@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from costmodel.base.errors import TuningError
+from costmodel.base.folder_lock import lock_folder
+from costmodel.base.whole_file import remove_partials, write_whole
 from fusion.acceptance.error_budget import BudgetExceeded
 from fusion.acceptance.final_networks import UNFUSED_NETWORK, FinalNetwork, Finals, finalists, race, to_json
 from fusion.acceptance.network_check import (
@@ -38,10 +40,10 @@ from fusion.acceptance.time_limit import (
 )
 from fusion.acceptance.tune_job import Job, TuneRequest, careful_configs, complete_configs, plausible_sites, read_model
 from fusion.analysis.target_machine import another_cpu
-from fusion.artifact.build_folder import MODEL, UNFUSED_MODULE, describe, prepare_directory, read_artifact
+from fusion.artifact.build_folder import MODEL, STAGING, UNFUSED_MODULE, describe, prepare_directory, read_artifact
 from fusion.artifact.profile_folders import ProfileBuild, describe_inputs, write_profiles, write_single
 from fusion.commands.result_pictures import draw_frontiers
-from fusion.commands.tune_int8 import Quantised, quantised_plan, quantised_request
+from fusion.commands.tune_int8 import QUANTISING, Quantised, quantised_plan, quantised_request
 from fusion.commands.tune_precision import (
     FLOAT32_NETWORK,
     PrecisionReport,
@@ -68,6 +70,7 @@ if TYPE_CHECKING:
     from schedules.contract.cpu_target import CpuTarget
 
 RECORDS = "records"
+CHECKING = ".checking-"  # how the name of a temporary folder begins
 PLANNED_BYTES = ("activation_bytes", "weight_bytes", "scratch_bytes")
 
 
@@ -112,13 +115,13 @@ def tune_model(request: TuneRequest, display: TuningDisplay) -> dict[str, Any]:
     display.ends_at(end)
     asked = checked_precision(request, display)
     with ExitStack() as stack:
-        stack.enter_context(output_directory(request.output))
+        stack.enter_context(claimed_directory(request.output))
         request, quantised = stack.enter_context(quantised_request(asked, lambda: _described(asked, display), display))
         if quantised is not None:
             clock.ended("quantising")
         jobs = read_model(request, display)
         clock.ended("read")
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".checking-", dir=request.output)))
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=CHECKING, dir=request.output)))
         for job in jobs:
             stack.enter_context(batch_file(job))
             check_peers(workload(job.file, job.model, job.cpu, scratch), request.against, request.quantized)
@@ -285,6 +288,7 @@ def tune_kernels(
     display.say(f"{len(job.graph.nodes)} layers, {len(job.sites)} fusable sites, {len(distinct)} distinct kernels")
     records = RecordStore(job.request.output / RECORDS, job.cpu, job.guesses.allows)
     with records as store, Runner(job.cpu) as runner:
+        store.claim()
         tuner = NetworkTuner(
             job.graph,
             plausible_sites(job),
@@ -574,11 +578,13 @@ def batch_file(job: Job) -> Iterator[None]:
         return
     static = static_model(job.request.model, job.profile.shapes, job.profile.batch)
     with output_directory(job.folder):
-        job.file.write_bytes(static.SerializeToString())
+        known = job.file.exists()  # then a build that is there already may need it
+        write_whole(job.file, static.SerializeToString())
         try:
             yield
         except BaseException:
-            job.file.unlink(missing_ok=True)
+            if not known:
+                job.file.unlink(missing_ok=True)
             raise
 
 
@@ -596,6 +602,17 @@ class _Compiled:
 
     def export_library(self, file_name: str) -> None:
         shutil.copyfile(self.path, file_name)
+
+
+@contextmanager
+def claimed_directory(directory: Path) -> Iterator[None]:
+    """:func:`output_directory` for this process alone: ``OutputError`` names another one that tunes into it. Temporary
+    folders of those that were killed are taken away.
+    """
+    with output_directory(directory), lock_folder(directory, "a build") as lock:
+        lock.clear(f"{CHECKING}*", f"{STAGING}*", f"{QUANTISING}*")
+        remove_partials(directory)
+        yield
 
 
 @contextmanager

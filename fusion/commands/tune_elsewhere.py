@@ -22,11 +22,12 @@ from fusion.acceptance.tune_job import Job, TuneRequest, careful_configs, comple
 from fusion.artifact.build_folder import MODEL, UNFUSED_MODULE, describe
 from fusion.artifact.profile_folders import ProfileBuild
 from fusion.commands.tune import (
+    CHECKING,
     RECORDS,
     announced,
     asked_for,
     batch_file,
-    output_directory,
+    claimed_directory,
     planned,
     predicted_seconds,
     ranking_model,
@@ -75,13 +76,13 @@ def tune_elsewhere(request: TuneRequest, display: TuningDisplay) -> dict[str, An
     display.ends_at(end)
     asked = checked_precision(request, display)
     with ExitStack() as stack:
-        stack.enter_context(output_directory(request.output))
+        stack.enter_context(claimed_directory(request.output))
         runner = None if request.tracker is None else stack.enter_context(_servers(request, display))
         cpu, machine_of = _named(request, display) if runner is None else _remote(request, runner, display)
         asked = on_cpu(asked, cpu, display)
         request, quantised = stack.enter_context(quantised_request(asked, lambda: (cpu, machine_of()), display))
         jobs = read_jobs(request, cpu, machine_of, display)
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".checking-", dir=request.output)))
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=CHECKING, dir=request.output)))
         for job in jobs:
             stack.enter_context(batch_file(job))
         why_unchecked = _why_unchecked(cpu)
@@ -251,6 +252,7 @@ def _kernels(
         )
         if runner is None:
             return tuner.known(interrupted=stopped)
+        store.claim()
         tuned = tuner.tune(TuningBudget(job.request.trials, seconds))
         display.finish_trials()
     return tuned

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from costmodel.machines.machine_records import Machine
     from schedules.contract.cpu_target import CpuTarget
 
+QUANTISING = ".quantising-"  # how the name of a temporary folder begins
 _ADVICE = "allow more, or calibrate with more samples"
 
 
@@ -169,7 +170,7 @@ def _choosing(
     cpu, machine = described()
     assert request.calibration is not None, "who quantises has samples"
     profile = request.profiles[0]
-    with tempfile.TemporaryDirectory(prefix=".quantising-", dir=request.output) as folder:
+    with tempfile.TemporaryDirectory(prefix=QUANTISING, dir=request.output) as folder:
         file = Path(folder) / "float.onnx"
         form = float_form(request.model, load_float_model(request.model))
         file.write_bytes(form.SerializeToString())

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from costmodel.base.errors import InputError
+from costmodel.base.whole_file import write_whole
 from fusion.artifact.build_folder import digest
 from fusion.comparing.engines.base import Unavailable
 from fusion.model.tensor_info import TensorInfo
@@ -92,5 +93,5 @@ def _for_batch(path: Path, loaded: ModelProto, wanted: Mapping[str, tuple[int, .
     batch = next(iter(wanted.values()))[0]
     copy = cache / f"{path.stem}-batch{batch}.onnx"
     cache.mkdir(parents=True, exist_ok=True)
-    copy.write_bytes(static_model(path, {}, batch).SerializeToString())
+    write_whole(copy, static_model(path, {}, batch).SerializeToString())
     return copy

@@ -21,6 +21,7 @@ import tvm_ffi
 from tvm import relax, tirx
 
 from costmodel.base.cores import usable_cores
+from costmodel.base.termination import Terminated
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.kernel_compilation import pass_context, tir_pipeline
 
@@ -66,7 +67,7 @@ class KernelObjects:
             asked = {name: self._asked(name, function, pool) for name, function in functions.items()}
             try:
                 made = {name: future.result() for name, future in asked.items()}
-            except KeyboardInterrupt:
+            except (KeyboardInterrupt, Terminated):
                 self.stop()
                 raise
         self._seconds += time.monotonic() - started

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from costmodel.base.termination import Terminated
+
 
 def import_tvm_alone() -> None:
     """Imports ``tvm``; for processes that never use PyTorch, which they may import afterwards all the same."""
@@ -19,12 +21,24 @@ def import_tvm_alone() -> None:
         if "torch" in sys.modules or "tvm" in sys.modules:
             import tvm
 
+            _let_through()
             return
         sys.modules["torch"] = None  # type: ignore[assignment]  # Python's way to hide a module
         try:
             import tvm  # noqa: F401
         finally:
             del sys.modules["torch"]
+        _let_through()
+
+
+def _let_through() -> None:
+    """Ctrl-C and SIGTERM in what TVM calls back (its passes that are written in Python) stay what they are on their way
+    through C++, which otherwise makes errors of a compilation of them.
+    """
+    from tvm_ffi import register_error
+
+    for ending in (KeyboardInterrupt, Terminated):
+        register_error(ending.__name__, ending)
 
 
 def lacks_compiler() -> bool:

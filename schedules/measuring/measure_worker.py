@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from costmodel.base.termination import end_with_parent
 from costmodel.model.measurements import config_key
 from costmodel.operators.layers import Operator
 from schedules.contract.kernel_compilation import compile_kernel
@@ -300,4 +301,5 @@ def serve(connection: Connection) -> None:
 
 
 if __name__ == "__main__":
+    end_with_parent()
     serve(Connection(int(sys.argv[1])))

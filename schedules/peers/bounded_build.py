@@ -15,6 +15,7 @@ from typing import Any
 import tvm
 
 from costmodel.base.errors import TuningError
+from costmodel.base.termination import end_with_parent
 
 # What MetaSchedule's own LocalBuilder allows.
 BUILD_SECONDS = 30.0
@@ -46,6 +47,8 @@ def _in_child(work: Any, seconds: float) -> str | None:
 def _report(work: Any, write_end: int) -> None:
     """The child: never returns; its last word is the error, or ``done``."""
     word = "done"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who forked this process ends it
+    end_with_parent()
     try:
         work()
     except BaseException as error:
@@ -56,10 +59,14 @@ def _report(work: Any, write_end: int) -> None:
 
 
 def _await(child: int, read_end: int, seconds: float) -> str | None:
-    readable, _, _ = select.select([read_end], [], [], seconds)
+    readable: list[int] = []
+    try:
+        readable, _, _ = select.select([read_end], [], [], seconds)
+    finally:  # Ctrl-C too
+        if not readable:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
     if not readable:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
         return f"compiling takes more than {seconds:g} s"
     word = os.read(read_end, 4096).decode(errors="replace")
     os.waitpid(child, 0)

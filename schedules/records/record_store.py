@@ -6,18 +6,16 @@ warning when the next writer opens the store.
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import json
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 from costmodel.base.errors import InputError, OutputError
-from costmodel.base.folder_lock import lock_folder
+from costmodel.base.folder_lock import FolderLock, lock_folder
 from costmodel.base.plain_json import MALFORMED, decoded
+from costmodel.base.whole_file import append_whole
 from costmodel.model.measurements import ConfigKey, config_key
 from costmodel.operators.layers import Operator
 from costmodel.operators.serialization import to_record
@@ -44,9 +42,9 @@ _log = logging.getLogger(__name__)
 class RecordStore:
     """Records of one CPU, version of TVM and revision of the templates in ``directory``; others stay there, unseen.
 
-    ``allows``: records of other configurations stay unseen too. One writer at a time (the lock is taken at the first
-    write); any number of readers. ``InputError`` for a directory or file that cannot be read, ``OutputError`` for one
-    that cannot be written.
+    ``allows``: records of other configurations stay unseen too. One writer at a time (the lock is taken by
+    :meth:`claim`, or at the first write); any number of readers. ``InputError`` for a directory or file that cannot be
+    read, ``OutputError`` for one that cannot be written.
     """
 
     def __init__(
@@ -57,22 +55,27 @@ class RecordStore:
     ) -> None:
         self.directory = Path(directory)
         self._cpu = cpu
+        self._allows = allows
         self._environments: dict[str, dict[str, str]] = {}
         self._records: dict[Operator, dict[ConfigKey, Record]] = {}
         self._best: dict[Operator, Record] = {}
         self._failures: dict[Operator, dict[ConfigKey, Failure]] = {}
-        self._lock: IO[str] | None = None
+        self._lock: FolderLock | None = None
+        self._seen_bytes: tuple[int, ...] = ()
         self._target: Any = None
         self._workloads: dict[str, int] = {}
         self._workload_indices: dict[Operator, int] = {}
         if self.directory.exists() and not self.directory.is_dir():
             raise InputError(f"{self.directory}: tuning records need a directory, this is a file")
-        for entry in read_lines(self.directory / RECORDS, parse_line):
-            if entry is not None and self._is_ours(*entry) and allows(entry[0].operator, entry[0].config):
-                self._remember(entry[0])
-        for failed in read_lines(self.directory / FAILURES, _parse_failure):
-            if failed is not None and self._is_ours(*failed) and allows(failed[0].operator, failed[0].config):
-                self._failures.setdefault(failed[0].operator, {})[config_key(failed[0].config)] = failed[0]
+        self._read()
+
+    def claim(self) -> None:
+        """Keeps other writers out from now on, before time is spent on what they may be measuring; what they have
+        written since this store was read is read as well. ``OutputError`` names the one that is there.
+        """
+        self._open_for_writing()
+        if self._seen_bytes != self._present_bytes():
+            self._read()
 
     def best(self, operator: Operator) -> Record | None:
         """The fastest record; the winner of the last comparison outranks all that were measured before it."""
@@ -140,6 +143,21 @@ class RecordStore:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def _read(self) -> None:
+        self._seen_bytes = self._present_bytes()
+        self._records, self._best, self._failures = {}, {}, {}
+        for entry in read_lines(self.directory / RECORDS, parse_line):
+            if entry is not None and self._is_ours(*entry) and self._allows(entry[0].operator, entry[0].config):
+                self._remember(entry[0])
+        for failed in read_lines(self.directory / FAILURES, _parse_failure):
+            if failed is not None and self._is_ours(*failed) and self._allows(failed[0].operator, failed[0].config):
+                self._failures.setdefault(failed[0].operator, {})[config_key(failed[0].config)] = failed[0]
+
+    def _present_bytes(self) -> tuple[int, ...]:
+        """Sizes of the files that are read; lines are only ever added to them."""
+        paths = (self.directory / RECORDS, self.directory / FAILURES)
+        return tuple(path.stat().st_size if path.is_file() else 0 for path in paths)
 
     def _environment(self, operator: Operator) -> dict[str, str]:
         dtype = operator.dtype
@@ -248,14 +266,6 @@ def _append_lines(path: Path, lines: Sequence[str]) -> None:
     data = "".join(f"{line}\n" for line in lines).encode()
     try:
         with open(path, "ab", buffering=0) as file:
-            before = file.seek(0, os.SEEK_END)
-            try:
-                written = file.write(data)
-                if written != len(data):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    file.truncate(before)
-                raise
+            append_whole(file, data)
     except OSError as error:
         raise OutputError(f"{path}: tuning records cannot be written: {error.strerror}") from error

@@ -62,6 +62,7 @@ def _add(whole: FuzzReport, part: FuzzReport) -> None:
     whole.findings += part.findings
     whole.slowest = max(whole.slowest, part.slowest)
     whole.peak_bytes = max(whole.peak_bytes, part.peak_bytes)
+    whole.whole_bytes = max(whole.whole_bytes, part.whole_bytes)
     whole.seconds += part.seconds
     for finding in part.findings:
         print(f"{finding.reader} --case {finding.case}: {finding.what}\n{finding.detail}", flush=True)
@@ -71,7 +72,8 @@ def _print(report: FuzzReport) -> None:
     counts = ", ".join(f"{count} {what}" for what, count in report.outcomes.most_common())
     print(
         f"{report.reader:16} {report.cases:6} inputs in {report.seconds:5.0f} s: {counts}; "
-        f"longest {report.slowest[0]:.2f} s, memory +{report.peak_bytes / 2**20:.0f} MiB; "
+        f"longest {report.slowest[0]:.2f} s, memory +{report.peak_bytes / 2**20:.0f} MiB "
+        f"({report.whole_bytes / 2**20:.0f} with all libraries); "
         f"{len(report.findings)} findings"
     )
 

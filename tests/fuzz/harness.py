@@ -44,7 +44,7 @@ class Finding:
 @dataclass
 class FuzzReport:
     """What became of ``cases`` inputs: ``outcomes`` counts results and refusals; ``slowest`` in seconds, with its case;
-    ``peak_bytes``: memory at the end beyond that of the beginning.
+    ``peak_bytes``: memory at the end beyond that of the beginning; ``whole_bytes``: of the process, libraries and all.
     """
 
     reader: str
@@ -52,6 +52,7 @@ class FuzzReport:
     findings: list[Finding] = field(default_factory=list)
     slowest: tuple[float, int] = (0.0, 0)
     peak_bytes: int = 0
+    whole_bytes: int = 0
     seconds: float = 0.0
 
     @property
@@ -137,6 +138,7 @@ def _note(report: FuzzReport, message: dict[str, Any]) -> None:
     case, seconds = message["case"], message["seconds"]
     report.slowest = max(report.slowest, (seconds, case))
     report.peak_bytes = max(report.peak_bytes, message["grown"])
+    report.whole_bytes = max(report.whole_bytes, message["whole"])
     what = message["outcome"]
     report.outcomes[what] += 1
     if case < 0 and what != "result":
@@ -177,13 +179,15 @@ def serve(name: str, first: int, last: int) -> None:
                 path = reader.case(Path(folder), seeds, number, random.Random(f"{name} {number}"))
             except Exception:
                 failed = traceback.format_exc()[-_LONGEST_LINE:]
-                tell({"case": number, "outcome": "cannot be made", "detail": failed, "seconds": 0.0, "grown": 0})
+                empty = {"seconds": 0.0, "grown": 0, "whole": 0}
+                tell({"case": number, "outcome": "cannot be made", "detail": failed, **empty})
                 continue
             began = time.process_time()
             outcome, detail = _outcome(reader, path)
             spent = time.process_time() - began
-            grown = max(0, _peak() - resident)
-            tell({"case": number, "outcome": outcome, "detail": detail, "seconds": spent, "grown": grown})
+            whole = _peak()
+            took = {"seconds": spent, "grown": max(0, whole - resident), "whole": whole}
+            tell({"case": number, "outcome": outcome, "detail": detail, **took})
 
 
 def _outcome(reader: Any, path: Path) -> tuple[str, str]:

@@ -319,6 +319,18 @@ def _onnx(path: Path) -> object:
     return import_onnx(path).inputs
 
 
+def _analyze(path: Path) -> object:
+    from fusion import analyze
+
+    return analyze(path, machine="xeon-amx-2c", threads=1).to_json()
+
+
+def _predict(path: Path) -> object:
+    from e2e import predict
+
+    return predict(model_config=path, gpu="t4", batch_size=1, sequence_length=4).to_json()
+
+
 def _options(path: Path) -> object:
     from costmodel.machines.machine_catalog import load_machine
     from e2e.commands.predict_command import parse_ranks
@@ -384,6 +396,8 @@ def _readers() -> list[Reader]:
         Reader("kernels", lambda folder: _of(_folder, "kernels", *kernel_calibrations()), _kernels),
         Reader("measured", lambda folder: _of(_lines, "measured.csv", MEASURED_TABLE), _measured),
         Reader("onnx", lambda folder: _of(_message, "model.onnx", *onnx_models()), _onnx, ("tvm", "onnx")),
+        Reader("analyze", lambda folder: _of(_message, "model.onnx", *onnx_models()), _analyze, ("tvm", "onnx")),
+        Reader("predict", lambda folder: _of(_json, "config.json", *HF_CONFIGS), _predict, ("torch", "transformers")),
         Reader("options", lambda folder: _of(_lines, "option.txt", *OPTION_TEXTS), _options, ("tvm",), False),
     ]
 

@@ -23,7 +23,7 @@ CASES = 500
 # Of one reader: what is left then is not read here, but by ``python -m tests.fuzz --cases 500``.
 SECONDS = 5.0
 # Each input of these imports a graph or builds a model.
-LONG = ("onnx", "configuration")
+LONG = ("onnx", "configuration", "analyze", "predict")
 
 
 def present(name: str) -> bool:

@@ -230,9 +230,14 @@ def _write(path: Path, record: dict[str, Any]) -> Path:
         write_whole(path, json.dumps({"format": _FORMAT, **record}, indent=1) + "\n")
     except OSError as error:
         raise OutputError(f"{path}: cannot be written ({error.strerror}); choose another directory with -o") from None
+    forget_fitted()
+    return path
+
+
+def forget_fitted() -> None:
+    """Files were written: what was read of them is read again."""
     all_fitted.cache_clear()
     transfer.cache_clear()
-    return path
 
 
 def _corrupt(path: Path, error: Exception) -> InputError:

@@ -7,7 +7,6 @@ only when the engine's threads have gone to sleep.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import signal
@@ -23,6 +22,7 @@ from typing import Any, cast
 import numpy as np
 
 from costmodel.base.say import Say
+from costmodel.base.termination import end_with_parent
 from fusion.comparing.engines.base import (
     Arrays,
     EngineCall,
@@ -40,7 +40,6 @@ PREPARE_TIMEOUT_SECONDS, CALL_TIMEOUT_SECONDS = 1200.0, 120.0
 SETTLE_INTERVAL_SECONDS = 0.01
 SETTLE_LIMIT_SECONDS = 1.0
 BUSY_FRACTION = 0.1
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class EngineFailed(Exception):
@@ -210,12 +209,6 @@ def _settle() -> None:
             return
 
 
-def _die_with_parent() -> None:
-    """Ask Linux to kill this process when its parent is killed: deep in a compiler it would not notice for minutes."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def _serve(connection: Connection) -> None:
     host = _Host(lambda message: connection.send(("progress", message)))
     while True:
@@ -235,5 +228,5 @@ def _serve(connection: Connection) -> None:
 
 
 if __name__ == "__main__":
-    _die_with_parent()
+    end_with_parent()
     _serve(Connection(int(sys.argv[1])))

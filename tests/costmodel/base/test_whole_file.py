@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 
-from costmodel.base.whole_file import whole_file, write_whole
+from costmodel.base.whole_file import remove_partials, whole_file, write_whole
 
 
 def test_content_arrives_and_nothing_else(tmp_path):
@@ -89,3 +92,32 @@ def test_long_names_have_room_for_the_other_name(tmp_path):
     path = tmp_path / ("n" * 250)
     write_whole(path, "x")
     assert path.read_text() == "x"
+
+
+def test_lines_are_appended_whole_or_not_at_all(tmp_path):
+    """A write that the file's limit cuts short stands for the end of the disk."""
+    path = tmp_path / "lines"
+    code = (
+        "import resource, signal, sys; from costmodel.base.whole_file import append_whole\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (20, 20))\n"
+        "stream = open(sys.argv[1], 'ab', buffering=0); append_whole(stream, b'twelve bytes')\n"
+        "try:\n    append_whole(stream, b'twelve more.')\n"
+        "except OSError as error:\n    print(error.strerror)"
+    )
+    root = Path(__file__).resolve().parents[3]
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, cwd=root, check=True
+    )  # fmt: skip
+    assert path.read_bytes() == b"twelve bytes" and done.stdout == "No space left on device\n"
+
+
+def test_what_killed_processes_left_is_taken_away(tmp_path):
+    (tmp_path / "file.partial").write_text("a file of somebody")
+    with pytest.raises(RuntimeError), whole_file(tmp_path / "file") as stream:
+        stream.write(b"half")
+        (left,) = (path for path in tmp_path.iterdir() if path.name.startswith("."))
+        (tmp_path / left.name.replace("file", "other")).write_bytes(b"half")
+        raise RuntimeError
+    assert len(os.listdir(tmp_path)) == 2
+    remove_partials(tmp_path, tmp_path / "absent")
+    assert os.listdir(tmp_path) == ["file.partial"]

@@ -179,6 +179,24 @@ def test_what_came_in_before_a_stop_is_kept(tmp_path, failure):
     assert rest.asked == 1 and [each.samples_per_second for each in result.rows] == [30.0, 20.0, 10.0]
 
 
+@pytest.mark.parametrize("failure", [None, KeyboardInterrupt()])
+def test_what_was_half_written_is_taken_away(tmp_path, failure):
+    """Of a run that was killed, and of workers that were."""
+    (tmp_path / "captures").mkdir()
+
+    class Killed(Scripted):
+        def run(self, tasks: Sequence[SweepTask]) -> Iterator[tuple[int, SweepRow]]:
+            assert list((tmp_path / "captures").iterdir()) == []
+            (tmp_path / "captures" / ".other.pickle.1.partial").write_text("")
+            yield from super().run(tasks)
+
+    (tmp_path / "captures" / ".key.pickle.0.partial").write_text("")
+    try:
+        sweep(SweepRequest("m"), cells(1), tmp_path, Killed([row(1.0)], failure), quiet)
+    except KeyboardInterrupt:
+        assert list((tmp_path / "captures").iterdir()) == []
+
+
 def test_a_changed_configuration_is_another_question(tiny, tmp_path):
     request = SweepRequest(str(tiny))
     sweep(request, cells(1), tmp_path / "out", Scripted([row(10.0)]), quiet)

@@ -20,10 +20,12 @@ from typer.testing import CliRunner
 from web_pages import read_page
 
 from costmodel.base.errors import InputError
+from costmodel.base.folder_lock import LOCK, lock_folder
 from costmodel.cpu.calibrate import calibrate
 from costmodel.machines.machine_file import write_machine
 from costmodel.machines.machine_records import ComputeRate, Machine, MemoryLevel, ParallelRegion, PerThreads
 from fusion.commands.cli import app, parse_shapes
+from fusion.commands.tune import claimed_directory
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -291,6 +293,25 @@ def test_ctrl_c_builds_the_best_so_far_and_exits_with_130(folder):
     assert summary["trials"] >= 10
     assert (output / "model.so").is_file()
     assert summary["max_abs_error"] < 1e-3
+
+
+def test_a_second_tune_into_a_folder_is_refused_before_any_work(folder, tmp_path):
+    with lock_folder(tmp_path / "build", "a build"):
+        line = refused(*tune_words(folder, tmp_path / "build", 1))
+    assert f"{tmp_path / 'build'}: another process is writing a build here (process {os.getpid()}: " in line
+    assert not (tmp_path / "build").exists()
+
+
+def test_what_a_killed_tune_left_goes_with_the_next_one(tmp_path):
+    kept = ["manifest.json", "records"]
+    for name in (".checking-a", ".staging-b", ".quantising-c", "records"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("")
+    for name in (".model.so.0123.partial", "manifest.json"):
+        (tmp_path / name).write_text("")
+    with claimed_directory(tmp_path):
+        assert sorted(path.name for path in tmp_path.iterdir()) == [LOCK, *kept]
+    assert sorted(path.name for path in tmp_path.iterdir()) == kept
 
 
 def test_analyze_prints_only_json(folder):

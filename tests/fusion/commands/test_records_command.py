@@ -15,7 +15,7 @@ from fusion.commands.cli import app
 from schedules.contract.cpu_target import host_target
 from schedules.kernels.template_table import config_cost, template_for
 from schedules.records.cpu_identity import identity_of
-from schedules.records.record_store import RECORDS
+from schedules.records.record_store import RECORDS, RecordStore
 from schedules.records.shipped_records import (
     MACHINE_FILE,
     RANKING_FILE,
@@ -51,6 +51,13 @@ def directory(tmp_path) -> Path:
 
 def records(*options: str):
     return CliRunner().invoke(app, ["records", *options])
+
+
+def test_measuring_into_records_that_another_process_writes_is_refused_before_any_work(tmp_path):
+    with RecordStore(tmp_path / "build" / "records", CPU) as store:
+        store.add(OWN, {"tile": 1}, 1e-3)
+        found = records("measure", str(tmp_path / "build"), "--threads", "1")
+    assert found.exit_code == 2 and "another process is writing tuning records here (process" in found.stderr
 
 
 def test_a_network_is_left_out_with_all_its_kernels(directory, tmp_path):

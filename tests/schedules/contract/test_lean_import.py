@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from schedules.contract.lean_import import uninterrupted
+from costmodel.base.termination import Terminated
+from schedules.contract.lean_import import import_tvm_alone, uninterrupted
 
 
 def test_ctrl_c_waits_until_the_import_is_whole():
@@ -33,3 +34,17 @@ def test_other_threads_leave_signals_alone():
 
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(inside).result() is signal.getsignal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("ending", [KeyboardInterrupt, Terminated])
+def test_who_is_stopped_in_a_pass_of_tvm_is_stopped(ending: type[BaseException]):
+    """C++ lies between the pass, which is written in Python, and who asked for it: errors become errors of TVM's."""
+    import_tvm_alone()
+    import tvm
+
+    @tvm.transform.module_pass(opt_level=0, name="stopped")
+    def stopped(mod: tvm.IRModule, _: tvm.transform.PassContext) -> tvm.IRModule:
+        raise ending("SIGTERM")
+
+    with pytest.raises(ending, match="SIGTERM"):
+        stopped(tvm.IRModule())

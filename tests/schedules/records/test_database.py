@@ -175,6 +175,28 @@ def test_only_one_process_writes(tmp_path: Path):
     second.close()
 
 
+def test_who_claims_a_store_keeps_others_out_and_knows_what_they_wrote(tmp_path: Path):
+    early, late = RecordStore(tmp_path, CPU), RecordStore(tmp_path, CPU)
+    early.claim()
+    with pytest.raises(OutputError, match="another process"):
+        late.claim()
+    early.add(DENSE, A, 1e-3)
+    early.add_failure(DENSE, B, "crash", "")
+    early.close()
+    assert late.best(DENSE) is None
+    with late:
+        late.claim()
+        assert late.best(DENSE) == Record(DENSE, A, 1e-3) and [each.config for each in late.failures(DENSE)] == [B]
+        late.add(DENSE, C, 5e-4)  # and the workload is where the first one wrote it
+        assert len(late.database()) == 2
+
+
+def test_a_claim_without_a_record_leaves_no_folder(tmp_path: Path):
+    with RecordStore(tmp_path / "records", CPU) as store:
+        store.claim()
+    assert not (tmp_path / "records").exists()
+
+
 @pytest.mark.slow
 def test_a_full_disk_leaves_whole_lines(tmp_path: Path):
     """The file size limit of the process stands for the end of the disk."""

@@ -1,0 +1,83 @@
+"""Files that belong together: they appear in their folder when all of them are made, and a job that was stopped goes on
+with those it had.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from costmodel.base.errors import OutputError
+from costmodel.base.folder_lock import lock_folder
+from costmodel.base.whole_file import remove_partials
+
+UNFINISHED = ".unfinished-"  # how the name of the folder begins that they are made in
+PACKAGE = Path(__file__).parents[1]
+
+
+class StagedFiles:
+    """Files of ``output`` that are made in :attr:`folder` first; a context manager, one at a time for an ``output``.
+
+    ``made_from``: all that the files depend on, as JSON has it. What a job from the same, of the same program, had
+    finished when it was stopped is taken over; what one from something else had is taken away. ``what`` is written, for
+    the ``OutputError`` where that cannot be, or another process is at it.
+    """
+
+    def __init__(self, output: Path, what: str, made_from: Any) -> None:
+        self.output, self._what = output, what
+        text = json.dumps([made_from, _program()], sort_keys=True, default=str)
+        self.folder = output / f"{UNFINISHED}{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+    def __enter__(self) -> StagedFiles:
+        self._lock = lock_folder(self.output, self._what)
+        try:
+            others = [path.name for path in self.output.glob(f"{UNFINISHED}*") if path != self.folder]
+            self._lock.clear(*others)
+            self.folder.mkdir(exist_ok=True)
+            remove_partials(self.output, self.folder, *(path for path in self.folder.rglob("*") if path.is_dir()))
+        except OSError as error:
+            self._lock.close()
+            raise OutputError(f"{self.output}: {self._what} cannot be written: {error.strerror}") from error
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if not any(path.is_file() for path in self.folder.rglob("*")):
+            self._lock.clear(self.folder.name)
+        self._lock.close()
+
+    def once(self, name: str, make: Callable[[], object]) -> bool:
+        """Lets ``make`` write ``name``, a path within :attr:`folder`, whole, unless a job that was stopped had finished
+        it; whether it was made now.
+        """
+        if (self.folder / name).is_file():
+            return False
+        make()
+        return True
+
+    def install(self, names: Sequence[str]) -> list[Path]:
+        """Moves the files ``names`` to their places; where they are now. Others were only needed to make these."""
+        try:
+            for name in names:
+                (self.output / name).parent.mkdir(parents=True, exist_ok=True)
+                (self.folder / name).replace(self.output / name)
+        except OSError as error:
+            raise OutputError(f"{self.output}: {self._what} cannot be written: {error.strerror}") from error
+        self._lock.clear(self.folder.name)
+        return [self.output / name for name in names]
+
+
+def _program() -> str:
+    """Of this package's modules and machines: another program makes other files."""
+    return digest_of(path for path in PACKAGE.rglob("*") if path.suffix in (".py", ".yaml"))
+
+
+def digest_of(paths: Iterable[Path], root: Path = PACKAGE.parent) -> str:
+    """Of the names within ``root`` and the contents of ``paths``, in hexadecimal."""
+    found = hashlib.sha256()
+    for path in sorted(paths):
+        found.update(path.relative_to(root).as_posix().encode())
+        found.update(path.read_bytes())
+    return found.hexdigest()
