@@ -7,9 +7,10 @@ error), 130 stopped with Ctrl-C.
 from __future__ import annotations
 
 import functools
+import math
 import os
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, ParamSpec
@@ -18,7 +19,7 @@ import typer
 from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
-from costmodel.base.errors import ProjectError
+from costmodel.base.errors import InputError, ProjectError
 from costmodel.base.version import version_line
 
 P = ParamSpec("P")
@@ -75,6 +76,7 @@ def guarded(stopped: str = "stopped") -> Callable[[Callable[P, None]], Callable[
         @functools.wraps(command)
         def run(*args: P.args, **kwargs: P.kwargs) -> None:
             try:
+                _require_finite(kwargs)
                 command(*args, **kwargs)
                 sys.stdout.flush()
             except ProjectError as error:
@@ -95,6 +97,13 @@ def guarded(stopped: str = "stopped") -> Callable[[Callable[P, None]], Callable[
         return run
 
     return decorate
+
+
+def _require_finite(values: Mapping[str, Any]) -> None:
+    """``InputError`` for an option that is no number: ``nan`` is within every range that typer knows."""
+    for name, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise InputError(f"--{name.replace('_', '-')} {value}: give a finite number")
 
 
 def repeated(arguments: Sequence[str], options: Collection[str]) -> list[str]:
@@ -139,7 +148,7 @@ def _tell_usage(error: TyperException) -> None:
         return
     context = getattr(error, "ctx", None)
     hint = f"; {context.command_path} --help lists what there is" if context is not None else ""
-    _one_line(message.removesuffix(".") + hint)
+    _one_line(message.removesuffix(".").replace("Value error, ", "") + hint)
 
 
 def _give_up_output() -> None:

@@ -198,6 +198,9 @@ def _fit(
     output: Path,
     progress: Callable[[str], None],
 ) -> list[Path]:
+    if not (tables or layers or points):
+        progress(f"{data}: no tables of these kernels; nothing is written for them")
+        return []
     rows = rows_by_family(tables)
     written = []
     for name in sorted({each.machine.name for each in rows}):
