@@ -100,7 +100,7 @@ def guarded(stopped: str = "stopped") -> Callable[[Callable[P, None]], Callable[
 
 
 def _require_finite(values: Mapping[str, Any]) -> None:
-    """``InputError`` for an option that is no number: ``nan`` is within every range that typer knows."""
+    """``InputError`` for an option that is ``nan`` or infinite, which typer refuses only where there is a range."""
     for name, value in values.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise InputError(f"--{name.replace('_', '-')} {value}: give a finite number")

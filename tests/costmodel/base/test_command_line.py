@@ -96,7 +96,7 @@ app.callback()(version_command)
 def count(
     length: Annotated[int, typer.Option(min=1)] = 3,
     size: int = 1,
-    free_share: Annotated[float, typer.Option(min=0, max=1)] = 0.5,
+    free_share: float = 0.5,
     kind: Literal["near", "far"] = "near",
 ):
     for number in range(length):
@@ -128,7 +128,7 @@ def program(*arguments: str, output=subprocess.PIPE, name: str = "tool"):
         (("count", "--size"), ("--size",)),
         (("count", "--size", "9"), ("out of memory",)),
         (("count", "--free-share", "nan"), ("--free-share nan: give a finite number",)),
-        (("count", "--free-share", "1e999"), ("--free-share",)),
+        (("count", "--free-share", "1e999"), ("--free-share inf: give a finite number",)),
         (("count", "--kind", "Near"), ("'--kind': 'Near' is not one of 'near', 'far'",)),
     ],
 )
