@@ -36,6 +36,8 @@ class ProgramGroup(TyperGroup):
         """Runs the command that ``args`` (default: those of the process) name."""
         if options.get("standalone_mode") is False:
             return super().main(args, prog_name, *rest, **options)
+        if sys.stdout is None:  # closed by who started the program
+            sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (as long as the process)
         asked = sys.argv[1:] if args is None else args
         if " " in (prog_name or "") and any(each.startswith(_COMPLETION) for each in asked):
             _one_line(f"{asked[0]}: shells complete commands, not python -m; ask as `{self.name} {asked[0]}`")
@@ -47,6 +49,10 @@ class ProgramGroup(TyperGroup):
             sys.exit(error.exit_code)
         except typer.Abort:
             sys.exit(1)
+        except OSError as error:  # of help, on a full disk
+            _give_up_output()
+            _one_line(f"output: {error.strerror or error}")
+            sys.exit(2)
         sys.exit(status if isinstance(status, int) else 0)
 
 

@@ -156,6 +156,18 @@ def test_a_full_disk_behind_the_output_is_one_line():
     assert done.stderr == "error: output: No space left on device\n"
 
 
+def test_help_on_a_full_disk_is_one_line():
+    with open("/dev/full", "w") as full:
+        done = program("count", "--help", output=full)
+    assert (done.returncode, done.stderr) == (2, "error: output: No space left on device\n")
+
+
+def test_an_output_that_is_closed_is_no_error():
+    words = ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-c", FULL, "tool", "count"]
+    done = subprocess.run(words, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_completion_is_for_the_command():
     script = program("--show-completion", "bash")
     assert "_TOOL_COMPLETE" in script.stdout, script.stderr
