@@ -7,9 +7,10 @@ error), 130 stopped with Ctrl-C, 143 ended by SIGTERM, 129 by SIGHUP.
 from __future__ import annotations
 
 import functools
+import math
 import os
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, ParamSpec
@@ -18,7 +19,7 @@ import typer
 from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
-from costmodel.base.errors import ProjectError
+from costmodel.base.errors import InputError, ProjectError
 from costmodel.base.termination import Terminated, terminable
 from costmodel.base.version import version_line
 
@@ -36,6 +37,8 @@ class ProgramGroup(TyperGroup):
         """Runs the command that ``args`` (default: those of the process) name."""
         if options.get("standalone_mode") is False:
             return super().main(args, prog_name, *rest, **options)
+        if sys.stdout is None:  # closed by who started the program
+            sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (as long as the process)
         asked = sys.argv[1:] if args is None else args
         if " " in (prog_name or "") and any(each.startswith(_COMPLETION) for each in asked):
             _one_line(f"{asked[0]}: shells complete commands, not python -m; ask as `{self.name} {asked[0]}`")
@@ -47,6 +50,10 @@ class ProgramGroup(TyperGroup):
             sys.exit(error.exit_code)
         except typer.Abort:
             sys.exit(1)
+        except OSError as error:  # of help, on a full disk
+            _give_up_output()
+            _one_line(f"output: {error.strerror or error}")
+            sys.exit(2)
         sys.exit(status if isinstance(status, int) else 0)
 
 
@@ -76,6 +83,7 @@ def guarded(stopped: str = "stopped") -> Callable[[Callable[P, None]], Callable[
         @functools.wraps(command)
         def run(*args: P.args, **kwargs: P.kwargs) -> None:
             try:
+                _require_finite(kwargs)
                 with terminable():
                     command(*args, **kwargs)
                     sys.stdout.flush()
@@ -100,6 +108,13 @@ def guarded(stopped: str = "stopped") -> Callable[[Callable[P, None]], Callable[
         return run
 
     return decorate
+
+
+def _require_finite(values: Mapping[str, Any]) -> None:
+    """``InputError`` for an option that is ``nan`` or infinite, which typer refuses only where there is a range."""
+    for name, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise InputError(f"--{name.replace('_', '-')} {value}: give a finite number")
 
 
 def repeated(arguments: Sequence[str], options: Collection[str]) -> list[str]:
@@ -144,7 +159,7 @@ def _tell_usage(error: TyperException) -> None:
         return
     context = getattr(error, "ctx", None)
     hint = f"; {context.command_path} --help lists what there is" if context is not None else ""
-    _one_line(message.removesuffix(".") + hint)
+    _one_line(message.removesuffix(".").replace("Value error, ", "") + hint)
 
 
 def _give_up_output() -> None:

@@ -18,7 +18,17 @@ UNITS: dict[str, dict[str, float]] = {
     "W": {f"{prefix}W": scale for prefix, scale in _DECIMAL.items()},
 }
 
+_WHOLE = re.compile(r"[0-9]{1,18}")
 _QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]\S*)\s*")
+
+
+def whole_number(text: str) -> int | None:
+    """The whole number from 0 that ``text`` is, in the ten ASCII digits and below 10**18; ``None`` for anything else.
+
+    ``str.isdigit`` and ``int`` disagree about what a digit is (``"\u00b2"``), and ``int`` refuses thousands of them.
+    """
+    digits = text.strip()
+    return int(digits) if _WHOLE.fullmatch(digits) else None
 
 
 def parse_quantity(text: object, base_unit: str) -> float:

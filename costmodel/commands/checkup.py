@@ -25,6 +25,7 @@ import typer
 
 from costmodel.base.cores import core_quota, usable_cores
 from costmodel.base.errors import ProjectError
+from costmodel.base.units import whole_number
 from costmodel.base.version import DISTRIBUTION, version_line
 
 State = Literal["ok", "note", "broken"]
@@ -132,7 +133,8 @@ def cores() -> list[Finding]:
         found = [Finding("cores", "ok", f"{told}; the control group grants the time of {quota:.3g}")]
     for name in _THREADS:
         value = os.environ.get(name)
-        if value is not None and (not value.isdigit() or int(value) > usable):
+        threads = whole_number(value or "")
+        if value is not None and (threads is None or threads > usable):
             what = f"{value}, but {usable} cores are usable"
             found.append(Finding(name, "note", what, f"unset {name}, or set it to at most {usable}"))
     return found

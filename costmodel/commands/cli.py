@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,12 +18,13 @@ from rich.table import Table
 
 from costmodel.base.command_line import ProgramGroup, guarded, program_name, version_command
 from costmodel.base.errors import InputError, ProjectError
+from costmodel.base.whole_file import check_writable
 from costmodel.commands.cluster_listing import described, listing
 from costmodel.commands.data_command import app as data_app
 from costmodel.cpu.calibrate import QUICK, CalibrationEffort, calibrate
 from costmodel.datasets.data_folder import data_folder
 from costmodel.machines.machine_catalog import HOST_NAME, load_machine, machine_files, user_directory
-from costmodel.machines.machine_file import check_writable, machine_record, write_machine
+from costmodel.machines.machine_file import machine_record, write_machine
 from costmodel.machines.machine_records import Machine
 
 app = typer.Typer(
@@ -100,6 +102,15 @@ def fit_command(
     from costmodel.datasets.nccl_log import Given
 
     progress = Console(stderr=True, highlight=False, markup=False)
+    of_logs = {"--collective": collective, "--ranks": ranks, "--nodes": nodes, "--in-place": in_place or None}
+    of_tables = {"--data": data, "--only": only, "--all": all_files or None}
+    if nccl_log:
+        _require_none("--nccl-log", {**of_tables, "--steps": steps})
+    else:
+        _require_none("a fit without --nccl-log", of_logs)
+        _require_none("--steps" if steps else "a fit of public tables", of_tables if steps else {"--machine": machine})
+    if output is not None:
+        check_writable(output / "fitted.json", "-o", makes_folder=True)
     if nccl_log:
         from costmodel.collectives.fit_collectives import fit_logs
 
@@ -122,6 +133,13 @@ def fit_command(
         return
     for record in records:
         print(f"{record['file']}  {record['bytes']} B")
+
+
+def _require_none(what: str, options: Mapping[str, object]) -> None:
+    """``InputError`` for an option that is given and does not go with ``what``."""
+    for option, value in options.items():
+        if value is not None:
+            raise InputError(f"{option} {value}: does not go with {what}; leave one of them out")
 
 
 @app.command("validate")
@@ -165,9 +183,7 @@ def calibrate_command(
 ) -> None:
     """Measures this CPU (under a minute) and writes a machine file with the origin of each number."""
     path = output or user_directory() / f"{HOST_NAME}.yaml"
-    if path.is_dir():
-        raise InputError(f"{path}: is a directory; give a file with -o FILE")
-    check_writable(path)
+    check_writable(path, "-o", makes_folder=True)
     progress = Console(stderr=True, highlight=False, markup=False)
     machine = calibrate(
         threads, QUICK if quick else CalibrationEffort(), lambda line: progress.print(line, soft_wrap=True)

@@ -93,6 +93,8 @@ def validate_public(
     On those of the files that the shipped models name that are there, or on ``all_files``; ``progress`` hears of
     others.
     """
+    if models is not None and not any(models.rglob("*.json")):
+        raise InputError(f"--models {models}: holds no fitted models (*.json); `python -m costmodel fit -o` makes them")
     results: list[KernelErrors] = []
     if _wanted("kernels", only):
         present = _present("kernels", data, progress, all_files)
@@ -132,7 +134,7 @@ def _present(part: str, data: Path, progress: Say, all_files: bool) -> Wanted:
 def _need(found: Sequence[object], data: Path) -> None:
     if not found:
         raise InputError(
-            f"{data}: no sweeps of collectives; give the folder of the data with --data, or {FETCH} brings them"
+            f"{data}: no measurements of what is asked; give the folder of the data with --data, or {FETCH} brings them"
         )
 
 

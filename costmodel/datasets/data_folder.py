@@ -10,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from costmodel.base.errors import InputError
+from costmodel.base.user_folders import user_folder
 
 ENVIRONMENT = "COSTMODEL_DATA"
 FETCH = "`python -m costmodel data fetch`"
@@ -21,8 +22,7 @@ _BLOCK = 1 << 20
 
 def user_data_directory() -> Path:
     """``$XDG_DATA_HOME/costmodel/data``, else ``~/.local/share/costmodel/data``: where `data fetch` writes."""
-    base = os.environ.get("XDG_DATA_HOME")
-    return (Path(base) if base else Path.home() / ".local" / "share") / "costmodel" / "data"
+    return user_folder("XDG_DATA_HOME", ".local/share") / "data"
 
 
 def data_folder(given: Path | None = None) -> Path:

@@ -19,6 +19,7 @@ from typing import Any
 
 from costmodel.base.errors import InputError
 from costmodel.base.plain_json import MALFORMED, decoded
+from costmodel.base.units import whole_number
 from costmodel.datasets.collective_rows import CollectiveRow, kind_of, whole_buffer
 from costmodel.operators.collective_transfer import COLLECTIVE_KINDS, CollectiveKind, CollectiveTransfer
 
@@ -110,7 +111,7 @@ def _rows_of_lines(text: str, given: Given, path: Path) -> list[CollectiveRow]:
         line = _BEFORE_LINES.sub("", whole)
         if (match := _OUT_OF_BOUNDS.search(line)) and int(match[1]):
             raise InputError(f"{path}:{number}: {_WRONG}")
-        if not _note(line, run, given):
+        if not _note(line, run, given, f"{path}:{number}"):
             row = _row(line, run, given, f"{path}:{number}")
             rows += [] if row is None else [row]
     return rows
@@ -126,7 +127,7 @@ def _rows_of_json(text: str, given: Given, path: Path) -> list[CollectiveRow]:
             raise ValueError(f"{processes} GPUs of one process")
         hosts = [str(each["hostname"]) for each in devices for _ in range(processes)]
         run = _Run(
-            given.kind or Path(record["args"][0]).name,
+            _agreed(Path(record["args"][0]).name, given, str(path)),
             _version_of(int(record["nccl_version"])),
             dict(enumerate(hosts)),
             {int(each["group"]) for each in devices},
@@ -148,10 +149,17 @@ def _json_row(record: Mapping[str, Any], run: _Run, given: Given, where: str) ->
     return _made(str(run.kind), float(record["size"]), float(timed["time"]) * 1e-6, run, given, where)
 
 
-def _note(line: str, run: _Run, given: Given) -> bool:
+def _agreed(told: str, given: Given, where: str) -> str:
+    """The collective that a log names, which the user may name too; ``InputError`` where these are two."""
+    if given.kind is not None and kind_of(told) not in (None, kind_of(given.kind)):
+        raise InputError(f"{where}: {told} ran, and --collective says {given.kind}; leave --collective out")
+    return given.kind or told
+
+
+def _note(line: str, run: _Run, given: Given, where: str) -> bool:
     """Whether ``line`` tells about the run; notes what it says."""
     if match := _STARTING.search(line):
-        run.kind = given.kind or match[1]
+        run.kind = _agreed(match[1], given, where)
         run.begin()
     elif _RUN.search(line):
         run.begin()
@@ -183,11 +191,11 @@ def _version_of(code: int) -> str:
 def _row(line: str, run: _Run, given: Given, where: str) -> CollectiveRow | None:
     if match := _PARAM_ROW.search(line + " "):
         size, seconds = float(match[2]), float(match[4]) * 1e-6
-        return _made(given.kind or _PARAM_FORM.sub("", match[1]), size, seconds, run, given, where)
+        return _made(_agreed(_PARAM_FORM.sub("", match[1]), given, where), size, seconds, run, given, where)
     words = line.split()
     stamped = run.columns[-1:] == ("timestamp",)  # with -S: a date and a time after the last column
     columns = len(run.columns) + (1 if stamped else 0)
-    if not run.columns or len(words) != columns or not words[0].isdigit():
+    if not run.columns or len(words) != columns or whole_number(words[0]) is None:
         return None
     size, seconds = float(words[0]), _time(words, run.columns, given.in_place, where)
     _check_elements(size, words[1], words[2], where)
@@ -202,9 +210,9 @@ def _check_elements(size: float, count: str, kind: str, where: str) -> None:
         raise InputError(
             f"{where}: element type {kind!r} is none of nccl-tests ({', '.join(_TYPE_BYTES)}); run it again"
         )
-    elements = int(count) if count.isdigit() else -1
+    elements = whole_number(count)
     # Of an all-gather, what one rank puts in.
-    if elements < 0 or (size > 0 and not 0 < elements * _TYPE_BYTES[kind] <= size):
+    if elements is None or (size > 0 and not 0 < elements * _TYPE_BYTES[kind] <= size):
         raise InputError(f"{where}: {count} elements of {kind} are not {size:.0f} bytes; run it again")
 
 

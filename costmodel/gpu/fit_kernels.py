@@ -204,6 +204,9 @@ def _fit(
     output: Path,
     progress: Callable[[str], None],
 ) -> list[Path]:
+    if not (tables or layers or points):
+        progress(f"{data}: no tables of these kernels; nothing is written for them")
+        return []
     made_from = _provenance([*tables, *layers, *points], data)
     with StagedFiles(output, "fitted models", made_from) as staged:
         written = staged.install(_fit_staged(tables, layers, points, data, staged, progress))

@@ -16,6 +16,7 @@ from typing import TypeVar
 import numpy as np
 
 from costmodel.base.errors import InputError, MachineError
+from costmodel.base.units import whole_number
 from costmodel.machines.cluster_file import (
     ClusterFile,
     NetworkFile,
@@ -171,11 +172,12 @@ def _gpus_per_node(file: ClusterFile, gpus: int, nodes: int) -> int:
 
 
 def _network(file: ClusterFile, asked: str | None, nodes: int) -> tuple[Link | None, int]:
-    name, _, count = (asked or "").partition(":")
-    if not (count.isdigit() and int(count) > 0 or not count):
+    name, colon, count = (asked or "").partition(":")
+    told = whole_number(count)
+    if colon and not told:
         raise InputError(f"--network {asked}: the number of cards must be 1 or more, such as infiniband-ndr:8")
     chosen = name or file.network
-    cards = int(count) if count else file.network_cards
+    cards = told or file.network_cards
     if chosen is None:
         if nodes > 1:
             raise InputError(

@@ -13,6 +13,7 @@ import yaml
 
 from costmodel.base.cores import usable_cores
 from costmodel.base.errors import MachineError
+from costmodel.base.user_folders import user_folder
 from costmodel.machines.machine_file import read_machine
 from costmodel.machines.machine_records import Host, Machine
 
@@ -29,8 +30,7 @@ def user_directory() -> Path:
     override = os.environ.get("COSTMODEL_MACHINES")
     if override:
         return Path(override)
-    config = os.environ.get("XDG_CONFIG_HOME")
-    return (Path(config) if config else Path.home() / ".config") / "costmodel" / "machines"
+    return user_folder("XDG_CONFIG_HOME", ".config") / "machines"
 
 
 def machine_files() -> dict[str, Path]:

@@ -6,7 +6,6 @@ docs/adding-a-machine.md explains them.
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -61,16 +60,6 @@ def write_machine(machine: Machine, path: Path, comment: str = "") -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, text)
-    except OSError as error:
-        raise OutputError(f"{path}: cannot be written ({error.strerror}); choose another place with -o FILE") from None
-
-
-def check_writable(path: Path) -> None:
-    """:class:`OutputError` now rather than after a minute of measuring; makes the directory."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
     except OSError as error:
         raise OutputError(f"{path}: cannot be written ({error.strerror}); choose another place with -o FILE") from None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 from costmodel.base.errors import InputError
@@ -27,6 +26,5 @@ def measure(suite: str, device: str, output: Path, minutes: float, resume: bool,
     if suite not in SUITES:
         known = f"{', '.join(SUITES)} (whole models: `python -m e2e measure`)"
         raise InputError(f"--suite {suite}: not known; choose one of {known}")
-    if not (math.isfinite(minutes) and minutes > 0):
-        raise InputError(f"--minutes {minutes}: must be above zero")
-    return SUITES[suite](open_device(device), output, TimeBudget(minutes), resume, report)
+    budget = TimeBudget(minutes)
+    return SUITES[suite](open_device(device), output, budget, resume, report)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
+from costmodel.base.errors import InputError
 from costmodel.base.say import Say
 
 _REPORT_SECONDS = 10.0
 
 
 class TimeBudget:
-    """``minutes`` from now on. ``clock`` (seconds) is replaced in tests."""
+    """``minutes`` from now on; ``InputError`` for none. ``clock`` (seconds) is replaced in tests."""
 
     def __init__(self, minutes: float, clock: Callable[[], float] = time.monotonic) -> None:
+        if not 0 < minutes < math.inf:
+            raise InputError(f"--minutes {minutes}: must be above zero")
         self._clock = clock
         self._start = clock()
         self.seconds = 60 * minutes

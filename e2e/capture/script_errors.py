@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from costmodel.base.errors import InputError, ModelError
+from e2e.capture.oversized_tensors import oversized
 from e2e.capture.watch import EndlessStepError
 
 # Where the code is whose frames say nothing about the script.
@@ -68,6 +69,8 @@ def _place(reference: str, error: BaseException) -> str:
 
 def _translated(error: Exception) -> str | None:
     """What to do about an error that is the capture's rather than the script's; ``None`` for all others."""
+    if (told := oversized(error)) is not None:
+        return told
     said = str(error)
     for pattern, advice in _TRANSLATIONS:
         found = re.search(pattern, said)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from costmodel.base.errors import InputError
 from costmodel.base.spared_objects import old_objects_spared
+from costmodel.base.whole_file import check_outputs
 from costmodel.operators.expert_routing import ExpertRouting
 from e2e.parallelism.spec import ParallelSpec, parse_parallel, text_of
 from e2e.sources.asked.request import ConfigurationOptions, MachineOptions, PredictRequest, WorkloadOptions
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 PathLike = str | os.PathLike[str]
 T = TypeVar("T")
+MOST = 2**31 - 1  # of sizes and counts: PyTorch's are of 64 bits, and are multiplied with one another
 # A capture changes what PyTorch does in the whole process: threads that ask take turns.
 _TURN = RLock()
 
@@ -151,8 +153,10 @@ def predict(
     machine = MachineOptions(None if gpu is None else os.fspath(gpu), gpus, nodes, network, retarget, varied)
     questions = tuple(parse_what_if(each) for each in ([what_if] if isinstance(what_if, str) else what_if))
     request = PredictRequest(workload, configuration, machine, questions)
-    # What is wrong with a price is told before long work.
+    # What is wrong with a price, and files that cannot be written, are told before long work.
     priced = None if price is None else asked_price(str(price), machine)
+    read = {"--model-config": model_config, "--config": tables, "--sharding": sharding, "--overheads": overheads}
+    check_outputs({"--timeline": timeline, "--report": report}, read)
     with _TURN, old_objects_spared():
         answer = predict_request(request)
         if priced is not None:
@@ -252,6 +256,8 @@ def _workers(count: int | None, ray: str | None) -> Workers:
 def _at_least_one(option: str, number: int | None) -> None:
     if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
         raise InputError(f"--{option} {number}: must be a whole number, 1 or more")
+    if number is not None and number > MOST:
+        raise InputError(f"--{option} {number}: must be at most {MOST:,}")
 
 
 def _one_of(option: str, value: T, allowed: Sequence[Any]) -> T:

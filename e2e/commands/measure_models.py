@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from costmodel.base.errors import InputError, OutputError
+from costmodel.base.errors import OutputError
 from costmodel.base.say import Say
 from costmodel.measure.device import open_device, provenance
 from costmodel.measure.failures import failure_line, release_memory
@@ -41,11 +41,9 @@ def measure_models(
 
     A case that does not fit the memory, or that this device cannot run, is a row with an ``error``.
     """
-    device = open_device(device_name)
-    if minutes <= 0:
-        raise InputError(f"--minutes {minutes}: must be above zero")
-    chosen = cases or (CASES if device.type == "cuda" else CPU_CASES)
     budget = TimeBudget(minutes)
+    device = open_device(device_name)
+    chosen = cases or (CASES if device.type == "cuda" else CPU_CASES)
     with Table(output, "models", COLUMNS, provenance(device), resume) as table:
         done = {tuple(row[name] for name in COLUMNS[:6]) for row in table.rows}
         progress = SuiteProgress(budget, report, len(chosen))

@@ -6,6 +6,7 @@ import sys
 from contextlib import redirect_stdout
 
 from costmodel.base.errors import InputError
+from costmodel.base.units import whole_number
 from e2e.commands import options
 from e2e.sources.options_page import with_notes
 
@@ -110,7 +111,8 @@ def parse_ranks(text: str | None) -> tuple[int, ...]:
     """``"0,7"`` -> (0, 7); ``InputError`` for anything else."""
     if text is None:
         return ()
-    fields = [field.strip() for field in text.split(",")]
-    if not all(field.isdigit() for field in fields):
+    ranks = [whole_number(field) for field in text.split(",")]
+    found = tuple(rank for rank in ranks if rank is not None)
+    if len(found) < len(ranks):
         raise InputError(f"--ranks {text}: expected numbers such as 0,7")
-    return tuple(int(field) for field in fields)
+    return found

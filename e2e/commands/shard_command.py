@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from costmodel.base.errors import InputError
+from costmodel.base.whole_file import check_outputs
 from e2e.commands.options import JsonOption, NetworkOption
-from e2e.sharding.problem.placement import KINDS, MINIMUM_COLUMNS
+from e2e.sharding.problem.placement import KINDS, MINIMUM_COLUMNS, MOST_GPUS
 
 if TYPE_CHECKING:
     from costmodel.embedding.embedding_tables import EmbeddingTable
@@ -27,9 +28,11 @@ def shard_command(
     gpu: Annotated[
         str, typer.Option(help="Machine or cluster: a name (`python -m costmodel machines`) or a YAML file.")
     ],
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs of the whole job.")],
+    gpus: Annotated[int, typer.Option(min=1, max=MOST_GPUS, help="GPUs of the whole job.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="Where the plan goes (.json).")],
-    batch_size: Annotated[int, typer.Option(min=1, help="Samples per GPU; a step trains --gpus times as many.")] = 4096,
+    batch_size: Annotated[
+        int, typer.Option(min=1, max=2**31 - 1, help="Samples per GPU; a step trains --gpus times as many.")
+    ] = 4096,
     nodes: Annotated[int, typer.Option(min=1, help="Nodes over which the GPUs are spread.")] = 1,
     network: NetworkOption = None,
     indices: Annotated[
@@ -39,7 +42,7 @@ def shard_command(
     kinds: Annotated[str, typer.Option(help="Placements to try, with commas.")] = ",".join(KINDS),
     minimum_columns: Annotated[int, typer.Option(min=4, help="Narrowest block of columns.")] = MINIMUM_COLUMNS,
     seconds: Annotated[float, typer.Option(min=0.1, help="Longest search.")] = 15.0,
-    seed: Annotated[int, typer.Option(help="Of all random choices.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**31 - 2, help="Of all random choices.")] = 0,
     torchrec: Annotated[Path | None, typer.Option(help="Also write TorchRec's ShardingPlan as JSON.")] = None,
     torchrec_module: Annotated[
         str, typer.Option(help="Path of the EmbeddingBagCollection in the model.")
@@ -54,6 +57,7 @@ def shard_command(
     from e2e.sharding.torchrec_plan import save_torchrec
 
     request = ShardingRequest(tables, gpu, gpus, batch_size, nodes, network, indices, reserve, kinds, minimum_columns)
+    check_outputs({"-o": output, "--torchrec": torchrec}, {"--tables": tables, "--indices": indices}, makes_folder=True)
     planning = find_plan(make_problem(request.task()), SearchEffort(seconds, seed=seed))
     plan = plan_of(planning)
     save_plan(plan, output)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from costmodel.base.pictures import check_picture
+from costmodel.base.whole_file import check_outputs
 from e2e.commands.options import JsonOption, NetworkOption, NumberTypeOption, SequenceLengthOption
 from e2e.step.choices import AttentionForm
 
@@ -49,6 +50,7 @@ def sweep_command(
 
     if plot is not None:
         check_picture(plot, "--plot")
+    check_outputs({"--plot": plot, "--report": report}, {"--model": model})
     result = sweep(
         model,
         gpu=names(gpu, "--gpu"),

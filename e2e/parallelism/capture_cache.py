@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from costmodel.base.staged_files import digest_of
+from costmodel.base.user_folders import user_folder
 from costmodel.base.whole_file import write_whole
 from e2e.price.release_spread import RELEASE_SPREAD
 from e2e.price.speed_band import SPEED_BAND
@@ -76,8 +77,7 @@ def _seal(content: bytes) -> bytes:
 @functools.cache
 def _key() -> bytes:
     """The user's own, made when it is first needed; where it cannot be kept, one of this process."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    path = (Path(base) if base else Path.home() / ".cache") / "costmodel" / "capture-key"
+    path = user_folder("XDG_CACHE_HOME", ".cache") / "capture-key"
     made = secrets.token_bytes(_SEAL_BYTES)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

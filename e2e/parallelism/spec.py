@@ -55,6 +55,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 from costmodel.base.errors import InputError
+from costmodel.base.units import whole_number
 
 Schedule = Literal["1f1b", "interleaved", "gpipe", "zero-bubble", "dualpipe"]
 Recompute = Literal["none", "selective", "operators", "full"]
@@ -360,15 +361,17 @@ def _named_divided(spec: ParallelSpec) -> str:
 
 
 def _count(value: str) -> int:
-    if not value.isdecimal() or int(value) < 1:
+    number = whole_number(value)
+    if not number:
         raise ValueError("must be a whole number, 1 or more")
-    return int(value)
+    return number
 
 
 def _natural(value: str) -> int:
-    if not value.isdecimal():
+    number = whole_number(value)
+    if number is None:
         raise ValueError("must be a whole number, 0 or more")
-    return int(value)
+    return number
 
 
 def _size(value: str) -> float:

@@ -40,7 +40,7 @@ def load_overheads(path: Path | None = None, architecture: str = "") -> Overhead
     """
     if path is None:
         return load_table(DIRECTORY / f"{_NEWER}.json" if architecture in _NEWER_GPUS else SHARED)
-    if not path.suffix and "*" not in path.name and not path.exists():
+    if _is_name(path):
         if path.name not in known_hosts():
             raise InputError(f"{path}: no such file, and no host of that name; known: {', '.join(known_hosts())}")
         return load_table(DIRECTORY / f"{path.name}.json")
@@ -52,6 +52,24 @@ def load_overheads(path: Path | None = None, architecture: str = "") -> Overhead
 
     profiles = [extract(read_kineto(file)) for file in expand_files([path])]
     return _of_job(path.name, profiles)
+
+
+def check_overheads(path: Path | None) -> None:
+    """``InputError`` for what :func:`load_overheads` would refuse, before long work; profiles are not opened yet."""
+    from e2e.traces.recorded_run import expand_files
+
+    if path is None:
+        return
+    if _is_name(path) or is_table(path):
+        load_overheads(path)
+        return
+    for profile in expand_files([path]):
+        if not any(each.is_file() for each in (profile, *profile.parents)):  # it may be within an archive
+            raise InputError(f"{profile}: is no file; give a table of host overheads, a known host or profiles")
+
+
+def _is_name(path: Path) -> bool:
+    return not path.suffix and "*" not in path.name and not path.exists()
 
 
 def is_table(path: Path) -> bool:

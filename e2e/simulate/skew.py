@@ -18,6 +18,8 @@ from costmodel.base.errors import InputError
 from e2e.step.execution_graph import Action, ExecutionGraph, HostWork, Launch, RankGraph, Task
 
 Timed = TypeVar("Timed", Task, HostWork, Launch)
+# Beyond them nothing is a job's any more: speeds ten times as far apart as they are fast, a rank an hour late.
+MOST_DEVIATION, MOST_LATE_SECONDS = 10.0, 3600.0
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,16 @@ class Skew:
     jitter: float = 0.0
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        for name, deviation in (("spread", self.spread or 0.0), ("jitter", self.jitter)):
+            if not 0 <= deviation <= MOST_DEVIATION:
+                raise InputError(f"--skew {name}={deviation:g}: a relative deviation is from 0 to {MOST_DEVIATION:g}")
+        for rank, seconds in self.starts.items():
+            if not 0 <= seconds <= MOST_LATE_SECONDS:
+                raise InputError(
+                    f"--skew start={rank}:{seconds * 1e3:g}: a rank begins 0 to {MOST_LATE_SECONDS * 1e3:,.0f} ms late"
+                )
+
 
 def skewed(graph: ExecutionGraph, skew: Skew) -> ExecutionGraph:
     """``graph``, priced, with the durations of ``skew``; transfers keep theirs.
@@ -41,10 +53,8 @@ def skewed(graph: ExecutionGraph, skew: Skew) -> ExecutionGraph:
     """
     known = {rank.rank for rank in graph.ranks}
     for rank, seconds in skew.starts.items():
-        if rank not in known or not 0 <= seconds < math.inf:
-            raise InputError(
-                f"--skew start={rank}:{seconds * 1e3:g}: give ranks of {sorted(known)[:8]} and times from 0"
-            )
+        if rank not in known:
+            raise InputError(f"--skew start={rank}:{seconds * 1e3:g}: give ranks of {sorted(known)[:8]}")
     folded = [rank.rank for rank in graph.ranks if graph.multiplicity.get(rank.rank, 1) > 1]
     if skew.jitter and folded:
         raise InputError(
@@ -107,7 +117,11 @@ def parse_skew(text: str) -> Skew:
         try:
             if name == "start":
                 rank, _, milliseconds = value.partition(":")
+                if int(rank) in starts:
+                    raise InputError(f"--skew {text}: start of rank {int(rank)} is given twice")
                 starts[int(rank)] = float(milliseconds) / 1e3
+            elif name in values:
+                raise InputError(f"--skew {text}: {name} is given twice")
             else:
                 values[name] = int(value) if name == "seed" else float(value)
         except ValueError:

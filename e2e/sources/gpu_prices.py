@@ -13,7 +13,6 @@ No prices come with the project: they differ by contract, region and month.
 from __future__ import annotations
 
 import datetime
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +29,8 @@ from e2e.sources.request_parts import gpu_machine
 if TYPE_CHECKING:
     from e2e.explain.predictor import PredictionResult
 
-_Amount = Annotated[float, Field(gt=0, strict=False)]
+MOST_DOLLARS = 1e6  # a whole rack costs less
+_Amount = Annotated[float, Field(gt=0, le=MOST_DOLLARS, strict=False)]
 _SUFFIXES = (".yaml", ".yml")
 
 
@@ -91,6 +91,8 @@ def _number(text: str) -> float:
         value = float(text)
     except ValueError:
         raise InputError(f"--price {text}: expected dollars per GPU and hour, such as 2.49, or a .yaml file") from None
-    if not 0 < value < math.inf:
-        raise InputError(f"--price {text}: must be more than 0")
+    if not 0 < value <= MOST_DOLLARS:
+        raise InputError(
+            f"--price {text}: must be more than 0 and at most {MOST_DOLLARS:,.0f} dollars per GPU and hour"
+        )
     return value

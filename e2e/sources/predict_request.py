@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from e2e.price.shared_overheads import standing_in
+from e2e.capture.oversized_tensors import oversized_told
+from e2e.price.shared_overheads import check_overheads, standing_in
 from e2e.sources.asked.request import PredictRequest
 from e2e.sources.asked_values import asked_values
 from e2e.sources.option_check import check
@@ -21,9 +22,15 @@ def predict_request(request: PredictRequest) -> PredictionResult:
     """The prediction; ``InputError`` for options that contradict each other. A warning names those without effect."""
     source = source_of(request)
     ignored = check(request, source)
+    check_overheads(request.configuration.overheads)
     if request.what_if:
         return _with_questions(request, source, ignored)
-    return _answer(request, source, source.prepare(request), ignored)
+    return _answer(request, source, _prepared(request, source), ignored)
+
+
+def _prepared(request: PredictRequest, source: StepSource) -> PreparedStep:
+    with oversized_told():
+        return source.prepare(request)
 
 
 def _answer(
@@ -40,7 +47,7 @@ def _with_questions(request: PredictRequest, source: StepSource, ignored: Sequen
     from e2e.sources.what_if_steps import WhatIfSteps, check_questions
 
     check_questions(request, source)
-    steps = WhatIfSteps(request, source, source.prepare(request))
+    steps = WhatIfSteps(request, source, _prepared(request, source))
     steps.check()
     answer = _answer(request, source, steps.step, ignored)
     return replace(answer, prediction=replace(answer.prediction, what_if=steps.rows(answer)))

@@ -33,5 +33,7 @@ def parse_routing(text: str) -> ExpertRouting:
             raise InputError(f"--routing {text!r}: {name}={number} is no number") from None
         if not 0 < value < float("inf"):
             raise InputError(f"--routing {text!r}: {name} must be more than 0")
+        if FIELDS[name] in values:
+            raise InputError(f"--routing {text!r}: {name} is given twice")
         values[FIELDS[name]] = value
     return ExpertRouting(**values)

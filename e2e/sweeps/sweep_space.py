@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from costmodel.base.errors import InputError
+from costmodel.base.units import whole_number
 from costmodel.machines.cluster import load_cluster
 from e2e.parallelism.spec import ParallelSpec, Recompute, read_parallel
 from e2e.step.choices import AttentionForm, Dtype
@@ -129,9 +130,10 @@ def counts(text: str, option: str) -> list[int]:
     """Numbers of GPUs as ``8,64,512``; ``InputError`` names the part that is none."""
     found = []
     for part in text.split(","):
-        if not part.strip().isdecimal() or int(part) < 1:
+        number = whole_number(part)
+        if not number:
             raise InputError(f"{option} {text!r}: {part.strip()!r} is no number of GPUs; write such as 8,64,512")
-        found.append(int(part))
+        found.append(number)
     return found
 
 

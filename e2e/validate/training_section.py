@@ -6,7 +6,6 @@ source, to the steps of the others.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -18,6 +17,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from costmodel.base.user_folders import user_folder
 from e2e.capture.models.stacks import stack_of
 from e2e.price.release_spread import release_spread
 from e2e.price.speed_band import SpeedBand, load_speed_band
@@ -290,8 +290,7 @@ def _memory_error(predicted: int | None, published_gib: float) -> float | None:
 
 def answers_folder() -> Path:
     """``$XDG_CACHE_HOME/costmodel/validate``, else below ``~/.cache``: answers are kept by a digest of this program."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "costmodel" / "validate"
+    return user_folder("XDG_CACHE_HOME", ".cache") / "validate"
 
 
 def _spec_text(asked: AskedStep) -> str:

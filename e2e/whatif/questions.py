@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import get_args
 
 from costmodel.base.errors import InputError
+from costmodel.base.units import whole_number
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ Change = (
     | FasterHost
     | OtherHost
 )
+MOST_FACTOR = 1e6  # what is so many times as fast is gone
 # In which order changes are made: another batch has other kernels, which are then fused, moved and made faster.
 ORDER: tuple[type, ...] = get_args(Change)
 # Of these a step has one each.
@@ -137,10 +139,10 @@ def _change(part: str, text: str) -> Change:
 
 def _batch(value: str) -> BatchChange:
     before, colon, after = value.rpartition(":")
-    numbers = [before, after] if colon else [after]
-    if not all(each.isdigit() and int(each) > 0 for each in numbers):
+    recorded, samples = whole_number(before), whole_number(after)
+    if not samples or (colon and not recorded):
         raise ValueError("batch= takes a number of samples, or RECORDED:NEW such as batch=32:512")
-    return BatchChange(int(after), int(before) if colon else None)
+    return BatchChange(samples, recorded)
 
 
 def _bucket(value: str) -> BucketChange:
@@ -156,10 +158,11 @@ def _fuse(value: str) -> FusedOperators:
 
 
 def _stream(value: str) -> MovedOperators:
-    pattern, _, number = value.rpartition("=")
-    if not number.isdigit():
+    pattern, _, text = value.rpartition("=")
+    number = whole_number(text)
+    if number is None:
         raise ValueError("stream: takes PATTERN=NUMBER, such as stream:embedding=2")
-    return MovedOperators(_pattern(pattern, "stream:"), int(number))
+    return MovedOperators(_pattern(pattern, "stream:"), number)
 
 
 def _kernels(value: str) -> FasterKernels:
@@ -181,7 +184,10 @@ _HOST = "host= takes Kx, such as host=1.5x, a file of host overheads, or a host 
 
 
 def _times(value: str, form: str) -> float:
-    return _positive(value.removesuffix("x"), form)
+    factor = _positive(value.removesuffix("x"), form)
+    if not 1 / MOST_FACTOR <= factor <= MOST_FACTOR:
+        raise ValueError(f"{value}: K is from {1 / MOST_FACTOR:g} to {MOST_FACTOR:g}")
+    return factor
 
 
 def _positive(value: str, form: str) -> float:

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from costmodel.base.whole_file import check_outputs
 from fusion.artifact.tuned_model import load
 from fusion.model.named_arrays import read_npz, write_npz
 from fusion.model.tensor_info import TensorInfo
@@ -27,6 +28,7 @@ def run_command(build_dir: Path, input_npz: Path, output_npz: Path, threads: int
     ``threads`` defaults to those it was tuned for, as far as there are cores for them. Raises ``InputError`` or
     ``OutputError``.
     """
+    check_outputs({"--output": output_npz}, {"--input": input_npz})
     model, arrays = load(build_dir, threads), read_npz(input_npz)
     started = time.perf_counter()
     outputs = model.run(arrays, source=str(input_npz))

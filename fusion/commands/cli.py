@@ -18,6 +18,7 @@ import typer
 
 from costmodel.base.command_line import ProgramGroup, guarded, program_name, version_command
 from costmodel.base.errors import InputError
+from costmodel.base.units import whole_number
 from fusion.commands import records_command
 from fusion.comparing.engines.engine_table import DEFAULT, ENGINES
 from schedules.contract.lean_import import import_tvm_alone
@@ -349,10 +350,11 @@ def parse_shapes(options: Sequence[str] | None) -> list[dict[str, tuple[int, ...
     shapes: dict[str, list[tuple[int, ...]]] = {}
     for option in options or ():
         name, _, text = option.rpartition("=")
-        fields = text.replace("x", ",").split(",")
-        if not name or not all(field.strip().isdigit() and int(field) > 0 for field in fields):
+        extents = [whole_number(field) for field in text.replace("x", ",").split(",")]
+        found = tuple(extent for extent in extents if extent)
+        if not name or len(found) < len(extents):
             raise InputError(f"--shape {option}: expected NAME=1,3,224,224 with positive sizes")
-        shapes.setdefault(name, []).append(tuple(int(field) for field in fields))
+        shapes.setdefault(name, []).append(found)
     count = max(map(len, shapes.values()), default=1)
     for name, given in shapes.items():
         if len(given) not in (1, count):

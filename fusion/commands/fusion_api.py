@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 from costmodel.base.errors import InputError
 from costmodel.base.pictures import check_picture
 from costmodel.base.say import Say
+from costmodel.base.whole_file import check_writable
 from fusion.model.precision import Precision
 
 if TYPE_CHECKING:
@@ -108,6 +109,7 @@ def analyze(
         raise InputError(f"--precision {precision}: choose float32 or bfloat16")
     if picture is not None:
         check_picture(Path(picture), "--picture")
+        check_writable(Path(picture), "--picture")
     read = read_graph(
         Path(model), _shapes(shapes), _text(machine), threads, progress or _unheard, batch, precision=precision
     )

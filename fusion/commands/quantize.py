@@ -10,7 +10,7 @@ from typing import Any
 
 from costmodel.base.errors import InputError, ModelError, OutputError
 from costmodel.base.say import Say
-from costmodel.base.whole_file import write_whole
+from costmodel.base.whole_file import check_writable, write_whole
 from fusion.artifact.build_folder import digest
 from fusion.comparing.output_errors import ErrorTally, OutputErrors
 from fusion.model.calibration_data import CalibrationData, DeclaredInput, random_calibration, read_calibration
@@ -136,12 +136,9 @@ def render_quantized(summary: QuantizeSummary) -> str:
 
 def _check_target(model: Path, target: Path) -> None:
     """Before anything is computed."""
-    if target.is_dir():
-        raise OutputError(f"{target}: is a directory; name an .onnx file with --output")
-    if not target.absolute().parent.is_dir():
-        raise OutputError(f"{target}: its folder does not exist")
+    check_writable(target, "--output")
     if target.exists() and model.exists() and target.samefile(model):
-        raise OutputError(f"{target}: is the model itself; name another file with --output")
+        raise OutputError(f"--output {target}: is the model itself; name another file")
 
 
 def _calibration(

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Collection, Sequence
 
 from costmodel.base.errors import InputError, MachineError
+from costmodel.base.units import whole_number
 from costmodel.machines.machine_records import Machine
 from schedules.contract.cpu_target import CpuTarget, target_with
 from schedules.contract.llvm_features import flags_of_mcpu
@@ -65,6 +66,7 @@ def _options(text: str) -> dict[str, str]:
 
 
 def _count(text: str, value: str | None) -> int:
-    if value is None or not value.isdigit() or int(value) < 1:
+    cores = whole_number(value or "")
+    if not cores:
         raise InputError(f"--target {text}: say for how many cores, such as -num-cores 8")
-    return int(value)
+    return cores

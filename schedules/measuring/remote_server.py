@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from costmodel.base.errors import InputError, MissingDependencyError, TuningError
+from costmodel.base.units import whole_number
 from costmodel.cpu.microbenchmark import find_compiler
 
 PROBE = Path(__file__).with_name("remote_probe.c")
@@ -26,9 +27,10 @@ _CONNECT_SECONDS = 5.0
 def parse_address(text: str) -> tuple[str, int]:
     """``HOST:PORT``; ``InputError`` for anything else."""
     host, _, port = text.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+    number = whole_number(port)
+    if not host or not number or number > 65535:
         raise InputError(f"--tracker {text}: expected HOST:PORT, such as localhost:9190")
-    return host, int(port)
+    return host, number
 
 
 class Tracker:

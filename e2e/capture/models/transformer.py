@@ -18,6 +18,7 @@ from costmodel.base.plain_json import decoded
 from e2e.capture import fused_attention, latent_attention
 from e2e.capture.models.cached_tokens import decoding_arguments
 from e2e.capture.models.training_presets import TRAINING_PRESETS
+from e2e.capture.oversized_tensors import oversized_told
 from e2e.step.choices import AttentionForm
 
 # Model type and the keys that differ from the defaults of the library's configuration class; sources: the published
@@ -140,7 +141,9 @@ LENGTH_KEYS = ("max_position_embeddings", "n_positions", "n_ctx")
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """A Hugging Face ``config.json``; ``InputError`` names the file and what is wrong."""
+    """A Hugging Face ``config.json``; ``InputError`` names the file and what is wrong, more layers than
+    :data:`MOST_LAYERS` among it.
+    """
     try:
         config = decoded(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -149,6 +152,7 @@ def read_config(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise InputError(f"{path}: not a Hugging Face model configuration; it must have a model_type")
+    _check_layers(config, str(path))
     return config
 
 
@@ -174,10 +178,10 @@ def build_transformer(config: Mapping[str, Any], attention: str, source: str) ->
     known = transformers.models.auto.configuration_auto.CONFIG_MAPPING
     if model_type not in known:
         raise ModelError(f"{source}: model_type {model_type!r} is not known to transformers {transformers.__version__}")
-    _check_layers(config, source)
     named = config.get("architectures") or [ARCHITECTURES.get(model_type)]
     try:
-        settings = known[model_type](**{key: value for key, value in config.items() if key not in _IGNORED})
+        with quiet():
+            settings = known[model_type](**{key: value for key, value in config.items() if key not in _IGNORED})
         with _without_scipy(transformers) if model_type in ARCHITECTURES else nullcontext():
             model_class = _model_class(transformers, settings, named[0], source)
         if attention == "sdpa" and not getattr(model_class, "_supports_sdpa", True):
@@ -287,7 +291,7 @@ def forward_call(
 
     def run() -> torch.Tensor:
         try:
-            with quiet():
+            with quiet(), oversized_told():
                 output = model(**arguments)
         except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
             what = " ".join(str(error).split())

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from e2e.sharding.problem.option_costs import MEMORY
+from e2e.sharding.problem.placement import MOST_GPUS
 from e2e.sharding.problem.state import Problem
 
 GIB = 2**30
-MOST_GPUS = 65536
 
 
 @dataclass(frozen=True)

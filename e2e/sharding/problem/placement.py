@@ -20,6 +20,7 @@ PLACED: tuple[PlacementKind, ...] = ("table-wise", "column-wise")
 
 # Narrower rows use less than a 128-byte line of memory in FP32 (an L2 line of NVIDIA GPUs).
 MINIMUM_COLUMNS = 32
+MOST_GPUS = 65536  # of a plan
 # FBGEMM's table-batched kernels read rows as vectors of four (`D % 4 == 0` in split_table_batched_embeddings_ops).
 COLUMN_MULTIPLE = 4
 

@@ -122,6 +122,8 @@ class _Collector:
         device.sort(key=lambda span: (span.start, span.end, span.id))
         by_kind = {kind: tuple(span for span in host if span.kind == kind) for kind in set(_HOST.values())}
         distributed = header.get("distributedInfo") or {}
+        if not isinstance(distributed, dict):
+            raise TypeError(f"distributedInfo is {str(distributed)[:40]!r}, not a mapping with rank and world_size")
         world = int(distributed.get("world_size", 1))
         pids = Counter(item[3]["pid"] for item in self._host if isinstance(item[3]["pid"], int))
         pid = pids.most_common(1)[0][0] if pids else 0
@@ -257,6 +259,9 @@ def _process_groups(distributed: Mapping[str, Any], world: int) -> dict[str, tup
 
 def _gpu(header: Mapping[str, Any], device: list[DeviceSpan]) -> str:
     used = Counter(span.device for span in device).most_common(1)
+    for item in header.get("deviceProperties", ()):
+        if not isinstance(item, dict) or not isinstance(item.get("id"), int | None):
+            raise TypeError(f"deviceProperties has {str(item)[:40]!r}, which is no device with an id and a name")
     names = {item.get("id"): item.get("name", "") for item in header.get("deviceProperties", ())}
     return str(names.get(used[0][0] if used else 0, ""))
 

@@ -7,6 +7,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from itertools import compress
 
+from costmodel.base.units import whole_number
 from e2e.step.operator_trace import OperatorCall, OperatorTrace
 
 _PROFILER_STEP = "ProfilerStep#"
@@ -53,7 +54,7 @@ def of_last_step(
 def step_mark(annotation: str) -> int | None:
     """The number of the profiler's step that ``annotation`` stands around."""
     number = annotation.removeprefix(_PROFILER_STEP)
-    return int(number) if number != annotation and number.isdigit() else None
+    return whole_number(number) if number != annotation else None
 
 
 def is_optimizer_step(annotation: str) -> bool:

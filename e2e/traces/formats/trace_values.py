@@ -51,6 +51,9 @@ class ValueReader:
         strides: Sequence[Any] | None = None,
     ) -> tuple[Value, ...]:
         """One value per argument. A tensor is ``[id, storage, offset, elements, element bytes, device]``."""
+        for name, given in (("values", values), ("shapes", shapes), ("types", types)):
+            if not isinstance(given, list | tuple):
+                raise TypeError(f"the {name} of its arguments are {str(given)[:40]!r}, not a list")
         # Generated kernels are recorded with more values than types: their launch grid has none.
         return tuple(
             self._value(value, _at(shapes, i), _at(types, i) or "", _at(strides, i)) for i, value in enumerate(values)

@@ -85,7 +85,7 @@ def test_options_may_have_several_values():
 FULL = """
 import sys
 import typer
-from typing import Annotated
+from typing import Annotated, Literal
 from costmodel.base.command_line import ProgramGroup, guarded, program_name, version_command
 
 app = typer.Typer(name="tool", cls=ProgramGroup, help="A tool.", no_args_is_help=True)
@@ -93,7 +93,12 @@ app.callback()(version_command)
 
 @app.command()
 @guarded()
-def count(length: Annotated[int, typer.Option(min=1)] = 3, size: int = 1):
+def count(
+    length: Annotated[int, typer.Option(min=1)] = 3,
+    size: int = 1,
+    free_share: float = 0.5,
+    kind: Literal["near", "far"] = "near",
+):
     for number in range(length):
         print(number)
     bytearray(size << 50 if size > 1 else 1)
@@ -122,6 +127,9 @@ def program(*arguments: str, output=subprocess.PIPE, name: str = "tool"):
         (("cuont",), ("cuont",)),
         (("count", "--size"), ("--size",)),
         (("count", "--size", "9"), ("out of memory",)),
+        (("count", "--free-share", "nan"), ("--free-share nan: give a finite number",)),
+        (("count", "--free-share", "1e999"), ("--free-share inf: give a finite number",)),
+        (("count", "--kind", "Near"), ("'--kind': 'Near' is not one of 'near', 'far'",)),
     ],
 )
 def test_a_wrong_command_line_is_one_line_too(arguments: tuple[str, ...], words: tuple[str, ...]):
@@ -146,6 +154,18 @@ def test_a_full_disk_behind_the_output_is_one_line():
         done = program("count", output=full)
     assert done.returncode == 2
     assert done.stderr == "error: output: No space left on device\n"
+
+
+def test_help_on_a_full_disk_is_one_line():
+    with open("/dev/full", "w") as full:
+        done = program("count", "--help", output=full)
+    assert (done.returncode, done.stderr) == (2, "error: output: No space left on device\n")
+
+
+def test_an_output_that_is_closed_is_no_error():
+    words = ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-c", FULL, "tool", "count"]
+    done = subprocess.run(words, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_completion_is_for_the_command():

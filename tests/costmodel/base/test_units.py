@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from costmodel.base.units import UNITS, format_quantity, parse_quantity
+from costmodel.base.units import UNITS, format_quantity, parse_quantity, whole_number
 
 
 @pytest.mark.parametrize(
@@ -48,3 +48,13 @@ def test_formatting_keeps_four_digits(value, unit):
 def test_capacities_are_exact():
     assert format_quantity(48 * 1024, "B") == "48 KiB"
     assert format_quantity(1000, "B") == "1000 B"
+
+
+@pytest.mark.parametrize(("text", "number"), [("0", 0), ("007", 7), (" 64 ", 64), ("9" * 18, 10**18 - 1)])
+def test_whole_numbers(text, number):
+    assert whole_number(text) == number
+
+
+@pytest.mark.parametrize("text", ["", "-1", "+1", "1.0", "1e3", "1_000", "0x10", "\u00b2", "\u0663", "9" * 5000, "1 2"])
+def test_what_is_no_whole_number(text):
+    assert whole_number(text) is None

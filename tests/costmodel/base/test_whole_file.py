@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from costmodel.base.whole_file import remove_partials, whole_file, write_whole
+from costmodel.base.errors import OutputError
+from costmodel.base.whole_file import check_outputs, check_writable, remove_partials, whole_file, write_whole
 
 
 def test_content_arrives_and_nothing_else(tmp_path):
@@ -121,3 +122,41 @@ def test_what_killed_processes_left_is_taken_away(tmp_path):
     assert len(os.listdir(tmp_path)) == 2
     remove_partials(tmp_path, tmp_path / "absent")
     assert os.listdir(tmp_path) == ["file.partial"]
+
+
+def test_what_can_be_written_is_known_before(tmp_path):
+    (tmp_path / "old").write_text("old")
+    for path in (tmp_path / "old", tmp_path / "new", "/dev/null"):
+        check_writable(Path(path), "--report")
+    check_writable(tmp_path / "folder" / "new", "-o", makes_folder=True)
+    assert (tmp_path / "old").read_text() == "old" and sorted(os.listdir(tmp_path)) == ["folder", "old"]
+
+
+@pytest.mark.parametrize("makes_folder", [False, True])
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("", "is a directory; name a file"),
+        ("file/x", "cannot be written (Not a directory); name another file"),
+        ("x" * 300, "cannot be written (File name too long); name another file"),
+        ("a\0b", "cannot be written (embedded null byte); name another file"),
+    ],
+)
+def test_what_cannot_be_written_is_told_before(tmp_path, name, told, makes_folder):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError) as caught:
+        check_writable(tmp_path / name, "--report", makes_folder)
+    assert str(caught.value) == f"--report {tmp_path / name}: {told}"
+
+
+def test_a_folder_that_does_not_exist_is_named(tmp_path):
+    with pytest.raises(OutputError, match=f"--report .*/x: there is no folder {tmp_path}/none; make it"):
+        check_writable(tmp_path / "none" / "x", "--report")
+
+
+def test_a_file_of_two_options_is_told(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "model")
+    check_outputs({"--report": tmp_path / "report", "--plot": None, "--timeline": tmp_path / "time"})
+    check_outputs({"--report": "/dev/null", "--timeline": "/dev/null"})
+    with pytest.raises(OutputError, match="--report .*/link: is the file of --model; name another"):
+        check_outputs({"--report": tmp_path / "link"}, {"--model": tmp_path / "model"})

@@ -94,7 +94,7 @@ def test_data_without_sweeps_of_collectives(tmp_path):
 def test_commands_for_collectives_alone_need_sweeps(command, tmp_path, capsys):
     where = ["-o", str(tmp_path)] if command == "fit" else []
     assert main([command, "--only", "collectives", "--data", str(tmp_path / "none"), *where]) == 2
-    assert f"error: {tmp_path / 'none'}: no sweeps of collectives; give the folder" in capsys.readouterr().err
+    assert f"error: {tmp_path / 'none'}: no measurements of what is asked; give the folder" in capsys.readouterr().err
 
 
 @needs_data

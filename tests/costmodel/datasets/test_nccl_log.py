@@ -139,11 +139,15 @@ def test_json_of_nccl_tests(log):
     assert row.transfer == CollectiveTransfer("reduce_scatter", 4096, 8, 2)
     assert (row.seconds, row.nccl) == (pytest.approx(40.5e-6), "2.28.3")
     assert read_log(log(json.dumps(JSON)), Given(in_place=True))[0].seconds == pytest.approx(39.5e-6)
+    sized = json.dumps(JSON).replace('"size": 4096', '"size": 4096, "count": "COUNT", "type": "float"')
     wrong = json.dumps(JSON).replace('"nwrong": 0.0', '"nwrong": 3.0')
     for text, message in (
         (json.dumps(JSON)[:-40], "not the JSON that nccl-tests writes"),
         ('{"results": []}', "not the JSON that nccl-tests writes"),
         (wrong, "size 4096: nccl-tests found wrong results"),
+        (sized.replace("COUNT", "0"), "size 4096: 0 elements of float are not 4096 bytes"),
+        (sized.replace("float", "x"), "size 4096: element type 'x' is none of nccl-tests"),
+        (json.dumps(JSON).replace('"ngpus": 4', '"ngpus": 4000000'), "4000000 GPUs of one process"),
         (json.dumps(JSON).replace('"time"', '"cpu_time"'), "run nccl-tests without -C"),
     ):
         with pytest.raises(InputError, match=message):
@@ -168,6 +172,13 @@ def test_forms_and_tags_of_param(log):
         (NEW.replace(DEVICES, ""), "does not say how many ranks ran; give --ranks N"),
         (NEW.replace("0.04       0", "0.04       7"), "wrong results"),
         (NEW.replace("0.04       0", "0.04   1e+06"), "wrong results"),
+        (NEW.replace("values : 0 OK", "values : 7 FAILED"), r"log\.txt:18: nccl-tests found wrong results"),
+        (NEW.replace("256     float", "0     float"), "0 elements of float are not 4096 bytes"),
+        (NEW.replace("256     float", "2048     float"), "2048 elements of float are not 4096 bytes"),
+        (NEW.replace("256     float", "25\u00b2     float"), "25\u00b2 elements of float are not 4096 bytes"),
+        (NEW.replace("256     float", "256         x"), r"log\.txt:16: element type 'x' is none of nccl-tests"),
+        (NEW.replace("   45.33", "     nan"), "4096 bytes in nan s are no measurement"),
+        (NEW.replace("   45.33", "   -45.3"), "are no measurement; run it again"),
         (NEW.replace("    time ", " cputime "), "run nccl-tests without -C"),
         (NEW.replace("Rank  3 Group  0", "Rank  3 Group  1"), "2 groups ran at once"),
         (NEW.replace("   45.33", "     N/A"), "no time in microseconds"),
@@ -176,6 +187,12 @@ def test_forms_and_tags_of_param(log):
 def test_what_a_log_lacks_is_said(log, text, message):
     with pytest.raises(InputError, match=message):
         read_log(log(text))
+
+
+@pytest.mark.parametrize(("text", "name"), [(NEW, "log.txt"), (PARAM, "log.txt"), (json.dumps(JSON), "log.json")])
+def test_a_collective_that_the_log_contradicts_is_refused(log, text, name):
+    with pytest.raises(InputError, match=r"ran, and --collective says broadcast; leave --collective out"):
+        read_log(log(text, name), Given("broadcast"))
 
 
 def test_names_of_kinds():
@@ -216,6 +233,9 @@ def test_fit_says_what_it_understood_and_what_it_replaces(log, capsys, user_mach
         ((), "--machine NAME"),
         (("--machine", "no-such"), "unknown machine 'no-such'"),
         (("--machine", "dgx-h100", "--ranks", "2", "--nodes", "4"), "4 nodes and 2 ranks"),
+        (("--machine", "dgx-h100", "--steps", "x"), "--steps x: does not go with --nccl-log"),
+        (("--machine", "dgx-h100", "--only", "kernels"), "--only kernels: does not go with --nccl-log"),
+        (("--machine", "dgx-h100", "-o", "/dev/null"), "-o /dev/null/fitted.json: cannot be written"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(log, capsys, arguments, message):

@@ -114,6 +114,37 @@ def test_the_commands(invented, tmp_path, capsys):
     assert "left-out GPU, 20 points" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("part", ["scans", "serving"])
+def test_nothing_is_fitted_to_nothing(part, tmp_path, capsys):
+    """Else the shipped models would be replaced by empty ones."""
+    output = tmp_path / "out"
+    assert main(["fit", "--only", part, "--data", str(tmp_path / "none"), "-o", str(output)]) == 2
+    told = capsys.readouterr().err
+    assert "nothing is written for them" in told and "no measurements of what is asked" in told
+    assert not list(output.rglob("*.json"))
+
+
+@pytest.mark.parametrize("folder", ["none", "empty"])
+def test_models_that_are_not_there_are_told(folder, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    assert main(["validate", "--only", "scans", "--models", str(tmp_path / folder)]) == 2
+    assert f"--models {tmp_path / folder}: holds no fitted models" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--ranks", "4"), "--ranks 4: does not go with a fit without --nccl-log"),
+        (("--collective", "all_reduce"), "--collective all_reduce: does not go with"),
+        (("--machine", "t4"), "--machine t4: does not go with a fit of public tables"),
+        (("--steps", "x", "--machine", "t4", "--only", "kernels"), "--only kernels: does not go with --steps"),
+    ],
+)
+def test_options_of_another_fit_are_refused(options, told, capsys):
+    assert main(["fit", *options]) == 2
+    assert told in capsys.readouterr().err
+
+
 def test_without_data_the_commands_say_what_to_give(tmp_path, capsys):
     for command in ("fit", "validate"):
         assert main([command, "--data", str(tmp_path)]) == 2

@@ -242,6 +242,12 @@ def test_the_command_prints_json_alone(planned, tmp_path):
         (["--kinds", "diagonal"], "expected some of table-wise"),
         (["--indices", "nowhere.npz"], "cannot be read"),
         (["--reserve", "0.99", "--gpus", "1"], "nothing fits on 1 x a100-sxm-40gb"),
+        (["--reserve", "nan"], "--reserve"),
+        (["--seed", "-1"], "--seed"),
+        (["--batch-size", str(10**30)], "--batch-size"),
+        (["--gpus", "65537"], "--gpus"),
+        (["--torchrec", "/dev/null/plan.json"], "--torchrec /dev/null/plan.json: cannot be written"),
+        (["-o", "/dev/null/plan.json"], "-o /dev/null/plan.json: cannot be written (Not a directory)"),
     ],
 )
 def test_bad_input_is_one_line_and_status_two(planned, tmp_path, options, message):

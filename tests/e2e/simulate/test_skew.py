@@ -80,3 +80,20 @@ def test_the_text_of_the_option():
             parse_skew(text)
     with pytest.raises(InputError, match="--skew start=7:1: give ranks of"):
         skewed(job(), Skew({7: 1e-3}))
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("spread=1e308", r"--skew spread=1e\+308: a relative deviation is from 0 to 10"),
+        ("jitter=11", "--skew jitter=11: a relative deviation"),
+        ("start=0:1e308", r"--skew start=0:1e\+308: a rank begins 0 to 3,600,000 ms late"),
+        ("start=0:nan", "--skew start=0:nan: a rank begins"),
+        ("start=0:-5", "--skew start=0:-5: a rank begins"),
+        ("spread=0.1,spread=0.2", "spread is given twice"),
+        ("start=1:1,start=1:2", "start of rank 1 is given twice"),
+    ],
+)
+def test_what_no_job_is_like_is_refused(text, told):
+    with pytest.raises(InputError, match=told):
+        parse_skew(text)

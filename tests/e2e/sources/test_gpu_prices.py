@@ -47,6 +47,6 @@ def test_mistakes_of_a_file_name_it_and_the_key(tmp_path, text, told):
 
 def test_a_number_is_a_price_of_any_gpu():
     assert asked_price("2.5", MachineOptions("l4")).of("l4").per_gpu_hour == 2.5
-    for wrong in ("cheap", "0", "-1", "nan"):
+    for wrong in ("cheap", "0", "-1", "nan", "1e308"):
         with pytest.raises(InputError, match=f"--price {wrong}"):
             read_prices(wrong)

@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from costmodel.base.errors import InputError, SimulationError
+from costmodel.base.folder_lock import lock_folder
 
 pytest.importorskip("torch")
 
@@ -395,6 +396,18 @@ def test_command_ranks_and_resumes(tiny, tmp_path):
     second = CliRunner().invoke(app, arguments)
     assert second.exit_code == 0 and "of 4:" not in second.stderr  # nothing is computed again
     assert "4 of 4 were in" in second.stderr
+
+
+def test_a_second_sweep_in_the_same_folder_is_told_so(tiny, tmp_path):
+    """Both would write one file of results, and captures of one name."""
+    step = ["--model", str(tiny), "--gpu", "h100-sxm", "--gpus", "2", "--parallel", "dp=2", "--sequence-length", "64"]
+    arguments = ["sweep", *step, "--workers", "1", "-o", str(tmp_path / "out")]
+    with lock_folder(tmp_path / "out", "results of a sweep"):
+        refused = CliRunner().invoke(app, arguments)
+    assert refused.exit_code == 2
+    assert refused.stderr == f"error: {tmp_path / 'out'}: another process is writing results of a sweep here\n"
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    assert len((tmp_path / "out" / "results.jsonl").read_text().splitlines()) == 1
 
 
 def test_the_folder_need_not_be_named(tiny, tmp_path, monkeypatch):

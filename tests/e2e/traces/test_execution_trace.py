@@ -175,6 +175,15 @@ def test_files_that_are_no_execution_trace(tmp_path: Path, text: str, message: s
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("types", [[5, 5], {"a": 1}, "Tensor(float)", None, [["Tensor(float)"]]])
+def test_types_that_are_no_texts(tmp_path: Path, types: Any) -> None:
+    node = flat(4, "aten::add", 2, inputs=[WEIGHT, WEIGHT], input_shapes=[[4, 8], [4, 8]], input_types=types)
+    for made, schema in ((node, "1.0.1"), (nested(node), "1.0.3")):
+        path = write(tmp_path / "bad.json", [made], schema)
+        with pytest.raises(InputError, match=r"bad\.json: node 4 is not of an execution trace .*record it again"):
+            read_execution_trace(path)
+
+
 def test_damaged_and_missing_archives(tmp_path: Path) -> None:
     whole = gzip.compress(write(tmp_path / "et.json", NODES * 50).read_bytes())
     (tmp_path / "cut.json.gz").write_bytes(whole[: len(whole) // 2])

@@ -43,6 +43,8 @@ LAUNCHES = frozenset(
     }
 )
 
+SPAN = '"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "ts": 1, "dur": 2}]'
+
 
 def test_spans_of_every_kind_in_seconds_from_the_first(tmp_path: Path) -> None:
     profile = Profile(distributedInfo={"rank": 1, "world_size": 2}, deviceProperties=[{"id": 0, "name": "toy"}])
@@ -118,6 +120,10 @@ def test_operators_that_start_together_keep_their_numbers_order(tmp_path: Path) 
         ('{"traceEvents": [7]}', "event 7 is not of a profiler"),
         ('{"traceEvents": [{"ph": "X"', "truncated"),
         ('{"a": 1}', "not a profiler trace"),
+        (f'{{"deviceProperties": ["x"], {SPAN}}}', r"deviceProperties has 'x', which is no device.*record it again"),
+        (f'{{"deviceProperties": "x", {SPAN}}}', "deviceProperties has 'x', which is no device"),
+        (f'{{"deviceProperties": [{{"id": []}}], {SPAN}}}', "which is no device with an id and a name"),
+        (f'{{"distributedInfo": [1], {SPAN}}}', "not a mapping with rank and world_size"),
     ],
 )
 def test_files_that_are_no_profile(tmp_path: Path, text: str, message: str) -> None:

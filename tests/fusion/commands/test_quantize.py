@@ -240,7 +240,7 @@ def test_refusals_are_one_line_and_leave_nothing(folder, tmp_path):
     assert "is the model itself" in refused("quantize", model, "-o", model, "--calibration", data)
     assert "is a directory" in refused("quantize", model, "-o", tmp_path, "--calibration", data)
     nowhere = tmp_path / "no" / "where.onnx"
-    assert "its folder does not exist" in refused("quantize", model, "-o", nowhere, "--calibration", data)
+    assert "there is no folder" in refused("quantize", model, "-o", nowhere, "--calibration", data)
     nan = write_samples(tmp_path / "nan.npz", x=np.full((4, *SHAPE), np.nan, np.float32))
     assert "nan.npz: input 'x' holds NaN" in refused("quantize", model, *target, "--calibration", nan)
     assert not (tmp_path / "new.onnx").exists()

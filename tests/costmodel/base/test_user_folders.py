@@ -1,0 +1,28 @@
+"""A user's own folders, also of users without a home."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from costmodel.base.user_folders import NO_HOME, user_folder
+from costmodel.machines.machine_catalog import load_machine, user_directory
+
+
+def test_a_variable_goes_before_the_home(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+    monkeypatch.setenv("HOME", "/home/me")
+    assert user_folder("XDG_CACHE_HOME", ".cache") == Path("/cache/costmodel")
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    assert user_folder("XDG_CACHE_HOME", ".cache") == Path("/home/me/.cache/costmodel")
+
+
+def test_who_has_no_home_has_no_machines_of_his_own(monkeypatch):
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", nowhere)
+    for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "COSTMODEL_MACHINES"):
+        monkeypatch.delenv(name, raising=False)
+    assert user_folder("XDG_CACHE_HOME", ".cache") == NO_HOME / ".cache" / "costmodel"
+    assert user_directory() == NO_HOME / ".config" / "costmodel" / "machines"
+    assert load_machine("t4").kind == "gpu"
