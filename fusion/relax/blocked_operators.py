@@ -27,7 +27,7 @@ _BOUNDED = frozenset(
     f"relax.{name}"
     for name in (
         "nn.relu", "sigmoid", "tanh", "nn.silu", "nn.gelu", "nn.gelu_tanh", "nn.leakyrelu", "nn.softplus", "clip",
-        "negative", "abs", "erf", "add", "subtract", "multiply", "maximum", "minimum",
+        "negative", "abs", "erf", "sin", "cos", "add", "subtract", "multiply", "maximum", "minimum",
     )
 )  # fmt: skip
 # These may divide by zero, overflow or leave their domain in unspecified lanes.

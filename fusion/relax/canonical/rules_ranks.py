@@ -23,9 +23,12 @@ _FRAMES_BEHIND_CHANNELS = (0, 2, 1, 3, 4)
 _UNARY = (
     *("relax.nn.relu", "relax.nn.gelu", "relax.nn.gelu_tanh", "relax.nn.silu", "relax.nn.leakyrelu"),
     *("relax.nn.softplus", "relax.clip", "relax.sigmoid", "relax.tanh", "relax.erf", "relax.exp", "relax.negative"),
-    *("relax.sqrt", "relax.abs", "relax.square", "relax.sin", "relax.cos"),
+    *("relax.sqrt", "relax.rsqrt", "relax.log", "relax.abs", "relax.square", "relax.sin", "relax.cos"),
 )
-_BINARY = ("relax.add", "relax.subtract", "relax.multiply", "relax.divide", "relax.maximum", "relax.minimum")
+_BINARY = (
+    *("relax.add", "relax.subtract", "relax.multiply", "relax.divide", "relax.maximum", "relax.minimum"),
+    "relax.power",
+)
 _CONV = "relax.nn.conv2d"
 
 

@@ -355,6 +355,19 @@ class TestBranches:
         assert operators(canonicalize(mod)) == ["sigmoid", "add", "multiply"]
         assert same_values(mod, IMAGE, (1, 4, 1, 1))
 
+    def test_a_global_response_norm_is_one_gate_and_a_shift(self):
+        """ConvNeXt V2: ``x + (x n w + b)`` with a factor ``n`` for each channel, made of sums of squares over pixels."""
+
+        def body(b, x):
+            root = b.emit(relax.op.sqrt(b.emit(relax.op.sum(b.emit(relax.op.power(x, const(2.0))), [2, 3], True))))
+            scaled = b.emit(relax.op.multiply(b.emit(relax.op.multiply(x, root)), const(0.5, (1, 4, 1, 1))))
+            return b.emit(relax.op.add(b.emit(relax.op.add(scaled, const(0.25, (1, 4, 1, 1)))), x))
+
+        mod = module(body, IMAGE)
+        small = ["multiply", "mean", "multiply", "sqrt", "multiply", "add"]
+        assert operators(canonicalize(mod)) == [*small, "multiply", "add"]
+        assert same_values(mod, IMAGE, tolerance=1e-4)
+
     def test_a_gate_of_full_size_stays(self):
         mod = module(lambda b, x, y: relax.op.add(x, b.emit(relax.op.multiply(x, y))), IMAGE, IMAGE)
         assert operators(canonicalize(mod)) == ["multiply", "add"]
@@ -572,6 +585,18 @@ class TestActivations:
         mod = module(lambda b, x: body(x), (2, 7))
         assert operators(canonicalize(mod)) == expected
         assert same_values(mod, (2, 7))
+
+    @pytest.mark.parametrize(
+        ("exponent", "expected"),
+        [(1.0, []), (2.0, ["multiply"]), (3.0, ["multiply", "multiply"]), (0.5, ["sqrt"]), (1.5, ["power"])],
+    )
+    def test_powers_that_are_products_or_roots(self, exponent, expected):
+        def body(b, x):
+            return b.emit(relax.op.power(b.emit(relax.op.abs(x)), const(exponent)))
+
+        mod = module(body, IMAGE)
+        assert operators(canonicalize(mod)) == ["abs", *expected]
+        assert same_values(mod, IMAGE)
 
     def test_a_sigmoid_that_is_read_elsewhere_is_not_computed_twice(self):
         def body(builder, x):
