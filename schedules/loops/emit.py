@@ -381,7 +381,7 @@ def exp(x: Any, lanes: int, coarse: bool = False) -> Any:
 # A half turn in parts of few digits, whose products with small numbers of turns are exact.
 _HALF_TURN = (3.140625, 9.6702575683593750e-4, 6.2771141529083252e-7, 1.2154201256553421e-10)
 # (sin(r) - r) / r^3 over the square of r, up to half of that: SLEEF's sinf_u35 (Shibata and Petrogalli 2020).
-_SINE = (2.6083159809786593541503e-6, -1.981069071916863322258e-4, 8.33307858556509017944336e-3, -0.166666597127914428710938)
+_SINE = (2.6083159809786594e-6, -1.9810690719168633e-4, 8.3330785855650902e-3, -0.16666659712791443)
 
 
 def sine(x: Any, lanes: int) -> Any:

@@ -1,7 +1,8 @@
 """Local rewriting of Relax: rules look at a call and the calls behind its arguments, and name a simpler form.
 
 A rule is a pure function ``(call, graph) -> expression | None``; None: not applicable. The expression may nest calls:
-they are simplified and bound in turn, a call that stands in it twice once. Producers that lose their last user are left for dead-code elimination.
+they are simplified and bound in turn, a call that stands in it twice once. Producers that lose their last user are left
+for dead-code elimination.
 """
 
 from __future__ import annotations

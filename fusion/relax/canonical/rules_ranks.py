@@ -240,7 +240,8 @@ def convolution_of_a_volume(call: relax.Call, graph: Definitions) -> relax.Expr 
         conv = relax.op.nn.conv2d(joined, relax.const(np.ascontiguousarray(taps_first)), **options)
     else:
         frames = _gathered_frames(call.args[0], shape, window)
-        conv = relax.op.nn.conv2d(frames, relax.const(weight.reshape((weight.shape[0], -1, *weight.shape[3:]))), **options)
+        apart = weight.reshape((weight.shape[0], -1, *weight.shape[3:]))
+        conv = relax.op.nn.conv2d(frames, relax.const(apart), **options)
     return _View(frames, shape, frames=True).of(graph.named_here(conv), result)
 
 
@@ -271,7 +272,8 @@ class _Depth:
 def _frames(data: relax.Expr, shape: tuple[int, ...]) -> relax.Expr:
     """The images (N D, C, H, W) of a volume (N, C, D, H, W)."""
     batch, channels, depth, height, width = shape
-    return relax.op.reshape(relax.op.permute_dims(data, _FRAMES_BEHIND_CHANNELS), (batch * depth, channels, height, width))
+    frames = relax.op.permute_dims(data, _FRAMES_BEHIND_CHANNELS)
+    return relax.op.reshape(frames, (batch * depth, channels, height, width))
 
 
 def _gathered_frames(data: relax.Expr, shape: tuple[int, ...], window: _Depth) -> relax.Expr:

@@ -315,9 +315,9 @@ def _instance_norm(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, nam
 
 
 def _resize(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str) -> relax.Expr | None:
-    """Images, channels first or last, as ``resize2d``. Those whose size is not the ``scales`` times that of the input (13
-    rows times 1.5 are 19), that are filtered before they shrink (``antialias``) or symmetric about their middle, and
-    other axes, as products with the weights along each axis; TVM's converter does the rest.
+    """Images, channels first or last, as ``resize2d``. Those whose size is not the ``scales`` times that of the input
+    (13 rows times 1.5 are 19), that are filtered before they shrink (``antialias``) or symmetric about their middle,
+    and other axes, as products with the weights along each axis; TVM's converter does the rest.
     """
     data, mode = inputs[0], attrs.get("mode", b"nearest").decode()
     coordinates = attrs.get("coordinate_transformation_mode", b"half_pixel").decode()

@@ -1,4 +1,4 @@
-"""Networks that are written channels-last, with transpositions around every convolution: nothing is transposed there."""
+"""Networks that are written channels-last, with transpositions around every convolution: none of them is left."""
 
 from __future__ import annotations
 
