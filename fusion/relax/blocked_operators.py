@@ -249,8 +249,8 @@ class BlockedOperators:
             return None
         dtype = self._stored(move.sources)
         blocks = move.blocks(self.layouts.lanes)
-        if blocks is not None and dtype == "float32":
-            # An operator of TVM: what computes element by element reads the blocks where they are.
+        if blocks is not None and dtype == "float32" and not wanted:
+            # An operator of TVM: what computes element by element, and no kernel of ours, reads the blocks in place.
             return relax.op.strided_slice(self.layouts.blocked(known[0], dtype), [1], [blocks.start], [blocks.stop])
         kernel = self.library.channel_move([value.shape for value in known], move, dtype)
         result = relax.TensorType(blocked_shape(shape, self.layouts.lanes), dtype)

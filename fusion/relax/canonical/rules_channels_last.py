@@ -7,7 +7,6 @@ What is computed channels-last from an input of the network, before the first tr
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np

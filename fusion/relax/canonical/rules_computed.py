@@ -28,7 +28,7 @@ def product_of_columns(call: relax.Call, graph: Definitions) -> relax.Expr | Non
         return None
     if str(call.ty.dtype) != "float32" or str(weight.ty.dtype) != "float32":
         return None
-    groups, (batch, channels), (outputs, inputs) = int(attrs.groups), shape[:2], taps[:2]
+    groups, batch, (outputs, inputs) = int(attrs.groups), shape[0], taps[:2]
     size = inputs * taps[2] * taps[3]
     columns = relax.op.reshape(_columns(call, data, shape, taps, result), (batch * groups, size, result[2] * result[3]))
     rows: relax.Expr = relax.op.reshape(weight, (1, groups, outputs // groups, size))
