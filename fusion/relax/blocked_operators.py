@@ -27,7 +27,7 @@ _BOUNDED = frozenset(
     f"relax.{name}"
     for name in (
         "nn.relu", "sigmoid", "tanh", "nn.silu", "nn.gelu", "nn.gelu_tanh", "nn.leakyrelu", "nn.softplus", "clip",
-        "negative", "abs", "erf", "add", "subtract", "multiply", "maximum", "minimum",
+        "negative", "abs", "erf", "sin", "cos", "add", "subtract", "multiply", "maximum", "minimum",
     )
 )  # fmt: skip
 # These may divide by zero, overflow or leave their domain in unspecified lanes.
@@ -76,7 +76,8 @@ class BlockedOperators:
         if name == "relax.nn.group_norm":
             return self._group_norm(call, wanted)
         if name in _PIXEL_TABLES:
-            return self._resize(call, wanted)
+            found = (take(call, wanted) for take in (self._resize, self._pad, self._images))
+            return next((expr for expr in found if expr is not None), None)
         whole = shape[1] % self.layouts.lanes == 0
         if name not in _BOUNDED and not (whole and name in _UNBOUNDED):
             return None
@@ -211,6 +212,35 @@ class BlockedOperators:
         arguments = [self.layouts.blocked(value, dtype), *tables]
         return relax.call_tir(self.library.resize(resize, dtype), arguments, out_ty=relax.TensorType(result, dtype))
 
+    def _pad(self, call: relax.Call, wanted: bool) -> relax.Expr | None:
+        """A constant around images, before or behind them, or beyond their last channel: an operator of TVM, that of
+        whole blocks.
+        """
+        data, attrs, lanes = call.args[0], call.attrs, self.layouts.lanes
+        if operator_name(call) != "relax.nn.pad" or attrs.pad_mode != "constant":
+            return None
+        widths = [int(width) for width in attrs.pad_width]
+        value = self.lookup(data) if isinstance(data, relax.Var) else None
+        if value is None or widths[2] or min(widths) < 0 or not self._is_reason(data, None, wanted):
+            return None
+        channels = value.shape[1]
+        if not (wanted or 2 * channels >= lanes) or (widths[3] and channels % lanes):
+            return None
+        around = [*widths[:2], 0, -(-widths[3] // lanes), *widths[4:], 0, 0]
+        padded = relax.op.nn.pad(self._wide(value), around, "constant", float(attrs.pad_value))
+        return self._rounded(padded, self._stored([data]))
+
+    def _images(self, call: relax.Call, wanted: bool) -> relax.Expr | None:
+        """Some of the images of a batch (frames of a volume): an operator of TVM, as they lie."""
+        data, slices = call.args[0], slices_of(call) if operator_name(call) == "relax.strided_slice" else None
+        value = self.lookup(data) if isinstance(data, relax.Var) else None
+        if value is None or slices is None or {axis % 4 for axis in slices} != {0}:
+            return None
+        if not self._is_reason(data, None, wanted) or not (wanted or 2 * value.shape[1] >= self.layouts.lanes):
+            return None
+        taken = relax.Call(call.op, [self._wide(value), *call.args[1:]], call.attrs)
+        return self._rounded(taken, self._stored([data]))
+
     def _gather(self, move: ChannelMove, shape: tuple[int, ...], wanted: bool) -> relax.Expr | None:
         """One kernel from the tensors that the channels come from, whatever is between; the old ones are not read."""
         values = [self.lookup(source) for source in move.sources]
@@ -218,6 +248,10 @@ class BlockedOperators:
         if len(known) < len(values) or not any(self._is_reason(source, None, wanted) for source in move.sources):
             return None
         dtype = self._stored(move.sources)
+        blocks = move.blocks(self.layouts.lanes)
+        if blocks is not None and dtype == "float32" and not wanted:
+            # An operator of TVM: what computes element by element, and no kernel of ours, reads the blocks in place.
+            return relax.op.strided_slice(self.layouts.blocked(known[0], dtype), [1], [blocks.start], [blocks.stop])
         kernel = self.library.channel_move([value.shape for value in known], move, dtype)
         result = relax.TensorType(blocked_shape(shape, self.layouts.lanes), dtype)
         return relax.call_tir(kernel, [self.layouts.blocked(value, dtype) for value in known], out_ty=result)

@@ -63,9 +63,9 @@ def channel_move(
     ``sources``: their shapes as NCHW; ``phases``: as there. Lanes beyond the channels of the result hold copies of
     others.
     """
-    factor, channels = phases.shape[0], phases.shape[2]
+    rows, columns, channels, _ = phases.shape
     batch, _, height, width = sources[0]
-    shape = (batch, channels, height * factor, width * factor)
+    shape = (batch, channels, height * rows, width * columns)
     specs = [TensorSpec(blocked_shape(each, lanes), "blocked", dtype) for each in sources]
     signature = Signature(specs[0], tuple(specs[1:]), None, TensorSpec(blocked_shape(shape, lanes), "blocked", dtype))
     runs = _runs(phases, lanes)
@@ -82,7 +82,7 @@ def channel_move(
             last = emit.bind(emit.smaller(first + size, pixels))
             for run in runs:
                 with emit.loop(run.count) as offset, emit.span(first, last) as pixel:
-                    _move(run, data, output, (image, offset, pixel), (factor, width), lanes)
+                    _move(run, data, output, (image, offset, pixel), width, lanes)
 
     return emit.kernel("channel_move", signature, body)
 
@@ -118,19 +118,19 @@ def _vector(channels: np.ndarray, lanes: int) -> _Vector:
 
 
 def _move(
-    run: _Run, data: Sequence[Any], output: Any, place: tuple[Any, Any, Any], image_size: tuple[int, int], lanes: int
-) -> None:
-    """One pixel of one block of ``run``, in all phases."""
+    run: _Run, data: Sequence[Any], output: Any, place: tuple[Any, Any, Any], width: int, lanes: int
+) -> None:  # fmt: skip
+    """One pixel of one block of ``run``, in all phases; ``width``: of the sources."""
     image, offset, pixel = place
-    factor, width = image_size
+    rows, columns = len(run.phases), len(run.phases[0])
     target = run.first + offset
     for y, row in enumerate(run.phases):
         for x, vector in enumerate(row):
             value = _gather(vector, data, image, offset, pixel, lanes)
-            if factor == 1:
+            if rows == columns == 1:
                 emit.store(output, value, image, target, 0, pixel, lanes=lanes)
             else:
-                at = emit.quotient(pixel, width) * factor + y, emit.remainder(pixel, width) * factor + x
+                at = emit.quotient(pixel, width) * rows + y, emit.remainder(pixel, width) * columns + x
                 emit.store(output, value, image, target, *at, lanes=lanes)
 
 

@@ -1,7 +1,7 @@
 """Operators that only move channels, looked through to the tensors that the channels come from.
 
-Concatenation, slices and splits of channels, channel shuffles (reshape, permute_dims, reshape) and their chains are one
-:class:`ChannelMove`; so is depth-to-space, which spreads channels over pixels.
+Concatenation, slices, splits and look-ups of channels, channel shuffles (reshape, permute_dims, reshape) and their
+chains are one :class:`ChannelMove`; so is depth-to-space, which spreads channels over pixels.
 """
 
 from __future__ import annotations
@@ -26,18 +26,24 @@ Channel: TypeAlias = tuple[relax.Var, int]
 class ChannelMove:
     """Where the channels of a tensor (N, C, H, W) come from.
 
-    ``sources``: tensors (N, C_i, H / factor, W / factor). ``phases``: of shape (factor, factor, C, 2); channel c of
-    pixel (factor h + y, factor w + x) is that of pixel (h, w) in channel ``phases[y, x, c, 1]`` of source
+    ``sources``: tensors (N, C_i, H / rows, W / columns). ``phases``: of shape (rows, columns, C, 2); channel c of pixel
+    (rows h + y, columns w + x) is that of pixel (h, w) in channel ``phases[y, x, c, 1]`` of source
     ``phases[y, x, c, 0]``.
     """
 
     sources: tuple[relax.Var, ...]
     phases: np.ndarray
 
-    @property
-    def factor(self) -> int:
-        """Rows, and columns, of the result for one of the sources."""
-        return self.phases.shape[0]
+    def blocks(self, lanes: int) -> slice | None:
+        """The blocks of ``lanes`` channels that are taken as they are, if it is such a row of the one source."""
+        shape = static_shape(self.sources[0])
+        if len(self.sources) > 1 or self.phases.shape[:2] != (1, 1) or shape is None:
+            return None
+        channels = self.phases[0, 0, :, 1]
+        first, end = int(channels[0]), int(channels[-1]) + 1
+        whole = first % lanes == 0 and (end % lanes == 0 or end == shape[1])
+        in_order = np.array_equal(channels, np.arange(first, end))
+        return slice(first // lanes, -(-end // lanes)) if whole and in_order else None
 
 
 class ChannelMoves:
@@ -82,6 +88,8 @@ class ChannelMoves:
             return None
         if name == "relax.concat":
             return self._concatenated(value)
+        if name == "relax.take":
+            return self._taken(value)
         if name == "relax.strided_slice":
             return self._sliced(value)
         if name == "TupleGetItem":
@@ -100,6 +108,15 @@ class ChannelMoves:
         parts = [self._channels(part) for part in fields.fields]
         known = [part for part in parts if part is not None]
         return tuple(channel for part in known for channel in part) if len(known) == len(parts) else None
+
+    def _taken(self, call: relax.Call) -> tuple[Channel, ...] | None:
+        """A look-up of channels whose numbers are known."""
+        channels, numbers = self._channels(call.args[0]), self._program.constant(call.args[1])
+        if channels is None or numbers is None or numbers.ndim != 1 or call.attrs.axis is None:
+            return None
+        if int(call.attrs.axis) % 4 != 1 or not numbers.size or not 0 <= numbers.min() <= numbers.max() < len(channels):
+            return None
+        return tuple(channels[number] for number in numbers.tolist())
 
     def _sliced(self, call: relax.Call) -> tuple[Channel, ...] | None:
         channels, shape = self._channels(call.args[0]), static_shape(call)
@@ -150,7 +167,7 @@ class ChannelMoves:
             return None
         spread = np.arange(len(channels)).reshape(factors).transpose(order)
         rows, columns = spread.shape[-2:]
-        if rows != columns or shape[1] * rows * columns != len(channels):
+        if shape[1] * rows * columns != len(channels):
             return None
         spread = spread.reshape(shape[1], rows, columns)
         return [[tuple(channels[index] for index in spread[:, y, x]) for x in range(columns)] for y in range(rows)]

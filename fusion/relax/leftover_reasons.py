@@ -30,7 +30,7 @@ NO_EPILOGUE = "no epilogue has this form"
 
 _MOVES = {
     *(f"relax.{name}" for name in ("reshape", "permute_dims", "expand_dims", "squeeze", "flatten", "tile")),
-    *(f"relax.{name}" for name in ("concat", "split", "strided_slice")),
+    *(f"relax.{name}" for name in ("concat", "split", "strided_slice", "take")),
 }
 _WEIGHTED = ("relax.nn.conv2d", "relax.matmul")
 _POOLS = ("relax.nn.max_pool2d", "relax.nn.avg_pool2d", "relax.nn.adaptive_avg_pool2d", "relax.mean", "relax.max")

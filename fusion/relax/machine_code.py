@@ -22,6 +22,7 @@ from fusion.relax.kernel_calls import kernel_layers
 from fusion.relax.kernel_objects import KernelObjects, separately_compiled
 from fusion.relax.leftovers import LeftoverKernel, ScheduleLeftovers, leftover_kernels
 from fusion.relax.memory_plan import MemoryPlan, activation_bytes, scratch_bytes, weight_bytes
+from fusion.relax.vector_functions import LEGALIZATIONS
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.kernel_compilation import pass_context, tir_pipeline
 
@@ -111,7 +112,9 @@ def scheduling_pipeline(cpu: CpuTarget) -> tvm.transform.Sequential:
             relax.transform.CanonicalizeBindings(),
             relax.backend.DispatchSampling(),
             relax.backend.DispatchSortScan(),
-            relax.transform.LegalizeOps({**dict.fromkeys(_VIEWS, legalize_view), "relax.quantize": legalize_quantize}),
+            relax.transform.LegalizeOps(
+                {**dict.fromkeys(_VIEWS, legalize_view), **LEGALIZATIONS, "relax.quantize": legalize_quantize}
+            ),
             relax.transform.AnnotateTIROpPattern(),
             relax.transform.FoldConstant(),
             relax.transform.FuseOps(),

@@ -1,4 +1,5 @@
-"""Kernels along the rows of plain tensors: softmax, layer norm, and products of two tensors that are both computed.
+"""Kernels along the rows of plain tensors: softmax, layer norm, and products of two tensors that are both computed;
+and softmax along their columns.
 
 A row that is no whole number of vectors ends with one that reaches back into the vector before it; what both hold is
 computed twice, alike, and counts once.
@@ -38,6 +39,25 @@ class RowSoftmax:
     rows: int
     width: int
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of what is read and written."""
+        return (self.rows, self.width)
+
+
+@dataclass(frozen=True)
+class ColumnSoftmax:
+    """Softmax of the ``columns`` columns, of ``width`` values each, of ``outer`` matrices."""
+
+    outer: int
+    width: int
+    columns: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of what is read and written."""
+        return (self.outer, self.width, self.columns)
+
 
 @dataclass(frozen=True)
 class RowNorm:
@@ -46,6 +66,11 @@ class RowNorm:
     rows: int
     width: int
     epsilon: float
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of what is read and written."""
+        return (self.rows, self.width)
 
 
 @dataclass(frozen=True)
@@ -58,13 +83,15 @@ class BatchedProduct:
     columns: int
 
 
-RowWork: TypeAlias = RowSoftmax | RowNorm | BatchedProduct
+RowWork: TypeAlias = RowSoftmax | ColumnSoftmax | RowNorm | BatchedProduct
 
 
 def row_kernel(work: RowWork, cpu: CpuTarget) -> tirx.PrimFunc:
     """The kernel of ``work``."""
     if isinstance(work, RowSoftmax):
         return row_softmax(work.rows, work.width, cpu)
+    if isinstance(work, ColumnSoftmax):
+        return column_softmax(work.outer, work.width, work.columns, cpu)
     if isinstance(work, RowNorm):
         return row_norm(work.rows, work.width, work.epsilon, cpu)
     return batched_product(work.batch, work.rows, work.inner, work.columns, cpu)
@@ -156,6 +183,37 @@ def row_softmax(rows: int, width: int, cpu: CpuTarget) -> tirx.PrimFunc:
             row.each(divide)
 
     return emit.kernel("row_softmax", Signature(spec, (), None, spec), body)
+
+
+def column_softmax(outer: int, width: int, columns: int, cpu: CpuTarget) -> tirx.PrimFunc:
+    """Softmax along the middle dimension of (outer, width, columns), a vector of columns at a time.
+
+    The last vector of a matrix reaches back into the one before it, which may be another task's: so nothing that is
+    written is read again, and powers are computed twice.
+    """
+    row = _Row(columns, vector_lanes(columns, cpu))
+    lanes, spec = row.lanes, TensorSpec((outer, width, columns))
+    vectors = -(-columns // lanes)
+
+    def body(data: Any, output: Any) -> None:
+        with _rows(outer * vectors, outer * width * columns, cpu) as at:
+            matrix = emit.bind(emit.quotient(at, vectors))
+            place = row.at(emit.bind(emit.smaller(emit.remainder(at, vectors) * lanes, columns - lanes)))
+            ((best, sums),) = emit.registers(1, 2, lanes)
+            emit.store(best, emit.splat(_LOWEST, lanes), lanes=lanes)
+            emit.store(sums, emit.splat(0.0, lanes), lanes=lanes)
+            with emit.loop(width) as index:
+                emit.store(best, tirx.max(emit.load(best, lanes=lanes), data[matrix, index, place]), lanes=lanes)
+            largest = T.bind(emit.load(best, lanes=lanes))
+            with emit.loop(width) as index:
+                power = emit.exp(data[matrix, index, place] - largest, lanes)
+                emit.store(sums, emit.load(sums, lanes=lanes) + power, lanes=lanes)
+            share = T.bind(emit.splat(1.0, lanes) / emit.load(sums, lanes=lanes))
+            with emit.loop(width) as index:
+                power = emit.exp(data[matrix, index, place] - largest, lanes)
+                T.buffer_store(output, power * share, [matrix, index, place])
+
+    return emit.kernel("column_softmax", Signature(spec, (), None, spec), body)
 
 
 def row_norm(rows: int, width: int, epsilon: float, cpu: CpuTarget) -> tirx.PrimFunc:

@@ -1,6 +1,6 @@
 """Operators along the rows of plain tensors that get a kernel of ours instead of a compiled loop nest.
 
-Softmax and layer norm along the last dimension, and products of two tensors that are both computed (attention).
+Softmax, layer norm along the last dimension, and products of two tensors that are both computed (attention).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tvm import relax
 from fusion.relax.bindings import is_float32, operator_name, static_shape
 from fusion.relax.layouts import LaidOutValue, Layouts
 from fusion.relax.lowered_kernels import KernelLibrary
-from fusion.relax.row_kernels import BatchedProduct, RowNorm, RowSoftmax, RowWork
+from fusion.relax.row_kernels import BatchedProduct, ColumnSoftmax, RowNorm, RowSoftmax, RowWork
 
 # Shorter rows than this fill no vector; smaller products than this are done before a kernel is called.
 _SHORTEST_ROW = 4
@@ -35,9 +35,11 @@ def row_work(call: relax.Expr, constant: Constants) -> RowWork | None:
 
 
 def _softmax(call: relax.Call, shape: tuple[int, ...], constant: Constants) -> RowWork | None:
-    width = shape[-1]
-    along = int(call.attrs.axis) % len(shape) == len(shape) - 1
-    return RowSoftmax(math.prod(shape[:-1]), width) if along and width >= _SHORTEST_ROW else None
+    axis = int(call.attrs.axis) % len(shape)
+    outer, width, columns = math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
+    if columns == 1:
+        return RowSoftmax(outer, width) if width >= _SHORTEST_ROW else None
+    return ColumnSoftmax(outer, width, columns) if columns >= _SHORTEST_ROW else None
 
 
 def _norm(call: relax.Call, shape: tuple[int, ...], constant: Constants) -> RowWork | None:
@@ -97,7 +99,7 @@ class RowOperators:
             ]
             result: tuple[int, ...] = (work.batch, work.rows, work.columns)
         else:
-            operands, shapes, result = [self._plain(call.args[0])], [(work.rows, work.width)], (work.rows, work.width)
+            operands, shapes, result = [self._plain(call.args[0])], [work.shape], work.shape
         values = [operand for operand in operands if operand is not None]
         if len(values) < len(operands):
             return None

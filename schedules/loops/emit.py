@@ -154,10 +154,10 @@ def store_pair(buffer: Any, first: Any, second: Any, *indices: Expr, lanes: int)
 
 
 def splat(value: Any, lanes: int) -> Any:
-    """A scalar, expression or number, in every lane."""
+    """A scalar, expression or number, in every lane; of one lane the scalar itself."""
     if isinstance(value, (int, float)):
         value = tirx.FloatImm("float32", float(value))
-    return tirx.Broadcast(value, lanes)
+    return tirx.Broadcast(value, lanes) if lanes > 1 else value
 
 
 def first_lanes(vector: Any, lanes: int, used: int) -> Any:
@@ -351,6 +351,11 @@ def clamp_rows(first: Expr, count: int, extent: int) -> Expr:
 _LOG2_E = 1.44269504088896341
 
 
+def _named(value: Any) -> Any:
+    """``value``, which is used more than once: a variable of the kernel that is written, if one is."""
+    return T.bind(value) if IRBuilder.is_in_scope() else value
+
+
 def exp(x: Any, lanes: int, coarse: bool = False) -> Any:
     """e^x on a vector, 2 ulp over [-87, 88]: Cephes' range reduction and degree-5 polynomial.
 
@@ -358,18 +363,37 @@ def exp(x: Any, lanes: int, coarse: bool = False) -> Any:
     """
     if coarse:
         return operation(POWER_OF_TWO, lanes, x * splat(_LOG2_E, lanes))
-    x = T.bind(tirx.min(tirx.max(x, splat(-87.3, lanes)), splat(88.3, lanes)))
+    x = _named(tirx.min(tirx.max(x, splat(-87.3, lanes)), splat(88.3, lanes)))
     # Not the trick of adding and subtracting 1.5 * 2^23: LLVM may reassociate and remove it.
-    power = T.bind(tirx.floor(x * splat(_LOG2_E, lanes) + splat(0.5, lanes)))
-    rest = T.bind(x - power * splat(0.693359375, lanes) + power * splat(2.12194440e-4, lanes))
+    power = _named(tirx.floor(x * splat(_LOG2_E, lanes) + splat(0.5, lanes)))
+    rest = _named(x - power * splat(0.693359375, lanes) + power * splat(2.12194440e-4, lanes))
     coefficients = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)
     polynomial = splat(coefficients[0], lanes)
     for coefficient in coefficients[1:]:
-        polynomial = T.bind(polynomial * rest + splat(coefficient, lanes))
-    mantissa = T.bind(polynomial * rest * rest + rest + splat(1.0, lanes))
-    integer = f"int32x{lanes}"
-    exponent = tirx.shift_left(power.astype(integer), tirx.Broadcast(tirx.const(23, "int32"), lanes))
-    return tirx.reinterpret(f"float32x{lanes}", tirx.reinterpret(integer, mantissa) + exponent)
+        polynomial = _named(polynomial * rest + splat(coefficient, lanes))
+    mantissa = _named(polynomial * rest * rest + rest + splat(1.0, lanes))
+    integer, real = (f"{kind}32x{lanes}" if lanes > 1 else f"{kind}32" for kind in ("int", "float"))
+    bits = tirx.const(23, "int32")
+    exponent = tirx.shift_left(power.astype(integer), tirx.Broadcast(bits, lanes) if lanes > 1 else bits)
+    return tirx.reinterpret(real, tirx.reinterpret(integer, mantissa) + exponent)
+
+
+# A half turn in parts of few digits, whose products with small numbers of turns are exact.
+_HALF_TURN = (3.140625, 9.6702575683593750e-4, 6.2771141529083252e-7, 1.2154201256553421e-10)
+# (sin(r) - r) / r^3 over the square of r, up to half of that: SLEEF's sinf_u35 (Shibata and Petrogalli 2020).
+_SINE = (2.6083159809786594e-6, -1.9810690719168633e-4, 8.3330785855650902e-3, -0.16666659712791443)
+
+
+def sine(x: Any, lanes: int) -> Any:
+    """The sine of a vector, within 4e-7 of it up to a thousand, and then by as much more as ``x`` is."""
+    turns = _named(tirx.floor(x * splat(1.0 / math.pi, lanes) + splat(0.5, lanes)))
+    rest = x
+    for size in _HALF_TURN:
+        rest = _named(rest - turns * splat(size, lanes))
+    square = _named(rest * rest)
+    half = turns * splat(0.5, lanes)
+    sign = splat(1.0, lanes) - splat(4.0, lanes) * (half - tirx.floor(half))
+    return sign * (rest + rest * square * _polynomial(_SINE, square, lanes))
 
 
 # erf(x) / x over 2 (x / 3.7)^2 - 1, of the highest power first: least squares on Chebyshev nodes weighted by x. Beyond
@@ -383,8 +407,8 @@ _ERF = (
 
 def erf(x: Any, lanes: int) -> Any:
     """The error function on a vector, within 4e-7 of it."""
-    x = T.bind(tirx.min(tirx.max(x, splat(-_ERF_END, lanes)), splat(_ERF_END, lanes)))
-    square = T.bind(x * x * splat(2.0 / _ERF_END**2, lanes) - splat(1.0, lanes))
+    x = _named(tirx.min(tirx.max(x, splat(-_ERF_END, lanes)), splat(_ERF_END, lanes)))
+    square = _named(x * x * splat(2.0 / _ERF_END**2, lanes) - splat(1.0, lanes))
     return x * _polynomial(_ERF, square, lanes)
 
 
@@ -400,16 +424,16 @@ _LOG1P = tuple(2.0 / power for power in range(15, 0, -2))
 
 def _log1p(y: Any, lanes: int) -> Any:
     """log(1 + y) of a vector between zero and one."""
-    y = T.bind(y)
-    ratio = T.bind(y / (y + splat(2.0, lanes)))
-    return ratio * _polynomial(_LOG1P, T.bind(ratio * ratio), lanes)
+    y = _named(y)
+    ratio = _named(y / (y + splat(2.0, lanes)))
+    return ratio * _polynomial(_LOG1P, _named(ratio * ratio), lanes)
 
 
 def _polynomial(coefficients: Sequence[float], x: Any, lanes: int) -> Any:
     """Of the highest power first."""
     value = splat(coefficients[0], lanes)
     for coefficient in coefficients[1:]:
-        value = T.bind(value * x + splat(coefficient, lanes))
+        value = _named(value * x + splat(coefficient, lanes))
     return value
 
 
@@ -428,7 +452,7 @@ def activate(x: Any, activation: str | None, lanes: int, slope: float = 0.0, coa
         return tirx.min(tirx.max(x, zero), six)
     if activation == "relu1":
         return tirx.min(tirx.max(x, zero), splat(1.0, lanes))
-    x = T.bind(x)
+    x = _named(x)
     if activation == "leaky_relu":
         return tirx.max(x, x * splat(slope, lanes))
     if activation in ("hard_sigmoid", "hard_swish"):
@@ -438,7 +462,7 @@ def activate(x: Any, activation: str | None, lanes: int, slope: float = 0.0, coa
         return gate if activation == "hard_sigmoid" else x * gate
     one = splat(1.0, lanes)
     if activation == "gelu" and coarse:
-        square = T.bind(tirx.min(x * x, splat(_GELU_END, lanes)))
+        square = _named(tirx.min(x * x, splat(_GELU_END, lanes)))
         return _over_one_and_exp(x, x * _polynomial(_GELU, square, lanes), lanes, coarse)
     if activation == "gelu":
         return x * splat(0.5, lanes) * (one + erf(x * splat(math.sqrt(0.5), lanes), lanes))
@@ -460,8 +484,8 @@ def activate(x: Any, activation: str | None, lanes: int, slope: float = 0.0, coa
         return splat(2.0, lanes) / (one + exp(x * splat(-2.0, lanes), lanes)) - one
     if activation == "mish":
         # tanh(log(1 + e)) = e (e + 2) / (e (e + 2) + 2) with e = exp(x); one, to all digits, from 20 on.
-        power = T.bind(exp(tirx.min(x, splat(20.0, lanes)), lanes, coarse))
-        ratio = T.bind(power * (power + splat(2.0, lanes)))
+        power = _named(exp(tirx.min(x, splat(20.0, lanes)), lanes, coarse))
+        ratio = _named(power * (power + splat(2.0, lanes)))
         below = ratio + splat(2.0, lanes)
         return x * ratio * operation(RECIPROCAL, lanes, below) if coarse else x * ratio / below
     gate = _over_one_and_exp(one, zero - x, lanes, coarse)

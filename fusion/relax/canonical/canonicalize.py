@@ -23,8 +23,11 @@ Modules from ONNX (:func:`fusion.relax.import_onnx`) and from ``torch.export`` r
 - layer norms are ``R.nn.layer_norm`` with their scale and shift, also where an exporter took them apart; instance norms
   and group norms are ``R.nn.group_norm`` of images, those that an exporter wrote as rows of groups too;
 - convolutions and pools of one dimension are those of images of one row, between views;
-- images that an exporter holds channels-last are NCHW again, as far as element-wise operators, layer norms and products
-  of the channels reach: those are ``R.nn.layer_norm`` along axis 1 and 1x1 convolutions;
+- images that an exporter holds channels-last are NCHW again, as far as element-wise operators, layer norms, products
+  of the channels, pads, slices, concatenations and reductions reach: layer norms are ``R.nn.layer_norm`` along axis 1,
+  products 1x1 convolutions; an input is brought to NCHW before it is padded or scaled;
+- what is stacked along a new axis and summed along it is ``R.add`` of the parts;
+- convolutions with computed weights are ``R.matmul`` with the pixels that their windows read;
 - convolutions along one axis or three and pools along one are those of images, seen as ``R.reshape`` (sequences, and
   volumes whose rows are frames) or ``R.permute_dims(R.reshape)`` (frames behind channels); what follows per channel or
   per value stands before that;
@@ -54,12 +57,14 @@ from fusion.relax.canonical import (
     rules_affine,
     rules_branches,
     rules_channels_last,
+    rules_computed,
     rules_constant,
     rules_norm,
     rules_parallel,
     rules_preceding,
     rules_ranks,
     rules_shape,
+    rules_stacked,
     rules_transposed,
     rules_window,
 )
@@ -103,6 +108,8 @@ RULES = merge(
             rules_norm,
             rules_channels_last,
             rules_ranks,
+            rules_stacked,
+            rules_computed,
         )
     ]
 )

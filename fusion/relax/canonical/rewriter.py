@@ -1,7 +1,8 @@
 """Local rewriting of Relax: rules look at a call and the calls behind its arguments, and name a simpler form.
 
 A rule is a pure function ``(call, graph) -> expression | None``; None: not applicable. The expression may nest calls:
-they are simplified and bound in turn. Producers that lose their last user are left for dead-code elimination.
+they are simplified and bound in turn, a call that stands in it twice once. Producers that lose their last user are left
+for dead-code elimination.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from tvm.relax import PyExprMutator
 
 # Rules only ever make a form simpler; a chain this long is a bug of ours.
 MAX_REWRITES = 64
+# What rules look through to the tensor behind it.
+_VIEWS = frozenset({"relax.permute_dims", "relax.reshape"})
 
 
 class Definitions:
@@ -94,14 +97,25 @@ class Definitions:
         if source in self._names:
             self._names[expr] = self._names[source]
 
+    def read_again(self, variable: relax.Var) -> None:
+        """Count one more user of ``variable``."""
+        self._users[variable] += 1
+
     def bind(self, variable: relax.Var, value: relax.Expr, users: int) -> None:
         """Record a binding whose variable is read ``users`` times."""
         self._values[variable] = value
         root = self.resolve(variable)
-        if root is variable or not isinstance(root, relax.Var):
-            self._users[variable] = users
-        else:
+        if root is not variable and isinstance(root, relax.Var):
             self._users[root] += users - 1  # an alias: its users read the root instead of the alias itself
+            return
+        self._users[variable] = users
+        # Rules look through views: each user of one may come to read what is behind it.
+        while users > 1 and operator_name(value) in _VIEWS:
+            source = self.resolve(value.args[0])
+            if not isinstance(source, relax.Var):
+                return
+            self._users[source] += users - 1
+            value = self._values.get(source, source)
 
 
 RewriteRule: TypeAlias = Callable[[relax.Expr, Definitions], relax.Expr | None]
@@ -175,12 +189,14 @@ class _Rewriter(PyExprMutator):
         self.rules = rules
         self.users = users
         self.definitions = Definitions()
+        self.bound: dict[relax.Expr, relax.Var] = {}  # nested calls that are bound already: of the binding at hand
 
     def visit_var_binding_(self, binding: relax.VarBinding) -> None:
         if operator_name(binding.value) is None and not isinstance(binding.value, relax.Tuple | relax.Var):
             super().visit_var_binding_(binding)
             return
         name = binding.var.name
+        self.bound.clear()
         value = self._simplify(self.visit_expr(binding.value), name)
         is_output = not isinstance(binding.var, relax.DataflowVar) and self.builder_.current_block_is_dataflow()
         emit = self.builder_.emit_output if is_output else self.builder_.emit
@@ -228,10 +244,14 @@ class _Rewriter(PyExprMutator):
             return relax.Tuple(fields) if changed else expr
         if operator_name(expr) is None:
             return expr
+        if expr in self.bound:
+            self.definitions.read_again(self.bound[expr])
+            return self.bound[expr]
         name = self.definitions.name_for(expr, f"{name}_{short_name(expr)}")
         value = self._simplify(expr, name)
         if operator_name(value) is None:
             return value
         variable = self.builder_.emit(value, name)
         self.definitions.bind(variable, value, 1)
+        self.bound[expr] = variable
         return variable

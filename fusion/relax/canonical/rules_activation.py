@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from tvm import relax
 
@@ -229,7 +230,27 @@ def _factors(call: relax.Call, graph: Definitions) -> tuple[list[relax.Expr], fl
     return factors, scale
 
 
+# Products and roots are vector instructions; a power is a call of a library for every value.
+_POWERS: dict[float, Callable[[relax.Expr], relax.Expr]] = {
+    1.0: lambda x: x,
+    2.0: lambda x: relax.op.multiply(x, x),
+    3.0: lambda x: relax.op.multiply(relax.op.multiply(x, x), x),
+    0.5: relax.op.sqrt,
+    -0.5: relax.op.rsqrt,
+}
+
+
+def simple_power(call: relax.Call, graph: Definitions) -> relax.Expr | None:
+    """``power(x, 2) -> x * x``, and other powers that products and roots are."""
+    exponent = graph.scalar(call.args[1])
+    simple = None if exponent is None else _POWERS.get(exponent)
+    if simple is None or not is_float(call) or static_shape(call) != static_shape(call.args[0]):
+        return None
+    return simple(call.args[0])
+
+
 RULES = {
+    "relax.power": (simple_power,),
     "relax.nn.relu6": (relu6,),
     "relax.nn.relu": (relu_of_clip,),
     "relax.clip": (simplify_clip, hard_sigmoid_of_clip),

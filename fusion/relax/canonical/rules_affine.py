@@ -127,6 +127,15 @@ def fold_subtraction(call: relax.Call, graph: Definitions) -> relax.Expr | None:
     return relax.op.add(call.args[0], constant_of(-constant))
 
 
+def negate_subtrahend(call: relax.Call, graph: Definitions) -> relax.Expr | None:
+    """``x - (op(y, w) + b) -> x + (op(y, -w) - b)``: a sum of two is what kernels compute behind their own."""
+    affine = match_affine(call.args[1], graph)
+    if affine is None:
+        return None
+    bias = np.zeros(affine.channels) if affine.bias is None else -affine.bias
+    return relax.op.add(call.args[0], _rebuild(affine, graph, -np.ones(affine.channels), bias))
+
+
 def fold_multiplication(call: relax.Call, graph: Definitions) -> relax.Expr | None:
     """``(op(x, w) + b) * s -> op(x, w s) + b s``."""
     affine = match_affine(call.args[0], graph)
@@ -179,7 +188,7 @@ def _scale_and_shift(call: relax.Call, statistics: list[np.ndarray]) -> tuple[np
 
 RULES = {
     "relax.add": (constant_right, fold_addition),
-    "relax.subtract": (fold_subtraction,),
+    "relax.subtract": (fold_subtraction, negate_subtrahend),
     "relax.multiply": (constant_right, fold_multiplication),
     "relax.divide": (fold_division,),
     "TupleGetItem": (fold_batch_norm,),

@@ -115,15 +115,37 @@ def _summed(affine: Affine, large: Branch, weight: np.ndarray, bias: np.ndarray,
 
 
 def factor_gate(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """``x + x g -> x (g + 1)`` where the gate ``g`` is smaller than ``x``: one pass over ``x`` less."""
+    """``x + x g -> x (g + 1)`` where the gate ``g`` is smaller than ``x``: one pass over ``x`` less. A constant summand
+    stays behind it: ``x + (x g + c)`` as ConvNeXt V2 has it.
+    """
     for data, rest in (call.args, reversed(call.args)):
-        product = graph.call(rest, "relax.multiply")
-        if product is None or not graph.has_single_user(rest) or graph.same(data, rest):
+        total = graph.call(rest, "relax.add") if graph.has_single_user(rest) else None
+        shift = None if total is None or graph.constant(total.args[1]) is None else total.args[1]
+        inner = rest if total is None or shift is None else total.args[0]
+        product = graph.call(inner, "relax.multiply")
+        if product is None or not graph.has_single_user(inner) or graph.same(data, inner):
             continue
         for factor, gate in (product.args, reversed(product.args)):
             if graph.same(factor, data) and _is_smaller_gate(gate, data, graph):
                 one = relax.const(np.ones((), str(gate.ty.dtype)))
-                return relax.op.multiply(data, relax.op.add(gate, one))
+                gated = relax.op.multiply(data, relax.op.add(gate, one))
+                return gated if shift is None else relax.op.add(gated, shift)
+    return None
+
+
+def scale_gate(call: relax.Call, graph: Definitions) -> relax.Expr | None:
+    """``(x g) c -> x (g c)`` where the gate ``g`` is smaller than ``x`` and the constant not larger than it."""
+    product = graph.call(call.args[0], "relax.multiply") if graph.has_single_user(call.args[0]) else None
+    constant = graph.constant(call.args[1])
+    if product is None or constant is None:
+        return None
+    for data, gate in (product.args, reversed(product.args)):
+        shape = static_shape(gate)
+        if not _is_smaller_gate(gate, data, graph) or shape is None or constant.ndim > len(shape):
+            continue
+        aligned = (1,) * (len(shape) - constant.ndim) + constant.shape
+        if all(size in (1, own) for size, own in zip(aligned, shape, strict=True)):
+            return relax.op.multiply(data, relax.op.multiply(gate, call.args[1]))
     return None
 
 
@@ -134,4 +156,4 @@ def _is_smaller_gate(gate: relax.Expr, data: relax.Expr, graph: Definitions) -> 
     return "float" in str(gate.ty.dtype) and len(own) == len(shape) and math.prod(own) < math.prod(shape)
 
 
-RULES = {"relax.add": (merge_convolutions, merge_identity, factor_gate)}
+RULES = {"relax.add": (merge_convolutions, merge_identity, factor_gate), "relax.multiply": (scale_gate,)}

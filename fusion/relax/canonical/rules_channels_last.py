@@ -2,9 +2,12 @@
 
 ``op(permute(x))`` becomes ``permute(op'(x))`` with ``op'`` along axis 1 where ``op`` was along the last one; a product
 of the last axis with a constant matrix is a 1x1 convolution. What no rule takes reads the transposed tensor as before.
+What is computed channels-last from an input of the network, before the first transposition, is computed behind it.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 from tvm import relax
@@ -12,11 +15,22 @@ from tvm import relax
 from fusion.relax.canonical.rewriter import Definitions, RewriteRule, constant_of, static_shape
 
 _LAST = (0, 2, 3, 1)  # NCHW to NHWC
+_FIRST = (0, 3, 1, 2)  # and back
 _UNARY = (
     *("relax.nn.relu", "relax.nn.gelu", "relax.nn.gelu_tanh", "relax.nn.silu", "relax.clip", "relax.sigmoid"),
-    *("relax.tanh", "relax.erf", "relax.exp", "relax.negative", "relax.sqrt", "relax.abs"),
+    *("relax.nn.leakyrelu", "relax.nn.softplus", "relax.tanh", "relax.erf", "relax.exp", "relax.log", "relax.negative"),
+    *("relax.sqrt", "relax.rsqrt", "relax.square", "relax.abs"),
 )
-_BINARY = ("relax.add", "relax.subtract", "relax.multiply", "relax.divide", "relax.maximum", "relax.minimum")
+_BINARY = (
+    *("relax.add", "relax.subtract", "relax.multiply", "relax.divide", "relax.maximum", "relax.minimum"),
+    "relax.power",
+)
+_REDUCTIONS = {
+    "relax.mean": relax.op.mean,
+    "relax.max": relax.op.max,
+    "relax.min": relax.op.min,
+    "relax.sum": relax.op.sum,
+}
 
 
 def _axes(call: relax.Call) -> tuple[int, ...] | None:
@@ -25,15 +39,26 @@ def _axes(call: relax.Call) -> tuple[int, ...] | None:
 
 
 def _image(expr: relax.Expr, graph: Definitions) -> relax.Expr | None:
-    """``x`` in NCHW if ``expr`` is its NHWC form, read once."""
-    call = graph.call(expr, "relax.permute_dims")
-    if call is None or _axes(call) != _LAST or static_shape(call) is None or not graph.has_single_user(expr):
+    """``x`` in NCHW if ``expr`` is its NHWC form: a reshape where one of the two orders has nothing to move."""
+    call = graph.call(expr, "relax.permute_dims", "relax.reshape")
+    shape = None if call is None else static_shape(call.args[0])
+    if call is None or shape is None or len(shape) != 4 or static_shape(call) != _moved(shape, _LAST):
         return None
-    return call.args[0]
+    if call.op.name == "relax.permute_dims":
+        return call.args[0] if _axes(call) == _LAST else None
+    return call.args[0] if shape[1] == 1 or shape[2] * shape[3] == 1 else None
+
+
+def _moved(values: Sequence, order: Sequence[int]) -> tuple:
+    return tuple(values[axis] for axis in order)
 
 
 def _last(expr: relax.Expr) -> relax.Expr:
     return relax.op.permute_dims(expr, _LAST)
+
+
+def _first(expr: relax.Expr) -> relax.Expr:
+    return relax.op.permute_dims(expr, _FIRST)
 
 
 def join(call: relax.Call, graph: Definitions) -> relax.Expr | None:
@@ -55,21 +80,34 @@ def sink_unary(call: relax.Call, graph: Definitions) -> relax.Expr | None:
 
 
 def sink_binary(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """Behind an operator on two transposed images, or on one and a constant."""
-    sides = [_image(arg, graph) for arg in call.args]
-    if all(side is None for side in sides):
-        return None
+    """Behind an operator on two transposed images, on one and a constant, or on one and a factor for each channel of a
+    picture or for each of its pixels.
+    """
     shape = static_shape(call)
-    if shape is None:
+    sides = [_image(arg, graph) for arg in call.args]
+    if shape is None or not any(side is not None and static_shape(arg) == shape for side, arg in _zip(sides, call)):
         return None
-    operands = [
-        _constant_first(arg, graph) if side is None else side for side, arg in zip(sides, call.args, strict=True)
-    ]
+    operands = [_operand(arg, graph) if side is None else side for side, arg in _zip(sides, call)]
     if any(operand is None for operand in operands):
         return None
-    if any(side is not None and len(static_shape(side) or ()) != len(shape) for side in sides):
-        return None
     return _last(graph.named_here(relax.Call(call.op, operands, call.attrs)))
+
+
+def _zip(sides: Sequence[relax.Expr | None], call: relax.Call) -> list[tuple[relax.Expr | None, relax.Expr]]:
+    return list(zip(sides, call.args, strict=True))
+
+
+def _operand(expr: relax.Expr, graph: Definitions) -> relax.Expr | None:
+    """What broadcasts over NHWC, as it broadcasts over NCHW; None where that would have to be moved."""
+    if graph.constant(expr) is not None:
+        return _constant_first(expr, graph)
+    shape = static_shape(expr)
+    if shape is None or not shape or len(shape) > 4:
+        return None
+    aligned = (1,) * (4 - len(shape)) + shape
+    if aligned[3] != 1 and aligned[1] * aligned[2] != 1:
+        return None
+    return relax.op.reshape(expr, _moved(aligned, _FIRST))
 
 
 def _constant_first(expr: relax.Expr, graph: Definitions) -> relax.Expr | None:
@@ -80,7 +118,15 @@ def _constant_first(expr: relax.Expr, graph: Definitions) -> relax.Expr | None:
     if array.size == 1:
         return constant_of(array.reshape(()))
     aligned = array.reshape((1,) * (4 - array.ndim) + array.shape)
-    return constant_of(np.ascontiguousarray(aligned.transpose(0, 3, 1, 2)))
+    return constant_of(np.ascontiguousarray(aligned.transpose(_FIRST)))
+
+
+def sink_slopes(call: relax.Call, graph: Definitions) -> relax.Expr | None:
+    """Behind a parametric ReLU along the channels."""
+    image = _image(call.args[0], graph)
+    if image is None or int(call.attrs.axis) % 4 != 3:
+        return None
+    return _last(graph.named_here(relax.op.nn.prelu(image, call.args[1], axis=1)))
 
 
 def sink_norm(call: relax.Call, graph: Definitions) -> relax.Expr | None:
@@ -101,20 +147,112 @@ def sink_product(call: relax.Call, graph: Definitions) -> relax.Expr | None:
     return _last(graph.named_here(relax.op.nn.conv2d(image, kernel)))
 
 
-def sink_mean(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """Behind a mean over the pixels, which needs no transposition any more."""
+def sink_reduction(call: relax.Call, graph: Definitions) -> relax.Expr | None:
+    """Behind a mean, sum, maximum or minimum over the pixels or over the channels."""
     image, shape, axes = _image(call.args[0], graph), static_shape(call), call.attrs.axis
-    if image is None or shape is None or axes is None or sorted(int(axis) % 4 for axis in axes) != [1, 2]:
+    along = None if axes is None else sorted(int(axis) % 4 for axis in axes)
+    if image is None or shape is None or along not in ([1, 2], [3]):
         return None
-    mean = graph.named_here(relax.op.mean(image, axis=[2, 3], keepdims=True))
-    return relax.op.reshape(mean, shape)
+    reduced = _REDUCTIONS[call.op.name](image, axis=sorted(_LAST[axis] for axis in along), keepdims=True)
+    return relax.op.reshape(graph.named_here(reduced), shape)  # one of what is left has nothing to move
+
+
+def sink_pad(call: relax.Call, graph: Definitions) -> relax.Expr | None:
+    """Behind a pad."""
+    image = _image(call.args[0], graph)
+    return None if image is None else _last(graph.named_here(_padded(call, image, _FIRST)))
+
+
+def _padded(call: relax.Call, data: relax.Expr, order: Sequence[int]) -> relax.Call:
+    """The pad of ``call`` on ``data``, whose axes are those of its own in ``order``."""
+    widths = [int(width) for width in call.attrs.pad_width]
+    pairs = _moved([widths[2 * axis : 2 * axis + 2] for axis in range(4)], order)
+    moved = [width for pair in pairs for width in pair]
+    return relax.op.nn.pad(data, moved, str(call.attrs.pad_mode), float(call.attrs.pad_value))
+
+
+def sink_concat(call: relax.Call, graph: Definitions) -> relax.Expr | None:
+    """Behind a concatenation of transposed images and constants."""
+    fields, shape = graph.value(call.args[0]), static_shape(call)
+    if not isinstance(fields, relax.Tuple) or shape is None or len(shape) != 4 or call.attrs.axis is None:
+        return None
+    images = [_image(field, graph) for field in fields.fields]
+    if all(image is None for image in images):
+        return None
+    parts = [
+        _constant_part(field, graph) if image is None else image
+        for image, field in zip(images, fields.fields, strict=True)
+    ]
+    if any(part is None for part in parts):
+        return None
+    joined = relax.op.concat(relax.Tuple(parts), axis=_LAST[int(call.attrs.axis) % 4])
+    return _last(graph.named_here(joined))
+
+
+def _constant_part(expr: relax.Expr, graph: Definitions) -> relax.Expr | None:
+    array = graph.constant(expr)
+    return None if array is None else constant_of(np.ascontiguousarray(array.transpose(_FIRST)))
+
+
+def sink_slice(call: relax.Call, graph: Definitions) -> relax.Expr | None:
+    """Behind a slice."""
+    image, axes = _image(call.args[0], graph), getattr(call.args[1], "fields", None)
+    if image is None or axes is None:
+        return None
+    numbers = [graph.scalar(axis) for axis in axes]
+    if any(number is None for number in numbers):
+        return None
+    moved = relax.Tuple([relax.prim_value(_LAST[int(number) % 4]) for number in numbers if number is not None])
+    return _last(graph.named_here(relax.Call(call.op, [image, moved, *call.args[2:]], call.attrs)))
+
+
+def sink_split(item: relax.TupleGetItem, graph: Definitions) -> relax.Expr | None:
+    """Behind a split."""
+    call = graph.call(item.tuple_value, "relax.split")
+    image = None if call is None else _image(call.args[0], graph)
+    if call is None or image is None:
+        return None
+    sections = call.attrs.indices_or_sections
+    parts = int(sections) if not hasattr(sections, "__len__") else [int(each) for each in sections]
+    split = relax.op.split(image, parts, axis=_LAST[int(call.attrs.axis) % 4])
+    return _last(relax.TupleGetItem(split, item.index))
+
+
+# --- before the first transposition ---------------------------------------------------------------
+
+
+def lift(call: relax.Call, graph: Definitions) -> relax.Expr | None:
+    """A pad, or an operator on one tensor and a constant, behind the transposition to NCHW: the layer that reads it can
+    take it in.
+    """
+    if _axes(call) != _FIRST or static_shape(call) is None or not graph.has_single_user(call.args[0]):
+        return None
+    before = graph.call(call.args[0], "relax.nn.pad", *_BINARY)
+    if before is None:
+        return None
+    if before.op.name == "relax.nn.pad":
+        return _padded(before, _first(before.args[0]), _FIRST)
+    shape = static_shape(before)
+    operands = []
+    for arg in before.args:
+        is_data = graph.constant(arg) is None and static_shape(arg) == shape
+        operands.append(_first(arg) if is_data else _constant_first(arg, graph))
+    computed = sum(graph.constant(arg) is None for arg in before.args)
+    if computed != 1 or any(operand is None for operand in operands):
+        return None
+    return relax.Call(before.op, operands, before.attrs)
 
 
 RULES: dict[str, tuple[RewriteRule, ...]] = {
-    "relax.permute_dims": (join,),
+    "relax.permute_dims": (join, lift),
     **dict.fromkeys(_UNARY, (sink_unary,)),
     **dict.fromkeys(_BINARY, (sink_binary,)),
+    **dict.fromkeys(_REDUCTIONS, (sink_reduction,)),
+    "relax.nn.prelu": (sink_slopes,),
     "relax.nn.layer_norm": (sink_norm,),
     "relax.matmul": (sink_product,),
-    "relax.mean": (sink_mean,),
+    "relax.nn.pad": (sink_pad,),
+    "relax.concat": (sink_concat,),
+    "relax.strided_slice": (sink_slice,),
+    "TupleGetItem": (sink_split,),
 }

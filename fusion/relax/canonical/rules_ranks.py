@@ -7,8 +7,10 @@ follows per value or per channel is computed on the image, and :class:`_View` sa
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from tvm import relax
@@ -21,9 +23,12 @@ _FRAMES_BEHIND_CHANNELS = (0, 2, 1, 3, 4)
 _UNARY = (
     *("relax.nn.relu", "relax.nn.gelu", "relax.nn.gelu_tanh", "relax.nn.silu", "relax.nn.leakyrelu"),
     *("relax.nn.softplus", "relax.clip", "relax.sigmoid", "relax.tanh", "relax.erf", "relax.exp", "relax.negative"),
-    *("relax.sqrt", "relax.abs", "relax.square", "relax.sin", "relax.cos"),
+    *("relax.sqrt", "relax.rsqrt", "relax.log", "relax.abs", "relax.square", "relax.sin", "relax.cos"),
 )
-_BINARY = ("relax.add", "relax.subtract", "relax.multiply", "relax.divide", "relax.maximum", "relax.minimum")
+_BINARY = (
+    *("relax.add", "relax.subtract", "relax.multiply", "relax.divide", "relax.maximum", "relax.minimum"),
+    "relax.power",
+)
 _CONV = "relax.nn.conv2d"
 
 
@@ -166,13 +171,14 @@ def pool_of_a_sequence(call: relax.Call, graph: Definitions) -> relax.Expr | Non
 
 
 def pad_of_a_sequence(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """A constant pad along the sequence, where a convolution behind it can take it in."""
+    """A pad along the sequence as one of an image: a convolution behind it can take in zeros, a kernel mirrors."""
     shape, result = static_shape(call.args[0]), static_shape(call)
     widths = [int(width) for width in call.attrs.pad_width]
-    if shape is None or result is None or len(shape) != 3 or call.attrs.pad_mode != "constant" or any(widths[:4]):
+    if shape is None or result is None or len(shape) != 3 or any(widths[:4]):
         return None
     image = _image_along(call.args[0], 3)
-    padded = relax.op.nn.pad(image, [*(0,) * 6, *widths[4:]], "constant", float(call.attrs.pad_value))
+    mode, value = str(call.attrs.pad_mode), float(call.attrs.pad_value)
+    padded = relax.op.nn.pad(image, [*(0,) * 6, *widths[4:]], mode, value)
     return relax.op.reshape(graph.named_here(padded), result)
 
 
@@ -199,7 +205,10 @@ def convolution_of_a_volume(call: relax.Call, graph: Definitions) -> relax.Expr 
         return None
     padding = [int(width) for width in attrs.padding]
     strides, dilation = [int(step) for step in attrs.strides], [int(step) for step in attrs.dilation]
-    if weight.shape[3:] == (1, 1) and strides[1:] == [1, 1] and not any(padding[axis] for axis in (1, 2, 4, 5)):
+    view = _view(call.args[0], graph)
+    # One pixel of one volume's frames needs none of them moved where they lie as images already.
+    stays = shape[0] == 1 and view is not None and view.frames
+    if weight.shape[3:] == (1, 1) and strides[1:] == [1, 1] and not any(padding[i] for i in (1, 2, 4, 5)) and not stays:
         batch, channels, depth, height, width = shape
         rows = relax.op.nn.conv2d(
             relax.op.reshape(call.args[0], (batch, channels, depth, height * width)),
@@ -210,41 +219,96 @@ def convolution_of_a_volume(call: relax.Call, graph: Definitions) -> relax.Expr 
             groups=int(attrs.groups),
         )
         return relax.op.reshape(graph.named_here(rows), result)
-    frames = _gathered_frames(call.args[0], shape, weight.shape[2], result[2], strides[0], dilation[0], padding)
-    conv = relax.op.nn.conv2d(
-        frames,
-        relax.const(weight.reshape((weight.shape[0], -1, *weight.shape[3:]))),
-        strides=strides[1:],
-        padding=(padding[1], padding[2], padding[4], padding[5]),
-        dilation=dilation[1:],
-        groups=int(attrs.groups),
-    )
+    window = _Depth(weight.shape[2], result[2], strides[0], dilation[0], (padding[0], padding[3]))
+    options: dict[str, Any] = {
+        "strides": strides[1:],
+        "padding": (padding[1], padding[2], padding[4], padding[5]),
+        "dilation": dilation[1:],
+        "groups": int(attrs.groups),
+    }
+    if shape[0] == 1 and shape[1] == int(attrs.groups) == weight.shape[0] and window.taps > 1:
+        frames = _frames(call.args[0], shape)
+        taps = [np.ascontiguousarray(weight[:, :, tap]) for tap in range(window.taps)]
+        each = [relax.op.nn.conv2d(frames, relax.const(tap), **options) for tap in taps]
+        total = functools.reduce(relax.op.add, window.read(each))
+        return _View(frames, shape, frames=True).of(graph.named_here(total), result)
+    if shape[0] == 1 and int(attrs.groups) == 1:
+        frames = _frames(call.args[0], shape)
+        read = window.read([frames] * window.taps)
+        joined = read[0] if len(read) == 1 else relax.op.concat(relax.Tuple(read), axis=1)
+        taps_first = weight.transpose(0, 2, 1, 3, 4).reshape((weight.shape[0], -1, *weight.shape[3:]))
+        conv = relax.op.nn.conv2d(joined, relax.const(np.ascontiguousarray(taps_first)), **options)
+    else:
+        frames = _gathered_frames(call.args[0], shape, window)
+        apart = weight.reshape((weight.shape[0], -1, *weight.shape[3:]))
+        conv = relax.op.nn.conv2d(frames, relax.const(apart), **options)
     return _View(frames, shape, frames=True).of(graph.named_here(conv), result)
 
 
-def _gathered_frames(
-    data: relax.Expr,
-    shape: tuple[int, ...],
-    taps: int,
-    count: int,
-    stride: int,
-    dilation: int,
-    padding: Sequence[int],
-) -> relax.Expr:
+@dataclass(frozen=True)
+class _Depth:
+    """A window of ``taps`` frames, of which there are ``count``; ``padding``: frames of zeros before and behind."""
+
+    taps: int
+    count: int
+    stride: int
+    dilation: int
+    padding: tuple[int, int]
+
+    def read(self, images: Sequence[relax.Expr], value: float = 0.0) -> list[relax.Expr]:
+        """Of each of ``images`` (frames of a single volume), one for each tap, the frames that this tap reads."""
+        found = []
+        for tap, frames in enumerate(images):
+            start = tap * self.dilation
+            if any(self.padding):
+                frames = relax.op.nn.pad(frames, [*self.padding, *(0,) * 6], "constant", value)
+            if any(self.padding) or self.taps > 1 or self.stride > 1:
+                last = start + (self.count - 1) * self.stride + 1
+                frames = relax.op.strided_slice(frames, [0], [start], [last], [self.stride])
+            found.append(frames)
+        return found
+
+
+def _frames(data: relax.Expr, shape: tuple[int, ...]) -> relax.Expr:
+    """The images (N D, C, H, W) of a volume (N, C, D, H, W)."""
+    batch, channels, depth, height, width = shape
+    frames = relax.op.permute_dims(data, _FRAMES_BEHIND_CHANNELS)
+    return relax.op.reshape(frames, (batch * depth, channels, height, width))
+
+
+def _gathered_frames(data: relax.Expr, shape: tuple[int, ...], window: _Depth) -> relax.Expr:
     """Images (N ``count``, C ``taps``, H, W): of each window along the depth the frames it reads, tap by tap within a
     channel.
     """
     batch, channels, _, height, width = shape
     frames = relax.op.permute_dims(data, _FRAMES_BEHIND_CHANNELS)
-    if padding[0] or padding[3]:
-        frames = relax.op.nn.pad(frames, [0, 0, padding[0], padding[3], *(0,) * 6], "constant", 0.0)
-    if taps > 1 or stride > 1:
-        starts = [tap * dilation for tap in range(taps)]
-        last = (count - 1) * stride + 1
-        read = [relax.op.strided_slice(frames, [1], [start], [start + last], [stride]) for start in starts]
+    if any(window.padding):
+        frames = relax.op.nn.pad(frames, [0, 0, *window.padding, *(0,) * 6], "constant", 0.0)
+    taps, count = window.taps, window.count
+    if taps > 1 or window.stride > 1:
+        starts = [tap * window.dilation for tap in range(taps)]
+        last = (count - 1) * window.stride + 1
+        read = [relax.op.strided_slice(frames, [1], [start], [start + last], [window.stride]) for start in starts]
         apart = [relax.op.reshape(each, (batch, count, channels, 1, height, width)) for each in read]
         frames = apart[0] if taps == 1 else relax.op.concat(relax.Tuple(apart), axis=3)
     return relax.op.reshape(frames, (batch * count, channels * taps, height, width))
+
+
+def maximum_of_a_volume(call: relax.Call, graph: Definitions) -> relax.Expr | None:
+    """``max_pool3d`` of frames: of each frame, then of the frames that a window reads."""
+    shape, result, attrs = static_shape(call.args[0]), static_shape(call), call.attrs
+    view = _view(call.args[0], graph)
+    if shape is None or result is None or view is None or not view.frames or shape[0] != 1:
+        return None
+    if attrs.layout != "NCDHW" or attrs.ceil_mode or str(call.ty.dtype) != "float32":
+        return None
+    sizes, strides = [int(size) for size in attrs.pool_size], [int(step) for step in attrs.strides]
+    dilation, padding = [int(step) for step in attrs.dilation], [int(width) for width in attrs.padding]
+    around = (padding[1], padding[2], padding[4], padding[5])
+    image = relax.op.nn.max_pool2d(view.image, tuple(sizes[1:]), tuple(strides[1:]), around, tuple(dilation[1:]))
+    window = _Depth(sizes[0], result[2], strides[0], dilation[0], (padding[0], padding[3]))
+    largest = functools.reduce(relax.op.maximum, window.read([image] * window.taps, float(np.finfo(np.float32).min)))
+    return view.of(graph.named_here(largest), result)
 
 
 # --- what follows them ---------------------------------------------------------------------------
@@ -278,6 +342,8 @@ def _operand(expr: relax.Expr, own: _View | None, view: _View, graph: Definition
         alike = own.image_shape == view.image_shape and own.shape == view.shape
         gate = not view.frames and own.image_shape == (*view.image_shape[:2], 1, 1)
         return own.image if alike or gate else None
+    if view.frames and static_shape(expr) == (1, view.shape[1], 1, 1, 1) and graph.constant(expr) is None:
+        return relax.op.reshape(expr, (1, view.shape[1], 1, 1))  # a gate of a single volume is one of all its frames
     array = graph.constant(expr)
     if array is not None:
         return _constant(array, len(view.shape))
@@ -309,13 +375,16 @@ def _is_layer(expr: relax.Expr, graph: Definitions) -> bool:
 def sink_reduction(call: relax.Call, graph: Definitions) -> relax.Expr | None:
     """A mean or maximum of everything but the channels, of the image."""
     view, result, axes = _view(call.args[0], graph), static_shape(call), call.attrs.axis
-    if view is None or view.frames or result is None or axes is None:
+    if view is None or result is None or axes is None:
         return None
     rank = len(view.shape)
     if sorted(int(axis) % rank for axis in axes) != list(range(2, rank)):
         return None
     reduce = relax.op.mean if call.op.name == "relax.mean" else relax.op.max
-    return relax.op.reshape(graph.named_here(reduce(view.image, axis=[2, 3], keepdims=True)), result)
+    image = graph.named_here(reduce(view.image, axis=[2, 3], keepdims=True))
+    if view.frames:
+        image = reduce(relax.op.reshape(image, (view.shape[0], view.shape[2], view.shape[1])), axis=[1])
+    return relax.op.reshape(image, result)
 
 
 def sink_concat(call: relax.Call, graph: Definitions) -> relax.Expr | None:
@@ -339,6 +408,7 @@ RULES: dict[str, tuple[RewriteRule, ...]] = {
     "relax.nn.conv2d": (stand_upright,),
     "relax.nn.conv1d_transpose": (transposed_convolution_of_a_sequence,),
     "relax.nn.conv3d": (convolution_of_a_volume,),
+    "relax.nn.max_pool3d": (maximum_of_a_volume,),
     "relax.nn.max_pool1d": (pool_of_a_sequence,),
     "relax.nn.avg_pool1d": (pool_of_a_sequence,),
     "relax.nn.pad": (pad_of_a_sequence,),

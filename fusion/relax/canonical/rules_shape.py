@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from tvm import relax
 
-from fusion.relax.canonical.rewriter import Definitions, static_shape
+from fusion.relax.canonical.rewriter import Definitions, RewriteRule, static_shape
+
+_BINARY = (
+    *("relax.add", "relax.subtract", "relax.multiply", "relax.divide", "relax.maximum", "relax.minimum"),
+    "relax.power",
+)
 
 
 def reshape(call: relax.Call, graph: Definitions) -> relax.Expr | None:
@@ -15,10 +20,18 @@ def reshape(call: relax.Call, graph: Definitions) -> relax.Expr | None:
     if source == result:
         return call.args[0]
     inner = graph.call(call.args[0], "relax.reshape")
+    if inner is not None and _is_spread(inner, graph):
+        inner = None
     data = call.args[0] if inner is None else inner.args[0]
     if call.op.name == "relax.reshape" and inner is None:
         return None
     return relax.op.reshape(data, result)
+
+
+def _is_spread(call: relax.Call, graph: Definitions) -> bool:
+    """Whether ``call`` ends a depth-to-space: the image is what a sequence that is made of it is a view of."""
+    permuted, shape = graph.call(call.args[0], "relax.permute_dims"), static_shape(call)
+    return permuted is not None and shape is not None and len(shape) == 4 and len(permuted.ty.shape) == 6
 
 
 def permute_dims(call: relax.Call, graph: Definitions) -> relax.Expr | None:
@@ -55,6 +68,20 @@ def single_concat(call: relax.Call, graph: Definitions) -> relax.Expr | None:
     return fields.fields[0] if isinstance(fields, relax.Tuple) and len(fields.fields) == 1 else None
 
 
+def drop_broadcast(call: relax.Call, graph: Definitions) -> relax.Expr | None:
+    """An operand that is repeated to the shape of the other one, which the operator does by itself."""
+    for index, arg in enumerate(call.args):
+        repeated, result = graph.call(arg, "relax.broadcast_to"), static_shape(call)
+        source = None if repeated is None else static_shape(repeated.args[0])
+        if repeated is None or source is None or result is None or static_shape(call.args[1 - index]) != result:
+            continue
+        aligned = (1,) * (len(result) - len(source)) + source
+        operands = list(call.args)
+        operands[index] = relax.op.reshape(repeated.args[0], aligned)
+        return relax.Call(call.op, operands, call.attrs)
+    return None
+
+
 def bounded_take(call: relax.Call, graph: Definitions) -> relax.Expr | None:
     """A look-up whose indices may be anything: beyond the table the nearest row, where TVM's default would crash."""
     if call.attrs.mode != "fast" or graph.constant(call.args[1]) is not None:
@@ -63,7 +90,7 @@ def bounded_take(call: relax.Call, graph: Definitions) -> relax.Expr | None:
     return relax.op.take(call.args[0], call.args[1], axis, mode="clip")
 
 
-RULES = {
+RULES: dict[str, tuple[RewriteRule, ...]] = {
     "relax.reshape": (reshape,),
     "relax.squeeze": (reshape,),
     "relax.expand_dims": (reshape,),
@@ -73,5 +100,6 @@ RULES = {
     "relax.astype": (drop_cast,),
     "relax.concat": (single_concat,),
     "relax.take": (bounded_take,),
+    **dict.fromkeys(_BINARY, (drop_broadcast,)),
     "TupleGetItem": (drop_dropout, open_tuple),
 }

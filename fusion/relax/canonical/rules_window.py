@@ -126,6 +126,17 @@ def canonical_mean(call: relax.Call, graph: Definitions) -> relax.Expr | None:
     return mean if call.attrs.keepdims else relax.op.reshape(mean, result)
 
 
+def sum_of_pixels(call: relax.Call, graph: Definitions) -> relax.Expr | None:
+    """A sum over H and W as so many times the mean, for which there is a kernel."""
+    shape, result, axes = static_shape(call.args[0]), static_shape(call), call.attrs.axis
+    if shape is None or result is None or len(shape) != 4 or axes is None or str(call.ty.dtype) != "float32":
+        return None
+    if sorted(int(axis) % 4 for axis in axes) != [2, 3]:
+        return None
+    pixels = relax.const(np.float32(shape[2] * shape[3]))
+    return relax.op.reshape(relax.op.multiply(relax.op.mean(call.args[0], [2, 3], keepdims=True), pixels), result)
+
+
 def drop_unit_window(call: relax.Call, graph: Definitions) -> relax.Expr | None:
     """A pool whose window is one pixel with stride one."""
     attrs = call.attrs
@@ -162,4 +173,5 @@ RULES = {
     "relax.nn.avg_pool2d": (drop_unit_window, global_average, resolve_ceil_mode, fold_pad_into_avg_pool),
     "relax.nn.adaptive_avg_pool2d": (global_average,),
     "relax.mean": (canonical_mean,),
+    "relax.sum": (sum_of_pixels,),
 }

@@ -11,7 +11,7 @@ import functools
 import io
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,7 +35,7 @@ from fusion.relax.onnx.zero_points import with_zero_points
 if TYPE_CHECKING:
     from onnx import ModelProto
 
-Inputs = Sequence[Any]  # Relax expressions; None for an optional input that is absent
+Inputs = MutableSequence[Any]  # Relax expressions; None for an optional input that is absent
 Attributes = Mapping[str, Any]
 # In TVM's table under the name of a standard operator, with the semantics of ONNX Runtime's own one.
 _NOT_STANDARD = frozenset({"Attention"})
@@ -318,16 +318,18 @@ def _instance_norm(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, nam
 
 
 def _resize(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str) -> relax.Expr | None:
-    """Images whose size is not the ``scales`` times that of the input (13 rows times 1.5 are 19), filtered before they
-    shrink (``antialias``) or symmetric about their middle, as products with the weights along each axis, and sizes of
-    some axes alone; TVM's converter, which takes coordinates from the two sizes, does the rest.
+    """Images, channels first or last, as ``resize2d``. Those whose size is not the ``scales`` times that of the input
+    (13 rows times 1.5 are 19), that are filtered before they shrink (``antialias``) or symmetric about their middle,
+    and other axes, as products with the weights along each axis; TVM's converter does the rest.
     """
     data, mode = inputs[0], attrs.get("mode", b"nearest").decode()
     coordinates = attrs.get("coordinate_transformation_mode", b"half_pixel").decode()
     shape, rank = _static_shape(data), len(_static_shape(data))
     scales = _constant(inputs[2]) if len(inputs) > 2 and inputs[2] is not None else None
     sizes = _constant(inputs[3]) if len(inputs) > 3 and inputs[3] is not None else None
-    given = sizes if scales is None or not scales.size else scales
+    if scales is not None and not scales.size:  # opset 11 cannot leave them out
+        inputs[2] = scales = None
+    given = sizes if scales is None else scales
     kept = attrs.get("keep_aspect_ratio_policy", b"stretch") != b"stretch"
     if given is None or kept or coordinates == "tf_crop_and_resize":
         return None
@@ -341,7 +343,13 @@ def _resize(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str)
     exact = all(abs(factors[axis] * shape[axis] - results[axis]) < 1e-3 for axis in changed)
     filtered = bool(attrs.get("antialias", 0)) and min((factors[axis] for axis in changed), default=1.0) < 1.0
     known = exact and not filtered and coordinates != "half_pixel_symmetric"
-    if str(data.ty.dtype) != "float32" or (known and axes == list(range(rank))):
+    if known and rank == 4 and {*changed} <= {2, 3}:
+        return _resize_image(data, (results[2], results[3]), mode, coordinates, attrs)
+    if known and rank == 4 and {*changed} <= {1, 2}:
+        first = builder.emit(relax.op.permute_dims(data, (0, 3, 1, 2)), f"{name}_first")
+        image = _resize_image(first, (results[1], results[2]), mode, coordinates, attrs)
+        return relax.op.permute_dims(builder.emit(image, f"{name}_image"), (0, 2, 3, 1))
+    if str(data.ty.dtype) != "float32" or (known and axes == list(range(rank)) and {*changed} <= {*range(2, rank)}):
         return None
     for axis in changed:
         matrix = resize_matrix(
@@ -361,6 +369,22 @@ def _resize(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str)
             relax.op.permute_dims(last, [order.index(each) for each in range(rank)]), f"{name}_{axis}_back"
         )
     return data
+
+
+def _resize_image(
+    data: relax.Expr, size: tuple[int, int], mode: str, coordinates: str, attrs: Attributes
+) -> relax.Expr:  # fmt: skip
+    """NCHW ``data`` with ``size`` rows and columns."""
+    return relax.op.image.resize2d(
+        data,
+        size,
+        layout="NCHW",
+        method="nearest_neighbor" if mode == "nearest" else mode,
+        coordinate_transformation_mode=coordinates,
+        rounding_method=attrs.get("nearest_mode", b"round_prefer_floor").decode(),
+        cubic_alpha=float(attrs.get("cubic_coeff_a", -0.75)),
+        cubic_exclude=bool(attrs.get("exclude_outside", 0)),
+    )
 
 
 # Square roots are vector instructions; a power is a call of a library for every value.

@@ -355,6 +355,19 @@ class TestBranches:
         assert operators(canonicalize(mod)) == ["sigmoid", "add", "multiply"]
         assert same_values(mod, IMAGE, (1, 4, 1, 1))
 
+    def test_a_global_response_norm_is_one_gate_and_a_shift(self):
+        """ConvNeXt V2: ``x + (x n w + b)`` with a factor ``n`` for each channel, made of sums of squares."""
+
+        def body(b, x):
+            root = b.emit(relax.op.sqrt(b.emit(relax.op.sum(b.emit(relax.op.power(x, const(2.0))), [2, 3], True))))
+            scaled = b.emit(relax.op.multiply(b.emit(relax.op.multiply(x, root)), const(0.5, (1, 4, 1, 1))))
+            return b.emit(relax.op.add(b.emit(relax.op.add(scaled, const(0.25, (1, 4, 1, 1)))), x))
+
+        mod = module(body, IMAGE)
+        small = ["multiply", "mean", "multiply", "sqrt", "multiply", "add"]
+        assert operators(canonicalize(mod)) == [*small, "multiply", "add"]
+        assert same_values(mod, IMAGE, tolerance=1e-4)
+
     def test_a_gate_of_full_size_stays(self):
         mod = module(lambda b, x, y: relax.op.add(x, b.emit(relax.op.multiply(x, y))), IMAGE, IMAGE)
         assert operators(canonicalize(mod)) == ["multiply", "add"]
@@ -572,6 +585,18 @@ class TestActivations:
         mod = module(lambda b, x: body(x), (2, 7))
         assert operators(canonicalize(mod)) == expected
         assert same_values(mod, (2, 7))
+
+    @pytest.mark.parametrize(
+        ("exponent", "expected"),
+        [(1.0, []), (2.0, ["multiply"]), (3.0, ["multiply", "multiply"]), (0.5, ["sqrt"]), (1.5, ["power"])],
+    )
+    def test_powers_that_are_products_or_roots(self, exponent, expected):
+        def body(b, x):
+            return b.emit(relax.op.power(b.emit(relax.op.abs(x)), const(exponent)))
+
+        mod = module(body, IMAGE)
+        assert operators(canonicalize(mod)) == ["abs", *expected]
+        assert same_values(mod, IMAGE)
 
     def test_a_sigmoid_that_is_read_elsewhere_is_not_computed_twice(self):
         def body(builder, x):
@@ -889,3 +914,51 @@ class TestChannelsLast:
         mod = module(body, (1, 4, 5, 5))
         assert operators(canonicalize(mod)) == ["mean", "reshape"]
         assert same_values(mod, (1, 4, 5, 5))
+
+
+class TestStacks:
+    def test_selective_kernels_are_a_sum_of_gated_tensors(self):
+        """SKNet: two branches stacked, weighted by a softmax of their own, and summed; without weights before that."""
+
+        def body(b, x, y, weights):
+            apart = [b.emit(relax.op.expand_dims(part, 1)) for part in (x, y)]
+            stacked = b.emit(relax.op.concat(apart, axis=1))
+            both = b.emit(relax.op.sum(stacked, [1]))
+            chosen = b.emit(relax.op.sum(b.emit(relax.op.multiply(stacked, nn.softmax(weights, 1))), [1]))
+            return b.emit(relax.op.add(both, chosen))
+
+        shapes = IMAGE, IMAGE, (1, 2, 4, 1, 1)
+        mod = module(body, *shapes)
+        names = operators(canonicalize(mod))
+        assert "concat" not in names and "sum" not in names and names.count("add") == 3
+        assert same_values(mod, *shapes)
+
+    def test_split_attention_reads_parts_of_the_channels(self):
+        """ResNeSt: parts of a layer's channels."""
+
+        def body(b, x, weights):
+            apart = b.emit(relax.op.reshape(x, (1, 2, 4, 5, 5)))
+            return b.emit(relax.op.sum(b.emit(relax.op.multiply(apart, weights)), [1], keepdims=True))
+
+        shapes = (1, 8, 5, 5), (1, 2, 4, 1, 1)
+        mod = module(body, *shapes)
+        names = operators(canonicalize(mod))
+        assert names.count("multiply") == 2 and names.count("add") == 1 and "sum" not in names
+        assert same_values(mod, *shapes)
+
+    def test_a_pyramid_stacks_along_the_last_axis(self):
+        """EfficientDet: a weighted mean of nodes."""
+
+        def body(b, x, y):
+            apart = [b.emit(relax.op.expand_dims(part, -1)) for part in (x, y)]
+            weights = const(np.float32([0.25, 0.5]), (1, 1, 1, 1, 2))
+            weighted = b.emit(relax.op.multiply(b.emit(relax.op.concat(apart, axis=-1)), weights))
+            return b.emit(relax.op.mean(weighted, [-1]))
+
+        mod = module(body, IMAGE, IMAGE)
+        assert "concat" not in operators(canonicalize(mod))
+        assert same_values(mod, IMAGE, IMAGE)
+
+    def test_one_long_axis_stays(self):
+        mod = module(lambda b, x: b.emit(relax.op.sum(relax.op.reshape(x, (1, 16, 4, 5, 5)), [1])), (1, 64, 5, 5))
+        assert operators(canonicalize(mod)) == ["reshape", "sum"]

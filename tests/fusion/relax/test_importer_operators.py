@@ -152,6 +152,28 @@ def test_resizing_by_a_scale_that_is_not_the_ratio_of_the_sizes(tmp_path, mode):
     compare(tmp_path, nodes, weights, opset=19)
 
 
+@pytest.mark.parametrize("opset", [11, 13])
+def test_resizing_channels_last_and_with_empty_scales(tmp_path, opset):
+    """TensorFlow's images; PyTorch's exports of opset 11, which name sizes and cannot leave out scales and a region."""
+    weights = {
+        "last": np.array([1, 2, 1.5, 1], np.float32),
+        "first": np.array([2, 4, 11, 5], np.int64),
+        "behind": np.array([2, 7, 4, 8], np.int64),
+        "none": np.zeros(0, np.float32),
+    }
+    nodes = [
+        ("Resize", ["x", "none", scales, *sizes], {"mode": mode, "coordinate_transformation_mode": way, **more})
+        for scales, *sizes in (["last"], ["none", "first"], ["none", "behind"])
+        for mode, way, more in (
+            ("linear", "align_corners", {}),
+            ("nearest", "asymmetric", {"nearest_mode": "floor"}),
+        )
+    ]
+    nodes.append(("Resize", ["x", "none", "none", "first"], {"mode": "cubic", "cubic_coeff_a": -0.5}))
+    mod = compare(tmp_path, nodes, weights, opset=opset, shape=(2, 4, 8, 8))
+    assert operators(mod).count("image.resize2d") == len(nodes)
+
+
 def test_a_local_response_norm_is_a_convolution_of_the_squares(tmp_path):
     """With 3/4, which AlexNet and GoogLeNet have, a half and one there is no power to compute."""
     nodes = [

@@ -169,3 +169,26 @@ def test_batches_of_volumes_and_layers_in_a_row():
     before = names(found)[: names(found).index("nn.conv2d")]
     between = names(found)[names(found).index("nn.conv2d") + 1 :]
     assert before == ["permute_dims", "reshape"] and between[:2] == ["nn.relu", "nn.conv2d"]
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_frames_stay_where_they_are_from_layer_to_layer(stride):
+    """Of a single volume: all kinds of windows, depthwise ones tap by tap, a gate, a residual, a pool and the mean."""
+
+    def body(net, x):
+        def conv(x, out, *window, **options):
+            options.setdefault("padding", tuple(size // 2 for size in window) * 2)
+            weight = net.weight(out, int(x.ty.shape[1]) // options.get("groups", 1), *window)
+            return net(op.add(net(op.nn.conv3d(x, weight, **options)), channels(net, out, 5)))
+
+        x = net(op.nn.relu(conv(x, 8, 1, 3, 3)))
+        y = conv(net(op.nn.relu(conv(x, 12, 1, 1, 1))), 12, 3, 3, 3, groups=12, strides=(stride, 1, 1))
+        y = net(op.multiply(y, net(op.sigmoid(conv(net(op.mean(y, [2, 3, 4], True)), 12, 1, 1, 1)))))
+        y = conv(net(op.nn.silu(y)), 8, 1, 1, 1)
+        x = net(op.add(x, y)) if stride == 1 else y
+        x = net(op.nn.max_pool3d(conv(x, 8, 3, 3, 3), (2, 2, 2), (2, 2, 2), (1, 0, 1, 1, 1, 0)))
+        return net(op.mean(conv(x, 8, 3, 1, 1), [2, 3, 4]))
+
+    found = canonical(module(VOLUME, body))
+    assert names(found).count("permute_dims") == 1 and names(found).index("permute_dims") == 0
+    assert "nn.conv3d" not in names(found) and "nn.max_pool3d" not in names(found)

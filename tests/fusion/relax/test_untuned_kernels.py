@@ -34,11 +34,23 @@ def test_softmax_along_rows(shape):
     assert leftover_reasons.ROWS in reasons(mod)
 
 
-def test_softmax_of_large_values_and_along_other_dimensions():
-    """The maximum is taken off first; a softmax over channels of an image stays what it was."""
+def test_softmax_of_large_values():
+    """The maximum is taken off first."""
     check(module((3, 21), lambda net, x: net(op.nn.softmax(net(op.multiply(x, relax.const(1e4))), axis=-1))))
-    names = check(module((1, 5, 6, 7), lambda net, x: net(op.nn.softmax(x, axis=1))))
-    assert not any(name.startswith("row_softmax") for name in names)
+
+
+# Columns of whole vectors, of parts, and one part; enough of them for several tasks.
+@pytest.mark.parametrize("shape", [(1, 5, 6, 7), (2, 3, 40, 65), (2, 19, 4), (3, 2, 1, 130)])
+def test_softmax_along_columns(shape):
+    """Over the channels of images, as networks for segmentation end."""
+    mod = module(shape, lambda net, x: net(op.nn.softmax(net(op.multiply(x, relax.const(30.0))), axis=1)))
+    assert any(name.startswith("column_softmax") for name in check(mod))
+    assert leftover_reasons.ROWS in reasons(mod)
+
+
+def test_softmax_of_few_columns_stays_as_it_is():
+    names = check(module((2, 9, 3), lambda net, x: net(op.nn.softmax(x, axis=1))))
+    assert "relax.nn.softmax" in names
 
 
 @pytest.mark.parametrize("shape", [(2, 70, 64), (3, 37, 49), (1, 768), (9, 6)])
@@ -299,3 +311,106 @@ def test_other_transpositions_stay_as_they_are():
 
     names = check(module((1, 16, 7, 11), body))
     assert not any("rows" in name for name in names)
+
+
+@pytest.mark.parametrize("half", [CPU.lanes, CPU.lanes + 3])
+def test_a_gate_reads_the_halves_of_a_layer_where_they_lie(half):
+    """Gated linear units: whole blocks of channels are no copy, others are one kernel."""
+
+    def body(net, x):
+        x = net.conv(x, 2 * half)
+        parts = [net(op.strided_slice(x, [1], [first], [first + half])) for first in (0, half)]
+        return net(op.mean(net.conv(net(op.multiply(parts[0], net(op.sigmoid(parts[1])))), 16), [2, 3], True))
+
+    names = check(module((2, 16, 9, 7), body))
+    assert len(conversions(names)) == 1
+    assert any(name.startswith("channel_move") for name in names) == bool(half % CPU.lanes)
+
+
+def test_channels_that_are_looked_up_are_moved():
+    """As networks do that learned which channels a group reads."""
+    order = np.random.default_rng(0).permutation(40)[:24]
+
+    def body(net, x):
+        x = net(op.take(net.conv(x, 40), relax.const(order, "int64"), axis=1))
+        return net(op.mean(net.conv(x, 16, groups=4), [2, 3], True))
+
+    mod = module((2, 16, 9, 7), body)
+    names = check(mod)
+    assert any(name.startswith("channel_move") for name in names) and len(conversions(names)) == 1
+    assert leftover_reasons.CHANNELS in reasons(mod)
+
+
+@pytest.mark.parametrize("channels", [CPU.lanes, 24])
+def test_zeros_around_an_image_and_behind_its_channels(channels):
+    """Where no convolution can take them in; beyond the last channel only whole blocks can follow."""
+
+    def body(net, x):
+        x = net.conv(x, channels)
+        wide = net(op.nn.pad(x, (0, 0, 0, 20, 1, 0, 2, 1)))
+        return net(op.mean(net.conv(net(op.nn.silu(wide)), 16), [2, 3], True)), net.conv(x, 8)
+
+    names = check(module((2, 16, 9, 7), body))
+    assert len([name for name in conversions(names) if "to_blocked" in name]) == (2 if channels % CPU.lanes else 1)
+
+
+@pytest.mark.parametrize(
+    ("weight", "options"),
+    [
+        ((6, 8, 3, 3), {"padding": (1, 0, 1, 2), "strides": (2, 1)}),
+        ((6, 4, 2, 3), {"groups": 2, "dilation": (2, 1)}),
+        ((8, 1, 5, 5), {"groups": 8}),
+        ((12, 8, 1, 1), {}),
+    ],
+)
+def test_convolutions_with_computed_weights_are_products(weight, options):
+    """Two images that share their weights; weights that other layers make, cross-correlation, pointwise ones."""
+
+    def body(net, x, w):
+        return net(op.nn.conv2d(net(op.nn.relu(x)), net(op.multiply(w, relax.const(0.5))), **options))
+
+    names = check_canonical(module((2, 8, 17, 15), body, weight))
+    assert not any("conv2d" in name for name in names)
+
+
+def test_a_convolution_that_is_subtracted_is_added():
+    """Complex convolutions: the sum of two is what a kernel computes behind its own."""
+
+    def body(net, x, y):
+        return net.conv(net(op.subtract(net.conv(x, 24, 3), net.conv(y, 24, 3))), 8)
+
+    names = check_canonical(module((1, 16, 9, 7), body, (1, 16, 9, 7)))
+    assert not any(name.startswith(("subtract", "relax.subtract", "add", "relax.add")) for name in names)
+
+
+def test_a_gate_that_was_expanded_is_a_gate():
+    """Written with ``expand_as``: the factors are repeated for every pixel before the product."""
+
+    def body(net, x):
+        x = net.conv(x, 24, 3)
+        gate = net(op.sigmoid(net.conv(net(op.mean(x, [2, 3], True)), 24)))
+        return net.conv(net(op.multiply(x, net(op.broadcast_to(gate, (1, 24, 9, 7))))), 8)
+
+    mod = module((1, 16, 9, 7), body)
+    check_canonical(mod)
+    assert extract_graph(canonicalize(mod)).nodes[-1].operator.gated
+
+
+def test_a_transposed_convolution_of_a_sequence_and_what_reads_it():
+    """Vocoders: a bias, then several branches; phases become columns of a blocked image."""
+
+    def body(net, x):
+        x = net(op.nn.conv1d_transpose(x, net.constant(16, 24, 8), strides=4, padding=(2, 2)))
+        x = net(op.add(x, net.constant(1, 24, 1)))
+        parts = []
+        for taps in (3, 5):
+            pads = [0, 0, 0, 0, taps // 2, taps // 2]
+            wide = net(op.nn.pad(net(op.nn.leakyrelu(x, 0.1)), pads, "reflect"))
+            parts.append(net(op.nn.conv1d(wide, net.weight(24, 24, taps))))
+        return net(op.nn.conv1d(net(op.add(*parts)), net.weight(4, 24, 1)))
+
+    names = check_canonical(module((1, 16, 19), body))
+    kept = {name.rstrip("0123456789") for name in names if name.startswith("relax.")}
+    assert kept <= {"relax.reshape", "relax.nn.leakyrelu"}, names
+    assert any(name.startswith("mirror_pad") for name in names)
+    assert any(name.startswith("channel_move") for name in names)

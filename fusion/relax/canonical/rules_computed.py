@@ -1,0 +1,62 @@
+"""Rules for convolutions whose weights are computed (modulated or predicted by other layers, cross-correlation).
+
+No kernel has packed such weights; products of two computed tensors have one. So the pixels that a window reads are
+copied next to each other, and the convolution is a product with them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from tvm import relax
+
+from fusion.relax.canonical.rewriter import Definitions, RewriteRule, static_shape
+
+# Copies of the image, one for each tap of the window: more than this is no gain any more.
+MOST_TAPS = 64
+
+
+def product_of_columns(call: relax.Call, graph: Definitions) -> relax.Expr | None:
+    """``conv2d(x, w)`` with a computed ``w`` as ``matmul(w, columns of x)``, a product for each image and group."""
+    data, weight = call.args
+    shape, taps, result = static_shape(data), static_shape(weight), static_shape(call)
+    attrs = call.attrs
+    layouts = (attrs.data_layout, attrs.kernel_layout, attrs.out_layout or "NCHW")
+    if shape is None or taps is None or result is None or layouts != ("NCHW", "OIHW", "NCHW"):
+        return None
+    # A parameter may be bound to a constant yet.
+    if not isinstance(graph.value(weight), relax.Call) or taps[2] * taps[3] > MOST_TAPS:
+        return None
+    if str(call.ty.dtype) != "float32" or str(weight.ty.dtype) != "float32":
+        return None
+    groups, batch, (outputs, inputs) = int(attrs.groups), shape[0], taps[:2]
+    size = inputs * taps[2] * taps[3]
+    columns = relax.op.reshape(_columns(call, data, shape, taps, result), (batch * groups, size, result[2] * result[3]))
+    rows: relax.Expr = relax.op.reshape(weight, (1, groups, outputs // groups, size))
+    if batch > 1:
+        rows = relax.op.broadcast_to(rows, (batch, groups, outputs // groups, size))
+    rows = relax.op.reshape(rows, (batch * groups, outputs // groups, size))
+    return relax.op.reshape(graph.named_here(relax.op.matmul(rows, columns)), result)
+
+
+def _columns(
+    call: relax.Call, data: relax.Expr, shape: tuple[int, ...], taps: tuple[int, ...], result: tuple[int, ...]
+) -> relax.Expr:
+    """For each channel of ``data`` and tap of the window the pixels that it reads, (N, C, taps, pixels)."""
+    attrs = call.attrs
+    top, left, bottom, right = (int(width) for width in attrs.padding)
+    strides, dilation = [int(step) for step in attrs.strides], [int(step) for step in attrs.dilation]
+    if top or left or bottom or right:
+        data = relax.op.nn.pad(data, [0, 0, 0, 0, top, bottom, left, right], "constant", 0.0)
+    pixels = result[2] * result[3]
+    read = []
+    for row, column in np.ndindex(*taps[2:]):
+        begin = [row * dilation[0], column * dilation[1]]
+        end = [first + (count - 1) * step + 1 for first, count, step in zip(begin, result[2:], strides, strict=True)]
+        part = data
+        if taps[2:] != (1, 1) or strides != [1, 1]:
+            part = relax.op.strided_slice(data, [2, 3], begin, end, strides)
+        read.append(relax.op.reshape(part, (*shape[:2], 1, pixels)))
+    return read[0] if len(read) == 1 else relax.op.concat(relax.Tuple(read), axis=2)
+
+
+RULES: dict[str, tuple[RewriteRule, ...]] = {"relax.nn.conv2d": (product_of_columns,)}
