@@ -72,6 +72,7 @@ def test_two_hundredths_of_the_unfused_time_are_not_worth_a_word():
     """Of 2 s exactly 0.04 s either way are not told, 0.05 s are."""
     silent = "25% faster fused: arithmetic and memory overlap better in one kernel"
     assert told(cost(region=0.04), cost(core=0.04), (2.0, 1.5)) == silent
+    assert told(cost(region=1.0), cost(region=1.0), (2.0, 1.5)) == silent
     assert told(cost(region=0.05), cost(core=0.05), (2.0, 1.5)) == (
         "25% faster fused: fewer parallel regions (50000.0 to 0.0 us); "
         "against it, threads share the work worse (0.0 to 50000.0 us)"
