@@ -84,7 +84,7 @@ def test_auto_goes_on_in_float32_where_there_is_nothing_else(monkeypatch):
         (["--max-error", "0.1"], "--max-error 0.1: says how far a shorter type may err"),
         (["--calibration", "x.npz"], "--calibration x.npz: says how far a shorter type may err"),
         (["--precision", "auto", "--max-error", "0"], "--max-error 0: must be above 0"),
-        (["--precision", "auto", "--max-error", "nan"], "--max-error nan: must be above 0"),
+        (["--precision", "auto", "--max-error", "nan"], "--max-error nan: give a finite number"),
         (["--precision", "auto", "--calibration", "x.npz"], "--calibration x.npz: no such file"),
     ],
 )
