@@ -42,7 +42,7 @@ from costmodel.gpu.kernel_rows import KernelRows, transfer_of
 from costmodel.gpu.lookups.lookup_family import LookupKernels
 from costmodel.gpu.residuals.fitted import (
     Fitted,
-    all_fitted,
+    fitted_in,
     residuals_for,
     transfer,
     write_fitted,
@@ -210,7 +210,7 @@ def _fit(
     )
     attention = [each for each in points if isinstance(each.operators[0], Attention)]
     known_rows = [*rows, *rows_by_family(attention)]
-    carried = with_grades(transfer_of(known_rows), rows, all_fitted(output), layer_rows(layers))
+    carried = with_grades(transfer_of(known_rows), rows, fitted_in(output), layer_rows(layers))
     carried = replace(carried, provenance=_provenance([*tables, *layers, *attention], data))
     written.append(write_transfer(carried, output))
     groups: dict[str, list[KernelTable]] = {}
@@ -242,7 +242,7 @@ def _adapted(machine: Machine, points: Sequence[KernelTable], output: Path) -> F
     model = KernelModel(machine, family_of, residuals_for(machine, output), transfer(output))
     model.fit(measurements)
     chip = machine.chip()
-    known = all_fitted(output).get(machine.name)
+    known = fitted_in(output).get(machine.name)
     provenance: dict[str, Any] = dict(known.provenance) if known else {"command": _COMMAND}
     provenance["points"] = named_tables(_rows_by_file(points), MEASURED)["own"]
     families = known.families if known else {}
