@@ -41,7 +41,9 @@ def fit_to_tables(files: Sequence[Path], machine_name: str, output: Path | None,
             "longer (--minutes), and give all tables at once"
         )
     for key, each in sorted(moved.items()):
-        progress(f"{machine.name}: {key}: {each.points} kernels, {math.exp(each.weights[0]):.2f} times as long as before")
+        progress(
+            f"{machine.name}: {key}: {each.points} kernels, {math.exp(each.weights[0]):.2f} times as long as before"
+        )
     points = {file.name: {"rows": len(members), "sha256": digest(file)} for file, members in rows.items()}
     provenance = {"command": "python -m costmodel fit --table", "points": points}
     chip = machine.chip()

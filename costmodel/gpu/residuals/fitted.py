@@ -4,8 +4,8 @@ calibration/gpu/<machine>.json    residuals by family, and which tables they wer
 calibration/gpu/transfer.json     how far measured GPUs are from their analytic model, per family and power class,
                                   and for some families how that depends on the shape
 
-What a user measured (``python -m costmodel fit --table``) lies in :func:`own_directory`: points alone, which move what is
-shipped.
+What a user measured (``python -m costmodel fit --table``) lies in :func:`own_directory`: points alone, which move what
+is shipped.
 """
 
 from __future__ import annotations
@@ -150,8 +150,10 @@ def all_fitted(directory: Path = DIRECTORY) -> Mapping[str, Fitted]:
     """Every fitted machine by name; what is shipped is moved by the user's own points. ``InputError`` names a corrupt
     file.
     """
+    if directory != DIRECTORY:
+        return fitted_in(directory)
     found = dict(fitted_in(directory))
-    for name, own in fitted_in(own_directory()).items() if directory == DIRECTORY else ():
+    for name, own in fitted_in(own_directory()).items():
         base = found.get(name, own)
         found[name] = replace(base, adaptations={**base.adaptations, **own.adaptations})
     return found

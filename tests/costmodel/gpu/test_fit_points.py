@@ -20,6 +20,7 @@ from costmodel.operators.serialization import to_record
 
 PRODUCTS = [Gemm(1, size, size, 1024, dtype="bfloat16") for size in (512, 1024, 1536, 2048, 3072, 4096, 6144, 8192)]
 HALVES = [Elementwise("add", elements, dtype="bfloat16") for elements in (1 << 24, 1 << 25, 1 << 26)]
+FACTORS = {"products": 1.5, "halves": 0.8}
 VARIANT = """variant_of: rtx-3090
 name: my-card
 gpu: {sm_count: 68, clock: 1710 MHz, power: 320 W, origin: test}
@@ -55,10 +56,14 @@ def table(path: Path, machine: Path | str, **slower: float) -> Path:
 def test_a_table_moves_its_kernels_where_predictions_look_and_no_other_gpu(card: Path, tmp_path: Path):
     before, others = seconds_of([*PRODUCTS, *HALVES], card), seconds_of(PRODUCTS, "rtx-3090")
     told: list[str] = []
-    written = fit_to_tables([table(tmp_path / "kernels.csv", card, products=1.5, halves=0.8)], str(card), None, told.append)
+    written = fit_to_tables(
+        [table(tmp_path / "kernels.csv", card, products=1.5, halves=0.8)], str(card), None, told.append
+    )
     assert written == tmp_path / "machines" / "calibration" / "gpu" / "my-card.json"
     after = gpu_cost_model(load_machine(card)).estimate([*PRODUCTS, *HALVES])
-    assert [each.seconds / one for each, one in zip(after, before, strict=True)] == pytest.approx([1.5] * 8 + [0.8] * 3, rel=0.02)
+    assert [each.seconds / one for each, one in zip(after, before, strict=True)] == pytest.approx(
+        [1.5] * 8 + [0.8] * 3, rel=0.02
+    )
     assert {each.source for each in after} == {"fitted"}
     assert seconds_of(PRODUCTS, "rtx-3090") == others
     assert any("8 kernels, 1.50 times as long" in line for line in told)
@@ -85,7 +90,9 @@ def test_trees_of_a_shipped_gpu_stay_and_fits_of_what_is_shipped_see_no_points(c
 
 def test_elsewhere_means_that_nothing_is_moved(card: Path, tmp_path: Path):
     before = seconds_of(PRODUCTS, card)
-    fit_to_tables([table(tmp_path / "kernels.csv", card, products=3.0)], str(card), tmp_path / "aside", lambda line: None)
+    fit_to_tables(
+        [table(tmp_path / "kernels.csv", card, products=3.0)], str(card), tmp_path / "aside", lambda line: None
+    )
     assert seconds_of(PRODUCTS, card) == before
 
 
