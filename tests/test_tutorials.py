@@ -1,9 +1,9 @@
-"""Every block of every tutorial is run, written, compared or parsed (:mod:`tutorial_blocks` says by which rule)."""
+"""Every block of every tutorial is run, written, compared or parsed (:mod:`tutorial_blocks` says by which rule). Those
+that tune are in ``tests/fusion/test_fusion_tutorials.py``, so that another worker runs them.
+"""
 
 from __future__ import annotations
 
-import shutil
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,11 +15,11 @@ from tutorial_blocks import (
     commands_in,
     line_matches,
     lines_missing,
+    require,
     run_page,
+    uses,
 )
 
-# What a program of a page needs beside the cost model.
-NEEDED = {"fusion": ("tvm", "onnx", "onnxruntime"), "e2e": ("torch", "transformers", "ortools"), "g++": ()}
 PAGES = {name: path.read_text(encoding="utf-8") for name, path in TUTORIALS.items()}
 
 
@@ -35,16 +35,9 @@ def test_the_tutorials_are_there():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TUTORIALS)
+@pytest.mark.parametrize("name", [name for name in TUTORIALS if not uses("fusion", name)])
 def test_the_commands_of_a_tutorial_print_what_it_shows(name: str, tmp_path: Path):
-    run = "\n".join(block.text for block in blocks_of(PAGES[name]) if block.kind in ("run", "write"))
-    for program, modules in NEEDED.items():
-        if f"{program} " in run or f"import {program}\n" in run or f"from {program}." in run:
-            for module in modules:
-                if find_spec(module) is None:
-                    pytest.skip(f"{module} is not installed")
-            if program == "g++" and shutil.which(program) is None:
-                pytest.skip("there is no g++")
+    require("e2e", name)
     assert run_page(TUTORIALS[name], tmp_path) == []
 
 

@@ -28,10 +28,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pytest
 from written_pages import ROOT, commands_group
 
 TUTORIALS = {path.stem: path for path in sorted((ROOT / "docs" / "tutorials").glob("*.md"))}
 TOOLS = ("fusion", "e2e", "costmodel")
+NEEDED = {"fusion": ("tvm", "onnx", "onnxruntime", "torch"), "e2e": ("torch", "transformers", "ortools")}
 OMITTED = "…"
 TOLERANCE = 0.2
 # With a blank or a sign before it, and no letter behind it but the x of "1.2x": not those of names (h100, 3x56x56).
@@ -92,6 +94,20 @@ def blocks_of(page: str) -> list[Block]:
             raise ValueError(f"line {block.line}: output of nothing; it must follow a block that is run")
         before = block.kind
     return found
+
+
+def uses(program: str, name: str) -> bool:
+    """Whether a block of the tutorial ``name`` starts ``program`` or imports it."""
+    blocks = blocks_of(TUTORIALS[name].read_text(encoding="utf-8"))
+    run = "\n".join(block.text for block in blocks if block.kind in ("run", "write"))
+    return re.search(rf"^ *(?:{re.escape(program)} |(?:import|from) {re.escape(program)}\b)", run, re.M) is not None
+
+
+def require(tool: str, name: str) -> None:
+    """Skips the running test where the tutorial ``name`` uses ``tool`` and what that needs is not installed."""
+    missing = [module for module in NEEDED[tool] if find_spec(module) is None]
+    if missing and uses(tool, name):
+        pytest.skip(f"{missing[0]} is not installed")
 
 
 def run_page(page: Path, folder: Path) -> list[str]:
