@@ -167,6 +167,7 @@ def _environment(folder: Path) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(paths),
         "HOME": str(home),
         "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",  # output and errors in the order in which they were printed
     }
 
 

@@ -18,7 +18,7 @@ PAGES = {
     for path in sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 }
 # Files of users and other projects that pages speak of, and an attribute of TVM functions.
-NOT_OURS = {"train.py", "comms.py", "fusion.template"}
+NOT_OURS = {"train.py", "FILE.py", "comms.py", "fusion.template"}
 TO_BE_MADE = "costmodel/calibration/h200-sxm"
 COMMAND = re.compile(r"(?:torchrun|python3?)(?: --[^`\n]*?)? +-m +(?:fusion|e2e|costmodel) [^`#\n|]+")
 MODULE = re.compile(r"python3? -m ((?:fusion|e2e|costmodel)\.[\w.]+)")
@@ -88,8 +88,9 @@ def missing_files(text: str) -> list[str]:
 
 
 def dead_links(page: str, text: str) -> list[str]:
-    """Relative links of ``page`` that lead nowhere."""
-    links = [link for link in LINK.findall(text) if not re.match(r"[a-z]+:", link)]
+    """Relative links of ``page``, blocks of code left out, that lead nowhere."""
+    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    links = [link for link in LINK.findall(prose) if not re.match(r"[a-z]+:", link)]
     return [link for link in links if not (ROOT / page).parent.joinpath(link).exists()]
 
 

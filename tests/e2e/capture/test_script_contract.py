@@ -140,7 +140,7 @@ known = torch.tensor([3, 4], device="cuda")
 def step():
     result = layer(torch.randn(4, 8, device="cuda"))
     seen["in step"] = torch.randn(2).device.type
-    seen["item"], seen["float"] = result.sum().item(), float(result.mean())
+    seen["item"], seen["float"] = result.sum().item(), float(result.mean().detach())
     seen["flag"], seen["any"] = bool((result > 0)[0, 0]), bool((result > 0).any())
     seen["cpu"], seen["array"] = result.detach().cpu().abs().sum().item(), result.detach().cpu().numpy().shape
     seen["known"] = (known * 2).tolist()
