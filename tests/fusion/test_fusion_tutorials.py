@@ -1,4 +1,4 @@
-"""Tutorials that tune networks, block by block; the rules, and what is tested of all tutorials: ``test_tutorials.py``."""
+"""Tutorials that tune networks, block by block; rules, and what is tested of all tutorials: ``test_tutorials.py``."""
 
 from __future__ import annotations
 
