@@ -6,7 +6,7 @@
 // several shapes the library of the given one is taken, which lies in a folder of its name: build/1x3x224x224/model.so.
 //
 // The model takes one float32 tensor of the given shape, whose values input.f32 holds in C order, and gives one. How to
-// compile it: docs/deploying.md. Threads: the environment variable TVM_NUM_THREADS, as many as the model was tuned for.
+// compile it: docs/tutorials/fuse-and-deploy.md. Threads: the environment variable TVM_NUM_THREADS, as many as the model was tuned for.
 // A library whose kernels use AMX asks the operating system for its tile registers by itself, when it is loaded.
 
 #include <tvm/ffi/container/array.h>

@@ -22,6 +22,8 @@ from source_imports import frameworks
 LONG_FILES = (
     "test_e2e_api.py",
     "test_public_api.py",
+    "test_tutorials.py",
+    "test_fusion_tutorials.py",
     "test_meta_schedule.py",
     "test_tuning.py",
     "test_fusion_api.py",

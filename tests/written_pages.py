@@ -15,10 +15,10 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("costmodel", "schedules", "fusion", "e2e")
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
-    for path in sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+    for path in sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 }
 # Files of users and other projects that pages speak of, and an attribute of TVM functions.
-NOT_OURS = {"train.py", "comms.py", "fusion.template"}
+NOT_OURS = {"train.py", "FILE.py", "comms.py", "fusion.template"}
 TO_BE_MADE = "costmodel/calibration/h200-sxm"
 COMMAND = re.compile(r"(?:torchrun|python3?)(?: --[^`\n]*?)? +-m +(?:fusion|e2e|costmodel) [^`#\n|]+")
 MODULE = re.compile(r"python3? -m ((?:fusion|e2e|costmodel)\.[\w.]+)")
@@ -26,12 +26,14 @@ BENCHMARK = re.compile(r"python ((?:benchmarks|examples)/\w+\.py)([^`#\n]*)")
 FILE = re.compile(r"(?<![\w./~$-])((?:costmodel|schedules|fusion|e2e|benchmarks|docs|examples|tests)/[\w./*<>+-]*)")
 LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
 DOTTED = re.compile(rf"(?<![\w./-])((?:{'|'.join(PACKAGES)})(?:\.\w+)+)")
+# A file that a tutorial has its reader write.
+TITLE = re.compile(r'^ *```\w+ title="([^"]+)"', re.MULTILINE)
 PYTHON_FILE = re.compile(r"(?<![\w./*>-])((?:\w+/)*\w+\.py)\b")
 
 
 def code_of(text: str) -> str:
     """What stands in backticks and in blocks of code; a line break inside of backticks is a blank."""
-    blocks = re.findall(r"```\w*\n(.*?)```", text, re.DOTALL)
+    blocks = re.findall(r"```[^\n`]*\n(.*?)```", text, re.DOTALL)
     spans = re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
     return "\n".join([*blocks, *(" ".join(span.split()) for span in spans)])
 
@@ -49,13 +51,13 @@ def commands_of(tool: str) -> list[str]:
         for name, each in group.commands.items():
             yield from inside(each, f"{before}{name} ") if hasattr(each, "commands") else (f"{before}{name}",)
 
-    return list(inside(_group(tool), ""))
+    return list(inside(commands_group(tool), ""))
 
 
 def unknown_options(line: str) -> set[str]:
     """Options of the command ``line`` that its command line does not have; ``KeyError`` for a command that is none."""
     _, tool, *words = shlex.split(line)
-    group = _group(tool)
+    group = commands_group(tool)
     while hasattr(group, "commands") and words and not words[0].startswith("-"):
         group = group.commands[words.pop(0)]
     known = {option for parameter in group.params for option in parameter.opts}
@@ -79,14 +81,16 @@ def missing_files(text: str) -> list[str]:
     """Files and folders of the project that ``text`` names and that are not there; ``<name>`` stands for any."""
     named = {re.sub(r"<[^>]*>|\b[A-Z]{3,}\b", "*", path.rstrip(".,")) for path in FILE.findall(text)}
     named -= {path for path in named if path.startswith(TO_BE_MADE)}
-    partial = {name for name in PYTHON_FILE.findall(code_of(text)) if name not in NOT_OURS}
+    own = NOT_OURS | set(TITLE.findall(text))
+    partial = {name for name in PYTHON_FILE.findall(code_of(text)) if name not in own}
     missing = {path for path in named if not any(ROOT.glob(path.rstrip("/")))}
     return sorted(missing | {name for name in partial if not any(path.endswith(f"/{name}") for path in _files())})
 
 
 def dead_links(page: str, text: str) -> list[str]:
-    """Relative links of ``page`` that lead nowhere."""
-    links = [link for link in LINK.findall(text) if not re.match(r"[a-z]+:", link)]
+    """Relative links of ``page``, blocks of code left out, that lead nowhere."""
+    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    links = [link for link in LINK.findall(prose) if not re.match(r"[a-z]+:", link)]
     return [link for link in links if not (ROOT / page).parent.joinpath(link).exists()]
 
 
@@ -172,7 +176,8 @@ def _fields(node: ast.ClassDef) -> tuple[str, ...]:
 
 
 @cache
-def _group(tool: str) -> Any:
+def commands_group(tool: str) -> Any:
+    """The command line of ``tool``, as the library that parses it has it."""
     import typer
 
     return typer.main.get_command(import_module(f"{tool}.commands.cli").app)

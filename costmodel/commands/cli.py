@@ -86,8 +86,13 @@ def fit_command(
     steps: Annotated[
         Path | None, typer.Option(help="Instead: kernels and times of whole steps measured on the GPU --machine.")
     ] = None,
+    table: Annotated[
+        list[Path] | None,
+        typer.Option(help="Instead: kernels of the GPU --machine that `measure` timed (.csv); may be repeated."),
+    ] = None,
     machine: Annotated[
-        str | None, typer.Option(help="With --nccl-log: your cluster (name or file) or GPU; with --steps: the GPU.")
+        str | None,
+        typer.Option(help="With --nccl-log: your cluster (name or file) or GPU; with --steps or --table: the GPU."),
     ] = None,
     collective: Annotated[str | None, typer.Option(help="With --nccl-log: what ran, where the log is silent.")] = None,
     ranks: Annotated[int | None, typer.Option(min=2, help="With --nccl-log: how many ranks ran, likewise.")] = None,
@@ -124,6 +129,12 @@ def fit_command(
         if machine is None:
             raise InputError("--steps: say on which GPU they ran with --machine NAME (one of `machines`)")
         files = [fit_to_steps(steps, machine, output, lambda line: progress.print(line, soft_wrap=True))]
+    elif table:
+        from costmodel.gpu.fit_points import fit_to_tables
+
+        if machine is None:
+            raise InputError("--table: say of which GPU it is with --machine NAME (one of `machines`, or a file)")
+        files = [fit_to_tables(table, machine, output, lambda line: progress.print(line, soft_wrap=True))]
     else:
         told = partial(progress.print, soft_wrap=True)
         files = fit_public(data_folder(data), output, only, told, all_files)

@@ -58,7 +58,7 @@ def read_measured(directory: Path = DIRECTORY) -> Iterator[KernelTable]:
 def read_table(path: Path, machine: str) -> Iterator[KernelTable]:
     """The rows of one file on ``machine``, a table per family; rows with an error are left out."""
     groups: dict[str, list[tuple[Any, float]]] = defaultdict(list)
-    for operator, seconds in _rows(path):
+    for operator, seconds in read_rows(path):
         name_of = _NAMES.get(type(operator))
         if name_of is not None:
             groups[name_of(operator)].append((operator, seconds))
@@ -69,7 +69,8 @@ def read_table(path: Path, machine: str) -> Iterator[KernelTable]:
         )
 
 
-def _rows(path: Path) -> Iterator[tuple[Any, float]]:
+def read_rows(path: Path) -> Iterator[tuple[Any, float]]:
+    """Operators and seconds of the rows without an error; ``InputError`` for a malformed file."""
     try:
         reader = gzip.open if path.suffix == ".gz" else open
         with reader(path, "rt", newline="", encoding="utf-8") as stream:

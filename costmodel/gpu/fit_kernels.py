@@ -46,7 +46,7 @@ from costmodel.gpu.lookups.lookup_family import LookupKernels
 from costmodel.gpu.residuals.fitted import (
     TRANSFER,
     Fitted,
-    all_fitted,
+    fitted_in,
     forget_fitted,
     residuals_for,
     transfer,
@@ -237,7 +237,7 @@ def _fit_staged(
         progress(f"grades: {kernels} kernels of whole layers, each GPU left out in turn")
         attention = [each for each in points if isinstance(each.operators[0], Attention)]
         known_rows = [*rows, *rows_by_family(attention)]
-        carried = with_grades(transfer_of(known_rows), rows, all_fitted(grown), layer_rows(layers))
+        carried = with_grades(transfer_of(known_rows), rows, fitted_in(grown), layer_rows(layers))
         write_transfer(replace(carried, provenance=_provenance([*tables, *layers, *attention], data)), grown)
 
     def adapt(name: str) -> None:
@@ -288,7 +288,7 @@ def _adapted(machine: Machine, points: Sequence[KernelTable], output: Path) -> F
     model = KernelModel(machine, family_of, residuals_for(machine, output), transfer(output))
     model.fit(measurements)
     chip = machine.chip()
-    known = all_fitted(output).get(machine.name)
+    known = fitted_in(output).get(machine.name)
     provenance: dict[str, Any] = dict(known.provenance) if known else {"command": _COMMAND}
     provenance["points"] = named_tables(_rows_by_file(points), MEASURED)["own"]
     families = known.families if known else {}

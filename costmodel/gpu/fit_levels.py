@@ -28,7 +28,7 @@ from costmodel.gpu.fit_steps import inverted
 from costmodel.gpu.kernel_model import KernelModel
 from costmodel.gpu.power import GpuCostModel
 from costmodel.gpu.residuals.adaptation import MINIMUM_POINTS, Adaptation
-from costmodel.gpu.residuals.fitted import DIRECTORY, Fitted, all_fitted, write_fitted
+from costmodel.gpu.residuals.fitted import DIRECTORY, Fitted, fitted_in, write_fitted
 from costmodel.gpu.step_inventory import CountedStep, read_inventory
 from costmodel.machines.machine_catalog import load_machine
 from costmodel.machines.machine_records import Machine
@@ -52,7 +52,7 @@ def fit_to_steps(file: Path, machine_name: str, output: Path | None, progress: S
     steps = read_inventory(file)
     if not all(step.seconds > 0 for step in steps) or len(steps) < MINIMUM_POINTS:
         raise InputError(f"{file}: needs {MINIMUM_POINTS} steps or more, each with its measured `seconds`")
-    known = all_fitted(DIRECTORY).get(machine.name)
+    known = fitted_in(DIRECTORY).get(machine.name)
     levels = step_levels(steps, machine)
     kinds = f"{len(levels)} families and number types"
     progress(f"{machine.name}: {len(steps)} steps, {kinds if levels else NO_LEVEL}")

@@ -299,11 +299,11 @@ def _calibration(path: Path) -> object:
 
 def _kernels(path: Path) -> object:
     from costmodel.gpu.factory import gpu_cost_model
-    from costmodel.gpu.residuals.fitted import all_fitted
+    from costmodel.gpu.residuals.fitted import all_fitted, forget_fitted
     from costmodel.machines.machine_catalog import load_machine
     from costmodel.operators.device_work import Softmax
 
-    all_fitted.cache_clear()
+    forget_fitted()
     return gpu_cost_model(load_machine("t4"), path).estimate([Softmax(64, 128)])
 
 

@@ -3,13 +3,16 @@
 calibration/gpu/<machine>.json    residuals by family, and which tables they were learned from
 calibration/gpu/transfer.json     how far measured GPUs are from their analytic model, per family and power class,
                                   and for some families how that depends on the shape
+
+What a user measured (``python -m costmodel fit --table``) lies in :func:`own_directory`: points alone, which move what
+is shipped.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ from costmodel.gpu.residuals.adaptation import Adaptation
 from costmodel.gpu.residuals.forest import Forest
 from costmodel.gpu.residuals.references import packaged_machine
 from costmodel.gpu.residuals.residual import Residual
+from costmodel.machines.machine_catalog import user_directory
 from costmodel.machines.machine_records import Machine
 
 DIRECTORY = Path(__file__).parents[2] / "calibration" / "gpu"
@@ -137,9 +141,27 @@ def adaptations_for(machine: Machine, directory: Path = DIRECTORY) -> Mapping[st
     return known[machine.name].adaptations if machine.name in known else {}
 
 
-@lru_cache(maxsize=8)
+def own_directory() -> Path:
+    """Where the models of the user's own GPUs lie, beside those of the user's own collectives."""
+    return user_directory() / "calibration" / "gpu"
+
+
 def all_fitted(directory: Path = DIRECTORY) -> Mapping[str, Fitted]:
-    """Every fitted machine by name; ``InputError`` names a corrupt file."""
+    """Every fitted machine by name; what is shipped is moved by the user's own points. ``InputError`` names a corrupt
+    file.
+    """
+    if directory != DIRECTORY:
+        return fitted_in(directory)
+    found = dict(fitted_in(directory))
+    for name, own in fitted_in(own_directory()).items():
+        base = found.get(name, own)
+        found[name] = replace(base, adaptations={**base.adaptations, **own.adaptations})
+    return found
+
+
+@lru_cache(maxsize=8)
+def fitted_in(directory: Path) -> Mapping[str, Fitted]:
+    """The machines of one folder alone by name, as a fit of what is shipped takes them."""
     files = sorted(path for path in directory.glob("*.json") if path.stem != TRANSFER)
     return {path.stem: _read_fitted(path) for path in files}
 
@@ -236,7 +258,7 @@ def _write(path: Path, record: dict[str, Any]) -> Path:
 
 def forget_fitted() -> None:
     """Files were written: what was read of them is read again."""
-    all_fitted.cache_clear()
+    fitted_in.cache_clear()
     transfer.cache_clear()
 
 
