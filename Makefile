@@ -3,6 +3,7 @@
 #   make test    set up, run the tests on all cores (PYTEST_ARGS='-m "not slow"' leaves the slow ones out)
 #   make quick ROLE=e2e/step         run the tests of one path below tests/, the slow ones left out
 #   make lint    ruff        make types   mypy        make clean   remove what demo built
+#   make docs    the documentation as a site, in build/site; a warning is an error
 #   make browser a headless browser for the tests that look at pages (Debian, as root); without it they are skipped
 #   make lock    write requirements.lock from what is installed in .venv
 
@@ -10,7 +11,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-EXTRAS := fusion,e2e,peers,models,dev
+EXTRAS := fusion,e2e,peers,models,docs,dev
 DEMO   := build/demo
 # Test files are handed out whole: captures and builds that a file shares are made once.
 WORKERS := -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
@@ -19,7 +20,7 @@ MINUTES ?= 3.5
 TRIALS  ?= 32
 
 .DELETE_ON_ERROR:
-.PHONY: demo test quick lint types browser setup lock clean
+.PHONY: demo test quick lint types docs browser setup lock clean
 
 setup: $(STAMP)
 
@@ -61,6 +62,9 @@ lint: $(STAMP)
 
 types: $(STAMP)
 	$(BIN)/mypy
+
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 clean:
 	rm -rf $(DEMO)
