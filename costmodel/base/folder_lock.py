@@ -22,12 +22,18 @@ def lock_folder(folder: Path, what: str) -> IO[str]:
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / LOCK, "w", encoding="utf-8")  # noqa: SIM115 (held until closed)
     except OSError as error:
-        raise OutputError(f"{folder}: {what} cannot be written: {error.strerror}") from error
+        raise OutputError(
+            f"{folder}: {what} cannot be written: {error.strerror}; choose another place, or free some"
+        ) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         lock.close()
         if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-            raise OutputError(f"{folder}: {what} cannot be written: no locks here ({error.strerror})") from error
-        raise OutputError(f"{folder}: another process is writing {what} here") from error
+            raise OutputError(
+                f"{folder}: {what} cannot be written: no locks here ({error.strerror}); choose a folder on a local disk"
+            ) from error
+        raise OutputError(
+            f"{folder}: another process is writing {what} here; wait for it, or name another folder"
+        ) from error
     return lock

@@ -1,8 +1,8 @@
 """Hook of MkDocs: links from a page to a file of the repository outside of ``docs/``.
 
 Pages are read on a code host too, where such a link works as it stands. In the site it leads to the repository
-(``repo_url`` of ``mkdocs.yml``), or, where none is named, becomes the file's path. A link to a file that is not there
-stays as it is, so that the strict build ends with it.
+(``repository`` under ``extra`` of ``mkdocs.yml``), or, where none is named, becomes the file's path. A link to a file
+that is not there stays as it is, so that the strict build ends with it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LINK = re.compile(r"\[([^\]]*)\]\(([^)\s:#]+)(#[^)\s]*)?\)")
 def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
     """The page with its links out of ``docs/`` changed."""
     folder, docs = Path(page.file.abs_src_path).parent, Path(config["docs_dir"]).resolve()
-    root, address = docs.parent, (config["repo_url"] or "").rstrip("/")
+    root, address = docs.parent, config["extra"].get("repository", "").rstrip("/")
 
     def changed(link: re.Match[str]) -> str:
         target = Path(os.path.normpath(folder / link[2]))

@@ -207,7 +207,7 @@ def read_lines(path: Path, parse: Callable[[str], T]) -> Iterator[T]:
     except FileNotFoundError:
         return
     except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+        raise InputError(f"{path}: cannot be read: {error.strerror}; check its path and permissions") from error
     lines = content.removesuffix(b"\n").split(b"\n") if content else []
     for number, line in enumerate(lines, 1):
         try:
@@ -240,7 +240,9 @@ def _cut_unfinished_line(path: Path) -> None:
                 if not last.endswith(b"\n"):
                     file.write(b"\n")
     except OSError as error:
-        raise OutputError(f"{path}: tuning records cannot be written: {error.strerror}") from error
+        raise OutputError(
+            f"{path}: tuning records cannot be written: {error.strerror}; choose another place, or free some"
+        ) from error
 
 
 def _append_lines(path: Path, lines: Sequence[str]) -> None:
@@ -258,4 +260,6 @@ def _append_lines(path: Path, lines: Sequence[str]) -> None:
                     file.truncate(before)
                 raise
     except OSError as error:
-        raise OutputError(f"{path}: tuning records cannot be written: {error.strerror}") from error
+        raise OutputError(
+            f"{path}: tuning records cannot be written: {error.strerror}; choose another place, or free some"
+        ) from error
