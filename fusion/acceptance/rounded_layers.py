@@ -324,7 +324,10 @@ def rounded_runs(
 ) -> Iterator[RoundedRuns]:
     """``switched`` loaded by ONNX Runtime in a process of its own. ``TuningError`` if it does not load it."""
     if switched.model.ByteSize() > _LARGEST_MODEL:
-        raise TuningError("the model has more than 2 GiB: what bfloat16 does to its outputs cannot be told; choose --precision float32")
+        raise TuningError(
+            "the model has more than 2 GiB: what bfloat16 does to its outputs cannot be told; "
+            "choose --precision float32"
+        )
     path = scratch / "rounded.onnx"
     path.write_bytes(switched.model.SerializeToString())
     switch = TensorInfo(SWITCHES, (len(switched.layers),), "bool")

@@ -171,7 +171,8 @@ def _check_external_data(file: Path, tensor: TensorProto) -> None:
     if offset < 0 or length != tensor_bytes(tensor) or offset + length > available:
         raise ModelError(
             f"{where}: external data file {location!r} does not hold the {tensor_bytes(tensor)} bytes of the tensor "
-            f"(offset {offset}, length {length}, file size {available}); it is truncated or belongs to another model; put the right one there"
+            f"(offset {offset}, length {length}, file size {available}); it is truncated or belongs to another model; "
+            "put the right one there"
         )
 
 
