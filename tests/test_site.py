@@ -28,7 +28,7 @@ def site_module(name: str) -> ModuleType:
     return module
 
 
-index, links = site_module("error_index"), site_module("outside_links")
+index, hook = site_module("error_index"), site_module("page_hook")
 
 
 # --- the index of error messages -----------------------------------------------------------------
@@ -119,7 +119,7 @@ def test_what_to_do_is_bold_and_signs_are_as_they_are(text: str, shown: str):
 
 def changed(text: str, page: str = "docs/deploying.md", repository: str = "") -> str:
     file = SimpleNamespace(file=SimpleNamespace(abs_src_path=str(ROOT / page)))
-    return links.on_page_markdown(
+    return hook.on_page_markdown(
         text, page=file, config={"docs_dir": str(ROOT / "docs"), "extra": {"repository": repository}}
     )
 
@@ -135,6 +135,12 @@ def test_links_out_of_the_docs_become_paths_or_lead_to_the_repository():
         changed("[it](../../README.md)", "docs/tutorials/one.md", "https://a.b/c/")
         == "[it](https://a.b/c/blob/HEAD/README.md)"
     )
+
+
+def test_lists_and_tables_stand_apart():
+    text = "```\n- code\n| code\n```\n- one\n  more\n- two\n\nText:\n| a | b |\n|---|---|\n# Head\n1. one"
+    wanted = "```\n- code\n| code\n```\n\n- one\n  more\n- two\n\nText:\n\n| a | b |\n|---|---|\n# Head\n\n1. one"
+    assert changed(text) == wanted
 
 
 def test_links_that_lead_nowhere_stay_for_the_strict_build_to_find():

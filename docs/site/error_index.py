@@ -137,7 +137,7 @@ def page(trees: Mapping[str, ast.Module]) -> str:
         parts.append(f"## {title}\n")
         for name, told in roles().items():
             if name.split("/")[0] in packages and name in grouped:
-                parts.append("\n".join((f"### `{name}`: {told}\n", *grouped.pop(name), "")))
+                parts.append("\n".join((f"### {name}\n", f"{told}\n", *grouped.pop(name), "")))
     if grouped:
         raise ValueError(f"{', '.join(grouped)}: not in the drawing of docs/architecture.md")
     return "\n".join(parts)
