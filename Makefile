@@ -5,6 +5,7 @@
 #   make coverage                    all tests, and which share of each package's lines they run (about twice as long)
 #   make mutants [MUTANTS_ARGS=...]  small faults in the modules that decide most: how many do tests see? (docs/robustness.md)
 #   make lint    ruff        make types   mypy        make clean   remove what demo built
+#   make docs    the documentation as a site, in build/site; a warning is an error
 #   make browser a headless browser for the tests that look at pages (Debian, as root); without it they are skipped
 #   make lock    write requirements.lock from what is installed in .venv
 
@@ -12,7 +13,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-EXTRAS := fusion,e2e,peers,models,dev
+EXTRAS := fusion,e2e,peers,models,docs,dev
 DEMO   := build/demo
 # Test files are handed out whole: captures and builds that a file shares are made once.
 WORKERS := -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
@@ -25,7 +26,7 @@ PACKAGES := costmodel schedules fusion e2e
 MUTMUT := $(VENV)/mutmut
 
 .DELETE_ON_ERROR:
-.PHONY: demo test quick coverage mutants lint types browser setup lock clean
+.PHONY: demo test quick coverage mutants lint types docs browser setup lock clean
 
 setup: $(STAMP)
 
@@ -80,6 +81,9 @@ lint: $(STAMP)
 
 types: $(STAMP)
 	$(BIN)/mypy
+
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 clean:
 	rm -rf $(DEMO)

@@ -75,7 +75,7 @@ def build_model(name: str, *, width: float = 1.0, tf_padding: bool = False, seed
     if not width > 0:
         raise InputError(f"--width must be positive, not {width}")
     if tf_padding and not architecture.is_mobilenet:
-        raise InputError(f"--tf-padding applies to MobileNets, not to {name}")
+        raise InputError(f"--tf-padding applies to MobileNets, not to {name}; leave it out")
     torch = _import_torch()
     configuration_class, model_class = _transformers_classes(architecture)
     configuration = configuration_class(num_labels=CLASSES, **_sizes(architecture, width, tf_padding))
@@ -110,7 +110,9 @@ def export(
             _export_onnx(model, draft, (batch, 3, image_size, image_size))
             draft.replace(target)
     except OSError as error:
-        raise OutputError(f"{target}: cannot write the model: {error.strerror or error}") from error
+        raise OutputError(
+            f"{target}: cannot write the model: {error.strerror or error}; choose another place, or free some"
+        ) from error
     return target
 
 

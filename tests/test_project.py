@@ -21,7 +21,7 @@ PROJECT = PYPROJECT["project"]
 SCRIPTS = PROJECT["scripts"]
 LINES = (ROOT / "requirements.lock").read_text(encoding="utf-8").splitlines()
 LOCK = [line for line in LINES if not line.startswith("#")]
-INSTALLED = ("fusion", "e2e", "peers", "models", "dev")  # extras of `make setup`
+INSTALLED = ("fusion", "e2e", "peers", "models", "docs", "dev")  # extras of `make setup`
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -185,5 +185,5 @@ def commands_group(tool: str) -> Any:
 
 @cache
 def _files() -> tuple[str, ...]:
-    folders = (*PACKAGES, "benchmarks", "examples", "tests")
+    folders = (*PACKAGES, "benchmarks", "docs", "examples", "tests")
     return tuple(f"/{path.relative_to(ROOT)}" for folder in folders for path in (ROOT / folder).rglob("*.py"))

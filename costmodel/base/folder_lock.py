@@ -70,7 +70,9 @@ def lock_folder(folder: Path, what: str, name: str = LOCK) -> FolderLock:
             holder = _holder(file)
             file.close()
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                raise OutputError(f"{folder}: {what} cannot be written: no locks here ({error.strerror})") from error
+                raise OutputError(
+                    f"{folder}: {what} cannot be written: no locks here ({error.strerror}); choose a folder on a local disk"
+                ) from error
             raise OutputError(
                 f"{folder}: another process is writing {what} here{holder}; wait until it has ended"
             ) from error
@@ -88,7 +90,9 @@ def _opened(path: Path, what: str) -> IO[bytes]:
         path.parent.mkdir(parents=True, exist_ok=True)
         return open(path, "a+b", buffering=0)
     except OSError as error:
-        raise OutputError(f"{path.parent}: {what} cannot be written: {error.strerror}") from error
+        raise OutputError(
+            f"{path.parent}: {what} cannot be written: {error.strerror}; choose another place, or free some"
+        ) from error
 
 
 def _is_at(path: Path, file: IO[bytes]) -> bool:

@@ -28,7 +28,7 @@ def can_draw() -> bool:
 def check_picture(path: Path, option: str) -> None:
     """``InputError`` for a kind of file that is not drawn, before anything is computed. ``option``: who asks for it."""
     if path.suffix not in PICTURE_SUFFIXES:
-        raise InputError(f"{path}: a plot is one of {', '.join(PICTURE_SUFFIXES)}")
+        raise InputError(f"{path}: a plot is one of {', '.join(PICTURE_SUFFIXES)}; name such a file")
     if not can_draw():
         raise InputError(f"{option} needs the package matplotlib: pip install 'matplotlib>=3.11,<4'")
 
@@ -54,4 +54,6 @@ def picture(path: Path, width: float, height: float, columns: int = 1, **options
                 metadata = {"Date": None} if path.suffix == ".svg" else None
                 figure.savefig(stream, format=path.suffix[1:], dpi=_DPI, metadata=metadata)
         except OSError as error:
-            raise OutputError(f"{path}: cannot be written: {error.strerror}") from error
+            raise OutputError(
+                f"{path}: cannot be written: {error.strerror}; choose another place, or free some"
+            ) from error

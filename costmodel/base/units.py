@@ -47,7 +47,7 @@ def parse_quantity(text: object, base_unit: str) -> float:
         raise ValueError(f"{text!r} is not in {base_unit}; known units: {', '.join(units)}")
     value = float(match[1]) * units[match[2]]
     if not math.isfinite(value):
-        raise ValueError(f"{text!r} is not finite")
+        raise ValueError(f"{text!r} is not finite; write a finite number")
     return value
 
 

@@ -109,7 +109,7 @@ def read_calibration(path: Path) -> Calibration:
             provenance=record["provenance"],
         )
     except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+        raise InputError(f"{path}: cannot be read ({error.strerror}); check its path and permissions") from None
     except MALFORMED as error:
         raise InputError(f"{path}: corrupt ({error!r}); write it anew with `python -m costmodel fit`") from None
 

@@ -92,7 +92,9 @@ class CollectiveModel(CostModel):
         results = []
         for each in operators:
             if not isinstance(each, CollectiveTransfer):
-                raise UnsupportedOperatorError(f"no collective: {type(each).__name__}")
+                raise UnsupportedOperatorError(
+                    f"no collective: {type(each).__name__}; ask gpu_cost_model about kernels"
+                )
             if each not in self._known:
                 self._known[each] = self._estimate(each)
             results.append(self._known[each])

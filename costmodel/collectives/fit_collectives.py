@@ -172,7 +172,10 @@ def calibrate(measured: MeasuredRow, provenance: Mapping[str, Any]) -> Calibrati
     """The calibration that the rows make, margins included; ``InputError`` where there are none of a size above 0."""
     sweeps, cluster = sweeps_of(measured.rows), measured.cluster
     if not sweeps:
-        raise InputError(f"{measured.machine}: no measured collective with a size above zero; nothing to fit")
+        raise InputError(
+            f"{measured.machine}: no measured collective with a size above zero; nothing to fit; "
+            "give a log of a whole sweep"
+        )
     margins = _margins(measured)
     return Calibration(measured.machine, cluster.machine.name, cluster.topology, sweeps, margins, provenance)
 

@@ -42,7 +42,10 @@ def fetch_command(
         print(f"{folder}: {done.there} files were there, {done.brought} brought, {len(done.failed)} not")
     wrong = [reason for path, reason in done.failed.items() if path not in done.unfetchable]
     if wrong:
-        raise InputError(f"{len(wrong)} files could not be fetched as the manifest has them; the first: {wrong[0]}")
+        raise InputError(
+            f"{len(wrong)} files could not be fetched as the manifest has them; the first: {wrong[0]}; "
+            "`python -m costmodel data list` names them all"
+        )
 
 
 @app.command("list")

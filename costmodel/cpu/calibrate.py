@@ -230,7 +230,10 @@ class _Calibration:
                 self.progress(f"{step.label}: {_shown(results[key], step.unit)}")
         for key in ("fma_float32", "DRAM read", "region"):
             if key not in results:
-                raise MachineError(f"the microbenchmark {key!r} does not run on this machine; it cannot be calibrated")
+                raise MachineError(
+                    f"the microbenchmark {key!r} does not run on this machine; it cannot be calibrated; "
+                    "write a machine file by hand"
+                )
         return results
 
     def sweep(self, measure: Callable[[int], KernelSample | None]) -> ThreadSamples | None:

@@ -39,7 +39,9 @@ DTYPE_COLUMNS = ("dtype bytes", "dtype rate")
 def tunable(operator: AnyOperator) -> Operator:
     """``operator``, if it is one that kernels are tuned for; else :class:`UnsupportedOperatorError`."""
     if not isinstance(operator, Operator):
-        raise UnsupportedOperatorError(f"no kernels are tuned for operator {type(operator).__name__}")
+        raise UnsupportedOperatorError(
+            f"no kernels are tuned for operator {type(operator).__name__}; give a convolution, pool or dense layer"
+        )
     return operator
 
 

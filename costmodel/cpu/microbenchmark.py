@@ -90,7 +90,9 @@ def build_program(directory: Path, machine_flags: Sequence[Sequence[str]]) -> tu
         if result.returncode == 0:
             return program, " ".join([_version(compiler), "-O3", *native])
         reason = (result.stderr.strip().splitlines() or [reason])[0]
-    raise MissingDependencyError(f"the C compiler {compiler[0]!r} cannot build the microbenchmarks: {reason}")
+    raise MissingDependencyError(
+        f"the C compiler {compiler[0]!r} cannot build the microbenchmarks: {reason}; install another one, or set CC"
+    )
 
 
 def find_compiler() -> list[str]:
@@ -118,7 +120,7 @@ def described(program: Path, compiler: str, listing: str) -> Microbenchmarks:
     """The compiled program by what it prints of itself (``listing``); ``MachineError`` if that is not whole."""
     lines = [line.split() for line in listing.splitlines()]
     if len(lines) < 3:
-        raise MachineError("the compiled microbenchmarks do not run on this CPU")
+        raise MachineError("the compiled microbenchmarks do not run on this CPU; set CC to a compiler for it")
     numbers = {words[0]: int(words[1]) for words in lines if len(words) == 2}
     kernels = tuple(Microkernel(words[1], words[2]) for words in lines if words[0] == "kernel")
     return Microbenchmarks(program, compiler, numbers["vector_bits"], numbers["registers"], kernels)
@@ -128,4 +130,4 @@ def _run(command: list[str], timeout: float) -> subprocess.CompletedProcess[str]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
     except OSError as error:
-        raise MissingDependencyError(f"{command[0]}: cannot be run ({error.strerror})") from None
+        raise MissingDependencyError(f"{command[0]}: cannot be run ({error.strerror}); install it, or set CC") from None

@@ -36,7 +36,7 @@ def write_measurements(directory: Path, key: str, measurements: Sequence[Measure
         directory.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(record))
     except OSError as error:
-        raise OutputError(f"{path}: cannot be written ({error.strerror})") from None
+        raise OutputError(f"{path}: cannot be written ({error.strerror}); choose another place, or free some") from None
     return path
 
 
@@ -49,7 +49,7 @@ def read_measurements(directory: Path, key: str) -> list[Measurement]:
             raise ValueError("unknown format")
         measurements = [measurement_from_record(each) for each in _list(record.get("measurements"))]
     except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+        raise InputError(f"{path}: cannot be read ({error.strerror}); check its path and permissions") from None
     except ValueError as error:
         raise InputError(f"{path}: corrupt ({error}); delete it to learn anew") from None
     if record.get("key") != key:

@@ -193,7 +193,9 @@ def explain(operator: AnyOperator, machine: Machine, threads: int, network_bytes
     operator of another kind.
     """
     if not isinstance(operator, Conv2d | Pool2d | Dense | ChannelNorm | FusedConvs):
-        raise UnsupportedOperatorError(f"the roofline does not cover operator {type(operator).__name__}")
+        raise UnsupportedOperatorError(
+            f"the roofline does not cover operator {type(operator).__name__}; give convolutions, pools and dense layers"
+        )
     # What is too small to be shared is one task, without a parallel region.
     counts = dict.fromkeys((threads, 1))
     reports = [_explain(operator, _Setting(machine, count, network_bytes)) for count in counts]

@@ -25,7 +25,7 @@ def write_trees(path: Path, key: str, trees: Mapping[str, FamilyTrees], provenan
     try:
         write_whole(path, gzip.compress(json.dumps(content, separators=(",", ":")).encode(), mtime=0))
     except OSError as error:
-        raise OutputError(f"{path}: cannot be written ({error.strerror})") from None
+        raise OutputError(f"{path}: cannot be written ({error.strerror}); choose another place, or free some") from None
 
 
 def read_trees(path: Path, key: str) -> dict[str, FamilyTrees]:

@@ -97,7 +97,9 @@ def read_sources(path: Path = MANIFEST) -> tuple[DataSource, ...]:
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}); install the package again") from None
     except (yaml.YAMLError, *MALFORMED) as error:
-        raise InputError(f"{path}: not a manifest of datasets ({' '.join(str(error).split())})") from None
+        raise InputError(
+            f"{path}: not a manifest of datasets ({' '.join(str(error).split())}); correct it there"
+        ) from None
 
 
 def sources_named(names: Sequence[str]) -> list[DataSource]:

@@ -93,7 +93,7 @@ def read_log(path: Path, given: Given = Given()) -> list[CollectiveRow]:
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+        raise InputError(f"{path}: cannot be read ({error.strerror}); check its path and permissions") from None
     rows = _rows_of_json(text, given, path) if text.lstrip().startswith("{") else _rows_of_lines(text, given, path)
     if not rows:
         raise InputError(
@@ -226,7 +226,9 @@ def _time(words: Sequence[str], columns: Sequence[str], in_place: bool, where: s
     try:
         return float(words[places[-1 if in_place else 0]]) * 1e-6
     except (ValueError, IndexError):
-        raise InputError(f"{where}: no time in microseconds where the header has one") from None
+        raise InputError(
+            f"{where}: no time in microseconds where the header has one; give the log as it was printed"
+        ) from None
 
 
 def _number(word: str) -> float:

@@ -69,12 +69,18 @@ class EmbeddingTable:
         if self.rows < 1 or self.dim < 1 or not self.pooling > 0:
             raise ValueError(f"table {self.name}: rows, dim and pooling must be above zero")
         if self.dtype not in DTYPES:
-            raise ValueError(f"table {self.name}: dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
+            raise ValueError(
+                f"table {self.name}: dtype {self.dtype!r} is not one of {', '.join(DTYPES)}; choose one of them"
+            )
         if self.optimizer not in OPTIMIZER_STATE:
             known = ", ".join(OPTIMIZER_STATE)
-            raise ValueError(f"table {self.name}: optimizer {self.optimizer!r} is not one of {known}")
+            raise ValueError(
+                f"table {self.name}: optimizer {self.optimizer!r} is not one of {known}; choose one of them"
+            )
         if self.statistics is not None and self.statistics.rows != self.rows:
-            raise ValueError(f"table {self.name}: statistics of {self.statistics.rows} rows, the table has {self.rows}")
+            raise ValueError(
+                f"table {self.name}: statistics of {self.statistics.rows} rows, the table has {self.rows}; correct one"
+            )
 
     @property
     def weight_bytes(self) -> int:

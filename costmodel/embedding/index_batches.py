@@ -43,12 +43,16 @@ def load_batches(path: Path) -> dict[str, IndexBatch]:
         with np.load(path, allow_pickle=False) as content:
             arrays = {key: content[key] for key in content.files}
     except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
+        raise InputError(
+            f"{path}: cannot be read ({error.strerror or error}); check its path and permissions"
+        ) from None
     except (*MALFORMED, *BROKEN_ARCHIVE) as error:
-        raise InputError(f"{path}: not an .npz of index batches ({error})") from None
+        raise InputError(
+            f"{path}: not an .npz of index batches ({error}); save NAME.indices and NAME.offsets with numpy.savez"
+        ) from None
     names = [key.removesuffix(".indices") for key in arrays if key.endswith(".indices")]
     if not names:
-        raise InputError(f"{path}: no array NAME.indices; see costmodel/embedding/index_batches.py")
+        raise InputError(f"{path}: no array NAME.indices; see costmodel/embedding/index_batches.py for the form")
     return {name: _batch(path, name, arrays) for name in names}
 
 

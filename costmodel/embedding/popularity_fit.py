@@ -40,9 +40,9 @@ def statistics_of_counts(bins: Sequence[CountBin], rows: int | None, origin: str
     touched = [each for each in bins if each.rows > 0]
     unique = sum(each.rows for each in touched)
     if not unique:
-        raise ValueError("no row is looked up")
+        raise ValueError("no row is looked up; give batches with indices")
     if rows is not None and unique > rows * (1 + 1e-9):
-        raise ValueError(f"{unique:.0f} different rows are looked up in a table of {rows}")
+        raise ValueError(f"{unique:.0f} different rows are looked up in a table of {rows}; correct its rows")
     often = [each for each in touched if each.above >= _MIXED_BELOW]
     seldom = [each for each in touched if each.above < _MIXED_BELOW]
     group_rows, rates = [each.rows for each in often], [each.mean for each in often]

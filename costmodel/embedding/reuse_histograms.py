@@ -74,7 +74,7 @@ def read_histograms(path: Path) -> dict[str, ReuseHistogram]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+        raise InputError(f"{path}: cannot be read ({error.strerror}); check its path and permissions") from None
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: no text ({error.reason}); {AGAIN}") from None
     found = {}

@@ -57,7 +57,9 @@ def load_statistics(path: Path) -> dict[str, IndexStatistics]:
         records = _read_json(path) if path.suffix == ".json" else _read_npz(path)
         return {name: _named(name, record) for name, record in records.items()}
     except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
+        raise InputError(
+            f"{path}: cannot be read ({error.strerror or error}); check its path and permissions"
+        ) from None
     except (*MALFORMED, *BROKEN_ARCHIVE) as error:
         what = f"lacks {error}" if isinstance(error, KeyError) else error
         raise InputError(f"{path}: no statistics of tables: {what}; {_WANTED}") from None
@@ -77,10 +79,10 @@ def from_record(record: Mapping[str, Any]) -> IndexStatistics:
 def _named(name: str, record: Any) -> IndexStatistics:
     try:
         if not isinstance(record, Mapping):
-            raise ValueError("is not a mapping")
+            raise ValueError("is not a mapping; write one of names")
         return from_record(record)
     except KeyError as error:
-        raise ValueError(f"table {name!r} lacks {error}") from None
+        raise ValueError(f"table {name!r} lacks {error}; add it") from None
     except MALFORMED as error:
         raise ValueError(f"table {name!r}: {error}") from None
 
@@ -96,7 +98,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     if record.get("format") != _FORMAT:
         raise ValueError(f"format {record.get('format')!r}, known: {_FORMAT}")
     if not isinstance(record["tables"], dict):
-        raise ValueError("tables is not a mapping of names")
+        raise ValueError("tables is not a mapping of names; write each table's under its name")
     return dict(record["tables"])
 
 
@@ -109,6 +111,6 @@ def _read_npz(path: Path) -> dict[str, Any]:
         for key in content.files:
             name, dot, part = key.rpartition(".")
             if not dot:
-                raise ValueError(f"array {key!r} names no table")
+                raise ValueError(f"array {key!r} names no table; call it TABLE.indices or so")
             records.setdefault(name, {})[part] = content[key]
     return records

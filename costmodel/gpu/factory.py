@@ -101,7 +101,9 @@ def _with_inverted(known: LevelTransfer) -> LevelTransfer:
 
 def _product(machine: Machine, operator: AnyOperator) -> Family[Any]:
     if not isinstance(operator, Gemm):
-        raise UnsupportedOperatorError(f"no matrix product: {type(operator).__name__}")
+        raise UnsupportedOperatorError(
+            f"no matrix product: {type(operator).__name__}; ask gpu_cost_model, which prices all kinds"
+        )
     return gemm_family(operator, machine)
 
 
@@ -110,7 +112,9 @@ _ROWS, _IMAGES, _HALF, _MEMORY = NormRows(), ImageKernels(), HalfRows(), MemoryB
 
 def _convolution(machine: Machine, operator: AnyOperator) -> Family[Any]:
     if not isinstance(operator, (Conv2d, ConvolutionBackward)):
-        raise UnsupportedOperatorError(f"no convolution: {type(operator).__name__}")
+        raise UnsupportedOperatorError(
+            f"no convolution: {type(operator).__name__}; ask gpu_cost_model, which prices all kinds"
+        )
     return convolution_family(operator, machine)
 
 
@@ -126,7 +130,9 @@ def _memory_bound(operator: AnyOperator) -> Family[Any]:
 
 def _experts(operator: AnyOperator) -> Family[Any]:
     if not isinstance(operator, GroupedGemm | ExpertLayer):
-        raise UnsupportedOperatorError(f"no work of experts: {type(operator).__name__}")
+        raise UnsupportedOperatorError(
+            f"no work of experts: {type(operator).__name__}; ask gpu_cost_model, which prices all kinds"
+        )
     return grouped_family(operator)
 
 

@@ -171,7 +171,9 @@ def _check_links(file: _Cluster, path: Path) -> None:
     pairs = {frozenset((a, b)) for a, b, _ in node.links}
     ends = {gpu for pair in pairs for gpu in pair}
     if node.topology != "mesh" or node.usable != {2: 1.0}:
-        raise MachineError(f"{path}: intra_node.links: for the topology mesh, and instead of usable")
+        raise MachineError(
+            f"{path}: intra_node.links: for the topology mesh, and instead of usable; leave one of them out"
+        )
     once = len(pairs) == len(node.links) and all(len(pair) == 2 for pair in pairs)
     if not once or ends != set(range(file.gpus_per_node)) or not all(count for _, _, count in node.links):
         raise MachineError(
@@ -229,7 +231,9 @@ def _files(folder: str) -> dict[str, Path]:
         try:
             paths = sorted(directory.iterdir()) if directory.is_dir() else []
         except OSError as error:
-            raise MachineError(f"{directory}: cannot be listed ({error.strerror})") from None
+            raise MachineError(
+                f"{directory}: cannot be listed ({error.strerror}); check its path and permissions"
+            ) from None
         found |= {path.stem: path for path in paths if path.suffix in _SUFFIXES}
     return found
 
@@ -247,7 +251,7 @@ def _document(path: Path) -> dict[str, Any]:
     try:
         return _parsed(path, path.stat().st_mtime_ns)
     except OSError as error:
-        raise MachineError(f"{path}: cannot be read ({error.strerror})") from None
+        raise MachineError(f"{path}: cannot be read ({error.strerror}); check its path and permissions") from None
 
 
 @lru_cache(maxsize=256)

@@ -125,4 +125,6 @@ def _listed(directory: Path) -> list[Path]:
     try:
         return list(directory.iterdir()) if directory.is_dir() else []
     except OSError as error:
-        raise MachineError(f"{directory}: cannot be listed ({error.strerror})") from None
+        raise MachineError(
+            f"{directory}: cannot be listed ({error.strerror}); check its path and permissions"
+        ) from None

@@ -51,7 +51,9 @@ class PerThreads:
     def at(self, threads: int) -> float:
         """The number at ``threads``; ``ValueError`` outside 1 .. :attr:`max_threads` (no extrapolation)."""
         if not 1 <= threads <= self.max_threads:
-            raise ValueError(f"known for 1 to {self.max_threads} threads, not for {threads}")
+            raise ValueError(
+                f"known for 1 to {self.max_threads} threads, not for {threads}; ask for as many, or calibrate with more"
+            )
         above = next(index for index, (count, _) in enumerate(self.points) if count >= threads)
         count, value = self.points[above]
         if count == threads:

@@ -34,5 +34,5 @@ def share_at_limit(share: float, limit: float, other: float) -> float:
     """
     rest = REST_SHARE * limit
     if other <= rest:
-        raise ValueError(f"{other:.0f} W are not more than the {rest:.0f} W that the clock does not move")
+        raise ValueError(f"{other:.0f} W are not more than the {rest:.0f} W that the clock does not move; give more")
     return min(1.0, clock_at(power_at(share) * (other - rest) / (limit - rest)))

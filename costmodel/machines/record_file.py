@@ -34,7 +34,7 @@ def read_mapping(path: Path, failure: type[ProjectError], otherwise: str) -> dic
     try:
         document = yaml.load(path.read_text(encoding="utf-8"), Loader=UniqueKeyLoader)
     except OSError as error:
-        raise failure(f"{path}: cannot be read ({error.strerror})") from None
+        raise failure(f"{path}: cannot be read ({error.strerror}); check its path and permissions") from None
     except (
         yaml.YAMLError,
         ValueError,
@@ -42,9 +42,9 @@ def read_mapping(path: Path, failure: type[ProjectError], otherwise: str) -> dic
         AttributeError,
         LookupError,
     ) as error:  # such as of a date that is none
-        raise failure(f"{path}: not valid YAML ({' '.join(str(error).split())})") from None
+        raise failure(f"{path}: not valid YAML ({' '.join(str(error).split())}); correct it there") from None
     except RecursionError:
-        raise failure(f"{path}: not valid YAML (nested too deeply)") from None
+        raise failure(f"{path}: not valid YAML (nested too deeply); write it flatter") from None
     if not isinstance(document, dict):
         raise failure(f"{path}: {otherwise}")
     if _written_out(document, {}) > _MOST_VALUES:

@@ -36,7 +36,7 @@ def whole_document(document: Mapping[str, Any], path: Path, packaged: Path) -> d
     places = [folder / f"{name}.yaml" for folder in (path.parent, packaged)] if plain else []
     found = next((place for place in places if place.exists() and place != path), None)
     if found is None:
-        raise MachineError(f"{path}: {KEY}: no machine file {name!r} beside it or in {packaged}")
+        raise MachineError(f"{path}: {KEY}: no machine file {name!r} beside it or in {packaged}; correct the name")
     base = read_mapping(found, MachineError, "not a machine file")
     if KEY in base:
         raise MachineError(f"{path}: {KEY}: {name} is a variant itself; name the machine that it is one of")
@@ -46,7 +46,7 @@ def whole_document(document: Mapping[str, Any], path: Path, packaged: Path) -> d
         _scale_rates(merged, base, own, str(name))
         _scale_memory(merged, base, own)
     except MALFORMED as error:
-        raise MachineError(f"{path}: not a variant of {name} ({error})") from None
+        raise MachineError(f"{path}: not a variant of {name} ({error}); correct the value") from None
     return merged
 
 

@@ -28,11 +28,14 @@ def open_device(name: str) -> Any:
     except RuntimeError:
         raise InputError(f"--device {name}: not a device; give cuda, cuda:N or cpu") from None
     if device.type not in ("cpu", "cuda"):
-        raise InputError(f"--device {name}: only cuda, cuda:N and cpu are measured")
+        raise InputError(f"--device {name}: only cuda, cuda:N and cpu are measured; name one of these")
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
-            raise InputError(f"--device {name}: this torch {torch.__version__} sees {count} CUDA devices")
+            raise InputError(
+                f"--device {name}: this torch {torch.__version__} sees {count} CUDA devices; "
+                "name one of them, or install a torch built for CUDA"
+            )
         torch.cuda.set_device(device.index or 0)
     return device
 

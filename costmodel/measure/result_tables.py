@@ -85,7 +85,10 @@ class Table:
             origin = decoded(self._sidecar.read_text(encoding="utf-8"))
             device = origin["runs"][0]["device"]
         except (OSError, ValueError, KeyError, IndexError, TypeError):
-            raise InputError(f"{self._sidecar}: missing or damaged, so that {self.path} cannot be continued") from None
+            raise InputError(
+                f"{self._sidecar}: missing or damaged, so that {self.path} cannot be continued; "
+                "name another folder with -o"
+            ) from None
         if device != provenance["device"]:
             raise InputError(f"{self.path}: was measured on {device}, this is {provenance['device']}; use another -o")
         origin["runs"].append(dict(provenance))

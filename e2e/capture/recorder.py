@@ -305,7 +305,7 @@ class Recorder(TorchDispatchMode):
         self.ranges.note(row["id"], sequence if phase == "backward" else None)
         self._rows.append(row)
         if len(self._rows) > MOST_CALLS:
-            raise EndlessStepError(f"has called {MOST_CALLS:,} operators")
+            raise EndlessStepError(f"has called {MOST_CALLS:,} operators; let its loops end earlier")
         return row
 
     def _module(self) -> str:

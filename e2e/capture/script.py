@@ -117,7 +117,7 @@ def _split(reference: str) -> tuple[Path, str]:
         raise InputError(f"script {reference!r} must be written FILE.py:FUNCTION")
     path = Path(file)
     if not path.is_file():
-        raise InputError(f"{path}: no such script")
+        raise InputError(f"{path}: no such script; check the path")
     return path, function
 
 
@@ -125,7 +125,7 @@ def _load(path: Path) -> ModuleType:
     """The module in ``path``, with its folder importable."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
-        raise InputError(f"{path}: not a Python file")
+        raise InputError(f"{path}: not a Python file; give FILE.py:FUNCTION")
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(path.parent.resolve()))
     try:

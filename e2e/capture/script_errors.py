@@ -56,7 +56,10 @@ def reporting(reference: str) -> Iterator[None]:
         print("".join(traceback.format_list(own)), end="", file=sys.stderr)
         print("".join(traceback.format_exception_only(error)), end="", file=sys.stderr)
         summary = " ".join(str(error).split())[:200] + _hint(frames)
-        raise ModelError(f"{reference}: the script failed with {type(error).__name__}: {summary}") from error
+        raise ModelError(
+            f"{reference}: the script failed with {type(error).__name__}: {summary}; "
+            "mend it there: it runs without a GPU and without data"
+        ) from error
 
 
 def _place(reference: str, error: BaseException) -> str:

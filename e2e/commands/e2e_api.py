@@ -249,7 +249,7 @@ def _workers(count: int | None, ray: str | None) -> Workers:
     if ray is None:
         return LocalWorkers(count or len(os.sched_getaffinity(0)))
     if count is not None:
-        raise InputError("--workers counts processes of this machine; with --ray leave it out")
+        raise InputError("--workers counts processes of this machine; leave it out with --ray")
     return RayWorkers(ray)
 
 

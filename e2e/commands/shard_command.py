@@ -129,12 +129,17 @@ def with_statistics(tables: Sequence[EmbeddingTable], path: Path | None) -> tupl
 
     known = load_statistics(path)
     if not any(table.name in known for table in tables):
-        raise InputError(f"{path}: has statistics of {', '.join(list(known)[:3])} ..., but of none of the tables")
+        raise InputError(
+            f"{path}: has statistics of {', '.join(list(known)[:3])} ..., but of none of the tables; "
+            "give tables the names of their statistics"
+        )
     found = []
     for table in tables:
         statistics = known.get(table.name)
         if statistics is not None and statistics.rows > table.rows:
-            raise InputError(f"{path}: table {table.name} is about {statistics.rows} rows, the table has {table.rows}")
+            raise InputError(
+                f"{path}: table {table.name} is about {statistics.rows} rows, the table has {table.rows}; correct one"
+            )
         # Batches show rows up to the largest index only.
         same = table if statistics is None else replace(table, statistics=replace(statistics, rows=table.rows))
         found.append(same)

@@ -109,7 +109,10 @@ def find_layers(module: nn.Module, source: str, first_differs: bool = False) -> 
     """
     found = [each for each in module.modules() if isinstance(each, nn.ModuleList) and _alike(each, first_differs)]
     if not found:
-        raise InputError(f"{source}: has no list of alike layers, so it cannot be put together for --parallel")
+        raise InputError(
+            f"{source}: has no list of alike layers, so it cannot be put together for --parallel; "
+            "give a --script with --gpus"
+        )
     return max(found, key=lambda each: sum(parameter.numel() for parameter in each.parameters()))
 
 

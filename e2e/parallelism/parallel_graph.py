@@ -433,7 +433,8 @@ def _source(
         model = transformer.build_transformer({**few, DENSE_KEY: 1}, attention, name)
     whole = transformer.sequence_length(model.config.to_dict(), step.sequence_length, name)
     if spec.cp > 1 and whole % (2 * spec.cp):
-        raise InputError(f"{name}: cp={spec.cp}: the sequence length {whole} does not divide into {2 * spec.cp} pieces")
+        pieces = f"the sequence length {whole} does not divide into {2 * spec.cp} pieces; choose one that does"
+        raise InputError(f"{name}: cp={spec.cp}: {pieces}")
     length = whole // spec.cp
     if stack.loss == "chunked" and spec.tp > 1:
         raise InputError(f"{name}: --stack {step.stack}: its loss is not split over ranks; use tp=1")
@@ -450,7 +451,7 @@ def _source(
     found = find_layers(model, name, dense > 0)
     if spec.sequence_parallel and length % spec.tp:
         of = "the sequence length" if spec.cp == 1 else "a context-parallel rank's part of the sequence,"
-        raise InputError(f"{name}: sp=yes: tp={spec.tp} does not divide {of} {length}")
+        raise InputError(f"{name}: sp=yes: tp={spec.tp} does not divide {of} {length}; choose a length that it does")
     if spec.tp > 1:
         whole = spec.expert_tensor < spec.tp
         tensor_parallel.shard(model, found, spec.tp, spec.sequence_parallel, name, whole, stack.loss_parallel)
@@ -476,7 +477,9 @@ def _leading_dense(config: Any, layers: int, name: str) -> int:
     elsewhere = [key for key in ("mlp_only_layers", "moe_layer_start_index") if getattr(config, key, None)]
     if elsewhere or dense >= layers:
         key = elsewhere[0] if elsewhere else DENSE_KEY
-        raise InputError(f"{name}: {key}={getattr(config, key)}: --parallel takes dense layers at the front alone")
+        raise InputError(
+            f"{name}: {key}={getattr(config, key)}: --parallel takes dense layers at the front alone; give a --script"
+        )
     return dense
 
 
@@ -506,5 +509,7 @@ def _layer_count(config: Mapping[str, Any], name: str) -> int:
 
     known = transformers.models.auto.configuration_auto.CONFIG_MAPPING
     if config["model_type"] not in known:
-        raise InputError(f"{name}: model_type {config['model_type']!r} is not known to transformers")
+        raise InputError(
+            f"{name}: model_type {config['model_type']!r} is not known to transformers; correct it, or give a --script"
+        )
     return int(known[config["model_type"]]().num_hidden_layers)

@@ -200,7 +200,7 @@ def read_parallel(text: str, gpus: int | None = None) -> ParallelSpec:
             raise InputError(f"--parallel {text!r}: {part.strip()!r} is no name=value, such as tp=4")
         field, read = _reader(text, name)
         if field in values:
-            raise InputError(f"--parallel {text!r}: {name} is given twice")
+            raise InputError(f"--parallel {text!r}: {name} is given twice; leave one out")
         try:
             values[field] = read(value)
         except ValueError as error:

@@ -30,4 +30,6 @@ def show(prediction: Prediction, as_json: bool = False) -> None:
     else:
         render(prediction)
     if prediction.memory_shortage is not None:
-        raise InputError(f"{prediction.memory_shortage}; the times above hold for a GPU with more memory")
+        raise InputError(
+            f"{prediction.memory_shortage}; the times above hold for a GPU with more memory; spread it, or try --advice"
+        )

@@ -86,15 +86,20 @@ class _Table(_Strict):
     @model_validator(mode="after")
     def _one_place_each(self) -> _Table:
         if not self.ranks:
-            raise ValueError(f"table {self.table}: no ranks")
+            raise ValueError(f"table {self.table}: no ranks; name at least one")
         if len(set(self.ranks)) < len(self.ranks):
-            raise ValueError(f"table {self.table}: a rank twice")
+            raise ValueError(f"table {self.table}: a rank twice; name each once")
         if self.kind == "table-wise" and len(self.ranks) != 1:
-            raise ValueError(f"table {self.table}: table-wise is on one rank, not on {len(self.ranks)}")
+            raise ValueError(
+                f"table {self.table}: table-wise is on one rank, not on {len(self.ranks)}; name one, or cut the table"
+            )
         if self.kind == "column-wise" and len(self.ranks) < 2:
             raise ValueError(f"table {self.table}: column-wise needs at least two ranks; on one it is table-wise")
         if self.kind == "column-wise" and self.dim % len(self.ranks):
-            raise ValueError(f"table {self.table}: {self.dim} columns do not divide into {len(self.ranks)} blocks")
+            raise ValueError(
+                f"table {self.table}: {self.dim} columns do not divide into {len(self.ranks)} blocks; "
+                "name a number of ranks that divides them"
+            )
         return self
 
 
@@ -126,13 +131,16 @@ class _File(_Strict):
     @model_validator(mode="after")
     def _known_ranks(self) -> _File:
         if [rank.rank for rank in self.ranks] != list(range(len(self.ranks))) or len(self.ranks) != self.gpus:
-            raise ValueError(f"ranks are not those of {self.gpus} GPUs, in order")
+            raise ValueError(f"ranks are not those of {self.gpus} GPUs, in order; list them from 0 on")
         names = [table.table for table in self.tables]
         if len(set(names)) < len(names):
-            raise ValueError("a table is placed twice")
+            raise ValueError("a table is placed twice; leave one out")
         for table in self.tables:
             if max(table.ranks) >= self.gpus:
-                raise ValueError(f"table {table.table}: rank {max(table.ranks)} of {self.gpus} GPUs")
+                raise ValueError(
+                    f"table {table.table}: rank {max(table.ranks)} of {self.gpus} GPUs; "
+                    "ranks count from 0, name smaller ones"
+                )
             if table.kind not in PLACED and sorted(table.ranks) != list(range(self.gpus)):
                 raise ValueError(f"table {table.table}: {table.kind} needs all {self.gpus} ranks")
         return self

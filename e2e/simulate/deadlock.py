@@ -23,9 +23,13 @@ def check_ended(graph: ExecutionGraph, hosts: Sequence[HostThreads], rendezvous:
         if blocked is not None:
             stream, event, recorded = blocked
             reason = "which is recorded behind that" if recorded else "which nothing records"
-            raise SimulationError(f"{prefix}: stream {stream} waits forever for event {event}, {reason}")
+            raise SimulationError(
+                f"{prefix}: stream {stream} waits forever for event {event}, {reason}; record the event before the wait"
+            )
         if host.stuck() is not None:
-            raise SimulationError(f"{prefix}, {_stuck(host, rank)} waits forever: nothing it waits for ever happens")
+            raise SimulationError(
+                f"{prefix}, {_stuck(host, rank)} waits forever: nothing it waits for ever happens; remove that wait"
+            )
 
 
 def check_folded_pairs(graph: ExecutionGraph) -> None:
@@ -76,7 +80,8 @@ class _Deadlock:
         name = tasks[meeting.arrivals[rank].task % len(tasks)].name
         return (
             f"{where(self._graph)}{describe_collective(meeting.collective)}: rank {rank} waits in {name!r} for rank "
-            f"{missing}, which never arrives: {self._reason(missing, meeting, [rank])}"
+            f"{missing}, which never arrives: {self._reason(missing, meeting, [rank])}; "
+            "let all ranks of a group call the same"
         )
 
     def _never_call(self, meeting: Meeting) -> list[int]:

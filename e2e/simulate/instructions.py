@@ -92,7 +92,10 @@ def compile_graph(graph: ExecutionGraph) -> tuple[RankProgram, ...]:
     present = {entry.rank for entry in graph.ranks}
     for rank, count in graph.multiplicity.items():
         if rank not in present or count < 1:
-            raise SimulationError(f"{where(graph)}multiplicity {count} of rank {rank} fits no rank of the graph")
+            raise SimulationError(
+                f"{where(graph)}multiplicity {count} of rank {rank} fits no rank of the graph; "
+                "name a rank that is in it, and 1 or more"
+            )
     return tuple(_Compiler(graph, entry).compile() for entry in graph.ranks)
 
 

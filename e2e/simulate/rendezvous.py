@@ -73,7 +73,7 @@ class Rendezvous:
         elif collective is not meeting.collective:
             self._check_agreement(meeting, collective, rank)
         if rank not in meeting.group.members:
-            raise self._error(collective, f"rank {rank} takes part but its ranks are {collective.ranks}")
+            raise self._error(collective, f"rank {rank} takes part but its ranks are {collective.ranks}; add it")
         if rank in meeting.arrivals:
             raise self._twice(collective, rank)
         meeting.arrivals[rank] = arrival
@@ -104,7 +104,9 @@ class Rendezvous:
         """How many of the collective's ranks the graph has; the others must be folded into these."""
         members = frozenset(collective.ranks)
         if len(members) != len(collective.ranks):
-            raise self._error(collective, f"rank {rank} lists a rank of the group twice: {collective.ranks}")
+            raise self._error(
+                collective, f"rank {rank} lists a rank of the group twice: {collective.ranks}; name each once"
+            )
         absent = sorted(members - self._ranks.keys())
         if len(absent) > self._folded:
             raise self._error(
@@ -117,12 +119,16 @@ class Rendezvous:
     def _check_agreement(self, meeting: Meeting, collective: Collective, rank: int) -> None:
         first, other = meeting.collective, next(iter(meeting.arrivals))
         if collective.ranks != first.ranks and sorted(collective.ranks) != sorted(first.ranks):
-            raise self._error(first, f"rank {other} has ranks {first.ranks}, rank {rank} has {collective.ranks}")
+            ranks = (
+                f"rank {other} has ranks {first.ranks}, rank {rank} has {collective.ranks}; give both the same group"
+            )
+            raise self._error(first, ranks)
         if not same_kind(collective.kind, first.kind):
-            raise self._error(first, f"rank {other} calls {first.kind}, rank {rank} calls {collective.kind}")
+            kinds = f"rank {other} calls {first.kind}, rank {rank} calls {collective.kind}; let both call the same"
+            raise self._error(first, kinds)
         if collective.size_bytes != first.size_bytes and first.kind in SAME_SIZE:
             sizes = f"rank {other} has {first.size_bytes} bytes, rank {rank} has {collective.size_bytes} bytes"
-            raise self._error(first, sizes)
+            raise self._error(first, f"{sizes}; give both the same size")
         if first.kind in POINT_TO_POINT:
             self._check_message(first, other, collective, rank)
 

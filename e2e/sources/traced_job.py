@@ -73,7 +73,7 @@ def _one_of_many(request: PredictRequest, operators: OperatorTrace) -> PreparedS
     told = told_ranks(operators)
     gpus = request.machine.gpus or told
     if told not in (1, gpus):
-        raise InputError(f"{operators.source}: of a job of {told} ranks; --gpus says {gpus}")
+        raise InputError(f"{operators.source}: of a job of {told} ranks; --gpus says {gpus}; leave --gpus out")
     if request.configuration.compiled:
         raise InputError(COMPILED_RANKS)
     cluster = cluster_of(request.machine, gpus)

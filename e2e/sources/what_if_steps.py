@@ -213,14 +213,17 @@ class WhatIfSteps:
         if step is self.step and change in self._alone:
             return self._alone[change]
         if isinstance(change, _OF_OPERATORS) and any(rank.rank not in step.traced for rank in step.graph.ranks):
-            raise InputError(f"--what-if: the operators of {step.graph.source} are not known, only its kernels")
+            raise InputError(
+                f"--what-if: the operators of {step.graph.source} are not known, only its kernels; "
+                "give the execution trace too, with --trace"
+            )
         if isinstance(change, BatchChange):
             return self._resized(step, change)
         if isinstance(change, BucketChange):
             return self._joined(step, change)
         if isinstance(change, BatchedLookups):
             return self._merged(step, batched_lookups, "batch-embeddings: no two lookups by embedding_bag are alike "
-                                "(as many bags, as wide, of one number type)")  # fmt: skip
+                                "(as many bags, as wide, of one number type); leave it out")  # fmt: skip
         if isinstance(change, FusedOperators):
             names = ", ".join(names_in(list(step.traced.values()))[:_LISTED])
             return self._merged(
@@ -278,7 +281,7 @@ class WhatIfSteps:
             told = f"has buckets of {min(sizes) / 2**20:.1f} to {max(sizes) / 2**20:.1f} MiB" if sizes else "has none"
             raise InputError(
                 f"--what-if bucket-mb={change.mebibytes:g}: the step {told}; buckets of a recorded step are joined to "
-                "larger ones, not split: when their parts were ready is not recorded"
+                "larger ones, not split: when their parts were ready is not recorded; ask for larger ones"
             )
         return replace(step, graph=graph)
 

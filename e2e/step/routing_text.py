@@ -26,11 +26,13 @@ def parse_routing(text: str) -> ExpertRouting:
         if part == "balanced":
             continue
         if name not in FIELDS or not separator:
-            raise InputError(f"--routing {text!r}: {part!r} is none of balanced, power-law=1.2, capacity=1.25")
+            raise InputError(
+                f"--routing {text!r}: {part!r} is none of balanced, power-law=1.2, capacity=1.25; write one of these"
+            )
         try:
             value = float(number)
         except ValueError:
-            raise InputError(f"--routing {text!r}: {name}={number} is no number") from None
+            raise InputError(f"--routing {text!r}: {name}={number} is no number; write such as {name}=1.25") from None
         if not 0 < value < float("inf"):
             raise InputError(f"--routing {text!r}: {name} must be more than 0")
         if FIELDS[name] in values:

@@ -54,7 +54,9 @@ class ResultFile:
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise OutputError(f"{directory}: cannot be made: {error.strerror}") from error
+            raise OutputError(
+                f"{directory}: cannot be made: {error.strerror}; choose another folder with -o"
+            ) from error
         self._ends_line = True  # else an editor, or a run that was stopped, left the last line open
         self._rows = self._read()
 
@@ -70,7 +72,9 @@ class ResultFile:
                 line = ("" if self._ends_line else "\n") + json.dumps({"key": key, **asdict(row)}) + "\n"
                 append_whole(file, line.encode())
         except OSError as error:
-            raise OutputError(f"{self.path}: cannot be written: {error.strerror}") from error
+            raise OutputError(
+                f"{self.path}: cannot be written: {error.strerror}; choose another place, or free some"
+            ) from error
         self._ends_line = True
 
     def _read(self) -> dict[str, SweepRow]:
@@ -79,7 +83,7 @@ class ResultFile:
         try:
             text = self.path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"{self.path}: cannot be read: {error}") from error
+            raise InputError(f"{self.path}: cannot be read: {error}; move the file away") from error
         rows, lines = {}, text.splitlines()
         for number, line in enumerate(lines, 1):
             try:
@@ -98,7 +102,9 @@ class ResultFile:
         try:
             write_whole(self.path, "".join(line + "\n" for line in lines[:-1]))
         except OSError as error:
-            raise OutputError(f"{self.path}: cannot be written: {error.strerror}") from error
+            raise OutputError(
+                f"{self.path}: cannot be written: {error.strerror}; choose another place, or free some"
+            ) from error
 
 
 def _row(record: Mapping[str, Any]) -> SweepRow:

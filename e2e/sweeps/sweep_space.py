@@ -141,7 +141,7 @@ def names(text: str, option: str) -> list[str]:
     """Names as ``h100-sxm,h200-sxm``."""
     found = [part.strip() for part in text.split(",")]
     if not all(found):
-        raise InputError(f"{option} {text!r}: has an empty name between commas")
+        raise InputError(f"{option} {text!r}: has an empty name between commas; remove a comma")
     return found
 
 

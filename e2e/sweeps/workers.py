@@ -127,7 +127,9 @@ class RayWorkers:
                 ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, ValueError, RuntimeError) as error:
             summary = " ".join(str(error).split())[:200]
-            raise InputError(f"--ray {address}: no Ray cluster answers there: {summary}") from error
+            raise InputError(
+                f"--ray {address}: no Ray cluster answers there: {summary}; start it with `ray start`"
+            ) from error
 
     def run(self, tasks: Sequence[SweepTask]) -> Iterator[tuple[int, SweepRow]]:
         remote = self._ray.remote(num_cpus=1)(evaluate)

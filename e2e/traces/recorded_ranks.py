@@ -37,7 +37,9 @@ def ranks_of_job(traces: Sequence[OperatorTrace]) -> tuple[OperatorTrace, ...]:
     missing = sorted(set(range(world)) - {trace.rank for trace in found})
     if missing:
         ranks = ", ".join(str(rank) for rank in missing[:8])
-        raise InputError(f"{found[0].source}: the job has {world} ranks, but there is no trace of rank {ranks}")
+        raise InputError(
+            f"{found[0].source}: the job has {world} ranks, but there is no trace of rank {ranks}; give them all"
+        )
     return tuple(found)
 
 

@@ -44,7 +44,7 @@ def expand_files(values: Sequence[Path | str]) -> list[Path]:
         if _WILD & set(text) and not Path(text).exists():
             paths = [Path(name) for name in sorted(glob.glob(text))]
             if not paths:
-                raise InputError(f"{text}: no file fits this pattern")
+                raise InputError(f"{text}: no file fits this pattern; check the path")
         for path in paths:
             found.update(dict.fromkeys(_members(path)))
     return list(found)
@@ -91,7 +91,9 @@ def _check(profiles: Sequence[KinetoTrace]) -> None:
     missing = sorted(set(range(world)) - by_rank.keys())
     if len(profiles) > 1 and missing:
         ranks = ", ".join(str(rank) for rank in missing[:8])
-        raise InputError(f"{profiles[0].source}: the job has {world} ranks, but there is no profile of rank {ranks}")
+        raise InputError(
+            f"{profiles[0].source}: the job has {world} ranks, but there is no profile of rank {ranks}; give them all"
+        )
 
 
 def _partner(profile: KinetoTrace, traces: Sequence[OperatorTrace]) -> LinkedTrace:

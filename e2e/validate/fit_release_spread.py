@@ -54,7 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         files = {path: list(read_timm(path)) for path in timm_files(data)}
         pairs = release_pairs(step for steps in files.values() for step in steps)
         if len(pairs) < _LEAST_PAIRS:
-            raise InputError(f"{data / FOLDER}: {len(pairs)} models under two releases; {_LEAST_PAIRS} are needed")
+            raise InputError(
+                f"{data / FOLDER}: {len(pairs)} models under two releases; {_LEAST_PAIRS} are needed; "
+                "give the folder that has both"
+            )
         taken = {step for pair in pairs for step in pair}
         rows = {path: sum(step in taken for step in steps) for path, steps in files.items()}
         record = {

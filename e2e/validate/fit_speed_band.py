@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         band = fit_speed_band(steps)
         if band is None:
             raise InputError(
-                f"{data / TRAINING_FILE}: not enough steps: two sources or more of dense models in 16 bits"
+                f"{data / TRAINING_FILE}: too few steps; give two sources or more of dense models in 16 bits"
             )
         table = {"file": TRAINING_FILE.as_posix(), "sha256": digest(data / TRAINING_FILE)}
         record = band_record(band)

@@ -95,10 +95,13 @@ def read_training_rows(data: Path) -> list[TrainingRow]:
             return [_row(place, cells) for place, cells in enumerate(csv.DictReader(file), 1)]
     except OSError as error:
         raise InputError(
-            f"{path}: cannot be read ({error.strerror}); `data fetch` does not bring it, see docs/data.md"
+            f"{path}: cannot be read ({error.strerror}); `data fetch` does not bring it; "
+            "see docs/data.md for where it is from"
         ) from None
     except (KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{path}: not a table of training steps ({error!r})") from None
+        raise InputError(
+            f"{path}: not a table of training steps ({error!r}); restore it from where it came from"
+        ) from None
 
 
 def read_held_out_rows() -> list[TrainingRow]:

@@ -189,7 +189,7 @@ def validate(data: Path, only: str = "") -> Validation:
             CaseResult(case, prediction.iteration_seconds, prediction.interval_seconds, error, prediction.coverage)
         )
     if not results:
-        raise InputError(f"{data / LABELS}: no case contains {only!r}")
+        raise InputError(f"{data / LABELS}: no case contains {only!r}; leave --only out to see all")
     return Validation(results, left_out)
 
 

@@ -68,7 +68,7 @@ def run_sections(data: Path, only: str = "", names: Sequence[str] = ()) -> dict[
     found = {name: SECTIONS[name](data, only) for name in chosen}
     ran = {name: section for name, section in found.items() if section is not None}
     if not ran:
-        raise InputError(f"{data}: no case contains {only!r}")
+        raise InputError(f"{data}: no case contains {only!r}; leave --only out to see all")
     return ran
 
 

@@ -101,7 +101,7 @@ def _check_same_model(step: TimmStep, module: torch.nn.Module) -> None:
     if step.parameters and abs(here - step.parameters) > _PARAMETERS_WITHIN * step.parameters + 1e4:
         raise ModelError(
             f"{step.model}: {here / 1e6:.2f} million parameters in this timm, "
-            f"{step.parameters / 1e6:.2f} where it was measured"
+            f"{step.parameters / 1e6:.2f} where it was measured; install the timm that the row is of"
         )
 
 

@@ -134,7 +134,7 @@ def _change(part: str, text: str) -> Change:
                 return read(part[len(head) :])
             except ValueError as error:
                 raise InputError(f"--what-if {text}: {error}") from None
-    raise InputError(f"--what-if {text}: {part or 'nothing'!r} is none of {', '.join(FORMS)}")
+    raise InputError(f"--what-if {text}: {part or 'nothing'!r} is none of {', '.join(FORMS)}; write one of these")
 
 
 def _batch(value: str) -> BatchChange:
@@ -206,7 +206,9 @@ def _pattern(value: str, form: str) -> str:
     try:
         re.compile(value)
     except re.error as error:
-        raise ValueError(f"{form}{value} is no regular expression ({error})") from None
+        raise ValueError(
+            f"{form}{value} is no regular expression ({error}); put a backslash before its special signs"
+        ) from None
     return value
 
 

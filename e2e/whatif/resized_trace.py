@@ -92,7 +92,10 @@ def resized(trace: OperatorTrace, samples: int, recorded: int | None = None) -> 
     batch = recorded_batch(trace) if recorded is None else recorded
     sizes = _Sizes(trace, batch)
     if not sizes.any_grew:
-        raise InputError(f"{trace.source}: no tensor that the step begins with has {batch} samples in front")
+        raise InputError(
+            f"{trace.source}: no tensor that the step begins with has {batch} samples in front; "
+            "give the batch that was recorded"
+        )
     more = samples - batch
     return replace(trace, calls=tuple(_resized_call(call, sizes, more) for call in trace.calls))
 
@@ -249,7 +252,7 @@ class _Sizes:
         except SplitError as error:
             raise InputError(
                 f"{self.trace.source}: {call.name} makes {tensor.dtype} {list(tensor.shape)}: {error}; "
-                "this step cannot be resized, capture or record another batch"
+                "this step cannot be resized; capture or record another batch"
             ) from None
         except (LookupError, ValueError, TypeError):
             pass

@@ -147,7 +147,10 @@ class NetworkCheck:
         try:
             return self.rounded.require(self.outputs.model, network, worker.run)
         except EngineFailed as error:
-            raise TuningError(f"{self.outputs.model}: the {network} network failed: {error}") from error
+            raise TuningError(
+                f"{self.outputs.model}: the {network} network failed: {error}; "
+                "run the same command again, records are kept"
+            ) from error
 
     @property
     def first(self) -> CheckedNetwork | None:
@@ -204,7 +207,10 @@ class NetworkCheck:
                 computed.append(worker.run(expected.inputs))
                 seconds = time.monotonic() - began
         except EngineFailed as error:
-            raise TuningError(f"{self.outputs.model}: the {network} network failed: {error}") from error
+            raise TuningError(
+                f"{self.outputs.model}: the {network} network failed: {error}; "
+                "run the same command again, records are kept"
+            ) from error
         return computed, seconds
 
 
@@ -434,7 +440,7 @@ def build_network(
     except ProjectError:
         raise
     except Exception as error:  # TVM raises anything on operators that it imports but cannot compile
-        raise ModelError(f"{path}: TVM cannot compile it: {sentence(error)}") from error
+        raise ModelError(f"{path}: TVM cannot compile it: {sentence(error)}; report it with the model") from error
 
 
 @contextmanager
@@ -462,7 +468,10 @@ def started(
             try:
                 worker.prepare(workload(path, model, cpu, directory), PREPARE_TIMEOUT_SECONDS)
             except (Unavailable, EngineFailed) as error:
-                raise TuningError(f"{path}: the compiled model cannot be loaded: {error}") from error
+                raise TuningError(
+                    f"{path}: the compiled model cannot be loaded: {error}; "
+                    "`python -m fusion doctor` looks for what is missing"
+                ) from error
 
         yield worker, load
 
@@ -503,7 +512,7 @@ def started_reference(
 
 
 def _not_run(path: Path, reason: str) -> str:
-    return f"{path}: ONNX Runtime, which checks the outputs, does not run the model: {reason}"
+    return f"{path}: ONNX Runtime, which checks the outputs, does not run the model: {reason}; export it again"
 
 
 def threads_here(cpu: CpuTarget) -> int:

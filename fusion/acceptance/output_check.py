@@ -98,7 +98,10 @@ class OutputCheck:
         expected = tuple(_expect_rounded(each, draws(each.inputs)) for each in self.expected)
         for info in self.interface:
             if any(each.reference is None or info.name not in each.reference for each in expected):
-                raise TuningError(f"{self.model}: output {info.name!r} cannot be told with layers in bfloat16")
+                raise TuningError(
+                    f"{self.model}: output {info.name!r} cannot be told with layers in bfloat16; "
+                    "choose --precision float32"
+                )
         factors = ROUNDED_ELEMENT_FACTOR, ROUNDED_MEAN_FACTOR
         return replace(self, expected=expected, unit=max(self.unit, ROUNDED_UNIT), factors=factors)
 
@@ -120,7 +123,7 @@ class OutputCheck:
         raise TuningError(
             f"{self.model}: outputs of the {network} network are wrong: {found.output!r} differs from {against} by "
             f"{found.error:.2g} on the {found.probe} input, {found.share:.3g} times what rounding explains; "
-            "nothing is written, the records are kept"
+            "nothing is written, the records are kept; report it with the model"
         )
 
     def to_json(self, verdict: Verdict, exposes: Sequence[str] = ()) -> dict[str, object]:

@@ -295,7 +295,9 @@ class RoundedRuns:
         try:
             return self._worker.run({**inputs, SWITCHES: self._switched.switches(rounded)})
         except EngineFailed as error:
-            raise TuningError(f"the model with rounded layers cannot be run: {error}") from error
+            raise TuningError(
+                f"the model with rounded layers cannot be run: {error}; choose --precision float32"
+            ) from error
         finally:
             self._seconds = time.monotonic() - started
 
@@ -322,7 +324,10 @@ def rounded_runs(
 ) -> Iterator[RoundedRuns]:
     """``switched`` loaded by ONNX Runtime in a process of its own. ``TuningError`` if it does not load it."""
     if switched.model.ByteSize() > _LARGEST_MODEL:
-        raise TuningError("the model has more than 2 GiB: what bfloat16 does to its outputs cannot be told")
+        raise TuningError(
+            "the model has more than 2 GiB: what bfloat16 does to its outputs cannot be told; "
+            "choose --precision float32"
+        )
     path = scratch / "rounded.onnx"
     path.write_bytes(switched.model.SerializeToString())
     switch = TensorInfo(SWITCHES, (len(switched.layers),), "bool")
@@ -331,5 +336,7 @@ def rounded_runs(
         try:
             worker.prepare(load, PREPARE_TIMEOUT_SECONDS)
         except (Unavailable, EngineFailed) as error:
-            raise TuningError(f"the model with rounded layers cannot be loaded: {error}") from error
+            raise TuningError(
+                f"the model with rounded layers cannot be loaded: {error}; choose --precision float32"
+            ) from error
         yield RoundedRuns(worker, switched)

@@ -253,9 +253,11 @@ def _output_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise OutputError(f"{path}: cannot write: {os_reason(error)}") from error
+        raise OutputError(f"{path}: cannot write: {os_reason(error)}; choose another place, or free some") from error
     except RuntimeError as error:  # TVM's export: the linker or the compiler failed
-        raise OutputError(f"{path}: cannot write the compiled model: {write_failure(path, error)}") from error
+        raise OutputError(
+            f"{path}: cannot write the compiled model: {write_failure(path, error)}; choose another place, or free some"
+        ) from error
 
 
 def _series(version: str) -> str:

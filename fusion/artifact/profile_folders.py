@@ -61,7 +61,9 @@ def profile_names(profiles: Sequence[Sequence[TensorInfo]]) -> list[str]:
     names = ["_".join("x".join(map(str, inputs[index])) for index in differing) for inputs in shapes]
     for index, inputs in enumerate(profiles):
         if names[index] in names[:index]:
-            raise InputError(f"{describe_inputs(inputs)}: two profiles (--shape, --batch) take these shapes")
+            raise InputError(
+                f"{describe_inputs(inputs)}: two profiles (--shape, --batch) take these shapes; leave one out"
+            )
     return names
 
 

@@ -91,7 +91,10 @@ class TunedModel:
                 return profile
         given = describe_inputs([TensorInfo(info.name, arrays[info.name].shape, info.dtype) for info in self.inputs])
         known = "; ".join(describe_inputs(profile.inputs) for profile in self.profiles)
-        raise InputError(f"{source}: {given} fits no profile; the model was tuned for {known}")
+        raise InputError(
+            f"{source}: {given} fits no profile; the model was tuned for {known}; "
+            "pad to one of these, or tune for this shape too"
+        )
 
     def _by_name(self, arrays: tuple[Any, ...]) -> dict[str, Any]:
         names = [info.name for info in self.inputs]
@@ -148,4 +151,6 @@ def _view(name: str, array: Any, source: str) -> np.ndarray:
         return np.from_dlpack(array)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
-        raise InputError(f"{source}: input '{name}' cannot be read in this CPU's memory: {reason}") from error
+        raise InputError(
+            f"{source}: input '{name}' cannot be read in this CPU's memory: {reason}; give it as a NumPy array"
+        ) from error

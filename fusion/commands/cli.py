@@ -103,7 +103,9 @@ def analyze(
 
     profiles = parse_shapes(shape)
     if len(profiles) > 1:
-        raise InputError(f"--shape {shape[-1] if shape else ''}: its input is given twice; analyze takes one shape")
+        raise InputError(
+            f"--shape {shape[-1] if shape else ''}: its input is given twice; analyze takes one shape; leave one out"
+        )
     shapes = profiles[0]
     import_tvm_alone()
     analysis = fusion_api.analyze(
@@ -326,7 +328,9 @@ def quantize(
 
     shapes = parse_shapes(shape)
     if len(shapes) > 1:
-        raise InputError(f"--shape {shape[-1] if shape else ''}: its input is given twice; quantize takes one shape")
+        raise InputError(
+            f"--shape {shape[-1] if shape else ''}: its input is given twice; quantize takes one shape; leave one out"
+        )
     options = QuantizationOptions(format_, per_channel, symmetric, tuple(exclude or ()), method)
     summary = quantize_model(model, output, calibration, random, shapes[0], options, _say)
     _emit(summary.to_json()) if json_ else typer.echo(render_quantized(summary))

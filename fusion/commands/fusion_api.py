@@ -190,7 +190,9 @@ def tune(
         calibration=None if calibration is None else Path(calibration),
     )  # fmt: skip
     if request.against and (target is not None or tracker is not None):
-        raise InputError("--against: engines are timed where the network runs, not with --target or --tracker")
+        raise InputError(
+            "--against: engines are timed where the network runs, not with --target or --tracker; leave one out"
+        )
     if key is not None and tracker is None:
         raise InputError(f"--key {key}: names servers of a tracker; say where that is with --tracker HOST:PORT")
     display = progress if isinstance(progress, TuningDisplay) else TuningDisplay(told=progress or _unheard)

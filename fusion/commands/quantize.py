@@ -77,7 +77,9 @@ def quantize_model(
     try:
         write_whole(target, content)
     except OSError as error:
-        raise OutputError(f"{target}: cannot be written: {error.strerror or error}") from error
+        raise OutputError(
+            f"{target}: cannot be written: {error.strerror or error}; choose another place, or free some"
+        ) from error
     return QuantizeSummary(
         str(model),
         str(target),
@@ -112,7 +114,10 @@ def compared(model: Path, quantised: bytes, data: CalibrationData, calls: Sequen
             ours, theirs = (dict(zip(names, session.run(names, feeds), strict=True)) for session in sessions)
             tally.add(ours, theirs)
     except Exception as error:  # the library raises anything on models that it does not expect
-        raise ModelError(f"{model}: ONNX Runtime does not run it, or its quantised form: {sentence(error)}") from error
+        raise ModelError(
+            f"{model}: ONNX Runtime does not run it, or its quantised form: {sentence(error)}; "
+            "leave layers out with --exclude"
+        ) from error
     return tally.errors()
 
 
@@ -152,7 +157,9 @@ def _calibration(
         raise InputError("--calibration and --random: give one of the two")
     if calibration is not None:
         if shapes:
-            raise InputError("--shape is for --random: samples of --calibration have their own shapes")
+            raise InputError(
+                "--shape is for --random: samples of --calibration have their own shapes; leave one of them out"
+            )
         return read_calibration(calibration, inputs)
     if not random:
         wanted = ", ".join(f"'{each.name}' {each.dtype} ({_told(each.shape)})" for each in inputs)

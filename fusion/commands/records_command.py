@@ -253,7 +253,7 @@ def train_records(directory: Path | None, leave_out: Sequence[str], output: Path
             raise InputError(f"--leave-out {network}: there are records of {', '.join(found.content.networks)}")
         content = content.without(network)
     if not content.kernels:
-        raise InputError(f"--leave-out {', '.join(leave_out)}: no records are left to learn from")
+        raise InputError(f"--leave-out {', '.join(leave_out)}: no records are left to learn from; leave fewer out")
     machine_file = found.directory / MACHINE_FILE
     machine = read_machine(machine_file)
     if output is not None:

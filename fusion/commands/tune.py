@@ -459,7 +459,10 @@ def time_networks(
         candidates = {network.name: (network.fused_sites, workers[network.name]) for network in networks}
         return race(candidates, rivals, end, sampling, display.say), outputs
     except EngineFailed as error:
-        raise TuningError(f"{job.request.model}: a network failed while it was timed: {error}") from error
+        raise TuningError(
+            f"{job.request.model}: a network failed while it was timed: {error}; "
+            "run the same command again, records are kept"
+        ) from error
 
 
 def summarize(

@@ -79,7 +79,7 @@ def checked_precision(request: TuneRequest, display: TuningDisplay) -> TuneReque
                 )
         return request
     if request.calibration is not None and not request.calibration.is_file():
-        raise InputError(f"--calibration {request.calibration}: no such file")
+        raise InputError(f"--calibration {request.calibration}: no such file; check the path")
     if request.precision == INT8 and request.calibration is None:
         raise InputError("--precision int8: quantising needs samples, some hundred of them: --calibration DATA.npz")
     if request.target is not None or request.tracker is not None:

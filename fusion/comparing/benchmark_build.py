@@ -107,7 +107,9 @@ def _run(artifact: Artifact, streams: int, threads: int, seconds: float, say: Sa
             with ThreadPoolExecutor(streams) as pool:
                 return list(pool.map(lambda worker: worker.block(WARMUP_CALLS, LEAST_CALLS, seconds), workers))
         except (EngineFailed, Unavailable) as error:
-            raise InputError(f"{artifact.directory}: the network cannot be run: {error}") from error
+            raise InputError(
+                f"{artifact.directory}: the network cannot be run: {error}; tune the model again on this machine"
+            ) from error
 
 
 def build_workload(artifact: Artifact, threads: int) -> EngineWorkload:

@@ -161,7 +161,9 @@ def compare_command(
         try:
             measured = measure(crew.workers(order), TUNED, sampling or Sampling(), each_round)
         except EngineFailed as error:
-            raise InputError(f"{build_dir}: the tuned model failed while it was timed: {error}") from error
+            raise InputError(
+                f"{build_dir}: the tuned model failed while it was timed: {error}; tune the model again on this machine"
+            ) from error
         seconds = {name: timing.median for name, timing in measured.timings.items()}
         peers = {
             spec.name: (crew.hired[spec.name].worker, seconds[spec.name]) for spec in specs if _is_rival(spec, seconds)
@@ -192,7 +194,9 @@ def _further_builds(
         build = read_artifact(folder)
         check_runnable(build)
         if (build.manifest.inputs, build.manifest.outputs) != (other.manifest.inputs, other.manifest.outputs):
-            raise InputError(f"{folder}: is of another network, or of other shapes, than {other.directory}")
+            raise InputError(
+                f"{folder}: is of another network, or of other shapes, than {other.directory}; name builds of one model"
+            )
         found[name] = ENGINES[TUNED], build
         if unfused and not _nothing_fused(build):
             found[f"{name}, fusion off"] = ENGINES[UNFUSED_ENGINE], build

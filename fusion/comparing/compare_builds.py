@@ -44,18 +44,29 @@ def compare_builds(
                 worker.prepare(build_workload(artifact, used), PREPARE_TIMEOUT_SECONDS)
                 worker.bind(inputs)
             except (EngineFailed, Unavailable) as error:
-                raise InputError(f"{artifact.directory}: the network cannot be run: {error}") from error
+                raise InputError(
+                    f"{artifact.directory}: the network cannot be run: {error}; tune the model again on this machine"
+                ) from error
             workers[name] = worker
         try:
             measured = measure(workers, baseline, sampling or Sampling(), say)
         except EngineFailed as error:
-            raise InputError(f"{first.directory}: the network failed while it was timed: {error}") from error
+            raise InputError(
+                f"{first.directory}: the network failed while it was timed: {error}; "
+                "tune the model again on this machine"
+            ) from error
     for name, reason in measured.failures.items():
-        raise InputError(f"{artifacts[name].directory}: the network failed while it was timed: {reason}")
+        raise InputError(
+            f"{artifacts[name].directory}: the network failed while it was timed: {reason}; "
+            "tune the model again on this machine"
+        )
     return dict(measured.timings)
 
 
 def _require_same_model(artifact: Artifact, first: Artifact) -> None:
     own, other = artifact.manifest, first.manifest
     if (own.model_sha256, own.inputs) != (other.model_sha256, other.inputs):
-        raise InputError(f"{artifact.directory}: is of another model, or of other shapes, than {first.directory}")
+        raise InputError(
+            f"{artifact.directory}: is of another model, or of other shapes, than {first.directory}; "
+            "name builds of one model"
+        )

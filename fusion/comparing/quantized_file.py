@@ -75,7 +75,7 @@ def _require_names(path: Path, loaded: ModelProto, inputs: Sequence[TensorInfo],
         found, wanted = [value.name for value in values], [info.name for info in infos]
         if sorted(found) != sorted(wanted):
             listed = f"{', '.join(found)}, the model's are {', '.join(wanted)}"
-            raise InputError(f"{path}: is of another model: its {kind} are {listed}")
+            raise InputError(f"{path}: is of another model: its {kind} are {listed}; quantise this model again")
 
 
 def _fits(declared: tuple[int | str, ...] | None, shape: tuple[int, ...]) -> bool:
@@ -89,7 +89,10 @@ def _for_batch(path: Path, loaded: ModelProto, wanted: Mapping[str, tuple[int, .
     for value in real_inputs(loaded.graph):
         declared, shape = dimensions(value), wanted[value.name]
         if not declared or not _fits(declared[1:], shape[1:]):
-            raise InputError(f"{path}: input {value.name!r} has shape {declared}, the model takes {shape}")
+            raise InputError(
+                f"{path}: input {value.name!r} has shape {declared}, the model takes {shape}; "
+                "quantise the model in that shape"
+            )
     batch = next(iter(wanted.values()))[0]
     copy = cache / f"{path.stem}-batch{batch}.onnx"
     cache.mkdir(parents=True, exist_ok=True)

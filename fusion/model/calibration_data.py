@@ -89,7 +89,7 @@ def read_calibration(path: Path, inputs: Sequence[DeclaredInput]) -> Calibration
             )
     if len(set(calls.values())) != 1:
         listed = ", ".join(f"{count} of '{name}'" for name, count in calls.items())
-        raise InputError(f"{path}: inputs with different numbers of samples: {listed}")
+        raise InputError(f"{path}: inputs with different numbers of samples: {listed}; save as many of each")
     ordered = {declared.name: arrays[declared.name] for declared in inputs}
     return CalibrationData(ordered, extents, next(iter(calls.values())), str(path))
 
@@ -109,7 +109,10 @@ def _check_values(path: Path, declared: DeclaredInput, array: np.ndarray) -> Non
         )
     if array.dtype.kind not in "iub" and not np.isfinite(array).all():
         sample = int(np.argmin(np.isfinite(array.reshape(len(array), -1)).all(axis=1))) if array.ndim else 0
-        raise InputError(f"{path}: input '{declared.name}' holds NaN or infinite values, first in sample {sample}")
+        raise InputError(
+            f"{path}: input '{declared.name}' holds NaN or infinite values, first in sample {sample}; "
+            "leave such samples out"
+        )
 
 
 def _extent(path: Path, declared: DeclaredInput, array: np.ndarray) -> int | None:

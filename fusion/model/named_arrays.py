@@ -41,9 +41,15 @@ def check_arrays(arrays: Mapping[str, np.ndarray], tensors: Iterable[TensorInfo]
     for name, tensor in expected.items():
         array = arrays[name]
         if array.shape != tensor.shape:
-            raise InputError(f"{source}: input '{name}' has shape {array.shape}, the model takes {tensor.shape}")
+            raise InputError(
+                f"{source}: input '{name}' has shape {array.shape}, the model takes {tensor.shape}; "
+                "give it that shape, or tune the model for this one"
+            )
         if array.dtype != np.dtype(tensor.dtype):
-            raise InputError(f"{source}: input '{name}' is {array.dtype}, the model takes {tensor.dtype}")
+            raise InputError(
+                f"{source}: input '{name}' is {array.dtype}, the model takes {tensor.dtype}; "
+                f"convert it with .astype('{tensor.dtype}')"
+            )
     return {name: np.require(arrays[name], requirements="C") for name in expected}
 
 
@@ -72,7 +78,7 @@ def read_npz(path: Path) -> Arrays:
     except OSError as error:
         raise InputError(f"{path}: {error.strerror or error}") from error
     except (*MALFORMED, *BROKEN_ARCHIVE) as error:
-        raise InputError(f"{path}: not a readable .npz file of plain arrays") from error
+        raise InputError(f"{path}: not a readable .npz file of plain arrays; save it again with numpy.savez") from error
 
 
 def write_npz(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
@@ -88,7 +94,9 @@ def write_npz(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
                 with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
                     np.lib.format.write_array(member, np.asarray(array, order="C"), allow_pickle=False)
     except OSError as error:
-        raise OutputError(f"{path}: cannot write: {error.strerror or error}") from error
+        raise OutputError(
+            f"{path}: cannot write: {error.strerror or error}; choose another place, or free some"
+        ) from error
 
 
 def _member(path: Path, archive: np.lib.npyio.NpzFile, name: str) -> np.ndarray:
@@ -98,9 +106,9 @@ def _member(path: Path, archive: np.lib.npyio.NpzFile, name: str) -> np.ndarray:
         reason = "holds Python objects, which are refused" if "allow_pickle" in str(error) else "is damaged"
         raise InputError(f"{path}: array '{name}' {reason}; save plain numbers") from error
     except (*MALFORMED, *BROKEN_ARCHIVE, OSError) as error:
-        raise InputError(f"{path}: array '{name}' is damaged") from error
+        raise InputError(f"{path}: array '{name}' is damaged; save it again") from error
     if not isinstance(array, np.ndarray):
-        raise InputError(f"{path}: member '{name}' is no array")
+        raise InputError(f"{path}: member '{name}' is no array; save arrays with numpy.savez")
     return array
 
 

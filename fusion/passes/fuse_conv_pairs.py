@@ -120,7 +120,9 @@ def _opened(directory: Path, cpu: CpuTarget) -> RecordStore:
             f"{directory}: no such directory of tuning records; `python -m fusion tune` makes BUILD/records"
         )
     if (directory / "records" / RECORDS).is_file() and not (directory / RECORDS).exists():
-        raise InputError(f"{directory}: is a build directory; its tuning records are in {directory / 'records'}")
+        raise InputError(
+            f"{directory}: is a build directory; its tuning records are in {directory / 'records'}; name that folder"
+        )
     return RecordStore(directory, cpu)
 
 

@@ -52,7 +52,9 @@ class CompiledModule:
             self.executable.export_library(str(path))
         except (OSError, RuntimeError) as error:
             reason = write_failure(path, error)
-            raise OutputError(f"{path}: the compiled model cannot be written: {reason}") from error
+            raise OutputError(
+                f"{path}: the compiled model cannot be written: {reason}; choose another place, or free some"
+            ) from error
 
     def machine(self) -> VirtualMachine:
         """A virtual machine on this process's CPU, made once. It runs one call at a time: its frames are its own."""

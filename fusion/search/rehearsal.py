@@ -274,7 +274,9 @@ class RehearsalStore:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(self._path, "\n".join(lines) + "\n")
         except OSError as error:
-            raise OutputError(f"{self._path}: cannot be written: {error.strerror}") from error
+            raise OutputError(
+                f"{self._path}: cannot be written: {error.strerror}; choose another place, or free some"
+            ) from error
         self._known = known
 
 

@@ -37,7 +37,10 @@ def machine_target(machine: Machine, threads: int | None) -> CpuTarget:
     if host is None:
         raise MachineError(f"{machine.source}: has no `host`, so that kernels cannot be built for it; add its features")
     if host.architecture not in ("x86_64", "AMD64"):
-        raise MachineError(f"{machine.source}: is {host.architecture}; kernels are generated for x86-64 CPUs")
+        raise MachineError(
+            f"{machine.source}: is {host.architecture}; kernels are generated for x86-64 CPUs; "
+            "name a machine that has one"
+        )
     return target_with(_with_unlisted(host.features), threads or host.threads, *_caches(machine))
 
 

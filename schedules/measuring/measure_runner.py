@@ -204,7 +204,9 @@ class Runner:
                 self._worker = _WorkerProcess(setup)
                 self._worker.wait_until_ready(self._startup_seconds)
             except OSError as error:  # no process, no pipe or no temporary file to be had
-                raise TuningError(f"the measuring process cannot start: {error}") from error
+                raise TuningError(
+                    f"the measuring process cannot start: {error}; `python -m fusion doctor` looks for what is missing"
+                ) from error
             except BaseException:
                 self.close()
                 raise
@@ -254,7 +256,9 @@ class _WorkerProcess:
         except (EOFError, OSError):
             reason = self.post_mortem()
         self.kill()
-        raise TuningError(f"the measuring process cannot start: {reason}")
+        raise TuningError(
+            f"the measuring process cannot start: {reason}; `python -m fusion doctor` looks for what is missing"
+        )
 
     def post_mortem(self) -> str:
         """How the process ended, with the last line it wrote."""

@@ -30,7 +30,9 @@ def remote_facts(server: RemoteServer) -> tuple[CpuFacts, frozenset[str]]:
     cpuinfo = server.read("/proc/cpuinfo")
     flags = flags_of(cpuinfo)
     if "lm" not in flags:  # "long mode"
-        raise MachineError("kernels are generated for x86-64 CPUs: a server of the tracker has another one")
+        raise MachineError(
+            "kernels are generated for x86-64 CPUs: a server of the tracker has another one; give it a key of its own"
+        )
     if TILE_FLAG in flags and not server.may_use_tiles():
         flags = without_tiles(flags)
     with tempfile.TemporaryDirectory(prefix="remote-") as directory:

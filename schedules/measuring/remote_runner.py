@@ -58,7 +58,10 @@ class RemoteRunner:
         self.servers = len(found)
         differing = [cpu for cpu, _ in others if cpu != self.cpu]
         if differing:
-            raise InputError(f"--key {key}: its servers have different CPUs, {self.cpu.key} and {differing[0].key}")
+            raise InputError(
+                f"--key {key}: its servers have different CPUs, {self.cpu.key} and {differing[0].key}; "
+                "give each kind of CPU a key of its own"
+            )
         say(f"{self.servers} server(s) of {key}: {self._facts.name}, {self.cpu.mcpu}, {self.cpu.threads} threads")
 
     @property

@@ -51,7 +51,10 @@ class Tracker:
             self._session = rpc.connect_tracker(host, port)
             self.servers = self._count()
         except (RuntimeError, OSError, ValueError) as error:
-            raise InputError(f"--tracker {address}: is no tracker of TVM's RPC ({error})") from error
+            raise InputError(
+                f"--tracker {address}: is no tracker of TVM's RPC ({error}); "
+                "give the address of python -m tvm.exec.rpc_tracker"
+            ) from error
         self._lock = threading.Lock()
         if not self.servers:
             server = f"python -m tvm.exec.rpc_server --tracker {address} --key {key}"
@@ -65,7 +68,10 @@ class Tracker:
             return RemoteServer(session)
         except (RuntimeError, OSError) as error:
             reason = " ".join(str(error).split())[:200]
-            raise TuningError(f"--key {self.key}: no server of {self.address} answers any more ({reason})") from error
+            raise TuningError(
+                f"--key {self.key}: no server of {self.address} answers any more ({reason}); "
+                "start it again, and then this command: records are kept"
+            ) from error
 
     def close(self) -> None:
         """Ends the connection."""
@@ -169,5 +175,7 @@ def _probe_library() -> bytes:
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or ["no message"])[0]
-            raise MissingDependencyError(f"the C compiler {compiler[0]!r} cannot build {PROBE.name}: {reason}")
+            raise MissingDependencyError(
+                f"the C compiler {compiler[0]!r} cannot build {PROBE.name}: {reason}; install another one, or set CC"
+            )
         return library.read_bytes()

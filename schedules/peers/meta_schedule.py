@@ -165,7 +165,10 @@ def tune_kernel(
     record = database.query_tuning_record(module, target, "main")
     if record is None:
         errors = measurer.build_failures + measurer.run_failures
-        raise TuningError(f"MetaSchedule found no schedule for {operator}: {errors[-1] if errors else 'no candidate'}")
+        raise TuningError(
+            f"MetaSchedule found no schedule for {operator}: {errors[-1] if errors else 'no candidate'}; "
+            "allow it more trials"
+        )
     return MetaScheduleKernel(
         module=database.query_ir_module(module, target, "main"),
         seconds=min(float(seconds) for seconds in record.run_secs),

@@ -104,7 +104,9 @@ def _tune_tasks(
     MetaSchedule's own task scheduler would add."""
     tasks = ms.relax_integration.extract_tasks(mod, cpu.tvm_target())
     if not tasks:
-        raise TuningError("MetaSchedule finds nothing to tune in the module")
+        raise TuningError(
+            "MetaSchedule finds nothing to tune in the module; give a model with convolutions or products"
+        )
     database = ms.database.JSONDatabase(work_dir=str(directory))
     cost_model = ms.cost_model.XGBModel(num_tuning_cores=cpu.threads)
     done = task_reports(directory)
@@ -170,7 +172,7 @@ def _keep(path: Path, done: Mapping[str, TaskReport]) -> None:
     try:
         write_whole(path, json.dumps({key: asdict(report) for key, report in done.items()}, indent=1))
     except OSError as error:
-        raise OutputError(f"{path}: cannot be written: {error.strerror}") from error
+        raise OutputError(f"{path}: cannot be written: {error.strerror}; choose another place, or free some") from error
 
 
 def _summary(reports: Sequence[TaskReport]) -> str:

@@ -225,7 +225,7 @@ def read_lines(path: Path, parse: Callable[[str], T]) -> Iterator[T]:
     except FileNotFoundError:
         return
     except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+        raise InputError(f"{path}: cannot be read: {error.strerror}; check its path and permissions") from error
     lines = content.removesuffix(b"\n").split(b"\n") if content else []
     for number, line in enumerate(lines, 1):
         try:
@@ -258,7 +258,9 @@ def _cut_unfinished_line(path: Path) -> None:
                 if not last.endswith(b"\n"):
                     file.write(b"\n")
     except OSError as error:
-        raise OutputError(f"{path}: tuning records cannot be written: {error.strerror}") from error
+        raise OutputError(
+            f"{path}: tuning records cannot be written: {error.strerror}; choose another place, or free some"
+        ) from error
 
 
 def _append_lines(path: Path, lines: Sequence[str]) -> None:
@@ -268,4 +270,6 @@ def _append_lines(path: Path, lines: Sequence[str]) -> None:
         with open(path, "ab", buffering=0) as file:
             append_whole(file, data)
     except OSError as error:
-        raise OutputError(f"{path}: tuning records cannot be written: {error.strerror}") from error
+        raise OutputError(
+            f"{path}: tuning records cannot be written: {error.strerror}; choose another place, or free some"
+        ) from error

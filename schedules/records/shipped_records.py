@@ -122,7 +122,7 @@ def write_records(path: Path, content: CpuRecords) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, data)
     except OSError as error:
-        raise OutputError(f"{path}: cannot be written: {error.strerror}") from error
+        raise OutputError(f"{path}: cannot be written: {error.strerror}; choose another place, or free some") from error
 
 
 def read_records(path: Path) -> CpuRecords:

@@ -299,7 +299,7 @@ def _calibration(path: Path) -> object:
 
 def _kernels(path: Path) -> object:
     from costmodel.gpu.factory import gpu_cost_model
-    from costmodel.gpu.residuals.fitted import all_fitted, forget_fitted
+    from costmodel.gpu.residuals.fitted import forget_fitted
     from costmodel.machines.machine_catalog import load_machine
     from costmodel.operators.device_work import Softmax
 

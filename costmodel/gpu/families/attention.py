@@ -98,7 +98,9 @@ def attention_family(operator: AnyOperator, machine: Machine) -> FusedAttention:
     phase. ``MachineError`` if ``machine`` is no GPU.
     """
     if not isinstance(operator, Attention):
-        raise UnsupportedOperatorError(f"no attention: {type(operator).__name__}")
+        raise UnsupportedOperatorError(
+            f"no attention: {type(operator).__name__}; ask gpu_cost_model, which prices all kinds"
+        )
     return named_family(kernel_of(operator, machine), operator.phase)
 
 

@@ -231,7 +231,9 @@ def linear_family(operator: AnyOperator) -> Family[LinearAttention] | Family[Cau
     if isinstance(operator, CausalConvolution):
         return _CONVOLUTIONS
     if not isinstance(operator, LinearAttention):
-        raise UnsupportedOperatorError(f"no linear attention: {type(operator).__name__}")
+        raise UnsupportedOperatorError(
+            f"no linear attention: {type(operator).__name__}; ask gpu_cost_model, which prices all kinds"
+        )
     return _STEPS if operator.one_token else _SCANS[operator.kind]
 
 

@@ -238,7 +238,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         record = decoded(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+        raise InputError(f"{path}: cannot be read ({error.strerror}); check its path and permissions") from None
     except ValueError as error:
         raise _corrupt(path, error) from None
     if not isinstance(record, dict) or record.get("format") != _FORMAT:

@@ -21,7 +21,9 @@ def add_adapters(model: nn.Module, rank: int, source: str) -> None:
     """Freezes ``model`` and adapts its products of queries, keys and values; ``InputError`` if it has none."""
     found = [module for name, module in model.named_modules() if name.rpartition(".")[2] in ADAPTED and _weighs(module)]
     if not found:
-        raise InputError(f"--lora {rank}: {source} has no products of queries, keys and values to adapt")
+        raise InputError(
+            f"--lora {rank}: {source} has no products of queries, keys and values to adapt; leave --lora out"
+        )
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     for module in found:

@@ -39,7 +39,10 @@ def apply_forms(
     if recipe is not None:
         caster = float8.Caster(recipe, micro_batches, by_expert, options.weights_arrive)
         if not float8.convert(model, caster):
-            raise InputError(f"{source}: --precision {recipe.name}: no linear layer whose extents divide by 16")
+            raise InputError(
+                f"{source}: --precision {recipe.name}: no linear layer whose extents divide by 16; "
+                "leave --precision out"
+            )
         products = float8.expert_products(caster) if recipe.experts else products
     if options.mixture == "grouped":
         use_grouped_experts(model, products, waits=by_expert)

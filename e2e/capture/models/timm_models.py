@@ -136,7 +136,7 @@ def timm_module(
     """
     timm = timm_library()
     if not timm.is_model(name.partition(".")[0]):
-        raise InputError(f"model {name!r} is not known to timm {timm.__version__}")
+        raise InputError(f"model {name!r} is not known to timm {timm.__version__}; timm.list_models() lists them all")
     timm.layers.set_fused_attn(fused_attention)
     timm.layers.set_fast_norm(fast_norm)
     sys.modules["timm.layers.fast_norm"].torch = _CudaAutocast("torch")  # type: ignore[attr-defined]
@@ -145,7 +145,7 @@ def timm_module(
     try:
         model = _made(timm, name, None if side in (None, size) else side, arguments)
     except (NotImplementedError, RuntimeError, ValueError, TypeError) as error:
-        raise ModelError(f"timm's {name} cannot be built without data: {error}") from None
+        raise ModelError(f"timm's {name} cannot be built without data: {error}; choose another model") from None
     return model, side or size
 
 

@@ -147,9 +147,9 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         config = decoded(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+        raise InputError(f"{path}: cannot be read ({error.strerror}); check its path and permissions") from None
     except ValueError as error:
-        raise InputError(f"{path}: not valid JSON ({error})") from None
+        raise InputError(f"{path}: not valid JSON ({error}); save the configuration again") from None
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise InputError(f"{path}: not a Hugging Face model configuration; it must have a model_type")
     _check_layers(config, str(path))
@@ -177,7 +177,10 @@ def build_transformer(config: Mapping[str, Any], attention: str, source: str) ->
     model_type = config["model_type"]
     known = transformers.models.auto.configuration_auto.CONFIG_MAPPING
     if model_type not in known:
-        raise ModelError(f"{source}: model_type {model_type!r} is not known to transformers {transformers.__version__}")
+        raise ModelError(
+            f"{source}: model_type {model_type!r} is not known to transformers {transformers.__version__}; "
+            "give a --script that builds it"
+        )
     named = config.get("architectures") or [ARCHITECTURES.get(model_type)]
     try:
         with quiet():
@@ -197,7 +200,9 @@ def build_transformer(config: Mapping[str, Any], attention: str, source: str) ->
     except InputError:
         raise
     except Exception as error:  # the library raises what it likes on a configuration that it cannot use
-        raise ModelError(f"{source}: transformers cannot build it ({' '.join(str(error).split())})") from error
+        raise ModelError(
+            f"{source}: transformers cannot build it ({' '.join(str(error).split())}); correct the configuration"
+        ) from error
     _balance_experts(model)
     return model
 
@@ -255,7 +260,9 @@ def sequence_length(config: Mapping[str, Any], wanted: int | None, source: str) 
     if wanted is None:
         return min(longest, 1024) if longest else DEFAULT_LENGTH
     if longest is not None and wanted > longest and config["model_type"] != "llama":
-        raise InputError(f"{source}: sequence length {wanted} is beyond its {longest} positions")
+        raise InputError(
+            f"{source}: sequence length {wanted} is beyond its {longest} positions; give a shorter --sequence-length"
+        )
     return wanted
 
 

@@ -73,7 +73,7 @@ def divide(model: Any, layers: nn.ModuleList, exchange: Exchange, source: str) -
         raise InputError(f"{source}: ep={ep}: the layers of model type {kind!r} have no experts to divide; use ep=1")
     for experts in found:
         if experts.num_experts % ep:
-            raise InputError(f"{source}: ep={ep} does not divide {experts.num_experts} experts")
+            raise InputError(f"{source}: ep={ep} does not divide {experts.num_experts} experts; choose an ep that does")
         whole = experts.num_experts
         _shrink(experts, ep)
         products = getattr(experts.forward, "products", None)

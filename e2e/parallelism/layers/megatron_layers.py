@@ -41,7 +41,10 @@ class GptConfig:
     def check(self, tp: int) -> None:
         """``InputError`` if the heads do not divide."""
         if self.heads % tp or self.hidden % self.heads:
-            raise InputError(f"hidden size {self.hidden}, {self.heads} heads: cannot be split over tp={tp}")
+            raise InputError(
+                f"hidden size {self.hidden}, {self.heads} heads: cannot be split over tp={tp}; "
+                "choose a tp that divides both"
+            )
 
 
 class ParallelLinear(nn.Module):

@@ -97,7 +97,7 @@ def _check(config: Any, layers: nn.ModuleList, tp: int, source: str, whole_exper
     keys = getattr(config, "num_key_value_heads", None) or heads
     for count, what in ((heads, "attention heads"), (keys, "key-value heads")):
         if count % tp:
-            raise InputError(f"{source}: tp={tp} does not divide {count} {what}")
+            raise InputError(f"{source}: tp={tp} does not divide {count} {what}; choose a tp that does")
     for layer in kinds:
         _check_widths(layer, tp, source, whole_experts)
 
@@ -113,7 +113,8 @@ def _check_widths(layer: nn.Module, tp: int, source: str, whole_experts: bool) -
         else:
             continue
         if parameter.shape[dimension] % tp:
-            raise InputError(f"{source}: tp={tp} does not divide {name}, {' x '.join(map(str, parameter.shape))}")
+            shape = " x ".join(map(str, parameter.shape))
+            raise InputError(f"{source}: tp={tp} does not divide {name}, {shape}; choose a tp that does")
 
 
 def _shard_layer(layer: nn.Module, tp: int, sequence_parallel: bool, whole_experts: bool) -> None:

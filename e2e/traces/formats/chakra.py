@@ -64,7 +64,9 @@ def _messages(path: Path | str) -> Iterator[Any]:
         reason = " ".join(str(error).split())
         raise InputError(f"{path}: truncated, or not a Chakra trace in protobuf ({reason}); convert it again") from None
     except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
+        raise InputError(
+            f"{path}: cannot be read ({error.strerror or error}); check its path and permissions"
+        ) from None
 
 
 @contextmanager
@@ -115,7 +117,9 @@ def _node(message: Any, values: ValueReader, path: Path | str) -> TraceNode:
         )
     except (SyntaxError, MemoryError, *MALFORMED) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise InputError(f"{path}: node {message.id} ({message.name}) has unreadable arguments ({reason})") from None
+        raise InputError(
+            f"{path}: node {message.id} ({message.name}) has unreadable arguments ({reason}); convert the trace again"
+        ) from None
 
 
 @lru_cache(maxsize=1 << 15)

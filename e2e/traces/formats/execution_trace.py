@@ -243,7 +243,9 @@ def _process_groups(nodes: Iterable[TraceNode], source: str) -> dict[str, tuple[
                 ranks = group.get("ranks") or range(group["group_size"])
                 groups[str(group["pg_name"])] = tuple(int(rank) for rank in ranks)
         except MALFORMED as error:
-            raise InputError(f"{source}: process groups of node {node.id} are not readable ({error})") from None
+            raise InputError(
+                f"{source}: process groups of node {node.id} are not readable ({error}); record it again"
+            ) from None
     return groups
 
 

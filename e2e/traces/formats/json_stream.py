@@ -59,7 +59,9 @@ def _reading(path: Path) -> Iterator[None]:
     except (EOFError, zlib.error, gzip.BadGzipFile, tarfile.TarError) as error:
         raise InputError(f"{path}: truncated or damaged archive ({error}); record or download it again") from None
     except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
+        raise InputError(
+            f"{path}: cannot be read ({error.strerror or error}); check its path and permissions"
+        ) from None
 
 
 @contextmanager
@@ -78,7 +80,7 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
     with tarfile.open(archive) as opened:
         inside = opened.extractfile(_member(opened, archive, member))
         if inside is None:
-            raise InputError(f"{path}: not a file inside the archive {archive}")
+            raise InputError(f"{path}: not a file inside the archive {archive}; name one that it holds")
         with inside:
             yield inside
 
@@ -127,7 +129,10 @@ class _Decoder:
 
     def members(self) -> Iterator[tuple[str, Any]]:
         if self._peek() != "{":
-            raise InputError(f"{self._source}: not a trace; a trace is one JSON object, this begins otherwise")
+            raise InputError(
+                f"{self._source}: not a trace; a trace is one JSON object, this begins otherwise; "
+                "give a file of torch.profiler or ExecutionTraceObserver"
+            )
         self._place += 1
         while self._peek() != "}":
             key = self._value()
@@ -210,4 +215,7 @@ class _Decoder:
         return InputError(f"{self._source}: ends in the middle of the trace (truncated); record or download it again")
 
     def _broken(self, reason: str) -> InputError:
-        return InputError(f"{self._source}: not valid JSON near character {self._before + self._place} ({reason})")
+        return InputError(
+            f"{self._source}: not valid JSON near character {self._before + self._place} ({reason}); "
+            "record or download it again"
+        )

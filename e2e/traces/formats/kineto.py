@@ -105,7 +105,10 @@ class _Collector:
     def trace(self, header: Mapping[str, Any]) -> KinetoTrace:
         """All that was gathered; times become seconds from the first event."""
         if self._first is None:
-            raise InputError(f"{self._source}: not a profiler trace, or an empty one (no events with a duration)")
+            raise InputError(
+                f"{self._source}: not a profiler trace, or an empty one (no events with a duration); "
+                "record it with torch.profiler"
+            )
         try:
             scale = 1e-9 if self._first > _NANOSECONDS_ABOVE else 1e-6
             return self._trace(header, scale)

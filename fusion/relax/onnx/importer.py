@@ -69,7 +69,10 @@ def _convert(file: Path, prepared: ModelProto, whole_numbers: bool) -> IRModule:
     except UnsupportedOperatorError as error:
         raise UnsupportedOperatorError(f"{file}: {error}") from error
     except Exception as error:  # TVM raises anything on graphs and types that it does not expect
-        raise ModelError(f"{file}: the graph cannot be converted: {sentence(error)}") from error
+        raise ModelError(
+            f"{file}: the graph cannot be converted: {sentence(error)}; "
+            "export the model in another way, or cut out what is refused"
+        ) from error
 
 
 def _result_types(mod: IRModule) -> list[Any]:

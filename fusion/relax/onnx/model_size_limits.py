@@ -84,7 +84,8 @@ def _check_window(file: Path, node: NodeProto, constants: dict[str, TensorProto]
         held = list(weight.dims[2:])
         if kernel is not None and list(kernel) != held:
             raise ModelError(
-                f"{where}: kernel_shape is {_by(kernel)}, but its weights {weight.name!r} hold kernels of {_by(held)}"
+                f"{where}: kernel_shape is {_by(kernel)}, but its weights {weight.name!r} hold kernels of {_by(held)}; "
+                "the model is damaged; export it again"
             )
         kernel = held
     for name, sizes in (
@@ -144,7 +145,7 @@ def _check_values(file: Path, graph: GraphProto, constants: dict[str, TensorProt
                 broken = int(np.sum(~np.isfinite(values)))
                 raise ModelError(
                     f"{file}: weights {name!r} of {node.op_type} {node.name!r}: {broken} of {values.size} are NaN or "
-                    "infinite; the model is damaged or its training diverged"
+                    "infinite; the model is damaged or its training diverged; export it from a good checkpoint"
                 )
 
 

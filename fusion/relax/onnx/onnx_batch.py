@@ -72,7 +72,9 @@ def _inferred(file: Path, model: ModelProto) -> ModelProto:
     try:
         return onnx.shape_inference.infer_shapes(model, strict_mode=True, data_prop=True)
     except Exception as error:  # it raises bare errors of C++
-        raise InputError(f"{file}: --batch: the shapes inside do not fit it: {sentence(error)}") from error
+        raise InputError(
+            f"{file}: --batch: the shapes inside do not fit it: {sentence(error)}; export the model with an open batch"
+        ) from error
 
 
 def _output_shape(file: Path, value: ValueInfoProto, before: int, batch: int) -> tuple[int, ...]:
@@ -80,7 +82,7 @@ def _output_shape(file: Path, value: ValueInfoProto, before: int, batch: int) ->
     if not sizes or sizes[0] % before:
         raise InputError(
             f"{file}: --batch {batch}: output {value.name!r} of shape {tuple(sizes)} does not lead with the samples: "
-            "what it is for another batch cannot be told"
+            "what it is for another batch cannot be told; export the model for that batch"
         )
     return (sizes[0] * batch // before, *sizes[1:])
 

@@ -50,7 +50,7 @@ def check_opset(file: Path, model: ModelProto) -> None:
     opset = opset_of(model)
     newest = onnx.defs.onnx_opset_version()
     if opset == 0:
-        raise ModelError(f"{file}: the model names no opset; it is damaged, export it again")
+        raise ModelError(f"{file}: the model names no opset; it is damaged; export it again")
     if not OLDEST_OPSET <= opset <= newest:
         raise UnsupportedOperatorError(
             f"{file}: opset {opset} is not supported (supported: {OLDEST_OPSET} to {newest}); "
@@ -119,20 +119,24 @@ def _parse(file: Path) -> ModelProto:
     try:
         data = file.read_bytes()
     except FileNotFoundError:
-        raise ModelError(f"{file}: no such file") from None
+        raise ModelError(f"{file}: no such file; check the path") from None
     except IsADirectoryError:
         raise ModelError(f"{file}: is a directory, expected an ONNX file") from None
     except OSError as error:
-        raise ModelError(f"{file}: cannot be read: {error.strerror or error}") from error
+        raise ModelError(
+            f"{file}: cannot be read: {error.strerror or error}; check its path and permissions"
+        ) from error
     if not data:
         raise ModelError(f"{file}: the file is empty, expected an ONNX model")
     model = onnx.ModelProto()
     try:
         model.ParseFromString(data)
     except DecodeError:
-        raise ModelError(f"{file}: not an ONNX model, or a truncated one") from None
+        raise ModelError(f"{file}: not an ONNX model, or a truncated one; export or download it again") from None
     if not model.ir_version or not (model.graph.node or model.graph.output):
-        raise ModelError(f"{file}: not an ONNX model, or a truncated one (it holds no graph)")
+        raise ModelError(
+            f"{file}: not an ONNX model, or a truncated one (it holds no graph); export or download it again"
+        )
     return model
 
 
@@ -151,17 +155,24 @@ def _check_external_data(file: Path, tensor: TensorProto) -> None:
         length = int(entries.get("length", tensor_bytes(tensor)))
         available = data.stat().st_size
     except ValueError:
-        raise ModelError(f"{where}: malformed external data entry {entries}") from None
+        raise ModelError(f"{where}: malformed external data entry {entries}; export the model again") from None
     except FileNotFoundError:
-        raise ModelError(f"{where}: external data file {location!r} is missing from the model's folder") from None
+        raise ModelError(
+            f"{where}: external data file {location!r} is missing from the model's folder; put it there"
+        ) from None
     except OSError as error:
-        raise ModelError(f"{where}: external data file {location!r} cannot be read: {error.strerror}") from error
+        raise ModelError(
+            f"{where}: external data file {location!r} cannot be read: {error.strerror}; check its path and permissions"
+        ) from error
     if not data.is_file():
-        raise ModelError(f"{where}: external data {location!r} is not a regular file")
+        raise ModelError(
+            f"{where}: external data {location!r} is not a regular file; put the file itself into the model's folder"
+        )
     if offset < 0 or length != tensor_bytes(tensor) or offset + length > available:
         raise ModelError(
             f"{where}: external data file {location!r} does not hold the {tensor_bytes(tensor)} bytes of the tensor "
-            f"(offset {offset}, length {length}, file size {available}); it is truncated or belongs to another model"
+            f"(offset {offset}, length {length}, file size {available}); it is truncated or belongs to another model; "
+            "put the right one there"
         )
 
 
@@ -170,9 +181,9 @@ def _resolve(file: Path, location: str, where: str) -> Path:
     refused = f"{where}: external data location {location!r} "
     relative = Path(location)
     if not location or "\0" in location:
-        raise ModelError(refused + "is not a file name")
+        raise ModelError(refused + "is not a file name; export the model again")
     if relative.is_absolute() or relative.drive or ".." in relative.parts or "\\" in location:
-        raise ModelError(refused + "points outside the model's folder: refused")
+        raise ModelError(refused + "points outside the model's folder: refused; put the file into that folder")
     folder = file.parent
     data = folder / relative
     if any((folder / Path(*relative.parts[: depth + 1])).is_symlink() for depth in range(len(relative.parts))):
@@ -186,7 +197,9 @@ def _load_external_data(file: Path, model: ModelProto) -> None:
     try:
         onnx.load_external_data_for_model(model, str(file.parent))
     except (OSError, ValueError, onnx.checker.ValidationError) as error:
-        raise ModelError(f"{file}: external data cannot be loaded: {sentence(error)}") from error
+        raise ModelError(
+            f"{file}: external data cannot be loaded: {sentence(error)}; export the model again"
+        ) from error
 
 
 def tensor_bytes(tensor: TensorProto) -> int:
@@ -216,20 +229,24 @@ def _check_size(file: Path, tensor: TensorProto) -> None:
 
     where = f"{file}: weights {tensor.name!r}"
     if tensor.data_type not in TensorProto.DataType.values() or tensor.data_type == TensorProto.UNDEFINED:
-        raise ModelError(f"{where} have the unknown type {tensor.data_type}; the model is damaged")
+        raise ModelError(f"{where} have the unknown type {tensor.data_type}; the model is damaged; export it again")
     if any(size < 0 for size in tensor.dims):
-        raise ModelError(f"{where} have the impossible shape {tuple(tensor.dims)}; the model is damaged")
+        raise ModelError(
+            f"{where} have the impossible shape {tuple(tensor.dims)}; the model is damaged; export it again"
+        )
     if tensor.HasField("raw_data"):
         if len(tensor.raw_data) != tensor_bytes(tensor):
             raise ModelError(
                 f"{where}: {len(tensor.raw_data)} bytes do not fill shape {tuple(tensor.dims)} "
-                f"({tensor_bytes(tensor)} bytes); the model is damaged"
+                f"({tensor_bytes(tensor)} bytes); the model is damaged; export it again"
             )
         return
     try:
         numpy_helper.to_array(tensor)
     except (ValueError, TypeError) as error:
-        raise ModelError(f"{where} do not fill shape {tuple(tensor.dims)}: {sentence(error)}") from error
+        raise ModelError(
+            f"{where} do not fill shape {tuple(tensor.dims)}: {sentence(error)}; export the model again"
+        ) from error
 
 
 def _check_structure(file: Path, model: ModelProto) -> None:
@@ -241,7 +258,7 @@ def _check_structure(file: Path, model: ModelProto) -> None:
             onnx.checker.check_model(model)
         except onnx.checker.ValidationError as error:
             if not any(text in str(error) for text in _JUDGED_LATER):
-                raise ModelError(f"{file}: invalid ONNX model: {sentence(error)}") from error
+                raise ModelError(f"{file}: invalid ONNX model: {sentence(error)}; export it again") from error
         except ValueError:  # protobuf cannot serialise models of 2 GiB for the checker
             return
 

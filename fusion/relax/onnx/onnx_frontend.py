@@ -84,7 +84,8 @@ class _Importer(tvm_onnx.ONNXGraphImporter):
             raise
         except Exception as error:  # a converter may fail with anything
             raise UnsupportedOperatorError(
-                f"operator {op_name} of node {custom['name']!r} cannot be converted: {sentence(error)}"
+                f"operator {op_name} of node {custom['name']!r} cannot be converted: {sentence(error)}; "
+                "export the model without it"
             ) from error
         outputs = 1 if not isinstance(converted, relax.Tuple) else len(converted.fields)
         if outputs < custom["num_outputs"] and not isinstance(converted.ty, relax.TupleType):

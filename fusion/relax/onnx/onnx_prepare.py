@@ -75,7 +75,9 @@ def inline_functions(file: Path, model: ModelProto) -> ModelProto:
     try:
         return onnx.inliner.inline_local_functions(model)
     except Exception as error:  # the inliner raises bare RuntimeErrors of C++
-        raise ModelError(f"{file}: local functions cannot be inlined: {sentence(error)}") from error
+        raise ModelError(
+            f"{file}: local functions cannot be inlined: {sentence(error)}; export the model without them"
+        ) from error
 
 
 def real_inputs(graph: GraphProto) -> list[ValueInfoProto]:
@@ -125,7 +127,8 @@ def _check_shape(file: Path, name: str, declared: tuple[int | str, ...] | None, 
         return
     if len(declared) != len(given):
         raise InputError(
-            f"{file}: shape {text} of input {name!r} has rank {len(given)}, the model has {_describe(declared)}"
+            f"{file}: shape {text} of input {name!r} has rank {len(given)}, the model has {_describe(declared)}; "
+            "give as many sizes"
         )
     if any(isinstance(size, int) and size != new for size, new in zip(declared, given, strict=True)):
         raise InputError(
@@ -137,7 +140,7 @@ def _check_shape(file: Path, name: str, declared: tuple[int | str, ...] | None, 
 def _way_on(declared: tuple[int | str, ...], given: tuple[int, ...]) -> str:
     """Where only the leading dimension is another: the option that rewrites it."""
     alike = all(isinstance(old, str) or old == new for old, new in zip(declared[1:], given[1:], strict=True))
-    return f"; --batch {given[0]} rewrites a model for another batch" if alike else ""
+    return f"; --batch {given[0]} rewrites a model for another batch" if alike else "; give the sizes that it has"
 
 
 def _set_shape(value: ValueInfoProto, shape: tuple[int, ...]) -> None:
@@ -210,7 +213,9 @@ def _simplify(file: Path, model: ModelProto) -> ModelProto:
         with contextlib.redirect_stdout(io.StringIO()):
             simple = onnxslim.slim(model, skip_optimizations=SKIPPED_OPTIMIZATIONS)
     except (Exception, SystemExit) as error:
-        raise ModelError(f"{file}: the graph cannot be simplified: {sentence(error)}") from error
+        raise ModelError(
+            f"{file}: the graph cannot be simplified: {sentence(error)}; export the model again"
+        ) from error
     del simple.graph.input[:]  # onnxslim drops inputs that nothing reads; they are part of the interface
     simple.graph.input.extend(inputs)
     return simple

@@ -109,7 +109,8 @@ def quantized(
         found = _parsed(result) if result.exists() else None
     if found is None or not is_quantised(found.graph):
         raise InputError(
-            f"{path}: nothing in it can be quantised: it has no convolution or product, or all are excluded"
+            f"{path}: nothing in it can be quantised: it has no convolution or product, or all are excluded; "
+            "leave it as it is, or exclude less"
         )
     return found
 
@@ -143,7 +144,9 @@ def _understood(path: Path, model: ModelProto) -> Iterator[None]:
         raise
     except Exception as error:  # the library raises anything on graphs that it does not expect
         old = "; export the model again with opset 17" * (opset_of(model) < _SAFE_OPSET)
-        raise ModelError(f"{path}: ONNX Runtime cannot quantise it: {sentence(error)}{old}") from error
+        raise ModelError(
+            f"{path}: ONNX Runtime cannot quantise it: {sentence(error)}{old}; leave layers out with --exclude"
+        ) from error
 
 
 def _prepared(quantizer: Any, model: ModelProto, folder: Path, say: Callable[[str], None]) -> Path:

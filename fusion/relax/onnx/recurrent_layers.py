@@ -54,7 +54,9 @@ def convert_gru(builder: relax.BlockBuilder, inputs: Sequence[Any], attrs: Mappi
 
 
 def _refused(kind: str, name: str, what: str) -> UnsupportedOperatorError:
-    return UnsupportedOperatorError(f"operator {kind} of node {name!r}: {what} cannot be computed")
+    return UnsupportedOperatorError(
+        f"operator {kind} of node {name!r}: {what} cannot be computed; export the model without it"
+    )
 
 
 def _at(inputs: Sequence[Any], position: int) -> Any:

@@ -1,0 +1,214 @@
+"""The documentation as a site: pages that are generated are current, links hold, nothing is fetched by who reads it."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+from source_imports import PACKAGES, imported_names
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def site_module(name: str) -> ModuleType:
+    """``docs/site/<name>.py``, which is no part of a package."""
+    spec = importlib.util.spec_from_file_location(f"site_{name}", ROOT / "docs" / "site" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+index, hook = site_module("error_index"), site_module("page_hook")
+
+
+# --- the index of error messages -----------------------------------------------------------------
+
+
+def test_the_page_of_error_messages_is_current():
+    # `python docs/site/error_index.py > docs/errors.md` writes it.
+    assert (ROOT / "docs" / "errors.md").read_text(encoding="utf-8") == index.page(index.sources())
+
+
+def test_every_message_says_what_to_do():
+    # Either the message says it, or what it is about is told by a reason of the system alone.
+    assert [f"{each.path}: {each.text}" for each in index.without_advice(index.sources())] == []
+
+
+TOY = """
+from toy.words import AGAIN
+class ProjectError(Exception): ...
+class ToyError(ProjectError): ...
+def direct(path, error):
+    raise ToyError(f"{path}: cannot be read ({error.strerror}); {AGAIN}") from None
+def named(names):
+    message = "no names; give some" if not names else f"{names[0]!r}: give another"
+    raise ToyError(message)
+def refuse(text, problem):
+    raise ToyError(f"--text {text}: {problem}")
+def asks(text):
+    refuse(text, "two signs; write one")
+    refuse(text, f"{len(text)} is too long; shorten it")
+def told(count):
+    if count:
+        return f"{count} are left; remove them"
+    return ""
+def asks_told(path, count):
+    raise ToyError(f"{path}: {told(count)}")
+def made(path, failure: type[ToyError]):
+    raise failure(f"{path}: made by an argument; use it")
+def ours(path):
+    raise ValueError(f"{path}: a mistake of the caller")
+@field_validator("size")
+def checked(size):
+    raise ValueError(f"{size} must be above zero")
+def again(error):
+    raise ToyError(str(error))
+"""
+
+
+def test_messages_are_found_in_every_dress():
+    trees = {
+        "toy/made.py": ast.parse(TOY),
+        "toy/words.py": ast.parse('HOW = "`fetch`"\nAGAIN = f"fetch it again: {HOW}"'),
+    }
+    assert {each.text for each in index.messages(trees)} == {
+        "{path}: cannot be read ({reason}); fetch it again: `fetch`",
+        "no names; give some",
+        "'{names}': give another",
+        "--text {text}: two signs; write one",
+        "--text {text}: {text} is too long; shorten it",
+        "{path}: {count} are left; remove them",
+        "{path}: made by an argument; use it",
+        "{size} must be above zero",
+    }
+    assert not index.without_advice(trees)
+
+
+def test_a_message_without_advice_is_found():
+    tree = ast.parse(
+        "class ProjectError(Exception): ...\ndef f(path):\n    raise ProjectError(f'{path}: is bad; it is so')"
+    )
+    assert [each.text for each in index.without_advice({"toy.py": tree})] == ["{path}: is bad; it is so"]
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("{path}: no file; check the path", "{path}: no file; **check the path**"),
+        ("{a}: was 2 (known: {b}); give 1", "{a}: was 2 (**known: {b}); give 1**"),
+        ("aliases (*name) <x>; write `*y`", "aliases (\\*name) &lt;x>; **write `*y`**"),
+    ],
+)
+def test_what_to_do_is_bold_and_signs_are_as_they_are(text: str, shown: str):
+    assert "".join(index.clauses(text)) == text
+    assert index.marked(text) == shown
+
+
+# --- links ----------------------------------------------------------------------------------------
+
+
+def changed(text: str, page: str = "docs/deploying.md", repository: str = "") -> str:
+    file = SimpleNamespace(file=SimpleNamespace(abs_src_path=str(ROOT / page)))
+    return hook.on_page_markdown(
+        text, page=file, config={"docs_dir": str(ROOT / "docs"), "extra": {"repository": repository}}
+    )
+
+
+def test_links_out_of_the_docs_become_paths_or_lead_to_the_repository():
+    text = (
+        "[the example](../examples/run_model.cpp), [`README.md`](../README.md), [trust](trust.md#x), [a](https://a.b/)"
+    )
+    assert (
+        changed(text) == "the example (`examples/run_model.cpp`), `README.md`, [trust](trust.md#x), [a](https://a.b/)"
+    )
+    assert (
+        changed("[it](../../README.md)", "docs/tutorials/one.md", "https://a.b/c/")
+        == "[it](https://a.b/c/blob/HEAD/README.md)"
+    )
+
+
+def test_lists_and_tables_stand_apart():
+    text = "```\n- code\n| code\n```\n- one\n  more\n- two\n\nText:\n| a | b |\n|---|---|\n# Head\n1. one"
+    wanted = "```\n- code\n| code\n```\n\n- one\n  more\n- two\n\nText:\n\n| a | b |\n|---|---|\n# Head\n\n1. one"
+    assert changed(text) == wanted
+
+
+def test_links_that_lead_nowhere_stay_for_the_strict_build_to_find():
+    assert changed("[gone](../examples/gone.py), [gone](gone.md)") == "[gone](../examples/gone.py), [gone](gone.md)"
+
+
+# --- the site -------------------------------------------------------------------------------------
+
+
+def build(folder: Path, made: Path) -> subprocess.CompletedProcess[str]:
+    """``make docs`` in ``folder``."""
+    pytest.importorskip("material", reason="the site is built with mkdocs-material (extra `docs`)")
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(made)]
+    quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    return subprocess.run(words, capture_output=True, text=True, check=False, cwd=folder, env=quiet)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("site")
+    built = build(ROOT, made)
+    assert built.returncode == 0, built.stderr[-2000:]
+    return made
+
+
+@pytest.mark.parametrize("link", ["gone.md", "../gone.py", "index.md#gone"])
+def test_a_link_that_leads_nowhere_ends_the_build(tmp_path: Path, link: str):
+    settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[0]
+    (tmp_path / "mkdocs.yml").write_text(f"{settings}\nnav: [index.md]\n", encoding="utf-8")
+    shutil.copytree(ROOT / "docs" / "site", tmp_path / "docs" / "site")
+    (tmp_path / "docs" / "index.md").write_text(f"# Start\n\n[there]({link})\n", encoding="utf-8")
+    built = build(tmp_path, tmp_path / "made")
+    assert built.returncode != 0 and "gone" in built.stderr
+
+
+def test_who_reads_the_site_asks_nobody_else(site: Path):
+    loaded = r"<(?:script|img|iframe|link(?! rel=\"canonical\"))\b[^>]*?\b(?:src|href)=\"?((?:https?:)?//[^\s\">]+)"
+    found = {
+        address for page in site.rglob("*.html") for address in re.findall(loaded, page.read_text(encoding="utf-8"))
+    }
+    styles = {
+        address
+        for sheet in site.rglob("*.css")
+        for address in re.findall(
+            r"(?:@import|url\()\s*[\"']?((?:https?:)?//[^\s\"')]+)", sheet.read_text(encoding="utf-8")
+        )
+    }
+    assert found | styles == set()
+    # The theme's scripts fetch Mermaid for its diagrams, and figures of a repository that it links.
+    assert not [
+        page.name
+        for page in site.rglob("*.html")
+        if re.search(r'class="?(?:mermaid|md-source)\b', page.read_text(encoding="utf-8"))
+    ]
+
+
+def test_lists_and_tables_are_lists_and_tables(site: Path):
+    # Where no empty line stands before one, a code host shows a list and Python's Markdown a paragraph.
+    bad = r"<p>(?:[^<]|<(?!/p>))*?(?:^|\n)\s*(?:[-*] |\d+\. |\|)[^\n<]{0,60}"
+    found = {
+        page.name: hit[0][-70:]
+        for page in site.rglob("*.html")
+        if (hit := re.search(bad, page.read_text(encoding="utf-8")))
+    }
+    assert found == {}
+
+
+def test_no_program_needs_what_builds_the_site():
+    paths = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    found = {name.split(".")[0] for path in paths for name in imported_names(path.read_text(encoding="utf-8"))}
+    assert not found & {"mkdocs", "material", "markdown", "pymdownx"}
