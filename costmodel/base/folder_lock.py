@@ -71,7 +71,8 @@ def lock_folder(folder: Path, what: str, name: str = LOCK) -> FolderLock:
             file.close()
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                 raise OutputError(
-                    f"{folder}: {what} cannot be written: no locks here ({error.strerror}); choose a folder on a local disk"
+                    f"{folder}: {what} cannot be written: no locks here ({error.strerror}); "
+                    "choose a folder on a local disk"
                 ) from error
             raise OutputError(
                 f"{folder}: another process is writing {what} here{holder}; wait until it has ended"

@@ -40,7 +40,9 @@ class StagedFiles:
             remove_partials(self.output, self.folder, *(path for path in self.folder.rglob("*") if path.is_dir()))
         except OSError as error:
             self._lock.close()
-            raise OutputError(f"{self.output}: {self._what} cannot be written: {error.strerror}") from error
+            raise OutputError(
+                f"{self.output}: {self._what} cannot be written: {error.strerror}; choose another place, or free some"
+            ) from error
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -64,7 +66,9 @@ class StagedFiles:
                 (self.output / name).parent.mkdir(parents=True, exist_ok=True)
                 (self.folder / name).replace(self.output / name)
         except OSError as error:
-            raise OutputError(f"{self.output}: {self._what} cannot be written: {error.strerror}") from error
+            raise OutputError(
+                f"{self.output}: {self._what} cannot be written: {error.strerror}; choose another place, or free some"
+            ) from error
         self._lock.clear(self.folder.name)
         return [self.output / name for name in names]
 

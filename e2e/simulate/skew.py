@@ -36,11 +36,11 @@ class Skew:
     def __post_init__(self) -> None:
         for name, deviation in (("spread", self.spread or 0.0), ("jitter", self.jitter)):
             if not 0 <= deviation <= MOST_DEVIATION:
-                raise InputError(f"--skew {name}={deviation:g}: a relative deviation is from 0 to {MOST_DEVIATION:g}")
+                raise InputError(f"--skew {name}={deviation:g}: a relative deviation must be 0 to {MOST_DEVIATION:g}")
         for rank, seconds in self.starts.items():
             if not 0 <= seconds <= MOST_LATE_SECONDS:
                 raise InputError(
-                    f"--skew start={rank}:{seconds * 1e3:g}: a rank begins 0 to {MOST_LATE_SECONDS * 1e3:,.0f} ms late"
+                    f"--skew start={rank}:{seconds * 1e3:g}: must be 0 to {MOST_LATE_SECONDS * 1e3:,.0f} ms"
                 )
 
 
@@ -118,10 +118,10 @@ def parse_skew(text: str) -> Skew:
             if name == "start":
                 rank, _, milliseconds = value.partition(":")
                 if int(rank) in starts:
-                    raise InputError(f"--skew {text}: start of rank {int(rank)} is given twice")
+                    raise InputError(f"--skew {text}: start of rank {int(rank)} is given twice; leave one out")
                 starts[int(rank)] = float(milliseconds) / 1e3
             elif name in values:
-                raise InputError(f"--skew {text}: {name} is given twice")
+                raise InputError(f"--skew {text}: {name} is given twice; leave one out")
             else:
                 values[name] = int(value) if name == "seed" else float(value)
         except ValueError:

@@ -36,6 +36,6 @@ def parse_routing(text: str) -> ExpertRouting:
         if not 0 < value < float("inf"):
             raise InputError(f"--routing {text!r}: {name} must be more than 0")
         if FIELDS[name] in values:
-            raise InputError(f"--routing {text!r}: {name} is given twice")
+            raise InputError(f"--routing {text!r}: {name} is given twice; leave one out")
         values[FIELDS[name]] = value
     return ExpertRouting(**values)

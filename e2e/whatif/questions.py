@@ -186,7 +186,7 @@ _HOST = "host= takes Kx, such as host=1.5x, a file of host overheads, or a host 
 def _times(value: str, form: str) -> float:
     factor = _positive(value.removesuffix("x"), form)
     if not 1 / MOST_FACTOR <= factor <= MOST_FACTOR:
-        raise ValueError(f"{value}: K is from {1 / MOST_FACTOR:g} to {MOST_FACTOR:g}")
+        raise ValueError(f"{value}: K must be from {1 / MOST_FACTOR:g} to {MOST_FACTOR:g}")
     return factor
 
 

@@ -85,11 +85,11 @@ def test_the_text_of_the_option():
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("spread=1e308", r"--skew spread=1e\+308: a relative deviation is from 0 to 10"),
+        ("spread=1e308", r"--skew spread=1e\+308: a relative deviation must be 0 to 10"),
         ("jitter=11", "--skew jitter=11: a relative deviation"),
-        ("start=0:1e308", r"--skew start=0:1e\+308: a rank begins 0 to 3,600,000 ms late"),
-        ("start=0:nan", "--skew start=0:nan: a rank begins"),
-        ("start=0:-5", "--skew start=0:-5: a rank begins"),
+        ("start=0:1e308", r"--skew start=0:1e\+308: must be 0 to 3,600,000 ms"),
+        ("start=0:nan", "--skew start=0:nan: must be"),
+        ("start=0:-5", "--skew start=0:-5: must be"),
         ("spread=0.1,spread=0.2", "spread is given twice"),
         ("start=1:1,start=1:2", "start of rank 1 is given twice"),
     ],
