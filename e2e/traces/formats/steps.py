@@ -33,7 +33,7 @@ def last_step(trace: OperatorTrace) -> OperatorTrace:
     kept = tuple(compress(calls, chosen))
     present = {call.id for call in kept}
     whole = tuple(call if call.parent in present else replace(call, parent=None) for call in kept)
-    return replace(trace, calls=whole)
+    return replace(trace, calls=whole, ranges=trace.ranges.within(present))
 
 
 def of_last_step(

@@ -55,6 +55,17 @@ class Definitions:
         value = self.resolve(expr)
         return value.value.numpy() if isinstance(value, tvm.ir.GenericConst) else None
 
+    def is_constant(self, expr: relax.Expr) -> bool:
+        """Whether ``expr`` is computed from constants alone."""
+        value = self.value(expr)
+        if isinstance(value, relax.Call):
+            return all(self.is_constant(each) for each in value.args)
+        if isinstance(value, relax.Tuple):
+            return all(self.is_constant(each) for each in value.fields)
+        if isinstance(value, relax.TupleGetItem):
+            return self.is_constant(value.tuple_value)
+        return not isinstance(value, relax.Var)
+
     def scalar(self, expr: relax.Expr) -> float | None:
         """The number behind ``expr`` if it is a constant with one element, or an immediate."""
         if isinstance(expr, tirx.IntImm | tirx.FloatImm):

@@ -23,8 +23,8 @@ def product_of_columns(call: relax.Call, graph: Definitions) -> relax.Expr | Non
     layouts = (attrs.data_layout, attrs.kernel_layout, attrs.out_layout or "NCHW")
     if shape is None or taps is None or result is None or layouts != ("NCHW", "OIHW", "NCHW"):
         return None
-    # A parameter may be bound to a constant yet.
-    if not isinstance(graph.value(weight), relax.Call) or taps[2] * taps[3] > MOST_TAPS:
+    # What is of constants alone (dequantised weights) is computed before it runs; a parameter may be bound to one yet.
+    if not isinstance(graph.value(weight), relax.Call) or graph.is_constant(weight) or taps[2] * taps[3] > MOST_TAPS:
         return None
     if str(call.ty.dtype) != "float32" or str(weight.ty.dtype) != "float32":
         return None

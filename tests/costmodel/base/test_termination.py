@@ -38,10 +38,16 @@ app(args=[], prog_name="tool")
 """
 
 
+def _listening() -> None:
+    """As of a terminal: who runs the tests may ignore these (``nohup``), and children would, too."""
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def started(code: str, *arguments: object, **options) -> subprocess.Popen[str]:
     process = subprocess.Popen(
         [sys.executable, "-c", code, *map(str, arguments)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, **options,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, preexec_fn=_listening, **options,
     )  # fmt: skip
     assert process.stdout is not None
     return process

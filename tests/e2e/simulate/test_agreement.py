@@ -37,7 +37,10 @@ def agree(first: Collective, second: Collective) -> bool:
 @pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter"])
 def test_where_all_put_in_the_same_sizes_must_agree(kind):
     said = refusal(call(kind), call(kind, size=65))
-    assert said == f"job: {kind} (group 'g', sequence 7): rank 0 has 64 bytes, rank 1 has 65 bytes"
+    assert (
+        said
+        == f"job: {kind} (group 'g', sequence 7): rank 0 has 64 bytes, rank 1 has 65 bytes; give both the same size"
+    )
     assert agree(call(kind), call(kind))
 
 
@@ -47,8 +50,14 @@ def test_elsewhere_sizes_may_differ(kind):
 
 
 def test_ranks_and_kinds_must_agree():
-    assert refusal(call(), call(ranks=(1, 2))) == f"{WHERE}rank 0 has ranks (0, 1), rank 1 has (1, 2)"
-    assert refusal(call(), call("all_gather")) == f"{WHERE}rank 0 calls all_reduce, rank 1 calls all_gather"
+    assert (
+        refusal(call(), call(ranks=(1, 2)))
+        == f"{WHERE}rank 0 has ranks (0, 1), rank 1 has (1, 2); give both the same group"
+    )
+    assert (
+        refusal(call(), call("all_gather"))
+        == f"{WHERE}rank 0 calls all_reduce, rank 1 calls all_gather; let both call the same"
+    )
     assert agree(call(), call(ranks=(1, 0)))
 
 
@@ -70,7 +79,9 @@ def test_a_message_is_between_two():
 
 
 def test_a_rank_takes_part_once_and_only_where_it_belongs():
-    assert refusal(call(ranks=(0, 2)), call(ranks=(0, 2))) == f"{WHERE}rank 1 takes part but its ranks are (0, 2)"
+    assert (
+        refusal(call(ranks=(0, 2)), call(ranks=(0, 2))) == f"{WHERE}rank 1 takes part but its ranks are (0, 2); add it"
+    )
     twice = f"{WHERE}rank 0 takes part twice; number the collectives of a group one by one"
     rendezvous = Rendezvous({0: 1, 1: 1}, "job: ")
     arrive(rendezvous, 0, call())
@@ -83,7 +94,7 @@ def test_a_rank_takes_part_once_and_only_where_it_belongs():
     assert str(caught.value) == twice
     with pytest.raises(SimulationError) as caught:
         arrive(Rendezvous({0: 1}, "job: "), 0, call(ranks=(0, 0)))
-    assert str(caught.value) == f"{WHERE}rank 0 lists a rank of the group twice: (0, 0)"
+    assert str(caught.value) == f"{WHERE}rank 0 lists a rank of the group twice: (0, 0); name each once"
 
 
 def test_as_many_ranks_may_be_absent_as_are_folded_into_others():

@@ -56,7 +56,8 @@ def test_ranks_and_multiplicities_must_fit():
     for multiplicity in ({8: 2}, {3: 0}, {3: -1}):
         ((rank, count),) = multiplicity.items()
         assert refusal(together(Drawing(3), multiplicity=multiplicity)) == (
-            f"drawn: multiplicity {count} of rank {rank} fits no rank of the graph")  # fmt: skip
+            f"drawn: multiplicity {count} of rank {rank} fits no rank of the graph; "
+            "name a rank that is in it, and 1 or more")  # fmt: skip
     assert len(compile_graph(together(Drawing(3), multiplicity={3: 1}))) == 1
 
 

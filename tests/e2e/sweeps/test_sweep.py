@@ -405,7 +405,8 @@ def test_a_second_sweep_in_the_same_folder_is_told_so(tiny, tmp_path):
     with lock_folder(tmp_path / "out", "results of a sweep"):
         refused = CliRunner().invoke(app, arguments)
     assert refused.exit_code == 2
-    assert refused.stderr == f"error: {tmp_path / 'out'}: another process is writing results of a sweep here\n"
+    assert refused.stderr.startswith(f"error: {tmp_path / 'out'}: another process is writing results of a sweep here (")
+    assert refused.stderr.endswith("; wait until it has ended\n")
     assert CliRunner().invoke(app, arguments).exit_code == 0
     assert len((tmp_path / "out" / "results.jsonl").read_text().splitlines()) == 1
 

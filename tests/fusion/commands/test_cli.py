@@ -403,7 +403,7 @@ def test_what_tvm_cannot_compile_is_one_line(folder, tmp_path, monkeypatch):
     result = CliRunner().invoke(app, [str(word) for word in words])
     assert result.exit_code == 2
     line = result.stderr.strip().splitlines()[-1]
-    reason = "TVM cannot compile it: InternalError: CodeGenVM cannot handle relax.nonzero"
+    reason = "TVM cannot compile it: InternalError: CodeGenVM cannot handle relax.nonzero; report it with the model"
     assert line == f"error: {folder / 'model.onnx'}: {reason}"
     assert not (tmp_path / "build").exists()
 
