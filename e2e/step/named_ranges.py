@@ -7,7 +7,7 @@ which autograd's sequence numbers tell. A name may be entered often, and inside 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -56,6 +56,16 @@ class NamedRanges:
             found.append(self.entered[entry])
             entry = self.entered[entry].parent
         return tuple(reversed(found))
+
+
+def of_forward_calls(calls: Iterable[tuple[int, int | None, bool]], of_call: Mapping[int, int]) -> dict[int, int]:
+    """Backward call -> the entry in which its forward call was made: the last one with its number, which made the node
+    of autograd. ``calls``: number, autograd's sequence number and whether it is backward, in the order of the calls.
+    """
+    numbered = [(call, sequence, backward) for call, sequence, backward in calls if sequence is not None]
+    made = {sequence: of_call.get(call) for call, sequence, backward in numbered if not backward}
+    found = {call: made.get(sequence) for call, sequence, backward in numbered if backward}
+    return {call: entry for call, entry in found.items() if entry is not None}
 
 
 class NestedCall(Protocol):

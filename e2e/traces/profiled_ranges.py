@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from e2e.step.named_ranges import NamedRange, NamedRanges, is_named_by_script
+from e2e.step.named_ranges import NamedRange, NamedRanges, is_named_by_script, of_forward_calls
 from e2e.traces.formats.profile import HostSpan, KinetoTrace
 
 
@@ -28,19 +28,10 @@ def profiled_ranges(kineto: KinetoTrace, calls: Mapping[int, HostSpan], backward
         own = _innermost(inside, [spans[entry] for entry in entries.get(thread, {})])
         rest = [] if thread == kineto.main_thread else [each for each in inside if each[0] not in own]
         of_call |= own | _innermost(rest, [spans[entry] for entry in main])
-    made: dict[int, int | None] = {}
-    for call, span in sorted(calls.items(), key=lambda item: item[1].start):
-        if span.sequence is not None and call not in backward:
-            made[span.sequence] = of_call.get(call)
-    of_forward = {
-        call: made[span.sequence]
-        for call, span in calls.items()
-        if call in backward and span.sequence is not None and span.sequence in made
-    }
+    ordered = sorted(calls.items(), key=lambda item: item[1].start)
+    of_forward = of_forward_calls(((call, span.sequence, call in backward) for call, span in ordered), of_call)
     ranges = {entry: each for nested in entries.values() for entry, each in nested.items()}
-    return NamedRanges(
-        dict(sorted(ranges.items())), of_call, {call: entry for call, entry in of_forward.items() if entry is not None}
-    )
+    return NamedRanges(dict(sorted(ranges.items())), of_call, of_forward)
 
 
 def _nested(spans: Iterable[HostSpan]) -> dict[int, NamedRange]:

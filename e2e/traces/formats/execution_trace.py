@@ -15,7 +15,7 @@ from typing import Any
 
 from costmodel.base.errors import InputError
 from costmodel.base.plain_json import MALFORMED, decoded
-from e2e.step.named_ranges import NamedRange, NamedRanges, is_named_by_script
+from e2e.step.named_ranges import NamedRange, NamedRanges, is_named_by_script, of_forward_calls
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, Phase, Value, tensors
 from e2e.traces.formats.json_stream import read_members
 from e2e.traces.formats.trace_values import ValueReader
@@ -179,20 +179,11 @@ def _named_ranges(nodes: Iterable[TraceNode], calls: Mapping[int, OperatorCall])
             innermost[node.id] = around
     if not entered:
         return NamedRanges()
-    forward = {
-        call.sequence: innermost.get(call.id)
-        for call in calls.values()
-        if call.sequence is not None and call.phase != "backward"
-    }
-    backward = {
-        call.id: forward.get(call.sequence)
-        for call in calls.values()
-        if call.sequence is not None and call.phase == "backward"
-    }
+    numbered = ((call.id, call.sequence, call.phase == "backward") for call in calls.values())
     return NamedRanges(
         entered,
         {call: entry for call, entry in innermost.items() if call in calls},
-        {call: entry for call, entry in backward.items() if entry is not None},
+        of_forward_calls(numbered, innermost),
     )
 
 

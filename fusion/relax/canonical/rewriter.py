@@ -57,14 +57,21 @@ class Definitions:
 
     def is_constant(self, expr: relax.Expr) -> bool:
         """Whether ``expr`` is computed from constants alone."""
-        value = self.value(expr)
-        if isinstance(value, relax.Call):
-            return all(self.is_constant(each) for each in value.args)
-        if isinstance(value, relax.Tuple):
-            return all(self.is_constant(each) for each in value.fields)
-        if isinstance(value, relax.TupleGetItem):
-            return self.is_constant(value.tuple_value)
-        return not isinstance(value, relax.Var)
+        left, seen = [expr], set()
+        while left:  # not by recursion: a whole network may stand behind ``expr``
+            value = self.value(left.pop())
+            if isinstance(value, relax.Var):
+                return False
+            if value in seen:
+                continue
+            seen.add(value)
+            if isinstance(value, relax.Call):
+                left += value.args
+            elif isinstance(value, relax.Tuple):
+                left += value.fields
+            elif isinstance(value, relax.TupleGetItem):
+                left.append(value.tuple_value)
+        return True
 
     def scalar(self, expr: relax.Expr) -> float | None:
         """The number behind ``expr`` if it is a constant with one element, or an immediate."""
