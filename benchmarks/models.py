@@ -4,7 +4,7 @@
     python benchmarks/models.py resnet50 timm:densenet121 detector.onnx@x=1,3,320,320 --minutes 3
 
 A network is a name of `fusion.modelzoo`, ``timm:NAME`` (needs ``pip install --no-deps timm``) or ``published:NAME`` of
-`published_networks.py`, both with random weights and batch norms with the statistics of random pictures, or an ONNX
+`published_networks.py`, both with random weights and batch norms with the statistics of made-up pictures, or an ONNX
 file, with ``@INPUT=SHAPE`` where its shapes are open. A second run goes on from the tuning records of the first;
 ``--minutes 0`` only measures what is built. The last table has a row for each network that has been compared in the
 folder, and the geometric means.
@@ -21,24 +21,29 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from costmodel.base.errors import ProjectError
 from fusion.acceptance.tune_job import InputProfile, TuneRequest
 from fusion.commands.console_report import ERROR_TITLES, error_cells
 from fusion.commands.tune import tune_model
 from fusion.comparing.compare import Comparison, compare_command
+from fusion.comparing.probes import image_like
 from fusion.modelzoo import export
 from fusion.search.progress import TuningDisplay
 
 AGAINST = "onnxruntime,openvino,openvino-bf16,opencv,torch,torch-bf16,torch-eager,tvm-unfused"
 OTHERS_IN_FP32 = ("onnxruntime", "openvino", "opencv", "torch", "torch-eager")
 UNFUSED = "tvm-unfused"
+# Pictures that a network with random weights takes the statistics of batch norms from; the first seed of all pictures.
+STATISTICS_PICTURES, FIRST_SEED = 24, 1000
 
 
 def export_with_statistics(name: str, path: Path, *, from_timm: bool) -> None:
     """Writes the network ``name`` of timm or of `published_networks.py` as ONNX, for one picture of its own size.
 
-    Batch norms take the mean and variance of random pictures, so that activations have the size that they have in a
-    trained network: neither denormal nor infinite.
+    Batch norms take the mean and variance of :func:`picture`'s, so that activations have the size that they have in a
+    trained network: neither denormal nor infinite, nor far from what they are where errors are told.
     """
     import torch
     from published_networks import NETWORKS
@@ -61,12 +66,24 @@ def export_with_statistics(name: str, path: Path, *, from_timm: bool) -> None:
         norm.momentum = None  # the mean over all batches instead of a decaying one
     with torch.no_grad():
         network.train()
-        for _ in range(2):
-            network(torch.randn(4, 3, side, side))
+        for first in range(0, STATISTICS_PICTURES, 6):
+            batch = np.concatenate([picture((1, 3, side, side), index) for index in range(first, first + 6)])
+            network(torch.from_numpy(batch.astype(np.float32)))
         network.eval()
         torch.onnx.export(
             network, (torch.randn(1, 3, side, side),), str(path), dynamo=False, opset_version=17, input_names=["x"]
         )
+
+
+def picture(shape: tuple[int, ...], index: int) -> np.ndarray:
+    """A made-up input of ``shape``, float64, another for each ``index``, none of which errors are told on: in turns a
+    picture from 0 to 1, one with mean 0 and deviation 1, and random numbers. They span what errors are told on.
+    """
+    seed = FIRST_SEED + index
+    if index % 3 == 2:
+        return np.random.default_rng(seed).standard_normal(shape)
+    made = image_like(shape, seed)
+    return made if index % 3 else (made - made.mean()) / made.std()
 
 
 def network_file(network: str, directory: Path) -> tuple[str, Path, dict[str, tuple[int, ...]]]:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from models import geomean, network_file
+from models import geomean, network_file, picture
 
 import fusion
 from costmodel.base.errors import InputError, ProjectError
@@ -34,7 +34,6 @@ from fusion.commands.console_report import ERROR_TITLES, error_cells
 from fusion.commands.quantize import quantize_model
 from fusion.comparing.compare import compare_command
 from fusion.comparing.engines.engine_table import UNFUSED_ENGINE, peers_of
-from fusion.comparing.probes import image_like
 from fusion.model.calibration_data import DeclaredInput
 from fusion.model.named_arrays import write_npz
 from fusion.model.precision import BFLOAT16, FLOAT32, INT8
@@ -53,8 +52,8 @@ NETWORKS = (
 PRECISIONS = (FLOAT32, BFLOAT16, INT8)
 # Engines in FP32 beside ours: the fast ones, so that a table says what a precision gains.
 IN_FLOAT32 = ("openvino", "onnxruntime")
-# Inputs that a network with random weights is calibrated with, none of which errors are told on.
-PICTURES, FIRST_SEED = 45, 1000
+# Inputs that a network with random weights is calibrated with.
+PICTURES = 45
 
 
 @dataclass(frozen=True)
@@ -79,25 +78,15 @@ def ours(precision: str) -> str:
 
 
 def calibration_file(model: Path, inputs: Sequence[DeclaredInput], shapes: Mapping[str, Sequence[int]]) -> Path:
-    """Made-up samples for every input, beside ``model``: pictures from 0 to 1, such with mean 0 and deviation 1, and
-    random numbers, in turns. They span what errors are told on.
-    """
+    """Made-up samples (:func:`models.picture`) for every input, beside ``model``."""
     path = model.with_name(f"{model.stem}-pictures.npz")
     arrays = {}
     for declared in inputs:
         extents = shapes.get(declared.name, [size or 1 for size in declared.shape])
-        samples = [_sample((1, *extents[1:]), index) for index in range(PICTURES * extents[0])]
+        samples = [picture((1, *extents[1:]), index) for index in range(PICTURES * extents[0])]
         arrays[declared.name] = np.concatenate(samples).astype(declared.dtype)
     write_npz(path, arrays)
     return path
-
-
-def _sample(shape: tuple[int, ...], index: int) -> np.ndarray:
-    seed = FIRST_SEED + index
-    if index % 3 == 2:
-        return np.random.default_rng(seed).standard_normal(shape)
-    picture = image_like(shape, seed)
-    return picture if index % 3 else (picture - picture.mean()) / picture.std()
 
 
 def quantised(setting: Setting, per_channel: bool) -> Path:
