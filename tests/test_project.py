@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
 import re
+import shutil
+import subprocess
 import tomllib
 from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from source_imports import PACKAGES, frameworks
+
+from costmodel.base.version import project_version
 
 ROOT = Path(__file__).resolve().parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -62,6 +69,59 @@ def test_coverage_is_of_all_packages_and_of_the_processes_that_tests_start():
     run = PYPROJECT["tool"]["coverage"]["run"]
     assert tuple(run["source_pkgs"]) == PACKAGES and run["patch"] == ["subprocess"] and run["parallel"]
     assert f"PACKAGES := {' '.join(PACKAGES)}\n" in (ROOT / "Makefile").read_text(encoding="utf-8")
+
+
+# --- versions -------------------------------------------------------------------------------------
+
+VERSION = PROJECT["version"]
+CLASSIFIED = re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["classifiers"]))
+
+
+def test_every_file_names_the_same_version():
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))["version"] == VERSION
+    released = re.findall(r"^## \[(.*?)\](.*)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert [name for name, _ in released[:2]] == ["Unreleased", VERSION]
+    assert re.fullmatch(r" - \d{4}-\d\d-\d\d", released[1][1])
+    assert f"version {VERSION[:3]}" in (ROOT / "docs" / "limits.md").read_text(encoding="utf-8")
+
+
+def test_a_checkout_tells_its_own_version_and_others_what_is_installed(tmp_path: Path):
+    assert project_version() == VERSION
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "somebody-else"\nversion = "7.7.7"\n')
+    assert project_version(tmp_path) == project_version(tmp_path / "missing") != "7.7.7"
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "fusion-costmodel"\nversion = "7.7.7"\n')
+    assert project_version(tmp_path) == "7.7.7"
+
+
+def test_tools_take_the_oldest_python_for_the_least_one():
+    assert SpecifierSet(PROJECT["requires-python"]) == SpecifierSet(f">={CLASSIFIED[0]}")
+    assert PYPROJECT["tool"]["mypy"]["python_version"] == CLASSIFIED[0]
+    assert PYPROJECT["tool"]["ruff"]["target-version"] == f"py{CLASSIFIED[0].replace('.', '')}"
+
+
+def test_continuous_integration_runs_the_chores_with_every_python_of_the_classifiers():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))
+    assert set(workflow[True]) == {"push", "pull_request"}  # YAML 1.1 reads "on" as true
+    assert workflow["concurrency"]["cancel-in-progress"] is True
+    (job,) = workflow["jobs"].values()
+    assert job["strategy"]["matrix"] == {"python": CLASSIFIED} and job["timeout-minutes"] > 0
+    assert job["env"]["PYTHON"] == "python${{ matrix.python }}"
+    (python,) = (step["with"] for step in job["steps"] if "setup-python" in step.get("uses", ""))
+    assert python["python-version"] == "${{ matrix.python }}" and python["cache"] == "pip"
+    assert (ROOT / python["cache-dependency-path"]).is_file()
+    commands = [step["run"] for step in job["steps"] if "run" in step]
+    assert commands == [".ci/run", ".ci/wheel"] and all(os.access(ROOT / each, os.X_OK) for each in commands)
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_make_takes_the_python_of_the_environment(tmp_path: Path):
+    words = ["make", "--always-make", "--dry-run", "--silent", "setup", f"VENV={tmp_path / 'none'}"]
+    environment = {**os.environ, "PYTHON": "the-python-of-the-matrix"}
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    assert "the-python-of-the-matrix -m venv" in done.stdout
+
+
+# --- marks of tests -------------------------------------------------------------------------------
 
 
 def test_a_test_file_is_marked_by_what_it_and_its_helpers_import(tmp_path: Path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from promised_names import KEPT, offered
 from test_imports import ORDER
 from written_pages import (
     MODULE,
@@ -78,6 +79,16 @@ def test_the_drawing_has_the_folders_in_their_order():
         package, folders = (package, ()) if package else (list(drawn)[-1], (*drawn[list(drawn)[-1]], folder))
         drawn[package] = folders
     assert drawn == ORDER
+
+
+def test_released_options_names_and_fields_are_still_there():
+    pytest.importorskip("onnx")
+    there = set(offered())
+    assert {
+        "e2e predict --model", "fusion records train --leave-out", "e2e.predict(batch_size)", "fusion.TunedModel.run",
+        "e2e.Prediction.ranks.compute_seconds", "costmodel.Machine.memory.bandwidth",
+    } <= there  # fmt: skip
+    assert sorted(set(KEPT.read_text(encoding="utf-8").splitlines()) - there) == []
 
 
 def test_mistakes_are_found():

@@ -78,8 +78,8 @@ def check_writable(path: Path, option: str, makes_folder: bool = False) -> None:
             raise OutputError(f"{told}: there is no folder {folder}; make it, or name another file")
         with tempfile.TemporaryFile(dir=folder):
             pass
-    except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
-        reason = error.strerror if isinstance(error, OSError) else error
+    except (OSError, ValueError) as error:  # ValueError: a name with a zero byte, told in other words by each Python
+        reason = error.strerror if isinstance(error, OSError) else "a zero byte in the name"
         raise OutputError(f"{told}: cannot be written ({reason}); name another file") from None
 
 

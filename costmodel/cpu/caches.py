@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,8 +33,6 @@ def find_caches(sysfs: Path = SYSFS) -> tuple[Cache, ...]:
     caches = _from_sysfs(sysfs)
     if sysfs != SYSFS:
         return tuple(sorted(caches, key=lambda cache: cache.level))
-    if not caches and platform.system() == "Darwin":
-        caches = _from_sysctl()
     if not caches:
         caches = _from_getconf()
     return tuple(sorted(caches, key=lambda cache: cache.level))
@@ -72,7 +69,7 @@ def parse_cpu_list(text: str) -> frozenset[int]:
 
 
 def _from_sysfs(sysfs: Path) -> list[Cache]:
-    cpu = min(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") and sysfs == SYSFS else 0
+    cpu = min(os.sched_getaffinity(0)) if sysfs == SYSFS else 0
     root = sysfs / f"cpu{cpu}"
     caches = []
     for index in sorted((root / "cache").glob("index*")):
@@ -96,15 +93,6 @@ def _siblings(root: Path, cpu: int) -> frozenset[int]:
         return parse_cpu_list((root / "topology" / "thread_siblings_list").read_text())
     except (OSError, ValueError):
         return frozenset({cpu})
-
-
-def _from_sysctl() -> list[Cache]:
-    caches = []
-    for level, key, shared in ((1, "hw.l1dcachesize", False), (2, "hw.l2cachesize", True), (3, "hw.l3cachesize", True)):
-        size = _command_number(["sysctl", "-n", key])
-        if size:
-            caches.append(Cache(level, size, shared, f"capacity from sysctl {key}"))
-    return caches
 
 
 def _from_getconf() -> list[Cache]:

@@ -86,6 +86,7 @@ def measure_collectives(device: Any, output: Path, budget: TimeBudget, resume: b
     try:
         groups = _make_groups(world)
         table = _open_table(world, output, resume)
+        budget.restart()
         try:
             measured = _measure_all(world, groups, table, budget, report)
         finally:

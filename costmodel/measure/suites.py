@@ -27,4 +27,6 @@ def measure(suite: str, device: str, output: Path, minutes: float, resume: bool,
         known = f"{', '.join(SUITES)} (whole models: `python -m e2e measure`)"
         raise InputError(f"--suite {suite}: not known; choose one of {known}")
     budget = TimeBudget(minutes)
-    return SUITES[suite](open_device(device), output, budget, resume, report)
+    opened = open_device(device)  # loads PyTorch
+    budget.restart()
+    return SUITES[suite](opened, output, budget, resume, report)

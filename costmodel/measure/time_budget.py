@@ -22,6 +22,10 @@ class TimeBudget:
         self._start = clock()
         self.seconds = 60 * minutes
 
+    def restart(self) -> None:
+        """All of it from now on: loading libraries and waiting for other ranks is no measuring."""
+        self._start = self._clock()
+
     @property
     def elapsed(self) -> float:
         """Seconds since the start."""

@@ -139,7 +139,7 @@ def test_what_can_be_written_is_known_before(tmp_path):
         ("", "is a directory; name a file"),
         ("file/x", "cannot be written (Not a directory); name another file"),
         ("x" * 300, "cannot be written (File name too long); name another file"),
-        ("a\0b", "cannot be written (embedded null byte); name another file"),
+        ("a\0b", "cannot be written (a zero byte in the name); name another file"),
     ],
 )
 def test_what_cannot_be_written_is_told_before(tmp_path, name, told, makes_folder):

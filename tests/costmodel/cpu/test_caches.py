@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from costmodel.cpu import caches
 from costmodel.cpu.caches import find_caches, parse_cpu_list, parse_size
 
 
@@ -19,8 +20,8 @@ def test_caches_of_a_two_core_cpu_with_two_threads_a_core(tmp_path):
     write_cache(tmp_path, 3, 3, "Unified", "36864K", "0-3")
     (tmp_path / "cpu0" / "topology").mkdir()
     (tmp_path / "cpu0" / "topology" / "thread_siblings_list").write_text("0,2\n")
-    caches = find_caches(tmp_path)
-    assert [(cache.name, cache.capacity_bytes, cache.shared) for cache in caches] == [
+    found = find_caches(tmp_path)
+    assert [(cache.name, cache.capacity_bytes, cache.shared) for cache in found] == [
         ("L1", 48 * 1024, False),
         ("L2", 2 * 1024**2, False),
         ("L3", 36 * 1024**2, True),
@@ -37,6 +38,20 @@ def test_an_unreadable_entry_is_left_out(tmp_path):
     write_cache(tmp_path, 0, 1, "Data", "48K", "0")
     write_cache(tmp_path, 1, 2, "Unified", "?", "0")
     assert [cache.name for cache in find_caches(tmp_path)] == ["L1"]
+
+
+def test_where_the_system_has_no_files_getconf_is_asked(tmp_path, monkeypatch):
+    program = tmp_path / "bin" / "getconf"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\ncase $1 in *1_D*) echo 32768;; *2_*) echo 1048576;; *) echo undefined;; esac\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent))
+    monkeypatch.setattr(caches, "SYSFS", tmp_path)
+    assert [(each.name, each.capacity_bytes, each.shared) for each in find_caches(tmp_path)] == [
+        ("L1", 32768, False), ("L2", 1048576, False),
+    ]  # fmt: skip
+    program.unlink()
+    assert find_caches(tmp_path) == ()
 
 
 @pytest.mark.parametrize(("text", "size"), [("48K", 49152), ("2M\n", 2**21), ("512", 512)])

@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch", reason="measuring needs torch")
 from costmodel.base.errors import InputError, OutputError  # noqa: E402
 from costmodel.commands.cli import main  # noqa: E402
 from costmodel.datasets.own_tables import read_measured  # noqa: E402
+from costmodel.measure import suites  # noqa: E402
 from costmodel.measure.calls.operator_calls import make_call  # noqa: E402
 from costmodel.measure.cases import DRAWS, MeasuredCase, kernel_cases  # noqa: E402
 from costmodel.measure.device_timing import TimingEffort, time_call  # noqa: E402
@@ -135,6 +136,14 @@ def test_the_budget_ends_a_suite_before_its_cases(tmp_path):
     with Table(tmp_path, "t", COLUMNS, ORIGIN, False) as table:
         cases = (MeasuredCase("elementwise", Elementwise("relu", 8 + place)) for place in itertools.count())
         assert 0 < measure_cases(cases, set(), CPU, TimeBudget(1, lambda: next(clock)), table, quiet) <= 6
+
+
+def test_loading_pytorch_takes_nothing_of_the_budget(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(suites, "TimeBudget", lambda minutes: TimeBudget(minutes, lambda: now[0]))
+    monkeypatch.setattr(suites, "open_device", lambda name: now.__setitem__(0, 50.0))
+    monkeypatch.setitem(suites.SUITES, "kernels", lambda device, output, budget, resume, report: budget.elapsed)
+    assert suites.measure("kernels", "cpu", tmp_path, 1, False, quiet) == 0.0
 
 
 def test_progress_says_what_is_left():

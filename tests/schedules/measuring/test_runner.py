@@ -67,7 +67,7 @@ def test_a_good_candidate_is_timed(runner: Runner):
     outcome = runner.measure(OPERATOR, fault("none", split=4))
     assert outcome.ok and outcome.error is None
     assert 1e-7 < outcome.seconds <= outcome.median_seconds < 1e-2
-    assert outcome.samples > 4  # about 20 bursts of a millisecond; fewer on a busy machine
+    assert outcome.samples >= 1  # about 20 bursts of a millisecond; few on a busy machine
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir() or (os.cpu_count() or 1) < 2, reason="needs /proc, two cores")
@@ -145,8 +145,9 @@ def test_a_hanging_worker_is_killed_and_reaped(runner: Runner):
 
 def test_a_worker_killed_between_two_candidates_costs_neither(runner: Runner):
     runner.measure(OPERATOR, fault("none"))
-    os.kill(worker_pid(runner), signal.SIGKILL)
-    time.sleep(0.1)
+    pid = worker_pid(runner)
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has asked how
     assert runner.measure(OPERATOR, fault("none")).ok
 
 
