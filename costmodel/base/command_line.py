@@ -20,7 +20,7 @@ from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
 from costmodel.base.errors import InputError, ProjectError
-from costmodel.base.termination import Terminated, terminable
+from costmodel.base.termination import Terminated, ending_behind, terminable
 from costmodel.base.version import version_line
 
 P = ParamSpec("P")
@@ -98,12 +98,13 @@ def guarded(stopped: str = "stopped") -> Callable[[Callable[P, None]], Callable[
                 fail(f"{error.filename or 'output'}: {error.strerror or error}")
             except MemoryError:
                 fail("out of memory; give the process more of it, or ask for something smaller")
-            except KeyboardInterrupt:
-                typer.echo(stopped, err=True)
-                raise typer.Exit(130) from None
-            except Terminated as ended:
-                typer.echo(f"{stopped} ({ended})", err=True)
-                raise typer.Exit(ended.status) from None
+            except BaseException as error:
+                end = ending_behind(error)
+                if end is None:
+                    raise
+                named = isinstance(end, Terminated)
+                typer.echo(f"{stopped} ({end})" if named else stopped, err=True)
+                raise typer.Exit(end.status if named else 130) from None
 
         return run
 

@@ -10,7 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
+import typer
 
+from costmodel.base.command_line import guarded
 from costmodel.base.termination import Terminated, interruptible_start, terminable
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -156,3 +158,38 @@ def test_ctrl_c_passes_a_child_that_was_started_with_it_held():
     os.killpg(process.pid, signal.SIGINT)
     said, errors = process.communicate()
     assert (said, errors) == ("parent None\n", "")
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "line"),
+    [(KeyboardInterrupt(), 130, "stopped\n"), (Terminated("SIGTERM"), 143, "stopped (SIGTERM)\n")],
+)
+def test_an_end_that_an_extension_module_made_an_error_of_is_one(end: BaseException, status: int, line: str, capsys):
+    @guarded()
+    def command() -> None:
+        try:
+            raise SystemError("a module returned a result with an exception set") from end
+        except SystemError as error:
+            raise ImportError("no such module") from error
+
+    with pytest.raises(typer.Exit) as exit_:
+        command()
+    assert exit_.value.exit_code == status and capsys.readouterr().err == line
+
+
+def test_an_error_that_no_end_was_behind_stays_one(capsys):
+    @guarded()
+    def command() -> None:
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            raise RuntimeError("of its own") from None
+
+    with pytest.raises(RuntimeError, match="of its own"):
+        command()
+
+
+def test_an_interrupted_import_of_an_extension_module_is_told_at_the_start(capsys):
+    with pytest.raises(SystemExit) as exit_, interruptible_start():
+        raise SystemError("a module returned a result with an exception set") from KeyboardInterrupt()
+    assert exit_.value.code == 130 and capsys.readouterr().err == "stopped\n"
