@@ -67,7 +67,10 @@ def ending_behind(error: BaseException) -> KeyboardInterrupt | Terminated | None
 
 @contextmanager
 def interruptible_start() -> Iterator[None]:
-    """Ctrl-C while a program is being loaded ends it in one line, with status 130, as its commands do later."""
+    """Ctrl-C while a program is being loaded ends it in one line, with status 130, as its commands do later. After the
+    block it ends the process without a word: what is left is the interpreter's own end, where it would be told as an
+    error of whatever it meets.
+    """
     try:
         yield
     except BaseException as error:
@@ -75,6 +78,10 @@ def interruptible_start() -> Iterator[None]:
             raise
         print("stopped", file=sys.stderr)
         raise SystemExit(130) from None
+    finally:
+        heard = threading.current_thread() is threading.main_thread()
+        if heard and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def end_with_parent(parent: int | None = None) -> None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -95,10 +96,41 @@ def test_nothing_takes_it_for_an_error():
     assert not issubclass(Terminated, Exception) and Terminated("SIGTERM").status == 143
 
 
+@pytest.fixture
+def heard() -> Iterator[None]:
+    """Ctrl-C is after the test what it was before."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heard")
 def test_ctrl_c_while_a_program_is_loaded_is_one_line(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as ended, interruptible_start():
         raise KeyboardInterrupt
     assert ended.value.code == 130 and capsys.readouterr().err == "stopped\n"
+
+
+ENDS = """
+import atexit, time
+from costmodel.base.termination import interruptible_start
+
+def end():
+    print("ending", flush=True)
+    time.sleep(60)
+
+atexit.register(end)
+with interruptible_start():
+    pass
+"""
+
+
+def test_ctrl_c_while_the_interpreter_ends_is_told_as_no_error():
+    process = started(ENDS)
+    assert process.stdout is not None and process.stdout.readline() == "ending\n"
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate()
+    assert (process.returncode, errors) == (-signal.SIGINT, "")
 
 
 PARENT = """
@@ -189,6 +221,7 @@ def test_an_error_that_no_end_was_behind_stays_one(capsys):
         command()
 
 
+@pytest.mark.usefixtures("heard")
 def test_an_interrupted_import_of_an_extension_module_is_told_at_the_start(capsys):
     with pytest.raises(SystemExit) as exit_, interruptible_start():
         raise SystemError("a module returned a result with an exception set") from KeyboardInterrupt()
