@@ -20,7 +20,7 @@ from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
 from costmodel.base.errors import InputError, ProjectError
-from costmodel.base.termination import Terminated, ending_behind, terminable
+from costmodel.base.termination import Terminated, pass_ending, terminable
 from costmodel.base.version import version_line
 
 P = ParamSpec("P")
@@ -85,8 +85,12 @@ def guarded(stopped: str = "stopped") -> Callable[[Callable[P, None]], Callable[
             try:
                 _require_finite(kwargs)
                 with terminable():
-                    command(*args, **kwargs)
-                    sys.stdout.flush()
+                    try:
+                        command(*args, **kwargs)
+                        sys.stdout.flush()
+                    except Exception as error:
+                        pass_ending(error)
+                        raise
             except ProjectError as error:
                 fail(str(error))
             except BrokenPipeError:
@@ -98,13 +102,12 @@ def guarded(stopped: str = "stopped") -> Callable[[Callable[P, None]], Callable[
                 fail(f"{error.filename or 'output'}: {error.strerror or error}")
             except MemoryError:
                 fail("out of memory; give the process more of it, or ask for something smaller")
-            except BaseException as error:
-                end = ending_behind(error)
-                if end is None:
-                    raise
-                named = isinstance(end, Terminated)
-                typer.echo(f"{stopped} ({end})" if named else stopped, err=True)
-                raise typer.Exit(end.status if named else 130) from None
+            except KeyboardInterrupt:
+                typer.echo(stopped, err=True)
+                raise typer.Exit(130) from None
+            except Terminated as ended:
+                typer.echo(f"{stopped} ({ended})", err=True)
+                raise typer.Exit(ended.status) from None
 
         return run
 

@@ -65,6 +65,15 @@ def ending_behind(error: BaseException) -> KeyboardInterrupt | Terminated | None
     return None
 
 
+def pass_ending(error: BaseException) -> None:
+    """Raises the end that was asked for where ``error`` was made of one: for those that take any error for a result, or
+    for the fault of an input.
+    """
+    end = ending_behind(error)
+    if end is not None:
+        raise end from None
+
+
 @contextmanager
 def interruptible_start() -> Iterator[None]:
     """Ctrl-C while a program is being loaded ends it in one line, with status 130, as its commands do later. After the

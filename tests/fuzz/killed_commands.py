@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 MACHINE = "xeon-amx-2c"  # kernels are ranked by it; measured they are on the CPU at hand
-SIZES = 3  # of layers in the tuned model, which decide how many kernels there are
+SIZES = 1  # of layers in the tuned model, which decide how many kernels there are, and how long a life is
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ RECORDS = ("database_tuning_record.json", "failures.jsonl")
 
 
 def _write_model(place: Path) -> None:
-    """Layers of three sizes: 1x1, depthwise 3x3 and 1x1 with a residual, which are sites too."""
+    """Layers of ``SIZES`` sizes: 1x1, depthwise 3x3 and 1x1, which are sites too."""
     import onnx
     from onnx import TensorProto, helper, numpy_helper
 

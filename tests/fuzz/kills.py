@@ -224,8 +224,9 @@ def kill(
         elif not before:
             lasts = min(lasts, life.seconds)  # the first one of all read its libraries from a disk
         if not life.signalled or life.status == 0 or command.over(place.folder):
-            if life.status == 0 and expected is not None and command.result(place.folder) != expected:
-                report.findings.append(f"{where}: another result than that of a run that nobody ended")
+            if life.status == 0 and expected is not None and (result := command.result(place.folder)) != expected:
+                told = _difference(repr(expected), repr(result))
+                report.findings.append(f"{where}: another result than that of a run that nobody ended: {told}")
             shutil.rmtree(place.folder, ignore_errors=True)
             place = Place(command, folder / str(count), programs)
         for each in report.findings[found:]:
@@ -234,6 +235,13 @@ def kill(
         if moment is None:
             break
     return report
+
+
+def _difference(expected: str, found: str) -> str:
+    """Where two texts part."""
+    place = next((each for each, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b), len(expected))
+    around = slice(max(place - 150, 0), place + 150)
+    return f"...{found[around]}... instead of ...{expected[around]}..."
 
 
 def _check_work(report: KillReport, place: Place, life: Life, before: dict[str, object], where: str) -> None:
