@@ -84,6 +84,7 @@ def guarded(stopped: str = "stopped") -> Callable[[Callable[P, None]], Callable[
         def run(*args: P.args, **kwargs: P.kwargs) -> None:
             try:
                 _require_finite(kwargs)
+                _require_names(kwargs, sys.argv[1:])
                 with terminable():
                     try:
                         command(*args, **kwargs)
@@ -119,6 +120,18 @@ def _require_finite(values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise InputError(f"--{name.replace('_', '-')} {value}: give a finite number")
+
+
+def _require_names(values: Mapping[str, Any], words: Sequence[str]) -> None:
+    """``InputError`` for a path that is an empty text in ``words``, such as a variable of a shell that is not set: it
+    would be taken for this folder, and written to.
+    """
+    given = [*words, *(word.partition("=")[2] for word in words if word.startswith("-") and "=" in word)]
+    if "" not in given or any(word and Path(word) == Path() for word in given):
+        return
+    for name, value in values.items():
+        if Path() in (value if isinstance(value, list) else [value]):
+            raise InputError(f"{name.strip('_')}: an empty name was given; name a file or a folder (`.` is this one)")
 
 
 def repeated(arguments: Sequence[str], options: Collection[str]) -> list[str]:

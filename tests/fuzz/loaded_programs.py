@@ -22,7 +22,9 @@ ROOT = Path(__file__).resolve().parents[2]
 LOOK_SECONDS = 0.05
 _LONGEST_LOOK = 1.0
 _FORKED = ("jemalloc_bg_thd",)  # Arrow's allocator, which knows forks
-_THREADED = ("onnxruntime",)  # starts a thread as it is loaded, which forks would lack: they load it themselves
+# Forks load these themselves: one starts a thread as it is loaded, which forks would lack, one counts in the end what it
+# lacks.
+_LEFT_OUT = ("onnxruntime", "triton")
 _MAIN = ("__main__", "__mp_main__")
 
 
@@ -181,7 +183,7 @@ def _load(names: Sequence[str]) -> None:
 
         import_tvm_alone()
     for name in names:
-        if name.partition(".")[0] in _THREADED:
+        if name.partition(".")[0] in _LEFT_OUT:
             continue
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

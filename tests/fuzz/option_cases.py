@@ -141,7 +141,7 @@ def _built(place: Path) -> Iterator[OptionCase]:
         yield _case("run", build, *given, *written, "--threads", value)
         yield _case("benchmark", build, "--seconds", 0.1, "--streams", value)
         yield _case("benchmark", build, "--seconds", 0.1, "--threads", value)
-    yield from _each(("benchmark", build), "--seconds", (*NO_NUMBERS, 0, "1e9"))
+    yield from _each(("benchmark", build), "--seconds", (*NO_NUMBERS, 0))
     yield from _each(("compare", build), "--against", ("", "nope", *NO_ENGINES[2:]))
     compare = ("compare", build, "--against", "onnxruntime")
     yield from _each(compare, "--model", paths(place, "onnx")[:6])
