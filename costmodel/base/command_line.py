@@ -20,7 +20,7 @@ from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
 from costmodel.base.errors import InputError, ProjectError
-from costmodel.base.termination import Terminated, terminable
+from costmodel.base.termination import Terminated, pass_ending, terminable
 from costmodel.base.version import version_line
 
 P = ParamSpec("P")
@@ -84,9 +84,14 @@ def guarded(stopped: str = "stopped") -> Callable[[Callable[P, None]], Callable[
         def run(*args: P.args, **kwargs: P.kwargs) -> None:
             try:
                 _require_finite(kwargs)
+                _require_names(kwargs, sys.argv[1:])
                 with terminable():
-                    command(*args, **kwargs)
-                    sys.stdout.flush()
+                    try:
+                        command(*args, **kwargs)
+                        sys.stdout.flush()
+                    except Exception as error:
+                        pass_ending(error)
+                        raise
             except ProjectError as error:
                 fail(str(error))
             except BrokenPipeError:
@@ -115,6 +120,18 @@ def _require_finite(values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise InputError(f"--{name.replace('_', '-')} {value}: give a finite number")
+
+
+def _require_names(values: Mapping[str, Any], words: Sequence[str]) -> None:
+    """``InputError`` for a path that is an empty text in ``words``, such as a variable of a shell that is not set: it
+    would be taken for this folder, and written to.
+    """
+    given = [*words, *(word.partition("=")[2] for word in words if word.startswith("-") and "=" in word)]
+    if "" not in given or any(word and Path(word) == Path() for word in given):
+        return
+    for name, value in values.items():
+        if Path() in (value if isinstance(value, list) else [value]):
+            raise InputError(f"{name.strip('_')}: an empty name was given; name a file or a folder (`.` is this one)")
 
 
 def repeated(arguments: Sequence[str], options: Collection[str]) -> list[str]:

@@ -13,6 +13,7 @@ from types import FrameType
 
 # What asks a process to end, besides Ctrl-C: `kill`, schedulers and `timeout`; a terminal that was closed.
 ASKING = (signal.SIGTERM, signal.SIGHUP)
+_LONGEST_CHAIN = 20  # of causes, which may go round
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -52,14 +53,44 @@ def terminable() -> Iterator[None]:
                 signal.signal(each, signal.SIG_DFL)
 
 
+def ending_behind(error: BaseException) -> KeyboardInterrupt | Terminated | None:
+    """The end that was asked for, where ``error`` is one or was made of one: an extension module that is being loaded
+    when a signal comes fails with ``SystemError`` or ``ImportError``, whose cause it is.
+    """
+    seen: BaseException | None = error
+    for _ in range(_LONGEST_CHAIN):
+        if seen is None or isinstance(seen, KeyboardInterrupt | Terminated):
+            return seen
+        seen = seen.__cause__
+    return None
+
+
+def pass_ending(error: BaseException) -> None:
+    """Raises the end that was asked for where ``error`` was made of one: for those that take any error for a result, or
+    for the fault of an input.
+    """
+    end = ending_behind(error)
+    if end is not None:
+        raise end from None
+
+
 @contextmanager
 def interruptible_start() -> Iterator[None]:
-    """Ctrl-C while a program is being loaded ends it in one line, with status 130, as its commands do later."""
+    """Ctrl-C while a program is being loaded ends it in one line, with status 130, as its commands do later. After the
+    block it ends the process without a word: what is left is the interpreter's own end, where it would be told as an
+    error of whatever it meets.
+    """
     try:
         yield
-    except KeyboardInterrupt:
+    except BaseException as error:
+        if not isinstance(ending_behind(error), KeyboardInterrupt):
+            raise
         print("stopped", file=sys.stderr)
         raise SystemExit(130) from None
+    finally:
+        heard = threading.current_thread() is threading.main_thread()
+        if heard and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def end_with_parent(parent: int | None = None) -> None:

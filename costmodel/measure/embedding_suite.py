@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from costmodel.base.say import Say
+from costmodel.base.termination import pass_ending
 from costmodel.measure.cases import MeasuredCase, cases_left
 from costmodel.measure.device import largest_tensor_bytes, provenance
 from costmodel.measure.device_timing import TimingEffort, time_call
@@ -73,6 +74,7 @@ def _row(case: MeasuredCase[EmbeddingLookup], device: Any) -> dict[str, Any]:
     try:
         row = _measure(case.operator, device)
     except Exception as error:
+        pass_ending(error)
         return {"error": failure_line(f"{case.family} lookup", error, device)}
     release_memory(device)
     return row

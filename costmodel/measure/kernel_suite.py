@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from costmodel.base.say import Say
+from costmodel.base.termination import pass_ending
 from costmodel.measure.cases import DRAWS, MeasuredCase, cases_left, kernel_cases
 from costmodel.measure.device import largest_tensor_bytes, provenance
 from costmodel.measure.device_timing import TimingEffort, profile_call, time_call
@@ -59,6 +60,7 @@ def _row(case: MeasuredCase[AnyOperator], device: Any, profiled: bool) -> dict[s
     try:
         return _measure(case.operator, device, profiled)
     except Exception as error:
+        pass_ending(error)
         return {"error": failure_line(case.operator, error, device)}
 
 

@@ -5,7 +5,9 @@ Traces hold T1 to T5; the same step without the profiler tells how much of them 
 
 from __future__ import annotations
 
+import shutil
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 
 from costmodel.base.errors import OutputError
 from costmodel.base.say import Say
+from costmodel.base.whole_file import whole_file
 from costmodel.measure.device import provenance
 from costmodel.measure.device_timing import TimingEffort, synchronize, time_call
 from costmodel.measure.result_tables import Table
@@ -128,7 +131,12 @@ def traced_seconds(step: Callable[[], Any], device: Any, steps: int, path: Path,
     with profile(activities=activities, record_shapes=shapes) as profiler:
         seconds = step_seconds(_as_steps(step), device, steps)
     try:
-        profiler.export_chrome_trace(str(path))
+        # Its writer does not notice a full disk, and leaves half a file where it is stopped.
+        with tempfile.TemporaryDirectory() as folder:
+            written = Path(folder) / path.name
+            profiler.export_chrome_trace(str(written))
+            with written.open("rb") as source, whole_file(path) as stream:
+                shutil.copyfileobj(source, stream)
     except (OSError, RuntimeError) as error:
         raise OutputError(f"{path}: cannot be written ({error}); give another folder") from None
     return seconds

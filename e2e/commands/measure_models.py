@@ -13,6 +13,7 @@ from typing import Any
 
 from costmodel.base.errors import OutputError
 from costmodel.base.say import Say
+from costmodel.base.termination import pass_ending
 from costmodel.measure.device import open_device, provenance
 from costmodel.measure.failures import failure_line, release_memory
 from costmodel.measure.overhead_suite import step_seconds, traced_seconds
@@ -62,6 +63,7 @@ def _row(case: ModelCase, device: Any, output: Path) -> dict[str, Any]:
     except OutputError:
         raise
     except Exception as error:
+        pass_ending(error)
         return {"error": failure_line(case.name(), error, device)}
     finally:
         release_memory(device)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from costmodel.base.errors import InputError, ProjectError
+from costmodel.base.termination import pass_ending
 from e2e.parallelism.spec import ParallelSpec, text_of
 from e2e.sources import spread_model as parallel
 from e2e.sources.asked.request import ConfigurationOptions, MachineOptions, PredictRequest, WorkloadOptions
@@ -40,6 +41,7 @@ def evaluate(task: SweepTask) -> SweepRow:
     try:
         return _first_that_fits(task)
     except Exception as error:
+        pass_ending(error)
         found = error if isinstance(error, ProjectError) else f"{type(error).__name__}: {error}"
         return failure(task, str(found))
 

@@ -8,6 +8,7 @@ lock of Python while they compile), and is linked into every library that needs 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -21,6 +22,7 @@ import tvm_ffi
 from tvm import relax, tirx
 
 from costmodel.base.cores import usable_cores
+from costmodel.base.errors import OutputError
 from costmodel.base.termination import Terminated
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.kernel_compilation import pass_context, tir_pipeline
@@ -61,7 +63,9 @@ class KernelObjects:
         self._stopped = True
 
     def compile(self, functions: Mapping[str, tirx.PrimFunc]) -> dict[str, KernelObject]:
-        """The objects of ``functions``, by the same names; what TVM raises where it cannot compile one."""
+        """The objects of ``functions``, by the same names; what TVM raises where it cannot compile one, ``OutputError``
+        where there is no room for it.
+        """
         started = time.monotonic()
         with ThreadPoolExecutor(self._threads) as pool:
             asked = {name: self._asked(name, function, pool) for name, function in functions.items()}
@@ -95,8 +99,20 @@ class KernelObjects:
             compiled = tvm.tirx.build(module, target=self._target, pipeline=tir_pipeline())
         self._directory.mkdir(parents=True, exist_ok=True)
         path = self._directory / f"{symbol}.o"
-        compiled.write_to_file(str(path))
+        try:
+            path.write_bytes(_object_code(compiled))
+        except OSError as error:
+            raise OutputError(
+                f"{path}: a compiled kernel cannot be written: {error.strerror}; choose another place, or free some"
+            ) from error
         return KernelObject(function, symbol, path)
+
+
+def _object_code(compiled: Any) -> bytes:
+    """The object file of a module, written to memory: LLVM ends the whole process where a disk is full."""
+    with open(os.memfd_create("object"), "rb") as memory:
+        compiled.write_to_file(f"/proc/self/fd/{memory.fileno()}", "o")
+        return memory.read()
 
 
 def separately_compiled(objects: KernelObjects) -> tvm.transform.Pass:

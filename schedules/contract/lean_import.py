@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from costmodel.base.errors import OutputError
 from costmodel.base.termination import Terminated
 
 
@@ -32,13 +33,13 @@ def import_tvm_alone() -> None:
 
 
 def _let_through() -> None:
-    """Ctrl-C and SIGTERM in what TVM calls back (its passes that are written in Python) stay what they are on their way
-    through C++, which otherwise makes errors of a compilation of them.
+    """Ctrl-C, SIGTERM and a full disk in what TVM calls back (its passes that are written in Python) stay what they are
+    on their way through C++, which otherwise makes errors of a compilation of them.
     """
     from tvm_ffi import register_error
 
-    for ending in (KeyboardInterrupt, Terminated):
-        register_error(ending.__name__, ending)
+    for passing in (KeyboardInterrupt, Terminated, OutputError):
+        register_error(passing.__name__, passing)
 
 
 def lacks_compiler() -> bool:

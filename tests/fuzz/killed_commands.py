@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 MACHINE = "xeon-amx-2c"  # kernels are ranked by it; measured they are on the CPU at hand
-SIZES = 3  # of layers in the tuned model, which decide how many kernels there are
+SIZES = 1  # of layers in the tuned model, which decide how many kernels there are, and how long a life is
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ RECORDS = ("database_tuning_record.json", "failures.jsonl")
 
 
 def _write_model(place: Path) -> None:
-    """Layers of three sizes: 1x1, depthwise 3x3 and 1x1 with a residual, which are sites too."""
+    """Layers of ``SIZES`` sizes: 1x1, depthwise 3x3 and 1x1, which are sites too."""
     import onnx
     from onnx import TensorProto, helper, numpy_helper
 
@@ -184,6 +184,11 @@ def _sweep_words(place: Path) -> list[str]:
     return ["-m", "e2e", "sweep", "--model", str(place / "config.json"), "-o", str(place / "out"), *options]
 
 
+def _sweep_alone_words(place: Path) -> list[str]:
+    """In one process, without workers."""
+    return [*_sweep_words(place), "--workers", "1"]
+
+
 def _swept(place: Path) -> list[str]:
     return [json.loads(line)["key"] for line in _lines(place / "out" / "results.jsonl")]
 
@@ -273,21 +278,21 @@ def _fit_result(place: Path) -> object:
 
 
 def _measure_words(place: Path) -> list[str]:
-    options = ["--suite", "kernels", "--device", "cpu", "--minutes", "0.2", "--resume"]
+    options = ["--suite", "embedding", "--device", "cpu", "--minutes", "0.05", "--resume"]  # its rows take 10 ms
     return ["-m", "costmodel", "measure", *options, "-o", str(place / "out")]
 
 
 def _operators(place: Path) -> list[str]:
-    text = "\n".join(_lines(place / "out" / "kernels.csv"))
+    text = "\n".join(_lines(place / "out" / "embedding.csv"))
     return [row["operator"] for row in csv.DictReader(io.StringIO(text))]
 
 
 def _read_table(place: Path) -> None:
-    path = place / "out" / "kernels.csv"
+    path = place / "out" / "embedding.csv"
     if path.is_file():
         rows = list(csv.DictReader(io.StringIO("\n".join(_lines(path)))))
         assert all(None not in row and None not in row.values() for row in rows), "a row of another length"
-        json.loads((place / "out" / "kernels.json").read_text())
+        json.loads((place / "out" / "embedding.json").read_text())
 
 
 COMMANDS = {
@@ -313,13 +318,19 @@ COMMANDS = {
             _read_sweep, _sweep_result, ("torch", "transformers"),
         ),
         KilledCommand(
+            "sweep-alone", _sweep_alone_words, _write_configuration,
+            lambda place: _numbered(place / "out", "results.jsonl"),
+            _swept, lambda text: len(re.findall(r"^\d+ of \d+: ", text, re.MULTILINE)),
+            _read_sweep, _sweep_result, ("torch", "transformers"),
+        ),
+        KilledCommand(
             "fit", _fit_words, _write_tables, _fit_pieces, lambda place: [], _untold, _read_fitted, _fit_result,
             ("xgboost", "pyarrow"), lambda place: (place / "out" / "transfer.json").is_file(),
         ),
         KilledCommand(
             "measure", _measure_words, _none,
-            lambda place: _numbered(place / "out", "kernels.csv"),
-            _operators, lambda text: _largest(r"^(\d+) done", text),
+            lambda place: _numbered(place / "out", "embedding.csv"),
+            _operators, lambda text: _largest(r"^(\d+) (?:done|lookups measured)", text),
             _read_table, _none, ("torch",),
         ),
     )

@@ -12,6 +12,9 @@ folder. After each life
 
 ``--twice``: two at the same time in one folder instead; one works, the other one is refused in a line that names it.
 Exit status 1 where something was found.
+
+``--loaded``: lives are forks of a process that has their libraries, which is most of the processor's time of a short
+life. Processes that a command itself starts load theirs as ever.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -28,6 +32,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,13 +40,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tests/: this fol
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fuzz.killed_commands import COMMANDS, KilledCommand
+from fuzz.loaded_programs import LOOK_SECONDS, ForkedCommand, LoadedPrograms, look
 
 ROOT = Path(__file__).resolve().parents[2]
 SIGNALS = {"KILL": signal.SIGKILL, "TERM": signal.SIGTERM, "INT": signal.SIGINT}
 MARK = "FUZZ_KILLS_LIFE"  # in the environment of a life and of all that it starts
 EARLIEST = 0.25  # seconds: before, it is Python that starts, which nobody can tell what to print
 # Waits are counted in looks, not in seconds: a machine that stands still for a while finds nothing.
-LOOK_SECONDS, LOOKS_FOR_THE_END, LOOKS_FOR_PROCESSES = 0.05, 4_000, 100
+LOOKS_FOR_THE_END, LOOKS_FOR_PROCESSES = 4_000, 100
+Process = subprocess.Popen[bytes] | ForkedCommand
 # What a process that was killed may leave for its next life to take away.
 TEMPORARY = (".checking-", ".staging-", ".quantising-")
 # What libraries keep in the system's temporary folder for the next process: PyTorch's compiler, ONNX Runtime.
@@ -81,22 +88,26 @@ class Life:
 
 
 class Place:
-    """A folder with the inputs, the results and the temporary folder of lives of one command."""
+    """A folder with the inputs, the results and the temporary folder of lives of one command; ``programs``: what they
+    are forked from.
+    """
 
-    def __init__(self, command: KilledCommand, folder: Path) -> None:
-        self.command, self.folder = command, folder
+    def __init__(self, command: KilledCommand, folder: Path, programs: LoadedPrograms | None = None) -> None:
+        self.command, self.folder, self.programs = command, folder, programs
         (folder / "tmp").mkdir(parents=True)
         command.prepare(folder)
 
-    def start(self) -> tuple[subprocess.Popen[bytes], str, Path]:
+    def start(self) -> tuple[Process, str, Path]:
         """A life that begins: its process, its mark, and where its messages go."""
         mark = uuid.uuid4().hex
         path = os.pathsep.join(filter(None, [str(ROOT), os.getenv("PYTHONPATH")]))
-        environment = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(self.folder / "tmp"), MARK: mark}
-        environment["XDG_CACHE_HOME"] = str(self.folder / "cache")
+        own = {"TMPDIR": str(self.folder / "tmp"), MARK: mark, "XDG_CACHE_HOME": str(self.folder / "cache")}
+        environment = {**os.environ, "PYTHONPATH": path, **own}
         if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as of what runs in the background: lives would not hear
             signal.signal(signal.SIGINT, signal.default_int_handler)
         log = self.folder / f"messages-{mark}.txt"
+        if self.programs is not None:
+            return self.programs.start(self.command.words(self.folder), ROOT, log, own), mark, log
         with log.open("wb") as stream:
             process = subprocess.Popen(
                 [sys.executable, *self.command.words(self.folder)],
@@ -107,26 +118,22 @@ class Place:
 
     def live(self, moment: float | None = None, number: signal.Signals | None = None) -> Life:
         """One life, which gets the signal ``number`` after ``moment`` seconds."""
-        started = time.monotonic()
         process, mark, log = self.start()
-        signalled = False
+        lived, signalled = 0.0, False
         if moment is not None and number is not None:
-            try:
-                process.wait(moment)
-            except subprocess.TimeoutExpired:
+            while process.poll() is None and lived < moment:
+                lived += look(min(LOOK_SECONDS, moment - lived))
+            if process.poll() is None:
                 signalled = True
                 if number == signal.SIGINT:
                     os.killpg(process.pid, number)
                 else:
                     process.send_signal(number)
-        began = time.monotonic()
-        status = _awaited(process)
-        ended = time.monotonic()
-        left = _left_behind(mark)
-        gone = time.monotonic()
+        status, ending = _awaited(process)
+        left, going = _left_behind(mark, process.pid)
         output = log.read_text(errors="replace")
         log.unlink()
-        return Life(ended - started, status, signalled, output, ended - began, gone - ended, left)
+        return Life(lived + ending, status, signalled, output, ending, going, left)
 
     def temporary(self) -> list[str]:
         """Temporary files and folders that are there."""
@@ -137,48 +144,62 @@ class Place:
         return sorted(found)
 
 
-def _awaited(process: subprocess.Popen[bytes]) -> int | None:
-    """Exit status; ``None`` of one that had to be killed."""
+def _awaited(process: Process) -> tuple[int | None, float]:
+    """Exit status, ``None`` of one that had to be killed, and the seconds until then."""
+    seconds = 0.0
     for _ in range(LOOKS_FOR_THE_END):
         if process.poll() is not None:
-            return process.returncode
-        time.sleep(LOOK_SECONDS)
+            return process.returncode, seconds
+        seconds += look()
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    return None
+    return None, seconds
 
 
-def _left_behind(mark: str) -> tuple[str, ...]:
-    """Processes with ``mark`` that do not end by themselves; they are killed."""
+def _left_behind(mark: str, session: int) -> tuple[tuple[str, ...], float]:
+    """Processes with ``mark``, or of ``session``, that do not end by themselves; they are killed. And the seconds until
+    none was left.
+    """
     found: dict[int, str] = {}
+    seconds = 0.0
     for _ in range(LOOKS_FOR_PROCESSES):
-        found = dict(_marked(mark))
+        found = dict(_marked(mark, session))
         if not found:
-            return ()
-        time.sleep(LOOK_SECONDS)
+            return (), seconds
+        seconds += look()
     for number in found:
         os.kill(number, signal.SIGKILL)
-    return tuple(found.values())
+    return tuple(found.values()), seconds
 
 
-def _marked(mark: str) -> list[tuple[int, str]]:
+def _marked(mark: str, session: int) -> list[tuple[int, str]]:
     found = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
+            number = int(folder.name)
             try:
-                if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes():
+                if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes() or os.getsid(number) == session:
                     words = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                     if words:  # else it is dead, and its parent has not asked
-                        found.append((int(folder.name), words))
+                        found.append((number, words))
             except OSError:
                 continue
     return found
 
 
-def kill(command: KilledCommand, times: int, signals: Sequence[str], seed: int, folder: Path) -> KillReport:
-    """Ends lives of ``command`` until each of ``signals`` has ended ``times`` of them; the last one is left alone."""
+def kill(
+    command: KilledCommand, times: int, signals: Sequence[str], seed: int, folder: Path,
+    programs: LoadedPrograms | None = None,
+) -> KillReport:  # fmt: skip
+    """Ends lives of ``command`` until each of ``signals`` has ended ``times`` of them; the last one is left alone.
+
+    ``programs``: what lives are forked from, when it has learnt what they load.
+    """
     report, rng = KillReport(command.name), random.Random(f"{command.name} {seed}")
-    place = Place(command, folder / "undisturbed")
+    if programs is not None:
+        place = Place(command, folder / "learnt")
+        programs.learn(command.words(place.folder), ROOT)
+    place = Place(command, folder / "undisturbed", programs)
     life = place.live()
     lasts = life.seconds
     _check_end(report, place, life, None, (), "undisturbed")
@@ -187,7 +208,7 @@ def kill(command: KilledCommand, times: int, signals: Sequence[str], seed: int, 
         return report
     expected = command.result(place.folder)
     left = Counter(dict.fromkeys(signals, times))
-    count, place = 0, Place(command, folder / "0")
+    count, place = 0, Place(command, folder / "0", programs)
     while True:
         name = rng.choice(sorted(left.elements())) if left.total() else "KILL"
         moment = rng.uniform(EARLIEST, max(lasts, 2 * EARLIEST)) if left.total() else None
@@ -197,22 +218,30 @@ def kill(command: KilledCommand, times: int, signals: Sequence[str], seed: int, 
         where = f"{command.name} {count}: {name} after {moment:.2f} s" if life.signalled else f"{command.name} {count}"
         found = len(report.findings)
         _check_work(report, place, life, before, where)
-        _check_end(report, place, life, name if life.signalled else None, litter, where)
+        _check_end(report, place, life, name if life.signalled else None, litter, where, expected)
         if life.signalled:
             left[name] -= 1
         elif not before:
             lasts = min(lasts, life.seconds)  # the first one of all read its libraries from a disk
         if not life.signalled or life.status == 0 or command.over(place.folder):
-            if life.status == 0 and expected is not None and command.result(place.folder) != expected:
-                report.findings.append(f"{where}: another result than that of a run that nobody ended")
+            if life.status == 0 and expected is not None and (result := command.result(place.folder)) != expected:
+                told = _difference(repr(expected), repr(result))
+                report.findings.append(f"{where}: another result than that of a run that nobody ended: {told}")
             shutil.rmtree(place.folder, ignore_errors=True)
-            place = Place(command, folder / str(count))
+            place = Place(command, folder / str(count), programs)
         for each in report.findings[found:]:
             print(each, flush=True)
         print(report.line(), file=sys.stderr, flush=True)
         if moment is None:
             break
     return report
+
+
+def _difference(expected: str, found: str) -> str:
+    """Where two texts part."""
+    place = next((each for each, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b), len(expected))
+    around = slice(max(place - 150, 0), place + 150)
+    return f"...{found[around]}... instead of ...{expected[around]}..."
 
 
 def _check_work(report: KillReport, place: Place, life: Life, before: dict[str, object], where: str) -> None:
@@ -234,21 +263,25 @@ def _check_work(report: KillReport, place: Place, life: Life, before: dict[str, 
 
 
 def _check_end(
-    report: KillReport, place: Place, life: Life, name: str | None, litter: Sequence[str], where: str
-) -> None:
-    """How it ended, and what is left of it; ``litter`` was there before, of lives that were killed."""
+    report: KillReport, place: Place, life: Life, name: str | None, litter: Sequence[str], where: str,
+    expected: object = None,
+) -> None:  # fmt: skip
+    """How it ended, and what is left of it; ``litter`` was there before, of lives that were killed. ``expected``: the
+    result of a life to the end.
+    """
     report.lives["to the end" if name is None else name] += 1
     if name is not None:
         report.slowest_end = max(report.slowest_end, life.end_seconds)
     report.slowest_process = max(report.slowest_process, life.process_seconds)
     # Or ended before it held anything (-15), or when all was done. Where Ctrl-C met code that Python's C part runs from
     # text, Python in the end sends itself the signal (-2), which shells show as 130 too.
-    allowed = {None: (0,), "KILL": (-9,), "TERM": (143, -15, 0), "INT": (130, -2, 0)}[name]
+    allowed = {None: (0,), "KILL": (-9, 0), "TERM": (143, -15, 0), "INT": (130, -2, 0)}[name]
     said = name not in ("TERM", "INT") or life.status in (-15, 0) or "stopped" in life.output
+    said = said or (life.status == -2 and _is_done(place, expected))
     if life.status not in allowed or not said:
         report.findings.append(f"{where}: status {life.status}: {life.output[-1500:]}")
-    if "Traceback" in life.output or "Exception ignored" in life.output:
-        report.findings.append(f"{where}: a traceback: {life.output[-1500:]}")
+    if (told := re.search("Traceback|Exception ignored", life.output)) is not None:
+        report.findings.append(f"{where}: a traceback: {life.output[max(0, told.start() - 200) :][:2500]}")
     if life.left:
         report.findings.append(f"{where}: still there: {life.left[0]}")
     temporary = [each for each in place.temporary() if name is None or each not in litter]
@@ -258,16 +291,24 @@ def _check_end(
     (place.folder / "tmp").mkdir()
 
 
+def _is_done(place: Place, expected: object) -> bool:
+    """Whether all of the work is there: then Ctrl-C may have met what is left of Python in the end."""
+    try:
+        return expected is not None and place.command.result(place.folder) == expected
+    except Exception:
+        return False
+
+
 def twice(command: KilledCommand, folder: Path, pause: float = 0.0) -> KillReport:
     """Two lives at the same time in one folder, the second one ``pause`` seconds later."""
     report, place = KillReport(command.name), Place(command, folder)
     first = place.start()
     time.sleep(pause)
     second = place.start()
-    ends = [(_awaited(process), log.read_text(errors="replace"), process.pid) for process, _, log in (first, second)]
+    ends = [(_awaited(each)[0], log.read_text(errors="replace"), each.pid) for each, _, log in (first, second)]
     report.lives.update(f"status {status}" for status, _, _ in ends)
-    for _, mark, _ in (first, second):
-        if left := _left_behind(mark):
+    for each, mark, _ in (first, second):
+        if left := _left_behind(mark, each.pid)[0]:
             report.findings.append(f"still there: {left[0]}")
     refused = [(text, ends[1 - index][2]) for index, (status, text, _) in enumerate(ends) if status == 2]
     for text, other in refused:
@@ -283,8 +324,8 @@ def twice(command: KilledCommand, folder: Path, pause: float = 0.0) -> KillRepor
     command.read(folder)
     if temporary := place.temporary():
         report.findings.append(f"temporary files are left: {', '.join(temporary)}")
-    for each in report.findings:
-        print(f"{command.name}: {each}", flush=True)
+    for line in report.findings:
+        print(f"{command.name}: {line}", flush=True)
     return report
 
 
@@ -296,6 +337,7 @@ def main() -> int:
     parser.add_argument("--signals", default="KILL,TERM,INT", help="which, separated by commas")
     parser.add_argument("--seed", type=int, default=0, help="another one for other moments")
     parser.add_argument("--twice", action="store_true", help="two at the same time in one folder instead")
+    parser.add_argument("--loaded", action="store_true", help="lives are forks of a process that has their libraries")
     parser.add_argument("--pause", type=float, default=0.0, help="with --twice: seconds between the two")
     asked = parser.parse_args()
     reports = []
@@ -304,7 +346,9 @@ def main() -> int:
             if asked.twice:
                 reports.append(twice(COMMANDS[name], Path(folder) / "both", asked.pause))
             else:
-                reports.append(kill(COMMANDS[name], asked.times, asked.signals.split(","), asked.seed, Path(folder)))
+                with LoadedPrograms() if asked.loaded else nullcontext() as programs:
+                    signals = asked.signals.split(",")
+                    reports.append(kill(COMMANDS[name], asked.times, signals, asked.seed, Path(folder), programs))
         print(reports[-1].line(), flush=True)
     return 1 if any(report.findings for report in reports) else 0
 

@@ -180,3 +180,32 @@ def test_completion_is_for_the_command():
 def test_names_of_megabytes_and_signs_of_terminals_are_cut():
     line = run(InputError(f"file: {'x' * 10**6} \x1b[31m end")).stderr
     assert len(line) < 1300 and line.endswith("\\x1b[31m end\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "value", "refused"),
+    [
+        (["-o", ""], Path(""), True),
+        (["--output="], Path(""), True),
+        (["m.onnx", ""], [Path("m.onnx"), Path("")], True),
+        (["-o", "."], Path("."), False),
+        (["-o", "./", "--note", ""], Path("."), False),
+        (["--note", ""], Path("build"), False),
+        ([], Path("."), False),
+    ],
+)
+def test_an_empty_name_is_not_this_folder(words, value, refused, monkeypatch, capsys):
+    done = []
+
+    @guarded()
+    def command(output: object) -> None:
+        done.append(output)
+
+    monkeypatch.setattr("sys.argv", ["tool", *words])
+    if refused:
+        with pytest.raises(typer.Exit) as ended:
+            command(output=value)
+        assert ended.value.exit_code == 2 and capsys.readouterr().err.startswith("error: output: an empty name")
+    else:
+        command(output=value)
+    assert done == ([] if refused else [value])

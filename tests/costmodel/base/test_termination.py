@@ -7,10 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer
 
+from costmodel.base.command_line import guarded
 from costmodel.base.termination import Terminated, interruptible_start, terminable
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -93,10 +96,41 @@ def test_nothing_takes_it_for_an_error():
     assert not issubclass(Terminated, Exception) and Terminated("SIGTERM").status == 143
 
 
+@pytest.fixture
+def heard() -> Iterator[None]:
+    """Ctrl-C is after the test what it was before."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heard")
 def test_ctrl_c_while_a_program_is_loaded_is_one_line(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as ended, interruptible_start():
         raise KeyboardInterrupt
     assert ended.value.code == 130 and capsys.readouterr().err == "stopped\n"
+
+
+ENDS = """
+import atexit, time
+from costmodel.base.termination import interruptible_start
+
+def end():
+    print("ending", flush=True)
+    time.sleep(60)
+
+atexit.register(end)
+with interruptible_start():
+    pass
+"""
+
+
+def test_ctrl_c_while_the_interpreter_ends_is_told_as_no_error():
+    process = started(ENDS)
+    assert process.stdout is not None and process.stdout.readline() == "ending\n"
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate()
+    assert (process.returncode, errors) == (-signal.SIGINT, "")
 
 
 PARENT = """
@@ -156,3 +190,39 @@ def test_ctrl_c_passes_a_child_that_was_started_with_it_held():
     os.killpg(process.pid, signal.SIGINT)
     said, errors = process.communicate()
     assert (said, errors) == ("parent None\n", "")
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "line"),
+    [(KeyboardInterrupt(), 130, "stopped\n"), (Terminated("SIGTERM"), 143, "stopped (SIGTERM)\n")],
+)
+def test_an_end_that_an_extension_module_made_an_error_of_is_one(end: BaseException, status: int, line: str, capsys):
+    @guarded()
+    def command() -> None:
+        try:
+            raise SystemError("a module returned a result with an exception set") from end
+        except SystemError as error:
+            raise ImportError("no such module") from error
+
+    with pytest.raises(typer.Exit) as exit_:
+        command()
+    assert exit_.value.exit_code == status and capsys.readouterr().err == line
+
+
+def test_an_error_that_no_end_was_behind_stays_one(capsys):
+    @guarded()
+    def command() -> None:
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            raise RuntimeError("of its own") from None
+
+    with pytest.raises(RuntimeError, match="of its own"):
+        command()
+
+
+@pytest.mark.usefixtures("heard")
+def test_an_interrupted_import_of_an_extension_module_is_told_at_the_start(capsys):
+    with pytest.raises(SystemExit) as exit_, interruptible_start():
+        raise SystemError("a module returned a result with an exception set") from KeyboardInterrupt()
+    assert exit_.value.code == 130 and capsys.readouterr().err == "stopped\n"

@@ -17,7 +17,7 @@ from costmodel.datasets.own_tables import read_measured  # noqa: E402
 from costmodel.measure import suites  # noqa: E402
 from costmodel.measure.calls.operator_calls import make_call  # noqa: E402
 from costmodel.measure.cases import DRAWS, MeasuredCase, kernel_cases  # noqa: E402
-from costmodel.measure.device_timing import TimingEffort, time_call  # noqa: E402
+from costmodel.measure.device_timing import Profile, TimingEffort, profile_call, time_call  # noqa: E402
 from costmodel.measure.failures import failure_line  # noqa: E402
 from costmodel.measure.kernel_suite import COLUMNS, measure_cases  # noqa: E402
 from costmodel.measure.overhead_suite import measure_overheads  # noqa: E402
@@ -187,6 +187,19 @@ def test_overheads_have_primitives_and_pairs_of_steps_with_traces(tmp_path, monk
     with gzip.open(tmp_path / rows["profiled step mlp"]["trace"], "rt") as stream:
         names = [event.get("name", "") for event in json.load(stream)["traceEvents"]]
     assert names.count("aten::addmm") == 9 * overheads.TRACED_STEPS
+
+
+def test_a_trace_for_which_there_is_no_room_is_told():
+    from costmodel.measure.overhead_suite import traced_seconds
+
+    one = torch.ones(1)
+    with pytest.raises(OutputError, match="/dev/full: cannot be written .*No space left"):
+        traced_seconds(lambda: one.add_(1), CPU, 1, Path("/dev/full"))
+
+
+def test_a_cpu_needs_no_profiler(monkeypatch):
+    monkeypatch.setattr("torch.profiler.profile", None)
+    assert profile_call(lambda: None, CPU) == Profile(0.0, 0)
 
 
 def write_measured(directory, operators, seconds):

@@ -301,6 +301,15 @@ def test_an_error_in_one_cell_is_its_row_and_is_tried_again(tiny, tmp_path, monk
     assert again.asked == 1 and [each.status for each in second.rows] == ["ok", "ok"]
 
 
+def test_ctrl_c_that_an_extension_module_made_an_error_of_is_no_row(tiny, monkeypatch):
+    def stopped(task: SweepTask) -> SweepRow:
+        raise SystemError("returned a result with an exception set") from KeyboardInterrupt()
+
+    monkeypatch.setattr("e2e.sweeps.evaluate._first_that_fits", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(task(tiny, "dp=4"))
+
+
 class Deadly:
     """Ends the process that reads it."""
 

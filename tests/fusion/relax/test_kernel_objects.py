@@ -15,6 +15,7 @@ from relax_models import CPU, assert_close, inputs_of, module  # noqa: E402
 from tvm.relax import op  # noqa: E402
 from tvm.tirx import PrimFunc  # noqa: E402
 
+from costmodel.base.errors import OutputError  # noqa: E402
 from fusion.model.selection import unfused_plan  # noqa: E402
 from fusion.relax.extract import extract_graph  # noqa: E402
 from fusion.relax.kernel_objects import KernelObjects  # noqa: E402
@@ -59,6 +60,23 @@ def test_only_what_is_new_is_compiled(tmp_path):
     build(network(64)[1], CPU, objects)
     more = {path.name.rpartition("_")[0].rpartition("_")[0] for path in set(tmp_path.iterdir()) - first}
     assert more and not any("32x12x12_32x12x12" in name for name in more)  # the 1x1 layers are there already
+
+
+def test_a_kernel_for_which_there_is_no_room_is_told(tmp_path):
+    """LLVM itself would end the process, from one of the threads."""
+    from tvm.script.ir_builder import IRBuilder
+    from tvm.script.ir_builder import tirx as T
+
+    with IRBuilder() as builder, T.prim_func():
+        T.func_name("good")
+        x = T.arg("x", T.buffer((4,), "float32"))
+        T.buffer_store(x, T.float32(0), [0])
+    (path,) = [each.path for each in KernelObjects(tmp_path / "a", CPU).compile({"good": builder.get()}).values()]
+    assert path.read_bytes().startswith(b"\x7fELF")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / path.name).symlink_to("/dev/full")
+    with pytest.raises(OutputError, match="a compiled kernel cannot be written: No space left on device"):
+        KernelObjects(tmp_path / "full", CPU).compile({"good": builder.get()})
 
 
 def test_a_kernel_that_cannot_be_compiled_is_told(tmp_path):

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from costmodel.base.errors import OutputError
 from costmodel.base.termination import Terminated
 from schedules.contract.lean_import import import_tvm_alone, uninterrupted
 
@@ -36,8 +37,8 @@ def test_other_threads_leave_signals_alone():
         assert pool.submit(inside).result() is signal.getsignal(signal.SIGINT)
 
 
-@pytest.mark.parametrize("ending", [KeyboardInterrupt, Terminated])
-def test_who_is_stopped_in_a_pass_of_tvm_is_stopped(ending: type[BaseException]):
+@pytest.mark.parametrize("ending", [KeyboardInterrupt, Terminated, OutputError])
+def test_what_ends_a_pass_of_tvm_is_told_as_it_is(ending: type[BaseException]):
     """C++ lies between the pass, which is written in Python, and who asked for it: errors become errors of TVM's."""
     import_tvm_alone()
     import tvm
