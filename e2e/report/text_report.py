@@ -24,6 +24,7 @@ from e2e.report.rank_tables import COLLECTIVE_HEAD, PATH_MEANING, RANK_HEAD, col
 from e2e.report.what_if_table import render_what_if
 
 ROWS = 12
+PLAIN_WIDTH = 240
 # Of ranks and of collectives.
 LISTED = 16
 # What the parts of memory are called, and the smallest that is told.
@@ -234,7 +235,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def plain_console() -> Console:
-    """Plain lines when standard output is not a terminal."""
+    """Plain lines when standard output is not a terminal: rows of tables stay whole, for ``grep`` and editors."""
     if sys.stdout.isatty():
         return Console(highlight=False)
-    return Console(highlight=False, width=160, no_color=True)
+    return Console(highlight=False, width=PLAIN_WIDTH, no_color=True)

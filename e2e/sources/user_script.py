@@ -102,7 +102,7 @@ def _batch(samples: int | None, length: int | None, traces: Sequence[OperatorTra
     A step that accumulates gradients takes as many samples again with every pass; a pass that took parts of them
     (a batch that the script divides itself) is one of several that make one batch.
     """
-    if samples is None or not all(has_own_samples(trace) for trace in traces):
+    if samples is None or (gpus > 1 and not all(has_own_samples(trace) for trace in traces)):
         return None
     passes = max(1, sum(samples in lengths for lengths in traces[0].passes))
     made_of = [f"{passes} passes of {samples}"] if passes > 1 else [f"{samples}"] if gpus > 1 else []

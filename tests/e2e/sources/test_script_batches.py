@@ -10,10 +10,11 @@ torch = pytest.importorskip("torch")
 
 import e2e  # noqa: E402
 from costmodel.base.errors import InputError  # noqa: E402
-from e2e.capture.distributed.distributed_capture import capture_distributed  # noqa: E402
 from e2e.capture.script import capture_script, load_script  # noqa: E402
 from e2e.sources import single_gpu  # noqa: E402
+from e2e.step.operator_trace import OperatorCall, OperatorTrace, Phase, Tensor  # noqa: E402
 from e2e.step.own_samples import has_own_samples  # noqa: E402
+
 
 class Classifier(torch.nn.Module):
     """Called by keyword, returns a mapping, as models of libraries do."""
@@ -117,7 +118,7 @@ FORWARD, BEHIND = 0, 2
 
 
 def trace_with(name: str, elements: int, place: int) -> OperatorTrace:
-    """A step of a product and its backward pass, with the collective ``name`` of so many elements in front or behind."""
+    """A product and its backward pass, with the collective ``name`` of so many elements in front or behind."""
     tensor = Tensor(0, 0, (elements,), "float32", "cuda:0")
     calls: list[tuple[str, Phase, int | None]] = [("aten::mm", "forward", 1), ("MmBackward0", "backward", 1)]
     calls.insert(place, (name, "forward", None))
