@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from costmodel.datasets.aiconfigurator import gemm_files
+from costmodel.datasets.aiconfigurator import disturbed, gemm_files
 from costmodel.datasets.csv_table import KernelTable
 from costmodel.datasets.named_files import Wanted, everything
 from costmodel.datasets.parquet_table import MACHINES, files_of, machine_of, read_columns
@@ -64,7 +64,8 @@ def read_products(path: Path, machine: str) -> KernelTable:
         products = {(m[i], n[i], k[i]): taken[i] for i in wide}
         expected = np.array([products.get((m[i], n[i], k[i]), 0.0) for i in rows])
         alone = taken[rows] - cast
-        mask = (cast <= _SHARE_OF_BF16 * expected) & (alone > 0)
+        alike = ~disturbed(m[rows], n[rows], k[rows], taken[rows])
+        mask = (cast <= _SHARE_OF_BF16 * expected) & (alone > 0) & alike
         kept, alone = rows[mask], alone[mask]
         operators += [ScaledGemm(int(m[i]), int(n[i]), int(k[i]), "float8", scaling) for i in kept]
         seconds += [float(each) for each in alone]

@@ -90,7 +90,7 @@ class _Advisor:
 
     def _predicted(self, change: Change) -> Alternative:
         try:
-            other = predict_request(change.apply(self.request)).prediction
+            other = predict_request(replace(change.apply(self.request), what_if=())).prediction
         except ProjectError as error:
             return Alternative(change.change, change.needs, problem=" ".join(str(error).split()), kind=change.kind)
         return Alternative(

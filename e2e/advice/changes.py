@@ -15,7 +15,7 @@ from e2e.step.choices import Dtype
 # Sources whose step is built anew for every request; of recorded runs nothing but the GPU can be changed.
 _MODELS = (BUILT_IN, CONFIGURATION, PARALLEL)
 _ONE_GPU = (BUILT_IN, CONFIGURATION, SCRIPT, TRACE)
-_SIZED = (*_MODELS, SCRIPT)
+_SIZED = (*_MODELS, SCRIPT, RANKS_OF_SCRIPT)
 # Times as many samples that are tried.
 _LARGER = (2, 4)
 
@@ -36,8 +36,8 @@ def batch_of(request: PredictRequest, prediction: Prediction, source: str) -> in
     """Samples per GPU and micro-batch of ``request`` where another number can be asked; ``None`` where not."""
     if source not in _SIZED or prediction.throughput is None:
         return None
-    if source == SCRIPT:
-        return prediction.throughput.samples
+    if source in (SCRIPT, RANKS_OF_SCRIPT):
+        return prediction.throughput.batch_size
     return request.workload.samples
 
 
@@ -55,7 +55,7 @@ def batch_change(size: int) -> Change:
 def possible_changes(request: PredictRequest, prediction: Prediction, source: str, machine: Machine) -> list[Change]:
     """Settings that ``request`` does not have and that ``source`` can have; which of them help is not asked here."""
     found = [
-        *_number_types(request.configuration, source, machine),
+        *_number_types(request.configuration, prediction, source, machine),
         *_kernels(request, prediction, source),
         *(_parallel(request.configuration.parallel, request.workload.samples) if source == PARALLEL else ()),
     ]
@@ -74,8 +74,12 @@ def _configured(kind: str, change: str, needs: str, **values: object) -> Change:
     return Change(kind, change, needs, apply)
 
 
-def _number_types(asked: ConfigurationOptions, source: str, machine: Machine) -> Iterator[Change]:
-    if asked.dtype == "float32" and "tf32" in machine.compute:
+def _number_types(
+    asked: ConfigurationOptions, prediction: Prediction, source: str, machine: Machine
+) -> Iterator[Change]:
+    used = prediction.utilisation
+    in_32_bits = used is None or not used.peak_flops_per_second or "float32" in used.peak_flops_per_second
+    if asked.dtype == "float32" and "tf32" in machine.compute and in_32_bits:
         needs = 'torch.set_float32_matmul_precision("high"): products keep 10 bits of their mantissa'
         yield _configured("dtype", "--dtype tf32", needs, dtype="tf32")
     if asked.dtype not in ("float32", "tf32") or source not in _MODELS or asked.precision is not None:
@@ -100,7 +104,7 @@ def _kernels(request: PredictRequest, prediction: Prediction, source: str) -> It
     if not asked.compiled and source in (*_ONE_GPU, PARALLEL):
         needs = "torch.compile of the model; shapes that stay the same, or it compiles again"
         yield _configured("compile", "--compile", needs, compiled=True)
-    trains = request.workload.mode == "train" and source in (*_SIZED, RANKS_OF_SCRIPT)
+    trains = request.workload.mode == "train" and source in _SIZED
     default = any(each.option == "--optimizer" and each.value.startswith("foreach") for each in prediction.asked)
     if trains and asked.optimizer is None and (default or source in (SCRIPT, RANKS_OF_SCRIPT)):
         yield _configured("optimizer", "--optimizer fused", "fused=True of the optimizer", optimizer="fused")

@@ -111,10 +111,17 @@ def _cuda_patches(synchronized: Callable[[], None]) -> list[tuple[Any, str, Any]
         (torch.nn.DataParallel, "__init__", _refuse_data_parallel),
         # There is no memory to pin; where data come from does not matter.
         (torch.Tensor, "pin_memory", lambda self, device=None: self),
+        (torch.Tensor, "__format__", _formatted),
         (torch.utils.data.RandomSampler, "__iter__", lambda self: iter(range(self.num_samples))),
         # Numbers of devices, as in `model.to(rank)`, mean GPUs.
         (torch._C._nn, "_parse_to", _parse_to(torch._C._nn._parse_to)),
     ]
+
+
+def _formatted(tensor: torch.Tensor, form: str) -> str:
+    """``f"{loss:.3f}"`` of a number on the GPU reads it, as ``loss.item()`` does."""
+    single = tensor.dim() == 0 and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    return format(tensor.item(), form) if single else object.__format__(tensor, form)
 
 
 def _of_gpu(ask: Callable[..., Any]) -> Callable[..., Any]:

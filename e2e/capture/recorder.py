@@ -63,6 +63,9 @@ class Recorder(TorchDispatchMode):
         self.bucket_mb: float | None = None
         self.paths = paths
         self.ranges = ScriptRanges()
+        # Of every backward pass so far, and of forward passes of the whole module since (OperatorTrace.passes).
+        self.passes: list[frozenset[int]] = []
+        self._lengths: set[int] = set()
         self._rows: list[dict[str, Any]] = []
         self._frames: list[_Frame] = []
         self._modules: list[str] = []
@@ -127,10 +130,13 @@ class Recorder(TorchDispatchMode):
         """Calls from here on are those of a module."""
         self._modules.append(self.paths.get(id(module), self._modules[-1] if self._modules else ""))
 
-    def leave_module(self) -> None:
-        """The module that was entered last has ended."""
+    def leave_module(self, module: torch.nn.Module, given: Any, returned: Any) -> None:
+        """``module``, which was entered last, has ended: called with ``given``, it ``returned``."""
         if self._modules:
             self._modules.pop()
+        whole = self.paths.get(id(module)) == "" and torch._C._current_graph_task_id() == -1
+        if self.enabled and whole:
+            self._lengths.update(_lengths((given, returned)))
 
     def calls(self) -> tuple[OperatorCall, ...]:
         """What has been recorded, in the order in which it began. Nothing is kept here: objects of PyTorch that are
@@ -268,6 +274,9 @@ class Recorder(TorchDispatchMode):
     def _begin(self, name: str) -> dict[str, Any]:
         """A new record at its place: thread, calls around it, module."""
         in_backward = torch._C._current_graph_task_id() != -1
+        if in_backward and self._lengths:
+            self.passes.append(frozenset(self._lengths))
+            self._lengths.clear()
         if in_backward:
             parent, sequence, module = self._backward_parent(name)
         else:
@@ -365,3 +374,16 @@ class Recorder(TorchDispatchMode):
         """Autograd runs a node on the stream of its forward operator, after what its inputs come from."""
         before, self.streams.node = self.streams.node, stream
         self.streams.follow(stream, before)
+
+
+def _lengths(value: Any) -> Iterator[int]:
+    """Along their first dimension, of the tensors in ``value``: tuples, lists and mappings of them."""
+    if isinstance(value, torch.Tensor):
+        if value.dim():
+            yield value.shape[0]
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from _lengths(each)
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _lengths(each)

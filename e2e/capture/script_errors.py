@@ -20,6 +20,8 @@ from e2e.capture.watch import EndlessStepError
 # Where the code is whose frames say nothing about the script.
 _OURS = Path(__file__).parent
 _PYTORCH = Path(torch.__file__).parent
+# Of an operator that a device lacks PyTorch lists where others have it: a screen of lines about its own sources.
+_DISPATCHER = re.compile(r": (?:fallthrough )?registered at .*\[(?:backend fallback|kernel|autograd kernel)\]$")
 
 
 @contextmanager
@@ -54,7 +56,8 @@ def reporting(reference: str) -> Iterator[None]:
         while len(own) > 1 and _PYTORCH in Path(own[-1].filename).parents:
             own.pop()  # where in PyTorch its arguments were found wrong
         print("".join(traceback.format_list(own)), end="", file=sys.stderr)
-        print("".join(traceback.format_exception_only(error)), end="", file=sys.stderr)
+        said = "".join(traceback.format_exception_only(error))
+        print("\n".join(line for line in said.splitlines() if not _DISPATCHER.search(line)), file=sys.stderr)
         summary = " ".join(str(error).split())[:200] + _hint(frames)
         raise ModelError(
             f"{reference}: the script failed with {type(error).__name__}: {summary}; "

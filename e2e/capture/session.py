@@ -56,6 +56,7 @@ def capture(workload: CapturedWorkload, options: CaptureOptions | None = None) -
         source=workload.name,
         compiled=workload.compiled or is_compiled(workload.module),
         ranges=recorder.ranges.found(),
+        passes=tuple(recorder.passes),
     )
 
 
@@ -96,7 +97,7 @@ def recording(recorder: Recorder, options: CaptureOptions) -> Iterator[None]:
 @contextmanager
 def _module_paths(recorder: Recorder) -> Iterator[None]:
     before = register_module_forward_pre_hook(lambda module, inputs: recorder.enter_module(module))
-    after = register_module_forward_hook(lambda module, inputs, output: recorder.leave_module(), always_call=True)
+    after = register_module_forward_hook(recorder.leave_module, always_call=True)
     try:
         yield
     finally:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
@@ -117,6 +118,7 @@ def predict(
     >>> step.fits and 0 < step.interval_seconds[0] < step.iteration_seconds < step.interval_seconds[1]
     True
     """
+    from e2e.capture.kept_captures import captures_kept
     from e2e.report.outputs import write_files
     from e2e.simulate.skew import parse_skew
     from e2e.sources.gpu_prices import asked_price, with_cost
@@ -157,7 +159,7 @@ def predict(
     priced = None if price is None else asked_price(str(price), machine)
     read = {"--model-config": model_config, "--config": tables, "--sharding": sharding, "--overheads": overheads}
     check_outputs({"--timeline": timeline, "--report": report}, read)
-    with _TURN, old_objects_spared():
+    with _TURN, old_objects_spared(), captures_kept() if advice else nullcontext():
         answer = predict_request(request)
         if priced is not None:
             answer = with_cost(answer, priced)

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 
 def sweep_command(
-    model: Annotated[str, typer.Option(help="Built-in transformer, or a Hugging Face configuration file.")],
+    model: Annotated[
+        str,
+        typer.Option("--model", "--model-config", help="Built-in transformer, or a Hugging Face configuration file."),
+    ],
     gpu: Annotated[str, typer.Option(help="Machines or clusters, such as h100-sxm,h200-sxm.")],
     gpus: Annotated[str, typer.Option(help="Numbers of GPUs, such as 8,64,512.")],
     output: Annotated[

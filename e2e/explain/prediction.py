@@ -124,7 +124,8 @@ class Prediction:
     ``fits``: ``None`` where memory is not known of all ranks, or too near to what there is; ``memory_shortage``: what
     does not fit where, if it does not. ``notes``: what the step is; what of it was recorded and what is predicted.
     ``what_if``: the step as it is and with what each question changes, where there were any. ``ranges``: parts that a
-    script named, on the rank that computes longest, and on the critical path of that rank.
+    script named, on the rank that computes longest, and on the critical path of that rank. ``cuda_graph``: the host
+    launches all ``kernels`` of a rank at once.
     """
 
     workload: str
@@ -168,6 +169,7 @@ class Prediction:
     advice: Advice | None = None
     what_if: Sequence[WhatIfRow] = ()
     ranges: Sequence[RangeFigures] = ()
+    cuda_graph: bool = False
 
     @property
     def longest_computing(self) -> RankFigures:

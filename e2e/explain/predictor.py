@@ -114,7 +114,8 @@ def predict(
         errors=band.errors if band is not None and lost else None,
     )
     told = [*notes, *_waiting_for_the_slowest(gpus, lost)]
-    return _result(step, setting.machine, cluster, memory, [*warnings, *_unsettled(steady)], told)
+    found = _result(step, setting.machine, cluster, memory, [*warnings, *_unsettled(steady)], told)
+    return replace(found, prediction=replace(found.prediction, cuda_graph=setting.cuda_graph))
 
 
 def explain_once(

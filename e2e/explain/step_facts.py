@@ -33,6 +33,7 @@ class Board:
 class Throughput:
     """Of a step that processes ``samples`` on all GPUs together, each of ``sequence_length`` tokens (``None``: samples
     are no sequences). ``made_of``: the sizes that ``samples`` is the product of, in words; may be empty.
+    ``batch_size``: of a script, samples of one pass on one GPU.
     """
 
     samples: int
@@ -41,6 +42,7 @@ class Throughput:
     tokens_per_second: float | None
     tokens_per_second_per_gpu: float | None
     made_of: str = ""
+    batch_size: int | None = None
 
     @property
     def tokens(self) -> int | None:

@@ -22,6 +22,7 @@ COLOURS = {
     "activations": "#228833",
     "temporary": "#66ccee",
     "buffers": "#ee7733",
+    "cache": "#882255",
     "reserve": "#c9ced6",
 }
 # A chart has no room for more moments: of neighbours the fullest is drawn.

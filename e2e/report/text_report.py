@@ -24,10 +24,11 @@ from e2e.report.rank_tables import COLLECTIVE_HEAD, PATH_MEANING, RANK_HEAD, col
 from e2e.report.what_if_table import render_what_if
 
 ROWS = 12
+PLAIN_WIDTH = 240
 # Of ranks and of collectives.
 LISTED = 16
 # What the parts of memory are called, and the smallest that is told.
-MEMORY_ROLES = {"optimizer_state": "optimizer", "reserve": "allocator's reserve"}
+MEMORY_ROLES = {"optimizer_state": "optimizer", "cache": "KV cache", "reserve": "allocator's reserve"}
 SMALLEST_PART = 10 << 20
 
 
@@ -80,11 +81,13 @@ def phases(prediction: Prediction) -> Mapping[str, float]:
 
 def launches(prediction: Prediction) -> str:
     """How many kernels, copies and fills the host launches, and how many operators it calls; of several ranks each."""
-    if len(prediction.ranks) <= 1:
-        return f"{prediction.kernels:,} in {prediction.operators:,} operator calls"
-    kernels = _between([rank.kernels for rank in prediction.ranks])
-    operators = _between([rank.operators for rank in prediction.ranks])
-    return f"{kernels} in {operators} operator calls on each of {len(prediction.ranks)} distinct ranks"
+    several = len(prediction.ranks) > 1
+    kernels = _between([rank.kernels for rank in prediction.ranks]) if several else f"{prediction.kernels:,}"
+    operators = _between([rank.operators for rank in prediction.ranks]) if several else f"{prediction.operators:,}"
+    each = f" on each of {len(prediction.ranks)} distinct ranks" if several else ""
+    if prediction.cuda_graph:
+        return f"1 of a CUDA graph of {kernels}, captured from {operators} operator calls{each}"
+    return f"{kernels} in {operators} operator calls{each}"
 
 
 def _between(counts: Sequence[int]) -> str:
@@ -232,7 +235,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def plain_console() -> Console:
-    """Plain lines when standard output is not a terminal."""
+    """Plain lines when standard output is not a terminal: rows of tables stay whole, for ``grep`` and editors."""
     if sys.stdout.isatty():
         return Console(highlight=False)
-    return Console(highlight=False, width=160, no_color=True)
+    return Console(highlight=False, width=PLAIN_WIDTH, no_color=True)

@@ -31,11 +31,26 @@ def render_plan(planning: Planning, plan: TablePlan, path: Path, console: Consol
             f"{_ms(planning.best.seconds)}, {planning.gap:.1%} above)"
         )
     _uncertainty(out, planning)
-    solver = f", CP-SAT: {planning.solver}" if planning.solver else ""
-    out.print(f"search      {planning.search_seconds:.1f} s{solver}")
+    out.print(f"search      {planning.search_seconds:.1f} s{_exact_search(planning.solver)}")
     _gains(out, found)
     _ranks(out, plan, found)
     _bottlenecks(out, found)
+
+
+# What CP-SAT says of its search.
+_SOLVER = {
+    "optimal": "has proven its plan the best of its form",
+    "feasible": "found plans and has proven none to be the best",
+    "unknown": "found no plan in its time",
+}
+
+
+def _exact_search(word: str) -> str:
+    """What became of CP-SAT's search, whose ``word`` is its own, or how many parts of the plan it was asked for."""
+    if not word:
+        return ""
+    told = f"was asked for {word}" if word[0].isdigit() else _SOLVER.get(word, f"says {word}")
+    return f"; the exact search (CP-SAT) {told}"
 
 
 def _uncertainty(out: Console, planning: Planning) -> None:
@@ -76,7 +91,9 @@ def _ranks(out: Console, plan: TablePlan, found: Explanation) -> None:
     out.print(table)
     if len(order) > ROWS:
         out.print(f"... and {len(order) - ROWS} ranks with less; all are in the plan")
-    out.print(f"memory      {plan.memory_limit_bytes / GIB:.1f} GiB of each GPU for tables and buffers")
+    fullest = max(load.memory_bytes for load in plan.ranks) / GIB
+    room = f"{plan.memory_limit_bytes / GIB:.1f} GiB of each are for tables and buffers"
+    out.print(f"memory      {fullest:.1f} GiB on the fullest GPU; {room}")
 
 
 def _bottlenecks(out: Console, found: Explanation) -> None:

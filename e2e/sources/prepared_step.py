@@ -26,12 +26,14 @@ REPLAY_ERROR = 0.03
 @dataclass(frozen=True)
 class Batch:
     """What a step processes on all GPUs: ``samples``, each a sequence of ``sequence_length`` tokens (``None``: they are
-    no sequences), which are ``made_of`` the sizes that were given, in words.
+    no sequences), which are ``made_of`` the sizes that were given, in words. ``batch_size``: what ``--batch-size``
+    means, where that is the script's own: samples of one pass on one GPU.
     """
 
     samples: int
     sequence_length: int | None = None
     made_of: str = ""
+    batch_size: int | None = None
 
     @property
     def tokens(self) -> int | None:
@@ -80,6 +82,7 @@ def run(step: PreparedStep) -> PredictionResult:
         return found
     old, batch = found.prediction, step.batch
     rate = throughput_of(batch.samples, batch.sequence_length, old.iteration_seconds, old.gpus, batch.made_of)
+    rate = replace(rate, batch_size=batch.batch_size)
     return replace(found, prediction=replace(old, throughput=rate))
 
 

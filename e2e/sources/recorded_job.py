@@ -22,6 +22,7 @@ from e2e.price.shared_overheads import fitted_overheads
 from e2e.sources.asked.request import MachineOptions, PredictRequest
 from e2e.sources.prepared_step import PreparedStep
 from e2e.sources.request_parts import gpu_machine, setting_of
+from e2e.sources.traced_job import require_gpu_work
 from e2e.step.execution_graph import ExecutionGraph, RankGraph
 from e2e.step.memory import peak_memory
 from e2e.step.operator_trace import OperatorTrace
@@ -77,6 +78,7 @@ def _single(found: _Recorded) -> PreparedStep:
     whole = found.run.links[profile.rank]
     linked = whole.part(last_step(whole.trace))
     rank = found.lower(linked.trace)
+    require_gpu_work(linked.trace, rank)
     overheads = fitted_overheads(Path(profile.source).name, profile)
     notes = [
         whole.describe(),

@@ -60,16 +60,21 @@ def single_step(
 
 
 def require_size(model: CapturedWorkload, cluster: Cluster) -> None:
-    """``InputError`` for a model that no change of its step brings onto the one GPU of ``cluster``: to capture it takes
-    minutes, and there would be nothing to learn.
+    """``InputError`` for a model of which one GPU of ``cluster`` holds so much that no change of its step brings it
+    there: to capture it takes minutes, and there would be nothing to learn. Of sharded parameters the GPU's own part
+    counts.
     """
-    held = sum(each.numel() * each.element_size() for each in model.module.parameters())
+    whole = model.module.parameters()
+    parts = [each.to_local() if hasattr(each, "to_local") else each for each in whole]  # of DTensor
+    held = sum(each.numel() * each.element_size() for each in parts)
     times = held / cluster.machine.memory[-1].capacity_bytes
     if times > MOST_TIMES_MEMORY:
-        count = sum(each.numel() for each in model.module.parameters())
+        count = sum(each.numel() for each in parts)
+        several = cluster.gpus > 1
+        advice = "shard them (fully_shard)" if several else "spread it with --gpus and --parallel"
         raise InputError(
-            f"{model.name}: {count / 1e12:.3g} T parameters take {held / 2**40:.3g} TiB, {times:.0f} times the memory "
-            f"of one {cluster.machine.name}; spread it with --gpus and --parallel, or correct its sizes"
+            f"{model.name}: {count / 1e12:.3g} T parameters{' of one rank' if several else ''} take {held / 2**40:.3g} "
+            f"TiB, {times:.0f} times the memory of one {cluster.machine.name}; {advice}, or correct its sizes"
         )
 
 

@@ -17,6 +17,7 @@ from e2e.sources.prepared_step import PreparedStep
 from e2e.sources.request_parts import cluster_of, gpu_machine, one_gpu, setting_of
 from e2e.sources.single_gpu import single_step
 from e2e.step.collective_names import kind_of
+from e2e.step.execution_graph import RankGraph
 from e2e.step.operator_trace import OperatorTrace
 from e2e.traces.formats.chakra import is_chakra, read_chakra
 from e2e.traces.formats.steps import last_step
@@ -40,7 +41,19 @@ def prepare(request: PredictRequest) -> PreparedStep:
         return _one_of_many(request, operators)
     if collectives:
         raise InputError(f"{path}: a rank of a job with collectives; give --gpus, the number of its ranks")
-    return single_step(operators, request.configuration, one_gpu(request.machine))
+    step = single_step(operators, request.configuration, one_gpu(request.machine))
+    require_gpu_work(operators, step.graph.ranks[0])
+    return step
+
+
+def require_gpu_work(trace: OperatorTrace, rank: RankGraph) -> None:
+    """``InputError`` for a recorded ``trace`` of which ``rank`` has nothing on a GPU: it was recorded without one."""
+    if trace.calls and not rank.tasks:
+        raise InputError(
+            f"{trace.source}: none of its {len(trace.calls):,} operators works on a GPU: the step was recorded on a "
+            "CPU, which calls others than a GPU does; record it on a GPU, or give the step as a --script, which needs "
+            "none"
+        )
 
 
 def read_trace(path: Path) -> OperatorTrace:

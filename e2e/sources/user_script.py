@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from e2e.capture.distributed.distributed_capture import capture_distributed
+from e2e.capture.distributed.distributed_capture import DistributedCapture, capture_distributed
+from e2e.capture.kept_captures import kept
+from e2e.capture.options import CaptureOptions
 from e2e.capture.script import Fallback, capture_script, load_script, taken_names
-from e2e.capture.session import CapturedWorkload
 from e2e.lowering import LoweringOptions
 from e2e.lowering.lowered_step import lower_ranks
 from e2e.sources.asked.request import PredictRequest, WorkloadOptions
@@ -16,6 +17,8 @@ from e2e.sources.capture_notes import assumptions
 from e2e.sources.prepared_step import Batch, PreparedStep
 from e2e.sources.request_parts import capture_options, cluster_of, one_gpu, placed_values, setting_of
 from e2e.sources.single_gpu import require_size, single_step
+from e2e.step.operator_trace import OperatorTrace
+from e2e.step.own_samples import has_own_samples
 from e2e.whatif.operators_behind import TracedRank
 
 _OWN: Mapping[str, str] = {
@@ -28,40 +31,50 @@ _OWN: Mapping[str, str] = {
 def prepare(request: PredictRequest) -> PreparedStep:
     """The step of a script of one process on one GPU, compiled where that is asked for."""
     workload, options = request.workload, capture_options(request, "flash")
-    assert workload.script is not None
+    script = workload.script
+    assert script is not None
     cluster = one_gpu(request.machine)
-    loaded = load_script(workload.script, options, **_parameters(workload))
-    require_size(loaded, cluster)
-    trace = capture_script(loaded, options)
+
+    def captured() -> tuple[OperatorTrace, tuple[int | None, int | None]]:
+        loaded = load_script(script, options, **_parameters(workload))
+        require_size(loaded, cluster)
+        return capture_script(loaded, options), (loaded.samples, loaded.sequence_length)
+
+    trace, sizes = kept(_key(request, options), captured)
     step = single_step(trace, request.configuration, cluster, options.kernel)
-    batch = None if loaded.samples is None else Batch(loaded.samples, loaded.sequence_length)
-    return replace(
-        step, warnings=[*step.warnings, *_unused(workload), *assumptions([trace])], batch=batch, taken=_taken(loaded)
-    )
+    batch = _batch(*sizes, [trace], 1)
+    warnings = [*step.warnings, *_unused(workload), *assumptions([trace])]
+    return replace(step, warnings=warnings, batch=batch, taken=_taken(*sizes))
 
 
 def prepare_ranks(request: PredictRequest) -> PreparedStep:
     """The step of a script of as many processes as ``gpus`` says; ranks that are alike are captured once."""
     workload, gpus = request.workload, request.machine.gpus
-    assert workload.script is not None and gpus is not None
-    cluster = cluster_of(request.machine, gpus)
-    captured = capture_distributed(
-        workload.script,
-        gpus,
-        capture_options(request, "flash"),
-        parameters=_parameters(workload),
-        gpus_per_node=cluster.gpus_per_node,
-        ranks=request.configuration.ranks or None,
-    )
+    script = workload.script
+    assert script is not None and gpus is not None
+    cluster, capturing = cluster_of(request.machine, gpus), capture_options(request, "flash")
+
+    def capture() -> DistributedCapture:
+        return capture_distributed(
+            script,
+            gpus,
+            capturing,
+            parameters=_parameters(workload),
+            gpus_per_node=cluster.gpus_per_node,
+            ranks=request.configuration.ranks or None,
+            accept=lambda made: require_size(made, cluster),
+        )
+
+    captured = kept(_key(request, capturing), capture)
     setting = setting_of(request.configuration, cluster.machine)
-    options = LoweringOptions(tf32=setting.tf32, attention=capture_options(request, "flash").kernel)
+    options = LoweringOptions(tf32=setting.tf32, attention=capturing.kernel)
     architecture = cluster.machine.chip().architecture
     lowered = lower_ranks(captured.traces, captured.multiplicity, captured.source, options, architecture)
     warnings = list(lowered.warnings)
     if captured.compiled:
         warnings.append("the script compiles its model (torch.compile): predicted as eager code on several GPUs")
     warnings += [*_unused(workload), *assumptions(captured.traces)]
-    taken = dict(_OWN) | placed_values(cluster)
+    taken = _taken(captured.samples, captured.sequence_length) | placed_values(cluster)
     traced = {trace.rank: TracedRank(trace, options) for trace in captured.traces}
     return PreparedStep(
         lowered.graph,
@@ -70,14 +83,37 @@ def prepare_ranks(request: PredictRequest) -> PreparedStep:
         lowered.memory,
         warnings,
         skew=request.machine.skew,
+        batch=_batch(captured.samples, captured.sequence_length, captured.traces, gpus),
         taken=taken,
         traced=traced,
     )
 
 
-def _taken(loaded: CapturedWorkload) -> dict[str, str]:
+def _key(request: PredictRequest, options: CaptureOptions) -> Hashable:
+    """What a capture of the script of ``request`` depends on: not on what only prices it (TF32, graphs, compilers)."""
+    settled = replace(options, dtype="float32") if options.dtype == "tf32" else options
+    asked = request.machine
+    return request.workload, settled, asked.gpu, asked.gpus, asked.nodes, request.configuration.ranks
+
+
+def _batch(samples: int | None, length: int | None, traces: Sequence[OperatorTrace], gpus: int) -> Batch | None:
+    """What a step of ``gpus`` ranks processes where the function was called for ``samples`` of ``length`` tokens.
+
+    A step that accumulates gradients takes as many samples again with every pass; a pass that took parts of them
+    (a batch that the script divides itself) is one of several that make one batch.
+    """
+    if samples is None or (gpus > 1 and not all(has_own_samples(trace) for trace in traces)):
+        return None
+    passes = max(1, sum(samples in lengths for lengths in traces[0].passes))
+    made_of = [f"{passes} passes of {samples}"] if passes > 1 else [f"{samples}"] if gpus > 1 else []
+    if gpus > 1:
+        made_of.append(f"on each of {gpus} GPUs")
+    return Batch(samples * passes * gpus, length, " ".join(made_of), samples)
+
+
+def _taken(samples: int | None, length: int | None) -> dict[str, str]:
     """By option, what the script has of its own. It sets its optimizer and number types itself."""
-    sizes = {"--batch-size": loaded.samples, "--sequence-length": loaded.sequence_length}
+    sizes = {"--batch-size": samples, "--sequence-length": length}
     told = {option: f"{size} (the script's own)" for option, size in sizes.items() if size is not None}
     return dict(_OWN) | told
 

@@ -200,6 +200,8 @@ class WhatIfSteps:
             return None
         if asked[0].recorded is not None or workload.batch_size is not None:
             return asked[0].recorded or workload.batch_size
+        if self.step.batch is not None and self.step.batch.batch_size is not None:
+            return self.step.batch.batch_size
         if self.source.name in (RECORDING, TRACE, SCRIPT, RANKS_OF_SCRIPT):
             try:
                 return recorded_batch(next(iter(self.step.traced.values())).trace)

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Literal, get_args
 
 from costmodel.operators.layers import DTYPE_BYTES
-from e2e.step.caching_allocator import whole_blocks
+from e2e.step.caching_allocator import BLOCK_BYTES, whole_blocks
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor, tensors
 
 ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
@@ -25,7 +26,12 @@ ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
 EXPERT_DIMENSIONS = 3
 OTHER_BYTES = {"int16": 2, "uint16": 2, "complex64": 8, "complex128": 16, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
-Role = Literal["parameters", "gradients", "optimizer_state", "inputs", "activations", "temporary", "buffers", "reserve"]
+# Writes into memory that is there.
+_COPY = "aten::copy_"
+_WRITES = frozenset((_COPY, "aten::index_copy_", "aten::index_put_", "aten::_index_put_impl_"))
+Role = Literal[
+    "parameters", "gradients", "optimizer_state", "inputs", "activations", "temporary", "buffers", "cache", "reserve"
+]  # fmt: skip
 ROLES: tuple[Role, ...] = get_args(Role)
 
 
@@ -43,7 +49,8 @@ class MemoryUsage:
 
     ``parameters``: held throughout and read by the model (weights, buffers); ``optimizer_state``: held throughout and
     read by the optimizer alone; ``inputs``: integer data held throughout; ``activations``: made in the forward pass
-    and alive after it; ``buffers``: of communication and libraries; ``temporary``: everything else. ``reserve``: what
+    and alive after it; ``buffers``: of communication and libraries; ``cache``: keys and values of earlier tokens, which
+    a step without backward pass adds to; ``temporary``: everything else. ``reserve``: what
     the caching allocator has taken from the driver at most beyond what is in use at the peak (0 where it is not
     simulated). ``call``: the operator at the peak; -1 for an empty trace. ``course``: what is in use over the step,
     where that is known.
@@ -74,7 +81,8 @@ class Lifetime:
     of the last that ``used`` it.
 
     ``existed``: before the trace; ``phases``: in which it is used, ``first_phase`` the first of them; ``gradient``: it
-    is the ``.grad`` of a parameter, of so many alike things as ``alike`` says (experts).
+    is the ``.grad`` of a parameter, of so many alike things as ``alike`` says (experts); ``added_to``: a forward pass
+    writes a part of it.
     """
 
     size: int = 0
@@ -87,6 +95,7 @@ class Lifetime:
     first_phase: str = ""
     gradient: bool = False
     alike: int = 1
+    added_to: bool = False
 
 
 def peak_memory(trace: OperatorTrace) -> MemoryUsage:
@@ -137,6 +146,7 @@ def lifetimes(trace: OperatorTrace) -> dict[int, Lifetime]:
     end = len(trace.calls) - 1
     made: dict[int, int] = {}
     exact = any("freed" in call.attributes for call in trace.calls)
+    parts: list[OperatorCall] = []
     for position, call in enumerate(trace.calls):
         for storage in _listed(call, "freed"):
             if storage in found:
@@ -159,10 +169,25 @@ def lifetimes(trace: OperatorTrace) -> dict[int, Lifetime]:
             if gradient:
                 entry.gradient = True
                 entry.alike = tensor.shape[0] if len(tensor.shape) == EXPERT_DIMENSIONS else 1
+        if call.name in _WRITES:
+            parts.append(call)
+    if not {"backward", "optimizer"} & {call.phase for call in trace.calls}:
+        _note_additions(parts, found)
     for entry in found.values():
         if entry.existed or (entry.gradient and not exact):
             entry.last = end
     return found
+
+
+def _note_additions(writes: Iterable[OperatorCall], found: dict[int, Lifetime]) -> None:
+    """Marks what each of ``writes`` puts a part into: rows of new tokens, behind or among those that are there."""
+    for call in writes:
+        floats = [each for each in tensors(call.inputs) if _counts(each) and not each.dtype.startswith(("int", "uint"))]
+        if floats and floats[0].storage in found:
+            entry = found[floats[0].storage]
+            # Copies name the part that they write, writes by index name all and what is written.
+            written = floats[0] if call.name == _COPY else floats[-1]
+            entry.added_to |= prod(written.shape) * _item_bytes(floats[0].dtype) < entry.size - BLOCK_BYTES
 
 
 def _listed(call: OperatorCall, name: str) -> Iterable[int]:
@@ -200,8 +225,11 @@ def _bytes(tensor: Tensor) -> int:
     else:
         for extent in tensor.shape:
             elements *= extent
-    size = elements * DTYPE_BYTES.get(tensor.dtype, OTHER_BYTES.get(tensor.dtype, 4))
-    return whole_blocks(size)
+    return whole_blocks(elements * _item_bytes(tensor.dtype))
+
+
+def _item_bytes(dtype: str) -> int:
+    return DTYPE_BYTES.get(dtype, OTHER_BYTES.get(dtype, 4))
 
 
 def role_of(storage: Lifetime) -> Role:
@@ -211,7 +239,7 @@ def role_of(storage: Lifetime) -> Role:
     if storage.existed:
         if storage.phases == {"optimizer"}:
             return "optimizer_state"
-        return "inputs" if storage.integer else "parameters"
+        return "inputs" if storage.integer else "cache" if storage.added_to else "parameters"
     if storage.first_phase == "forward" and "backward" in storage.phases:
         return "activations"
     return "temporary"

@@ -68,7 +68,9 @@ class OperatorTrace:
 
     ``process_groups``: name -> the ranks in it. ``source`` names the file or the model, for messages. ``pid``: of the
     recorded process, where there was one. ``compiled``: the model asks for ``torch.compile``; the calls are those of
-    eager code all the same. ``ranges``: parts of the step that the script gave a name.
+    eager code all the same. ``ranges``: parts of the step that the script gave a name. ``passes``: of every backward
+    pass, the lengths along the first dimension of what the whole module was called with, and returned, before it; a
+    step that accumulates gradients has several. Empty where the source does not tell.
     """
 
     calls: tuple[OperatorCall, ...]
@@ -79,6 +81,7 @@ class OperatorTrace:
     pid: int | None = None
     compiled: bool = False
     ranges: NamedRanges = field(default_factory=NamedRanges)
+    passes: tuple[frozenset[int], ...] = ()
 
 
 def tensors(values: tuple[Value, ...]) -> Iterator[Tensor]:

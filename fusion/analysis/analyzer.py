@@ -41,6 +41,7 @@ class LayerReport:
     stride: tuple[int, int]
     input_shape: tuple[int, ...]
     output_shape: tuple[int, ...]
+    dilation: tuple[int, int] = (1, 1)
 
 
 @dataclass(frozen=True)
@@ -260,7 +261,8 @@ def _rival(site: Site, sites: Sequence[Site], plan: FusionPlan) -> str | None:
 def _layer(node: Node) -> LayerReport:
     conv = node.operator
     assert isinstance(conv, Conv2d)  # sites are chains of convolutions
-    return LayerReport(node.name, conv_kind(conv), conv.kernel, conv.stride, conv.input_shape, conv.output_shape)
+    shapes = (conv.input_shape, conv.output_shape)
+    return LayerReport(node.name, conv_kind(conv), conv.kernel, conv.stride, *shapes, conv.dilation)
 
 
 def unfused_intensity(convs: Sequence[Conv2d]) -> float:

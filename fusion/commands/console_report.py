@@ -142,8 +142,14 @@ def _shortened(sites: Sequence[SiteReport]) -> list[SiteReport]:
 
 
 def short_names(names: Collection[str]) -> dict[str, str]:
-    """Each name without the words that all begin with and all end with; words are what ``_``, ``/``, ``.`` part."""
+    """Each name without the words that all begin with and all end with; words are what ``_``, ``/``, ``.`` part.
+    Scopes that a name repeats (``a_a_1_a_1_conv``, as PyTorch exports ``a.1.conv``) are told once, where names still
+    differ then.
+    """
     words = {name: re.findall(r"[^_/.]+|[_/.]", name) for name in names}
+    once = {name: _once(each) for name, each in words.items()}
+    if len({tuple(each) for each in once.values()}) == len(names):
+        words = once
     if len(words) < 2:
         return {name: name for name in names}
     shortest = min(map(len, words.values())) - 1
@@ -152,6 +158,15 @@ def short_names(names: Collection[str]) -> dict[str, str]:
     shortest = min(map(len, rest.values())) - 1
     tail = next((i for i in range(shortest) if len({tuple(each[-i - 1 :]) for each in rest.values()}) > 1), shortest)
     return {name: "".join(each[: len(each) - tail]).strip("_/.") for name, each in rest.items()}
+
+
+def _once(words: list[str]) -> list[str]:
+    """``words``, parted by marks, without those in front that are repeated right behind: ``a / a . 1``."""
+    for count in range(1, len(words) // 2, 2):
+        head, behind = words[:count], words[count + 1 : 2 * count + 1]
+        if head[::2] == behind[::2] and any(any(map(str.isalpha, word)) for word in head[::2]):
+            return _once(words[count + 1 :])
+    return words
 
 
 def _place(place: TensorPlace) -> str:
@@ -165,10 +180,15 @@ def _layers(site: SiteReport) -> str:
     """Kind and input on the first line, then name, window and output of each layer."""
     lines = [f"{site.kind} on {_shape(site.layers[0].input_shape)}"]
     for layer in site.layers:
-        stride = f"/{layer.stride[0]}" if layer.stride != (1, 1) else ""
-        window = "x".join(map(str, layer.kernel))
-        lines.append(f"  {layer.name}: {window}{stride} -> {_shape(layer.output_shape)}")
+        window = window_told(layer.kernel, layer.stride, layer.dilation)
+        lines.append(f"  {layer.name}: {window} -> {_shape(layer.output_shape)}")
     return "\n".join(lines)
+
+
+def window_told(kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int] = (1, 1)) -> str:
+    """``3x3``, with a stride ``3x3/2``, dilated ``3x3 d4``."""
+    strided = f"/{stride[0]}" if max(stride) > 1 else ""
+    return "x".join(map(str, kernel)) + strided + (f" d{dilation[0]}" if max(dilation) > 1 else "")
 
 
 def _shape(shape: Sequence[int]) -> str:

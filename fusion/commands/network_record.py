@@ -9,6 +9,7 @@ from costmodel.cpu.roofline import RooflineModel
 from costmodel.machines.machine_records import Machine
 from costmodel.operators.layers import ChannelNorm, Conv2d, Dense, Operator, Pool2d, conv_kind
 from fusion.analysis.analyzer import network_bytes
+from fusion.commands.console_report import window_told
 from fusion.model.conv_graph import Graph
 from fusion.model.selection import FusionPlan
 
@@ -77,7 +78,7 @@ def layer_told(operator: Layer) -> str:
     """Window and output, such as ``3x3/2 -> 32x112x112``; the image before its channels is left out where it is one."""
     window = ""
     if isinstance(operator, Conv2d | Pool2d):
-        window = "x".join(map(str, operator.kernel)) + (f"/{operator.stride[0]}" if max(operator.stride) > 1 else "")
+        window = window_told(operator.kernel, operator.stride, getattr(operator, "dilation", (1, 1)))
     shape = getattr(operator, "output_shape", None)
     if shape is None:
         return window

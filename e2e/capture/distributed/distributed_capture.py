@@ -16,7 +16,7 @@ Ranks that run the same program are captured once; ``multiplicity`` of the graph
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,7 @@ from e2e.capture.distributed.rank_capture import CapturedRank, RankScript, RankS
 from e2e.capture.distributed.world import RankPlace
 from e2e.capture.options import CaptureOptions
 from e2e.capture.script_reference import Script, script_name
+from e2e.capture.session import CapturedWorkload
 from e2e.step.operator_trace import OperatorTrace
 
 # Beyond that many different programs a user should say which ones matter.
@@ -36,12 +37,14 @@ MOST_DIFFERENT = 64
 @dataclass(frozen=True)
 class DistributedCapture:
     """``traces``: of the captured ranks, in their order; ``multiplicity``: how many ranks each of them stands for, as
-    many as GPUs in all.
+    many as GPUs in all. ``samples`` of ``sequence_length`` tokens: the batch of one rank, as far as that is told.
     """
 
     traces: tuple[OperatorTrace, ...]
     multiplicity: Mapping[int, int]
     source: str
+    samples: int | None = None
+    sequence_length: int | None = None
 
     @property
     def compiled(self) -> bool:
@@ -58,6 +61,7 @@ def capture_distributed(
     gpus_per_node: int = 8,
     ranks: Sequence[int] | None = None,
     progress: Say | None = None,
+    accept: Callable[[CapturedWorkload], None] | None = None,
 ) -> DistributedCapture:
     """One steady step of ``script`` (``FILE.py:FUNCTION``, or the function) on ``gpus`` GPUs, operator by operator.
 
@@ -65,12 +69,14 @@ def capture_distributed(
     may call ``torch.distributed.init_process_group("nccl")``, reads ``RANK``, ``LOCAL_RANK`` and ``WORLD_SIZE``, and
     uses DDP, ``fully_shard``, DTensor, ``torch.distributed.pipelining``, process groups and collectives, CUDA streams
     and events. ``parameters`` (``batch_size``, per rank ...) are given to it as far as it takes them. ``ranks``: see
-    the rule at the top of this module. ``progress`` is told what is being captured.
+    the rule at the top of this module. ``progress`` is told what is being captured. ``accept``: see
+    :class:`e2e.capture.distributed.rank_capture.RankScript`.
 
     ``InputError`` for impossible numbers; a script that fails shows its own traceback on standard error and raises
     ``ModelError``, as does one that waits for what no rank sends.
     """
-    job = _Job(RankScript(script, dict(parameters or {}), options or CaptureOptions()), gpus, gpus_per_node, progress)
+    program = RankScript(script, dict(parameters or {}), options or CaptureOptions(), accept)
+    job = _Job(program, gpus, gpus_per_node, progress)
     job.check(ranks)
     if ranks:
         job.capture(ranks)
@@ -79,7 +85,9 @@ def capture_distributed(
         job.capture(job.unlike())
     order = sorted(job.captured)
     traces = tuple(job.captured[rank].trace for rank in order)
-    return DistributedCapture(traces, _multiplicity(order, gpus), f"{script_name(script)} on {gpus} GPUs")
+    first = job.captured[order[0]]
+    source = f"{script_name(script)} on {gpus} GPUs"
+    return DistributedCapture(traces, _multiplicity(order, gpus), source, first.samples, first.sequence_length)
 
 
 @dataclass

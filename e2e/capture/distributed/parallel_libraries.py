@@ -88,7 +88,8 @@ class _QuietLogger:
 
 
 class LibraryPatches:
-    """FSDP2's check of real storage and memory that it resizes by hand, the vote of pipeline stages.
+    """FSDP2's check of real storage and memory that it resizes by hand, the vote of pipeline stages, the state of
+    DTensor's random numbers.
 
     Only of libraries that the script has imported: together they take seconds to import. ``stack`` undoes everything.
     """
@@ -103,6 +104,7 @@ class LibraryPatches:
         for name, patches in (
             ("torch.distributed.fsdp._fully_shard._fsdp_param", self._fsdp),
             ("torch.distributed.pipelining.schedules", self._pipelines),
+            ("torch.distributed.tensor._random", self._random_numbers),
         ):
             if name in sys.modules and name not in self._done:
                 self._done.add(name)
@@ -120,6 +122,12 @@ class LibraryPatches:
 
     def _pipelines(self, schedules: Any) -> Iterator[tuple[Any, str, Any]]:
         yield schedules._PipelineSchedule, "_warmup_p2p", _infer_shapes
+
+    def _random_numbers(self, random: Any) -> Iterator[tuple[Any, str, Any]]:
+        """``torch.nn.init`` of sharded parameters: ranks would agree on a state that lies on the GPU."""
+        made = random._RNGStateTracker.__init__
+        yield random.OffsetBasedRNGTracker, "__init__", lambda self, *given, **named: made(self, torch.device("meta"))
+        yield random, "_rng_tracker", None  # what a capture makes does not outlive it
 
 
 def _refuse_first_version(self: Any, *args: Any, **kwargs: Any) -> None:

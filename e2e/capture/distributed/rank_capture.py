@@ -28,11 +28,14 @@ RankSignature = tuple[tuple[str, tuple[int, ...], str, str], ...]
 
 @dataclass(frozen=True)
 class RankScript:
-    """``FILE.py:FUNCTION`` or a function, what it is called with, and what the capture assumes."""
+    """``FILE.py:FUNCTION`` or a function, what it is called with, and what the capture assumes. ``accept`` is shown
+    what the function made, before a step of it runs, and raises where that is no job to look at.
+    """
 
     script: Script
     parameters: dict[str, Any]
     options: CaptureOptions
+    accept: Callable[[CapturedWorkload], None] | None = None
 
     @property
     def reference(self) -> str:
@@ -42,11 +45,15 @@ class RankScript:
 
 @dataclass(frozen=True)
 class CapturedRank:
-    """``peers``: ranks that it sends to or receives from; ``signature``: what it holds."""
+    """``peers``: ranks that it sends to or receives from; ``signature``: what it holds; ``samples`` of
+    ``sequence_length`` tokens: the batch that the script's function was called for, as far as that is told.
+    """
 
     trace: OperatorTrace
     peers: frozenset[int]
     signature: RankSignature
+    samples: int | None = None
+    sequence_length: int | None = None
 
 
 def capture_rank(script: RankScript, place: RankPlace, mailbox: Mailbox) -> CapturedRank:
@@ -58,6 +65,8 @@ def capture_rank(script: RankScript, place: RankPlace, mailbox: Mailbox) -> Capt
     """
     with _prepared(script, place, mailbox) as (recorder, make):
         workload, communication = make(), recorder.communication
+        if script.accept is not None:
+            script.accept(workload)
         signature = _signature(workload.module)
         recorder.paths = module_paths(workload)
         with reporting(script.reference):
@@ -75,8 +84,10 @@ def capture_rank(script: RankScript, place: RankPlace, mailbox: Mailbox) -> Capt
             script.reference,
             compiled=is_compiled(workload.module),
             ranges=recorder.ranges.found(),
+            passes=tuple(recorder.passes),
         )
-        return CapturedRank(trace, frozenset(communication.peers), signature)
+        sizes = (workload.samples, workload.sequence_length)
+        return CapturedRank(trace, frozenset(communication.peers), signature, *sizes)
 
 
 def rank_signature(script: RankScript, place: RankPlace, mailbox: Mailbox) -> RankSignature:

@@ -105,6 +105,22 @@ def test_only_bf16_products_are_read(tmp_path):
         list(aiconfigurator.read_aiconfigurator(tmp_path))
 
 
+def test_products_that_something_disturbed_do_not_count():
+    """A grid of 3 x 3 x 3 sizes at 100 TFLOP/s, above 50 us: one took three times as long, one half as long again."""
+    sizes = np.array([2048, 4096, 8192])
+    m, n, k = (each.ravel() for each in np.meshgrid(sizes, sizes, sizes, indexing="ij"))
+    seconds = 2.0 * m * n * k / 1e14
+    middle = np.flatnonzero((m == 4096) & (n == 4096) & (k == 4096))[0]
+    corner = np.flatnonzero((m == 8192) & (n == 8192) & (k == 8192))[0]
+    assert not aiconfigurator.disturbed(m, n, k, seconds).any()
+    slower = seconds.copy()
+    slower[[middle, corner]] *= [3.0, 1.5]
+    assert np.flatnonzero(aiconfigurator.disturbed(m, n, k, slower)).tolist() == [middle]
+    slower[corner] *= 2.0  # three neighbours are too few to tell
+    assert np.flatnonzero(aiconfigurator.disturbed(m, n, k, slower)).tolist() == [middle]
+    assert not aiconfigurator.disturbed(m, n, k, slower * 1e-3).any()  # a microsecond says little of the rate
+
+
 def attention_table(folder, system: str, **columns: list[object]):
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")

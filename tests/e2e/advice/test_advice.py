@@ -54,6 +54,34 @@ def test_every_alternative_is_what_predict_says_of_it_and_the_best_come_first():
     assert any("--compile" in line for line in lines)
 
 
+def test_a_script_is_run_again_only_where_the_setting_changes_what_it_calls():
+    """Of 16 bits there is no TF32 to try, and questions are asked of the step as it is alone."""
+    made: list[int] = []
+
+    def counted(batch_size=4):
+        made.append(batch_size)
+        model = torch.nn.Linear(256, 256).to("cuda", torch.bfloat16)
+        optimizer = torch.optim.AdamW(model.parameters())
+
+        def step():
+            model(torch.randn(batch_size, 256, device="cuda", dtype=torch.bfloat16)).square().mean().backward()
+            optimizer.step()
+
+        return model, step
+
+    said: list[str] = []
+    found = e2e.predict(script=counted, gpu="t4", advice=said.append, what_if=["batch=6"])
+    searched = [line for line in said if "advice, batch size" in line]
+    tried = {each.change for each in found.advice.alternatives}
+    assert {"--compile", "--cuda-graph", "--optimizer fused", "--batch-size 8"} <= tried and "--dtype tf32" not in tried
+    # As it is and in the question: once each.
+    once = [made.count(size) for size in (6,)]
+    assert once == [1] and found.what_if[1].gain_per_sample == pytest.approx(found.what_if[1].gain * 6 / 4)
+    fused = sum("--optimizer fused" in each.change for each in found.advice.alternatives)
+    larger = sum(each.kind == "batch" for each in found.advice.alternatives)
+    assert len(made) <= 2 + fused + larger + len(searched)
+
+
 def test_the_largest_batch_fits_and_one_more_does_not():
     found = e2e.predict(script=make_step, gpu="t4", batch_size=64, advice=True)
     largest = found.advice.largest_batch

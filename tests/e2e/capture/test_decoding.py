@@ -12,9 +12,12 @@ from costmodel.operators.device_work import Gemm
 from costmodel.operators.scaled_work import ScaledCast
 from e2e.capture.models.catalog import build_from_config
 from e2e.capture.options import CaptureOptions
-from e2e.capture.session import capture
+from e2e.capture.session import CapturedWorkload, capture
 from e2e.lowering import LoweringOptions
 from e2e.lowering.lower_trace import lower
+from e2e.step.memory import peak_memory
+
+torch = pytest.importorskip("torch")
 
 BATCH, CACHED, LAYERS, HEADS, RANK, ROTARY, PLAIN, VALUES = 3, 100, 2, 4, 40, 8, 16, 16
 SIZES = {"hidden_size": 64, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "vocab_size": 128}
@@ -64,6 +67,33 @@ def test_the_cache_is_written_in_place_and_read_by_windows():
     # Rotary embeddings concatenate halves of a head; nothing is as long as the cache.
     assert not [each for each in records if getattr(each, "elements", 0) >= BATCH * 2 * CACHED * 16]
     assert names.count("aten::new_empty") == 0
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_memory_tells_the_cache_from_the_weights(dtype):
+    options = CaptureOptions("inference", dtype, "flash", cache_length=CACHED)
+    workload = build_from_config(GROUPED, BATCH, None, options, "test")
+    found = peak_memory(capture(workload, options)).breakdown
+    size = 2 if dtype == "bfloat16" else 4
+    blocks = -(-BATCH * 2 * (CACHED + 1) * 16 * size // 512)  # of the keys of a layer: 2 heads of 16
+    assert found["cache"] == 2 * LAYERS * blocks * 512
+    weights = sum(each.numel() * each.element_size() for each in workload.module.parameters())
+    assert weights <= found["parameters"] < weights + 512 * sum(1 for _ in workload.module.parameters()) + 4096
+
+
+def test_memory_that_a_step_fills_as_a_whole_is_no_cache():
+    class Fixed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("held", torch.zeros(4, 512, device="meta"))
+
+        def forward(self, new: torch.Tensor) -> torch.Tensor:
+            self.held.copy_(new)
+            return self.held * 2
+
+    model = Fixed()
+    workload = CapturedWorkload("test", model, lambda: model(torch.ones(4, 512, device="meta")))
+    assert peak_memory(capture(workload, CaptureOptions("inference"))).breakdown["cache"] == 0
 
 
 def test_several_tokens_behind_a_cache():

@@ -396,6 +396,25 @@ return model, step""",
     assert simulate_iterations(timed(result.graph), 4).settled
 
 
+def test_weights_of_shards_are_initialised_as_on_gpus(tmp_path):
+    """Made without memory, given some, then filled: what ranks agree on for random numbers is not in the step."""
+    reference = written(
+        tmp_path,
+        """from torch.distributed.fsdp import fully_shard
+dist.init_process_group("nccl")
+with torch.device("meta"):
+    model = torch.nn.Linear(64, 64, bias=False)
+fully_shard(model)
+model.to_empty(device="cuda")
+torch.nn.init.normal_(model.weight, std=0.02)
+def step():
+    model(torch.randn(8, 64, device="cuda")).sum().backward()
+return model, step""",
+    )
+    (rank,) = lowered(reference, 4).graph.ranks
+    assert {kind for kind, *_ in meetings(rank)} == {"all_gather", "reduce_scatter"}
+
+
 @pytest.mark.parametrize(
     ("counts", "message"),
     [

@@ -142,6 +142,7 @@ def step():
     seen["in step"] = torch.randn(2).device.type
     seen["item"], seen["float"] = result.sum().item(), float(result.mean().detach())
     seen["flag"], seen["any"] = bool((result > 0)[0, 0]), bool((result > 0).any())
+    seen["shown"] = f"{result.sum():.2f}"
     seen["cpu"], seen["array"] = result.detach().cpu().abs().sum().item(), result.detach().cpu().numpy().shape
     seen["known"] = (known * 2).tolist()
     seen["selected"] = result[result > 0].shape[0]
@@ -161,6 +162,7 @@ def test_reads_give_what_the_page_says(tmp_path: Path):
         "float": 1.0,
         "flag": True,
         "any": False,
+        "shown": "1.00",
         "cpu": 0.0,
         "array": (4, 8),
         "known": [6, 8],

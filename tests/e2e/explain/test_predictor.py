@@ -17,6 +17,7 @@ from costmodel.machines.cluster import single_gpu
 from e2e.explain.predictor import RecordedSite, explain_once, predict
 from e2e.lowering import LoweringOptions
 from e2e.lowering.lowered_step import lower_step
+from e2e.report.text_report import launches
 from e2e.simulate.skew import Skew
 from e2e.step.memory import MemoryUsage
 
@@ -42,6 +43,8 @@ def test_a_host_bound_step_takes_the_sum_of_its_overheads():
     assert prediction.host_bound_fraction > 0.99
     replayed = predict_step(step(), setting(kernel=1e-3, host=1.0, cuda_graph=True)).prediction
     assert replayed.iteration_seconds == pytest.approx(1.0, rel=1e-2)
+    assert launches(prediction) == "4 in 4 operator calls"
+    assert launches(replayed) == "1 of a CUDA graph of 4, captured from 4 operator calls"
 
 
 def test_an_unknown_operator_is_counted_and_named():

@@ -34,7 +34,7 @@ OF_ONE = {
 }  # fmt: skip
 OF_BOTH = {
     "other_seconds", "memory_shortage", "asked", "board", "throughput", "utilisation", "energy", "cost", "advice",
-    "what_if", "ranges",
+    "what_if", "ranges", "cuda_graph",
 }  # fmt: skip
 OF_SEVERAL = {"cluster", "gpus", "nodes", "critical_path_seconds", "attribution", "ranks", "collectives", "stragglers"}
 

@@ -192,6 +192,28 @@ def test_of_an_execution_trace_of_two_steps_one_is_predicted(tmp_path):
     assert two["iteration_seconds"] == pytest.approx(one["iteration_seconds"], rel=0.02)
 
 
+def test_a_step_that_was_recorded_without_a_gpu_is_refused(tmp_path):
+    """Its operators are those of a CPU: as a step of a GPU it would be its host's time alone."""
+
+    def written(device: str) -> str:
+        matrix = [5, 6, 0, 64, 4, device]
+        node = {"id": 3, "name": "aten::mm", "parent": 2, "tid": 1, "scope": 0, "fw_tid": 0, "seq_id": -1, "rf_id": 3}
+        node |= {"inputs": [matrix, matrix], "input_shapes": [[8, 8], [8, 8]], "op_schema": ""}
+        node |= {"input_types": ["Tensor(float)"] * 2, "outputs": [matrix], "output_shapes": [[8, 8]]}
+        node |= {"output_types": ["Tensor(float)"]}
+        thread = {"id": 2, "name": "[pytorch|profiler|execution_graph|thread]", "parent": 1, "tid": 1, "scope": 7}
+        thread |= {"fw_tid": 0, "seq_id": -1, "rf_id": 2, "op_schema": ""}
+        thread |= {f"{side}{part}": [] for side in ("input", "output") for part in ("s", "_shapes", "_types")}
+        (tmp_path / "et.json").write_text(
+            json.dumps({"schema": "1.0.1", "pid": 7, "nodes": [thread, node], "finish_ts": 1})
+        )
+        done = CliRunner().invoke(app, ["predict", "--trace", str(tmp_path / "et.json"), "--gpu", "t4"])
+        return done.output if done.exit_code else ""
+
+    assert written("cuda:0") == ""
+    assert "none of its 1 operators works on a GPU: the step was recorded on a CPU" in " ".join(written("cpu").split())
+
+
 def test_options_that_a_recording_does_not_use_are_named(cached):
     files = ["--kineto", str(recorded(LINEAR)), "--trace", str(recorded(LINEAR_ET)), "--json"]
     given = ["--batch-size", "64", "--mode", "inference"]

@@ -65,6 +65,7 @@ def test_roles_at_the_peak():
         "activations": 2048,
         "temporary": 0,
         "buffers": 0,
+        "cache": 0,
         "reserve": 0,
     }
     assert usage.peak_bytes == sum(usage.breakdown.values())

@@ -422,7 +422,7 @@ def test_a_second_sweep_in_the_same_folder_is_told_so(tiny, tmp_path):
 
 def test_the_folder_need_not_be_named(tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    arguments = ["sweep", "--model", str(tiny), "--gpu", "h100-sxm", "--gpus", "2", "--parallel", "dp=2"]
+    arguments = ["sweep", "--model-config", str(tiny), "--gpu", "h100-sxm", "--gpus", "2", "--parallel", "dp=2"]
     result = CliRunner().invoke(app, [*arguments, "--sequence-length", "64", "--workers", "1"])
     assert result.exit_code == 0, result.output
     assert (tmp_path / "sweep" / "results.jsonl").is_file()

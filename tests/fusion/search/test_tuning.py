@@ -221,6 +221,9 @@ def test_a_fused_kernel_outside_the_network_stands_to_its_parts_as_by_itself():
 def test_short_names_lose_what_all_share():
     names = ["net_layer_0_conv_3x3_Conv", "net_layer_1_conv_3x3_Conv", "net_stem_Conv"]
     assert list(short_names(names).values()) == ["layer_0_conv_3x3", "layer_1_conv_3x3", "stem"]
+    scoped = ["a_a_1_a_1_conv_conv", "a_a_1_a_1_0_conv", "a_a_2_conv", "head_conv"]
+    assert list(short_names(scoped).values()) == ["a_1_conv", "a_1_0", "a_2", "head"]
+    assert list(short_names(["a_a_b", "a_b", "1_1_0"]).values()) == ["a_a_b", "a_b", "1_1_0"]  # would be alike
     assert short_names(["only"]) == {"only": "only"}
     assert json.dumps(short_names(["a", "b"])) == '{"a": "a", "b": "b"}'
 
