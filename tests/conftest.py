@@ -31,6 +31,8 @@ LONG_FILES = (
     "test_measure_models.py",
     "test_gpu_fit.py",
     "test_runner.py",
+    "test_kills.py",
+    "test_readers.py",
 )
 LONG_FOLDERS = ("fusion/commands", "fusion/relax", "e2e/commands", "e2e/capture")
 

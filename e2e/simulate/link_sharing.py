@@ -34,8 +34,8 @@ class LinkTransfer:
     """``what`` moves from ``start`` and would take ``seconds`` alone. ``speed`` since ``since``, when ``rest`` seconds
     (alone) were left; ``end`` at that speed. ``order``: of arrival here.
 
-    ``held``: share of the multiprocessors of GPUs, by their memories' names, that it keeps; ``gpu``: the one whose
-    multiprocessors it needs, of a kernel, for the share ``busy`` of its time.
+    ``held``: share of the multiprocessors of GPUs, by their memories' names, that it keeps; ``gpu``: of a kernel, the
+    one whose memory is its only link, and whose multiprocessors it needs for the same share of its time.
     """
 
     order: int
@@ -45,12 +45,19 @@ class LinkTransfer:
     links: Links
     held: Links
     gpu: str = ""
-    busy: float = 0.0
-    shape: tuple[tuple[str, float], ...] = ()
     speed: float = 0.0
     since: float = 0.0
     rest: float = 0.0
     end: float = inf
+    # Its links as a key: asked for at every moment.
+    shape: tuple[tuple[str, float], ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.use(self.links)
+
+    def use(self, links: Links) -> None:
+        """Takes these shares of links from now on."""
+        self.links, self.shape = links, tuple(links.items())
 
 
 @dataclass(slots=True)
@@ -69,7 +76,7 @@ class LinkSharing:
         """``what`` begins at ``start``, not before the last moment that :meth:`step` reached."""
         used = {name: min(share, 1.0) for name, share in links.items() if share > 0}
         order = next(self._order)
-        transfer = LinkTransfer(order, what, start, seconds, used, held or {}, shape=tuple(used.items()))
+        transfer = LinkTransfer(order, what, start, seconds, used, held or {})
         heapq.heappush(self._waiting, (start, order, transfer))
 
     def add_kernel(self, what: Any, start: float, seconds: float, gpu: str, busy: float) -> None:
@@ -77,8 +84,7 @@ class LinkSharing:
         time alone.
         """
         order = next(self._order)
-        shape = ((gpu, busy),)
-        kernel = LinkTransfer(order, what, start, seconds, {gpu: busy}, {}, gpu, busy, shape)
+        kernel = LinkTransfer(order, what, start, seconds, {gpu: busy}, {}, gpu)
         heapq.heappush(self._waiting, (start, order, kernel))
 
     def next_moment(self) -> float:
@@ -112,11 +118,12 @@ class LinkSharing:
     def succeed(self, kernel: LinkTransfer, what: Any, seconds: float, busy: float, now: float) -> None:
         """``what`` takes the place of ``kernel``, which ends ``now``: most are alike, and then no speed changes."""
         kernel.what, kernel.rest, kernel.since = what, seconds, now
-        if busy == kernel.busy:
+        if busy == kernel.links[kernel.gpu]:
             kernel.end = now + seconds / kernel.speed
             heapq.heappush(self._ends, (kernel.end, next(self._order), kernel))
             return
-        kernel.links, kernel.busy, kernel.shape, kernel.speed = {kernel.gpu: busy}, busy, ((kernel.gpu, busy),), 0.0
+        kernel.use({kernel.gpu: busy})
+        kernel.speed = 0.0
         self._share(kernel, now)
 
     def leave(self, transfer: LinkTransfer, now: float) -> None:
@@ -138,7 +145,7 @@ class LinkSharing:
             speed = fair
             if member.gpu:
                 held = sum(each.held.get(member.gpu, 0.0) for each in ordered if each.held)
-                speed *= max(1.0 - member.busy * held, _LEAST_LEFT)
+                speed *= max(1.0 - member.links[member.gpu] * held, _LEAST_LEFT)
             if speed != member.speed:
                 member.rest = max(member.rest - member.speed * (now - member.since), 0.0)
                 member.since, member.speed = now, speed

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ["TVM_NUM_THREADS"] = "2"
@@ -54,3 +55,16 @@ def tiny_build(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ar
     manifest = describe(tiny_model, INPUTS, OUTPUTS, cpu, tvm.__version__)
     executables = {MODEL: executable, UNFUSED_MODULE: executable}
     return write_artifact(tmp_path_factory.mktemp("tiny") / "build", manifest, executables, {"made": "for tests"})
+
+
+@pytest.fixture(scope="module")
+def short_rounds() -> Iterator[None]:
+    """Networks and engines of this process take turns in 5 rounds of 20 ms each, not in 15 of 150 ms: a toy's runs take
+    microseconds, and which of two is faster is nothing that a test asks.
+    """
+    from fusion.comparing.rounds import Sampling
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Sampling.__init__, "__defaults__", (5, 0.02, 5, 5, 0))
+        assert Sampling() == Sampling(rounds=5, seconds=0.02, calls=5, warmup=5, cold_calls=0)
+        yield

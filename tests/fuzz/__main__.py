@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tests/: this folder is `fuzz` there
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from fuzz.harness import FuzzReport, fuzz, serve
+from fuzz.harness import Bench, FuzzReport, serve
 from fuzz.readers import ALL_READERS, READERS
 
 _ROUND = 500
@@ -30,21 +30,22 @@ def main() -> int:
     parser.add_argument("--case", type=int, help="this input alone, of one --reader")
     parser.add_argument("--first", type=int, default=0, help="number of the first input")
     parser.add_argument("--cases", type=int, help="inputs of each reader, instead of as many as the time allows")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
-    if asked.worker:
-        serve(asked.worker, asked.first, asked.cases)
-        return 0
     names = asked.reader or list(READERS)
+    if asked.worker:
+        serve(names)
+        return 0
     if asked.case is not None:
         return _once(names[0], asked.case)
-    reports = _rounds(names, asked.minutes * 60, asked.first, asked.cases)
+    with Bench(names) as bench:
+        reports = _rounds(bench, names, asked.minutes * 60, asked.first, asked.cases)
     for report in reports.values():
         _print(report)
     return 1 if any(report.findings for report in reports.values()) else 0
 
 
-def _rounds(names: list[str], seconds: float, first: int, cases: int | None) -> dict[str, FuzzReport]:
+def _rounds(bench: Bench, names: list[str], seconds: float, first: int, cases: int | None) -> dict[str, FuzzReport]:
     """Rounds over all readers; the time that is left is shared evenly, and a round is at most 500 inputs of each."""
     until, reports = time.monotonic() + seconds, {name: FuzzReport(name) for name in names}
     done = 0
@@ -52,7 +53,7 @@ def _rounds(names: list[str], seconds: float, first: int, cases: int | None) -> 
         count = _ROUND if cases is None else min(_ROUND, cases - done)
         for place, name in enumerate(names):
             share = max((until - time.monotonic()) / (len(names) - place), 1.0)
-            _add(reports[name], fuzz(name, count, share, first + done))
+            _add(reports[name], bench.fuzz(name, count, share, first + done))
         done += count
     return reports
 

@@ -48,6 +48,8 @@ from fuzz.seeds import (
     source_lists,
 )
 
+MOST_SECONDS = 20.0  # of processor time for one input
+
 
 @dataclass(frozen=True)
 class Seed:
@@ -65,8 +67,9 @@ class Reader:
     name: str
     make: Callable[[Path], list[Seed]]
     read: Callable[[Path], object]
-    needs: tuple[str, ...] = ()  # modules that the road imports
+    needs: tuple[str, ...] = ()  # modules that the road imports and that take long
     names_file: bool = True  # whether a refusal names the file
+    most_seconds: float = MOST_SECONDS
 
     def seeds(self, folder: Path) -> list[Seed]:
         """The valid inputs."""
@@ -356,12 +359,20 @@ def _options(path: Path) -> object:
     return parsers.get(option, parse_parallel)(text.rstrip("\n"))
 
 
+_CAPTURING = ("torch", "e2e.sources.predict_request")
+_MODELS = (*_CAPTURING, "transformers.models.auto.modeling_auto")
+_NETWORKS = ("tvm", "onnx", "fusion.relax.onnx.importer")
+
+
 def _readers() -> list[Reader]:
     return [
-        Reader("execution-trace", lambda folder: _of(_json, "et.json", *EXECUTION_TRACES), _trace, ("torch",)),
-        Reader("kineto", lambda folder: _of(_json, "kineto.json", *KINETO_TRACES), _kineto, ("torch",)),
+        Reader("execution-trace", lambda folder: _of(_json, "et.json", *EXECUTION_TRACES), _trace, _CAPTURING),
+        Reader("kineto", lambda folder: _of(_json, "kineto.json", *KINETO_TRACES), _kineto, _CAPTURING),
         Reader(
-            "chakra", lambda folder: _of(_prefixed, "step.et", chakra_messages()), _trace, ("torch", "google.protobuf")
+            "chakra",
+            lambda folder: _of(_prefixed, "step.et", chakra_messages()),
+            _trace,
+            (*_CAPTURING, "google.protobuf"),
         ),
         Reader("machine", lambda folder: _of(_yaml, "machine.yaml", *machine_documents()), _machine),
         Reader(
@@ -382,12 +393,7 @@ def _readers() -> list[Reader]:
             lambda folder: [*_of(_lines, "log.txt", *NCCL_LOGS), *_of(_json, "log.json", *NCCL_JSON)],
             _nccl_log,
         ),
-        Reader(
-            "configuration",
-            lambda folder: _of(_json, "config.json", *HF_CONFIGS),
-            _configuration,
-            ("torch", "transformers"),
-        ),
+        Reader("configuration", lambda folder: _of(_json, "config.json", *HF_CONFIGS), _configuration, _MODELS),
         Reader("overheads", lambda folder: _of(_json, "overheads.json", OVERHEADS), _overheads),
         Reader("statistics", _statistics_seeds, _statistics),
         Reader("histograms", lambda folder: _of(_lines, "locality.txt", HISTOGRAM), _histograms),
@@ -396,9 +402,9 @@ def _readers() -> list[Reader]:
         Reader("calibration", lambda folder: _of(_json, "fitted.json", *collective_calibrations()), _calibration),
         Reader("kernels", lambda folder: _of(_folder, "kernels", *kernel_calibrations()), _kernels),
         Reader("measured", lambda folder: _of(_lines, "measured.csv", MEASURED_TABLE), _measured),
-        Reader("onnx", lambda folder: _of(_message, "model.onnx", *onnx_models()), _onnx, ("tvm", "onnx")),
-        Reader("analyze", lambda folder: _of(_message, "model.onnx", *onnx_models()), _analyze, ("tvm", "onnx")),
-        Reader("predict", lambda folder: _of(_json, "config.json", *HF_CONFIGS), _predict, ("torch", "transformers")),
+        Reader("onnx", lambda folder: _of(_message, "model.onnx", *onnx_models()), _onnx, _NETWORKS),
+        Reader("analyze", lambda folder: _of(_message, "model.onnx", *onnx_models()), _analyze, _NETWORKS),
+        Reader("predict", lambda folder: _of(_json, "config.json", *HF_CONFIGS), _predict, _MODELS),
         Reader("options", lambda folder: _of(_lines, "option.txt", *OPTION_TEXTS), _options, ("tvm",), False),
     ]
 
@@ -438,7 +444,7 @@ def _toy(word: str) -> Reader:
     def write(content: str, rng: random.Random | None, path: Path) -> None:
         path.write_text(content if rng is None or rng.random() < 0.5 else word)
 
-    return Reader(f"toy-{word}", lambda folder: _of(write, "toy.txt", "1\n2\n"), _falls)
+    return Reader(f"toy-{word}", lambda folder: _of(write, "toy.txt", "1\n2\n"), _falls, most_seconds=1.0)
 
 
 READERS = {reader.name: reader for reader in _readers()}

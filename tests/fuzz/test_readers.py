@@ -1,5 +1,5 @@
-"""Damaged inputs for every reader, the same ones in the same order, up to 500 or as many as five seconds allow: each
-gives a result or is refused in a line with the file.
+"""Damaged inputs for every reader, the same ones in the same order, up to 500 or as many as two seconds of a processor
+allow: each gives a result or is refused in a line with the file.
 
 ``python -m tests.fuzz --minutes 60`` goes on with others. The harness itself is tried on a reader that hangs, dies,
 fills the memory and raises what it should not.
@@ -11,19 +11,32 @@ import importlib.util
 import random
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from fuzz.harness import ROOT, fuzz
+from fuzz.harness import ROOT, Bench
 from fuzz.mutations import json_text, mutated_arrays, mutated_bytes, mutated_lines, mutated_tree, yaml_text
 from fuzz.readers import READERS, Reader
 
 CASES = 500
 # Of one reader: what is left then is not read here, but by ``python -m tests.fuzz --cases 500``.
-SECONDS = 5.0
+SECONDS = 2.0
 # Each input of these imports a graph or builds a model.
 LONG = ("onnx", "configuration", "analyze", "predict")
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[Bench]:
+    with Bench(READERS) as bench:
+        yield bench
+
+
+@pytest.fixture(scope="module")
+def toys() -> Iterator[Bench]:
+    with Bench(["toy-raise"]) as bench:
+        yield bench
 
 
 def present(name: str) -> bool:
@@ -38,11 +51,11 @@ def _marked(name: str):
 
 
 @pytest.mark.parametrize("name", [_marked(name) for name in READERS])
-def test_damaged_inputs_are_read_or_refused(name: str):
+def test_damaged_inputs_are_read_or_refused(name: str, bench: Bench):
     missing = [module for module in READERS[name].needs if not present(module)]
     if missing:
         pytest.skip(f"{', '.join(missing)} is not installed")
-    report = fuzz(name, CASES, SECONDS)
+    report = bench.fuzz(name, CASES, SECONDS)
     assert not report.findings, "\n".join(f"--case {each.case}: {each.what} {each.detail}" for each in report.findings)
     assert report.outcomes["result"] and report.outcomes["refused"]
 
@@ -50,15 +63,14 @@ def test_damaged_inputs_are_read_or_refused(name: str):
 @pytest.mark.parametrize(
     ("word", "what"), [("raise", "traceback"), ("die", "ends the process (-6)"), ("fill", "takes 2 GiB")]
 )
-def test_what_must_not_happen_is_found(word: str, what: str):
-    report = fuzz(f"toy-{word}", 6, 60.0)
+def test_what_must_not_happen_is_found(word: str, what: str, toys: Bench):
+    report = toys.fuzz(f"toy-{word}", 6, 60.0)
     assert {each.what for each in report.findings} == {what} and report.outcomes["result"]
     assert report.cases == 7  # and one seed: what follows a dead process is read by another
 
 
-@pytest.mark.slow
-def test_an_endless_reader_is_found():
-    report = fuzz("toy-hang", 1, 60.0)
+def test_an_endless_reader_is_found(toys: Bench):
+    report = toys.fuzz("toy-hang", 1, 60.0)
     assert {each.what.partition(" ")[0] for each in report.findings} <= {"hangs", "takes"} and report.findings
 
 

@@ -254,13 +254,18 @@ class _Replaced(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
 
 
 def _same_examples() -> None:
-    """Hypothesis draws the same ones in every run, remembers nothing, and minds no busy machine."""
+    """Hypothesis draws the same ones in every run, remembers nothing, minds no busy machine, and looks for no simpler
+    example where one has failed.
+    """
     try:
-        from hypothesis import HealthCheck, settings
+        from hypothesis import HealthCheck, Phase, settings
     except ImportError:
         return
     calm = list(HealthCheck)
-    settings.register_profile("mutants", derandomize=True, database=None, deadline=None, suppress_health_check=calm)
+    drawn = (Phase.explicit, Phase.generate)
+    settings.register_profile(
+        "mutants", derandomize=True, database=None, deadline=None, suppress_health_check=calm, phases=drawn
+    )
     settings.load_profile("mutants")
 
 

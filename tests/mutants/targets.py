@@ -19,10 +19,11 @@ def _below(folder: str, *names: str) -> tuple[str, ...]:
     return tuple(f"tests/{folder}/test_{name}.py" for name in names)
 
 
+# The first failure ends a run, so those that draw many graphs come last.
 _SIMULATOR = _below(
     "e2e/simulate",
-    *("simulator", "simulator_errors", "rendezvous", "timeline", "contention", "link_sharing", "skew"),
-    *("simulator_properties", "instructions", "timeline_nodes", "agreement", "sharing_limits", "steady_state"),
+    *("instructions", "device_streams", "timeline_nodes", "timeline", "rendezvous", "simulator", "simulator_errors"),
+    *("steady_state", "sharing_limits", "agreement", "skew", "link_sharing", "contention", "simulator_properties"),
 )
 _PRICING = _below(
     "e2e/price",

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from costmodel.base.errors import MachineError
 from costmodel.commands import checkup
@@ -152,7 +155,7 @@ def test_the_report_ends_with_1_where_something_is_broken(as_json: bool, capsys:
 
 
 @pytest.mark.parametrize("tool", ["fusion", "e2e"])
-def test_both_tools_have_a_doctor(tool: str, tmp_path: Path):
+def test_both_tools_have_a_doctor(tool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip({"fusion": "tvm", "e2e": "torch"}[tool])
     environment = {**os.environ, "COSTMODEL_MACHINES": str(tmp_path)}
     words = [sys.executable, "-m", tool, "doctor", "--json"]
@@ -163,8 +166,12 @@ def test_both_tools_have_a_doctor(tool: str, tmp_path: Path):
     assert {"Python", "numpy", "cores", "memory", "machine files"} <= names
     assert ("AMX" in names and "compiler" in names) if tool == "fusion" else "import torch" in names
     assert all(each["advice"] for each in record["findings"] if each["state"] == "broken")
+    # Torn machine files and no temporary folder; libraries are imported above.
     (tmp_path / "torn.yaml").write_text("name: [")
-    broken = subprocess.run(
-        words, capture_output=True, text=True, check=False, env={**environment, "TMPDIR": str(tmp_path / "torn.yaml")}
-    )
-    assert broken.returncode in (0, 1) and json.loads(broken.stdout)["findings"]
+    monkeypatch.setenv("COSTMODEL_MACHINES", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "torn.yaml"))
+    monkeypatch.setattr(checkup, "_import", lambda name, advice: Finding(f"import {name}", "ok", "left out"))
+    broken = CliRunner().invoke(importlib.import_module(f"{tool}.commands.cli").app, ["doctor", "--json"])
+    assert broken.exit_code == 1, broken.output
+    findings = {each["name"]: each["state"] for each in json.loads(broken.stdout)["findings"]}
+    assert findings["temporary TMPDIR"] == "broken" and findings["memory"] != "broken"

@@ -15,8 +15,9 @@ from costmodel.operators.device_work import Attention, ConvolutionBackward, Gemm
 from costmodel.operators.layers import Conv2d
 from costmodel.operators.lookups import EmbeddingLookup
 from e2e.capture import CaptureOptions, build, capture, known_models
-from e2e.capture.models.catalog import build_dlrm, build_from_file
+from e2e.capture.models.catalog import build_dlrm, build_from_config, build_from_file
 from e2e.capture.models.dlrm import CONFIGS, Dlrm, DlrmConfig, random_tables
+from e2e.capture.models.transformer import PRESETS
 from e2e.lowering import unknown_operators
 from e2e.lowering.lower_trace import lower
 from e2e.step.execution_graph import RankGraph
@@ -186,10 +187,26 @@ def test_random_tables_are_reproducible():
     assert build("dlrm-random-6-1", 8).module.tables.weights.shape == model.tables.weights.shape
 
 
+# How many layers a configuration has, where that is not `num_hidden_layers`. Of Switch every other one has experts, of
+# DeepSeek-V3 those from the fourth on: five hold all kinds.
+FEW_LAYERS = {
+    "gpt2": {"n_layer": 5},
+    "xlnet": {"n_layer": 5},
+    "switch_transformers": {"num_layers": 4, "num_decoder_layers": 4, "num_sparse_encoder_layers": 2,
+                            "num_sparse_decoder_layers": 2},
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("name", known_models())
 def test_every_model_lowers_without_unknown_operators(name: str):
-    length = 64 if name.startswith(("llama", "xlnet", "switch", "gpt", "opt", "bert")) else None
-    graph = lower(capture(build(name, 2, length, INFERENCE), INFERENCE))
+    """Transformers with their first few layers: the others, up to 126 of them, are of the same kinds."""
+    if name in PRESETS:
+        config = {**PRESETS[name], **FEW_LAYERS.get(PRESETS[name]["model_type"], {"num_hidden_layers": 5})}
+        length = 64 if name.startswith(("llama", "xlnet", "switch", "gpt", "opt", "bert")) else None
+        workload = build_from_config(config, 2, length, INFERENCE, name)
+    else:
+        workload = build(name, 2, None, INFERENCE)
+    graph = lower(capture(workload, INFERENCE))
     assert graph.tasks
     assert not unknown_operators(graph)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import shutil
 import subprocess
 import sys
@@ -50,8 +51,10 @@ def one_gpu(folder: Path) -> Path:
 
 
 def pipeline(folder: Path) -> Path:
+    """A layer in each stage, the embedding before the first and the head behind the last."""
+    (folder / "gpt2.json").write_text(json.dumps({"model_type": "gpt2", "n_layer": 4}))
     e2e.predict(
-        model="gpt2", gpu="h100-sxm", gpus=4, parallel="pp=4,micro-batches=4", sequence_length=64,
+        model_config=folder / "gpt2.json", gpu="h100-sxm", gpus=4, parallel="pp=4,micro-batches=4", sequence_length=64,
         timeline=folder / "pipeline.json.gz",
     )  # fmt: skip
     return folder / "pipeline.json.gz"

@@ -14,7 +14,22 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from drawn_graphs import Drawing, seconds, together
 
 from costmodel.base.errors import SimulationError
-from e2e.simulate.instructions import RankProgram, compile_graph, describe
+from e2e.simulate.instructions import (
+    AWAIT,
+    HOST,
+    LAUNCH,
+    NO_SLOT,
+    RECORD,
+    SHARED,
+    SIGNAL,
+    SYNCHRONIZE_DEVICE,
+    SYNCHRONIZE_EVENT,
+    SYNCHRONIZE_STREAM,
+    WAIT,
+    RankProgram,
+    compile_graph,
+    describe,
+)
 from e2e.simulate.simulator import simulate
 from e2e.step.execution_graph import (
     Action,
@@ -123,6 +138,31 @@ def test_threads_streams_and_tasks_are_numbered_through():
     assert found.streams == (9, 7) and found.task_streams == [0, 1, 0]
     assert found.launches == [1, 2, 3] and found.seconds == [3, 4, 5]
     assert found.collectives == found.loads == found.links == {}
+
+
+def test_every_action_is_one_instruction():
+    d = Drawing()
+    d.host(2)
+    d.kernel("a", 3, stream=9, launch=0.5)
+    d.collective("c", 4, 0, ranks=(0,), stream=8, launch=0.25)
+    d.add(RecordEvent(5, 8), StreamWait(5, 9), Signal(3), Await(4))
+    d.synchronize(stream=9, cost=1)
+    d.synchronize(event=6, cost=2)
+    d.synchronize(cost=3)
+    found = program(d)
+    assert (found.streams, found.events, found.flags) == ((9, 8), (5, 6), (3, 4))
+    assert found.threads[0].code == [
+        (HOST, 2, NO_SLOT, NO_SLOT, 0),
+        (LAUNCH, 0.5, 0, 0, 3),
+        (SHARED, 0.25, 1, 1, 4),
+        (RECORD, 0, 0, 1, 0),
+        (WAIT, 0, 0, 0, 0),
+        (SIGNAL, 0, 0, NO_SLOT, 0),
+        (AWAIT, 0, 1, NO_SLOT, 0),
+        (SYNCHRONIZE_STREAM, 1, NO_SLOT, 0, 0),
+        (SYNCHRONIZE_EVENT, 2, 1, NO_SLOT, 0),
+        (SYNCHRONIZE_DEVICE, 3, NO_SLOT, NO_SLOT, 0),
+    ]
 
 
 def test_collectives_and_links_are_kept_by_task():

@@ -25,6 +25,7 @@ from fusion.model.named_arrays import to_tvm
 pytest.importorskip("tvm")
 
 ROOT = Path(__file__).resolve().parents[3]
+pytestmark = pytest.mark.usefixtures("short_rounds")
 A = np.array([[1, -2, 3], [4, 5, -6]], np.float32)
 B = np.array([[2, 2, -1], [0.5, 1, 1]], np.float32)
 

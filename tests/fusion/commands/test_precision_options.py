@@ -35,6 +35,7 @@ from fusion.relax.onnx.importer import import_onnx
 from schedules.contract.cpu_target import CpuTarget, host_target
 
 CPU = host_target(1)
+pytestmark = pytest.mark.usefixtures("short_rounds")
 needs_bfloat16 = pytest.mark.skipif(CPU.lacks(BFLOAT16) is not None, reason=f"{CPU.lacks(BFLOAT16)}")
 
 

@@ -29,6 +29,7 @@ from fusion.model.precision import INT8  # noqa: E402
 from schedules.contract.cpu_target import host_target  # noqa: E402
 
 CPU = host_target(1)
+pytestmark = pytest.mark.usefixtures("short_rounds")
 needs_bytes = pytest.mark.skipif(CPU.lacks(INT8) is not None, reason=f"{CPU.lacks(INT8)}")
 
 
@@ -58,32 +59,44 @@ def tuned(folder: Path, build: Path, **options):
     return fusion.tune(folder / "model.onnx", build, precision="int8", **options)
 
 
+@pytest.fixture(scope="module")
+def whole(folder):
+    """The summary of a build whose error nobody limits."""
+    return tuned(folder, folder / "build")
+
+
 @needs_bytes
-def test_all_layers_are_quantised_where_nobody_limits_the_error(folder, tmp_path):
-    record = tuned(folder, tmp_path / "build").record
+def test_all_layers_are_quantised_where_nobody_limits_the_error(folder, whole):
+    record, build = whole.record, folder / "build"
     found = record["precision"]
     assert (found["asked"], found["shipped"], found["choice"]) == ("int8", "int8", None)
     assert found["int8_layers"] >= 6 and found["float_model"] == str(folder / "model.onnx")
-    assert record["model"] == str(tmp_path / "build" / "model-int8.onnx")
+    assert record["model"] == str(build / "model-int8.onnx")
     # The errors are those of the build against the float model, on samples that were not calibrated with.
     with np.load(folder / "x.npz") as samples:
         x = samples["x"][4:5]
     assert found["inputs"] == ["x.npz 5", "x.npz 10", "x.npz 15"]
     session = onnxruntime.InferenceSession(str(folder / "model.onnx"), providers=["CPUExecutionProvider"])
     exact = session.run(None, {"x": x})[0]
-    ours = fusion.load(tmp_path / "build")(x)
+    ours = fusion.load(build)(x)
     own = float(np.abs(ours - exact).max() / np.abs(exact).max())
     assert 0 < own <= found["errors"]["max_relative_error"] * 1.001
     assert precision_lines(found)[0].startswith(f"precision: {found['int8_layers']} of {found['layers']} layers stored")
-    assert json.loads((tmp_path / "build" / "manifest.json").read_text())["precision"] == "int8"
+    assert json.loads((build / "manifest.json").read_text())["precision"] == "int8"
 
 
 @needs_bytes
-def test_engines_of_int8_run_the_file_of_the_build(folder, tmp_path):
+def test_engines_of_int8_run_the_file_of_the_build(folder, tmp_path, whole):
     """By itself; beside a build of the float model; beside that model; and where the build has moved."""
     build, quick = tmp_path / "moved", Sampling(rounds=2, seconds=0.01, calls=2, warmup=1)
-    tuned(folder, tmp_path / "build")
-    (tmp_path / "build").rename(build)
+    (folder / "build").rename(build)
+    try:
+        check_engines(folder, tmp_path, build, quick)
+    finally:
+        build.rename(folder / "build")
+
+
+def check_engines(folder, tmp_path, build, quick):
     own = build / "model-int8.onnx"
     with pytest.raises(InputError, match="is not the model that .* was built from"):
         compare_command(build, [], model=build / "model.so", sampling=quick)
@@ -100,9 +113,8 @@ def test_engines_of_int8_run_the_file_of_the_build(folder, tmp_path):
 
 
 @needs_bytes
-def test_within_a_budget_delicate_layers_stay_in_float32(folder, tmp_path):
-    whole = tuned(folder, tmp_path / "whole").record["precision"]["quantised_errors"]["max_relative_error"]
-    limit = 0.6 * whole
+def test_within_a_budget_delicate_layers_stay_in_float32(folder, tmp_path, whole):
+    limit = 0.6 * whole.record["precision"]["quantised_errors"]["max_relative_error"]
     found = tuned(folder, tmp_path / "build", max_error=limit).record["precision"]
     choice = found["choice"]
     assert 0 < found["errors"]["max_relative_error"] <= limit

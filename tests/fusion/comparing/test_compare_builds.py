@@ -17,6 +17,7 @@ from fusion.comparing.compare_builds import compare_builds
 from fusion.comparing.rounds import Sampling
 
 ROOT = Path(__file__).resolve().parents[3]
+pytestmark = pytest.mark.usefixtures("short_rounds")
 BRIEF = Sampling(rounds=3, seconds=0.01, calls=2, warmup=1)
 
 
