@@ -27,6 +27,32 @@ def bring_steps_to_layers(model: ModelProto) -> bool:
     return len(model.graph.node) > before
 
 
+def share_equal_steps(model: ModelProto) -> bool:
+    """Changes ``model``: a value that several QuantizeLinear round alike is rounded by the first of them. Tools that
+    give every reader a pair of its own write such; a layer is computed in whole numbers where one step reads it. Says
+    whether there were any.
+    """
+    tensors, kept, renamed = QuantisedTensors(model), {}, {}
+    for node in model.graph.node:
+        found = tensors.quantisation(node) if node.op_type == "QuantizeLinear" and len(node.input) > 2 else None
+        if found is None or node.output[0] in tensors.results:
+            continue
+        options = tuple(sorted(each.SerializeToString() for each in node.attribute))
+        key = (node.input[0], *((array.dtype.str, array.shape, array.tobytes()) for array in found), options)
+        first = kept.setdefault(key, node.output[0])
+        if first != node.output[0]:
+            renamed[node.output[0]] = first
+    if not renamed:
+        return False
+    nodes = [node for node in model.graph.node if not (node.output and node.output[0] in renamed)]
+    for node in nodes:
+        node.input[:] = [renamed.get(name, name) for name in node.input]
+    nodes = [type(node).FromString(node.SerializeToString()) for node in nodes]
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
+    return True
+
+
 def _moves(tensors: QuantisedTensors) -> list[str]:
     """What moves make, in order: inserting nodes makes other objects of those that there are."""
     nodes = [node for node in tensors.graph.node if len(node.output) == 1]
