@@ -158,20 +158,23 @@ class ByteSteps:
         table = quantised(dequantised(_EVERY_BYTE, own.scale, own.zero), target)
         return [self._look_up(moved, table, output)]
 
-    def activation_of(self, value: str, layers: Collection[str]) -> tuple[Activation, str] | None:
-        """The activation that makes ``value`` of what one of the operators ``layers`` makes, and the name of that;
-        ``None`` where something else reads what lies between.
+    def activation_of(self, value: str, layers: Collection[str]) -> tuple[Activation, str, np.ndarray | None] | None:
+        """The activation that makes ``value`` of what one of the operators ``layers`` makes, the name of that, and the
+        slope of each of its channels where these differ; ``None`` where something else reads what lies between.
         """
         region = _Region()
         if not self._visit(value, region, layers) or region.leaves or len(region.sums) != 1 or not region.nodes:
             return None
-        if any(numbers.size != 1 for numbers in region.numbers.values()):
-            return None
         before, tensors = region.sums[0], self._tensors
+        slopes = self._slopes(region, before)
+        if slopes is None and any(numbers.size != 1 for numbers in region.numbers.values()):
+            return None
         for name in (before, *outputs_of(region.nodes)):
             readers = [node for node in tensors.readers[name] if node not in region.nodes]
             if name != value and (readers or name in tensors.results):
                 return None
+        if slopes is not None:
+            return Activation("prelu"), before, slopes
         numbers = {name: each.reshape(()) for name, each in region.numbers.items()}
 
         def computed(grid: np.ndarray) -> np.ndarray | None:
@@ -179,7 +182,18 @@ class ByteSteps:
             return None if values is None else values.astype(np.float64)
 
         activation = recognised(computed)
-        return None if activation is None else (activation, before)
+        return None if activation is None else (activation, before, None)
+
+    def _slopes(self, region: _Region, before: str) -> np.ndarray | None:
+        """Those of a lone PRelu of an image, one for each channel."""
+        shape = self._shapes.get(before, ())
+        if len(region.nodes) != 1 or region.nodes[0].op_type != "PRelu" or len(shape) != 4:
+            return None
+        slopes = region.numbers.get(region.nodes[0].input[1])
+        if slopes is None or slopes.size == 1 or slopes.dtype != np.float32:
+            return None
+        aligned = (1,) * (4 - slopes.ndim) + slopes.shape
+        return slopes.reshape(-1) if aligned == (1, shape[1], 1, 1) else None
 
     # --- tables -----------------------------------------------------------------------------------
 

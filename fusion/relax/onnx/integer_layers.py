@@ -49,6 +49,7 @@ class _Layer:
     output: str
     residual: str = ""
     activation: Activation | None = None
+    slopes: np.ndarray | None = None
     before: list[NodeProto] = field(default_factory=list)  # make what it reads
 
 
@@ -120,7 +121,8 @@ class _Matcher:
         elif maker.op_type == "Add":
             self._addition(maker, target.node, made.scale, made.zero, bounds)
         if target.output not in self._layers and (found := self._steps.activation_of(target.value, _LAYERS)):
-            self._weighted(self._tensors.made_by[found[1]], target, found[0])
+            activation, before, slopes = found
+            self._weighted(self._tensors.made_by[before], target, activation, slopes)
         return target.output in self._layers
 
     def _table(self, target: Target) -> bool:
@@ -160,8 +162,16 @@ class _Matcher:
             bounds.append(float(value.reshape(-1)[0]))
         return bounds[0], bounds[1]
 
-    def _weighted(self, node: NodeProto, target: Target, activation: Activation | None = None) -> None:
-        """``activation``: between the layer ``node`` and ``target``, which rounds no more than its result."""
+    def _weighted(
+        self,
+        node: NodeProto,
+        target: Target,
+        activation: Activation | None = None,
+        slopes: np.ndarray | None = None,
+    ) -> None:
+        """``activation``, with these ``slopes`` of its channels: between the layer ``node`` and ``target``, which rounds
+        no more than its result.
+        """
         made = target.quantisation
         data, held = self._tensors.data(node.input[0]), self._tensors.dequantised(node.input[1])
         if data is None or held is None:
@@ -197,7 +207,7 @@ class _Matcher:
         )  # fmt: skip
         self._layers[target.output] = _Layer(
             _LAYERS[node.op_type], node.name, attributes, name, weight,
-            bias.astype(np.float32 if activation else np.int32), requantisation, target.output, activation=activation, before=before,
+            bias.astype(np.float32 if activation else np.int32), requantisation, target.output, activation=activation, slopes=slopes, before=before,
         )  # fmt: skip
 
     def _weight(self, node: NodeProto, held: TensorOfBytes) -> tuple[np.ndarray, np.ndarray] | None:
@@ -386,6 +396,8 @@ class _Matcher:
         for what, array in zip(("weight", "bias", "multiplier", "integers", "factors"), arrays, strict=True):
             names.append(f"{layer.output}_{what}")
             self._tensors.graph.initializer.append(numpy_helper.from_array(array, names[-1]))
+        if layer.slopes is not None:
+            names.append(self._steps.constant(f"{layer.output}_slopes", layer.slopes))
         residual = [layer.residual] if layer.residual else []
         made = helper.make_node(layer.operator, [layer.data, *names, *residual], [layer.output], layer.name)
         made.attribute.extend(layer.attributes)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from fusion.relax.onnx.onnx_unsupported import all_nodes
 from fusion.relax.onnx.quantised_tensors import QuantisedTensors, is_move, padding_of
 
 if TYPE_CHECKING:
@@ -32,10 +33,14 @@ def share_equal_steps(model: ModelProto) -> bool:
     give every reader a pair of its own write such; a layer is computed in whole numbers where one step reads it. Says
     whether there were any.
     """
-    tensors, kept, renamed = QuantisedTensors(model), {}, {}
+    tensors = QuantisedTensors(model)
+    kept: dict[tuple[object, ...], str] = {}
+    renamed: dict[str, str] = {}
+    branches = (graph for node in model.graph.node for each in node.attribute for graph in (each.g, *each.graphs))
+    in_branches = {name for graph in branches for node in all_nodes(graph) for name in node.input}
     for node in model.graph.node:
         found = tensors.quantisation(node) if node.op_type == "QuantizeLinear" and len(node.input) > 2 else None
-        if found is None or node.output[0] in tensors.results:
+        if found is None or node.output[0] in tensors.results or node.output[0] in in_branches:
             continue
         options = tuple(sorted(each.SerializeToString() for each in node.attribute))
         key = (node.input[0], *((array.dtype.str, array.shape, array.tobytes()) for array in found), options)

@@ -198,8 +198,9 @@ def _quantised_dense(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, n
 
 
 def _quantised_epilogue(inputs: Inputs, attrs: Attributes) -> Epilogue:
-    residual: ResidualPosition | None = "before_activation" if len(inputs) > 6 else None
     activation = attrs.get("activation", b"").decode() or None
+    own = 7 if activation == "prelu" else 6  # with its slopes
+    residual: ResidualPosition | None = "before_activation" if len(inputs) > own else None
     slope = round(float(attrs.get("slope", 0.0)), 6)
     return Epilogue(bias=True, activation=activation, residual=residual, slope=slope)
 
