@@ -173,9 +173,7 @@ def analyze_in(
     return replace(found, precision=precision, precisions=outlooks(graph, machine, cpu), notes=notes)
 
 
-def by_precision(
-    graph: Graph, machine: Machine, cpu: CpuTarget, notes: tuple[str, ...] = ()
-) -> list[NetworkAnalysis]:
+def by_precision(graph: Graph, machine: Machine, cpu: CpuTarget, notes: tuple[str, ...] = ()) -> list[NetworkAnalysis]:
     """An analysis in every precision that ``machine`` has a rate for and ``cpu`` kernels; quantised: in its own."""
     if layers_in(graph, INT8):
         return [analyze_in(INT8, graph, machine, cpu, notes)]

@@ -80,9 +80,7 @@ class ByteOperators:
         result = self.layouts.reshape(self.layouts.emit(call, name), shape)
         return LaidOutValue(step.shape, layout, result, _BYTES)
 
-    def _blocked(
-        self, values: list[LaidOutValue], given: list[relax.Expr], step: ByteStep, name: str
-    ) -> LaidOutValue:
+    def _blocked(self, values: list[LaidOutValue], given: list[relax.Expr], step: ByteStep, name: str) -> LaidOutValue:
         tensors = [self.layouts.blocked(value, _BYTES) for value in values]
         result = relax.TensorType(blocked_shape(step.result, self.layouts.lanes), _BYTES)
         call = relax.call_tir(self.library.byte_step(step), [*tensors, *given], out_ty=result)

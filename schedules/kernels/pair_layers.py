@@ -152,7 +152,8 @@ class FirstLayer(PairLayer):
             return parts * block.cycles(cpu, self.groups.per_task, resident) + filling
         one = dense_cycles(
             cpu, self.tile, self.conv.out_width, self._depth,
-            data_bytes=self._row_bytes, weight_bytes=self._group_bytes, dtype=self.conv.dtype, taps=TapRow.of(self.conv),
+            data_bytes=self._row_bytes, weight_bytes=self._group_bytes, dtype=self.conv.dtype,
+            taps=TapRow.of(self.conv),
         )  # fmt: skip
         one += exposed_traffic(cpu, self._row_bytes, rows * self._row_bytes)
         return self.groups.per_task * rows * one + self._exposed_weights(cpu, resident) + filling

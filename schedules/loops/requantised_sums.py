@@ -94,7 +94,8 @@ def pack_requantisation(
     layer: Conv2d | Dense, parameters: Parameters, lanes: int, firsts: Sequence[int] | None = None
 ) -> np.ndarray:
     """(rows, V): what is read once, the multipliers (before an activation each with the bias, of floats, and the slopes
-    of a ``prelu``), what the sums of each class of outputs begin with; float32 that may hold the bits of whole numbers of 32 bits.
+    of a ``prelu``), what the sums of each class of outputs begin with; float32 that may hold the bits of whole numbers
+    of 32 bits.
 
     ``firsts``: the first output of each block, where they do not follow one another.
     """

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 def linear_resize(
     tensors: QuantisedTensors, shapes: Mapping[str, tuple[int, ...]], node: NodeProto, cut_off: bool
 ) -> ByteResize | None:
-    """What the Resize ``node`` of mode ``linear`` does to an NCHW image; ``None`` for any other, and for forms that have
-    no :class:`ByteResize`. ``cut_off``: it reads bytes as they are.
+    """What the Resize ``node`` of mode ``linear`` does to an NCHW image; ``None`` for any other, and for forms that
+    have no :class:`ByteResize`. ``cut_off``: it reads bytes as they are.
     """
     given = {each.name: each for each in node.attribute}
     shape, result = shapes.get(node.input[0], ()), shapes.get(node.output[0], ())

@@ -52,7 +52,8 @@ def told_in_floats(layers: Sequence[FloatLayer]) -> list[str]:
     for layer in layers:
         found.setdefault(layer.reason, []).append(layer.name)
     rows = sorted(found.items(), key=lambda row: -len(row[1]))
-    return [f"layers of the quantised model in floats, {len(names)}: {reason} ({_some(names)})" for reason, names in rows]
+    before = "layers of the quantised model in floats"
+    return [f"{before}, {len(names)}: {reason} ({_some(names)})" for reason, names in rows]
 
 
 def _some(names: Sequence[str]) -> str:

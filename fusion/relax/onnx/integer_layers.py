@@ -169,8 +169,8 @@ class _Matcher:
         activation: Activation | None = None,
         slopes: np.ndarray | None = None,
     ) -> None:
-        """``activation``, with these ``slopes`` of its channels: between the layer ``node`` and ``target``, which rounds
-        no more than its result.
+        """``activation``, with these ``slopes`` of its channels: between the layer ``node`` and ``target``, which
+        rounds no more than its result.
         """
         made = target.quantisation
         data, held = self._tensors.data(node.input[0]), self._tensors.dequantised(node.input[1])
@@ -207,7 +207,8 @@ class _Matcher:
         )  # fmt: skip
         self._layers[target.output] = _Layer(
             _LAYERS[node.op_type], node.name, attributes, name, weight,
-            bias.astype(np.float32 if activation else np.int32), requantisation, target.output, activation=activation, slopes=slopes, before=before,
+            bias.astype(np.float32 if activation else np.int32), requantisation, target.output,
+            activation=activation, slopes=slopes, before=before,
         )  # fmt: skip
 
     def _weight(self, node: NodeProto, held: TensorOfBytes) -> tuple[np.ndarray, np.ndarray] | None:

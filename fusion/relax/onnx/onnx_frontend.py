@@ -50,8 +50,8 @@ def supported_operators() -> frozenset[str]:
 
 
 def as_computed(model: ModelProto, whole_numbers: bool) -> ModelProto:
-    """A prepared model (see :mod:`fusion.relax.onnx.onnx_prepare`), the quantised layers of it in whole numbers, or else
-    in floats between dequantising and quantising.
+    """A prepared model (see :mod:`fusion.relax.onnx.onnx_prepare`), the quantised layers of it in whole numbers, or
+    else in floats between dequantising and quantising.
     """
     model = with_zero_points(model)
     return with_integer_layers(model) if whole_numbers else model

@@ -105,9 +105,7 @@ def _found(tensors: QuantisedTensors, shapes: dict[str, tuple[int, ...]], node: 
         return None
     stride = int(strides[0])
     whole = [-(-size // stride) * stride for size in result[2:]]
-    axes = [
-        phases_along(values.shape[2 + axis], stride, pads[axis], image[2 + axis], whole[axis]) for axis in (0, 1)
-    ]
+    axes = [phases_along(values.shape[2 + axis], stride, pads[axis], image[2 + axis], whole[axis]) for axis in (0, 1)]
     if axes[0] is None or axes[1] is None:
         return None
     phases = tuple((row, column) for row in axes[0] for column in axes[1])
