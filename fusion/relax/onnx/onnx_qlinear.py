@@ -1,6 +1,7 @@
 """Quantised operators of ONNX and of ONNX Runtime, taken apart: each as the operator of floats that it stands for,
 between DequantizeLinear and QuantizeLinear. So there is one form of quantised models behind this file. Those whose
-scales are found while they run (ConvInteger, MatMulInteger) are computed in floats, of the whole numbers that they read.
+scales are found while they run (ConvInteger, MatMulInteger) are computed in floats, of the whole numbers that they
+read.
 """
 
 from __future__ import annotations

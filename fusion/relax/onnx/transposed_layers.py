@@ -121,7 +121,8 @@ def _is_constant_bias(tensors: QuantisedTensors, name: str) -> bool:
 
 def _behind(tensors: QuantisedTensors, node: NodeProto) -> tuple[tuple[NodeProto, ...], NodeProto] | None:
     """What is computed value by value behind ``node``, and the QuantizeLinear behind that."""
-    value, nodes = node.output[0], []
+    value = node.output[0]
+    nodes: list[NodeProto] = []
     while tensors.inner(value):
         (reader,) = tensors.readers[value]
         if reader.op_type == "QuantizeLinear":
