@@ -182,6 +182,7 @@ class _Writer:
         inputs = [node.input[0], held, *self._bias(what, copies)]
         options = {"kernel_shape": weight.shape[2:], "pads": pads, "group": found.groups}
         value = self._add("Conv", inputs, f"{what}_phase", **options)
+        self._made[-1].name = node.name if copies > 1 or len(found.phases) == 1 else f"{node.name}_{what}"
         for each in found.behind:
             others = [self._numbers(each, name, what, copies) for name in each.input[1:]]
             made = type(each).FromString(each.SerializeToString())

@@ -84,8 +84,8 @@ def test_activations_are_computed_before_the_phases_are_put_in_place(activation,
     else:
         value = graph.add("LeakyRelu", value, alpha=0.2)
     path = graph.save(tmp_path / "q.onnx", graph.step(value, 0.24, 60), (1, 12, 12, 10), data=SHAPE)
-    (layer,) = (node.operator for node in extract_graph(import_onnx(path).mod).nodes)
-    assert layer.dtype == "int8"
+    (layer,) = extract_graph(import_onnx(path).mod).nodes
+    assert layer.operator.dtype == "int8" and layer.name == "transposed"
     found, floats, whole = compared(path, tmp_path)
     # ONNX Runtime sums floats before an activation that does not cut off.
     assert np.mean(found != whole) < 0.002 and np.abs(found - whole).max() < 0.241
