@@ -356,8 +356,7 @@ def network_check(
 
 def rounds_otherwise(graph: Graph) -> bool:
     """Whether ONNX Runtime may round a value of a quantised ``graph`` to the byte beside ours: it sums floats where an
-    activation is rounded with its layer alone, and does on bytes, cut off, some of what is computed in floats here
-    (resizing between pixels).
+    activation is rounded with its layer alone, and in another order what is computed in floats here too.
     """
     from costmodel.operators.layers import Conv2d, Dense
     from fusion.relax.bindings import is_float32

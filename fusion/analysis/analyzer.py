@@ -107,6 +107,7 @@ class NetworkAnalysis:
     others: tuple[OtherOperator, ...]
     precision: str = "float32"
     precisions: tuple[PrecisionOutlook, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """JSON-able, as documented for ``--json``."""
@@ -114,11 +115,12 @@ class NetworkAnalysis:
 
 
 class ReadModel(NamedTuple):
-    """A model, and what it is analysed for."""
+    """A model, and what it is analysed for; ``notes``: what to know about the model."""
 
     graph: Graph
     machine: Machine
     cpu: CpuTarget
+    notes: tuple[str, ...] = ()
 
 
 def analyze_model(
@@ -149,31 +151,37 @@ def read_graph(
     ``precision``, or the model is quantised.
     """
     from fusion.relax.extract import extract_graph
+    from fusion.relax.onnx.float_layers import told_in_floats
     from fusion.relax.onnx.importer import import_onnx
     from schedules.contract.cpu_target import host_target
 
     cpu = host_target(threads)
     if precision != FLOAT32 and (reason := cpu.lacks(precision)) is not None:
         raise InputError(f"--precision {precision}: {reason}; choose --precision float32")
-    graph = extract_graph(import_onnx(model, shapes, batch, cpu.lacks(INT8) is None).mod)
+    imported = import_onnx(model, shapes, batch, cpu.lacks(INT8) is None)
+    graph = extract_graph(imported.mod)
     require_float(graph, precision)
-    return ReadModel(graph, machine_for(machine, cpu.threads, say), cpu)
+    return ReadModel(graph, machine_for(machine, cpu.threads, say), cpu, tuple(told_in_floats(imported.in_floats)))
 
 
-def analyze_in(precision: str, graph: Graph, machine: Machine, cpu: CpuTarget) -> NetworkAnalysis:
+def analyze_in(
+    precision: str, graph: Graph, machine: Machine, cpu: CpuTarget, notes: tuple[str, ...] = ()
+) -> NetworkAnalysis:
     """The analysis of ``graph`` with its layers in ``precision``; of a quantised one with those that it has."""
     if layers_in(graph, INT8):
-        return replace(analyze(graph, machine, cpu), precision=precision_of(graph))
+        return replace(analyze(graph, machine, cpu), precision=precision_of(graph), notes=notes)
     found = analyze(in_precision(graph, precision, cpu), machine, cpu)
-    return replace(found, precision=precision, precisions=outlooks(graph, machine, cpu))
+    return replace(found, precision=precision, precisions=outlooks(graph, machine, cpu), notes=notes)
 
 
-def by_precision(graph: Graph, machine: Machine, cpu: CpuTarget) -> list[NetworkAnalysis]:
+def by_precision(graph: Graph, machine: Machine, cpu: CpuTarget, notes: tuple[str, ...] = ()) -> list[NetworkAnalysis]:
     """An analysis in every precision that ``machine`` has a rate for and ``cpu`` kernels; quantised: in its own."""
     if layers_in(graph, INT8):
-        return [analyze_in(INT8, graph, machine, cpu)]
+        return [analyze_in(INT8, graph, machine, cpu, notes)]
     found = (dtype for dtype in PRECISE_TYPES if dtype in machine.compute and cpu.lacks(dtype) is None)
-    return [replace(analyze(in_precision(graph, each, cpu), machine, cpu), precision=each) for each in found]
+    return [
+        replace(analyze(in_precision(graph, each, cpu), machine, cpu), precision=each, notes=notes) for each in found
+    ]
 
 
 def analyze(graph: Graph, machine: Machine, cpu: CpuTarget, cost_model: CostModel | None = None) -> NetworkAnalysis:

@@ -60,6 +60,8 @@ def print_analysis(analysis: NetworkAnalysis, *, everything: bool = False) -> No
         kinds = ", ".join(f"{count} {kind}" for kind, count in hopeless.most_common())
         out.print(f"{hopeless.total()} sites {NOT_TUNED} ({kinds}); --all lists them", markup=False)
     print_others(out, [(other.operator, other.reason) for other in analysis.others])
+    for note in analysis.notes:
+        out.print(f"note: {note}", markup=False)
 
 
 def _precisions_table(outlooks: Sequence[PrecisionOutlook]) -> Table:

@@ -57,6 +57,7 @@ from fusion.comparing.lost_layers import LostLayers, lost_layers
 from fusion.comparing.output_errors import OutputErrors, output_errors
 from fusion.model.named_arrays import random_arrays
 from fusion.model.precision import BFLOAT16, precision_of
+from fusion.relax.onnx.float_layers import told_in_floats
 from fusion.search.progress import TuningDisplay
 
 if TYPE_CHECKING:
@@ -547,7 +548,7 @@ def notes(job: Job, tuned: TunedKernels, check: NetworkCheck, result: TuneResult
         found.append(difference)
     if result.careful:
         found.append(CAREFUL)
-    found += [*result.peers.notes, *result.lost.missing]
+    found += [*result.peers.notes, *result.lost.missing, *told_in_floats(job.model.in_floats)]
     if not result.finals.told_apart and len(result.finals.entries) > 1:
         found.append("the networks compared at the end cannot be told apart on this machine as it is now")
     if check.outputs.unchecked is not None:

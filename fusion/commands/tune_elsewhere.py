@@ -37,6 +37,7 @@ from fusion.commands.tune import (
 from fusion.commands.tune_int8 import quantised_request
 from fusion.commands.tune_precision import PrecisionReport, checked_precision, on_cpu, tune_mixed
 from fusion.model.precision import BFLOAT16, layers_in, precision_of
+from fusion.relax.onnx.float_layers import told_in_floats
 from fusion.search.progress import TuningDisplay
 from schedules.contract.cpu_target import cpu_flags, required_flags
 
@@ -387,4 +388,4 @@ def _notes(
         found.append(f"no kernel of ours worked for {', '.join(failed)}: left to TVM")
     if why_unchecked is not None:
         found.append(why_unchecked)
-    return found
+    return [*found, *told_in_floats(job.model.in_floats)]

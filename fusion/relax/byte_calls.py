@@ -2,7 +2,8 @@
 
 What is computed element by element from one tensor of bytes is a table of 256 of them, or one for each channel. Two
 such tensors are added or multiplied, and the pixels of one averaged, all of them or those of windows, as ONNX Runtime's
-QLinearAdd, QLinearMul, QLinearGlobalAveragePool and QLinearAveragePool round.
+QLinearAdd, QLinearMul, QLinearGlobalAveragePool and QLinearAveragePool round; or there are more or fewer of them
+(:mod:`fusion.relax.byte_resize`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from tvm import relax, te, tirx
 
 from costmodel.operators.layers import Pool2d
 from fusion.relax.bindings import OPAQUE, operator_name
+from fusion.relax.byte_resize import RESIZE_FACTORS, ByteResize
+from fusion.relax.byte_resize import workload as resize_workload
 from schedules.contract.operator_workload import window_count
 
 _STEP = "fusion.byte_step"
@@ -106,7 +109,7 @@ class ByteWindow:
         return self.pool.output_shape
 
 
-ByteStep: TypeAlias = ByteTable | BytePair | ByteMean | ByteWindow
+ByteStep: TypeAlias = ByteTable | BytePair | ByteMean | ByteWindow | ByteResize
 
 
 @dataclass(frozen=True)
@@ -164,6 +167,13 @@ def window_factors(data: Quantisation, result: Quantisation) -> np.ndarray:
     offset = _common_offset(data, result)
     bounds = (result.low - offset, result.high - offset)
     return np.array([data.zero, data.scale, result.scale, result.zero - offset, *bounds, offset], np.float32)
+
+
+def resize_factors(data: Quantisation, result: Quantisation) -> np.ndarray:
+    """Zero point and scale of the data, scale and zero point of the result, and its bounds, as
+    :func:`fusion.relax.byte_resize.resized` takes them.
+    """
+    return np.array([data.zero, data.scale, result.scale, result.zero, result.low, result.high], np.float32)
 
 
 def paired(kind: PairKind, left: np.ndarray, right: np.ndarray, factors: np.ndarray) -> np.ndarray:
@@ -241,13 +251,18 @@ def step_of(mod: tvm.IRModule, expr: relax.Expr) -> tuple[ByteStep, list[relax.E
 
 
 # How many a step takes.
-FACTORS = {BytePair: 7, ByteMean: 5, ByteWindow: 7}
-_NAMES = {ByteTable: "byte_table", BytePair: "byte_pair", ByteMean: "byte_mean", ByteWindow: "byte_window"}
+FACTORS = {BytePair: 7, ByteMean: 5, ByteWindow: 7, ByteResize: RESIZE_FACTORS}
+_NAMES = {
+    ByteTable: "byte_table", BytePair: "byte_pair", ByteMean: "byte_mean", ByteWindow: "byte_window",
+    ByteResize: "byte_resize",
+}  # fmt: skip
 _STEPS: dict[str, Any] = {step.__name__: step for step in _NAMES}
 
 
 def _workload(step: ByteStep) -> list[Any]:
     """Arguments and result of ``step`` as tensor expressions."""
+    if isinstance(step, ByteResize):
+        return resize_workload(step)
     data = te.placeholder(step.shape, "uint8", name="data")
     if isinstance(step, ByteTable):
         table = te.placeholder(step.table, "uint8", name="table")

@@ -11,6 +11,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from fusion.relax.byte_calls import FACTORS, ByteMean, BytePair, ByteTable, ByteWindow, PairKind
+from fusion.relax.byte_resize import RESIZE_FACTORS, ByteResize
 from schedules.contract.blocked_layout import blocked_shape, blocks
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.kernel_compilation import VECTOR_ATTRIBUTE
@@ -125,6 +126,49 @@ def window_kernel(step: ByteWindow, cpu: CpuTarget) -> tirx.PrimFunc:
     knobs = PoolKnobs(**Pool().space(pool, cpu)[0])
     signature = Signature(data, (TensorSpec((FACTORS[ByteWindow],)),), None, target)
     return emit.kernel("byte_window", signature, window_body(pool, knobs, cpu, arithmetic))
+
+
+def resize_kernel(step: ByteResize, cpu: CpuTarget) -> tirx.PrimFunc:
+    """(blocked image, pixels of rows, of columns, weights of rows, of columns, factors, blocked result)."""
+    lanes = cpu.lanes
+    data = TensorSpec(blocked_shape(step.shape, lanes), "blocked", "uint8")
+    target = TensorSpec(blocked_shape(step.result, lanes), "blocked", "uint8")
+    tables = [TensorSpec(table.shape, dtype=str(table.dtype)) for table in step.tables()]
+    batch, count, rows, columns, _ = target.shape
+    bands = min(rows, max(1, -(-_TASKS_PER_THREAD * cpu.threads // (batch * count))))
+    band, tasks = -(-rows // bands), batch * count * bands
+
+    def body(image: Any, *rest: Any) -> None:
+        row_pixels, column_pixels, down, across, factors, output = rest
+        serial = tasks * band * columns * lanes < _SERIAL_BYTES
+        with emit.loop(tasks) if serial else emit.tasks(tasks) as task:
+            zero, scale, result_scale, result_zero, low, high = (
+                T.bind(emit.splat(factors[place], lanes)) for place in range(RESIZE_FACTORS)
+            )
+            others, first = emit.quotient(task, bands), emit.bind(emit.remainder(task, bands) * band)
+            sample, block = emit.bind(emit.quotient(others, count)), emit.bind(emit.remainder(others, count))
+            with emit.span(first, emit.bind(emit.smaller(first + band, rows))) as y:
+                lines = [(T.bind(row_pixels[tap, y]), T.bind(down[tap, y])) for tap in range(2)]
+                with emit.loop(columns) as x:
+                    places = [(T.bind(column_pixels[tap, x]), T.bind(across[tap, x])) for tap in range(2)]
+                    total = emit.splat(0.0, lanes)
+                    for row, below in lines:
+                        for column, beside in places:
+                            pixel = emit.load(image, sample, block, row, column, lanes=lanes)
+                            weight = emit.splat(T.bind(beside * below), lanes)
+                            total = emit.operation(ADD_PRODUCT, lanes, weight, (pixel - zero) * scale, total)
+                    if step.cut_off:
+                        result = (total.astype(f"int32x{lanes}") + result_zero.astype(f"int32x{lanes}")).astype(
+                            f"float32x{lanes}"
+                        )
+                        result = tirx.min(tirx.max(result, low), high)
+                        result = result.astype(f"int32x{lanes}").astype(f"uint8x{lanes}")
+                    else:
+                        result = _bytes(total / result_scale, low - result_zero, high - result_zero, result_zero, lanes)
+                    emit.store(output, result, sample, block, y, x, lanes=lanes)
+
+    signature = Signature(data, (*tables, TensorSpec((RESIZE_FACTORS,))), None, target)
+    return emit.kernel("byte_resize", signature, body)
 
 
 def mean_kernel(step: ByteMean, cpu: CpuTarget) -> tirx.PrimFunc:

@@ -11,6 +11,7 @@ from tvm import relax
 
 from fusion.relax.byte_calls import BytePair, ByteStep, ByteTable, size_of, step_of
 from fusion.relax.byte_kernels import pack_channel_tables
+from fusion.relax.byte_resize import ByteResize
 from fusion.relax.layouts import LaidOutValue, Layout, Layouts
 from fusion.relax.lowered_kernels import KernelLibrary
 from schedules.contract.blocked_layout import blocked_shape
@@ -36,6 +37,8 @@ class ByteOperators:
         if found is None:
             return None
         step, arguments = found
+        if isinstance(step, ByteResize):
+            return self._resized(step, arguments, binding.var.name)
         *data, last = arguments
         numbers = self.constant(last)
         values = [self.lookup(each) if isinstance(each, relax.Var) else None for each in data]
@@ -45,13 +48,21 @@ class ByteOperators:
         name = binding.var.name
         if isinstance(step, ByteTable) and step.per_channel:
             packed = pack_channel_tables(numbers, self.layouts.lanes)
-            return self._blocked(known, self.library.constant(packed), step, name)
+            return self._blocked(known, [self.library.constant(packed)], step, name)
         given = self.library.constant(numbers)
         if isinstance(step, ByteTable):
             return self._flat(known, given, step, name)
         if isinstance(step, BytePair) and not step.per_channel:
             return self._flat(known, given, step, name) if size_of(step) >= self.layouts.lanes else None
-        return self._blocked(known, given, step, name)
+        return self._blocked(known, [given], step, name)
+
+    def _resized(self, step: ByteResize, arguments: list[relax.Expr], name: str) -> LaidOutValue | None:
+        data, *tables = arguments
+        value = self.lookup(data) if isinstance(data, relax.Var) else None
+        arrays = [array for array in map(self.constant, tables) if array is not None]
+        if value is None or len(arrays) < len(tables):
+            return None
+        return self._blocked([value], [self.library.constant(array) for array in arrays], step, name)
 
     def _flat(
         self, values: list[LaidOutValue], given: relax.Expr, step: ByteTable | BytePair, name: str
@@ -69,8 +80,8 @@ class ByteOperators:
         result = self.layouts.reshape(self.layouts.emit(call, name), shape)
         return LaidOutValue(step.shape, layout, result, _BYTES)
 
-    def _blocked(self, values: list[LaidOutValue], given: relax.Expr, step: ByteStep, name: str) -> LaidOutValue:
+    def _blocked(self, values: list[LaidOutValue], given: list[relax.Expr], step: ByteStep, name: str) -> LaidOutValue:
         tensors = [self.layouts.blocked(value, _BYTES) for value in values]
         result = relax.TensorType(blocked_shape(step.result, self.layouts.lanes), _BYTES)
-        call = relax.call_tir(self.library.byte_step(step), [*tensors, given], out_ty=result)
+        call = relax.call_tir(self.library.byte_step(step), [*tensors, *given], out_ty=result)
         return LaidOutValue(step.result, "blocked", self.layouts.emit(call, name), _BYTES)

@@ -129,7 +129,8 @@ def _integer_node(
         return None
     weight, bias, *rest = constants
     requantisation = requantisation_of(rest[0], rest[1], rest[2], residual is not None)
-    parameters = (Parameters(weight, bias, requantisation=requantisation),)
+    slopes = rest[3] if operator.epilogue.activation == "prelu" else None
+    parameters = (Parameters(weight, bias, slopes=slopes, requantisation=requantisation),)
     block = program.block[program.position[binding.var]]
     return Node(binding.var.name, operator, data, residual, parameters, binding.var, (binding.var,), block)
 

@@ -22,6 +22,8 @@ from fusion.relax.byte_kernels import (
     table_kernel,
     window_kernel,
 )
+from fusion.relax.byte_kernels import resize_kernel as byte_resize_kernel
+from fusion.relax.byte_resize import ByteResize
 from fusion.relax.channel_kernels import channel_move
 from fusion.relax.channel_moves import ChannelMove
 from fusion.relax.group_norm_kernels import GroupNorm2d, channel_statistics, group_norm, statistics_shape
@@ -170,6 +172,8 @@ class KernelLibrary:
                 function = mean_kernel(step, self._cpu)
             elif isinstance(step, ByteWindow):
                 function = window_kernel(step, self._cpu)
+            elif isinstance(step, ByteResize):
+                function = byte_resize_kernel(step, self._cpu)
             else:
                 function = gate_kernel(step, self._cpu) if not count else pair_kernel(step.kind, count, self._cpu)
             self._functions[key] = self._add(str(function.attrs["global_symbol"]), function, "bytes")

@@ -152,9 +152,17 @@ def _quantised_layer(
     scaled = sums.astype(np.float32) * requantisation.multiplier.astype(np.float32).reshape(per_output)
     if activation is not None:
         scaled = scaled if bias is None else scaled + bias.astype(np.float32).reshape(per_output)
-        activated = _activated(scaled.astype(np.float64), activation, operator.epilogue.slope)
+        wide = scaled.astype(np.float64)
+        if parameters.slopes is not None:
+            activated = _leaking(wide, parameters.slopes.reshape(per_output))
+        else:
+            activated = _activated(wide, activation, operator.epilogue.slope)
         scaled = (activated / np.float32(requantisation.step)).astype(np.float32)
     return requantised(scaled, requantisation, residual)
+
+
+def _leaking(x: np.ndarray, slopes: np.ndarray) -> np.ndarray:
+    return np.where(x < 0, x * slopes, x)
 
 
 def requantised(scaled: np.ndarray, requantisation: Requantisation, residual: np.ndarray | None = None) -> np.ndarray:
@@ -202,7 +210,7 @@ def _epilogue(
         x = x + residual
     if epilogue.activation == "prelu":
         assert slopes is not None
-        x = np.where(x < 0, x * slopes, x)
+        x = _leaking(x, slopes)
     else:
         x = _activated(x, epilogue.activation, epilogue.slope)
     if affine is not None:

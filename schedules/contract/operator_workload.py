@@ -140,7 +140,10 @@ def _quantised_layer(layer: Conv2d | Dense, data: Any, arguments: list[Any], suf
     integers = te.placeholder((8,), "int32", name=f"integers{suffix}")
     factors = te.placeholder((4 if activation is None else 5,), "float32", name=f"factors{suffix}")
     arguments += [weight, bias, multiplier, integers, factors]
-    residual = None
+    residual = slopes = None
+    if activation == "prelu":
+        slopes = te.placeholder((outputs,), "float32", name=f"slopes{suffix}")
+        arguments.append(slopes)
     if layer.epilogue.residual:
         residual = te.placeholder(layer.output_shape, "uint8", name="residual")
         arguments.append(residual)
@@ -153,7 +156,11 @@ def _quantised_layer(layer: Conv2d | Dense, data: Any, arguments: list[Any], suf
             value = (sums[at] + bias[at[1]]).astype("float32") * multiplier[at[1]]
         else:
             value = sums[at].astype("float32") * multiplier[at[1]] + bias[at[1]]
-            value = _activated(value, activation, layer.epilogue.slope) / factors[4]
+            if slopes is not None:
+                value = _leaking(value, slopes[at[1]])
+            else:
+                value = _activated(value, activation, layer.epilogue.slope)
+            value = value / factors[4]
         if residual is not None:
             own = _clip(tirx.nearbyint(value).astype("int32") + integers[6], integers[4], integers[5])
             own = (own - integers[7]).astype("float32")
@@ -295,7 +302,7 @@ def _epilogue(
         if epilogue.residual == "before_activation":
             x = x + residual[indices]
         if slopes is not None:
-            x = tirx.max(x, 0.0) + slopes[indices[1]] * tirx.min(x, 0.0)
+            x = _leaking(x, slopes[indices[1]])
         else:
             x = _activated(x, epilogue.activation, epilogue.slope)
         if affine is not None:
@@ -305,6 +312,10 @@ def _epilogue(
         return x
 
     return te.compute(sums.shape, element, name=f"epilogue{suffix}")
+
+
+def _leaking(x: Any, slope: Any) -> Any:
+    return tirx.max(x, 0.0) + slope * tirx.min(x, 0.0)
 
 
 def _clip(x: Any, low: float, high: float) -> Any:

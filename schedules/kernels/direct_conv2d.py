@@ -17,7 +17,7 @@ from schedules.contract.template import Config, Parameters, Signature, Template
 from schedules.kernels.pointwise_kernel import conv_buffers, conv_signature
 from schedules.loops import emit
 from schedules.loops.dot_products import dot_product
-from schedules.loops.issue_slots import PORTS, dense_cycles, exposed_traffic, parallel_cycles
+from schedules.loops.issue_slots import PORTS, TapRow, dense_cycles, exposed_traffic, parallel_cycles
 from schedules.loops.loop_nests import TiledExtent, conv_phase, store_finished, task_index
 from schedules.loops.plain_operands import PlainOperands
 from schedules.loops.prepared_input import PreparedInput, preparing_operations
@@ -99,8 +99,9 @@ class DirectConv2d(Template):
         row_bytes = size * conv.in_channels // conv.groups * conv.width * conv.stride[0]
         weight_bytes = size * knobs.out_blocks * cpu.lanes * steps
         row = dense_cycles(
-            cpu, knobs.tile, conv.out_width, steps, data_bytes=row_bytes, weight_bytes=weight_bytes, dtype=conv.dtype
-        )
+            cpu, knobs.tile, conv.out_width, steps, data_bytes=row_bytes, weight_bytes=weight_bytes, dtype=conv.dtype,
+            taps=TapRow.of(conv),
+        )  # fmt: skip
         one = knobs.rows * row + exposed_traffic(cpu, knobs.rows * row_bytes, knobs.rows * row_bytes)
         band = groups.per_task * one
         if conv.prologue is not None:

@@ -22,7 +22,7 @@ from schedules.kernels.fused_chain import (
 )
 from schedules.loops import emit
 from schedules.loops.emit import Expr
-from schedules.loops.issue_slots import dense_cycles, depthwise_cycles, exposed_traffic
+from schedules.loops.issue_slots import TapRow, dense_cycles, depthwise_cycles, exposed_traffic
 from schedules.loops.loop_nests import TiledExtent, depthwise_phase, store_finished, task_index
 from schedules.loops.register_tiling import RegisterTile, depthwise_widths, register_tiles
 from schedules.loops.winograd_block import WinogradBlock, WinogradBuffers
@@ -153,6 +153,7 @@ class FirstLayer(PairLayer):
         one = dense_cycles(
             cpu, self.tile, self.conv.out_width, self._depth,
             data_bytes=self._row_bytes, weight_bytes=self._group_bytes, dtype=self.conv.dtype,
+            taps=TapRow.of(self.conv),
         )  # fmt: skip
         one += exposed_traffic(cpu, self._row_bytes, rows * self._row_bytes)
         return self.groups.per_task * rows * one + self._exposed_weights(cpu, resident) + filling
@@ -262,6 +263,6 @@ class LastLayer(PairLayer):
             return groups.per_task * one + weights
         row = dense_cycles(
             cpu, self.tile, conv.out_width, self._depth,
-            data_bytes=self._row_bytes, weight_bytes=self._group_bytes, dtype=conv.dtype,
+            data_bytes=self._row_bytes, weight_bytes=self._group_bytes, dtype=conv.dtype, taps=TapRow.of(conv),
         )  # fmt: skip
         return groups.per_task * (rows * row + exposed_traffic(cpu, resident, resident)) + weights

@@ -498,6 +498,12 @@ def _over_one_and_exp(x: Any, exponent: Any, lanes: int, coarse: bool) -> Any:
     return x * operation(RECIPROCAL, lanes, below) if coarse else x / below
 
 
+def leaking(x: Any, slopes: Any, lanes: int) -> Any:
+    """What is below zero times ``slopes``: a ``prelu``, whose slopes are vectors."""
+    zero = splat(0.0, lanes)
+    return tirx.max(x, zero) + tirx.min(x, zero) * slopes
+
+
 def finish(
     x: Any,
     epilogue: Epilogue,
@@ -516,8 +522,7 @@ def finish(
         x = x + residual()
     if epilogue.activation == "prelu":
         assert constant is not None
-        x, zero = T.bind(x), splat(0.0, lanes)
-        x = tirx.max(x, zero) + tirx.min(x, zero) * constant("slopes")
+        x = leaking(T.bind(x), constant("slopes"), lanes)
     else:
         x = activate(x, epilogue.activation, lanes, epilogue.slope, coarse)
     if epilogue.affine:

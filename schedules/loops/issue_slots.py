@@ -20,6 +20,8 @@ from schedules.loops.register_tiling import RegisterTile
 PORTS = 2.0
 # Filling and draining the pipeline of a tile: a mispredicted loop exit and the dependent stores.
 TILE_CYCLES = 24.0
+# Of a product, what storing an operand or reading it again takes.
+SPILL_SLOTS = 1.0
 # Share of cache traffic that out-of-order execution and hardware prefetchers do not hide.
 _EXPOSED = 0.35
 _L2_BYTES_PER_CYCLE = 32.0
@@ -45,6 +47,30 @@ def equal_tiles(extent: int, width: int) -> Iterator[EqualTiles]:
         yield EqualTiles(rest, 1)
 
 
+@dataclass(frozen=True)
+class TapRow:
+    """The taps of a window along a row."""
+
+    kernel: int
+    stride: int
+    dilation: int
+
+    @staticmethod
+    def of(conv: Conv2d) -> TapRow:
+        """Of ``conv``."""
+        return TapRow(conv.kernel[1], conv.stride[1], conv.dilation[1])
+
+    def spilled(self, cpu: CpuTarget, out_blocks: int, columns: int) -> int:
+        """Operands of a tile that no register is left for, beside its sums and weights: the compiler reads a column
+        once for all taps that multiply it, and keeps it from the first of them to the last. None where no two taps
+        read the same column.
+        """
+        read = {column * self.stride + tap * self.dilation for column in range(columns) for tap in range(self.kernel)}
+        if len(read) == columns * self.kernel:
+            return 0
+        return max(0, out_blocks * columns + out_blocks + len(read) - cpu.registers)
+
+
 def dense_cycles(
     cpu: CpuTarget,
     tile: RegisterTile,
@@ -54,16 +80,21 @@ def dense_cycles(
     data_bytes: float,
     weight_bytes: float,
     dtype: str = "float32",
+    taps: TapRow | None = None,
 ) -> float:
     """Cycles of one pass of ``tile.out_blocks`` output blocks over ``extent`` columns, ``depth`` multiply-adds each of
     values stored as ``dtype``.
 
-    ``data_bytes``: what the pass reads; ``weight_bytes``: of these output blocks, read again for every tile.
+    ``data_bytes``: what the pass reads; ``weight_bytes``: of these output blocks, read again for every tile; ``taps``:
+    of a row of the window, in a layer with one. Each operand that is spilled takes a slot of every step: it is stored
+    once for a row of taps, and read again for each of the others. Of float32 that is not counted: the shipped ranking
+    has learned it there, over costs without it.
     """
     dot, cycles = dot_product(dtype), 0.0
     for tiles in equal_tiles(extent, tile.columns):
         sums = tile.out_blocks * tiles.width
-        step = max(sums / PORTS, (tile.out_blocks + tiles.width) / PORTS, dot.latency)
+        spilled = taps.spilled(cpu, tile.out_blocks, tiles.width) if taps and dtype != "float32" else 0
+        step = max((sums + SPILL_SLOTS * spilled) / PORTS, (tile.out_blocks + tiles.width) / PORTS, dot.latency)
         per_tile = dot.steps(depth) * (step + 0.5 / tile.unroll) + 1.5 * sums + TILE_CYCLES
         per_tile += exposed_traffic(cpu, weight_bytes, weight_bytes + data_bytes * tiles.width / extent)
         cycles += tiles.count * per_tile

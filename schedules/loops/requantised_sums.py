@@ -84,15 +84,18 @@ def requantisation_rows(layer: Conv2d | Dense, lanes: int) -> int:
 
 
 def _per_block(epilogue: Epilogue) -> int:
-    """Vectors that turn the sums of a block into steps: the multipliers; before an activation the bias too."""
-    return 1 if epilogue.activation is None else 2
+    """Vectors that turn the sums of a block into steps: the multipliers; before an activation the bias too, and the
+    slopes of a ``prelu``.
+    """
+    return 1 if epilogue.activation is None else 3 if epilogue.activation == "prelu" else 2
 
 
 def pack_requantisation(
     layer: Conv2d | Dense, parameters: Parameters, lanes: int, firsts: Sequence[int] | None = None
 ) -> np.ndarray:
-    """(rows, V): what is read once, the multipliers (before an activation each with the bias, of floats), what the sums
-    of each class of outputs begin with; float32 that may hold the bits of whole numbers of 32 bits.
+    """(rows, V): what is read once, the multipliers (before an activation each with the bias, of floats, and the slopes
+    of a ``prelu``), what the sums of each class of outputs begin with; float32 that may hold the bits of whole numbers
+    of 32 bits.
 
     ``firsts``: the first output of each block, where they do not follow one another.
     """
@@ -119,6 +122,8 @@ def pack_requantisation(
     multipliers, apart = [requantisation.multiplier.astype(np.float32)], _per_block(layer.epilogue)
     if apart > 1:
         multipliers.append(np.zeros(outputs, np.float32) if parameters.bias is None else parameters.bias)
+    if parameters.slopes is not None:
+        multipliers.append(parameters.slopes)
     starts = [block * lanes for block in range(count)] if firsts is None else list(firsts)
     for block, start in enumerate(starts):
         for index, vector in enumerate(multipliers):
@@ -235,7 +240,11 @@ def _scaled(
     value = T.bind(value * emit.load(shared.constants, first, lanes=lanes))
     if epilogue.activation is not None:
         value = T.bind(value + emit.load(shared.constants, first + 1, lanes=lanes))
-        value = emit.activate(value, epilogue.activation, lanes, epilogue.slope)
+        if epilogue.activation == "prelu":
+            slopes = emit.load(shared.constants, first + 2, lanes=lanes)
+            value = emit.leaking(value, slopes, lanes)
+        else:
+            value = emit.activate(value, epilogue.activation, lanes, epilogue.slope)
         value = T.bind(value * shared.value(_PER_STEP))
     if residual is not None:
         own = emit.nearest(_within(value, shared.value(_OWN_LOW), shared.value(_OWN_HIGH)), lanes)

@@ -185,10 +185,11 @@ def _quantised_parameters(layer: Conv2d | Dense | ChannelNorm, rng: np.random.Ge
             low=3, high=250, zero=117, own_ratio=0.73, residual_ratio=0.61, fixed=4.63, offset=120
         )
         zero = 120
+    slopes = _normal(rng, (outputs,), 0.5) if layer.epilogue.activation == "prelu" else None
     requantisation = Requantisation(
         multiplier, input_zero=122, low=9, high=244, zero=zero, addition=addition, step=step
     )
-    return Parameters(weight.astype(np.int8), bias, requantisation=requantisation)
+    return Parameters(weight.astype(np.int8), bias, slopes=slopes, requantisation=requantisation)
 
 
 def layers(operator: Operator) -> Sequence[Conv2d | Dense | ChannelNorm]:

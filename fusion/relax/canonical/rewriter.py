@@ -66,9 +66,9 @@ class Definitions:
                 continue
             seen.add(value)
             if isinstance(value, relax.Call):
-                left += value.args
+                left.extend(value.args)  # arrays of TVM, which would make "+=" theirs
             elif isinstance(value, relax.Tuple):
-                left += value.fields
+                left.extend(value.fields)
             elif isinstance(value, relax.TupleGetItem):
                 left.append(value.tuple_value)
         return True

@@ -28,7 +28,7 @@ _CHANNELS_FIRST = (0, 1, 4, 2, 5, 3)
 
 
 @dataclass(frozen=True)
-class _Phase:
+class Phase:
     """One phase along one axis: ``taps`` of the kernel in the order in which a convolution reads them, and its pads."""
 
     taps: tuple[int, ...]
@@ -52,14 +52,14 @@ def split_into_phases(call: relax.Call, graph: Definitions) -> relax.Expr | None
     # All phases as long as each other, and what is too much cut off.
     whole = [-(-result[2 + axis] // strides[axis]) * strides[axis] for axis in (0, 1)]
     axes = [
-        _phases(int(weight.shape[2 + axis]), strides[axis], padding[axis], shape[2 + axis], whole[axis])
+        phases_along(int(weight.shape[2 + axis]), strides[axis], padding[axis], shape[2 + axis], whole[axis])
         for axis in (0, 1)
     ]
     if axes[0] is None or axes[1] is None:
         return None
     phases = [(row, column) for row in axes[0] for column in axes[1]]
     groups = int(attrs.groups)
-    ordinary = _outputs_first(weight, groups)
+    ordinary = outputs_first(weight, groups)
     weights = [ordinary[:, :, row.taps][:, :, :, column.taps] for row, column in phases]
     pads = [(row.before, column.before, row.after, column.after) for row, column in phases]
     taps = {each.shape[2:] for each in weights}
@@ -74,14 +74,14 @@ def split_into_phases(call: relax.Call, graph: Definitions) -> relax.Expr | None
     return image if tuple(whole) == result[2:] else relax.op.strided_slice(image, [2, 3], [0, 0], list(result[2:]))
 
 
-def _outputs_first(weight: np.ndarray, groups: int) -> np.ndarray:
+def outputs_first(weight: np.ndarray, groups: int) -> np.ndarray:
     """The weight of a transposed convolution, (in, out of a group, ...), as that of an ordinary one."""
     inputs, outputs, *window = weight.shape
     apart = weight.reshape(groups, inputs // groups, outputs, *window).swapaxes(1, 2)
     return np.ascontiguousarray(apart.reshape(groups * outputs, inputs // groups, *window))
 
 
-def _phases(kernel: int, stride: int, padding: int, size: int, result: int) -> list[_Phase] | None:
+def phases_along(kernel: int, stride: int, padding: int, size: int, result: int) -> list[Phase] | None:
     """The phases along an axis of a ``result`` in whole strides; None where they are no convolutions that are all as
     long as each other.
     """
@@ -96,7 +96,7 @@ def _phases(kernel: int, stride: int, padding: int, size: int, result: int) -> l
         after = length - size - before + len(taps) - 1
         if before < 0 or after < 0:
             return None
-        phases.append(_Phase(taps, before, after))
+        phases.append(Phase(taps, before, after))
     return phases
 
 

@@ -9,7 +9,8 @@ from tvm import relax
 
 from fusion.relax.bindings import static_shape
 from fusion.relax.byte_calls import ByteMean, BytePair, ByteStep, ByteTable, ByteWindow, byte_call
-from fusion.relax.onnx.byte_steps import BYTE_MEAN, BYTE_PAIR, BYTE_TABLE, BYTE_WINDOW
+from fusion.relax.byte_resize import ByteResize
+from fusion.relax.onnx.byte_steps import BYTE_MEAN, BYTE_PAIR, BYTE_RESIZE, BYTE_TABLE, BYTE_WINDOW
 
 
 def _table(shape: tuple[int, ...], attrs: Mapping[str, Any]) -> ByteStep:
@@ -35,13 +36,24 @@ def _window(shape: tuple[int, ...], attrs: Mapping[str, Any]) -> ByteStep:
     )
 
 
+def _resize(shape: tuple[int, ...], attrs: Mapping[str, Any]) -> ByteResize:
+    batch, channels, height, width = shape
+    (rows, columns), (down, across) = attrs["size"], attrs["scales"]
+    image = (batch, channels, height, width)
+    return ByteResize(image, (rows, columns), (down, across), attrs["coordinates"].decode(), bool(attrs["cut_off"]))
+
+
 def _converter(
     make: Callable[[tuple[int, ...], Mapping[str, Any]], ByteStep],
 ) -> Callable[[relax.BlockBuilder, Sequence[Any], dict, str], relax.Expr]:
     def convert_step(builder: relax.BlockBuilder, inputs: Sequence[Any], attrs: dict, name: str) -> relax.Expr:
         shape = static_shape(inputs[0])
         assert shape is not None
-        return builder.emit(byte_call(builder, make(shape, attrs), inputs), name)
+        step = make(shape, attrs)
+        data, *others = inputs
+        if isinstance(step, ByteResize):
+            others[:0] = [relax.const(table) for table in step.tables()]
+        return builder.emit(byte_call(builder, step, [data, *others]), name)
 
     return convert_step
 
@@ -49,6 +61,7 @@ def _converter(
 BYTE_CONVERTERS = {
     BYTE_MEAN: _converter(_mean),
     BYTE_PAIR: _converter(_pair),
+    BYTE_RESIZE: _converter(_resize),
     BYTE_TABLE: _converter(_table),
     BYTE_WINDOW: _converter(_window),
 }

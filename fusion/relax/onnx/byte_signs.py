@@ -6,17 +6,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fusion.relax.onnx.quantised_tensors import MOVES, SHIFTED, QuantisedTensors
+from fusion.relax.onnx.byte_resizing import is_linear
+from fusion.relax.onnx.quantised_tensors import MOVES, SHIFTED, QuantisedTensors, is_move
 
 if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
 
 
-def remove_signs(model: ModelProto) -> bool:
+def remove_signs(model: ModelProto, resized: bool = False) -> bool:
     """Changes ``model`` where bytes with a sign are quantised and read; says whether there were any. Zero points must
-    be there (:func:`fusion.relax.onnx.zero_points.with_zero_points`).
+    be there (:func:`fusion.relax.onnx.zero_points.with_zero_points`). ``resized``: those too that a Resize reads as
+    they are and cuts off behind the comma, which whoever computes it has to do towards their zero.
     """
-    signs = _Signs(QuantisedTensors(model))
+    signs = _Signs(QuantisedTensors(model), resized)
     for node in model.graph.node:
         if node.op_type == "QuantizeLinear":
             signs.remove(node)
@@ -24,9 +26,10 @@ def remove_signs(model: ModelProto) -> bool:
 
 
 class _Signs:
-    def __init__(self, tensors: QuantisedTensors) -> None:
+    def __init__(self, tensors: QuantisedTensors, resized: bool) -> None:
         self.found = False
         self._tensors = tensors
+        self._resized = resized
 
     def remove(self, node: NodeProto) -> None:
         """From the bytes of the QuantizeLinear ``node``."""
@@ -53,7 +56,7 @@ class _Signs:
                     if found is None or found[1].dtype != np.int8:
                         return []
                     ends.append(each)
-                elif each.op_type in MOVES:
+                elif each.op_type in MOVES or is_move(each) or (self._resized and is_linear(each)):
                     waiting += each.input if each.op_type == "Concat" else each.input[:1]
                     waiting.append(each.output[0])
                 else:

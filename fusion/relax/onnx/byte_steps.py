@@ -24,15 +24,18 @@ from fusion.relax.byte_calls import (
     mean_factors,
     paired,
     product_factors,
+    resize_factors,
     window_factors,
 )
+from fusion.relax.byte_resize import ByteResize
+from fusion.relax.onnx.byte_resizing import linear_resize
 from fusion.relax.onnx.quantised_tensors import QuantisedTensors, TensorOfBytes
 
 if TYPE_CHECKING:
     from onnx import NodeProto
 
 BYTE_TABLE, BYTE_PAIR = "FusionByteTable", "FusionBytePair"
-BYTE_MEAN, BYTE_WINDOW = "FusionByteMean", "FusionByteWindow"
+BYTE_MEAN, BYTE_WINDOW, BYTE_RESIZE = "FusionByteMean", "FusionByteWindow", "FusionByteResize"
 _NORM = "BatchNormalization"
 # Element by element, whatever else they read numbers.
 _ELEMENT_WISE = frozenset(
@@ -135,6 +138,8 @@ class ByteSteps:
             return self._mean(maker, target)
         if maker.op_type == "AveragePool":
             return self._window(maker, target)
+        if maker.op_type == "Resize":
+            return self._resized(maker, target)
         return maker.op_type == "Concat" and self._concatenation(maker, target)
 
     def rescaled(self, name: str, data: TensorOfBytes, target: Quantisation) -> str:
@@ -153,20 +158,23 @@ class ByteSteps:
         table = quantised(dequantised(_EVERY_BYTE, own.scale, own.zero), target)
         return [self._look_up(moved, table, output)]
 
-    def activation_of(self, value: str, layers: Collection[str]) -> tuple[Activation, str] | None:
-        """The activation that makes ``value`` of what one of the operators ``layers`` makes, and the name of that;
-        ``None`` where something else reads what lies between.
+    def activation_of(self, value: str, layers: Collection[str]) -> tuple[Activation, str, np.ndarray | None] | None:
+        """The activation that makes ``value`` of what one of the operators ``layers`` makes, the name of that, and the
+        slope of each of its channels where these differ; ``None`` where something else reads what lies between.
         """
         region = _Region()
         if not self._visit(value, region, layers) or region.leaves or len(region.sums) != 1 or not region.nodes:
             return None
-        if any(numbers.size != 1 for numbers in region.numbers.values()):
-            return None
         before, tensors = region.sums[0], self._tensors
+        slopes = self._slopes(region, before)
+        if slopes is None and any(numbers.size != 1 for numbers in region.numbers.values()):
+            return None
         for name in (before, *outputs_of(region.nodes)):
             readers = [node for node in tensors.readers[name] if node not in region.nodes]
             if name != value and (readers or name in tensors.results):
                 return None
+        if slopes is not None:
+            return Activation("prelu"), before, slopes
         numbers = {name: each.reshape(()) for name, each in region.numbers.items()}
 
         def computed(grid: np.ndarray) -> np.ndarray | None:
@@ -174,7 +182,18 @@ class ByteSteps:
             return None if values is None else values.astype(np.float64)
 
         activation = recognised(computed)
-        return None if activation is None else (activation, before)
+        return None if activation is None else (activation, before, None)
+
+    def _slopes(self, region: _Region, before: str) -> np.ndarray | None:
+        """Those of a lone PRelu of an image, one for each channel."""
+        shape = self._shapes.get(before, ())
+        if len(region.nodes) != 1 or region.nodes[0].op_type != "PRelu" or len(shape) != 4:
+            return None
+        slopes = region.numbers.get(region.nodes[0].input[1])
+        if slopes is None or slopes.size == 1 or slopes.dtype != np.float32:
+            return None
+        aligned = (1,) * (4 - slopes.ndim) + slopes.shape
+        return slopes.reshape(-1) if aligned == (1, shape[1], 1, 1) else None
 
     # --- tables -----------------------------------------------------------------------------------
 
@@ -365,6 +384,28 @@ class ByteSteps:
             )
         ]  # fmt: skip
         return True
+
+    def _resized(self, node: NodeProto, target: Target) -> bool:
+        data = self._tensors.data(node.input[0])
+        step = None if data is None else linear_resize(self._tensors, self._shapes, node, cut_off=False)
+        if data is None or step is None:
+            return False
+        factors = resize_factors(quantisation_of(data), target.quantisation)
+        self._put_resize(data.source, step, factors, target.output)
+        return True
+
+    def take_resize_of_bytes(self, node: NodeProto) -> None:
+        """A Resize that reads bytes as they are, and cuts off: those of a sign towards what was their zero."""
+        offset = self._tensors.offset_behind(node.input[0])
+        step = None if offset is None else linear_resize(self._tensors, self._shapes, node, cut_off=True)
+        if step is not None and offset is not None:
+            as_it_is = Quantisation(np.float32(1.0), offset)
+            self._put_resize(node.input[0], step, resize_factors(as_it_is, as_it_is), node.output[0])
+
+    def _put_resize(self, source: str, step: ByteResize, factors: np.ndarray, output: str) -> None:
+        name = self.constant(f"{output}_factors", factors)
+        options = {"size": step.size, "scales": step.scales, "coordinates": step.coordinates}
+        self.nodes[output] = [_node(BYTE_RESIZE, [source, name], output, **options, cut_off=int(step.cut_off))]
 
     def _concatenation(self, node: NodeProto, target: Target) -> bool:
         """Each part rescaled where its bytes stand for something else."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from costmodel.base.errors import ModelError, UnsupportedOperatorError
 from fusion.model.library_messages import sentence
 from fusion.model.tensor_info import TensorInfo
+from fusion.relax.onnx.float_layers import FloatLayer, layers_in_floats
 from fusion.relax.onnx.onnx_file import load_model
 from fusion.relax.onnx.onnx_prepare import prepare, real_inputs
 from fusion.relax.onnx.onnx_unsupported import require_known_shapes
@@ -27,12 +28,13 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, eq=False)
 class ImportedModel:
     """``mod``: canonical Relax (:mod:`fusion.relax.canonical.canonicalize`); inputs and outputs in the order of
-    ``main``.
+    ``main``. ``in_floats``: layers of a quantised model that are not computed in whole numbers.
     """
 
     mod: IRModule
     inputs: tuple[TensorInfo, ...]
     outputs: tuple[TensorInfo, ...]
+    in_floats: tuple[FloatLayer, ...] = ()
 
 
 def import_onnx(
@@ -53,19 +55,21 @@ def import_onnx(
     model = load_model(file)
     prepared = prepare(file, model, shapes, batch)
     require_known_shapes(file, prepared.graph, model.graph)
-    mod = _convert(file, prepared, whole_numbers)
+    mod, in_floats = _convert(file, prepared, whole_numbers)
     given = [value.name for value in real_inputs(prepared.graph)]
     inputs = _describe(file, given, [parameter.ty for parameter in mod["main"].params])
     outputs = _describe(file, [value.name for value in prepared.graph.output], _result_types(mod))
-    return ImportedModel(mod, inputs, outputs)
+    return ImportedModel(mod, inputs, outputs, in_floats)
 
 
-def _convert(file: Path, prepared: ModelProto, whole_numbers: bool) -> IRModule:
+def _convert(file: Path, prepared: ModelProto, whole_numbers: bool) -> tuple[IRModule, tuple[FloatLayer, ...]]:
     from fusion.relax.canonical.canonicalize import canonicalize
-    from fusion.relax.onnx.onnx_frontend import convert
+    from fusion.relax.onnx.onnx_frontend import as_computed, convert
 
     try:
-        return canonicalize(convert(prepared, whole_numbers))
+        computed = as_computed(prepared, whole_numbers)
+        in_floats = layers_in_floats(computed) if whole_numbers else ()
+        return canonicalize(convert(computed)), in_floats
     except UnsupportedOperatorError as error:
         raise UnsupportedOperatorError(f"{file}: {error}") from error
     except Exception as error:  # TVM raises anything on graphs and types that it does not expect

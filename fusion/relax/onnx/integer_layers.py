@@ -9,7 +9,7 @@ taken stays as it was: computed in floats between DequantizeLinear and QuantizeL
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,9 +18,10 @@ from fusion.relax.activations import Activation
 from fusion.relax.byte_calls import Quantisation, addition_factors
 from fusion.relax.onnx.byte_signs import remove_signs
 from fusion.relax.onnx.byte_steps import ByteSteps, Target, only_readers, outputs_of, quantisation_of, quantised
-from fusion.relax.onnx.moved_steps import bring_steps_to_layers
+from fusion.relax.onnx.moved_steps import bring_steps_to_layers, share_equal_steps
 from fusion.relax.onnx.onnx_qlinear import OF_OPERATOR
 from fusion.relax.onnx.quantised_tensors import QuantisedTensors, TensorOfBytes, is_move, offset_of, padding_of
+from fusion.relax.onnx.transposed_layers import split_transposed
 from schedules.contract.template import QuantisedAddition, Requantisation
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ class _Layer:
     output: str
     residual: str = ""
     activation: Activation | None = None
+    slopes: np.ndarray | None = None
+    before: list[NodeProto] = field(default_factory=list)  # make what it reads
 
 
 def with_integer_layers(model: ModelProto) -> ModelProto:
@@ -61,8 +64,10 @@ def with_integer_layers(model: ModelProto) -> ModelProto:
         return model
     copy = ModelProto()
     copy.CopyFrom(model)
+    share_equal_steps(copy)
     bring_steps_to_layers(copy)
-    remove_signs(copy)
+    split_transposed(copy)
+    remove_signs(copy, resized=True)
     copy = shape_inference.infer_shapes(copy)
     matcher = _Matcher(QuantisedTensors(copy))
     matcher.match()
@@ -80,8 +85,10 @@ class _Matcher:
         self._zero_padded: dict[str, tuple[str, tuple[int, int, int, int]]] = {}
 
     def match(self) -> None:
-        """Looks at every QuantizeLinear in turn."""
+        """Looks at every QuantizeLinear in turn, and at what resizes bytes."""
         for node in self._tensors.graph.node:
+            if node.op_type == "Resize":
+                self._steps.take_resize_of_bytes(node)
             if node.op_type != "QuantizeLinear":
                 continue
             found = self._tensors.quantisation(node)
@@ -114,7 +121,8 @@ class _Matcher:
         elif maker.op_type == "Add":
             self._addition(maker, target.node, made.scale, made.zero, bounds)
         if target.output not in self._layers and (found := self._steps.activation_of(target.value, _LAYERS)):
-            self._weighted(self._tensors.made_by[found[1]], target, found[0])
+            activation, before, slopes = found
+            self._weighted(self._tensors.made_by[before], target, activation, slopes)
         return target.output in self._layers
 
     def _table(self, target: Target) -> bool:
@@ -154,8 +162,16 @@ class _Matcher:
             bounds.append(float(value.reshape(-1)[0]))
         return bounds[0], bounds[1]
 
-    def _weighted(self, node: NodeProto, target: Target, activation: Activation | None = None) -> None:
-        """``activation``: between the layer ``node`` and ``target``, which rounds no more than its result."""
+    def _weighted(
+        self,
+        node: NodeProto,
+        target: Target,
+        activation: Activation | None = None,
+        slopes: np.ndarray | None = None,
+    ) -> None:
+        """``activation``, with these ``slopes`` of its channels: between the layer ``node`` and ``target``, which
+        rounds no more than its result.
+        """
         made = target.quantisation
         data, held = self._tensors.data(node.input[0]), self._tensors.dequantised(node.input[1])
         if data is None or held is None:
@@ -174,6 +190,12 @@ class _Matcher:
             name, around = self._zero_padded[name]
             attributes = _with_more_pads(attributes, around)
         depthwise = weight.ndim == 4 and weight.shape[1] == 1
+        before: list[NodeProto] = []
+        if weight.dtype != np.int8:
+            repeated = self._repeated_channels(node, target, name, weight)
+            if repeated is None:
+                return
+            name, weight, before = repeated
         taken = np.abs(weight.astype(np.int64)).reshape(weight.shape[0], -1).sum(axis=1)
         steps = 0 if activation else np.abs(bias)
         if (steps + 2 * 255 * taken).max() >= (_EXACT if depthwise else _INT32.max):
@@ -185,11 +207,14 @@ class _Matcher:
         )  # fmt: skip
         self._layers[target.output] = _Layer(
             _LAYERS[node.op_type], node.name, attributes, name, weight,
-            bias.astype(np.float32 if activation else np.int32), requantisation, target.output, activation=activation,
+            bias.astype(np.float32 if activation else np.int32), requantisation, target.output,
+            activation=activation, slopes=slopes, before=before,
         )  # fmt: skip
 
     def _weight(self, node: NodeProto, held: TensorOfBytes) -> tuple[np.ndarray, np.ndarray] | None:
-        """Weights (out, ...) of 8 bits with a sign and a zero point of zero, and the scale of each output."""
+        """Weights (out, ...) with a sign and a zero point of zero, and the scale of each output: int8, or int16 where
+        the zero point leaves more than 8 bits.
+        """
         values = self._tensors.constants.get(held.source)
         if values is None or values.dtype not in (np.int8, np.uint8):
             return None
@@ -207,12 +232,37 @@ class _Matcher:
         shape = [1] * values.ndim
         shape[along] = -1
         centred = values.astype(np.int16) - held.zero.astype(np.int16).reshape(shape if held.zero.size > 1 else ())
-        if centred.min() < -128 or centred.max() > 127:
-            return None
         outputs = values.shape[along]
         scale = np.broadcast_to(held.scale.reshape(-1), (outputs,)).astype(np.float32)
-        weight = centred.astype(np.int8)
+        fits = centred.min() >= -128 and centred.max() <= 127
+        weight = centred.astype(np.int8) if fits else centred
         return np.ascontiguousarray(weight.T if along else weight), scale
+
+    def _repeated_channels(
+        self, node: NodeProto, target: Target, data: str, weight: np.ndarray
+    ) -> tuple[str, np.ndarray, list[NodeProto]] | None:
+        """Data and weights of 8 bits that make the same sums as ``weight`` of 9: channels for which one does not fit
+        are there twice, the second time for the rest of it. ``None`` for convolutions in groups.
+        """
+        from onnx import helper
+
+        if any(each.name == "group" and each.i > 1 for each in node.attribute):
+            return None
+        fitting = np.clip(weight, -128, 127)
+        rest = weight - fitting
+        others = tuple(axis for axis in range(weight.ndim) if axis != 1)
+        channels = np.flatnonzero(rest.any(axis=others)).astype(np.int64)
+        axis = 1 if node.op_type == "Conv" else len(self._shapes.get(node.input[0], ())) - 1
+        if axis < 0:
+            return None
+        index = self._steps.constant(f"{target.output}_channels", channels)
+        again, both = f"{target.output}_again", f"{target.output}_repeated"
+        before = [
+            helper.make_node("Gather", [data, index], [again], again, axis=axis),
+            helper.make_node("Concat", [data, again], [both], both, axis=axis),
+        ]
+        joined = np.concatenate([fitting, rest[:, channels]], axis=1).astype(np.int8)
+        return both, np.ascontiguousarray(joined), before
 
     def _is_plain(self, node: NodeProto, options: dict[str, Any]) -> bool:
         """A product without factors, its data not transposed."""
@@ -327,8 +377,8 @@ class _Matcher:
         for node in graph.node:
             name = node.output[0] if node.output else ""
             if node.op_type == "QuantizeLinear" and name in self._layers:
-                nodes.append(self._node(self._layers[name]))
-            elif node.op_type == "QuantizeLinear" and name in self._steps.nodes:
+                nodes += [*self._layers[name].before, self._node(self._layers[name])]
+            elif name in self._steps.nodes:
                 nodes += self._steps.nodes[name]
             else:
                 nodes.append(node)
@@ -347,6 +397,8 @@ class _Matcher:
         for what, array in zip(("weight", "bias", "multiplier", "integers", "factors"), arrays, strict=True):
             names.append(f"{layer.output}_{what}")
             self._tensors.graph.initializer.append(numpy_helper.from_array(array, names[-1]))
+        if layer.slopes is not None:
+            names.append(self._steps.constant(f"{layer.output}_slopes", layer.slopes))
         residual = [layer.residual] if layer.residual else []
         made = helper.make_node(layer.operator, [layer.data, *names, *residual], [layer.output], layer.name)
         made.attribute.extend(layer.attributes)

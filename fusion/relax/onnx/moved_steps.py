@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from fusion.relax.onnx.onnx_unsupported import all_nodes
 from fusion.relax.onnx.quantised_tensors import QuantisedTensors, is_move, padding_of
 
 if TYPE_CHECKING:
@@ -25,6 +26,36 @@ def bring_steps_to_layers(model: ModelProto) -> bool:
     for name in reversed(_moves(tensors)):
         _backward(tensors, tensors.made_by[name])
     return len(model.graph.node) > before
+
+
+def share_equal_steps(model: ModelProto) -> bool:
+    """Changes ``model``: a value that several QuantizeLinear round alike is rounded by the first of them. Tools that
+    give every reader a pair of its own write such; a layer is computed in whole numbers where one step reads it. Says
+    whether there were any.
+    """
+    tensors = QuantisedTensors(model)
+    kept: dict[tuple[object, ...], str] = {}
+    renamed: dict[str, str] = {}
+    branches = (graph for node in model.graph.node for each in node.attribute for graph in (each.g, *each.graphs))
+    in_branches = {name for graph in branches for node in all_nodes(graph) for name in node.input}
+    for node in model.graph.node:
+        found = tensors.quantisation(node) if node.op_type == "QuantizeLinear" and len(node.input) > 2 else None
+        if found is None or node.output[0] in tensors.results or node.output[0] in in_branches:
+            continue
+        options = tuple(sorted(each.SerializeToString() for each in node.attribute))
+        key = (node.input[0], *((array.dtype.str, array.shape, array.tobytes()) for array in found), options)
+        first = kept.setdefault(key, node.output[0])
+        if first != node.output[0]:
+            renamed[node.output[0]] = first
+    if not renamed:
+        return False
+    nodes = [node for node in model.graph.node if not (node.output and node.output[0] in renamed)]
+    for node in nodes:
+        node.input[:] = [renamed.get(name, name) for name in node.input]
+    nodes = [type(node).FromString(node.SerializeToString()) for node in nodes]
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
+    return True
 
 
 def _moves(tensors: QuantisedTensors) -> list[str]:

@@ -49,16 +49,19 @@ def supported_operators() -> frozenset[str]:
     return frozenset(tvm_onnx._get_convert_map()) - _NOT_STANDARD | _DIRECT | (_CONVERTERS.keys() - _OWN)
 
 
-def convert(model: ModelProto, whole_numbers: bool = True) -> tvm.IRModule:
-    """Relax module of a prepared model (see :mod:`fusion.relax.onnx.onnx_prepare`); function ``main``.
+def as_computed(model: ModelProto, whole_numbers: bool) -> ModelProto:
+    """A prepared model (see :mod:`fusion.relax.onnx.onnx_prepare`), the quantised layers of it in whole numbers, or
+    else in floats between dequantising and quantising.
+    """
+    model = with_zero_points(model)
+    return with_integer_layers(model) if whole_numbers else model
 
-    ``whole_numbers``: quantised layers are computed in them, else in floats between dequantising and quantising.
+
+def convert(model: ModelProto) -> tvm.IRModule:
+    """Relax module of a model from :func:`as_computed`; function ``main``.
 
     ``UnsupportedOperatorError`` names the node that cannot be converted.
     """
-    model = with_zero_points(model)
-    if whole_numbers:
-        model = with_integer_layers(model)
     importer = _Importer(shape_dict={}, dtype_dict={})
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")  # renamed inputs; and TVM prints operators it fails on
@@ -195,8 +198,9 @@ def _quantised_dense(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, n
 
 
 def _quantised_epilogue(inputs: Inputs, attrs: Attributes) -> Epilogue:
-    residual: ResidualPosition | None = "before_activation" if len(inputs) > 6 else None
     activation = attrs.get("activation", b"").decode() or None
+    own = 7 if activation == "prelu" else 6  # with its slopes
+    residual: ResidualPosition | None = "before_activation" if len(inputs) > own else None
     slope = round(float(attrs.get("slope", 0.0)), 6)
     return Epilogue(bias=True, activation=activation, residual=residual, slope=slope)
 
@@ -324,6 +328,8 @@ def _resize(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str)
     and other axes, as products with the weights along each axis; TVM's converter does the rest.
     """
     data, mode = inputs[0], attrs.get("mode", b"nearest").decode()
+    if str(data.ty.dtype) in ("int8", "uint8") and mode != "nearest":
+        return _resize_whole_numbers(builder, inputs, attrs, name)
     coordinates = attrs.get("coordinate_transformation_mode", b"half_pixel").decode()
     shape, rank = _static_shape(data), len(_static_shape(data))
     scales = _constant(inputs[2]) if len(inputs) > 2 and inputs[2] is not None else None
@@ -370,6 +376,19 @@ def _resize(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str)
             relax.op.permute_dims(last, [order.index(each) for each in range(rank)]), f"{name}_{axis}_back"
         )
     return data
+
+
+def _resize_whole_numbers(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str) -> relax.Expr | None:
+    """Bytes between pixels: computed in floats and cut off behind the comma, as ONNX Runtime does."""
+    data, *others = inputs
+    dtype = str(data.ty.dtype)
+    wide = builder.emit(relax.op.astype(data, "float32"), f"{name}_floats")
+    image = _resize(builder, [wide, *others], attrs, name)
+    if image is None:
+        return None
+    bounds = np.iinfo(dtype)
+    whole = relax.op.clip(relax.op.trunc(builder.emit(image, f"{name}_image")), int(bounds.min), int(bounds.max))
+    return relax.op.astype(bind(builder, whole, f"{name}_whole"), dtype)
 
 
 def _resize_image(

@@ -1,5 +1,7 @@
 """Quantised operators of ONNX and of ONNX Runtime, taken apart: each as the operator of floats that it stands for,
-between DequantizeLinear and QuantizeLinear. So there is one form of quantised models behind this file.
+between DequantizeLinear and QuantizeLinear. So there is one form of quantised models behind this file. Those whose
+scales are found while they run (ConvInteger, MatMulInteger) are computed in floats, of the whole numbers that they
+read.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
 _RUNTIMES_OWN = "com.microsoft"
 # Ends the names of the nodes that round what such an operator computes.
 OF_OPERATOR = "_of_quantised_operator"
+# Ends those of the nodes that make whole numbers of what is computed in floats.
+_WHOLE = "_whole_of_quantised_operator"
 
 
 class _Parts:
@@ -83,6 +87,40 @@ class _Parts:
             helper.make_node("QuantizeLinear", inputs, [self.node.output[0]], f"{self.node.name}{OF_OPERATOR}")
         )
 
+    def centred(self, data: int, zero: int) -> str:
+        """The whole numbers of the input ``data`` less the zero point at ``zero``, as floats."""
+        from onnx import TensorProto, helper
+
+        names = [self.given(data), *([self.given(zero)] if self.given(zero) else [])]
+        floats = []
+        for name in names:
+            floats.append(self._name("floats"))
+            self.nodes.append(helper.make_node("Cast", [name], [floats[-1]], floats[-1], to=TensorProto.FLOAT))
+        if len(floats) == 1:
+            return floats[0]
+        name = self._name("centred")
+        self.nodes.append(helper.make_node("Sub", floats, [name], name))
+        return name
+
+    def centred_weights(self, weight: int, zero: int, axis: int) -> str:
+        """Constant weights less their zero point, of all or of each output along ``axis``, as floats."""
+        from onnx import numpy_helper
+
+        values = self._constants[self.given(weight)].astype(np.float32)
+        zeros = self._constants[self.given(zero)].astype(np.float32) if self.given(zero) else np.zeros(1, np.float32)
+        shape = [1] * values.ndim
+        shape[axis] = zeros.size
+        name = self._name("weights")
+        self._initializers.append(numpy_helper.from_array(values - zeros.reshape(shape), name))
+        return name
+
+    def as_whole(self, value: str) -> None:
+        """``value`` as the output of the node, of int32."""
+        from onnx import TensorProto, helper
+
+        output = self.node.output[0]
+        self.nodes.append(helper.make_node("Cast", [value], [output], f"{output}{_WHOLE}", to=TensorProto.INT32))
+
     def rename_result(self, value: str) -> None:
         """``value`` as the output of the node, which is of floats."""
         for node in self.nodes:
@@ -129,7 +167,22 @@ def _concat(parts: _Parts) -> None:
     parts.quantise(parts.compute("Concat", values), 0, 1)
 
 
-_STANDARD: dict[str, Callable[[_Parts], None]] = {"QLinearConv": _conv, "QLinearMatMul": _matmul}
+def _conv_integer(parts: _Parts) -> None:
+    weight = parts.centred_weights(1, 3, axis=0)
+    parts.as_whole(parts.compute("Conv", [parts.centred(0, 2), weight]))
+
+
+def _matmul_integer(parts: _Parts) -> None:
+    weight = parts.centred_weights(1, 3, axis=-1)
+    parts.as_whole(parts.compute("MatMul", [parts.centred(0, 2), weight]))
+
+
+_STANDARD: dict[str, Callable[[_Parts], None]] = {
+    "ConvInteger": _conv_integer,
+    "MatMulInteger": _matmul_integer,
+    "QLinearConv": _conv,
+    "QLinearMatMul": _matmul,
+}
 _OWN: dict[str, Callable[[_Parts], None]] = {
     "QGemm": _gemm,
     "QLinearAdd": _pairwise("Add"),
@@ -143,7 +196,9 @@ _OWN: dict[str, Callable[[_Parts], None]] = {
 
 
 def taken_apart(model: ModelProto) -> ModelProto:
-    """``model`` itself if it holds no such operator; else a copy without those whose scales are constant."""
+    """``model`` itself if it holds no such operator; else a copy without those whose weights and, where they have any,
+    scales are constant.
+    """
     from onnx import ModelProto, numpy_helper
 
     def converter(node: NodeProto) -> Callable[[_Parts], None] | None:
@@ -172,7 +227,21 @@ def taken_apart(model: ModelProto) -> ModelProto:
             continue
         nodes += parts.nodes
         graph.initializer.extend(initializers)
-    kept = [type(node).FromString(node.SerializeToString()) for node in nodes]
+    kept = [type(node).FromString(node.SerializeToString()) for node in _without_round_trips(nodes)]
     del graph.node[:]
     graph.node.extend(kept)
     return copy
+
+
+def _without_round_trips(nodes: Sequence[NodeProto]) -> list[NodeProto]:
+    """Sums of whole numbers, which are there in floats, are read as these where they are cast back."""
+    from onnx import TensorProto
+
+    casts = {node.output[0]: node for node in nodes if node.op_type == "Cast"}
+    for node in casts.values():
+        before = casts.get(node.input[0])
+        target = next(each.i for each in node.attribute if each.name == "to")
+        if before is not None and before.name.endswith(_WHOLE) and target == TensorProto.FLOAT:
+            node.op_type, node.input[0] = "Identity", before.input[0]
+            del node.attribute[:]
+    return list(nodes)

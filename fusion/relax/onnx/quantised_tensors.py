@@ -135,6 +135,16 @@ class QuantisedTensors:
         steps = self.constants[held.source].astype(np.int64) - held.zero.astype(np.int64).reshape(())
         return steps.astype(np.float32) * held.scale.reshape(())
 
+    def offset_behind(self, name: str) -> int | None:
+        """What was added to the bytes ``name`` when they lost their sign; ``None`` if they have one, or it is not known
+        who makes them.
+        """
+        node = self.made_by.get(name)
+        while node is not None and node.op_type != "QuantizeLinear":
+            node = self.made_by.get(node.input[0]) if node.op_type in (*MOVES, "Resize") else None
+        found = None if node is None else self.quantisation(node)
+        return None if node is None or found is None or found[1].dtype != np.uint8 else offset_of(node)
+
     def data(self, name: str) -> TensorOfBytes | None:
         """Of a computed tensor of bytes without a sign, all alike."""
         found = self.dequantised(name)

@@ -462,9 +462,9 @@ def test_padding_with_zeros_before_a_convolution_is_that_of_the_convolution(step
     np.testing.assert_array_equal(ours(path, data), theirs(path if equal is None else tmp_path / "equal.onnx", data))
 
 
-@pytest.mark.parametrize(("mode", "otherwise"), [("nearest", False), ("linear", True)])
+@pytest.mark.parametrize(("mode", "otherwise"), [("nearest", False), ("linear", False), ("cubic", True)])
 def test_what_onnx_runtime_may_round_otherwise_is_known(mode, otherwise, tmp_path):
-    """Between pixels it resizes bytes, and cuts off what does not fit; here floats are resized."""
+    """Between four pixels along each axis floats are resized, in another order of the sums."""
     graph = QuantisedGraph()
     x = graph.step(graph.add("Conv", graph.step("x", 0.05, 118), graph.weights(16, 16)), 0.3, 118)
     larger = graph.add("Resize", x, "", graph.constant(np.array([1, 1, 2, 2], np.float32), "scales"), mode=mode)

@@ -92,6 +92,7 @@ def test_pooling_in_floats_does_not_make_a_quantised_network_mixed(tmp_path):
     assert precision_of(graph) == INT8
 
 
+SLOPES = np.linspace(-0.2, 1.4, 32).astype(np.float32).reshape(32, 1, 1)
 ACTIVATIONS = {
     "silu": lambda net, x: net.add("Mul", x, net.add("Sigmoid", x)),
     "hard_swish": lambda net, x: net.add("HardSwish", x),
@@ -104,6 +105,7 @@ ACTIVATIONS = {
                 net.constant(np.float32(1), "one")),
     ),
     "mish": lambda net, x: net.add("Mul", x, net.add("Tanh", net.add("Softplus", x))),
+    "prelu": lambda net, x: net.add("PRelu", x, net.constant(SLOPES, "slopes")),
 }  # fmt: skip
 # Results are in steps of 1/40 around 100.
 EXACT = {
@@ -113,6 +115,7 @@ EXACT = {
     "leaky_relu": lambda x: np.where(x < 0, np.float32(0.1) * x, x),
     "gelu": lambda x: x * np.vectorize(lambda v: 0.5 * (1 + math.erf(v / 2**0.5)))(x),
     "mish": lambda x: x * np.tanh(np.log1p(np.exp(x))),
+    "prelu": lambda x: np.where(x < 0, SLOPES * x, x),
 }
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 
 pytest.importorskip("tvm")
@@ -17,7 +18,9 @@ from quantised_models import CPU, QuantisedGraph, ours, theirs
 
 from costmodel.base.errors import UnsupportedOperatorError
 from fusion.relax.extract import extract_graph
+from fusion.relax.onnx.float_layers import FLOAT_DATA, FLOAT_WEIGHTS, NOT_ROUNDED, WIDE_DATA, FloatLayer, told_in_floats
 from fusion.relax.onnx.importer import import_onnx
+from fusion.relax.onnx.whole_number_model import in_whole_numbers
 from schedules.contract.cpu_target import CpuTarget
 
 SHAPE = (1, 16, 4, 8)
@@ -113,13 +116,31 @@ def test_matrix_products(data, tmp_path):
     np.testing.assert_array_equal(ours(path, data), theirs(path, data))
 
 
-def test_scales_that_are_found_while_it_runs_are_refused_for_convolutions(tmp_path):
+def dynamic(graph, weight, zero=""):
+    """A convolution whose scale and zero point are found while it runs."""
+    held, scale, data_zero = graph.add("DynamicQuantizeLinear", "x", name="dynamic", outputs=3)
+    given = [held, weight, data_zero, *([zero] if zero else [])]
+    sums = graph.add("ConvInteger", *given, name="sums", pads=[1] * 4)
+    return graph.add("Mul", graph.add("Cast", sums, to=1), scale)
+
+
+def test_convolutions_whose_scales_are_found_while_it_runs_are_computed_in_floats(data, tmp_path):
     graph = QuantisedGraph()
-    held, scale, zero = graph.add("DynamicQuantizeLinear", "x", name="dynamic", outputs=3)
-    graph.constant(np.ones((24, 16, 1, 1), np.int8), "w")
-    sums = graph.add("ConvInteger", held, "w", zero, name="sums")
-    result = graph.add("Mul", graph.add("Cast", sums, to=1), scale)
+    weight = graph.constant(np.random.default_rng(0).integers(0, 256, (24, 16, 3, 3)).astype(np.uint8), "w")
+    result = dynamic(graph, weight, graph.constant(np.uint8(131), "w_zero"))
     path = graph.save(tmp_path / "q.onnx", result, (1, 24, 4, 8))
+    imported = import_onnx(path)
+    (layer,) = extract_graph(imported.mod).nodes
+    assert layer.operator.dtype == "float32"
+    assert [(each.name, each.reason) for each in imported.in_floats] == [("sums", "their data are floats")]
+    np.testing.assert_allclose(ours(path, data), theirs(path, data), rtol=1e-6)
+
+
+def test_convolutions_of_computed_weights_and_such_scales_are_refused(tmp_path):
+    graph = QuantisedGraph()
+    copies = graph.add("Tile", "x", graph.constant(np.array([24, 1, 1, 1]), "n"))
+    weight = graph.add("Cast", graph.add("Round", copies), to=3)
+    path = graph.save(tmp_path / "q.onnx", dynamic(graph, weight), (1, 24, None, None))
     with pytest.raises(UnsupportedOperatorError) as error:
         import_onnx(path)
     assert str(error.value).startswith(f"{path}: unsupported operators: ConvInteger (sums)")
@@ -133,6 +154,72 @@ def test_products_whose_scales_are_found_while_it_runs_are_taken(data, tmp_path)
     sums = graph.add("MatMulInteger", held, "w", zero, name="sums")
     path = graph.save(tmp_path / "q.onnx", graph.add("Mul", graph.add("Cast", sums, to=1), scale), (1, 16, 4, 20))
     np.testing.assert_allclose(ours(path, data), theirs(path, data), rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["window", "product", "groups"])
+def test_weights_without_a_sign_that_take_nine_bits(kind, data, tmp_path):
+    """Less a zero point of 150: channels with a weight below -128 are read twice, where there are no groups."""
+    graph = QuantisedGraph()
+    groups = 2 if kind == "groups" else 1
+    shape = (16, 20) if kind == "product" else (24, 16 // groups, 3, 3)
+    values = np.random.default_rng(2).integers(30, 256, shape).astype(np.uint8)
+    (values if kind == "product" else np.moveaxis(values, 1, 0))[[3, 7]] = 3
+    for array, name in ((values, "w"), (np.float32(0.01), "w_scale"), (np.uint8(150), "w_zero")):
+        graph.constant(array, name)
+    weight = graph.add("DequantizeLinear", "w", "w_scale", "w_zero", name="w_d")
+    x = graph.step("x", 0.05, 118)
+    if kind == "product":
+        value = graph.add("MatMul", graph.add("Transpose", x, perm=[0, 2, 3, 1]), weight, name="layer")
+        result = (1, 4, 8, 20)
+    else:
+        value, result = graph.add("Conv", x, weight, pads=[1] * 4, group=groups, name="layer"), (1, 24, 4, 8)
+    path = graph.save(tmp_path / "q.onnx", graph.step(value, 0.4, 120), result)
+    if kind == "groups":
+        assert [each.name for each in import_onnx(path).in_floats] == ["layer"]
+        return
+    (layer,) = extract_graph(import_onnx(path).mod).nodes
+    channels = layer.operator.in_features if kind == "product" else layer.operator.in_channels
+    assert layer.operator.dtype == "int8" and channels == 18
+    np.testing.assert_array_equal(ours(path, data), theirs(path, data))
+
+
+def test_a_result_that_two_steps_round_alike_is_rounded_once(data, tmp_path):
+    """As tools write it that give every reader a step of its own."""
+    graph = QuantisedGraph(signed=True)
+    value = graph.add("Conv", graph.step("x", 0.05, 118), graph.weights(16, 16), name="conv")
+    first, second = graph.step(value, 0.21, 130), graph.step(value, 0.21, 130)
+    later = graph.step(graph.add("Conv", second, graph.weights(16, 16, 1, "v"), name="later"), 0.4, 120)
+    path = graph.save(tmp_path / "q.onnx", graph.step(graph.add("Add", first, later), 0.5, 120), (1, 16, 4, 8))
+    assert in_floats(path) == [] and import_onnx(path).in_floats == ()
+    equal = in_whole_numbers(onnx.load(path))
+    onnx.save(equal, tmp_path / "equal.onnx")
+    np.testing.assert_array_equal(ours(path, data), theirs(tmp_path / "equal.onnx", data))
+
+
+def test_why_layers_are_in_floats_is_told(tmp_path):
+    """Data of 16 bits, weights of floats, data of floats, a result that is read as floats."""
+    graph = QuantisedGraph()
+    graph.constant(np.float32(0.001), "wide_scale")
+    graph.constant(np.uint16(30000), "wide_zero")
+    wide = graph.add("QuantizeLinear", "x", "wide_scale", "wide_zero", name="wide_q")
+    wide = graph.add("DequantizeLinear", wide, "wide_scale", "wide_zero", name="wide")
+    floats = graph.constant(np.full((16, 16, 1, 1), 0.01, np.float32), "floats")
+    narrow = graph.step("x", 0.05, 118)
+    parts = [
+        graph.add("Conv", wide, graph.weights(16, 16, 1, "a"), name="of 16 bits"),
+        graph.add("Conv", narrow, floats, name="of floats"),
+        graph.add("Conv", "x", graph.weights(16, 16, 1, "b"), name="conv of floats"),
+        graph.add("Conv", narrow, graph.weights(16, 16, 1, "c"), name="not rounded"),
+    ]
+    path = graph.save(tmp_path / "q.onnx", graph.add("Sum", *parts), (1, 16, 4, 8), opset=21)
+    found = import_onnx(path).in_floats
+    reasons = {each.name: each.reason for each in found}
+    assert reasons == {
+        "of 16 bits": WIDE_DATA, "of floats": FLOAT_WEIGHTS, "conv of floats": FLOAT_DATA, "not rounded": NOT_ROUNDED
+    }  # fmt: skip
+    told = told_in_floats([*found, FloatLayer("another", WIDE_DATA)])
+    assert told[0] == f"layers of the quantised model in floats, 2: {WIDE_DATA} (of 16 bits, another)"
+    assert import_onnx(path, whole_numbers=False).in_floats == ()
 
 
 @pytest.mark.parametrize("kind", ["depthwise", "dense"])

@@ -25,6 +25,7 @@ CPU = CpuTarget(16, 32, "cascadelake", ("avx512f", "avx512_vnni"), 2, 32 * 1024,
 BIAS, RESIDUAL = Epilogue(bias=True), Epilogue(bias=True, residual="before_activation")
 SILU, HARD_SWISH = (Epilogue(bias=True, activation=name) for name in ("silu", "hard_swish"))
 LEAKY = Epilogue(bias=True, activation="leaky_relu", slope=0.1)
+PRELU = Epilogue(bias=True, activation="prelu")
 
 
 def conv(channels, size, outputs, kernel, stride=1, padding=0, groups=1, epilogue=BIAS, **options) -> Conv2d:
@@ -80,6 +81,8 @@ OPERATORS = {
     "max pooling": Pool2d("max", 1, 24, 13, 13, (3, 3), (2, 2), (1, 1, 1, 1), dtype="int8"),
     "1x1, SiLU": conv(24, 7, 40, 1, epilogue=SILU),
     "3x3, leaky ReLU": conv(19, 8, 16, 3, 1, 1, epilogue=LEAKY),
+    "3x3, a slope for each channel": conv(19, 8, 40, 3, 1, 1, epilogue=PRELU),
+    "depthwise, a slope for each channel": conv(24, 8, 24, 3, 1, 1, groups=24, epilogue=PRELU),
     "depthwise, hard swish": conv(40, 11, 40, 3, 1, 1, groups=40, epilogue=HARD_SWISH),
     "depthwise, dilated, SiLU": conv(16, 12, 16, 3, 1, 2, groups=16, dilation=(2, 2), epilogue=SILU),
     "dense, SiLU": Dense(1, 37, 50, SILU, dtype="int8"),

@@ -1,0 +1,239 @@
+"""Transposed convolutions of a quantised model as ordinary ones, one for each phase of their stride, which are computed
+in whole numbers; see :mod:`fusion.relax.canonical.rules_transposed`.
+
+What is computed value by value behind one, and the step to bytes, are brought in front of the DepthToSpace that puts
+the phases in place: pixels are moved as bytes then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fusion.relax.canonical.rules_transposed import Phase, outputs_first, phases_along
+from fusion.relax.onnx.onnx_file import opset_of
+from fusion.relax.onnx.quantised_tensors import QuantisedTensors, TensorOfBytes
+
+if TYPE_CHECKING:
+    from onnx import ModelProto, NodeProto
+
+# Of one tensor, value by value; other inputs are numbers.
+_ALONG = frozenset({"Clip", "Elu", "HardSigmoid", "HardSwish", "LeakyRelu", "PRelu", "Relu", "Sigmoid", "Tanh"})
+# DepthToSpace has its modes, and Slice its inputs, from here on at the latest.
+_OLDEST_OPSET = 13
+
+
+@dataclass(frozen=True)
+class _Transposed:
+    """A transposed convolution of bytes: its ``weight`` as of an ordinary one, for each phase what that reads, and the
+    nodes behind it up to the ``last``, which quantises.
+    """
+
+    node: NodeProto
+    behind: tuple[NodeProto, ...]
+    last: NodeProto
+    held: TensorOfBytes
+    weight: np.ndarray
+    stride: int
+    groups: int
+    phases: tuple[tuple[Phase, Phase], ...]
+    whole: tuple[int, int]
+    result: tuple[int, ...]
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether all phases are outputs of a single convolution: they read the same pixels."""
+        pads = {self.pads(index) for index in range(len(self.phases))}
+        taps = {(len(row.taps), len(column.taps)) for row, column in self.phases}
+        return self.groups == 1 and len(pads) == len(taps) == 1
+
+    def pads(self, index: int) -> tuple[int, int, int, int]:
+        """Top, left, bottom, right of a phase."""
+        row, column = self.phases[index]
+        return row.before, column.before, row.after, column.after
+
+    def taps(self, index: int) -> np.ndarray:
+        """The weights of a phase."""
+        row, column = self.phases[index]
+        return self.weight[:, :, row.taps][:, :, :, column.taps]
+
+
+def split_transposed(model: ModelProto) -> bool:
+    """Changes ``model``, whose shapes are static; says whether there were any."""
+    from onnx import shape_inference
+
+    if opset_of(model) < _OLDEST_OPSET or not any(node.op_type == "ConvTranspose" for node in model.graph.node):
+        return False
+    shapes = QuantisedTensors(shape_inference.infer_shapes(model)).shapes()
+    tensors = QuantisedTensors(model)
+    names = [node.output[0] for node in model.graph.node if node.op_type == "ConvTranspose"]
+    changed = False
+    for name in names:
+        found = _found(tensors, shapes, tensors.made_by[name])
+        if found is not None:
+            _Writer(tensors, found).write()
+            changed = True
+    return changed
+
+
+def _found(tensors: QuantisedTensors, shapes: dict[str, tuple[int, ...]], node: NodeProto) -> _Transposed | None:
+    """``None`` where it is computed in floats."""
+    given = {each.name: each for each in node.attribute}
+    data, held = tensors.dequantised(node.input[0]), tensors.dequantised(node.input[1])
+    if data is None or held is None or data.source in tensors.constants or data.scale.size != 1:
+        return None
+    values = tensors.constants.get(held.source)
+    if values is None or values.ndim != 4 or values.dtype not in (np.int8, np.uint8):
+        return None
+    groups = given["group"].i if "group" in given else 1
+    if held.scale.size > 1 and (groups > 1 or held.axis % 4 != 1):
+        return None
+    if len(node.input) > 2 and node.input[2] and not _is_constant_bias(tensors, node.input[2]):
+        return None
+    image, result = shapes.get(node.input[0], ()), shapes.get(node.output[0], ())
+    strides = tuple(given["strides"].ints) if "strides" in given else (1, 1)
+    pads = tuple(given["pads"].ints) if "pads" in given else (0, 0, 0, 0)
+    dilated = "dilations" in given and any(each != 1 for each in given["dilations"].ints)
+    automatic = "auto_pad" in given and given["auto_pad"].s not in (b"NOTSET", b"")
+    if dilated or automatic or "output_shape" in given or len(set(strides)) != 1 or 0 in (*image, *result):
+        return None
+    end = _behind(tensors, node)
+    if len(image) != 4 or len(result) != 4 or end is None:
+        return None
+    stride = int(strides[0])
+    whole = [-(-size // stride) * stride for size in result[2:]]
+    axes = [phases_along(values.shape[2 + axis], stride, pads[axis], image[2 + axis], whole[axis]) for axis in (0, 1)]
+    if axes[0] is None or axes[1] is None:
+        return None
+    phases = tuple((row, column) for row in axes[0] for column in axes[1])
+    behind, last = end
+    weight = outputs_first(values, groups)
+    return _Transposed(node, behind, last, held, weight, stride, groups, phases, (whole[0], whole[1]), result)
+
+
+def _is_constant_bias(tensors: QuantisedTensors, name: str) -> bool:
+    held = tensors.dequantised(name)
+    return name in tensors.constants if held is None else held.source in tensors.constants
+
+
+def _behind(tensors: QuantisedTensors, node: NodeProto) -> tuple[tuple[NodeProto, ...], NodeProto] | None:
+    """What is computed value by value behind ``node``, and the QuantizeLinear behind that."""
+    value = node.output[0]
+    nodes: list[NodeProto] = []
+    while tensors.inner(value):
+        (reader,) = tensors.readers[value]
+        if reader.op_type == "QuantizeLinear":
+            found = tensors.quantisation(reader)
+            return (tuple(nodes), reader) if found is not None and found[0].size == 1 else None
+        others = [name for name in reader.input[1:] if name]
+        if reader.op_type not in _ALONG or reader.input[0] != value or not tensors.constants.keys() >= {*others}:
+            return None
+        nodes.append(reader)
+        value = reader.output[0]
+    return None
+
+
+class _Writer:
+    """Puts the nodes of ``found`` where its result was quantised."""
+
+    def __init__(self, tensors: QuantisedTensors, found: _Transposed) -> None:
+        self._tensors = tensors
+        self._found = found
+        self._name = found.node.output[0]
+        self._made: list[Any] = []
+
+    def write(self) -> None:
+        found, tensors = self._found, self._tensors
+        if found.is_joined:
+            every = np.concatenate([found.taps(index) for index in range(len(found.phases))])
+            value = self._phase("all", every, found.pads(0), len(found.phases))
+        else:
+            parts = [
+                self._phase(str(index), found.taps(index), found.pads(index), 1) for index in range(len(found.phases))
+            ]
+            value = self._stepped(self._add("Concat", parts, "joined", axis=1)) if len(parts) > 1 else parts[0]
+        if found.stride > 1:
+            value = self._add("DepthToSpace", [value], "spread", blocksize=found.stride, mode="DCR")
+        if found.whole != found.result[2:]:
+            bounds = ([0, 0], list(found.result[2:]), [2, 3])
+            names = ("starts", "ends", "axes")
+            given = [self._constant(np.array(each), name) for each, name in zip(bounds, names, strict=True)]
+            value = self._add("Slice", [self._stepped(value), *given], "cut")
+        found.last.input[0] = value
+        nodes = tensors.graph.node
+        gone = [found.node.output[0], *(each.output[0] for each in found.behind)]
+        kept = [each for each in nodes if not (each.output and each.output[0] in gone)]
+        place = next(index for index, each in enumerate(kept) if each.output == found.last.output)
+        kept[place:place] = self._made
+        kept = [type(each).FromString(each.SerializeToString()) for each in kept]
+        del nodes[:]
+        nodes.extend(kept)
+        tensors.index()
+
+    def _phase(self, what: str, weight: np.ndarray, pads: Sequence[int], copies: int) -> str:
+        """Bytes, dequantised, of a convolution with ``weight``, whose outputs are ``copies`` times those of the file;
+        returns their name.
+        """
+        found, node = self._found, self._found.node
+        held = self._dequantised(f"{what}_weight", weight, found.held, copies)
+        inputs = [node.input[0], held, *self._bias(what, copies)]
+        options = {"kernel_shape": weight.shape[2:], "pads": pads, "group": found.groups}
+        value = self._add("Conv", inputs, f"{what}_phase", **options)
+        self._made[-1].name = node.name if copies > 1 or len(found.phases) == 1 else f"{node.name}_{what}"
+        for each in found.behind:
+            others = [self._numbers(each, name, what, copies) for name in each.input[1:]]
+            made = type(each).FromString(each.SerializeToString())
+            made.input[:], made.output[:] = [value, *others], [f"{each.output[0]}_{what}"]
+            made.name = made.output[0]
+            self._made.append(made)
+            value = made.output[0]
+        return self._stepped(value)
+
+    def _dequantised(self, what: str, values: np.ndarray, held: TensorOfBytes, copies: int) -> str:
+        inputs = [self._constant(values, what)]
+        for array, name in ((held.scale, "scale"), (held.zero, "zero")):
+            copied = np.tile(array, copies) if array.size > 1 else array
+            inputs.append(self._constant(copied, f"{what}_{name}"))
+        options = {"axis": 0} if held.scale.size > 1 else {}
+        return self._add("DequantizeLinear", inputs, f"{what}_values", **options)
+
+    def _bias(self, what: str, copies: int) -> list[str]:
+        node, tensors = self._found.node, self._tensors
+        name = node.input[2] if len(node.input) > 2 else ""
+        if not name or copies == 1:
+            return [name] if name else []
+        held = tensors.dequantised(name)
+        if held is None:
+            return [self._constant(np.tile(tensors.constants[name], copies), f"{what}_bias")]
+        return [self._dequantised(f"{what}_bias", np.tile(tensors.constants[held.source], copies), held, copies)]
+
+    def _numbers(self, node: NodeProto, name: str, what: str, copies: int) -> str:
+        """Of an activation: those of every channel for every copy of these."""
+        if not name or copies == 1 or self._tensors.constants[name].size == 1:
+            return name
+        values = self._tensors.constants[name]
+        copied = np.tile(values, (copies, *[1] * (values.ndim - 1)))
+        return self._constant(copied, f"{node.output[0]}_{what}_numbers")
+
+    def _stepped(self, value: str) -> str:
+        """``value`` to the bytes of the result, and back."""
+        given = list(self._found.last.input[1:])
+        held = self._add("QuantizeLinear", [value, *given], f"{value}_bytes")
+        return self._add("DequantizeLinear", [held, *given], f"{value}_stepped")
+
+    def _add(self, operator: str, inputs: Sequence[str], what: str, **options: Any) -> str:
+        from onnx import helper
+
+        output = f"{self._name}_{what}"
+        self._made.append(helper.make_node(operator, list(inputs), [output], output, **options))
+        return output
+
+    def _constant(self, array: np.ndarray, what: str) -> str:
+        from onnx import numpy_helper
+
+        name = f"{self._name}_{what}"
+        self._tensors.graph.initializer.append(numpy_helper.from_array(np.ascontiguousarray(array), name))
+        return name
