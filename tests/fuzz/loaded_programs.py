@@ -22,8 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 LOOK_SECONDS = 0.05
 _LONGEST_LOOK = 1.0
 _FORKED = ("jemalloc_bg_thd",)  # Arrow's allocator, which knows forks
-# Forks load these themselves: one starts a thread as it is loaded, which forks would lack, one counts in the end what it
-# lacks.
+# Forks load these themselves: one starts a thread as it is loaded, which forks would lack, one counts in the end what
+# it lacks.
 _LEFT_OUT = ("onnxruntime", "triton")
 _MAIN = ("__main__", "__mp_main__")
 
