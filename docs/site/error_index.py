@@ -37,7 +37,7 @@ _VERBS = (
     "convert|correct|delete|download|drop|export|fetch|fit|free|give|ignore|install|keep|"
     "leave|let|list|load|look|make|measure|mend|move|name|number|pad|pass|pip|price|"
     "put|quantise|record|remove|rename|repair|report|restore|retry|run|save|say|see|set|"
-    "shorten|spread|start|take|train|try|tune|unset|update|use|wait|write"
+    "shard|shorten|spread|start|take|train|try|tune|unset|update|use|wait|write"
 )
 # What tells as much: what is wanted, what there is to choose from, which command brings it, what somebody else advises.
 _WANTED = (

@@ -209,12 +209,12 @@ def serve(names: Sequence[str]) -> None:
                 os.dup2(errors.fileno(), 2)
                 status = 1
                 try:
+                    _tell(answers, {"pid": os.getpid()})  # not by the server, whose turn may come later
                     _read_cases(asked["reader"], asked["first"], asked["last"], asked["seconds"], answers)
                     status = 0
                 except BaseException:
                     traceback.print_exc()
                 os._exit(status)
-            _tell(answers, {"pid": pid})
             status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             errors.seek(max(0, errors.seek(0, os.SEEK_END) - _LONGEST_ERRORS))
             _tell(answers, {"ended": status, "errors": errors.read().decode(errors="replace")})

@@ -86,6 +86,7 @@ def test_a_step_holds_weights_gradients_moments_activations_and_what_one_layer_w
         "optimizer_state": 2 * LAYERS * LAYER,
         "inputs": 0,
         "activations": LAYERS * 10 * MIB,
+        "cache": 0,
         "temporary": 16 * MIB + LAYER,
         "buffers": WORKSPACE_BYTES,
         "reserve": found.peak_bytes - found.allocated_bytes,
