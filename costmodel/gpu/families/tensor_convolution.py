@@ -53,7 +53,7 @@ _STEM_CHANNELS = 4  # of pictures and little else
 _DEPTHWISE_SHARE = 0.2
 # Classes of depthwise windows and of channels per group; the last stands for all above.
 _WINDOWS, _WIDTHS = (3, 5, 7, 9), (4, 8, 16, 32, 64)
-_FORWARD_SPLITS, _WEIGHT_SPLITS = (1,), (1, 4, 16, 64)
+_WEIGHT_SPLITS = (1, 4, 16, 64)  # of the sum over all pixels
 TURNING, CHANNELWISE = "turning", "channelwise"
 _GROUP_TILE = 32  # columns of the narrowest tile of grouped kernels
 # Which gradients of grouped weights are slow shows in steps of the families that factors are fitted on (ResNeXt 32x4d
@@ -116,9 +116,8 @@ def convolution_pieces(operators: Sequence[AnyConvolution], machine: Machine) ->
     traffic = np.array([_traffic(each) for each in operators], dtype=float)
     dram = traffic / dram_bandwidth(machine)
     depthwise = np.array([conv.is_depthwise for conv in convs])
-    compute, l2 = _products_seconds(operators, machine)
+    compute, l2, dense = _products_seconds(operators, machine, dram)
     vector = np.array([conv.flops for conv in convs], dtype=float) / (_DEPTHWISE_SHARE * vector_rate(machine))
-    dense = (compute**3 + dram**3 + l2**3) ** (1 / 3)
     direct = np.array([_is_direct(each) for each in operators], dtype=bool)
     fused = np.array([_direct_flops(conv) for conv in convs]) / (_DIRECT_SHARE * vector_rate(machine))
     vector, outside = np.where(direct, fused, vector), depthwise | direct
@@ -216,19 +215,29 @@ def _turned_bytes(operator: AnyConvolution) -> int:
     return 2 * (conv.input_bytes + conv.output_bytes)
 
 
-def _products_seconds(operators: Sequence[AnyConvolution], machine: Machine) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds of arithmetic and of L2 of the implicit products."""
+def _products_seconds(
+    operators: Sequence[AnyConvolution], machine: Machine, dram: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Seconds of arithmetic, of L2, and of the whole of the implicit products, whose tensors take ``dram`` seconds.
+
+    Sums of the weights' gradient are split where that is faster; a kernel more adds the parts.
+    """
     shapes = np.array([_padded_shape(each) for each in operators], dtype=float).reshape(-1, 4).T
     size = np.array([element_bytes(each.dtype) for each in operators], dtype=float)
     rate = np.array([matrix_rate(machine, each.dtype) for each in operators])
     long = long_load_shares(machine, [each.dtype for each in operators])
     products = Products(shapes[0], shapes[1], shapes[2], shapes[3], size, rate, long)
     weight = np.array([_direction(each) == "weight" for each in operators])
-    plain = analyse_products(products, TENSOR_TILES, machine, _FORWARD_SPLITS)
-    deep = analyse_products(products, TENSOR_TILES, machine, _WEIGHT_SPLITS)
-    compute = np.where(weight, deep[1]["compute"], plain[1]["compute"])
-    l2 = np.where(weight, deep[1]["memory:L2"], plain[1]["memory:L2"])
-    return compute, l2
+    found: list[np.ndarray] = []
+    for split in _WEIGHT_SPLITS:
+        _, terms, _ = analyse_products(products, TENSOR_TILES, machine, (split,))
+        compute, l2 = terms["compute"], terms["memory:L2"]
+        adding = kernel_floor(machine) if split > 1 else 0.0
+        whole = (compute**3 + dram**3 + l2**3) ** (1 / 3) + adding
+        found.append(np.stack([compute, l2, np.where(weight | (split == 1), whole, np.inf)]))
+    cube = np.stack(found)  # (splits, terms, operators)
+    compute, l2, whole = cube[np.argmin(cube[:, 2], axis=0), :, np.arange(len(operators))].T
+    return compute, l2, whole
 
 
 def _padded_shape(operator: AnyConvolution) -> tuple[int, int, int, int]:
