@@ -2,6 +2,7 @@
 #   make demo    set up, build a full-size MobileNetV2, tune it for a few minutes, compare it with ONNX Runtime
 #   make test    set up, run the tests on all cores (PYTEST_ARGS='-m "not slow"' leaves the slow ones out)
 #   make quick ROLE=e2e/step         run the tests of one path below tests/, the slow ones left out
+#   make thorough                    the tests that `make test` leaves out: real tables asked whole, further lives and engines
 #   make coverage                    all tests, and which share of each package's lines they run (about twice as long)
 #   make mutants [MUTANTS_ARGS=...]  small faults in the modules that decide most: how many do tests see? (docs/robustness.md)
 #   make lint    ruff        make types   mypy        make clean   remove what demo built
@@ -26,7 +27,7 @@ PACKAGES := costmodel schedules fusion e2e
 MUTMUT := $(VENV)/mutmut
 
 .DELETE_ON_ERROR:
-.PHONY: demo test quick coverage mutants lint types docs browser setup lock clean
+.PHONY: demo test quick thorough coverage mutants lint types docs browser setup lock clean
 
 setup: $(STAMP)
 
@@ -52,11 +53,14 @@ test: $(STAMP)
 
 quick: $(STAMP)
 	@test -n "$(ROLE)" || { echo "make quick ROLE=path below tests/, such as e2e/step or e2e/step/test_memory.py" >&2; exit 2; }
-	$(BIN)/python -m pytest -q -m 'not slow' tests/$(ROLE) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -m 'not slow and not thorough' tests/$(ROLE) $(PYTEST_ARGS)
+
+thorough: $(STAMP)
+	$(BIN)/python -m pytest -q $(WORKERS) -m thorough $(PYTEST_ARGS)
 
 coverage: $(STAMP)
 	$(BIN)/coverage erase
-	$(BIN)/python -m pytest -q $(WORKERS) --cov --cov-report= $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q $(WORKERS) -m '' --cov --cov-report= $(PYTEST_ARGS)
 	@$(BIN)/coverage report
 	@for package in $(PACKAGES); do \
 	  printf "%-12s" $$package; echo "$$($(BIN)/coverage report --format total --include "$$package/*") %"; done

@@ -92,6 +92,7 @@ def test_clusters_and_fitted_models_are_found_elsewhere(installed: Path, tmp_pat
     assert done.stdout.split()[0] == "fitted" and int(done.stdout.split()[1]) > 10, done.stderr
 
 
+@pytest.mark.thorough
 def test_a_step_is_predicted_elsewhere(installed: Path, tmp_path: Path):
     pytest.importorskip("torch")
     words = ("-m", "e2e", "predict", "--model", "gpt2", "--gpu", "t4", "--sequence-length", "64", "--json")

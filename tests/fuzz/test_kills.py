@@ -24,7 +24,10 @@ def need(names: tuple[str, ...]) -> None:
 @pytest.mark.slow
 # The lives of the others take minutes, and PyTorch's profiler was seen to end those of `measure` with signal 11:
 # `python -m tests.fuzz.kills` runs them by hand.
-@pytest.mark.parametrize(("name", "signals"), [("tune", ("KILL",)), ("fit", ("KILL", "TERM"))])
+@pytest.mark.parametrize(
+    ("name", "signals"),
+    [pytest.param("tune", ("KILL", "TERM"), marks=pytest.mark.thorough), ("fit", ("KILL", "TERM"))],
+)
 def test_what_is_finished_survives_and_nothing_is_left_behind(name: str, signals: tuple[str, ...], tmp_path: Path):
     need(COMMANDS[name].needs)
     report = kill(COMMANDS[name], 1, signals, 0, tmp_path)
@@ -41,7 +44,7 @@ def test_of_two_in_one_folder_one_works(name: str, tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["fit", "predict-report"])
+@pytest.mark.parametrize("name", ["fit", pytest.param("predict-report", marks=pytest.mark.thorough)])
 def test_a_full_disk_is_told(name: str, tmp_path: Path):
     need(WRITING[name].needs)
     try:

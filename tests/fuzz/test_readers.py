@@ -22,7 +22,7 @@ from fuzz.readers import READERS, Reader
 
 CASES = 500
 # Of one reader: what is left then is not read here, but by ``python -m tests.fuzz --cases 500``.
-SECONDS = 2.0
+SECONDS = 1.0
 # Each input of these imports a graph or builds a model.
 LONG = ("onnx", "configuration", "analyze", "predict")
 

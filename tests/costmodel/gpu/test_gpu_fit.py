@@ -152,6 +152,7 @@ def test_without_data_the_commands_say_what_to_give(tmp_path, capsys):
         assert "give the folder of the data with --data" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not (DATA / "neusight").exists(), reason=f"{DATA}: no public GPU measurements")
 def test_the_shipped_models_keep_what_the_readme_says():
     def read(data, wanted):  # enough of each table for a mean; all of them are `python -m costmodel validate`'s

@@ -201,7 +201,7 @@ def test_committed_shared_table_is_of_all_stacks_but_the_excluded() -> None:
     assert all(any(file.startswith(part) for file in files) for stack in stacks.values() for part in stack)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_real_tables_are_reproduced_from_the_profiles(tmp_path: Path) -> None:
     recorded(LINEAR)
     (tmp_path / INFLATION_FILE).write_text((TABLES / INFLATION_FILE).read_text())

@@ -79,7 +79,7 @@ def test_real_recordings(name):
     assert read_last_step(path) == last_step(read_execution_trace(path))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_other_steps_take_a_fraction_of_the_memory_of_their_calls(tmp_path):
     few, many = (recording(tmp_path / f"{steps}.json", steps, 300) for steps in (2, 40))
 

@@ -29,6 +29,7 @@ def test_the_page_names_the_sample() -> None:
     assert count == len(SAMPLE) and 0 < error < 0.2
 
 
+@pytest.mark.thorough
 def test_the_mean_error_of_the_sample_is_at_most_a_tenth_above_what_the_page_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

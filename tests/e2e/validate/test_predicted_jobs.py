@@ -16,6 +16,7 @@ from e2e.validate.jobs_section import JobsSection, jobs_section
 from e2e.validate.predicted_jobs import PredictedJobs, RankResult, predicted_jobs
 
 
+@pytest.mark.thorough
 def test_eight_ranks_are_predicted_by_their_own_table_and_by_that_of_the_others() -> None:
     recorded(DLRM)
     found = predicted_jobs(DATA.parent, "v100-sxm2-32gb/v100-torchrec-dlrm").results

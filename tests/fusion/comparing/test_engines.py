@@ -202,7 +202,9 @@ LOWER = {"openvino-bf16": "bf16", "torch-bf16": "bfloat16", "openvino-int8": "in
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LOWER)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.thorough) if name == "torch-bf16" else name for name in LOWER]
+)
 def test_a_lower_precision_is_what_is_computed_in(name: str, layers: Path, tmp_path: Path):
     """The outputs are rounded coarser than FP32 is, by no more than the precision explains, and the mode says so."""
     spec, inputs = ENGINES[name], {"x": np.random.default_rng(1).normal(size=(1, 3, 16, 16)).astype(np.float32)}

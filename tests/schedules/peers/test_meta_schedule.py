@@ -190,7 +190,7 @@ def test_a_module_without_tasks_is_an_error(tmp_path: Path):
         tune_stock(builder.get(), CPU, 2, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_example_learns_from_one_layer_and_ranks_the_next(tmp_path: Path):
     """What it prints: nothing known, then opinions; what it keeps can be loaded."""
     from costmodel.cpu.learned_residual import ResidualModel
