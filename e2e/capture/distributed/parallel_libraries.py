@@ -98,6 +98,8 @@ class LibraryPatches:
         self._recorder = recorder
         self._stack = stack
         self._done: set[str] = set()
+        # Of libraries that the script's function imports.
+        stack.enter_context(patch.object(recorder, "before_wrapper", self.update))
 
     def update(self) -> None:
         """Patches what has been imported since the last call."""
@@ -149,8 +151,8 @@ class _Chunks:
 
 
 def _renewed(reset: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Shards that got other memory (``to_empty``, ``to``) are gathered from there. For FSDP2 a tensor on the meta device
-    has none yet, and it keeps what was there before.
+    """Shards that got other memory (``to_empty``, ``to``) are gathered from there. FSDP2 takes a tensor on the meta
+    device for one that has none yet, and keeps what was there before.
     """
 
     def reset_sharded_param(self: Any) -> None:
