@@ -82,5 +82,3 @@ class ScaledCast(CountedWork):
     def write_bytes(self) -> int:
         return self.outputs * self.elements * element_bytes(self.output_dtype)
 
-
-ScaledOperator = ScaledGemm | ScaledCast
