@@ -91,10 +91,14 @@ def prepare_ranks(request: PredictRequest) -> PreparedStep:
 
 
 def _key(request: PredictRequest, options: CaptureOptions) -> Hashable:
-    """What a capture of the script of ``request`` depends on: not on what only prices it (TF32, graphs, compilers)."""
+    """What a capture of the script of ``request`` depends on: not on what only prices it (TF32, graphs, compilers). A
+    function is the one that the request holds: objects that can be called need not be hashable.
+    """
+    script = request.workload.script
+    workload = replace(request.workload, script=script if isinstance(script, str) else f"object {id(script)}")
     settled = replace(options, dtype="float32") if options.dtype == "tf32" else options
     asked = request.machine
-    return request.workload, settled, asked.gpu, asked.gpus, asked.nodes, request.configuration.ranks
+    return workload, settled, asked.gpu, asked.gpus, asked.nodes, request.configuration.ranks
 
 
 def _batch(samples: int | None, length: int | None, traces: Sequence[OperatorTrace], gpus: int) -> Batch | None:
