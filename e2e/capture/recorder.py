@@ -65,6 +65,7 @@ class Recorder(TorchDispatchMode):
         self.bucket_mb: float | None = None
         self.paths = paths
         self.ranges = ScriptRanges()
+        self.compiled: list[str] = []  # names of what the script gave to `torch.compile`
         # Of every backward pass so far, and of forward passes of the whole module since (OperatorTrace.passes).
         self.passes: list[frozenset[int]] = []
         self._lengths: set[int] = set()
