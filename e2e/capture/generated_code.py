@@ -25,8 +25,8 @@ from e2e.step.operator_trace import TRITON
 
 @contextmanager
 def without_compiler(found: list[str]) -> Iterator[None]:
-    """Inside, ``torch.compile`` leaves functions as they are, and modules may break its graphs. ``found`` gets the names of
-    what the script compiles.
+    """Inside, ``torch.compile`` leaves functions as they are, and modules may break its graphs. What is compiled is put
+    into ``found``, by name.
     """
     compile_module = torch.compile
 
