@@ -81,6 +81,3 @@ class ScaledCast(CountedWork):
     @property
     def write_bytes(self) -> int:
         return self.outputs * self.elements * element_bytes(self.output_dtype)
-
-
-ScaledOperator = ScaledGemm | ScaledCast

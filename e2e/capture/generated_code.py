@@ -23,25 +23,21 @@ from e2e.capture.recorder import Recorder
 from e2e.step.operator_trace import TRITON
 
 
-class CompiledFunctions:
-    """Which functions the script has given to ``torch.compile``, by name."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-
-
 @contextmanager
-def without_compiler(found: CompiledFunctions | None = None) -> Iterator[None]:
-    """Inside, ``torch.compile`` leaves functions as they are, and modules may break its graphs."""
+def without_compiler(found: list[str]) -> Iterator[None]:
+    """Inside, ``torch.compile`` leaves functions as they are, and modules may break its graphs. What is compiled is put
+    into ``found``, by name.
+    """
     compile_module = torch.compile
 
     def compiled(model: Any = None, **options: Any) -> Any:
         if model is None:
             return partial(compiled, **options)
         if isinstance(model, torch.nn.Module):
+            found.append(type(model).__name__)
             return compile_module(model, **{**options, "fullgraph": False})
-        if found is not None and not str(getattr(model, "__module__", "")).startswith("torch."):
-            found.names.append(getattr(model, "__name__", "function"))
+        if not str(getattr(model, "__module__", "")).startswith("torch."):
+            found.append(getattr(model, "__name__", "function"))
         return model
 
     with patch.object(torch, "compile", compiled):

@@ -6,7 +6,7 @@ Calls nest as in the traces of the PyTorch profiler: ``aten::linear`` around ``a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -60,9 +60,12 @@ class Recorder(TorchDispatchMode):
         self.streams.note = self.host_call
         # Answers collectives in the capture of a distributed job.
         self.communication: Any = None
+        # Called before a tensor that holds others does its work: its library has been imported by now.
+        self.before_wrapper: Callable[[], object] = lambda: None
         self.bucket_mb: float | None = None
         self.paths = paths
         self.ranges = ScriptRanges()
+        self.compiled: list[str] = []  # names of what the script gave to `torch.compile`
         # Of every backward pass so far, and of forward passes of the whole module since (OperatorTrace.passes).
         self.passes: list[frozenset[int]] = []
         self._lengths: set[int] = set()
@@ -176,6 +179,7 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         if types:
             if any(is_wrapper(kind) for kind in types):
+                self.before_wrapper()
                 return NotImplemented  # it calls the operators that do the work
             if any(kind is FakeTensor for kind in types):
                 return func(*args, **(kwargs or {}))  # a library works out shapes

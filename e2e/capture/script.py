@@ -20,7 +20,7 @@ from costmodel.base.errors import InputError
 from e2e.capture.cuda_streams import StreamState, pretend_streams
 from e2e.capture.environment import pretend_gpu
 from e2e.capture.functions import GpuDecisions
-from e2e.capture.generated_code import CompiledFunctions, without_compiler
+from e2e.capture.generated_code import without_compiler
 from e2e.capture.options import CaptureOptions
 from e2e.capture.recorder import Recorder
 from e2e.capture.script_errors import reporting
@@ -58,10 +58,10 @@ def load_script(script: Script, options: CaptureOptions | None = None, **paramet
     standard error and raises ``ModelError``.
     """
     options = options or CaptureOptions()
-    found = CompiledFunctions()
+    found: list[str] = []
     with _as_on_gpu(options) as streams, without_compiler(found):
         workload = make_workload(script, parameters)
-        return replace(workload, streams=streams, compiled=bool(found.names))
+        return replace(workload, streams=streams, compiled=bool(found))
 
 
 def make_workload(

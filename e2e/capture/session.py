@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from e2e.step.operator_trace import OperatorTrace
 @dataclass(frozen=True)
 class CapturedWorkload:
     """A model on the meta device and a function that runs one step of it. ``streams``: those it made before;
-    ``compiled``: functions of it went through ``torch.compile``. ``samples`` of ``sequence_length`` tokens are what a
+    ``compiled``: parts of it went through ``torch.compile``. ``samples`` of ``sequence_length`` tokens are what a
     step processes, and ``optimizer`` names the class of its optimizer, as far as that is told.
     """
 
@@ -54,7 +55,7 @@ def capture(workload: CapturedWorkload, options: CaptureOptions | None = None) -
     return OperatorTrace(
         recorder.calls(),
         source=workload.name,
-        compiled=workload.compiled or is_compiled(workload.module),
+        compiled=workload.compiled or bool(recorder.compiled) or is_compiled(workload.module),
         ranges=recorder.ranges.found(),
         passes=tuple(recorder.passes),
     )
@@ -85,7 +86,7 @@ def recording(recorder: Recorder, options: CaptureOptions) -> Iterator[None]:
         stack.enter_context(_noted_gradients(recorder))
         if options.mode == "inference":
             stack.enter_context(torch.no_grad())
-        stack.enter_context(without_compiler())
+        stack.enter_context(without_compiler(recorder.compiled))
         stack.enter_context(generated_kernels(recorder))
         stack.enter_context(linear_attention_kernels(options.linear_attention))
         stack.enter_context(watched(lambda: recorder.count))
@@ -99,7 +100,10 @@ def _module_paths(recorder: Recorder) -> Iterator[None]:
     before = register_module_forward_pre_hook(lambda module, inputs: recorder.enter_module(module))
     after = register_module_forward_hook(recorder.leave_module, always_call=True)
     try:
-        yield
+        with warnings.catch_warnings():
+            # Of a module that a script compiles PyTorch tells that there are such hooks.
+            warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global hooks")
+            yield
     finally:
         before.remove()
         after.remove()

@@ -46,7 +46,6 @@ class Setting:
     machine: Machine
     overheads: HostOverheads
     cost_model: CostModel | None = None
-    tf32: bool = False
     cuda_graph: bool = False
     compiled: bool = False
 

@@ -9,9 +9,12 @@ from costmodel.machines.cluster import Cluster, load_cluster, single_gpu
 from costmodel.machines.cluster_file import find_cluster
 from costmodel.machines.machine_catalog import load_machine
 from costmodel.machines.machine_records import Machine
+from costmodel.operators.attention import AttentionKernel
 from e2e.capture.models.stacks import stack_of
 from e2e.capture.options import CaptureOptions
+from e2e.capture.tf32_switches import NO_TF32, Tf32Switches
 from e2e.explain.predictor import Setting
+from e2e.lowering import LoweringOptions
 from e2e.price.shared_overheads import load_overheads
 from e2e.sources.asked.request import ConfigurationOptions, MachineOptions, PredictRequest
 from e2e.step.choices import AttentionForm
@@ -61,9 +64,28 @@ def setting_of(configuration: ConfigurationOptions, machine: Machine) -> Setting
     return Setting(
         machine,
         load_overheads(configuration.overheads, machine.chip().architecture),
-        tf32=configuration.dtype == "tf32",
         cuda_graph=configuration.cuda_graph,
         compiled=configuration.compiled,
+    )
+
+
+def lowering_options(
+    configuration: ConfigurationOptions,
+    machine: Machine,
+    attention: AttentionKernel | None = None,
+    own: Tf32Switches = NO_TF32,
+) -> LoweringOptions:
+    """How operators become kernels of ``machine``. ``attention``: the kernel of fused attention (``None``: those that a
+    trace names); ``own``: the switches of a script, beside what is asked for. A GPU without units for TF32 passes over
+    all of them.
+    """
+    asked, usable = configuration.dtype == "tf32", own.on(machine)
+    return LoweringOptions(
+        tf32=usable.products or (asked and "tf32" in machine.compute),
+        tf32_convolutions=usable.convolutions,
+        tf32_recurrent=usable.recurrent,
+        attention=attention,
+        routing=configuration.routing,
     )
 
 

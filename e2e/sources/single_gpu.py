@@ -10,12 +10,19 @@ from costmodel.operators.attention import AttentionKernel
 from e2e.capture.models.catalog import build, build_from_file
 from e2e.capture.options import CaptureOptions
 from e2e.capture.session import CapturedWorkload, capture
-from e2e.lowering import LoweringOptions
+from e2e.capture.tf32_switches import NO_TF32, Tf32Switches
 from e2e.lowering.lowered_step import lower_step
 from e2e.sources.asked.request import ConfigurationOptions, PredictRequest
 from e2e.sources.capture_notes import assumptions
 from e2e.sources.prepared_step import Batch, PreparedStep
-from e2e.sources.request_parts import capture_options, forward_note, one_gpu, setting_of, taken_values
+from e2e.sources.request_parts import (
+    capture_options,
+    forward_note,
+    lowering_options,
+    one_gpu,
+    setting_of,
+    taken_values,
+)
 from e2e.step.operator_trace import OperatorTrace
 from e2e.whatif.operators_behind import TracedRank
 
@@ -46,13 +53,14 @@ def single_step(
     configuration: ConfigurationOptions,
     cluster: Cluster,
     attention: AttentionKernel | None = None,
+    own: Tf32Switches = NO_TF32,
 ) -> PreparedStep:
     """The step of ``trace`` on the one GPU of ``cluster``, compiled where ``configuration`` asks for that.
 
-    ``attention``: the kernel of fused attention; ``None`` for those that the trace names.
+    ``attention``, ``own``: see :func:`e2e.sources.request_parts.lowering_options`.
     """
     setting = setting_of(configuration, cluster.machine)
-    lowering = LoweringOptions(tf32=setting.tf32, attention=attention, routing=configuration.routing)
+    lowering = lowering_options(configuration, cluster.machine, attention, own)
     architecture = cluster.machine.chip().architecture
     lowered = lower_step(trace, lowering, compiled=setting.compiled, architecture=architecture)
     traced = {trace.rank: TracedRank(trace, lowering)}

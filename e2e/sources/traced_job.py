@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from costmodel.base.errors import InputError
-from e2e.lowering import LoweringOptions
+from e2e.capture.tf32_switches import Tf32Switches
 from e2e.lowering.lowered_step import lower_ranks
 from e2e.sources.asked.option_table import COMPILED_RANKS
 from e2e.sources.asked.request import PredictRequest
 from e2e.sources.prepared_step import PreparedStep
-from e2e.sources.request_parts import cluster_of, gpu_machine, one_gpu, setting_of
+from e2e.sources.request_parts import cluster_of, gpu_machine, lowering_options, one_gpu, setting_of
 from e2e.sources.single_gpu import single_step
 from e2e.step.collective_names import kind_of
 from e2e.step.execution_graph import RankGraph
@@ -41,7 +41,7 @@ def prepare(request: PredictRequest) -> PreparedStep:
         return _one_of_many(request, operators)
     if collectives:
         raise InputError(f"{path}: a rank of a job with collectives; give --gpus, the number of its ranks")
-    step = single_step(operators, request.configuration, one_gpu(request.machine))
+    step = single_step(operators, request.configuration, one_gpu(request.machine), own=recorded_switches([operators]))
     require_gpu_work(operators, step.graph.ranks[0])
     return step
 
@@ -54,6 +54,16 @@ def require_gpu_work(trace: OperatorTrace, rank: RankGraph) -> None:
             "CPU, which calls others than a GPU does; record it on a GPU, or give the step as a --script, which needs "
             "none"
         )
+
+
+# Where calls of cuDNN's convolutions say whether TF32 is allowed: the place of their last argument.
+_ALLOWS_TF32 = {"aten::cudnn_convolution": 8, "aten::cudnn_convolution_transpose": 9}
+
+
+def recorded_switches(traces: Sequence[OperatorTrace]) -> Tf32Switches:
+    """As far as recorded calls tell: of convolutions, whose backward calls do not say. Products say nothing."""
+    calls = (call for trace in traces for call in trace.calls if call.name in _ALLOWS_TF32)
+    return Tf32Switches(convolutions=any(call.inputs[_ALLOWS_TF32[call.name] :] == (True,) for call in calls))
 
 
 def read_trace(path: Path) -> OperatorTrace:
@@ -75,7 +85,8 @@ def _all_ranks(request: PredictRequest, files: Sequence[Path]) -> PreparedStep:
     setting = setting_of(request.configuration, cluster.machine)
     traces = ranks_of_job([read_trace(path) for path in files])
     source = f"{traces[0].source} and {count - 1} other ranks"
-    options, skew = LoweringOptions(tf32=setting.tf32), request.machine.skew
+    options = lowering_options(request.configuration, cluster.machine, own=recorded_switches(traces))
+    skew = request.machine.skew
     lowered = lower_ranks(traces, {}, source, options)
     traced = {trace.rank: TracedRank(trace, options) for trace in traces}
     return PreparedStep(lowered.graph, setting, cluster, lowered.memory, lowered.warnings, skew=skew, traced=traced)
@@ -92,7 +103,8 @@ def _one_of_many(request: PredictRequest, operators: OperatorTrace) -> PreparedS
     cluster = cluster_of(request.machine, gpus)
     setting = setting_of(request.configuration, cluster.machine)
     trace = replace(operators, world_size=gpus)
-    options, skew = LoweringOptions(tf32=setting.tf32), request.machine.skew
+    options = lowering_options(request.configuration, cluster.machine, own=recorded_switches([trace]))
+    skew = request.machine.skew
     lowered = lower_ranks([trace], {trace.rank: gpus}, operators.source, options)
     warnings = list(lowered.warnings)
     if gpus > 1:

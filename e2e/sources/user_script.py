@@ -10,12 +10,12 @@ from e2e.capture.distributed.distributed_capture import DistributedCapture, capt
 from e2e.capture.kept_captures import kept
 from e2e.capture.options import CaptureOptions
 from e2e.capture.script import Fallback, capture_script, load_script, taken_names
-from e2e.lowering import LoweringOptions
+from e2e.capture.tf32_switches import Tf32Switches, tf32_switches
 from e2e.lowering.lowered_step import lower_ranks
 from e2e.sources.asked.request import PredictRequest, WorkloadOptions
 from e2e.sources.capture_notes import assumptions
 from e2e.sources.prepared_step import Batch, PreparedStep
-from e2e.sources.request_parts import capture_options, cluster_of, one_gpu, placed_values, setting_of
+from e2e.sources.request_parts import capture_options, cluster_of, lowering_options, one_gpu, placed_values, setting_of
 from e2e.sources.single_gpu import require_size, single_step
 from e2e.step.operator_trace import OperatorTrace
 from e2e.step.own_samples import has_own_samples
@@ -23,7 +23,6 @@ from e2e.whatif.operators_behind import TracedRank
 
 _OWN: Mapping[str, str] = {
     "--mode": "the script's own",
-    "--dtype": "the script's own, TF32 off",
     "--attention": "flash (the kernel that PyTorch takes)",
 }
 
@@ -35,16 +34,16 @@ def prepare(request: PredictRequest) -> PreparedStep:
     assert script is not None
     cluster = one_gpu(request.machine)
 
-    def captured() -> tuple[OperatorTrace, tuple[int | None, int | None]]:
+    def captured() -> tuple[OperatorTrace, tuple[int | None, int | None], Tf32Switches]:
         loaded = load_script(script, options, **_parameters(workload))
         require_size(loaded, cluster)
-        return capture_script(loaded, options), (loaded.samples, loaded.sequence_length)
+        return capture_script(loaded, options), (loaded.samples, loaded.sequence_length), tf32_switches()
 
-    trace, sizes = kept(_key(request, options), captured)
-    step = single_step(trace, request.configuration, cluster, options.kernel)
+    trace, sizes, switches = kept(_key(request, options), captured)
+    step = single_step(trace, request.configuration, cluster, options.kernel, switches)
     batch = _batch(*sizes, [trace], 1)
     warnings = [*step.warnings, *_unused(workload), *assumptions([trace])]
-    return replace(step, warnings=warnings, batch=batch, taken=_taken(*sizes))
+    return replace(step, warnings=warnings, batch=batch, taken=_taken(*sizes, switches.on(cluster.machine)))
 
 
 def prepare_ranks(request: PredictRequest) -> PreparedStep:
@@ -54,27 +53,29 @@ def prepare_ranks(request: PredictRequest) -> PreparedStep:
     assert script is not None and gpus is not None
     cluster, capturing = cluster_of(request.machine, gpus), capture_options(request, "flash")
 
-    def capture() -> DistributedCapture:
-        return capture_distributed(
+    def capture() -> tuple[DistributedCapture, Tf32Switches]:
+        made = capture_distributed(
             script,
             gpus,
             capturing,
             parameters=_parameters(workload),
             gpus_per_node=cluster.gpus_per_node,
             ranks=request.configuration.ranks or None,
-            accept=lambda made: require_size(made, cluster),
+            accept=lambda workload: require_size(workload, cluster),
         )
+        return made, tf32_switches()
 
-    captured = kept(_key(request, capturing), capture)
+    captured, switches = kept(_key(request, capturing), capture)
     setting = setting_of(request.configuration, cluster.machine)
-    options = LoweringOptions(tf32=setting.tf32, attention=capturing.kernel)
+    options = lowering_options(request.configuration, cluster.machine, capturing.kernel, switches)
     architecture = cluster.machine.chip().architecture
     lowered = lower_ranks(captured.traces, captured.multiplicity, captured.source, options, architecture)
     warnings = list(lowered.warnings)
     if captured.compiled:
         warnings.append("the script compiles its model (torch.compile): predicted as eager code on several GPUs")
     warnings += [*_unused(workload), *assumptions(captured.traces)]
-    taken = _taken(captured.samples, captured.sequence_length) | placed_values(cluster)
+    sizes = (captured.samples, captured.sequence_length)
+    taken = _taken(*sizes, switches.on(cluster.machine)) | placed_values(cluster)
     traced = {trace.rank: TracedRank(trace, options) for trace in captured.traces}
     return PreparedStep(
         lowered.graph,
@@ -83,17 +84,21 @@ def prepare_ranks(request: PredictRequest) -> PreparedStep:
         lowered.memory,
         warnings,
         skew=request.machine.skew,
-        batch=_batch(captured.samples, captured.sequence_length, captured.traces, gpus),
+        batch=_batch(*sizes, captured.traces, gpus),
         taken=taken,
         traced=traced,
     )
 
 
 def _key(request: PredictRequest, options: CaptureOptions) -> Hashable:
-    """What a capture of the script of ``request`` depends on: not on what only prices it (TF32, graphs, compilers)."""
+    """What a capture of the script of ``request`` depends on: not on what only prices it (TF32, graphs, compilers). A
+    function is the one that the request holds: objects that can be called need not be hashable.
+    """
+    script = request.workload.script
+    workload = replace(request.workload, script=script if isinstance(script, str) else f"object {id(script)}")
     settled = replace(options, dtype="float32") if options.dtype == "tf32" else options
     asked = request.machine
-    return request.workload, settled, asked.gpu, asked.gpus, asked.nodes, request.configuration.ranks
+    return workload, settled, asked.gpu, asked.gpus, asked.nodes, request.configuration.ranks
 
 
 def _batch(samples: int | None, length: int | None, traces: Sequence[OperatorTrace], gpus: int) -> Batch | None:
@@ -111,11 +116,11 @@ def _batch(samples: int | None, length: int | None, traces: Sequence[OperatorTra
     return Batch(samples * passes * gpus, length, " ".join(made_of), samples)
 
 
-def _taken(samples: int | None, length: int | None) -> dict[str, str]:
+def _taken(samples: int | None, length: int | None, switches: Tf32Switches) -> dict[str, str]:
     """By option, what the script has of its own. It sets its optimizer and number types itself."""
     sizes = {"--batch-size": samples, "--sequence-length": length}
     told = {option: f"{size} (the script's own)" for option, size in sizes.items() if size is not None}
-    return dict(_OWN) | told
+    return {**_OWN, "--dtype": f"the script's own, {switches.described}", **told}
 
 
 def _unused(workload: WorkloadOptions) -> list[str]:

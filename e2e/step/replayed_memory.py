@@ -100,12 +100,16 @@ class _CapturedReplay:
             self.replay.note()
 
     def _cleared_at(self) -> int | None:
-        """Place of the call before which gradients of the step before are freed; ``None`` where they stay."""
-        for place, call in enumerate(self.trace.calls):
-            told = call.attributes.get("gradients")
-            if told is not None:
-                return 0 if told == "cleared behind" else place if told == "cleared" else None
-        return 0
+        """Place of the call before which gradients of the step before are freed; ``None`` where they stay. A step may
+        clear some in its middle: those at its end are cleared behind it, or by the first in the next.
+        """
+        told = [(place, call.attributes.get("gradients")) for place, call in enumerate(self.trace.calls)]
+        cleared = [place for place, what in told if what == "cleared"]
+        if any(what == "cleared behind" for _, what in told):
+            return 0
+        if cleared:
+            return cleared[0]
+        return None if any(what is not None for _, what in told) else 0
 
     def _existing(self) -> Iterator[tuple[int, Lifetime]]:
         return ((storage, life) for storage, life in self.storages.items() if life.existed)

@@ -182,7 +182,7 @@ def _seconds(
     graph: ExecutionGraph, table: OverheadTable, job: PredictedJob, cluster: Cluster, step: RecordedStep
 ) -> dict[int, float]:
     """Rank -> its step: of several ranks one from their recorded starts, of one GPU the steady one."""
-    priced = priced_graph(graph, Setting(load_machine(job.gpu), replace(table, factor=1.0), tf32=job.tf32), cluster)
+    priced = priced_graph(graph, Setting(load_machine(job.gpu), replace(table, factor=1.0)), cluster)
     if not step.ranks:
         return {graph.ranks[0].rank: simulate_iterations(priced, ITERATIONS).period_seconds}
     timeline = simulate(priced, step.starts)

@@ -182,7 +182,7 @@ def validate(data: Path, only: str = "") -> Validation:
             continue
         gpu = load_machine(case.gpu)
         setting = Setting(gpu, load_overheads(architecture=gpu.chip().architecture), compiled=case.compiled)
-        lowered = lower_step(traces[key], LoweringOptions(tf32=setting.tf32), compiled=setting.compiled)
+        lowered = lower_step(traces[key], LoweringOptions(), compiled=setting.compiled)
         prediction = predict(lowered.graph, setting, single_gpu(setting.machine), lowered.memory).prediction
         error = prediction.iteration_seconds / case.measured_seconds - 1.0
         results.append(

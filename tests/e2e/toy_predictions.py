@@ -92,7 +92,7 @@ def step() -> OperatorTrace:
 
 def predict_step(trace: OperatorTrace, chosen: Setting) -> PredictionResult:
     """One GPU."""
-    lowered = lower_step(trace, LoweringOptions(tf32=chosen.tf32), compiled=chosen.compiled)
+    lowered = lower_step(trace, LoweringOptions(), compiled=chosen.compiled)
     return predict(lowered.graph, chosen, ToyCluster(nodes=1), lowered.memory, warnings=lowered.warnings)
 
 

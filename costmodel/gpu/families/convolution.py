@@ -1,4 +1,4 @@
-"""Convolutions on GPUs: implicit GEMM, Winograd where it applies, memory-bound depthwise kernels.
+"""Convolutions on GPUs outside the tensor cores: implicit GEMM, and Winograd where it applies.
 
 A convolution is the product of (batch * out_height * out_width, in_channels/groups * kernel) with as many columns as
 filters, one product per group (implicit GEMM, Chetlur et al., arXiv 1410.0759). For 3x3 filters of stride 1 in FP32,
@@ -17,7 +17,6 @@ import numpy as np
 from costmodel.gpu.families.clock import long_load_shares
 from costmodel.gpu.families.family import Family, KernelAnalysis, safe_log2
 from costmodel.gpu.families.gemm import TENSOR_TILES, Products, Triple, analyse_products, choose, simt_tiles
-from costmodel.gpu.families.memory_bound import memory_analysis
 from costmodel.gpu.families.rates import dram_bandwidth, kernel_floor, matrix_rate, uses_tensor_cores
 from costmodel.machines.machine_records import Machine
 from costmodel.operators.device_work import ConvolutionBackward
@@ -27,8 +26,6 @@ from costmodel.operators.layers import Conv2d, element_bytes
 _GATHER = 0.9
 _WINOGRAD_TILE = 4
 _WINOGRAD_POINTS = 36
-# Without reuse across channels a depthwise kernel reaches a small share of the FP32 rate.
-_DEPTHWISE_SHARE = 0.2
 # cuDNN's forward kernels do not split the sum; those of the weights' gradient, few outputs over many pixels, do.
 _FORWARD_SPLITS, _WEIGHT_SPLITS = (1,), (1, 4, 16, 64)
 
@@ -47,8 +44,7 @@ class Convolution(Family[Conv2d | ConvolutionBackward]):
         eligible = np.array([_winograd_applies(each, machine) for each in operators])
         faster = eligible & (winograd[0] < implicit[0])
         chosen = choose(faster, winograd, implicit)
-        analysis = _with_features(chosen, implicit[0], winograd[0], convs, eligible)
-        return _depthwise_apart(analysis, operators, convs, machine)
+        return _with_features(chosen, implicit[0], winograd[0], convs, eligible)
 
     def covers(self, operator: Conv2d | ConvolutionBackward) -> bool:
         # The tables hold 3x3 filters of stride 1 alone.
@@ -155,21 +151,3 @@ def _with_features(
         "channel_rest": np.array([np.gcd(conv.in_channels, 8) for conv in convs], dtype=float),
     }
     return KernelAnalysis(chosen[0], chosen[1], {**chosen[2], **columns})
-
-
-def _depthwise_apart(
-    analysis: KernelAnalysis,
-    operators: Sequence[Conv2d | ConvolutionBackward],
-    convs: Sequence[Conv2d],
-    machine: Machine,
-) -> KernelAnalysis:
-    """Depthwise convolutions as what they are: memory-bound, at a small share of the FP32 rate."""
-    depthwise = np.array([conv.is_depthwise for conv in convs])
-    if not depthwise.any():
-        return analysis
-    traffic = np.array([conv.input_bytes + conv.weight_bytes + conv.output_bytes for conv in convs], dtype=float)
-    flops = np.array([conv.flops for conv in convs], dtype=float) / _DEPTHWISE_SHARE
-    other = memory_analysis(traffic, flops, machine)
-    terms = {name: other.terms[name] for name in analysis.terms}
-    plain = (analysis.seconds, analysis.terms, analysis.features)
-    return KernelAnalysis(*choose(depthwise, (other.seconds, terms, analysis.features), plain))

@@ -1,4 +1,4 @@
-"""Depthwise convolutions in the types of tensor cores: which library computes one; PyTorch's gradient of weights.
+"""Depthwise convolutions: which library computes one; PyTorch's gradient of weights.
 
 PyTorch asks cuDNN for all of them in NHWC. In NCHW it asks for those in FP16 with square windows of 1, 3 or 5 elements
 from 32 channels on, of stride 1, or of stride 2 with many channels (``use_cudnn_depthwise`` and

@@ -1,4 +1,4 @@
-"""Convolutions in TF32, FP16 and BF16: kernels of the tensor cores by memory layout, and depthwise ones beside them.
+"""Convolutions in TF32, FP16 and BF16: kernels of the tensor cores by memory layout, and depthwise ones of any type.
 
 Tensor cores take operands whose channels lie together (NHWC). Of tensors in NCHW cuDNN turns input and output around
 in kernels of their own, before and after (``nchwToNhwcKernel``); each reads and writes the tensor once. So
@@ -78,7 +78,7 @@ class ConvolutionPieces:
 
 
 class TensorConvolution(Family[AnyConvolution]):
-    """Convolutions on tensor cores and depthwise ones in the types of tensor cores, forward and gradients."""
+    """Convolutions on tensor cores and depthwise ones, forward and gradients."""
 
     name = "convolution-tensor"
 
@@ -269,5 +269,8 @@ _TENSOR, _SIMT = TensorConvolution(), Convolution()
 
 
 def convolution_family(operator: AnyConvolution, machine: Machine) -> Family[AnyConvolution]:
-    """The family whose kernels compute ``operator`` on ``machine``, by its number type."""
-    return _TENSOR if uses_tensor_cores(machine, operator.dtype) else _SIMT
+    """The family whose kernels compute ``operator`` on ``machine``: by its number type, but depthwise ones are the same
+    kernels in all types.
+    """
+    tensor = uses_tensor_cores(machine, operator.dtype) or _forward(operator).is_depthwise
+    return _TENSOR if tensor else _SIMT

@@ -88,8 +88,8 @@ class _QuietLogger:
 
 
 class LibraryPatches:
-    """FSDP2's check of real storage and memory that it resizes by hand, the vote of pipeline stages, the state of
-    DTensor's random numbers.
+    """FSDP2's check of real storage, memory that it resizes by hand and shards that get other memory, the vote of
+    pipeline stages, the state of DTensor's random numbers.
 
     Only of libraries that the script has imported: together they take seconds to import. ``stack`` undoes everything.
     """
@@ -98,6 +98,8 @@ class LibraryPatches:
         self._recorder = recorder
         self._stack = stack
         self._done: set[str] = set()
+        # Of libraries that the script's function imports.
+        stack.enter_context(patch.object(recorder, "before_wrapper", self.update))
 
     def update(self) -> None:
         """Patches what has been imported since the last call."""
@@ -117,6 +119,7 @@ class LibraryPatches:
         yield first_version, "__init__", _refuse_first_version
         yield group.FSDPParamGroup, "_validate_no_meta_params", lambda self: None
         yield params, "_chunk_with_empty", _Chunks
+        yield params.FSDPParam, "reset_sharded_param", _renewed(params.FSDPParam.reset_sharded_param)
         for module, name in ((params, "free_storage"), (params, "alloc_storage"), (group, "alloc_storage")):
             yield module, name, _resized(self._recorder, getattr(module, name))
 
@@ -145,6 +148,28 @@ class _Chunks:
         start = place * self._size
         length = min(self._size, self._tensor.size(self._dim) - start)
         return self._tensor.narrow(self._dim, start, length) if length > 0 else self._tensor.new_empty(0)
+
+
+def _renewed(reset: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Shards that got other memory (``to_empty``, ``to``) are gathered from there. FSDP2 takes a tensor on the meta
+    device for one that has none yet, and keeps what was there before.
+    """
+
+    def reset_sharded_param(self: Any) -> None:
+        reset(self)
+        shard = self.sharded_param._local_tensor
+        if not shard.is_meta or shard.untyped_storage()._cdata == self._sharded_param_data.untyped_storage()._cdata:
+            return
+        if shard.size() != self.padded_sharded_param_size:
+            place = self.fsdp_placement.dim
+            padded = shard.new_zeros(self.padded_sharded_param_size)
+            shard = padded.narrow(place, 0, shard.size(place) if shard.numel() else 0)
+            self.sharded_param._local_tensor = shard
+            self._sharded_param_data = padded.view(-1)
+        else:
+            self._sharded_param_data = shard.view(-1)
+
+    return reset_sharded_param
 
 
 def _resized(recorder: Recorder, function: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:

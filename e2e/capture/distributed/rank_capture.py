@@ -82,7 +82,7 @@ def capture_rank(script: RankScript, place: RankPlace, mailbox: Mailbox) -> Capt
             place.world_size,
             groups,
             script.reference,
-            compiled=is_compiled(workload.module),
+            compiled=bool(recorder.compiled) or is_compiled(workload.module),
             ranges=recorder.ranges.found(),
             passes=tuple(recorder.passes),
         )

@@ -25,10 +25,10 @@ from e2e.lowering.families.work import (
 from e2e.step.operator_trace import OperatorCall, Tensor
 
 
-def product_dtype(tensor: Tensor, context: Context) -> str:
-    """``tf32`` for float32 operands where the options allow it."""
+def product_dtype(tensor: Tensor, context: Context, allowed: bool = False) -> str:
+    """``tf32`` for float32 operands where the options allow it in all products, or in these (``allowed``)."""
     dtype = dtype_of(tensor)
-    return "tf32" if dtype == "float32" and context.options.tf32 else dtype
+    return "tf32" if dtype == "float32" and (allowed or context.options.tf32) else dtype
 
 
 def is_transposed(tensor: Tensor, context: Context) -> bool:

@@ -9,6 +9,7 @@ from e2e.lowering.families.work import (
     Context,
     DeviceWork,
     Lowering,
+    UnforeseenCall,
     argument,
     dtype_of,
     elementwise,
@@ -179,6 +180,24 @@ def _count(call: OperatorCall, context: Context) -> list[DeviceWork]:
     ]
 
 
+def _isin(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    """``isin(elements, sought)``: every element against each of the few that are sought (tokens that end a text), then
+    any of them; of many both are sorted, which is not foreseen (``isin_Tensor_Tensor_out`` in TensorCompare.cpp,
+    ``isin_default_kernel_gpu`` in TensorCompare.cu).
+    """
+    data, sought = tensor_argument(call, 0), tensor_argument(call, 1)
+    if numel(sought) >= 10.0 * numel(data) ** 0.145:
+        raise UnforeseenCall(f"{call.name}: of {numel(sought)} elements")
+    output = gpu_outputs(call)[0]
+    compared = Tensor(-1, -1, (*data.shape, numel(sought)), "bool", data.device)
+    return [
+        elementwise(context, "fill", output, (), 1, "aten::fill_", auxiliary=True),
+        elementwise(context, "eq", compared, (data, sought), 1, "aten::eq"),
+        reduction("any", compared, output, context, "aten::any"),
+        elementwise(context, "copy", output, (output,), 1, "aten::copy_"),
+    ]
+
+
 def _bincount(call: OperatorCall, context: Context) -> list[DeviceWork]:
     data, output = tensor_argument(call, 0), gpu_outputs(call)[0]
     return [memset(output), reduction("count", data, output, context, call.name)]
@@ -207,6 +226,7 @@ TABLE: dict[str, Lowering] = {
     "aten::l1_loss": _pointwise_loss("mse"),
     "aten::binary_cross_entropy": _pointwise_loss("bce"),
     "aten::nonzero": _count,
+    "aten::isin": _isin,
     "aten::bincount": _bincount,
     "aten::histc": _bincount,
 }

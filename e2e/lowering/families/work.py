@@ -30,12 +30,15 @@ SAME_SIZE = {
 
 @dataclass(frozen=True)
 class LoweringOptions:
-    """``tf32``: products of float32 tensors run on TF32 units. ``stream``: where work goes unless a trace says.
+    """``tf32``: products of float32 tensors run on TF32 units, in all kernels; ``tf32_convolutions`` and
+    ``tf32_recurrent``: in these of cuDNN, whatever ``tf32`` says. ``stream``: where work goes unless a trace says.
     ``attention``: the kernel of fused attention, ``None`` for that of the operator which was called.
     ``routing``: how rows of tokens are shared by experts.
     """
 
     tf32: bool = False
+    tf32_convolutions: bool = False
+    tf32_recurrent: bool = False
     stream: int = 0
     attention: AttentionKernel | None = None
     routing: ExpertRouting = BALANCED

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 
+from costmodel.gpu.factory import gpu_cost_model
 from costmodel.gpu.families.depthwise import asks_cudnn, own_gradient_seconds
 from costmodel.gpu.families.inverted_shares import InvertedShares
 from costmodel.gpu.families.rates import kernel_floor, latency
@@ -76,3 +78,21 @@ def test_the_own_gradient_is_a_class_of_its_own() -> None:
     assert convolution_class(ConvolutionBackward(SEVEN, "data")) == "depthwise-7 data nchw"
     assert convolution_class(ConvolutionBackward(SEVEN, "weight")) == "channelwise weight nchw"
     assert convolution_class(replace(SEVEN, channels_last=True)) == "depthwise-7 forward nhwc"
+
+
+@pytest.mark.parametrize("gpu", ["t4", "v100-sxm2-32gb", "a100-sxm-80gb", "l4"])
+@pytest.mark.parametrize("wrt", [None, "data", "weight"])
+def test_in_32_bits_they_are_the_same_kernels_none_faster_than_memory(gpu: str, wrt: Literal["data", "weight"] | None):
+    machine = load_machine(gpu)
+    fastest = machine.memory[-1].datasheet
+    assert fastest is not None
+    large = replace(THREE, height=56, width=56)
+
+    def seconds(dtype: str) -> float:
+        conv = replace(large, dtype=dtype)
+        (found,) = gpu_cost_model(machine).estimate([conv if wrt is None else ConvolutionBackward(conv, wrt)])
+        return found.seconds
+
+    plain = replace(large, dtype="float32")
+    assert seconds("float32") == pytest.approx(seconds("tf32"))
+    assert seconds("float32") > (plain.input_bytes + plain.output_bytes) / fastest

@@ -396,23 +396,33 @@ return model, step""",
     assert simulate_iterations(timed(result.graph), 4).settled
 
 
-def test_weights_of_shards_are_initialised_as_on_gpus(tmp_path):
-    """Made without memory, given some, then filled: what ranks agree on for random numbers is not in the step."""
+@pytest.mark.parametrize(("rows", "ranks"), [(1024, None), (1022, [3])])
+def test_weights_of_shards_are_made_and_held_as_on_gpus(tmp_path, rows: int, ranks: list[int] | None):
+    """Made without memory, given some, then filled: what ranks agree on for random numbers is not in the step, and what
+    is gathered is what the optimizer updates. The last of four ranks has 254 rows of 1,022, in memory for 256.
+    """
     reference = written(
         tmp_path,
-        """from torch.distributed.fsdp import fully_shard
+        f"""from torch.distributed.fsdp import fully_shard
 dist.init_process_group("nccl")
 with torch.device("meta"):
-    model = torch.nn.Linear(64, 64, bias=False)
+    model = torch.nn.Linear(1024, {rows}, bias=False)
 fully_shard(model)
 model.to_empty(device="cuda")
 torch.nn.init.normal_(model.weight, std=0.02)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 def step():
-    model(torch.randn(8, 64, device="cuda")).sum().backward()
+    optimizer.zero_grad()
+    model(torch.randn(8, 1024, device="cuda")).sum().backward()
+    optimizer.step()
 return model, step""",
     )
-    (rank,) = lowered(reference, 4).graph.ranks
+    found = lowered(reference, 4, ranks=ranks)
+    (rank,) = found.graph.ranks
     assert {kind for kind, *_ in meetings(rank)} == {"all_gather", "reduce_scatter"}
+    held = found.memory[rank.rank].breakdown
+    shard, own = 256 * 1024 * FLOAT, (256 if ranks is None else 254) * 1024 * FLOAT
+    assert (held["parameters"], held["optimizer_state"]) == (shard, own)
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,17 @@ def test_a_compiled_function_without_breaks_runs_as_it_is_written():
     assert "aten::relu" in {call.name for call in trace.calls}
 
 
+def test_a_module_that_is_compiled_beside_the_one_that_is_returned_is_one(recwarn: pytest.WarningsRecorder):
+    def make() -> tuple[nn.Module, Callable[[], Any]]:
+        layer = nn.Linear(8, 8).cuda()
+        compiled = torch.compile(layer)
+        return layer, lambda: compiled(torch.randn(4, 8, device="cuda"))
+
+    trace = captured(make)
+    assert trace.compiled and "aten::addmm" in {call.name for call in trace.calls}
+    assert not [each for each in recwarn if "global hooks" in str(each.message)]  # those of the capture
+
+
 def attention_of(mask: Callable[..., Any] | None) -> list[Attention]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 

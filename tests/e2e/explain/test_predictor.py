@@ -83,7 +83,7 @@ def test_a_gpu_without_links_is_predicted_by_itself():
     """Links are optional in its file; nothing is sent."""
     alone = replace(GPU, links=())
     chosen = replace(setting(kernel=1.0, host=1e-3), machine=alone)
-    lowered = lower_step(step(), LoweringOptions(tf32=chosen.tf32), compiled=chosen.compiled)
+    lowered = lower_step(step(), LoweringOptions(), compiled=chosen.compiled)
     prediction = predict(lowered.graph, chosen, single_gpu(alone)).prediction
     assert (prediction.cluster, prediction.nodes, prediction.gpus) == (GPU.name, 1, 1)
     assert prediction.iteration_seconds == pytest.approx(4.0, rel=1e-2)

@@ -24,7 +24,7 @@ from costmodel.operators.device_work import (
 )
 from costmodel.operators.layers import Conv2d
 from costmodel.operators.lookups import EmbeddingLookup
-from e2e.lowering import LoweringOptions
+from e2e.lowering import LoweringOptions, unknown_operators
 from e2e.lowering.families.optimizer_operators import launches
 from e2e.lowering.lower_trace import lower
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor, Value
@@ -60,6 +60,16 @@ def test_tf32_is_for_float32_products_alone():
     half = (t(8, 4, dtype="float16"), t(4, 6, dtype="float16"))
     assert records("aten::mm", half, (out(8, 6, dtype="float16"),), tf32=True) == [Gemm(1, 8, 6, 4, "float16")]
     assert records("aten::add", (t(8), t(8), 1), (out(8),), tf32=True)[0].dtype == "float32"
+
+
+def test_a_few_sought_elements_are_compared_with_all():
+    data, sought = t(4, 1024, dtype="int64"), t(3, dtype="int64", number=1)
+    fill, compare, found, copy = records("aten::isin", (data, sought), (out(4, 1024, dtype="bool"),))
+    assert [fill.kind, compare.kind, copy.kind] == ["fill", "eq", "copy"]
+    assert (fill.elements, compare.elements, copy.elements) == (4096, 3 * 4096, 4096)
+    assert found == Reduction("any", 3 * 4096, 4096, "bool")
+    many = OperatorCall(0, "aten::isin", None, 0, (data, t(1024, dtype="int64", number=1)), (out(4, 1024),))
+    assert unknown_operators(lower(OperatorTrace((many,)), LoweringOptions())) == {"aten::isin": 1}
 
 
 def test_convolution_and_its_gradients():

@@ -64,7 +64,7 @@ def test_one_gpu_is_the_single_gpu_prediction(gpt: Path) -> None:
     options = CaptureOptions(dtype="bfloat16")
     trace = capture(build_from_file(gpt, BATCH, LENGTH, options), options)
     setting = Setting(load_machine("h100-sxm"), load_overheads())
-    lowered = lower_step(trace, LoweringOptions(tf32=setting.tf32), compiled=setting.compiled)
+    lowered = lower_step(trace, LoweringOptions(), compiled=setting.compiled)
     cluster = single_gpu(setting.machine)
     alone = predict(lowered.graph, setting, cluster, lowered.memory).prediction
     built = spread(gpt, "dp=1")

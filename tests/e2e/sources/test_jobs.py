@@ -315,9 +315,10 @@ STRANGE = """
 import torch
 
 def make_step(batch_size):
-    model = torch.compile(torch.nn.Linear(64, 64).cuda())
+    model = torch.nn.Linear(64, 64).cuda()
+    compiled = torch.compile(model)
     data = torch.randn(batch_size, 64, device="cuda")
-    return model, lambda: torch.ops.someones.strange(model(data).detach())
+    return model, lambda: torch.ops.someones.strange(compiled(data).detach())
 """
 
 

@@ -68,6 +68,29 @@ def test_gradients_live_until_the_next_step_begins():
     assert usage.peak_bytes == 24 * MIB and usage.breakdown["gradients"] == 12 * MIB
 
 
+def test_gradients_that_are_cleared_behind_a_step_are_not_there_in_the_next():
+    """Two passes, of which the first one's are cleared between them (sharpness-aware minimisation)."""
+    weight, first, second = tensor(0, 12 * MIB), tensor(1, 12 * MIB), tensor(2, 12 * MIB)
+
+    def peak(last: str | None) -> int:
+        told = {} if last is None else {"gradients": last}
+        calls = (
+            call(0, (weight,), (), freed=()),
+            call(1, (), (first,), "backward"),
+            call(2, (), (), "backward", name="torch::autograd::AccumulateGrad"),
+            call(3, (first,), (first,), "backward", parent=2),
+            call(4, (weight,), (), freed=(1,), gradients="cleared"),
+            call(5, (), (second,), "backward"),
+            call(6, (), (), "backward", name="torch::autograd::AccumulateGrad"),
+            call(7, (second,), (second,), "backward", parent=6, **told),
+        )
+        return replayed_memory(OperatorTrace(calls), 0).allocated_bytes
+
+    assert peak("cleared behind") == 24 * MIB
+    # Otherwise those of the second pass are still there in the first one of the next step.
+    assert peak(None) == peak("kept behind") == 36 * MIB
+
+
 def test_threads_and_streams_with_products_have_a_workspace_each():
     one, two = tensor(0, 512), tensor(1, 512)
     products = (
