@@ -156,15 +156,23 @@ def test_products_whose_scales_are_found_while_it_runs_are_taken(data, tmp_path)
     np.testing.assert_allclose(ours(path, data), theirs(path, data), rtol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["window", "product", "groups"])
-def test_weights_without_a_sign_that_take_nine_bits(kind, data, tmp_path):
-    """Less a zero point of 150: channels with a weight below -128 are read twice, where there are no groups."""
+@pytest.mark.parametrize("kind", ["window", "product", "groups", "no zero point", "least zero point"])
+def test_weights_that_take_nine_bits(kind, data, tmp_path):
+    """Less a zero point of 150: channels with a weight below -128 are read twice, where there are no groups. Of a zero
+    point of 0, or of -128 with a sign: one with a weight of 255 is read three times.
+    """
     graph = QuantisedGraph()
     groups = 2 if kind == "groups" else 1
     shape = (16, 20) if kind == "product" else (24, 16 // groups, 3, 3)
     values = np.random.default_rng(2).integers(30, 256, shape).astype(np.uint8)
-    (values if kind == "product" else np.moveaxis(values, 1, 0))[[3, 7]] = 3
-    for array, name in ((values, "w"), (np.float32(0.01), "w_scale"), (np.uint8(150), "w_zero")):
+    of_channels, zero, copies = values if kind == "product" else np.moveaxis(values, 1, 0), np.uint8(150), 2
+    of_channels[[3, 7]] = 3
+    if kind.endswith("zero point"):
+        values[:] = np.minimum(values, 100)
+        of_channels[3, 0], of_channels[7, 0], zero, copies = 200, 255, np.uint8(0), 3
+    if kind == "least zero point":
+        values, zero = (values.astype(np.int16) - 128).astype(np.int8), np.int8(-128)
+    for array, name in ((values, "w"), (np.float32(0.01), "w_scale"), (zero, "w_zero")):
         graph.constant(array, name)
     weight = graph.add("DequantizeLinear", "w", "w_scale", "w_zero", name="w_d")
     x = graph.step("x", 0.05, 118)
@@ -179,7 +187,7 @@ def test_weights_without_a_sign_that_take_nine_bits(kind, data, tmp_path):
         return
     (layer,) = extract_graph(import_onnx(path).mod).nodes
     channels = layer.operator.in_features if kind == "product" else layer.operator.in_channels
-    assert layer.operator.dtype == "int8" and channels == 18
+    assert layer.operator.dtype == "int8" and channels == 16 + copies
     np.testing.assert_array_equal(ours(path, data), theirs(path, data))
 
 
