@@ -29,7 +29,7 @@ from fusion.relax.byte_calls import (
 )
 from fusion.relax.byte_resize import ByteResize
 from fusion.relax.onnx.byte_resizing import linear_resize
-from fusion.relax.onnx.quantised_tensors import QuantisedTensors, TensorOfBytes
+from fusion.relax.onnx.quantised_tensors import QuantisedTensors, TensorOfBytes, is_of_channels
 
 if TYPE_CHECKING:
     from onnx import NodeProto
@@ -192,8 +192,7 @@ class ByteSteps:
         slopes = region.numbers.get(region.nodes[0].input[1])
         if slopes is None or slopes.size == 1 or slopes.dtype != np.float32:
             return None
-        aligned = (1,) * (4 - slopes.ndim) + slopes.shape
-        return slopes.reshape(-1) if aligned == (1, shape[1], 1, 1) else None
+        return slopes.reshape(-1) if is_of_channels(slopes, shape[1]) else None
 
     # --- tables -----------------------------------------------------------------------------------
 
@@ -242,10 +241,9 @@ class ByteSteps:
                 if numbers.shape != (channels,):
                     return False
                 continue
-            aligned = (1,) * (4 - numbers.ndim) + numbers.shape
-            if aligned != (1, channels, 1, 1) or any(shape[1] != channels for shape in shapes):
+            if not is_of_channels(numbers, channels) or any(shape[1] != channels for shape in shapes):
                 return False
-            region.numbers[name] = numbers.reshape(aligned)
+            region.numbers[name] = numbers.reshape(1, channels, 1, 1)
         return True
 
     def _evaluated(self, region: _Region, made: Mapping[str, np.ndarray], target: Target) -> np.ndarray | None:

@@ -30,6 +30,7 @@ from fusion.relax.onnx.integer_layers import QUANTISED_CONV, QUANTISED_DENSE, wi
 from fusion.relax.onnx.onnx_file import opset_of
 from fusion.relax.onnx.recurrent_layers import convert_gru, convert_lstm
 from fusion.relax.onnx.resize_weights import resize_matrix
+from fusion.relax.onnx.transposed_layers import padding_before
 from fusion.relax.onnx.zero_points import with_zero_points
 
 if TYPE_CHECKING:
@@ -241,9 +242,8 @@ def _conv_transpose(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, na
     whole = [strides[a] * (image[a] - 1) + dilations[a] * (kernel[a] - 1) + 1 + added[a] for a in axes]
     cut = [whole[a] - wanted[a - len(kernel)] for a in axes]  # batch and channels may stand before
     attrs["output_padding"] = tuple(added[a] + max(-cut[a], 0) for a in axes)
-    small, large = (tuple(max(total, 0) // 2 for total in cut), tuple(-(-max(total, 0) // 2) for total in cut))
-    upper = attrs.get("auto_pad", b"NOTSET") == b"SAME_UPPER"
-    attrs["pads"] = (*small, *large) if upper else (*large, *small)
+    before = [padding_before(total, attrs.get("auto_pad") == b"SAME_UPPER") for total in cut]
+    attrs["pads"] = (*before, *(max(total, 0) - first for total, first in zip(cut, before, strict=True)))
     attrs["auto_pad"] = b"NOTSET"
 
 
