@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from onnx import ModelProto, NodeProto
+    from onnx import GraphProto, ModelProto, NodeProto
 
 # Ends the names of zero points of bytes that had a sign.
 SHIFTED = "_without_sign"
@@ -46,16 +46,11 @@ class QuantisedTensors:
     """Who makes a tensor, who reads it, and the values of those that are constant."""
 
     def __init__(self, model: ModelProto) -> None:
-        from onnx import numpy_helper
-
         self.model = model
         self.graph = model.graph
-        self.constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in self.graph.initializer}
+        self.constants = constants_of(self.graph)
         self.made_by: dict[str, NodeProto] = {}
         self.readers: dict[str, list[NodeProto]] = defaultdict(list)
-        for node in self.graph.node:
-            if node.op_type == "Constant" and node.attribute and node.attribute[0].name == "value":
-                self.constants[node.output[0]] = numpy_helper.to_array(node.attribute[0].t)
         for node in self.graph.node:
             if node.op_type == "QuantizeLinear" and node.input[0] in self.constants:
                 self._quantise_constant(node)
@@ -171,6 +166,17 @@ class QuantisedTensors:
         if found is None or found.source in self.constants or found.scale.size != 1:
             return None
         return found if found.zero.dtype == np.uint8 else None
+
+
+def constants_of(graph: GraphProto) -> dict[str, np.ndarray]:
+    """The tensors that ``graph`` itself holds, by name: initialisers, and what its Constant nodes make."""
+    from onnx import numpy_helper
+
+    found = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    for node in graph.node:
+        if node.op_type == "Constant" and node.attribute and node.attribute[0].name == "value":
+            found[node.output[0]] = numpy_helper.to_array(node.attribute[0].t)
+    return found
 
 
 def offset_of(node: NodeProto) -> int:

@@ -136,6 +136,19 @@ def test_convolutions_whose_scales_are_found_while_it_runs_are_computed_in_float
     np.testing.assert_allclose(ours(path, data), theirs(path, data), rtol=1e-6)
 
 
+def test_sums_of_dynamic_scales_are_whole_where_they_are_read_as_such(tmp_path):
+    """In spite of a kernel that multiplies by fractions; weights are in a node here, not beside the nodes."""
+    graph, shape = QuantisedGraph(), (1, 64, 16, 16)
+    held, scale, zero = graph.add("DynamicQuantizeLinear", "x", name="dynamic", outputs=3)
+    weight = np.random.default_rng(0).integers(-128, 128, (64, 64, 3, 3)).astype(np.int8)
+    weight = graph.add("Constant", value=onnx.numpy_helper.from_array(weight), name="w")
+    sums = graph.add("ConvInteger", held, weight, zero, name="sums", pads=[1] * 4)
+    result = graph.add("Cast", graph.add("Add", sums, graph.constant(np.int32(-3), "bias")), to=1)
+    path = graph.save(tmp_path / "q.onnx", result, shape, data=shape)
+    data = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
+    np.testing.assert_array_equal(ours(path, data), theirs(path, data))
+
+
 def test_convolutions_of_computed_weights_and_such_scales_are_refused(tmp_path):
     graph = QuantisedGraph()
     copies = graph.add("Tile", "x", graph.constant(np.array([24, 1, 1, 1]), "n"))
@@ -145,6 +158,19 @@ def test_convolutions_of_computed_weights_and_such_scales_are_refused(tmp_path):
         import_onnx(path)
     assert str(error.value).startswith(f"{path}: unsupported operators: ConvInteger (sums)")
     assert "QDQ" in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("zeros", [(), (8,), (4, 1, 8)])
+def test_products_of_such_scales_have_a_zero_point_for_each_output(zeros, data, tmp_path):
+    graph, generator = QuantisedGraph(), np.random.default_rng(0)
+    held, scale, zero = graph.add("DynamicQuantizeLinear", "x", name="dynamic", outputs=3)
+    weight = graph.constant(generator.integers(0, 256, (4, 8, 8)[3 - max(2, len(zeros)) :]).astype(np.uint8), "w")
+    weight_zero = graph.constant(generator.integers(90, 160, zeros).astype(np.uint8), "w_zero")
+    turned = graph.add("Transpose", held, perm=[0, 2, 1, 3])
+    sums = graph.add("MatMulInteger", turned, weight, zero, weight_zero, name="sums")
+    result = graph.add("Mul", graph.add("Cast", sums, to=1), scale)
+    path = graph.save(tmp_path / "q.onnx", result, (1, 4, 16, 8))
+    np.testing.assert_allclose(ours(path, data), theirs(path, data), rtol=1e-6)
 
 
 def test_products_whose_scales_are_found_while_it_runs_are_taken(data, tmp_path):
