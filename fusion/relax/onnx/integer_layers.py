@@ -16,6 +16,7 @@ import numpy as np
 
 from fusion.relax.activations import Activation
 from fusion.relax.byte_calls import Quantisation, addition_factors
+from fusion.relax.onnx.byte_resizing import linear_resizes
 from fusion.relax.onnx.byte_signs import remove_signs
 from fusion.relax.onnx.byte_steps import ByteSteps, Target, only_readers, outputs_of, quantisation_of, quantised
 from fusion.relax.onnx.moved_steps import bring_steps_to_layers, share_equal_steps
@@ -67,7 +68,7 @@ def with_integer_layers(model: ModelProto) -> ModelProto:
     share_equal_steps(copy)
     bring_steps_to_layers(copy)
     split_transposed(copy)
-    remove_signs(copy, resized=True)
+    remove_signs(copy, linear_resizes(copy))
     copy = shape_inference.infer_shapes(copy)
     matcher = _Matcher(QuantisedTensors(copy))
     matcher.match()

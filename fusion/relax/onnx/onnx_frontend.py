@@ -379,7 +379,9 @@ def _resize(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str)
 
 
 def _resize_whole_numbers(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str) -> relax.Expr | None:
-    """Bytes between pixels: computed in floats and cut off behind the comma, as ONNX Runtime does."""
+    """Bytes between pixels: computed in floats and cut off behind the comma, as ONNX Runtime does, but rounded where
+    they are filtered.
+    """
     data, *others = inputs
     dtype = str(data.ty.dtype)
     wide = builder.emit(relax.op.astype(data, "float32"), f"{name}_floats")
@@ -387,7 +389,8 @@ def _resize_whole_numbers(builder: relax.BlockBuilder, inputs: Inputs, attrs: di
     if image is None:
         return None
     bounds = np.iinfo(dtype)
-    whole = relax.op.clip(relax.op.trunc(builder.emit(image, f"{name}_image")), int(bounds.min), int(bounds.max))
+    rounding = relax.op.round if attrs.get("antialias", 0) else relax.op.trunc
+    whole = relax.op.clip(rounding(builder.emit(image, f"{name}_image")), int(bounds.min), int(bounds.max))
     return relax.op.astype(bind(builder, whole, f"{name}_whole"), dtype)
 
 
