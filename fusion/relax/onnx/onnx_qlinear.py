@@ -217,7 +217,7 @@ def taken_apart(model: ModelProto) -> ModelProto:
     def converter(node: NodeProto) -> Callable[[_Parts], None] | None:
         return (_OWN if node.domain == _RUNTIMES_OWN else _STANDARD if not node.domain else {}).get(node.op_type)
 
-    if not any(map(converter, model.graph.node)):
+    if not any(converter(node) or _is_step_of_runtime(node) for node in model.graph.node):
         return model
     copy = ModelProto()
     copy.CopyFrom(model)
@@ -227,7 +227,7 @@ def taken_apart(model: ModelProto) -> ModelProto:
     for node in graph.node:
         convert = converter(node)
         if convert is None:
-            if node.domain == _RUNTIMES_OWN and node.op_type in ("QuantizeLinear", "DequantizeLinear"):
+            if _is_step_of_runtime(node):
                 node.domain = ""  # the same, of more types
             nodes.append(node)
             continue
@@ -244,6 +244,10 @@ def taken_apart(model: ModelProto) -> ModelProto:
     del graph.node[:]
     graph.node.extend(kept)
     return copy
+
+
+def _is_step_of_runtime(node: NodeProto) -> bool:
+    return node.domain == _RUNTIMES_OWN and node.op_type in ("QuantizeLinear", "DequantizeLinear")
 
 
 def _without_round_trips(nodes: Sequence[NodeProto]) -> list[NodeProto]:

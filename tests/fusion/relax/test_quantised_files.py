@@ -256,6 +256,16 @@ def test_why_layers_are_in_floats_is_told(tmp_path):
     assert import_onnx(path, whole_numbers=False).in_floats == ()
 
 
+def test_steps_of_onnx_runtimes_own_alone(data, tmp_path):
+    """As its quantiser writes them for 16 bits before opset 21."""
+    graph, own = QuantisedGraph(), {"domain": "com.microsoft"}
+    given = [graph.constant(np.float32(0.001), "scale"), graph.constant(np.uint16(30000), "zero")]
+    value = graph.add("DequantizeLinear", graph.add("QuantizeLinear", "x", *given, **own), *given, **own)
+    path = graph.save(tmp_path / "q.onnx", graph.add("Conv", value, graph.weights(24, 16), name="layer"), (1, 24, 4, 8))
+    assert [each.reason for each in import_onnx(path).in_floats] == [WIDE_DATA]
+    np.testing.assert_allclose(ours(path, data), theirs(path, data), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["depthwise", "dense"])
 def test_on_a_cpu_without_instructions_for_bytes(kind, data, tmp_path):
     """Layers are computed in floats there, between rounding to bytes: a sum between two bytes may become either."""
