@@ -19,7 +19,7 @@ from fusion.relax.byte_calls import Quantisation, addition_factors
 from fusion.relax.onnx.byte_resizing import linear_resizes
 from fusion.relax.onnx.byte_signs import remove_signs
 from fusion.relax.onnx.byte_steps import ByteSteps, Target, only_readers, outputs_of, quantisation_of, quantised
-from fusion.relax.onnx.moved_steps import bring_steps_to_layers, share_equal_steps
+from fusion.relax.onnx.moved_steps import bring_steps_to_layers, share_equal_steps, transpose_weights
 from fusion.relax.onnx.onnx_qlinear import OF_OPERATOR
 from fusion.relax.onnx.quantised_tensors import QuantisedTensors, TensorOfBytes, is_move, offset_of, padding_of
 from fusion.relax.onnx.transposed_layers import split_transposed
@@ -66,6 +66,7 @@ def with_integer_layers(model: ModelProto) -> ModelProto:
     copy = ModelProto()
     copy.CopyFrom(model)
     share_equal_steps(copy)
+    transpose_weights(copy)
     bring_steps_to_layers(copy)
     split_transposed(copy)
     remove_signs(copy, linear_resizes(copy))

@@ -217,6 +217,23 @@ def test_weights_that_take_nine_bits(kind, data, tmp_path):
     np.testing.assert_array_equal(ours(path, data), theirs(path, data))
 
 
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_weights_that_are_transposed_behind_their_step(per_channel, data, tmp_path):
+    """As training holds them, (out, in), in floats that a QuantizeLinear rounds."""
+    graph, generator = QuantisedGraph(), np.random.default_rng(0)
+    scale = np.linspace(0.004, 0.009, 20).astype(np.float32) if per_channel else np.float32(0.006)
+    given = [graph.constant(scale, "scale"), graph.constant(np.zeros(scale.shape, np.int8), "zero")]
+    graph.constant((generator.standard_normal((20, 8)) * 0.3).astype(np.float32), "w")
+    weight = graph.add("QuantizeLinear", "w", *given, axis=0)
+    weight = graph.add("Transpose", graph.add("DequantizeLinear", weight, *given, axis=0), perm=[1, 0])
+    value = graph.add("MatMul", graph.step("x", 0.05, 118), weight, name="layer")
+    path = graph.save(tmp_path / "q.onnx", graph.step(value, 0.1, 120), (1, 16, 4, 20))
+    (layer,) = extract_graph(import_onnx(path).mod).nodes
+    assert layer.operator.dtype == "int8" and import_onnx(path).in_floats == ()
+    onnx.save(in_whole_numbers(onnx.load(path)), tmp_path / "equal.onnx")
+    np.testing.assert_array_equal(ours(path, data), theirs(tmp_path / "equal.onnx", data))
+
+
 def test_a_result_that_two_steps_round_alike_is_rounded_once(data, tmp_path):
     """As tools write it that give every reader a step of its own."""
     graph = QuantisedGraph(signed=True)

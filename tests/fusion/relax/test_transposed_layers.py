@@ -80,7 +80,8 @@ def test_activations_are_computed_before_the_phases_are_put_in_place(activation,
     graph, form = QuantisedGraph(), "as large as the stride"
     value = transposed(graph, form, bias=activation != "Clip")
     if activation == "PRelu":
-        value = graph.add("PRelu", value, graph.constant(np.linspace(-0.2, 1.4, 12, dtype=np.float32).reshape(1, 12, 1, 1), "slopes"))
+        slopes = np.linspace(-0.2, 1.4, 12, dtype=np.float32).reshape(1, 12, 1, 1)
+        value = graph.add("PRelu", value, graph.constant(slopes, "slopes"))
     elif activation == "Clip":
         value = graph.add("Clip", value, graph.constant(np.float32(0), "low"), graph.constant(np.float32(6), "high"))
     else:
