@@ -26,8 +26,9 @@ _OLDEST_OPSET = 13
 
 @dataclass(frozen=True)
 class _Transposed:
-    """A transposed convolution of bytes: its ``weight`` as of an ordinary one, for each phase what that reads, and the
-    nodes behind it up to the ``last``, which quantises.
+    """A transposed convolution of bytes: its ``weight``, of what ``held`` says, as of an ordinary one, for each phase
+    what that reads, and the nodes behind it up to the ``last``, which quantises. ``whole``: rows and columns of all
+    phases together, before they are cut to those of the shape ``result``.
     """
 
     node: NodeProto
