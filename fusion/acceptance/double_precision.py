@@ -16,6 +16,7 @@ import numpy as np
 
 from fusion.model.library_messages import sentence
 from fusion.model.named_arrays import Arrays
+from fusion.relax.onnx.onnx_file import opset_of
 from fusion.relax.onnx.onnx_precision import half_types, holds_half, widened
 from fusion.relax.onnx.onnx_prepare import drop_unread_results
 
@@ -87,7 +88,7 @@ class DoubleModel:
         self.unit = HALF_UNIT if holds_half(model.graph) else SINGLE_UNIT
         double = widened(model, _floats(), TensorProto.DOUBLE)
         drop_unread_results(double.graph)
-        usable = [each for each in OPERATORS if _fits(each.__name__, _opset(model))]
+        usable = [each for each in OPERATORS if _fits(each.__name__, opset_of(model))]
         try:
             evaluator = ReferenceEvaluator(double, new_ops=list(usable))
             self._known: dict[str, Any] = {"": None, **evaluator.rt_inits_}
@@ -153,10 +154,6 @@ def _double(array: np.ndarray) -> np.ndarray:
 def _fits(operator: str, opset: int) -> bool:
     """Whether the reference that this project has of ``operator`` is that of ``opset``."""
     return {"Resize": opset >= 11}.get(operator, True)
-
-
-def _opset(model: ModelProto) -> int:
-    return next((int(entry.version) for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 0)
 
 
 def _floats() -> tuple[int, ...]:

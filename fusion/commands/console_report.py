@@ -188,9 +188,13 @@ def _layers(site: SiteReport) -> str:
 
 
 def window_told(kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int] = (1, 1)) -> str:
-    """``3x3``, with a stride ``3x3/2``, dilated ``3x3 d4``."""
-    strided = f"/{stride[0]}" if max(stride) > 1 else ""
-    return "x".join(map(str, kernel)) + strided + (f" d{dilation[0]}" if max(dilation) > 1 else "")
+    """``3x3``, with a stride ``3x3/2``, along columns alone ``3x3/1x2``, dilated ``3x3 d4``."""
+    strided = f"/{_steps(stride)}" if max(stride) > 1 else ""
+    return "x".join(map(str, kernel)) + strided + (f" d{_steps(dilation)}" if max(dilation) > 1 else "")
+
+
+def _steps(along: Sequence[int]) -> str:
+    return "x".join(map(str, along)) if len({*along}) > 1 else str(along[0])
 
 
 def _shape(shape: Sequence[int]) -> str:

@@ -10,6 +10,9 @@ _STACK = re.compile(
     r"|\[bt\]|\d+: 0x|at (/|0x)|\^+$|\d+: tvm::|\.\.\. and \d+ more|at <unknown>)"
 )
 _LOCATION = re.compile(r"\[?\d\d:\d\d:\d\d\]? \S+:\d+: ")
+# An operator of Relax, and a number, as TVM writes them out in full.
+_OPERATOR = re.compile(r'ir\.Op\(.*?\bname="([\w.]+)".*?support_level=\d+\)')
+_NUMBER = re.compile(r"\bT\.int64\((-?\d+)\)")
 _CHECK = re.compile(r"(\w*Error: )?Check failed: ?\(.*?\) is false:? ?")
 
 
@@ -24,7 +27,7 @@ def sentence(error: BaseException | str) -> str:
         quoted = line.startswith(('File "', "File '"))
         if line and not _STACK.match(line):
             lines.append(_CHECK.sub("", _LOCATION.sub("", line)).strip())
-    text = " ".join(line for line in lines if line)
+    text = _NUMBER.sub(r"\1", _OPERATOR.sub(r"\1", " ".join(line for line in lines if line)))
     if text:
         return text
     # Nothing but a condition of the library's own code.

@@ -6,7 +6,6 @@ if it agrees with hard-swish on a grid that is dense where activations bend and 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -15,8 +14,8 @@ from typing import Any
 import numpy as np
 from tvm import relax
 
-from costmodel.operators.layers import SELU_SCALE, SELU_SLOPE
 from fusion.relax.bindings import Program, operator_name, same_type
+from schedules.contract.activation_functions import ACTIVATION_FUNCTIONS, SLOPED_FUNCTIONS, error_function, sigmoid
 
 Array = np.ndarray
 
@@ -29,72 +28,25 @@ _BINARY: Mapping[str, Callable[[Array, Array], Array]] = {
     "relax.minimum": np.minimum,
     "relax.power": np.power,
 }
-
-
-def _sigmoid(x: Array) -> Array:
-    return 1.0 / (1.0 + np.exp(-x))
-
-
-def _erf(x: Array) -> Array:
-    return np.asarray(np.vectorize(math.erf, otypes=[np.float64])(x))
-
-
-def _gelu(x: Array) -> Array:
-    return 0.5 * x * (1.0 + _erf(x * math.sqrt(0.5)))
-
-
-def _gelu_tanh(x: Array) -> Array:
-    return 0.5 * x * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
-
-
-def _elu(x: Array, slope: float = 1.0) -> Array:
-    return np.where(x > 0, x, slope * np.expm1(np.minimum(x, 0.0)))
-
-
-def _hard_sigmoid(x: Array, slope: float = 1.0 / 6.0) -> Array:
-    return np.clip(x * slope + 0.5, 0.0, 1.0)
-
-
 _UNARY: Mapping[str, Callable[[Array], Array]] = {
-    "relax.nn.relu": lambda x: np.maximum(x, 0.0),
-    "relax.sigmoid": _sigmoid,
-    "relax.nn.silu": lambda x: x * _sigmoid(x),
+    "relax.nn.relu": ACTIVATION_FUNCTIONS["relu"],
+    "relax.sigmoid": sigmoid,
+    "relax.nn.silu": ACTIVATION_FUNCTIONS["silu"],
     "relax.exp": np.exp,
     "relax.negative": np.negative,
     "relax.tanh": np.tanh,
-    "relax.erf": _erf,
-    "relax.nn.gelu": _gelu,
-    "relax.nn.gelu_tanh": _gelu_tanh,
-    "relax.nn.softplus": lambda x: np.logaddexp(0.0, x),
+    "relax.erf": error_function,
+    "relax.nn.gelu": ACTIVATION_FUNCTIONS["gelu"],
+    "relax.nn.gelu_tanh": ACTIVATION_FUNCTIONS["gelu_tanh"],
+    "relax.nn.softplus": ACTIVATION_FUNCTIONS["softplus"],
     "relax.log": np.log,
     "relax.abs": np.abs,
 }
 
 _LEAKY = "relax.nn.leakyrelu"
 
-# The activations of ``costmodel.operators.layers.ACTIVATIONS``.
-_KNOWN: Mapping[str, Callable[[Array], Array]] = {
-    "relu": lambda x: np.maximum(x, 0.0),
-    "relu6": lambda x: np.clip(x, 0.0, 6.0),
-    "relu1": lambda x: np.clip(x, 0.0, 1.0),
-    "sigmoid": _sigmoid,
-    "silu": lambda x: x * _sigmoid(x),
-    "hard_swish": lambda x: x * _hard_sigmoid(x),
-    "hard_sigmoid": _hard_sigmoid,
-    "gelu": _gelu,
-    "gelu_tanh": _gelu_tanh,
-    "tanh": np.tanh,
-    "elu": _elu,
-    "mish": lambda x: x * np.tanh(np.logaddexp(0.0, x)),
-    "quick_gelu": lambda x: x * _sigmoid(1.702 * x),
-    "selu": lambda x: SELU_SCALE * _elu(x, SELU_SLOPE),
-    "softplus": lambda x: np.logaddexp(0.0, x),
-}
 # Those with a slope through one half at zero.
-_HARD: Mapping[str, Callable[[Array, float], Array]] = {
-    "hard_sigmoid": _hard_sigmoid,
-    "hard_swish": lambda x, slope: x * _hard_sigmoid(x, slope),
-}
+_HARD = ("hard_sigmoid", "hard_swish")
 
 
 @cache
@@ -106,7 +58,7 @@ def _grid() -> Array:
 @cache
 def _expected() -> Mapping[str, Array]:
     with np.errstate(all="ignore"):
-        return {name: function(_grid()) for name, function in _KNOWN.items()}
+        return {name: function(_grid()) for name, function in ACTIVATION_FUNCTIONS.items()}
 
 
 def element_wise(call: relax.Expr | None, program: Program, values: Mapping[relax.Var, Array]) -> Array | None:
@@ -143,17 +95,16 @@ def classify(values: Array) -> Activation | None:
         if np.allclose(values, expected, rtol=1e-5, atol=1e-6):
             return Activation(name)
     slope = round(float(-np.interp(-1.0, *_sorted(values))), 6)
-    leaky = np.where(_grid() < 0, slope * _grid(), _grid())
-    if 0 < slope < 1 and np.allclose(values, leaky, rtol=1e-5):
+    if 0 < slope < 1 and np.allclose(values, SLOPED_FUNCTIONS["leaky_relu"](_grid(), slope), rtol=1e-5):
         return Activation("leaky_relu", slope)
     # Far below zero an ELU is minus its slope.
     slope = round(float(-np.interp(-100.0, *_sorted(values))), 6)
-    if 0 < slope < 1 and np.allclose(values, _elu(_grid(), slope), rtol=1e-5, atol=1e-6):
+    if 0 < slope < 1 and np.allclose(values, SLOPED_FUNCTIONS["elu"](_grid(), slope), rtol=1e-5, atol=1e-6):
         return Activation("elu", slope)
     # At one both hard activations are slope + 1/2, unless they have reached one.
     slope = round(float(np.interp(1.0, *_sorted(values))) - 0.5, 6)
-    for name, function in _HARD.items() if 0 < slope < 0.5 else ():
-        if np.allclose(values, function(_grid(), slope), rtol=1e-5, atol=1e-6):
+    for name in _HARD if 0 < slope < 0.5 else ():
+        if np.allclose(values, SLOPED_FUNCTIONS[name](_grid(), slope), rtol=1e-5, atol=1e-6):
             return Activation(name, slope)
     return None
 

@@ -111,6 +111,11 @@ def operator_name(expr: relax.Expr | None) -> str:
     return ""
 
 
+def constant_array(expr: relax.Expr | None) -> np.ndarray | None:
+    """The values of a constant; None for anything else."""
+    return expr.value.numpy() if isinstance(expr, tvm.ir.GenericConst) else None
+
+
 def static_shape(expr: relax.Expr) -> tuple[int, ...] | None:
     """The shape of a tensor if every size is known."""
     ty = expr.ty

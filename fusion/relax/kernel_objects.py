@@ -97,9 +97,9 @@ class KernelObjects:
         module = tvm.IRModule({symbol: function.with_attr("global_symbol", symbol)})
         with pass_context():  # of this thread: contexts are thread-local
             compiled = tvm.tirx.build(module, target=self._target, pipeline=tir_pipeline())
-        self._directory.mkdir(parents=True, exist_ok=True)
         path = self._directory / f"{symbol}.o"
         try:
+            self._directory.mkdir(parents=True, exist_ok=True)
             path.write_bytes(_object_code(compiled))
         except OSError as error:
             raise OutputError(

@@ -26,8 +26,6 @@ from fusion.relax.vector_functions import LEGALIZATIONS
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.kernel_compilation import pass_context, tir_pipeline
 
-# As ``tvm::runtime::threading::ThreadGroup::AffinityMode``: prefer big cores.
-_BIG_CORES = 1
 _VIEWS = ("relax.reshape", "relax.expand_dims", "relax.squeeze", "relax.flatten")
 
 
@@ -184,9 +182,3 @@ def memory_pipeline(planned: Callable[[tvm.IRModule], None] = lambda _: None) ->
         ],
         name="fusion.memory",
     )
-
-
-def configure_threads(threads: int) -> None:
-    """Let TVM's thread pool use ``threads`` threads, whether or not it runs already; its default is half the cores."""
-    os.environ["TVM_NUM_THREADS"] = str(threads)
-    tvm.get_global_func("runtime.config_threadpool")(_BIG_CORES, threads)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from costmodel.operators.layers import (
-    SELU_SCALE,
-    SELU_SLOPE,
     ChannelNorm,
     Conv2d,
     Dense,
@@ -18,51 +15,11 @@ from costmodel.operators.layers import (
     Operator,
     Pool2d,
 )
+from schedules.contract.activation_functions import ACTIVATION_FUNCTIONS, SLOPED_FUNCTIONS
 from schedules.contract.template import Parameters, Requantisation, numpy_dtype
 
 # Values of the matrix of windows that is made at a time: that of a whole image of a megapixel has gigabytes.
 _COLUMNS = 2**24
-
-
-def _sigmoid(x: np.ndarray) -> np.ndarray:
-    return 1.0 / (1.0 + np.exp(-x))
-
-
-def _erf(x: np.ndarray) -> np.ndarray:
-    return np.asarray(np.vectorize(math.erf, otypes=[np.float64])(x))
-
-
-def _elu(x: np.ndarray, slope: float = 1.0) -> np.ndarray:
-    return np.where(x > 0, x, slope * np.expm1(np.minimum(x, 0.0)))
-
-
-def _hard_sigmoid(x: np.ndarray, slope: float = 1.0 / 6.0) -> np.ndarray:
-    return np.clip(x * slope + 0.5, 0.0, 1.0)
-
-
-_ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "relu": lambda x: np.maximum(x, 0.0),
-    "relu6": lambda x: np.clip(x, 0.0, 6.0),
-    "relu1": lambda x: np.clip(x, 0.0, 1.0),
-    "sigmoid": _sigmoid,
-    "silu": lambda x: x * _sigmoid(x),
-    "hard_sigmoid": _hard_sigmoid,
-    "hard_swish": lambda x: x * _hard_sigmoid(x),
-    "gelu": lambda x: 0.5 * x * (1.0 + _erf(x * math.sqrt(0.5))),
-    "gelu_tanh": lambda x: 0.5 * x * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3))),
-    "tanh": np.tanh,
-    "elu": _elu,
-    "mish": lambda x: x * np.tanh(np.logaddexp(0.0, x)),
-    "quick_gelu": lambda x: x * _sigmoid(1.702 * x),
-    "selu": lambda x: SELU_SCALE * _elu(x, SELU_SLOPE),
-    "softplus": lambda x: np.logaddexp(0.0, x),
-}
-_SLOPED: dict[str, Callable[[np.ndarray, float], np.ndarray]] = {
-    "leaky_relu": lambda x, slope: np.maximum(x, x * slope),
-    "elu": _elu,
-    "hard_sigmoid": _hard_sigmoid,
-    "hard_swish": lambda x, slope: x * _hard_sigmoid(x, slope),
-}
 
 
 def reference(
@@ -196,7 +153,7 @@ def _prepared(conv: Conv2d, x: np.ndarray, parameters: Parameters) -> np.ndarray
 def _activated(x: np.ndarray, activation: str | None, slope: float) -> np.ndarray:
     if activation is None:
         return x
-    return _SLOPED[activation](x, slope) if slope else _ACTIVATIONS[activation](x)
+    return SLOPED_FUNCTIONS[activation](x, slope) if slope else ACTIVATION_FUNCTIONS[activation](x)
 
 
 def _epilogue(

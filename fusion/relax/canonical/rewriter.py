@@ -16,6 +16,8 @@ import tvm
 from tvm import relax, tirx
 from tvm.relax import PyExprMutator
 
+from fusion.relax.bindings import constant_array
+
 # Rules only ever make a form simpler; a chain this long is a bug of ours.
 MAX_REWRITES = 64
 # What rules look through to the tensor behind it.
@@ -48,12 +50,11 @@ class Definitions:
     def call(self, expr: relax.Expr, *operators: str) -> relax.Call | None:
         """The call behind ``expr`` if it is to one of ``operators`` (such as ``relax.add``)."""
         value = self.value(expr)
-        return value if operator_name(value) in operators else None
+        return value if rule_key(value) in operators else None
 
     def constant(self, expr: relax.Expr) -> np.ndarray | None:
         """The array behind ``expr`` if it is constant."""
-        value = self.resolve(expr)
-        return value.value.numpy() if isinstance(value, tvm.ir.GenericConst) else None
+        return constant_array(self.resolve(expr))
 
     def is_constant(self, expr: relax.Expr) -> bool:
         """Whether ``expr`` is computed from constants alone."""
@@ -128,7 +129,7 @@ class Definitions:
             return
         self._users[variable] = users
         # Rules look through views: each user of one may come to read what is behind it.
-        while users > 1 and operator_name(value) in _VIEWS:
+        while users > 1 and rule_key(value) in _VIEWS:
             source = self.resolve(value.args[0])
             if not isinstance(source, relax.Var):
                 return
@@ -139,8 +140,10 @@ class Definitions:
 RewriteRule: TypeAlias = Callable[[relax.Expr, Definitions], relax.Expr | None]
 
 
-def operator_name(expr: object) -> str | None:
-    """``relax.nn.conv2d`` for a call to it, ``TupleGetItem`` for a projection, None for anything else."""
+def rule_key(expr: object) -> str | None:
+    """What rules are found by: ``relax.nn.conv2d`` for a call to it, ``TupleGetItem`` for a projection, None for
+    anything else.
+    """
     if isinstance(expr, relax.TupleGetItem):
         return "TupleGetItem"
     if isinstance(expr, relax.Call) and isinstance(expr.op, tvm.ir.Op) and expr.op.name.startswith("relax."):
@@ -150,16 +153,7 @@ def operator_name(expr: object) -> str | None:
 
 def short_name(expr: relax.Expr) -> str:
     """``conv2d`` for a call to ``relax.nn.conv2d``: what a binding without a name of its own is called."""
-    return (operator_name(expr) or "value").rpartition(".")[2].lower()
-
-
-def static_shape(expr: relax.Expr) -> tuple[int, ...] | None:
-    """The shape of a tensor expression, or None where it is not known while compiling."""
-    ty = expr.ty
-    if not isinstance(ty, relax.TensorType) or not isinstance(ty.shape, relax.ShapeExpr):
-        return None
-    sizes = list(ty.shape.values)
-    return tuple(map(int, sizes)) if all(isinstance(size, int | tirx.IntImm) for size in sizes) else None
+    return (rule_key(expr) or "value").rpartition(".")[2].lower()
 
 
 def constant_of(array: np.ndarray) -> relax.Expr:
@@ -210,7 +204,7 @@ class _Rewriter(PyExprMutator):
         self.bound: dict[relax.Expr, relax.Var] = {}  # nested calls that are bound already: of the binding at hand
 
     def visit_var_binding_(self, binding: relax.VarBinding) -> None:
-        if operator_name(binding.value) is None and not isinstance(binding.value, relax.Tuple | relax.Var):
+        if rule_key(binding.value) is None and not isinstance(binding.value, relax.Tuple | relax.Var):
             super().visit_var_binding_(binding)
             return
         name = binding.var.name
@@ -234,7 +228,7 @@ class _Rewriter(PyExprMutator):
         raise AssertionError(f"rules do not terminate on {expr}")
 
     def _apply(self, expr: relax.Expr) -> relax.Expr | None:
-        for rule in self.rules.get(operator_name(expr) or "", ()):
+        for rule in self.rules.get(rule_key(expr) or "", ()):
             simpler = rule(expr, self.definitions)
             if simpler is not None:
                 return simpler
@@ -244,7 +238,7 @@ class _Rewriter(PyExprMutator):
         if isinstance(expr, relax.TupleGetItem):
             source = self._bind(expr.tuple_value, name)
             bound = expr if source is expr.tuple_value else relax.TupleGetItem(source, expr.index)
-        elif operator_name(expr) is not None:
+        elif rule_key(expr) is not None:
             args = [self._bind(arg, name) for arg in expr.args]
             changed = any(new is not old for new, old in zip(args, expr.args, strict=True))
             bound = relax.Call(expr.op, args, expr.attrs, expr.ty_args) if changed else expr
@@ -260,14 +254,14 @@ class _Rewriter(PyExprMutator):
             fields = [self._bind(field, name) for field in expr.fields]
             changed = any(new is not old for new, old in zip(fields, expr.fields, strict=True))
             return relax.Tuple(fields) if changed else expr
-        if operator_name(expr) is None:
+        if rule_key(expr) is None:
             return expr
         if expr in self.bound:
             self.definitions.read_again(self.bound[expr])
             return self.bound[expr]
         name = self.definitions.name_for(expr, f"{name}_{short_name(expr)}")
         value = self._simplify(expr, name)
-        if operator_name(value) is None:
+        if rule_key(value) is None:
             return value
         variable = self.builder_.emit(value, name)
         self.definitions.bind(variable, value, 1)

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 from tvm import relax
 
-from fusion.relax.canonical.rewriter import Definitions, is_float, static_shape
+from fusion.relax.bindings import static_shape
+from fusion.relax.canonical.rewriter import Definitions, is_float
 
 # Values that frameworks round to their own precision: 1/6 as 0.16666667, 3 as 3.0000001.
 _TOLERANCE = 1e-6

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from tvm import relax
 
-from fusion.relax.canonical.rewriter import Definitions, constant_of, is_float, static_shape
+from fusion.relax.bindings import static_shape
+from fusion.relax.canonical.rewriter import Definitions, constant_of, is_float
 
 CONVOLUTIONS = ("relax.nn.conv1d", "relax.nn.conv2d", "relax.nn.conv3d")
 MATMUL = "relax.matmul"

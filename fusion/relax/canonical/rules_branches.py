@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from tvm import relax
 
-from fusion.relax.canonical.rewriter import Definitions, constant_of, static_shape
+from fusion.relax.bindings import static_shape
+from fusion.relax.canonical.rewriter import Definitions, constant_of
 from fusion.relax.canonical.rules_affine import Affine, match_affine
 from fusion.relax.canonical.rules_preceding import match_scaled
 

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 from tvm import relax
 
-from fusion.relax.canonical.rewriter import Definitions, RewriteRule, constant_of, static_shape
+from fusion.relax.bindings import static_shape
+from fusion.relax.canonical.rewriter import Definitions, RewriteRule, constant_of
 
 _LAST = (0, 2, 3, 1)  # NCHW to NHWC
 _FIRST = (0, 3, 1, 2)  # and back

@@ -9,7 +9,8 @@ from __future__ import annotations
 import numpy as np
 from tvm import relax
 
-from fusion.relax.canonical.rewriter import Definitions, RewriteRule, static_shape
+from fusion.relax.bindings import static_shape
+from fusion.relax.canonical.rewriter import Definitions, RewriteRule
 
 # Copies of the image, one for each tap of the window: more than this is no gain any more.
 MOST_TAPS = 64

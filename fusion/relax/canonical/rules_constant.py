@@ -7,7 +7,8 @@ from collections.abc import Callable
 import numpy as np
 from tvm import relax
 
-from fusion.relax.canonical.rewriter import Definitions, RewriteRule, constant_of, static_shape
+from fusion.relax.bindings import static_shape
+from fusion.relax.canonical.rewriter import Definitions, RewriteRule, constant_of
 
 # The operators between a framework's parameters and their use; TVM's FoldConstant evaluates all others.
 _BINARY: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from tvm import relax
 
-from fusion.relax.canonical.rewriter import Definitions, constant_of, is_float, static_shape
+from fusion.relax.bindings import static_shape
+from fusion.relax.canonical.rewriter import Definitions, constant_of, is_float
 
 NORM = "relax.nn.layer_norm"
 GROUP_NORM = "relax.nn.group_norm"

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from tvm import relax
 
-from fusion.relax.canonical.rewriter import Definitions, static_shape
+from fusion.relax.bindings import static_shape
+from fusion.relax.canonical.rewriter import Definitions
 from fusion.relax.canonical.rules_affine import Affine, match_affine
 from fusion.relax.canonical.rules_branches import Branch, convolution_of, embedded_weight, split_convolution
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from tvm import relax
 
-from fusion.relax.canonical.rewriter import Definitions, constant_of, is_float, static_shape
+from fusion.relax.bindings import static_shape
+from fusion.relax.canonical.rewriter import Definitions, constant_of, is_float
 from fusion.relax.canonical.rules_affine import CONVOLUTIONS, MATMUL, has_plain_weight
 
 

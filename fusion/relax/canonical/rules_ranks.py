@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 from tvm import relax
 
-from fusion.relax.canonical.rewriter import Definitions, RewriteRule, constant_of, static_shape
+from fusion.relax.bindings import static_shape
+from fusion.relax.canonical.rewriter import Definitions, RewriteRule, constant_of
 
 # Kernels unroll the taps of a row and loop over the rows: longer windows stand upright.
 LONGEST_ROW = 11

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from tvm import relax
 
-from fusion.relax.canonical.rewriter import Definitions, RewriteRule, static_shape
+from fusion.relax.bindings import static_shape
+from fusion.relax.canonical.rewriter import Definitions, RewriteRule
 
 _BINARY = (
     *("relax.add", "relax.subtract", "relax.multiply", "relax.divide", "relax.maximum", "relax.minimum"),

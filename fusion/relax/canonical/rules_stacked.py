@@ -9,7 +9,8 @@ import functools
 import numpy as np
 from tvm import relax
 
-from fusion.relax.canonical.rewriter import Definitions, RewriteRule, static_shape
+from fusion.relax.bindings import static_shape
+from fusion.relax.canonical.rewriter import Definitions, RewriteRule
 
 # A chain of more additions than this is no simpler form.
 MOST_PARTS = 8

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from tvm import relax
 
-from fusion.relax.canonical.rewriter import Definitions, static_shape
+from fusion.relax.bindings import static_shape
+from fusion.relax.canonical.rewriter import Definitions
 from fusion.relax.canonical.rules_activation import clip_bounds
 
 

@@ -12,7 +12,7 @@ from fusion.relax.onnx.quantised_tensors import QuantisedTensors
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from onnx import NodeProto
+    from onnx import ModelProto, NodeProto
 
 
 def linear_resize(
@@ -23,7 +23,7 @@ def linear_resize(
     """
     given = {each.name: each for each in node.attribute}
     shape, result = shapes.get(node.input[0], ()), shapes.get(node.output[0], ())
-    if not is_linear(node) or len(shape) != 4 or len(result) != 4 or 0 in (*shape, *result):
+    if not _is_linear(node) or len(shape) != 4 or len(result) != 4 or 0 in (*shape, *result):
         return None
     coordinates = given["coordinate_transformation_mode"].s if "coordinate_transformation_mode" in given else None
     name = "half_pixel" if coordinates is None else coordinates.decode()
@@ -39,7 +39,18 @@ def linear_resize(
     return ByteResize(image, (result[2], result[3]), (float(scales[2]), float(scales[3])), name, cut_off)
 
 
-def is_linear(node: NodeProto) -> bool:
+def linear_resizes(model: ModelProto) -> frozenset[str]:
+    """The results that have a :class:`ByteResize`, of bytes read as they are."""
+    from onnx import shape_inference
+
+    if not any(map(_is_linear, model.graph.node)):
+        return frozenset()
+    tensors = QuantisedTensors(shape_inference.infer_shapes(model))
+    shapes, nodes = tensors.shapes(), tensors.graph.node
+    return frozenset(each.output[0] for each in nodes if linear_resize(tensors, shapes, each, cut_off=True) is not None)
+
+
+def _is_linear(node: NodeProto) -> bool:
     """Whether ``node`` is a Resize between two pixels along each axis."""
     return node.op_type == "Resize" and any(each.name == "mode" and each.s == b"linear" for each in node.attribute)
 

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fusion.relax.onnx.byte_resizing import is_linear
 from fusion.relax.onnx.quantised_tensors import MOVES, SHIFTED, QuantisedTensors, is_move
 
 if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
 
 
-def remove_signs(model: ModelProto, resized: bool = False) -> bool:
+def remove_signs(model: ModelProto, resized: Collection[str] = ()) -> bool:
     """Changes ``model`` where bytes with a sign are quantised and read; says whether there were any. Zero points must
-    be there (:func:`fusion.relax.onnx.zero_points.with_zero_points`). ``resized``: those too that a Resize reads as
-    they are and cuts off behind the comma, which whoever computes it has to do towards their zero.
+    be there (:func:`fusion.relax.onnx.zero_points.with_zero_points`). ``resized``: results of a Resize that reads bytes
+    as they are and cuts off behind the comma, which whoever computes them does towards what was their zero.
     """
     signs = _Signs(QuantisedTensors(model), resized)
     for node in model.graph.node:
@@ -26,7 +26,7 @@ def remove_signs(model: ModelProto, resized: bool = False) -> bool:
 
 
 class _Signs:
-    def __init__(self, tensors: QuantisedTensors, resized: bool) -> None:
+    def __init__(self, tensors: QuantisedTensors, resized: Collection[str]) -> None:
         self.found = False
         self._tensors = tensors
         self._resized = resized
@@ -56,7 +56,7 @@ class _Signs:
                     if found is None or found[1].dtype != np.int8:
                         return []
                     ends.append(each)
-                elif each.op_type in MOVES or is_move(each) or (self._resized and is_linear(each)):
+                elif each.op_type in MOVES or is_move(each) or each.output[0] in self._resized:
                     waiting += each.input if each.op_type == "Concat" else each.input[:1]
                     waiting.append(each.output[0])
                 else:

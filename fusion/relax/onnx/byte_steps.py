@@ -29,7 +29,7 @@ from fusion.relax.byte_calls import (
 )
 from fusion.relax.byte_resize import ByteResize
 from fusion.relax.onnx.byte_resizing import linear_resize
-from fusion.relax.onnx.quantised_tensors import QuantisedTensors, TensorOfBytes
+from fusion.relax.onnx.quantised_tensors import QuantisedTensors, TensorOfBytes, is_of_channels
 
 if TYPE_CHECKING:
     from onnx import NodeProto
@@ -159,41 +159,46 @@ class ByteSteps:
         return [self._look_up(moved, table, output)]
 
     def activation_of(self, value: str, layers: Collection[str]) -> tuple[Activation, str, np.ndarray | None] | None:
-        """The activation that makes ``value`` of what one of the operators ``layers`` makes, the name of that, and the
-        slope of each of its channels where these differ; ``None`` where something else reads what lies between.
+        """The activation that makes ``value`` of what one of the operators ``layers`` makes, the name of that, and of a
+        ``prelu`` the slope of each of its channels; ``None`` where something else reads what lies between.
         """
         region = _Region()
         if not self._visit(value, region, layers) or region.leaves or len(region.sums) != 1 or not region.nodes:
             return None
         before, tensors = region.sums[0], self._tensors
-        slopes = self._slopes(region, before)
-        if slopes is None and any(numbers.size != 1 for numbers in region.numbers.values()):
-            return None
         for name in (before, *outputs_of(region.nodes)):
             readers = [node for node in tensors.readers[name] if node not in region.nodes]
             if name != value and (readers or name in tensors.results):
                 return None
-        if slopes is not None:
-            return Activation("prelu"), before, slopes
+        activation = self._of_one_kind(region, before, value)
+        if activation is not None:
+            return activation, before, None
+        slopes = self._slopes(region, before)
+        return None if slopes is None else (Activation("prelu"), before, slopes)
+
+    def _of_one_kind(self, region: _Region, before: str, value: str) -> Activation | None:
+        """The activation that makes ``value`` of ``before``, the same in every channel."""
+        if any(numbers.size != 1 for numbers in region.numbers.values()):
+            return None
         numbers = {name: each.reshape(()) for name, each in region.numbers.items()}
 
         def computed(grid: np.ndarray) -> np.ndarray | None:
             values = self._values(region.nodes, numbers, {before: grid.astype(np.float32)}, value)
             return None if values is None else values.astype(np.float64)
 
-        activation = recognised(computed)
-        return None if activation is None else (activation, before, None)
+        return recognised(computed)
 
     def _slopes(self, region: _Region, before: str) -> np.ndarray | None:
-        """Those of a lone PRelu of an image, one for each channel."""
+        """Those of a lone PRelu of an image: of each channel, also where all have one that no other activation has."""
         shape = self._shapes.get(before, ())
         if len(region.nodes) != 1 or region.nodes[0].op_type != "PRelu" or len(shape) != 4:
             return None
         slopes = region.numbers.get(region.nodes[0].input[1])
-        if slopes is None or slopes.size == 1 or slopes.dtype != np.float32:
+        if slopes is None or slopes.dtype != np.float32:
             return None
-        aligned = (1,) * (4 - slopes.ndim) + slopes.shape
-        return slopes.reshape(-1) if aligned == (1, shape[1], 1, 1) else None
+        if slopes.size == 1:
+            return np.full(shape[1], slopes.reshape(()), np.float32)
+        return slopes.reshape(-1) if is_of_channels(slopes, shape[1]) else None
 
     # --- tables -----------------------------------------------------------------------------------
 
@@ -242,10 +247,9 @@ class ByteSteps:
                 if numbers.shape != (channels,):
                     return False
                 continue
-            aligned = (1,) * (4 - numbers.ndim) + numbers.shape
-            if aligned != (1, channels, 1, 1) or any(shape[1] != channels for shape in shapes):
+            if not is_of_channels(numbers, channels) or any(shape[1] != channels for shape in shapes):
                 return False
-            region.numbers[name] = numbers.reshape(aligned)
+            region.numbers[name] = numbers.reshape(1, channels, 1, 1)
         return True
 
     def _evaluated(self, region: _Region, made: Mapping[str, np.ndarray], target: Target) -> np.ndarray | None:

@@ -79,7 +79,6 @@ def _reason(tensors: QuantisedTensors, shapes: dict[str, tuple[int, ...]], node:
         return OTHER_WEIGHTS
     if "Conv" in node.op_type and len(shapes.get(node.input[0], (0,) * 4)) != 4:
         return NOT_IMAGES
-    readers = tensors.readers[node.output[0]]
-    if [each.op_type for each in readers] != ["QuantizeLinear"]:
+    if tensors.rounded_behind(node.output[0]) is None:
         return NOT_ROUNDED
     return OTHER_FORM

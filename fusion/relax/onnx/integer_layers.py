@@ -16,9 +16,10 @@ import numpy as np
 
 from fusion.relax.activations import Activation
 from fusion.relax.byte_calls import Quantisation, addition_factors
+from fusion.relax.onnx.byte_resizing import linear_resizes
 from fusion.relax.onnx.byte_signs import remove_signs
 from fusion.relax.onnx.byte_steps import ByteSteps, Target, only_readers, outputs_of, quantisation_of, quantised
-from fusion.relax.onnx.moved_steps import bring_steps_to_layers, share_equal_steps
+from fusion.relax.onnx.moved_steps import bring_steps_to_layers, share_equal_steps, transpose_weights
 from fusion.relax.onnx.onnx_qlinear import OF_OPERATOR
 from fusion.relax.onnx.quantised_tensors import QuantisedTensors, TensorOfBytes, is_move, offset_of, padding_of
 from fusion.relax.onnx.transposed_layers import split_transposed
@@ -65,9 +66,10 @@ def with_integer_layers(model: ModelProto) -> ModelProto:
     copy = ModelProto()
     copy.CopyFrom(model)
     share_equal_steps(copy)
+    transpose_weights(copy)
     bring_steps_to_layers(copy)
     split_transposed(copy)
-    remove_signs(copy, resized=True)
+    remove_signs(copy, linear_resizes(copy))
     copy = shape_inference.infer_shapes(copy)
     matcher = _Matcher(QuantisedTensors(copy))
     matcher.match()
@@ -242,27 +244,31 @@ class _Matcher:
         self, node: NodeProto, target: Target, data: str, weight: np.ndarray
     ) -> tuple[str, np.ndarray, list[NodeProto]] | None:
         """Data and weights of 8 bits that make the same sums as ``weight`` of 9: channels for which one does not fit
-        are there twice, the second time for the rest of it. ``None`` for convolutions in groups.
+        are there again for the rest of it, until nothing is left (of 255 a second 127 leaves 1). ``None`` for
+        convolutions in groups.
         """
         from onnx import helper
 
         if any(each.name == "group" and each.i > 1 for each in node.attribute):
             return None
-        fitting = np.clip(weight, -128, 127)
-        rest = weight - fitting
-        others = tuple(axis for axis in range(weight.ndim) if axis != 1)
-        channels = np.flatnonzero(rest.any(axis=others)).astype(np.int64)
         axis = 1 if node.op_type == "Conv" else len(self._shapes.get(node.input[0], ())) - 1
         if axis < 0:
             return None
-        index = self._steps.constant(f"{target.output}_channels", channels)
+        others = tuple(each for each in range(weight.ndim) if each != 1)
+        fitting = np.clip(weight, -128, 127)
+        parts, channels, rest = [fitting], [], weight - fitting
+        while rest.any():
+            channels.append(np.flatnonzero(rest.any(axis=others)))
+            fitting = np.clip(rest, -128, 127)
+            parts.append(fitting[:, channels[-1]])
+            rest = rest - fitting
+        index = self._steps.constant(f"{target.output}_channels", np.concatenate(channels).astype(np.int64))
         again, both = f"{target.output}_again", f"{target.output}_repeated"
         before = [
             helper.make_node("Gather", [data, index], [again], again, axis=axis),
             helper.make_node("Concat", [data, again], [both], both, axis=axis),
         ]
-        joined = np.concatenate([fitting, rest[:, channels]], axis=1).astype(np.int8)
-        return both, np.ascontiguousarray(joined), before
+        return both, np.concatenate(parts, axis=1).astype(np.int8), before
 
     def _is_plain(self, node: NodeProto, options: dict[str, Any]) -> bool:
         """A product without factors, its data not transposed."""

@@ -2,12 +2,15 @@
 
 Files from training with rounded values have them at the inputs of layers alone: pooling, reshaping and other moves of
 values stand between a layer and where its result is rounded, or between bytes and the layer that reads them. Rounding
-commutes with a move, so that a pair of the two on its other side changes no value.
+commutes with a move, so that a pair of the two on its other side changes no value, and weights are moved before they
+are dequantised.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from fusion.relax.onnx.onnx_unsupported import all_nodes
 from fusion.relax.onnx.quantised_tensors import QuantisedTensors, is_move, padding_of
@@ -56,6 +59,29 @@ def share_equal_steps(model: ModelProto) -> bool:
     del model.graph.node[:]
     model.graph.node.extend(nodes)
     return True
+
+
+def transpose_weights(model: ModelProto) -> bool:
+    """Changes ``model``: a Transpose of dequantised constants becomes the DequantizeLinear of transposed ones. Tools
+    that round weights as training holds them, (out, in), write such in front of products. Says whether there were any.
+    """
+    from onnx import helper, numpy_helper
+
+    tensors, found = QuantisedTensors(model), False
+    for node in model.graph.node:
+        held = tensors.dequantised(node.input[0]) if node.op_type == "Transpose" else None
+        if held is None or held.source not in tensors.constants:
+            continue
+        values, found = tensors.constants[held.source], True
+        order = next((list(each.ints) for each in node.attribute if each.name == "perm"), [*range(values.ndim)][::-1])
+        name = f"{node.output[0]}_transposed"
+        model.graph.initializer.append(numpy_helper.from_array(np.ascontiguousarray(values.transpose(order)), name))
+        del node.attribute[:]
+        node.op_type, node.input[:] = held.node.op_type, [name, *held.node.input[1:]]
+        node.attribute.extend(each for each in held.node.attribute if each.name != "axis")
+        if held.scale.size > 1:
+            node.attribute.append(helper.make_attribute("axis", order.index(held.axis % values.ndim)))
+    return found
 
 
 def _moves(tensors: QuantisedTensors) -> list[str]:

@@ -23,13 +23,15 @@ from costmodel.base.errors import UnsupportedOperatorError
 from costmodel.operators.layers import Conv2d, Dense, Epilogue, ResidualPosition
 from fusion.model.layer_names import identifier
 from fusion.model.library_messages import sentence
-from fusion.relax.canonical.rewriter import constant_of, operator_name, short_name
+from fusion.relax.bindings import constant_array
+from fusion.relax.canonical.rewriter import constant_of, rule_key, short_name
 from fusion.relax.integer_calls import integer_call
 from fusion.relax.onnx.byte_converters import BYTE_CONVERTERS
 from fusion.relax.onnx.integer_layers import QUANTISED_CONV, QUANTISED_DENSE, with_integer_layers
 from fusion.relax.onnx.onnx_file import opset_of
 from fusion.relax.onnx.recurrent_layers import convert_gru, convert_lstm
 from fusion.relax.onnx.resize_weights import resize_matrix
+from fusion.relax.onnx.transposed_layers import padding_before
 from fusion.relax.onnx.zero_points import with_zero_points
 
 if TYPE_CHECKING:
@@ -113,16 +115,12 @@ def bind(builder: relax.BlockBuilder, expr: relax.Expr, name: str) -> relax.Expr
     if isinstance(expr, relax.TupleGetItem):
         source = bind(builder, expr.tuple_value, f"{name}_{short_name(expr.tuple_value)}")
         return builder.emit(relax.TupleGetItem(source, expr.index), name)
-    if operator_name(expr) is None:
+    if rule_key(expr) is None:
         return expr
     args = [bind(builder, arg, f"{name}_{short_name(arg)}") for arg in expr.args]
     if any(new is not old for new, old in zip(args, expr.args, strict=True)):
         expr = relax.Call(expr.op, args, expr.attrs, expr.ty_args)
     return builder.emit(expr, name)
-
-
-def _constant(expr: relax.Expr | None) -> np.ndarray | None:
-    return expr.value.numpy() if isinstance(expr, tvm.ir.GenericConst) else None
 
 
 def _static_shape(expr: relax.Expr) -> tuple[int, ...]:
@@ -152,7 +150,7 @@ def _conv(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str) -
     )
     if bias is None:
         return result
-    values = _constant(bias)
+    values = constant_array(bias)
     channels = (1, -1, 1, 1)
     shaped = relax.op.reshape(bias, channels) if values is None else constant_of(values.reshape(channels))
     return bind(builder, relax.op.add(result, shaped), f"{name}_bias")
@@ -241,9 +239,8 @@ def _conv_transpose(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, na
     whole = [strides[a] * (image[a] - 1) + dilations[a] * (kernel[a] - 1) + 1 + added[a] for a in axes]
     cut = [whole[a] - wanted[a - len(kernel)] for a in axes]  # batch and channels may stand before
     attrs["output_padding"] = tuple(added[a] + max(-cut[a], 0) for a in axes)
-    small, large = (tuple(max(total, 0) // 2 for total in cut), tuple(-(-max(total, 0) // 2) for total in cut))
-    upper = attrs.get("auto_pad", b"NOTSET") == b"SAME_UPPER"
-    attrs["pads"] = (*small, *large) if upper else (*large, *small)
+    before = [padding_before(total, attrs.get("auto_pad") == b"SAME_UPPER") for total in cut]
+    attrs["pads"] = (*before, *(max(total, 0) - first for total, first in zip(cut, before, strict=True)))
     attrs["auto_pad"] = b"NOTSET"
 
 
@@ -252,9 +249,9 @@ _PAD_MODES = {b"constant": "constant", b"reflect": "reflect", b"edge": "replicat
 
 def _pad(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str) -> relax.Expr | None:
     """Padding with known, non-negative widths as ``R.nn.pad``; else TVM's converter."""
-    pads = _constant(inputs[1]) if len(inputs) > 1 else None
-    value = _constant(inputs[2]) if len(inputs) > 2 and inputs[2] is not None else np.zeros(())
-    axes = _constant(inputs[3]) if len(inputs) > 3 and inputs[3] is not None else None
+    pads = constant_array(inputs[1]) if len(inputs) > 1 else None
+    value = constant_array(inputs[2]) if len(inputs) > 2 and inputs[2] is not None else np.zeros(())
+    axes = constant_array(inputs[3]) if len(inputs) > 3 and inputs[3] is not None else None
     mode = _PAD_MODES.get(attrs.get("mode", b"constant"))
     if mode is None or pads is None or value is None or np.any(pads < 0):
         return None
@@ -270,7 +267,7 @@ def _clip(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str) -
     bounds = []
     for position, open_end in ((1, -np.inf), (2, np.inf)):
         bound = inputs[position] if len(inputs) > position else None
-        values = np.array(open_end) if bound is None else _constant(bound)
+        values = np.array(open_end) if bound is None else constant_array(bound)
         if values is None:
             return None
         value = values.reshape(-1)[0].item()
@@ -284,8 +281,8 @@ def _clip(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str) -
 
 def _gemm(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str) -> relax.Expr | None:
     """``alpha A B + beta C`` with constant B and C: the factors and the transposition go into the constants."""
-    weight = _constant(inputs[1])
-    bias = _constant(inputs[2]) if len(inputs) > 2 else None
+    weight = constant_array(inputs[1])
+    bias = constant_array(inputs[2]) if len(inputs) > 2 else None
     if weight is None or weight.dtype.kind != "f" or attrs.get("transA", 0):
         return None
     if bias is None and len(inputs) > 2 and inputs[2] is not None:
@@ -315,7 +312,7 @@ def _instance_norm(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, nam
     """As a group norm with as many groups as channels."""
     data, weight, bias = inputs
     shape = data.ty.shape
-    if any(_constant(each) is None for each in (weight, bias)) or str(data.ty.dtype) != "float32":
+    if any(constant_array(each) is None for each in (weight, bias)) or str(data.ty.dtype) != "float32":
         return None
     axes = list(range(2, len(shape)))
     epsilon = attrs.get("epsilon", 1e-5)
@@ -332,8 +329,8 @@ def _resize(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str)
         return _resize_whole_numbers(builder, inputs, attrs, name)
     coordinates = attrs.get("coordinate_transformation_mode", b"half_pixel").decode()
     shape, rank = _static_shape(data), len(_static_shape(data))
-    scales = _constant(inputs[2]) if len(inputs) > 2 and inputs[2] is not None else None
-    sizes = _constant(inputs[3]) if len(inputs) > 3 and inputs[3] is not None else None
+    scales = constant_array(inputs[2]) if len(inputs) > 2 and inputs[2] is not None else None
+    sizes = constant_array(inputs[3]) if len(inputs) > 3 and inputs[3] is not None else None
     if scales is not None and not scales.size:  # opset 11 cannot leave them out
         inputs[2] = scales = None
     given = sizes if scales is None else scales
@@ -379,7 +376,9 @@ def _resize(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str)
 
 
 def _resize_whole_numbers(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str) -> relax.Expr | None:
-    """Bytes between pixels: computed in floats and cut off behind the comma, as ONNX Runtime does."""
+    """Bytes between pixels: computed in floats and cut off behind the comma, as ONNX Runtime does, but rounded where
+    they are filtered.
+    """
     data, *others = inputs
     dtype = str(data.ty.dtype)
     wide = builder.emit(relax.op.astype(data, "float32"), f"{name}_floats")
@@ -387,7 +386,8 @@ def _resize_whole_numbers(builder: relax.BlockBuilder, inputs: Inputs, attrs: di
     if image is None:
         return None
     bounds = np.iinfo(dtype)
-    whole = relax.op.clip(relax.op.trunc(builder.emit(image, f"{name}_image")), int(bounds.min), int(bounds.max))
+    rounding = relax.op.round if attrs.get("antialias", 0) else relax.op.trunc
+    whole = relax.op.clip(rounding(builder.emit(image, f"{name}_image")), int(bounds.min), int(bounds.max))
     return relax.op.astype(bind(builder, whole, f"{name}_whole"), dtype)
 
 
@@ -448,7 +448,7 @@ def _pairwise(operator: Callable) -> Callable:
 
 
 def _dropout(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str) -> relax.Expr:
-    training = _constant(inputs[2]) if len(inputs) > 2 and inputs[2] is not None else np.array(False)
+    training = constant_array(inputs[2]) if len(inputs) > 2 and inputs[2] is not None else np.array(False)
     if training is None or training.any():
         raise UnsupportedOperatorError(f"operator Dropout of node {name!r} is in training mode; export for inference")
     return inputs[0]

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fusion.relax.onnx.quantised_tensors import constants_of
+
 if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
 
@@ -88,10 +90,14 @@ class _Parts:
         )
 
     def centred(self, data: int, zero: int) -> str:
-        """The whole numbers of the input ``data`` less the zero point at ``zero``, as floats."""
+        """The whole numbers of the input ``data`` less the zero point at ``zero``, as floats. ``KeyError`` if that is
+        not one for all.
+        """
         from onnx import TensorProto, helper
 
         names = [self.given(data), *([self.given(zero)] if self.given(zero) else [])]
+        if (known := self._constants.get(self.given(zero))) is not None and known.size > 1:
+            raise KeyError(self.given(zero))
         floats = []
         for name in names:
             floats.append(self._name("floats"))
@@ -103,23 +109,30 @@ class _Parts:
         return name
 
     def centred_weights(self, weight: int, zero: int, axis: int) -> str:
-        """Constant weights less their zero point, of all or of each output along ``axis``, as floats."""
+        """Constant weights less their zero point, of all, of each output along ``axis``, or of as many axes as the
+        weights have, as floats.
+        """
         from onnx import numpy_helper
 
         values = self._constants[self.given(weight)].astype(np.float32)
         zeros = self._constants[self.given(zero)].astype(np.float32) if self.given(zero) else np.zeros(1, np.float32)
-        shape = [1] * values.ndim
-        shape[axis] = zeros.size
+        if zeros.ndim != values.ndim:
+            shape = [1] * values.ndim
+            shape[axis] = zeros.size
+            zeros = zeros.reshape(shape)
         name = self._name("weights")
-        self._initializers.append(numpy_helper.from_array(values - zeros.reshape(shape), name))
+        self._initializers.append(numpy_helper.from_array(values - zeros, name))
         return name
 
     def as_whole(self, value: str) -> None:
-        """``value`` as the output of the node, of int32."""
+        """``value`` as the output of the node, of int32: rounded, for a kernel may compute products of whole numbers by
+        fractions (Winograd).
+        """
         from onnx import TensorProto, helper
 
-        output = self.node.output[0]
-        self.nodes.append(helper.make_node("Cast", [value], [output], f"{output}{_WHOLE}", to=TensorProto.INT32))
+        output, rounded = self.node.output[0], self._name("rounded")
+        self.nodes.append(helper.make_node("Round", [value], [rounded], f"{rounded}{_WHOLE}"))
+        self.nodes.append(helper.make_node("Cast", [rounded], [output], f"{output}{_WHOLE}", to=TensorProto.INT32))
 
     def rename_result(self, value: str) -> None:
         """``value`` as the output of the node, which is of floats."""
@@ -199,22 +212,22 @@ def taken_apart(model: ModelProto) -> ModelProto:
     """``model`` itself if it holds no such operator; else a copy without those whose weights and, where they have any,
     scales are constant.
     """
-    from onnx import ModelProto, numpy_helper
+    from onnx import ModelProto
 
     def converter(node: NodeProto) -> Callable[[_Parts], None] | None:
         return (_OWN if node.domain == _RUNTIMES_OWN else _STANDARD if not node.domain else {}).get(node.op_type)
 
-    if not any(map(converter, model.graph.node)):
+    if not any(converter(node) or _is_step_of_runtime(node) for node in model.graph.node):
         return model
     copy = ModelProto()
     copy.CopyFrom(model)
     graph = copy.graph
-    constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    constants = constants_of(graph)
     nodes: list[NodeProto] = []
     for node in graph.node:
         convert = converter(node)
         if convert is None:
-            if node.domain == _RUNTIMES_OWN and node.op_type in ("QuantizeLinear", "DequantizeLinear"):
+            if _is_step_of_runtime(node):
                 node.domain = ""  # the same, of more types
             nodes.append(node)
             continue
@@ -233,15 +246,19 @@ def taken_apart(model: ModelProto) -> ModelProto:
     return copy
 
 
+def _is_step_of_runtime(node: NodeProto) -> bool:
+    return node.domain == _RUNTIMES_OWN and node.op_type in ("QuantizeLinear", "DequantizeLinear")
+
+
 def _without_round_trips(nodes: Sequence[NodeProto]) -> list[NodeProto]:
     """Sums of whole numbers, which are there in floats, are read as these where they are cast back."""
     from onnx import TensorProto
 
-    casts = {node.output[0]: node for node in nodes if node.op_type == "Cast"}
-    for node in casts.values():
-        before = casts.get(node.input[0])
-        target = next(each.i for each in node.attribute if each.name == "to")
-        if before is not None and before.name.endswith(_WHOLE) and target == TensorProto.FLOAT:
-            node.op_type, node.input[0] = "Identity", before.input[0]
+    whole = {node.output[0]: node.input[0] for node in nodes if node.name.endswith(_WHOLE)}
+    for node in nodes:
+        if node.op_type != "Cast" or node.input[0] not in whole:
+            continue
+        if next(each.i for each in node.attribute if each.name == "to") == TensorProto.FLOAT:
+            node.op_type, node.input[0] = "Identity", whole[whole[node.input[0]]]
             del node.attribute[:]
     return list(nodes)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from onnx import ModelProto, NodeProto
+    from onnx import GraphProto, ModelProto, NodeProto
 
 # Ends the names of zero points of bytes that had a sign.
 SHIFTED = "_without_sign"
@@ -18,6 +18,8 @@ MOVES = frozenset(
     {"MaxPool", "Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze", "Identity", "Concat", "Slice", "Tile"}
     | {"DepthToSpace", "SpaceToDepth", "Expand"}
 )
+# Of one tensor, value by value; other inputs are numbers.
+_ALONG = frozenset({"Clip", "Elu", "HardSigmoid", "HardSwish", "LeakyRelu", "PRelu", "Relu", "Sigmoid", "Tanh"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,16 +46,11 @@ class QuantisedTensors:
     """Who makes a tensor, who reads it, and the values of those that are constant."""
 
     def __init__(self, model: ModelProto) -> None:
-        from onnx import numpy_helper
-
         self.model = model
         self.graph = model.graph
-        self.constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in self.graph.initializer}
+        self.constants = constants_of(self.graph)
         self.made_by: dict[str, NodeProto] = {}
         self.readers: dict[str, list[NodeProto]] = defaultdict(list)
-        for node in self.graph.node:
-            if node.op_type == "Constant" and node.attribute and node.attribute[0].name == "value":
-                self.constants[node.output[0]] = numpy_helper.to_array(node.attribute[0].t)
         for node in self.graph.node:
             if node.op_type == "QuantizeLinear" and node.input[0] in self.constants:
                 self._quantise_constant(node)
@@ -145,6 +142,24 @@ class QuantisedTensors:
         found = None if node is None else self.quantisation(node)
         return None if node is None or found is None or found[1].dtype != np.uint8 else offset_of(node)
 
+    def rounded_behind(self, name: str) -> tuple[tuple[NodeProto, ...], NodeProto] | None:
+        """What is computed of ``name`` alone, value by value, and the QuantizeLinear of one scale behind that; ``None``
+        where something else reads a value on the way.
+        """
+        value = name
+        nodes: list[NodeProto] = []
+        while self.inner(value):
+            (reader,) = self.readers[value]
+            if reader.op_type == "QuantizeLinear":
+                found = self.quantisation(reader)
+                return (tuple(nodes), reader) if found is not None and found[0].size == 1 else None
+            others = {each for each in reader.input[1:] if each}
+            if reader.op_type not in _ALONG or reader.input[0] != value or not self.constants.keys() >= others:
+                return None
+            nodes.append(reader)
+            value = reader.output[0]
+        return None
+
     def data(self, name: str) -> TensorOfBytes | None:
         """Of a computed tensor of bytes without a sign, all alike."""
         found = self.dequantised(name)
@@ -153,9 +168,25 @@ class QuantisedTensors:
         return found if found.zero.dtype == np.uint8 else None
 
 
+def constants_of(graph: GraphProto) -> dict[str, np.ndarray]:
+    """The tensors that ``graph`` itself holds, by name: initialisers, and what its Constant nodes make."""
+    from onnx import numpy_helper
+
+    found = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    for node in graph.node:
+        if node.op_type == "Constant" and node.attribute and node.attribute[0].name == "value":
+            found[node.output[0]] = numpy_helper.to_array(node.attribute[0].t)
+    return found
+
+
 def offset_of(node: NodeProto) -> int:
     """What was added to the bytes of a QuantizeLinear or DequantizeLinear when they lost their sign."""
     return 128 if node.input[2:] and node.input[2].endswith(SHIFTED) else 0
+
+
+def is_of_channels(numbers: np.ndarray, channels: int) -> bool:
+    """Whether there is one for each channel of images of shape (N, ``channels``, H, W), as ONNX broadcasts it."""
+    return (1,) * (4 - numbers.ndim) + numbers.shape == (1, channels, 1, 1)
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import tvm
 from tvm import relax, tirx
 
 from costmodel.base.errors import UnsupportedOperatorError
-from fusion.relax.bindings import OPAQUE
+from fusion.relax.bindings import OPAQUE, constant_array
 from fusion.relax.recurrent_kernels import LANES, Recurrence, gru, lstm
 from schedules.contract.kernel_compilation import TEMPLATE_ATTRIBUTE
 
@@ -63,10 +62,6 @@ def _at(inputs: Sequence[Any], position: int) -> Any:
     return inputs[position] if len(inputs) > position else None
 
 
-def _constant(expr: Any) -> np.ndarray | None:
-    return expr.value.numpy() if isinstance(expr, tvm.ir.GenericConst) else None
-
-
 def _require_plain(kind: str, inputs: Sequence[Any], attrs: Mapping[str, Any], name: str) -> None:
     """``UnsupportedOperatorError`` for what neither kernel computes."""
     direction = attrs.get("direction", b"forward").decode()
@@ -80,7 +75,7 @@ def _require_plain(kind: str, inputs: Sequence[Any], attrs: Mapping[str, Any], n
     if str(inputs[0].ty.dtype) != "float32":
         raise _refused(kind, name, f"data of {inputs[0].ty.dtype}")
     lengths, steps = _at(inputs, _LENGTHS), int(inputs[0].ty.shape[1 if attrs.get("layout", 0) else 0])
-    if lengths is not None and (_constant(lengths) is None or np.any(_constant(lengths) != steps)):
+    if lengths is not None and (constant_array(lengths) is None or np.any(constant_array(lengths) != steps)):
         raise _refused(kind, name, "sequences of different lengths")
 
 
@@ -96,7 +91,7 @@ def _weights(
     kind: str, layer: Recurrence, inputs: Sequence[Any], name: str
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Of the input, of the state, and both biases behind each other."""
-    weight, recurrent, bias = (_constant(_at(inputs, each)) for each in (_WEIGHT, _RECURRENT, _BIAS))
+    weight, recurrent, bias = (constant_array(_at(inputs, each)) for each in (_WEIGHT, _RECURRENT, _BIAS))
     if weight is None or recurrent is None or (bias is None and _at(inputs, _BIAS) is not None):
         raise _refused(kind, name, "weights that are computed")
     if bias is None:

@@ -8,28 +8,27 @@ the phases in place: pixels are moved as bytes then.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fusion.relax.canonical.rules_transposed import Phase, outputs_first, phases_along
 from fusion.relax.onnx.onnx_file import opset_of
-from fusion.relax.onnx.quantised_tensors import QuantisedTensors, TensorOfBytes
+from fusion.relax.onnx.quantised_tensors import QuantisedTensors, TensorOfBytes, is_of_channels
 
 if TYPE_CHECKING:
-    from onnx import ModelProto, NodeProto
+    from onnx import AttributeProto, ModelProto, NodeProto
 
-# Of one tensor, value by value; other inputs are numbers.
-_ALONG = frozenset({"Clip", "Elu", "HardSigmoid", "HardSwish", "LeakyRelu", "PRelu", "Relu", "Sigmoid", "Tanh"})
 # DepthToSpace has its modes, and Slice its inputs, from here on at the latest.
 _OLDEST_OPSET = 13
 
 
 @dataclass(frozen=True)
 class _Transposed:
-    """A transposed convolution of bytes: its ``weight`` as of an ordinary one, for each phase what that reads, and the
-    nodes behind it up to the ``last``, which quantises.
+    """A transposed convolution of bytes: its ``weight``, of what ``held`` says, as of an ordinary one, for each phase
+    what that reads, and the nodes behind it up to the ``last``, which quantises. ``whole``: rows and columns of all
+    phases together, before they are cut to those of the shape ``result``.
     """
 
     node: NodeProto
@@ -89,21 +88,21 @@ def _found(tensors: QuantisedTensors, shapes: dict[str, tuple[int, ...]], node: 
     if values is None or values.ndim != 4 or values.dtype not in (np.int8, np.uint8):
         return None
     groups = given["group"].i if "group" in given else 1
-    if held.scale.size > 1 and (groups > 1 or held.axis % 4 != 1):
+    held = _of_outputs(held, values.shape, groups)
+    if held is None:
         return None
     if len(node.input) > 2 and node.input[2] and not _is_constant_bias(tensors, node.input[2]):
         return None
     image, result = shapes.get(node.input[0], ()), shapes.get(node.output[0], ())
     strides = tuple(given["strides"].ints) if "strides" in given else (1, 1)
-    pads = tuple(given["pads"].ints) if "pads" in given else (0, 0, 0, 0)
     dilated = "dilations" in given and any(each != 1 for each in given["dilations"].ints)
-    automatic = "auto_pad" in given and given["auto_pad"].s not in (b"NOTSET", b"")
-    if dilated or automatic or "output_shape" in given or len(set(strides)) != 1 or 0 in (*image, *result):
+    if dilated or len(set(strides)) != 1 or len(image) != 4 or len(result) != 4 or 0 in (*image, *result):
         return None
-    end = _behind(tensors, node)
-    if len(image) != 4 or len(result) != 4 or end is None:
+    end = tensors.rounded_behind(node.output[0])
+    if end is None or not _are_of_channels(tensors, end[0], result[1]):
         return None
     stride = int(strides[0])
+    pads = _pads_before(given, stride, values.shape[2:], image[2:], result[2:])
     whole = [-(-size // stride) * stride for size in result[2:]]
     axes = [phases_along(values.shape[2 + axis], stride, pads[axis], image[2 + axis], whole[axis]) for axis in (0, 1)]
     if axes[0] is None or axes[1] is None:
@@ -114,26 +113,46 @@ def _found(tensors: QuantisedTensors, shapes: dict[str, tuple[int, ...]], node: 
     return _Transposed(node, behind, last, held, weight, stride, groups, phases, (whole[0], whole[1]), result)
 
 
+def _of_outputs(held: TensorOfBytes, shape: Sequence[int], groups: int) -> TensorOfBytes | None:
+    """``held`` with a scale for each output of all groups, or one; of weights (in, out of a group, ...)."""
+    if held.scale.size == 1:
+        return held
+    if held.axis % 4 == 1:
+        return replace(held, scale=np.tile(held.scale, groups), zero=np.tile(held.zero, groups))
+    if held.axis % 4 == 0 and groups == shape[0]:
+        return replace(held, scale=np.repeat(held.scale, shape[1]), zero=np.repeat(held.zero, shape[1]))
+    return None
+
+
+def _pads_before(
+    given: dict[str, AttributeProto], stride: int, kernel: Sequence[int], image: Sequence[int], result: Sequence[int]
+) -> list[int]:
+    """What is cut off above and on the left: what the file says, or what its size of the ``result`` leaves."""
+    automatic = given["auto_pad"].s if "auto_pad" in given else b"NOTSET"
+    if "output_shape" not in given and automatic not in (b"SAME_UPPER", b"SAME_LOWER"):
+        pads = list(given["pads"].ints) if "pads" in given else []
+        return pads[:2] if pads and automatic != b"VALID" else [0, 0]
+    added = list(given["output_padding"].ints) if "output_padding" in given else [0, 0]
+    whole = [stride * (image[axis] - 1) + kernel[axis] + added[axis] for axis in (0, 1)]
+    return [padding_before(whole[axis] - result[axis], automatic == b"SAME_UPPER") for axis in (0, 1)]
+
+
 def _is_constant_bias(tensors: QuantisedTensors, name: str) -> bool:
     held = tensors.dequantised(name)
     return name in tensors.constants if held is None else held.source in tensors.constants
 
 
-def _behind(tensors: QuantisedTensors, node: NodeProto) -> tuple[tuple[NodeProto, ...], NodeProto] | None:
-    """What is computed value by value behind ``node``, and the QuantizeLinear behind that."""
-    value = node.output[0]
-    nodes: list[NodeProto] = []
-    while tensors.inner(value):
-        (reader,) = tensors.readers[value]
-        if reader.op_type == "QuantizeLinear":
-            found = tensors.quantisation(reader)
-            return (tuple(nodes), reader) if found is not None and found[0].size == 1 else None
-        others = [name for name in reader.input[1:] if name]
-        if reader.op_type not in _ALONG or reader.input[0] != value or not tensors.constants.keys() >= {*others}:
-            return None
-        nodes.append(reader)
-        value = reader.output[0]
-    return None
+def _are_of_channels(tensors: QuantisedTensors, nodes: Sequence[NodeProto], channels: int) -> bool:
+    """Whether the numbers of ``nodes`` are one each, or one for each channel: others belong to pixels of the result."""
+    numbers = [tensors.constants[name] for node in nodes for name in node.input[1:] if name]
+    return all(each.size == 1 or is_of_channels(each, channels) for each in numbers)
+
+
+def padding_before(total: int, upper: bool) -> int:
+    """Of ``total`` rows or columns that a transposed convolution cuts off to make a result of the size that it says,
+    those in front; ``upper``: its ``auto_pad`` is ``SAME_UPPER``. Negative where it adds some instead, all behind.
+    """
+    return max(total, 0) // 2 if upper else -(-max(total, 0) // 2)
 
 
 class _Writer:
@@ -214,8 +233,7 @@ class _Writer:
         """Of an activation: those of every channel for every copy of these."""
         if not name or copies == 1 or self._tensors.constants[name].size == 1:
             return name
-        values = self._tensors.constants[name]
-        copied = np.tile(values, (copies, *[1] * (values.ndim - 1)))
+        copied = np.tile(self._tensors.constants[name].reshape(-1, 1, 1), (copies, 1, 1))
         return self._constant(copied, f"{node.output[0]}_{what}_numbers")
 
     def _stepped(self, value: str) -> str:

@@ -1,9 +1,9 @@
 """A quantised model in the form that ONNX Runtime computes in whole numbers wherever it can, to be compared with.
 
-It leaves a layer in floats where more than one node reads its data and these are bytes with a sign, or its data are
-moved between DequantizeLinear and the layer, transposed convolutions, what two steps round, and means over pixels that
-are written as ReduceMean. What such a layer rounds to lies now and then on the other side of two bytes, and from there
-on a network of many layers is another one: a quantised network has no digits that would die out.
+It leaves a layer in floats where more than one node reads its data and these are bytes with a sign, or its data or its
+weights are moved between DequantizeLinear and the layer, transposed convolutions, what two steps round, and means over
+pixels that are written as ReduceMean. What such a layer rounds to lies now and then on the other side of two bytes, and
+from there on a network of many layers is another one: a quantised network has no digits that would die out.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 from fusion.relax.onnx.byte_signs import remove_signs
 from fusion.relax.onnx.byte_steps import is_over_pixels
-from fusion.relax.onnx.moved_steps import bring_steps_to_layers, share_equal_steps
+from fusion.relax.onnx.moved_steps import bring_steps_to_layers, share_equal_steps, transpose_weights
 from fusion.relax.onnx.onnx_file import opset_of
 from fusion.relax.onnx.quantised_tensors import QuantisedTensors
 from fusion.relax.onnx.transposed_layers import split_transposed
@@ -36,7 +36,7 @@ def in_whole_numbers(model: ModelProto) -> ModelProto | None:
     copy = ModelProto()
     copy.CopyFrom(with_zero_points(model))
     # In turn, whatever those before it found.
-    changes = [share_equal_steps(copy), bring_steps_to_layers(copy), split_transposed(copy)]
+    changes = [share_equal_steps(copy), transpose_weights(copy), bring_steps_to_layers(copy), split_transposed(copy)]
     changes += [remove_signs(copy), _pool_means(copy)]
     return copy if any(changes) else None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fusion.analysis.analyzer import LayerReport, NetworkAnalysis, OtherOperator, SiteReport
 from fusion.analysis.reasons import NOT_TUNED
-from fusion.commands.console_report import print_analysis, print_comparison
+from fusion.commands.console_report import print_analysis, print_comparison, window_told
 from fusion.comparing.compare import Comparison
 from fusion.comparing.layer_table import LayerRow, LayerTable
 from fusion.comparing.rounds import Sampling
@@ -17,13 +17,19 @@ def test_operators_that_no_kernel_takes_in_are_counted_in_all_and_for_each_reaso
         OtherOperator("gate_2", "relax.multiply", "an operand has another shape than the result"),
         OtherOperator("sum", "relax.multiply", "follows no layer that has an epilogue"),
     )
-    print_analysis(NetworkAnalysis("toy", 1, (), 5, others))
+    print_analysis(NetworkAnalysis("toy", 1, (), 5, others, notes=("two layers are in floats",)))
     assert capsys.readouterr().out.splitlines()[1:] == [
         "not covered by a template, compiled parallel and vectorised: 3 multiply, 1 image.resize2d",
         "  an operand has another shape than the result: 2 multiply",
         "  no template computes it: 1 image.resize2d",
         "  follows no layer that has an epilogue: 1 multiply",
+        "note: two layers are in floats",
     ]
+
+
+def test_windows_are_told_with_their_strides_and_dilations():
+    assert window_told((3, 3), (1, 1)) == "3x3" and window_told((3, 3), (2, 2)) == "3x3/2"
+    assert window_told((1, 5), (1, 2)) == "1x5/1x2" and window_told((3, 3), (1, 1), (4, 2)) == "3x3 d4x2"
 
 
 def site(name: str, hopeless: bool) -> SiteReport:

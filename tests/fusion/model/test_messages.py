@@ -23,6 +23,11 @@ from fusion.model.library_messages import sentence
         ("[10:11:12] /src/a.cc:7: InternalError: Check failed: (a == b) is false: sizes differ\n", "sizes differ"),
         ("Check failed: (it != end) is false: \n", "an internal check failed"),
         ("  0: tvm::relax::f\n  1: 0x00\n[bt] (3) lib.so\nkept", "kept"),
+        (
+            'In ir.Op(span=None, name="relax.add", arguments=(ir.ArgumentInfo(name="x1"),), support_level=10), the '
+            "first is T.int64(13), the second is T.int64(-1)",
+            "In relax.add, the first is 13, the second is -1",
+        ),
         ("", "RuntimeError"),
     ],
 )

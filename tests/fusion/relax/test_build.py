@@ -23,7 +23,7 @@ from fusion.relax import leftovers  # noqa: E402
 from fusion.relax.extract import extract_graph  # noqa: E402
 from fusion.relax.layout_lowering import lower  # noqa: E402
 from fusion.relax.leftovers import leftover_kernels  # noqa: E402
-from fusion.relax.machine_code import build, configure_threads, scheduling_pipeline  # noqa: E402
+from fusion.relax.machine_code import build, scheduling_pipeline  # noqa: E402
 from schedules.kernels.template_table import template_for  # noqa: E402
 
 # Large enough for a parallel region, sizes that no vector divides among them.
@@ -190,18 +190,3 @@ def test_a_library_that_cannot_be_written_is_one_clear_line(tmp_path):
     with pytest.raises(OutputError, match="model.so: the compiled model cannot be written") as caught:
         compiled.export_library(tmp_path / "absent" / "model.so")
     assert "\n" not in str(caught.value)
-
-
-def test_threads_are_configured_even_after_the_first_call():
-    code = (
-        "from fusion.relax.machine_code import configure_threads\n"
-        "import tvm\n"
-        "count = tvm.get_global_func('runtime.NumThreads')\n"
-        "count(); configure_threads(2); print(count()); configure_threads(1); print(count())\n"
-    )
-    root = Path(__file__).resolve().parents[3]
-    # The most that the pool may ever have, which an earlier test of this process may have set to less.
-    environment = {**os.environ, "PYTHONPATH": str(root), "TVM_NUM_THREADS": "2"}
-    run = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True)
-    assert run.stdout.split() == ["2", "1"]
-    configure_threads(2)

@@ -151,6 +151,18 @@ def test_an_activation_before_the_only_rounding_is_part_of_the_layer(activation,
     assert np.abs(found / np.float32(0.025) - exact).max() < 0.501
 
 
+@pytest.mark.parametrize(("slope", "activation"), [(0.2, "leaky_relu"), (1.25, "prelu"), (-0.3, "prelu")])
+def test_one_slope_of_all_channels_is_part_of_the_layer_whatever_it_is(slope, activation, tmp_path):
+    net, shape = QuantisedGraph(), (1, 32, 12, 12)
+    value = net.add("Conv", net.step("x", 0.05, 118), net.weights(32, 32), name="conv")
+    value = net.add("PRelu", value, net.constant(np.array([slope], np.float32), "slope"))
+    path = net.save(tmp_path / "q.onnx", net.step(value, 0.2, 100), shape, data=shape)
+    (node,) = extract_graph(import_onnx(path).mod).nodes
+    assert (node.operator.dtype, node.operator.epilogue.activation) == ("int8", activation)
+    slopes = node.parameters[0].slopes
+    assert slopes is None if activation == "leaky_relu" else slopes.tolist() == [np.float32(slope)] * 32
+
+
 def without_zero_points(path, opset):
     """A convolution from bytes with a sign to such, whose zero points are left out; max pooling behind it."""
     generator = np.random.default_rng(3)

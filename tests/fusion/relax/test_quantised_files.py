@@ -136,6 +136,19 @@ def test_convolutions_whose_scales_are_found_while_it_runs_are_computed_in_float
     np.testing.assert_allclose(ours(path, data), theirs(path, data), rtol=1e-6)
 
 
+def test_sums_of_dynamic_scales_are_whole_where_they_are_read_as_such(tmp_path):
+    """In spite of a kernel that multiplies by fractions; weights are in a node here, not beside the nodes."""
+    graph, shape = QuantisedGraph(), (1, 64, 16, 16)
+    held, scale, zero = graph.add("DynamicQuantizeLinear", "x", name="dynamic", outputs=3)
+    weight = np.random.default_rng(0).integers(-128, 128, (64, 64, 3, 3)).astype(np.int8)
+    weight = graph.add("Constant", value=onnx.numpy_helper.from_array(weight), name="w")
+    sums = graph.add("ConvInteger", held, weight, zero, name="sums", pads=[1] * 4)
+    result = graph.add("Cast", graph.add("Add", sums, graph.constant(np.int32(-3), "bias")), to=1)
+    path = graph.save(tmp_path / "q.onnx", result, shape, data=shape)
+    data = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
+    np.testing.assert_array_equal(ours(path, data), theirs(path, data))
+
+
 def test_convolutions_of_computed_weights_and_such_scales_are_refused(tmp_path):
     graph = QuantisedGraph()
     copies = graph.add("Tile", "x", graph.constant(np.array([24, 1, 1, 1]), "n"))
@@ -147,6 +160,19 @@ def test_convolutions_of_computed_weights_and_such_scales_are_refused(tmp_path):
     assert "QDQ" in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("zeros", [(), (8,), (4, 1, 8)])
+def test_products_of_such_scales_have_a_zero_point_for_each_output(zeros, data, tmp_path):
+    graph, generator = QuantisedGraph(), np.random.default_rng(0)
+    held, scale, zero = graph.add("DynamicQuantizeLinear", "x", name="dynamic", outputs=3)
+    weight = graph.constant(generator.integers(0, 256, (4, 8, 8)[3 - max(2, len(zeros)) :]).astype(np.uint8), "w")
+    weight_zero = graph.constant(generator.integers(90, 160, zeros).astype(np.uint8), "w_zero")
+    turned = graph.add("Transpose", held, perm=[0, 2, 1, 3])
+    sums = graph.add("MatMulInteger", turned, weight, zero, weight_zero, name="sums")
+    result = graph.add("Mul", graph.add("Cast", sums, to=1), scale)
+    path = graph.save(tmp_path / "q.onnx", result, (1, 4, 16, 8))
+    np.testing.assert_allclose(ours(path, data), theirs(path, data), rtol=1e-6)
+
+
 def test_products_whose_scales_are_found_while_it_runs_are_taken(data, tmp_path):
     graph = QuantisedGraph()
     held, scale, zero = graph.add("DynamicQuantizeLinear", "x", name="dynamic", outputs=3)
@@ -156,15 +182,23 @@ def test_products_whose_scales_are_found_while_it_runs_are_taken(data, tmp_path)
     np.testing.assert_allclose(ours(path, data), theirs(path, data), rtol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["window", "product", "groups"])
-def test_weights_without_a_sign_that_take_nine_bits(kind, data, tmp_path):
-    """Less a zero point of 150: channels with a weight below -128 are read twice, where there are no groups."""
+@pytest.mark.parametrize("kind", ["window", "product", "groups", "no zero point", "least zero point"])
+def test_weights_that_take_nine_bits(kind, data, tmp_path):
+    """Less a zero point of 150: channels with a weight below -128 are read twice, where there are no groups. Of a zero
+    point of 0, or of -128 with a sign: one with a weight of 255 is read three times.
+    """
     graph = QuantisedGraph()
     groups = 2 if kind == "groups" else 1
     shape = (16, 20) if kind == "product" else (24, 16 // groups, 3, 3)
     values = np.random.default_rng(2).integers(30, 256, shape).astype(np.uint8)
-    (values if kind == "product" else np.moveaxis(values, 1, 0))[[3, 7]] = 3
-    for array, name in ((values, "w"), (np.float32(0.01), "w_scale"), (np.uint8(150), "w_zero")):
+    of_channels, zero, copies = values if kind == "product" else np.moveaxis(values, 1, 0), np.uint8(150), 2
+    of_channels[[3, 7]] = 3
+    if kind.endswith("zero point"):
+        values[:] = np.minimum(values, 100)
+        of_channels[3, 0], of_channels[7, 0], zero, copies = 200, 255, np.uint8(0), 3
+    if kind == "least zero point":
+        values, zero = (values.astype(np.int16) - 128).astype(np.int8), np.int8(-128)
+    for array, name in ((values, "w"), (np.float32(0.01), "w_scale"), (zero, "w_zero")):
         graph.constant(array, name)
     weight = graph.add("DequantizeLinear", "w", "w_scale", "w_zero", name="w_d")
     x = graph.step("x", 0.05, 118)
@@ -179,8 +213,25 @@ def test_weights_without_a_sign_that_take_nine_bits(kind, data, tmp_path):
         return
     (layer,) = extract_graph(import_onnx(path).mod).nodes
     channels = layer.operator.in_features if kind == "product" else layer.operator.in_channels
-    assert layer.operator.dtype == "int8" and channels == 18
+    assert layer.operator.dtype == "int8" and channels == 16 + copies
     np.testing.assert_array_equal(ours(path, data), theirs(path, data))
+
+
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_weights_that_are_transposed_behind_their_step(per_channel, data, tmp_path):
+    """As training holds them, (out, in), in floats that a QuantizeLinear rounds."""
+    graph, generator = QuantisedGraph(), np.random.default_rng(0)
+    scale = np.linspace(0.004, 0.009, 20).astype(np.float32) if per_channel else np.float32(0.006)
+    given = [graph.constant(scale, "scale"), graph.constant(np.zeros(scale.shape, np.int8), "zero")]
+    graph.constant((generator.standard_normal((20, 8)) * 0.3).astype(np.float32), "w")
+    weight = graph.add("QuantizeLinear", "w", *given, axis=0)
+    weight = graph.add("Transpose", graph.add("DequantizeLinear", weight, *given, axis=0), perm=[1, 0])
+    value = graph.add("MatMul", graph.step("x", 0.05, 118), weight, name="layer")
+    path = graph.save(tmp_path / "q.onnx", graph.step(value, 0.1, 120), (1, 16, 4, 20))
+    (layer,) = extract_graph(import_onnx(path).mod).nodes
+    assert layer.operator.dtype == "int8" and import_onnx(path).in_floats == ()
+    onnx.save(in_whole_numbers(onnx.load(path)), tmp_path / "equal.onnx")
+    np.testing.assert_array_equal(ours(path, data), theirs(tmp_path / "equal.onnx", data))
 
 
 def test_a_result_that_two_steps_round_alike_is_rounded_once(data, tmp_path):
@@ -220,6 +271,16 @@ def test_why_layers_are_in_floats_is_told(tmp_path):
     told = told_in_floats([*found, FloatLayer("another", WIDE_DATA)])
     assert told[0] == f"layers of the quantised model in floats, 2: {WIDE_DATA} (of 16 bits, another)"
     assert import_onnx(path, whole_numbers=False).in_floats == ()
+
+
+def test_steps_of_onnx_runtimes_own_alone(data, tmp_path):
+    """As its quantiser writes them for 16 bits before opset 21."""
+    graph, own = QuantisedGraph(), {"domain": "com.microsoft"}
+    given = [graph.constant(np.float32(0.001), "scale"), graph.constant(np.uint16(30000), "zero")]
+    value = graph.add("DequantizeLinear", graph.add("QuantizeLinear", "x", *given, **own), *given, **own)
+    path = graph.save(tmp_path / "q.onnx", graph.add("Conv", value, graph.weights(24, 16), name="layer"), (1, 24, 4, 8))
+    assert [each.reason for each in import_onnx(path).in_floats] == [WIDE_DATA]
+    np.testing.assert_allclose(ours(path, data), theirs(path, data), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["depthwise", "dense"])

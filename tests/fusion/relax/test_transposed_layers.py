@@ -27,6 +27,7 @@ FORMS = {
     "twice the stride": (4, {"strides": [2, 2], "pads": [1, 1, 1, 1]}, (12, 10), 4),
     "cut off behind": (3, {"strides": [2, 2], "pads": [1, 1, 1, 1]}, (11, 9), 4),
     "in groups": (2, {"strides": [2, 2], "group": 2}, (12, 10), 4),
+    "of the size that is said": (4, {"strides": [2, 2], "output_shape": [11, 9], "auto_pad": "SAME_UPPER"}, (11, 9), 4),
     "stride one": (3, {"strides": [1, 1], "pads": [1, 1, 1, 1]}, (6, 5), 1),
 }
 
@@ -36,14 +37,15 @@ def transposed(graph, form, per_channel=False, bias=True):
     outputs, generator = 12, np.random.default_rng(kernel)
     groups = attributes.get("group", 1)
     graph.constant(generator.integers(-127, 128, (16, outputs // groups, kernel, kernel)).astype(np.int8), "w")
-    scale = np.linspace(0.004, 0.009, outputs).astype(np.float32) if per_channel else np.float32(0.0061)
+    scale = np.linspace(0.004, 0.009, outputs // groups).astype(np.float32) if per_channel else np.float32(0.0061)
     graph.constant(scale, "w_scale")
     graph.constant(np.zeros(np.shape(scale), np.int8), "w_zero")
     options = {"axis": 1} if per_channel else {}
     given = [graph.step("x", 0.05, 128), graph.add("DequantizeLinear", "w", "w_scale", "w_zero", name="w_d", **options)]
     if bias:
         graph.constant(generator.integers(-9000, 9000, outputs).astype(np.int32), "b")
-        graph.constant((np.float32(0.05) * scale).astype(np.float32), "b_scale")
+        of_sums = np.tile(scale, groups) if per_channel else scale
+        graph.constant((np.float32(0.05) * of_sums).astype(np.float32), "b_scale")
         axis = {"axis": 0} if per_channel else {}
         given.append(graph.add("DequantizeLinear", "b", "b_scale", name="b_d", **axis))
     return graph.add("ConvTranspose", *given, name="transposed", **attributes)
@@ -62,7 +64,7 @@ def compared(path, tmp_path):
 def test_each_phase_is_a_convolution_in_whole_numbers(form, tmp_path):
     graph = QuantisedGraph(signed=form == "twice the stride")
     *_, result, convolutions = FORMS[form]
-    last = graph.step(transposed(graph, form, per_channel=form != "in groups"), 0.31, 120)
+    last = graph.step(transposed(graph, form, per_channel=form != "cut off behind"), 0.31, 120)
     path = graph.save(tmp_path / "q.onnx", last, (1, 12, *result), data=SHAPE)
     imported = import_onnx(path)
     layers = [node.operator for node in extract_graph(imported.mod).nodes]
@@ -78,7 +80,8 @@ def test_activations_are_computed_before_the_phases_are_put_in_place(activation,
     graph, form = QuantisedGraph(), "as large as the stride"
     value = transposed(graph, form, bias=activation != "Clip")
     if activation == "PRelu":
-        value = graph.add("PRelu", value, graph.constant(np.full((1, 1, 1), 0.2, np.float32), "slopes"))
+        slopes = np.linspace(-0.2, 1.4, 12, dtype=np.float32).reshape(1, 12, 1, 1)
+        value = graph.add("PRelu", value, graph.constant(slopes, "slopes"))
     elif activation == "Clip":
         value = graph.add("Clip", value, graph.constant(np.float32(0), "low"), graph.constant(np.float32(6), "high"))
     else:
@@ -91,6 +94,15 @@ def test_activations_are_computed_before_the_phases_are_put_in_place(activation,
     assert np.mean(found != whole) < 0.002 and np.abs(found - whole).max() < 0.241
     assert activation != "Clip" or np.array_equal(found, whole)
     assert np.mean(found != floats) < 0.002
+
+
+def test_slopes_of_pixels_stay_where_pixels_are_in_place(tmp_path):
+    graph = QuantisedGraph()
+    slopes = graph.constant(np.linspace(-0.2, 1.4, 10, dtype=np.float32).reshape(1, 1, 10), "slopes")
+    value = graph.add("PRelu", transposed(graph, "twice the stride"), slopes)
+    path = graph.save(tmp_path / "q.onnx", graph.step(value, 0.31, 120), (1, 12, 12, 10), data=SHAPE)
+    (layer,) = import_onnx(path).in_floats
+    assert layer.name == "transposed" and "form" in layer.reason
 
 
 def test_what_stays_in_floats_is_told(tmp_path):
