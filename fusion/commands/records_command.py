@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -83,10 +83,11 @@ def collect(
     leave_out: Annotated[list[str] | None, typer.Option(help="Network not to take; repeatable.")] = None,
     rows: Annotated[int, typer.Option(min=8, help="Configurations kept of each kernel.")] = 200,
     machine: Annotated[str | None, typer.Option(help="Machine file or name; default: this one.")] = None,
+    add: Annotated[bool, typer.Option("--add", help="Keep what the file holds, and add to it.")] = False,
     json_: JsonOption = False,
 ) -> None:
     """Take the records of this CPU from build folders into the file that is shipped."""
-    summary = collect_records(builds, directory, note, leave_out or (), rows, machine)
+    summary = collect_records(builds, directory, note, leave_out or (), rows, machine, add)
     if json_:
         typer.echo(json.dumps(asdict(summary), indent=2))
         return
@@ -206,8 +207,12 @@ def collect_records(
     leave_out: Sequence[str],
     rows: int,
     machine_name: str | None = None,
+    add: bool = False,
 ) -> CollectedSummary:
-    """Writes the records of this CPU in ``builds``, and the machine file that predictions go by, into ``directory``."""
+    """Writes the records of this CPU in ``builds``, and the machine file that predictions go by, into ``directory``.
+
+    ``add``: beside those that are there, whose ``note`` stays where none is given; ``InputError`` where none are.
+    """
     from costmodel.base.cores import usable_cores
     from costmodel.machines.machine_file import write_machine
     from fusion.analysis.target_machine import machine_for
@@ -224,6 +229,12 @@ def collect_records(
     machine = machine_for(machine_name, usable_cores(), lambda line: typer.echo(line, err=True))
     folder = (directory or shipped_records.records_directory()) / folder_name(content.cpu.chip, content.cpu.mcpu)
     path = folder / shipped_records.RECORDS_FILE
+    if add:
+        before = shipped_records.read_records(path)
+        if (before.tvm, before.templates) != (content.tvm, content.templates):
+            raise InputError(f"{path}: made by another version of TVM or of the templates; collect without --add")
+        kernels = shipped_records.merged([*before.kernels, *content.kernels], rows)
+        content = replace(content, kernels=kernels, note=note or before.note)
     shipped_records.write_records(path, content)
     write_machine(machine, folder / shipped_records.MACHINE_FILE, "The CPU of the records beside this file.")
     return CollectedSummary(
