@@ -283,7 +283,7 @@ def _check_end(
     if (told := re.search("Traceback|Exception ignored", life.output)) is not None:
         report.findings.append(f"{where}: a traceback: {life.output[max(0, told.start() - 200) :][:2500]}")
     if life.left:
-        report.findings.append(f"{where}: still there: {life.left[0]}")
+        report.findings.append(f"{where}: still there: {'; '.join(each[:150] for each in life.left)}")
     temporary = [each for each in place.temporary() if name is None or each not in litter]
     if name != "KILL" and temporary:
         report.findings.append(f"{where}: temporary files are left: {', '.join(temporary)}")
