@@ -205,10 +205,13 @@ def _other_threads() -> list[str]:
 
 def _become(asked: dict[str, Any]) -> None:
     """Runs what a fork was asked for, and raises what that raises."""
+    import atexit
+    import gc
     import resource
     import runpy
     import signal
 
+    atexit.register(gc.unfreeze)  # Triton tells at its end of all that is still held, as of a mistake
     os.setsid()
     streams = [os.open(asked["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)]
     streams.append(
@@ -228,8 +231,6 @@ def _become(asked: dict[str, Any]) -> None:
         os.setgid(asked["user"])
         os.setuid(asked["user"])
     if "modules" in asked:
-        import atexit
-
         atexit.register(_note_modules, asked["modules"])
     signal.signal(signal.SIGINT, signal.default_int_handler)
     option, program, *rest = asked["words"]
