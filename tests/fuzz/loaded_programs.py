@@ -211,7 +211,8 @@ def _become(asked: dict[str, Any]) -> None:
     import runpy
     import signal
 
-    atexit.register(gc.unfreeze)  # Triton tells at its end of all that is still held, as of a mistake
+    # Triton tells in the end of all that is still held, as of a mistake; without it nobody pays for looking at that.
+    atexit.register(lambda: gc.unfreeze() if "triton" in sys.modules else None)
     os.setsid()
     streams = [os.open(asked["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)]
     streams.append(
