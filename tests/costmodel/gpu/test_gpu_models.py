@@ -14,6 +14,7 @@ from costmodel.base.errors import InputError, MachineError, UnsupportedOperatorE
 from costmodel.gpu import gpu_cost_model
 from costmodel.gpu.residuals import fitted
 from costmodel.gpu.residuals.fitted import all_fitted, residuals_for, transfer
+from costmodel.gpu.residuals.references import packaged_machine
 from costmodel.machines.machine_catalog import load_machine
 from costmodel.model.measurements import Measurement
 from costmodel.operators.attention import Attention
@@ -158,6 +159,12 @@ def test_an_operator_of_another_kind_is_refused():
 def test_a_cpu_is_refused(toy):
     with pytest.raises(MachineError, match="is no GPU"):
         gpu_cost_model(toy)
+
+
+def test_a_packaged_gpu_is_known_by_the_name_of_its_file():
+    found = packaged_machine("t4")
+    assert found is not None and found.name == "t4"
+    assert packaged_machine("x" * 5000) is packaged_machine("../gpu/t4") is None
 
 
 # --- fitted and analytic ---------------------------------------------------------------------------
