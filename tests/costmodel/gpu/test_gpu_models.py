@@ -218,6 +218,10 @@ def test_a_corrupt_model_file_names_itself(tmp_path):
     (tmp_path / "t4.json").write_text(json.dumps({"format": 1, "families": {"gemm": {}}}))
     with pytest.raises(InputError, match="t4.json: corrupt .*python -m costmodel fit"):
         gpu_cost_model(load_machine("t4"), tmp_path)
+    unnamed = {"format": 1, "families": {}, "power_limited": False, "architecture": "turing", "machine": []}
+    (tmp_path / "t4.json").write_text(json.dumps(unnamed))
+    with pytest.raises(InputError, match="t4.json: corrupt .*is no text"):
+        gpu_cost_model(load_machine("t4"), tmp_path)
 
 
 def test_shipped_models_have_provenance_and_stay_small():
