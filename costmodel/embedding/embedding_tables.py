@@ -134,7 +134,7 @@ def read_table_file(path: Path) -> TableFile:
     return TableFile(file.origin, tables, file.model)
 
 
-_Size = Annotated[int, Field(ge=1)]
+_Size = Annotated[int, Field(ge=1, le=2**53)]  # as whole as floating point holds them
 # More tables than any model has; a mistyped count shall not fill the memory.
 MOST_COPIES = 100_000
 

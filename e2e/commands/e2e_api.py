@@ -14,6 +14,7 @@ from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
+from costmodel.base.counts import check_count
 from costmodel.base.errors import InputError
 from costmodel.base.spared_objects import old_objects_spared
 from costmodel.base.whole_file import check_outputs
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
 
 PathLike = str | os.PathLike[str]
 T = TypeVar("T")
-MOST = 2**31 - 1  # of sizes and counts: PyTorch's are of 64 bits, and are multiplied with one another
 # A capture changes what PyTorch does in the whole process: threads that ask take turns.
 _TURN = RLock()
 
@@ -127,7 +127,7 @@ def predict(
     for option, number in (("gpus", gpus), ("nodes", nodes), ("batch-size", batch_size),
                            ("sequence-length", sequence_length), ("document-length", document_length),
                            ("cache-length", cache_length), ("lora", lora)):  # fmt: skip
-        _at_least_one(option, number)
+        check_count(option, number)
     workload = WorkloadOptions(
         model, _path(model_config), script, _texts(traces), _texts(kineto), _path(tables),
         batch_size, sequence_length, _one_of("mode", mode, get_args(Mode)), document_length,
@@ -209,12 +209,12 @@ def sweep(
 
     for option, number in (("batch-size", batch_size), ("global-batch", global_batch), ("workers", workers),
                            ("sequence-length", sequence_length)):  # fmt: skip
-        _at_least_one(option, number)
+        check_count(option, number)
     asked = [parallel] if isinstance(parallel, str | ParallelSpec) else parallel
     ways = [each if isinstance(each, str) else text_of(each) for each in asked]
     counts = [gpus] if isinstance(gpus, int) else gpus
     for count in counts:
-        _at_least_one("gpus", count)
+        check_count("gpus", count)
     _check_ways(ways, global_batch)
     request = SweepRequest(
         os.fspath(model), batch_size, global_batch, sequence_length, _one_of("dtype", dtype, get_args(Dtype)),
@@ -253,13 +253,6 @@ def _workers(count: int | None, ray: str | None) -> Workers:
     if count is not None:
         raise InputError("--workers counts processes of this machine; leave it out with --ray")
     return RayWorkers(ray)
-
-
-def _at_least_one(option: str, number: int | None) -> None:
-    if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
-        raise InputError(f"--{option} {number}: must be a whole number, 1 or more")
-    if number is not None and number > MOST:
-        raise InputError(f"--{option} {number}: must be at most {MOST:,}")
 
 
 def _one_of(option: str, value: T, allowed: Sequence[Any]) -> T:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -16,9 +15,10 @@ from types import ModuleType
 from typing import Any, Protocol, TypeVar
 
 from costmodel.base.errors import InputError
-from costmodel.base.termination import end_with_parent, interrupts_held
+from costmodel.base.termination import interrupts_held
 from e2e.sweeps.evaluate import SweepTask, evaluate, failure
 from e2e.sweeps.sweep_results import SweepRow
+from e2e.sweeps.worker_process import prepare_worker
 
 Task = TypeVar("Task")
 Answer = TypeVar("Answer")
@@ -75,7 +75,7 @@ def _in_processes(
     """Answers as they come; none of those tasks that a process which died took with it."""
     # Forked processes would inherit PyTorch's locks and threads.
     context, processes = get_context("spawn"), min(count, len(tasks))
-    pool = ProcessPoolExecutor(processes, context, initializer=_prepare, initargs=(os.getpid(),))
+    pool = ProcessPoolExecutor(processes, context, initializer=prepare_worker, initargs=(os.getpid(),))
     try:
         with _without_main(), interrupts_held():  # all processes start with the first tasks
             places = {pool.submit(function, task): place for place, task in tasks.items()}
@@ -151,15 +151,3 @@ class RayWorkers:
         except self._ray.exceptions.RayError as error:
             return failure(task, f"a Ray worker was lost: {error}")
         return row
-
-
-def _prepare(parent: int) -> None:
-    """One thread: two processes with as many threads as cores each would fight for them. Ctrl-C is for the process that
-    asked, ``parent``, which ends this one; and without which this one would wait for ever.
-    """
-    end_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ["OMP_NUM_THREADS"] = "1"
-    import torch
-
-    torch.set_num_threads(1)

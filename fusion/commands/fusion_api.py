@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from costmodel.base.counts import MOST_COUNT, check_count
 from costmodel.base.errors import InputError
 from costmodel.base.pictures import check_picture
 from costmodel.base.say import Say
@@ -299,15 +300,15 @@ def _of_profiles(output: Path, record: Mapping[str, Any]) -> TuneSummary:
 
 def _shapes(shapes: Shapes | None) -> dict[str, tuple[int, ...]]:
     for name, shape in (shapes or {}).items():
-        if not all(isinstance(extent, int) and extent > 0 for extent in shape):
-            raise InputError(f"--shape {name}={','.join(map(str, shape))}: expected positive sizes")
+        if not all(isinstance(extent, int) and 0 < extent <= MOST_COUNT for extent in shape):
+            given = ",".join(map(str, shape))
+            raise InputError(f"--shape {name}={given}: expected positive sizes, of at most {MOST_COUNT:,}")
     return {name: tuple(shape) for name, shape in (shapes or {}).items()}
 
 
 def _check_counts(**counts: int | None) -> None:
     for option, count in counts.items():
-        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
-            raise InputError(f"--{option} {count}: must be a whole number, 1 or more")
+        check_count(option, count)
 
 
 def _text(machine: PathLike | None) -> str | None:

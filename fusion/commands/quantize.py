@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,6 +17,7 @@ from fusion.comparing.output_errors import ErrorTally, OutputErrors
 from fusion.model.calibration_data import CalibrationData, DeclaredInput, random_calibration, read_calibration
 from fusion.model.library_messages import sentence
 from fusion.model.tensor_info import TensorInfo
+from fusion.relax.onnx.model_size_limits import MOST_ELEMENTS
 from fusion.relax.onnx.onnx_quantised import quantised_share, quantized_path, set_origin
 from fusion.relax.onnx.onnx_quantizer import QuantizationOptions, declared_inputs, load_float_model, quantized
 
@@ -189,4 +191,10 @@ def _random_input(model: Path, declared: DeclaredInput, shapes: Mapping[str, tup
     if None in shape:
         example = f"{declared.name}={','.join(str(size or 224) for size in shape)}"
         raise InputError(f"{model}: dynamic shape of input '{declared.name}'; pass for example --shape {example}")
-    return TensorInfo(declared.name, tuple(size or 1 for size in shape), declared.dtype)
+    sizes = tuple(size or 1 for size in shape)
+    if math.prod(sizes) > MOST_ELEMENTS:
+        raise InputError(
+            f"{model}: input '{declared.name}' of {','.join(map(str, sizes))} has {math.prod(sizes):,} elements; "
+            f"at most {MOST_ELEMENTS:,} random ones are made; give smaller sizes with --shape"
+        )
+    return TensorInfo(declared.name, sizes, declared.dtype)

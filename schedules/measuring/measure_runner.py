@@ -297,7 +297,7 @@ def _spawn(connection: Connection, stderr: IO[bytes], threads: int) -> subproces
         "PYTHONPATH": os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH")))),
     }
     return subprocess.Popen(
-        [sys.executable, "-m", "schedules.measuring.measure_worker", str(connection.fileno())],
+        [sys.executable, "-m", "schedules.measuring.measure_worker", str(connection.fileno()), str(os.getpid())],
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

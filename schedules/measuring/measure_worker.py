@@ -1,7 +1,7 @@
 """The measuring process: builds, verifies and times kernels. May crash or hang; the runner then starts another.
 
-Run as ``python -m schedules.measuring.measure_worker FD`` by :class:`schedules.measuring.measure_runner.Runner`, which
-talks to it over that descriptor.
+Run as ``python -m schedules.measuring.measure_worker FD PARENT`` by the process PARENT's
+:class:`schedules.measuring.measure_runner.Runner`, which talks to it over that descriptor.
 """
 
 from __future__ import annotations
@@ -301,5 +301,5 @@ def serve(connection: Connection) -> None:
 
 
 if __name__ == "__main__":
-    end_with_parent()
+    end_with_parent(int(sys.argv[2]))
     serve(Connection(int(sys.argv[1])))

@@ -196,6 +196,7 @@ def kill(
     ``programs``: what lives are forked from, when it has learnt what they load.
     """
     report, rng = KillReport(command.name), random.Random(f"{command.name} {seed}")
+    sources = _sources()  # keys of results cover them
     if programs is not None:
         place = Place(command, folder / "learnt")
         programs.learn(command.words(place.folder), ROOT)
@@ -226,6 +227,7 @@ def kill(
         if not life.signalled or life.status == 0 or command.over(place.folder):
             if life.status == 0 and expected is not None and (result := command.result(place.folder)) != expected:
                 told = _difference(repr(expected), repr(result))
+                told += " (somebody changed the program meanwhile: begin again)" if _sources() != sources else ""
                 report.findings.append(f"{where}: another result than that of a run that nobody ended: {told}")
             shutil.rmtree(place.folder, ignore_errors=True)
             place = Place(command, folder / str(count), programs)
@@ -235,6 +237,15 @@ def kill(
         if moment is None:
             break
     return report
+
+
+def _sources() -> dict[Path, float]:
+    """When each file of the program was changed."""
+    packages = ("costmodel", "e2e", "fusion", "schedules")
+    files = (
+        path for package in packages for path in (ROOT / package).rglob("*") if path.suffix in (".py", ".json", ".yaml")
+    )
+    return {path: path.stat().st_mtime for path in files}
 
 
 def _difference(expected: str, found: str) -> str:
@@ -283,7 +294,7 @@ def _check_end(
     if (told := re.search("Traceback|Exception ignored", life.output)) is not None:
         report.findings.append(f"{where}: a traceback: {life.output[max(0, told.start() - 200) :][:2500]}")
     if life.left:
-        report.findings.append(f"{where}: still there: {life.left[0]}")
+        report.findings.append(f"{where}: still there: {'; '.join(each[:150] for each in life.left)}")
     temporary = [each for each in place.temporary() if name is None or each not in litter]
     if name != "KILL" and temporary:
         report.findings.append(f"{where}: temporary files are left: {', '.join(temporary)}")

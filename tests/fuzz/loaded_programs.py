@@ -205,10 +205,14 @@ def _other_threads() -> list[str]:
 
 def _become(asked: dict[str, Any]) -> None:
     """Runs what a fork was asked for, and raises what that raises."""
+    import atexit
+    import gc
     import resource
     import runpy
     import signal
 
+    # Triton tells in the end of all that is still held, as of a mistake; without it nobody pays for looking at that.
+    atexit.register(lambda: gc.unfreeze() if "triton" in sys.modules else None)
     os.setsid()
     streams = [os.open(asked["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)]
     streams.append(
@@ -228,8 +232,6 @@ def _become(asked: dict[str, Any]) -> None:
         os.setgid(asked["user"])
         os.setuid(asked["user"])
     if "modules" in asked:
-        import atexit
-
         atexit.register(_note_modules, asked["modules"])
     signal.signal(signal.SIGINT, signal.default_int_handler)
     option, program, *rest = asked["words"]

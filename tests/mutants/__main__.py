@@ -22,7 +22,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tests/: this fol
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from mutants.forking import TestBed, TestsFailError
-from mutants.targets import ELSEWHERE, GROUPS, ROOT, EquivalentMutant, all_targets, equivalent_mutants
+from mutants.targets import (
+    ELSEWHERE,
+    GROUPS,
+    ROOT,
+    EquivalentMutant,
+    all_targets,
+    equivalent_mutants,
+    first_tests,
+)
 
 if TYPE_CHECKING:
     from mutants.mutating import Faults
@@ -148,7 +156,9 @@ def _verdicts(
     else:
         chosen = faults.sample(asked.sample or None, f"{asked.seed} {bed.file}")
     known = {(each.before, each.after) for each in equivalent}
-    for mutant, run in zip(chosen, bed.run((mutant.source for mutant in chosen), asked.jobs), strict=True):
+    first = first_tests(bed.file, tuple(bed.tests))
+    runs = bed.run_in_turn(first, [mutant.source for mutant in chosen], asked.jobs)
+    for mutant, run in zip(chosen, runs, strict=True):
         alike = (mutant.before, mutant.after) in known
         verdict = "killed" if run.died else "equivalent" if alike else "survived"
         yield Verdict(bed.file, mutant.number, mutant.line, verdict, run.killer, mutant.diff())

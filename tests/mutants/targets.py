@@ -29,6 +29,15 @@ _PRICING = _below(
     "e2e/price",
     *("pricing", "priced_work", "collective_pricing", "collective_durations", "contention_loads", "kernel_loads"),
 )
+# Those that see most of a module's faults, where they are not the file of its name.
+_FIRST = {
+    "e2e/simulate/simulator.py": ("timeline_nodes", "simulator", "steady_state"),
+    "e2e/simulate/host_threads.py": ("timeline_nodes", "simulator"),
+    "e2e/simulate/timeline_builder.py": ("timeline_nodes", "simulator"),
+    "e2e/simulate/timeline.py": ("timeline_nodes", "timeline"),
+    "e2e/simulate/rendezvous.py": ("agreement", "rendezvous"),
+    "e2e/simulate/link_sharing.py": ("sharing_limits",),
+}
 _SELECTION = _below("fusion/model", "covers", "selection")
 _ANALYZER = _below("fusion/analysis", "reasons", "analyzer", "network_analysis")
 
@@ -61,6 +70,13 @@ def all_targets() -> Iterator[tuple[str, str, tuple[str, ...]]]:
     for group, modules in GROUPS.items():
         for module, tests in modules.items():
             yield group, module, tests
+
+
+def first_tests(module: str, tests: tuple[str, ...]) -> tuple[str, ...]:
+    """Of the ``tests`` of ``module`` those that are worth a run of their own before the others; all if none is."""
+    folder, name = module.rsplit("/", 1)
+    wanted = _below(folder, *_FIRST.get(module, (name.removesuffix(".py"),)))
+    return tuple(test for test in wanted if test in tests) or tests
 
 
 def module_name(file: str) -> str:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from mutants.targets import ELSEWHERE, GROUPS, ROOT, all_targets, equivalent_mutants
+from mutants.targets import ELSEWHERE, GROUPS, ROOT, all_targets, equivalent_mutants, first_tests
 
 SOURCE = '''"""A toy."""
 
@@ -43,7 +43,8 @@ try:
     refused = ""
 except TestsFailError as error:
     refused = str(error)
-seen = [(run.died, run.killer) for run in runs]
+in_turn = bed.run_in_turn(["test_first.py"], [source.replace("value + value", each) for each in changes[:3]])
+seen = [(run.died, run.killer) for run in (*runs, *in_turn)]
 print(json.dumps([seen, untouched, modules["toy_subject"], modules["pytest"], refused]))
 """
 
@@ -51,6 +52,7 @@ print(json.dumps([seen, untouched, modules["toy_subject"], modules["pytest"], re
 def test_every_target_and_its_tests_are_there():
     for _, module, tests in all_targets():
         assert (ROOT / module).is_file() and tests
+        assert set(first_tests(module, tests)) <= set(tests)
         assert all((ROOT / test).is_file() for test in tests)
     assert all(f"def {name}(" in (ROOT / file).read_text() for file, name in (test.split("::") for test in ELSEWHERE))
     modules = [module for _, module, _ in all_targets()]
@@ -69,6 +71,7 @@ def test_each_text_of_a_module_meets_the_tests_in_a_process_of_its_own(tmp_path:
     """The same, another right one, a wrong one, one that fails, one that fills the memory, one that never ends."""
     (tmp_path / "toy_subject.py").write_text(SOURCE)
     (tmp_path / "test_toy.py").write_text(TESTS)
+    (tmp_path / "test_first.py").write_text(TESTS.replace("double(3) == 6", "double(0) == 0"))
     (tmp_path / "test_other.py").write_text("def test():\n    pass\n")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT / "tests"), str(ROOT)))}
     command = [sys.executable, "-c", DRIVER, str(tmp_path)]
@@ -76,7 +79,7 @@ def test_each_text_of_a_module_meets_the_tests_in_a_process_of_its_own(tmp_path:
     assert done.returncode == 0, done.stderr
     runs, untouched, ours, theirs, refused = json.loads(done.stdout)
     seen = [True, "test_toy.py::test_double"]
-    assert runs == [[False, ""], [False, ""], seen, seen, seen, seen]
+    assert runs == [[False, ""], [False, ""], seen, seen, seen, seen, [False, ""], [False, ""], seen]
     assert untouched and ours and not theirs
     assert refused == "no test loads toy_subject.py"
 

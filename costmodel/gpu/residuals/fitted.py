@@ -227,6 +227,8 @@ def _read_fitted(path: Path) -> Fitted:
     record = _read(path)
     try:
         families = {name: residual.from_record(each) for name, each in record["families"].items()}
+        if not isinstance(record["machine"], str) or not isinstance(record["architecture"], str):
+            raise TypeError("its machine or architecture is no text")
         limited = bool(record["power_limited"])
         moved = {name: adaptation.from_record(each) for name, each in record.get("adaptations", {}).items()}
         return Fitted(record["machine"], record["architecture"], limited, families, record["provenance"], moved)

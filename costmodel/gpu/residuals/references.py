@@ -22,8 +22,9 @@ NOMINAL = "a100-pcie-40gb"
 @lru_cache(maxsize=64)
 def packaged_machine(name: str) -> Machine | None:
     """The packaged GPU of that name; ``None`` if there is none."""
-    path = PACKAGED_DIRECTORY / "gpu" / f"{name}.yaml"
-    return read_machine(path) if path.exists() else None
+    # By what is there: a name of a foreign file may be longer than any path.
+    path = next((each for each in (PACKAGED_DIRECTORY / "gpu").glob("*.yaml") if each.stem == name), None)
+    return None if path is None else read_machine(path)
 
 
 def nominal_features(family: Family[Any], operators: Sequence[AnyOperator], machine: Machine) -> np.ndarray:

@@ -146,6 +146,8 @@ def trace_of_nodes(nodes: list[TraceNode], header: Mapping[str, Any], source: st
     calls: dict[int, OperatorCall] = {}
     annotations: dict[int, tuple[tuple[str, ...], int | None]] = {}  # node -> annotations around it, operator around it
     for node in nodes:
+        if node.id in annotations:  # calls could be inside of themselves
+            raise InputError(f"{source}: node {node.id} is there twice; record the trace again")
         around, parent = annotations.get(node.parent, ((), None))
         if node.parent in calls:
             parent = node.parent

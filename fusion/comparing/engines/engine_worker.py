@@ -66,7 +66,7 @@ class Worker:
         }
         with child:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "fusion.comparing.engines.engine_worker", str(child.fileno())],
+                [sys.executable, "-m", "fusion.comparing.engines.engine_worker", str(child.fileno()), str(os.getpid())],
                 pass_fds=[child.fileno()],
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -228,5 +228,5 @@ def _serve(connection: Connection) -> None:
 
 
 if __name__ == "__main__":
-    end_with_parent()
+    end_with_parent(int(sys.argv[2]))
     _serve(Connection(int(sys.argv[1])))

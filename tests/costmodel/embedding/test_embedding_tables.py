@@ -94,6 +94,7 @@ def test_the_file_lists_tables_with_defaults_counts_and_statistics(tmp_path):
         ("origin: a test", "", "origin: missing; add it"),
         ("rows: 1000,", "rows: 1000, colour: red,", r"tables\.0\.colour: unknown key"),
         ("rows: 1000,", "rows: many,", r"tables\.0\.rows"),
+        ("rows: 1000,", f"rows: {10**30},", r"tables\.0\.rows.*less than or equal to"),
         ("count: 2", "count: 2000000000", r"count.*less than or equal to 100000"),
         ("pooling: 20, ", "", "pooling is missing; add it"),
         ("{zipf: 1.05}", "{zipf: -1}", "zipf"),

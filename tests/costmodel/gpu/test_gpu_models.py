@@ -14,6 +14,7 @@ from costmodel.base.errors import InputError, MachineError, UnsupportedOperatorE
 from costmodel.gpu import gpu_cost_model
 from costmodel.gpu.residuals import fitted
 from costmodel.gpu.residuals.fitted import all_fitted, residuals_for, transfer
+from costmodel.gpu.residuals.references import packaged_machine
 from costmodel.machines.machine_catalog import load_machine
 from costmodel.model.measurements import Measurement
 from costmodel.operators.attention import Attention
@@ -160,6 +161,12 @@ def test_a_cpu_is_refused(toy):
         gpu_cost_model(toy)
 
 
+def test_a_packaged_gpu_is_known_by_the_name_of_its_file():
+    found = packaged_machine("t4")
+    assert found is not None and found.name == "t4"
+    assert packaged_machine("x" * 5000) is packaged_machine("../gpu/t4") is None
+
+
 # --- fitted and analytic ---------------------------------------------------------------------------
 
 
@@ -210,6 +217,10 @@ def test_a_few_points_move_a_gpu_to_its_own_level(tmp_path, toy_gpu):
 def test_a_corrupt_model_file_names_itself(tmp_path):
     (tmp_path / "t4.json").write_text(json.dumps({"format": 1, "families": {"gemm": {}}}))
     with pytest.raises(InputError, match="t4.json: corrupt .*python -m costmodel fit"):
+        gpu_cost_model(load_machine("t4"), tmp_path)
+    unnamed = {"format": 1, "families": {}, "power_limited": False, "architecture": "turing", "machine": []}
+    (tmp_path / "t4.json").write_text(json.dumps(unnamed))
+    with pytest.raises(InputError, match="t4.json: corrupt .*is no text"):
         gpu_cost_model(load_machine("t4"), tmp_path)
 
 

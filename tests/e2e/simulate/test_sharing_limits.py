@@ -25,6 +25,14 @@ def test_nothing_ever_happens_where_nothing_moves():
     assert LinkSharing().next_moment() == inf
 
 
+def test_what_ends_makes_room_for_what_begins_at_the_same_moment():
+    sharing = LinkSharing()
+    sharing.add("a", 0.0, 1.0, {"link": 1.0})
+    sharing.add("b", 1.0, 1.0, {"link": 1.0})
+    steps = [(sharing.next_moment(), sharing.step()) for _ in range(4)]
+    assert [(moment, ended and ended.what) for moment, ended in steps] == [(0, None), (1, "a"), (1, None), (2, "b")]
+
+
 def test_no_share_of_a_link_is_no_use_of_it():
     sharing = LinkSharing()
     for name, share in (("a", 1.0), ("b", 1.0), ("c", 0.0)):

@@ -134,6 +134,13 @@ def test_what_follows_an_event_of_another_stream_says_so():
     assert timeline.task(0, 2) == Span(7, 7, 8, b, Edge.STREAM_ORDER, b, Edge.STREAM_ORDER)
 
 
+def test_what_follows_the_first_task_on_its_stream_says_so():
+    d = Drawing()
+    for name in ("a", "b"):
+        d.kernel(name, 5, stream=1)
+    assert simulate(together(d)).task(0, 1) == Span(6, 6, 11, 2, Edge.STREAM_ORDER, 2, Edge.STREAM_ORDER)
+
+
 def test_an_unknown_rank_is_named_with_those_there_are():
     with pytest.raises(KeyError) as caught:
         simulate(together(Drawing(2), Drawing(7))).task_times(5)

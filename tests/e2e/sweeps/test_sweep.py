@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -27,7 +29,7 @@ from e2e.sweeps.sweep_driver import SweepResult, sweep
 from e2e.sweeps.sweep_report import place_labels, render_sweep, sweep_record, write_plot
 from e2e.sweeps.sweep_results import ResultFile, SweepRow
 from e2e.sweeps.sweep_space import SweepCell, SweepRequest, automatic, cells_of, counts, experts_of, names
-from e2e.sweeps.workers import LocalWorkers, RayWorkers
+from e2e.sweeps.workers import LocalWorkers, RayWorkers, each_in_processes
 
 # Small: quick to capture, still all that a transformer has.
 TINY = {
@@ -323,6 +325,21 @@ def test_a_worker_that_dies_takes_no_other_cell_with_it(tiny):
     found = dict(LocalWorkers(2).run(tasks))
     assert [found[place].status for place in range(3)] == ["ok", "failed", "ok"]
     assert "died" in found[1].reason and found[1].parallel == "dp=4"
+
+
+def test_what_a_worker_is_told_first_is_read_before_pytorch(monkeypatch):
+    """It asks to end with this process there, and would outlive it while it loads."""
+    told: list[str] = []
+
+    def note(*_: object, initializer: Callable[..., None], **__: object) -> None:
+        told.append(initializer.__module__)
+        raise InputError("no pool")
+
+    monkeypatch.setattr("e2e.sweeps.workers.ProcessPoolExecutor", note)
+    with pytest.raises(InputError, match="no pool"):
+        next(each_in_processes(len, {0: ""}, 1))
+    code = f"import sys, {told[0]}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3]).returncode == 0
 
 
 def test_ray_computes_the_same_as_this_process(tiny):

@@ -208,6 +208,13 @@ def test_memory_is_bounded_by_an_element_not_by_the_file(tmp_path: Path) -> None
     assert peak < 6_000_000
 
 
+def test_a_number_that_two_nodes_have_is_refused(tmp_path: Path) -> None:
+    """The second one could be inside of itself, and whoever asks for all that is around it would never come out."""
+    path = write(tmp_path / "twice.json", [*NODES, flat(5, "aten::relu", 5)])
+    with pytest.raises(InputError, match=r"twice\.json: node 5 is there twice; record the trace again"):
+        read_execution_trace(path)
+
+
 def test_long_numbers_stay_exact(tmp_path: Path) -> None:
     path = tmp_path / "numbers.json"
     path.write_text('{"a": [1712195495519689.047, 0.5], "b": 12345678901234567890, "c": "\\u00e9"}')

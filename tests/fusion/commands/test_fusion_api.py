@@ -180,8 +180,10 @@ def toy(tmp_path_factory) -> Path:
     ("asked", "words"),
     [
         ({"batch": 0}, "--batch 0: must be a whole number, 1 or more"),
+        ({"batch": 10**30}, f"--batch {10**30}: must be at most 2,147,483,647"),
         ({"threads": 0}, "--threads 0"),
         ({"shapes": {"a": (2, -3)}}, "--shape a=2,-3: expected positive sizes"),
+        ({"shapes": {"a": (2, 10**30)}}, f"--shape a=2,{10**30}: expected positive sizes, of at most 2,147,483,647"),
     ],
 )
 def test_what_a_user_gets_wrong_is_one_line(tiny_model: Path, toy: Path, tmp_path, asked, words):

@@ -207,6 +207,8 @@ def test_random_calibration_is_asked_for_by_name(folder, tmp_path):
     model = write_network(tmp_path / "open.onnx", batch="n")
     shapes = {"x": (2, *SHAPE)}
     assert quantize_model(model, tmp_path / "p.onnx", random=True, shapes=shapes).quantised_layers == 4
+    line = refused("quantize", model, "--random", "-o", tmp_path / "q.onnx", "--shape", f"x={10**9},3,16,16")
+    assert "input 'x' of 1000000000,3,16,16 has 768,000,000,000 elements" in line
 
 
 def test_fewer_than_five_samples_are_all_calibrated_with_and_that_is_said(folder, tmp_path):

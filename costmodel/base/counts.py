@@ -1,0 +1,17 @@
+"""Counts and sizes that a user gives: whole numbers from 1, and none that libraries multiply beyond 64 bits."""
+
+from __future__ import annotations
+
+from costmodel.base.errors import InputError
+
+MOST_COUNT = 2**31 - 1  # libraries hold counts and sizes in 64 bits, and multiply them with one another
+
+
+def check_count(option: str, number: int | None) -> None:
+    """``InputError`` where ``--option`` is no whole number from 1 to :data:`MOST_COUNT`; ``None`` was not given."""
+    if number is None:
+        return
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise InputError(f"--{option} {number}: must be a whole number, 1 or more")
+    if number > MOST_COUNT:
+        raise InputError(f"--{option} {number}: must be at most {MOST_COUNT:,}")
