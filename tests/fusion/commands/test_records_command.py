@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,24 @@ def test_a_network_is_left_out_with_all_its_kernels(directory, tmp_path):
     assert {path.name for path in folder.iterdir()} == {RECORDS_FILE, MACHINE_FILE, RANKING_FILE}
     assert len(read_records(directory / "cpu" / RECORDS_FILE).kernels) == 3  # what is shipped stays
     assert not (directory / "cpu" / RANKING_FILE).exists()
+
+
+def test_records_are_collected_beside_those_that_are_there(tmp_path):
+    for name, operator in (("one", OWN), ("two", OTHER)):
+        config = next(iter(template_for(operator, CPU).space(operator, CPU)))
+        with RecordStore(tmp_path / name / "records", CPU) as store:
+            store.add(operator, config, 1e-3)
+    folder = ("--directory", str(tmp_path / "all"), "--machine", "toy")
+    assert records("collect", str(tmp_path / "one"), *folder, "--note", "first").exit_code == 0
+    assert records("collect", str(tmp_path / "two"), *folder, "--add").exit_code == 0
+    (path,) = (tmp_path / "all").glob(f"*/{RECORDS_FILE}")
+    content = read_records(path)
+    assert {each.operator for each in content.kernels} == {OWN, OTHER} and content.note == "first"
+    write_records(path, replace(content, templates="of old"))
+    refused = records("collect", str(tmp_path / "one"), *folder, "--add")
+    assert refused.exit_code == 2 and "made by another version" in refused.stderr
+    path.unlink()
+    assert records("collect", str(tmp_path / "one"), *folder, "--add").exit_code == 2
 
 
 @pytest.mark.parametrize(
