@@ -16,8 +16,9 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 EXTRAS := fusion,e2e,peers,models,docs,dev
 DEMO   := build/demo
-# Test files are handed out whole: captures and builds that a file shares are made once.
-WORKERS := -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+# Test files are handed out whole: captures and builds that a file shares are made once. One worker more than cores:
+# a quarter of the time tests wait, for processes that they start and end and for clocks.
+WORKERS := -n $(shell expr $$(nproc) + 1) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 # Budget of the demo's tuning, in minutes and candidates per kernel.
 MINUTES ?= 3.5
 TRIALS  ?= 32
