@@ -17,8 +17,9 @@ STAMP  := $(VENV)/.installed
 EXTRAS := fusion,e2e,peers,models,docs,dev
 DEMO   := build/demo
 # Test files are handed out whole: captures and builds that a file shares are made once. One worker more than cores:
-# a quarter of the time tests wait, for processes that they start and end and for clocks.
-WORKERS := -n $(shell expr $$(nproc) + 1) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+# a quarter of the time tests wait, for processes that they start and end and for clocks. A test that ends its worker ends
+# the run: the files of that worker would be waited for without an end.
+WORKERS := -n $(shell expr $$(nproc) + 1) --maxprocesses 8 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
 # Budget of the demo's tuning, in minutes and candidates per kernel.
 MINUTES ?= 3.5
 TRIALS  ?= 32

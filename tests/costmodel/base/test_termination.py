@@ -77,6 +77,7 @@ def test_who_is_asked_to_end_releases_what_it_holds(tmp_path: Path, number: int,
 
 def test_what_is_ignored_stays_so_and_all_is_as_before_in_the_end():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as of `nohup`
+    other = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ray's own handler, behind tests that start it
     try:
         with terminable():
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
@@ -87,9 +88,12 @@ def test_what_is_ignored_stays_so_and_all_is_as_before_in_the_end():
     finally:
         signal.signal(signal.SIGHUP, before)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    with terminable():
-        pass
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    try:
+        with terminable():
+            pass
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, other)
 
 
 def test_nothing_takes_it_for_an_error():
