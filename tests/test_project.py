@@ -110,7 +110,9 @@ def test_continuous_integration_runs_the_chores_with_every_python_of_the_classif
     assert python["python-version"] == "${{ matrix.python }}" and python["cache"] == "pip"
     assert (ROOT / python["cache-dependency-path"]).is_file()
     commands = [step["run"] for step in job["steps"] if "run" in step]
-    assert commands == [".ci/run", ".ci/wheel"] and all(os.access(ROOT / each, os.X_OK) for each in commands)
+    assert commands == [".ci/run", "make thorough", ".ci/wheel"]
+    assert all(os.access(ROOT / each, os.X_OK) for each in commands if each.startswith("."))
+    assert "\nthorough: " in (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
