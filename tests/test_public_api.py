@@ -82,7 +82,7 @@ def test_every_name_of_a_package_is_there_and_documented(package: str):
         _ = module.nothing
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_types_reach_a_users_file(tmp_path: Path):
     (tmp_path / "user.py").write_text(USER)
     options = ("--config-file", str(ROOT / "pyproject.toml"), "--cache-dir", str(tmp_path / "cache"))
@@ -129,7 +129,7 @@ for name in sys.argv[1:]:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("package", OFFERING)
 def test_the_examples_of_the_page_run(package: str, tmp_path: Path):
     if package == "fusion":

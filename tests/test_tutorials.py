@@ -35,7 +35,14 @@ def test_the_tutorials_are_there():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in TUTORIALS if not uses("fusion", name)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.thorough if name == "plan-a-cluster" else ())
+        for name in TUTORIALS
+        if not uses("fusion", name)
+    ],
+)
 def test_the_commands_of_a_tutorial_print_what_it_shows(name: str, tmp_path: Path):
     require("e2e", name)
     assert run_page(TUTORIALS[name], tmp_path) == []

@@ -224,7 +224,9 @@ def test_named_ranges_are_parts_of_the_step(answer: dict):
     assert ranges["clip"]["backward_seconds"] == 0 < ranges["clip"]["other_seconds"]
 
 
-@pytest.mark.parametrize("source", [network, bert], ids=lambda source: source.__name__)
+@pytest.mark.parametrize(
+    "source", [network, pytest.param(bert, marks=pytest.mark.thorough)], ids=lambda source: source.__name__
+)
 def test_advice_is_what_the_command_says(source, tmp_path: Path):
     """Every row, asked by itself as it is written, takes what the row says."""
     arguments = source(tmp_path)

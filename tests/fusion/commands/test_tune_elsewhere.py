@@ -109,7 +109,7 @@ def test_what_does_not_go_together_is_one_line(folder: Path, tmp_path: Path):
         assert not build.exists()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_kernels_of_servers_are_kept_for_their_cpu(folder: Path, tmp_path: Path):
     """Then the same folder builds for that CPU by name from the records alone."""
     try:

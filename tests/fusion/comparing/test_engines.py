@@ -107,7 +107,12 @@ def test_onnx_runtime_that_checks_others_rounds_no_floats_before_weights_in_byte
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [name for name in sorted(ENGINES) if name != "tvm-metaschedule" and not name.endswith("-int8")]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.thorough if name == "torch-eager" else ())
+        for name in sorted(ENGINES)
+        if name != "tvm-metaschedule" and not name.endswith("-int8")
+    ],
 )
 def test_every_engine_computes_what_onnx_runtime_computes(name: str, tiny: EngineWorkload):
     spec = ENGINES[name]
