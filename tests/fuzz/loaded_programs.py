@@ -175,22 +175,14 @@ def _serve(orders: Any, answers: int) -> dict[str, Any]:
 
 def _load(names: Sequence[str]) -> None:
     import gc
-    import importlib
-    import warnings
+
+    from tests.library_loading import load_modules
 
     if "tvm" in names:  # without PyTorch, as `fusion` does
         from schedules.contract.lean_import import import_tvm_alone
 
         import_tvm_alone()
-    for name in names:
-        if name.partition(".")[0] in _LEFT_OUT:
-            continue
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                importlib.import_module(name)
-            except Exception:  # a part of a library that is loaded in a way of its own
-                continue
+    load_modules(name for name in names if name.partition(".")[0] not in _LEFT_OUT)
     gc.collect()
     gc.freeze()
 

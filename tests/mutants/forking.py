@@ -7,7 +7,6 @@ pytest. So the files stay as they are, and nothing of one run is left for the ne
 
 from __future__ import annotations
 
-import importlib
 import importlib.abc
 import importlib.util
 import json
@@ -18,7 +17,6 @@ import signal
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
@@ -26,6 +24,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, TextIO
 
+from library_loading import load_modules
 from source_imports import PACKAGES
 
 _POLL_SECONDS = 0.02
@@ -128,15 +127,7 @@ class TestBed:
         return (run if run.died else next(others) for run in runs)
 
     def _load(self, modules: Sequence[tuple[str, bool]]) -> None:
-        for name, ours in modules:
-            if ours and name.partition(".")[0] not in self.lower:
-                continue
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                try:
-                    importlib.import_module(name)
-                except Exception:  # a part of a library that is loaded in a way of its own
-                    continue
+        load_modules(name for name, ours in modules if not ours or name.partition(".")[0] in self.lower)
 
     def _start(self, source: str) -> _Child:
         report = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed where its child ends
