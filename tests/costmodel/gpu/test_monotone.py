@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from costmodel.gpu import gpu_cost_model
+from costmodel.gpu.families.rates import kernel_floor
 from costmodel.machines.machine_catalog import load_machine
 from costmodel.machines.machine_records import Machine, PerThreads
 from costmodel.operators.device_work import (
@@ -91,14 +92,25 @@ def with_fewer_multiprocessors(machine: Machine, share: float) -> Machine:
 SHARES = st.floats(0.2, 1.0)
 
 
+# A sum that is split at half the rate: the kernel that adds the parts once cost nothing.
+SPLIT_SUM = ConvolutionBackward(Conv2d(3, 1, 21, 21, 1, (1, 1), dtype="float16"), "weight")
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(MACHINES), OPERATORS, SHARES, SHARES, SHARES)
+@example("h100-sxm", SPLIT_SUM, 0.5, 1.0, 1.0)
 def test_no_estimate_falls_with_a_rate(name, operator, compute, l2, dram):
     machine = load_machine(name)
     before, after = (
         gpu_cost_model(each).estimate([operator])[0] for each in (machine, slower(machine, compute, l2, dram))
     )
     assert after.seconds >= before.seconds * (1 - 1e-9)
+
+
+def test_the_parts_of_a_split_sum_are_added_by_a_kernel():
+    machine = slower(load_machine("h100-sxm"), 0.5, 1.0, 1.0)
+    (found,) = gpu_cost_model(machine).estimate([SPLIT_SUM])
+    assert found.seconds > 2 * kernel_floor(machine)
 
 
 PRODUCTS = st.builds(Gemm, st.integers(1, 20), SIZES, SIZES, SIZES, DTYPES)
