@@ -13,6 +13,7 @@ so that no estimate falls when a rate does.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -57,7 +58,10 @@ class KernelModel(CostModel):
         self._adaptations: Mapping[str, Adaptation] = adaptations or {}
         # Adaptations are learned on the GPU itself: on its packaged file, or on what stands here if there is none.
         self._clocks: dict[str, tuple[float, float]] = {}
-        self._own = packaged_machine(machine.name) or machine
+        self._own = packaged_machine(machine.measured_as) or machine
+        # Names under which measurements are those of this very GPU.
+        named = replace(machine, name=self._own.name, description=self._own.description)
+        self._measured = {machine.name, self._own.name} if named == self._own else {machine.name}
 
     @property
     def adaptations(self) -> Mapping[str, Adaptation]:
@@ -122,7 +126,7 @@ class KernelModel(CostModel):
             features = analysis.matrix()
             _, lower, upper = residual.predict(features)
             outside = np.array([bool(residual.outside(row)) for row in features], dtype=bool)
-            relative = 0.0 if fitted_on == self.machine.name else RELATIVE_MARGIN
+            relative = 0.0 if fitted_on in self._measured else RELATIVE_MARGIN
             return np.asarray((upper - lower) / 2 + relative + EXTRAPOLATION_MARGIN * outside)
         level = self._transfer.level(family.name, self.machine) or UNKNOWN
         margin = np.where(points > 0, ADAPTED_MARGIN, UNMEASURED_MARGIN)
@@ -141,7 +145,7 @@ class KernelModel(CostModel):
         there = packaged_machine(fitted_on) or self.machine
         seen = own if there == self._own else family.analyse(operators, there)
         features = seen.matrix()[learned]
-        known = fitted_on == self.machine.name
+        known = fitted_on in self._measured
         for place, row, *logs in zip(learned, features, *residual.predict(features), strict=True):
             outside = residual.outside(row)
             notes: dict[str, float | str] = {"extrapolates": ", ".join(outside)} if outside else {}

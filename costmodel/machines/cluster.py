@@ -30,6 +30,7 @@ from costmodel.machines.machine_records import Link, Machine
 from costmodel.machines.mesh_rings import ring_links
 
 Found = TypeVar("Found")
+_MOST_CARDS = 512  # of a node
 _RELAYS_SINCE = [2, 10]  # NCCL lets hops pass through a third GPU (mesh_rings)
 
 
@@ -41,9 +42,9 @@ class Cluster:
     (NVLinks from GPU to GPU), ``pairs`` (NVLink bridges between two, the rest through the host), ``host`` (PCIe).
     usable: (GPUs of a node that talk to one another, share of the link's bandwidth that they reach), ascending.
     node_gpus: GPUs that a node has, whether or not they take part. network: one network card, ``None`` for one node;
-    ``network_cards`` of them are in a node. nccl: version whose measurements price; the newest measured if empty.
-    host_memory: bytes/s of a node's main memory, all sockets together (``None``: not told).
-    in_switch: whether NCCL may let switches add, where they can.
+    ``network_cards`` of them are in a node; ``network_name``: the network's. nccl: version whose measurements price;
+    the newest measured if empty. host_memory: bytes/s of a node's main memory, all sockets together (``None``: not
+    told). in_switch: whether NCCL may let switches add, where they can.
     """
 
     name: str
@@ -60,6 +61,16 @@ class Cluster:
     source: str = field(default="", compare=False)
     host_memory: float | None = None
     in_switch: bool = True
+    network_name: str = ""
+
+    @property
+    def network_text(self) -> str:
+        """The network as ``--network`` takes it, and a GPU's part of it by the datasheet; empty where none is used."""
+        if self.network is None or self.nodes == 1:
+            return ""
+        cards, most = self.network_cards, self.network.datasheet or self.network.bandwidth
+        share = most * cards / self.node_gpus * 8 / 1e9
+        return f"{self.network_name}:{cards} ({cards} x {most * 8 / 1e9:g} Gb/s a node, {share:g} Gb/s per GPU)"
 
     @property
     def host_bandwidth(self) -> float | None:
@@ -105,14 +116,15 @@ def load_cluster(
     """``gpus`` GPUs over ``nodes`` nodes of ``machine``: a cluster's name or YAML file, or a GPU's.
 
     With ``nodes`` 1 and more GPUs than a node holds, as many full nodes as it takes. ``network``: a name of
-    ``machines/network`` or a YAML file, ``NAME:N`` for N cards per node; default: the cluster's own.
+    ``machines/network`` or a YAML file, ``NAME:N`` for N cards per node (without N as its file says, else as many as
+    the cluster has of its own); default: the cluster's own.
     :class:`MachineError` for an unknown name, :class:`InputError` if the GPUs do not fill the nodes evenly.
     """
     file, gpu = _described(machine)
     link, version = _intra_node(file, gpu), nccl or file.nccl
     per_node = _gpus_per_node(file, gpus, nodes)
     nodes = gpus // per_node
-    card, cards = _network(file, network, nodes)
+    card, cards, called = _network(file, network, nodes)
     return Cluster(
         name=file.name,
         machine=gpu,
@@ -128,6 +140,7 @@ def load_cluster(
         source=file.source,
         host_memory=file.host_memory,
         in_switch=file.in_switch,
+        network_name=called,
     )
 
 
@@ -161,7 +174,9 @@ def _gpus_per_node(file: ClusterFile, gpus: int, nodes: int) -> int:
     if nodes == 1 and gpus > file.gpus_per_node:
         nodes = -(-gpus // file.gpus_per_node)
     if gpus % nodes:
-        raise InputError(f"{where}: {gpus} GPUs do not fill {nodes} nodes evenly; give a multiple of {nodes}")
+        raise InputError(
+            f"--gpus {gpus} does not fill {nodes} nodes evenly; give a multiple of {nodes}, or other --nodes"
+        )
     if gpus // nodes > file.gpus_per_node:
         needed = -(-gpus // file.gpus_per_node)
         raise InputError(
@@ -171,23 +186,25 @@ def _gpus_per_node(file: ClusterFile, gpus: int, nodes: int) -> int:
     return gpus // nodes
 
 
-def _network(file: ClusterFile, asked: str | None, nodes: int) -> tuple[Link | None, int]:
+def _network(file: ClusterFile, asked: str | None, nodes: int) -> tuple[Link | None, int, str]:
+    """One card of the network, how many a node has, and the network's name."""
     name, colon, count = (asked or "").partition(":")
     told = whole_number(count)
-    if colon and not told:
-        raise InputError(f"--network {asked}: the number of cards must be 1 or more, such as infiniband-ndr:8")
+    if colon and not (told and told <= _MOST_CARDS):
+        raise InputError(f"--network {asked}: the number of cards must be 1 to {_MOST_CARDS}, such as infiniband-ndr:8")
     chosen = name or file.network
-    cards = told or file.network_cards
     if chosen is None:
         if nodes > 1:
             raise InputError(
                 f"{file.source or f'cluster {file.name!r}'}: {nodes} nodes but no network; name one with --network, "
                 "such as infiniband-ndr:8 (`python -m costmodel machines` lists them)"
             )
-        return None, cards
+        return None, file.network_cards, ""
     if name:
-        return _card(find_network(name)), cards
-    return _card(_named(file, "network.name", find_network, chosen)), cards
+        found = find_network(name)
+        return _card(found), told or found.cards_per_node or file.network_cards, found.name
+    found = _named(file, "network.name", find_network, chosen)
+    return _card(found), file.network_cards, found.name
 
 
 def _named(file: ClusterFile, key: str, find: Callable[[str], Found], name: str) -> Found:

@@ -7,8 +7,8 @@ description: ...                        description: ...
 machine: h100-sxm      # a GPU          bandwidth: 48 GB/s   # of one card, one direction, sustained
 usual: true            # of that GPU    datasheet: 50 GB/s   # optional
 gpus_per_node: 8                        latency: 5 us        # GPU memory to GPU memory, one small message
-intra_node:                             origin: ...
-  link: nvlink         # nvlink | pcie: of the GPU's links
+intra_node:                             cards_per_node: 1    # optional: of `--network NAME` without a number
+  link: nvlink         # nvlink | pcie: of the GPU's links            origin: ...
   topology: switch     # switch | mesh | pairs | host
   bandwidth: 360 GB/s  # optional: instead of the GPU's own
   latency: 2 us        # optional
@@ -39,8 +39,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from costmodel.base.errors import MachineError
-from costmodel.machines.file_fields import Count, FileRecord, NotInFile, Text
-from costmodel.machines.machine_catalog import PACKAGED_DIRECTORY, user_directory
+from costmodel.machines.file_fields import Count, FileRecord, Name, NotInFile, Text
+from costmodel.machines.machine_catalog import PACKAGED_DIRECTORY, load_machine, user_directory
 from costmodel.machines.machine_records import Bandwidth, Machine, Seconds
 from costmodel.machines.record_file import StrictModel, read_mapping, to_record
 
@@ -77,15 +77,18 @@ class ClusterFile:
 
 @dataclass(frozen=True)
 class NetworkFile(FileRecord):
-    """One network card: bytes/s in one direction; seconds of one small message from GPU to GPU."""
+    """One network card: bytes/s in one direction; seconds of one small message from GPU to GPU. ``cards_per_node``: in
+    a node where nobody says how many (``None``: as many as the cluster has of its own network).
+    """
 
-    name: Text
+    name: Name
     kind: Literal["network"]
     description: Text
     bandwidth: Bandwidth
     latency: Seconds
     origin: Text
     datasheet: Bandwidth | None = None
+    cards_per_node: Count | None = None
     source: Annotated[str, NotInFile()] = ""
 
 
@@ -115,7 +118,7 @@ class _HostMemory(StrictModel):
 
 
 class _Cluster(StrictModel):
-    name: Text
+    name: Name
     kind: Literal["cluster"]
     description: Text
     machine: Text
@@ -207,15 +210,18 @@ def find_network(name_or_path: str | Path) -> NetworkFile:
 
 
 def cluster_of_gpu(gpu: Machine) -> ClusterFile:
-    """The usual cluster of ``gpu``; where no file names one, eight to a node on its fastest link (NVLink: a switch)
-    and no network.
+    """The usual cluster of ``gpu``, or of the machine that it is a variant of; where no file names one, eight to a node
+    on its fastest link (NVLink: a switch) and no network.
 
     :class:`MachineError` if the GPU's file has no link.
     """
     described = [read_cluster(path) for path in cluster_files().values()]
-    usual = next((each for each in described if each.usual and each.machine == gpu.name), None)
-    if usual is not None:
-        return usual
+    for name in dict.fromkeys((gpu.name, gpu.measured_as)):
+        usual = next((each for each in described if each.usual and each.machine == name), None)
+        if usual is not None:
+            # With links of its own it is another system than the one that was measured.
+            same = name == gpu.name or load_machine(name).links == gpu.links
+            return usual if same else replace(usual, name=f"{gpu.name}-node")
     kinds = {link.kind for link in gpu.links}
     if not kinds & {"nvlink", "pcie"}:
         raise MachineError(f"{gpu.source or gpu.name}: no link to other GPUs; add nvlink or pcie under links")

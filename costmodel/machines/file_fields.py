@@ -7,6 +7,8 @@ A record is the description of its file: a key is the name of the field without 
 
 from __future__ import annotations
 
+import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -49,11 +51,16 @@ class Quantity(Written):
 
     unit: str
     above_zero: bool = True
+    most: float = math.inf
 
     def parse(self, value: object) -> float:
         number = parse_quantity(value, self.unit)
         if self.above_zero and number <= 0:
             raise ValueError(f"{value!r} must be above zero")
+        if number > self.most:
+            raise ValueError(
+                f"{value!r} is more than any has ({self.format(self.most)}); correct the number or its unit"
+            )
         return number
 
     def format(self, value: float) -> str:
@@ -104,6 +111,28 @@ class FileRecord:
 
 
 Text = Annotated[str, Exactly(), MinLen(1)]
+NAME = r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,99}"
+
+
+@dataclass(frozen=True)
+class PlainName:
+    """A name by which files are found and written: no folder, nothing hidden, nothing longer than a file's name."""
+
+    def check(self, name: str) -> str:
+        """``name``; ``ValueError`` where it is none."""
+        if not re.fullmatch(NAME, name):
+            raise ValueError(
+                f"{name[:120]!r} is no name of letters, digits, _ . + -, at most 100 of them; choose another"
+            )
+        return name
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Handler) -> Any:
+        from pydantic_core import core_schema
+
+        return core_schema.no_info_after_validator_function(self.check, handler(source))
+
+
+Name = Annotated[str, Exactly(), PlainName()]
 Names = tuple[Annotated[str, Exactly()], ...]
 Flag = Annotated[bool, Exactly()]
 Count = Annotated[int, Exactly(), Ge(1)]

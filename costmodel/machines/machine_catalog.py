@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 
 import yaml
@@ -19,8 +20,6 @@ from costmodel.machines.machine_records import Host, Machine
 
 PACKAGED_DIRECTORY = Path(__file__).parent
 HOST_NAME = "host"
-# Short names: the card of that name that came first. Results name the machine that was taken.
-ALIASES = {"a100-sxm": "a100-sxm-40gb", "a100-pcie": "a100-pcie-40gb"}
 _SUFFIXES = (".yaml", ".yml")
 _FEATURES = r"(avx|amx|sse4|asimd|sve).*|fma|f16c|fphp|i8mm|bf16|sme2?"
 
@@ -47,7 +46,7 @@ def driver_names() -> dict[str, str]:
 
 
 def load_machine(name_or_path: str | Path) -> Machine:
-    """The machine of a file path, or of a name in :func:`machine_files`.
+    """The machine of a file path, or of a name in :func:`machine_files` or the beginning of one alone (``h200``).
 
     Raises :class:`MachineError` for an unknown name (the nearest names are offered) or a malformed file.
     """
@@ -55,15 +54,27 @@ def load_machine(name_or_path: str | Path) -> Machine:
     if isinstance(name_or_path, Path) or os.sep in text or text.endswith(_SUFFIXES):
         return read_machine(Path(name_or_path))
     files = machine_files()
-    text = text if text in files else ALIASES.get(text, text)
     if text in files:
         return read_machine(files[text])
+    longer = longer_names(text, files)
+    if len(longer) == 1:
+        return read_machine(files[longer[0]])
+    if longer:
+        raise MachineError(f"machine {text!r} may be {', '.join(longer)}; name one of them")
     if text == HOST_NAME:
         raise MachineError("machine 'host' is not calibrated yet: run `python -m costmodel calibrate`")
     nearest = difflib.get_close_matches(text, files, n=3) or sorted(files)
     raise MachineError(
         f"unknown machine {text!r}; did you mean {', '.join(nearest)}? (`python -m costmodel machines` lists all)"
     )
+
+
+def longer_names(text: str, names: Iterable[str]) -> list[str]:
+    """Those of ``names`` that go on after ``text`` with a hyphen, such as ``h100-sxm`` of ``h100``, but not after
+    another of them.
+    """
+    found = sorted(name for name in names if name.startswith(f"{text}-"))
+    return [name for name in found if not any(name.startswith(f"{other}-") for other in found)]
 
 
 def host_machine(threads: int | None = None) -> Machine | None:

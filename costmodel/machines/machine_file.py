@@ -6,6 +6,7 @@ docs/adding-a-machine.md explains them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,14 @@ from typing import Any
 import yaml
 
 from costmodel.base.errors import MachineError, OutputError
+from costmodel.base.units import format_quantity
 from costmodel.base.whole_file import write_whole
 from costmodel.machines.machine_records import Machine
 from costmodel.machines.record_file import file_content, read_mapping, to_record
-from costmodel.machines.variant_file import whole_document
+from costmodel.machines.variant_file import variant_file, with_what_follows
+
+# GeForce cards run above their boost clock while temperature and power allow: 1.13 times the datasheet's rate (5090).
+ABOVE_BOOST = 1.15
 
 
 def read_machine(path: Path) -> Machine:
@@ -26,8 +31,17 @@ def read_machine(path: Path) -> Machine:
     document = read_mapping(
         path, MachineError, "not a machine file; it must be a mapping with name, kind, compute, memory ..."
     )
-    document = whole_document(document, path, Path(__file__).parent / "gpu")
-    machine = replace(to_record(document, Machine, path, MachineError), source=str(path))
+    variant = variant_file(document, path, Path(__file__).parent / "gpu")
+    machine = to_record(variant.merged if variant else document, Machine, path, MachineError)
+    if variant:
+        base = to_record(variant.base, Machine, variant.path, MachineError)
+        if base.gpu is None or machine.gpu is None:
+            raise MachineError(f"{path}: variant_of: {variant.name} is no GPU; copy its file instead")
+        try:
+            machine = with_what_follows(machine, base, variant)
+        except ValueError as error:
+            raise MachineError(f"{path}: not a variant of {variant.name} ({error}); correct the value") from None
+    machine = replace(machine, source=str(path))
     problem = _problem(machine)
     if problem:
         raise MachineError(f"{path}: {problem}")
@@ -50,7 +64,29 @@ def _problem(machine: Machine) -> str:
         return "links: two of the same kind; keep one"
     if len(set(levels)) != len(levels):
         return f"memory: two levels have the same name ({', '.join(levels)}); rename one"
-    return ""
+    return next(_beyond_datasheet(machine), "")
+
+
+def _beyond_datasheet(machine: Machine) -> Iterator[str]:
+    """What in the file of a GPU is faster than its datasheet says."""
+    if machine.kind != "gpu":
+        return
+    most = ABOVE_BOOST if machine.half_rate else 1.0
+    for dtype, rate in machine.compute.items():
+        sustained, burst = rate.sustained.at(1), rate.short_load
+        if rate.datasheet is not None and max(sustained, burst) > most * rate.datasheet:
+            name = "sustained" if sustained > most * rate.datasheet else "burst"
+            told = format_quantity(getattr(rate, name) if name == "burst" else sustained, "FLOP/s")
+            least = format_quantity(rate.datasheet, "FLOP/s")
+            yield f"compute.{dtype}.{name}: {told} is more than the datasheet's {least}; correct one of them"
+        if sustained > burst:
+            yield f"compute.{dtype}.burst: less than what is sustained; leave it out where the clock holds"
+    for level in machine.memory:
+        if level.datasheet is not None and level.bandwidth.at(1) > level.datasheet:
+            yield f"memory.{level.name}.bandwidth: more than its datasheet says; correct one of them"
+    for link in machine.links:
+        if link.datasheet is not None and link.bandwidth > link.datasheet:
+            yield f"links.{link.kind}.bandwidth: more than its datasheet says; correct one of them"
 
 
 def write_machine(machine: Machine, path: Path, comment: str = "") -> None:

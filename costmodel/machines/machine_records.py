@@ -20,6 +20,7 @@ from costmodel.machines.file_fields import (
     Exactly,
     FileRecord,
     Flag,
+    Name,
     Names,
     NotInFile,
     Quantity,
@@ -79,15 +80,17 @@ class QuantityPerThreads(Written):
         return {threads: self.quantity.format(value) for threads, value in values.points}
 
 
-Flops = Annotated[float, Quantity("FLOP/s")]
-FlopsPerThreads = Annotated[PerThreads, QuantityPerThreads(Quantity("FLOP/s"))]
-Bandwidth = Annotated[float, Quantity("B/s")]
-BandwidthPerThreads = Annotated[PerThreads, QuantityPerThreads(Quantity("B/s"))]
-Seconds = Annotated[float, Quantity("s")]
-SecondsPerThreads = Annotated[PerThreads, QuantityPerThreads(Quantity("s", above_zero=False))]
-Bytes = Annotated[float, Quantity("B")]
-Frequency = Annotated[float, Quantity("Hz")]
-Power = Annotated[float, Quantity("W")]
+# The most that is believed of one machine: some ten times what any has; beyond it a unit was mistaken.
+_FLOPS, _BANDWIDTH = Quantity("FLOP/s", most=1e18), Quantity("B/s", most=1e14)
+Flops = Annotated[float, _FLOPS]
+FlopsPerThreads = Annotated[PerThreads, QuantityPerThreads(_FLOPS)]
+Bandwidth = Annotated[float, _BANDWIDTH]
+BandwidthPerThreads = Annotated[PerThreads, QuantityPerThreads(_BANDWIDTH)]
+Seconds = Annotated[float, Quantity("s", most=1.0)]
+SecondsPerThreads = Annotated[PerThreads, QuantityPerThreads(Quantity("s", above_zero=False, most=1.0))]
+Bytes = Annotated[float, Quantity("B", most=1e14)]
+Frequency = Annotated[float, Quantity("Hz", most=5e10)]
+Power = Annotated[float, Quantity("W", most=2e4)]
 
 
 @dataclass(frozen=True)
@@ -170,6 +173,7 @@ class Host(FileRecord):
     threads: Count
 
 
+_HALF_RATE = 2.5  # tensor cores over FP32 by datasheet: 2 on GeForce cards, 4 and more elsewhere
 # Cards up to this power run without an extra connector; their clocks sink under load (P4, T4, L4).
 POWER_LIMITED_WATTS = 75.0
 
@@ -220,13 +224,14 @@ class Link(FileRecord):
 
 @dataclass(frozen=True)
 class Machine(FileRecord):
-    """What the cost models ask of a machine. ``memory`` is ordered from the core outwards.
+    """What the cost models ask of a machine. ``memory`` is ordered from the core outwards. ``variant_of``: name of the
+    machine on whose file this one's stands, whose measurements are its own; empty where there is none.
 
     ``vector`` is ``None`` where registers are not modelled (GPUs, toy machines); ``gpu`` is given for every GPU, whose
     ``parallel_region`` is what the shortest kernel takes.
     """
 
-    name: Text
+    name: Name
     kind: Literal["cpu", "gpu"]
     description: Text
     compute: Annotated[Mapping[DtypeKey, ComputeRate], MinLen(1)]
@@ -235,6 +240,7 @@ class Machine(FileRecord):
     vector: VectorUnit | None = None
     host: Host | None = field(default=None, compare=False)
     source: Annotated[str, NotInFile()] = field(default="", compare=False)
+    variant_of: Annotated[str, NotInFile()] = field(default="", compare=False)
     gpu: GpuChip | None = None
     links: tuple[Link, ...] = ()
 
@@ -243,6 +249,21 @@ class Machine(FileRecord):
         if self.gpu is None:
             raise MachineError(f"{self._where()}: is no GPU (kind: {self.kind}); choose one of `costmodel machines`")
         return self.gpu
+
+    @property
+    def half_rate(self) -> bool:
+        """Whether the tensor cores of a GPU reach twice the FP32 rate by datasheet, as on GeForce cards; four times and
+        more elsewhere.
+        """
+        single, half = self.compute.get("float32"), self.compute.get("float16")
+        if single is None or half is None or not single.datasheet or not half.datasheet or self.chip().lanes <= 64:
+            return False
+        return half.datasheet <= _HALF_RATE * single.datasheet
+
+    @property
+    def measured_as(self) -> str:
+        """Name under which measurements of this chip are kept."""
+        return self.variant_of or self.name
 
     def link(self, kind: str) -> Link | None:
         """The link of that kind, ``None`` where the machine has none."""
@@ -259,7 +280,10 @@ class Machine(FileRecord):
         """Sustained flop/s of ``dtype`` on ``threads`` threads; :class:`MachineError` if the file lacks it."""
         if dtype not in self.compute:
             known = ", ".join(self.compute)
-            raise MachineError(f"{self._where()}: no compute rate for {dtype} (known: {known}); add compute.{dtype}")
+            raise MachineError(
+                f"{self._where()}: no compute rate for {dtype} (known: {known}); choose one of these number types, or "
+                "another machine"
+            )
         self.check_threads(threads)
         return self.compute[dtype].sustained.at(threads)
 

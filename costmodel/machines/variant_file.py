@@ -2,37 +2,57 @@
 
 Mappings are merged key by key, lists (``memory``, ``links``) by ``name`` or ``kind``. What the file does not say:
 
-``gpu.power``                 sustained rates with a ``burst`` by :func:`costmodel.machines.power_law.share_at_limit`
-``memory[].datasheet``        the sustained bandwidth keeps its share of the datasheet
-``gpu.sm_count``, ``clock``   rates go with both
+``gpu.power``                  sustained rates by :mod:`costmodel.machines.power_law`
+``gpu.sm_count``, ``clock``    rates and the bandwidth of L2 go with both
+``compute.<dtype>.datasheet``  ``sustained`` and ``burst`` keep their shares of the datasheet, before the power limit;
+                               of a dtype of the tensor cores, so do the others of which nothing is said
+``memory[].datasheet``         the sustained bandwidth keeps its share of the datasheet
+
+Capacities and latencies are those of the machine named. A variant that says nothing is that machine by another name.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from costmodel.base.errors import MachineError
 from costmodel.base.plain_json import MALFORMED
-from costmodel.base.units import format_quantity, parse_quantity
-from costmodel.machines.power_law import share_at_limit
+from costmodel.machines.file_fields import NAME
+from costmodel.machines.machine_records import ComputeRate, Machine, MemoryLevel, PerThreads
+from costmodel.machines.power_law import HELD_DRAW, clock_holds, share_at_limit, unthrottled_share
 from costmodel.machines.record_file import read_mapping
 
 KEY = "variant_of"
-_SCALED = ("sustained", "burst", "datasheet")
+# Dtypes that the tensor cores compute; where a file tells the rate of one, the others follow from the first told here.
+_TENSOR = ("bfloat16", "float16", "tf32", "float8", "int8")
 
 
-def whole_document(document: Mapping[str, Any], path: Path, packaged: Path) -> dict[str, Any]:
-    """``document`` of the file ``path`` with everything that the machine it is a variant of says; itself if of none.
+@dataclass(frozen=True)
+class VariantFile:
+    """What the file of a variant says (``own``), the content of the file of the machine it is a variant of (``base``,
+    read from ``path``), and that with what differs (``merged``).
+    """
+
+    name: str
+    path: Path
+    base: dict[str, Any]
+    own: dict[str, Any]
+    merged: dict[str, Any]
+
+
+def variant_file(document: Mapping[str, Any], path: Path, packaged: Path) -> VariantFile | None:
+    """``document`` of the file ``path`` beside the machine that it is a variant of; ``None`` if it is of none.
 
     The other file lies beside it or in ``packaged``; :class:`MachineError` if there is none, or it is a variant too.
     """
     if KEY not in document:
-        return dict(document)
+        return None
     name = document[KEY]
-    plain = isinstance(name, str) and re.fullmatch(r"[\w.+-]{1,100}", name) is not None
+    plain = isinstance(name, str) and re.fullmatch(NAME, name) is not None
     places = [folder / f"{name}.yaml" for folder in (path.parent, packaged)] if plain else []
     found = next((place for place in places if place.exists() and place != path), None)
     if found is None:
@@ -42,12 +62,36 @@ def whole_document(document: Mapping[str, Any], path: Path, packaged: Path) -> d
         raise MachineError(f"{path}: {KEY}: {name} is a variant itself; name the machine that it is one of")
     own = {key: value for key, value in document.items() if key != KEY}
     try:
-        merged: dict[str, Any] = _merged(base, own)
-        _scale_rates(merged, base, own, str(name))
-        _scale_memory(merged, base, own)
+        return VariantFile(str(name), found, base, own, _merged(base, own))
     except MALFORMED as error:
         raise MachineError(f"{path}: not a variant of {name} ({error}); correct the value") from None
-    return merged
+
+
+def with_what_follows(merged: Machine, base: Machine, file: VariantFile) -> Machine:
+    """``merged`` with the rates and bandwidths that follow from ``base`` where ``file`` leaves them open.
+
+    ``ValueError`` for a power limit below what the clock does not move.
+    """
+    before, after = base.chip(), merged.chip()
+    size = after.sm_count / before.sm_count * after.clock_hz / before.clock_hz
+    limits, told = (before.power_watts, after.power_watts), file.own.get("compute", {})
+    tensor = _tensor_scale(merged, base, told) or size
+    compute = dict(merged.compute)
+    for dtype, old in base.compute.items():
+        best = unthrottled_share(dtype, before.lanes)
+        scale = tensor if dtype in _TENSOR else size
+        rate = _rate(merged.compute[dtype], old, told.get(dtype, {}), (size, scale), limits, best)
+        if rate != merged.compute[dtype]:
+            note = f"{rate.origin}; the rest from {file.name} by size, clock and power limit"
+            compute[dtype] = replace(rate, origin=note)
+    levels = {_name(each): each for each in file.own.get("memory", [])}
+    known = {each.name: each for each in base.memory}
+    memory = tuple(_level(each, known.get(each.name), size, levels.get(each.name, {})) for each in merged.memory)
+    least = memory[-1].bandwidth.at(1)  # what DRAM delivers passes through the cache
+    memory = tuple(
+        each if each.bandwidth.at(1) >= least else replace(each, bandwidth=memory[-1].bandwidth) for each in memory
+    )
+    return replace(merged, compute=compute, memory=memory, variant_of=base.name)
 
 
 def _merged(base: Any, own: Any) -> Any:
@@ -64,30 +108,65 @@ def _name(item: Mapping[str, Any]) -> Any:
     return item.get("name", item.get("kind"))
 
 
-def _scale_rates(merged: dict[str, Any], base: Mapping[str, Any], own: Mapping[str, Any], name: str) -> None:
-    """Rates that ``own`` leaves open, by multiprocessors, clock and power limit."""
-    before, after = base["gpu"], merged["gpu"]
-    size = after["sm_count"] / before["sm_count"]
-    size *= parse_quantity(after["clock"], "Hz") / parse_quantity(before["clock"], "Hz")
-    limits = [parse_quantity(each["power"], "W") for each in (before, after)]
-    # A limit is shared by the multiprocessors that there are, at the clock that there is.
-    limits[1] /= size
-    for dtype, rate in base["compute"].items():
-        said = own.get("compute", {}).get(dtype, {})
-        numbers = {key: parse_quantity(rate[key], "FLOP/s") * size for key in _SCALED if key in rate}
-        if "burst" in numbers:
-            share = share_at_limit(numbers["sustained"] / numbers["burst"], limits[0], limits[1])
-            burst = parse_quantity(said["burst"], "FLOP/s") if "burst" in said else numbers["burst"]
-            numbers["sustained"] = burst * share
-        scaled = {key: format_quantity(value, "FLOP/s") for key, value in numbers.items() if key not in said}
-        note = f"{said.get('origin', rate.get('origin', ''))}; the rest from {name} by size, clock and power limit"
-        merged["compute"][dtype] = {**merged["compute"][dtype], **scaled, **said, "origin": note}
+def _tensor_scale(merged: Machine, base: Machine, told: Mapping[str, Any]) -> float | None:
+    """Rate of the tensor cores over the other machine's by a datasheet rate that the file tells; ``None`` for none."""
+    for dtype in _TENSOR:
+        if "datasheet" in told.get(dtype, {}) and dtype in base.compute:
+            here, there = merged.compute[dtype].datasheet, base.compute[dtype].datasheet
+            if here is not None and there is not None:
+                return here / there
+    return None
 
 
-def _scale_memory(merged: dict[str, Any], base: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    said = {_name(each): each for each in own.get("memory", [])}
-    for level, before in zip(merged["memory"], base["memory"], strict=True):
-        mine = said.get(_name(level), {})
-        if "datasheet" in mine and "bandwidth" not in mine and "datasheet" in before:
-            share = parse_quantity(before["bandwidth"], "B/s") / parse_quantity(before["datasheet"], "B/s")
-            level["bandwidth"] = format_quantity(parse_quantity(mine["datasheet"], "B/s") * share, "B/s")
+def _rate(
+    rate: ComputeRate,
+    old: ComputeRate,
+    said: Mapping[str, Any],
+    scales: tuple[float, float],
+    limits: tuple[float, float],
+    best: float,
+) -> ComputeRate:
+    """``rate`` with what the file has not ``said`` following from ``old``, that of the other machine.
+
+    scales: multiprocessors times clock, and the rate of the dtype's units, over those of the other machine. limits:
+    power of the other machine and of this one. best: :func:`unthrottled_share` of the dtype there.
+    """
+    size, scale = scales
+    if "datasheet" in said and rate.datasheet is not None and old.datasheet is not None:
+        scale = rate.datasheet / old.datasheet
+    if not said and scale == 1.0 and limits[0] == limits[1]:
+        return rate
+    burst, share, spare = _burst(old, best)
+    # A higher datasheet rate than multiprocessors and clock give is one of a higher limit; a lower one is of fewer
+    # units, which draw less.
+    units = min(1.0, scale / size)
+    unmoved = limits[0] == limits[1] and size == units == 1.0
+    share = share if unmoved else share_at_limit(share, *limits, size, units * spare)
+    burst = rate.burst if "burst" in said and rate.burst is not None else burst * scale
+    sustained = rate.sustained.at(1) if "sustained" in said else burst * share
+    sinks = old.burst is not None or (spare < 1.0 and share < 1.0)
+    return replace(
+        rate,
+        sustained=PerThreads(((1, sustained),)),
+        burst=rate.burst if "burst" in said else max(burst, sustained) if sinks else None,
+        datasheet=rate.datasheet if "datasheet" in said else None if old.datasheet is None else old.datasheet * scale,
+    )
+
+
+def _burst(rate: ComputeRate, best: float) -> tuple[float, float, float]:
+    """Rate at the clock of a burst, share of it that is sustained, and what a burst draws in shares of the limit that
+    is met at the sustained rate.
+    """
+    sustained = rate.sustained.at(1)
+    if rate.burst is not None:
+        return rate.burst, min(1.0, sustained / rate.burst), 1.0
+    held = 1.0 if rate.datasheet is None else min(1.0, sustained / (rate.datasheet * best))
+    return (sustained, 1.0, HELD_DRAW) if clock_holds(held) else (sustained / held, held, 1.0)
+
+
+def _level(level: MemoryLevel, old: MemoryLevel | None, size: float, said: Mapping[str, Any]) -> MemoryLevel:
+    """``level`` with the bandwidth that follows: by its share of a datasheet, that of a cache by what asks it."""
+    if old is None or "bandwidth" in said:
+        return level
+    scale = size if old.datasheet is None else (level.datasheet or old.datasheet) / old.datasheet
+    return level if scale == 1.0 else replace(level, bandwidth=PerThreads(((1, old.bandwidth.at(1) * scale),)))

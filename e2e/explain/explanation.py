@@ -17,7 +17,7 @@ from e2e.explain.range_figures import range_figures
 from e2e.explain.rank_figures import MEMORY_MARGIN, all_fit, fullest, rank_figures
 from e2e.explain.simulated_step import SimulatedStep
 from e2e.explain.step_facts import board_of
-from e2e.explain.utilisation import utilisation_of
+from e2e.explain.utilisation import beyond_the_peak, utilisation_of
 from e2e.step.memory import MemoryUsage
 
 # Share of the device time without measurements behind its models that is worth a warning.
@@ -57,6 +57,7 @@ def explain(
     coverage = coverage_of(graph)
     full = fullest(ranks)
     shortage = _memory_shortage(ranks, memory, machine, capacity)
+    used = utilisation_of(graph, machine, step.seconds)
     doubt = [] if shortage is not None else _memory_doubt(ranks, memory, machine, capacity)
     return Prediction(
         workload=graph.source,
@@ -89,10 +90,16 @@ def explain(
         coverage=coverage,
         kernels=sum(rank.kernels for rank in ranks),
         operators=sum(rank.operators for rank in ranks),
-        warnings=[*warnings, *([] if shortage is None else [shortage]), *doubt, *_unmeasured(coverage)],
+        warnings=[
+            *warnings,
+            *([] if shortage is None else [shortage]),
+            *doubt,
+            *_unmeasured(coverage),
+            *beyond_the_peak(used),
+        ],
         notes=tuple(notes),
         board=board_of(machine),
-        utilisation=utilisation_of(graph, machine, step.seconds),
+        utilisation=used,
         energy=energy_of(graph, machine, step.seconds),
         ranges=range_figures(longest, path if len(ranks) == 1 else step.paths[longest.rank]),
     )

@@ -53,6 +53,16 @@ class _Counted:
             self.model[dtype] += flops.model * times
 
 
+def beyond_the_peak(used: Utilisation | None) -> list[str]:
+    """A warning where the step computes more than its GPUs can."""
+    if used is None or used.hfu is None or used.hfu <= 1.0:
+        return []
+    return [
+        f"computes {used.hfu:.0%} of what its GPUs can by their datasheet: the step cannot be so fast; look at the "
+        "rates in the machine file, or at what the step was taken for"
+    ]
+
+
 def utilisation_of(graph: ExecutionGraph, machine: Machine, seconds: float) -> Utilisation | None:
     """Of a step of ``seconds``; ``None`` where ``graph`` does not tell what its kernels compute."""
     if _unknown_share(graph) > _UNKNOWN_SHARE:

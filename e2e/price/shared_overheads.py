@@ -83,12 +83,15 @@ def is_table(path: Path) -> bool:
         return True
 
 
-def standing_in(table: HostOverheads) -> str:
-    """A line that says which host stands for the user's; empty for a table of the user's own."""
+def standing_in(table: HostOverheads, *, grace: bool = False) -> str:
+    """A line that says which host stands for the user's; empty for a table of the user's own. ``grace``: the GPU is
+    sold with a Grace CPU, whose overheads nobody has published.
+    """
     if not isinstance(table, OverheadTable) or table.factor == 1.0:
         return ""
+    other = ", an x86 server for a Grace CPU that was not measured" if grace else ""
     return (
-        f"host overheads are those of {table.name} (the interval takes hosts up to {table.factor:g} times as fast or "
+        f"host overheads are those of {table.name}{other} (the interval takes hosts up to {table.factor:g} times as fast or "
         "slow); name another host or a table of your own with --overheads"
     )
 

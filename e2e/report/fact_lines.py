@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from costmodel.machines.machine_catalog import ALIASES, machine_files
 from e2e.explain.alternatives import TOGETHER, Advice, Alternative
 from e2e.explain.energy import JOULES_OF_A_KILOWATT_HOUR
 from e2e.explain.prediction import Prediction
@@ -39,7 +38,7 @@ def heading(prediction: Prediction) -> Iterator[tuple[str, str]]:
         yield (
             "GPU",
             f"{board.name}: {board.description}, {board.memory_bytes / 2**30:.0f} GiB, limit "
-            f"{board.power_limit_watts:.0f} W, {board.multiprocessors} multiprocessors{_variants(prediction)}",
+            f"{board.power_limit_watts:.0f} W, {board.multiprocessors} multiprocessors",
         )
 
 
@@ -107,15 +106,6 @@ def overhead_meanings(prediction: Prediction) -> str:
 
 def _option(asked: AskedValue) -> str:
     return f"{asked.option} {asked.value}"
-
-
-def _variants(prediction: Prediction) -> str:
-    """A note where the name that was asked for is short for one of several variants."""
-    asked = next((each.value for each in prediction.asked if each.option == "--gpu" and each.given), "")
-    if ALIASES.get(asked) != prediction.machine:
-        return ""
-    others = sorted(name for name in machine_files() if name.startswith(f"{asked}-") and name != prediction.machine)
-    return f" ({asked} is short for it; the other: {', '.join(others)})" if others else ""
 
 
 def _step_size(prediction: Prediction) -> str:

@@ -27,20 +27,26 @@ _DEFAULTS: Mapping[str, str] = {
 }
 
 
-def asked_values(request: PredictRequest, source: StepSource, taken: Mapping[str, str]) -> tuple[AskedValue, ...]:
-    """In the order of the table: options that ``source`` uses. ``taken``: what it took where nothing was asked."""
-    return tuple(_values(request, source, taken))
+def asked_values(
+    request: PredictRequest, source: StepSource, taken: Mapping[str, str], meant: Mapping[str, str] | None = None
+) -> tuple[AskedValue, ...]:
+    """In the order of the table: options that ``source`` uses. ``taken``: what it took where nothing was asked;
+    ``meant``: what a value means on the machine at hand, asked or not.
+    """
+    return tuple(_values(request, source, taken, meant or {}))
 
 
-def _values(request: PredictRequest, source: StepSource, taken: Mapping[str, str]) -> Iterator[AskedValue]:
+def _values(
+    request: PredictRequest, source: StepSource, taken: Mapping[str, str], meant: Mapping[str, str]
+) -> Iterator[AskedValue]:
     for row in TABLE:
         rule = source.rule(row)
         if rule.effect not in ("used", "needed"):
             continue
         if row.given(request):
-            yield AskedValue(row.option, _text(row.value(request)), True)
+            yield AskedValue(row.option, meant.get(row.option, _text(row.value(request))), True)
         else:
-            default = taken.get(row.option, _DEFAULTS.get(row.option, ""))
+            default = meant.get(row.option) or taken.get(row.option, _DEFAULTS.get(row.option, ""))
             if default:
                 yield AskedValue(row.option, default, False)
 

@@ -13,6 +13,7 @@ from e2e.sources.asked_values import asked_values
 from e2e.sources.option_check import check
 from e2e.sources.prepared_step import PreparedStep, run, told
 from e2e.sources.registry import StepSource, source_of
+from e2e.sources.request_parts import meant_values
 
 if TYPE_CHECKING:
     from e2e.explain.predictor import PredictionResult
@@ -36,9 +37,10 @@ def _prepared(request: PredictRequest, source: StepSource) -> PreparedStep:
 def _answer(
     request: PredictRequest, source: StepSource, step: PreparedStep, ignored: Sequence[str]
 ) -> PredictionResult:
-    host = standing_in(step.setting.overheads) if step.starts is None else ""
+    grace = step.setting.machine.link("c2c") is not None
+    host = standing_in(step.setting.overheads, grace=grace) if step.starts is None else ""
     found = told(run(step), warnings=ignored, notes=[host] if host else [])
-    asked = asked_values(request, source, step.taken)
+    asked = asked_values(request, source, step.taken, meant_values(request, step.setting.machine, step.cluster))
     return replace(found, prediction=replace(found.prediction, asked=asked))
 
 

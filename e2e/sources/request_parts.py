@@ -18,6 +18,7 @@ from e2e.lowering import LoweringOptions
 from e2e.price.shared_overheads import load_overheads
 from e2e.sources.asked.request import ConfigurationOptions, MachineOptions, PredictRequest
 from e2e.step.choices import AttentionForm
+from e2e.step.precision import check_units
 
 # Said of a model's inference over whole sequences.
 FORWARD_ALONE = "the step is one forward pass over all its tokens (prefill), without a cache of earlier ones"
@@ -60,7 +61,10 @@ def one_gpu(asked: MachineOptions) -> Cluster:
 
 
 def setting_of(configuration: ConfigurationOptions, machine: Machine) -> Setting:
-    """The software stack that ``configuration`` asks for, on ``machine``."""
+    """The software stack that ``configuration`` asks for, on ``machine``; ``InputError`` for number types that it does
+    not compute.
+    """
+    check_units(configuration.precision, machine)
     return Setting(
         machine,
         load_overheads(configuration.overheads, machine.chip().architecture),
@@ -125,6 +129,16 @@ def taken_values(request: PredictRequest, length: int | None, optimizer: str, at
         form = configuration.optimizer or stack_of(configuration.stack).optimizer_form
         taken["--optimizer"] = f"{form} ({optimizer})"
     return taken
+
+
+def meant_values(request: PredictRequest, machine: Machine, cluster: object) -> dict[str, str]:
+    """By option, what its value means on ``machine`` and ``cluster`` where the value alone does not say it."""
+    meant = {}
+    if isinstance(cluster, Cluster) and cluster.network_text:
+        meant["--network"] = cluster.network_text
+    if request.configuration.dtype == "tf32" and "tf32" not in machine.compute:
+        meant["--dtype"] = f"tf32 (computed in float32: {machine.name} has no units for TF32)"
+    return meant
 
 
 def placed_values(cluster: Cluster) -> dict[str, str]:

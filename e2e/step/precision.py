@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from costmodel.base.errors import InputError
+from costmodel.machines.machine_records import Machine
 
 Precision = Literal["fp8-tensorwise", "fp8-rowwise", "fp8-delayed", "fp8-current", "fp8-block", "mxfp8"]
 
@@ -46,6 +47,23 @@ RECIPES: dict[str, Recipe] = {
         Recipe("mxfp8", "mx", False, True, True, True),
     )
 }
+
+
+def check_units(name: str | None, machine: Machine) -> None:
+    """``InputError`` where ``machine`` has no units for the recipe ``name``."""
+    if name is None or name not in RECIPES:
+        return
+    if "float8" not in machine.compute:
+        known = ", ".join(machine.compute)
+        raise InputError(
+            f"--precision {name}: {machine.name} has no rate for float8 ({known}); leave it "
+            "out, or choose a GPU that has one"
+        )
+    if RECIPES[name].scaling == "mx" and not machine.chip().architecture.startswith("blackwell"):
+        raise InputError(
+            f"--precision {name}: {machine.name} has no units for MX formats, which came with Blackwell; choose "
+            "fp8-block, or a GPU such as b200-sxm"
+        )
 
 
 def recipe_of(name: str | None, dtype: str) -> Recipe | None:

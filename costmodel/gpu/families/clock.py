@@ -13,8 +13,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from costmodel.gpu.families.rates import matrix_rate, stand_in, uses_tensor_cores
+from costmodel.gpu.families.rates import matrix_rate, stand_in
 from costmodel.machines.machine_records import Machine
+from costmodel.machines.power_law import unthrottled_share
 
 # Power above rest of a kernel that waits for DRAM, in shares of (limit - rest). NeuSight op_latency, convolutions of 3
 # to 10 ms on T4 against the same shape and kernels on V100, whose clock holds: where arithmetic is all (implicit GEMM)
@@ -25,9 +26,6 @@ MEMORY_POWER = 0.45
 # with one token at a time, and 147 of 150 W (inventivehq.com, "I capped my GPU to 150W", power by limit).
 GDDR_MEMORY_POWER = 0.95
 _GDDR_ARCHITECTURES = ("ampere", "ada", "blackwell-rtx")
-# Share of the units' rate at the clock itself that the best products reach, V100 and A100, whose clocks hold, in FP32
-# and on tensor cores; of 128 FP32 lanes, whose loads share the path of 64, as H100's.
-_CEILING, _TENSOR_CEILING, _WIDE_CEILING = 0.92, 0.86, 0.78
 # A benchmark repeats each kernel a few dozen times: kernels shorter than this are over before the clock has sunk; so
 # many doublings later it has. aiconfigurator gemm_perf, 99th percentile of the rate by duration: H200 911 TFLOP/s up to
 # 0.7 ms and 784 from 2 ms on, A100 272 and 257; NeuSight op_latency, T4 and P4, median rate 0.3 ms to 10 ms.
@@ -60,9 +58,7 @@ def burst_clock(machine: Machine, dtype: str) -> float:
     known = machine.compute.get(name)
     if known is None or known.datasheet is None:
         return 1.0
-    chip = machine.chip()
-    wide = _WIDE_CEILING if chip.lanes > 64 else _CEILING
-    ceiling = _TENSOR_CEILING if uses_tensor_cores(machine, name) else wide
+    ceiling = unthrottled_share(name, machine.chip().lanes)
     return float(min(1.0, matrix_rate(machine, dtype) / (known.datasheet * ceiling)))
 
 

@@ -35,7 +35,6 @@ SCANS, SERVING = "scans", "serving"
 ANY_POWER, OPEN, LIMITED, HALF_RATE = "any", "open", "power-limited", "half-rate"
 ANY_FAMILY = "any"
 _FORMAT = 1
-_HALF_RATE = 2.5  # tensor cores over FP32 by datasheet: 2 on GeForce cards, 4 and more elsewhere
 # Family -> grade -> range of log(measured / predicted).
 Grades = Mapping[str, Mapping[str, tuple[float, float]]]
 
@@ -94,10 +93,7 @@ def power_class(machine: Machine) -> str:
     """
     if machine.chip().power_limited:
         return LIMITED
-    single, half = machine.compute.get("float32"), machine.compute.get("float16")
-    if single is None or half is None or not single.datasheet or not half.datasheet or machine.chip().lanes <= 64:
-        return OPEN
-    return HALF_RATE if half.datasheet <= _HALF_RATE * single.datasheet else OPEN
+    return HALF_RATE if machine.half_rate else OPEN
 
 
 def is_relative(known: Fitted, machine: Machine) -> bool:
@@ -125,9 +121,9 @@ def residuals_for(machine: Machine, directory: Path = DIRECTORY) -> dict[str, tu
     The most alike of the relatives (:func:`is_relative`) comes first. ``InputError`` names a corrupt file.
     """
     known = all_fitted(directory)
-    relatives = [each for each in known.values() if each.machine != machine.name and is_relative(each, machine)]
+    own = _own(machine, known)
+    relatives = [each for each in known.values() if each not in own and is_relative(each, machine)]
     relatives.sort(key=lambda each: (*_unlike(each, machine), each.machine))
-    own = [known[machine.name]] if machine.name in known else []
     found: dict[str, tuple[str, Residual]] = {}
     for each in [*own, *relatives]:
         for family, learned in each.families.items():
@@ -136,9 +132,14 @@ def residuals_for(machine: Machine, directory: Path = DIRECTORY) -> dict[str, tu
 
 
 def adaptations_for(machine: Machine, directory: Path = DIRECTORY) -> Mapping[str, Adaptation]:
-    """What a few measurements of ``machine`` itself say, by family and dtype; empty where there are none."""
-    known = all_fitted(directory)
-    return known[machine.name].adaptations if machine.name in known else {}
+    """What a few measurements of ``machine`` itself say, by family and dtype, or of the one that it is a variant of."""
+    own = _own(machine, all_fitted(directory))
+    return {key: each for known in reversed(own) for key, each in known.adaptations.items()}
+
+
+def _own(machine: Machine, known: Mapping[str, Fitted]) -> list[Fitted]:
+    """What was measured on ``machine`` under its own name, then on the one that it is a variant of."""
+    return [known[name] for name in dict.fromkeys((machine.name, machine.measured_as)) if name in known]
 
 
 def own_directory() -> Path:

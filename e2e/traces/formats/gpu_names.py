@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from costmodel.base.errors import InputError
-from costmodel.machines.machine_catalog import driver_names, load_machine, machine_files
+from costmodel.machines.machine_catalog import driver_names, load_machine, longer_names, machine_files
 from costmodel.machines.machine_records import Machine
 
 # Marks of the form factor in drivers' names and in ours: SXM2, SXM4, SXM5 are one; HBM3 is only sold as SXM.
@@ -25,7 +25,7 @@ def machine_of_gpu(name: str) -> Machine | None:
             fitting.append((len(tokens), stem))
     if not fitting:
         # A name without the form factor ("NVIDIA H200") is enough where only one card of this chip is known.
-        fitting = [(1, stem) for stem in machine_files() if re.split(r"[-_ ]+", stem)[0] in words]
+        fitting = [(1, stem) for word in words for stem in longer_names(word, machine_files())]
         if len(fitting) != 1:
             return None
     machine = load_machine(max(fitting)[1])

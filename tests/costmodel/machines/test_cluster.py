@@ -75,7 +75,7 @@ def test_networks_by_name_and_number_of_cards():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        (("h100-sxm", 9, 2), InputError, "do not fill 2 nodes evenly"),
+        (("h100-sxm", 9, 2), InputError, "--gpus 9 does not fill 2 nodes evenly"),
         (("h100-sxm", 12), InputError, None),
         (("h100-sxm", 32, 2), InputError, "a node holds 8 GPUs.*--nodes 4"),
         (("h100-sxm", 0), InputError, "must be at least 1"),

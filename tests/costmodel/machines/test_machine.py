@@ -107,6 +107,14 @@ def test_unknown_names_offer_the_nearest():
         load_machine("host")
 
 
+def test_the_beginning_of_a_name_is_enough_where_one_machine_alone_has_it():
+    assert load_machine("h200").name == "h200-sxm" and load_machine("b200").name == "b200-sxm"
+    with pytest.raises(MachineError, match="machine 'h100' may be h100-pcie, h100-sxm; name one of them"):
+        load_machine("h100")
+    with pytest.raises(MachineError, match="may be a100-sxm-40gb, a100-sxm-80gb"):
+        load_machine("a100-sxm")
+
+
 def test_user_files_are_found_by_name_and_hide_packaged_ones(toy, user_machines):
     write_machine(dataclasses.replace(toy, description="mine"), user_machines / "toy.yaml")
     write_machine(toy, user_machines / "other.yaml")
@@ -139,7 +147,7 @@ def test_more_threads_than_measured_is_an_error_that_says_what_to_do(toy):
 
 
 def test_a_dtype_without_rate_is_named(toy):
-    with pytest.raises(MachineError, match=r"toy.yaml: no compute rate for int8 .*add compute\.int8"):
+    with pytest.raises(MachineError, match=r"toy.yaml: no compute rate for int8 .*choose one of these"):
         toy.peak_flops("int8", 1)
 
 

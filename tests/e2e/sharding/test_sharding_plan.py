@@ -205,7 +205,7 @@ def planned(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("sharding")
     (folder / "tables.yaml").write_text(TABLES)
     save_statistics({"user": zipf(5_000_000, 1.05)}, folder / "stats.npz")
-    given = ["shard", "--tables", "tables.yaml", "--gpu", "a100-sxm", "--gpus", "4", "--batch-size", "512"]
+    given = ["shard", "--tables", "tables.yaml", "--gpu", "a100-sxm-40gb", "--gpus", "4", "--batch-size", "512"]
     given += ["--indices", "stats.npz", "-o", "plan.json", "--torchrec", "torchrec.json", "--seconds", "1"]
     names = {"tables.yaml", "stats.npz", "plan.json", "torchrec.json"}
     answer = RUN.invoke(app, [str(folder / each) if each in names else each for each in given])
@@ -251,7 +251,7 @@ def test_the_command_prints_json_alone(planned, tmp_path):
     ],
 )
 def test_bad_input_is_one_line_and_status_two(planned, tmp_path, options, message):
-    given = ["shard", "--tables", str(planned / "tables.yaml"), "--gpu", "a100-sxm", "--gpus", "4"]
+    given = ["shard", "--tables", str(planned / "tables.yaml"), "--gpu", "a100-sxm-40gb", "--gpus", "4"]
     answer = RUN.invoke(app, [*given, "-o", str(tmp_path / "plan.json"), *options])
     assert answer.exit_code == 2
     assert message in answer.output and answer.output.count("\n") == 1
@@ -332,7 +332,7 @@ def test_memory_of_ranks_holds_their_tables(planned, sharded):
 
 
 def test_predict_takes_the_plan(planned):
-    given = ["predict", "--model", "dlrm", "--gpu", "a100-sxm", "--gpus", "4", "--batch-size", "512", "--json"]
+    given = ["predict", "--model", "dlrm", "--gpu", "a100-sxm-40gb", "--gpus", "4", "--batch-size", "512", "--json"]
     files = ["--config", str(planned / "tables.yaml"), "--sharding", str(planned / "plan.json")]
     answer = RUN.invoke(app, [*given, *files])
     assert answer.exit_code == 0, answer.output

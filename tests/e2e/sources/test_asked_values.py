@@ -47,9 +47,9 @@ def test_a_script_tells_its_own_sizes():
 
 
 def test_a_built_in_model_says_what_it_took():
-    step = e2e.predict("gpt2", gpu="a100-sxm", sequence_length=32)
+    step = e2e.predict("gpt2", gpu="a100-sxm-40gb", sequence_length=32)
     given, default = told(step)
-    assert given == {"--model": "gpt2", "--sequence-length": "32", "--gpu": "a100-sxm"}
+    assert given == {"--model": "gpt2", "--sequence-length": "32", "--gpu": "a100-sxm-40gb"}
     assert step.board.name == "a100-sxm-40gb" and step.board.memory_bytes == 40 << 30
     for option, value in {
         "--batch-size": "1",
@@ -60,12 +60,14 @@ def test_a_built_in_model_says_what_it_took():
         "--cuda-graph": "no",
     }.items():
         assert default[option] == value
-    fused = e2e.predict("gpt2", gpu="a100-sxm", sequence_length=32, optimizer="fused")
+    fused = e2e.predict("gpt2", gpu="a100-sxm-40gb", sequence_length=32, optimizer="fused")
     assert fused.optimizer_seconds < step.optimizer_seconds
 
 
 def test_questions_are_told_as_they_were_asked():
-    asked = e2e.predict("gpt2", gpu="a100-sxm", sequence_length=32, what_if=("host=1.5x", "batch=2+kernels:gemm=2x"))
+    asked = e2e.predict(
+        "gpt2", gpu="a100-sxm-40gb", sequence_length=32, what_if=("host=1.5x", "batch=2+kernels:gemm=2x")
+    )
     assert told(asked)[0]["--what-if"] == "host=1.5x batch=2+kernels:gemm=2x"
 
 

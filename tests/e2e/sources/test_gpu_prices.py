@@ -21,7 +21,7 @@ per_gpu_hour:
 def test_a_file_names_gpus_by_what_was_asked_or_by_what_that_means(tmp_path):
     path = tmp_path / "prices.yaml"
     path.write_text(FILE)
-    price = asked_price(str(path), MachineOptions("a100-sxm")).of("a100-sxm-40gb")
+    price = asked_price(str(path), MachineOptions("a100-sxm-40gb")).of("a100-sxm-40gb")
     assert (price.per_gpu_hour, price.currency, price.origin, price.date) == (1.25, "EUR", "our contract", "2026-11-01")
     assert asked_price(str(path), MachineOptions("dgx-h100")).of("h100-sxm").per_gpu_hour == 3
     assert asked_price(str(path), MachineOptions()).of("a100-sxm-40gb").per_gpu_hour == 1.25  # a recording's own GPU

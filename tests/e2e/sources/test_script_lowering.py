@@ -67,7 +67,9 @@ def recurrent_off() -> None:
     torch.backends.cudnn.rnn.fp32_precision = "ieee"
 
 
-def dtypes(script: Any, gpu: str = "a100-sxm", gpus: int | None = None, dtype: Any = "float32") -> dict[str, set[str]]:
+def dtypes(
+    script: Any, gpu: str = "a100-sxm-40gb", gpus: int | None = None, dtype: Any = "float32"
+) -> dict[str, set[str]]:
     """Number types of products by the module that they are in."""
     configuration = ConfigurationOptions(dtype=dtype)
     request = PredictRequest(WorkloadOptions(script=script), configuration, MachineOptions(gpu=gpu, gpus=gpus))
@@ -121,7 +123,7 @@ def test_a_switch_that_an_imported_module_sets_stays_for_the_next_capture(tmp_pa
     script = f"{tmp_path / 'train.py'}:make_step"
     for _ in range(2):
         assert dtypes(script)["product"] == {"tf32"}
-    found = e2e.predict(script=script, gpu="a100-sxm")
+    found = e2e.predict(script=script, gpu="a100-sxm-40gb")
     told = {each.option: each.value for each in found.asked}
     assert told["--dtype"] == "the script's own, TF32 in products, convolutions and recurrent networks"
     assert found.utilisation.peak_flops_per_second.keys() == {"tf32"}

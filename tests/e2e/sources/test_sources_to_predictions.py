@@ -113,7 +113,7 @@ def recorded_trace(folder: Path) -> Iterator[PredictionResult]:
 def sharding_plan(folder: Path) -> Iterator[PredictionResult]:
     for gpus in (1, 2):
         plan = folder / f"plan{gpus}.json"
-        given = ["--tables", folder / "tables.yaml", "--gpu", "a100-sxm", "--gpus", gpus, "--batch-size", 64]
+        given = ["--tables", folder / "tables.yaml", "--gpu", "a100-sxm-40gb", "--gpus", gpus, "--batch-size", 64]
         done = CliRunner().invoke(app, ["shard", *map(str, given), "--seconds", "0.3", "-o", str(plan)])
         assert done.exit_code == 0, done.output
         yield ran(model="dlrm", tables=folder / "tables.yaml", sharding=plan, gpus=gpus)

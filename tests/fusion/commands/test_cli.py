@@ -388,7 +388,7 @@ def test_more_threads_than_cores_are_refused(built, folder, tmp_path):
 
 
 def test_a_gpu_is_refused(folder):
-    assert "is a GPU" in refused("analyze", folder / "model.onnx", "--machine", "a100-sxm", "--threads", 1)
+    assert "is a GPU" in refused("analyze", folder / "model.onnx", "--machine", "a100-sxm-40gb", "--threads", 1)
 
 
 def test_a_model_without_reference_is_refused_before_anything_is_tuned(folder, tmp_path, monkeypatch):
