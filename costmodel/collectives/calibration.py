@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from costmodel.base.errors import InputError, OutputError
+from costmodel.base.foreign_files import read_text
 from costmodel.base.plain_json import MALFORMED, decoded
 from costmodel.base.whole_file import write_whole
 from costmodel.collectives.curve import Knots
@@ -97,7 +98,7 @@ def forget_calibrations() -> None:
 def read_calibration(path: Path) -> Calibration:
     """The calibration in ``path``; ``InputError`` names the file."""
     try:
-        record = decoded(path.read_text(encoding="utf-8"))
+        record = decoded(read_text(path, "record"))
         if record["format"] != _FORMAT:
             raise ValueError("unknown format")
         return Calibration(

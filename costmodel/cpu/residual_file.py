@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from costmodel.base.errors import InputError, OutputError
+from costmodel.base.foreign_files import read_text
 from costmodel.base.plain_json import decoded
 from costmodel.base.whole_file import write_whole
 from costmodel.model.measurements import Measurement, measurement_from_record, measurement_to_record
@@ -44,7 +45,7 @@ def read_measurements(directory: Path, key: str) -> list[Measurement]:
     """What :func:`write_measurements` wrote; ``InputError`` names the file and what to do."""
     path = directory / FILE_NAME
     try:
-        record = decoded(path.read_text(encoding="utf-8"))
+        record = decoded(read_text(path, "record"))
         if not isinstance(record, dict) or record.get("format") != _FORMAT:
             raise ValueError("unknown format")
         measurements = [measurement_from_record(each) for each in _list(record.get("measurements"))]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from costmodel.base.errors import InputError, OutputError
+from costmodel.base.foreign_files import read_bytes
 from costmodel.base.plain_json import MALFORMED, decoded
 from costmodel.base.whole_file import write_whole
 from costmodel.cpu.boosted_trees import BoostedResidual
@@ -31,7 +32,7 @@ def write_trees(path: Path, key: str, trees: Mapping[str, FamilyTrees], provenan
 def read_trees(path: Path, key: str) -> dict[str, FamilyTrees]:
     """What :func:`write_trees` wrote for ``key``; ``InputError`` names the file and what to do."""
     try:
-        content = decoded(gzip.decompress(path.read_bytes()))
+        content = decoded(read_bytes(path, "record"))
         if not isinstance(content, dict) or content.get("format") != _FORMAT:
             raise ValueError("unknown format")
         if content.get("key") != key:

@@ -21,6 +21,7 @@ from typing import Any
 import yaml
 
 from costmodel.base.errors import InputError
+from costmodel.base.foreign_files import read_text
 from costmodel.base.plain_json import MALFORMED
 from costmodel.datasets.data_folder import digest
 
@@ -89,7 +90,7 @@ class Standing:
 def read_sources(path: Path = MANIFEST) -> tuple[DataSource, ...]:
     """Every dataset of the manifest ``path``; :class:`InputError` names what is wrong with it."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, "settings")
         if _DEEP.search(text):  # on which the parser in C ends the process
             raise ValueError("nested too deeply")
         content = yaml.load(text, Loader=_LOADER)["datasets"]

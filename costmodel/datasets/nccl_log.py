@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from costmodel.base.errors import InputError
+from costmodel.base.foreign_files import read_text
 from costmodel.base.plain_json import MALFORMED, decoded
 from costmodel.base.units import whole_number
 from costmodel.datasets.collective_rows import CollectiveRow, kind_of, whole_buffer
@@ -91,7 +92,7 @@ class _Run:
 def read_log(path: Path, given: Given = Given()) -> list[CollectiveRow]:
     """The rows of ``path``; ``InputError`` says what the log lacks and how to add it."""
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = read_text(path, "log", errors="replace")
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}); check its path and permissions") from None
     rows = _rows_of_json(text, given, path) if text.lstrip().startswith("{") else _rows_of_lines(text, given, path)

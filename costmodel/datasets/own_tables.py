@@ -8,7 +8,7 @@ back to back, without the gap of a launch. Operators that no learned model is fi
 from __future__ import annotations
 
 import csv
-import gzip
+import io
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from costmodel.base.errors import InputError
+from costmodel.base.foreign_files import read_text
 from costmodel.base.plain_json import MALFORMED, decoded
 from costmodel.datasets.csv_table import KernelTable
 from costmodel.operators.attention import Attention
@@ -72,12 +73,11 @@ def read_table(path: Path, machine: str) -> Iterator[KernelTable]:
 def read_rows(path: Path) -> Iterator[tuple[Any, float]]:
     """Operators and seconds of the rows without an error; ``InputError`` for a malformed file."""
     try:
-        reader = gzip.open if path.suffix == ".gz" else open
-        with reader(path, "rt", newline="", encoding="utf-8") as stream:
-            rows = list(csv.DictReader(stream))
+        rows = list(csv.DictReader(io.StringIO(read_text(path, "table"), newline="")))
         pairs = [(from_record(decoded(row["operator"])), float(row["median_s"])) for row in rows if not row["error"]]
     except (OSError, EOFError, zlib.error) as error:
-        raise InputError(f"{path}: cannot be read ({error}); compress the measured table again") from None
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{path}: cannot be read ({reason}); compress the measured table again") from None
     except MALFORMED as error:
         raise InputError(f"{path}: not a table of `python -m costmodel measure` ({error!r})") from None
     if not all(seconds > 0 for _, seconds in pairs):

@@ -15,6 +15,7 @@ import numpy as np
 
 from costmodel.base.broken_archives import BROKEN_ARCHIVE
 from costmodel.base.errors import InputError
+from costmodel.base.foreign_files import open_arrays
 from costmodel.base.plain_json import MALFORMED
 from costmodel.embedding.popularity_fit import CountBin, statistics_of_counts
 from costmodel.operators.index_statistics import IndexStatistics
@@ -40,7 +41,7 @@ class IndexBatch:
 def load_batches(path: Path) -> dict[str, IndexBatch]:
     """The batches of the file ``path`` by table; ``InputError`` names the file, the table and what is wrong."""
     try:
-        with np.load(path, allow_pickle=False) as content:
+        with open_arrays(path) as content:
             arrays = {key: content[key] for key in content.files}
     except OSError as error:
         raise InputError(

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from costmodel.base.errors import InputError
+from costmodel.base.foreign_files import read_text
 from costmodel.datasets.data_folder import AGAIN
 from costmodel.embedding.popularity_fit import CountBin, statistics_of_counts
 from costmodel.operators.index_statistics import REUSE_BINS, REUSE_EDGES, IndexStatistics
@@ -72,7 +73,7 @@ class ReuseHistogram:
 def read_histograms(path: Path) -> dict[str, ReuseHistogram]:
     """Every data set of the file ``path`` by name; ``InputError`` names a file that is missing or malformed."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_text(path, "table").splitlines()
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}); check its path and permissions") from None
     except UnicodeDecodeError as error:

@@ -16,6 +16,7 @@ import numpy as np
 
 from costmodel.base.broken_archives import BROKEN_ARCHIVE
 from costmodel.base.errors import InputError, OutputError
+from costmodel.base.foreign_files import open_arrays, read_text
 from costmodel.base.plain_json import MALFORMED, decoded
 from costmodel.base.whole_file import write_whole
 from costmodel.embedding.index_batches import load_batches, statistics_of_batch
@@ -94,7 +95,7 @@ def check_suffix(path: Path) -> None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    record = decoded(path.read_text(encoding="utf-8"))
+    record = decoded(read_text(path, "record"))
     if record.get("format") != _FORMAT:
         raise ValueError(f"format {record.get('format')!r}, known: {_FORMAT}")
     if not isinstance(record["tables"], dict):
@@ -104,7 +105,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _read_npz(path: Path) -> dict[str, Any]:
     records: dict[str, dict[str, Any]] = {}
-    with np.load(path, allow_pickle=False) as content:
+    with open_arrays(path) as content:
         if any(key.endswith(".indices") for key in content.files):
             batches = load_batches(path).items()
             return {name: to_record(statistics_of_batch(each, f"{path.name}: {name}")) for name, each in batches}

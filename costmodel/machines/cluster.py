@@ -31,6 +31,8 @@ from costmodel.machines.mesh_rings import ring_links
 
 Found = TypeVar("Found")
 _MOST_CARDS = 512  # of a node
+# Of one job: some ten times the largest that there are; each group of ranks is written out.
+MOST_GPUS = 1 << 20
 _RELAYS_SINCE = [2, 10]  # NCCL lets hops pass through a third GPU (mesh_rings)
 
 
@@ -171,6 +173,8 @@ def _gpus_per_node(file: ClusterFile, gpus: int, nodes: int) -> int:
     where = file.source or f"cluster {file.name!r}"
     if gpus < 1 or nodes < 1:
         raise InputError(f"--gpus {gpus}, --nodes {nodes}: must be at least 1")
+    if gpus > MOST_GPUS:
+        raise InputError(f"--gpus {gpus}: jobs of at most {MOST_GPUS:,} GPUs are predicted; ask for fewer")
     if nodes == 1 and gpus > file.gpus_per_node:
         nodes = -(-gpus // file.gpus_per_node)
     if gpus % nodes:

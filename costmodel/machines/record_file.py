@@ -12,12 +12,14 @@ import yaml
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from costmodel.base.errors import ProjectError
+from costmodel.base.foreign_files import read_text
 from costmodel.machines.file_fields import NotInFile, Written, key_of
 
 Content = TypeVar("Content")
 _ADAPTERS: dict[type, TypeAdapter[Any]] = {}  # making one takes milliseconds
 _EXPECTED = {"dataclass_type": "must be a mapping", "tuple_type": "must be a list"}
 _MOST_VALUES = 1_000_000
+_MOST_TOLD = 10
 _UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")
 
 
@@ -32,7 +34,7 @@ def read_mapping(path: Path, failure: type[ProjectError], otherwise: str) -> dic
     key, or holds no mapping (then ``otherwise`` says what is expected).
     """
     try:
-        document = yaml.load(path.read_text(encoding="utf-8"), Loader=UniqueKeyLoader)
+        document = yaml.load(read_text(path, "settings"), Loader=UniqueKeyLoader)
     except OSError as error:
         raise failure(f"{path}: cannot be read ({error.strerror}); check its path and permissions") from None
     except (
@@ -90,16 +92,21 @@ def file_content(record: Any) -> dict[str, Any]:
 
 
 def explain(error: ValidationError) -> str:
-    """The first problem in words: key, what is wrong, what to do."""
-    problem = error.errors()[0]
+    """The problems in words, each with its key and what to do; of many the first few."""
+    problems = error.errors()
+    told = [_problem(each) for each in problems[:_MOST_TOLD]]
+    rest = len(problems) - len(told)
+    return "; ".join(told) + (f"; and {rest} more" if rest else "")
+
+
+def _problem(problem: Any) -> str:
     key = ".".join(str(part) for part in problem["loc"] if part != "[key]")
-    rest = f" (and {error.error_count() - 1} more problems)" if error.error_count() > 1 else ""
     if problem["type"] in _UNKNOWN_KEY:
-        return f"{key}: unknown key; remove it or correct its spelling{rest}"
+        return f"{key}: unknown key; remove it or correct its spelling"
     if problem["type"] == "missing":
-        return f"{key}: missing; add it{rest}"
+        return f"{key}: missing; add it"
     message = _EXPECTED.get(problem["type"], problem["msg"].removeprefix("Value error, "))
-    return f"{key}: {message}{rest}" if key else f"{message}{rest}"
+    return f"{key}: {message}" if key else str(message)
 
 
 class UniqueKeyLoader(yaml.SafeLoader):

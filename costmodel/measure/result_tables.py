@@ -12,6 +12,7 @@ from typing import Any
 
 from costmodel.base.errors import InputError, OutputError
 from costmodel.base.folder_lock import lock_folder
+from costmodel.base.foreign_files import read_text
 from costmodel.base.plain_json import decoded
 from costmodel.base.whole_file import append_whole, remove_partials, write_whole
 
@@ -70,7 +71,7 @@ class Table:
     def _continue(self, provenance: Mapping[str, Any], resume: bool) -> None:
         if not resume:
             raise InputError(f"{self.path}: exists; add --resume to continue it, or give another folder with -o")
-        text = self.path.read_text(encoding="utf-8")
+        text = read_text(self.path, "table")
         whole = text[: text.rfind("\n") + 1]
         reader = csv.DictReader(io.StringIO(whole))
         if tuple(reader.fieldnames or ()) != self.columns:
@@ -82,7 +83,7 @@ class Table:
 
     def _note_run(self, provenance: Mapping[str, Any]) -> None:
         try:
-            origin = decoded(self._sidecar.read_text(encoding="utf-8"))
+            origin = decoded(read_text(self._sidecar, "record"))
             device = origin["runs"][0]["device"]
         except (OSError, ValueError, KeyError, IndexError, TypeError):
             raise InputError(

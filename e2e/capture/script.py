@@ -17,6 +17,7 @@ from unittest.mock import patch
 import torch
 
 from costmodel.base.errors import InputError
+from costmodel.base.foreign_files import read_text
 from e2e.capture.cuda_streams import StreamState, pretend_streams
 from e2e.capture.environment import pretend_gpu
 from e2e.capture.functions import GpuDecisions
@@ -143,7 +144,7 @@ def taken_names(script: Script, names: Iterable[str]) -> set[str]:
             return set(names)
         return set(names) & set(parameters)
     path, function_name = _split(script)
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse(read_text(path, "configuration"))):
         if isinstance(node, ast.FunctionDef) and node.name == function_name and not node.decorator_list:
             every = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
             return set(names) if node.args.kwarg else set(names) & {each.arg for each in every}

@@ -181,6 +181,9 @@ class ParallelSpec:
         return self.pp * self.virtual_stages
 
 
+MOST_PASSES = 1 << 16  # of micro-batches over all stages; each is simulated
+
+
 def parse_parallel(text: str, gpus: int | None = None) -> ParallelSpec:
     """The spec that ``text`` says; ``InputError`` names the part that is wrong.
 
@@ -337,6 +340,10 @@ def _problem(spec: ParallelSpec, scheduled: bool = False) -> str:
         (spec.sequence_parallel and spec.tp == 1, "sp=yes needs tp=2 or more"),
         (spec.tp_overlap and not spec.sequence_parallel, "tp-overlap=yes is for what sp=yes gathers and scatters"),
         (spec.overlap_gather and spec.sharing not in (1, 2), "overlap-gather=yes is for zero=1 or 2"),
+        (
+            spec.micro_batches * spec.pp > MOST_PASSES,
+            f"micro-batches x pp are more than the {MOST_PASSES:,} passes that a step is taken with; give fewer",
+        ),
         (spec.prefetch != 1 and spec.sharing != 3, "prefetch is for zero=3, which gathers layer by layer"),
         (spec.gather_dtype != "same" and spec.sharing != 3, "gather-dtype is for zero=3, which gathers layer by layer"),
         (spec.offloaded_layers and spec.pp > 1, "offload-layers is for layers of one stage: pp=1"),

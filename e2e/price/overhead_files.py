@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from costmodel.base.errors import InputError, OutputError
+from costmodel.base.foreign_files import read_text
 from costmodel.base.plain_json import MALFORMED, decoded
 from costmodel.base.whole_file import write_whole
 from e2e.price.overheads import KINDS, Inflation, Mean, OverheadPart, OverheadTable, Provenance, complete_table
@@ -72,7 +73,7 @@ def load_inflation(path: Path) -> Inflation:
 
 def _read_json(path: Path, advice: str) -> dict[str, Any]:
     try:
-        document = decoded(path.read_text(encoding="utf-8"))
+        document = decoded(read_text(path, "record"))
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}); {advice}") from None
     except ValueError as error:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from costmodel.base.errors import InputError
+from costmodel.base.foreign_files import open_file
 from e2e.price.overhead_files import load_inflation, load_table
 from e2e.price.overheads import OverheadTable, fit_table
 from e2e.price.pricing import HostOverheads
@@ -77,8 +78,8 @@ def is_table(path: Path) -> bool:
     if path.suffix != ".json" or "*" in path.name:
         return False
     try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            return '"traceEvents"' not in file.read(_HEAD)
+        with open_file(path, "trace") as file:
+            return b'"traceEvents"' not in file.read(_HEAD)
     except OSError:
         return True
 
@@ -91,8 +92,8 @@ def standing_in(table: HostOverheads, *, grace: bool = False) -> str:
         return ""
     other = ", an x86 server for a Grace CPU that was not measured" if grace else ""
     return (
-        f"host overheads are those of {table.name}{other} (the interval takes hosts up to {table.factor:g} times as fast or "
-        "slow); name another host or a table of your own with --overheads"
+        f"host overheads are those of {table.name}{other} (the interval takes hosts up to {table.factor:g} times "
+        "as fast or slow); name another host or a table of your own with --overheads"
     )
 
 

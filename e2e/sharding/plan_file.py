@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from costmodel.base.errors import InputError, OutputError
+from costmodel.base.foreign_files import read_text
 from costmodel.base.plain_json import decoded
 from costmodel.base.whole_file import write_whole
 from e2e.sharding.plan import PlannedTable, RankLoad, TablePlan
@@ -33,7 +34,7 @@ def save_plan(plan: TablePlan, path: Path) -> None:
 def load_plan(path: Path) -> TablePlan:
     """What :func:`save_plan` wrote; ``InputError`` names the file and what is wrong in it."""
     try:
-        document = decoded(path.read_text(encoding="utf-8"))
+        document = decoded(read_text(path, "record"))
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}); make a plan with `python -m e2e shard`") from None
     except ValueError as error:

@@ -18,8 +18,8 @@ from costmodel.base.errors import InputError
 from e2e.step.execution_graph import Action, ExecutionGraph, HostWork, Launch, RankGraph, Task
 
 Timed = TypeVar("Timed", Task, HostWork, Launch)
-# Beyond them nothing is a job's any more: speeds ten times as far apart as they are fast, a rank an hour late.
-MOST_DEVIATION, MOST_LATE_SECONDS = 10.0, 3600.0
+# Beyond them nothing is a job's any more: speeds as far apart as they are fast, a rank an hour late.
+MOST_DEVIATION, MOST_LATE_SECONDS = 1.0, 3600.0
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from costmodel.base.errors import InputError, OutputError
+from costmodel.base.foreign_files import read_text
 from costmodel.base.plain_json import MALFORMED, decoded
 from costmodel.base.whole_file import append_whole, write_whole
 
@@ -81,7 +82,7 @@ class ResultFile:
         if not self.path.exists():
             return {}
         try:
-            text = self.path.read_text(encoding="utf-8")
+            text = read_text(self.path, "table")
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"{self.path}: cannot be read: {error}; move the file away") from error
         rows, lines = {}, text.splitlines()

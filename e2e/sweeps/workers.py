@@ -31,12 +31,19 @@ class Workers(Protocol):
     def run(self, tasks: Sequence[SweepTask]) -> Iterator[tuple[int, SweepRow]]: ...
 
 
+MOST_WORKERS = 1024  # processes of one machine
+
+
 class LocalWorkers:
     """``count`` processes of this machine, one thread each; with one, this process itself."""
 
     def __init__(self, count: int) -> None:
         if count < 1:
             raise InputError(f"--workers {count}: must be at least 1")
+        if count > MOST_WORKERS:
+            raise InputError(
+                f"--workers {count}: more than {MOST_WORKERS} processes; leave it out for one on each core"
+            )
         self.count = count
 
     def run(self, tasks: Sequence[SweepTask]) -> Iterator[tuple[int, SweepRow]]:
@@ -125,7 +132,7 @@ class RayWorkers:
         try:
             if not ray.is_initialized():
                 ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-        except (ConnectionError, ValueError, RuntimeError) as error:
+        except Exception as error:  # of a node that is slow to start Ray raises just that
             summary = " ".join(str(error).split())[:200]
             raise InputError(
                 f"--ray {address}: no Ray cluster answers there: {summary}; start it with `ray start`"

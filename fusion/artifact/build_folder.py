@@ -31,6 +31,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from costmodel.base.errors import InputError, OutputError
+from costmodel.base.foreign_files import open_file, read_text
 from costmodel.base.plain_json import MALFORMED, decoded
 from fusion.model.tensor_info import TensorInfo
 from fusion.model.write_failure import os_reason, write_failure
@@ -225,7 +226,7 @@ def check_runnable(artifact: Artifact, flags: frozenset[str] | None = None, tvm_
 
 def digest(path: Path) -> str:
     """SHA-256 of a file, in hexadecimal."""
-    with path.open("rb") as stream:
+    with open_file(path, "library") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
@@ -286,7 +287,7 @@ def _read_manifest(path: Path) -> Manifest:
 def read_fields(path: Path) -> dict[str, Any]:
     """What a manifest of this format holds, unchecked; ``InputError`` names the file."""
     try:
-        fields = decoded(path.read_text(encoding="utf-8"))
+        fields = decoded(read_text(path, "record"))
     except FileNotFoundError as error:
         raise InputError(f"{path}: missing, so {path.parent} is no finished build; run `tune` (again)") from error
     except OSError as error:
@@ -300,6 +301,30 @@ def read_fields(path: Path) -> dict[str, Any]:
 
 def _manifest(fields: dict[str, Any]) -> Manifest:
     """Strict: exactly our fields, of our types; module names stay inside the directory."""
+    for key in (
+        "model_path",
+        "model_sha256",
+        "inputs",
+        "outputs",
+        "mcpu",
+        "cpu_flags",
+        "threads",
+        "tvm_version",
+        "files",
+    ):
+        if key not in fields:
+            raise ValueError(f"{key} is missing")
+    for key in fields:
+        if key not in Manifest.__dataclass_fields__:
+            raise ValueError(f"{key} is no part of a manifest")
+    for key in ("inputs", "outputs"):
+        if not isinstance(fields[key], list) or not all(isinstance(each, dict) for each in fields[key]):
+            raise TypeError(f"{key} is no list of tensors")
+    if not isinstance(fields["files"], dict):
+        raise TypeError("files is no mapping of names to digests")
+    for key in ("measured", "checked"):
+        if not isinstance(fields.get(key, False), bool):
+            raise TypeError(f"{key} is neither true nor false")
     tensors = {key: tuple(_tensor(item) for item in fields[key]) for key in ("inputs", "outputs")}
     files = fields["files"]
     for name, expected in files.items():

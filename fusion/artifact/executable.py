@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from costmodel.base.errors import InputError
+from costmodel.base.foreign_files import check_file
 from fusion.artifact.build_folder import Artifact, check_runnable
 from fusion.model.library_messages import sentence
 from fusion.model.named_arrays import Arrays, to_tvm
@@ -108,6 +109,7 @@ def load_library(library: Path, inputs: tuple[TensorInfo, ...], outputs: tuple[T
     from tvm.runtime.vm import VirtualMachine
 
     try:
+        check_file(library, "library")
         machine = VirtualMachine(tvm.runtime.load_module(str(library)), tvm.cpu())
         return CompiledModel(machine, inputs, outputs)
     except (RuntimeError, AttributeError, ValueError, OSError) as error:

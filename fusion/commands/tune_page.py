@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from costmodel.base.errors import InputError
+from costmodel.base.foreign_files import read_text
+from costmodel.base.plain_json import MALFORMED
 from costmodel.pages.axes import Axis, around, seconds_text, with_prefix
 from costmodel.pages.charts import Chart, stacked_rows
 from costmodel.pages.document import contents, document, section, write_page
@@ -34,9 +36,13 @@ def write_reports(build: Path) -> list[Path]:
     Raises ``InputError`` where there is no such summary, ``OutputError`` where a page cannot be written.
     """
     summary = read_summary(build)
-    pages = {build / REPORT: page(summary) if "profiles" not in summary else _index(summary)}
-    for profile in summary.get("profiles", ()):
-        pages[build / Path(profile["folder"]).name / REPORT] = page(profile)
+    try:
+        pages = {build / REPORT: page(summary) if "profiles" not in summary else _index(summary)}
+        for profile in summary.get("profiles", ()):
+            pages[build / Path(profile["folder"]).name / REPORT] = page(profile)
+    except MALFORMED as error:
+        reason = " ".join(str(error).split())
+        raise InputError(f"{build / SUMMARY}: not what `tune` wrote ({reason}); tune the model again") from None
     for path, text in pages.items():
         write_page(path, text)
     return list(pages)
@@ -53,7 +59,7 @@ def read_summary(build: Path) -> dict[str, Any]:
     """``summary.json`` of a build folder; ``InputError`` names the file."""
     path = build / SUMMARY
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_text(path, "record"))
     except FileNotFoundError as error:
         raise InputError(f"{path}: missing, so {build} is no finished build; run `tune` (again)") from error
     except (OSError, ValueError) as error:

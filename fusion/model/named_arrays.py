@@ -11,6 +11,7 @@ import numpy as np
 
 from costmodel.base.broken_archives import BROKEN_ARCHIVE
 from costmodel.base.errors import InputError, OutputError
+from costmodel.base.foreign_files import open_arrays
 from costmodel.base.plain_json import MALFORMED
 from costmodel.base.whole_file import whole_file
 from fusion.model.tensor_info import TensorInfo
@@ -70,8 +71,7 @@ def to_tvm(array: Any) -> Any:
 def read_npz(path: Path) -> Arrays:
     """All arrays of an ``.npz`` file; pickled objects are refused. Raises ``InputError``."""
     try:
-        with path.open("rb") as stream:
-            loaded = np.load(stream, allow_pickle=False)
+        with open_arrays(path) as loaded:
             if not isinstance(loaded, np.lib.npyio.NpzFile):
                 raise InputError(f"{path}: a single array; save named ones with numpy.savez({path.name!r}, NAME=array)")
             return {name: _member(path, loaded, name) for name in loaded.files}

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from costmodel.base.errors import InputError
+from costmodel.base.foreign_files import read_text
 from costmodel.base.plain_json import decoded
 from costmodel.model.measurements import ConfigKey, config_key
 from costmodel.operators.layers import Operator
@@ -78,7 +79,7 @@ def collect(
 def network_name(folder: Path) -> str:
     """Stem of the ONNX file that the folder's summary names; without one the name of the folder."""
     try:
-        return Path(decoded((folder / "summary.json").read_text(encoding="utf-8"))["model"]).stem
+        return Path(decoded(read_text(folder / "summary.json", "record"))["model"]).stem
     except (OSError, ValueError, KeyError, TypeError):
         return folder.resolve().name
 

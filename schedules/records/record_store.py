@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from costmodel.base.errors import InputError, OutputError
 from costmodel.base.folder_lock import FolderLock, lock_folder
+from costmodel.base.foreign_files import read_bytes
 from costmodel.base.plain_json import MALFORMED, decoded
 from costmodel.base.whole_file import append_whole
 from costmodel.model.measurements import ConfigKey, config_key
@@ -221,7 +222,7 @@ def _parse_failure(line: str) -> tuple[Failure, dict[str, str]] | None:
 def read_lines(path: Path, parse: Callable[[str], T]) -> Iterator[T]:
     """Every line parsed. An unfinished last line is left out; any other malformed line is an ``InputError``."""
     try:
-        content = path.read_bytes()
+        content = read_bytes(path, "table")
     except FileNotFoundError:
         return
     except OSError as error:

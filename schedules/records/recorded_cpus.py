@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from costmodel.base.foreign_files import read_text
 from schedules.contract.cpu_target import CpuTarget, target_with
 from schedules.records.record_store import RECORDS
 from schedules.records.tuning_records import parse_line
@@ -15,7 +16,7 @@ _KEY = re.compile(r"([^/]+)/([^/]*)/l1=(\d+)/l2=(\d+)/threads=(\d+)")
 def recorded_cpus(directory: Path) -> list[CpuTarget]:
     """The CPUs in the order of their first record; lines that are none of ours, and unfinished ones, say nothing."""
     try:
-        lines = (directory / RECORDS).read_text(encoding="utf-8").splitlines()
+        lines = read_text(directory / RECORDS, "table").splitlines()
     except (OSError, UnicodeDecodeError):
         return []
     keys: dict[str, None] = {}

@@ -9,6 +9,7 @@ those too. Beside it lie ``machine.yaml``, the rates of that CPU, and ``ranking.
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import math
 import os
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from costmodel.base.errors import InputError, OutputError
+from costmodel.base.foreign_files import open_unpacked
 from costmodel.base.plain_json import MALFORMED, decoded
 from costmodel.base.whole_file import write_whole
 from costmodel.model.measurements import Config, Measurement, config_key
@@ -234,8 +236,8 @@ def _header(path: Path) -> tuple[Mapping[str, Any], Iterator[str]]:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    with gzip.open(path, "rt", encoding="utf-8") as stream:
-        yield from stream
+    with open_unpacked(path, "table") as stream, io.TextIOWrapper(stream, encoding="utf-8") as lines:
+        yield from lines
 
 
 def _identity(header: Mapping[str, Any]) -> CpuIdentity:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from costmodel.base.errors import InputError
+from costmodel.base.foreign_files import read_text
 from costmodel.base.plain_json import MALFORMED, decoded
 from costmodel.gpu.families.family import KernelAnalysis
 from costmodel.gpu.families.rates import kernel_floor
@@ -55,7 +56,7 @@ def inverted_shares(path: Path = SHARES) -> InvertedShares:
     if not path.exists():
         return InvertedShares({}, 0.0, {})
     try:
-        record = decoded(path.read_text(encoding="utf-8"))
+        record = decoded(read_text(path, "record"))
         factors = {str(name): float(value) for name, value in record["factors"].items()}
         return InvertedShares(factors, float(record["spread"]), record["provenance"])
     except (OSError, *MALFORMED) as error:

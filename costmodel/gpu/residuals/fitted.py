@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from costmodel.base.errors import InputError, OutputError
+from costmodel.base.foreign_files import read_text
 from costmodel.base.plain_json import MALFORMED, decoded
 from costmodel.base.whole_file import write_whole
 from costmodel.gpu.residuals import adaptation, forest, residual
@@ -239,7 +240,7 @@ def _read_fitted(path: Path) -> Fitted:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        record = decoded(path.read_text(encoding="utf-8"))
+        record = decoded(read_text(path, "record"))
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}); check its path and permissions") from None
     except ValueError as error:

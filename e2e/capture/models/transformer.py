@@ -14,6 +14,7 @@ from unittest.mock import patch
 import torch
 
 from costmodel.base.errors import InputError, MissingDependencyError, ModelError
+from costmodel.base.foreign_files import read_text
 from costmodel.base.plain_json import decoded
 from e2e.capture import fused_attention, latent_attention
 from e2e.capture.models.cached_tokens import decoding_arguments
@@ -145,13 +146,17 @@ def read_config(path: Path) -> dict[str, Any]:
     :data:`MOST_LAYERS` among it.
     """
     try:
-        config = decoded(path.read_text(encoding="utf-8"))
+        config = decoded(read_text(path, "configuration"), once=True)
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}); check its path and permissions") from None
     except ValueError as error:
         raise InputError(f"{path}: not valid JSON ({error}); save the configuration again") from None
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise InputError(f"{path}: not a Hugging Face model configuration; it must have a model_type")
+    if config.get("auto_map"):
+        raise InputError(
+            f"{path}: names a class of its own (auto_map), which is not run; give a --script that builds it"
+        )
     _check_layers(config, str(path))
     return config
 
@@ -208,17 +213,21 @@ def build_transformer(config: Mapping[str, Any], attention: str, source: str) ->
 
 
 def _check_layers(config: Mapping[str, Any], source: str) -> None:
-    """``InputError`` for so many layers that building them would take minutes and their capture too many calls."""
+    """``InputError`` for no layers, and for so many that building them would take minutes."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             _check_layers(value, source)
         elif _LAYERS.search(str(key)) and isinstance(value, int) and value > MOST_LAYERS:
             raise InputError(f"{source}: {key} is {value:,}; models of at most {MOST_LAYERS:,} layers are taken")
+        elif key in _DEPTHS and isinstance(value, int) and not isinstance(value, bool) and value < 1:
+            raise InputError(f"{source}: {key} is {value}; a model has a layer at least, correct it")
 
 
 # Pictures and sounds, without which some models run and others do not.
 _OTHER_INPUTS = {"pixel_values", "input_features", "input_values"}
 MOST_LAYERS = 2000  # the deepest published transformers have 1,000 (arXiv 2203.00555)
+# How deep the model itself is; other parts may have no layers.
+_DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _LAYERS = re.compile(r"(^|_)n?_?layers?$|_layers?_num$|^depth$")
 _IGNORED = ("model_type", "architectures", "torch_dtype", "dtype", "transformers_version", "quantization_config")
 
@@ -227,6 +236,11 @@ def _model_class(transformers: Any, settings: Any, name: str | None, source: str
     """The class that the configuration names, or the causal language model of its type."""
     if name is not None and hasattr(transformers, name):
         return getattr(transformers, name)
+    if name is not None:
+        raise InputError(
+            f"{source}: architectures names {name!r}, which transformers {transformers.__version__} does not have; "
+            "correct it, leave it out, or give a --script that builds it"
+        )
     known = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
     if type(settings) not in known:
         kind = settings.model_type

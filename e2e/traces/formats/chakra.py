@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import ast
 import gzip
-import io
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from costmodel.base.errors import InputError
+from costmodel.base.foreign_files import open_unpacked
 from costmodel.base.plain_json import MALFORMED
 from e2e.step.operator_trace import OperatorTrace
 from e2e.traces.formats.chakra_messages import METADATA_NODE, messages
@@ -56,7 +55,7 @@ def _messages(path: Path | str) -> Iterator[Any]:
     metadata, node = messages()
     kinds: Iterator[Any] = iter((metadata,))
     try:
-        with _opened(Path(path)) as stream:
+        with open_unpacked(path, "trace") as stream:
             while (message := parse_length_prefixed(next(kinds, node), stream)) is not None:
                 if isinstance(message, node):
                     yield message
@@ -67,16 +66,6 @@ def _messages(path: Path | str) -> Iterator[Any]:
         raise InputError(
             f"{path}: cannot be read ({error.strerror or error}); check its path and permissions"
         ) from None
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[IO[bytes]]:
-    with path.open("rb") as stream:
-        if stream.peek(2)[:2] != _GZIP:
-            yield stream
-            return
-        with io.BufferedReader(gzip.GzipFile(fileobj=stream)) as unpacked:  # type: ignore[arg-type]
-            yield unpacked
 
 
 def _on_host(message: Any) -> bool:

@@ -16,9 +16,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from decimal import Decimal
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from costmodel.base.errors import InputError
+from costmodel.base.foreign_files import MOST_BYTES, Bounded, open_tar, open_unpacked
 
 _CHUNK = 1 << 20
 # One element of a trace is a few kilobytes; something larger is not a trace, and must not fill the memory.
@@ -32,7 +33,7 @@ _SPACE = " \t\r\n"
 
 def archive_members(path: Path | str) -> tuple[str, ...]:
     """Names of the JSON files inside the tar archive ``path``, in archive order; :class:`InputError` if unreadable."""
-    with _reading(Path(path)), tarfile.open(path) as archive:
+    with _reading(Path(path)), open_tar(path) as archive:
         return tuple(info.name for info in archive if info.isfile() and info.name.endswith(".json"))
 
 
@@ -65,24 +66,18 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[IO[bytes]]:
+def _opened(path: Path) -> Iterator[io.BufferedReader]:
     archive, member = _split(path)
     if archive is None:
-        with path.open("rb") as plain:
-            packed = plain.read(2) == b"\x1f\x8b"
-            plain.seek(0)
-            if packed:
-                with gzip.open(plain) as unpacked:
-                    yield unpacked  # type: ignore[misc]
-            else:
-                yield plain
+        with open_unpacked(path, "trace") as stream:
+            yield stream
         return
-    with tarfile.open(archive) as opened:
+    with open_tar(archive) as opened:
         inside = opened.extractfile(_member(opened, archive, member))
         if inside is None:
             raise InputError(f"{path}: not a file inside the archive {archive}; name one that it holds")
         with inside:
-            yield inside
+            yield io.BufferedReader(Bounded(inside, MOST_BYTES["trace"]))
 
 
 def _split(path: Path) -> tuple[Path | None, str]:

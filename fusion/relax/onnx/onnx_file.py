@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from costmodel.base.errors import ModelError, UnsupportedOperatorError
+from costmodel.base.foreign_files import read_bytes
 from fusion.model.library_messages import sentence
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ def _parse(file: Path) -> ModelProto:
     from google.protobuf.message import DecodeError
 
     try:
-        data = file.read_bytes()
+        data = read_bytes(file, "model")
     except FileNotFoundError:
         raise ModelError(f"{file}: no such file; check the path") from None
     except IsADirectoryError:

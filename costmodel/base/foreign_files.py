@@ -1,0 +1,147 @@
+"""Files that others wrote, opened in one way: regular files alone, and none larger than its kind ever is.
+
+A pipe or a device has no end, a socket and a folder have no content, and what is read whole must fit into memory; so
+all of these are refused before the first byte is read. What is compressed is counted as it is unpacked. Every refusal
+is an ``OSError`` whose ``strerror`` says why in words that go after "cannot be read".
+"""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import io
+import os
+import stat
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, Literal, cast
+
+Kind = Literal["settings", "configuration", "record", "table", "log", "trace", "arrays", "model", "library"]
+
+_MIB = 1 << 20
+# Bytes of the largest file of a kind, unpacked, with which reading and what follows stays below 20 s of a processor and
+# 2 GiB (docs/robustness.md): YAML takes 15 us a byte, JSON that is kept whole some 10 bytes of memory for each of its
+# own, a trace of 512 MiB some 1.5 million events.
+MOST_BYTES: dict[Kind, int] = {
+    "settings": 1 * _MIB,  # YAML of machines, clusters, networks, embedding tables, prices
+    "configuration": 8 * _MIB,  # a model's config.json, some of which name 22,000 classes; a script
+    "record": 64 * _MIB,  # JSON that is read whole: manifests, plans, host overheads, fitted models, summaries
+    "table": 128 * _MIB,  # measured kernels, tuning records, results of sweeps: lines that are kept as records
+    "log": 64 * _MIB,  # what a benchmark printed
+    "trace": 512 * _MIB,  # events one after another
+    "arrays": 1024 * _MIB,  # samples and outputs; an archive's members together
+    "model": 2048 * _MIB,  # what protobuf can hold
+    "library": 2048 * _MIB,
+}
+
+
+@contextmanager
+def open_file(path: Path | str, kind: Kind) -> Iterator[io.BufferedReader]:
+    """The bytes of the regular file ``path``; ``OSError`` for anything else and for more than :data:`MOST_BYTES`."""
+    stream = os.fdopen(_descriptor(path), "rb")
+    with stream:
+        _check(stream.fileno(), kind)
+        yield stream
+
+
+@contextmanager
+def open_unpacked(path: Path | str, kind: Kind) -> Iterator[io.BufferedReader]:
+    """As :func:`open_file`, unpacked where it is gzipped: reading ends with ``OSError`` where that is too large."""
+    with open_file(path, kind) as stream:
+        packed = stream.read(2) == b"\x1f\x8b"
+        stream.seek(0)
+        if not packed:
+            yield stream
+            return
+        with gzip.open(stream) as unpacked:
+            yield io.BufferedReader(Bounded(cast(IO[bytes], unpacked), MOST_BYTES[kind]), _MIB)
+
+
+def read_bytes(path: Path | str, kind: Kind) -> bytes:
+    """The whole content, unpacked where it is gzipped."""
+    with open_unpacked(path, kind) as stream:
+        return stream.read()
+
+
+def read_text(path: Path | str, kind: Kind, errors: str = "strict") -> str:
+    """The whole content as UTF-8, unpacked where it is gzipped."""
+    return read_bytes(path, kind).decode("utf-8", errors=errors)
+
+
+@contextmanager
+def open_arrays(path: Path | str) -> Iterator[Any]:
+    """What ``numpy.load`` makes of ``path``, without Python objects: an archive of arrays, or one array."""
+    import numpy as np
+
+    with open_file(path, "arrays") as stream:
+        if zipfile.is_zipfile(stream):
+            stream.seek(0)
+            with zipfile.ZipFile(stream) as archive:
+                unpacked = sum(each.file_size for each in archive.infolist())
+            if unpacked > MOST_BYTES["arrays"]:
+                raise too_large(f"its {unpacked / _MIB:,.0f} MiB unpacked are more than", MOST_BYTES["arrays"])
+        stream.seek(0)
+        yield np.load(stream, allow_pickle=False)
+
+
+@contextmanager
+def open_tar(path: Path | str) -> Iterator[tarfile.TarFile]:
+    """The archive of traces ``path``, packed or not; what is inside of it is counted as it is unpacked."""
+    most = 4 * MOST_BYTES["trace"]  # one member after another is looked at to list them
+    with open_file(path, "trace") as stream, tarfile.open(fileobj=stream) as archive:
+        total = 0
+        for member in archive:
+            total += member.size
+            if total > most:
+                raise too_large(f"its {total / _MIB:,.0f} MiB unpacked are more than", most)
+        yield archive
+
+
+def check_file(path: Path | str, kind: Kind) -> None:
+    """``OSError`` for what :func:`open_file` refuses; for readers of other libraries, which open files themselves."""
+    descriptor = _descriptor(path)
+    try:
+        _check(descriptor, kind)
+    finally:
+        os.close(descriptor)
+
+
+class Bounded(io.RawIOBase):
+    """A stream of which no more than ``most`` bytes are read; then ``OSError``."""
+
+    def __init__(self, stream: IO[bytes], most: int) -> None:
+        self._stream, self._most, self._read = stream, most, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._stream.read(len(buffer))
+        self._read += len(data)
+        if self._read > self._most:
+            raise too_large("unpacks to more than", self._most)
+        buffer[: len(data)] = data
+        return len(data)
+
+
+def too_large(what: str, most: int) -> OSError:
+    """``OSError`` that says what is more than ``most`` bytes."""
+    return OSError(errno.EFBIG, f"{what} the {most / _MIB:,.0f} MiB that such a file may have")
+
+
+def _descriptor(path: Path | str) -> int:
+    # Without O_NONBLOCK opening a pipe waits for somebody who writes.
+    return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
+def _check(descriptor: int, kind: Kind) -> None:
+    found = os.fstat(descriptor)
+    if stat.S_ISDIR(found.st_mode):
+        raise OSError(errno.EISDIR, "it is a folder")
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "it is a pipe or a device, not a file")
+    if found.st_size > MOST_BYTES[kind]:
+        raise too_large(f"its {found.st_size / _MIB:,.0f} MiB are more than", MOST_BYTES[kind])
