@@ -143,7 +143,7 @@ class ColumnLanes(Template):
         residual: Any | None,
         output: Any,
     ) -> None:
-        """The epilogue of a vector of ``sums``, which hold the bias, and its store; ``at``: image, row, place in the row.
+        """The epilogue of a vector of ``sums``, which hold the bias, and its store; ``at``: image, row, place in a row.
 
         The last vector of a row, if the row does not fill it, reads beyond the image: it stands alone, its place known.
         """
