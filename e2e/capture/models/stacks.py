@@ -103,7 +103,9 @@ STACKS: dict[str, Stack] = {
     # (ComposerMosaicGPT), FSDP over FP32 parameters, PyTorch of before early stopping: 1.13 and 2.0 in the images of
     # its tables, of H100 a nightly 2.1 with CUDA 12.1 (scripts/train/benchmarking/README.md, h100new.md). Its
     # configurations clip (gradient_clipping, clipping_type: norm, of scripts/train/yamls/pretrain).
-    "llm-foundry": Stack("llm-foundry with Composer and FSDP", loss="fused", metrics=2, clips=True, older_libraries=True),
+    "llm-foundry": Stack(
+        "llm-foundry with Composer and FSDP", loss="fused", metrics=2, clips=True, older_libraries=True
+    ),
 }  # fmt: skip
 
 
