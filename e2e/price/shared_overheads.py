@@ -91,8 +91,8 @@ def standing_in(table: HostOverheads, *, grace: bool = False) -> str:
         return ""
     other = ", an x86 server for a Grace CPU that was not measured" if grace else ""
     return (
-        f"host overheads are those of {table.name}{other} (the interval takes hosts up to {table.factor:g} times as fast "
-        "or slow); name another host or a table of your own with --overheads"
+        f"host overheads are those of {table.name}{other} (the interval takes hosts up to {table.factor:g} times "
+        "as fast or slow); name another host or a table of your own with --overheads"
     )
 
 
