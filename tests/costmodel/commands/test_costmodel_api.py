@@ -42,7 +42,7 @@ def test_names_are_those_that_load():
 @pytest.mark.parametrize(
     ("asked", "kind", "words"),
     [
-        ((PRODUCT, "h100"), MachineError, "unknown machine 'h100'"),
+        ((PRODUCT, "h100"), MachineError, "machine 'h100' may be h100-pcie"),
         ((PRODUCT, "xeon-amx-2c"), UnsupportedOperatorError, "does not cover operator Gemm"),
         ((Dense(1, 2, 3), "h100-sxm"), UnsupportedOperatorError, "no cost model for operator Dense"),
         (("gemm", "h100-sxm"), UnsupportedOperatorError, "no cost model for operator str"),
