@@ -36,7 +36,7 @@ def read_machine(path: Path) -> Machine:
     if variant:
         base = to_record(variant.base, Machine, variant.path, MachineError)
         if base.gpu is None or machine.gpu is None:
-            raise MachineError(f"{path}: variant_of: {variant.name} is no GPU; copy its file instead")
+            raise MachineError(f"{path}: variant_of: {variant.name} is no GPU; write the whole file instead")
         try:
             machine = with_what_follows(machine, base, variant)
         except ValueError as error:

@@ -96,7 +96,7 @@ def explain(error: ValidationError) -> str:
     problems = error.errors()
     told = [_problem(each) for each in problems[:_MOST_TOLD]]
     rest = len(problems) - len(told)
-    return "; ".join(told) + (f"; and {rest} more" if rest else "")
+    return "; ".join(told) + (f"; correct {rest} more too" if rest else "")
 
 
 def _problem(problem: Any) -> str:
