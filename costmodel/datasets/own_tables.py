@@ -73,7 +73,10 @@ def read_table(path: Path, machine: str) -> Iterator[KernelTable]:
 def read_rows(path: Path) -> Iterator[tuple[Any, float]]:
     """Operators and seconds of the rows without an error; ``InputError`` for a malformed file."""
     try:
-        rows = list(csv.DictReader(io.StringIO(read_text(path, "table"), newline="")))
+        table = csv.DictReader(io.StringIO(read_text(path, "table"), newline=""))
+        if not {"operator", "median_s", "error"} <= set(table.fieldnames or ()):
+            raise ValueError("no columns operator, median_s, error")
+        rows = list(table)
         pairs = [(from_record(decoded(row["operator"])), float(row["median_s"])) for row in rows if not row["error"]]
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
