@@ -2,8 +2,8 @@
 
 A window of many taps is a row of pieces of r taps. r outputs of a piece cost 2 r - 1 products instead of r * r. Pieces
 lie as far apart as tiles of outputs, so that what is transformed for one piece serves all others: the products at each
-of the 2 r - 1 positions are a convolution of tiles, whose window has a tap for each piece. A stride along the axis makes
-phases of the input: as many times more channels of so many times shorter a window.
+of the 2 r - 1 positions are a convolution of tiles, whose window has a tap for each piece. A stride along the axis
+makes phases of the input: as many times more channels of so many times shorter a window.
 
 Lanes are output channels in the products; in the transforms input channels, or nothing where the input is plain.
 """
