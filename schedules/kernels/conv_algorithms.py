@@ -9,6 +9,7 @@ from typing import Any
 
 from tvm import tirx
 
+from costmodel.cpu.line_work import PIECES
 from costmodel.cpu.winograd_work import OUTPUTS
 from costmodel.operators.layers import Operator
 from schedules.contract.cpu_target import CpuTarget
@@ -16,7 +17,7 @@ from schedules.contract.template import Config, Parameters, Signature, Template
 from schedules.kernels.column_lanes import COLUMNS_OF_A_VECTOR, LANE_COLUMNS, ColumnLanes
 from schedules.kernels.direct_conv2d import DirectConv2d
 from schedules.kernels.grouped_conv2d import GROUP_CHANNELS, GroupedConv2d
-from schedules.kernels.line_winograd import LINE_AXIS, PIECE_TAPS, PIECES, LineWinograd
+from schedules.kernels.line_winograd import LINE_AXIS, PIECE_TAPS, LineWinograd
 from schedules.kernels.winograd_conv2d import WINOGRAD_OUTPUTS, WinogradConv2d
 
 

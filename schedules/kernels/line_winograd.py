@@ -11,7 +11,6 @@ Lanes are output channels in the products; in the transforms input channels, or 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -20,12 +19,13 @@ import numpy as np
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from costmodel.cpu.line_work import Lines
 from costmodel.operators.layers import Conv2d, Operator
 from schedules.contract.blocked_layout import blocks
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import Config, Parameters, Signature, Template
 from schedules.kernels.direct_conv2d import reads_plain_input
-from schedules.kernels.pointwise_kernel import conv_buffers, conv_signature, is_prepared
+from schedules.kernels.pointwise_kernel import conv_buffers, conv_signature
 from schedules.loops import emit
 from schedules.loops.dot_products import FLOAT32
 from schedules.loops.emit import Expr
@@ -43,9 +43,6 @@ PIECE_TAPS, LINE_AXIS = "piece_taps", "line_axis"
 # Finite points by the taps of a piece. RMS error over many channels relative to direct sums: 1.1 and 1.9; least of
 # those among multiples of 1/8 and 1/3 between 1/4 and 3.
 _POINTS = {3: (0.0, 0.625, -1.0, 1.75), 4: (0.0, 1.0, -1.0, 2.0, -2.0, 0.375)}
-PIECES = tuple(_POINTS)
-# Fewer taps (of a phase) are better left to other algorithms; more phases are too many to write out.
-_LEAST_TAPS, _MOST_PHASES = 4, 8
 # Share of L2 that the transformed input of a block and its products may take.
 _L2_SHARE = 0.6
 
@@ -77,62 +74,6 @@ def piece_matrices(taps: int) -> WinogradMatrices:
     return toom_cook(_POINTS[taps], taps, taps)
 
 
-@dataclass(frozen=True)
-class Lines:
-    """``conv`` as lines along ``axis`` in pieces of ``taps``: along it tiles of ``taps`` outputs, across it lines."""
-
-    conv: Conv2d
-    taps: int
-    axis: int
-
-    @property
-    def positions(self) -> int:
-        """Products of a tile and a piece."""
-        return 2 * self.taps - 1
-
-    @property
-    def phases(self) -> int:
-        return self.conv.stride[self.axis]
-
-    @property
-    def pieces(self) -> int:
-        return -(-self.conv.kernel[self.axis] // (self.phases * self.taps))
-
-    @property
-    def across(self) -> int:
-        """Taps of the window across the lines."""
-        return self.conv.kernel[1 - self.axis]
-
-    @property
-    def outputs(self) -> tuple[int, int]:
-        """Outputs along a line, and lines of them."""
-        size = (self.conv.out_height, self.conv.out_width)
-        return size[self.axis], size[1 - self.axis]
-
-    @property
-    def tiles(self) -> int:
-        """Tiles of a line."""
-        return -(-self.outputs[0] // self.taps)
-
-    def source_lines(self, lines: int) -> int:
-        """Lines of the input, padding included, that ``lines`` of the output read."""
-        conv, other = self.conv, 1 - self.axis
-        return (lines - 1) * conv.stride[other] + (self.across - 1) * conv.dilation[other] + 1
-
-    @property
-    def window(self) -> Conv2d:
-        """A convolution whose weights are those of one position: (taps across x pieces) x phases."""
-        conv = self.conv
-        return replace(
-            conv, kernel=(self.across * self.pieces, self.phases), stride=(1, 1), dilation=(1, 1),
-            height=self.across * self.pieces, width=self.phases, padding=(0, 0, 0, 0),
-        )  # fmt: skip
-
-    def place(self, along: Expr, across: Expr) -> tuple[Expr, Expr]:
-        """Row and column."""
-        return (along, across) if self.axis == 0 else (across, along)
-
-
 class LineWinograd(Template):
     """Tasks of output blocks x blocks of lines x tiles; each block is transformed, multiplied and transformed back."""
 
@@ -141,15 +82,7 @@ class LineWinograd(Template):
         self.family = f"line-winograd-{taps}-{'rows' if axis == 0 else 'columns'}"
 
     def covers(self, operator: Operator, cpu: CpuTarget) -> bool:
-        if not isinstance(operator, Conv2d) or is_prepared(operator) or operator.dtype != "float32":
-            return False
-        if operator.groups > 1 or operator.dilation[self.axis] > 1 or operator.stride[self.axis] > _MOST_PHASES:
-            return False
-        lines = self._lines(operator)
-        long_window = operator.kernel[self.axis] >= _LEAST_TAPS * lines.phases
-        # What is left of the products: a window that its pieces do not fill may have none to spare.
-        products = lines.pieces * lines.phases * lines.positions
-        return long_window and lines.tiles >= 2 and products < 0.8 * operator.kernel[self.axis] * self.taps
+        return isinstance(operator, Conv2d) and self._lines(operator).applies
 
     def signature(self, operator: Conv2d, cpu: CpuTarget) -> Signature:
         plain = reads_plain_input(operator, cpu.lanes)
@@ -170,7 +103,7 @@ class LineWinograd(Template):
         read = blocks(conv.in_channels, width) * lines.phases * lines.source_lines(knobs.lines)
         read *= knobs.tiles + lines.pieces - 1
         inputs = 4 * width * read * lines.positions
-        steps = conv.in_channels * lines.phases * lines.pieces * lines.across
+        steps = lines.steps
         sums = vector * knobs.lines * knobs.tiles * knobs.out_blocks * lines.positions
         weights = vector * steps * knobs.out_blocks
         into, out_of = (np.count_nonzero(matrix) / PORTS for matrix in (matrices.input, matrices.output))
