@@ -1,8 +1,8 @@
 """Inverted residuals of large inputs in one kernel, in two and in three: 1x1 -> depthwise -> 1x1 (+ residual).
 
-Of every kernel the configurations of least analytic cost are verified and timed; then the best of each way take turns in
-one process (A B C D A B C D), and those times are reported: the least of several rounds. Beside them the roofline of
-this machine: the time of three kernels over that of one.
+Of every kernel the configurations of least analytic cost are verified and timed; then the best of each way take turns
+in one process (A B C D A B C D), and those times are reported: the least of several rounds. Beside them the roofline of
+this machine: the time of three kernels over that of one, with and without overlap of memory and arithmetic.
 
     python benchmarks/inverted_residuals.py --trials 6
     python benchmarks/inverted_residuals.py --only "512" --dtypes bfloat16
@@ -82,11 +82,13 @@ def measure(name: str, dtype: str, cpu: CpuTarget, machine: Machine, trials: int
         candidates = [[(operator, best[operator]) for operator in arm] for arm in arms.values()]
         rounds = [[outcome.seconds for outcome in runner.compare(candidates)] for _ in range(ROUNDS)]
     seconds = dict(zip(arms, (min(times) for times in zip(*rounds, strict=True)), strict=True))
-    predicted = sum(explain(each, machine, cpu.threads).seconds for each in arms["three"])
+    separate = [explain(each, machine, cpu.threads) for each in arms["three"]]
+    fused = explain(whole, machine, cpu.threads)
+    told = sum(each.seconds for each in separate) / fused.seconds
+    serial = sum(each.serial_seconds for each in separate) / fused.serial_seconds
     cells = [f"{seconds[way] * 1e6:.0f}" if way in seconds else "-" for way in ways(whole)]
     gain = seconds["three"] / min(seconds.values())
-    told = predicted / explain(whole, machine, cpu.threads).seconds
-    print(f"| {name} | {dtype} | {' | '.join(cells)} | {gain:.2f} | {told:.2f} |", flush=True)
+    print(f"| {name} | {dtype} | {' | '.join(cells)} | {gain:.2f} | {told:.2f} | {serial:.2f} |", flush=True)
     return gain
 
 
@@ -101,7 +103,7 @@ def main() -> None:
     cpu = host_target(arguments.threads)
     machine = machine_for(None, cpu.threads, print)
     heads = ["block", "stored as", *(f"{way}, us" for way in ways(block(BLOCKS[next(iter(BLOCKS))], "float32")))]
-    heads += ["three / best", "roofline: three / one"]
+    heads += ["three / best", "roofline: three / one", "without overlap"]
     print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
     dtypes = [each for each in arguments.dtypes if cpu.lacks(each) is None]
     names = [name for name in BLOCKS if arguments.only in name]
