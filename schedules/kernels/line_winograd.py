@@ -43,6 +43,8 @@ PIECE_TAPS, LINE_AXIS = "piece_taps", "line_axis"
 # Finite points by the taps of a piece. RMS error over many channels relative to direct sums: 1.1 and 1.9; least of
 # those among multiples of 1/8 and 1/3 between 1/4 and 3.
 _POINTS = {3: (0.0, 0.625, -1.0, 1.75), 4: (0.0, 1.0, -1.0, 2.0, -2.0, 0.375)}
+# Steps of the sums that are written out.
+_UNROLLS = (4, 8)
 # Share of L2 that the transformed input of a block and its products may take.
 _L2_SHARE = 0.6
 
@@ -178,7 +180,7 @@ class LineWinograd(Template):
             held = vector * of_tile * lines.source_lines(rows) * (tiles + lines.pieces - 1) + outputs * rows * tiles
             if held > _L2_SHARE * cpu.l2_bytes and (rows, tiles) != (1, min(_tile_counts(lines.tiles))):
                 continue
-            for (size, width), unroll in product(register_tiles(count, tiles, cpu), window_unrolls(lines.phases)):
+            for (size, width), unroll in product(register_tiles(count, tiles, cpu), window_unrolls(lines.phases, _UNROLLS)):
                 groups, units = -(-count // size), -(-lines.outputs[1] // rows)
                 runs = -(-lines.tiles // tiles)
                 for channel_tasks, others in task_splits(groups, units * runs, cpu, is_small(conv.flops)):
@@ -333,7 +335,7 @@ def _line_counts(count: int) -> list[int]:
 
 def _tile_counts(count: int) -> list[int]:
     """All tiles of a line, and equal shares of them."""
-    return sorted({-(-count // parts) for parts in (1, 2, 4, 8, 16)})
+    return sorted({-(-count // parts) for parts in (1, 2, 4, 8)})
 
 
 def _split(tasks: int, lines: int, runs: int) -> Iterator[tuple[int, int]]:
