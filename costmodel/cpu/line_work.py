@@ -17,8 +17,9 @@ from costmodel.operators.layers import Conv2d
 
 # Taps of a piece that there are kernels for.
 PIECES = (3, 4)
-# Fewer taps (of a phase) are better left to other algorithms; more phases are too many to write out.
-_LEAST_TAPS, _MOST_PHASES = 4, 8
+# Fewer taps (of a phase) are better left to other algorithms, those of 3x3 windows to tiles with two sides; more phases
+# are too many to write out.
+_LEAST_TAPS, _MOST_PHASES = 3, 8
 # Of the products of direct sums, those that have to be left for the transforms to pay.
 _MOST_PRODUCTS = 0.8
 
@@ -94,7 +95,7 @@ class Lines:
         if not plain or conv.dilation[axis] > 1 or conv.stride[axis] > _MOST_PHASES or self.tiles < 2:
             return False
         products = self.pieces * self.phases * self.positions
-        long_window = conv.kernel[axis] >= _LEAST_TAPS * self.phases
+        long_window = conv.kernel[axis] >= (_LEAST_TAPS + (self.across > 1)) * self.phases
         return long_window and products < _MOST_PRODUCTS * conv.kernel[axis] * self.taps
 
 

@@ -30,6 +30,7 @@ LAYERS = {
     "one channel, one column, 40 by 4": Conv2d(1, 1, 200, 1, 24, (40, 1), (4, 1), (18, 0, 18, 0)),
     "two channels, 20x8, no padding": Conv2d(1, 2, 50, 22, 17, (20, 8), epilogue=Epilogue(True, "tanh")),
     "one row, stride 3": Conv2d(1, 9, 1, 90, 16, (1, 20), (1, 3), (0, 7, 0, 2), epilogue=Epilogue(True, "relu")),
+    "1x3, one row": Conv2d(1, 40, 1, 50, 24, (1, 3), padding=(0, 1, 0, 1), epilogue=EVERYTHING),
     "9x9, one channel, rows dilated, stride 2": Conv2d(2, 1, 24, 21, 12, (9, 9), (2, 1), (8, 4, 8, 4), (2, 1)),
 }
 
