@@ -180,7 +180,8 @@ class LineWinograd(Template):
             held = vector * of_tile * lines.source_lines(rows) * (tiles + lines.pieces - 1) + outputs * rows * tiles
             if held > _L2_SHARE * cpu.l2_bytes and (rows, tiles) != (1, min(_tile_counts(lines.tiles))):
                 continue
-            for (size, width), unroll in product(register_tiles(count, tiles, cpu), window_unrolls(lines.phases, _UNROLLS)):
+            shapes = product(register_tiles(count, tiles, cpu), window_unrolls(lines.phases, _UNROLLS))
+            for (size, width), unroll in shapes:
                 groups, units = -(-count // size), -(-lines.outputs[1] // rows)
                 runs = -(-lines.tiles // tiles)
                 for channel_tasks, others in task_splits(groups, units * runs, cpu, is_small(conv.flops)):
