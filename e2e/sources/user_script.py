@@ -71,11 +71,10 @@ def prepare_ranks(request: PredictRequest) -> PreparedStep:
     setting = setting_of(request.configuration, cluster.machine)
     options = lowering_options(request.configuration, cluster.machine, capturing.kernel, switches)
     architecture = cluster.machine.chip().architecture
-    lowered = lower_ranks(captured.traces, captured.multiplicity, captured.source, options, architecture)
-    warnings = list(lowered.warnings)
-    if captured.compiled:
-        warnings.append("the script compiles its model (torch.compile): predicted as eager code on several GPUs")
-    warnings += [*_unused(workload), *assumptions(captured.traces)]
+    lowered = lower_ranks(
+        captured.traces, captured.multiplicity, captured.source, options, architecture, compiled=setting.compiled
+    )
+    warnings = [*lowered.warnings, *_unused(workload), *assumptions(captured.traces)]
     sizes = (captured.samples, captured.sequence_length)
     taken = _taken(*sizes, switches.on(cluster.machine)) | placed_values(cluster)
     traced = {trace.rank: TracedRank(trace, options) for trace in captured.traces}

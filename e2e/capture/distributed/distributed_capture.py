@@ -49,11 +49,6 @@ class DistributedCapture:
     sequence_length: int | None = None
     switches: Tf32Switches = NO_TF32
 
-    @property
-    def compiled(self) -> bool:
-        """Whether the script asks for ``torch.compile``; the calls are those of eager code all the same."""
-        return any(trace.compiled for trace in self.traces)
-
 
 def capture_distributed(
     script: Script,
