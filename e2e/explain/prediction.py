@@ -124,7 +124,8 @@ class Prediction:
 
     ``memory_room_bytes``: of the card's ``memory_capacity_bytes`` what is there for tensors
     (:mod:`e2e.step.memory_room`); ``memory_verdict``: whether that suffices; ``fits``: the same, ``None`` where it may
-    not fit or memory is not known of all ranks; ``memory_shortage``: what does not fit where, if it does not. ``notes``: what the step is; what of it was recorded and what is predicted.
+    not fit or memory is not known of all ranks; ``memory_shortage``: what does not fit where, if it does not.
+    ``notes``: what the step is; what of it was recorded and what is predicted.
     ``what_if``: the step as it is and with what each question changes, where there were any. ``ranges``: parts that a
     script named, on the rank that computes longest, and on the critical path of that rank. ``cuda_graph``: the host
     launches all ``kernels`` of a rank at once.
