@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 
+from e2e.step.caching_allocator import whole_blocks
 from e2e.step.memory import Lifetime, lifetimes, role_of
 from e2e.step.operator_trace import OperatorTrace, tensors
 
 # The cast of a weight of which Transformer Engine keeps both copies for the micro-batches of a step.
 _CAST = "float8::cast_both"
+_GATHER = "parallel::all_gather"
 # A part's name, and with it: which pass, whether backward.
 PartName = str | int
 PartKey = tuple[int, bool, PartName]
@@ -138,7 +141,7 @@ def memory_of_parts(
     compiled code keeps in registers or makes anew.
     """
     found = lifetimes(trace)
-    writer = _PartWriter(trace, parts, _cast_weights(trace, found))
+    writer = _PartWriter(trace, parts, _cast_weights(trace, found), _own_shares(trace))
     for storage, life in found.items():
         if not life.existed and life.size and storage not in never_made:
             writer.add(storage, life)
@@ -168,6 +171,25 @@ def _cast_weights(trace: OperatorTrace, found: Mapping[int, Lifetime]) -> frozen
     return frozenset(cast)
 
 
+def _own_shares(trace: OperatorTrace) -> dict[int, float]:
+    """Storage -> the share of it that is kept for the backward pass, of casts of what was gathered from other ranks:
+    Transformer Engine keeps the rank's own part in 8 bits and gathers it again (``_LayerNormLinear`` of its module/
+    layernorm_linear.py), as sequence-parallel layers of 16 bits do.
+    """
+    gathered: dict[int, float] = {}
+    found: dict[int, float] = {}
+    for call in trace.calls:
+        if call.name == _GATHER:
+            part, whole = next(tensors(call.inputs), None), next(tensors(call.outputs), None)
+            if part is not None and whole is not None and prod(whole.shape):
+                gathered[whole.storage] = prod(part.shape) / prod(whole.shape)
+        elif call.name == _CAST:
+            given = next(tensors(call.inputs), None)
+            if given is not None and given.storage in gathered:
+                found.update((tensor.storage, gathered[given.storage]) for tensor in tensors(call.outputs))
+    return found
+
+
 @dataclass
 class _PartWriter:
     """Collects allocations and frees by part and pass, each with its place among the calls."""
@@ -175,6 +197,7 @@ class _PartWriter:
     trace: OperatorTrace
     keys: Mapping[int, PartKey]
     cast_weights: frozenset[int] = frozenset()
+    own_shares: Mapping[int, float] = field(default_factory=dict)
     made: dict[int, int] = field(default_factory=dict)
     found: dict[tuple[bool, PartName], list[tuple[float, MemoryEvent]]] = field(default_factory=dict)
     given: dict[PartName, set[int]] = field(default_factory=dict)
@@ -201,7 +224,10 @@ class _PartWriter:
             self._event(home, life.first, MemoryEvent(storage, life.size, True, life.alike))
             return
         cast = storage in self.cast_weights
-        self._event(home, life.first, MemoryEvent(storage, life.size, cast_weight=cast))
+        size = life.size
+        if storage in self.own_shares and end is not None and end[1] and not home[0]:
+            size = whole_blocks(int(size * self.own_shares[storage]))
+        self._event(home, life.first, MemoryEvent(storage, size, cast_weight=cast))
         last = life.last
         other = end[1:] if end is not None and end[0] == 0 else home
         if other not in (home, (True, home[1])):
