@@ -65,9 +65,9 @@ def export_with_statistics(name: str, path: Path, *, from_timm: bool) -> None:
         timm.layers.set_exportable(True)
         timm.layers.set_fused_attn(False)
         network = timm.create_model(name)
-        side = network.pretrained_cfg["input_size"][-1]
+        shape = tuple(network.pretrained_cfg["input_size"])
     else:
-        make, side = NETWORKS[name]
+        make, shape = NETWORKS[name]
         network = make()
     norms = [each for each in network.modules() if isinstance(each, torch.nn.modules.batchnorm._BatchNorm)]
     for norm in norms:
@@ -76,11 +76,11 @@ def export_with_statistics(name: str, path: Path, *, from_timm: bool) -> None:
     with torch.no_grad():
         network.train()
         for first in range(0, STATISTICS_PICTURES, 6):
-            batch = np.concatenate([picture((1, 3, side, side), index) for index in range(first, first + 6)])
+            batch = np.concatenate([picture((1, *shape), index) for index in range(first, first + 6)])
             network(torch.from_numpy(batch.astype(np.float32)))
         network.eval()
         torch.onnx.export(
-            network, (torch.randn(1, 3, side, side),), str(path), dynamo=False, opset_version=17, input_names=["x"]
+            network, (torch.randn(1, *shape),), str(path), dynamo=False, opset_version=17, input_names=["x"]
         )
 
 
