@@ -54,10 +54,9 @@ _HEAD = """# Error messages, and what to do
 
 Generated from the source: `python docs/site/error_index.py`.
 
-A program that cannot go on says why in one line that begins with `error:`, and ends with status 2 (`e2e predict`
-with 4 where a step does not fit). Search this page for words of yours: {count} messages, by the part of
-the program that says them, {{names}} standing for values, what to do in bold.
-The last word of each line is the file that says it. A reason of the operating system (`Permission denied`,
+A program that cannot go on says why in one line that begins with `error:`, and ends with status 2. Search this page for
+words of yours: {count} messages, by the part of the program that says them, {{names}} standing for values, what to do
+in bold. The last word of each line is the file that says it. A reason of the operating system (`Permission denied`,
 `No such file or directory`, `No space left on device`) is what to mend. Options that do not go together in
 `e2e predict` are in [options](options.md). Whatever ends in a traceback instead is a mistake of the programs
 ([robustness](robustness.md)).
