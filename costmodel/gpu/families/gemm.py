@@ -255,9 +255,12 @@ _GRID_DTYPE = "bfloat16"
 
 
 class SimtGemm(Family[Gemm]):
-    """One product in FP32 (or FP64), outside the tensor cores."""
+    """One product in FP32, or in FP64, which the tensor cores of datacenter chips compute in tiles of the same kind."""
 
     name = "gemm"
+
+    def grade(self, operator: Gemm) -> Grade:
+        return "measured" if self.covers(operator) else "dtype"
 
     def analyse(self, operators: Sequence[Gemm], machine: Machine) -> KernelAnalysis:
         return KernelAnalysis(*analyse_products(products_of(operators, machine), simt_tiles(machine, False), machine))

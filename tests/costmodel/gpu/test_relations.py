@@ -1,4 +1,4 @@
-"""What holds of every family of kernels on every GPU: no rate above the datasheet, more is never faster, twins agree."""
+"""What holds of kernels on every GPU: no rate above the datasheet, more is never faster, twins agree."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from costmodel.operators.device_work import (
 )
 from costmodel.operators.expert_work import GroupedGemm
 from costmodel.operators.lookups import EmbeddingLookup
-from costmodel.operators.scaled_work import ScaledGemm
 
 GPUS = sorted(name for name, path in machine_files().items() if path.parent.name == "gpu")
 DRAWN = settings(max_examples=60, deadline=None, derandomize=True)
@@ -50,7 +49,6 @@ ROWWISE = st.one_of(
     st.builds(Normalization, st.sampled_from(["layer_norm", "rms_norm"]), ROWS, WIDTHS, HALF, st.just("backward")),
     st.builds(Softmax, ROWS, WIDTHS, HALF, st.just("backward")),
 )
-HEADS = st.sampled_from([1, 8, 32])
 
 
 def seconds(name, *operators):
@@ -165,16 +163,49 @@ def test_what_streams_is_known_within_a_factor_of_two(name, operator):
         assert found.upper / found.lower < 2.3
 
 
+EXPERTS = st.builds(
+    lambda experts, rows, n, k: GroupedGemm((rows,) * experts, n, k),
+    st.sampled_from([1, 8, 64]),
+    st.integers(1, 4096),
+    st.sampled_from([768, 2048, 4096, 14336]),
+    st.sampled_from([768, 2048, 4096, 14336]),
+)
+
+
+@DRAWN
+@given(st.sampled_from(GPUS), EXPERTS)
+@example("h100-sxm", GroupedGemm((2048,) * 8, 14336, 4096))
+def test_products_of_experts_are_never_faster_than_one_product_of_their_rows(name, operator):
+    if "bfloat16" not in load_machine(name).compute:
+        return
+    dense = Gemm(1, operator.rows, operator.n, operator.k, "bfloat16", transpose_b=True)
+    apart, together = seconds(name, operator, dense)
+    assert apart >= together * (1 - EXACT)
+
+
+# Of what trees and paces price, more may be faster by so much: trees answer in steps.
+LOOSE = 0.15
 ATTENTIONS = st.builds(
     lambda batch, heads, length, width, causal: Attention(batch, heads, length, length, width, heads, causal=causal),
     st.integers(1, 16),
-    HEADS,
+    st.sampled_from([1, 8, 32]),
     st.sampled_from([256, 1024, 2048, 8192]),
     st.sampled_from([64, 128]),
     st.booleans(),
 )
-OTHERS = st.one_of(
-    st.tuples(st.builds(ScaledGemm, ROWS, WIDTHS, WIDTHS), st.sampled_from(["m", "n", "k"])),
-    st.tuples(ROWWISE, st.just("rows")),
-    st.tuples(ATTENTIONS, st.sampled_from(["batch", "query_length"])),
+LOOKUPS = st.builds(
+    EmbeddingLookup, st.integers(1000, 10**7), st.sampled_from([64, 128]), st.integers(512, 1 << 20), st.just(512)
 )
+OTHERS = st.one_of(
+    st.tuples(ROWWISE, st.just("rows")),
+    st.tuples(ATTENTIONS, st.sampled_from(["batch"])),
+    st.tuples(LOOKUPS, st.just("indices")),
+)
+
+
+@DRAWN
+@given(st.sampled_from(GPUS), OTHERS, st.sampled_from([2, 4]))
+def test_more_rows_sequences_and_lookups_are_not_faster(name, case, factor):
+    operator, field = case
+    less, more = seconds(name, operator, larger(operator, field, factor))
+    assert more >= less * (1 - LOOSE)
