@@ -54,7 +54,7 @@ from costmodel.gpu.residuals.fitted import (
     write_fitted,
     write_transfer,
 )
-from costmodel.gpu.residuals.residual import train
+from costmodel.gpu.residuals.residual import Residual, train
 from costmodel.machines.machine_catalog import load_machine
 from costmodel.machines.machine_records import Machine
 from costmodel.model.measurements import Measurement
@@ -310,13 +310,26 @@ def _fit_machine(rows: Sequence[KernelRows], every: Sequence[KernelRows], proven
     for each in rows:
         seen = each.of("fit", "select")
         analysis, known, expected = seen.family.analyse(seen.operators, machine), None, None
+        twins: list[KernelRows] = []
         if isinstance(each.family, Gridded):
-            known = fit_lattice(seen, [twin.of("fit", "select") for twin in twins_of(each, every)])
+            twins = [twin.of("fit", "select") for twin in twins_of(each, every)]
+            known = fit_lattice(seen, twins)
             expected = each.family.from_lattice(seen.operators, known.at(each.family.sizes(seen.operators)), machine)
         ratio = np.log(seen.seconds / (analysis.seconds if expected is None else expected))
-        families[each.family.name] = train(analysis.features, ratio, seen.splits == "select", known=known)
+        learned = train(analysis.features, ratio, seen.splits == "select", known=known)
+        families[each.family.name] = _reaching(learned, twins, machine)
     chip = machine.chip()
     return Fitted(machine.name, chip.architecture, chip.power_limited, families, provenance)
+
+
+def _reaching(learned: Residual, twins: Sequence[KernelRows], machine: Machine) -> Residual:
+    """``learned``, which has seen what ``twins`` measured too."""
+    for each in twins:
+        features = each.family.analyse(each.operators, machine).matrix()
+        lowest, highest = features.min(axis=0), features.max(axis=0)
+        lowest, highest = np.minimum(learned.lowest, lowest), np.maximum(learned.highest, highest)
+        learned = replace(learned, lowest=lowest, highest=highest)
+    return learned
 
 
 def _provenance(tables: Sequence[KernelTable], data: Path) -> dict[str, Any]:

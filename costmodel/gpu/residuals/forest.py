@@ -92,9 +92,10 @@ def to_record(forest: Forest) -> dict[str, Any]:
 def from_record(record: dict[str, Any]) -> Forest:
     """Inverse of :func:`to_record`; ``ValueError`` or ``KeyError`` for anything else."""
     trees = int(record["trees"])
-    columns = unpacked(record["columns"], np.uint8).reshape(trees, -1)
-    thresholds = unpacked(record["thresholds"], np.float32).reshape(trees, -1)
-    leaves = unpacked(record["leaves"], np.float16).reshape(trees, -1).astype(np.float32)
+    inner = unpacked(record["columns"], np.uint8).size // trees if trees else 1
+    columns = unpacked(record["columns"], np.uint8).reshape(trees, inner)
+    thresholds = unpacked(record["thresholds"], np.float32).reshape(trees, inner)
+    leaves = unpacked(record["leaves"], np.float16).reshape(trees, inner + 1).astype(np.float32)
     if columns.shape != thresholds.shape or leaves.shape[1] != columns.shape[1] + 1:
         raise ValueError("the arrays of a forest do not fit together")
     if not (np.isfinite(leaves).all() and abs(float(record["base"])) < _LARGEST_BASE):
