@@ -7,6 +7,7 @@ Mappings are merged key by key, lists (``memory``, ``links``) by ``name`` or ``k
 ``compute.<dtype>.datasheet``  ``sustained`` and ``burst`` keep their shares of the datasheet, before the power limit;
                                of a dtype of the tensor cores, so do the others of which nothing is said
 ``memory[].datasheet``         the sustained bandwidth keeps its share of the datasheet
+``memory[].capacity``          the usable bytes keep their share of the capacity
 
 Capacities and latencies are those of the machine named. A variant that says nothing is that machine by another name.
 """
@@ -166,7 +167,11 @@ def _burst(rate: ComputeRate, best: float) -> tuple[float, float, float]:
 
 def _level(level: MemoryLevel, old: MemoryLevel | None, size: float, said: Mapping[str, Any]) -> MemoryLevel:
     """``level`` with the bandwidth that follows: by its share of a datasheet, that of a cache by what asks it."""
-    if old is None or "bandwidth" in said:
+    if old is None:
+        return level
+    if "capacity" in said and "usable" not in said and old.usable_bytes is not None:
+        level = replace(level, usable_bytes=old.usable_bytes / old.capacity_bytes * level.capacity_bytes)
+    if "bandwidth" in said:
         return level
     scale = size if old.datasheet is None else (level.datasheet or old.datasheet) / old.datasheet
     return level if scale == 1.0 else replace(level, bandwidth=PerThreads(((1, old.bandwidth.at(1) * scale),)))
