@@ -28,7 +28,7 @@ def prepare(request: PredictRequest, captures: Path | None = None) -> PreparedSt
     step = Step(
         workload.samples,
         workload.sequence_length,
-        configuration.dtype,
+        configuration.number_type,
         configuration.attention or "eager",
         configuration.stack,
         configuration.compiled,
@@ -45,6 +45,7 @@ def prepare(request: PredictRequest, captures: Path | None = None) -> PreparedSt
         model, spec, step, captures=captures, condenser=condenser, node_gpus=cluster.gpus_per_node,
         host_bandwidth=cluster.host_bandwidth,
     )  # fmt: skip
+    dtype = configuration.number_type
     band = None if step.inference else load_speed_band()
     older = stack_of(configuration.stack).older_libraries
     told = band is not None and (machine.skew is None or machine.skew.spread is None)
@@ -57,7 +58,7 @@ def prepare(request: PredictRequest, captures: Path | None = None) -> PreparedSt
         built.memory,
         built.warnings,
         skew=machine.skew,
-        band=None if band is None else band.meant_for(cluster.machine, configuration.dtype, older_libraries=older),
+        band=None if band is None else band.meant_for(cluster.machine, dtype, older_libraries=older),
         notes=notes,
         batch=Batch(built.samples, built.sequence_length, made_of),
         taken=taken_values(
