@@ -143,9 +143,9 @@ def settled(request: PredictRequest, source: str) -> PredictRequest:
         attention=asked.attention or _attention(request, recipe, machine),
         stack=asked.stack or recipe.stack,
         parallel=spec,
-        master_weights=masters and recipe.master_weights and workload.mode == "train",
     )
-    return replace(request, configuration=configuration)
+    kept = masters and recipe.master_weights and workload.mode == "train"
+    return replace(request, configuration=configuration, master_weights=kept)
 
 
 def told_by(request: PredictRequest, after: PredictRequest) -> dict[str, str]:
@@ -154,7 +154,7 @@ def told_by(request: PredictRequest, after: PredictRequest) -> dict[str, str]:
     if found is asked:
         return {}
     recipe = recipe_of(asked.recipe)
-    masters = found.master_weights if found.parallel is None else bool(found.parallel.master_weights)
+    masters = after.master_weights if found.parallel is None else bool(found.parallel.master_weights)
     kept = "FP32 master weights and states" if masters else "no FP32 master weights"
     forward = request.workload.mode != "train"
     told = {

@@ -106,7 +106,7 @@ def capture_options(request: PredictRequest, attention: AttentionForm = "eager")
         cache_length=request.workload.cache_length,
         linear_attention=configuration.linear_attention,
         bucket_mb=request.bucket_mb,
-        master_weights=configuration.master_weights,
+        master_weights=request.master_weights,
     )
 
 

@@ -62,8 +62,7 @@ class ConfigurationOptions:
     ``layout``: of a built-in image model and its pictures. ``mixture``: how experts of built-in models are
     computed, ``routing`` how they share the rows of tokens; ``recipe``: a name of
     :data:`e2e.sources.recipes.TRAINING_RECIPES`, which says what is left open (``dtype``, ``attention``, ``stack``,
-    keys of ``parallel``) for transformers; ``master_weights``: FP32 weights and states of the optimizer beside
-    16-bit weights on one GPU, as a recipe says. ``precision``: a recipe of 8 bits; ``linear_attention``: by fused
+    keys of ``parallel``) for transformers; ``precision``: a recipe of 8 bits; ``linear_attention``: by fused
     kernels or not (``None``: where their libraries are installed); ``optimizer``: how parameters are updated where
     a model leaves it open (``None``: as the stack does).
     """
@@ -85,7 +84,6 @@ class ConfigurationOptions:
     linear_attention: LinearAttentionForm | None = None
     optimizer: OptimizerForm | None = None
     recipe: str | None = None
-    master_weights: bool = False
 
     @property
     def number_type(self) -> Dtype:
@@ -110,7 +108,8 @@ class MachineOptions:
 @dataclass(frozen=True)
 class PredictRequest:
     """All that ``predict`` is asked: what is computed, how, on what, and what if that were changed. The defaults ask
-    for nothing. ``bucket_mb``: MiB of a gradient bucket, where a question about a script wants others than its own.
+    for nothing. ``bucket_mb``: MiB of a gradient bucket, where a question about a script wants others than its own;
+    ``master_weights``: FP32 weights and states of the optimizer beside 16-bit weights on one GPU, as a recipe says.
     """
 
     workload: WorkloadOptions = field(default_factory=WorkloadOptions)
@@ -118,3 +117,4 @@ class PredictRequest:
     machine: MachineOptions = field(default_factory=MachineOptions)
     what_if: tuple[WhatIf, ...] = ()
     bucket_mb: float | None = None
+    master_weights: bool = False
