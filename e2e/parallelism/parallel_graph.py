@@ -122,6 +122,8 @@ def build(
     """
     step = step or Step()
     config, name = configuration(model)
+    if spec.clip is None and not step.inference:
+        spec = replace(spec, clip=stack_of(step.stack).clips)
     if step.inference:
         spec = for_inference(spec)
         if step.lora is not None:
