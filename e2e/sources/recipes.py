@@ -65,7 +65,7 @@ class TrainingRecipe:
             return found
         if spec.zero is None and (spec.fsdp > 1 or (spec.dp == 1 and spec.cp > 1 and self.sharing != 3)):
             sharing = self.sharing if spec.pp == 1 else self.pipeline_sharing or self.sharing
-            found = replace(found, zero=None if sharing == 3 else sharing)
+            found = replace(found, zero=sharing)
         return replace(
             found,
             master_weights=_or(spec.master_weights, self.master_weights and masters),
