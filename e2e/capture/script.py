@@ -102,7 +102,7 @@ def capture_script(workload: CapturedWorkload, options: CaptureOptions | None = 
 
 @contextmanager
 def own_process() -> Iterator[None]:
-    """The folder, the default number type and whether there are gradients are put back: another rank, or another script,
+    """The folder, default number type and whether there are gradients are put back: another rank, or another script,
     begins as its own process would. TF32 and the environment stay: a module that sets them is imported once.
     """
     folder, dtype, gradients = os.getcwd(), torch.get_default_dtype(), torch.is_grad_enabled()
