@@ -29,7 +29,7 @@ _SERIAL_VALUES = 4096
 _SERIAL_FLOPS = 200_000
 _TASKS_PER_THREAD = 4
 _UNROLL = 4
-_LOWEST = float(np.finfo(np.float32).min)
+_LOWEST = -float("inf")
 
 
 @dataclass(frozen=True)
