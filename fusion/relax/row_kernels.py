@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import numpy as np
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
