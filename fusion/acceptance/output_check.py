@@ -193,8 +193,8 @@ def lost_values(probe: str, ours: Arrays, theirs: Arrays) -> list[str]:
         if lost:
             found.append(
                 f"with {probe} in its input, ONNX Runtime's output {name!r} holds NaN in "
-                f"{int(np.isnan(expected).sum())} places, of which {lost} hold numbers here: do not rely on NaN to find "
-                "broken inputs"
+                f"{int(np.isnan(expected).sum())} places, of which {lost} hold numbers here: do not rely on NaN to "
+                "find broken inputs"
             )
     return found
 
