@@ -144,7 +144,7 @@ def draw(gains: Sequence[SiteGain], path: Path) -> None:
 
 def table(gains: Sequence[SiteGain]) -> str:
     """Markdown: a line for each precision and range of intensity."""
-    heads = ("precision", "flop/B", "sites", "given up", "predicted gain", "measured gain", "both say the same")
+    heads = ("precision", "flop/B", "sites", "given up", "predicted", "measured", "told right", "\"always fuse\" right")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for precision in PRECISE_TYPES:
         sites = [each for each in gains if each.precision == precision]
@@ -155,8 +155,10 @@ def table(gains: Sequence[SiteGain]) -> str:
             if tuned:
                 gained = [f"{median(getattr(each, name) for each in tuned):.2f}" for name in ("predicted", "measured")]
             agree = Counter((each.predicted > 1) == (each.measured > 1) for each in group)[True] / len(group)
+            always = sum(each.measured > 1 for each in group) / len(group)  # the baseline: fusing without a model
             left = len(group) - len(tuned)
-            lines.append(f"| {precision} | {title} | {len(group)} | {left} | {gained[0]} | {gained[1]} | {agree:.0%} |")
+            cells = (precision, title, len(group), left, *gained, f"{agree:.0%}", f"{always:.0%}")
+            lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 
 

@@ -166,9 +166,109 @@ class UNet(nn.Module):
         return self.last(x)
 
 
-# Name: how it is made, height and width of its pictures.
-NETWORKS: dict[str, tuple[Callable[[], nn.Module], int]] = {
-    "shufflenet_v2": (shufflenet_v2, 224),
-    "yolov8n": (YoloV8Nano, 320),
-    "unet": (UNet, 256),
+class BasicPitch(nn.Module):
+    """The network of Bittner et al. (ICASSP 2022) behind its harmonic stacking: note, onset and contour maps."""
+
+    def __init__(self, harmonics: int = 8, width: int = 32) -> None:
+        super().__init__()
+        self.contour = nn.Sequential(
+            _window(harmonics, width, (5, 5)), _window(width, 8, (3, 39)), nn.Conv2d(8, 1, 5, padding=2), nn.Sigmoid()
+        )
+        self.note = nn.Sequential(
+            nn.ConstantPad2d((2, 2, 3, 3), 0), _window(1, width, (7, 7), (1, 3), (0, 0)),
+            nn.Conv2d(width, 1, (7, 3), padding=(3, 1)), nn.Sigmoid(),
+        )  # fmt: skip
+        self.onset = nn.Sequential(nn.ConstantPad2d((1, 1, 2, 2), 0), _window(harmonics, width, (5, 5), (1, 3), (0, 0)))
+        self.last = nn.Sequential(nn.Conv2d(width + 1, 1, 3, padding=1), nn.Sigmoid())
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """(N, 8, frames, 264) to contours (N, 1, frames, 264), notes and onsets (N, 1, frames, 88)."""
+        contour = self.contour(x)
+        note = self.note(contour)
+        return contour, note, self.last(torch.cat((note, self.onset(x)), dim=1))
+
+
+def _window(
+    inputs: int, outputs: int, kernel: tuple[int, int], stride: tuple[int, int] = (1, 1),
+    padding: tuple[int, int] | None = None,
+) -> nn.Module:  # fmt: skip
+    """A convolution with a window of any shape, its batch norm and a ReLU."""
+    around = padding if padding is not None else (kernel[0] // 2, kernel[1] // 2)
+    return nn.Sequential(
+        nn.Conv2d(inputs, outputs, kernel, stride, around, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()
+    )
+
+
+def crepe_tiny() -> nn.Module:
+    """CREPE, its smallest form (Kim et al., ICASSP 2018): (1, 1024, 1) samples to 360 pitches, in tall windows."""
+    blocks: list[nn.Module] = []
+    inputs = 1
+    for outputs, window, stride in ((128, 512, 4), (16, 64, 1), (16, 64, 1), (16, 64, 1), (32, 64, 1), (64, 64, 1)):
+        before = (window - stride) // 2
+        blocks += [
+            nn.ConstantPad2d((0, 0, before, window - stride - before), 0),
+            nn.Conv2d(inputs, outputs, (window, 1), (stride, 1)), nn.ReLU(), nn.BatchNorm2d(outputs),
+            nn.MaxPool2d((2, 1)),
+        ]  # fmt: skip
+        inputs = outputs
+    return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(4 * inputs, 360), nn.Sigmoid())
+
+
+def keyword_conv() -> nn.Module:
+    """The larger of Sainath and Parada's keyword spotters (Interspeech 2015): (1, 98, 40) features to 12 words."""
+    return nn.Sequential(
+        nn.ConstantPad2d((3, 4, 9, 10), 0), nn.Conv2d(1, 64, (20, 8)), nn.ReLU(), nn.MaxPool2d(2),
+        nn.ConstantPad2d((1, 2, 4, 5), 0), nn.Conv2d(64, 64, (10, 4)), nn.ReLU(), nn.Flatten(),
+        nn.Linear(64 * 49 * 20, 12),
+    )  # fmt: skip
+
+
+def waveform_m5() -> nn.Module:
+    """M5 (Dai et al., ICASSP 2017): (1, 1, 16000) samples to 10 classes."""
+    blocks: list[nn.Module] = [_window(1, 128, (1, 80), (1, 4), (0, 38)), nn.MaxPool2d((1, 4))]
+    inputs = 128
+    for outputs in (128, 256, 512):
+        blocks += [_window(inputs, outputs, (1, 3)), nn.MaxPool2d((1, 4))]
+        inputs = outputs
+    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, 10))
+
+
+def srcnn() -> nn.Module:
+    """SRCNN 9-1-5 (Dong et al., PAMI 2016): one channel of an enlarged picture, made sharper."""
+    return nn.Sequential(
+        nn.Conv2d(1, 64, 9, padding=4), nn.ReLU(), nn.Conv2d(64, 32, 1), nn.ReLU(), nn.Conv2d(32, 1, 5, padding=2)
+    )
+
+
+def espcn() -> nn.Module:
+    """ESPCN (Shi et al., CVPR 2016): one channel of a picture, enlarged three times."""
+    return nn.Sequential(
+        nn.Conv2d(1, 64, 5, padding=2), nn.Tanh(), nn.Conv2d(64, 32, 3, padding=1), nn.Tanh(),
+        nn.Conv2d(32, 9, 3, padding=1), nn.PixelShuffle(3),
+    )  # fmt: skip
+
+
+def eegnet() -> nn.Module:
+    """EEGNet-8,2 (Lawhern et al. 2018): (1, 64 electrodes, 512 samples) to 4 classes."""
+    return nn.Sequential(
+        nn.ConstantPad2d((31, 32, 0, 0), 0), nn.Conv2d(1, 8, (1, 64), bias=False), nn.BatchNorm2d(8),
+        nn.Conv2d(8, 16, (64, 1), groups=8, bias=False), nn.BatchNorm2d(16), nn.ELU(), nn.AvgPool2d((1, 4)),
+        nn.ConstantPad2d((7, 8, 0, 0), 0), nn.Conv2d(16, 16, (1, 16), groups=16, bias=False),
+        nn.Conv2d(16, 16, 1, bias=False), nn.BatchNorm2d(16), nn.ELU(), nn.AvgPool2d((1, 8)), nn.Flatten(),
+        nn.Linear(16 * 16, 4),
+    )  # fmt: skip
+
+
+# Name: how it is made, channels, height and width of its inputs.
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, int, int]]] = {
+    "shufflenet_v2": (shufflenet_v2, (3, 224, 224)),
+    "yolov8n": (YoloV8Nano, (3, 320, 320)),
+    "unet": (UNet, (3, 256, 256)),
+    "basic_pitch": (BasicPitch, (8, 172, 264)),
+    "crepe_tiny": (crepe_tiny, (1, 1024, 1)),
+    "keyword_conv": (keyword_conv, (1, 98, 40)),
+    "waveform_m5": (waveform_m5, (1, 1, 16000)),
+    "srcnn": (srcnn, (1, 256, 256)),
+    "espcn": (espcn, (1, 240, 320)),
+    "eegnet": (eegnet, (1, 64, 512)),
 }

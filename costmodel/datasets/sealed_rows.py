@@ -1,8 +1,8 @@
-"""Rows of published measurements that stay unseen until a release is judged: a draw by hash, so that nobody chooses them.
+"""Rows of published measurements that stay unseen until a release is judged: a draw by hash, chosen by nobody.
 
-The draw was made on 2026-11-23, before the work on version 1.1 began: one job in four of each table named in :data:`KEYS`.
-Models are made and fitted without these rows; `validate` asks them once, at the end, and says so beside the figure. A job
-that a table holds several times (other releases, other precisions) is drawn as one.
+The draw was made on 2026-11-23, before the work on version 1.1 began: one job in four of each table named in
+:data:`KEYS`. Models are made and fitted without these rows; `validate` asks them once, at the end, and says so beside
+the figure. A job that a table holds several times (other releases, other precisions) is drawn as one.
 """
 
 from __future__ import annotations
@@ -32,6 +32,6 @@ KEYS: Mapping[str, Callable[[Row], str]] = {
 
 
 def is_sealed(table: str, row: Row) -> bool:
-    """Whether ``row`` of ``table`` (a key of :data:`KEYS`; columns by name) is kept out of every fit and every choice."""
+    """Whether ``row`` of ``table`` (a key of :data:`KEYS`; columns by name) is kept out of every fit and choice."""
     drawn = hashlib.sha256(f"{_SEED} {KEYS[table](row)}".encode()).hexdigest()
     return int(drawn, 16) % _ONE_IN == 0

@@ -2,7 +2,8 @@
 
 Every change is to a name in a Python module and is undone on leaving. They are: outer functions of PyTorch let the
 functions that they call be seen; meta parameters count as CUDA parameters for the choice of foreach and fused
-optimizers; ``torch.cuda`` says that there is a device, with the properties of an A100 and no memory in use.
+optimizers; ``torch.cuda`` says that there is a device, with the properties of an A100 and no memory in use;
+``torch.inference_mode`` leaves operators to autograd, which selects those that run.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -43,17 +45,51 @@ SWITCHES = ("has_torch_function", "has_torch_function_unary", "has_torch_functio
 def pretend_gpu(synchronized: Callable[[], None]) -> Iterator[None]:
     """Inside, scripts find a GPU. ``synchronized`` is called when a script waits for it."""
     with ExitStack() as stack:
+        if torch.is_inference_mode_enabled():  # the caller's
+            stack.enter_context(torch.inference_mode(False))
         for module in OUTER_MODULES:
             for switch in SWITCHES:
                 if hasattr(module, switch):
                     stack.enter_context(patch.object(module, switch, _nothing_overrides))
-        for target, name, value in (*_optimizer_patches(), *_cuda_patches(synchronized)):
+        for target, name, value in (*_optimizer_patches(), *_cuda_patches(synchronized), *_inference_patches()):
             stack.enter_context(patch.object(target, name, value))
         yield
 
 
 def _nothing_overrides(*args: Any) -> bool:
     return False
+
+
+class _WithoutGradients:
+    """``torch.inference_mode`` in a capture: gradients are off and the script is told that the mode is on.
+
+    In PyTorch's own mode the operators below autograd are composite ones (``aten::linear``, ``aten::batch_norm``),
+    as nothing has chosen their kernels yet; kernels are those of ``torch.no_grad``.
+    """
+
+    enabled: ContextVar[bool] = ContextVar("the script is in inference mode", default=False)
+
+    def __init__(self, enabled: bool) -> None:
+        self._inside = enabled
+
+    def __enter__(self) -> None:
+        self._before = self.enabled.get(), torch.is_grad_enabled()
+        self._set(self._inside, not self._inside)
+
+    def __exit__(self, *error: object) -> None:
+        self._set(*self._before)
+
+    def _set(self, inference: bool, gradients: bool) -> None:
+        self.enabled.set(inference)
+        torch._C._set_grad_enabled(gradients)
+
+
+def _inference_patches() -> list[tuple[Any, str, Any]]:
+    return [
+        (torch._C, "_InferenceMode", _WithoutGradients),
+        (torch, "is_inference_mode_enabled", _WithoutGradients.enabled.get),
+        (torch.Tensor, "is_inference", lambda tensor: _WithoutGradients.enabled.get()),
+    ]
 
 
 def _optimizer_patches() -> list[tuple[Any, str, Any]]:
@@ -80,8 +116,7 @@ _CAPTURABLE = "_get_capturable_supported_devices"
 
 def _cuda_patches(synchronized: Callable[[], None]) -> list[tuple[Any, str, Any]]:
     return [
-        # A recomputed forward pass restores the autocast state of this device type.
-        (import_module("torch.utils.checkpoint"), "_infer_device_type", lambda *args: "cuda"),
+        *_checkpoint_patches(),
         # Code that names the device of a tensor means autocast of the GPU.
         (torch, "get_autocast_dtype", _of_gpu(torch.get_autocast_dtype)),
         (torch, "is_autocast_enabled", _of_gpu(torch.is_autocast_enabled)),
@@ -109,12 +144,32 @@ def _cuda_patches(synchronized: Callable[[], None]) -> list[tuple[Any, str, Any]
         *((torch.cuda, name, _RefusedGraph) for name in ("CUDAGraph", "graph")),
         (torch.cuda, "make_graphed_callables", _refuse_graphs),
         (torch.nn.DataParallel, "__init__", _refuse_data_parallel),
+        # Asked by recurrent layers alone, which would lay their weights side by side, once.
+        (torch.backends.cudnn, "is_acceptable", lambda tensor: False),
         # There is no memory to pin; where data come from does not matter.
         (torch.Tensor, "pin_memory", lambda self, device=None: self),
         (torch.Tensor, "__format__", _formatted),
         (torch.utils.data.RandomSampler, "__iter__", lambda self: iter(range(self.num_samples))),
         # Numbers of devices, as in `model.to(rank)`, mean GPUs.
         (torch._C._nn, "_parse_to", _parse_to(torch._C._nn._parse_to)),
+    ]
+
+
+def _checkpoint_patches() -> list[tuple[Any, str, Any]]:
+    """A recomputed forward pass restores the autocast state of this device type; tensors that it keeps are compared
+    with those of the first pass by where they are, asked inside of operators and outside.
+    """
+    checkpoint = import_module("torch.utils.checkpoint")
+    extract = checkpoint._default_meta_extractor
+
+    def described(tensor: torch.Tensor) -> dict[str, Any]:
+        with torch._C.DisableTorchFunction():
+            return extract(tensor)  # type: ignore[no-any-return]
+
+    checks = {**checkpoint._allowed_determinism_checks_to_fns, checkpoint._DEFAULT_DETERMINISM_MODE: described}
+    return [
+        (checkpoint, "_infer_device_type", lambda *args: "cuda"),
+        (checkpoint, "_allowed_determinism_checks_to_fns", checks),
     ]
 
 

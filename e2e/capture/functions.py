@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -246,11 +246,18 @@ def _is_operator(name: str) -> bool:
     return not name.startswith("__") and hasattr(aten, name)
 
 
+# What tensors without memory say of their place: what they would say on the GPU of their rank.
+_PLACE: dict[str, Callable[[], Any]] = {
+    "device": lambda: torch.device("cuda", torch.cuda.current_device()),
+    "is_cuda": lambda: True,
+    "is_meta": lambda: False,
+}
+
+
 def _property(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """``tensor.is_cuda`` says what it would say on the GPU."""
-    if getattr(func.__self__, "__name__", "") == "is_cuda" and args[0].device.type == "meta":
-        return True
-    return func(*args, **kwargs)
+    """Attributes of a tensor, those of its place as on the GPU."""
+    place = _PLACE.get(getattr(func.__self__, "__name__", ""))
+    return place() if place is not None and args[0].is_meta else func(*args, **kwargs)
 
 
 def _on_meta(

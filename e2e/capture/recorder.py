@@ -19,7 +19,7 @@ from e2e.capture.known_results import KnownResults
 from e2e.capture.known_values import follow, known
 from e2e.capture.libraries import as_on_gpu
 from e2e.capture.script_ranges import ScriptRanges
-from e2e.capture.selections import ASSUMED, SELECTIONS, is_composite
+from e2e.capture.selections import ASSUMED, SELECTIONS
 from e2e.capture.tensor_records import Converter, is_wrapper
 from e2e.capture.watch import MOST_CALLS, EndlessStepError
 from e2e.step.operator_trace import RECOMPUTED, OperatorCall, Phase, Value
@@ -190,10 +190,6 @@ class Recorder(TorchDispatchMode):
             return self._dispatch(func, args, kwargs or {})
 
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if torch.is_inference_mode_enabled() and is_composite(func):
-            # There autograd, which takes composite operators apart, is left out: they would be seen whole.
-            with self, self._framed(func):
-                return func.decompose(*args, **kwargs)
         selecting = SELECTIONS.get(func)
         if selecting is not None and selecting.applies(args):
             with self, self._framed(func):

@@ -16,7 +16,6 @@ import torch
 aten = torch.ops.aten
 # Calls that show that a size was assumed.
 ASSUMED = "aten::nonzero"
-_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
 @dataclass(frozen=True)
@@ -25,11 +24,6 @@ class Selection:
 
     applies: Callable[[Sequence[Any]], bool]
     apart: Callable[..., Any]
-
-
-def is_composite(func: Any) -> bool:
-    """Whether ``func`` consists of other operators only, on every device."""
-    return bool(func.has_kernel_for_dispatch_key(_COMPOSITE))
 
 
 def _is_mask(value: Any) -> bool:

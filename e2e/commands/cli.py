@@ -51,13 +51,17 @@ def validate_command(
     section: Annotated[
         list[str] | None, typer.Option(help="One of training, models, replay, vtrain, vision; repeatable.")
     ] = None,
+    sealed: Annotated[
+        bool,
+        typer.Option("--sealed", help="Training steps kept unseen until a release is judged, alone; ask them once."),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Predicts what was measured in the data folder and reports the errors: whole models, recorded ranks replayed."""
     from costmodel.datasets.data_folder import data_folder
     from e2e.validate.validation_sections import run_sections
 
-    sections = run_sections(data_folder(data), only, section or ())
+    sections = run_sections(data_folder(data), only, section or (), sealed=sealed)
     if as_json:
         print(json.dumps({name: ran.record() for name, ran in sections.items()}, indent=2))
     else:

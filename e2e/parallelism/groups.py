@@ -54,6 +54,11 @@ class StageGroups:
         return stage * self.spec.contributors * self.spec.tp
 
     @cached_property
+    def stages(self) -> tuple[int, ...]:
+        """Ranks that hold the other stages of the same replica, this one among them."""
+        return tuple(self.rank_of(stage) for stage in range(self.spec.pp))
+
+    @cached_property
     def tensor(self) -> tuple[int, ...]:
         """Ranks that share the layers."""
         return tuple(range(self.rank, self.rank + self.spec.tp))

@@ -37,6 +37,7 @@
 ``bucket-mb``      size of a gradient bucket in MiB (default 25, as DistributedDataParallel)
 ``master-weights`` ``yes``: 16-bit parameters with FP32 master weights; with FP16 the loss is scaled. With ``zero=3``
                    the shards are FP32, and what is gathered of them is 16-bit (mixed precision of FSDP)
+``clip``           ``yes``: gradients are clipped by their norm over all ranks; ``no``. Default: as the stack does
 ``overlap``        ``no``: gradients are reduced after the backward pass instead of during it
 ``tp-overlap``     ``yes``: what ``sp`` gathers and scatters goes piece by piece beside the product it is for
 ``gather-dtype``   ``float8``: ``zero=3`` gathers the weights of linear layers in 8 bits (torchao, with ``--precision
@@ -101,6 +102,7 @@ class ParallelSpec:
     gather_dtype: Literal["same", "float8"] = "same"
     offloaded_layers: int = 0
     offloaded_state: float = 0.0
+    clip: bool | None = None
     inference: bool = False
 
     @property
@@ -216,7 +218,7 @@ def read_parallel(text: str, gpus: int | None = None) -> ParallelSpec:
 _OF_TRAINING: tuple[str, ...] = (
     *("fsdp", "zero", "schedule", "virtual-stages", "recompute", "recompute-every", "bucket-mb", "overlap"),
     *("master-weights", "reduce-dtype", "overlap-gather", "prefetch", "gather-dtype"),
-    *("offload-layers", "offload-optimizer"),
+    *("offload-layers", "offload-optimizer", "clip"),
 )
 
 
@@ -436,5 +438,6 @@ READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "gather-dtype": ("gather_dtype", _one_of("same", "float8")),
     "offload-layers": ("offloaded_layers", _natural),
     "offload-optimizer": ("offloaded_state", _share),
+    "clip": ("clip", _flag),
 }
 _DEFAULTS = {each.name: each.default for each in fields(ParallelSpec)}

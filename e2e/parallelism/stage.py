@@ -35,6 +35,7 @@ from e2e.parallelism.stage_writer import (
 from e2e.step.execution_graph import RankGraph
 from e2e.step.rank_writer import RankWriter
 
+NORM_BYTES = 4  # a number in FP32
 FIRST_BUCKET_BYTES = 2**20  # kDefaultFirstBucketBytes of torch/csrc/distributed/c10d/reducer.hpp
 
 
@@ -472,6 +473,8 @@ class _Stage:
 
     def _optimize(self) -> None:
         self.writer.phase = "optimizer"
+        if self.spec.clip:
+            self._clip()
         for _ in self.writer.play(self.plan.optimizer):
             pass
         if self.spec.offloaded_state:
@@ -484,6 +487,24 @@ class _Stage:
                 share = family.share(size)
                 self._meet("all_gather", f"shards{family.label} of stage", family.sharded, share, GATHER)
             self.rank.after(COMPUTE, GATHER)
+
+    def _clip(self) -> None:
+        """The norm of the gradients that the rank owns, summed over all ranks that own others, and a multiplication:
+        ``clip_grad_norm_`` of torch/nn/utils/clip_grad.py, ``clip_by_total_norm_fp32`` of Megatron-Core. What the host
+        updates is clipped there."""
+        sizes = (family.share(size) if self.spec.sharing else size for family, size in self._sizes(self.plan.names))
+        owned = int(sum(sizes) * (1.0 - self.spec.offloaded_state))
+        if owned:
+            self.writer.kernel("aten::_foreach_norm", (self.kernels.norm(owned),))
+        self.rank.after(REDUCE, COMPUTE)
+        if self.spec.sharing:
+            self._meet("all_reduce", "norm of stage", self.groups.families[0].sharded, NORM_BYTES, REDUCE)
+        for group, ranks in (("norm of layers", self.groups.tensor), ("norm of model", self.groups.stages)):
+            if len(ranks) > 1:
+                self.writer.collective("all_reduce", group, ranks, NORM_BYTES, REDUCE)
+        self.rank.after(COMPUTE, REDUCE)
+        if owned:
+            self.writer.kernel("aten::_foreach_mul_", (self.kernels.scaled(owned),))
 
     def _optimize_on_host(self) -> None:
         """The host's share of the parameters, part by part; of ``zero=3`` all of them."""

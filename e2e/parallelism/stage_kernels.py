@@ -82,6 +82,14 @@ class StageKernels:
             None if self.share_dtype == self.reduced_dtype else self._cast(size, self.reduced_dtype, self.share_dtype)
         )
 
+    def norm(self, size: int) -> Reduction:
+        """The norm of shares of summed gradients of ``size`` bytes: one number for every 64k of them, then one."""
+        return Reduction("norm", self._elements(size), 1, self.share_dtype)
+
+    def scaled(self, size: int) -> Elementwise:
+        """Shares of summed gradients times one number, in place."""
+        return Elementwise("mul", self._elements(size), 1, 1, 0, self.share_dtype)
+
     def add(self, size: int) -> Elementwise:
         """A share of gradients to that of earlier passes."""
         return Elementwise("add", self._elements(size), 2, 1, 0, self.share_dtype)

@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Sequence
 
 from e2e.capture.selections import ASSUMED
-from e2e.step.operator_trace import OperatorCall, OperatorTrace
+from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor
 
 # In front of the names of calls of e2e/capture/scan_libraries.py.
 _FUSED = "scan::"
-# Parts of modules' paths in Transformers -> what it is, and which library fuses it.
+# Parts of modules' paths in Transformers -> what it is, and which library fuses it. Other models have parts of these
+# names, too; those meant here have a learned rate of decay, -exp(A_log).
 _UNFUSED = {
     "mixer": ("the selective scan of a Mamba layer", "mamba_ssm and causal_conv1d"),
     "mamba": ("the selective scan of a Mamba layer", "mamba_ssm and causal_conv1d"),
@@ -45,8 +46,10 @@ def _linear_attention(calls: Sequence[OperatorCall]) -> list[str]:
         ]
     found: dict[str, int] = {}
     modules = Counter(call.module for call in calls)
+    decaying = _decaying(calls)
     for part, (what, library) in _UNFUSED.items():
-        launches = sum(count for module, count in modules.items() if part in module.split("."))
+        named = {module for module in decaying if part in module.split(".")}
+        launches = sum(modules[module] for module in modules if _within(module, named))
         line = f"{what} runs in single PyTorch operators ({{}} calls), as without {library}"
         found[line] = found.get(line, 0) + launches
     return [
@@ -54,3 +57,21 @@ def _linear_attention(calls: Sequence[OperatorCall]) -> list[str]:
         for line, count in found.items()
         if count
     ]
+
+
+def _decaying(calls: Sequence[OperatorCall]) -> set[str]:
+    """Modules that take the negative of an exponential of their own: the decay of a recurrence."""
+    found: set[str] = set()
+    exponentials: set[tuple[str, int]] = set()
+    for call in calls:
+        if call.name == "aten::exp":
+            exponentials.update((call.module, each.id) for each in call.outputs if isinstance(each, Tensor))
+        elif call.name == "aten::neg" and isinstance(data := call.inputs[0], Tensor):
+            found.update({call.module} if (call.module, data.id) in exponentials else ())
+    return found
+
+
+def _within(module: str, others: set[str]) -> bool:
+    """Whether ``module`` is one of ``others`` or a part of one."""
+    parts = module.split(".")
+    return any(".".join(parts[: end + 1]) in others for end in range(len(parts)))

@@ -8,10 +8,12 @@ from costmodel.base.errors import InputError
 from costmodel.machines.cluster import Cluster
 from costmodel.operators.attention import AttentionKernel
 from e2e.capture.models.catalog import build, build_from_file
+from e2e.capture.models.stacks import stack_of
 from e2e.capture.options import CaptureOptions
 from e2e.capture.session import CapturedWorkload, capture
 from e2e.capture.tf32_switches import NO_TF32, Tf32Switches
 from e2e.lowering.lowered_step import lower_step
+from e2e.price.speed_band import band_of
 from e2e.sources.asked.request import ConfigurationOptions, PredictRequest
 from e2e.sources.capture_notes import assumptions
 from e2e.sources.prepared_step import Batch, PreparedStep
@@ -64,7 +66,9 @@ def single_step(
     architecture = cluster.machine.chip().architecture
     lowered = lower_step(trace, lowering, compiled=setting.compiled, architecture=architecture)
     traced = {trace.rank: TracedRank(trace, lowering)}
-    return PreparedStep(lowered.graph, setting, cluster, lowered.memory, lowered.warnings, traced=traced)
+    older = stack_of(configuration.stack).older_libraries
+    band = band_of(cluster.machine, older_libraries=older)
+    return PreparedStep(lowered.graph, setting, cluster, lowered.memory, lowered.warnings, band=band, traced=traced)
 
 
 def require_size(model: CapturedWorkload, cluster: Cluster) -> None:

@@ -25,15 +25,26 @@ What a table leaves out is taken from its source; such a figure is said in the `
 * SimuMax ran Megatron-LM with Transformer Engine (simu_tools/megatron_scripts): distributed optimizer, FP32 gradients
   summed in FP32, nothing overlapped, no recomputation, fused cross entropy, every expert given the same number of rows.
   Its context parallel exchanges heads for tokens (``cp_comm_type=a2a``).
+* Grok 1 (dgxc-benchmarking, grok1/grok1_314b.yaml): tp=4, pp=8 of 8 virtual stages, cp=2, ep=8, two sequences for a
+  GPU, tokens beyond an equal share dropped and the rest padded to it, a product for every expert, tensor parallel
+  messages not overlapped. How many layers its proxies have is not told there.
+* NeMo's document of performance (2024): rates of sequences from 4k to 1M are model TFLOP/s by its own count
+  (:func:`_nemo_flops`: attention as if it were not causal).
+* ml-engineering: DeepSpeed's ZeRO 3 with the optimizer on the host, whole layers recomputed, Liger's kernels, every GPU
+  a sequence of its own; FlashAttention 3 on H200 and 4 on B200, for which cuDNN's stands.
+* CUDA graphs of whole steps (``full_iteration``) are asked for where the recipe of that model and GPU has them
+  (llama3_workload_base_configs.py: Llama 3 8B on B200). Graphs of parts of a layer, and norms and activations computed
+  twice (gpt-oss), are not asked for.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from costmodel.operators.expert_routing import BALANCED, ExpertRouting
-from e2e.capture.models.training_presets import TRAINING_PRESETS
+from e2e.capture.models.transformer import PRESETS
 from e2e.parallelism.spec import ParallelSpec, Recompute
 from e2e.step.choices import AttentionForm
 from e2e.step.precision import Precision
@@ -53,6 +64,12 @@ MODELS = {
     "llama3_8b": "llama-3-8b",
     "nemotron4 15b": "nemotron-4-15b",
     "qwen3_30b_a3b": "qwen3-30b-a3b",
+    "llama2-7b": "llama-2-7b",
+    "llama3_70b": "llama-3-70b",
+    "qwen3_235b_a22b": "qwen3-235b-a22b",
+    "deepseekv3": "deepseek-v3",
+    "gpt oss 120b": "gpt-oss-120b",
+    "grok 1 314b dev": "grok-1",
 }
 # Of SimuMax: model -> built-in model and its changes, as run_pretrain_llama3.sh and run_pretrain_deepseekv2.sh have it.
 SIMUMAX_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -83,8 +100,20 @@ RECIPES_OF: dict[tuple[str, str], Precision] = {
     ("Megatron-Bridge", "fp8-cs"): "fp8-current",
     ("Megatron-Bridge", "fp8"): "fp8-current",
     ("Megatron-Bridge", ""): "fp8-current",  # 25.09, see the module
+    ("Megatron-Bridge", "fp8-cs (fp8-mx)"): "fp8-current",
+    ("Megatron-Bridge", "fp8-mx"): "mxfp8",
+    ("Megatron-Bridge", "mxfp8"): "mxfp8",
+    ("NVIDIA/NeMo", "fp8"): "fp8-delayed",
     ("torchtitan", "float8"): "fp8-tensorwise",
 }
+
+
+Kind = Literal["dense BF16", "8 bits", "mixtures", "adapters", "fine-tuning", "offload"]
+
+
+def is_mixture(model: str) -> bool:
+    """Whether the built-in ``model`` has experts."""
+    return any(key in PRESETS[model] for key in ("num_experts", "num_local_experts")) or "deepseek" in model
 
 
 @dataclass(frozen=True)
@@ -104,6 +133,20 @@ class AskedStep:
     precision: Precision | None = None
     routing: ExpertRouting = BALANCED
     document_length: int | None = None
+    cuda_graph: bool = False
+
+    @property
+    def kind(self) -> Kind:
+        """What is new in it beside a dense model that trains in 16 bits on its GPUs alone."""
+        if self.spec.offloaded_state or self.spec.offloaded_layers:
+            return "offload"
+        if self.lora is not None:
+            return "adapters"
+        if is_mixture(self.model):
+            return "mixtures"
+        if self.precision is not None:
+            return "8 bits"
+        return "dense BF16" if self.row.task == "pretrain" else "fine-tuning"
 
     @property
     def attention(self) -> AttentionForm:
@@ -120,12 +163,33 @@ def asked_step(row: TrainingRow) -> AskedStep | str:
     told = row.precision.lower()
     if told and told not in BF16 and (row.family, told) not in RECIPES_OF:
         return f"precision {row.precision}: which casts and scales that is, is not known"
-    asking = {"llm-foundry": _llm_foundry, "torchtitan": _torchtitan, "SimuMax": _simumax}.get(row.family, _nvidia)
-    asked = asking(row)
+    if "PROXY" in row.model:
+        return "a proxy with fewer layers, how many is not told"
+    asked = ASKING.get(row.family, _nvidia)(row)
     precision = RECIPES_OF.get((row.family, told))
+    if not told and is_mixture(asked.model) and "b200" in row.gpu:
+        precision = "mxfp8"  # 25.09 on Blackwell
     kind = f"{precision}, as a footnote tells" if precision else "BF16"
     assumed = asked.assumed if told else (*asked.assumed, f"{kind}, where no precision is told")
-    return replace(asked, precision=precision, assumed=assumed)
+    asked = replace(asked, precision=precision, assumed=assumed)
+    if not row.seconds:
+        seconds = _nemo_flops(asked) / (row.tflops * 1e12 * row.gpus)
+        asked = replace(asked, row=replace(row, seconds=seconds), assumed=(*assumed, "seconds from its TFLOP/s"))
+    return asked
+
+
+def _nemo_flops(asked: AskedStep) -> float:
+    """Model FLOPs of a step as NeMo counts them (``llama2`` of nemo/utils/flops_formulas.py): a multiplication and an
+    addition each, all keys of a sequence for every token.
+    """
+    config = PRESETS[asked.model]
+    width, layers = config.get("hidden_size", 4096), config.get("num_hidden_layers", 32)
+    inner, words = config.get("intermediate_size", 11008), config.get("vocab_size", 32000)
+    heads = config.get("num_attention_heads", 32)
+    keys = config.get("num_key_value_heads", heads) / heads
+    length = asked.sequence_length
+    of_layer = 12 + 12 * keys + 18 * inner / width + 12 * length / width
+    return asked.row.global_batch * length * layers * width**2 * (of_layer + 6 * words / (layers * width))
 
 
 def _model(row: TrainingRow) -> str:
@@ -175,7 +239,7 @@ def _torchtitan(row: TrainingRow) -> AskedStep:
         tp_overlap=row.async_tp,
     )
     if pp > 1:
-        spec = _in_stages(spec, TRAINING_PRESETS[model]["num_hidden_layers"], row.virtual_stages)
+        spec = _in_stages(spec, PRESETS[model]["num_hidden_layers"], row.virtual_stages)
     return AskedStep(row, model, {}, row.micro_batch, row.sequence_length, spec, "torchtitan", row.compiled)
 
 
@@ -193,13 +257,19 @@ def _in_stages(spec: ParallelSpec, layers: int, virtual_stages: int) -> Parallel
 
 # apply_moe_token_drop: moe_expert_capacity_factor and moe_pad_expert_input_to_capacity.
 TOKEN_DROP = ExpertRouting(capacity=1.0)
-# Megatron-Bridge pull request 2477: Qwen3 30B on H100 with HybridEP, in the container of 26.04.
-HYBRID_EP = "26.04"
+# Megatron-Bridge pull request 2477: Qwen3 30B on H100 with HybridEP, in the container of 26.04; on B200 with the recipe
+# that has four sequences a micro-batch.
+HYBRID_EP = {"dgx-h100": "26.04", "dgx-b200": "26.02.01"}
+# Recipes with a CUDA graph of the whole step.
+WHOLE_GRAPHS = (("llama-3-8b", "dgx-b200"),)
 
 
 def _nvidia(row: TrainingRow) -> AskedStep:
     model = _model(row)
+    if model == "grok-1":
+        return _grok(row)
     length = row.sequence_length or LENGTHS[model]
+    config = _longer(model, length)
     assumed: tuple[str, ...] = ()
     tp, pp, cp, micro = max(row.tp, 1), max(row.pp, 1), max(row.cp, 1), max(row.micro_batch, 1)
     batch = row.global_batch
@@ -208,7 +278,9 @@ def _nvidia(row: TrainingRow) -> AskedStep:
         assumed = ("batch and degrees as in 25.02",)
     tuned, lora, stack = row.task in ("sft", "lora"), None, "megatron"
     if tuned:
-        pp, assumed = 1, ("pp=1: the table's 41 is a slip", f"examples of {SQUAD_TOKENS} tokens")
+        if pp == 41:
+            pp, assumed = 1, ("pp=1: the table's 41 is a slip",)
+        assumed += (f"examples of {SQUAD_TOKENS} tokens",)
     if row.task == "lora":
         lora, stack = LORA_RANK, "te"  # which differs by the loss
     replicas = row.gpus // (tp * pp * cp)
@@ -220,7 +292,7 @@ def _nvidia(row: TrainingRow) -> AskedStep:
     if tp > 1:
         spec = replace(spec, sequence_parallel=True, tp_overlap=True)
     if row.ep > 1:
-        spec = replace(spec, ep=row.ep, dispatch="deepep" if row.release >= HYBRID_EP else "alltoall")
+        spec = replace(spec, ep=row.ep, dispatch="deepep" if row.release >= HYBRID_EP[row.gpu] else "alltoall")
         if tp > 1:
             spec = replace(spec, expert_tp=1)  # expert_tensor_parallel_size of all its recipes
     if row.virtual_stages > 1:
@@ -229,9 +301,35 @@ def _nvidia(row: TrainingRow) -> AskedStep:
         spec = replace(spec, zero=3, overlap_gather=False)
     routing = TOKEN_DROP if "tokendrop" in row.model.lower() else BALANCED
     return AskedStep(
-        row, model, {}, micro, length, spec, stack, lora=lora, assumed=assumed, routing=routing,
-        document_length=SQUAD_TOKENS if tuned else None,
+        row, model, config, micro, length, spec, stack, lora=lora, assumed=assumed, routing=routing,
+        document_length=SQUAD_TOKENS if tuned else None, cuda_graph=(model, row.gpu) in WHOLE_GRAPHS,
     )  # fmt: skip
+
+
+def _grok(row: TrainingRow) -> AskedStep:
+    """As its recipe has it (see the module)."""
+    tp, pp, cp, ep = 4, 8, 2, 8
+    replicas, batch = row.gpus // (tp * pp * cp), 2 * row.gpus
+    spec = ParallelSpec(
+        fsdp=replicas, cp=cp, tp=tp, pp=pp, ep=ep, micro_batches=batch // replicas, master_weights=True,
+        zero=1, overlap_gather=True, sequence_parallel=True, schedule="interleaved", virtual_stages=8,
+    )  # fmt: skip
+    told = ("batch and degrees of its recipe",)
+    row = replace(row, global_batch=batch)
+    return AskedStep(row, "grok-1", {}, 1, 8192, spec, "megatron", assumed=told, routing=TOKEN_DROP)
+
+
+def _ml_engineering(row: TrainingRow) -> AskedStep:
+    spec = ParallelSpec(fsdp=row.gpus, zero=3, master_weights=True, recompute="full", offloaded_state=1.0)
+    model = _model(row)
+    config = _longer(model, row.sequence_length)
+    return AskedStep(row, model, config, row.micro_batch, row.sequence_length, spec, "liger")
+
+
+def _longer(model: str, length: int) -> dict[str, Any]:
+    """The change that lets ``model`` take sequences of ``length`` tokens."""
+    known = PRESETS[model].get("max_position_embeddings", 0)
+    return {"max_position_embeddings": length} if length > known else {}
 
 
 def _simumax(row: TrainingRow) -> AskedStep:
@@ -254,3 +352,11 @@ def _simumax(row: TrainingRow) -> AskedStep:
         context_form="a2a" if row.cp > 1 else "gather",
     )
     return AskedStep(row, model, config, 1, row.sequence_length, spec, "megatron")
+
+
+ASKING: Mapping[str, Callable[[TrainingRow], AskedStep]] = {
+    "llm-foundry": _llm_foundry,
+    "torchtitan": _torchtitan,
+    "SimuMax": _simumax,
+    "stas00/ml-engineering": _ml_engineering,
+}

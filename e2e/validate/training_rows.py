@@ -1,5 +1,6 @@
-"""Published whole training steps of language models: ``whole_step/llm_training.csv`` of the data folder, read in place,
-and ``simumax_b200.csv`` and ``torchtitan_h100.csv`` beside this file, to which nothing is fitted.
+"""Published whole training steps of language models: ``llm_training.csv`` and ``llm_training_kinds.csv`` in
+``whole_step`` of the data folder, read in place, and ``simumax_b200.csv`` and ``torchtitan_h100.csv`` beside this file,
+to which nothing is fitted.
 
 Sources of the former: mosaicml/llm-foundry (scripts/train/benchmarking), NVIDIA/dgxc-benchmarking, pytorch/torchtitan
 (docs/performance.md and benchmarks), NVIDIA-NeMo/Megatron-Bridge; seconds are mostly batch x length / throughput. The
@@ -10,12 +11,15 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from costmodel.base.errors import InputError
+from costmodel.datasets.sealed_rows import is_sealed
 
 TRAINING_FILE = Path("whole_step/llm_training.csv")
+# Kinds that the former lacks; one job in four of it is sealed (:mod:`costmodel.datasets.sealed_rows`).
+KINDS_FILE = Path("whole_step/llm_training_kinds.csv")
 SIMUMAX_FILE, TORCHTITAN_FILE = "simumax_b200.csv", "torchtitan_h100.csv"
 # What the table calls a GPU, and the machine or cluster that it is.
 TRAINING_MACHINES = {
@@ -26,6 +30,9 @@ TRAINING_MACHINES = {
     "h100_80gb": "dgx-h100",
     "H100": "dgx-h100",
     "DGX-H100": "dgx-h100",
+    "DGX-B200": "dgx-b200",
+    "H200 SXM": "dgx-h200",
+    "B200 SXM": "dgx-b200",
     "H100-96GB HBM2e 2.4TB/s 500W (Grand Teton)": "grand-teton-h100",
 }
 
@@ -35,7 +42,8 @@ class TrainingRow:
     """One published step. ``place``: its line in the table, counted from 1 after the header; sizes that the table does
     not tell are 0, texts empty. ``memory_gib``: reserved by the allocator at most, ``allocated_gib``: in use at most.
     ``peer_seconds``, ``peer_allocated_gib``: what the source's own program predicts. ``async_tp``: tensor parallel
-    messages go beside products. ``held_out``: nothing is fitted to it. ``mfu``: as published, a share.
+    messages go beside products. ``held_out``: nothing is fitted to it. ``mfu``: as published, a share; ``tflops``: as
+    published, of a GPU. ``sealed``: nobody has looked at it before.
     """
 
     place: int
@@ -66,6 +74,8 @@ class TrainingRow:
     async_tp: bool = False
     held_out: bool = False
     mfu: float = 0.0
+    tflops: float = 0.0
+    sealed: bool = False
 
     @property
     def name(self) -> str:
@@ -89,10 +99,28 @@ class TrainingRow:
 
 def read_training_rows(data: Path) -> list[TrainingRow]:
     """All rows of the table below ``data``; ``InputError`` names the file where it is absent or none."""
-    path = data / TRAINING_FILE
+    return [_row(place, cells) for place, cells in _table(data, TRAINING_FILE)]
+
+
+def read_kinds_rows(data: Path, *, sealed: bool = False) -> list[TrainingRow]:
+    """The rows of :data:`KINDS_FILE` that anybody may look at, or the ``sealed`` ones; ``InputError`` as above."""
+    table = KINDS_FILE.as_posix()
+    return [
+        replace(_row(place, cells), held_out=True, sealed=sealed)
+        for place, cells in _table(data, KINDS_FILE)
+        if is_sealed(table, cells) == sealed
+    ]
+
+
+def _table(data: Path, name: Path) -> list[tuple[int, dict[str, str]]]:
+    """Lines of a table below ``data``, counted from 1 after the header."""
+    path = data / name
     try:
         with path.open(encoding="utf-8", newline="") as file:
-            return [_row(place, cells) for place, cells in enumerate(csv.DictReader(file), 1)]
+            lines = list(enumerate(csv.DictReader(file), 1))
+        for place, cells in lines:
+            _row(place, cells)
+        return lines
     except OSError as error:
         raise InputError(
             f"{path}: cannot be read ({error.strerror}); `data fetch` does not bring it; "
@@ -213,14 +241,15 @@ def _row(place: int, cells: Mapping[str, str]) -> TrainingRow:
         checkpointing=cells["act_ckpt"],
         precision=cells["precision"],
         compiled=cells["compile"] in ("1", "1.0"),
-        seconds=float(cells["step_s"]),
+        seconds=float(cells["step_s"] or 0),
         memory_gib=float(cells["mem_gib"] or 0),
         note=cells["note"],
-        mfu=_published_mfu(cells["mfu_or_tflops"]),
+        mfu=_published(cells["mfu_or_tflops"], "mfu") / 100,
+        tflops=_published(cells["mfu_or_tflops"], "tflops"),
     )
 
 
-def _published_mfu(told: str) -> float:
-    """``mfu 41.12``, a percentage; other texts are rates."""
-    kind, _, number = told.partition(" ")
-    return float(number) / 100 if kind == "mfu" else 0.0
+def _published(told: str, kind: str) -> float:
+    """The number of ``mfu 41.12`` (a percentage) or ``tflops 731``; 0 where another ``kind`` is told."""
+    found, _, number = told.partition(" ")
+    return float(number) if found == kind else 0.0

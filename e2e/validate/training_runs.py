@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from costmodel.base.errors import ProjectError
 from costmodel.base.whole_file import write_whole
 from e2e.explain.intervals import Deviations, path_deviations
 from e2e.parallelism.capture_cache import digest
-from e2e.price.speed_band import StepErrors, chip_name
+from e2e.price.speed_band import SpeedBand, StepErrors, chip_name, load_speed_band
 from e2e.validate.training_requests import AskedStep
 
 if TYPE_CHECKING:
@@ -26,12 +27,14 @@ KERNEL_KINDS = ("compute", "memory", "kernel")
 @dataclass(frozen=True)
 class PredictedStep:
     """What ``predict`` says of one row with nothing fitted to whole steps. ``failure``: its message where it refuses;
-    ``shortage``: what does not fit; ``allocated_bytes``: of the peak, without the allocator's reserve.
+    ``shortage``: what does not fit; ``allocated_bytes``: of the peak, without the allocator's reserve. ``banded``: the
+    same step simulated with kernels that take ``1 + lost`` times as long.
 
-    ``parts``: seconds of the critical path by kind; ``below`` and ``above``: by how much the families of kernels on it
-    may be faster and slower, in seconds (:class:`e2e.explain.intervals.Deviations`); ``host_seconds`` of it are the
-    host's, whose times may be ``host_factor`` times shorter or longer. ``chip``: see
-    :func:`e2e.price.speed_band.chip_name`; ``warnings``: of the prediction.
+    ``parts``: seconds of the critical path by kind; ``below``, ``above`` and ``taken``: by how much the families of
+    kernels on it may be faster and slower, and what they take, in seconds
+    (:class:`e2e.explain.intervals.Deviations`); ``host_seconds`` of it are the host's, whose times may be
+    ``host_factor`` times shorter or longer. ``chip``: see :func:`e2e.price.speed_band.chip_name`; ``warnings``: of the
+    prediction.
     """
 
     seconds: float = 0.0
@@ -45,10 +48,13 @@ class PredictedStep:
     allocated_bytes: int | None = None
     below: Mapping[str, float] = field(default_factory=dict)
     above: Mapping[str, float] = field(default_factory=dict)
+    taken: Mapping[str, float] = field(default_factory=dict)
     host_seconds: float = 0.0
     host_factor: float = 1.0
     chip: str = ""
     warnings: Sequence[str] = ()
+    lost: float = 0.0
+    banded: Mapping[str, Any] | None = None
 
     @property
     def kernel_share(self) -> float:
@@ -58,16 +64,20 @@ class PredictedStep:
         return sum(parts.get(kind, 0.0) for kind in KERNEL_KINDS) / whole if whole else 0.0
 
     def slowed(self, slowdown: float) -> PredictedStep:
-        """The step with kernels that take ``1 + slowdown`` times as long, were the critical path to stay what it is:
-        transfers that such kernels would hide are still seen.
+        """The step with kernels that take ``1 + slowdown`` times as long: as simulated where that was done with it,
+        else were the critical path to stay what it is, transfers that such kernels would hide still seen.
         """
+        if self.banded is not None and math.isclose(slowdown, self.lost, abs_tol=1e-9):
+            return replace(self, **self.banded)
         factor = 1.0 + slowdown * self.kernel_share
-        below, above = ({name: value * factor for name, value in each.items()} for each in (self.below, self.above))
-        return replace(self, seconds=self.seconds * factor, below=below, above=above)
+        sums = ({name: value * factor for name, value in each.items()} for each in (self.below, self.above, self.taken))
+        below, above, taken = sums
+        return replace(self, seconds=self.seconds * factor, below=below, above=above, taken=taken)
 
     def interval(self, errors: StepErrors | None = None) -> tuple[float, float]:
         """Where the step lies, by what ``errors`` say of such steps."""
-        return Deviations(self.below, self.above).around(self.seconds, self.host_seconds, self.host_factor, errors)
+        deviations = Deviations(self.below, self.above, self.taken)
+        return deviations.around(self.seconds, self.host_seconds, self.host_factor, errors)
 
 
 def predict_steps(steps: Sequence[AskedStep], kept: Path, workers: int | None = None) -> Iterator[PredictedStep]:
@@ -98,8 +108,10 @@ def predict_step(task: tuple[AskedStep, Path]) -> PredictedStep:
 
 
 def prepared(step: AskedStep, kept: Path) -> PreparedStep:
-    """The step of a row as ``predict`` prepares it, unpriced; captures are kept in ``kept``."""
+    """The step of a row as ``predict`` checks and prepares it, unpriced; captures are kept in ``kept``."""
     from e2e.sources.asked.request import ConfigurationOptions, MachineOptions, PredictRequest, WorkloadOptions
+    from e2e.sources.option_check import check
+    from e2e.sources.registry import source_of
     from e2e.sources.spread_model import prepare
 
     request = PredictRequest(
@@ -113,6 +125,7 @@ def prepared(step: AskedStep, kept: Path) -> PreparedStep:
             "bfloat16",
             step.attention,
             compiled=step.compiled,
+            cuda_graph=step.cuda_graph,
             parallel=step.spec,
             stack=step.stack,
             lora=step.lora,
@@ -121,6 +134,7 @@ def prepared(step: AskedStep, kept: Path) -> PreparedStep:
         ),
         MachineOptions(step.row.gpu, step.row.gpus),
     )
+    check(request, source_of(request))
     return prepare(request, kept)
 
 
@@ -131,6 +145,19 @@ def _predicted(step: AskedStep, kept: Path) -> PredictedStep:
     ready = prepared(step, kept)
     answer = run(replace(ready, band=None))
     found, deviations = answer.prediction, path_deviations(answer.graph, answer.path)
+    band = left_out_band(step.row.family)
+    lost = 0.0 if band is None else band.slowdown(step.row.gpus)
+    banded = None
+    if band is not None and lost:
+        again = run(replace(ready, band=band))
+        slower = path_deviations(again.graph, again.path)
+        banded = {
+            "seconds": again.prediction.iteration_seconds,
+            "below": dict(slower.below),
+            "above": dict(slower.above),
+            "taken": dict(slower.taken),
+            "host_seconds": again.path.host_bound_fraction * again.path.seconds,
+        }
     return PredictedStep(
         found.iteration_seconds,
         found.interval_seconds,
@@ -141,12 +168,21 @@ def _predicted(step: AskedStep, kept: Path) -> PredictedStep:
         dict(found.attribution),
         below=dict(deviations.below),
         above=dict(deviations.above),
+        taken=dict(deviations.taken),
         host_seconds=answer.path.host_bound_fraction * answer.path.seconds,
         host_factor=ready.setting.overheads.factor,
         chip=chip_name(ready.setting.machine),
         allocated_bytes=max((rank.allocated_bytes for rank in found.ranks if rank.allocated_bytes), default=None),
         warnings=list(found.warnings),
+        lost=lost,
+        banded=banded,
     )
+
+
+def left_out_band(source: str) -> SpeedBand | None:
+    """The shipped band of speeds, or where ``source`` taught it the one that the others' steps tell."""
+    band = load_speed_band()
+    return None if band is None else band.left_out.get(source, band)
 
 
 def _configuration(step: AskedStep, kept: Path) -> Path:
@@ -163,7 +199,8 @@ def _configuration(step: AskedStep, kept: Path) -> Path:
 
 
 def _key(step: AskedStep) -> str:
-    record: dict[str, Any] = {"step": str(step)}
+    band = left_out_band(step.row.family)
+    record: dict[str, Any] = {"step": str(step), "width": None if band is None else band.width}
     return f"step-{digest(record)}"
 
 

@@ -100,6 +100,8 @@ class TrainingCase:
         """(kind, name) of the groups that it belongs to, that of all first."""
         row = self.asked.row
         yield "all", "all"
+        yield "kind", self.asked.kind
+        yield "cell", f"{self.asked.kind}, {row.family} on {row.gpu}"
         yield "source", row.family
         yield "GPU", row.gpu
         yield "model", self.asked.model
@@ -110,7 +112,9 @@ class TrainingCase:
             yield "bf16", f"{row.family} on {self.asked.row.gpu}"
         yield "length", next(name for limit, name in LENGTH_CLASSES if self.asked.sequence_length <= limit)
         yield "recomputation", self.asked.spec.recompute
-        if row.held_out:
+        if row.sealed:
+            yield "sealed", self.asked.kind
+        elif row.held_out:
             yield "held out", row.family
         if row.task != "pretrain":
             yield "fine-tuning", row.family
@@ -205,6 +209,7 @@ class TrainingReport:
         console = Console(highlight=False, width=wide, no_color=not sys.stdout.isatty())
         console.print(_case_table(self.cases))
         console.print(_figure_table(self.figures()))
+        console.print(_evidence(self.cases), soft_wrap=True)
         for title, rows in (("left out", self.left_out), ("failed", self.failed)):
             for reason, count in _by_reason(rows).items():
                 console.print(f"{title}: {count} rows: {reason}", soft_wrap=True)
@@ -318,6 +323,17 @@ def _case_table(cases: Sequence[TrainingCase]) -> Table:
             told,
         )
     return table
+
+
+def _evidence(cases: Sequence[TrainingCase]) -> str:
+    """Which of the figures are errors of steps that nobody had looked at."""
+    sealed = sum(case.asked.row.sealed for case in cases)
+    if sealed == len(cases):
+        return f"{sealed} sealed rows: drawn before work began, looked at by nobody, fitted to by nothing"
+    return (
+        f"development error: {len(cases) - sealed} of the {len(cases)} rows were looked at while the models were made. "
+        "Each source is left out of what is fitted to whole steps, but not of what was chosen by looking"
+    )
 
 
 def _figure_table(figures: Sequence[TrainingFigures]) -> Table:

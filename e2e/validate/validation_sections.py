@@ -55,12 +55,14 @@ class _Replayed:
         render_replay(self.replay)
 
 
-def run_sections(data: Path, only: str = "", names: Sequence[str] = ()) -> dict[str, Section]:
+def run_sections(data: Path, only: str = "", names: Sequence[str] = (), *, sealed: bool = False) -> dict[str, Section]:
     """Runs the sections ``names``, in their order; default: all with a case that contains ``only``, but for those whose
     data `data fetch` does not bring and that are not there.
 
     ``InputError`` for an unknown section, for absent data, and if no case contains ``only``.
     """
+    if sealed:
+        return _sealed(data, only, names)
     unknown = [name for name in names if name not in SECTIONS]
     if unknown:
         raise InputError(f"--section {unknown[0]}: there are {', '.join(SECTIONS)}")
@@ -70,6 +72,22 @@ def run_sections(data: Path, only: str = "", names: Sequence[str] = ()) -> dict[
     if not ran:
         raise InputError(f"{data}: no case contains {only!r}; leave --only out to see all")
     return ran
+
+
+def _sealed(data: Path, only: str, names: Sequence[str]) -> dict[str, Section]:
+    """The rows of training steps that are kept until a release is judged, alone."""
+    from e2e.validate.training_rows import KINDS_FILE, read_kinds_rows
+    from e2e.validate.training_section import training_section
+
+    if any(name != "training" for name in names):
+        raise InputError("--sealed: sealed rows are of training steps; give --section training, or none")
+    rows = read_kinds_rows(data, sealed=True)
+    if not rows:
+        raise InputError(f"{data / KINDS_FILE}: has no sealed rows; give --data, the folder that they were drawn from")
+    found = training_section(rows, only)
+    if found is None:
+        raise InputError(f"{data}: no sealed case contains {only!r}; leave --only out to see all")
+    return {"training": found}
 
 
 def _is_there(section: str, data: Path) -> bool:
@@ -103,10 +121,18 @@ def _vtrain(data: Path, only: str) -> Section | None:
 
 
 def _training(data: Path, only: str) -> Section | None:
-    from e2e.validate.training_rows import TRAINING_FILE, read_held_out_rows, read_training_rows
+    from e2e.validate.training_rows import (
+        KINDS_FILE,
+        TRAINING_FILE,
+        read_held_out_rows,
+        read_kinds_rows,
+        read_training_rows,
+    )
     from e2e.validate.training_section import training_section
 
     published = read_held_out_rows()
+    if (data / KINDS_FILE).exists():
+        published += read_kinds_rows(data)
     # Rows of the project do without the data; where others are asked for, an absent table is named.
     asked_for = bool(only) and any(only in f"{row.gpu}/{row.name}" for row in published)
     table = read_training_rows(data) if (data / TRAINING_FILE).exists() or not asked_for else []

@@ -347,17 +347,21 @@ def _ratio(unfused: float | None, fused: float | None) -> str:
 
 
 def print_comparison(comparison: Comparison) -> None:
-    """One row per engine, then why others have none."""
+    """Print one row per engine, then why others have none.
+
+    Ratios are told of medians and of minima: on a shared host medians favour the engine with fewer parallel regions.
+    """
     out = console()
     table = Table(box=None, pad_edge=False)
     cold = any(row.cold_median_seconds is not None for row in comparison.rows)
-    titles = ["engine", "median ms", "min ms", "ratio to tuned", *ERROR_TITLES, "grew by"]
+    titles = ["engine", "median ms", "min ms", "ratio to tuned", "of minima", *ERROR_TITLES, "grew by"]
     for title in titles + (["cold ms", "cold ratio"] if cold else []):
         table.add_column(title, justify="left" if title == "engine" else "right", no_wrap=True)
     table.add_column("mode", overflow="fold")
     for row in comparison.rows:
         cells = [row.engine, f"{row.median_seconds * 1e3:.3f}", f"{row.min_seconds * 1e3:.3f}"]
-        cells += [f"{row.ratio_to_tuned:.2f}", *error_cells(asdict(row)), _told(row.growth_bytes)]
+        cells += [f"{row.ratio_to_tuned:.2f}", f"{row.min_seconds / comparison.rows[0].min_seconds:.2f}"]
+        cells += [*error_cells(asdict(row)), _told(row.growth_bytes)]
         if cold:
             cells += [_milliseconds(row.cold_median_seconds), _plain(row.cold_ratio_to_tuned)]
         table.add_row(*cells, row.mode)

@@ -1,5 +1,5 @@
-"""Convolutions by whichever algorithm a configuration names: direct sums, or where they apply Winograd's or that of
-groups of few channels.
+"""Convolutions by whichever algorithm a configuration names: direct sums, or where they apply Winograd's, that of
+groups of few channels or that of few output channels.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from costmodel.cpu.winograd_work import OUTPUTS
 from costmodel.operators.layers import Operator
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import Config, Parameters, Signature, Template
+from schedules.kernels.column_lanes import COLUMNS_OF_A_VECTOR, LANE_COLUMNS, ColumnLanes
 from schedules.kernels.direct_conv2d import DirectConv2d
 from schedules.kernels.grouped_conv2d import GROUP_CHANNELS, GroupedConv2d
 from schedules.kernels.winograd_conv2d import WINOGRAD_OUTPUTS, WinogradConv2d
@@ -31,6 +32,7 @@ class ConvAlgorithms(Template):
         self.family = family
         self._direct = direct or DirectConv2d()
         self._grouped = GroupedConv2d()
+        self._column_lanes = {columns: ColumnLanes(columns) for columns in COLUMNS_OF_A_VECTOR}
         self._winograd = winograd or {outputs: WinogradConv2d(outputs) for outputs in OUTPUTS}
 
     def covers(self, operator: Operator, cpu: CpuTarget) -> bool:
@@ -40,6 +42,8 @@ class ConvAlgorithms(Template):
         outputs = config.get(WINOGRAD_OUTPUTS)
         if GROUP_CHANNELS in config:
             return self._grouped
+        if LANE_COLUMNS in config:
+            return self._column_lanes[config[LANE_COLUMNS]]
         return self._direct if outputs is None else self._winograd[outputs]
 
     def signature(self, operator: Operator, cpu: CpuTarget) -> Signature:
@@ -51,7 +55,7 @@ class ConvAlgorithms(Template):
         raise TypeError("each algorithm has constants of its own: ask for_config(config)")
 
     def space(self, operator: Operator, cpu: CpuTarget) -> Sequence[Config]:
-        known = (self._direct, self._grouped, *self._winograd.values())
+        known = (self._direct, self._grouped, *self._column_lanes.values(), *self._winograd.values())
         algorithms = [each for each in known if each.covers(operator, cpu)]
         configs = [config for algorithm in algorithms for config in algorithm.space(operator, cpu)]
         return tuple(sorted(configs, key=lambda config: self.cost(operator, config, cpu)))

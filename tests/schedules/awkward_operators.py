@@ -65,6 +65,8 @@ AWKWARD = {
     "3x3, padding wider than the image": conv(1, 16, 2, 2, 16, 3, padding=(2, 2, 2, 2)),
     "5x5 on 3x3 pixels": conv(1, 16, 3, 3, 24, 5),
     "1x1, stride 2": conv(1, 40, 15, 15, 24, 1, 2, (0, 0, 0, 0)),
+    "5x5 to one channel, batch 2": conv(2, 20, 9, 37, 1, 5, epilogue=Epilogue(True, "sigmoid")),
+    "3x17 to three channels from three": Conv2d(1, 3, 6, 41, 3, (3, 17), padding=(1, 8, 1, 8), epilogue=RELU6),
     "1x1": conv(2, 24, 15, 13, 40, 1),
     "1x1, 3 channels": conv(1, 3, 9, 9, 8, 1),
     "1x1, one pixel": conv(1, 40, 1, 1, 24, 1),

@@ -158,7 +158,7 @@ def _renewed(reset: Callable[[Any], None]) -> Callable[[Any], None]:
     def reset_sharded_param(self: Any) -> None:
         reset(self)
         shard = self.sharded_param._local_tensor
-        if not shard.is_meta or shard.untyped_storage()._cdata == self._sharded_param_data.untyped_storage()._cdata:
+        if not shard.is_cuda or shard.untyped_storage()._cdata == self._sharded_param_data.untyped_storage()._cdata:
             return
         if shard.size() != self.padded_sharded_param_size:
             place = self.fsdp_placement.dim

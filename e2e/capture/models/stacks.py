@@ -43,6 +43,7 @@ class Stack:
     the allocator's ``expandable_segments``. ``keeps_last``: the last layer, which the backward pass begins with, stays
     whole after its forward pass where FSDP shards the others again. ``pipelining``: pipelines are those of
     ``torch.distributed.pipelining``, whose stages are FSDP's. ``loss_parallel``: with ``tp`` the loss is DTensor's.
+    ``clips``: gradients are clipped by their norm before every step of the optimizer.
     ``older_libraries``: it runs a PyTorch and CUDA years older than those that kernels were measured with
     (:mod:`e2e.price.release_spread`).
     """
@@ -61,6 +62,7 @@ class Stack:
     keeps_last: bool = False
     pipelining: bool = False
     loss_parallel: bool = False
+    clips: bool = False
     older_libraries: bool = False
 
     @property
@@ -70,8 +72,8 @@ class Stack:
 
 
 STACKS: dict[str, Stack] = {
-    # transformers.Trainer: adamw_torch_fused by default, checkpointing without re-entrance.
-    "huggingface": Stack("as transformers' Trainer runs it", fused_optimizer=True, stops_early=True),
+    # transformers.Trainer: adamw_torch_fused and max_grad_norm=1.0 by default, checkpointing without re-entrance.
+    "huggingface": Stack("as transformers' Trainer runs it", fused_optimizer=True, stops_early=True, clips=True),
     # pytorch/torchtitan: FSDP2 with MixedPrecisionPolicy over FP32 parameters, fused AdamW, checkpoint_wrapper without
     # re-entrance. Its rotation by complex numbers in FP32 moves as many bytes as the library's, its norms upcast too.
     # Each TransformerBlock is compiled (apply_compile of parallelize_llama.py); the loss was not before 2025, a comment
@@ -80,13 +82,14 @@ STACKS: dict[str, Stack] = {
     "torchtitan": Stack(
         "torchtitan with FSDP2",
         fused_optimizer=True, stops_early=True, ends_compiled=False, expandable=True, keeps_last=True, pipelining=True,
-        loss_parallel=True,
+        loss_parallel=True, clips=True,  # max_norm = 1.0 of its job_config.py
     ),
     # Megatron-Core with Transformer Engine, as NeMo and Megatron-Bridge run it: bias_swiglu, rope and cross entropy
-    # fusions, SplitAlongDim, gradient_accumulation_fusion, FusedAdam with FP32 master weights.
+    # fusions, SplitAlongDim, gradient_accumulation_fusion, FusedAdam with FP32 master weights, clip_grad = 1.0.
     "megatron": Stack(
         "Megatron-Core with Transformer Engine (NeMo, Megatron-Bridge)",
         fused=True, packed=True, loss="fused", fused_optimizer=True, accumulates=True, by_expert=True,
+        clips=True,
     ),
     # Transformer Engine's TransformerLayer in a loop of one's own.
     "te": Stack(
@@ -94,12 +97,15 @@ STACKS: dict[str, Stack] = {
     ),
     # linkedin/Liger-Kernel over transformers' modules.
     "liger": Stack(
-        "transformers with Liger-Kernel", fused=True, loss="chunked", fused_optimizer=True, stops_early=True
+        "transformers with Liger-Kernel", fused=True, loss="chunked", fused_optimizer=True, stops_early=True, clips=True
     ),
     # mosaicml/llm-foundry: loss_fn fused_crossentropy, training metrics LanguageCrossEntropy and LanguagePerplexity
     # (ComposerMosaicGPT), FSDP over FP32 parameters, PyTorch of before early stopping: 1.13 and 2.0 in the images of
-    # its tables, of H100 a nightly 2.1 with CUDA 12.1 (scripts/train/benchmarking/README.md, h100new.md).
-    "llm-foundry": Stack("llm-foundry with Composer and FSDP", loss="fused", metrics=2, older_libraries=True),
+    # its tables, of H100 a nightly 2.1 with CUDA 12.1 (scripts/train/benchmarking/README.md, h100new.md). Its
+    # configurations clip (gradient_clipping, clipping_type: norm, of scripts/train/yamls/pretrain).
+    "llm-foundry": Stack(
+        "llm-foundry with Composer and FSDP", loss="fused", metrics=2, clips=True, older_libraries=True
+    ),
 }  # fmt: skip
 
 

@@ -90,31 +90,6 @@ def timm_library() -> Any:
         raise InputError(f"timm is not installed ({error}); it is optional: {NEEDED}") from None
 
 
-class _CudaAutocast(ModuleType):
-    """PyTorch as timm's fast norms see it: they ask for the autocast of the device of a tensor, and the device without
-    memory, which stands for CUDA here, has none.
-    """
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-    @property
-    def amp(self) -> Any:
-        return self
-
-    @staticmethod
-    def autocast(device_type: str, **others: Any) -> Any:
-        return torch.autocast("cuda" if device_type == "meta" else device_type, **others)
-
-    @staticmethod
-    def is_autocast_enabled(device_type: str = "cuda") -> bool:
-        return torch.is_autocast_enabled("cuda" if device_type == "meta" else device_type)
-
-    @staticmethod
-    def get_autocast_dtype(device_type: str) -> torch.dtype:
-        return torch.get_autocast_dtype("cuda" if device_type == "meta" else device_type)
-
-
 def has_timm() -> bool:
     """Whether models of ``timm`` can be built here."""
     try:
@@ -139,7 +114,6 @@ def timm_module(
         raise InputError(f"model {name!r} is not known to timm {timm.__version__}; timm.list_models() lists them all")
     timm.layers.set_fused_attn(fused_attention)
     timm.layers.set_fast_norm(fast_norm)
-    sys.modules["timm.layers.fast_norm"].torch = _CudaAutocast("torch")  # type: ignore[attr-defined]
     own = timm.get_pretrained_cfg(name)
     size = own.input_size[-1] if own is not None else 224
     try:

@@ -59,6 +59,35 @@ TRAINING_PRESETS: dict[str, dict[str, Any]] = {
         hidden_size=16384, intermediate_size=53248, num_hidden_layers=126, num_attention_heads=128,
         num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072,
     ),
+    # Configuration of xai-org/grok-1 (its run.py), in the form that Mixtral has.
+    "grok-1": {
+        "model_type": "mixtral",
+        "vocab_size": 131072,
+        "hidden_size": 6144,
+        "intermediate_size": 32768,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 48,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 8192,
+    },
+    # As in config.json of Qwen/Qwen3-235B-A22B.
+    "qwen3-235b-a22b": {
+        "model_type": "qwen3_moe",
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 1536,
+        "num_hidden_layers": 94,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "max_position_embeddings": 40960,
+    },
     # nvidia/Nemotron-4-15B (Parmar et al., arXiv 2402.16819, table 1): squared ReLU, half of each head rotated.
     "nemotron-4-15b": {
         "model_type": "nemotron",

@@ -124,16 +124,27 @@ def test_a_gru_in_both_directions_gives_the_right_shapes():
     assert sum(name == "aten::_cudnn_rnn" for name in names(graph)) == 2 * (1 + 2 * 10)
 
 
-def test_layers_without_their_library_are_named():
+@pytest.mark.parametrize("recurs", [True, False])
+def test_layers_without_their_library_are_named_and_others_of_their_name_are_not(recurs: bool):
     class Mixer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.mixer = nn.Linear(4, 4)
+            self.decay = nn.Parameter(torch.zeros(4))
+            self.project = nn.Linear(4, 4)
 
         def forward(self, data: torch.Tensor) -> torch.Tensor:
-            return self.mixer(data)
+            return self.project(data) * (-self.decay.exp() if recurs else self.decay)
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mixer = Mixer()
+
+        def forward(self, data: torch.Tensor) -> torch.Tensor:
+            return (-data.exp()) + self.mixer(data)
 
     with torch.device("meta"):
-        module = Mixer()
-    (line,) = assumptions([captured(module, 8, 4, module=module)])
-    assert "selective scan" in line and "mamba_ssm" in line
+        module = Layer()
+    found = assumptions([captured(module, 8, 4, module=module)])
+    assert len(found) == recurs
+    assert all("selective scan" in line and "mamba_ssm" in line for line in found)

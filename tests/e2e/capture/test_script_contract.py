@@ -156,7 +156,7 @@ def test_reads_give_what_the_page_says(tmp_path: Path):
     workload = load_script(written(tmp_path, READS.strip()))
     capture_script(workload)
     assert workload.module.seen == {
-        "made": "meta",  # the GPU
+        "made": "cuda",
         "in step": "cpu",
         "item": 1.0,
         "float": 1.0,

@@ -72,6 +72,27 @@ def toy_plans(spec: ParallelSpec, layers: int) -> list[StagePlan]:
     return plans
 
 
+@pytest.mark.parametrize("text", ["dp=4", "fsdp=4", "fsdp=2,zero=1,pp=2,micro-batches=2", "tp=2,pp=2,dp=2"])
+def test_clipping_costs_a_norm_of_all_ranks_and_a_multiplication(text: str) -> None:
+    """Twice through the gradients that a rank owns, and a number from everybody who owns others."""
+    spec = parse_parallel(text)
+    clipped, plain = ([write_stage(plan) for plan in toy_plans(replace(spec, clip=clip), 4)] for clip in (True, False))
+    for more, less in zip(clipped, plain, strict=True):
+        assert not any("norm of" in _group(task) for task in less.tasks)
+        owners = {rank for task in more.tasks if "norm of" in _group(task) for rank in task.collective.ranks}
+        shared = spec.shards if spec.sharing else 1
+        assert len(owners) == (0 if shared == spec.tp == spec.pp == 1 else shared + spec.tp + spec.pp - 2)
+        owned = LAYER_BYTES * (4 // spec.pp) // shared // 4
+        work = {task.name: task.operators[0] for task in more.tasks if task.name.startswith("aten::_foreach")}
+        assert {name: each.elements for name, each in work.items()} == {
+            "aten::_foreach_norm": owned, "aten::_foreach_mul_": owned,
+        }  # fmt: skip
+
+
+def _group(task: Any) -> str:
+    return "" if task.collective is None else str(task.collective.group)
+
+
 def toy_graph(spec: ParallelSpec, layers: int, transfer: float = 0.0) -> ExecutionGraph:
     ranks = tuple(write_stage(plan) for plan in toy_plans(spec, layers))
     graph = ExecutionGraph(ranks, {rank.rank: spec.replicas * spec.tp for rank in ranks}, "toy")

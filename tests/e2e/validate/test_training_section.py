@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,14 +13,17 @@ from e2e.parallelism.spec import parse_parallel, text_of
 from e2e.validate.fit_speed_band import BareStep
 from e2e.validate.training_requests import AskedStep, asked_step
 from e2e.validate.training_rows import (
+    KINDS_FILE,
     TRAINING_FILE,
     TrainingRow,
+    read_kinds_rows,
     read_simumax_rows,
     read_torchtitan_rows,
     read_training_rows,
 )
 from e2e.validate.training_runs import PredictedStep
 from e2e.validate.training_section import TrainingCase, TrainingReport, training_section
+from e2e.validate.validation_sections import run_sections
 
 HEAD = (
     "source,task,model,gpu,n_gpus,global_batch,micro_batch,seq,tp,pp,cp,vp,ep,fsdp,act_ckpt,precision,framework,compile,"
@@ -228,6 +232,56 @@ def test_errors_stand_beside_those_of_the_source() -> None:
     assert whole.memory == pytest.approx(0.1) and whole.allocated == pytest.approx(0.0, abs=1e-6)
     assert whole.peer_mape == pytest.approx(1 - row.peer_seconds / row.seconds) and whole.nearer == 1
     assert json.loads(json.dumps(report.record()))["cases"][0]["peer_errors"][0] < 0
+
+
+GROK = "dgxc-benchmarking,pretrain,Grok 1 314b Dev BF16,H100,2048,,,,,,,,,,,BF16,x,,21,1,,,"
+LONG = "NVIDIA/NeMo long sequences 2024-10,pretrain,LLAMA2-7B,DGX-H100,8,512,1,8192,1,2,1,,,,,FP8,,,,,,tflops 730,"
+OFFLOADED = (
+    "stas00/ml-engineering 2026,pretrain,llama3.1-8B,B200 SXM,8,8,1,262144,,,,,,ZeRO-3,full,bf16,x,,78.3,1,124,,"
+)
+BLACKWELL = "Megatron-Bridge 25.11,pretrain,Qwen3_30B_a3B,DGX-B200,8,512,1,4096,1,1,1,1,8,0,,FP8-MX,x,,28.2,1,,,"
+
+
+def test_steps_of_other_kinds_are_asked_as_their_sources_tell(tmp_path: Path) -> None:
+    grok, long, offloaded, mixture = (asked(tmp_path, line) for line in (GROK, LONG, OFFLOADED, BLACKWELL))
+    assert [each.kind for each in (grok, long, offloaded, mixture)] == ["mixtures", "8 bits", "offload", "mixtures"]
+    assert (grok.spec.world_size, grok.row.global_batch * grok.sequence_length) == (2048, 2**25)
+    assert grok.routing.capacity == 1.0 and (long.precision, mixture.precision) == ("fp8-delayed", "mxfp8")
+    assert offloaded.spec.offloaded_state == 1.0 and offloaded.config["max_position_embeddings"] == 262144
+    for step in (grok, long, offloaded, mixture):
+        assert parse_parallel(text_of(step.spec), step.row.gpus) == step.spec
+
+
+def test_seconds_of_a_rate_are_by_the_sources_own_count(tmp_path: Path) -> None:
+    """Six operations for a parameter and token, besides the attention, where every token meets all keys."""
+    step = asked(tmp_path, LONG)
+    parameters, tokens = 6.738e9 - 32000 * 4096, 512 * 8192
+    attention = 3 * 4 * 8192 * 4096 * 32
+    count = tokens * (6 * parameters + attention)
+    assert step.row.seconds == pytest.approx(count / (730e12 * 8), rel=0.01) and "TFLOP" in step.assumed[-1]
+
+
+def test_sealed_rows_are_read_only_where_they_are_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / KINDS_FILE
+    path.parent.mkdir(parents=True)
+    lines = [BLACKWELL.replace(",8,512,", f",{gpus},512,") for gpus in range(8, 208, 8)]
+    path.write_text("\n".join((HEAD, *lines)) + "\n", encoding="utf-8")
+    seen, kept = read_kinds_rows(tmp_path), read_kinds_rows(tmp_path, sealed=True)
+    assert seen and kept and len(seen) + len(kept) == len(lines)
+    assert not {row.gpus for row in seen} & {row.gpus for row in kept}
+    assert all(row.sealed and row.held_out for row in kept) and not any(row.sealed for row in seen)
+    with pytest.raises(InputError, match="--sealed: sealed rows are of training steps"):
+        run_sections(tmp_path, names=["models"], sealed=True)
+
+
+def test_figures_say_whether_anybody_had_looked_at_the_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    step, found = asked(tmp_path, MPT), PredictedStep(0.12, (0.09, 0.15))
+    TrainingReport([TrainingCase(step, found)], {}, {}).render()
+    assert "development error: 1 of the 1 rows" in capsys.readouterr().out
+    unseen = replace(step, row=replace(step.row, sealed=True))
+    TrainingReport([TrainingCase(unseen, found)], {}, {}).render()
+    told = capsys.readouterr().out
+    assert "1 sealed rows" in told and "development error" not in told
 
 
 def test_an_absent_or_damaged_table_is_named(tmp_path: Path) -> None:
