@@ -123,7 +123,7 @@ class OutputCheck:
             raise TuningError(
                 f"{self.model}: the model itself overflows float32: ONNX Runtime's {found.output!r} holds infinity or "
                 f"NaN on the {found.probe} input, and what overflows depends on the order of sums, so that nothing can "
-                "be compared; scale its weights down"
+                "be compared; export the model with smaller weights"
             )
         against = "ONNX Runtime" if self.unchecked else "the model in double precision"
         raise TuningError(

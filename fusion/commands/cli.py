@@ -42,7 +42,7 @@ Shapes = Annotated[
     typer.Option(
         "--shape",
         metavar="NAME=1,3,224,224",
-        help="Shape of an open input; repeatable. `tune`: one input again is another profile.",
+        help="Shape of an open input; repeatable. To `tune` alone one input may be given again: another profile.",
     ),
 ]
 BatchOption = Annotated[
