@@ -56,22 +56,22 @@ def legalize_limits(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr
     if "float" not in dtype or shape is None:
         return call.op.get_attr("FLegalize")(builder, call)
     if name in _LIMITS:
-        tensors = list(call.args)
-
-        def element(one: te.Tensor, other: te.Tensor, at: Sequence[Any]) -> Any:
-            left, right = _broadcast(one, at), _broadcast(other, at)
-            # Of two that do not compare the second is taken. TVM simplifies ``left == left`` as if NaN were not there.
-            return tirx.Select(tirx.isnan(left), left, _LIMITS[name](left, right))
+        tensors, bounds = list(call.args), (-math.inf, math.inf)
+    elif name == "relax.nn.relu":
+        tensors, bounds = [call.args[0]], (0.0, math.inf)
     else:
-        tensors = [call.args[0]]
-        bounds = (0.0, math.inf) if name == "relax.nn.relu" else [float(each.value) for each in call.args[1:]]
-        low, high = (None if math.isinf(bound) else tirx.const(bound, dtype) for bound in bounds)
+        tensors, bounds = [call.args[0]], (float(call.args[1].value), float(call.args[2].value))
+    low, high = (None if math.isinf(bound) else tirx.const(bound, dtype) for bound in bounds)
 
-        def element(data: te.Tensor, at: Sequence[Any]) -> Any:
-            return emit.within(data[at], low, high)
+    def element(data: Sequence[te.Tensor], at: Sequence[Any]) -> Any:
+        if name not in _LIMITS:
+            return emit.within(data[0][at], low, high)
+        left, right = (_broadcast(each, at) for each in data)
+        # Of two that do not compare the second is taken. TVM simplifies ``left == left`` as if NaN were not there.
+        return tirx.Select(tirx.isnan(left), left, _LIMITS[name](left, right))
 
     def compute(*data: te.Tensor) -> te.Tensor:
-        return te.compute(shape, lambda *at: element(*data, at), name="values")
+        return te.compute(shape, lambda *at: element(data, at), name="values")
 
     return builder.call_te(compute, *tensors, primfunc_name_hint=name.rpartition(".")[2])
 
