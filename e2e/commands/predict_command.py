@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from contextlib import redirect_stdout
 
+import typer
+
 from costmodel.base.errors import InputError
 from costmodel.base.units import whole_number
 from e2e.commands import options
@@ -33,7 +35,8 @@ def predict_command(
     document_length: options.DocumentLengthOption = None,
     cache_length: options.CacheLengthOption = None,
     mode: options.StepModeOption = "train",
-    dtype: options.NumberTypeOption = "float32",
+    recipe: options.RecipeOption = None,
+    dtype: options.NumberTypeOption = None,
     attention: options.AttentionOption = None,
     stack: options.StackOption = None,
     lora: options.AdaptersOption = None,
@@ -74,6 +77,7 @@ def predict_command(
             document_length=document_length,
             cache_length=cache_length,
             mode=mode,
+            recipe=recipe,
             dtype=dtype,
             attention=attention,
             stack=stack,
@@ -100,6 +104,12 @@ def predict_command(
             report=report,
         )
     show(prediction, as_json)
+    if prediction.memory_verdict == "may not fit":
+        raise typer.Exit(MAY_NOT_FIT)
+
+
+# Exit status where a step may not fit; of one that does not, ShortageError's.
+MAY_NOT_FIT = 3
 
 
 def tell(line: str) -> None:

@@ -37,10 +37,12 @@ def _values(request: PredictRequest, source: StepSource, taken: Mapping[str, str
         rule = source.rule(row)
         if rule.effect not in ("used", "needed"):
             continue
-        if row.given(request):
+        given = row.given(request)
+        if given:
             yield AskedValue(row.option, _text(row.value(request)), True)
-        else:
-            default = taken.get(row.option, _DEFAULTS.get(row.option, ""))
+        # Of --parallel a recipe sets the keys that are not given.
+        if not given or row.option == "--parallel":
+            default = taken.get(row.option, "" if given else _DEFAULTS.get(row.option, ""))
             if default:
                 yield AskedValue(row.option, default, False)
 

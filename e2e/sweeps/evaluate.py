@@ -9,9 +9,12 @@ from costmodel.base.errors import InputError, ProjectError
 from costmodel.base.termination import pass_ending
 from e2e.parallelism.spec import ParallelSpec, text_of
 from e2e.sources import spread_model as parallel
+from e2e.sources.asked.option_table import PARALLEL
 from e2e.sources.asked.request import ConfigurationOptions, MachineOptions, PredictRequest, WorkloadOptions
 from e2e.sources.prepared_step import PreparedStep, run
+from e2e.sources.recipes import settled
 from e2e.sources.request_parts import cluster_of
+from e2e.step.memory_room import memory_room, verdict
 from e2e.sweeps.sweep_results import SweepRow
 from e2e.sweeps.sweep_space import SweepCell, SweepRequest
 
@@ -27,11 +30,16 @@ class SweepTask:
     def asked(self, spec: ParallelSpec) -> PredictRequest:
         """What ``predict`` would be asked for the same step."""
         asked = self.request
-        return PredictRequest(
+        configuration = ConfigurationOptions(
+            asked.dtype, asked.attention, parallel=spec, compiled=asked.compiled, stack=asked.stack,
+            precision=asked.precision, recipe=asked.recipe,
+        )  # fmt: skip
+        request = PredictRequest(
             WorkloadOptions(asked.model, batch_size=asked.batch_size, sequence_length=asked.sequence_length),
-            ConfigurationOptions(asked.dtype, asked.attention, parallel=spec),
+            configuration,
             MachineOptions(self.cell.gpu, self.cell.gpus, network=asked.network),
         )
+        return settled(request, PARALLEL)
 
 
 def evaluate(task: SweepTask) -> SweepRow:
@@ -69,12 +77,15 @@ def _first_that_fits(task: SweepTask) -> SweepRow:
 
 def _evaluate(task: SweepTask, spec: ParallelSpec) -> SweepRow:
     cell, step = task.cell, parallel.prepare(task.asked(spec), task.captures)
-    capacity = int(step.setting.machine.memory[-1].capacity_bytes)
-    fullest = max((usage.within(capacity).peak_bytes for usage in step.memory.values()), default=None)
-    if fullest is not None and fullest > capacity:
-        reason = f"{fullest / 2**30:.1f} GiB of {capacity / 2**30:.0f} GiB on the fullest rank"
+    machine = step.setting.machine
+    capacity, room = int(machine.memory[-1].capacity_bytes), memory_room(machine, step.graph, step.cluster)
+    fullest = max((usage.within(room).peak_bytes for usage in step.memory.values()), default=None)
+    needed = max((usage.allocated_bytes for usage in step.memory.values()), default=None)
+    judged = verdict(needed, room)
+    if needed is not None and judged in ("may not fit", "does not fit"):
+        reason = f"{needed / 2**30:.1f} GiB of {room / 2**30:.1f} GiB for tensors on the fullest rank"
         return SweepRow(
-            cell.gpu, cell.gpus, step.cluster.nodes, text_of(spec), "does not fit", reason,
+            cell.gpu, cell.gpus, step.cluster.nodes, text_of(spec), judged, reason,
             peak_memory_bytes=fullest, memory_capacity_bytes=capacity,
         )  # fmt: skip
     return _row(cell, spec, step, fullest)

@@ -98,5 +98,5 @@ def _content(path: Path) -> str:
 
 def ranking_key(row: SweepRow) -> tuple[int, float, int, str]:
     """Steps that run before those that do not; of these the most samples per second first, then the fewest GPUs."""
-    order = ("ok", "does not fit", "not possible", "failed")
+    order = ("ok", "may not fit", "does not fit", "not possible", "failed")
     return order.index(row.status), -(row.samples_per_second or 0.0), row.gpus, row.parallel

@@ -48,7 +48,7 @@ def render_sweep(sweep: SweepResult, top: int, console: Console | None = None) -
     for row in _best(sweep, top):
         table.add_row(*_cells(row))
     out.print(table)
-    for status in ("does not fit", "not possible", "failed"):
+    for status in ("may not fit", "does not fit", "not possible", "failed"):
         found = [row for row in sweep.rows if row.status == status]
         if found:
             first = found[0]
