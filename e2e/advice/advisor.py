@@ -15,6 +15,7 @@ from e2e.explain.predictor import PredictionResult
 from e2e.sources.asked.option_table import RECORDING
 from e2e.sources.asked.request import PredictRequest
 from e2e.sources.predict_request import predict_request
+from e2e.sources.recipes import settled
 from e2e.sources.registry import StepSource, source_of
 from e2e.sources.request_parts import gpu_machine
 from e2e.step.memory_room import largest_fitting
@@ -33,6 +34,7 @@ def advise(request: PredictRequest, answer: PredictionResult, say: Say) -> Predi
     is kept.
     """
     source = source_of(request)
+    request = settled(request, source.name)
     if source.name == RECORDING:
         stopped = "a recorded run has its settings; only --retarget changes anything"
         return _advised(answer, Advice((), stopped=stopped))

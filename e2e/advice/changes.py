@@ -79,10 +79,10 @@ def _number_types(
 ) -> Iterator[Change]:
     used = prediction.utilisation
     in_32_bits = used is None or not used.peak_flops_per_second or "float32" in used.peak_flops_per_second
-    if asked.dtype == "float32" and "tf32" in machine.compute and in_32_bits:
+    if asked.number_type == "float32" and "tf32" in machine.compute and in_32_bits:
         needs = 'torch.set_float32_matmul_precision("high"): products keep 10 bits of their mantissa'
         yield _configured("dtype", "--dtype tf32", needs, dtype="tf32")
-    if asked.dtype not in ("float32", "tf32") or source not in _MODELS or asked.precision is not None:
+    if asked.number_type not in ("float32", "tf32") or source not in _MODELS or asked.precision is not None:
         return
     half: Dtype = "bfloat16" if "bfloat16" in machine.compute else "float16"
     if half in machine.compute:

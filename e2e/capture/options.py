@@ -38,7 +38,8 @@ class CaptureOptions:
     (``None``: a sequence is one). ``cache_length``: tokens of each sequence whose keys and values are there already,
     for a forward pass alone (``None``: no cache is kept). ``linear_attention``: whether the layers of Mamba and gated
     delta rules run by their libraries' fused kernels (``None``: where these are installed). ``bucket_mb``: MiB of a
-    bucket of gradients, whatever a script gives to DDP (``None``: as it says).
+    bucket of gradients, whatever a script gives to DDP (``None``: as it says). ``master_weights``: AdamW of a built-in
+    transformer of 16 bits updates FP32 weights beside it.
     """
 
     mode: Mode = "train"
@@ -55,6 +56,7 @@ class CaptureOptions:
     cache_length: int | None = None
     linear_attention: LinearAttentionForm | None = None
     bucket_mb: float | None = None
+    master_weights: bool = False
 
     @property
     def kernel(self) -> AttentionKernel:

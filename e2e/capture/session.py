@@ -138,18 +138,21 @@ def _steady_optimizers(recorder: Recorder, form: OptimizerForm) -> Iterator[None
         if id(optimizer) in warming:
             return
         _choose_form(optimizer, form)
+        if not recorder.enabled:  # one that another optimizer runs while that makes its state
+            return
         if not optimizer.state and len(args) < 2 and not kwargs.get("closure"):
             warming.add(id(optimizer))
             with recorder.paused():
                 optimizer.step()
             warming.discard(id(optimizer))
-        open_frames[id(optimizer)] = recorder.annotation(f"Optimizer.step#{type(optimizer).__name__}.step")
+        frame = recorder.annotation(f"Optimizer.step#{type(optimizer).__name__}.step")
+        open_frames[id(optimizer)] = frame, recorder.phase
         recorder.phase = "optimizer"
 
     def after(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if id(optimizer) not in warming:
-            recorder.close(open_frames.pop(id(optimizer)))
-            recorder.phase = "forward"
+        if id(optimizer) in open_frames:
+            frame, recorder.phase = open_frames.pop(id(optimizer))
+            recorder.close(frame)
 
     handles = (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after))
     try:

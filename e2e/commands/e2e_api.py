@@ -62,7 +62,8 @@ def predict(
     document_length: int | None = None,
     cache_length: int | None = None,
     mode: Mode = "train",
-    dtype: Dtype = "float32",
+    recipe: str | None = None,
+    dtype: Dtype | None = None,
     attention: AttentionForm | None = None,
     stack: str | None = None,
     lora: int | None = None,
@@ -96,7 +97,9 @@ def predict(
     tokens, ``document_length`` those of each document of which a sequence is packed, ``cache_length`` those of each
     sequence whose keys and values are there (a step that decodes). ``gpu`` is a name of ``python -m
     costmodel machines`` or a file, ``gpus`` and ``nodes`` are of the whole job. ``parallel``: ``"dp=2,tp=4"`` or a
-    :class:`ParallelSpec`. ``stack``: whose kernels a transformer has, such as ``"megatron"`` (docs/parallel.md);
+    :class:`ParallelSpec`. ``recipe``: how a transformer is trained (docs/parallel.md): it says what is not asked for of
+    ``dtype``, ``attention``, ``stack`` and ``parallel``; by default BF16 with FP32 master weights and states, and fused
+    attention. ``stack``: whose kernels it has, such as ``"megatron"``;
     ``lora``: the rank of adapters beside frozen weights; ``layout``: of the images of a built-in model. ``moe``,
     ``routing`` and ``precision``: how experts are computed, how they share tokens, and a recipe of 8 bits;
     ``linear_attention``: whether Mamba and gated delta rules run by fused kernels (default: where their libraries are
@@ -134,7 +137,7 @@ def predict(
         cache_length,
     )  # fmt: skip
     configuration = ConfigurationOptions(
-        _one_of("dtype", dtype, get_args(Dtype)),
+        _one_of("dtype", dtype, (None, *get_args(Dtype))),
         _one_of("attention", attention, (None, *get_args(AttentionForm))),
         cuda_graph,
         compile,
@@ -150,6 +153,7 @@ def predict(
         _one_of("precision", precision, (None, *get_args(Precision))),
         _one_of("linear-attention", linear_attention, (None, *get_args(LinearAttentionForm))),
         _one_of("optimizer", optimizer, (None, *get_args(OptimizerForm))),
+        recipe,
     )
     varied = parse_skew(skew) if isinstance(skew, str) else skew
     machine = MachineOptions(None if gpu is None else os.fspath(gpu), gpus, nodes, network, retarget, varied)
@@ -180,8 +184,12 @@ def sweep(
     batch_size: int = 1,
     global_batch: int | None = None,
     sequence_length: int | None = None,
-    dtype: Dtype = "bfloat16",
-    attention: AttentionForm = "flash",
+    recipe: str | None = None,
+    dtype: Dtype | None = None,
+    attention: AttentionForm | None = None,
+    stack: str | None = None,
+    precision: Precision | None = None,
+    compile: bool = False,
     network: str | None = None,
     output: PathLike | None = None,
     workers: int | None = None,
@@ -204,12 +212,16 @@ def sweep(
     >>> [row.status for row in ranking], ranking[0].samples_per_second >= ranking[1].samples_per_second
     (['ok', 'ok'], True)
     """
+    from e2e.capture.models.stacks import stack_of
+    from e2e.sources.recipes import recipe_of
     from e2e.sweeps.sweep_driver import sweep as run_sweep
     from e2e.sweeps.sweep_space import SweepRequest, cells_of
 
     for option, number in (("batch-size", batch_size), ("global-batch", global_batch), ("workers", workers),
                            ("sequence-length", sequence_length)):  # fmt: skip
         check_count(option, number)
+    recipe_of(recipe)
+    stack_of(stack)
     asked = [parallel] if isinstance(parallel, str | ParallelSpec) else parallel
     ways = [each if isinstance(each, str) else text_of(each) for each in asked]
     counts = [gpus] if isinstance(gpus, int) else gpus
@@ -217,8 +229,10 @@ def sweep(
         check_count("gpus", count)
     _check_ways(ways, global_batch)
     request = SweepRequest(
-        os.fspath(model), batch_size, global_batch, sequence_length, _one_of("dtype", dtype, get_args(Dtype)),
-        _one_of("attention", attention, get_args(AttentionForm)), network, _experts(model),
+        os.fspath(model), batch_size, global_batch, sequence_length,
+        _one_of("dtype", dtype, (None, *get_args(Dtype))),
+        _one_of("attention", attention, (None, *get_args(AttentionForm))), network, _experts(model), recipe, stack,
+        _one_of("precision", precision, (None, *get_args(Precision))), compile,
     )  # fmt: skip
     cells = cells_of(request, [gpu] if isinstance(gpu, str) else gpu, counts, ways)
     if not cells:

@@ -42,7 +42,7 @@ BatchSizeOption = Annotated[
     typer.Option(min=1, help="Samples per GPU and micro-batch; default: 1, of --script and --sharding their own."),
 ]
 SequenceLengthOption = Annotated[
-    int | None, typer.Option(min=1, help="Tokens; default: the model's maximum, 1024 at most; of --script its own.")
+    int | None, typer.Option(min=1, help="Tokens; default: the model's maximum, 4096 at most; of --script its own.")
 ]
 DocumentLengthOption = Annotated[
     int | None,
@@ -59,19 +59,33 @@ StepModeOption = Annotated[
     typer.Option(help="What one step does; inference is one forward pass over all tokens (see --cache-length)."),
 ]
 # How it is computed.
-NumberTypeOption = Annotated[Dtype, typer.Option(help="Number type of the model.")]
+RecipeOption = Annotated[
+    str | None,
+    typer.Option(
+        help="How it is trained, in one word: plain, hf-trainer, torchtitan, megatron, llm-foundry, deepspeed, "
+        "pure-bf16 (vllm: inference). Says what is not asked for of --stack, --dtype, --attention and of --parallel; "
+        "default: plain."
+    ),
+]
+NumberTypeOption = Annotated[
+    Dtype | None,
+    typer.Option(
+        help="Number type of the model; default: bfloat16 (float16 where the GPU has no such units) with FP32 master "
+        "weights and states, of others than transformers float32."
+    ),
+]
 AttentionOption = Annotated[
     AttentionForm | None,
     typer.Option(
         help="flash: the kernel that PyTorch takes on the GPU; or one by name; eager, math: products and softmax "
-        "apart. Default: eager, of --script flash."
+        "apart. Default: flash where the model has it, or what --recipe says."
     ),
 ]
 StackOption = Annotated[
     str | None,
     typer.Option(
         help="Whose kernels a transformer has: huggingface, torchtitan, megatron, te, liger, llm-foundry; default: "
-        "the library's modules as they are."
+        "what --recipe says."
     ),
 ]
 AdaptersOption = Annotated[

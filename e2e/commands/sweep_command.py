@@ -11,8 +11,7 @@ import typer
 
 from costmodel.base.pictures import check_picture
 from costmodel.base.whole_file import check_outputs
-from e2e.commands.options import JsonOption, NetworkOption, NumberTypeOption, SequenceLengthOption
-from e2e.step.choices import AttentionForm
+from e2e.commands import options
 
 if TYPE_CHECKING:
     from e2e.sweeps.sweep_results import SweepRow
@@ -35,16 +34,22 @@ def sweep_command(
     global_batch: Annotated[
         int | None, typer.Option(min=1, help="Sequences of all replicas in a step; with --parallel auto.")
     ] = None,
-    sequence_length: SequenceLengthOption = None,
-    dtype: NumberTypeOption = "bfloat16",
-    attention: AttentionForm = "flash",
-    network: NetworkOption = None,
+    sequence_length: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a sequence; default: the model's maximum, 4096 at most.")
+    ] = None,
+    recipe: options.RecipeOption = None,
+    dtype: options.NumberTypeOption = None,
+    attention: options.AttentionOption = None,
+    stack: options.StackOption = None,
+    precision: options.PrecisionOption = None,
+    compiled: options.CompiledOption = False,
+    network: options.NetworkOption = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes; default: the cores of this process.")] = None,
     ray: Annotated[str | None, typer.Option(help="Address of a Ray cluster instead: auto, local or HOST:PORT.")] = None,
     top: Annotated[int, typer.Option(min=1, help="Rows of the table per GPU and number of GPUs.")] = 5,
     plot: Annotated[Path | None, typer.Option(help="Draw samples per second over GPUs (.svg, .png, .pdf).")] = None,
     report: Annotated[Path | None, typer.Option(help="Write a self-contained HTML report.")] = None,
-    as_json: JsonOption = False,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Predicts a model on many GPUs, numbers of GPUs and ways to spread it, and ranks them."""
     from e2e.commands.e2e_api import sweep
@@ -62,8 +67,12 @@ def sweep_command(
         batch_size=batch_size,
         global_batch=global_batch,
         sequence_length=sequence_length,
+        recipe=recipe,
         dtype=dtype,
         attention=attention,
+        stack=stack,
+        precision=precision,
+        compile=compiled,
         network=network,
         output=output,
         workers=workers,

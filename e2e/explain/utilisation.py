@@ -1,11 +1,13 @@
 """How much of what its GPUs could compute a step uses: MFU and HFU.
 
-    MFU = sum over dtypes of (FLOPs of the model / peak rate of the dtype) / (GPUs x step time)
+    MFU = (FLOPs in 8 bits / peak rate of 8 bits + all other FLOPs of the model / peak rate of the step) / (GPUs x time)
 
 FLOPs are those of the operators that were captured, counted by :mod:`costmodel.operators.model_work`; the rate is the
 dense one of the vendor's datasheet. Forward and backward pass count, what is computed again in the backward pass does
-not: HFU is the same with all that is executed. Where all products are of one dtype this is the definition of PaLM
-(Chowdhery et al., arXiv 2204.02311, appendix B); with several each is held against its own peak.
+not: HFU is the same with all that is executed. The rate of the step is that of the
+fastest number type of 16 bits or more that its products have: what a kernel of attention computes more widely is no
+less work of the model. This is the definition of PaLM (Chowdhery et al., arXiv 2204.02311, appendix B); products in 8
+bits are held against their own peak.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from e2e.step.rank_writer import AUTOGRAD
 
 # Kernels of unknown operators up to this share of the kernels' time leave the count of FLOPs worth telling.
 _UNKNOWN_SHARE = 0.1
+# Number types of 8 bits, as operators name them.
+EIGHT_BITS = ("float8", "int8")
 
 
 @dataclass(frozen=True)
@@ -75,15 +79,17 @@ def utilisation_of(graph: ExecutionGraph, machine: Machine, seconds: float) -> U
     gpus = sum(graph.multiplicity.get(rank.rank, 1) for rank in graph.ranks)
     peaks = {dtype: dense_peak(machine, dtype) for dtype, flops in counted.executed.items() if flops}
     known = {dtype: peak for dtype, peak in peaks.items() if peak is not None}
+    step = max((dtype for dtype in known if dtype not in EIGHT_BITS), key=lambda dtype: known[dtype], default="")
 
     def share(flops: Mapping[str, float]) -> float | None:
         if len(known) < len(peaks) or seconds <= 0:
             return None
-        return sum(flops[dtype] / peak for dtype, peak in known.items()) / (gpus * seconds)
+        held = (known[dtype if dtype in EIGHT_BITS else step] for dtype in known)
+        return sum(flops[dtype] / peak for dtype, peak in zip(known, held, strict=True)) / (gpus * seconds)
 
     return Utilisation(
         sum(counted.model.values()), sum(counted.executed.values()), share(counted.model), share(counted.executed),
-        known,
+        {dtype: peak for dtype, peak in known.items() if dtype in EIGHT_BITS or dtype == step},
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ import torch
 
 from costmodel.base.errors import InputError
 from costmodel.operators.expert_routing import BALANCED, ExpertRouting
+from e2e.capture.models.optimizer_steps import adamw, mixed_adamw
 from e2e.capture.models.stacks import Stack, stack_of
 from e2e.lowering import LoweringOptions
 from e2e.parallelism.capture_cache import digest, remembered
@@ -26,7 +27,6 @@ from e2e.parallelism.captured import (
 from e2e.parallelism.condense import Condenser
 from e2e.parallelism.host_offload import HostSeconds
 from e2e.parallelism.layers.chunked_products import beside_products, gathered_in_8_bits
-from e2e.parallelism.layers.optimizer_steps import adamw, mixed_adamw
 from e2e.parallelism.layers.pieces import (
     CAPTURED_LAYERS,
     FIRST,
@@ -63,7 +63,7 @@ UNCUT_TYPES = ("switch_transformers", "t5")
 class Step:
     """One training step or, with ``inference``, one forward pass over all tokens. ``batch_size``: sequences of one
     micro-batch on one replica, so that a step sees ``batch_size * micro_batches * dp * fsdp`` of them;
-    ``sequence_length``: tokens (``None``: what the model is made for, 1024 at most); ``compiled``: each layer, what is
+    ``sequence_length``: tokens (``None``: what the model is made for, 4096 at most); ``compiled``: each layer, what is
     before and what is behind them by ``torch.compile``; ``routing``: how experts share rows; ``optimizer``: its form
     (``None``: that of the stack); the others as in :class:`e2e.capture.CaptureOptions`.
     """
@@ -461,7 +461,7 @@ def _source(
         raise InputError(f"{name}: sp=yes: tp={spec.tp} does not divide {of} {length}; choose a length that it does")
     if spec.tp > 1:
         whole = spec.expert_tensor < spec.tp
-        tensor_parallel.shard(model, found, spec.tp, spec.sequence_parallel, name, whole, stack.loss_parallel)
+        tensor_parallel.shard(model, found, spec.tp, bool(spec.sequence_parallel), name, whole, stack.loss_parallel)
     if spec.cp > 1:
         context_parallel.split_attention(model, spec.cp, attention, spec.context_form, spec.head_ranks)
     if spec.ep > 1:

@@ -69,7 +69,8 @@ BUCKET_MB = 25
 @dataclass(frozen=True)
 class ParallelSpec:
     """World size is ``dp * fsdp * cp * tp * pp``. Field meanings: see the module; ``inference``, which ``--mode`` says:
-    forward passes alone.
+    forward passes alone. ``None``: nothing is asked for, which a recipe settles (:mod:`e2e.sources.recipes`); without
+    one it is the same as no.
     """
 
     dp: int = 1
@@ -86,14 +87,14 @@ class ParallelSpec:
     recompute: Recompute = "none"
     recompute_every: int = 1
     zero: int | None = None
-    sequence_parallel: bool = False
+    sequence_parallel: bool | None = None
     bucket_mb: float = BUCKET_MB
     overlap: bool = True
-    master_weights: bool = False
-    reduce_dtype: ReduceDtype = "same"
-    overlap_gather: bool = False
+    master_weights: bool | None = None
+    reduce_dtype: ReduceDtype | None = None
+    overlap_gather: bool | None = None
     prefetch: int = 1
-    tp_overlap: bool = False
+    tp_overlap: bool | None = None
     dispatch: Literal["alltoall", "deepep"] = "alltoall"
     overlap_experts: bool = False
     context_form: ContextForm = "gather"
@@ -165,7 +166,7 @@ class ParallelSpec:
     @property
     def sharded_masters(self) -> bool:
         """Whether shards of parameters are FP32, and 16-bit copies of them gathered."""
-        return self.master_weights and self.sharing == 3
+        return bool(self.master_weights) and self.sharing == 3
 
     @property
     def splits_backward(self) -> bool:
@@ -239,17 +240,18 @@ def for_inference(spec: ParallelSpec) -> ParallelSpec:
 
 def require_consistent(spec: ParallelSpec, gpus: int | None = None) -> None:
     """``InputError`` for a spec that contradicts itself or is not for ``gpus``; that of a text is checked already."""
-    _refuse(text_of(spec), _problem_of_size(spec, gpus) or _problem(spec))
+    _refuse(text_of(spec), _problem_of_size(spec, gpus) or _problem(spec, settled=True))
 
 
 def text_of(spec: ParallelSpec) -> str:
     """What ``--parallel`` says for it: everything that is not the default, and at least ``dp``."""
-    parts = []
-    for name, (field, _) in READERS.items():
-        value = getattr(spec, field)
-        if value != _DEFAULTS[field]:
-            parts.append(f"{name}={_written(value)}")
-    return ",".join(parts) or "dp=1"
+    return ",".join(f"{name}={value}" for name, value in keys_of(spec).items()) or "dp=1"
+
+
+def keys_of(spec: ParallelSpec) -> dict[str, str]:
+    """By key of ``--parallel`` what it says, of everything that is not the default."""
+    values = {name: getattr(spec, field) for name, (field, _) in READERS.items()}
+    return {name: _written(value) for name, value in values.items() if value != _DEFAULTS[READERS[name][0]]}
 
 
 def _written(value: Any) -> str:
@@ -287,8 +289,12 @@ def _problem_of_size(spec: ParallelSpec, gpus: int | None) -> str:
     return f"dp x fsdp x cp x tp x pp = {spec.world_size}, but --gpus is {gpus}"
 
 
-def _problem(spec: ParallelSpec, scheduled: bool = False) -> str:
-    """What contradicts itself. ``scheduled``: a schedule is asked for, be it the default one."""
+def _problem(spec: ParallelSpec, scheduled: bool = False, settled: bool = False) -> str:
+    """What contradicts itself. ``scheduled``: a schedule is asked for, be it the default one; ``settled``: no recipe is
+    still to say what is left open.
+    """
+    split = spec.sequence_parallel or (spec.sequence_parallel is None and not settled)
+    open_sharing = spec.zero is None and not settled and max(spec.fsdp, spec.cp) > 1
     divided = (spec.shards if spec.sharing else spec.contributors) * spec.tp // spec.expert_tensor
     rules = (
         (
@@ -321,7 +327,7 @@ def _problem(spec: ParallelSpec, scheduled: bool = False) -> str:
             f"etp={spec.expert_tp}: experts are whole (etp=1) or split as the layers are (etp={spec.tp})",
         ),
         (
-            spec.expert_tensor < spec.tp and not spec.sequence_parallel,
+            spec.expert_tensor < spec.tp and not split,
             "etp=1 needs sp=yes: every rank of tp sends its own part of the sequence to whole experts",
         ),
         (divided % spec.ep, f"ep={spec.ep} does not divide {_named_divided(spec)} = {divided}"),
@@ -339,12 +345,15 @@ def _problem(spec: ParallelSpec, scheduled: bool = False) -> str:
             f"cp-inside={spec.context_inside} must divide cp={spec.cp} and be less (cp-form=a2a: among all)",
         ),
         (spec.overlap_experts and spec.micro_batches == 1, "ep-overlap=yes needs micro-batches=2 or more"),
-        (spec.sequence_parallel and spec.tp == 1, "sp=yes needs tp=2 or more"),
-        (spec.tp_overlap and not spec.sequence_parallel, "tp-overlap=yes is for what sp=yes gathers and scatters"),
-        (spec.overlap_gather and spec.sharing not in (1, 2), "overlap-gather=yes is for zero=1 or 2"),
         (
             spec.micro_batches * spec.pp > MOST_PASSES,
             f"micro-batches x pp are more than the {MOST_PASSES:,} passes that a step is taken with; give fewer",
+        ),
+        (bool(spec.sequence_parallel) and spec.tp == 1, "sp=yes needs tp=2 or more"),
+        (bool(spec.tp_overlap) and not split, "tp-overlap=yes is for what sp=yes gathers and scatters"),
+        (
+            bool(spec.overlap_gather) and spec.sharing not in (1, 2) and not open_sharing,
+            "overlap-gather=yes is for zero=1 or 2",
         ),
         (spec.prefetch != 1 and spec.sharing != 3, "prefetch is for zero=3, which gathers layer by layer"),
         (spec.gather_dtype != "same" and spec.sharing != 3, "gather-dtype is for zero=3, which gathers layer by layer"),

@@ -43,10 +43,13 @@ def _values(
         rule = source.rule(row)
         if rule.effect not in ("used", "needed"):
             continue
-        if row.given(request):
+        given = row.given(request)
+        if given:
             yield AskedValue(row.option, meant.get(row.option, _text(row.value(request))), True)
-        else:
-            default = meant.get(row.option) or taken.get(row.option, _DEFAULTS.get(row.option, ""))
+        # Of --parallel a recipe sets the keys that are not given.
+        if not given or row.option == "--parallel":
+            default = taken.get(row.option, "" if given else _DEFAULTS.get(row.option, ""))
+            default = default if given else meant.get(row.option, default)
             if default:
                 yield AskedValue(row.option, default, False)
 

@@ -12,6 +12,7 @@ from e2e.sources.asked.request import PredictRequest
 from e2e.sources.asked_values import asked_values
 from e2e.sources.option_check import check
 from e2e.sources.prepared_step import PreparedStep, run, told
+from e2e.sources.recipes import settled, told_by
 from e2e.sources.registry import StepSource, source_of
 from e2e.sources.request_parts import meant_values
 
@@ -24,9 +25,10 @@ def predict_request(request: PredictRequest) -> PredictionResult:
     source = source_of(request)
     ignored = check(request, source)
     check_overheads(request.configuration.overheads)
+    whole = settled(request, source.name)
     if request.what_if:
-        return _with_questions(request, source, ignored)
-    return _answer(request, source, _prepared(request, source), ignored)
+        return _with_questions(whole, request, source, ignored)
+    return _answer(whole, request, source, _prepared(whole, source), ignored)
 
 
 def _prepared(request: PredictRequest, source: StepSource) -> PreparedStep:
@@ -35,21 +37,26 @@ def _prepared(request: PredictRequest, source: StepSource) -> PreparedStep:
 
 
 def _answer(
-    request: PredictRequest, source: StepSource, step: PreparedStep, ignored: Sequence[str]
+    request: PredictRequest, given: PredictRequest, source: StepSource, step: PreparedStep, ignored: Sequence[str]
 ) -> PredictionResult:
-    grace = step.setting.machine.link("c2c") is not None
+    """``given``: the request before its recipe settled what it leaves open."""
+    machine = step.setting.machine
+    grace = machine.link("c2c") is not None
     host = standing_in(step.setting.overheads, grace=grace) if step.starts is None else ""
     found = told(run(step), warnings=ignored, notes=[host] if host else [])
-    asked = asked_values(request, source, step.taken, meant_values(request, step.setting.machine, step.cluster))
+    taken = {**step.taken, **told_by(given, request)}
+    asked = asked_values(given, source, taken, meant_values(request, machine, step.cluster))
     return replace(found, prediction=replace(found.prediction, asked=asked))
 
 
-def _with_questions(request: PredictRequest, source: StepSource, ignored: Sequence[str]) -> PredictionResult:
+def _with_questions(
+    request: PredictRequest, given: PredictRequest, source: StepSource, ignored: Sequence[str]
+) -> PredictionResult:
     """The prediction of the step as it is, with a row for each question; what cannot be asked is told first."""
     from e2e.sources.what_if_steps import WhatIfSteps, check_questions
 
     check_questions(request, source)
     steps = WhatIfSteps(request, source, _prepared(request, source))
     steps.check()
-    answer = _answer(request, source, steps.step, ignored)
+    answer = _answer(request, given, source, steps.step, ignored)
     return replace(answer, prediction=replace(answer.prediction, what_if=steps.rows(answer)))

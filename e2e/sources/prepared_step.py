@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from e2e.explain.predictor import PredictionResult, RecordedSite, Setting, explain_once, predict
 from e2e.explain.step_facts import throughput_of
+from e2e.explain.utilisation import utilisation_of
 from e2e.step.execution_graph import ExecutionGraph
 from e2e.step.memory import MemoryUsage
 
@@ -53,7 +54,8 @@ class PreparedStep:
     took, of a recording that is replayed. ``notes``: where durations come from; ``batch``: what the step processes,
     where that is told. ``taken``: by option, what the source took where nothing was asked. ``traced``: rank of the
     graph -> the operators that its tasks name, where the source has them. ``speeds``: of kernels and the host, changed
-    by a question.
+    by a question. ``balanced``: the same step with tokens shared evenly among experts, where they are not: the work of
+    the model, by which its utilisation is told, is the same.
     """
 
     graph: ExecutionGraph
@@ -71,6 +73,7 @@ class PreparedStep:
     taken: Mapping[str, str] = field(default_factory=dict)
     traced: Mapping[int, TracedRank] = field(default_factory=dict)
     speeds: SpeedChange | None = None
+    balanced: ExecutionGraph | None = None
 
 
 def run(step: PreparedStep) -> PredictionResult:
@@ -78,6 +81,9 @@ def run(step: PreparedStep) -> PredictionResult:
     found = _predicted(step)
     if step.recorded_seconds is not None:
         found = _beside_recorded(found, step.recorded_seconds)
+    if step.balanced is not None:
+        used = utilisation_of(step.balanced, step.setting.machine, found.prediction.iteration_seconds)
+        found = replace(found, prediction=replace(found.prediction, utilisation=used))
     if step.batch is None:
         return found
     old, batch = found.prediction, step.batch

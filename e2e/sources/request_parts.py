@@ -98,7 +98,7 @@ def capture_options(request: PredictRequest, attention: AttentionForm = "eager")
     configuration = request.configuration
     return CaptureOptions(
         request.workload.mode,
-        configuration.dtype,
+        configuration.number_type,
         configuration.attention or attention,
         configuration.optimizer or stack_of(configuration.stack).optimizer_form,
         configuration.stack,
@@ -110,6 +110,7 @@ def capture_options(request: PredictRequest, attention: AttentionForm = "eager")
         cache_length=request.workload.cache_length,
         linear_attention=configuration.linear_attention,
         bucket_mb=request.bucket_mb,
+        master_weights=request.master_weights,
     )
 
 

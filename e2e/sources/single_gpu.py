@@ -7,6 +7,7 @@ from dataclasses import replace
 from costmodel.base.errors import InputError
 from costmodel.machines.cluster import Cluster
 from costmodel.operators.attention import AttentionKernel
+from costmodel.operators.expert_routing import BALANCED
 from e2e.capture.models.catalog import build, build_from_file
 from e2e.capture.models.stacks import stack_of
 from e2e.capture.options import CaptureOptions
@@ -66,9 +67,15 @@ def single_step(
     architecture = cluster.machine.chip().architecture
     lowered = lower_step(trace, lowering, compiled=setting.compiled, architecture=architecture)
     traced = {trace.rank: TracedRank(trace, lowering)}
+    balanced = None
+    if lowering.routing != BALANCED:
+        even = replace(lowering, routing=BALANCED)
+        balanced = lower_step(trace, even, compiled=setting.compiled, architecture=architecture).graph
     older = stack_of(configuration.stack).older_libraries
-    band = band_of(cluster.machine, older_libraries=older)
-    return PreparedStep(lowered.graph, setting, cluster, lowered.memory, lowered.warnings, band=band, traced=traced)
+    return PreparedStep(
+        lowered.graph, setting, cluster, lowered.memory, lowered.warnings, traced=traced, balanced=balanced,
+        band=band_of(cluster.machine, older_libraries=older),
+    )  # fmt: skip
 
 
 def require_size(model: CapturedWorkload, cluster: Cluster) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+from costmodel.operators.expert_routing import BALANCED
 from e2e.capture.models.stacks import stack_of
-from e2e.parallelism import Step, build
+from e2e.parallelism import ParallelGraph, Step, build
 from e2e.parallelism.condense import Condenser
 from e2e.parallelism.spec import require_consistent
 from e2e.price.release_spread import OLDER_NOTE
@@ -28,7 +30,7 @@ def prepare(request: PredictRequest, captures: Path | None = None) -> PreparedSt
     step = Step(
         workload.samples,
         workload.sequence_length,
-        configuration.dtype,
+        configuration.number_type,
         configuration.attention or "eager",
         configuration.stack,
         configuration.compiled,
@@ -40,11 +42,15 @@ def prepare(request: PredictRequest, captures: Path | None = None) -> PreparedSt
         workload.document_length,
         configuration.optimizer,
     )
-    condenser = Condenser(setting.overheads)
-    built = build(
-        model, spec, step, captures=captures, condenser=condenser, node_gpus=cluster.gpus_per_node,
-        host_bandwidth=cluster.host_bandwidth,
-    )  # fmt: skip
+
+    def of(step: Step) -> ParallelGraph:
+        return build(
+            model, spec, step, captures=captures, condenser=Condenser(setting.overheads),
+            node_gpus=cluster.gpus_per_node, host_bandwidth=cluster.host_bandwidth,
+        )  # fmt: skip
+
+    built = of(step)
+    balanced = None if step.routing == BALANCED else of(replace(step, routing=BALANCED)).graph
     older = stack_of(configuration.stack).older_libraries
     band = band_of(cluster.machine, older_libraries=older)
     notes = [*([FORWARD_ALONE] if step.inference else []), *([OLDER_NOTE] if older and band is not None else [])]
@@ -58,6 +64,7 @@ def prepare(request: PredictRequest, captures: Path | None = None) -> PreparedSt
         skew=machine.skew,
         band=band,
         notes=notes,
+        balanced=balanced,
         batch=Batch(built.samples, built.sequence_length, made_of),
         taken=taken_values(
             request,

@@ -9,8 +9,10 @@ from costmodel.base.errors import InputError, ProjectError
 from costmodel.base.termination import pass_ending
 from e2e.parallelism.spec import ParallelSpec, text_of
 from e2e.sources import spread_model as parallel
+from e2e.sources.asked.option_table import PARALLEL
 from e2e.sources.asked.request import ConfigurationOptions, MachineOptions, PredictRequest, WorkloadOptions
 from e2e.sources.prepared_step import PreparedStep, run
+from e2e.sources.recipes import settled
 from e2e.sources.request_parts import cluster_of
 from e2e.step.memory_room import memory_room, verdict
 from e2e.sweeps.sweep_results import SweepRow
@@ -28,11 +30,16 @@ class SweepTask:
     def asked(self, spec: ParallelSpec) -> PredictRequest:
         """What ``predict`` would be asked for the same step."""
         asked = self.request
-        return PredictRequest(
+        configuration = ConfigurationOptions(
+            asked.dtype, asked.attention, parallel=spec, compiled=asked.compiled, stack=asked.stack,
+            precision=asked.precision, recipe=asked.recipe,
+        )  # fmt: skip
+        request = PredictRequest(
             WorkloadOptions(asked.model, batch_size=asked.batch_size, sequence_length=asked.sequence_length),
-            ConfigurationOptions(asked.dtype, asked.attention, parallel=spec),
+            configuration,
             MachineOptions(self.cell.gpu, self.cell.gpus, network=asked.network),
         )
+        return settled(request, PARALLEL)
 
 
 def evaluate(task: SweepTask) -> SweepRow:

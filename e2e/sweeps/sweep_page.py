@@ -83,7 +83,8 @@ def _question(sweep: SweepResult) -> Html:
         sizes.append(f"{asked.sequence_length} tokens each")
     counts = Counter(row.status for row in sweep.rows)
     told = ", ".join(f"{count} {status}" for status, count in counts.most_common())
-    return tag("p", f"{', '.join(sizes)}, {asked.dtype}, attention {asked.attention}. {told}.", class_="soft")
+    how = [f"{name} {value}" for name in ("recipe", "dtype", "attention", "stack") if (value := getattr(asked, name))]
+    return tag("p", f"{', '.join([*sizes, *(how or ['recipe plain'])])}. {told}.", class_="soft")
 
 
 def _frontier(sweep: SweepResult, ran: Sequence[SweepRow]) -> Html | None:

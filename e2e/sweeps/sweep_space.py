@@ -17,6 +17,7 @@ from costmodel.base.units import whole_number
 from costmodel.machines.cluster import load_cluster
 from e2e.parallelism.spec import ParallelSpec, Recompute, read_parallel
 from e2e.step.choices import AttentionForm, Dtype
+from e2e.step.precision import Precision
 
 # Micro-batches per pipeline stage where no global batch says how many: the bubble is then at most a fifth of a step.
 MICRO_BATCHES_PER_STAGE = 4
@@ -30,17 +31,22 @@ EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
 class SweepRequest:
     """The model and its step. ``batch_size``: sequences of one micro-batch on one replica; ``global_batch``: of all
     replicas in a step (``None``: what the micro-batches give); ``network`` as
-    :func:`costmodel.machines.cluster.load_cluster` takes it; ``experts``: of a layer, 0 without them.
+    :func:`costmodel.machines.cluster.load_cluster` takes it; ``experts``: of a layer, 0 without them;
+    the rest as ``predict`` takes it.
     """
 
     model: str
     batch_size: int = 1
     global_batch: int | None = None
     sequence_length: int | None = None
-    dtype: Dtype = "bfloat16"
-    attention: AttentionForm = "flash"
+    dtype: Dtype | None = None
+    attention: AttentionForm | None = None
     network: str | None = None
     experts: int = 0
+    recipe: str | None = None
+    stack: str | None = None
+    precision: Precision | None = None
+    compiled: bool = False
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import difflib
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from e2e.capture.models import dlrm, transformer
 from e2e.capture.models.adapters import add_adapters
 from e2e.capture.models.inception import InceptionV3
 from e2e.capture.models.layer_forms import apply_forms
+from e2e.capture.models.optimizer_steps import MixedAdamW
 from e2e.capture.models.resnet import ResNet50
 from e2e.capture.models.stacks import apply_stack, stack_of
 from e2e.capture.models.timm_models import timm_module
@@ -124,8 +126,10 @@ def build_from_config(
     forward = transformer.forward_call(
         model, batch_size, length, with_loss, source, cached=options.cache_length, kept_as=kept_as
     )
-    found = workload(source, model, forward, options, lambda parameters: torch.optim.AdamW(parameters, lr=1e-4))
-    return replace(found, samples=batch_size, sequence_length=length)
+    narrow = options.master_weights and options.dtype in ("bfloat16", "float16")
+    make: MakeOptimizer = MixedAdamW if narrow else partial(torch.optim.AdamW, lr=1e-4)
+    found = workload(source, model, forward, options, make)
+    return replace(found, samples=batch_size, sequence_length=length, optimizer="AdamW" if found.optimizer else "")
 
 
 def build_dlrm(

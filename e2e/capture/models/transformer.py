@@ -138,6 +138,8 @@ ARCHITECTURES = {
     "switch_transformers": "SwitchTransformersForConditionalGeneration",
 }
 DEFAULT_LENGTH = 512
+# Tokens of a sequence where nobody says: what models with longer positions are mostly trained with.
+LONGEST_DEFAULT = 4096
 LENGTH_KEYS = ("max_position_embeddings", "n_positions", "n_ctx")
 
 
@@ -170,6 +172,26 @@ def library_form(attention: AttentionForm) -> str:
     if attention == "mla":
         return latent_attention.register()
     return "sdpa" if attention in ("flash", "efficient", "math") else fused_attention.register()
+
+
+def attention_forms(config: Mapping[str, Any], source: str) -> tuple[AttentionForm, ...]:
+    """How the library's model of ``config`` can compute attention, the first as it would be trained; empty where there
+    is no such model, which building it tells.
+    """
+    try:
+        import transformers
+
+        known = transformers.models.auto.configuration_auto.CONFIG_MAPPING
+        named = config.get("architectures") or [ARCHITECTURES.get(config["model_type"])]
+        with quiet():
+            settings = known[config["model_type"]](**{key: each for key, each in config.items() if key not in _IGNORED})
+        model = _model_class(transformers, settings, named[0], source)
+    except Exception:  # the library raises what it likes; the same is told with advice when the model is built
+        return ()
+    own: tuple[AttentionForm, ...] = ("flash", "efficient", "math") if getattr(model, "_supports_sdpa", True) else ()
+    if getattr(model, "_supports_attention_backend", False):
+        own += ("flash2", "flash3", "flash3-fp8", "cudnn", "flash1", "mla")
+    return (*own, "eager")
 
 
 def build_transformer(config: Mapping[str, Any], attention: str, source: str) -> torch.nn.Module:
@@ -268,11 +290,13 @@ def quiet() -> Iterator[None]:
 
 
 def sequence_length(config: Mapping[str, Any], wanted: int | None, source: str) -> int:
-    """``wanted``, or what the model is made for, 1024 at most; ``InputError`` beyond its position table."""
+    """``wanted``, or what the model is made for, :data:`LONGEST_DEFAULT` at most; ``InputError`` beyond its position
+    table.
+    """
     limits = [config[key] for key in LENGTH_KEYS if isinstance(config.get(key), int)]
     longest = min(limits) if limits else None
     if wanted is None:
-        return min(longest, 1024) if longest else DEFAULT_LENGTH
+        return min(longest, LONGEST_DEFAULT) if longest else DEFAULT_LENGTH
     if longest is not None and wanted > longest and config["model_type"] != "llama":
         raise InputError(
             f"{source}: sequence length {wanted} is beyond its {longest} positions; give a shorter --sequence-length"

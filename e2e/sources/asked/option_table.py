@@ -66,6 +66,8 @@ TABLE: tuple[OptionRow, ...] = (
         TRACE: _RECORDED, RECORDING: _RECORDED,
         PARALLEL: refused(f"--parallel {_STEPS}", "inference"), SHARDED: refused(f"--sharding {_TRAINING}")}),
     # How it is computed.
+    OptionRow("--recipe", "configuration.recipe", refused(
+        "--recipe is for transformers of --model and --model-config; others say themselves what they do"), _LIBRARY),
     OptionRow("--dtype", "configuration.dtype", USED, {TRACE: _ONLY_TF32, RECORDING: _ONLY_TF32}),
     OptionRow("--attention", "configuration.attention", USED, {
         TRACE: _RECORDED, RECORDING: _RECORDED, SHARDED: without_effect("DLRM has no attention")}),

@@ -54,18 +54,20 @@ class WorkloadOptions:
 
 @dataclass(frozen=True)
 class ConfigurationOptions:
-    """How it is computed. ``attention``: ``None`` for eager, of a script for flash, as PyTorch itself would choose;
-    ``overheads``: a table of host overheads (``None``: by the GPU's generation); ``sharding``: a plan of ``python -m
-    e2e shard``; ``ranks``: those of a script to capture, where it does not show that they differ; ``stack``: a name of
-    :data:`e2e.capture.models.stacks.STACKS` (``None``: kernels as the model's library writes them);
-    ``lora``: the rank of adapters beside frozen weights; ``layout``: of a built-in image model and its pictures.
-    ``mixture``: how experts of built-in models are computed, ``routing`` how they share the rows of tokens;
-    ``precision``: a recipe of 8 bits; ``linear_attention``: by fused kernels or not (``None``: where their libraries
-    are installed); ``optimizer``: how parameters are updated where a model leaves it open (``None``: as the stack
-    does).
+    """How it is computed. ``dtype`` and ``attention``: ``None`` for what the recipe says, of others than transformers
+    float32 and flash, as PyTorch itself would choose; ``overheads``: a table of host overheads (``None``: by the
+    GPU's generation); ``sharding``: a plan of ``python -m e2e shard``; ``ranks``: those of a script to capture,
+    where it does not show that they differ; ``stack``: a name of :data:`e2e.capture.models.stacks.STACKS`
+    (``None``: kernels as the model's library writes them); ``lora``: the rank of adapters beside frozen weights;
+    ``layout``: of a built-in image model and its pictures. ``mixture``: how experts of built-in models are
+    computed, ``routing`` how they share the rows of tokens; ``recipe``: a name of
+    :data:`e2e.sources.recipes.TRAINING_RECIPES`, which says what is left open (``dtype``, ``attention``, ``stack``,
+    keys of ``parallel``) for transformers; ``precision``: a recipe of 8 bits; ``linear_attention``: by fused
+    kernels or not (``None``: where their libraries are installed); ``optimizer``: how parameters are updated where
+    a model leaves it open (``None``: as the stack does).
     """
 
-    dtype: Dtype = "float32"
+    dtype: Dtype | None = None
     attention: AttentionForm | None = None
     cuda_graph: bool = False
     compiled: bool = False
@@ -81,6 +83,12 @@ class ConfigurationOptions:
     precision: Precision | None = None
     linear_attention: LinearAttentionForm | None = None
     optimizer: OptimizerForm | None = None
+    recipe: str | None = None
+
+    @property
+    def number_type(self) -> Dtype:
+        """``dtype``; single precision where neither an option nor a recipe says one."""
+        return self.dtype or "float32"
 
 
 @dataclass(frozen=True)
@@ -100,7 +108,8 @@ class MachineOptions:
 @dataclass(frozen=True)
 class PredictRequest:
     """All that ``predict`` is asked: what is computed, how, on what, and what if that were changed. The defaults ask
-    for nothing. ``bucket_mb``: MiB of a gradient bucket, where a question about a script wants others than its own.
+    for nothing. ``bucket_mb``: MiB of a gradient bucket, where a question about a script wants others than its own;
+    ``master_weights``: FP32 weights and states of the optimizer beside 16-bit weights on one GPU, as a recipe says.
     """
 
     workload: WorkloadOptions = field(default_factory=WorkloadOptions)
@@ -108,3 +117,4 @@ class PredictRequest:
     machine: MachineOptions = field(default_factory=MachineOptions)
     what_if: tuple[WhatIf, ...] = ()
     bucket_mb: float | None = None
+    master_weights: bool = False

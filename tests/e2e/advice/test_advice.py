@@ -116,7 +116,7 @@ def test_what_cannot_be_predicted_says_why_and_comes_last():
 
 
 def changes(request: PredictRequest, source: str, gpu: str = "h100-sxm", **known) -> list[str]:
-    step = e2e.predict("gpt2", gpu=gpu, sequence_length=32, **known)
+    step = e2e.predict("gpt2", gpu=gpu, sequence_length=32, dtype="float32", **known)
     return [each.change for each in possible_changes(request, step, source, load_machine(gpu))]
 
 

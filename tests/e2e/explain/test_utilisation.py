@@ -92,12 +92,16 @@ def test_a_machine_without_a_datasheet_rate_has_flops_and_no_share():
     assert found.model_flops == 10_000 and found.mfu is None and found.hfu is None
 
 
-def test_each_dtype_is_held_against_its_own_peak():
+def test_what_is_computed_more_widely_is_held_against_the_rate_of_the_step_and_8_bits_against_their_own():
     graph = drawn(("forward", "main"), ("forward", "main"))
     (rank,) = graph.ranks
     tasks = (rank.tasks[0], replace(rank.tasks[1], operators=(replace(PRODUCT, dtype="float32"),)))
     found = utilisation_of(replace(graph, ranks=(replace(rank, tasks=tasks),)), H100, 1.0)
-    peaks = [H100.compute[dtype].datasheet for dtype in ("bfloat16", "float32")]
+    assert found.mfu == pytest.approx(2 * 10_000 / H100.compute["bfloat16"].datasheet)
+    assert list(found.peak_flops_per_second) == ["bfloat16"]
+    tasks = (rank.tasks[0], replace(rank.tasks[1], operators=(replace(PRODUCT, dtype="float8"),)))
+    found = utilisation_of(replace(graph, ranks=(replace(rank, tasks=tasks),)), H100, 1.0)
+    peaks = [H100.compute[dtype].datasheet for dtype in ("bfloat16", "float8")]
     assert found.mfu == pytest.approx(sum(10_000 / peak for peak in peaks))
 
 

@@ -214,7 +214,7 @@ def test_whole_experts_take_more_memory_the_fewer_ranks_hold_them(tmp_path):
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("tp=2,etp=1", "etp=1 needs sp=yes"),
+        ("tp=2,sp=no,etp=1", "etp=1 needs sp=yes"),
         ("tp=4,sp=yes,etp=2", r"etp=2: experts are whole \(etp=1\) or split as the layers are \(etp=4\)"),
         (f"dp=2,ep=8,{WHOLE}", "ep=8 does not divide dp x cp x tp = 4"),
         (f"fsdp=2,ep=8,{WHOLE}", "ep=8 does not divide fsdp x cp x tp = 4"),

@@ -68,7 +68,7 @@ def test_interleaved_has_two_parts_a_stage_unless_told() -> None:
         ("fsdp=6,overlap=no", "overlap=no is for dp"),
         ("dp=6,overlap-gather=yes", "overlap-gather=yes is for zero=1 or 2"),
         ("fsdp=6,zero=1,prefetch=2", "prefetch is for zero=3"),
-        ("tp=6,tp-overlap=yes", "tp-overlap=yes is for what sp=yes gathers"),
+        ("tp=6,sp=no,tp-overlap=yes", "tp-overlap=yes is for what sp=yes gathers"),
         ("fsdp=6,reduce-dtype=float16", "reduce-dtype=float16: choose one of same, float32"),
         ("pp=6,micro-batches=6,schedule=dualpipe", "schedule=dualpipe needs an even pp"),
         ("dp=2,pp=3,micro-batches=6,schedule=dualpipe", "schedule=dualpipe needs an even pp"),

@@ -54,8 +54,9 @@ def test_a_built_in_model_says_what_it_took():
     for option, value in {
         "--batch-size": "1",
         "--mode": "train (forward, backward, optimizer)",
-        "--dtype": "float32 (TF32 off)",
-        "--attention": "eager (products and softmax apart)",
+        "--recipe": "plain (PyTorch's modules and AdamW in BF16 with FP32 master weights)",
+        "--dtype": "bfloat16 (FP32 master weights and states)",
+        "--attention": "flash (fused)",
         "--optimizer": "foreach (AdamW)",
         "--cuda-graph": "no",
     }.items():

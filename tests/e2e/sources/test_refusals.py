@@ -79,7 +79,7 @@ def nothing_is_captured(monkeypatch: pytest.MonkeyPatch):
 def test_ten_trillion_parameters_are_refused_by_their_size(configuration):
     sizes = {"hidden_size": 2**16, "intermediate_size": 2**18, "num_attention_heads": 512, "num_hidden_layers": 146}
     line = the_line("--model-config", configuration(**{**LLAMA, **sizes}))
-    assert "10 T parameters take 36.5 TiB, 2336 times the memory of one t4" in line and "--parallel" in line
+    assert "10 T parameters take 18.3 TiB, 1168 times the memory of one t4" in line and "--parallel" in line
 
 
 def test_a_script_of_ten_trillion_parameters_is_refused_by_its_size(script):
