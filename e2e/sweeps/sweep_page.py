@@ -76,7 +76,7 @@ def _answer(ran: Sequence[SweepRow]) -> Html:
 
 def _question(sweep: SweepResult) -> Html:
     asked = sweep.request
-    sizes = [f"micro-batches of {asked.batch_size}"]
+    sizes = [f"micro-batches of {', '.join(map(str, asked.sizes))}"]
     if asked.global_batch is not None:
         sizes.append(f"{asked.global_batch} sequences in a step")
     if asked.sequence_length is not None:
