@@ -41,27 +41,34 @@ def path_deviations(graph: ExecutionGraph, path: CriticalPath) -> Deviations:
 
 
 class Deviations:
-    """By how much the families of kernels may be faster (``below``) and slower (``above``), in seconds.
+    """By how much the families of kernels may be faster (``below``) and slower (``above``), and what they take
+    (``taken``), in seconds.
 
     Kernels and collectives of one family err alike, families independently.
     """
 
-    def __init__(self, below: Mapping[str, float] | None = None, above: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self,
+        below: Mapping[str, float] | None = None,
+        above: Mapping[str, float] | None = None,
+        taken: Mapping[str, float] | None = None,
+    ) -> None:
         self.below: dict[str, float] = defaultdict(float, below or {})
         self.above: dict[str, float] = defaultdict(float, above or {})
-        self._runs: dict[int, dict[str, tuple[float, float]]] = {}
+        self.taken: dict[str, float] = defaultdict(float, taken or {})
+        self._runs: dict[int, dict[str, tuple[float, float, float]]] = {}
 
     def add(self, task: Task, share: float) -> None:
         """``share`` of the time of ``task``; nothing for one without a price."""
         if task.duration is None:
             return
         if not task.kernels:
-            self._add(task_family(task), *_deviation(task.duration), share)
+            self._add(task_family(task), *_deviation(task.duration), task.duration.seconds, share)
             return
         if id(task.kernels) not in self._runs:
             self._runs[id(task.kernels)] = _relative_deviations(task.kernels)
-        for family, deviation in self._runs[id(task.kernels)].items():
-            self._add(family, *deviation, share * task.duration.seconds)
+        for family, parts in self._runs[id(task.kernels)].items():
+            self._add(family, *parts, share * task.duration.seconds)
 
     def around(
         self, seconds: float, host_seconds: float, host_factor: float, errors: StepErrors | None = None
@@ -70,28 +77,30 @@ class Deviations:
         ``host_factor`` times shorter or longer. ``errors``: how much of the kernels' errors is left in such a step, and
         how far it is off besides (``None``: all of them, and nothing).
         """
-        learned = errors or StepErrors()
+        learned = (errors or StepErrors()).in_step(self.taken, seconds)
         below = [learned.share(family) * each for family, each in self.below.items()]
         above = [learned.share(family) * each for family, each in self.above.items()]
         down = math.hypot(host_seconds * (1 - 1 / host_factor), -seconds * math.expm1(-learned.residual), *below)
         up = math.hypot(host_seconds * (host_factor - 1), seconds * math.expm1(learned.residual), *above)
         return max(0.0, seconds - down), seconds + up
 
-    def _add(self, family: str, below: float, above: float, share: float) -> None:
+    def _add(self, family: str, below: float, above: float, seconds: float, share: float) -> None:
         self.below[family] += share * below
         self.above[family] += share * above
+        self.taken[family] += share * seconds
 
 
 def _deviation(duration: Duration) -> tuple[float, float]:
     return duration.seconds - duration.lower, duration.upper - duration.seconds
 
 
-def _relative_deviations(kernels: Iterable[Kernel]) -> dict[str, tuple[float, float]]:
-    """Of each family, as shares of what all ``kernels`` take."""
+def _relative_deviations(kernels: Iterable[Kernel]) -> dict[str, tuple[float, float, float]]:
+    """Of each family below, above and what it takes, as shares of what all ``kernels`` take."""
     priced = [(task_family(each), each.duration) for each in kernels if each.duration is not None]
     whole = sum(duration.seconds for _, duration in priced) or 1.0
-    sums: dict[str, tuple[float, float]] = {}
+    sums: dict[str, tuple[float, float, float]] = {}
     for family, duration in priced:
-        known, added = sums.get(family, (0.0, 0.0)), _deviation(duration)
-        sums[family] = known[0] + added[0] / whole, known[1] + added[1] / whole
+        known, added = sums.get(family, (0.0, 0.0, 0.0)), _deviation(duration)
+        taken = known[2] + duration.seconds / whole
+        sums[family] = known[0] + added[0] / whole, known[1] + added[1] / whole, taken
     return sums

@@ -98,7 +98,7 @@ class Comparison:
         sums: dict[str, float] = {}
         for step in self._steps:
             found = path_deviations(step.result.graph, step.result.path)
-            learned = step.errors or StepErrors()
+            learned = _learned(step)
             for family in found.above:
                 size = learned.share(family) * max(found.above[family], found.below[family])
                 sums[family] = max(sums.get(family, 0.0), size / step.result.prediction.iteration_seconds)
@@ -128,6 +128,12 @@ class Comparison:
         return simulate_iterations(graph, _ITERATIONS).period_seconds
 
 
+def _learned(step: ComparedStep) -> StepErrors:
+    """How much of the errors of kernels is left in ``step``."""
+    taken = path_deviations(step.result.graph, step.result.path).taken
+    return (step.errors or StepErrors()).in_step(taken, step.result.prediction.iteration_seconds)
+
+
 def _host_cause(host: Hashable) -> Callable[[ComparedStep, int], ExecutionGraph]:
     def graph(step: ComparedStep, way: int) -> ExecutionGraph:
         given = step.result.graph
@@ -141,7 +147,7 @@ def _host_cause(host: Hashable) -> Callable[[ComparedStep, int], ExecutionGraph]
 
 def _family_cause(families: Sequence[str]) -> Callable[[ComparedStep, int], ExecutionGraph]:
     def graph(step: ComparedStep, way: int) -> ExecutionGraph:
-        learned = step.errors or StepErrors()
+        learned = _learned(step)
         shares = {family: learned.share(family) for family in families}
         given = step.result.graph
         return replace(given, ranks=tuple(_with_kernels(rank, shares, way) for rank in given.ranks))

@@ -13,10 +13,24 @@ from e2e.step.execution_graph import Kernel, Task
 PATH_PARTS = 40
 
 
+# What runs on tensor cores errs by number type, and in experts by how many rows each gets.
+_PRODUCTS = ("Gemm", "Attention", "ScaledGemm")
+_SHORT = ("bfloat16", "float16")
+_OF_EXPERTS = ("moe::", "float8::each", "float8::grouped")
+
+
 def task_family(task: Task | Kernel) -> str:
-    """The type of a task's first record, or its kind."""
+    """The type of a task's first record, or its kind; of products and attention their number type too where it has not
+    16 bits, and whether they are of experts.
+    """
     if task.operators:
-        return type(task.operators[0]).__name__
+        first = task.operators[0]
+        name = type(first).__name__
+        if name not in _PRODUCTS:
+            return name
+        dtype = getattr(first, "dtype", "")
+        name += "" if dtype in _SHORT else f" in {dtype}"
+        return f"{name} of experts" if task.name.startswith(_OF_EXPERTS) else name
     collective = task.collective if isinstance(task, Task) else None
     return collective.kind if collective is not None else task.kind
 

@@ -110,7 +110,7 @@ def predict(
         steady.timeline.iterations - 2,
         steady.period_seconds,
         host_factor=setting.overheads.factor,
-        errors=band.errors if band is not None and lost else None,
+        errors=None if band is None else band.errors,
     )
     told = [*notes, *_waiting_for_the_slowest(gpus, lost)]
     found = _result(step, setting.machine, cluster, memory, [*warnings, *_unsettled(steady)], told)

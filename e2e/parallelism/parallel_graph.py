@@ -26,7 +26,7 @@ from e2e.parallelism.captured import (
 )
 from e2e.parallelism.condense import Condenser
 from e2e.parallelism.host_offload import HostSeconds
-from e2e.parallelism.layers.chunked_products import beside_products
+from e2e.parallelism.layers.chunked_products import beside_products, gathered_in_8_bits
 from e2e.parallelism.layers.pieces import (
     CAPTURED_LAYERS,
     FIRST,
@@ -45,7 +45,7 @@ from e2e.parallelism.stage_memory import KeptWeights, kept_weights, stage_memory
 from e2e.step.choices import AttentionForm, Dtype, MixtureForm, OptimizerForm
 from e2e.step.execution_graph import CallInfo, ExecutionGraph
 from e2e.step.memory import EXPERT_DIMENSIONS, MemoryUsage
-from e2e.step.precision import Precision
+from e2e.step.precision import Precision, recipe_of
 
 ModelChange = Callable[[tuple[Item, ...], Mapping[int, CallInfo]], tuple[Item, ...]]
 # Beyond, pricing and simulating kernel by kernel takes more than about 20 s of CPU.
@@ -161,6 +161,11 @@ def build(
     captured = _run_by(captured, stack)
     if spec.splits_backward:
         captured = replace(captured, pieces=apart(captured.pieces, captured.dtype.itemsize))
+    recipe = recipe_of(step.precision, step.dtype)
+    if recipe is not None and recipe.weights_kept and spec.sequence_parallel:  # Transformer Engine's
+        captured = replace(
+            captured, pieces=captured.pieces.with_items(lambda items: gathered_in_8_bits(items, spec.tp))
+        )
     if spec.tp_overlap:
         captured = replace(captured, pieces=beside_products(captured.pieces, spec.tp))
     keeping = kept_weights(spec, captured.dtype.itemsize, stack)

@@ -5,8 +5,10 @@ al., "Not All GPUs Are Created Equal", SC 2022). Tables are of one GPU. In a syn
 in every collective, so that the kernels of all take as long as its own. If speeds are spread evenly over a band, the
 slowest of n GPUs is expected at (n - 1) / (n + 1) of its width: 78 % with 8 GPUs, all of it with thousands.
 
-The width is the one number that is fitted to whole steps (:mod:`e2e.validate.fit_speed_band`): all else that a long
-step loses and no model knows is in it too. What it leaves says how wide the interval of such a step is.
+The width is fitted to whole steps (:mod:`e2e.validate.fit_speed_band`): all else that a long step loses and no model
+knows is in it too. It is the same for every step of several GPUs that is predicted kernel by kernel: ``--parallel``,
+``--script`` and inference. What it leaves says how wide the interval of a step is, of one GPU too: the more so the more
+of it are products and attention like those of the steps that taught (:meth:`StepErrors.in_step`).
 
 costmodel/calibration/speed_band.json    the width, the errors of the steps it was fitted to, which steps
 """
@@ -28,7 +30,8 @@ from e2e.step.execution_graph import Duration, ExecutionGraph, Kernel, RankGraph
 
 SPEED_BAND = Path(__file__).parents[2] / "costmodel" / "calibration" / "speed_band.json"
 FIT_COMMAND = "python -m e2e.validate.fit_speed_band"
-_LEARNED_DTYPES = ("bfloat16", "float16")
+# What most of a step must be for it to err like those that taught.
+_PRODUCTS = ("Gemm", "Attention")
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,14 @@ class StepErrors:
     def share(self, family: str) -> float:
         """What is left of the errors of the kernels of ``family`` in a step."""
         return self.kept if family in self.families else 1.0
+
+    def in_step(self, taken: Mapping[str, float], seconds: float) -> StepErrors:
+        """What is left in a step of ``seconds`` whose path has ``taken`` of each family: with half of it products and
+        attention that taught, half of what they teach. Of one without any, kernels err as much as by themselves.
+        """
+        taught = math.fsum(taken.get(family, 0.0) for family in self.families if family in _PRODUCTS)
+        share = min(taught / seconds, 1.0) if seconds > 0 else 0.0
+        return replace(self, residual=self.residual * share, kept=1.0 - (1.0 - self.kept) * share)
 
     def widened(self, spread: float) -> StepErrors:
         """These, where something else moves 80 % of steps by up to ``spread`` (log units) each way."""
@@ -70,12 +81,12 @@ class SpeedBand:
         """By how much (a fraction) kernels take longer where ``gpus`` GPUs wait for each other."""
         return self.width * (gpus - 1) / (gpus + 1)
 
-    def meant_for(self, machine: Machine, dtype: str, *, older_libraries: bool = False) -> SpeedBand:
-        """This band for steps of ``dtype`` on ``machine``: of chips and types that no step told of, kernels may err in
-        a step as much as by themselves; with libraries older than the tables' a step is also as far off as releases
-        differ (:mod:`e2e.price.release_spread`).
+    def meant_for(self, machine: Machine, *, older_libraries: bool = False) -> SpeedBand:
+        """This band for steps on ``machine``: of chips that no step told of, kernels may err in a step as much as by
+        themselves; with libraries older than the tables' a step is also as far off as releases differ
+        (:mod:`e2e.price.release_spread`).
         """
-        known = dtype in _LEARNED_DTYPES and chip_name(machine) in self.chips
+        known = chip_name(machine) in self.chips
         if known and not older_libraries:
             return self
         errors = self.errors if known else replace(self.errors, families=())
@@ -111,6 +122,12 @@ def _band(record: Mapping[str, Any]) -> SpeedBand:
 def band_record(band: SpeedBand) -> dict[str, Any]:
     """The JSON document that :func:`load_speed_band` reads."""
     return asdict(band)
+
+
+def band_of(machine: Machine, *, older_libraries: bool = False) -> SpeedBand | None:
+    """The shipped band for steps on ``machine``; ``None`` where there is none."""
+    band = load_speed_band()
+    return None if band is None else band.meant_for(machine, older_libraries=older_libraries)
 
 
 def slowed(graph: ExecutionGraph, slowdown: float) -> ExecutionGraph:

@@ -9,10 +9,12 @@ from costmodel.machines.cluster import Cluster
 from costmodel.operators.attention import AttentionKernel
 from costmodel.operators.expert_routing import BALANCED
 from e2e.capture.models.catalog import build, build_from_file
+from e2e.capture.models.stacks import stack_of
 from e2e.capture.options import CaptureOptions
 from e2e.capture.session import CapturedWorkload, capture
 from e2e.capture.tf32_switches import NO_TF32, Tf32Switches
 from e2e.lowering.lowered_step import lower_step
+from e2e.price.speed_band import band_of
 from e2e.sources.asked.request import ConfigurationOptions, PredictRequest
 from e2e.sources.capture_notes import assumptions
 from e2e.sources.prepared_step import Batch, PreparedStep
@@ -69,9 +71,11 @@ def single_step(
     if lowering.routing != BALANCED:
         even = replace(lowering, routing=BALANCED)
         balanced = lower_step(trace, even, compiled=setting.compiled, architecture=architecture).graph
+    older = stack_of(configuration.stack).older_libraries
     return PreparedStep(
-        lowered.graph, setting, cluster, lowered.memory, lowered.warnings, traced=traced, balanced=balanced
-    )
+        lowered.graph, setting, cluster, lowered.memory, lowered.warnings, traced=traced, balanced=balanced,
+        band=band_of(cluster.machine, older_libraries=older),
+    )  # fmt: skip
 
 
 def require_size(model: CapturedWorkload, cluster: Cluster) -> None:

@@ -11,7 +11,7 @@ from e2e.parallelism import ParallelGraph, Step, build
 from e2e.parallelism.condense import Condenser
 from e2e.parallelism.spec import require_consistent
 from e2e.price.release_spread import OLDER_NOTE
-from e2e.price.speed_band import load_speed_band
+from e2e.price.speed_band import band_of
 from e2e.sources.asked.request import PredictRequest
 from e2e.sources.prepared_step import Batch, PreparedStep
 from e2e.sources.request_parts import FORWARD_ALONE, cluster_of, placed_values, setting_of, taken_values
@@ -51,11 +51,9 @@ def prepare(request: PredictRequest, captures: Path | None = None) -> PreparedSt
 
     built = of(step)
     balanced = None if step.routing == BALANCED else of(replace(step, routing=BALANCED)).graph
-    dtype = configuration.number_type
-    band = None if step.inference else load_speed_band()
     older = stack_of(configuration.stack).older_libraries
-    told = band is not None and (machine.skew is None or machine.skew.spread is None)
-    notes = [*([FORWARD_ALONE] if step.inference else []), *([OLDER_NOTE] if older and told else [])]
+    band = band_of(cluster.machine, older_libraries=older)
+    notes = [*([FORWARD_ALONE] if step.inference else []), *([OLDER_NOTE] if older and band is not None else [])]
     made_of = f"batch size {step.batch_size} x {spec.micro_batches} micro-batches x {spec.replicas} replicas"
     return PreparedStep(
         built.graph,
@@ -64,7 +62,7 @@ def prepare(request: PredictRequest, captures: Path | None = None) -> PreparedSt
         built.memory,
         built.warnings,
         skew=machine.skew,
-        band=None if band is None else band.meant_for(cluster.machine, dtype, older_libraries=older),
+        band=band,
         notes=notes,
         balanced=balanced,
         batch=Batch(built.samples, built.sequence_length, made_of),

@@ -12,6 +12,7 @@ from e2e.capture.options import CaptureOptions
 from e2e.capture.script import Fallback, capture_script, load_script, taken_names
 from e2e.capture.tf32_switches import Tf32Switches, tf32_switches
 from e2e.lowering.lowered_step import lower_ranks
+from e2e.price.speed_band import band_of
 from e2e.sources.asked.request import PredictRequest, WorkloadOptions
 from e2e.sources.capture_notes import assumptions
 from e2e.sources.prepared_step import Batch, PreparedStep
@@ -84,6 +85,7 @@ def prepare_ranks(request: PredictRequest) -> PreparedStep:
         lowered.memory,
         warnings,
         skew=request.machine.skew,
+        band=band_of(cluster.machine),
         batch=_batch(*sizes, captured.traces, gpus),
         taken=taken,
         traced=traced,

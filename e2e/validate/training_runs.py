@@ -30,10 +30,11 @@ class PredictedStep:
     ``shortage``: what does not fit; ``allocated_bytes``: of the peak, without the allocator's reserve. ``banded``: the
     same step simulated with kernels that take ``1 + lost`` times as long.
 
-    ``parts``: seconds of the critical path by kind; ``below`` and ``above``: by how much the families of kernels on it
-    may be faster and slower, in seconds (:class:`e2e.explain.intervals.Deviations`); ``host_seconds`` of it are the
-    host's, whose times may be ``host_factor`` times shorter or longer. ``chip``: see
-    :func:`e2e.price.speed_band.chip_name`; ``warnings``: of the prediction.
+    ``parts``: seconds of the critical path by kind; ``below``, ``above`` and ``taken``: by how much the families of
+    kernels on it may be faster and slower, and what they take, in seconds
+    (:class:`e2e.explain.intervals.Deviations`); ``host_seconds`` of it are the host's, whose times may be
+    ``host_factor`` times shorter or longer. ``chip``: see :func:`e2e.price.speed_band.chip_name`; ``warnings``: of the
+    prediction.
     """
 
     seconds: float = 0.0
@@ -47,6 +48,7 @@ class PredictedStep:
     allocated_bytes: int | None = None
     below: Mapping[str, float] = field(default_factory=dict)
     above: Mapping[str, float] = field(default_factory=dict)
+    taken: Mapping[str, float] = field(default_factory=dict)
     host_seconds: float = 0.0
     host_factor: float = 1.0
     chip: str = ""
@@ -68,12 +70,14 @@ class PredictedStep:
         if self.banded is not None and math.isclose(slowdown, self.lost, abs_tol=1e-9):
             return replace(self, **self.banded)
         factor = 1.0 + slowdown * self.kernel_share
-        below, above = ({name: value * factor for name, value in each.items()} for each in (self.below, self.above))
-        return replace(self, seconds=self.seconds * factor, below=below, above=above)
+        sums = ({name: value * factor for name, value in each.items()} for each in (self.below, self.above, self.taken))
+        below, above, taken = sums
+        return replace(self, seconds=self.seconds * factor, below=below, above=above, taken=taken)
 
     def interval(self, errors: StepErrors | None = None) -> tuple[float, float]:
         """Where the step lies, by what ``errors`` say of such steps."""
-        return Deviations(self.below, self.above).around(self.seconds, self.host_seconds, self.host_factor, errors)
+        deviations = Deviations(self.below, self.above, self.taken)
+        return deviations.around(self.seconds, self.host_seconds, self.host_factor, errors)
 
 
 def predict_steps(steps: Sequence[AskedStep], kept: Path, workers: int | None = None) -> Iterator[PredictedStep]:
@@ -151,6 +155,7 @@ def _predicted(step: AskedStep, kept: Path) -> PredictedStep:
             "seconds": again.prediction.iteration_seconds,
             "below": dict(slower.below),
             "above": dict(slower.above),
+            "taken": dict(slower.taken),
             "host_seconds": again.path.host_bound_fraction * again.path.seconds,
         }
     return PredictedStep(
@@ -163,6 +168,7 @@ def _predicted(step: AskedStep, kept: Path) -> PredictedStep:
         dict(found.attribution),
         below=dict(deviations.below),
         above=dict(deviations.above),
+        taken=dict(deviations.taken),
         host_seconds=answer.path.host_bound_fraction * answer.path.seconds,
         host_factor=ready.setting.overheads.factor,
         chip=chip_name(ready.setting.machine),

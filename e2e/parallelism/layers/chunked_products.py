@@ -10,6 +10,10 @@ parallelism do it with sequence parallelism among ``tp`` ranks:
   and the gradient of the input is scattered during the other ("bulk" overlap, as plain Megatron-LM has it too).
 
 Pieces go from buffer to buffer without a call of NCCL each: together they take as long as the whole does.
+
+In 8 bits Transformer Engine gathers what is cast already (``with_quantized_all_gather`` of its linear layers), whether
+or not that goes beside products: every rank casts its own part of the sequence, half the bytes travel, and the copy for
+the gradient of the weights is transposed behind (:func:`gathered_in_8_bits`).
 """
 
 from __future__ import annotations
@@ -18,7 +22,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from costmodel.operators.device_work import Gemm
+from costmodel.operators.device_work import Elementwise, Gemm, Rearrangement
+from costmodel.operators.scaled_work import ScaledCast, ScaledGemm
 from e2e.parallelism.layers.pieces import Item, LayerCollective, Pieces, Ready, Work
 from e2e.step.execution_graph import HostWork
 
@@ -28,6 +33,62 @@ Key = TypeVar("Key")
 def beside_products(pieces: Pieces, tp: int) -> Pieces:
     """``pieces`` of a rank with sequence parallelism among ``tp``, rewritten; work and bytes stay the same."""
     return pieces.with_items(lambda items: overlapped(items, tp))
+
+
+def gathered_in_8_bits(items: Sequence[Item], tp: int) -> tuple[Item, ...]:
+    """``items`` with casts of what ``tp`` ranks gather in front of the gather, each of the rank's own part."""
+    found: list[Item] = []
+    place = 0
+    while place < len(items):
+        item = items[place]
+        place += 1
+        casts = _casts_behind(items, place) if _of_tensor_ranks(item, "all_gather") else 0
+        if not casts:
+            found.append(item)
+            continue
+        assert isinstance(item, LayerCollective)
+        whole = 0  # values of the first cast, which is of what is gathered; others are of weights
+        both: Work | None = None
+        for each in items[place : place + casts]:
+            operator = each.operators[0] if isinstance(each, Work) else None
+            if isinstance(operator, ScaledCast) and both is None and whole in (0, operator.elements):
+                whole = operator.elements
+                own = replace(operator, rows=-(-operator.rows // tp), outputs=min(operator.outputs, 1))
+                both = replace(each, operators=(own,)) if isinstance(each, Work) and operator.outputs else None
+                each = replace(each, operators=(own,)) if isinstance(each, Work) else each
+            found.append(each)
+        found.append(replace(item, size_bytes=item.size_bytes // 2))
+        place += casts
+        while place < len(items) and isinstance(items[place], HostWork):
+            found.append(items[place])
+            place += 1
+        found.append(items[place])  # the product
+        place += 1
+        if both is not None:
+            turned = Rearrangement("transpose", whole, both.operators[0].columns, "float8")  # type: ignore[union-attr]
+            found += [HostWork("T5", both.call), replace(both, name="float8::transpose", operators=(turned,))]
+    return tuple(found)
+
+
+def _casts_behind(items: Sequence[Item], place: int) -> int:
+    """How many items from ``place`` on prepare operands in 8 bits for the product behind them; 0 without any."""
+    cast, at = False, place
+    while at < len(items) and not _is_product(items[at]):
+        item = items[at]
+        if isinstance(item, Work):
+            operator = item.operators[0] if item.operators else None
+            scale = isinstance(operator, Elementwise) and operator.elements == 1
+            if not scale and not isinstance(operator, ScaledCast):
+                return 0
+            cast = cast or (isinstance(operator, ScaledCast) and operator.outputs > 0)
+        elif isinstance(item, LayerCollective | Ready):
+            return 0
+        at += 1
+    if at == len(items) or not cast:
+        return 0
+    while isinstance(items[at - 1], HostWork):  # of the product's launch
+        at -= 1
+    return at - place
 
 
 def overlapped(items: Sequence[Item], tp: int) -> tuple[Item, ...]:
@@ -43,8 +104,9 @@ def _in_bulk(items: list[Item]) -> list[Item]:
     products: list[int] | None = None  # places in ``found``, since an early gather
     for item in items:
         if isinstance(item, LayerCollective):
-            if item.kind == "reduce_scatter" and item.group == "tp" and products is not None and len(products) > 1:
-                found.insert(products[-1], replace(item, early=True))
+            run = products if products is not None else _scaled_before(found)
+            if _of_tensor_ranks(item, "reduce_scatter") and len(run) > 1:
+                found.insert(run[-1], replace(item, early=True))
                 products = None
                 continue
             products = [] if item.early else None
@@ -52,6 +114,22 @@ def _in_bulk(items: list[Item]) -> list[Item]:
             products.append(len(found))
         found.append(item)
     return found
+
+
+def _scaled_before(items: Sequence[Item]) -> list[int]:
+    """Places of the products in 8 bits that ``items`` end with: the gradients of an input and of weights, for which
+    nothing is gathered again.
+    """
+    places: list[int] = []
+    for place in range(len(items) - 1, -1, -1):
+        item = items[place]
+        if isinstance(item, Work):
+            if not (_is_product(item) and isinstance(item.operators[0], ScaledGemm)):
+                break
+            places.insert(0, place)
+        elif isinstance(item, LayerCollective):
+            break
+    return places
 
 
 def _gathered(items: list[Item], tp: int) -> Iterator[Item]:
@@ -120,7 +198,8 @@ def _pieces(works: Sequence[Work], tp: int, number: int) -> Iterator[Item]:
         if number:
             yield HostWork("T5", work.call)
         operators = tuple(
-            replace(each, m=-(-each.m // tp)) if isinstance(each, Gemm) else each for each in work.operators
+            replace(each, m=-(-each.m // tp)) if isinstance(each, Gemm | ScaledGemm) else each
+            for each in work.operators
         )
         yield replace(work, name=f"{work.name}{_PIECE}", operators=operators)
 
@@ -133,8 +212,12 @@ def _cut(item: Item | None) -> bool:
 
 
 def _waited_for(item: Item | None, kind: str) -> bool:
-    return isinstance(item, LayerCollective) and item.kind == kind and item.group == "tp" and not item.early
+    return _of_tensor_ranks(item, kind) and isinstance(item, LayerCollective) and not item.early
+
+
+def _of_tensor_ranks(item: Item | None, kind: str) -> bool:
+    return isinstance(item, LayerCollective) and item.kind == kind and item.group == "tp"
 
 
 def _is_product(item: Item | None) -> bool:
-    return isinstance(item, Work) and len(item.operators) == 1 and isinstance(item.operators[0], Gemm)
+    return isinstance(item, Work) and len(item.operators) == 1 and isinstance(item.operators[0], Gemm | ScaledGemm)

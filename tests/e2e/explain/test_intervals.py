@@ -27,12 +27,14 @@ from toy_predictions import (
 )
 
 from costmodel.machines.machine_catalog import load_machine
+from costmodel.operators.device_work import Gemm
 from e2e.explain.critical_path import CriticalPath, Segment
 from e2e.explain.intervals import Deviations, step_interval
+from e2e.explain.path_parts import task_family
 from e2e.explain.predictor import Setting, predict
 from e2e.price.speed_band import StepErrors
 from e2e.simulate.timeline import Edge
-from e2e.step.execution_graph import Duration
+from e2e.step.execution_graph import Duration, Kernel
 
 
 def test_the_critical_path_sums_to_the_step_and_the_interval_holds_it():
@@ -88,9 +90,28 @@ def test_host_time_on_the_path_is_as_uncertain_as_the_host_is_unknown():
     assert seconds > 0 and (low, high) == pytest.approx((seconds / 1.5, seconds * 1.5))
 
 
+def replace_taken(deviations: Deviations, taken: dict[str, float]) -> Deviations:
+    return Deviations(deviations.below, deviations.above, taken)
+
+
+def test_what_did_not_teach_errs_as_by_itself():
+    """Products in 8 bits, those of experts, and steps without products are none of what whole steps told of."""
+
+    def family(name: str, dtype: str) -> str:
+        return task_family(Kernel(name, "kernel", (Gemm(1, 64, 64, 64, dtype),)))
+
+    assert family("aten::mm", "bfloat16") == family("aten::mm", "float16") == "Gemm"
+    strange = {family("aten::mm", "float32"), family("moe::each_mm", "bfloat16"), family("float8::each_mm", "float8")}
+    assert len(strange) == 3 and "Gemm" not in strange
+    learned = StepErrors(0.05, 0.2, ("Gemm", "Softmax"))
+    for taken in ({}, {"Softmax": 10.0}, {"Gemm of experts": 10.0}):
+        assert learned.in_step(taken, 10.0) == StepErrors(0.0, 1.0, learned.families)
+    assert learned.in_step({"Gemm": 5.0}, 10.0).kept == pytest.approx(0.6)
+
+
 def test_an_interval_is_never_narrower_for_knowing_less():
     """What whole steps told narrows the kernels of their families alone, and comes on top of all that is not known."""
-    deviations = Deviations({"Gemm": 1.0, "Strange": 0.5}, {"Gemm": 2.0, "Strange": 1.5})
+    deviations = Deviations({"Gemm": 1.0, "Strange": 0.5}, {"Gemm": 2.0, "Strange": 1.5}, {"Gemm": 10.0})
     learned = StepErrors(0.05, 0.2, ("Gemm",))
 
     def width(errors: StepErrors | None, known: Deviations = deviations, host: float = 1.0) -> tuple[float, float]:
@@ -101,14 +122,16 @@ def test_an_interval_is_never_narrower_for_knowing_less():
     assert width(learned) == pytest.approx(
         (math.hypot(0.2, 0.5, 10 * (1 - math.exp(-0.05))), math.hypot(0.4, 1.5, 10 * (math.exp(0.05) - 1)))
     )
-    worse = Deviations({"Gemm": 1.2, "Strange": 0.5}, {"Gemm": 2.4, "Strange": 1.5})
+    worse = Deviations({"Gemm": 1.2, "Strange": 0.5}, {"Gemm": 2.4, "Strange": 1.5}, {"Gemm": 10.0})
     stranger = Deviations({"Strange": 1.5}, {"Strange": 3.5})
+    mixed = replace_taken(deviations, {"Gemm": 5.0, "Strange": 5.0})
     for less in (
         width(replace(learned, residual=0.06)),
         width(replace(learned, kept=0.3)),
         width(replace(learned, families=())),
         width(learned, worse),
         width(learned, stranger),
+        width(learned, mixed),
         width(learned, host=1.5),
     ):
         assert all(wide > narrow for wide, narrow in zip(less, width(learned), strict=True))

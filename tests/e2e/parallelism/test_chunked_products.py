@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from costmodel.operators.any_operator import AnyOperator
 from costmodel.operators.device_work import Elementwise, Gemm
-from e2e.parallelism.layers.chunked_products import overlapped
+from costmodel.operators.scaled_work import ScaledCast, ScaledGemm
+from e2e.parallelism.layers.chunked_products import gathered_in_8_bits, overlapped
 from e2e.parallelism.layers.pieces import Item, LayerCollective, Ready, Work
 from e2e.parallelism.stage_writer import StageWriter
 from e2e.simulate.simulator import simulate
@@ -129,3 +132,41 @@ def test_other_communication_is_left_alone() -> None:
         other(),
     )
     assert overlapped(items, TP) == items
+
+
+def scaled(name: str, operator: AnyOperator) -> list[Item]:
+    return [HostWork("T2", 0), Work(name, "kernel", (operator,), 0)]
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+@pytest.mark.parametrize("searched", [True, False])
+def test_what_is_gathered_in_8_bits_is_cast_by_its_own_rank_and_goes_beside_the_product(tp: int, searched: bool):
+    """Half the bytes, a share of the casts of activations, weights cast as before; products as many and as large."""
+    rows, width, columns = 4096, 1024, 512
+    given, weight = ScaledCast(rows, width, outputs=2), ScaledCast(columns, width, outputs=2)
+    search = [*scaled("amax", replace(given, outputs=0)), *scaled("amax", Elementwise("scale", 1))] if searched else []
+    product = scaled("mm", ScaledGemm(rows, columns, width))
+    whole = LayerCollective("all_gather", rows * width * 2 // tp, 0)
+    items = [whole, *search, *scaled("cast", given), *scaled("cast", weight), *product]
+    narrow = gathered_in_8_bits(items, tp)
+    (gather,) = (each for each in narrow if isinstance(each, LayerCollective))
+    assert gather.size_bytes == whole.size_bytes // 2
+    casts = [each.operators[0] for each in narrow if isinstance(each, Work)]
+    before = narrow[: narrow.index(gather)]
+    assert sum(isinstance(each, Work) for each in before) == len(casts) - 2  # all but the product and a transposition
+    found = [each for each in casts if isinstance(each, ScaledCast)]
+    assert {each.rows for each in found} == {rows // tp, columns} and found[-1] == weight
+    assert gathered_in_8_bits(narrow, tp) == narrow
+    beside = overlapped(narrow, tp)
+    pieces = [each for each in beside if isinstance(each, LayerCollective)]
+    assert len(pieces) == tp - 1 and all(each.early for each in pieces)
+    products = [each.operators[0] for each in beside if isinstance(each, Work) and each.name.startswith("mm")]
+    assert [each.m for each in products] == [rows // tp] * tp  # type: ignore[union-attr]
+
+
+def test_gradients_in_8_bits_are_scattered_beside_the_gradient_of_the_weights():
+    product = scaled("mm", ScaledGemm(64, 64, 64))
+    scatter = LayerCollective("reduce_scatter", 8192, 0)
+    found = overlapped([*product, *product, Ready(8192), scatter], 4)
+    kinds = [type(each).__name__ for each in found if not isinstance(each, HostWork)]
+    assert kinds == ["Work", "LayerCollective", "Work", "Ready"]

@@ -10,7 +10,7 @@ import pytest
 
 from e2e.price.release_spread import release_spread
 from e2e.price.speed_band import SpeedBand, StepErrors
-from e2e.validate.fit_speed_band import BareStep, fit_speed_band, left_out_bands
+from e2e.validate.fit_speed_band import UNSEEN, BareStep, fit_speed_band, left_out_bands
 from e2e.validate.training_requests import AskedStep, asked_step
 from e2e.validate.training_rows import TrainingRow
 from e2e.validate.training_runs import PredictedStep
@@ -31,7 +31,9 @@ def made(source: str, gpus: int, measured: float, precision: str = "bf16") -> Ba
     asked = asked_step(row)
     assert isinstance(asked, AskedStep)
     parts = {"compute": 6.0, "memory": 2.0, "collective transfer": 2.0}
-    predicted = PredictedStep(10.0, (8.4, 11.6), parts=parts, below={"Gemm": 1.6}, above={"Gemm": 1.6}, chip=CHIP)
+    predicted = PredictedStep(
+        10.0, (8.4, 11.6), parts=parts, below={"Gemm": 1.6}, above={"Gemm": 1.6}, taken={"Gemm": 10.0}, chip=CHIP
+    )
     return BareStep(asked, predicted)
 
 
@@ -50,13 +52,14 @@ def test_the_width_that_steps_were_made_with_is_found():
     assert band.errors.families == ("Gemm",) and band.errors.residual == 0.0
 
 
-def test_the_interval_holds_four_fifths_of_steps_and_more_where_sources_are_few():
+def test_the_interval_holds_four_fifths_of_steps_that_err_as_unseen_ones_do():
     found = steps(0.08, noise=0.03)
     band = fit_speed_band(found)
     assert band is not None and band.width == pytest.approx(0.08, abs=0.01)
-    inside = [TrainingCase(step.asked, step.predicted, band).inside for step in found]
-    # Three sources: Student's quantile is half as wide again as the normal one.
-    assert 0.85 < sum(inside) / len(inside) < 0.99
+    for noise, low, high in ((0.03, 0.95, 1.0), (0.03 * UNSEEN, 0.65, 0.92)):
+        cases = [TrainingCase(step.asked, step.predicted, band) for step in steps(0.08, noise)]
+        new = [case for case in cases if case.asked.stack != "llm-foundry"]  # whose libraries widen it once more
+        assert low < sum(case.inside for case in new) / len(new) <= high
 
 
 def test_what_a_step_is_judged_by_has_not_seen_its_source():
