@@ -234,8 +234,8 @@ def sweep(
     from e2e.sweeps.sweep_driver import sweep as run_sweep
     from e2e.sweeps.sweep_space import SweepRequest, cells_of
 
-    for option, number in (("batch-size", batch_size), ("global-batch", global_batch), ("workers", workers), ("tries", tries),
-                           ("sequence-length", sequence_length)):  # fmt: skip
+    for option, number in (("batch-size", batch_size), ("global-batch", global_batch), ("workers", workers),
+                           ("tries", tries), ("sequence-length", sequence_length)):  # fmt: skip
         check_count(option, number)
     recipes = [recipe] if recipe is None or isinstance(recipe, str) else list(recipe)
     precisions = [precision] if precision is None or isinstance(precision, str) else list(precision)
@@ -257,7 +257,8 @@ def sweep(
     request = SweepRequest(
         os.fspath(model), batch_size, global_batch, sequence_length,
         _one_of("dtype", dtype, (None, *get_args(Dtype))),
-        _one_of("attention", attention, (None, *get_args(AttentionForm))), network, experts, None, stack, None, compile, layers,
+        _one_of("attention", attention, (None, *get_args(AttentionForm))), network, experts, None,
+        stack, None, compile, layers,
     )  # fmt: skip
     machines = [gpu] if isinstance(gpu, str) else gpu
     plan.check(machines)

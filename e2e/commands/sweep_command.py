@@ -56,7 +56,8 @@ def sweep_command(
     compiled: options.CompiledOption = False,
     network: options.NetworkOption = None,
     tries: Annotated[
-        int, typer.Option(min=1, help="Ways of `auto` that are predicted on every number of GPUs: those that look best.")
+        int,
+        typer.Option(min=1, help="Ways of `auto` that are predicted on every number of GPUs: those that look best."),
     ] = 12,
     tokens: Annotated[
         str | None, typer.Option(help="Tokens of a whole training run, such as 1T: adds its days (and cost).")

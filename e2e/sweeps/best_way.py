@@ -32,7 +32,8 @@ def with_best_way(request: PredictRequest) -> tuple[PredictRequest, str]:
     config, name = configuration(workload.model or workload.model_config or "")
     question = SweepRequest(
         str(workload.model or workload.model_config), workload.samples, None, workload.sequence_length, asked.dtype,
-        asked.attention, machine.network, experts_of(config), asked.recipe, asked.stack, layers=layer_count(config, name),
+        asked.attention, machine.network, experts_of(config), asked.recipe, asked.stack,
+        layers=layer_count(config, name),
     )  # fmt: skip
     looked = promising(question, cells_of(question, [machine.gpu], [machine.gpus], ["auto"]), TRIES)
     found: list[tuple[float, PredictRequest, str]] = []
@@ -54,9 +55,7 @@ def with_best_way(request: PredictRequest) -> tuple[PredictRequest, str]:
         raise InputError(f"--gpus {machine.gpus}: no way to spread {name} was found ({reason}); give --parallel")
     (rate, best, way), *rest = sorted(found, key=lambda each: -each[0])
     total = len(looked.cells) + looked.left + looked.too_large
-    line = (
-        f"--parallel {way}: the fastest of {len(found)} predicted of {total} ways, {rate:,.0f} tokens/s/GPU"
-    )
+    line = f"--parallel {way}: the fastest of {len(found)} predicted of {total} ways, {rate:,.0f} tokens/s/GPU"
     if rest:
         line += f"; next: {rest[0][2]}, {rest[0][0]:,.0f}"
     return best, f"{line} (`sweep --parallel auto` tries more)"
