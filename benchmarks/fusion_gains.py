@@ -144,7 +144,7 @@ def draw(gains: Sequence[SiteGain], path: Path) -> None:
 
 def table(gains: Sequence[SiteGain]) -> str:
     """Markdown: a line for each precision and range of intensity."""
-    heads = ("precision", "flop/B", "sites", "given up", "predicted", "measured", "told right", "\"always fuse\" right")
+    heads = ("precision", "flop/B", "sites", "given up", "predicted", "measured", "told right", '"always fuse" right')
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for precision in PRECISE_TYPES:
         sites = [each for each in gains if each.precision == precision]

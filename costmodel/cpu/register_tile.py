@@ -51,6 +51,8 @@ def core_work(operator: UnfusedLayer, machine: Machine, tiles: bool = True) -> C
     """
     lanes = vector_lanes(machine, operator.dtype)
     blocks, padding = _blocks(_vector_channels(operator), lanes)
+    shared = _columns_share(operator, lanes)
+    padding *= shared
     groups = _groups(operator)
     pixels = _pixels(operator)
     units = (
@@ -66,7 +68,7 @@ def core_work(operator: UnfusedLayer, machine: Machine, tiles: bool = True) -> C
         return CoreWork(flops, 0.0, 0.0, units, arithmetic)
     outputs = groups * blocks * pixels
     tiled = tiles and multiplies_in_tiles(operator, machine.vector)
-    loads = outputs * _loads_per_output(operator, blocks, machine.vector, tiled) * inside
+    loads = outputs * _loads_per_output(operator, blocks, machine.vector, tiled) * inside * shared
     if products and not tiled and _TILE_FEATURES.get(operator.dtype) in machine.vector.features:
         flops, arithmetic = flops * element_bytes(operator.dtype) / _WORD_BYTES, "float32"
     if narrow and not products:
@@ -104,6 +106,35 @@ def _blocks(channels: int, lanes: int) -> tuple[int, float]:
     """Vectors that hold ``channels`` values, and computed over useful lanes."""
     blocks = -(-channels // lanes)
     return blocks, blocks * lanes / channels
+
+
+def lane_columns(conv: Conv2d, lanes: int) -> tuple[int, ...]:
+    """Numbers of neighbouring columns that a vector of sums may hold where output channels are few, each with fewer
+    products than those columns one by one (kernels: ``schedules/kernels/column_lanes.py``).
+    """
+    plain = conv.dtype == "float32" and conv.groups == 1 and not conv.gated and conv.prologue is None
+    if not plain or conv.dilation[1] > 1:
+        return ()
+    return tuple(
+        columns
+        for columns in (2, 4, 8, 16)
+        if conv.out_channels * columns <= lanes
+        and 2 * columns <= conv.out_width
+        and columns_reach(conv, columns) < columns * conv.kernel[1]
+    )
+
+
+def columns_reach(conv: Conv2d, columns: int) -> int:
+    """Inputs of a row from the first to the last that ``columns`` neighbouring outputs read."""
+    return (columns - 1) * conv.stride[1] + conv.kernel[1]
+
+
+def _columns_share(operator: UnfusedLayer, lanes: int) -> float:
+    """Products where vectors hold columns, relative to those where each has one; the least."""
+    if not isinstance(operator, Conv2d):
+        return 1.0
+    shares = (columns_reach(operator, each) / (each * operator.kernel[1]) for each in lane_columns(operator, lanes))
+    return min(shares, default=1.0)
 
 
 def _vector_channels(operator: UnfusedLayer) -> int:

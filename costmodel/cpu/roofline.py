@@ -7,6 +7,7 @@ Fused:    the same with core = sum of rho_i * core_i over the convolutions (rho:
     intermediate in the private cache that holds its tile and the tile's weights; the best tile is chosen.
 A 3x3 of stride 1, by itself or in a pair of dense convolutions, is the better of direct sums and Winograd's algorithm,
 whose three steps follow each other; what lies between them goes through the private cache that holds a block of tiles.
+So is a layer with a long window, along one axis; where output channels are few, lanes hold columns.
 
 A tensor lives in the innermost level that holds the working set between two uses of it. For activations that is the
 kernel's own tensors; for weights, which are used once per run of the network, whatever the network touches in between.
@@ -23,6 +24,7 @@ from dataclasses import dataclass, replace
 
 from costmodel.base.errors import UnsupportedOperatorError
 from costmodel.cpu.fused_tile import FusedTile, fused_tiles, has_dense_window, middle_dtype, slides_a_window
+from costmodel.cpu.line_work import line_work, lines_of
 from costmodel.cpu.register_tile import CoreWork, core_work, vector_lanes
 from costmodel.cpu.winograd_work import OUTPUTS, WinogradWork, winograd_applies, winograd_work
 from costmodel.machines.machine_records import Machine, MemoryLevel
@@ -62,8 +64,8 @@ class TensorTraffic:
 class RooflineReport:
     """Everything behind one roofline time. ``tile`` is ``None`` unless convolutions are fused.
 
-    ``winograd_outputs``: along each side of a tile where Winograd's algorithm is the fastest, else 0. ``spills``: of a
-    fused kernel, that no private cache holds its tile and the weights.
+    ``winograd_outputs``: along a side of a tile where an algorithm of Winograd's is the fastest, else 0. ``spills``: of
+    a fused kernel, that no private cache holds its tile and the weights.
     """
 
     operator: Operator
@@ -211,9 +213,12 @@ def _explain(operator: Operator, setting: _Setting) -> RooflineReport:
     stage = setting.stage(work, _imbalance(work.units, threads))
     traffic = setting.tensors(operator, setting.working_set(operator))
     direct = RooflineReport(operator, machine.name, threads, (stage,), traffic, machine.region_seconds(threads))
-    if not isinstance(operator, Conv2d) or not setting.has_winograd(operator):
+    if not isinstance(operator, Conv2d) or machine.vector is None:
         return direct
-    fast = [_explain_winograd(operator, outputs, setting) for outputs in OUTPUTS]
+    works = [line_work(lines, machine) for lines in lines_of(operator)]
+    if setting.has_winograd(operator):
+        works += [winograd_work(operator, machine, outputs) for outputs in OUTPUTS]
+    fast = [_explain_winograd(operator, each, setting) for each in works]
     return min([direct, *fast], key=lambda report: report.seconds)
 
 
@@ -288,10 +293,9 @@ class _Setting:
         return TensorTraffic(tensor, size, level.name, level.seconds(size, self.threads, write=write))
 
 
-def _explain_winograd(conv: Conv2d, outputs: int, setting: _Setting) -> RooflineReport:
-    """By tiles of ``outputs`` x ``outputs``, in blocks whose transformed input a private cache holds."""
+def _explain_winograd(conv: Conv2d, work: WinogradWork, setting: _Setting) -> RooflineReport:
+    """By tiles of ``work``, in blocks whose transformed input a private cache holds."""
     machine, threads = setting.machine, setting.threads
-    work = winograd_work(conv, machine, outputs)
     mine = -(-work.tiles // threads)
     block = min(mine, max(1, int(setting.private_bytes // work.tile_bytes)))
     stages = setting.winograd_stages(work, setting.level(block * work.tile_bytes))
@@ -300,8 +304,10 @@ def _explain_winograd(conv: Conv2d, outputs: int, setting: _Setting) -> Roofline
     if (blocks := -(-mine // block)) > 1:
         again = setting.level(block * work.tile_bytes + work.weight_bytes)
         traffic.append(setting.traffic("weights of further tiles", threads * (blocks - 1) * work.weight_bytes, again))
-    region = machine.region_seconds(threads)
-    return RooflineReport(conv, machine.name, threads, tuple(stages), tuple(traffic), region, winograd_outputs=outputs)
+    return RooflineReport(
+        conv, machine.name, threads, tuple(stages), tuple(traffic), machine.region_seconds(threads),
+        winograd_outputs=work.outputs,
+    )  # fmt: skip
 
 
 def _explain_fused(operator: FusedConvs, setting: _Setting) -> RooflineReport:

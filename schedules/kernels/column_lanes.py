@@ -17,11 +17,12 @@ import numpy as np
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from costmodel.cpu.register_tile import columns_reach, lane_columns
 from costmodel.operators.layers import Conv2d, Operator
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import Config, Parameters, Signature, Template, TensorSpec
 from schedules.kernels.direct_conv2d import DirectConv2d, DirectConv2dKnobs, reads_plain_input
-from schedules.kernels.pointwise_kernel import conv_signature, is_prepared
+from schedules.kernels.pointwise_kernel import conv_signature
 from schedules.loops import emit
 from schedules.loops.dot_products import FLOAT32
 from schedules.loops.emit import Expr
@@ -53,12 +54,7 @@ class ColumnLanes(Template):
         self._direct = DirectConv2d()
 
     def covers(self, operator: Operator, cpu: CpuTarget) -> bool:
-        if not isinstance(operator, Conv2d) or is_prepared(operator) or operator.dtype != "float32":
-            return False
-        fits = operator.out_channels * self.columns <= cpu.lanes and 2 * self.columns <= operator.out_width
-        if operator.groups > 1 or operator.dilation[1] > 1 or not fits:
-            return False
-        return widened(operator, self.columns).kernel[1] < self.columns * operator.kernel[1]
+        return isinstance(operator, Conv2d) and self.columns in lane_columns(operator, cpu.lanes)
 
     def signature(self, operator: Conv2d, cpu: CpuTarget) -> Signature:
         """Behind the constants of a convolution: those with which the lanes of a vector of sums begin."""
@@ -170,7 +166,7 @@ class ColumnLanes(Template):
 def widened(conv: Conv2d, columns: int) -> Conv2d:
     """``conv`` with ``columns`` neighbouring columns as so many channels, those of one channel together."""
     stride, left = conv.stride[1], conv.padding[1]
-    width, kernel = -(-conv.out_width // columns), (columns - 1) * stride + conv.kernel[1]
+    width, kernel = -(-conv.out_width // columns), columns_reach(conv, columns)
     right = (width - 1) * columns * stride + kernel - conv.width - left
     return replace(
         conv,

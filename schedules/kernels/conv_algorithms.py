@@ -9,6 +9,7 @@ from typing import Any
 
 from tvm import tirx
 
+from costmodel.cpu.line_work import PIECES
 from costmodel.cpu.winograd_work import OUTPUTS
 from costmodel.operators.layers import Operator
 from schedules.contract.cpu_target import CpuTarget
@@ -16,6 +17,7 @@ from schedules.contract.template import Config, Parameters, Signature, Template
 from schedules.kernels.column_lanes import COLUMNS_OF_A_VECTOR, LANE_COLUMNS, ColumnLanes
 from schedules.kernels.direct_conv2d import DirectConv2d
 from schedules.kernels.grouped_conv2d import GROUP_CHANNELS, GroupedConv2d
+from schedules.kernels.line_winograd import LINE_AXIS, PIECE_TAPS, LineWinograd
 from schedules.kernels.winograd_conv2d import WINOGRAD_OUTPUTS, WinogradConv2d
 
 
@@ -32,6 +34,7 @@ class ConvAlgorithms(Template):
         self.family = family
         self._direct = direct or DirectConv2d()
         self._grouped = GroupedConv2d()
+        self._lines = {(taps, axis): LineWinograd(taps, axis) for taps in PIECES for axis in (0, 1)}
         self._column_lanes = {columns: ColumnLanes(columns) for columns in COLUMNS_OF_A_VECTOR}
         self._winograd = winograd or {outputs: WinogradConv2d(outputs) for outputs in OUTPUTS}
 
@@ -42,6 +45,8 @@ class ConvAlgorithms(Template):
         outputs = config.get(WINOGRAD_OUTPUTS)
         if GROUP_CHANNELS in config:
             return self._grouped
+        if PIECE_TAPS in config:
+            return self._lines[config[PIECE_TAPS], config[LINE_AXIS]]
         if LANE_COLUMNS in config:
             return self._column_lanes[config[LANE_COLUMNS]]
         return self._direct if outputs is None else self._winograd[outputs]
@@ -55,7 +60,13 @@ class ConvAlgorithms(Template):
         raise TypeError("each algorithm has constants of its own: ask for_config(config)")
 
     def space(self, operator: Operator, cpu: CpuTarget) -> Sequence[Config]:
-        known = (self._direct, self._grouped, *self._column_lanes.values(), *self._winograd.values())
+        known = (
+            self._direct,
+            self._grouped,
+            *self._column_lanes.values(),
+            *self._winograd.values(),
+            *self._lines.values(),
+        )
         algorithms = [each for each in known if each.covers(operator, cpu)]
         configs = [config for algorithm in algorithms for config in algorithm.space(operator, cpu)]
         return tuple(sorted(configs, key=lambda config: self.cost(operator, config, cpu)))

@@ -127,7 +127,7 @@ def _channel_vector(name: str, epilogue: Epilogue, constants: Any, block: Expr, 
     return emit.load(constants, block + names.index(name) * count, lanes=lanes)
 
 
-def _last_lanes(conv: Conv2d, out_blocks: int, first_block: Expr, lanes: int) -> int | None:
+def last_lanes(conv: Conv2d, out_blocks: int, first_block: Expr, lanes: int) -> int | None:
     """Half of ``lanes`` where one group holds all output blocks and half of the last one is enough."""
     known = isinstance(first_block, int) and first_block + out_blocks == blocks(conv.out_channels, lanes)
     rest = conv.out_channels % lanes
@@ -166,7 +166,7 @@ def pointwise_phase(
                 ),
                 initial=lambda o, _column: initial_sums(conv, bias, first_block + o, lanes),
                 finish=lambda o, column, sums, start=start: sink(first_block + o, start + column, sums),  # type: ignore[misc]
-                last_lanes=_last_lanes(conv, tile.out_blocks, first_block, lanes),
+                last_lanes=last_lanes(conv, tile.out_blocks, first_block, lanes),
                 dot=dot,
                 joined=dot.group,
             ).emit(conv.in_channels, (0, 1), 1, lanes)
@@ -375,7 +375,7 @@ def conv_phase(
                         conv, bias, first_block + o, lanes, (out_row, segment.start + column)
                     ),
                     finish=lambda o, column, sums, start=start: sink(first_block + o, row, start + column, sums),  # type: ignore[misc]
-                    last_lanes=_last_lanes(conv, tile.out_blocks, first_block, lanes),
+                    last_lanes=last_lanes(conv, tile.out_blocks, first_block, lanes),
                     dot=dot_product(conv.dtype),
                     joined=dot_product(conv.dtype).group,
                 ).emit(channels, taps, conv.kernel[1], block_lanes)

@@ -25,7 +25,7 @@ _POINTS: dict[int, tuple[float, ...]] = {2: (1.0,), 4: (0.625, 1.5)}
 
 
 class WinogradMatrices(NamedTuple):
-    """``input`` is B^T (n, n), ``weight`` G (n, 3), ``output`` A^T (m, n), in FP64."""
+    """``input`` is B^T (n, n), ``weight`` G (n, taps), ``output`` A^T (m, n), in FP64."""
 
     input: np.ndarray
     weight: np.ndarray
@@ -36,12 +36,17 @@ class WinogradMatrices(NamedTuple):
 def winograd_matrices(outputs: int) -> WinogradMatrices:
     """Of tiles of ``outputs``, one of those that have points; rows of the points 0, +p, -p, +q, -q ..., infinity."""
     points = [0.0, *(sign * point for point in _POINTS[outputs] for sign in (1.0, -1.0))]
-    count = outputs + TAPS - 1
-    inputs, weights, sums = np.zeros((count, count)), np.zeros((count, TAPS)), np.zeros((outputs, count))
+    return toom_cook(points, outputs, TAPS)
+
+
+def toom_cook(points: Sequence[float], outputs: int, taps: int) -> WinogradMatrices:
+    """Of ``outputs`` of a window of ``taps`` by finite ``points``, one fewer than products; the last is infinity."""
+    count = outputs + taps - 1
+    inputs, weights, sums = np.zeros((count, count)), np.zeros((count, taps)), np.zeros((outputs, count))
     for row, point in enumerate(points):
         others = [other for other in points if other != point]
         inputs[row, : count - 1] = np.poly(others)[::-1]
-        weights[row] = point ** np.arange(TAPS) / np.prod([point - other for other in others])
+        weights[row] = point ** np.arange(taps) / np.prod([point - other for other in others])
         sums[:, row] = point ** np.arange(outputs)
     inputs[-1] = np.poly(points)[::-1]
     weights[-1, -1] = sums[-1, -1] = 1.0
@@ -83,14 +88,14 @@ def _both_axes(tile: Sequence[Sequence[Any]], line: Any) -> list[list[Any]]:
 
 def _input_line(values: Sequence[Any], outputs: int, lanes: int) -> list[Any]:
     matrix = winograd_matrices(outputs).input
-    result = [_combination(matrix[0], values, lanes)]
+    result = [combination(matrix[0], values, lanes)]
     for pair, point in enumerate(_POINTS[outputs]):
         row = matrix[1 + 2 * pair]
         # (x + p) E(x) and (x - p) E(x), E of odd powers only: x E(x) is even and shared, as p E(x) is.
-        even = _combination(row[::2].tolist(), values[::2], lanes)
-        odd = _combination((row[1::2] / point).tolist(), values[1::2], lanes)
+        even = combination(row[::2].tolist(), values[::2], lanes)
+        odd = combination((row[1::2] / point).tolist(), values[1::2], lanes)
         result += _sum_and_difference(even, odd, point, lanes)
-    return [*result, _combination(matrix[-1], values, lanes)]
+    return [*result, combination(matrix[-1], values, lanes)]
 
 
 def _output_line(values: Sequence[Any], outputs: int, lanes: int) -> list[Any]:
@@ -105,11 +110,11 @@ def _output_line(values: Sequence[Any], outputs: int, lanes: int) -> list[Any]:
             terms, factors = [values[0], *terms], [1.0, *factors]
         if power == outputs - 1:
             terms, factors = [values[-1], *terms], [1.0, *factors]
-        result.append(_combination(factors, terms, lanes))
+        result.append(combination(factors, terms, lanes))
     return result
 
 
-def _combination(factors: Sequence[float], values: Sequence[Any], lanes: int) -> Any:
+def combination(factors: Sequence[float], values: Sequence[Any], lanes: int) -> Any:
     """Sum of ``factors`` times ``values``; factors of zero cost nothing."""
     terms = [(float(factor), value) for factor, value in zip(factors, values, strict=True) if factor]
     terms.sort(key=lambda term: (abs(term[0]) != 1.0, term[0] < 0.0))

@@ -6,6 +6,8 @@ import dataclasses
 
 import pytest
 
+from costmodel.cpu.line_work import Lines, line_work, lines_of
+from costmodel.cpu.register_tile import core_work
 from costmodel.cpu.roofline import RooflineModel, explain
 from costmodel.cpu.winograd_work import OUTPUTS, transform_operations, winograd_applies, winograd_work
 from costmodel.machines.machine_catalog import load_machine
@@ -108,3 +110,24 @@ def test_blocks_of_tiles_stream_the_weights_again():
     work = winograd_work(layer, XEON, 4)
     assert work.tiles == 784 and work.tile_bytes == 36 * 256 * 4 and sizes["weights"] == work.weight_bytes
     assert sizes["weights of further tiles"] == 2 * (392 // 28 - 1) * work.weight_bytes
+
+
+def test_work_of_a_line_by_hand(vector_toy):
+    """Two tiles of 3 outputs, a window of two pieces of 3 taps: 5 positions, 4 channels, vectors of 4 floats."""
+    lines = Lines(Conv2d(1, 4, 1, 11, 4, (1, 6)), 3, 1)
+    work = line_work(lines, vector_toy)
+    assert (lines.pieces, lines.tiles, lines.steps, work.tiles) == (2, 2, 8, 2)
+    assert work.products.flops == 2 * 5 * 8 * 8 and work.finish.flops == 2 * 3 * 5 * 8
+    # What the two tiles and the two pieces read: three tiles of input, of one block.
+    assert work.transform.flops == 3 * 5 * 4 * 8 and work.transform.store_bytes == 3 * 5 * 16
+    assert work.weight_bytes == 5 * 8 * 16
+    assert [(each.taps, each.axis) for each in lines_of(Conv2d(1, 4, 1, 32, 4, (1, 6)))] == [(3, 1), (4, 1)]
+
+
+def test_long_windows_and_few_outputs_are_priced_by_their_algorithms():
+    """39 taps: 13 of 3 in 5 products each, or 10 of 4 in 7; one output channel: 16 columns of 20 taps in a vector."""
+    layer = Conv2d(1, 32, 172, 264, 16, (3, 39), padding=(1, 19, 1, 19))
+    report, direct = explain(layer, XEON, 2), core_work(layer, XEON).flops / XEON.peak_flops("float32", 2)
+    assert report.winograd_outputs in (3, 4) and direct / 2.3 < report.seconds < direct / 1.2
+    single = Conv2d(1, 32, 172, 264, 1, (5, 5))
+    assert core_work(single, XEON).flops == pytest.approx(single.flops * 16 * 20 / (16 * 5))
