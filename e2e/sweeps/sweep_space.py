@@ -2,9 +2,9 @@
 
 ``auto`` enumerates tensor-parallel degrees inside a node, ranks that share long sequences (``cp``), pipeline stages
 with one or several parts of the model each, and for the rest replicas that average gradients (``dp``), share the
-optimizer's state (``zero=1``) or everything (``fsdp``), experts whole or divided as far as a node allows (``ep``), with
-as little recomputation as the memory allows; with a global batch, micro-batches of several sizes. Sequence parallelism and what
-is overlapped are the recipe's.
+optimizer's state (``zero=1``) or everything (``fsdp``), experts whole or divided as far as a node allows (``ep``),
+with as little recomputation as the memory allows; with a global batch, micro-batches of several sizes. Sequence
+parallelism and what is overlapped are the recipe's.
 """
 
 from __future__ import annotations
