@@ -93,7 +93,7 @@ def guarded(stopped: str = "stopped") -> Callable[[Callable[P, None]], Callable[
                         pass_ending(error)
                         raise
             except ProjectError as error:
-                fail(str(error))
+                fail(str(error), error.status)
             except BrokenPipeError:
                 _close_output()  # the reader of a pipe left: nobody to tell
                 raise typer.Exit(0) from None
@@ -151,10 +151,10 @@ def repeated(arguments: Sequence[str], options: Collection[str]) -> list[str]:
     return found
 
 
-def fail(message: str) -> NoReturn:
-    """Prints one line and ends with status 2."""
+def fail(message: str, status: int = 2) -> NoReturn:
+    """Prints one line and ends with ``status``."""
     _one_line(message)
-    raise typer.Exit(2)
+    raise typer.Exit(status)
 
 
 def _one_line(message: str) -> None:

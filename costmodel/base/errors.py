@@ -5,6 +5,7 @@
     ├── ModelError                    the model file cannot be read or imported
     │   └── UnsupportedOperatorError  an operator or opset that no importer covers
     ├── InputError                    arguments, shapes, dtypes or array files of the user
+    │   └── ShortageError             a predicted step needs more memory than there is; exit status 4
     ├── TuningError                   no candidate of a kernel could be built, run and verified
     ├── SimulationError               an execution graph cannot be run to its end (not priced, deadlock, mismatch)
     ├── OutputError                   results cannot be written (permission, disk full)
@@ -15,7 +16,9 @@ Command lines print ``str(error)`` and exit with status 2; the message names the
 
 
 class ProjectError(Exception):
-    """Base of all errors that a user can cause."""
+    """Base of all errors that a user can cause. ``status``: what a command ends with."""
+
+    status = 2
 
 
 class MachineError(ProjectError):
@@ -32,6 +35,12 @@ class UnsupportedOperatorError(ModelError):
 
 class InputError(ProjectError):
     """Arguments, shapes, dtypes or array files of the user do not fit."""
+
+
+class ShortageError(InputError):
+    """A step was predicted, and needs more memory than its GPU has."""
+
+    status = 4
 
 
 class TuningError(ProjectError):

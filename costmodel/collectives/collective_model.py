@@ -113,7 +113,9 @@ class CollectiveModel(CostModel):
         versions = [between_curves(each, ranks, nodes, start, ideal, usable) for each in source.curves]
         seconds = math.prod(versions) ** (1 / len(versions))
         margin, notes = _margin(transfer, source, ideal)
-        measured = source.own and source.across == (nodes > 1)
+        # Of this kind, over as many nodes and ranks as were measured: else it is physics that carries the price there.
+        beyond = {"ranks", "nodes"} & set(_beyond(transfer, source, ideal))
+        measured = source.own and source.kind == transfer.kind and not beyond
         return _record(analysis, seconds, margin, "fitted" if measured else "analytic", notes)
 
     def _source(self, kind: str, across: bool) -> _Source | None:
@@ -178,11 +180,7 @@ def _margin(transfer: CollectiveTransfer, source: _Source, ideal: float) -> tupl
     below, above, _ = bracket(source.curves[-1], transfer.ranks, transfer.nodes)
     notes: dict[str, float | str] = {"nccl": source.nccl or "unknown"}
     width = source.margins.size if transfer.ranks in (below.ranks, above.ranks) else source.margins.ranks
-    outside = [
-        *(["ranks"] if not below.ranks <= transfer.ranks <= above.ranks else []),
-        *(["size_bytes"] if ideal > 0 and not (below.holds(ideal) or above.holds(ideal)) else []),
-        *(["nodes"] if source.across != (transfer.nodes > 1) else []),
-    ]
+    outside = _beyond(transfer, source, ideal)
     if outside:
         notes["extrapolates"] = ", ".join(outside)
         width += EXTRAPOLATION_MARGIN + (NETWORK_MARGIN if "nodes" in outside else 0.0)
@@ -194,6 +192,16 @@ def _margin(transfer: CollectiveTransfer, source: _Source, ideal: float) -> tupl
         notes["fitted_on"] = source.machine
         width += ALIKE_MARGIN if source.alike else OTHER_MARGIN
     return width, notes
+
+
+def _beyond(transfer: CollectiveTransfer, source: _Source, ideal: float) -> list[str]:
+    """In what ``transfer`` is outside of what ``source`` measured."""
+    below, above, _ = bracket(source.curves[-1], transfer.ranks, transfer.nodes)
+    return [
+        *(["ranks"] if not below.ranks <= transfer.ranks <= above.ranks else []),
+        *(["size_bytes"] if ideal > 0 and not (below.holds(ideal) or above.holds(ideal)) else []),
+        *(["nodes"] if source.across != (transfer.nodes > 1) else []),
+    ]
 
 
 def curve_of(sweep: CollectiveSweep, cluster: Cluster, known: Constants | None = None) -> Curve:

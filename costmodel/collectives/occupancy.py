@@ -44,15 +44,19 @@ def channels(transfer: CollectiveTransfer, cluster: Cluster) -> int:
     """Thread blocks on each GPU that takes part in ``transfer``; none among one rank."""
     if transfer.ranks == 1:
         return 0
-    # An all-to-all is made of messages.
-    message = transfer.kind in ("send_recv", "all_to_all")
-    if transfer.nodes > 1:
-        most = _NETWORK_PEER if transfer.kind == "send_recv" else min(_NETWORK, _PER_CARD * cluster.network_cards)
-    elif cluster.topology == "host" or cluster.intra_node.kind != "nvlink":
-        most = _HOST[message]
-    else:
-        most = _NVLINK.get(cluster.machine.chip().architecture, _LATER_NVLINK)[message]
+    most = most_channels(transfer.kind, transfer.nodes, cluster)
     return max(1, min(most, math.ceil(transfer.wire_bytes / _CHANNEL_BYTES)))
+
+
+def most_channels(kind: str, nodes: int, cluster: Cluster) -> int:
+    """Channels of large transfers of ``kind`` among GPUs of so many ``nodes``."""
+    # An all-to-all is made of messages.
+    message = kind in ("send_recv", "all_to_all")
+    if nodes > 1:
+        return _NETWORK_PEER if kind == "send_recv" else min(_NETWORK, _PER_CARD * cluster.network_cards)
+    if cluster.topology == "host" or cluster.intra_node.kind != "nvlink":
+        return _HOST[message]
+    return _NVLINK.get(cluster.machine.chip().architecture, _LATER_NVLINK)[message]
 
 
 def occupancy(transfer: CollectiveTransfer, seconds: float, cluster: Cluster) -> Occupancy:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
+
 from costmodel.base.errors import UnsupportedOperatorError
 from costmodel.gpu.families.attention import attention_family
-from costmodel.gpu.families.copies import Copies
+from costmodel.gpu.families.copies import Copies, is_within_device
 from costmodel.gpu.families.family import Family
 from costmodel.gpu.families.gemm import gemm_family
 from costmodel.gpu.families.grouped_gemm import grouped_family
@@ -23,7 +26,7 @@ from costmodel.gpu.families.row_wise import NormRows, SoftmaxRows
 from costmodel.gpu.families.scaled_products import ScaledCasts, ScaledProducts
 from costmodel.gpu.families.tensor_convolution import TensorConvolution, convolution_family
 from costmodel.gpu.families.thin_products import ThinProducts
-from costmodel.gpu.kernel_model import KernelModel
+from costmodel.gpu.kernel_model import KernelModel, no_less
 from costmodel.gpu.lookups.lookup_family import LookupKernels
 from costmodel.gpu.power import GpuCostModel
 from costmodel.gpu.residuals.fitted import (
@@ -39,7 +42,7 @@ from costmodel.gpu.residuals.fitted import (
     transfer,
 )
 from costmodel.machines.machine_records import Machine
-from costmodel.model.cost_model import CostModel
+from costmodel.model.cost_model import CostModel, Estimate
 from costmodel.operators.any_operator import AnyOperator
 from costmodel.operators.attention import Attention
 from costmodel.operators.device_work import (
@@ -74,7 +77,10 @@ def gpu_cost_model(machine: Machine, directory: Path = DIRECTORY) -> CostModel:
     both = merged(levels, transfer(directory / SERVING))
     families = partial(attention_family, machine=machine)
     models[Attention] = KernelModel(machine, families, {**residuals, **engines}, both, moved)
-    models |= dict.fromkeys((GroupedGemm, ExpertLayer), KernelModel(machine, _experts, residuals, levels, moved))
+    experts = _Experts(machine, _experts, residuals, levels, moved)
+    scaled = KernelModel(machine, partial(_always, ScaledProducts()), residuals, levels, moved)
+    experts.dense = lambda each: (scaled if isinstance(each, ScaledGemm) else models[Gemm]).estimate([each])[0]
+    models |= {GroupedGemm: experts, ExpertLayer: experts, ScaledGemm: scaled}
     models |= dict.fromkeys(
         get_args(MemoryBoundOperator), KernelModel(machine, _memory_bound, residuals, levels, moved)
     )
@@ -85,6 +91,29 @@ def gpu_cost_model(machine: Machine, directory: Path = DIRECTORY) -> CostModel:
     for types, family in _families():
         models |= dict.fromkeys(types, KernelModel(machine, partial(_always, family), residuals, levels, moved))
     return GpuCostModel(models, machine)
+
+
+class _Experts(KernelModel):
+    """Products of experts, none faster than one dense product of all their rows, as :attr:`dense` prices it."""
+
+    dense: Callable[[Gemm | ScaledGemm], Estimate]
+
+    def estimate(self, operators: Sequence[AnyOperator]) -> list[Estimate]:
+        found = super().estimate(operators)
+        asked = {each: self._together(each) for each in operators if isinstance(each, GroupedGemm | ExpertLayer)}
+        return no_less(found, np.array([asked.get(each, 0.0) for each in operators]))
+
+    def _together(self, operator: GroupedGemm | ExpertLayer) -> float:
+        products = operator.products if isinstance(operator, ExpertLayer) else (operator,)
+        return sum(self.dense(_dense(each)).seconds for each in products if each.rows)
+
+
+def _dense(product: GroupedGemm) -> Gemm | ScaledGemm:
+    """One product of as much work as ``product`` has."""
+    m, k = (product.rows, product.k) if product.wrt == "rows" else (product.k, product.rows)
+    if product.dtype == "float8":
+        return ScaledGemm(m, product.n, k, product.dtype, product.scaling or "tensor")
+    return Gemm(1, m, product.n, k, product.dtype, transpose_b=True)
 
 
 def _with_inverted(known: LevelTransfer) -> LevelTransfer:
@@ -107,7 +136,7 @@ def _product(machine: Machine, operator: AnyOperator) -> Family[Any]:
     return gemm_family(operator, machine)
 
 
-_ROWS, _IMAGES, _HALF, _MEMORY = NormRows(), ImageKernels(), HalfRows(), MemoryBound()
+_ROWS, _IMAGES, _HALF, _MEMORY, _COPIES = NormRows(), ImageKernels(), HalfRows(), MemoryBound(), Copies()
 
 
 def _convolution(machine: Machine, operator: AnyOperator) -> Family[Any]:
@@ -125,6 +154,8 @@ def _normalization(operator: AnyOperator) -> Family[Any]:
 
 
 def _memory_bound(operator: AnyOperator) -> Family[Any]:
+    if isinstance(operator, MemoryCopy) and not is_within_device(operator):
+        return _COPIES
     return _HALF if is_half_work(operator) else _MEMORY
 
 
@@ -145,8 +176,6 @@ def _families() -> list[tuple[tuple[type, ...], Family[Any]]]:
         ((Softmax,), SoftmaxRows()),
         ((Pooling,), _IMAGES),
         ((EmbeddingLookup,), LookupKernels()),
-        ((ScaledGemm,), ScaledProducts()),
         ((ScaledCast,), ScaledCasts()),
         ((RadixSort,), Sorting()),
-        ((MemoryCopy,), Copies()),
     ]

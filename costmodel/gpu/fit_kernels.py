@@ -31,7 +31,7 @@ from costmodel.datasets.scaled_tables import read_scaled
 from costmodel.datasets.serving_tables import read_serving
 from costmodel.gpu.families.attention import attention_families, attention_family
 from costmodel.gpu.families.convolution import Convolution
-from costmodel.gpu.families.family import Family
+from costmodel.gpu.families.family import Family, Gridded
 from costmodel.gpu.families.gemm import BatchedSimtGemm, SimtGemm, TensorGemm, gemm_family
 from costmodel.gpu.families.grouped_gemm import GroupedProducts, ScaledGroupedProducts
 from costmodel.gpu.families.linear_scans import linear_families
@@ -39,9 +39,10 @@ from costmodel.gpu.families.memory_bound import MemoryBound
 from costmodel.gpu.families.row_wise import NormRows, SoftmaxRows
 from costmodel.gpu.families.scaled_products import ScaledCasts, ScaledProducts
 from costmodel.gpu.families.tensor_convolution import convolution_family
+from costmodel.gpu.fit_lattice import fit_lattice
 from costmodel.gpu.grades import with_grades
 from costmodel.gpu.kernel_model import KernelModel
-from costmodel.gpu.kernel_rows import KernelRows, transfer_of
+from costmodel.gpu.kernel_rows import KernelRows, disturbed, transfer_of, twins_of
 from costmodel.gpu.lookups.lookup_family import LookupKernels
 from costmodel.gpu.residuals.fitted import (
     TRANSFER,
@@ -53,7 +54,7 @@ from costmodel.gpu.residuals.fitted import (
     write_fitted,
     write_transfer,
 )
-from costmodel.gpu.residuals.residual import train
+from costmodel.gpu.residuals.residual import Residual, train
 from costmodel.machines.machine_catalog import load_machine
 from costmodel.machines.machine_records import Machine
 from costmodel.model.measurements import Measurement
@@ -62,15 +63,15 @@ from costmodel.operators.attention import Attention
 from costmodel.operators.device_work import ConvolutionBackward, Gemm
 from costmodel.operators.layers import Conv2d
 
-MAXIMUM_ROWS = 16000  # of one table: more make the files larger, hardly the errors smaller
+MAXIMUM_ROWS = 40000  # of one table: all of a grid of products, so that twins share its rows
 MINIMUM_ROWS = (
     60  # of a family: fewer move the model of others (:mod:`costmodel.gpu.residuals.adaptation`) rather than grow trees
 )
 _COMMAND = "python -m costmodel fit"
 _SPLITS = "fit 70 %, select 15 %; report 15 % unseen"
 _SELECTION = (
-    "of the files named, rows that tell about the kernel rather than about the host (`counted`), at most 16,000 of a "
-    "table, evenly"
+    "of the files named, rows that tell about the kernel rather than about the host (`counted`), at most 40,000 of a "
+    "table, evenly; of grids of twins those that the twin does not show to be disturbed"
 )
 _LICENCES = ", ".join(
     (
@@ -160,6 +161,13 @@ def rows_by_family(tables: Iterable[KernelTable]) -> list[KernelRows]:
     return [_merge(group, FAMILIES) for _, group in sorted(groups.items())]
 
 
+def told_apart(rows: Sequence[KernelRows]) -> tuple[list[KernelRows], list[KernelRows]]:
+    """``rows`` to learn from and to judge by, and those that a twin's table shows to be disturbed."""
+    masks = [disturbed(each, twins_of(each, rows) if isinstance(each.family, Gridded) else []) for each in rows]
+    kept = [each.only(~mask) if mask.any() else each for each, mask in zip(rows, masks, strict=True)]
+    return kept, [each.only(mask) for each, mask in zip(rows, masks, strict=True) if mask.any()]
+
+
 def layer_rows(tables: Iterable[KernelTable]) -> list[KernelRows]:
     """Tables of :func:`read_layers` of one kind, machine and collection together, in a fixed order."""
     groups: dict[tuple[str, str, str], list[KernelTable]] = {}
@@ -223,14 +231,14 @@ def _fit_staged(
     progress: Callable[[str], None],
 ) -> list[str]:
     """The names of the models' files, which are all in the folder of ``staged`` then."""
-    rows, groups = rows_by_family(tables), _by_machine(points)
+    (rows, _), groups = told_apart(rows_by_family(tables)), _by_machine(points)
     grown = staged.folder / "grown"  # models of trees, before points of the same machines are added
 
     def grow(name: str) -> None:
         own = [each for each in rows if each.machine.name == name]
         progress(f"{name}: {', '.join(f'{each.family.name} ({len(each.operators)} rows)' for each in own)}")
         known = _provenance([table for table in tables if table.machine == name], data)
-        write_fitted(_fit_machine(own, known), grown)
+        write_fitted(_fit_machine(own, rows, known), grown)
 
     def carry_over() -> None:
         kernels = sum(len(each.operators) for each in layers)
@@ -295,17 +303,33 @@ def _adapted(machine: Machine, points: Sequence[KernelTable], output: Path) -> F
     return Fitted(machine.name, chip.architecture, chip.power_limited, families, provenance, model.adaptations)
 
 
-def _fit_machine(rows: Sequence[KernelRows], provenance: Mapping[str, Any]) -> Fitted:
+def _fit_machine(rows: Sequence[KernelRows], every: Sequence[KernelRows], provenance: Mapping[str, Any]) -> Fitted:
+    """The model of one machine from its ``rows``; of families with lattices from those of twins among ``every`` too."""
     machine = rows[0].machine
     families = {}
     for each in rows:
         seen = each.of("fit", "select")
-        analysis = seen.family.analyse(seen.operators, machine)
-        families[each.family.name] = train(
-            analysis.features, np.log(seen.seconds / analysis.seconds), seen.splits == "select"
-        )
+        analysis, known, expected = seen.family.analyse(seen.operators, machine), None, None
+        twins: list[KernelRows] = []
+        if isinstance(each.family, Gridded):
+            twins = [twin.of("fit", "select") for twin in twins_of(each, every)]
+            known = fit_lattice(seen, twins)
+            expected = each.family.from_lattice(seen.operators, known.at(each.family.sizes(seen.operators)), machine)
+        ratio = np.log(seen.seconds / (analysis.seconds if expected is None else expected))
+        learned = train(analysis.features, ratio, seen.splits == "select", known=known)
+        families[each.family.name] = _reaching(learned, twins, machine)
     chip = machine.chip()
     return Fitted(machine.name, chip.architecture, chip.power_limited, families, provenance)
+
+
+def _reaching(learned: Residual, twins: Sequence[KernelRows], machine: Machine) -> Residual:
+    """``learned``, which has seen what ``twins`` measured too."""
+    for each in twins:
+        features = each.family.analyse(each.operators, machine).matrix()
+        lowest, highest = features.min(axis=0), features.max(axis=0)
+        lowest, highest = np.minimum(learned.lowest, lowest), np.maximum(learned.highest, highest)
+        learned = replace(learned, lowest=lowest, highest=highest)
+    return learned
 
 
 def _provenance(tables: Sequence[KernelTable], data: Path) -> dict[str, Any]:

@@ -12,17 +12,19 @@ so that no estimate falls when a rate does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from costmodel.gpu.families.clock import benchmark_clock, burst_clock, long_load_share
-from costmodel.gpu.families.family import Family, KernelAnalysis
+from costmodel.gpu.families.family import Family, Gridded, KernelAnalysis
 from costmodel.gpu.power import BURST_CLOCK, LONG_LOAD, PRICED_CLOCK
 from costmodel.gpu.residuals.adaptation import Adaptation, adapt
 from costmodel.gpu.residuals.fitted import Level, LevelTransfer
-from costmodel.gpu.residuals.references import nominal_features, packaged_machine
+from costmodel.gpu.residuals.lattice import Lattice
+from costmodel.gpu.residuals.references import known_as, nominal_features, packaged_machine
 from costmodel.gpu.residuals.residual import Residual
 from costmodel.machines.machine_records import Machine
 from costmodel.model.cost_model import CostModel, Estimate, PriceSource
@@ -57,7 +59,9 @@ class KernelModel(CostModel):
         self._adaptations: Mapping[str, Adaptation] = adaptations or {}
         # Adaptations are learned on the GPU itself: on its packaged file, or on what stands here if there is none.
         self._clocks: dict[str, tuple[float, float]] = {}
-        self._own = packaged_machine(machine.name) or machine
+        self._lattices: dict[str, Lattice] = {}
+        self._name = known_as(machine)
+        self._own = packaged_machine(self._name) or machine
 
     @property
     def adaptations(self) -> Mapping[str, Adaptation]:
@@ -122,7 +126,7 @@ class KernelModel(CostModel):
             features = analysis.matrix()
             _, lower, upper = residual.predict(features)
             outside = np.array([bool(residual.outside(row)) for row in features], dtype=bool)
-            relative = 0.0 if fitted_on == self.machine.name else RELATIVE_MARGIN
+            relative = 0.0 if fitted_on == self._name else RELATIVE_MARGIN
             return np.asarray((upper - lower) / 2 + relative + EXTRAPOLATION_MARGIN * outside)
         level = self._transfer.level(family.name, self.machine) or UNKNOWN
         margin = np.where(points > 0, ADAPTED_MARGIN, UNMEASURED_MARGIN)
@@ -135,21 +139,56 @@ class KernelModel(CostModel):
         covered = [place for place, each in enumerate(operators) if family.covers(each)]
         learned = covered if family.name in self._residuals else []
         estimates = self._analytic(family, operators, analysis, shifts, points)
-        if not learned:
-            return estimates
+        least = family.least(operators, self.machine)
+        if family.name not in self._residuals:
+            return no_less(estimates, least)
         fitted_on, residual = self._residuals[family.name]
         there = packaged_machine(fitted_on) or self.machine
-        seen = own if there == self._own else family.analyse(operators, there)
-        features = seen.matrix()[learned]
-        known = fitted_on == self.machine.name
-        for place, row, *logs in zip(learned, features, *residual.predict(features), strict=True):
+        expected = np.zeros(len(operators))
+        if residual.lattice is not None and isinstance(family, Gridded):
+            plain = self._lattice(family, residual.lattice, there).at(family.sizes(operators))
+            seconds = family.from_lattice(operators, plain, self.machine)
+            expected = np.log(seconds / analysis.seconds)
+            bounded = np.array([family.holds(each) and not family.covers(each) for each in operators], dtype=bool)
+            least = np.maximum(least, np.where(bounded, seconds, 0.0))
+        if learned:
+            seen = own if there == self._own else family.analyse(operators, there)
+            for place, estimate in self._learned(family, operators, analysis, seen, learned, expected + shifts):
+                estimates[place] = estimate
+        return no_less(estimates, least)
+
+    def _lattice(self, family: Gridded, known: Lattice, there: Machine) -> Lattice:
+        """What is ``known`` of the GPU ``there``, moved to the one at hand as the analytic times differ."""
+        if there == self.machine:
+            return known
+        if family.name not in self._lattices:
+            points = known.points()
+            here, seconds = (family.at_sizes(points, each).seconds for each in (self.machine, there))
+            self._lattices[family.name] = known.scaled(here / seconds)
+        return self._lattices[family.name]
+
+    def _learned(
+        self,
+        family: Family[Any],
+        operators: Sequence[AnyOperator],
+        analysis: KernelAnalysis,
+        seen: KernelAnalysis,
+        places: Sequence[int],
+        moved: np.ndarray,
+    ) -> Iterator[tuple[int, Estimate]]:
+        """Estimates of the operators at ``places`` by the residual, asked at what is ``seen`` on the GPU that it was
+        learned on; ``moved`` (operators,) is added to its logarithms.
+        """
+        fitted_on, residual = self._residuals[family.name]
+        features = seen.matrix()[places]
+        known = fitted_on == self._name
+        for place, row, *logs in zip(places, features, *residual.predict(features), strict=True):
             outside = residual.outside(row)
             notes: dict[str, float | str] = {"extrapolates": ", ".join(outside)} if outside else {}
             if not known:
                 notes["fitted_on"] = fitted_on
-            bounds = self._learned_bounds(family, np.array(logs, dtype=float), known, bool(outside)) + shifts[place]
-            estimates[place] = self._record(family, operators[place], analysis, place, bounds, "fitted", notes)
-        return estimates
+            bounds = self._learned_bounds(family, np.array(logs, dtype=float), known, bool(outside)) + moved[place]
+            yield place, self._record(family, operators[place], analysis, place, bounds, "fitted", notes)
 
     def _learned_bounds(self, family: Family[Any], logs: np.ndarray, known: bool, outside: bool) -> np.ndarray:
         """Middle, lower and upper log ratio from those of a residual: of the GPU's own tables, as far as other
@@ -201,6 +240,10 @@ class KernelModel(CostModel):
         grade = family.grade(operator)
         if grade == "unknown":
             return np.array([level.middle, level.middle - FACTOR_OF_THREE, level.middle + FACTOR_OF_THREE])
+        if family.name in self._transfer.levels and family.name not in self._transfer.grades and not adapted:
+            # Nothing was left out for this family: the spread that its level tells, whatever GPUs taught it.
+            half = float(np.hypot((level.upper - level.lower) / 2, UNMEASURED_MARGIN))
+            return np.array([level.middle, level.middle - half, level.middle + half])
         measured = family.name in self._transfer.levels
         names: list[str] = ["points"] if adapted else [grade] if grade in ("dtype", "kind") else []
         if names == ["dtype"] and "dtype" not in self._transfer.grades.get(family.name, {}):
@@ -244,6 +287,17 @@ class KernelModel(CostModel):
         share, burst = self._clocks[dtype]
         priced = float(benchmark_clock(np.array([seconds]), share, self.machine)[0])
         return {LONG_LOAD: share, BURST_CLOCK: burst, PRICED_CLOCK: priced}
+
+
+def no_less(estimates: Sequence[Estimate], least: np.ndarray) -> list[Estimate]:
+    """``estimates``, each with its interval moved so far that it takes its ``least`` seconds (estimates,)."""
+    kept = []
+    for each, seconds in zip(estimates, least.tolist(), strict=True):
+        if each.seconds < seconds:
+            share = seconds / each.seconds
+            each = replace(each, seconds=seconds, lower=max(each.lower * share, 0.0), upper=each.upper * share)
+        kept.append(each)
+    return kept
 
 
 def adaptation_key(family: Family[Any], dtype: str) -> str:

@@ -23,6 +23,10 @@ SHAPED = (
     *(f"{kernel}-{phase}" for kernel in ("flash2", "flash3") for phase in ("encoder", "paged", "decode")),
 )
 _SHAPE_DEPTH, _SHAPE_ROUNDS = 2, 60
+# A row is disturbed that took so much longer (log units) than its twin's, beyond what the two usually differ by at its
+# size, of sizes within this factor of each other. Of H100's and H200's 8,760 common products in BF16 half lie within
+# 0.04; noise only slows, so the faster of the two is right.
+_DISTURBED, _SIZE = 0.2, 4.0
 
 
 @dataclass(frozen=True)
@@ -47,9 +51,41 @@ class KernelRows:
 
     def of(self, *names: str) -> KernelRows:
         """The rows of these splits."""
-        mask = np.isin(self.splits, names)
+        return self.only(np.isin(self.splits, names))
+
+    def only(self, mask: np.ndarray) -> KernelRows:
+        """The rows where ``mask`` (rows,) holds."""
         kept = tuple(each for each, keep in zip(self.operators, mask, strict=True) if keep)
         return KernelRows(self.family, self.machine, kept, self.seconds[mask], self.splits[mask])
+
+
+def are_twins(first: Machine, second: Machine) -> bool:
+    """Whether two GPUs have the same chip at the same clock and power limit, whatever memory is beside it."""
+    chips = (first.chip(), second.chip())
+    alike = [(each.architecture, each.sm_count, each.lanes, each.clock_hz, each.power_watts) for each in chips]
+    return first.name != second.name and alike[0] == alike[1]
+
+
+def twins_of(rows: KernelRows, every: Sequence[KernelRows]) -> list[KernelRows]:
+    """Rows of the same family on twins of the GPU of ``rows``."""
+    return [each for each in every if each.family.name == rows.family.name and are_twins(each.machine, rows.machine)]
+
+
+def disturbed(rows: KernelRows, twins: Sequence[KernelRows]) -> np.ndarray:
+    """Which of ``rows`` (rows,) something else slowed, by the same operators on ``twins``."""
+    found = np.zeros(len(rows.operators), dtype=bool)
+    if not twins:
+        return found
+    analytic = rows.family.analyse(rows.operators, rows.machine).seconds
+    sizes = np.floor(np.log(analytic) / np.log(_SIZE))
+    for twin in twins:
+        there = dict(zip(twin.operators, twin.log_ratio(), strict=True))
+        late = np.log(rows.seconds / analytic) - np.array([there.get(each, np.nan) for each in rows.operators])
+        for size in np.unique(sizes):
+            near = (sizes == size) & np.isfinite(late)
+            if near.any():
+                found |= near & (late > np.median(late[near]) + _DISTURBED)
+    return found
 
 
 def transfer_of(rows: Sequence[KernelRows]) -> LevelTransfer:

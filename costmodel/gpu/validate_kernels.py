@@ -1,6 +1,8 @@
 """How wrong the GPU models are, on rows that no fit has seen.
 
 ``held-out shapes``       the shipped model of a GPU on the report split of its own tables
+``..., >= 0.4 TFLOP``     of them those of products of so much work
+``..., disturbed``        those that a twin's table shows to be, which stand in no other line and are in no fit
 ``left-out GPU``          the same rows as if that GPU had never been measured: no residual, levels of the other GPUs;
                           sustained rates and DRAM bandwidth are its datasheet x what the others reach of theirs
 ``..., 20 points``        as before, after twenty measurements of the GPU, drawn at random, have moved the family to it
@@ -13,6 +15,7 @@ What a left-out GPU keeps is its datasheet and the tile shapes that libraries ha
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +24,8 @@ from costmodel.base.errors import InputError
 from costmodel.datasets.csv_table import KernelTable
 from costmodel.datasets.named_files import Wanted, everything
 from costmodel.gpu.factory import gpu_cost_model
-from costmodel.gpu.fit_kernels import read_tables, rows_by_family
+from costmodel.gpu.families.family import Gridded
+from costmodel.gpu.fit_kernels import read_tables, rows_by_family, told_apart
 from costmodel.gpu.grades import with_grades
 from costmodel.gpu.kernel_errors import KernelErrors, Predicted, results_of
 from costmodel.gpu.kernel_model import KernelModel
@@ -33,6 +37,10 @@ from costmodel.model.measurements import Measurement
 
 HELD_OUT, LEFT_OUT, CALIBRATED = "held-out shapes", "left-out GPU", "left-out GPU, 20 points"
 CALIBRATION_POINTS, _SEED = 20, 0
+DISTURBED = "held-out shapes, disturbed"
+SIZES = (("< 0.1 TFLOP", 0.0, 0.1), ("0.1-0.4 TFLOP", 0.1, 0.4), (">= 0.4 TFLOP", 0.4, np.inf))
+DISTURBED = "held-out shapes, disturbed"
+SIZES = (("< 0.1 TFLOP", 0.0, 0.1), ("0.1-0.4 TFLOP", 0.1, 0.4), (">= 0.4 TFLOP", 0.4, np.inf))
 ReadTables = Callable[[Path, Wanted], list[KernelTable]]
 
 
@@ -42,10 +50,11 @@ def validate(
     """Every result of the tables that ``read`` finds, machines of a family before their total; ``InputError`` where
     ``data`` has no wanted ones.
     """
-    rows = rows_by_family(read(data, wanted))
+    rows, aside = told_apart(rows_by_family(read(data, wanted)))
     if not rows:
         raise InputError(f"{data}: no rows to validate on; give the folder of the data with --data")
-    predicted = [_held_out(each, directory) for each in rows]
+    predicted = [each for one in rows for each in _held_out(one, directory)]
+    predicted += [replace(each, split=DISTURBED) for one in aside for each in _held_out(one, directory)[:1]]
     machines = list({each.machine.name: each.machine for each in rows}.values())
     for each in rows:
         others = [other for other in rows if other.family.name == each.family.name and other is not each]
@@ -54,10 +63,21 @@ def validate(
     return results_of(predicted)
 
 
-def _held_out(rows: KernelRows, directory: Path) -> Predicted:
+def _held_out(rows: KernelRows, directory: Path) -> list[Predicted]:
+    """All rows of the report split, then those of each size of :data:`SIZES`."""
     report = rows.of("report")
     estimates = gpu_cost_model(rows.machine, directory).estimate(report.operators)
-    return Predicted(HELD_OUT, rows.family.name, rows.machine.name, estimates, report.seconds)
+    every = Predicted(HELD_OUT, rows.family.name, rows.machine.name, estimates, report.seconds)
+    if not isinstance(rows.family, Gridded):
+        return [every]
+    work = np.array([getattr(each, "flops", 0) for each in report.operators]) / 1e12
+    parts = [every]
+    for name, low, high in SIZES:
+        places = np.flatnonzero((work >= low) & (work < high))
+        if len(places):
+            chosen = [estimates[place] for place in places]
+            parts.append(replace(every, split=f"{HELD_OUT}, {name}", estimates=chosen, seconds=report.seconds[places]))
+    return parts
 
 
 def _left_out(rows: KernelRows, others: Sequence[KernelRows], machines: Sequence[Machine]) -> list[Predicted]:

@@ -42,6 +42,8 @@ def _problem(machine: Machine) -> str:
         return "gpu, links: only for kind gpu; remove them"
     if machine.kind == "gpu" and levels != ["L2", "DRAM"]:
         return "memory: a GPU has the levels L2, DRAM, in this order"
+    if any(level.usable_bytes is not None and level.usable_bytes > level.capacity_bytes for level in machine.memory):
+        return "memory: usable is more than the capacity; correct one of them"
     if machine.kind == "gpu" and machine.gpu is None:
         return "gpu: missing; add it"
     if "network" in kinds:

@@ -110,13 +110,18 @@ class ComputeRate(FileRecord):
         return self.sustained.at(1) if self.burst is None else self.burst
 
 
+# Of a GPU's capacity, see MemoryLevel.usable.
+_SHOWN_SHARE = 0.98
+
+
 @dataclass(frozen=True)
 class MemoryLevel(FileRecord):
     """A cache or memory. ``capacity_bytes`` is that of one core's copy, or of the whole level when ``shared``.
 
     ``bandwidth`` (reads) and ``write_bandwidth`` are bytes/s of all the threads together, as sustained; ``datasheet``
     is the vendor's bandwidth where one is known. Only sustained ones price. ``latency_seconds``: of a load at a random
-    place of much data, its address translation included; ``None`` where it is not known.
+    place of much data, its address translation included; ``None`` where it is not known. ``usable_bytes``: of a GPU's
+    memory what CUDA shows a process, with ECC as the card is sold; ``None`` where nobody has told.
     """
 
     name: Text
@@ -127,6 +132,14 @@ class MemoryLevel(FileRecord):
     write_bandwidth: BandwidthPerThreads | None = None
     datasheet: Bandwidth | None = None
     latency_seconds: Seconds | None = None
+    usable_bytes: Bytes | None = None
+
+    @property
+    def usable(self) -> float:
+        """Bytes that a process sees: where nobody has told, the share that cards with HBM show (A100 0.985, H100 0.989,
+        B200 0.991) and GeForce cards without ECC (0.98 to 0.99); cards with ECC in GDDR show 0.91 to 0.93.
+        """
+        return self.capacity_bytes * _SHOWN_SHARE if self.usable_bytes is None else self.usable_bytes
 
     def share_bytes(self, threads: int) -> float:
         """Working set that one of ``threads`` threads can keep here: half of its part of the capacity."""

@@ -4,6 +4,7 @@ Mappings are merged key by key, lists (``memory``, ``links``) by ``name`` or ``k
 
 ``gpu.power``                 sustained rates with a ``burst`` by :func:`costmodel.machines.power_law.share_at_limit`
 ``memory[].datasheet``        the sustained bandwidth keeps its share of the datasheet
+``memory[].capacity``         the usable bytes keep their share of the capacity
 ``gpu.sm_count``, ``clock``   rates go with both
 """
 
@@ -88,6 +89,9 @@ def _scale_memory(merged: dict[str, Any], base: Mapping[str, Any], own: Mapping[
     said = {_name(each): each for each in own.get("memory", [])}
     for level, before in zip(merged["memory"], base["memory"], strict=True):
         mine = said.get(_name(level), {})
+        if "capacity" in mine and "usable" not in mine and "usable" in before:
+            share = parse_quantity(before["usable"], "B") / parse_quantity(before["capacity"], "B")
+            level["usable"] = format_quantity(parse_quantity(mine["capacity"], "B") * share, "B")
         if "datasheet" in mine and "bandwidth" not in mine and "datasheet" in before:
             share = parse_quantity(before["bandwidth"], "B/s") / parse_quantity(before["datasheet"], "B/s")
             level["bandwidth"] = format_quantity(parse_quantity(mine["datasheet"], "B/s") * share, "B/s")

@@ -18,6 +18,7 @@ from e2e.sources.predict_request import predict_request
 from e2e.sources.recipes import settled
 from e2e.sources.registry import StepSource, source_of
 from e2e.sources.request_parts import gpu_machine
+from e2e.step.memory_room import largest_fitting
 
 # No other setting is begun after so many seconds.
 SECONDS = 180.0
@@ -123,7 +124,7 @@ class _Advisor:
         try:
             return largest_batch(
                 needed,
-                self.now.memory_capacity_bytes,
+                largest_fitting(self.now.memory_room_bytes),
                 (batch, max(sizes)),
                 lambda: time.monotonic() - self.begun > SEARCH_SECONDS,
             )

@@ -6,6 +6,7 @@ Calls nest as in the traces of the PyTorch profiler: ``aten::linear`` around ``a
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -21,7 +22,7 @@ from e2e.capture.libraries import as_on_gpu
 from e2e.capture.script_ranges import ScriptRanges
 from e2e.capture.selections import ASSUMED, SELECTIONS
 from e2e.capture.tensor_records import Converter, is_wrapper
-from e2e.capture.watch import MOST_CALLS, EndlessStepError
+from e2e.capture.watch import MOST_CALLED, MOST_CALLS, EndlessStepError
 from e2e.step.operator_trace import RECOMPUTED, OperatorCall, Phase, Value
 
 MAIN_THREAD = 0
@@ -43,6 +44,19 @@ class _Frame:
         self.kwargs = kwargs
         self.entry = entry  # the range of the script in which it began
         self.id: int | None = None
+
+
+class _Place(threading.local):
+    """Where a thread is: calls and modules that it is in, the node of autograd that it runs."""
+
+    def __init__(self) -> None:
+        self.frames: list[_Frame] = []
+        self.modules: list[str] = []
+        self.node: Any = None
+        self.node_parent: int | None = None
+        self.forward_nodes = torch._C._autograd._get_sequence_nr()  # of this thread, as is the number itself
+        self.last_sequence: int | None = None
+        self.last_module = ""
 
 
 class Recorder(TorchDispatchMode):
@@ -70,21 +84,13 @@ class Recorder(TorchDispatchMode):
         self.passes: list[frozenset[int]] = []
         self._lengths: set[int] = set()
         self._rows: list[dict[str, Any]] = []
-        self._frames: list[_Frame] = []
-        self._modules: list[str] = []
-        self._node: Any = None
-        self._node_parent: int | None = None
-        self._forward_nodes = torch._C._autograd._get_sequence_nr()
+        self._here = _Place()
         self._module_of: dict[int, str] = {}
         self._stream_of: dict[int, int] = {}
-        self._last_sequence: int | None = None
-        self._last_module = ""
         self._gradients: str | None = None
 
-    @property
-    def count(self) -> int:
-        """How many calls have been recorded."""
-        return len(self._rows)
+        # Operators called so far, recorded or not.
+        self.called = 0
 
     # --- what the session tells ------------------------------------------------------------------
 
@@ -101,11 +107,11 @@ class Recorder(TorchDispatchMode):
     def frame(self, name: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Iterator[_Frame]:
         """What is recorded inside belongs to the call ``name``."""
         frame = _Frame(name, args, kwargs or {}, self.ranges.innermost)
-        self._frames.append(frame)
+        self._here.frames.append(frame)
         try:
             yield frame
         finally:
-            self._frames.remove(frame)
+            self._here.frames.remove(frame)
 
     def finish_frame(self, frame: _Frame, result: Any) -> None:
         """Notes what the call around others returned."""
@@ -115,12 +121,12 @@ class Recorder(TorchDispatchMode):
     def annotation(self, name: str) -> _Frame:
         """Opens a frame that :meth:`close` ends: the optimizer's hooks are two separate calls."""
         frame = _Frame(name, (), {}, self.ranges.innermost)
-        self._frames.append(frame)
+        self._here.frames.append(frame)
         return frame
 
     def close(self, frame: _Frame) -> None:
         """Ends what :meth:`annotation` opened."""
-        self._frames.remove(frame)
+        self._here.frames.remove(frame)
 
     def note_gradients(self, cleared: bool) -> None:
         """``zero_grad`` has been called: gradients are gone (``cleared``), or zeros in the same memory. In the recorded
@@ -131,12 +137,12 @@ class Recorder(TorchDispatchMode):
 
     def enter_module(self, module: torch.nn.Module) -> None:
         """Calls from here on are those of a module."""
-        self._modules.append(self.paths.get(id(module), self._modules[-1] if self._modules else ""))
+        self._here.modules.append(self.paths.get(id(module), self._here.modules[-1] if self._here.modules else ""))
 
     def leave_module(self, module: torch.nn.Module, given: Any, returned: Any) -> None:
         """``module``, which was entered last, has ended: called with ``given``, it ``returned``."""
-        if self._modules:
-            self._modules.pop()
+        if self._here.modules:
+            self._here.modules.pop()
         whole = self.paths.get(id(module)) == "" and torch._C._current_graph_task_id() == -1
         if self.enabled and whole:
             self._lengths.update(_lengths((given, returned)))
@@ -177,6 +183,9 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        self.called += 1
+        if self.called > MOST_CALLED:
+            raise EndlessStepError(f"has called {MOST_CALLED:,} operators; let its loops end earlier")
         if types:
             if any(is_wrapper(kind) for kind in types):
                 self.before_wrapper()
@@ -215,7 +224,7 @@ class Recorder(TorchDispatchMode):
     def _framed(self, func: Any) -> AbstractContextManager[Any]:
         """The call ``func`` around what it consists of, unless it has its frame already."""
         name = func.name().partition(".")[0]
-        if self._frames and self._frames[-1].name == name:
+        if self._here.frames and self._here.frames[-1].name == name:
             return nullcontext()
         return self.frame(name)
 
@@ -226,7 +235,7 @@ class Recorder(TorchDispatchMode):
         frame, and a gradient is really detached when it becomes ``.grad``.
         """
         if func is _DETACH:
-            if self._frames and self._frames[-1].name == "aten::detach":
+            if self._here.frames and self._here.frames[-1].name == "aten::detach":
                 return False
             node = torch._C._current_autograd_node()
             return node is None or node.name() != ACCUMULATE_GRAD
@@ -240,7 +249,7 @@ class Recorder(TorchDispatchMode):
         """
         if func is not _ADD or kwargs or torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
             return False
-        if self._frames and self._frames[-1].name == "aten::add":
+        if self._here.frames and self._here.frames[-1].name == "aten::add":
             return False
         first, second = args[0], args[1]
         alike = isinstance(second, torch.Tensor) and first.shape == second.shape and first.device == second.device
@@ -250,7 +259,7 @@ class Recorder(TorchDispatchMode):
         """Whether a forward pass runs again inside the backward pass (``torch.utils.checkpoint``): functions of the
         script that autograd, which itself computes without gradients, watches.
         """
-        return torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled() and bool(self._frames)
+        return torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled() and bool(self._here.frames)
 
     def _open(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         name, _, overload = func.name().partition(".")
@@ -280,7 +289,7 @@ class Recorder(TorchDispatchMode):
         if in_backward:
             parent, sequence, module = self._backward_parent(name)
         else:
-            self._node = None
+            self._here.node = None
             if self.streams.node != DEFAULT:
                 self._enter_stream(DEFAULT)
             parent, sequence, module = self._script_parent(name), self._forward_sequence(), self._module()
@@ -314,17 +323,17 @@ class Recorder(TorchDispatchMode):
         self.ranges.note(row["id"], sequence if phase == "backward" else None)
         self._rows.append(row)
         if len(self._rows) > MOST_CALLS:
-            raise EndlessStepError(f"has called {MOST_CALLS:,} operators; let its loops end earlier")
+            raise EndlessStepError(f"has called {MOST_CALLS:,} operators in a step; let its loops end earlier")
         return row
 
     def _module(self) -> str:
-        return self._modules[-1] if self._modules else ""
+        return self._here.modules[-1] if self._here.modules else ""
 
     def _script_parent(self, name: str = "") -> int | None:
         """The innermost recorded call of the script; a frame named like its only operator is that operator."""
         parent: int | None = None
-        for frame in self._frames:
-            if frame.id is None and frame.name == name and frame is self._frames[-1]:
+        for frame in self._here.frames:
+            if frame.id is None and frame.name == name and frame is self._here.frames[-1]:
                 break
             if frame.id is None:
                 frame.id = self._append(frame.name, parent, MAIN_THREAD, self.phase, module=self._module())["id"]
@@ -337,9 +346,9 @@ class Recorder(TorchDispatchMode):
     def _forward_sequence(self) -> int | None:
         """The number of the autograd node that this operator's autograd kernel has just made, if it made one."""
         latest = torch._C._autograd._get_sequence_nr()
-        if latest == self._forward_nodes:
+        if latest == self._here.forward_nodes:
             return None
-        self._forward_nodes = latest
+        self._here.forward_nodes = latest
         self._module_of[latest - 1] = self._module()
         if self.streams.current != DEFAULT:
             self._stream_of[latest - 1] = self.streams.current
@@ -348,27 +357,29 @@ class Recorder(TorchDispatchMode):
     def _backward_parent(self, name: str) -> tuple[int | None, int | None, str]:
         """The autograd node that runs. Its object is held, so that another node cannot be taken for it."""
         node = torch._C._current_autograd_node()
-        if node is None or (node is self._node and self._node_parent is not None):
-            return self._node_parent, self._last_sequence, self._last_module
-        self._node = node
+        if node is None or (node is self._here.node and self._here.node_parent is not None):
+            return self._here.node_parent, self._here.last_sequence, self._here.last_module
+        self._here.node = node
         number = node._sequence_nr()
-        self._last_sequence = None if number == NO_SEQUENCE else number
-        self._last_module = self._module_of.get(number, "")
+        self._here.last_sequence = None if number == NO_SEQUENCE else number
+        self._here.last_module = self._module_of.get(number, "")
         title = node.name()
         around = self._append(
             f"autograd::engine::evaluate_function: {title}",
             None,
             AUTOGRAD_THREAD,
             "backward",
-            self._last_sequence,
-            self._last_module,
+            self._here.last_sequence,
+            self._here.last_module,
         )
-        inner = self._append(title, around["id"], AUTOGRAD_THREAD, "backward", self._last_sequence, self._last_module)
+        inner = self._append(
+            title, around["id"], AUTOGRAD_THREAD, "backward", self._here.last_sequence, self._here.last_module
+        )
         for row in (around, inner):
             self.ranges.place(row["id"], self.ranges.around_backward)
-        self._node_parent = inner["id"]
+        self._here.node_parent = inner["id"]
         self._enter_stream(self._stream_of.get(number, DEFAULT))
-        return self._node_parent, self._last_sequence, self._last_module
+        return self._here.node_parent, self._here.last_sequence, self._here.last_module
 
     def _enter_stream(self, stream: int) -> None:
         """Autograd runs a node on the stream of its forward operator, after what its inputs come from."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -26,7 +27,12 @@ from e2e.capture.recorder import Recorder
 from e2e.capture.script_errors import reporting
 from e2e.capture.script_reference import Script, script_name
 from e2e.capture.session import CapturedWorkload, capture
+from e2e.capture.watch import watched
 from e2e.step.operator_trace import OperatorTrace
+
+# Parameters of a script's function that options of a prediction give.
+SIZES = ("batch_size", "sequence_length")
+_LOADED = "__loaded_for_a_capture__"
 
 
 class Fallback(int):
@@ -84,7 +90,7 @@ def make_workload(
         raise InputError(f"{reference}: must return (module, step), got {type(result).__name__}")
     if not callable(result[1]):
         raise InputError(f"{reference}: must return (module, step); the second of them cannot be called")
-    samples, length = (_size(function, taken, name) for name in ("batch_size", "sequence_length"))
+    samples, length = (_size(function, taken, name) for name in SIZES)
     return CapturedWorkload(reference, *result, samples=samples, sequence_length=length)
 
 
@@ -95,11 +101,41 @@ def capture_script(workload: CapturedWorkload, options: CaptureOptions | None = 
 
 
 @contextmanager
+def own_process() -> Iterator[None]:
+    """What a script changes of its process inside is put back: the folder, the environment, number types, whether there
+    are gradients. Another rank, or another script, begins as its own process would.
+    """
+    folder, environment = os.getcwd(), dict(os.environ)
+    dtype, gradients, products = torch.get_default_dtype(), torch.is_grad_enabled(), _products()
+    cudnn = torch.backends.cudnn
+    kernels = cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # it has been taken away meanwhile
+            os.chdir(folder)
+        if dict(os.environ) != environment:
+            os.environ.clear()
+            os.environ.update(environment)
+        torch.set_default_dtype(dtype)
+        torch.set_grad_enabled(gradients)
+        if _products() != products:
+            torch.set_float32_matmul_precision(products[0])
+        if (cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision) != kernels:
+            cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = kernels
+
+
+def _products() -> tuple[str, str]:
+    return torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.fp32_precision
+
+
+@contextmanager
 def _as_on_gpu(options: CaptureOptions) -> Iterator[StreamState]:
     """What the step will see when it is captured also holds while the model is made. Yields the streams it makes."""
     recorder = Recorder({})
     decisions = GpuDecisions(recorder, options.attention)
-    with pretend_gpu(lambda: None), pretend_streams(recorder.streams), recorder.paused(), decisions, recorder:
+    as_there = pretend_gpu(lambda: None), pretend_streams(recorder.streams)
+    with as_there[0], as_there[1], watched(lambda: recorder.called), recorder.paused(), decisions, recorder:
         yield recorder.streams
 
 
@@ -127,6 +163,11 @@ def _load(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise InputError(f"{path}: not a Python file; give FILE.py:FUNCTION")
     module = importlib.util.module_from_spec(spec)
+    # Functions go to other processes (a pool's) by the name of their module, unless that is a library's.
+    known = sys.modules.get(path.stem)
+    if known is None or getattr(known, _LOADED, False):
+        setattr(module, _LOADED, True)
+        sys.modules[path.stem] = module
     sys.path.insert(0, str(path.parent.resolve()))
     try:
         spec.loader.exec_module(module)
@@ -174,5 +215,7 @@ def _taken(function: Callable[..., Any], parameters: dict[str, Any], reference: 
         and parameter.kind is not inspect.Parameter.VAR_POSITIONAL
     ]
     if missing:
-        raise InputError(f"{reference}: needs a value for {', '.join(missing)} (--{missing[0].replace('_', '-')})")
+        asked = [f"--{name.replace('_', '-')}" for name in missing if name in SIZES]
+        advice = f"give {', '.join(asked)}" if len(asked) == len(missing) else "give the parameter a default"
+        raise InputError(f"{reference}: needs a value for {', '.join(missing)}; {advice}")
     return {name: value for name, value in given.items() if name in signature}

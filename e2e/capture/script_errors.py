@@ -4,16 +4,20 @@ memory, which stands for the GPU here, is not the script's.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
 from costmodel.base.errors import InputError, ModelError
+from costmodel.base.termination import Terminated
+from e2e.capture.distributed.mailbox import NotYetSent
 from e2e.capture.oversized_tensors import oversized
 from e2e.capture.watch import EndlessStepError
 
@@ -28,9 +32,12 @@ _DISPATCHER = re.compile(r": (?:fallthrough )?registered at .*\[(?:backend fallb
 def reporting(reference: str) -> Iterator[None]:
     """The script's own traceback, without frames of ours, then one line of ours."""
     try:
-        yield
+        with patch.object(os, "_exit", _exit_of(os.getpid())):
+            yield
     except EndlessStepError as error:
-        raise ModelError(f"{_place(reference, error)}: {error}") from None
+        if reference.rpartition(":")[0] not in str(error):
+            error.args = (f"{_place(reference, error)}: {error}",)
+        raise
     except InputError:
         raise
     except ModelError as error:
@@ -41,10 +48,12 @@ def reporting(reference: str) -> Iterator[None]:
     except SystemExit as error:
         said = f" saying {error.code!r}" if isinstance(error.code, str) else ""
         raise ModelError(
-            f"{reference}: the script ended the program (sys.exit or argparse){said}; it must return from the function "
-            "and from the step"
+            f"{reference}: the script ended the program (sys.exit, os._exit or argparse){said}; it must return from "
+            "the function and from the step"
         ) from None
-    except Exception as error:
+    except (KeyboardInterrupt, GeneratorExit, Terminated, NotYetSent):
+        raise
+    except BaseException as error:
         summary = _translated(error)
         if summary is not None:
             raise ModelError(f"{_place(reference, error)}: {summary}") from error
@@ -73,9 +82,21 @@ def _place(reference: str, error: BaseException) -> str:
     return f"{file}:{lines[-1]}" if lines else reference
 
 
-def _translated(error: Exception) -> str | None:
+def _exit_of(process: int) -> Callable[[int], object]:
+    """``os._exit``, which in ``process`` itself would end the prediction without a word; children may call it."""
+    end = os._exit
+
+    def exit(status: int) -> object:
+        if os.getpid() != process:
+            end(status)
+        raise SystemExit(status)
+
+    return exit
+
+
+def _translated(error: BaseException) -> str | None:
     """What to do about an error that is the capture's rather than the script's; ``None`` for all others."""
-    if (told := oversized(error)) is not None:
+    if isinstance(error, Exception) and (told := oversized(error)) is not None:
         return told
     said = str(error)
     for pattern, advice in _TRANSLATIONS:
@@ -123,6 +144,11 @@ _TRANSLATIONS = (
         r"cannot repeat_interleave a meta tensor without output_size",
         "repeat_interleave by counts that data decide, which a capture does not have: give output_size, or counts "
         "that the script writes",
+    ),
+    (
+        r"Can't pickle .*: (?:import of module|it's not the same object|attribute lookup)",
+        "a function goes to another process by its module's name, which a library has too or which is not at the top "
+        "of the file; rename the file, or move the function",
     ),
     (r"libcuda\.so cannot found", "a kernel is compiled for a GPU while the script is loaded; do so inside the step"),
 )

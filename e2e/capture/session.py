@@ -21,6 +21,7 @@ from e2e.capture.options import CaptureOptions
 from e2e.capture.recorder import Recorder
 from e2e.capture.scan_libraries import linear_attention_kernels
 from e2e.capture.script_ranges import heard
+from e2e.capture.threads import followed_threads
 from e2e.capture.watch import watched
 from e2e.step.choices import OptimizerForm
 from e2e.step.operator_trace import OperatorTrace
@@ -89,7 +90,8 @@ def recording(recorder: Recorder, options: CaptureOptions) -> Iterator[None]:
         stack.enter_context(without_compiler(recorder.compiled))
         stack.enter_context(generated_kernels(recorder))
         stack.enter_context(linear_attention_kernels(options.linear_attention))
-        stack.enter_context(watched(lambda: recorder.count))
+        stack.enter_context(watched(lambda: recorder.called))
+        stack.enter_context(followed_threads(recorder, options.attention))
         stack.enter_context(GpuDecisions(recorder, options.attention))
         stack.enter_context(recorder)
         yield

@@ -1,7 +1,8 @@
 """``python -m e2e predict | validate | sweep | shard | measure | doctor``.
 
 Exit status: 0 done, 1 ``doctor`` found something broken, 2 the user's input is at fault (one line on standard error),
-130 stopped with Ctrl-C, 143 ended by SIGTERM. With ``--json`` standard output holds JSON alone.
+3 a predicted step may not fit the memory of its GPUs, 4 it does not, 130 stopped with Ctrl-C, 143 ended by SIGTERM.
+With ``--json`` standard output holds JSON alone.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from contextlib import redirect_stdout
 
+import typer
+
 from costmodel.base.errors import InputError
 from costmodel.base.units import whole_number
 from e2e.commands import options
@@ -102,6 +104,12 @@ def predict_command(
             report=report,
         )
     show(prediction, as_json)
+    if prediction.memory_verdict == "may not fit":
+        raise typer.Exit(MAY_NOT_FIT)
+
+
+# Exit status where a step may not fit; of one that does not, ShortageError's.
+MAY_NOT_FIT = 3
 
 
 def tell(line: str) -> None:

@@ -14,11 +14,12 @@ from e2e.explain.path_parts import path_parts
 from e2e.explain.phase_times import phase_seconds
 from e2e.explain.prediction import Prediction, RankFigures
 from e2e.explain.range_figures import range_figures
-from e2e.explain.rank_figures import MEMORY_MARGIN, all_fit, fullest, rank_figures
+from e2e.explain.rank_figures import fits, fullest, memory_verdict, rank_figures
 from e2e.explain.simulated_step import SimulatedStep
 from e2e.explain.step_facts import board_of
 from e2e.explain.utilisation import utilisation_of
 from e2e.step.memory import MemoryUsage
+from e2e.step.memory_room import SURE, Verdict, memory_room
 
 # Share of the device time without measurements behind its models that is worth a warning.
 _MUCH_ANALYTIC = 0.2
@@ -48,16 +49,16 @@ def explain(
 ) -> Prediction:
     """``memory``: rank of the graph -> its usage, as far as it is known."""
     graph, path = step.graph, step.path
-    capacity = int(machine.memory[-1].capacity_bytes)
-    ranks = [rank_figures(step, each, step.paths[each.rank], memory.get(each.rank), capacity) for each in graph.ranks]
+    room = memory_room(machine, graph, site)
+    ranks = [rank_figures(step, each, step.paths[each.rank], memory.get(each.rank), room) for each in graph.ranks]
     collectives = collective_figures(graph, step.timeline, step.iteration)
     longest = graph.ranks[max(range(len(ranks)), key=lambda place: ranks[place].compute_seconds)]
     phases = phase_seconds(longest, step.timeline, step.iteration)
     activity = step.timeline.activity(longest.rank, step.window)
     coverage = coverage_of(graph)
     full = fullest(ranks)
-    shortage = _memory_shortage(ranks, memory, machine, capacity)
-    doubt = [] if shortage is not None else _memory_doubt(ranks, memory, machine, capacity)
+    judged = memory_verdict(ranks, room)
+    said = _memory_warning(judged, ranks, memory, machine, room)
     return Prediction(
         workload=graph.source,
         machine=machine.name,
@@ -83,13 +84,15 @@ def explain(
         stragglers=stragglers(collectives),
         peak_memory_bytes=None if full is None else full.peak_memory_bytes,
         memory_breakdown={} if full is None else full.memory_breakdown or {},
-        memory_capacity_bytes=capacity,
-        fits=all_fit(ranks),
-        memory_shortage=shortage,
+        memory_capacity_bytes=int(machine.memory[-1].capacity_bytes),
+        memory_room_bytes=room,
+        memory_verdict=judged,
+        fits=fits(judged),
+        memory_shortage=said if judged == "does not fit" else None,
         coverage=coverage,
         kernels=sum(rank.kernels for rank in ranks),
         operators=sum(rank.operators for rank in ranks),
-        warnings=[*warnings, *([] if shortage is None else [shortage]), *doubt, *_unmeasured(coverage)],
+        warnings=[*warnings, *([] if said is None else [said]), *_unmeasured(coverage)],
         notes=tuple(notes),
         board=board_of(machine),
         utilisation=utilisation_of(graph, machine, step.seconds),
@@ -98,30 +101,16 @@ def explain(
     )
 
 
-def _memory_shortage(
-    ranks: Sequence[RankFigures], memory: Mapping[int, MemoryUsage], machine: Machine, capacity: int
+def _memory_warning(
+    judged: Verdict, ranks: Sequence[RankFigures], memory: Mapping[int, MemoryUsage], machine: Machine, room: int
 ) -> str | None:
-    """What does not fit: the fullest rank."""
+    """Of the fullest rank, where it does not fit or may not."""
     full = fullest(ranks)
-    if full is None or full.fits is not False:
+    if full is None or judged not in ("does not fit", "may not fit"):
         return None
-    return f"does not fit: {_need(ranks, full, memory)}, {_surplus(full, machine, capacity)}"
-
-
-def _memory_doubt(
-    ranks: Sequence[RankFigures], memory: Mapping[int, MemoryUsage], machine: Machine, capacity: int
-) -> list[str]:
-    """A warning where the fullest rank needs more than there is, by less than the estimate may err."""
-    full = fullest(ranks)
-    if full is None or full.fits is not None:
-        return []
-    need = f"{_need(ranks, full, memory)}, {_surplus(full, machine, capacity)}"
-    return [f"may not fit: {need}; the estimate may be {MEMORY_MARGIN:.0%} off"]
-
-
-def _surplus(full: RankFigures, machine: Machine, capacity: int) -> str:
-    more = (full.allocated_bytes or 0) / capacity - 1
-    return f"{machine.name} has {capacity / 2**30:.1f} GiB: {more:.0%} more than there is"
+    share = (full.allocated_bytes or 0) / room if room else float("inf")
+    more = f"{share - 1:.0%} more than there is" if share > 1 else f"{share:.0%} of it, where {SURE:.0%} are sure"
+    return f"{judged}: {_need(ranks, full, memory)}, {machine.name} has {room / 2**30:.1f} GiB for tensors: {more}"
 
 
 def _need(ranks: Sequence[RankFigures], full: RankFigures, memory: Mapping[int, MemoryUsage]) -> str:

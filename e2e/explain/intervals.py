@@ -77,7 +77,7 @@ class Deviations:
         ``host_factor`` times shorter or longer. ``errors``: how much of the kernels' errors is left in such a step, and
         how far it is off besides (``None``: all of them, and nothing).
         """
-        learned = (errors or StepErrors()).in_step(self.taken, seconds)
+        learned = StepErrors() if errors is None else errors.in_step(self.taken, seconds)
         below = [learned.share(family) * each for family, each in self.below.items()]
         above = [learned.share(family) * each for family, each in self.above.items()]
         down = math.hypot(host_seconds * (1 - 1 / host_factor), -seconds * math.expm1(-learned.residual), *below)

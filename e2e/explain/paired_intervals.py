@@ -130,8 +130,10 @@ class Comparison:
 
 def _learned(step: ComparedStep) -> StepErrors:
     """How much of the errors of kernels is left in ``step``."""
+    if step.errors is None:
+        return StepErrors()
     taken = path_deviations(step.result.graph, step.result.path).taken
-    return (step.errors or StepErrors()).in_step(taken, step.result.prediction.iteration_seconds)
+    return step.errors.in_step(taken, step.result.prediction.iteration_seconds)
 
 
 def _host_cause(host: Hashable) -> Callable[[ComparedStep, int], ExecutionGraph]:

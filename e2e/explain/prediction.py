@@ -14,6 +14,7 @@ from e2e.explain.alternatives import Advice
 from e2e.explain.energy import StepCost, StepEnergy
 from e2e.explain.step_facts import AskedValue, Board, Throughput
 from e2e.explain.utilisation import Utilisation
+from e2e.step.memory_room import Verdict
 
 
 @dataclass(frozen=True)
@@ -121,8 +122,10 @@ class Prediction:
     ``by_bound`` and ``by_kind``) and ``overheads`` (host time by kind, T1-T5). ``host_bound_fraction``: of the critical
     path. Of the fullest rank: ``peak_memory_bytes`` and ``memory_breakdown``.
 
-    ``fits``: ``None`` where memory is not known of all ranks, or too near to what there is; ``memory_shortage``: what
-    does not fit where, if it does not. ``notes``: what the step is; what of it was recorded and what is predicted.
+    ``memory_room_bytes``: of the card's ``memory_capacity_bytes`` what is there for tensors
+    (:mod:`e2e.step.memory_room`); ``memory_verdict``: whether that suffices; ``fits``: the same, ``None`` where it may
+    not fit or memory is not known of all ranks; ``memory_shortage``: what does not fit where, if it does not.
+    ``notes``: what the step is; what of it was recorded and what is predicted.
     ``what_if``: the step as it is and with what each question changes, where there were any. ``ranges``: parts that a
     script named, on the rank that computes longest, and on the critical path of that rank. ``cuda_graph``: the host
     launches all ``kernels`` of a rank at once.
@@ -153,6 +156,8 @@ class Prediction:
     peak_memory_bytes: int | None
     memory_breakdown: Mapping[str, int]
     memory_capacity_bytes: int
+    memory_room_bytes: int
+    memory_verdict: Verdict
     fits: bool | None
     memory_shortage: str | None
     coverage: Mapping[str, float]

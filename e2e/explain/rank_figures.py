@@ -11,24 +11,16 @@ from e2e.explain.rank_attribution import WAITS, rank_attribution
 from e2e.explain.simulated_step import SimulatedStep
 from e2e.step.execution_graph import RankGraph
 from e2e.step.memory import MemoryUsage
+from e2e.step.memory_room import Verdict, verdict
 
-# Room for what is not PyTorch's (CUDA context, NCCL) and for stacks whose memory nobody has published: published peaks
-# are met within 5 % (python -m e2e validate --section training).
-MEMORY_MARGIN = 0.15
-
-
-def fits(needed_bytes: int, capacity: int) -> bool | None:
-    """Whether so much, in use at a time, fits; ``None`` where the estimate is too near to tell."""
-    if needed_bytes <= capacity:
-        return True
-    return False if needed_bytes > capacity * (1 + MEMORY_MARGIN) else None
+_FITS: dict[Verdict, bool | None] = {"fits": True, "does not fit": False, "may not fit": None, "not known": None}
 
 
 def rank_figures(
-    step: SimulatedStep, rank: RankGraph, path: CriticalPath, memory: MemoryUsage | None, capacity: int
+    step: SimulatedStep, rank: RankGraph, path: CriticalPath, memory: MemoryUsage | None, room: int
 ) -> RankFigures:
-    """``path``: the rank's own; ``memory``: what it holds, of ``capacity`` bytes; ``None`` if that is not known."""
-    memory = None if memory is None else memory.within(capacity)
+    """``path``: the rank's own; ``memory``: what it holds, ``None`` if that is not known; ``room``: bytes for it."""
+    memory = None if memory is None else memory.within(room)
     low, high = step.window
     start = step.starts.get(rank.rank, 0.0)
     activity = step.timeline.activity(rank.rank, (max(low, min(start, high)), high))
@@ -52,16 +44,20 @@ def rank_figures(
         operators=operator_count(rank),
         peak_memory_bytes=None if memory is None else memory.peak_bytes,
         memory_breakdown=None if memory is None else {str(role): size for role, size in memory.breakdown.items()},
-        fits=None if memory is None else fits(memory.allocated_bytes, capacity),
+        fits=_FITS[verdict(None if memory is None else memory.allocated_bytes, room)],
     )
 
 
-def all_fit(ranks: Sequence[RankFigures]) -> bool | None:
-    """``None`` if no rank is known not to fit and of some it is not known."""
-    known = [rank.fits for rank in ranks if rank.fits is not None]
-    if False in known:
-        return False
-    return True if len(known) == len(ranks) else None
+def memory_verdict(ranks: Sequence[RankFigures], room: int) -> Verdict:
+    """Of the worst of ``ranks``."""
+    found = {verdict(rank.allocated_bytes, room) for rank in ranks}
+    worst: tuple[Verdict, ...] = ("does not fit", "may not fit", "not known")
+    return next((each for each in worst if each in found), "fits")
+
+
+def fits(found: Verdict) -> bool | None:
+    """``None``: too near to what there is, or not known of all ranks."""
+    return _FITS[found]
 
 
 def fullest(ranks: Sequence[RankFigures]) -> RankFigures | None:

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 from e2e.lowering.families.work import LoweringOptions
 from e2e.lowering.lower_trace import lower, unknown_operators
-from e2e.lowering.torch_compile import compile_rank
+from e2e.lowering.torch_compile import between_collectives, compile_rank
 from e2e.step.allocation_replay import workspace_bytes
 from e2e.step.execution_graph import ExecutionGraph, RankGraph
 from e2e.step.memory import MemoryUsage, peak_memory
 from e2e.step.operator_trace import OperatorTrace
 from e2e.step.replayed_memory import replayed_memory, tells_frees
+
+_EAGER = "the script compiles its model (torch.compile), which runs eagerly here; add --compile"
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ def lower_step(
     if compiled:
         rank = compile_rank(rank, trace)
     elif trace.compiled:
-        warnings.append("the script compiles its model (torch.compile), which runs eagerly here; add --compile")
+        warnings.append(_EAGER)
     graph = ExecutionGraph((rank,), source=trace.source)
     return LoweredStep(graph, {rank.rank: memory_of(trace, architecture)}, tuple(warnings))
 
@@ -46,11 +48,21 @@ def lower_ranks(
     source: str,
     options: LoweringOptions,
     architecture: str = "ampere",
+    *,
+    compiled: bool = False,
 ) -> LoweredStep:
-    """Several ranks of a job, each standing for as many as ``multiplicity`` says. What they warn of is said once."""
-    graph = ExecutionGraph(tuple(lower(trace, options) for trace in traces), multiplicity, source)
+    """Several ranks of a job, each standing for as many as ``multiplicity`` says; ``compiled``: between collectives, as
+    ``torch.compile`` runs them. What they warn of is said once.
+    """
+    ranks = tuple(lower(trace, options) for trace in traces)
+    warnings = dict.fromkeys(line for rank in ranks for line in lowering_warnings(rank))
+    if compiled:
+        both = zip(ranks, traces, strict=True)
+        ranks = tuple(compile_rank(rank, trace, between_collectives(trace)) for rank, trace in both)
+    elif any(trace.compiled for trace in traces):
+        warnings[_EAGER] = None
+    graph = ExecutionGraph(ranks, multiplicity, source)
     memory = {trace.rank: memory_of(trace, architecture) for trace in traces}
-    warnings = dict.fromkeys(line for rank in graph.ranks for line in lowering_warnings(rank))
     return LoweredStep(graph, memory, tuple(warnings))
 
 

@@ -13,7 +13,7 @@ The host: generated code launches a fused kernel without PyTorch's dispatcher (T
 calls library kernels through it; views and the operators around others cost nothing. The optimizer's step is as before.
 
 Where the parts of a model are compiled each by itself, nothing is fused across their borders; calls of no part are not
-compiled.
+compiled. Of a rank of a job such parts lie between its collectives.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from costmodel.operators.device_work import Elementwise, Normalization, Pooling,
 from costmodel.operators.layers import DTYPE_BYTES
 from e2e.lowering.compiled_layout import compiled_layout
 from e2e.lowering.families.work import dtype_of
+from e2e.step.collective_names import kind_of
 from e2e.step.execution_graph import Action, HostWork, Launch, RankGraph, Task
 from e2e.step.marked_ranges import MARKED
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor, tensors
@@ -88,6 +89,19 @@ def compile_rank(rank: RankGraph, trace: OperatorTrace, parts: Mapping[int, obje
             kernels[last.id] = replace(last, name=_name(group), operators=(_fused(group, used, freed),), kind="kernel")
             calls[group[-1].call.id] = replace(calls[group[-1].call.id], name=_name(group))
     return _Rewriter(replace(rank, calls=calls), kernels, parts).rewrite()
+
+
+def between_collectives(trace: OperatorTrace) -> dict[int, int]:
+    """Call -> the part of ``trace`` that it is compiled in, of a rank of a job: Dynamo leaves its code for a collective
+    that a hook starts (FSDP2), and cuts it where a bucket of gradients is full (``DDPOptimizer``), in the backward pass
+    as in the forward pass.
+    """
+    parts: dict[int, int] = {}
+    part = 0
+    for call in trace.calls:
+        part += kind_of(call.name) is not None
+        parts[call.id] = part
+    return parts
 
 
 def fused_storages(rank: RankGraph, trace: OperatorTrace, parts: Mapping[int, object] | None = None) -> set[int]:

@@ -499,7 +499,8 @@ class _Stage:
         self.rank.after(REDUCE, COMPUTE)
         if self.spec.sharing:
             self._meet("all_reduce", "norm of stage", self.groups.families[0].sharded, NORM_BYTES, REDUCE)
-        for group, ranks in (("norm of layers", self.groups.tensor), ("norm of model", self.groups.stages)):
+        own = f"norm of layers of rank {self.rank.rank}"
+        for group, ranks in ((own, self.groups.tensor), ("norm of model", self.groups.stages)):
             if len(ranks) > 1:
                 self.writer.collective("all_reduce", group, ranks, NORM_BYTES, REDUCE)
         self.rank.after(COMPUTE, REDUCE)

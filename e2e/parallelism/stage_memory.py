@@ -18,6 +18,9 @@ order of the schedule, beside what is held throughout. What each way to share ad
 * Inference: after its forward pass nothing of a part is left.
 * Offloading: what a layer leaves goes to the host while the next layer runs, and comes back one layer before it is
   needed; the host's share of the optimizer's state is not on the GPU, with ``zero=3`` shards and gradients neither.
+* Transformer Engine casts weights to 8 bits once per step: both copies, of the weight and of its transpose, are there
+  throughout, whatever micro-batches are in flight (``get_weight_workspace`` of its module/base.py). What ``zero=3``
+  gathers is cast when it is there and gone with it.
 * Recomputation: at the end of a layer's forward pass nothing is left but what is kept; before its backward pass the
   forward pass is replayed.
 
@@ -333,7 +336,7 @@ class _Replay(AllocationReplay):
     def _play(
         self,
         events: Iterable[MemoryEvent],
-        key: Hashable,
+        key: tuple[int, int, Name],
         name: Name | None = None,
         fresh: bool = True,
         kept: frozenset[int] = frozenset(),
@@ -347,6 +350,9 @@ class _Replay(AllocationReplay):
                 self._gradient(event, key, name, fresh)
             elif event.storage in elsewhere:
                 continue
+            elif event.cast_weight and self.spec.sharing < 3:
+                if event.size:
+                    self.take(("cast weight", key[1:], event.storage), event.size, "parameters")
             elif event.size:
                 self._take_storage(key, event.storage, event.size, role)
             elif event.storage not in kept:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from costmodel.base.errors import InputError
+from costmodel.base.errors import ShortageError
 from e2e.explain.prediction import Prediction
 from e2e.explain.predictor import PredictionResult
 from e2e.report.timeline_export import write_trace
@@ -22,7 +22,7 @@ def write_files(result: PredictionResult, timeline: Path | None, report: Path | 
 
 
 def show(prediction: Prediction, as_json: bool = False) -> None:
-    """Prints it; ``InputError`` in the end if the step does not fit."""
+    """Prints it; ``ShortageError`` in the end if the step does not fit."""
     from e2e.report.text_report import render
 
     if as_json:
@@ -30,6 +30,6 @@ def show(prediction: Prediction, as_json: bool = False) -> None:
     else:
         render(prediction)
     if prediction.memory_shortage is not None:
-        raise InputError(
+        raise ShortageError(
             f"{prediction.memory_shortage}; the times above hold for a GPU with more memory; spread it, or try --advice"
         )

@@ -100,12 +100,12 @@ def peak_memory(prediction: Prediction) -> str | None:
     peaks = [rank.peak_memory_bytes for rank in prediction.ranks if rank.peak_memory_bytes is not None]
     if not peaks:
         return None
-    near = max(peaks) > prediction.memory_capacity_bytes
-    doubt = "may not fit" if near else "not known for all ranks"
-    fits = {True: "fits", False: "DOES NOT FIT", None: doubt}[prediction.fits]
+    fits = {"does not fit": "DOES NOT FIT", "not known": "not known for all ranks"}.get(
+        prediction.memory_verdict, prediction.memory_verdict
+    )
     least = f"{min(peaks) / 2**30:.2f} to " if len(prediction.ranks) > 1 else ""
-    capacity = f"{prediction.memory_capacity_bytes / 2**30:.0f} GiB"
-    return f"{least}{max(peaks) / 2**30:.2f} GiB at the peak of {capacity}: {fits}"
+    room = f"{prediction.memory_room_bytes / 2**30:.1f} GiB"
+    return f"{least}{max(peaks) / 2**30:.2f} GiB at the peak of {room} for tensors: {fits}"
 
 
 def memory_parts(prediction: Prediction) -> str | None:

@@ -28,12 +28,14 @@ from e2e.step.memory import peak_memory
 from e2e.step.operator_trace import OperatorTrace
 from e2e.traces.formats.gpu_names import machine_of_gpu, recorded_machine
 from e2e.traces.formats.steps import last_step
-from e2e.traces.linking.step_window import choose
+from e2e.traces.linking.step_window import choose, doubts
 from e2e.traces.recorded_graph import RecordedStep, recorded_graph, recorded_ranks
 from e2e.traces.recorded_run import RecordedRun, read_recorded_run
 from e2e.whatif.operators_behind import TracedRank
 
 _INFLATED = "host times are as recorded, the profiler's share included"
+# Of a recorded step: more that is left of earlier ones than a host runs ahead of its GPU in steady training.
+_BACKLOG = 1.0
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,8 @@ class _Recorded:
 def prepare(request: PredictRequest) -> PreparedStep:
     """One rank's steady step, or one iteration of all ranks of a job. ``InputError`` for files that do not fit."""
     run = read_recorded_run(request.workload.kineto, request.workload.traces)
+    if not run.links and not any(profile.device for profile in run.profiles):
+        raise InputError(f"{run.profiles[0].source}: no work of a GPU in it; record on one, with ProfilerActivity.CUDA")
     found = _Recorded(run, request, *_machines(run, request.machine))
     if len(run.profiles) > 1 or run.profiles[0].world_size > 1 or not run.links:
         return _several(found)
@@ -120,7 +124,14 @@ def _several(found: _Recorded) -> PreparedStep:
     if found.moved:
         graph, cluster = _elsewhere(found, graph, notes)
     else:
-        notes.append(f"kernels and transfers are as recorded on {machine.name}")
+        on = machine.name if found.recorded is not None else run.gpu or "a GPU that the profile does not name"
+        notes.append(f"kernels and transfers are as recorded on {on}")
+        if found.recorded is None:
+            warnings = [
+                *warnings,
+                f"--gpu {machine.name}: the recorded GPU ({run.gpu or 'not told'}) is none of a known name: only its "
+                "memory is compared",
+            ]
     memory = {rank: peak_memory(linked.trace) for rank, linked in run.links.items()}
     return PreparedStep(
         graph,
@@ -148,16 +159,27 @@ def _linked(run: RecordedRun) -> list[str]:
 def _recorded(run: RecordedRun, moved: bool) -> tuple[RecordedStep, list[str]]:
     """``moved``: to another GPU, where transfers are predicted and hold no waiting."""
     if len(run.profiles) > 1:
-        return recorded_ranks(run.profiles, links=run.links), []
+        recorded = recorded_ranks(run.profiles, links=run.links)
+        return recorded, doubts(run.profiles[0], recorded.window)
     profile = run.profiles[0]
     step = recorded_graph(profile, run.links.get(profile.rank))
+    warnings = doubts(profile, step.window)
+    if step.backlog_seconds > _BACKLOG * step.window.seconds:
+        warnings.append(
+            f"earlier work runs on for {step.backlog_seconds * 1e3:.1f} ms of the recorded step of "
+            f"{step.window.seconds * 1e3:.1f} ms: steps overlap, as in an engine that serves requests from a queue"
+        )
     if profile.world_size == 1:
-        return step, []
+        return step, warnings
     if moved:
-        return step, [f"{profile.source} is one of {profile.world_size} ranks; the others are taken as alike"]
+        return step, [
+            *warnings,
+            f"{profile.source} is one of {profile.world_size} ranks; the others are taken as alike",
+        ]
     return step, [
+        *warnings,
         f"{profile.source} is one of {profile.world_size} ranks: its collectives include the waiting for the others; "
-        "give the profiles of all ranks to tell both apart"
+        "give the profiles of all ranks to tell both apart",
     ]
 
 

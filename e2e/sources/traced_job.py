@@ -11,7 +11,6 @@ from pathlib import Path
 from costmodel.base.errors import InputError
 from e2e.capture.tf32_switches import Tf32Switches
 from e2e.lowering.lowered_step import lower_ranks
-from e2e.sources.asked.option_table import COMPILED_RANKS
 from e2e.sources.asked.request import PredictRequest
 from e2e.sources.prepared_step import PreparedStep
 from e2e.sources.request_parts import cluster_of, gpu_machine, lowering_options, one_gpu, setting_of
@@ -87,7 +86,7 @@ def _all_ranks(request: PredictRequest, files: Sequence[Path]) -> PreparedStep:
     source = f"{traces[0].source} and {count - 1} other ranks"
     options = lowering_options(request.configuration, cluster.machine, own=recorded_switches(traces))
     skew = request.machine.skew
-    lowered = lower_ranks(traces, {}, source, options)
+    lowered = lower_ranks(traces, {}, source, options, compiled=setting.compiled)
     traced = {trace.rank: TracedRank(trace, options) for trace in traces}
     return PreparedStep(lowered.graph, setting, cluster, lowered.memory, lowered.warnings, skew=skew, traced=traced)
 
@@ -98,14 +97,12 @@ def _one_of_many(request: PredictRequest, operators: OperatorTrace) -> PreparedS
     gpus = request.machine.gpus or told
     if told not in (1, gpus):
         raise InputError(f"{operators.source}: of a job of {told} ranks; --gpus says {gpus}; leave --gpus out")
-    if request.configuration.compiled:
-        raise InputError(COMPILED_RANKS)
     cluster = cluster_of(request.machine, gpus)
     setting = setting_of(request.configuration, cluster.machine)
     trace = replace(operators, world_size=gpus)
     options = lowering_options(request.configuration, cluster.machine, own=recorded_switches([trace]))
     skew = request.machine.skew
-    lowered = lower_ranks([trace], {trace.rank: gpus}, operators.source, options)
+    lowered = lower_ranks([trace], {trace.rank: gpus}, operators.source, options, compiled=setting.compiled)
     warnings = list(lowered.warnings)
     if gpus > 1:
         warnings.append(f"the trace is of one rank; the other {gpus - 1} are taken as alike")

@@ -9,7 +9,7 @@ from typing import Any
 from e2e.capture.distributed.distributed_capture import DistributedCapture, capture_distributed
 from e2e.capture.kept_captures import kept
 from e2e.capture.options import CaptureOptions
-from e2e.capture.script import Fallback, capture_script, load_script, taken_names
+from e2e.capture.script import Fallback, capture_script, load_script, own_process, taken_names
 from e2e.capture.tf32_switches import Tf32Switches, tf32_switches
 from e2e.lowering.lowered_step import lower_ranks
 from e2e.price.speed_band import band_of
@@ -36,9 +36,10 @@ def prepare(request: PredictRequest) -> PreparedStep:
     cluster = one_gpu(request.machine)
 
     def captured() -> tuple[OperatorTrace, tuple[int | None, int | None], Tf32Switches]:
-        loaded = load_script(script, options, **_parameters(workload))
-        require_size(loaded, cluster)
-        return capture_script(loaded, options), (loaded.samples, loaded.sequence_length), tf32_switches()
+        with own_process():
+            loaded = load_script(script, options, **_parameters(workload))
+            require_size(loaded, cluster)
+            return capture_script(loaded, options), (loaded.samples, loaded.sequence_length), tf32_switches()
 
     trace, sizes, switches = kept(_key(request, options), captured)
     step = single_step(trace, request.configuration, cluster, options.kernel, switches)
@@ -54,8 +55,8 @@ def prepare_ranks(request: PredictRequest) -> PreparedStep:
     assert script is not None and gpus is not None
     cluster, capturing = cluster_of(request.machine, gpus), capture_options(request, "flash")
 
-    def capture() -> tuple[DistributedCapture, Tf32Switches]:
-        made = capture_distributed(
+    def capture() -> DistributedCapture:
+        return capture_distributed(
             script,
             gpus,
             capturing,
@@ -64,17 +65,16 @@ def prepare_ranks(request: PredictRequest) -> PreparedStep:
             ranks=request.configuration.ranks or None,
             accept=lambda workload: require_size(workload, cluster),
         )
-        return made, tf32_switches()
 
-    captured, switches = kept(_key(request, capturing), capture)
+    captured = kept(_key(request, capturing), capture)
+    switches = captured.switches
     setting = setting_of(request.configuration, cluster.machine)
     options = lowering_options(request.configuration, cluster.machine, capturing.kernel, switches)
     architecture = cluster.machine.chip().architecture
-    lowered = lower_ranks(captured.traces, captured.multiplicity, captured.source, options, architecture)
-    warnings = list(lowered.warnings)
-    if captured.compiled:
-        warnings.append("the script compiles its model (torch.compile): predicted as eager code on several GPUs")
-    warnings += [*_unused(workload), *assumptions(captured.traces)]
+    lowered = lower_ranks(
+        captured.traces, captured.multiplicity, captured.source, options, architecture, compiled=setting.compiled
+    )
+    warnings = [*lowered.warnings, *_unused(workload), *assumptions(captured.traces)]
     sizes = (captured.samples, captured.sequence_length)
     taken = _taken(*sizes, switches.on(cluster.machine)) | placed_values(cluster)
     traced = {trace.rank: TracedRank(trace, options) for trace in captured.traces}

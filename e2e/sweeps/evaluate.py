@@ -14,6 +14,7 @@ from e2e.sources.asked.request import ConfigurationOptions, MachineOptions, Pred
 from e2e.sources.prepared_step import PreparedStep, run
 from e2e.sources.recipes import settled
 from e2e.sources.request_parts import cluster_of
+from e2e.step.memory_room import memory_room, verdict
 from e2e.sweeps.sweep_results import SweepRow
 from e2e.sweeps.sweep_space import SweepCell, SweepRequest
 
@@ -77,12 +78,15 @@ def _first_that_fits(task: SweepTask) -> SweepRow:
 
 def _evaluate(task: SweepTask, spec: ParallelSpec) -> SweepRow:
     cell, step = task.cell, parallel.prepare(task.asked(spec), task.captures)
-    capacity = int(step.setting.machine.memory[-1].capacity_bytes)
-    fullest = max((usage.within(capacity).peak_bytes for usage in step.memory.values()), default=None)
-    if fullest is not None and fullest > capacity:
-        reason = f"{fullest / 2**30:.1f} GiB of {capacity / 2**30:.0f} GiB on the fullest rank"
+    machine = step.setting.machine
+    capacity, room = int(machine.memory[-1].capacity_bytes), memory_room(machine, step.graph, step.cluster)
+    fullest = max((usage.within(room).peak_bytes for usage in step.memory.values()), default=None)
+    needed = max((usage.allocated_bytes for usage in step.memory.values()), default=None)
+    judged = verdict(needed, room)
+    if needed is not None and judged in ("may not fit", "does not fit"):
+        reason = f"{needed / 2**30:.1f} GiB of {room / 2**30:.1f} GiB for tensors on the fullest rank"
         return SweepRow(
-            cell.gpu, cell.gpus, step.cluster.nodes, text_of(spec), "does not fit", reason,
+            cell.gpu, cell.gpus, step.cluster.nodes, text_of(spec), judged, reason,
             peak_memory_bytes=fullest, memory_capacity_bytes=capacity,
         )  # fmt: skip
     return _row(cell, spec, step, fullest)

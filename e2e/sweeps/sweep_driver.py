@@ -116,6 +116,6 @@ def ranking_key(row: SweepRow, plan: RunPlan | None = None) -> tuple[int, bool, 
     """Steps that run before those that do not; of these those in time for ``plan``, the cheapest by its price, the most
     samples per second first, then the fewest GPUs.
     """
-    order = ("ok", "does not fit", "not possible", "failed")
-    late, amount = (False, 0.0) if plan is None or row.status != "ok" else (plan.late(row), plan.amount(row))
+    order = ("ok", "may not fit", "does not fit", "not possible", "failed")
+    late, amount = (False, 0.0) if plan is None or row.tokens_per_second_per_gpu is None else (plan.late(row), plan.amount(row))
     return order.index(row.status), late, amount, -(row.samples_per_second or 0.0), row.gpus, row.way

@@ -57,7 +57,7 @@ def render_sweep(sweep: SweepResult, top: int, console: Console | None = None) -
         out.print(
             f"not predicted: {sweep.too_large} ways cannot fit, {sweep.left} look slower (--tries)", soft_wrap=True
         )
-    for status in ("does not fit", "not possible", "failed"):
+    for status in ("may not fit", "does not fit", "not possible", "failed"):
         found = [row for row in sweep.rows if row.status == status]
         if found:
             first = found[0]

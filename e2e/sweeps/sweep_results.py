@@ -16,7 +16,7 @@ from costmodel.base.errors import InputError, OutputError
 from costmodel.base.plain_json import MALFORMED, decoded
 from costmodel.base.whole_file import append_whole, write_whole
 
-CellStatus = Literal["ok", "does not fit", "not possible", "failed"]
+CellStatus = Literal["ok", "may not fit", "does not fit", "not possible", "failed"]
 
 
 @dataclass(frozen=True)

@@ -15,17 +15,16 @@ pictures on V100), but the mean of the throughputs by a hundredth: it is these t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
 
 from e2e.capture.models.catalog import IMAGES
 from e2e.capture.models.timm_models import timm_module
-from e2e.capture.options import CaptureOptions
-from e2e.capture.session import capture
-from e2e.lowering import LoweringOptions
-from e2e.lowering.lowered_step import LoweredStep, lower_step
+from e2e.sources.asked.request import MachineOptions, PredictRequest, WorkloadOptions
 from e2e.validate.published_script import ScriptRun, scripted_workload
 
 Precision = Literal["tf32", "amp", "float32"]
@@ -119,15 +118,19 @@ PUBLISHED: tuple[PublishedStep, ...] = (
 )
 
 
-def lowered_published_step(step: PublishedStep) -> LoweredStep:
-    """The step, captured and lowered; ResNet-50 is the built-in one, others are timm's."""
-    options = CaptureOptions(mode="train" if step.training else "inference")
+def published_request(step: PublishedStep) -> PredictRequest:
+    """What a user would ask for ``step``, with NVIDIA's script."""
+    return PredictRequest(WorkloadOptions(script=partial(_scripted, step)), machine=MachineOptions(gpu=step.machine))
+
+
+def _scripted(step: PublishedStep) -> tuple[torch.nn.Module, Callable[[], object]]:
+    """The model and a step of it; ResNet-50 is the built-in one, others are timm's."""
     if step.model in IMAGES:
         make, side = IMAGES[step.model]
-        with torch.device("meta"):
-            module = make()
+        module = make()
     else:
         module, side = timm_module(step.model)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = step.precision == "tf32"
     workload = scripted_workload(
         step.name,
         module,
@@ -138,4 +141,6 @@ def lowered_published_step(step: PublishedStep) -> LoweredStep:
         channels_last=step.channels_last,
         mixed_precision=step.precision == "amp",
     )
-    return lower_step(capture(workload, options), LoweringOptions(tf32=step.precision == "tf32"))
+    if step.training:
+        return workload.module, workload.step
+    return workload.module, torch.inference_mode()(workload.step)

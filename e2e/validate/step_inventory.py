@@ -21,8 +21,9 @@ from costmodel.base.errors import ProjectError
 from costmodel.datasets.timm_steps import TimmStep
 from costmodel.gpu.step_inventory import INVENTORY, CountedStep, write_inventory
 from costmodel.operators.any_operator import AnyOperator
+from e2e.sources.user_script import prepare
 from e2e.step.execution_graph import ExecutionGraph
-from e2e.validate.vision_cases import all_steps, family_of, fitted_on, lowered_timm_step
+from e2e.validate.vision_cases import all_steps, family_of, fitted_on, timm_request
 
 MODELS_OF_A_FAMILY, TRAINED_MODELS = 2, 8
 _EVERY = 25  # steps after which what is there is written
@@ -82,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     gc.disable()  # captured models refer to themselves: they are collected below
     for count, step in enumerate(steps, 1):
         try:
-            kernels = counted(lowered_timm_step(step).graph)
+            kernels = counted(prepare(timm_request(step)).graph)
             seconds = step.seconds if asked.held_out else 0.0
             found.append(CountedStep(step.name, family_of(step.model), kernels, seconds))
         except (ProjectError, RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError) as reason:

@@ -296,7 +296,7 @@ def _nvidia(row: TrainingRow) -> AskedStep:
         if tp > 1:
             spec = replace(spec, expert_tp=1)  # expert_tensor_parallel_size of all its recipes
     if row.virtual_stages > 1:
-        spec = replace(spec, schedule="interleaved", virtual_stages=row.virtual_stages)
+        spec = _interleaved(spec, row.virtual_stages, PRESETS[model].get("num_hidden_layers", 61))
     if row.fsdp.isdecimal() and int(row.fsdp) > 1:  # Megatron-FSDP
         spec = replace(spec, zero=3, overlap_gather=False)
     routing = TOKEN_DROP if "tokendrop" in row.model.lower() else BALANCED
@@ -304,6 +304,14 @@ def _nvidia(row: TrainingRow) -> AskedStep:
         row, model, config, micro, length, spec, stack, lora=lora, assumed=assumed, routing=routing,
         document_length=SQUAD_TOKENS if tuned else None, cuda_graph=(model, row.gpu) in WHOLE_GRAPHS,
     )  # fmt: skip
+
+
+def _interleaved(spec: ParallelSpec, virtual_stages: int, layers: int) -> ParallelSpec:
+    """Where ``layers`` do not divide into the parts, the ends have fewer, the last one the fewest: it has the head."""
+    spec = replace(spec, schedule="interleaved", virtual_stages=virtual_stages)
+    most = -(-layers // spec.stages)
+    ends = layers - most * (spec.stages - 2)
+    return spec if layers % spec.stages == 0 else replace(spec, first_layers=-(-ends // 2), last_layers=ends // 2)
 
 
 def _grok(row: TrainingRow) -> AskedStep:

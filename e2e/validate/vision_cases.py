@@ -8,22 +8,20 @@ fitted ones only steps on :data:`FITTED_MACHINE` are used, so the other card is 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from costmodel.base.errors import ModelError
 from costmodel.datasets.timm_steps import TimmStep, read_timm, timm_files
-from e2e.capture.models.catalog import images_workload
 from e2e.capture.models.timm_models import timm_library, timm_module
-from e2e.capture.options import CaptureOptions
-from e2e.capture.session import capture
-from e2e.lowering import LoweringOptions
-from e2e.lowering.lowered_step import LoweredStep, lower_step
+from e2e.sources.asked.request import ConfigurationOptions, MachineOptions, PredictRequest, WorkloadOptions
 
+_Precision = Callable[[], AbstractContextManager[Any]]
 FITTED_MACHINE = "rtx-3090"
 # PyTorch 1.12 has no scaled_dot_product_attention; timm's attention was products and softmax then.
 _FUSED_ATTENTION_FROM, _FP32_ATTENTION_FROM = 200, 250
@@ -105,8 +103,17 @@ def _check_same_model(step: TimmStep, module: torch.nn.Module) -> None:
         )
 
 
-def lowered_timm_step(step: TimmStep) -> LoweredStep:
-    """The step as timm's ``benchmark.py`` runs it, captured and lowered.
+def timm_request(step: TimmStep) -> PredictRequest:
+    """What a user would ask for ``step``, with timm's ``benchmark.py`` as the script."""
+    return PredictRequest(
+        WorkloadOptions(script=partial(_benchmark, step)),
+        ConfigurationOptions(compiled=step.compiled),
+        MachineOptions(gpu=step.machine),
+    )
+
+
+def _benchmark(step: TimmStep) -> tuple[torch.nn.Module, Callable[[], None]]:
+    """The model and a step of it as ``benchmark.py`` runs them.
 
     ``ModelError`` where today's timm makes another model of that name than the one that was measured.
     """
@@ -115,12 +122,40 @@ def lowered_timm_step(step: TimmStep) -> LoweredStep:
     name = _RENAMED.get(step.architecture, step.architecture)
     module, side = timm_module(name, step.side, fused_attention=fused, fast_norm=fast, **slow)
     _check_same_model(step, module)
-    options = CaptureOptions(
-        mode="train" if step.training else "inference",
-        attention="flash",
-        layout="channels-last" if step.channels_last else "contiguous",
-    )
-    workload = images_workload(step.name, module, side, step.batch, options, torch.float16)
-    with _unfused_attention_of(step.version):
-        captured = capture(workload, options)
-    return lower_step(captured, LoweringOptions(tf32=True), compiled=step.compiled)
+    layout = torch.channels_last if step.channels_last else torch.contiguous_format
+    module = module.to("cuda", memory_format=layout)  # type: ignore[call-overload]
+    module.train(step.training)
+    pictures = torch.randn(step.batch, 3, side, side, device="cuda").contiguous(memory_format=layout)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    precision = partial(torch.autocast, device_type=pictures.device.type, dtype=torch.float16)
+    run = _training(module, pictures, precision) if step.training else _inference(module, pictures, precision)
+
+    def timed() -> None:
+        with _unfused_attention_of(step.version):
+            run()
+
+    return module, timed
+
+
+def _training(module: torch.nn.Module, pictures: torch.Tensor, precision: _Precision) -> Callable[[], None]:
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-4, momentum=0.9)
+    criterion = torch.nn.CrossEntropyLoss().to(pictures.device)
+    labels = torch.empty(len(pictures), device=pictures.device, dtype=torch.int64)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with precision():
+            loss = criterion(module(pictures), labels)
+        loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def _inference(module: torch.nn.Module, pictures: torch.Tensor, precision: _Precision) -> Callable[[], None]:
+    @torch.inference_mode()
+    def step() -> None:
+        with precision():
+            module(pictures)
+
+    return step

@@ -23,7 +23,7 @@ from costmodel.model.cost_model import Estimate
 from costmodel.model.error_figures import Accuracy, accuracy
 
 if TYPE_CHECKING:
-    from e2e.lowering.lowered_step import LoweredStep
+    from e2e.sources.asked.request import PredictRequest
     from e2e.validate.published_vision import PublishedStep
 
     MeasuredStep = TimmStep | PublishedStep
@@ -137,23 +137,20 @@ def vision_section(data: Path, only: str = "") -> VisionSection | None:
 
 
 def validate_vision(steps: Iterable[MeasuredStep]) -> VisionSection:
-    """Predicts ``steps`` one by one; one that cannot be captured is left out with the reason."""
-    from costmodel.machines.cluster import single_gpu
-    from costmodel.machines.machine_catalog import load_machine
-    from e2e.explain.predictor import Setting, predict
-    from e2e.price.shared_overheads import load_overheads
+    """Predicts ``steps`` one by one, as users do (``predict`` of a script); one that cannot be captured is left out
+    with the reason.
+    """
+    from e2e.sources.predict_request import predict_request
 
-    overheads = load_overheads()
     results: list[VisionResult] = []
     left_out: dict[str, str] = {}
     for count, step in enumerate(steps, 1):
+        family, held_out, request = _asked(step)
         try:
-            family, held_out, lowered = _lowered(step)
+            found = predict_request(request).prediction
         except (ProjectError, RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError) as reason:
             left_out[step.name] = f"{reason}".partition("\n")[0] or type(reason).__name__
             continue
-        setting = Setting(load_machine(step.machine), overheads, compiled=step.compiled)
-        found = predict(lowered.graph, setting, single_gpu(setting.machine), lowered.memory).prediction
         seconds = found.iteration_seconds
         error = seconds / step.seconds - 1.0
         results.append(VisionResult(step, family, held_out, seconds, found.interval_seconds, error, found.coverage))
@@ -162,12 +159,12 @@ def validate_vision(steps: Iterable[MeasuredStep]) -> VisionSection:
     return VisionSection(results, left_out)
 
 
-def _lowered(step: MeasuredStep) -> tuple[str, bool, LoweredStep]:
-    """Family, whether it is held out, and the step."""
+def _asked(step: MeasuredStep) -> tuple[str, bool, PredictRequest]:
+    """Family, whether it is held out, and what a user would ask."""
     if isinstance(step, TimmStep):
-        from e2e.validate.vision_cases import family_of, fitted_on, lowered_timm_step
+        from e2e.validate.vision_cases import family_of, fitted_on, timm_request
 
-        return family_of(step.model), not fitted_on(step), lowered_timm_step(step)
-    from e2e.validate.published_vision import lowered_published_step
+        return family_of(step.model), not fitted_on(step), timm_request(step)
+    from e2e.validate.published_vision import published_request
 
-    return "published", True, lowered_published_step(step)
+    return "published", True, published_request(step)

@@ -1,5 +1,7 @@
-"""Copies: between host and device over PCIe or NVLink-C2C, between devices over NVLink or PCIe, within a device through
-DRAM."""
+"""Copies between host and device over PCIe or NVLink-C2C, and between devices over NVLink or PCIe.
+
+Those within a device are element-wise kernels.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import numpy as np
 
 from costmodel.base.errors import MachineError
 from costmodel.gpu.families.family import Family, KernelAnalysis, safe_log2
-from costmodel.gpu.families.rates import dram_bandwidth, kernel_floor
+from costmodel.gpu.families.rates import dram_bandwidth
 from costmodel.machines.machine_records import Link, Machine
 from costmodel.operators.device_work import MemoryCopy
 
@@ -19,7 +21,7 @@ _PAGEABLE_SHARE = 0.5
 
 
 class Copies(Family[MemoryCopy]):
-    """Copies and fills of memory."""
+    """Copies over a link."""
 
     name = "copy"
 
@@ -36,13 +38,15 @@ class Copies(Family[MemoryCopy]):
 
 def _terms(operator: MemoryCopy, machine: Machine) -> tuple[float, float, float]:
     """Seconds in DRAM, on the link, and to start."""
-    dram = (operator.read_bytes + operator.write_bytes) / dram_bandwidth(machine)
-    if operator.kind in ("device_to_device", "memset"):
-        return dram, 0.0, kernel_floor(machine)
     link = _link(machine, operator.kind)
     share = 1.0 if operator.pinned or operator.kind == "peer" else _PAGEABLE_SHARE
     one_way = operator.size_bytes / dram_bandwidth(machine)
     return one_way, operator.size_bytes / (share * link.bandwidth), link.latency_seconds
+
+
+def is_within_device(operator: MemoryCopy) -> bool:
+    """Whether no link is crossed."""
+    return operator.kind in ("device_to_device", "memset")
 
 
 def _link(machine: Machine, kind: str) -> Link:

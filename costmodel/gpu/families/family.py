@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -37,6 +37,30 @@ class KernelAnalysis:
 
 
 Grade = Literal["measured", "dtype", "kind", "unknown"]
+
+
+@runtime_checkable
+class Gridded(Protocol):
+    """A family whose tables are grids of sizes, so that a lattice (:mod:`costmodel.gpu.residuals.lattice`) holds what
+    was learned of it.
+    """
+
+    name: str
+    axes: tuple[np.ndarray, ...]
+
+    def holds(self, operator: Any) -> bool:
+        """Whether the lattice says how long ``operator`` takes at least."""
+
+    def sizes(self, operators: Sequence[Any]) -> np.ndarray:
+        """Sizes (operators, axes) of the one kernel that does no more than each of ``operators``."""
+
+    def at_sizes(self, sizes: np.ndarray, machine: Machine) -> KernelAnalysis:
+        """Analysis of plain kernels of ``sizes`` (rows, axes)."""
+
+    def from_lattice(self, operators: Sequence[Any], plain: np.ndarray, machine: Machine) -> np.ndarray:
+        """Seconds (operators,) of operators whose plain kernels of the same sizes take ``plain``."""
+
+
 FamilyOperator = TypeVar("FamilyOperator", bound=AnyOperator)
 
 
@@ -51,6 +75,10 @@ class Family(ABC, Generic[FamilyOperator]):
     @abstractmethod
     def analyse(self, operators: Sequence[FamilyOperator], machine: Machine) -> KernelAnalysis:
         """Analytic time and features of ``operators`` (all of this family) on the GPU ``machine``."""
+
+    def least(self, operators: Sequence[FamilyOperator], machine: Machine) -> np.ndarray:
+        """Seconds (operators,) that no kernel can undercut, by the datasheet of ``machine``."""
+        return np.zeros(len(operators))
 
     def covers(self, operator: FamilyOperator) -> bool:
         """Whether measurements of this family say something about ``operator`` (its dtype above all)."""

@@ -26,6 +26,7 @@ import numpy as np
 from costmodel.gpu.families.clock import benchmark_clock, long_load_shares
 from costmodel.gpu.families.family import Family, Grade, KernelAnalysis, safe_log2
 from costmodel.gpu.families.rates import (
+    dense_peak,
     dram_bandwidth,
     kernel_floor,
     l2_bandwidth,
@@ -34,6 +35,7 @@ from costmodel.gpu.families.rates import (
     uses_tensor_cores,
 )
 from costmodel.gpu.families.thin_products import ThinProducts, is_thin
+from costmodel.gpu.residuals.lattice import axes_of
 from costmodel.machines.machine_records import USABLE_SHARE, Machine
 from costmodel.operators.device_work import Gemm
 from costmodel.operators.layers import element_bytes
@@ -244,10 +246,21 @@ def simt_tiles(machine: Machine, batched: bool) -> tuple[Tile, ...]:
     return SIMT_TILES.get(machine.chip().architecture, SIMT_TILES["ampere"])[batched]
 
 
+# Columns and depths of the tables, and the dtype of their rows.
+_WIDTHS = (
+    *(32, 64, 128, 256, 512, 768, 1024, 1536, 2048, 2560, 3072, 3584, 4096, 5120, 6144, 7168, 8192, 10240, 12288),
+    *(16384, 51200, 65536),
+)
+_GRID_DTYPE = "bfloat16"
+
+
 class SimtGemm(Family[Gemm]):
-    """One product in FP32 (or FP64), outside the tensor cores."""
+    """One product in FP32, or in FP64, which the tensor cores of datacenter chips compute in tiles of the same kind."""
 
     name = "gemm"
+
+    def grade(self, operator: Gemm) -> Grade:
+        return "measured" if self.covers(operator) else "dtype"
 
     def analyse(self, operators: Sequence[Gemm], machine: Machine) -> KernelAnalysis:
         return KernelAnalysis(*analyse_products(products_of(operators, machine), simt_tiles(machine, False), machine))
@@ -268,14 +281,49 @@ class TensorGemm(Family[Gemm]):
     """Products in TF32, FP16 or BF16 on the tensor cores."""
 
     name = "gemm-tensor"
+    # Rows as the finest table has them, thinned; one more than a multiple of a tile begins the next one.
+    axes = axes_of(
+        (
+            *(1, 2, 4, 8, 16, 17, 32, 33, 48, 64, 65, 96, 128, 129, 192, 193, 256, 257, 384, 512, 513, 768, 769, 1024),
+            *(1025, 1280, 1536, 1792, 2048, 2304, 2560, 3072, 3584, 4096, 4352, 8192, 16384, 32768),
+        ),
+        _WIDTHS,
+        _WIDTHS,
+    )
 
     def analyse(self, operators: Sequence[Gemm], machine: Machine) -> KernelAnalysis:
         products = products_of(operators, machine)
-        aligned = np.array([_ALIGNED_SHARE[_alignment(each)] for each in operators])
-        products = dataclasses.replace(products, rate=products.rate * aligned)
+        products = dataclasses.replace(products, rate=products.rate * _aligned_shares(operators))
         seconds, terms, features = analyse_products(products, TENSOR_TILES, machine)
         more = accumulating_seconds(operators, machine)
         return KernelAnalysis(seconds + more, {**terms, "memory:DRAM": terms["memory:DRAM"] + more}, features)
+
+    def holds(self, operator: Gemm) -> bool:
+        return operator.dtype in ("bfloat16", "float16")
+
+    def sizes(self, operators: Sequence[Gemm]) -> np.ndarray:
+        # Several products have the work of one of all their rows, and read and write no less.
+        return np.array([(each.batch * each.m, each.n, each.k) for each in operators], dtype=float).reshape(-1, 3)
+
+    def at_sizes(self, sizes: np.ndarray, machine: Machine) -> KernelAnalysis:
+        m, n, k = sizes.T
+        ones, rate = np.ones(len(sizes)), matrix_rate(machine, _GRID_DTYPE)
+        loads = float(long_load_shares(machine, [_GRID_DTYPE])[0])
+        products = Products(ones, m, n, k, ones * element_bytes(_GRID_DTYPE), ones * rate, loads)
+        return KernelAnalysis(*analyse_products(products, TENSOR_TILES, machine))
+
+    def from_lattice(self, operators: Sequence[Gemm], plain: np.ndarray, machine: Machine) -> np.ndarray:
+        shares = _aligned_shares(operators)
+        slower = np.ones(len(operators))
+        if (shares < 1).any():
+            dense = products_of(operators, machine)
+            skewed = dataclasses.replace(dense, rate=dense.rate * shares)
+            slower, plainly = (analyse_products(each, TENSOR_TILES, machine)[0] for each in (skewed, dense))
+            slower = slower / plainly
+        return np.asarray(plain * slower + accumulating_seconds(operators, machine))
+
+    def least(self, operators: Sequence[Gemm], machine: Machine) -> np.ndarray:
+        return least_seconds(operators, machine)
 
     def covers(self, operator: Gemm) -> bool:
         # Measured in BF16; FP16 runs the same kernels. TF32 does not.
@@ -283,6 +331,12 @@ class TensorGemm(Family[Gemm]):
 
     def grade(self, operator: Gemm) -> Grade:
         return "measured" if self.covers(operator) else "dtype"
+
+
+def least_seconds(operators: Sequence[Gemm | ScaledGemm], machine: Machine) -> np.ndarray:
+    """Floating-point operations over the datasheet's rate; zero where the machine file has none."""
+    peaks = {dtype: dense_peak(machine, dtype) for dtype in {each.dtype for each in operators}}
+    return np.array([each.flops / (peaks[each.dtype] or np.inf) for each in operators], dtype=float)
 
 
 # Share of the rate left to 16-bit products whose rows begin at multiples of so many elements: 16-byte loads need 8, and
@@ -299,6 +353,10 @@ def _alignment(operator: Gemm) -> int:
     first = operator.m if operator.transpose_a else operator.k
     second = operator.k if operator.transpose_b else operator.n
     return math.gcd(first, second, operator.n, 8)
+
+
+def _aligned_shares(operators: Sequence[Gemm]) -> np.ndarray:
+    return np.array([_ALIGNED_SHARE[_alignment(each)] for each in operators])
 
 
 Triple = tuple[np.ndarray, Mapping[str, np.ndarray], Mapping[str, np.ndarray]]

@@ -14,7 +14,7 @@ import numpy as np
 from costmodel.gpu.families.family import Family, Grade, KernelAnalysis, safe_log2
 from costmodel.gpu.families.rates import dram_bandwidth, kernel_floor, l2_bandwidth, l2_bytes, vector_rate
 from costmodel.machines.machine_records import Machine
-from costmodel.operators.device_work import Elementwise, Loss, OptimizerStep, Rearrangement, Reduction
+from costmodel.operators.device_work import Elementwise, Loss, MemoryCopy, OptimizerStep, Rearrangement, Reduction
 from costmodel.operators.layers import Pool2d, element_bytes
 
 # Bytes fetched per byte used when runs of a few elements are read or written at scattered places: DRAM delivers 32-byte
@@ -33,11 +33,13 @@ _STRIDED_REDUCTION = 1.3
 _LOSS_PASSES = 1.5
 
 
-MemoryBoundOperator = Elementwise | Reduction | Rearrangement | OptimizerStep | Loss | Pool2d
+MemoryBoundOperator = Elementwise | Reduction | Rearrangement | OptimizerStep | Loss | Pool2d | MemoryCopy
 
 
 class MemoryBound(Family[MemoryBoundOperator]):
-    """Element-wise kernels, optimizers, reductions, rearrangements, pooling of the CPU's records and losses."""
+    """Element-wise kernels, optimizers, reductions, rearrangements, copies within a device, losses, and pooling of the
+    CPU's records.
+    """
 
     name = "elementwise"
     clock_bound = False
@@ -56,6 +58,9 @@ class MemoryBound(Family[MemoryBoundOperator]):
             return "unknown"
         if isinstance(operator, Elementwise) and operator.kind not in _OWN_KERNELS:
             return "measured" if operator.dtype == "float32" else "dtype"
+        streams = isinstance(operator, Reduction) and operator.contiguous
+        if streams or isinstance(operator, OptimizerStep | MemoryCopy):
+            return "dtype"  # each byte once, as element-wise kernels do
         return "measured" if self.covers(operator) else "kind"
 
 

@@ -6,6 +6,7 @@ from costmodel.machines.machine_records import Machine
 
 # Without its own units a dtype is computed with those of the next one: TF32 off or absent means FP32; BF16 before
 # Ampere is converted to FP32, FP16 on Pascal's small chips runs in FP32 (cuBLAS compute types).
+_FULL_DOUBLE = 0.3  # FP64 over FP32 of chips with full units: 1/2, others have 1/32 and less
 _FALLBACK = {"tf32": "float32", "bfloat16": "float32", "float16": "float32", "int8": "float32"}
 
 
@@ -16,7 +17,19 @@ def matrix_rate(machine: Machine, dtype: str) -> float:
     """
     dtype = stand_in(machine, dtype)
     machine.peak_flops(dtype, 1)
-    return machine.compute[dtype].short_load
+    return machine.compute[dtype].short_load * _on_double_tensor_cores(machine, dtype)
+
+
+def _on_double_tensor_cores(machine: Machine, dtype: str) -> float:
+    """How much faster than their vector units GPUs multiply matrices in FP64: datacenter chips of Ampere and Hopper
+    twice (19.5 for 9.7 TFLOP/s on A100, 67 for 33.5 on H100, by their datasheets), Blackwell's no more.
+    """
+    single = machine.compute.get("float32")
+    double = machine.compute.get("float64")
+    if dtype != "float64" or machine.gpu is None or single is None or double is None:
+        return 1.0
+    fast = double.short_load > _FULL_DOUBLE * single.short_load
+    return 2.0 if fast and machine.gpu.architecture in ("ampere", "hopper") else 1.0
 
 
 def stand_in(machine: Machine, dtype: str) -> str:
@@ -29,7 +42,9 @@ def dense_peak(machine: Machine, dtype: str) -> float | None:
     ``None`` where the machine file has no datasheet rate.
     """
     known = machine.compute.get(stand_in(machine, dtype))
-    return None if known is None else known.datasheet
+    if known is None or known.datasheet is None:
+        return None
+    return known.datasheet * _on_double_tensor_cores(machine, stand_in(machine, dtype))
 
 
 def vector_rate(machine: Machine) -> float:

@@ -23,7 +23,7 @@ from costmodel.base.whole_file import write_whole
 from costmodel.gpu.residuals import adaptation, forest, residual
 from costmodel.gpu.residuals.adaptation import Adaptation
 from costmodel.gpu.residuals.forest import Forest
-from costmodel.gpu.residuals.references import packaged_machine
+from costmodel.gpu.residuals.references import known_as, packaged_machine
 from costmodel.gpu.residuals.residual import Residual
 from costmodel.machines.machine_catalog import user_directory
 from costmodel.machines.machine_records import Machine
@@ -110,13 +110,14 @@ def is_relative(known: Fitted, machine: Machine) -> bool:
     return (known.architecture, known.power_limited, lanes) == (chip.architecture, chip.power_limited, chip.lanes)
 
 
-def _unlike(known: Fitted, machine: Machine) -> tuple[bool, float]:
-    """How unlike a relative is: of another class, then by the number of multiprocessors."""
+def _unlike(known: Fitted, machine: Machine) -> tuple[bool, float, float]:
+    """How unlike a relative is: of another class, then by the number of multiprocessors, then by the memory's rate."""
     there = packaged_machine(known.machine)
     if there is None:
-        return True, 0.0
+        return True, 0.0, 0.0
     counts = there.chip().sm_count, machine.chip().sm_count
-    return power_class(there) != power_class(machine), max(counts) / min(counts)
+    rates = there.memory[-1].bandwidth.at(1), machine.memory[-1].bandwidth.at(1)
+    return power_class(there) != power_class(machine), max(counts) / min(counts), max(rates) / min(rates)
 
 
 def residuals_for(machine: Machine, directory: Path = DIRECTORY) -> dict[str, tuple[str, Residual]]:
@@ -124,10 +125,10 @@ def residuals_for(machine: Machine, directory: Path = DIRECTORY) -> dict[str, tu
 
     The most alike of the relatives (:func:`is_relative`) comes first. ``InputError`` names a corrupt file.
     """
-    known = all_fitted(directory)
-    relatives = [each for each in known.values() if each.machine != machine.name and is_relative(each, machine)]
+    known, name = all_fitted(directory), known_as(machine)
+    relatives = [each for each in known.values() if each.machine != name and is_relative(each, machine)]
     relatives.sort(key=lambda each: (*_unlike(each, machine), each.machine))
-    own = [known[machine.name]] if machine.name in known else []
+    own = [known[name]] if name in known else []
     found: dict[str, tuple[str, Residual]] = {}
     for each in [*own, *relatives]:
         for family, learned in each.families.items():
@@ -137,8 +138,8 @@ def residuals_for(machine: Machine, directory: Path = DIRECTORY) -> dict[str, tu
 
 def adaptations_for(machine: Machine, directory: Path = DIRECTORY) -> Mapping[str, Adaptation]:
     """What a few measurements of ``machine`` itself say, by family and dtype; empty where there are none."""
-    known = all_fitted(directory)
-    return known[machine.name].adaptations if machine.name in known else {}
+    known, name = all_fitted(directory), known_as(machine)
+    return known[name].adaptations if name in known else {}
 
 
 def own_directory() -> Path:

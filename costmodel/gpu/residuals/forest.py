@@ -39,6 +39,13 @@ class Forest:
         return total
 
 
+def constant(value: float) -> Forest:
+    """The forest that answers ``value`` whatever it is asked."""
+    return Forest(
+        np.zeros((0, 1), dtype=np.uint8), np.zeros((0, 1), dtype=np.float32), np.zeros((0, 2), dtype=np.float32), value
+    )
+
+
 def from_booster(booster: Any, depth: int) -> Forest:
     """The trees of an xgboost ``booster`` whose depth is at most ``depth``."""
     config = json.loads(booster.save_config())
@@ -76,18 +83,19 @@ def to_record(forest: Forest) -> dict[str, Any]:
     return {
         "trees": len(forest.leaves),
         "base": round(forest.base, 7),
-        "columns": _pack(forest.columns),
-        "thresholds": _pack(forest.thresholds),
-        "leaves": _pack(forest.leaves.astype(np.float16)),
+        "columns": packed(forest.columns),
+        "thresholds": packed(forest.thresholds),
+        "leaves": packed(forest.leaves.astype(np.float16)),
     }
 
 
 def from_record(record: dict[str, Any]) -> Forest:
     """Inverse of :func:`to_record`; ``ValueError`` or ``KeyError`` for anything else."""
     trees = int(record["trees"])
-    columns = _unpack(record["columns"], np.uint8).reshape(trees, -1)
-    thresholds = _unpack(record["thresholds"], np.float32).reshape(trees, -1)
-    leaves = _unpack(record["leaves"], np.float16).reshape(trees, -1).astype(np.float32)
+    inner = unpacked(record["columns"], np.uint8).size // trees if trees else 1
+    columns = unpacked(record["columns"], np.uint8).reshape(trees, inner)
+    thresholds = unpacked(record["thresholds"], np.float32).reshape(trees, inner)
+    leaves = unpacked(record["leaves"], np.float16).reshape(trees, inner + 1).astype(np.float32)
     if columns.shape != thresholds.shape or leaves.shape[1] != columns.shape[1] + 1:
         raise ValueError("the arrays of a forest do not fit together")
     if not (np.isfinite(leaves).all() and abs(float(record["base"])) < _LARGEST_BASE):
@@ -95,11 +103,13 @@ def from_record(record: dict[str, Any]) -> Forest:
     return Forest(columns, thresholds, leaves, float(record["base"]))
 
 
-def _pack(array: np.ndarray) -> str:
+def packed(array: np.ndarray) -> str:
+    """``array`` compressed, as text."""
     return base64.b64encode(zlib.compress(np.ascontiguousarray(array).tobytes(), 9)).decode("ascii")
 
 
-def _unpack(text: str, dtype: Any) -> np.ndarray:
+def unpacked(text: str, dtype: Any) -> np.ndarray:
+    """Inverse of :func:`packed`, one-dimensional; ``ValueError`` for anything else."""
     try:
         return np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype=dtype)
     except zlib.error as error:

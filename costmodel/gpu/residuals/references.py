@@ -27,6 +27,26 @@ def packaged_machine(name: str) -> Machine | None:
     return None if path is None else read_machine(path)
 
 
+def known_as(machine: Machine) -> str:
+    """The name under which models know ``machine``: its own if a packaged GPU has it, else that of a packaged one that
+    is the same but for names, texts and the power limit, whose effect the rates tell; its own if there is none.
+    """
+    paths = (PACKAGED_DIRECTORY / "gpu").glob("*.yaml")
+    names = [] if packaged_machine(machine.name) else sorted(each.stem for each in paths)
+    return next((name for name in names if _figures(packaged_machine(name)) == _figures(machine)), machine.name)
+
+
+def _figures(machine: Machine | None) -> object:
+    """What kernels see of ``machine``."""
+    if machine is None or machine.gpu is None:
+        return None
+    compute = {name: (each.sustained, each.burst, each.datasheet) for name, each in machine.compute.items()}
+    levels = [(each.capacity_bytes, each.bandwidth, each.datasheet, each.latency_seconds) for each in machine.memory]
+    links = [(each.kind, each.bandwidth, each.latency_seconds) for each in machine.links]
+    chip = replace(machine.gpu, power_watts=0.0, origin="")
+    return chip, machine.gpu.power_limited, compute, levels, links, machine.region_seconds(1)
+
+
 def nominal_features(family: Family[Any], operators: Sequence[AnyOperator], machine: Machine) -> np.ndarray:
     """Features (operators, features) of ``operators`` on a GPU built as ``machine``, at the rates of :data:`NOMINAL`.
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from costmodel.gpu.residuals import forest
+from costmodel.gpu.residuals import forest, lattice
 from costmodel.gpu.residuals.forest import Forest
+from costmodel.gpu.residuals.lattice import Lattice
 
 QUANTILES = (0.1, 0.9)
 
@@ -18,6 +19,9 @@ QUANTILES = (0.1, 0.9)
 class Residual:
     """``names``: the features in order, with the range seen of each. ``margin`` (log units) widens quantiles so that
     held-out rows fall inside as often as they should (conformalised quantile regression, Romano et al., NeurIPS 2019).
+
+    ``lattice``: seconds on the GPU itself, of families with sizes of their own; the forests then add to its logarithm
+    rather than to that of the analytic time, and the middle adds nothing.
     """
 
     names: tuple[str, ...]
@@ -28,6 +32,7 @@ class Residual:
     upper: Forest
     margin: float
     rows: int
+    lattice: Lattice | None = None
 
     def predict(self, features: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Middle, lower and upper log residual of each row."""
@@ -58,12 +63,19 @@ MANY_ROWS = 3000
 
 
 def train(
-    features: Mapping[str, np.ndarray], log_ratio: np.ndarray, held_out: np.ndarray, effort: TreeEffort | None = None
+    features: Mapping[str, np.ndarray],
+    log_ratio: np.ndarray,
+    held_out: np.ndarray,
+    effort: TreeEffort | None = None,
+    known: Lattice | None = None,
 ) -> Residual:
-    """Learns ``log_ratio`` (rows,). Rows where ``held_out`` set the interval's margin and train the middle only."""
+    """Learns ``log_ratio`` (rows,). Rows where ``held_out`` set the interval's margin and train the middle only.
+
+    ``known``: the lattice that ``log_ratio`` is relative to; then only the interval is learned.
+    """
     matrix = np.stack([np.asarray(column, dtype=np.float32) for column in features.values()], axis=1)
-    effort = effort or (LARGE if len(matrix) >= MANY_ROWS else SMALL)
-    middle = boost(matrix, log_ratio, effort.depth, effort.rounds, {"objective": "reg:squarederror"})
+    effort = effort or effort_for(len(matrix))
+    middle = forest.constant(0.0) if known is not None else middle_of(matrix, log_ratio, effort)
     bounds = [
         boost(
             matrix[~held_out],
@@ -79,22 +91,43 @@ def train(
     level = min((QUANTILES[1] - QUANTILES[0]) * (1 + 1 / len(missed)), 1.0)
     margin = max(float(np.quantile(missed, level, method="higher")), 0.0)
     lowest, highest = matrix.min(axis=0), matrix.max(axis=0)
-    return Residual(tuple(features), lowest, highest, middle, bounds[0], bounds[1], margin, len(matrix))
+    return Residual(tuple(features), lowest, highest, middle, bounds[0], bounds[1], margin, len(matrix), known)
 
 
-def boost(features: np.ndarray, targets: np.ndarray, depth: int, rounds: int, objective: dict[str, Any]) -> Forest:
+def effort_for(rows: int) -> TreeEffort:
+    """Size of trees that so many rows carry."""
+    return LARGE if rows >= MANY_ROWS else SMALL
+
+
+def middle_of(
+    features: np.ndarray, log_ratio: np.ndarray, effort: TreeEffort, weights: np.ndarray | None = None
+) -> Forest:
+    """The forest that meets ``log_ratio`` (rows,) over ``features`` (rows, columns) best."""
+    return boost(features, log_ratio, effort.depth, effort.rounds, {"objective": "reg:squarederror"}, weights)
+
+
+def boost(
+    features: np.ndarray,
+    targets: np.ndarray,
+    depth: int,
+    rounds: int,
+    objective: dict[str, Any],
+    weights: np.ndarray | None = None,
+) -> Forest:
     """Boosted trees of ``targets`` (rows,) over ``features`` (rows, columns); ``objective``: for xgboost."""
     import xgboost
 
     parameters: dict[str, Any] = {"max_depth": depth, "eta": 0.1, "min_child_weight": 4}
     parameters |= {"subsample": 0.8, "colsample_bytree": 0.8}
     parameters |= {"tree_method": "hist", "seed": 0, "nthread": 2, "verbosity": 0, **objective}
-    booster = xgboost.train(parameters, xgboost.QuantileDMatrix(features, targets, nthread=2), num_boost_round=rounds)
+    table = xgboost.QuantileDMatrix(features, targets, weight=weights, nthread=2)
+    booster = xgboost.train(parameters, table, num_boost_round=rounds)
     return forest.from_booster(booster, depth)
 
 
 def to_record(residual: Residual) -> dict[str, Any]:
     """JSON-able content of ``residual``."""
+    known = {} if residual.lattice is None else {"lattice": lattice.to_record(residual.lattice)}
     return {
         "features": list(residual.names),
         "lowest": [round(float(value), 3) for value in residual.lowest],
@@ -104,6 +137,7 @@ def to_record(residual: Residual) -> dict[str, Any]:
         "middle": forest.to_record(residual.middle),
         "lower": forest.to_record(residual.lower),
         "upper": forest.to_record(residual.upper),
+        **known,
     }
 
 
@@ -117,6 +151,6 @@ def from_record(record: dict[str, Any]) -> Residual:
     lowest, highest = (np.array(record[name], dtype=np.float32) for name in ("lowest", "highest"))
     if not len(record["features"]) == len(lowest) == len(highest):
         raise ValueError("features and their ranges do not fit together")
-    return Residual(
-        tuple(record["features"]), lowest, highest, margin=float(record["margin"]), rows=int(record["rows"]), **trees
-    )
+    known = lattice.from_record(record["lattice"]) if "lattice" in record else None
+    margin, rows = float(record["margin"]), int(record["rows"])
+    return Residual(tuple(record["features"]), lowest, highest, margin=margin, rows=rows, lattice=known, **trees)

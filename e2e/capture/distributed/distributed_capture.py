@@ -28,6 +28,7 @@ from e2e.capture.distributed.world import RankPlace
 from e2e.capture.options import CaptureOptions
 from e2e.capture.script_reference import Script, script_name
 from e2e.capture.session import CapturedWorkload
+from e2e.capture.tf32_switches import NO_TF32, Tf32Switches
 from e2e.step.operator_trace import OperatorTrace
 
 # Beyond that many different programs a user should say which ones matter.
@@ -37,7 +38,8 @@ MOST_DIFFERENT = 64
 @dataclass(frozen=True)
 class DistributedCapture:
     """``traces``: of the captured ranks, in their order; ``multiplicity``: how many ranks each of them stands for, as
-    many as GPUs in all. ``samples`` of ``sequence_length`` tokens: the batch of one rank, as far as that is told.
+    many as GPUs in all. ``samples`` of ``sequence_length`` tokens: the batch of one rank, as far as that is told;
+    ``switches``: of TF32, as the script leaves them.
     """
 
     traces: tuple[OperatorTrace, ...]
@@ -45,11 +47,7 @@ class DistributedCapture:
     source: str
     samples: int | None = None
     sequence_length: int | None = None
-
-    @property
-    def compiled(self) -> bool:
-        """Whether the script asks for ``torch.compile``; the calls are those of eager code all the same."""
-        return any(trace.compiled for trace in self.traces)
+    switches: Tf32Switches = NO_TF32
 
 
 def capture_distributed(
@@ -87,7 +85,8 @@ def capture_distributed(
     traces = tuple(job.captured[rank].trace for rank in order)
     first = job.captured[order[0]]
     source = f"{script_name(script)} on {gpus} GPUs"
-    return DistributedCapture(traces, _multiplicity(order, gpus), source, first.samples, first.sequence_length)
+    sizes = first.samples, first.sequence_length
+    return DistributedCapture(traces, _multiplicity(order, gpus), source, *sizes, switches=first.switches)
 
 
 @dataclass

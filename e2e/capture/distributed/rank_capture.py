@@ -17,9 +17,10 @@ from e2e.capture.distributed.parallel_libraries import LibraryPatches
 from e2e.capture.distributed.world import RankPlace, fake_world
 from e2e.capture.options import CaptureOptions
 from e2e.capture.recorder import Recorder
-from e2e.capture.script import make_workload, reporting
+from e2e.capture.script import make_workload, own_process, reporting
 from e2e.capture.script_reference import Script, script_folder, script_name
 from e2e.capture.session import CapturedWorkload, is_compiled, module_paths, recording
+from e2e.capture.tf32_switches import NO_TF32, Tf32Switches, tf32_switches
 from e2e.step.operator_trace import OperatorTrace
 
 # Name, shape, dtype and placement of every parameter and buffer.
@@ -46,7 +47,8 @@ class RankScript:
 @dataclass(frozen=True)
 class CapturedRank:
     """``peers``: ranks that it sends to or receives from; ``signature``: what it holds; ``samples`` of
-    ``sequence_length`` tokens: the batch that the script's function was called for, as far as that is told.
+    ``sequence_length`` tokens: the batch that the script's function was called for, as far as that is told;
+    ``switches``: of TF32, as the script leaves them.
     """
 
     trace: OperatorTrace
@@ -54,6 +56,7 @@ class CapturedRank:
     signature: RankSignature
     samples: int | None = None
     sequence_length: int | None = None
+    switches: Tf32Switches = NO_TF32
 
 
 def capture_rank(script: RankScript, place: RankPlace, mailbox: Mailbox) -> CapturedRank:
@@ -87,7 +90,7 @@ def capture_rank(script: RankScript, place: RankPlace, mailbox: Mailbox) -> Capt
             passes=tuple(recorder.passes),
         )
         sizes = (workload.samples, workload.sequence_length)
-        return CapturedRank(trace, frozenset(communication.peers), signature, *sizes)
+        return CapturedRank(trace, frozenset(communication.peers), signature, *sizes, switches=tf32_switches())
 
 
 def rank_signature(script: RankScript, place: RankPlace, mailbox: Mailbox) -> RankSignature:
@@ -108,6 +111,7 @@ def _prepared(
     before = set(sys.modules)
     with ExitStack() as stack:
         stack.callback(lambda: _forget(set(sys.modules) - before, script.script))
+        stack.enter_context(own_process())
         stack.enter_context(recording(recorder, script.options))
         stack.enter_context(fake_world(place, recorder, mailbox))
 

@@ -236,27 +236,19 @@ def _fused(causal_place: int) -> Lowering:
 
 
 def _fused_backward(causal_place: int) -> Lowering:
-    """The row sums of output x gradient first, then the gradients; flash converts the query gradient after."""
+    """All gradients as one: published times of a backward, which kernels are fitted to, hold the sums of output x
+    gradient before them and the conversion of the query gradient after.
+    """
 
     def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
-        gradient, query = tensor_argument(call, 0), tensor_argument(call, 1)
         causal = argument(call, causal_place, "is_causal", False) is True
-        record = _attention_record(call, context, _operands(call, 1), causal, "backward")
-        work = [
-            elementwise(context, "attention_dot", query, [gradient, query], 0, call.name),
-            DeviceWork(call.name, (record,)),
-        ]
-        if "flash" in call.name:
-            work.append(elementwise(context, "convert", query, [query], 1, call.name))
-        return work
+        return [DeviceWork(call.name, (_attention_record(call, context, _operands(call, 1), causal, "backward"),))]
 
     return lower
 
 
 def _library_attention(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """A call of an attention library (:mod:`e2e.capture.fused_attention`): windows, sinks and documents as they are;
-    the two passes beside the gradients as in PyTorch.
-    """
+    """A call of an attention library (:mod:`e2e.capture.fused_attention`): windows, sinks and documents as they are."""
     backward = call.name.endswith("_backward")
     first = 1 if backward else 0
     sinks, causal, window, dropout = (argument(call, first + 3 + place) for place in range(4))
@@ -274,12 +266,7 @@ def _library_attention(call: OperatorCall, context: Context) -> list[DeviceWork]
     )
     if not backward:
         return [*_casts(call, operands, record), DeviceWork(call.name, (record,))]
-    query = operands[0]
-    return [
-        elementwise(context, "attention_dot", query, [tensor_argument(call, 0), query], 0, call.name),
-        DeviceWork(call.name, (record,)),
-        elementwise(context, "convert", query, [query], 1, call.name),
-    ]
+    return [DeviceWork(call.name, (record,))]
 
 
 def _latent_attention(call: OperatorCall, context: Context) -> list[DeviceWork]:

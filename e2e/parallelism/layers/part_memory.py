@@ -7,11 +7,16 @@ gradient of such) counts as allocated when this part begins, and in the part tha
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import prod
 
-from e2e.step.memory import Lifetime, lifetimes
-from e2e.step.operator_trace import OperatorTrace
+from e2e.step.caching_allocator import whole_blocks
+from e2e.step.memory import Lifetime, lifetimes, role_of
+from e2e.step.operator_trace import OperatorTrace, tensors
 
+# The cast of a weight of which Transformer Engine keeps both copies for the micro-batches of a step.
+_CAST = "float8::cast_both"
+_GATHER = "parallel::all_gather"
 # A part's name, and with it: which pass, whether backward.
 PartName = str | int
 PartKey = tuple[int, bool, PartName]
@@ -20,13 +25,14 @@ PartKey = tuple[int, bool, PartName]
 @dataclass(frozen=True, slots=True)
 class MemoryEvent:
     """``storage`` is allocated with ``size`` bytes, or freed where that is 0. ``gradient``: it is a parameter's, which
-    no event frees, of ``alike`` experts.
+    no event frees, of ``alike`` experts. ``cast_weight``: it is a weight in 8 bits, the same in every pass of a step.
     """
 
     storage: int
     size: int
     gradient: bool = False
     alike: int = 1
+    cast_weight: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,14 @@ class PartMemory:
     def coarse(self) -> PartMemory:
         """The same with one storage for all temporary ones of a pass: their most, of the backward pass until the
         gradients are there."""
+        cast = tuple(event for event in self.forward if event.cast_weight and event.size)
+        if cast:
+            forward, backward = (
+                tuple(event for event in events if not event.cast_weight) for events in (self.forward, self.backward)
+            )
+            plain = PartMemory(forward, backward, self.given, self.core, self.chosen).coarse()
+            gone = tuple(replace(event, size=0) for event in cast)
+            return replace(plain, forward=(*cast, *plain.forward), backward=(*plain.backward, *gone))
         left = self.left
         passing = {
             event.storage: event.size
@@ -126,8 +140,9 @@ def memory_of_parts(
     selective recomputation repeats and whose results recomputation by operators keeps. ``never_made``: storages that
     compiled code keeps in registers or makes anew.
     """
-    writer = _PartWriter(trace, parts)
-    for storage, life in lifetimes(trace).items():
+    found = lifetimes(trace)
+    writer = _PartWriter(trace, parts, _cast_weights(trace, found), _own_shares(trace))
+    for storage, life in found.items():
         if not life.existed and life.size and storage not in never_made:
             writer.add(storage, life)
     made: dict[int, set[int]] = {}
@@ -142,12 +157,47 @@ def memory_of_parts(
     return writer.parts(of(core), of(chosen))
 
 
+def _cast_weights(trace: OperatorTrace, found: Mapping[int, Lifetime]) -> frozenset[int]:
+    """Storages of weights in 8 bits that the backward pass reads, and of their other copies of the same casts. Recipes
+    that cast anew in every pass keep the weights alone, and none of these.
+    """
+    cast: set[int] = set()
+    for call in trace.calls:
+        if call.name == _CAST and call.phase == "forward":
+            given = next(tensors(call.inputs), None)
+            life = None if given is None else found.get(given.storage)
+            if life is not None and life.existed and role_of(life) == "parameters":
+                cast.update(tensor.storage for tensor in tensors(call.outputs))
+    return frozenset(cast)
+
+
+def _own_shares(trace: OperatorTrace) -> dict[int, float]:
+    """Storage -> the share of it that is kept for the backward pass, of casts of what was gathered from other ranks:
+    Transformer Engine keeps the rank's own part in 8 bits and gathers it again (``_LayerNormLinear`` of its module/
+    layernorm_linear.py), as sequence-parallel layers of 16 bits do.
+    """
+    gathered: dict[int, float] = {}
+    found: dict[int, float] = {}
+    for call in trace.calls:
+        if call.name == _GATHER:
+            part, whole = next(tensors(call.inputs), None), next(tensors(call.outputs), None)
+            if part is not None and whole is not None and prod(whole.shape):
+                gathered[whole.storage] = prod(part.shape) / prod(whole.shape)
+        elif call.name == _CAST:
+            given = next(tensors(call.inputs), None)
+            if given is not None and given.storage in gathered:
+                found.update((tensor.storage, gathered[given.storage]) for tensor in tensors(call.outputs))
+    return found
+
+
 @dataclass
 class _PartWriter:
     """Collects allocations and frees by part and pass, each with its place among the calls."""
 
     trace: OperatorTrace
     keys: Mapping[int, PartKey]
+    cast_weights: frozenset[int] = frozenset()
+    own_shares: Mapping[int, float] = field(default_factory=dict)
     made: dict[int, int] = field(default_factory=dict)
     found: dict[tuple[bool, PartName], list[tuple[float, MemoryEvent]]] = field(default_factory=dict)
     given: dict[PartName, set[int]] = field(default_factory=dict)
@@ -173,7 +223,11 @@ class _PartWriter:
         if life.gradient:
             self._event(home, life.first, MemoryEvent(storage, life.size, True, life.alike))
             return
-        self._event(home, life.first, MemoryEvent(storage, life.size))
+        cast = storage in self.cast_weights
+        size = life.size
+        if storage in self.own_shares and end is not None and end[1] and not home[0]:
+            size = whole_blocks(int(size * self.own_shares[storage]))
+        self._event(home, life.first, MemoryEvent(storage, size, cast_weight=cast))
         last = life.last
         other = end[1:] if end is not None and end[0] == 0 else home
         if other not in (home, (True, home[1])):
@@ -181,9 +235,9 @@ class _PartWriter:
             user = self.at[life.used]
             last, other = life.used, user[1:] if user is not None and user[0] == 0 else home
         if other == home:
-            self._event(home, min(last, self.ends[home][1]) + 0.5, MemoryEvent(storage, 0))
+            self._event(home, min(last, self.ends[home][1]) + 0.5, MemoryEvent(storage, 0, cast_weight=cast))
         elif not home[0] and other == (True, home[1]):  # its own backward pass
-            self._event(other, last + 0.5, MemoryEvent(storage, 0))
+            self._event(other, last + 0.5, MemoryEvent(storage, 0, cast_weight=cast))
         else:
             self._hand_on(storage, life.size, last, home, other)
 

@@ -67,5 +67,5 @@ class ShardingTask:
     @property
     def memory_bytes(self) -> int:
         """What tables and their buffers may take on a rank."""
-        capacity = self.cluster.machine.memory[-1].capacity_bytes
+        capacity = self.cluster.machine.memory[-1].usable
         return max(int(capacity * (1 - self.reserve)) - self.dense.memory_bytes, 0)

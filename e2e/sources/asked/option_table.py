@@ -14,7 +14,6 @@ BUILT_IN, CONFIGURATION, SCRIPT, RANKS_OF_SCRIPT = "model", "configuration", "sc
 TRACE, RECORDING, PARALLEL, SHARDED = "trace", "recording", "parallel", "sharded"
 
 USED = OptionRule("used")
-COMPILED_RANKS = "--compile is for one GPU yet; leave it out"
 
 # Cells that several options or sources share.
 _ONE_SOURCE = refused("give exactly one of --model, --model-config, --script and --trace, got {given}")
@@ -92,8 +91,7 @@ TABLE: tuple[OptionRow, ...] = (
         TRACE: _RECORDED, RECORDING: _RECORDED}),
     OptionRow("--cuda-graph", "configuration.cuda_graph", USED),
     OptionRow("--compile", "configuration.compiled", USED, {
-        RANKS_OF_SCRIPT: refused(COMPILED_RANKS),
-        SHARDED: refused(f"{COMPILED_RANKS} with --sharding"),
+        SHARDED: refused("--compile is not for --sharding yet; leave it out"),
         RECORDING: refused("--compile: a recorded run was compiled or not; leave it out")}),
     OptionRow("--overheads", "configuration.overheads", USED, {
         RECORDING: refused("--kineto brings its own host overheads; leave --overheads out")}),
@@ -167,12 +165,6 @@ PAIR_RULES: tuple[PairRule, ...] = (
     *(
         PairRule(source, "--attention flash3-fp8 without --mode inference", _trains_in_8_bits, _FORWARD_ALONE)
         for source in (BUILT_IN, CONFIGURATION, PARALLEL)
-    ),
-    PairRule(
-        TRACE,
-        "--compile on several GPUs",
-        lambda request: request.configuration.compiled and _several(request),
-        COMPILED_RANKS,
     ),
     PairRule(
         TRACE,

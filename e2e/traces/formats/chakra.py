@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import gzip
 import io
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -26,6 +27,8 @@ from e2e.traces.formats.trace_values import ValueReader
 _SUFFIXES = (".et", ".et.gz")
 _GZIP = b"\x1f\x8b"
 _NONE = -1
+# Some converters count the calls of a name: aten::conv2d(0).
+_COUNTED = re.compile(r"(?<=\w)\(\d+\)$")
 
 
 def is_chakra(path: Path | str) -> bool:
@@ -103,7 +106,7 @@ def _node(message: Any, values: ValueReader, path: Path | str) -> TraceNode:
         )
         return TraceNode(
             id=message.id,
-            name=message.name,
+            name=_COUNTED.sub("", message.name),
             parent=message.ctrl_deps[0] if message.ctrl_deps else _NONE,
             scope=int(attributes.get("scope", 0)),
             thread=int(attributes.get("tid", 0)),

@@ -11,6 +11,8 @@ from costmodel.machines.machine_records import Machine
 # Marks of the form factor in drivers' names and in ours: SXM2, SXM4, SXM5 are one; HBM3 is only sold as SXM.
 _SAME = ((re.compile(r"^sxm\d*$|^hbm3e?$"), "sxm"), (re.compile(r"^(\d+)gb$"), r"\1gb"))
 
+_MEMORY = re.compile(r"^\d+gb$")
+
 
 def machine_of_gpu(name: str) -> Machine | None:
     """The machine that ``name`` ("Tesla V100-SXM2-32GB", or a part number) means; ``None`` if none or several fit."""
@@ -24,10 +26,17 @@ def machine_of_gpu(name: str) -> Machine | None:
         if tokens <= words:
             fitting.append((len(tokens), stem))
     if not fitting:
-        # A name without the form factor ("NVIDIA H200") is enough where only one card of this chip is known.
-        fitting = [(1, stem) for stem in machine_files() if re.split(r"[-_ ]+", stem)[0] in words]
-        if len(fitting) != 1:
+        # A name without the form factor ("NVIDIA H200") is enough where only one card of this chip is known; a name
+        # with one that no file has, where all cards of the chip and the memory that it tells are of one kind.
+        cards = [stem for stem in machine_files() if re.split(r"[-_ ]+", stem)[0] in words]
+        told = {word for word in words if _MEMORY.match(word)}
+        cards = [stem for stem in cards if told <= _words(stem)] or cards
+        cards = [stem for stem in cards if not any(stem.startswith(f"{other}-") for other in cards)]  # variants
+        if "dgxs" in words:  # of DGX Stations: cards with NVLink at the rates of modules
+            cards = [stem for stem in cards if "sxm" in _words(stem)]
+        if len(cards) != 1:
             return None
+        fitting = [(1, cards[0])]
     machine = load_machine(max(fitting)[1])
     return machine if machine.kind == "gpu" else None
 

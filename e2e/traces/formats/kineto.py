@@ -38,6 +38,7 @@ _HOST: dict[str, HostKind] = {
     "cuda_driver": "runtime",
     "runtime": "runtime",
 }
+_MARKS = ("ProfilerStep#", "Optimizer.", "enumerate(DataLoader)#")
 _DEVICE: dict[str, DeviceKind] = {
     "kernel": "kernel",
     "gpu_memcpy": "copy",
@@ -96,7 +97,9 @@ class _Collector:
             if self._first is None or start < self._first:
                 self._first = start
             if category in _HOST:
-                self._host.append((start, event["dur"], _HOST[category], _kept(event)))
+                # PyTorch up to 1.8 calls the profiler's own marks operators.
+                own = str(event["name"]).startswith(_MARKS)
+                self._host.append((start, event["dur"], "annotation" if own else _HOST[category], _kept(event)))
             else:
                 self._device.append((start, event["dur"], _DEVICE[category], _kept(event)))
         elif phase == "X" and category == "cuda_sync":

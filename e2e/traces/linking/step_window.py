@@ -16,6 +16,9 @@ _STEP = "ProfilerStep#"
 _BACKWARD = "autograd::engine::evaluate_function"
 # Of the operators that are linked in the iteration with most of them: others with as many were traced too.
 _LINKED_SHARE = 0.9
+# Runtime calls that the first steps of a process make; no steady step spends much of its time in them.
+_STARTING = ("cudaMalloc", "cuModuleLoad", "cuLibraryLoad", "cudaHostAlloc", "cudaFuncGetAttributes", "cuModuleGet")
+_STARTING_SHARE = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,9 @@ def choose_together(
     found = [iterations(profile) for profile in profiles]
     counted = all(window.name.startswith(_STEP) for windows in found for window in windows)
     rows = _by_number(profiles, found) if counted else _by_time(profiles, found)
+    # The last one may have been stopped before it launched anything.
+    launching = [_launches(profile) for profile in profiles]
+    rows = [row for row in rows if all(map(_count_within, launching, row))] or rows
     if links:
         starts = [_linked_starts(profile, links.get(profile.rank)) for profile in profiles]
         linked = [sum(map(_count_within, starts, row)) for row in rows]
@@ -137,11 +143,38 @@ def _count_within(starts: Sequence[float], window: StepWindow) -> int:
     return bisect_left(starts, window.end) - bisect_left(starts, window.start)
 
 
+def doubts(kineto: KinetoTrace, window: StepWindow) -> list[str]:
+    """Why the iteration ``window`` may be no steady step of what was recorded, a line for each reason."""
+    found: list[str] = []
+    count = len(iterations(kineto))
+    if count > 1 and not window.name.startswith(_STEP):
+        found.append(
+            f"no profiler steps mark iterations: one is taken to begin with {window.name!r}, which repeats {count} "
+            f"times ({window.seconds * 1e3:.1f} of {kineto.end * 1e3:.1f} ms); where that is a layer of a step, record "
+            "with prof.step() behind each step"
+        )
+    calls = [span for span in kineto.runtime if window.holds(span.start)]
+    if any(span.name.startswith("cudaStreamBeginCapture") for span in calls):
+        found.append("a CUDA graph is captured in the recorded step, which runs nothing then; record a later step")
+    starting = sum(span.seconds for span in calls if span.name.startswith(_STARTING))
+    if starting > _STARTING_SHARE * window.seconds:
+        found.append(
+            f"{starting / window.seconds:.0%} of the recorded step load kernels and allocate memory, as the first "
+            "steps do; record a later one: schedule(wait=..., warmup=...)"
+        )
+    return found
+
+
+def _launches(kineto: KinetoTrace) -> list[float]:
+    """When the calls began that put work on the device, ascending."""
+    launched = {span.correlation for span in kineto.device}
+    return sorted(call.start for call in kineto.runtime if call.correlation in launched)
+
+
 def _all_launch(kineto: KinetoTrace, windows: Sequence[StepWindow]) -> bool:
     """Whether each window puts work on the device: what repeats without that is a part of an iteration."""
-    launched = {span.correlation for span in kineto.device}
-    starts = [call.start for call in kineto.runtime if call.correlation in launched]
-    return all(any(window.holds(start) for start in starts) for window in windows)
+    starts = _launches(kineto)
+    return all(_count_within(starts, window) for window in windows)
 
 
 def _whole_steps(kineto: KinetoTrace, windows: Sequence[StepWindow]) -> bool:

@@ -94,12 +94,13 @@ def test_across_nodes_what_was_measured_across_nodes_comes_first():
     assert h200.breakdown["fitted_on"] == "dgx-h100" and h200.source == "analytic"
     message = one(model_of("hgx-a100-4x-hdr", 2)[1], "send_recv", MIB, 2, 2)
     assert message.breakdown["fitted_on"] == "h100-sxm" and "fitted_on_kind" not in message.breakdown
-    assert one(model_of("dgx-h100", 32)[1], "all_reduce", MIB, 256, 32).breakdown["extrapolates"] == "ranks"
+    many = one(model_of("dgx-h100", 32)[1], "all_reduce", MIB, 256, 32)
+    assert many.breakdown["extrapolates"] == "ranks" and many.source == "analytic"
 
 
 def test_kinds_and_systems_never_measured_borrow_curves_and_say_so():
     broadcast = one(model_of("h100-sxm")[1], "broadcast", MIB, 8)
-    assert broadcast.breakdown["fitted_on_kind"] == "all_gather" and broadcast.source == "fitted"
+    assert broadcast.breakdown["fitted_on_kind"] == "all_gather" and broadcast.source == "analytic"
     gather = one(model_of("v100-sxm2-32gb")[1], "all_gather", MIB, 8)  # only its all-reduces were measured
     assert gather.breakdown["fitted_on_kind"] == "all_reduce"
     gather = one(model_of("a100-sxm-80gb")[1], "all_gather", MIB, 8)

@@ -35,6 +35,20 @@ def test_less_power_and_bandwidth_follow_from_the_machine_named(tmp_path):
     assert mine.memory[-1].latency_seconds == base.memory[-1].latency_seconds and mine.links == base.links
 
 
+@pytest.mark.parametrize(
+    ("memory", "usable"),
+    [
+        ("datasheet: 2400 GB/s", 81009),
+        ("capacity: 160 GiB", 2 * 81009),
+        ("capacity: 160 GiB, usable: 150000 MiB", 150000),
+    ],
+)
+def test_usable_memory_keeps_its_share_of_the_capacity(tmp_path, memory, usable):
+    text = f"variant_of: h100-sxm\nname: mine\nmemory: [{{name: DRAM, {memory}}}]\n"
+    mine = load_machine(written(tmp_path, text))
+    assert mine.memory[-1].usable == pytest.approx(usable * 2**20, rel=1e-3)
+
+
 def test_products_of_8_bits_slow_down_with_the_power_limit_too(tmp_path):
     """GH200, the same chip with 900 W, reaches 1,535 TFLOP/s (links/max_achievable_matmul.csv of the data folder)."""
     base, mine = load_machine("h100-sxm"), load_machine(written(tmp_path, VARIANT))

@@ -120,7 +120,7 @@ def test_a_loop_that_waits_for_data_is_stopped(monkeypatch):
     monkeypatch.setattr(recorder, "MOST_CALLS", 50)
     monkeypatch.setattr(watch, "SILENT_SECONDS", 0.0)
     with pytest.raises(
-        ModelError, match=r"test_generated_code.py:\d+: the step has called .* a fixed number of rounds"
+        ModelError, match=r"test_generated_code.py:\d+: the script has called .* a fixed number of rounds"
     ):
         captured(calling)
     with pytest.raises(ModelError, match="has called no operator for .* a fixed number of rounds"):

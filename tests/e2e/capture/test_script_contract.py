@@ -126,9 +126,9 @@ def test_sizes_are_those_asked_then_those_of_the_function_then_one(tmp_path: Pat
     assert sizes("batch_size, sequence_length=7") == [1, 7]
     assert sizes("batch_size=5, sequence_length=7") == [5, 7]
     assert sizes("batch_size=5, sequence_length=7", batch_size=3, sequence_length=9) == [3, 9]
-    with pytest.raises(InputError, match="needs a value for sequence_length"):
+    with pytest.raises(InputError, match="needs a value for sequence_length; give --sequence-length"):
         sizes("batch_size, sequence_length")
-    with pytest.raises(InputError, match="needs a value for width"):
+    with pytest.raises(InputError, match="needs a value for width; give the parameter a default"):
         sizes("width, batch_size, sequence_length=7")
 
 

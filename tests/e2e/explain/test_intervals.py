@@ -104,9 +104,14 @@ def test_what_did_not_teach_errs_as_by_itself():
     strange = {family("aten::mm", "float32"), family("moe::each_mm", "bfloat16"), family("float8::each_mm", "float8")}
     assert len(strange) == 3 and "Gemm" not in strange
     learned = StepErrors(0.05, 0.2, ("Gemm", "Softmax"))
-    for taken in ({}, {"Softmax": 10.0}, {"Gemm of experts": 10.0}):
+    for taken in ({}, {"Softmax": 10.0}):
         assert learned.in_step(taken, 10.0) == StepErrors(0.0, 1.0, learned.families)
     assert learned.in_step({"Gemm": 5.0}, 10.0).kept == pytest.approx(0.6)
+    dense, scaled, experts = (
+        learned.in_step({"Gemm": 4.0, other: 4.0}, 10.0)
+        for other in ("Softmax", family("aten::_scaled_mm", "float8").replace("Gemm", "ScaledGemm"), "all_to_all")
+    )
+    assert dense.residual < scaled.residual < experts.residual and dense.kept == scaled.kept == experts.kept
 
 
 def test_an_interval_is_never_narrower_for_knowing_less():

@@ -342,3 +342,12 @@ def test_activations_in_flight() -> None:
     early = ParallelSpec(pp=4, micro_batches=8)
     assert [in_flight(early, stage) for stage in range(4)] == [4, 3, 2, 1]
     assert in_flight(replace(early, schedule="gpipe"), 0) == 8
+
+
+@pytest.mark.parametrize("text", ["tp=2,pp=2,dp=2", "pp=4,fsdp=2,zero=1,micro-batches=4", "cp=2,tp=2,pp=2"])
+def test_all_stages_meet_for_the_norm_and_nobody_waits_for_ever(text: str) -> None:
+    spec = parse_parallel(text)
+    plain, clipped = (
+        simulate(toy_graph(replace(spec, clip=clip), 4, transfer=0.25)).step_seconds for clip in (False, True)
+    )
+    assert clipped > plain

@@ -192,6 +192,36 @@ def test_many_events_are_put_together_without_losing_bytes(recompute: Any, monke
     assert coarse.allocated_bytes == pytest.approx(exact.allocated_bytes, rel=0.002)
 
 
+def with_cast_weights(size: int) -> PartMemory:
+    """As MEMORY, with the two copies of a weight in 8 bits: one that is freed, one that the backward pass reads."""
+    copies = tuple(MemoryEvent(storage, size, cast_weight=True) for storage in (20, 21))
+    first, last = (replace(event, size=0) for event in copies)
+    return replace(MEMORY, forward=(*copies, *MEMORY.forward, first), backward=(*MEMORY.backward, last))
+
+
+@pytest.mark.parametrize("many", [200_000, 0], ids=["every event", "put together"])
+@pytest.mark.parametrize("text", ["micro-batches=2", "pp=4,micro-batches=8", "pp=2,micro-batches=8,schedule=gpipe"])
+def test_weights_in_8_bits_are_there_once_whatever_is_in_flight(
+    text: str, many: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("e2e.parallelism.stage_memory.MANY_EVENTS", many)
+    spec = parse_parallel(text)
+    memory: dict[Name, PartMemory] = dict.fromkeys(range(3), with_cast_weights(8 * MIB))
+    before, after = (
+        stage_memory(plans(spec, memory=each)[0], KeptWeights()).allocated_bytes for each in (None, memory)
+    )
+    assert after - before == 2 * 8 * MIB * LAYERS // spec.pp
+
+
+def test_weights_in_8_bits_of_gathered_layers_are_not_kept() -> None:
+    memory: dict[Name, PartMemory] = dict.fromkeys(range(3), with_cast_weights(MIB))
+    spec = parse_parallel("fsdp=4,micro-batches=2")
+    before, after = (
+        stage_memory(plans(spec, memory=each)[0], KeptWeights()).allocated_bytes for each in (None, memory)
+    )
+    assert after - before <= (LAYERS + 1) * MIB
+
+
 def test_a_smaller_gpu_costs_the_reserve_first() -> None:
     found = usage(ParallelSpec(micro_batches=2))
     assert found.breakdown["reserve"] > 0

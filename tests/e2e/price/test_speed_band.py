@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -106,3 +108,74 @@ def test_the_shipped_band_is_what_its_provenance_says(tmp_path: Path):
     damaged.write_text(SPEED_BAND.read_text(encoding="utf-8").replace('"kept"', '"kelt"'), encoding="utf-8")
     with pytest.raises(InputError, match=r"band\.json: not a band of speeds.*fit_speed_band"):
         load_speed_band(damaged)
+
+
+ROADS = """
+import torch, transformers
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+def _step(net, batch_size):
+    optimizer = torch.optim.AdamW(net.parameters())
+    tokens = torch.zeros(batch_size, 1024, dtype=torch.long, device="cuda")
+    def step():
+        net(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return net, step
+
+def _model():
+    config = transformers.LlamaConfig(**SIZES, attn_implementation="sdpa", use_cache=False)
+    with torch.device("cuda"):
+        return transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+
+def fsdp(batch_size=8):
+    net = _model()
+    for layer in net.model.layers:
+        fully_shard(layer)
+    fully_shard(net)
+    return _step(net, batch_size)
+
+def dp(batch_size=8):
+    return _step(DistributedDataParallel(_model()), batch_size)
+"""
+SIZES = {
+    "vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 4,
+    "num_attention_heads": 16, "num_key_value_heads": 16, "max_position_embeddings": 1024,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", ["fsdp", "dp"])
+def test_a_job_takes_as_long_and_is_known_as_well_by_its_script_as_by_its_sizes(way: str, tmp_path: Path):
+    pytest.importorskip("transformers")
+    from e2e import predict as predicted
+
+    script, config = tmp_path / "train.py", tmp_path / "model.json"
+    script.write_text(f"SIZES = {SIZES!r}\n{ROADS}")
+    config.write_text(json.dumps({"model_type": "llama", **SIZES}))
+    machine: dict[str, Any] = {"gpu": "dgx-h100", "gpus": 8, "batch_size": 8}
+    by_script = predicted(script=f"{script}:{way}", **machine)
+    by_sizes = predicted(
+        model_config=config, parallel=f"{way}=8", dtype="bfloat16", attention="flash", sequence_length=1024, **machine
+    )
+    assert by_script.iteration_seconds == pytest.approx(by_sizes.iteration_seconds, rel=0.02)
+    for one, other in zip(_width(by_script), _width(by_sizes), strict=True):
+        assert one == pytest.approx(other, abs=0.015)
+
+
+def test_a_step_of_several_gpus_is_not_known_better_than_that_of_one(tmp_path: Path):
+    pytest.importorskip("transformers")
+    from e2e import predict as predicted
+
+    config = tmp_path / "model.json"
+    config.write_text(json.dumps({"model_type": "llama", **SIZES}))
+    sizes: dict[str, Any] = {"dtype": "bfloat16", "attention": "flash", "sequence_length": 1024, "batch_size": 8}
+    last = _width(predicted(model_config=config, gpu="h100-sxm", **sizes))
+    for gpus in (2, 4, 8):
+        found = _width(predicted(model_config=config, gpu="dgx-h100", gpus=gpus, parallel=f"dp={gpus}", **sizes))
+        assert all(wide > 0.95 * narrow for wide, narrow in zip(found, last, strict=True)), gpus
+
+
+def _width(prediction: Any) -> tuple[float, float]:
+    low, high = prediction.interval_seconds
+    return 1 - low / prediction.iteration_seconds, high / prediction.iteration_seconds - 1

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -15,6 +16,7 @@ from toy_predictions import predict_ranks, predict_step, reduced, setting, step
 from web_pages import read_page
 
 from costmodel.base.errors import InputError
+from e2e.commands.cli import app
 from e2e.explain.alternatives import Advice, Alternative, LargestBatch
 from e2e.explain.energy import GpuPrice, StepEnergy, cost_of
 from e2e.explain.prediction import PathPart
@@ -34,7 +36,7 @@ OF_ONE = {
 }  # fmt: skip
 OF_BOTH = {
     "other_seconds", "memory_shortage", "asked", "board", "throughput", "utilisation", "energy", "cost", "advice",
-    "what_if", "ranges", "cuda_graph",
+    "what_if", "ranges", "cuda_graph", "memory_room_bytes", "memory_verdict",
 }  # fmt: skip
 OF_SEVERAL = {"cluster", "gpus", "nodes", "critical_path_seconds", "attribution", "ranks", "collectives", "stragglers"}
 
@@ -56,7 +58,7 @@ def test_reports_of_one_gpu_hold_the_figures_and_escape_names(tmp_path, capsys):
     render(prediction)
     printed = capsys.readouterr().out
     assert "aten::mm" in printed and "toy <model> on v100-pcie-32gb\n" in printed
-    assert "launches    4 in 4 operator calls\n" in printed and "of 32 GiB: fits" in printed
+    assert "launches    4 in 4 operator calls\n" in printed and "of 31.3 GiB for tensors: fits" in printed
     # What only several ranks have is not there.
     for word in ("mean rank", "alike", "collective", "straggler", "across ranks", "rank 0"):
         assert word not in printed
@@ -170,11 +172,24 @@ def test_reports_of_several_ranks_hold_the_figures(tmp_path, capsys):
     assert (tmp_path / "r.html").read_text() == written
 
 
+@pytest.mark.parametrize(
+    ("gib", "status", "word"), [(29, 0, "fits"), (31, 3, "may not fit"), (33, 4, "DOES NOT FIT"), (None, 0, "")]
+)
+def test_the_exit_status_says_whether_a_step_fits(monkeypatch, gib, status, word):
+    held = None if gib is None else memory(gib << 30, 1 << 30)
+    prediction = predict_ranks(reduced((10.0, 16.0)), memory=held).prediction
+    monkeypatch.setattr("e2e.commands.e2e_api.predict", lambda *_, **__: prediction)
+    for more in ([], ["--json"]):
+        done = CliRunner().invoke(app, ["predict", "--model", "gpt2", "--gpu", "v100-pcie-32gb", *more])
+        assert done.exit_code == status, done.output
+        assert word in done.stdout if not more else json.loads(done.stdout)["memory_verdict"]
+
+
 def test_a_step_that_does_not_fit_ends_in_its_reason_whatever_the_warnings_say(capsys):
     result = predict_ranks(reduced((10.0, 16.0)), memory=memory(1, 64 << 30), warnings=["does not fit: a decoy"])
     with pytest.raises(
         InputError,
-        match=r"^does not fit: rank 1 needs 64.0 GiB, v100-pcie-32gb has 32.0 GiB: 100% more than there is; the",
+        match=r"^does not fit: rank 1 needs 64.0 GiB, v100-pcie-32gb has 31.3 GiB for tensors: ",
     ):
         show(result.prediction)
     assert "DOES NOT FIT" in capsys.readouterr().out

@@ -166,3 +166,32 @@ def test_what_is_told():
     assert Tf32Switches().described == "TF32 off"
     assert Tf32Switches(convolutions=True).described == "TF32 in convolutions"
     assert tf32_switches().described == "TF32 in convolutions and recurrent networks"
+
+
+@pytest.mark.parametrize("example", ["ddp_step", "fsdp_step"])
+def test_ranks_are_compiled_between_their_collectives(example: str):
+    from e2e.capture.distributed.distributed_capture import capture_distributed
+    from e2e.lowering import LoweringOptions
+    from e2e.lowering.lowered_step import lower_ranks
+    from e2e.lowering.torch_compile import between_collectives
+
+    script = Path(__file__).parents[3] / "examples" / f"{example}.py"
+    captured = capture_distributed(f"{script}:make_step", 2, parameters={"batch_size": 1})
+    eager, compiled = (
+        lower_ranks(captured.traces, captured.multiplicity, "x", LoweringOptions(), compiled=asked).graph.ranks[0]
+        for asked in (False, True)
+    )
+    assert [task.collective for task in compiled.tasks if task.collective] == [
+        task.collective for task in eager.tasks if task.collective
+    ]
+    products = [[task.name for task in rank.tasks if "mm" in task.name] for rank in (eager, compiled)]
+    assert products[0] == products[1]
+    assert len(compiled.tasks) < len(eager.tasks)
+    # What a generated kernel does the work of lies between the same two collectives.
+    parts = between_collectives(captured.traces[0])
+    gone = [task for task in eager.tasks if task.call not in {task.call for task in compiled.tasks}]
+    fused = {
+        parts[task.call] for task in compiled.tasks if task.name.startswith("inductor::") and task.call is not None
+    }
+    assert len(set(parts.values())) > 2
+    assert {parts[task.call] for task in gone if task.call is not None} <= fused

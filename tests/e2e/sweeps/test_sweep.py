@@ -456,7 +456,6 @@ def test_the_folder_need_not_be_named(tiny, tmp_path, monkeypatch):
         (["--gpu", "h100-sxm", "--gpus", "8", "--plot", "plot.gif"], "plot.gif"),
         (["--gpu", "h100-sxm", "--gpus", "8", "--ray", "auto", "--workers", "2"], "--ray"),
         (["--gpu", "h100-sxm", "--gpus", "8", "--batch-size", "3", "--global-batch", "8"], "--global-batch"),
-        (["--gpu", "h100-sxm", "--gpus", "8", "--parallel", "dp=8", "--global-batch", "8"], "--global-batch sets"),
         (["--gpu", "h100-sxm", "--gpus", "8", "--parallel", "dp=8,wings=3"], "'wings' is not known"),
     ],
 )

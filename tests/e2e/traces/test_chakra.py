@@ -154,3 +154,8 @@ def test_the_file_is_a_row_of_messages_with_lengths(tmp_path):
     assert parse_length_prefixed(metadata, stream).version == "0.0.4"
     assert parse_length_prefixed(kind, stream).name == "aten::relu"
     assert parse_length_prefixed(kind, stream) is None
+
+
+def test_numbers_behind_names_are_no_part_of_them(tmp_path: Path) -> None:
+    trace = read_chakra(write(tmp_path / "t.et", node(1, "aten::conv2d(0)"), node(2, "aten::mm"), node(3, "f(x) (2)")))
+    assert [call.name for call in trace.calls] == ["aten::conv2d", "aten::mm", "f(x) (2)"]

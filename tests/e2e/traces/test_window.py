@@ -12,8 +12,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from recorded_traces import LINEAR, RESNET_A100, RESNET_V100, Profile, recorded
 
 from costmodel.base.errors import InputError
+from e2e.sources.asked.request import MachineOptions, PredictRequest, WorkloadOptions
+from e2e.sources.recorded_job import prepare
 from e2e.traces.formats.kineto import read_kineto
-from e2e.traces.linking.step_window import iterations
+from e2e.traces.linking.step_window import choose, doubts, iterations
 from e2e.traces.recorded_graph import recorded_graph
 
 US = 1e-6
@@ -60,3 +62,57 @@ def test_real_iterations(name: str, count: int) -> None:
     found = iterations(read_kineto(recorded(name)))
     assert len(found) == count
     assert [window.end for window in found[:-1]] == [window.start for window in found[1:]]
+
+
+@pytest.mark.parametrize("category", ["user_annotation", "cpu_op", "Operator"])
+def test_steps_are_found_whatever_the_profiler_calls_their_marks(category: str, tmp_path: Path) -> None:
+    profile = steps(4)
+    for event in profile.events:
+        if event["name"].startswith("ProfilerStep#"):
+            event["cat"] = category
+    kineto = read_kineto(profile.write(tmp_path / "k.json"))
+    assert [window.name for window in iterations(kineto)] == [f"ProfilerStep#{i}" for i in range(4)]
+    assert doubts(kineto, choose(kineto)) == []
+
+
+def test_a_step_that_launched_nothing_is_not_taken(tmp_path: Path) -> None:
+    profile = steps(2)
+    profile.host("user_annotation", "ProfilerStep#2", 200, 90)
+    profile.operator("aten::mm", 205, 10)
+    assert recorded_graph(read_kineto(profile.write(tmp_path / "k.json"))).window.name == "ProfilerStep#1"
+
+
+def test_what_may_be_no_steady_step_is_said(tmp_path: Path) -> None:
+    layers = Profile()
+    for i in range(36):
+        for j in range(4):
+            layers.operator(f"layer::{j}", 100 * i + 20 * j, 10)
+        layers.launch(100 * i + 22, 2, 100 * i + 30, 5)
+    kineto = read_kineto(layers.write(tmp_path / "layers.json"))
+    (line,) = doubts(kineto, choose(kineto))
+    assert "'layer::0', which repeats 36 times (0.1 of 3.6 ms)" in line
+    first = steps(3)
+    first.runtime("cudaStreamBeginCapture", 101, 1)
+    first.runtime("cudaMalloc", 110, 60)
+    kineto = read_kineto(first.write(tmp_path / "first.json"))
+    captured, loading = doubts(kineto, iterations(kineto)[1])
+    assert "CUDA graph is captured" in captured and "60% of the recorded step load kernels" in loading
+
+
+def asked(profile: Profile, path: Path, gpu: str | None) -> PredictRequest:
+    return PredictRequest(WorkloadOptions(kineto=(str(profile.write(path)),)), machine=MachineOptions(gpu=gpu))
+
+
+def test_a_run_of_an_unknown_gpu_is_not_told_to_be_of_the_one_asked_for(tmp_path: Path) -> None:
+    profile = steps(3)
+    profile._header["deviceProperties"] = [{"id": 0, "name": "AMD Instinct MI300X"}]
+    step = prepare(asked(profile, tmp_path / "k.json", "a100-sxm-80gb"))
+    assert "kernels and transfers are as recorded on AMD Instinct MI300X" in step.notes
+    assert any("--gpu a100-sxm-80gb: the recorded GPU (AMD Instinct MI300X)" in line for line in step.warnings)
+
+
+def test_a_profile_without_device_work_is_refused_for_that(tmp_path: Path) -> None:
+    profile = Profile()
+    profile.operator("aten::mm", 5, 10)
+    with pytest.raises(InputError, match="no work of a GPU in it"):
+        prepare(asked(profile, tmp_path / "k.json", None))

@@ -49,14 +49,14 @@ def steps(width: float, noise: float = 0.0) -> list[BareStep]:
 def test_the_width_that_steps_were_made_with_is_found():
     band = fit_speed_band(steps(0.08))
     assert band is not None and band.width == pytest.approx(0.08) and band.chips == (CHIP,)
-    assert band.errors.families == ("Gemm",) and band.errors.residual == 0.0
+    assert band.errors.families == ("Gemm",) and band.errors.residual == pytest.approx(UNSEEN, abs=1e-4)
 
 
 def test_the_interval_holds_four_fifths_of_steps_that_err_as_unseen_ones_do():
     found = steps(0.08, noise=0.03)
     band = fit_speed_band(found)
     assert band is not None and band.width == pytest.approx(0.08, abs=0.01)
-    for noise, low, high in ((0.03, 0.95, 1.0), (0.03 * UNSEEN, 0.65, 0.92)):
+    for noise, low, high in ((0.03, 0.95, 1.0), (UNSEEN / 1.2816, 0.7, 0.95)):
         cases = [TrainingCase(step.asked, step.predicted, band) for step in steps(0.08, noise)]
         new = [case for case in cases if case.asked.stack != "llm-foundry"]  # whose libraries widen it once more
         assert low < sum(case.inside for case in new) / len(new) <= high

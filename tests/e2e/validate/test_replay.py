@@ -139,6 +139,10 @@ def test_the_recorded_time_stands_beside_the_replayed(tmp_path):
         ("NVIDIA H100 80GB HBM3", "h100-sxm"),
         ("NVIDIA H100 PCIe", "h100-pcie"),
         ("NVIDIA H200", "h200-sxm"),
+        ("NVIDIA B200", "b200-sxm"),
+        ("Tesla V100-DGXS-32GB", "v100-sxm2-32gb"),
+        ("NVIDIA H100", None),  # one of two
+        ("AMD Instinct MI300X", None),
         ("NVIDIA L4", "l4"),
         ("Tesla T4", "t4"),
         ("NVIDIA GeForce RTX 2080 Ti", "rtx-2080-ti"),

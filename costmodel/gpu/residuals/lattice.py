@@ -1,0 +1,91 @@
+"""Seconds of kernels as a table over their sizes that rises along every axis, interpolated between its rows.
+
+Trees answer in steps, and what they add to a model that rises with a size may make the whole fall. So where tables are
+grids of sizes, trees are asked at the points of a lattice alone. There their answers are made to rise with every size
+(midway between the largest of all smaller points and the smallest of all larger ones), and the seconds between are
+interpolated linearly in the sizes, which is exact for arithmetic, for traffic and for a fixed cost. Beyond the last
+point the rate of that point holds.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from costmodel.gpu.residuals.forest import packed, unpacked
+
+_STEPS = 1e4  # of a logarithm, in which seconds are kept
+_LONGEST = 20.0  # log seconds that a file may hold
+
+
+@dataclass(frozen=True)
+class Lattice:
+    """``axes``: the sizes of each, ascending; ``seconds`` (points of each axis ...) rises along all of them."""
+
+    axes: tuple[np.ndarray, ...]
+    seconds: np.ndarray
+
+    def points(self) -> np.ndarray:
+        """The sizes at every point (points, axes), the last axis fastest."""
+        return np.stack(np.meshgrid(*self.axes, indexing="ij"), axis=-1).reshape(-1, len(self.axes))
+
+    def scaled(self, shares: np.ndarray) -> Lattice:
+        """This one times ``shares`` (points,), and rising."""
+        return Lattice(self.axes, raised(self.seconds * shares.reshape(self.seconds.shape)))
+
+    def at(self, sizes: np.ndarray) -> np.ndarray:
+        """Seconds at ``sizes`` (rows, axes)."""
+        lower, shares, beyond = [], [], np.ones(len(sizes))
+        for points, column in zip(self.axes, np.asarray(sizes, dtype=float).T, strict=True):
+            beyond *= np.maximum(column / points[-1], 1.0)
+            inside = np.clip(column, points[0], points[-1])
+            place = np.clip(np.searchsorted(points, inside, side="right") - 1, 0, len(points) - 2)
+            lower.append(place)
+            shares.append((inside - points[place]) / (points[place + 1] - points[place]))
+        total = np.zeros(len(sizes))
+        for corner in itertools.product((0, 1), repeat=len(self.axes)):
+            weight = np.prod([share if up else 1 - share for share, up in zip(shares, corner, strict=True)], axis=0)
+            total += weight * self.seconds[tuple(place + up for place, up in zip(lower, corner, strict=True))]
+        return np.asarray(total * beyond)
+
+
+def raised(seconds: np.ndarray) -> np.ndarray:
+    """The least array that is nowhere below ``seconds`` and falls along no axis."""
+    for axis in range(seconds.ndim):
+        seconds = np.maximum.accumulate(seconds, axis=axis)
+    return seconds
+
+
+def rising(seconds: np.ndarray) -> np.ndarray:
+    """An array that falls along no axis, in the geometric middle of the nearest ones above and below ``seconds``."""
+    above, below = raised(seconds), -np.flip(raised(-np.flip(seconds)))
+    return raised(np.sqrt(above * np.abs(below)))
+
+
+def to_record(lattice: Lattice) -> dict[str, Any]:
+    """JSON-able content of ``lattice``."""
+    logs = np.round(np.log(lattice.seconds) * _STEPS).astype(np.int32)
+    changes = np.diff(logs.ravel(), prepend=0).astype(np.int32)
+    return {"axes": [[float(size) for size in axis] for axis in lattice.axes], "log_seconds": packed(changes)}
+
+
+def from_record(record: dict[str, Any]) -> Lattice:
+    """Inverse of :func:`to_record`; ``ValueError`` or ``KeyError`` for anything else."""
+    axes = tuple(np.array(axis, dtype=float) for axis in record["axes"])
+    if not all(
+        len(axis) > 1 and np.isfinite(axis).all() and axis[0] > 0 and (np.diff(axis) > 0).all() for axis in axes
+    ):
+        raise ValueError("the sizes of a lattice do not ascend")
+    logs = np.cumsum(unpacked(record["log_seconds"], np.int32).astype(np.int64)) / _STEPS
+    if len(logs) != np.prod([len(axis) for axis in axes]) or not (np.abs(logs) < _LONGEST).all():
+        raise ValueError("the seconds of a lattice do not fit its sizes")
+    return Lattice(axes, raised(np.exp(logs).reshape([len(axis) for axis in axes])))
+
+
+def axes_of(*sizes: Sequence[float]) -> tuple[np.ndarray, ...]:
+    """Axes of these sizes."""
+    return tuple(np.array(each, dtype=float) for each in sizes)

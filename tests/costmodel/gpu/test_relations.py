@@ -1,0 +1,211 @@
+"""What holds of kernels on every GPU: no rate above the datasheet, more is never faster, twins agree."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from costmodel.gpu import gpu_cost_model
+from costmodel.gpu.families.rates import dense_peak, l2_bytes
+from costmodel.gpu.kernel_rows import are_twins
+from costmodel.machines.machine_catalog import load_machine, machine_files
+from costmodel.operators.attention import Attention
+from costmodel.operators.device_work import (
+    Elementwise,
+    Gemm,
+    Loss,
+    MemoryCopy,
+    Normalization,
+    OptimizerStep,
+    Reduction,
+    Softmax,
+)
+from costmodel.operators.expert_work import GroupedGemm
+from costmodel.operators.lookups import EmbeddingLookup
+
+GPUS = sorted(name for name, path in machine_files().items() if path.parent.name == "gpu")
+DRAWN = settings(max_examples=60, deadline=None, derandomize=True)
+EXACT = 1e-6
+
+HALF = st.sampled_from(["bfloat16", "float16"])
+ROWS = st.integers(1, 40000)
+WIDTHS = st.sampled_from([64, 128, 256, 768, 1024, 2048, 2560, 3200, 4096, 5120, 8192, 11008, 14336, 28672, 128256])
+DENSE = st.builds(Gemm, st.just(1), ROWS, WIDTHS, WIDTHS, HALF, transpose_b=st.just(True))
+BATCHED = st.builds(Gemm, st.integers(1, 64), st.integers(1, 4096), WIDTHS, WIDTHS, HALF, transpose_b=st.just(True))
+SINGLE = st.builds(Gemm, st.integers(1, 16), st.integers(1, 4096), WIDTHS, WIDTHS, st.sampled_from(["float64", "tf32"]))
+SIZES = st.integers(1, 1 << 28)
+STREAMS = st.one_of(
+    st.builds(Elementwise, st.sampled_from(["add", "gelu", "fused"]), SIZES, st.integers(1, 3), dtype=HALF),
+    st.builds(OptimizerStep, st.just("adamw"), SIZES, st.just(100), st.just(4), st.just(3)),
+    st.builds(Reduction, st.just("sum"), SIZES, st.just(1)),
+    st.builds(MemoryCopy, SIZES),
+    st.builds(Loss, st.just("cross_entropy"), st.integers(1, 1 << 16), WIDTHS),
+)
+ROWWISE = st.one_of(
+    st.builds(Normalization, st.sampled_from(["layer_norm", "rms_norm"]), ROWS, WIDTHS, HALF, st.just("backward")),
+    st.builds(Softmax, ROWS, WIDTHS, HALF, st.just("backward")),
+)
+
+
+def seconds(name, *operators):
+    return np.array([each.seconds for each in gpu_cost_model(load_machine(name)).estimate(operators)])
+
+
+def larger(operator, field, factor):
+    return dataclasses.replace(operator, **{field: getattr(operator, field) * factor})
+
+
+@DRAWN
+@given(st.sampled_from(GPUS), st.one_of(DENSE, BATCHED, SINGLE))
+@example("h100-sxm", Gemm(1, 8192, 2048, 128256, "bfloat16"))
+@example("h100-sxm", Gemm(1, 2048, 4096, 14336, "bfloat16"))
+def test_no_product_is_faster_than_the_datasheet(name, operator):
+    machine = load_machine(name)
+    if operator.dtype not in machine.compute:
+        return
+    assert operator.flops / seconds(name, operator)[0] <= dense_peak(machine, operator.dtype) * (1 + EXACT)
+
+
+@DRAWN
+@given(st.sampled_from(GPUS), st.one_of(STREAMS, ROWWISE))
+def test_no_cold_bytes_come_faster_than_dram_gives_them(name, operator):
+    machine = load_machine(name)
+    cold = operator.read_bytes + operator.write_bytes - l2_bytes(machine)
+    assert seconds(name, operator)[0] * machine.memory[-1].datasheet >= cold
+
+
+@DRAWN
+@given(
+    st.sampled_from(GPUS),
+    st.one_of(DENSE, BATCHED),
+    st.sampled_from(["m", "n", "k", "batch"]),
+    st.sampled_from([2, 3, 8]),
+)
+@example("h100-sxm", Gemm(1, 4096, 2048, 8192, "bfloat16"), "m", 2)
+@example("h100-sxm", Gemm(1, 8192, 4096, 14336, "bfloat16"), "m", 2)
+def test_a_larger_product_is_never_faster(name, operator, field, factor):
+    less, more = seconds(name, operator, larger(operator, field, factor))
+    assert more >= less * (1 - EXACT)
+
+
+@DRAWN
+@given(st.sampled_from(GPUS), DENSE, st.integers(1, 4096))
+@example("h100-sxm", Gemm(1, 4096, 2048, 8192, "bfloat16"), 1024)
+def test_a_product_of_more_rows_is_never_faster(name, operator, more_rows):
+    less, more = seconds(name, operator, dataclasses.replace(operator, m=operator.m + more_rows))
+    assert more >= less * (1 - EXACT)
+
+
+@DRAWN
+@given(st.sampled_from(GPUS), BATCHED)
+def test_several_products_are_never_faster_than_one_of_all_their_rows(name, operator):
+    together = dataclasses.replace(operator, batch=1, m=operator.batch * operator.m)
+    apart, dense = seconds(name, operator, together)
+    assert apart >= dense * (1 - EXACT)
+
+
+@DRAWN
+@given(st.sampled_from(GPUS), STREAMS, st.sampled_from([2, 5]))
+def test_more_bytes_are_never_faster(name, operator, factor):
+    field = next(each for each in ("elements", "size_bytes", "rows") if hasattr(operator, each))
+    less, more = seconds(name, operator, larger(operator, field, factor))
+    assert more >= less * (1 - EXACT)
+
+
+TWINS = [
+    (one, other) for one in GPUS for other in GPUS if one < other and are_twins(load_machine(one), load_machine(other))
+]
+SHAPES = st.tuples(st.sampled_from([2048, 4096, 8192, 16384]), WIDTHS.filter(lambda n: n >= 1024))
+
+
+@DRAWN
+@given(st.sampled_from(TWINS), SHAPES, WIDTHS.filter(lambda k: k >= 1024))
+@example(("h100-sxm", "h200-sxm"), (4096, 2048), 8192)
+def test_twins_take_the_same_time_where_arithmetic_rules(twins, shape, k):
+    product = Gemm(1, *shape, k, "bfloat16", transpose_b=True)
+    one, other = (gpu_cost_model(load_machine(name)).estimate([product])[0] for name in twins)
+    if {one.bound, other.bound} == {"compute"}:
+        assert one.seconds == pytest.approx(other.seconds, rel=0.12)
+
+
+@pytest.mark.parametrize("width", [2048, 4096, 5120])
+@pytest.mark.parametrize("rows", [4096, 8192, 16384, 32768])
+def test_a_layers_products_are_as_fast_on_twins(width, rows):
+    shapes = [(width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)]
+    products = [Gemm(1, rows, n, k, "bfloat16", transpose_b=True) for k, n in shapes]
+    ratio = seconds("h100-sxm", *products).sum() / seconds("h200-sxm", *products).sum()
+    assert 0.93 <= ratio <= 1.10
+
+
+@DRAWN
+@given(st.sampled_from(GPUS), st.one_of(DENSE, STREAMS, ROWWISE), st.sampled_from([1.0, 1.5]))
+def test_a_renamed_gpu_has_the_same_price_and_interval_and_more_power_is_no_slower(name, operator, power):
+    machine = load_machine(name)
+    chip = dataclasses.replace(machine.chip(), power_watts=machine.chip().power_watts * power)
+    renamed = dataclasses.replace(machine, name="somebody's", gpu=chip)
+    here, there = (gpu_cost_model(each).estimate([operator])[0] for each in (machine, renamed))
+    if power == 1.0:
+        assert (there.lower, there.seconds, there.upper) == (here.lower, here.seconds, here.upper)
+    elif not machine.chip().power_limited:
+        assert there.seconds <= here.seconds * (1 + EXACT)
+
+
+@DRAWN
+@given(st.sampled_from(GPUS), st.one_of(STREAMS, ROWWISE))
+def test_what_streams_is_known_within_a_factor_of_two(name, operator):
+    (found,) = gpu_cost_model(load_machine(name)).estimate([operator])
+    assert found.lower <= found.seconds <= found.upper
+    if isinstance(operator, MemoryCopy | OptimizerStep):
+        assert found.upper / found.lower < 2.3
+
+
+EXPERTS = st.builds(
+    lambda experts, rows, n, k: GroupedGemm((rows,) * experts, n, k),
+    st.sampled_from([1, 8, 64]),
+    st.integers(1, 4096),
+    st.sampled_from([768, 2048, 4096, 14336]),
+    st.sampled_from([768, 2048, 4096, 14336]),
+)
+
+
+@DRAWN
+@given(st.sampled_from(GPUS), EXPERTS)
+@example("h100-sxm", GroupedGemm((2048,) * 8, 14336, 4096))
+def test_products_of_experts_are_never_faster_than_one_product_of_their_rows(name, operator):
+    if "bfloat16" not in load_machine(name).compute:
+        return
+    dense = Gemm(1, operator.rows, operator.n, operator.k, "bfloat16", transpose_b=True)
+    apart, together = seconds(name, operator, dense)
+    assert apart >= together * (1 - EXACT)
+
+
+# Of what trees and paces price, more may be faster by so much: trees answer in steps.
+LOOSE = 0.15
+ATTENTIONS = st.builds(
+    lambda batch, heads, length, width, causal: Attention(batch, heads, length, length, width, heads, causal=causal),
+    st.integers(1, 16),
+    st.sampled_from([1, 8, 32]),
+    st.sampled_from([256, 1024, 2048, 8192]),
+    st.sampled_from([64, 128]),
+    st.booleans(),
+)
+LOOKUPS = st.builds(
+    EmbeddingLookup, st.integers(1000, 10**7), st.sampled_from([64, 128]), st.integers(512, 1 << 20), st.just(512)
+)
+OTHERS = st.one_of(
+    st.tuples(ROWWISE, st.just("rows")),
+    st.tuples(ATTENTIONS, st.sampled_from(["batch"])),
+    st.tuples(LOOKUPS, st.just("indices")),
+)
+
+
+@DRAWN
+@given(st.sampled_from(GPUS), OTHERS, st.sampled_from([2, 4]))
+def test_more_rows_sequences_and_lookups_are_not_faster(name, case, factor):
+    operator, field = case
+    less, more = seconds(name, operator, larger(operator, field, factor))
+    assert more >= less * (1 - LOOSE)
