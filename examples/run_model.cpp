@@ -42,7 +42,12 @@ std::vector<int64_t> ParseShape(const std::string& text) {
   std::vector<int64_t> shape;
   std::stringstream stream(text);
   for (std::string size; std::getline(stream, size, ',');) {
-    shape.push_back(std::stoll(size));
+    char* end = nullptr;
+    const long long extent = std::strtoll(size.c_str(), &end, 10);
+    if (size.empty() || *end != '\0' || extent < 1) {
+      throw std::runtime_error("shape " + text + ": give positive sizes, such as 1,3,224,224");
+    }
+    shape.push_back(extent);
   }
   return shape;
 }
@@ -50,7 +55,7 @@ std::vector<int64_t> ParseShape(const std::string& text) {
 // The library of a build for inputs of ``shape_text``; ``path`` itself where it is no folder.
 std::string FindLibrary(const std::filesystem::path& path, const std::string& shape_text) {
   if (!std::filesystem::is_directory(path)) {
-    return path.string();
+    return std::filesystem::absolute(path).string();  // a bare name would be looked for in the system's folders
   }
   std::string name = shape_text;
   std::replace(name.begin(), name.end(), ',', 'x');
@@ -92,6 +97,10 @@ class TunedModel {
   Tensor operator()(const Tensor& input) const {
     ffi::Any result = main_(input);
     if (auto outputs = result.try_cast<ffi::Array<Tensor>>()) {
+      if (outputs->size() > 1 && !told_) {
+        std::cerr << "the model has " << outputs->size() << " outputs: the first alone is written\n";
+        told_ = true;
+      }
       return (*outputs)[0];
     }
     return result.cast<Tensor>();
@@ -109,6 +118,7 @@ class TunedModel {
   ffi::Module library_;
   ffi::Module machine_{ffi::UnsafeInit()};
   ffi::Function main_;
+  mutable bool told_ = false;
 };
 
 int Run(const std::string& library, const std::string& shape_text, const std::string& input_path,
@@ -129,8 +139,12 @@ int Run(const std::string& library, const std::string& shape_text, const std::st
     milliseconds.push_back(std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count());
   }
   const auto count = static_cast<size_t>(output.numel());
-  std::ofstream(output_path, std::ios::binary)
-      .write(static_cast<const char*>(output.data_ptr()), static_cast<std::streamsize>(count * sizeof(float)));
+  std::ofstream file(output_path, std::ios::binary);
+  file.write(static_cast<const char*>(output.data_ptr()), static_cast<std::streamsize>(count * sizeof(float)));
+  file.close();
+  if (!file) {
+    throw std::runtime_error(output_path + ": cannot be written");
+  }
   std::sort(milliseconds.begin(), milliseconds.end());
   std::cout << count << " floats written to " << output_path << "; median of " << runs << " runs: "
             << milliseconds[milliseconds.size() / 2] << " ms\n";

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,11 @@ from pathlib import Path
 # Two workers of two threads on two cores: threads that wait for others sleep instead of taking a core from them.
 # As many threads as ever compute; set before a library reads it, and passed on to the processes that tests start.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# Who starts the tests may ignore Ctrl-C (nohup, a job in the background), which processes inherit: tests of it would
+# wait for ever.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 

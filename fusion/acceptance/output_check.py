@@ -119,12 +119,35 @@ class OutputCheck:
         found = self.verdict(outputs)
         if found.share <= 1.0:
             return found
+        if self._overflows(found):
+            raise TuningError(
+                f"{self.model}: the model itself overflows float32: ONNX Runtime's {found.output!r} holds infinity or "
+                f"NaN on the {found.probe} input, and what overflows depends on the order of sums, so that nothing can "
+                "be compared; export the model with smaller weights"
+            )
         against = "ONNX Runtime" if self.unchecked else "the model in double precision"
         raise TuningError(
             f"{self.model}: outputs of the {network} network are wrong: {found.output!r} differs from {against} by "
             f"{found.error:.2g} on the {found.probe} input, {found.share:.3g} times what rounding explains; "
             "nothing is written, the records are kept; report it with the model"
         )
+
+    def _overflows(self, verdict: Verdict) -> bool:
+        """Whether ONNX Runtime's own outputs are not all finite where ours differ by infinity."""
+        if np.isfinite(verdict.error):
+            return False
+        expected = next(each for each in self.expected if each.name == verdict.probe)
+        return verdict.output in expected.runtime and not _all_finite(expected.runtime[verdict.output])
+
+    def nothing_finite(self) -> list[str]:
+        """A line for each output in which no number is finite on the first input: there comparing says nothing."""
+        first = self.expected[0]
+        return [
+            f"all values of output {info.name!r} are NaN or infinite on the {first.name} input, in ONNX Runtime too: "
+            "its check says nothing; look for a negative variance, a division by zero or an overflow in the model"
+            for info in self.interface
+            if info.name in first.runtime and _none_finite(first.runtime[info.name])
+        ]
 
     def to_json(self, verdict: Verdict, exposes: Sequence[str] = ()) -> dict[str, object]:
         """JSON-able, for ``summary.json``; ``exposes``: tensors inside the model that were compared too."""
@@ -155,6 +178,33 @@ class OutputCheck:
                 share, error = deviation(actual.get(name), reference, rounding, self.unit, self.factors)
             found.append(Verdict(share, error, name, expected.name))
         return found
+
+
+def lost_values(probe: str, ours: Arrays, theirs: Arrays) -> list[str]:
+    """A line for each output in which ONNX Runtime (``theirs``) has NaN and ours has a number; of inputs with
+    ``probe`` in them.
+    """
+    found = []
+    for name, expected in theirs.items():
+        actual = ours.get(name)
+        if expected.dtype.kind != "f" or actual is None or actual.shape != expected.shape:
+            continue
+        lost = int((np.isnan(expected) & np.isfinite(actual)).sum())
+        if lost:
+            found.append(
+                f"with {probe} in its input, ONNX Runtime's output {name!r} holds NaN in "
+                f"{int(np.isnan(expected).sum())} places, of which {lost} hold numbers here: do not rely on NaN to "
+                "find broken inputs"
+            )
+    return found
+
+
+def _all_finite(values: np.ndarray) -> bool:
+    return values.dtype.kind != "f" or bool(np.isfinite(values).all())
+
+
+def _none_finite(values: np.ndarray) -> bool:
+    return values.dtype.kind == "f" and values.size > 0 and not np.isfinite(values).any()
 
 
 def prepare_check(
@@ -280,7 +330,7 @@ def _movement(moved: np.ndarray, reference: np.ndarray) -> np.ndarray:
 
     if reference.dtype.kind in "iub":
         return np.asarray(np.mean(moved != reference) if reference.size else 0.0)
-    with np.errstate(invalid="ignore"):
+    with np.errstate(all="ignore"):
         squares = (moved.astype(np.float64) - reference) ** 2
     squares = np.where(np.isfinite(squares), squares, 0.0)
     if not squares.ndim or not squares.size:

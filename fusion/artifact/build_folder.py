@@ -177,6 +177,9 @@ def install_build(stage: Path, directory: Path) -> None:
 
 def prepare_directory(directory: Path) -> None:
     """Create ``directory`` and prove that it can be written, before minutes are spent. Raises ``OutputError``."""
+    file = next((path for path in (directory, *directory.parents) if path.exists() and not path.is_dir()), None)
+    if file is not None:
+        raise OutputError(f"{directory}: {file} is a file, not a folder; name another folder")
     with _output_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory) as probe:

@@ -73,6 +73,11 @@ class TunedModel:
         takes the inputs' shapes; where none does, the error lists them.
         """
         source = source or str(self.folder)
+        if not isinstance(arrays, Mapping):
+            raise InputError(
+                f"{source}: run() takes a dict of inputs by name, not {type(arrays).__name__}; call the model itself "
+                "with arrays: model(array)"
+            )
         views = {name: _view(name, each, source) for name, each in arrays.items()}
         profile = self._fitting(views, source)
         checked = check_arrays(views, profile.inputs, source)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -41,7 +42,7 @@ Shapes = Annotated[
     typer.Option(
         "--shape",
         metavar="NAME=1,3,224,224",
-        help="Shape of an open input; repeatable. `tune`: one input again is another profile.",
+        help="Shape of an open input; repeatable. To `tune` alone one input may be given again: another profile.",
     ),
 ]
 BatchOption = Annotated[
@@ -76,6 +77,8 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON documen
 
 def main() -> None:
     """Entry point of ``python -m fusion``."""
+    if not sys.warnoptions:  # numbers that overflow are told in words of ours, not in a library's with a line of code
+        warnings.simplefilter("ignore", RuntimeWarning)
     app(prog_name=program_name("fusion"))
 
 

@@ -307,7 +307,7 @@ def memory_lines(memory: Mapping[str, Mapping[str, int | None]]) -> list[str]:
         )
     grown = [f"{name.replace('_', ' ')} {_told(row['growth_bytes'])}" for name, row in memory.items()]
     ran = any(row["growth_bytes"] is not None for row in memory.values())
-    return [*lines, f"a process grew when it first ran by: {', '.join(grown)}"] if ran else lines
+    return [*lines, f"memory that the first run took: {', '.join(grown)}"] if ran else lines
 
 
 def _told(size: int | None) -> str:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
+import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+from costmodel.base.errors import InputError
 from costmodel.commands import checkup
 from costmodel.commands.checkup import BadPair, Finding
 from costmodel.machines.machine_catalog import HOST_NAME, machine_files, user_directory
@@ -29,6 +33,8 @@ PAIRS = (
         _FFI,
     ),
 )
+# What tuning writes at least, besides some copies of the weights: libraries of the networks that are compared.
+_LEAST_ROOM_BYTES, _COPIES = 2**24, 4
 # The names of TVM's own look-up of a compiler (tvm.support.cc.get_cc).
 _COMPILERS = ("g++", "gcc", "clang++", "clang", "c++", "cc")
 # Feature of /proc/cpuinfo -> what it is good for here.
@@ -94,6 +100,29 @@ def _compiler() -> list[Finding]:
     found = next((str(path) for path in places if path.is_file() and os.access(path, os.X_OK)), None)
     command = asked.split() if asked else [found] if found else None
     return [checkup.compiler(command, "compiler", install)]
+
+
+def require_tools(model: Path, output: Path) -> None:
+    """``InputError`` where what every tuning needs is missing: a compiler that works, and room for what it writes."""
+    temporary = Path(os.environ.get("TMPDIR") or tempfile.gettempdir())
+    if not temporary.is_dir():
+        raise InputError(f"TMPDIR {temporary}: no such folder; make it, or name another")
+    needed = _LEAST_ROOM_BYTES
+    with suppress(OSError):  # who reads the model says what is wrong
+        needed += _COPIES * model.stat().st_size
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if limit != resource.RLIM_INFINITY and limit < needed:
+        raise InputError(
+            f"files of this process may hold {limit:,} bytes, tuning needs {needed:,}; raise that with `ulimit -f`"
+        )
+    existing = next(path for path in (output.absolute(), *output.absolute().parents) if path.exists())
+    for folder in (existing, temporary):
+        free = shutil.disk_usage(folder).free
+        if free < needed:
+            raise InputError(f"{folder}: {free:,} bytes are free, tuning needs {needed:,}; free some")
+    for finding in (checkup.folder("temporary TMPDIR", temporary), *_compiler()):
+        if finding.state == "broken":
+            raise InputError(f"{finding.name}: {finding.found}; {finding.advice}")
 
 
 def _folders() -> Iterator[Finding]:

@@ -175,7 +175,9 @@ def tune(
     (1.44, 13)
     """
     from fusion.artifact.executable import require_compiler
+    from fusion.commands.doctor import require_tools
 
+    require_tools(Path(model), Path(output))
     require_compiler()  # before anything is imported that needs it
     from fusion.acceptance.tune_job import TuneRequest
     from fusion.commands.tune import tune_model

@@ -22,6 +22,7 @@ from fusion.relax.onnx.onnx_quantised import quantised_share, quantized_path, se
 from fusion.relax.onnx.onnx_quantizer import QuantizationOptions, declared_inputs, load_float_model, quantized
 
 RANDOM_CALLS = 10
+ONE_SAMPLE = "one sample alone: errors are told on what it was calibrated with, on other inputs they are larger"
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,9 @@ def quantize_model(
     inputs = declared_inputs(model, loaded)
     data = _calibration(model, inputs, calibration, random, shapes or {})
     calibrated, held_out = data.split()
+    data.require_spread()
     if not held_out:
-        say(f"{data.calls} samples, fewer than five: none is held out, errors are those on what was calibrated with")
+        say(ONE_SAMPLE)
     result = quantized(model, loaded, data, calibrated, options or QuantizationOptions(), say)
     set_origin(result, digest(model))
     content = result.SerializeToString()
@@ -133,11 +135,12 @@ def render_quantized(summary: QuantizeSummary) -> str:
     ]
     figures += [] if errors.cosine is None else [f"cosine {errors.cosine:.6f}"]
     figures += [] if errors.top1_agreement is None else [f"top-1 agreement {errors.top1_agreement:.1%}"]
+    note = "" if summary.held_out else f"note: {ONE_SAMPLE}\n"
     return (
         f"{summary.quantised_layers} of {summary.layers} layers quantised with {summary.calibrated} samples of "
         f"{summary.calibration}, {summary.size_bytes / 1e6:.1f} MB, {summary.wall_seconds:.0f} s\n"
         f"errors against the float model on {where} samples: {', '.join(figures)}\n"
-        f"written to {summary.output}"
+        f"{note}written to {summary.output}"
     )
 
 

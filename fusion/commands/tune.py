@@ -27,7 +27,7 @@ from fusion.acceptance.network_check import (
     started_reference,
     workload,
 )
-from fusion.acceptance.output_check import Verdict
+from fusion.acceptance.output_check import Verdict, lost_values
 from fusion.acceptance.peer_engines import HiredPeers, check_peers, hire_peers
 from fusion.acceptance.precision_choice import PrecisionPlan
 from fusion.acceptance.time_limit import (
@@ -55,6 +55,7 @@ from fusion.comparing.engines.engine_table import REFERENCE
 from fusion.comparing.engines.engine_worker import EngineFailed, Worker
 from fusion.comparing.lost_layers import LostLayers, lost_layers
 from fusion.comparing.output_errors import OutputErrors, output_errors
+from fusion.comparing.probes import broken_inputs
 from fusion.model.named_arrays import random_arrays
 from fusion.model.precision import BFLOAT16, precision_of
 from fusion.relax.onnx.float_layers import told_in_floats
@@ -83,7 +84,8 @@ class TuneResult:
     ``memory``: planned for each network; ``growth``: what each engine's process took more when it first ran, in bytes
     (``None``: not told). ``careful``: built without fast algorithms, which round too much for this model. ``peers``:
     other engines that were asked for. ``rounded_errors``: of the winner where layers are in bfloat16, on the inputs
-    that count. ``lost``: by which layers another engine is faster than the winner.
+    that count. ``lost``: by which layers another engine is faster than the winner; ``unkept``: where NaN goes in and
+    does not come out.
     """
 
     networks: Mapping[str, FinalNetwork]
@@ -97,6 +99,7 @@ class TuneResult:
     peers: HiredPeers = HiredPeers()
     rounded_errors: OutputErrors | None = None
     lost: LostLayers = LostLayers()
+    unkept: Sequence[str] = ()
 
     @property
     def shipped(self) -> FinalNetwork:
@@ -412,6 +415,7 @@ def race_networks(
         peers = hire_peers(stack, seen, job.request.against, job.request.quantized, display.say)
         rivals = {REFERENCE: runtime, **peers.workers}
         finals, outputs = time_networks(job, networks, workers, rivals, end, sampling, display)
+        unkept = lost_in(job, workers[finals.winner], runtime)
         growth = {name: worker.growth() for name, worker in {**workers, REFERENCE: runtime}.items()}
         lost = LostLayers(missing=("no time left to time layers; `compare --layers` does",))
         if time.monotonic() < end or job.request.minutes == 0:
@@ -437,8 +441,21 @@ def race_networks(
     errors = output_errors(outputs[winner.name], outputs[REFERENCE])
     found = {network.name: network for network in networks}
     return TuneResult(
-        found, libraries, finals, verdict, errors, memory, growth, check.careful, peers, rounded[winner.name], lost
+        found, libraries, finals, verdict, errors, memory, growth, check.careful, peers, rounded[winner.name], lost,
+        unkept,
     )  # fmt: skip
+
+
+def lost_in(job: Job, winner: Worker, runtime: Worker) -> list[str]:
+    """Where the winner has a number and ONNX Runtime NaN, on inputs with NaN or infinity in them."""
+    try:
+        return [
+            line
+            for name, inputs in broken_inputs(job.model.inputs).items()
+            for line in lost_values(name, winner.run(inputs), runtime.run(inputs))
+        ]
+    except EngineFailed as error:
+        return [f"on an input with NaN or infinity an engine failed: {error}"]
 
 
 def time_networks(
@@ -503,7 +520,7 @@ def summarize(
         errors=result.errors,
         memory=memory_rows(result),
         others=job.analysis.others,
-        notes=notes(job, tuned, check, result),
+        notes=[*notes(job, tuned, check, result), *([] if report is None else report.notes)],
         effort=TuningEffort(tuned.trials, tuned.failures, seconds, tuned.interrupted),
         precision={"shipped": precision_of(job.graph), **({} if report is None else report.to_json(job))},
         network=network_record(
@@ -551,6 +568,7 @@ def notes(job: Job, tuned: TunedKernels, check: NetworkCheck, result: TuneResult
     found += [*result.peers.notes, *result.lost.missing, *told_in_floats(job.model.in_floats)]
     if not result.finals.told_apart and len(result.finals.entries) > 1:
         found.append("the networks compared at the end cannot be told apart on this machine as it is now")
+    found += [*check.outputs.nothing_finite(), *result.unkept]
     if check.outputs.unchecked is not None:
         found.append(f"outputs were compared with ONNX Runtime's alone: {check.outputs.unchecked}")
     return found

@@ -61,6 +61,8 @@ class Quantised:
             "float_model": str(self.model),
             "quantised_nodes": self.summary.quantised_layers,
             "calibration": self.summary.calibration,
+            "calibrated_samples": self.summary.calibrated,
+            "held_out_samples": self.summary.held_out,
             "quantised_errors": self.summary.errors.to_json(),
         }
 

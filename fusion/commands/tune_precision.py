@@ -34,6 +34,7 @@ from fusion.acceptance.rounded_layers import rounded_runs, switched_model
 from fusion.acceptance.time_limit import StageClock
 from fusion.acceptance.tune_job import Job, TuneRequest
 from fusion.analysis.mixed_times import followers
+from fusion.commands.quantize import ONE_SAMPLE
 from fusion.comparing.output_errors import errors_json
 from fusion.comparing.probes import error_inputs
 from fusion.model.calibration_data import DeclaredInput, read_calibration
@@ -67,9 +68,9 @@ def checked_precision(request: TuneRequest, display: TuningDisplay) -> TuneReque
     """
     if request.precision not in PRECISIONS:
         raise InputError(f"--precision {request.precision}: choose one of {', '.join(PRECISIONS)}")
-    if request.max_error is not None and not 0 < request.max_error < float("inf"):
+    if request.max_error is not None and not 0 < request.max_error <= 1:
         raise InputError(
-            f"--max-error {request.max_error:g}: must be above 0; 0.01 is a hundredth of the largest output"
+            f"--max-error {request.max_error:g}: must be above 0 and at most 1; 0.01: a hundredth of the largest output"
         )
     if request.precision == FLOAT32:
         for option, value in (("--max-error", request.max_error), ("--calibration", request.calibration)):
@@ -160,6 +161,11 @@ class PrecisionReport:
     errors: OutputErrors | None
     choice: PrecisionChoice | None = None
     float32_won: bool = False
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know of the errors that are told."""
+        return [ONE_SAMPLE] if self.plan.told.get("held_out_samples") == 0 else []
 
     def to_json(self, job: Job) -> dict[str, Any]:
         """JSON-able, for ``summary.json``; ``job``: what was shipped."""

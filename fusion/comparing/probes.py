@@ -28,6 +28,23 @@ def probes(tensors: Sequence[TensorInfo], seed: int = 0) -> dict[str, Arrays]:
     return made
 
 
+def broken_inputs(tensors: Sequence[TensorInfo]) -> dict[str, Arrays]:
+    """What a broken camera or an overflow gives: random inputs with NaN, and with infinity, in the middle of each that
+    is of floating point. None where no input is.
+    """
+    made: dict[str, Arrays] = {}
+    for name, value in (("NaN", np.nan), ("infinity", np.inf)):
+        arrays = random_arrays(tensors)
+        floats = [
+            tensor.name for tensor in tensors if arrays[tensor.name].dtype.kind == "f" and arrays[tensor.name].size
+        ]
+        for each in floats:
+            arrays[each].reshape(-1)[arrays[each].size // 2] = value
+        if floats:
+            made[name] = arrays
+    return made
+
+
 def error_inputs(tensors: Sequence[TensorInfo], pictures: int = MORE_PICTURES) -> dict[str, Arrays]:
     """The :func:`probes` and so many further pictures like the first: the inputs that errors are told over."""
     made = probes(tensors)

@@ -50,9 +50,22 @@ class CalibrationData:
         return found
 
     def split(self) -> tuple[list[int], list[int]]:
-        """Calls to calibrate with, and the fifth that is held out: every fifth one, none of fewer than five."""
+        """Calls to calibrate with, and those that are held out: every fifth one, the last of fewer, never the only."""
         held_out = [index for index in range(self.calls) if index % HELD_OUT == HELD_OUT - 1]
-        return [index for index in range(self.calls) if index % HELD_OUT != HELD_OUT - 1], held_out
+        held_out = held_out or list(range(1, self.calls))[-1:]
+        return [index for index in range(self.calls) if index not in set(held_out)], held_out
+
+    def require_spread(self) -> None:
+        """``InputError`` where an input is the same number all over each sample: of such the ranges of activations
+        cannot be learned. An input of one number may be.
+        """
+        for name, array in self.arrays.items():
+            flat = array.reshape(max(1, self.calls), -1)
+            if array.dtype.kind == "f" and flat.shape[1] > 1 and (flat == flat[:, :1]).all():
+                raise InputError(
+                    f"{self.source}: input '{name}' is one number all over each sample ({float(flat[0, 0]):g} in the "
+                    "first): ranges of activations cannot be learned from that; give real inputs"
+                )
 
     def named(self, calls: Sequence[int]) -> dict[str, Arrays]:
         """Inputs of ``calls`` by name, for telling errors: some of them where they are many."""

@@ -1,16 +1,18 @@
 """Functions of single values that no kernel of ours computes, in vectors: TVM's own call a library for every value.
 
 They are what epilogues compute (:func:`schedules.loops.emit.activate`), as expressions that a compiled loop nest takes
-its vectors of.
+its vectors of. Besides them what cuts values off, which TVM's own takes NaN for a bound.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tvm import relax, te, tirx
 
+from fusion.relax.bindings import static_shape
 from schedules.loops import emit
 
 
@@ -45,4 +47,42 @@ def legalize(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
     return builder.call_te(compute, data, primfunc_name_hint=name.rpartition(".")[2])
 
 
-LEGALIZATIONS = dict.fromkeys(_FUNCTIONS, legalize)
+_LIMITS: dict[str, Callable[[Any, Any], Any]] = {"relax.maximum": tirx.max, "relax.minimum": tirx.min}
+
+
+def legalize_limits(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
+    """A call that cuts off floats, of which NaN stays NaN; on other types TVM's own."""
+    name, dtype, shape = call.op.name, str(call.ty.dtype), static_shape(call)
+    if "float" not in dtype or shape is None:
+        return call.op.get_attr("FLegalize")(builder, call)
+    if name in _LIMITS:
+        tensors, bounds = list(call.args), (-math.inf, math.inf)
+    elif name == "relax.nn.relu":
+        tensors, bounds = [call.args[0]], (0.0, math.inf)
+    else:
+        tensors, bounds = [call.args[0]], (float(call.args[1].value), float(call.args[2].value))
+    low, high = (None if math.isinf(bound) else tirx.const(bound, dtype) for bound in bounds)
+
+    def element(data: Sequence[te.Tensor], at: Sequence[Any]) -> Any:
+        if name not in _LIMITS:
+            return emit.within(data[0][at], low, high)
+        left, right = (_broadcast(each, at) for each in data)
+        # Of two that do not compare the second is taken. TVM simplifies ``left == left`` as if NaN were not there.
+        return tirx.Select(tirx.isnan(left), left, _LIMITS[name](left, right))
+
+    def compute(*data: te.Tensor) -> te.Tensor:
+        return te.compute(shape, lambda *at: element(data, at), name="values")
+
+    return builder.call_te(compute, *tensors, primfunc_name_hint=name.rpartition(".")[2])
+
+
+def _broadcast(tensor: te.Tensor, at: Sequence[Any]) -> Any:
+    """The element of ``tensor`` at a position of what it is broadcast to."""
+    last = at[len(at) - len(tensor.shape) :]
+    return tensor[tuple(0 if int(size) == 1 else index for size, index in zip(tensor.shape, last, strict=True))]
+
+
+LEGALIZATIONS = {
+    **dict.fromkeys(_FUNCTIONS, legalize),
+    **dict.fromkeys(("relax.nn.relu", "relax.clip", *_LIMITS), legalize_limits),
+}

@@ -351,6 +351,16 @@ def clamp_rows(first: Expr, count: int, extent: int) -> Expr:
 _LOG2_E = 1.44269504088896341
 
 
+def within(x: Any, low: Any = None, high: Any = None) -> Any:
+    """``x`` cut off at ``low`` and ``high``; NaN stays NaN.
+
+    TIR's maximum and the CPU's instruction alike give their second operand where a comparison with NaN is false, so the
+    bounds come first.
+    """
+    x = x if low is None else tirx.max(low, x)
+    return x if high is None else tirx.min(high, x)
+
+
 def _named(value: Any) -> Any:
     """``value``, which is used more than once: a variable of the kernel that is written, if one is."""
     return T.bind(value) if IRBuilder.is_in_scope() else value
@@ -363,7 +373,7 @@ def exp(x: Any, lanes: int, coarse: bool = False) -> Any:
     """
     if coarse:
         return operation(POWER_OF_TWO, lanes, x * splat(_LOG2_E, lanes))
-    x = _named(tirx.min(tirx.max(x, splat(-87.3, lanes)), splat(88.3, lanes)))
+    x = _named(within(x, splat(-87.3, lanes), splat(88.3, lanes)))
     # Not the trick of adding and subtracting 1.5 * 2^23: LLVM may reassociate and remove it.
     power = _named(tirx.floor(x * splat(_LOG2_E, lanes) + splat(0.5, lanes)))
     rest = _named(x - power * splat(0.693359375, lanes) + power * splat(2.12194440e-4, lanes))
@@ -407,7 +417,7 @@ _ERF = (
 
 def erf(x: Any, lanes: int) -> Any:
     """The error function on a vector, within 4e-7 of it."""
-    x = _named(tirx.min(tirx.max(x, splat(-_ERF_END, lanes)), splat(_ERF_END, lanes)))
+    x = _named(within(x, splat(-_ERF_END, lanes), splat(_ERF_END, lanes)))
     square = _named(x * x * splat(2.0 / _ERF_END**2, lanes) - splat(1.0, lanes))
     return x * _polynomial(_ERF, square, lanes)
 
@@ -447,22 +457,22 @@ def activate(x: Any, activation: str | None, lanes: int, slope: float = 0.0, coa
     if activation is None:
         return x
     if activation == "relu":
-        return tirx.max(x, zero)
+        return within(x, zero)
     if activation == "relu6":
-        return tirx.min(tirx.max(x, zero), six)
+        return within(x, zero, six)
     if activation == "relu1":
-        return tirx.min(tirx.max(x, zero), splat(1.0, lanes))
+        return within(x, zero, splat(1.0, lanes))
     x = _named(x)
     if activation == "leaky_relu":
         return tirx.max(x, x * splat(slope, lanes))
     if activation in ("hard_sigmoid", "hard_swish"):
-        gate = tirx.min(tirx.max(x + splat(3.0, lanes), zero), six) * splat(1.0 / 6.0, lanes)
+        gate = within(x + splat(3.0, lanes), zero, six) * splat(1.0 / 6.0, lanes)
         if slope:
-            gate = tirx.min(tirx.max(x * splat(slope, lanes) + splat(0.5, lanes), zero), splat(1.0, lanes))
+            gate = within(x * splat(slope, lanes) + splat(0.5, lanes), zero, splat(1.0, lanes))
         return gate if activation == "hard_sigmoid" else x * gate
     one = splat(1.0, lanes)
     if activation == "gelu" and coarse:
-        square = _named(tirx.min(x * x, splat(_GELU_END, lanes)))
+        square = _named(within(x * x, high=splat(_GELU_END, lanes)))
         return _over_one_and_exp(x, x * _polynomial(_GELU, square, lanes), lanes, coarse)
     if activation == "gelu":
         return x * splat(0.5, lanes) * (one + erf(x * splat(math.sqrt(0.5), lanes), lanes))
@@ -474,17 +484,17 @@ def activate(x: Any, activation: str | None, lanes: int, slope: float = 0.0, coa
     if activation == "quick_gelu":
         return _over_one_and_exp(x, x * splat(-1.702, lanes), lanes, coarse)
     if activation in ("elu", "selu"):
-        below = exp(tirx.min(x, zero), lanes) - one
+        below = exp(within(x, high=zero), lanes) - one
         if activation == "selu":
-            return splat(SELU_SCALE, lanes) * tirx.max(x, zero) + splat(SELU_SCALE * SELU_SLOPE, lanes) * below
-        return tirx.max(x, zero) + (below * splat(slope, lanes) if slope else below)
+            return splat(SELU_SCALE, lanes) * within(x, zero) + splat(SELU_SCALE * SELU_SLOPE, lanes) * below
+        return within(x, zero) + (below * splat(slope, lanes) if slope else below)
     if activation == "softplus":
-        return tirx.max(x, zero) + _log1p(exp(tirx.min(x, zero - x), lanes), lanes)
+        return within(x, zero) + _log1p(exp(tirx.min(x, zero - x), lanes), lanes)
     if activation == "tanh":
         return splat(2.0, lanes) / (one + exp(x * splat(-2.0, lanes), lanes)) - one
     if activation == "mish":
         # tanh(log(1 + e)) = e (e + 2) / (e (e + 2) + 2) with e = exp(x); one, to all digits, from 20 on.
-        power = _named(exp(tirx.min(x, splat(20.0, lanes)), lanes, coarse))
+        power = _named(exp(within(x, high=splat(20.0, lanes)), lanes, coarse))
         ratio = _named(power * (power + splat(2.0, lanes)))
         below = ratio + splat(2.0, lanes)
         return x * ratio * operation(RECIPROCAL, lanes, below) if coarse else x * ratio / below
@@ -501,7 +511,7 @@ def _over_one_and_exp(x: Any, exponent: Any, lanes: int, coarse: bool) -> Any:
 def leaking(x: Any, slopes: Any, lanes: int) -> Any:
     """What is below zero times ``slopes``: a ``prelu``, whose slopes are vectors."""
     zero = splat(0.0, lanes)
-    return tirx.max(x, zero) + tirx.min(x, zero) * slopes
+    return within(x, zero) + within(x, high=zero) * slopes
 
 
 def finish(

@@ -74,10 +74,10 @@ class PartMemory:
         gradients are there."""
         cast = tuple(event for event in self.forward if event.cast_weight and event.size)
         if cast:
-            forward, backward = (
+            others = [
                 tuple(event for event in events if not event.cast_weight) for events in (self.forward, self.backward)
-            )
-            plain = PartMemory(forward, backward, self.given, self.core, self.chosen).coarse()
+            ]
+            plain = PartMemory(others[0], others[1], self.given, self.core, self.chosen).coarse()
             gone = tuple(replace(event, size=0) for event in cast)
             return replace(plain, forward=(*cast, *plain.forward), backward=(*plain.backward, *gone))
         left = self.left
@@ -181,8 +181,9 @@ def _own_shares(trace: OperatorTrace) -> dict[int, float]:
     for call in trace.calls:
         if call.name == _GATHER:
             part, whole = next(tensors(call.inputs), None), next(tensors(call.outputs), None)
-            if part is not None and whole is not None and prod(whole.shape):
-                gathered[whole.storage] = prod(part.shape) / prod(whole.shape)
+            if part is not None and whole is not None and 0 not in whole.shape:
+                sizes: list[int] = [prod(tensor.shape) for tensor in (part, whole)]
+                gathered[whole.storage] = sizes[0] / sizes[1]
         elif call.name == _CAST:
             given = next(tensors(call.inputs), None)
             if given is not None and given.storage in gathered:

@@ -183,8 +183,9 @@ def fold_batch_norm(item: relax.TupleGetItem, graph: Definitions) -> relax.Expr 
 
 def _scale_and_shift(call: relax.Call, statistics: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     gamma, beta, mean, variance = statistics
-    scale = (gamma if call.attrs.scale else 1.0) / np.sqrt(variance + float(call.attrs.epsilon))
-    return scale, (beta if call.attrs.center else 0.0) - mean * scale
+    with np.errstate(all="ignore"):  # of a negative variance NaN is made here as in the model
+        scale = (gamma if call.attrs.scale else 1.0) / np.sqrt(variance + float(call.attrs.epsilon))
+        return scale, (beta if call.attrs.center else 0.0) - mean * scale
 
 
 RULES = {

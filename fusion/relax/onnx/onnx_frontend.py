@@ -81,6 +81,7 @@ class _Importer(tvm_onnx.ONNXGraphImporter):
     def _convert_operator(self, op_name: str, inputs: Inputs, attrs: dict, opset: int) -> relax.Expr:
         custom = attrs["tvm_custom"]
         name = identifier(custom["name"] or op_name)
+        _require_layer(op_name, inputs, custom["name"])
         try:
             converted = self._ours(op_name, inputs, attrs, name)
             if converted is None:
@@ -108,6 +109,31 @@ class _Importer(tvm_onnx.ONNXGraphImporter):
     def _ours(self, op_name: str, inputs: Inputs, attrs: dict, name: str) -> relax.Expr | None:
         converter = _CONVERTERS.get(op_name)
         return None if converter is None else converter(self.bb, inputs, attrs, name)
+
+
+# Layers, whose operands must be of one type, and the least dimensions of what they read.
+_LAYERS = {"Conv": 3, "ConvTranspose": 3, "Gemm": 2, "MatMul": 1}
+_ADVICE = {
+    "float64": "export the model in float32 (in PyTorch: model.float())",
+    "uint8": "put a Cast to float32 before the layer; inputs of bytes may stay so",
+}
+
+
+def _require_layer(op_name: str, inputs: Inputs, node: str) -> None:
+    """``UnsupportedOperatorError`` in plain words for a layer of other types than float, or of too few dimensions."""
+    if op_name not in _LAYERS:
+        return
+    types = [str(each.ty.dtype) for each in inputs[:2] if each is not None]
+    other = next((dtype for dtype in types if dtype not in ("float32", "float16", "bfloat16")), None)
+    if other is not None:
+        advice = _ADVICE.get(other, "export the layer in float32")
+        raise UnsupportedOperatorError(f"operator {op_name} of node {node!r}: {other} is not supported; {advice}")
+    shape = None if inputs[0] is None else inputs[0].ty.shape
+    if shape is not None and len(shape) < _LAYERS[op_name]:
+        raise UnsupportedOperatorError(
+            f"operator {op_name} of node {node!r} reads {len(shape)} dimensions, it takes {_LAYERS[op_name]} or more; "
+            "export the model again"
+        )
 
 
 def bind(builder: relax.BlockBuilder, expr: relax.Expr, name: str) -> relax.Expr:

@@ -20,11 +20,12 @@ from fusion.acceptance.output_check import (
     Expected,
     OutputCheck,
     deviation,
+    lost_values,
     prepare_check,
     step_of,
 )
 from fusion.artifact.build_folder import TensorInfo
-from fusion.comparing.probes import PATTERNS, probes
+from fusion.comparing.probes import PATTERNS, broken_inputs, probes
 
 LAYERS = ("Conv", "Gemm", "MatMul")
 
@@ -285,3 +286,39 @@ def test_outputs_of_quantised_networks_may_be_one_step_off(steps, right):
 def test_outputs_of_many_values_have_no_step():
     assert step_of(np.arange(257, dtype=np.float32)) is None and step_of(np.zeros(3, np.float32)) is None
     assert step_of(np.array([1.0, 0.5, 4.0], np.float32)) == 0.5
+
+
+def _check_of(outputs):
+    """Of a model whose outputs ONNX Runtime computes as ``outputs``, and that has no reference in FP64."""
+    interface = tuple(TensorInfo(name, values.shape, "float32") for name, values in outputs.items())
+    return OutputCheck(Path("m.onnx"), (Expected("random", {}, outputs, None, {}),), 0.0, interface, unchecked="why")
+
+
+def test_outputs_without_a_finite_number_are_told():
+    nothing = np.full((2, 3), np.nan, np.float32)
+    some = np.array([np.nan, 1.0], np.float32)
+    (line,) = _check_of({"y": nothing, "z": some}).nothing_finite()
+    assert "output 'y' are NaN" in line and "random input" in line
+    assert _check_of({"y": nothing}).require("first", [{"y": nothing}]).share <= 1.0
+
+
+def test_a_model_that_overflows_is_told_as_such_and_a_wrong_build_of_another_is_not():
+    infinite, finite = np.array([np.inf, 1.0], np.float32), np.array([1e38, 1.0], np.float32)
+    with pytest.raises(TuningError, match="the model itself overflows float32"):
+        _check_of({"y": infinite}).require("first", [{"y": finite}])
+    with pytest.raises(TuningError, match="outputs of the first network are wrong"):
+        _check_of({"y": finite}).require("first", [{"y": infinite}])
+
+
+def test_nan_that_goes_in_and_does_not_come_out_is_told():
+    tensors = [TensorInfo("x", (1, 3, 4, 4), "float32"), TensorInfo("n", (2,), "int64")]
+    inputs = broken_inputs(tensors)
+    assert {name: int((~np.isfinite(arrays["x"])).sum()) for name, arrays in inputs.items()} == {
+        "NaN": 1,
+        "infinity": 1,
+    }
+    assert not broken_inputs(tensors[1:])
+    theirs = {"y": np.array([np.nan, 1.0, np.nan], np.float32)}
+    assert not lost_values("NaN", {"y": np.full(3, np.nan, np.float32)}, theirs)
+    (line,) = lost_values("NaN", {"y": np.array([2.0, 1.0, np.nan], np.float32)}, theirs)
+    assert "holds NaN in 2 places, of which 1 hold numbers here" in line

@@ -93,5 +93,12 @@ def test_a_short_file_and_another_library_are_refused_by_name(program: Path, lib
     np.zeros(3, np.float32).tofile(tmp_path / "short.f32")
     done = run(program, path, "1,3,17,15", tmp_path / "short.f32", tmp_path / "output.f32")
     assert done.returncode == 2 and "short.f32: cannot be read, or holds fewer than 765 floats" in done.stderr
+    (image,) = inputs_of(library[1])
+    image.tofile(tmp_path / "input.f32")
+    done = run(program, path, "1,3,17,15", tmp_path / "input.f32", tmp_path / "none" / "output.f32")
+    assert done.returncode == 2 and "output.f32: cannot be written" in done.stderr and "written to" not in done.stdout
+    for shape in ("abc", "-1,3,17,15", "1,,3"):
+        done = run(program, path, shape, tmp_path / "input.f32", tmp_path / "output.f32")
+        assert done.returncode == 2 and "give positive sizes" in done.stderr
     assert run(program, "missing.so", "1", tmp_path / "short.f32", tmp_path / "output.f32").returncode == 2
     assert run(program).returncode == 2

@@ -18,6 +18,7 @@ from hypothesis.extra.numpy import array_shapes, arrays
 from costmodel.base.errors import InputError, OutputError
 from fusion.artifact.build_folder import MODEL, Artifact, TensorInfo
 from fusion.artifact.run_files import render_run, run_command
+from fusion.artifact.tuned_model import TunedModel
 from fusion.model import named_arrays as tensors
 from fusion.model.named_arrays import check_arrays, random_arrays, read_npz, write_npz
 
@@ -179,3 +180,10 @@ def test_random_inputs_are_reproducible_fit_and_are_not_zero():
     check_arrays(first, interface, "random")
     assert all(np.array_equal(first[name], second[name]) for name in first)
     assert first["x"].all() and set(np.unique(first["i"])) == {0, 1} and set(np.unique(first["m"])) == {False, True}
+
+
+@pytest.mark.parametrize("given_arrays", [np.zeros(3), [np.zeros(3)], 3, None])
+def test_run_of_no_mapping_says_what_it_takes(tiny_build: Artifact, given_arrays):
+    model = TunedModel(tiny_build.directory, [], 1)
+    with pytest.raises(InputError, match=r"run\(\) takes a dict of inputs by name, not .*; call the model itself"):
+        model.run(given_arrays)

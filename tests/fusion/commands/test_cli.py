@@ -296,7 +296,7 @@ def test_ctrl_c_builds_the_best_so_far_and_exits_with_130(folder):
             break
         time.sleep(0.2)
     process.send_signal(signal.SIGINT)
-    stdout, stderr = process.communicate(timeout=120)
+    stdout, stderr = process.communicate(timeout=600)
     assert process.returncode == 130, stderr
     summary = json.loads(stdout)
     assert summary["interrupted"] and "stopped early" in summary["notes"][0]
@@ -515,3 +515,33 @@ def test_a_model_for_another_batch_is_tuned_compared_and_run(folder, tmp_path):
     done = fusion("run", tmp_path / "build", "--input", tmp_path / "in.npz", "--output", tmp_path / "out.npz")
     assert done.returncode == 0, done.stderr
     assert np.load(tmp_path / "out.npz")["logits"].shape == (3, 10)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "word"),
+    [
+        ("CXX", "/nowhere/g++", "compiler: /nowhere/g++"),
+        ("CXX", "false", "compiler: false fails"),
+        ("TMPDIR", "/nowhere/temporary", "TMPDIR /nowhere/temporary: no such folder"),
+        ("PATH", "/nowhere", "compiler: none found; install a C++ compiler"),
+    ],
+)
+def test_tune_asks_for_its_tools_before_it_starts(tmp_path, monkeypatch, variable, value, word):
+    for other in ("CXX", "CC"):
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv(variable, value)
+    result = CliRunner().invoke(app, ["tune", str(tmp_path / "m.onnx"), "-o", str(tmp_path / "build")])
+    assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1) and word in result.stderr
+    assert not (tmp_path / "build").exists()
+
+
+def test_tune_refuses_files_that_may_not_hold_a_library(tmp_path, monkeypatch):
+    monkeypatch.setattr("resource.getrlimit", lambda which: (4096, 4096))
+    result = CliRunner().invoke(app, ["tune", str(tmp_path / "m.onnx"), "-o", str(tmp_path / "build")])
+    assert result.exit_code == 2 and "may hold 4,096 bytes" in result.stderr and "ulimit -f" in result.stderr
+
+
+def test_a_file_in_place_of_the_folder_is_told_as_such(tmp_path):
+    (tmp_path / "taken").write_text("x")
+    result = CliRunner().invoke(app, ["tune", str(tmp_path / "m.onnx"), "-o", str(tmp_path / "taken" / "build")])
+    assert result.exit_code == 2 and "taken is a file, not a folder" in result.stderr

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from costmodel.base.errors import InputError, ModelError
 from fusion.commands.cli import app
-from fusion.commands.quantize import quantize_model
+from fusion.commands.quantize import quantize_model, render_quantized
 from fusion.relax.onnx.onnx_quantised import is_quantised, origin_of, quantised_share, quantized_path
 from fusion.relax.onnx.onnx_quantizer import METHODS, QuantizationOptions
 
@@ -211,12 +211,24 @@ def test_random_calibration_is_asked_for_by_name(folder, tmp_path):
     assert "input 'x' of 1000000000,3,16,16 has 768,000,000,000 elements" in line
 
 
-def test_fewer_than_five_samples_are_all_calibrated_with_and_that_is_said(folder, tmp_path):
-    heard: list[str] = []
-    data = write_samples(tmp_path / "few.npz", 3)
-    summary = quantize_model(folder / "net.onnx", tmp_path / "o.onnx", data, say=heard.append)
-    assert (summary.calibrated, summary.held_out, summary.errors.compared_inputs) == (3, 0, 3)
-    assert any("none is held out" in line for line in heard)
+@pytest.mark.parametrize(("samples", "held_out"), [(1, 0), (2, 1), (3, 1), (5, 1), (11, 2)])
+def test_errors_are_told_on_samples_that_were_not_calibrated_with_and_of_one_alone_that_is_said(
+    folder, tmp_path, samples, held_out
+):
+    data = write_samples(tmp_path / "few.npz", samples)
+    summary = quantize_model(folder / "net.onnx", tmp_path / "o.onnx", data)
+    assert (summary.calibrated, summary.held_out) == (samples - held_out, held_out)
+    assert summary.errors.compared_inputs == (held_out or samples)
+    assert ("one sample alone" in render_quantized(summary)) == (held_out == 0)
+
+
+@pytest.mark.parametrize("values", [np.zeros(6), np.ones(6), np.arange(6.0)])
+def test_samples_of_one_number_are_refused(folder, tmp_path, values):
+    flat = np.broadcast_to(values.astype(np.float32).reshape(-1, 1, 1, 1), (6, *SHAPE))
+    data = write_samples(tmp_path / "flat.npz", x=flat)
+    line = refused("quantize", folder / "net.onnx", "-o", tmp_path / "o.onnx", "--calibration", data)
+    assert "flat.npz: input 'x' is one number all over each sample" in line
+    assert not (tmp_path / "o.onnx").exists()
 
 
 def refused(*words: object) -> str:

@@ -109,7 +109,10 @@ def test_an_engine_tells_the_time_of_every_layer(engine: str, build: Artifact):
     ours, theirs = (layers, whole) if engine == TUNED else (whole, layers)
     table = join_layers(engine, nodes, ours, theirs, 1.0, 1.0)
     rows = {" ".join(row.layers): row.ours_seconds if engine == TUNED else row.theirs_seconds for row in table.rows}
-    assert set(rows) == ROWS
+    if engine == "openvino":  # what it fuses differs by CPU: then a row holds several of them
+        assert sorted(" ".join(rows).split()) == sorted(" ".join(ROWS).split())
+    else:
+        assert set(rows) == ROWS
     assert all(seconds is not None for seconds in rows.values())
 
 

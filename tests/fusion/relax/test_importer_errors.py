@@ -402,3 +402,26 @@ class TestWeights:
 def weight(mod):
     """The constant of the only convolution."""
     return mod["main"].body.blocks[0].bindings[0].value.args[1].value.numpy()
+
+
+@pytest.mark.parametrize(
+    ("data", "weight", "word"),
+    [
+        (TensorProto.FLOAT, np.float64, "float64 is not supported; export the model in float32"),
+        (TensorProto.FLOAT, np.int8, "int8 is not supported"),
+        (TensorProto.UINT8, np.float32, "uint8 is not supported; put a Cast to float32 before the layer"),
+    ],
+)
+def test_layers_of_other_types_than_float_are_refused_in_plain_words(tmp_path, data, weight, word):
+    graph = helper.make_graph(
+        [helper.make_node("Conv", ["x", "w"], ["y"], "layer")],
+        "net",
+        [helper.make_tensor_value_info("x", data, (1, 3, 8, 8))],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
+        [numpy_helper.from_array(np.ones((4, 3, 3, 3), weight), "w")],
+    )
+    path = tmp_path / "m.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    with pytest.raises(UnsupportedOperatorError, match=word) as caught:
+        import_onnx(path)
+    assert "'layer'" in str(caught.value) and "R.nn" not in str(caught.value)
