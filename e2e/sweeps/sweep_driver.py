@@ -117,5 +117,6 @@ def ranking_key(row: SweepRow, plan: RunPlan | None = None) -> tuple[int, bool, 
     samples per second first, then the fewest GPUs.
     """
     order = ("ok", "may not fit", "does not fit", "not possible", "failed")
-    late, amount = (False, 0.0) if plan is None or row.tokens_per_second_per_gpu is None else (plan.late(row), plan.amount(row))
+    runs = plan is not None and row.tokens_per_second_per_gpu is not None
+    late, amount = (plan.late(row), plan.amount(row)) if plan is not None and runs else (False, 0.0)
     return order.index(row.status), late, amount, -(row.samples_per_second or 0.0), row.gpus, row.way
