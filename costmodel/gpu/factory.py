@@ -100,7 +100,9 @@ class _Experts(KernelModel):
 
     def estimate(self, operators: Sequence[AnyOperator]) -> list[Estimate]:
         found = super().estimate(operators)
-        asked = {each: self._together(each) for each in operators if isinstance(each, GroupedGemm | ExpertLayer)}
+        asked: dict[AnyOperator, float] = {
+            each: self._together(each) for each in operators if isinstance(each, GroupedGemm | ExpertLayer)
+        }
         return no_less(found, np.array([asked.get(each, 0.0) for each in operators]))
 
     def _together(self, operator: GroupedGemm | ExpertLayer) -> float:

@@ -102,31 +102,17 @@ def capture_script(workload: CapturedWorkload, options: CaptureOptions | None = 
 
 @contextmanager
 def own_process() -> Iterator[None]:
-    """What a script changes of its process inside is put back: the folder, the environment, number types, whether there
-    are gradients. Another rank, or another script, begins as its own process would.
+    """The folder, default number type and whether there are gradients are put back: another rank, or another script,
+    begins as its own process would. TF32 and the environment stay: a module that sets them is imported once.
     """
-    folder, environment = os.getcwd(), dict(os.environ)
-    dtype, gradients, products = torch.get_default_dtype(), torch.is_grad_enabled(), _products()
-    cudnn = torch.backends.cudnn
-    kernels = cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision
+    folder, dtype, gradients = os.getcwd(), torch.get_default_dtype(), torch.is_grad_enabled()
     try:
         yield
     finally:
         with suppress(OSError):  # it has been taken away meanwhile
             os.chdir(folder)
-        if dict(os.environ) != environment:
-            os.environ.clear()
-            os.environ.update(environment)
         torch.set_default_dtype(dtype)
         torch.set_grad_enabled(gradients)
-        if _products() != products:
-            torch.set_float32_matmul_precision(products[0])
-        if (cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision) != kernels:
-            cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = kernels
-
-
-def _products() -> tuple[str, str]:
-    return torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.fp32_precision
 
 
 @contextmanager

@@ -92,16 +92,11 @@ def test_a_pool_runs_functions_of_the_script(tmp_path: Path):
 
 
 CHANGES = """
-seen = (os.getcwd(), "HOSTILE" in os.environ, torch.get_default_dtype(), torch.is_grad_enabled(),
-        torch.backends.cuda.matmul.fp32_precision == "tf32", torch.backends.cudnn.conv.fp32_precision == "tf32")
+seen = (os.getcwd(), torch.get_default_dtype(), torch.is_grad_enabled())
 layer = torch.nn.Linear(8, 8).cuda()
-layer.seen = seen
 os.chdir("/")
-os.environ["HOSTILE"] = "1"
 torch.set_default_dtype(torch.bfloat16)
 torch.set_grad_enabled(False)
-torch.backends.cuda.matmul.allow_tf32 = True
-torch.backends.cudnn.allow_tf32 = False
 """
 
 
@@ -118,6 +113,5 @@ def test_what_a_script_changes_of_its_process_is_put_back(tmp_path: Path, monkey
     capture_distributed("changes.py:make_step", 2)
     lines = (tmp_path / "told").read_text().splitlines()
     assert len(lines) == 3 and len(set(lines)) == 1
-    assert os.getcwd() == str(tmp_path) and "HOSTILE" not in os.environ
+    assert os.getcwd() == str(tmp_path)
     assert torch.get_default_dtype() is torch.float32 and torch.is_grad_enabled()
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32  # both ways to say it still work
