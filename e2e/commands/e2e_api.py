@@ -126,6 +126,8 @@ def predict(
     from e2e.simulate.skew import parse_skew
     from e2e.sources.gpu_prices import asked_price, with_cost
     from e2e.sources.predict_request import predict_request
+    from e2e.sources.prepared_step import told
+    from e2e.sweeps.best_way import is_open, with_best_way
 
     for option, number in (("gpus", gpus), ("nodes", nodes), ("batch-size", batch_size),
                            ("sequence-length", sequence_length), ("document-length", document_length),
@@ -164,7 +166,12 @@ def predict(
     read = {"--model-config": model_config, "--config": tables, "--sharding": sharding, "--overheads": overheads}
     check_outputs({"--timeline": timeline, "--report": report}, read)
     with _TURN, old_objects_spared(), captures_kept() if advice else nullcontext():
+        chosen = ""
+        if is_open(request):
+            request, chosen = with_best_way(request)
         answer = predict_request(request)
+        if chosen:
+            answer = told(answer, notes=[chosen])
         if priced is not None:
             answer = with_cost(answer, priced)
         if advice:
@@ -181,16 +188,20 @@ def sweep(
     gpu: str | Sequence[str],
     gpus: int | Sequence[int],
     parallel: str | ParallelSpec | Sequence[str | ParallelSpec] = "auto",
-    batch_size: int = 1,
+    batch_size: int | None = None,
     global_batch: int | None = None,
     sequence_length: int | None = None,
-    recipe: str | None = None,
+    recipe: str | Sequence[str] | None = None,
     dtype: Dtype | None = None,
     attention: AttentionForm | None = None,
     stack: str | None = None,
-    precision: Precision | None = None,
+    precision: Precision | Sequence[Precision] | None = None,
     compile: bool = False,
     network: str | None = None,
+    tries: int = 12,
+    tokens: str | float | None = None,
+    deadline: str | float | None = None,
+    price: str | float | PathLike | None = None,
     output: PathLike | None = None,
     workers: int | None = None,
     ray: str | None = None,
@@ -200,7 +211,11 @@ def sweep(
 
     ``model``: a built-in transformer or a Hugging Face configuration file. ``parallel``: ``"auto"``, or texts of
     ``--parallel``. ``batch_size``: sequences of one micro-batch on one replica; ``global_batch``: of all replicas in a
-    step. ``output``: a folder that keeps results and captures, to which a second call adds (``None``: nothing is kept).
+    step, from which the micro-batches follow (of 1, 2 and 4 sequences where no size is given). ``recipe`` and
+    ``precision``: one or several. ``tries``: ways of ``auto`` that are predicted on each number of each GPU, those
+    that look fastest. ``tokens`` (``"1T"``): of a whole training run, whose days and costs are told; with ``price``
+    (dollars per GPU and hour, or a file) rows are ranked by cost, with ``deadline`` (``"30d"``) those in time first.
+    ``output``: a folder that keeps results and captures, to which a second call adds (``None``: nothing is kept).
     ``workers``: processes (default: the cores of this one), or ``ray``: the address of a Ray cluster. ``progress`` is
     called with (done, all, seconds since the start, newest row).
 
@@ -214,49 +229,56 @@ def sweep(
     """
     from e2e.capture.models.stacks import stack_of
     from e2e.sources.recipes import recipe_of
+    from e2e.sweeps.first_look import promising
+    from e2e.sweeps.run_plan import run_plan
     from e2e.sweeps.sweep_driver import sweep as run_sweep
     from e2e.sweeps.sweep_space import SweepRequest, cells_of
 
     for option, number in (("batch-size", batch_size), ("global-batch", global_batch), ("workers", workers),
-                           ("sequence-length", sequence_length)):  # fmt: skip
+                           ("tries", tries), ("sequence-length", sequence_length)):  # fmt: skip
         check_count(option, number)
-    recipe_of(recipe)
+    recipes = [recipe] if recipe is None or isinstance(recipe, str) else list(recipe)
+    precisions = [precision] if precision is None or isinstance(precision, str) else list(precision)
+    for each in recipes:
+        recipe_of(each)
+    for name in precisions:
+        _one_of("precision", name, (None, *get_args(Precision)))
     stack_of(stack)
+    plan = run_plan(tokens, deadline, price)
     asked = [parallel] if isinstance(parallel, str | ParallelSpec) else parallel
     ways = [each if isinstance(each, str) else text_of(each) for each in asked]
     counts = [gpus] if isinstance(gpus, int) else gpus
     for count in counts:
         check_count("gpus", count)
-    _check_ways(ways, global_batch)
+    for text in ways:  # what no number of GPUs makes right is an error, not a row
+        if text != "auto":
+            parse_parallel(text)
+    experts, layers = _sizes(model)
     request = SweepRequest(
         os.fspath(model), batch_size, global_batch, sequence_length,
         _one_of("dtype", dtype, (None, *get_args(Dtype))),
-        _one_of("attention", attention, (None, *get_args(AttentionForm))), network, _experts(model), recipe, stack,
-        _one_of("precision", precision, (None, *get_args(Precision))), compile,
+        _one_of("attention", attention, (None, *get_args(AttentionForm))), network, experts, None,
+        stack, None, compile, layers,
     )  # fmt: skip
-    cells = cells_of(request, [gpu] if isinstance(gpu, str) else gpu, counts, ways)
+    machines = [gpu] if isinstance(gpu, str) else gpu
+    plan.check(machines)
+    cells = cells_of(request, machines, counts, ways, recipes, precisions)
     if not cells:
         raise InputError(f"--global-batch {global_batch}: divides for no way to spread the model; try another")
     told = progress or (lambda done, total, seconds, row: None)
     with _TURN, tempfile.TemporaryDirectory(prefix="e2e-sweep-") as nowhere:
-        return run_sweep(request, cells, Path(nowhere if output is None else output), _workers(workers, ray), told)
+        looked = promising(request, cells, tries)
+        folder = Path(nowhere if output is None else output)
+        return run_sweep(request, looked, folder, _workers(workers, ray), told, plan)
 
 
-def _check_ways(ways: Sequence[str], global_batch: int | None) -> None:
-    """What no number of GPUs makes right is an error, not a row."""
-    if global_batch is not None and "auto" not in ways:
-        raise InputError("--global-batch sets the micro-batches of --parallel auto; write them in --parallel instead")
-    for text in ways:
-        if text != "auto":
-            parse_parallel(text)
-
-
-def _experts(model: PathLike) -> int:
-    """Experts of a layer; one error for an unknown model, not one per row."""
-    from e2e.parallelism.parallel_graph import configuration
+def _sizes(model: PathLike) -> tuple[int, int]:
+    """Experts of a layer, and layers; one error for an unknown model, not one per row."""
+    from e2e.parallelism.parallel_graph import configuration, layer_count
     from e2e.sweeps.sweep_space import experts_of
 
-    return experts_of(configuration(os.fspath(model))[0])
+    config, name = configuration(os.fspath(model))
+    return experts_of(config), layer_count(config, name)
 
 
 def _workers(count: int | None, ray: str | None) -> Workers:

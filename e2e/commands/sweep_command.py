@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -14,6 +14,7 @@ from costmodel.base.whole_file import check_outputs
 from e2e.commands import options
 
 if TYPE_CHECKING:
+    from e2e.step.precision import Precision
     from e2e.sweeps.sweep_results import SweepRow
 
 
@@ -30,20 +31,41 @@ def sweep_command(
     parallel: Annotated[
         list[str] | None, typer.Option(help="`auto` (default), or a spec as of `predict`; repeatable.")
     ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Sequences of one micro-batch on one replica.")] = 1,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Sequences of one micro-batch on one replica; default: 1, with --global-batch 1, 2 and 4."
+        ),
+    ] = None,
     global_batch: Annotated[
-        int | None, typer.Option(min=1, help="Sequences of all replicas in a step; with --parallel auto.")
+        int | None, typer.Option(min=1, help="Sequences of all replicas in a step: sets the micro-batches.")
     ] = None,
     sequence_length: Annotated[
         int | None, typer.Option(min=1, help="Tokens of a sequence; default: the model's maximum, 4096 at most.")
     ] = None,
-    recipe: options.RecipeOption = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(help="One or several of the recipes of `predict`, such as megatron,torchtitan; default: plain."),
+    ] = None,
     dtype: options.NumberTypeOption = None,
     attention: options.AttentionOption = None,
     stack: options.StackOption = None,
-    precision: options.PrecisionOption = None,
+    precision: Annotated[
+        str | None, typer.Option(help="Linear layers in 8 bits by one or several of these recipes, with commas.")
+    ] = None,
     compiled: options.CompiledOption = False,
     network: options.NetworkOption = None,
+    tries: Annotated[
+        int,
+        typer.Option(min=1, help="Ways of `auto` that are predicted on every number of GPUs: those that look best."),
+    ] = 12,
+    tokens: Annotated[
+        str | None, typer.Option(help="Tokens of a whole training run, such as 1T: adds its days (and cost).")
+    ] = None,
+    deadline: Annotated[
+        str | None, typer.Option(help="Time that the run may take, such as 30d: rows that are late come last.")
+    ] = None,
+    price: options.PriceOption = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes; default: the cores of this process.")] = None,
     ray: Annotated[str | None, typer.Option(help="Address of a Ray cluster instead: auto, local or HOST:PORT.")] = None,
     top: Annotated[int, typer.Option(min=1, help="Rows of the table per GPU and number of GPUs.")] = 5,
@@ -67,11 +89,15 @@ def sweep_command(
         batch_size=batch_size,
         global_batch=global_batch,
         sequence_length=sequence_length,
-        recipe=recipe,
+        recipe=None if recipe is None else names(recipe, "--recipe"),
+        tries=tries,
+        tokens=tokens,
+        deadline=deadline,
+        price=price,
         dtype=dtype,
         attention=attention,
         stack=stack,
-        precision=precision,
+        precision=None if precision is None else cast("list[Precision]", names(precision, "--precision")),
         compile=compiled,
         network=network,
         output=output,

@@ -131,7 +131,7 @@ def build(
     if spec.master_weights and step.dtype not in ("bfloat16", "float16"):
         raise InputError(f"{name}: master-weights=yes is for 16-bit parameters; give --dtype bfloat16 or float16")
 
-    _check_offload(spec, step, name, _layer_count(config, name), host_bandwidth)
+    _check_offload(spec, step, name, layer_count(config, name), host_bandwidth)
     if spec.gather_dtype == "float8" and step.precision != GATHERED_PRECISION:
         raise InputError(
             f"{name}: gather-dtype=float8 gathers what is multiplied in 8 bits; give --precision {GATHERED_PRECISION}, "
@@ -431,9 +431,9 @@ def _source(
         document_length=step.document_length,
     )  # fmt: skip
     attention = transformer.library_form(step.attention)
-    layers = _layer_count(config, name)
+    layers = layer_count(config, name)
     few = {key: _of_few_layers(value, layers) for key, value in config.items() if key not in LAYER_KEYS}
-    few[_layer_key(config)] = CAPTURED_LAYERS
+    few[layer_key(config)] = CAPTURED_LAYERS
     model = transformer.build_transformer(few, attention, name)
     dense = _leading_dense(model.config, layers, name)
     if dense:
@@ -503,12 +503,13 @@ def _of_few_layers(value: Any, layers: int) -> Any:
     return value[:CAPTURED_LAYERS] if isinstance(value, list) and len(value) == layers else value
 
 
-def _layer_key(config: Mapping[str, Any]) -> str:
+def layer_key(config: Mapping[str, Any]) -> str:
+    """Name of the number of layers in ``config``."""
     return "n_layer" if config["model_type"] in ("gpt2", "xlnet") else "num_hidden_layers"
 
 
-def _layer_count(config: Mapping[str, Any], name: str) -> int:
-    """Of the configuration, or the default of the library's class."""
+def layer_count(config: Mapping[str, Any], name: str) -> int:
+    """Layers of the configuration, or the default of the library's class."""
     for key in LAYER_KEYS:
         if isinstance(config.get(key), int):
             return int(config[key])

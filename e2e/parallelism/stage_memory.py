@@ -19,7 +19,9 @@ order of the schedule, beside what is held throughout. What each way to share ad
 * Offloading: what a layer leaves goes to the host while the next layer runs, and comes back one layer before it is
   needed; the host's share of the optimizer's state is not on the GPU, with ``zero=3`` shards and gradients neither.
 * Transformer Engine casts weights to 8 bits once per step: both copies, of the weight and of its transpose, are there
-  throughout, whatever micro-batches are in flight (``get_weight_workspace`` of its module/base.py). What ``zero=3``
+  throughout, whatever micro-batches are in flight (``get_weight_workspace`` of its module/base.py). With Megatron's
+  distributed optimizer and FP32 masters they are the parameters (``fp8_params`` of NeMo's, ``fp8_param_gather`` of
+  Megatron-Bridge's recipes): nothing of 16 bits is beside them. What ``zero=3``
   gathers is cast when it is there and gone with it.
 * Recomputation: at the end of a layer's forward pass nothing is left but what is kept; before its backward pass the
   forward pass is replayed.
@@ -135,6 +137,8 @@ class _Replay(AllocationReplay):
         self._begin("forward")
         # Parameters are shares that are gathered: for every pass, or for all micro-batches of a pipeline.
         self.gathers = self.spec.sharing == 3 or (self.spec.sharing == 1 and self.keeping.pipelining)
+        # The 8-bit copies are the parameters, as large as those of 16 bits, which are not there.
+        self.eight_bit_parameters = self.keeping.accumulates and bool(self.spec.sharing) and self.spec.master_weights
         # Shards, their gradients and all state are the host's.
         self.on_host = self.spec.sharing == 3 and self.spec.offloaded_state > 0
         self.last_gathered: tuple[Name, ...] | None = None
@@ -351,7 +355,7 @@ class _Replay(AllocationReplay):
             elif event.storage in elsewhere:
                 continue
             elif event.cast_weight and self.spec.sharing < 3:
-                if event.size:
+                if event.size and not self.eight_bit_parameters:
                     self.take(("cast weight", key[1:], event.storage), event.size, "parameters")
             elif event.size:
                 self._take_storage(key, event.storage, event.size, role)

@@ -126,7 +126,7 @@ def settled(request: PredictRequest, source: str) -> PredictRequest:
     """
     workload, asked = request.workload, request.configuration
     recipe = recipe_of(asked.recipe)
-    if source not in (BUILT_IN, CONFIGURATION, PARALLEL) or request.machine.gpu is None or not _has_sequences(request):
+    if source not in (BUILT_IN, CONFIGURATION, PARALLEL) or request.machine.gpu is None or not has_sequences(request):
         return request
     inference = workload.mode == "inference"
     if recipe.serves and not inference:
@@ -170,7 +170,7 @@ def told_by(request: PredictRequest, after: PredictRequest) -> dict[str, str]:
     return told
 
 
-def _has_sequences(request: PredictRequest) -> bool:
+def has_sequences(request: PredictRequest) -> bool:
     """Whether the model is a transformer."""
     from e2e.capture.models.transformer import PRESETS
 

@@ -30,12 +30,13 @@ class SweepTask:
     def asked(self, spec: ParallelSpec) -> PredictRequest:
         """What ``predict`` would be asked for the same step."""
         asked = self.request
+        cell, size = self.cell, self.cell.batch_size or asked.samples
         configuration = ConfigurationOptions(
             asked.dtype, asked.attention, parallel=spec, compiled=asked.compiled, stack=asked.stack,
-            precision=asked.precision, recipe=asked.recipe,
+            precision=cell.precision or asked.precision, recipe=cell.recipe or asked.recipe,
         )  # fmt: skip
         request = PredictRequest(
-            WorkloadOptions(asked.model, batch_size=asked.batch_size, sequence_length=asked.sequence_length),
+            WorkloadOptions(asked.model, batch_size=size, sequence_length=asked.sequence_length),
             configuration,
             MachineOptions(self.cell.gpu, self.cell.gpus, network=asked.network),
         )
@@ -110,4 +111,8 @@ def _row(cell: SweepCell, spec: ParallelSpec, step: PreparedStep, fullest: int |
         bubble_seconds=longest.bubble_seconds,
         peak_memory_bytes=fullest,
         memory_capacity_bytes=prediction.memory_capacity_bytes,
+        mfu=None if prediction.utilisation is None else prediction.utilisation.mfu,
+        batch_size=cell.batch_size,
+        recipe=cell.recipe,
+        precision=cell.precision,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from costmodel.base.folder_lock import lock_folder
@@ -16,6 +16,8 @@ from costmodel.base.whole_file import remove_partials
 from costmodel.machines.machine_catalog import user_directory
 from e2e.parallelism.capture_cache import digest
 from e2e.sweeps.evaluate import SweepTask
+from e2e.sweeps.first_look import Promising
+from e2e.sweeps.run_plan import RunPlan
 from e2e.sweeps.sweep_results import ResultFile, SweepRow
 from e2e.sweeps.sweep_space import SweepCell, SweepRequest, record_of
 from e2e.sweeps.workers import Workers
@@ -29,11 +31,16 @@ SweepProgress = Callable[[int, int, float, SweepRow], None]
 class SweepResult:
     """``rows``: one per cell, by :func:`ranking_key`: those that run first, of these the most samples per second of the
     whole job (not per GPU). ``computed`` of them in this run, the others before it.
+    ``plan``: the run that is asked about. Of the ways of ``auto`` ``too_large`` more cannot fit, and ``left`` more look
+    slower and were not predicted.
     """
 
     request: SweepRequest
     rows: tuple[SweepRow, ...]
     computed: int
+    plan: RunPlan = field(default_factory=RunPlan)
+    too_large: int = 0
+    left: int = 0
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -46,7 +53,12 @@ class SweepResult:
 
 
 def sweep(
-    request: SweepRequest, cells: Sequence[SweepCell], directory: Path, workers: Workers, progress: SweepProgress
+    request: SweepRequest,
+    cells: Sequence[SweepCell] | Promising,
+    directory: Path,
+    workers: Workers,
+    progress: SweepProgress,
+    plan: RunPlan | None = None,
 ) -> SweepResult:
     """Computes what ``directory`` does not hold yet. Ctrl-C keeps all results that came in.
 
@@ -55,7 +67,11 @@ def sweep(
     with lock_folder(directory, "results of a sweep"):
         try:
             remove_partials(directory, directory / CAPTURES)
-            return _sweep(request, cells, directory, workers, progress)
+            looked = cells if isinstance(cells, Promising) else Promising(tuple(cells), 0, 0)
+            found = _sweep(request, looked.cells, directory, workers, progress)
+            plan = plan or RunPlan()
+            rows = tuple(sorted(found.rows, key=lambda row: ranking_key(row, plan)))
+            return replace(found, rows=rows, plan=plan, too_large=looked.too_large, left=looked.left)
         except BaseException:
             remove_partials(directory / CAPTURES)
             raise
@@ -78,7 +94,7 @@ def _sweep(
             results.add(keys[missing[place]], row)
         progress(done, len(missing), time.monotonic() - began, row)
     rows = [*(found for key in keys if (found := results.get(key)) is not None), *failed]
-    return SweepResult(request, tuple(sorted(rows, key=ranking_key)), len(missing))
+    return SweepResult(request, tuple(rows), len(missing))
 
 
 def _files(request: SweepRequest, cell: SweepCell) -> list[str]:
@@ -96,7 +112,11 @@ def _content(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
 
 
-def ranking_key(row: SweepRow) -> tuple[int, float, int, str]:
-    """Steps that run before those that do not; of these the most samples per second first, then the fewest GPUs."""
+def ranking_key(row: SweepRow, plan: RunPlan | None = None) -> tuple[int, bool, float, float, int, str]:
+    """Steps that run before those that do not; of these those in time for ``plan``, the cheapest by its price, the most
+    samples per second first, then the fewest GPUs.
+    """
     order = ("ok", "may not fit", "does not fit", "not possible", "failed")
-    return order.index(row.status), -(row.samples_per_second or 0.0), row.gpus, row.parallel
+    runs = plan is not None and row.tokens_per_second_per_gpu is not None
+    late, amount = (plan.late(row), plan.amount(row)) if plan is not None and runs else (False, 0.0)
+    return order.index(row.status), late, amount, -(row.samples_per_second or 0.0), row.gpus, row.way

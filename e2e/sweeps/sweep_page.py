@@ -12,7 +12,9 @@ from costmodel.pages.document import contents, document, section, write_page
 from costmodel.pages.markup import Html, joined, tag
 from costmodel.pages.tables import Cell, NumberCell, legend, table
 from e2e.report.text_report import milliseconds
+from e2e.sweeps.run_plan import RunPlan
 from e2e.sweeps.sweep_driver import SweepResult
+from e2e.sweeps.sweep_report import plan_cells, plan_columns
 from e2e.sweeps.sweep_results import SweepRow
 
 # Other ways than the fastest are dots; so many of each GPU and number of GPUs, the fastest first.
@@ -30,8 +32,8 @@ def sweep_page(sweep: SweepResult) -> str:
     rest = [row for row in sweep.rows if row.status != "ok"]
     parts: list[tuple[str, str, Html | None]] = [
         ("frontier", "Samples per second over GPUs", _frontier(sweep, ran)),
-        ("efficiency", "What a GPU does of it", _efficiency(sweep, ran)),
-        ("ways", "All that run", _ways(ran) if ran else None),
+        ("efficiency", "Tokens per second and GPU over GPUs", _efficiency(sweep, ran)),
+        ("ways", "All that run", _ways(ran, sweep.plan) if ran else None),
         ("rest", "What does not run, and why", _refused(rest) if rest else None),
     ]
     there = [(name, title, content) for name, title, content in parts if content is not None]
@@ -68,7 +70,7 @@ def _answer(ran: Sequence[SweepRow]) -> Html:
             tag("p", f"{_rate(best.samples_per_second)} samples/s", class_="answer"),
             tag(
                 "p",
-                f"by {best.gpus} x {best.gpu}, {best.parallel}: a step of {milliseconds(best.iteration_seconds or 0)}",
+                f"by {best.gpus} x {best.gpu}, {best.way}: a step of {milliseconds(best.iteration_seconds or 0)}",
             ),
         )
     )
@@ -76,7 +78,7 @@ def _answer(ran: Sequence[SweepRow]) -> Html:
 
 def _question(sweep: SweepResult) -> Html:
     asked = sweep.request
-    sizes = [f"micro-batches of {asked.batch_size}"]
+    sizes = [f"micro-batches of {', '.join(map(str, asked.sizes))}"]
     if asked.global_batch is not None:
         sizes.append(f"{asked.global_batch} sequences in a step")
     if asked.sequence_length is not None:
@@ -136,7 +138,7 @@ def _gpus_axis(sweep: SweepResult, ran: Sequence[SweepRow]) -> Axis:
     return Axis("GPUs", low, high, logarithmic=True, ticks=counts, told=lambda value: f"{value:,.0f}")
 
 
-def _ways(ran: Sequence[SweepRow]) -> Html:
+def _ways(ran: Sequence[SweepRow], plan: RunPlan) -> Html:
     rows: list[Sequence[Cell]] = []
     for row in ran:
         low, high = row.interval_seconds or (0.0, 0.0)
@@ -145,14 +147,16 @@ def _ways(ran: Sequence[SweepRow]) -> Html:
             (
                 row.gpu,
                 NumberCell(f"{row.gpus:,}", row.gpus),
-                row.parallel,
+                row.way,
                 NumberCell(milliseconds(row.iteration_seconds or 0.0), row.iteration_seconds or 0.0),
                 NumberCell(f"{milliseconds(low)} to {milliseconds(high)}", low),
                 NumberCell(_rate(row.samples_per_second), row.samples_per_second or 0.0),
                 NumberCell(_rate(row.tokens_per_second_per_gpu), row.tokens_per_second_per_gpu or 0.0),
+                NumberCell("" if row.mfu is None else f"{row.mfu:.1%}", row.mfu or 0.0),
                 NumberCell(milliseconds(row.exposed_seconds or 0.0), row.exposed_seconds or 0.0),
                 NumberCell(milliseconds(row.bubble_seconds or 0.0), row.bubble_seconds or 0.0),
                 NumberCell("" if memory is None else bytes_text(memory), memory or 0),
+                *_of_run(plan, row),
             )
         )
     head = (
@@ -163,11 +167,21 @@ def _ways(ran: Sequence[SweepRow]) -> Html:
         "80 % interval",
         "samples/s",
         "tokens/s/GPU",
+        "MFU",
         "exposed",
         "bubble",
         "memory",
+        *plan_columns(plan),
     )
     return table(head, rows, shown=25)
+
+
+def _of_run(plan: RunPlan, row: SweepRow) -> list[NumberCell]:
+    """Days and cost of the run that is asked about."""
+    seconds, cost = plan.seconds(row), plan.cost(row)
+    found = [] if seconds is None else [seconds]
+    numbers = [*found, *([] if cost is None else [cost])]
+    return [NumberCell(text, number) for text, number in zip(plan_cells(plan, row), numbers, strict=True)]
 
 
 def _refused(rest: Sequence[SweepRow]) -> Html:

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from costmodel.base.pictures import picture
 from e2e.report.text_report import milliseconds, plain_console
+from e2e.sweeps.run_plan import DAY, RunPlan
 from e2e.sweeps.sweep_driver import SweepResult
 from e2e.sweeps.sweep_results import SweepRow
 
@@ -32,9 +33,11 @@ def sweep_record(sweep: SweepResult) -> dict[str, Any]:
     rows = []
     for row in sweep.rows:
         record = asdict(row)
+        record["run_seconds"], record["cost"] = sweep.plan.seconds(row), sweep.plan.cost(row)
         record["interval_seconds"] = None if row.interval_seconds is None else list(row.interval_seconds)
         rows.append(record)
-    return {"question": vars(sweep.request), "rows": rows}
+    plan = {"tokens": sweep.plan.tokens, "deadline_seconds": sweep.plan.deadline}
+    return {"question": {**vars(sweep.request), **plan}, "too_large": sweep.too_large, "left": sweep.left, "rows": rows}
 
 
 def render_sweep(sweep: SweepResult, top: int, console: Console | None = None) -> None:
@@ -43,11 +46,17 @@ def render_sweep(sweep: SweepResult, top: int, console: Console | None = None) -
     table = Table(box=None, pad_edge=False)
     for column in ("GPU", "GPUs", "parallel"):
         table.add_column(column, overflow="fold")
-    for column in ("step", "80 % interval", "samples/s", "tokens/s/GPU", "exposed", "bubble", "memory"):
+    for column in ("step", "80 % interval", "samples/s", "tokens/s/GPU", "MFU", "exposed", "bubble", "memory"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for column in plan_columns(sweep.plan):
         table.add_column(column, justify="right", no_wrap=True)
     for row in _best(sweep, top):
-        table.add_row(*_cells(row))
+        table.add_row(*_cells(row), *plan_cells(sweep.plan, row))
     out.print(table)
+    if sweep.too_large or sweep.left:
+        out.print(
+            f"not predicted: {sweep.too_large} ways cannot fit, {sweep.left} look slower (--tries)", soft_wrap=True
+        )
     for status in ("may not fit", "does not fit", "not possible", "failed"):
         found = [row for row in sweep.rows if row.status == status]
         if found:
@@ -56,6 +65,26 @@ def render_sweep(sweep: SweepResult, top: int, console: Console | None = None) -
                 f"{status}: {len(found)} (such as {first.gpus} x {first.gpu}, {first.parallel}: {first.reason})",
                 soft_wrap=True,
             )
+
+
+def rate_text(value: float | None) -> str:
+    """Four digits, and never a power of ten."""
+    if not value:
+        return "0"
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def plan_columns(plan: RunPlan) -> tuple[str, ...]:
+    """Columns that the run that is asked about adds."""
+    days = () if plan.tokens is None else ("days",)
+    return days if plan.prices is None else (*days, "cost of the run" if plan.tokens else "cost of 1M tokens")
+
+
+def plan_cells(plan: RunPlan, row: SweepRow) -> tuple[str, ...]:
+    """What stands in them."""
+    seconds, cost = plan.seconds(row), plan.cost(row)
+    days = () if seconds is None else (f"{seconds / DAY:.1f}" + (" (late)" if plan.late(row) else ""),)
+    return days if cost is None else (*days, f"{cost:,.0f}" if cost >= 1000 else f"{cost:.4g}")
 
 
 def _best(sweep: SweepResult, top: int) -> list[SweepRow]:
@@ -73,11 +102,12 @@ def _cells(row: SweepRow) -> tuple[str, ...]:
     return (
         row.gpu,
         str(row.gpus),
-        row.parallel,
+        row.way,
         milliseconds(row.iteration_seconds),
         f"{milliseconds(low)} to {milliseconds(high)}",
-        f"{row.samples_per_second:.4g}",
-        f"{row.tokens_per_second_per_gpu:.4g}",
+        rate_text(row.samples_per_second),
+        f"{row.tokens_per_second_per_gpu:,.0f}",
+        "" if row.mfu is None else f"{row.mfu:.1%}",
         milliseconds(row.exposed_seconds or 0.0),
         milliseconds(row.bubble_seconds or 0.0),
         memory,

@@ -26,6 +26,7 @@ class SweepRow:
 
     ``parallel``: what was built, recomputation included, as ``--parallel`` takes it; ``reason``: in words, why there is
     no step. What ``failed`` (an error of the program, a worker that died) is not kept: the next run tries it again.
+    ``batch_size``, ``recipe`` and ``precision``: of the cell, where it has others than the request.
     ``exposed_seconds``: communication that no kernel of the rank that computes longest overlaps; ``bubble_seconds``:
     its waits for neighbours of a pipeline.
     """
@@ -45,6 +46,16 @@ class SweepRow:
     bubble_seconds: float | None = None
     peak_memory_bytes: int | None = None
     memory_capacity_bytes: int | None = None
+    mfu: float | None = None
+    batch_size: int | None = None
+    recipe: str | None = None
+    precision: str | None = None
+
+    @property
+    def way(self) -> str:
+        """As it is asked for: ``parallel``, with what of this row differs from others in the sweep."""
+        more = (("--batch-size", self.batch_size), ("--recipe", self.recipe), ("--precision", self.precision))
+        return " ".join([self.parallel, *(f"{option} {value}" for option, value in more if value is not None)])
 
 
 class ResultFile:

@@ -1,8 +1,10 @@
 """What a sweep tries: machines x numbers of GPUs x ways to spread a model.
 
-``auto`` enumerates tensor-parallel degrees inside a node, ranks that share long sequences (``cp``), pipeline stages,
-and for the rest replicas that average gradients (``dp``) or share everything (``fsdp``), experts whole or divided as
-far as a node allows (``ep``), with as little recomputation as the memory allows.
+``auto`` enumerates tensor-parallel degrees inside a node, ranks that share long sequences (``cp``), pipeline stages
+with one or several parts of the model each, and for the rest replicas that average gradients (``dp``), share the
+optimizer's state (``zero=1``) or everything (``fsdp``), experts whole or divided as far as a node allows (``ep``),
+with as little recomputation as the memory allows; with a global batch, micro-batches of several sizes. Sequence
+parallelism and what is overlapped are the recipe's.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from typing import Any
 
 from costmodel.base.errors import InputError
@@ -21,22 +24,31 @@ from e2e.step.precision import Precision
 
 # Micro-batches per pipeline stage where no global batch says how many: the bubble is then at most a fifth of a step.
 MICRO_BATCHES_PER_STAGE = 4
+# Sizes of micro-batches that ``auto`` tries where a global batch is given and no size.
+MICRO_BATCH_SIZES = (1, 2, 4)
+# Recomputation, the least first.
+RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+# Parts of the model on each stage of an interleaved pipeline that are tried.
+VIRTUAL_STAGES = (2, 4, 8)
 # Tokens of a sequence that a rank keeps where ranks share it: shorter sequences fit without that.
 TOKENS_OF_A_RANK = 8192
+# Tokens of a sequence where nobody says, as e2e.capture.models.transformer has it (which imports torch).
+LONGEST_DEFAULT = 4096
 # Names of the number of experts in configurations.
 EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True)
 class SweepRequest:
-    """The model and its step. ``batch_size``: sequences of one micro-batch on one replica; ``global_batch``: of all
+    """The model and its step. ``batch_size``: sequences of one micro-batch on one replica (``None``: 1, or what is best
+    where a global batch is given); ``global_batch``: of all
     replicas in a step (``None``: what the micro-batches give); ``network`` as
     :func:`costmodel.machines.cluster.load_cluster` takes it; ``experts``: of a layer, 0 without them;
-    the rest as ``predict`` takes it.
+    ``layers``: of the model, 0 where that is not known; the rest as ``predict`` takes it.
     """
 
     model: str
-    batch_size: int = 1
+    batch_size: int | None = None
     global_batch: int | None = None
     sequence_length: int | None = None
     dtype: Dtype | None = None
@@ -47,16 +59,33 @@ class SweepRequest:
     stack: str | None = None
     precision: Precision | None = None
     compiled: bool = False
+    layers: int = 0
+
+    @property
+    def samples(self) -> int:
+        """Sequences of a micro-batch where no cell has a size of its own."""
+        return self.batch_size or 1
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Sizes of micro-batches to try."""
+        open_size = self.batch_size is None and self.global_batch is not None
+        return MICRO_BATCH_SIZES if open_size else (self.samples,)
 
 
 @dataclass(frozen=True)
 class SweepCell:
-    """One cell of the table. ``recompute``: what to try, in this order, until it fits; empty: as ``parallel`` says."""
+    """One cell of the table. ``recompute``: what to try, in this order, until it fits; empty: as ``parallel`` says.
+    ``batch_size``, ``recipe`` and ``precision``: where they are others than the request's.
+    """
 
     gpu: str
     gpus: int
     parallel: ParallelSpec
     recompute: tuple[Recompute, ...] = ()
+    batch_size: int | None = None
+    recipe: str | None = None
+    precision: Precision | None = None
 
     def specs(self) -> tuple[ParallelSpec, ...]:
         """Ways to spread the model in the order they are tried."""
@@ -66,7 +95,12 @@ class SweepCell:
 
 
 def cells_of(
-    request: SweepRequest, machines: Sequence[str], gpus: Sequence[int], parallel: Sequence[str]
+    request: SweepRequest,
+    machines: Sequence[str],
+    gpus: Sequence[int],
+    parallel: Sequence[str],
+    recipes: Sequence[str | None] = (None,),
+    precisions: Sequence[Precision | None] = (None,),
 ) -> list[SweepCell]:
     """All cells, in a fixed order, each once. ``parallel``: texts of ``--parallel``, or ``auto``. One that is not for a
     number of GPUs is a cell all the same, which says so.
@@ -78,12 +112,28 @@ def cells_of(
         for machine in machines:
             cluster = load_cluster(machine, count, network=request.network)
             for text in parallel:
-                if text != "auto":
-                    found[SweepCell(machine, count, read_parallel(text, count))] = None
-                    continue
-                for spec in automatic(request, count, cluster.gpus_per_node):
-                    found[SweepCell(machine, count, spec, ("none", "full"))] = None
+                for cell in _cells(request, machine, count, text, cluster.gpus_per_node):
+                    for recipe, precision in product(recipes, precisions):
+                        found[replace(cell, recipe=recipe, precision=precision)] = None
     return list(found)
+
+
+def _cells(request: SweepRequest, machine: str, count: int, text: str, per_node: int) -> Iterator[SweepCell]:
+    """Of one text of ``--parallel`` on one number of GPUs."""
+    for size in request.sizes:
+        own = None if size == request.samples else size
+        sized = replace(request, batch_size=size)
+        if text == "auto":
+            for spec in automatic(sized, count, per_node):
+                yield SweepCell(machine, count, spec, RECOMPUTE, own)
+            continue
+        spec = read_parallel(text, count)
+        passes = _micro_batches(sized, spec.replicas, spec.pp)
+        if request.global_batch is None or "micro-batches" in text:
+            yield SweepCell(machine, count, spec)
+            return
+        if passes is not None:
+            yield SweepCell(machine, count, replace(spec, micro_batches=passes), (), own)
 
 
 def automatic(request: SweepRequest, gpus: int, gpus_per_node: int) -> Iterator[ParallelSpec]:
@@ -100,17 +150,39 @@ def automatic(request: SweepRequest, gpus: int, gpus_per_node: int) -> Iterator[
                 if micro_batches is None:
                     continue
                 divided = math.gcd(request.experts, replicas * cp, gpus_per_node // tp)
-                for way in _ways(ParallelSpec(cp=cp, tp=tp, pp=pp, micro_batches=micro_batches), replicas):
-                    yield way
-                    if request.experts and divided > 1:
-                        yield replace(way, ep=divided)
+                for stages in _stages(ParallelSpec(cp=cp, tp=tp, pp=pp, micro_batches=micro_batches), request.layers):
+                    for way in _ways(stages, replicas):
+                        yield way
+                        if request.experts and divided > 1:
+                            yield replace(way, ep=divided)
+
+
+def _stages(rest: ParallelSpec, layers: int) -> Iterator[ParallelSpec]:
+    """Parts of the model on the stages of a pipeline, one or several; where the layers do not divide, the first and the
+    last part have fewer, beside which embedding and head are.
+    """
+    for virtual in (1, *(VIRTUAL_STAGES if rest.pp > 1 and rest.micro_batches % rest.pp == 0 else ())):
+        spec = rest if virtual == 1 else replace(rest, schedule="interleaved", virtual_stages=virtual)
+        if not layers or layers % spec.stages == 0:
+            if virtual == 1 or layers:
+                yield spec
+            continue
+        each = -(-layers // spec.stages)
+        missing = each * spec.stages - layers
+        ends = each - -(-missing // 2), each - missing // 2
+        if spec.pp > 1 and min(ends) >= 0:
+            yield replace(spec, first_layers=ends[0], last_layers=ends[1])
 
 
 def _ways(rest: ParallelSpec, replicas: int) -> Iterator[ParallelSpec]:
-    """Parameters held whole, and shared; not in a pipeline, where each micro-batch would gather them again."""
+    """Parameters held whole, with the optimizer's state shared, and shared themselves; the last not in a pipeline,
+    where each micro-batch would gather them again.
+    """
     yield replace(rest, dp=replicas)
-    if rest.pp == 1 and replicas > 1:
-        yield replace(rest, fsdp=replicas)
+    if replicas > 1:
+        yield replace(rest, fsdp=replicas, zero=1)
+        if rest.pp == 1:
+            yield replace(rest, fsdp=replicas, zero=3)
     elif rest.pp == 1 and rest.cp > 1:
         yield replace(rest, zero=3)
 
@@ -119,7 +191,7 @@ def _micro_batches(request: SweepRequest, replicas: int, stages: int) -> int | N
     """``None`` where the global batch does not divide."""
     if request.global_batch is None:
         return MICRO_BATCHES_PER_STAGE * stages if stages > 1 else 1
-    count, rest = divmod(request.global_batch, request.batch_size * replicas)
+    count, rest = divmod(request.global_batch, request.samples * replicas)
     return None if rest or not count else count
 
 

@@ -210,7 +210,6 @@ def test_a_sweep_ranks_what_predict_says(tmp_path):
     ("asked", "words"),
     [
         ({"gpus": (8, 0)}, "--gpus 0"),
-        ({"parallel": "dp=8", "global_batch": 8}, "--global-batch sets the micro-batches of --parallel auto"),
         ({"parallel": ["dp=8", "dp=x"]}, "dp=x"),
         ({"global_batch": 7, "batch_size": 2}, "--global-batch 7: divides for no way"),
         ({"model": "gpt9"}, "gpt9"),

@@ -213,6 +213,14 @@ def test_weights_in_8_bits_are_there_once_whatever_is_in_flight(
     assert after - before == 2 * 8 * MIB * LAYERS // spec.pp
 
 
+def test_parameters_of_the_distributed_optimizer_are_their_copies_in_8_bits() -> None:
+    memory: dict[Name, PartMemory] = dict.fromkeys(range(3), with_cast_weights(8 * MIB))
+    spec = parse_parallel("fsdp=2,zero=1,master-weights=yes,micro-batches=2")
+    keeping = KeptWeights(accumulates=True)
+    before, after = (stage_memory(plans(spec, memory=each)[0], keeping).allocated_bytes for each in (None, memory))
+    assert after == before
+
+
 def test_weights_in_8_bits_of_gathered_layers_are_not_kept() -> None:
     memory: dict[Name, PartMemory] = dict.fromkeys(range(3), with_cast_weights(MIB))
     spec = parse_parallel("fsdp=4,micro-batches=2")

@@ -85,18 +85,19 @@ def tiny(tmp_path: Path) -> Path:
 def test_automatic_ways_use_all_gpus_and_keep_tensor_parallel_inside_a_node():
     found = list(automatic(SweepRequest("m"), gpus=16, gpus_per_node=8))
     assert ParallelSpec(dp=16) in found
-    assert ParallelSpec(fsdp=2, tp=8) in found
+    assert ParallelSpec(fsdp=2, tp=8, zero=3) in found and ParallelSpec(fsdp=2, tp=8, zero=1) in found
+    assert ParallelSpec(fsdp=2, pp=8, zero=1, micro_batches=32) in found
     assert ParallelSpec(tp=2, pp=8, micro_batches=32) in found
     assert len(set(found)) == len(found)
     for spec in found:
         require_consistent(spec, 16)
         assert spec.tp <= 8
-        assert spec.fsdp == 1 or spec.pp == 1
+        assert spec.fsdp == 1 or spec.pp == 1 or spec.zero == 1
 
 
 def test_long_sequences_are_spread_over_ranks_too():
     found = list(automatic(SweepRequest("m", sequence_length=32_768), gpus=8, gpus_per_node=8))
-    assert ParallelSpec(dp=2, cp=4) in found and ParallelSpec(fsdp=4, cp=2) in found
+    assert ParallelSpec(dp=2, cp=4) in found and ParallelSpec(fsdp=4, cp=2, zero=3) in found
     assert ParallelSpec(cp=4, zero=3, tp=2) in found and ParallelSpec(cp=2, tp=2, pp=2, micro_batches=8) in found
     assert not any(spec.cp == 8 for spec in found), "4,096 tokens a rank are not worth it"
     for spec in found:
@@ -106,7 +107,7 @@ def test_long_sequences_are_spread_over_ranks_too():
 
 def test_experts_are_whole_or_divided_as_far_as_a_node_allows():
     found = list(automatic(SweepRequest("m", experts=8), gpus=16, gpus_per_node=8))
-    assert {ParallelSpec(fsdp=16), ParallelSpec(fsdp=16, ep=8)} <= set(found)
+    assert {ParallelSpec(fsdp=16, zero=3), ParallelSpec(fsdp=16, ep=8, zero=3)} <= set(found)
     assert ParallelSpec(dp=4, ep=4, tp=2, pp=2, micro_batches=8) in found and ParallelSpec(dp=2, tp=8) in found
     for spec in found:
         require_consistent(spec, 16)
@@ -130,7 +131,7 @@ def test_cells_are_machines_times_counts_times_ways():
     cells = cells_of(SweepRequest("m"), ["h100-sxm", "h200-sxm"], [8, 16], ["dp=8", "auto", "dp=8"])
     assert len(set(cells)) == len(cells)
     assert sum(cell.parallel == ParallelSpec(dp=8) and not cell.recompute for cell in cells) == 4
-    assert SweepCell("h100-sxm", 8, ParallelSpec(dp=8), ("none", "full")) in cells
+    assert SweepCell("h100-sxm", 8, ParallelSpec(dp=8), ("none", "selective", "full")) in cells
 
 
 def test_what_a_text_leaves_open_fills_every_number_of_gpus():
@@ -455,7 +456,6 @@ def test_the_folder_need_not_be_named(tiny, tmp_path, monkeypatch):
         (["--gpu", "h100-sxm", "--gpus", "8", "--plot", "plot.gif"], "plot.gif"),
         (["--gpu", "h100-sxm", "--gpus", "8", "--ray", "auto", "--workers", "2"], "--ray"),
         (["--gpu", "h100-sxm", "--gpus", "8", "--batch-size", "3", "--global-batch", "8"], "--global-batch"),
-        (["--gpu", "h100-sxm", "--gpus", "8", "--parallel", "dp=8", "--global-batch", "8"], "--global-batch sets"),
         (["--gpu", "h100-sxm", "--gpus", "8", "--parallel", "dp=8,wings=3"], "'wings' is not known"),
     ],
 )

@@ -1,0 +1,189 @@
+"""What a way to spread a model takes at least in memory, and about in time, told in microseconds instead of seconds.
+
+It decides what a sweep predicts at all: a way whose weights, states and layer inputs alone exceed the memory cannot
+fit, and of the rest the most promising are predicted first. Nothing of it is told as a prediction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import log2
+from typing import Any
+
+from costmodel.gpu.families.rates import dense_peak
+from costmodel.machines.cluster import Cluster, load_cluster
+from e2e.parallelism.spec import ParallelSpec
+from e2e.sources.recipes import TrainingRecipe, recipe_of
+from e2e.step.choices import Dtype
+from e2e.step.memory import EXPERT_DIMENSIONS
+from e2e.sweeps.sweep_space import EXPERT_KEYS, LONGEST_DEFAULT, SweepCell, SweepRequest
+
+# Share of the datasheet's rate that large products and attention of a training step reach, as published steps do.
+_REACHED = 0.65
+# Work added by halving the layers of a rank among tensor-parallel ranks: smaller products.
+_SMALLER = 0.04
+# Bytes of activations of a token and layer: in widths of the model and of its inner layer, in 16 bits, fused attention
+# (Korthikanti et al., arXiv 2205.05198, without the terms of scores and dropout).
+_KEPT_WIDTHS, _KEPT_INNER = 16.0, 6.0
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """Parameters of a layer (``layer``, of which ``experts`` belong to experts, the share ``used`` of these to a token)
+    and of what is before and behind the ``layers``; ``width`` and ``inner``: of a token in and inside a layer.
+    """
+
+    layers: int
+    layer: int
+    experts: int
+    used: float
+    ends: int
+    width: int
+    inner: int
+
+    @staticmethod
+    def of(config: dict[str, Any], name: str) -> ModelSizes:
+        """Of a Hugging Face configuration: counted on models of one and two layers, whose weights are never made."""
+        from e2e.capture.models.transformer import build_transformer
+        from e2e.parallelism.parallel_graph import LAYER_KEYS, layer_count, layer_key
+
+        few = {key: value for key, value in config.items() if key not in (*LAYER_KEYS, "layer_types")}
+        if "first_k_dense_replace" in few:
+            few["first_k_dense_replace"] = 0
+        one, two = (build_transformer({**few, layer_key(config): count}, "eager", name) for count in (1, 2))
+        layer = _parameters(two) - _parameters(one)
+        experts = _parameters(two, experts=True) - _parameters(one, experts=True)
+        settings = one.config.to_dict()  # type: ignore[union-attr, operator]
+        there = next((settings[key] for key in EXPERT_KEYS if isinstance(settings.get(key), int)), 0)
+        chosen = settings.get("num_experts_per_tok") or 1
+        width = int(settings.get("hidden_size") or settings.get("n_embd") or 1)
+        inner = int(settings.get("intermediate_size") or settings.get("n_inner") or 4 * width)
+        return ModelSizes(
+            layer_count(config, name), layer, experts, chosen / there if there else 1.0,
+            _parameters(one) - layer, width, inner,
+        )  # fmt: skip
+
+    @property
+    def multiplied(self) -> float:
+        """Parameters that a token is multiplied with."""
+        return self.layers * (self.layer - self.experts * (1.0 - self.used)) + self.ends / 2
+
+
+def _parameters(model: Any, experts: bool = False) -> int:
+    return sum(each.numel() for each in model.parameters() if not experts or each.dim() == EXPERT_DIMENSIONS)
+
+
+@dataclass(frozen=True)
+class FirstLook:
+    """``seconds``: of one sample, about; ``bytes``: that a rank needs at the least."""
+
+    seconds: float
+    bytes: float
+
+
+def first_look(
+    sizes: ModelSizes,
+    spec: ParallelSpec,
+    batch_size: int,
+    length: int,
+    cluster: Cluster,
+    recipe: str | None = None,
+    dtype: Dtype | None = None,
+) -> FirstLook:
+    """Of ``spec`` with micro-batches of ``batch_size`` sequences of ``length`` tokens."""
+    asked, narrow = recipe_of(recipe), dtype not in ("float32", "tf32")
+    element = 2 if narrow else 4
+    parameters = _held(sizes, spec)
+    state = _state_bytes(spec, asked, narrow, element) * parameters
+    tokens = batch_size * length / (spec.cp * spec.tp)
+    kept = tokens * element * sizes.layers / spec.pp * min(spec.pp, spec.micro_batches)
+    needed = state + kept * sizes.width
+    whole = state + kept * (_KEPT_WIDTHS * sizes.width + _KEPT_INNER * sizes.inner) / 2
+    again = 4 / 3 if whole > cluster.machine.memory[-1].capacity_bytes or spec.recompute == "full" else 1.0
+    return FirstLook(_seconds(sizes, spec, batch_size, length, cluster, parameters, again, element), needed)
+
+
+def _held(sizes: ModelSizes, spec: ParallelSpec) -> float:
+    """Parameters of a rank, were none shared."""
+    dense = sizes.layers * (sizes.layer - sizes.experts) / spec.pp + sizes.ends / max(1, min(spec.pp, 2))
+    return dense / spec.tp + sizes.layers * sizes.experts / spec.pp / max(spec.ep, 1) / spec.expert_tensor
+
+
+def _state_bytes(spec: ParallelSpec, recipe: TrainingRecipe, narrow: bool, element: int) -> float:
+    """Bytes for a parameter: weights, gradients, states of AdamW."""
+    masters = narrow and recipe.master_weights if spec.master_weights is None else spec.master_weights
+    state = 12.0 if masters else 2.0 * element
+    gradient = 4.0 if recipe.stack == "megatron" else element
+    if spec.sharing == 3:
+        return (16.0 if masters else 4.0 * element) / spec.shards
+    return element + gradient / (spec.shards if spec.sharing == 2 else 1) + state / spec.shards
+
+
+def _seconds(
+    sizes: ModelSizes, spec: ParallelSpec, batch_size: int, length: int, cluster: Cluster, parameters: float,
+    again: float, element: int,
+) -> float:  # fmt: skip
+    """Of one sample of all that the job computes at once."""
+    machine, passes = cluster.machine, spec.micro_batches
+    rate = dense_peak(machine, "bfloat16" if element == 2 else "float32") or dense_peak(machine, "float16") or 1e14
+    flops = 6 * sizes.multiplied + 12 * sizes.layers * sizes.width * length
+    inside = spec.tp * spec.pp * spec.cp
+    one = flops * batch_size * length / inside / (rate * _REACHED) * again * (1 + _SMALLER * log2(spec.tp))
+    near = cluster.intra_node.bandwidth * cluster.usable_share(cluster.gpus_per_node)
+    far = cluster.node_bandwidth() / cluster.gpus_per_node if cluster.nodes > 1 else near
+    boundary = batch_size * length / spec.cp * sizes.width * element
+    if spec.tp > 1:
+        one += 8 * sizes.layers / spec.pp * boundary * (spec.tp - 1) / spec.tp / near / 2
+    if spec.ep > 1:
+        one += 4 * sizes.layers / spec.pp * boundary / far
+    link = near if spec.world_size <= cluster.gpus_per_node else far
+    weights = parameters * element
+    if spec.sharing == 3:
+        one += max(3 * weights / link - one, 0.1 * weights / link)
+    bubble = (spec.pp - 1) / (passes * spec.virtual_stages)
+    whole = one * passes * (1 + bubble)
+    if spec.contributors > 1 and spec.sharing != 3:
+        whole += max(2 * weights / link - 0.5 * one, 0.0)
+    return whole / (batch_size * passes * spec.replicas)
+
+
+@dataclass(frozen=True)
+class Promising:
+    """``cells`` to predict; of the other ways that were made ``too_large`` cannot fit, and ``left`` look slower."""
+
+    cells: tuple[SweepCell, ...]
+    too_large: int
+    left: int
+
+
+def promising(request: SweepRequest, cells: Sequence[SweepCell], most: int) -> Promising:
+    """Of the ``cells`` of ``auto``, on every GPU and number of GPUs the ``most`` that look fastest, the first of them
+    first; all others are kept as they are.
+    """
+    from e2e.parallelism.parallel_graph import configuration
+
+    made = [cell for cell in cells if cell.recompute]
+    if not made:
+        return Promising(tuple(cells), 0, 0)
+    sizes = ModelSizes.of(*configuration(request.model))
+    length = request.sequence_length or LONGEST_DEFAULT
+    looks: dict[tuple[str, int], list[tuple[float, int, SweepCell]]] = {}
+    clusters: dict[tuple[str, int], Cluster] = {}
+    too_large = 0
+    for place, cell in enumerate(made):
+        where = cell.gpu, cell.gpus
+        if where not in clusters:
+            clusters[where] = load_cluster(cell.gpu, cell.gpus, network=request.network)
+            looks[where] = []
+        cluster, recipe = clusters[where], cell.recipe or request.recipe
+        look = first_look(
+            sizes, cell.parallel, cell.batch_size or request.samples, length, cluster, recipe, request.dtype
+        )
+        if look.bytes > cluster.machine.memory[-1].capacity_bytes:
+            too_large += 1
+        else:
+            looks[where].append((look.seconds, place, cell))
+    chosen = [cell for each in looks.values() for *_, cell in sorted(each)[:most]]
+    others = [cell for cell in cells if not cell.recompute]
+    return Promising((*others, *chosen), too_large, len(made) - too_large - len(chosen))
