@@ -295,7 +295,9 @@ def no_less(estimates: Sequence[Estimate], least: np.ndarray) -> list[Estimate]:
     for each, seconds in zip(estimates, least.tolist(), strict=True):
         if each.seconds < seconds:
             share = seconds / each.seconds
-            each = replace(each, seconds=seconds, lower=max(each.lower * share, 0.0), upper=each.upper * share)
+            # A bound that is the time itself stays so: products round.
+            lower, upper = min(each.lower * share, seconds), max(each.upper * share, seconds)
+            each = replace(each, seconds=seconds, lower=lower, upper=upper)
         kept.append(each)
     return kept
 

@@ -39,8 +39,6 @@ HELD_OUT, LEFT_OUT, CALIBRATED = "held-out shapes", "left-out GPU", "left-out GP
 CALIBRATION_POINTS, _SEED = 20, 0
 DISTURBED = "held-out shapes, disturbed"
 SIZES = (("< 0.1 TFLOP", 0.0, 0.1), ("0.1-0.4 TFLOP", 0.1, 0.4), (">= 0.4 TFLOP", 0.4, np.inf))
-DISTURBED = "held-out shapes, disturbed"
-SIZES = (("< 0.1 TFLOP", 0.0, 0.1), ("0.1-0.4 TFLOP", 0.1, 0.4), (">= 0.4 TFLOP", 0.4, np.inf))
 ReadTables = Callable[[Path, Wanted], list[KernelTable]]
 
 
@@ -60,7 +58,7 @@ def validate(
         others = [other for other in rows if other.family.name == each.family.name and other is not each]
         if others:
             predicted += _left_out(each, others, machines)
-    return results_of(predicted)
+    return results_of([each for each in predicted if each.estimates])
 
 
 def _held_out(rows: KernelRows, directory: Path) -> list[Predicted]:

@@ -103,8 +103,8 @@ def test_builds_become_a_table_and_a_picture(gains, tmp_path):
         (tmp_path / name / "summary.json").write_text(json.dumps(document))
     found = gains.read_gains([tmp_path / "a", tmp_path / "b"])
     lines = gains.table(found).splitlines()
-    assert lines[2] == "| float32 | 0.5 to 1 | 1 | 0 | 2.00 | 1.50 | 100% |"
-    assert lines[-1] == "| int8 | all | 1 | 1 | - | - | 0% |"  # 1.5 times as slow: given up
+    assert lines[2] == "| float32 | 0.5 to 1 | 1 | 0 | 2.00 | 1.50 | 100% | 100% |"
+    assert lines[-1] == "| int8 | all | 1 | 1 | - | - | 0% | 0% |"  # 1.5 times as slow: given up
     gains.draw(found, tmp_path / "gains.svg")
     assert "</svg>" in (tmp_path / "gains.svg").read_text()
     with pytest.raises(InputError, match=r"c/summary.json: cannot be read"):

@@ -235,9 +235,8 @@ def test_one_dimension_is_an_image_of_one_row():
 
     mod = module((2, 16, 65), body)
     names = check_canonical(mod)
-    assert {name for name in names if not name.startswith(("conv", "depthwise", "pointwise", "pool", "to_"))} <= {
-        "relax.reshape"
-    }
+    templates = ("conv", "depthwise", "line", "pointwise", "pool", "to_")
+    assert {name for name in names if not name.startswith(templates)} <= {"relax.reshape"}
     assert not reasons(canonicalize(mod)) - {leftover_reasons.MOVES}
 
 
