@@ -135,7 +135,8 @@ class KernelModel(CostModel):
     def _estimate_family(self, family: Family[Any], operators: Sequence[AnyOperator]) -> list[Estimate]:
         analysis = family.analyse(operators, self.machine)
         own = analysis if self._own == self.machine else family.analyse(operators, self._own)
-        shifts, points = self._shifts(family, np.array([dtype_of(each) for each in operators]), own)
+        dtypes = np.array([dtype_of(each) for each in operators])
+        shifts, points = self._shifts(family, dtypes, own)
         covered = [place for place, each in enumerate(operators) if family.covers(each)]
         learned = covered if family.name in self._residuals else []
         estimates = self._analytic(family, operators, analysis, shifts, points)
@@ -146,11 +147,15 @@ class KernelModel(CostModel):
         there = packaged_machine(fitted_on) or self.machine
         expected = np.zeros(len(operators))
         if residual.lattice is not None and isinstance(family, Gridded):
-            plain = self._lattice(family, residual.lattice, there).at(family.sizes(operators))
+            sizes = family.sizes(operators)
+            plain = self._lattice(family, residual.lattice, there).at(sizes)
             seconds = family.from_lattice(operators, plain, self.machine)
             expected = np.log(seconds / analysis.seconds)
             bounded = np.array([family.holds(each) and not family.covers(each) for each in operators], dtype=bool)
-            least = np.maximum(least, np.where(bounded, seconds, 0.0))
+            if bounded.any():
+                # Measurements move the kernel that bounds an operator as they move it by itself.
+                moved, _ = self._shifts(family, dtypes[bounded], family.at_sizes(sizes[bounded], self._own))
+                least[bounded] = np.maximum(least[bounded], seconds[bounded] * np.exp(moved))
         if learned:
             seen = own if there == self._own else family.analyse(operators, there)
             for place, estimate in self._learned(family, operators, analysis, seen, learned, expected + shifts):

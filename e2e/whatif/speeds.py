@@ -89,9 +89,8 @@ class SpeedChange:
         for task in rank.tasks:
             parts: Sequence[Task | Kernel] = task.kernels or (task,)
             if not task.kernels or id(task.kernels) not in seen:
-                families = frozenset(
-                    place for place, each in enumerate(parts) if self._family(each, homes, traced).lower() == wanted
-                )
+                of = [self._family(each, homes, traced).lower() for each in parts]
+                families = frozenset(place for place, each in enumerate(of) if _is_of(each, wanted))
                 names = frozenset(
                     place for place, each in enumerate(parts) if any(search(name) for name in _names(each, rank))
                 )
@@ -122,6 +121,11 @@ class SpeedChange:
                 for part in task.kernels or (task,):
                     found[self._family(part, homes, traced)] = None
         return sorted(found)
+
+
+def _is_of(family: str, wanted: str) -> bool:
+    """``gemm`` are the products of every number type and of experts, ``gemm in float32`` those alone."""
+    return family == wanted or family.startswith((f"{wanted} in ", f"{wanted} of "))
 
 
 def _names(part: Task | Kernel, rank: RankGraph) -> list[str]:

@@ -254,7 +254,8 @@ def test_attention_of_a_library_has_its_window_and_sinks():
     how = (t(8, dtype="bfloat16"), True, 4, 0.0)
     (forward,) = records("attention::fused", (query, key, key, *how), (result,))
     assert (forward.window, forward.sinks, forward.causal, forward.pairs) == (4, True, True, 1 + 2 + 3 + 13 * 4)
-    _, backward, _ = records("attention::fused_backward", (query, query, key, key, *how), (result, result, result))
+    # One kernel: published times of a backward hold the sums before it and the conversion after it.
+    (backward,) = records("attention::fused_backward", (query, query, key, key, *how), (result, result, result))
     assert backward == replace(forward, direction="backward")
 
 

@@ -69,9 +69,9 @@ class ToyLookups:
 
 
 def toy_cluster(gpus: int, memory_bytes: float = 1e9) -> Cluster:
-    """All in one node; of the machine only its memory matters."""
+    """All in one node; of the machine only its memory matters, all of which a process sees."""
     machine = load_machine("a100-sxm-40gb")
-    memory = (replace(machine.memory[-1], capacity_bytes=memory_bytes),)
+    memory = (replace(machine.memory[-1], capacity_bytes=memory_bytes, usable_bytes=memory_bytes),)
     return Cluster("toy", replace(machine, name="toy", memory=memory), gpus, 1, machine.links[-1], None)
 
 

@@ -85,8 +85,8 @@ def test_the_text_of_the_option():
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("spread=1e308", r"--skew spread=1e\+308: a relative deviation must be 0 to 10"),
-        ("jitter=11", "--skew jitter=11: a relative deviation"),
+        ("spread=1e308", r"--skew spread=1e\+308: a relative deviation must be 0 to 1$"),
+        ("jitter=1.1", r"--skew jitter=1\.1: a relative deviation must be 0 to 1$"),
         ("start=0:1e308", r"--skew start=0:1e\+308: must be 0 to 3,600,000 ms"),
         ("start=0:nan", "--skew start=0:nan: must be"),
         ("start=0:-5", "--skew start=0:-5: must be"),

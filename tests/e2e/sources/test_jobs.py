@@ -42,7 +42,6 @@ DP8 = ParallelSpec(dp=8)
         ({"script": "t.py:f"}, {"parallel": DP8}, H100, "a --script says itself how it is spread"),
         ({"traces": ("a.json",)}, {"parallel": DP8}, H100, "an execution trace is of one rank"),
         ({"traces": ("a", "b")}, {}, H100 | {"gpus": 8}, "--gpus 8: there are traces of 2 ranks; leave it out"),
-        ({"traces": ("a", "b")}, {"compiled": True}, H100, "--compile is for one GPU"),
         ({"traces": ("a", "b"), "model": "gpt2"}, {}, H100, "give exactly one of --model, --model-config, --script"),
         ({"script": "t.py:f", "model": "gpt2"}, {}, H100 | {"gpus": 8}, "give --script alone"),
         ({"kineto": ("k",), "model": "gpt2"}, {}, {}, "--kineto goes with --trace alone"),
@@ -50,7 +49,7 @@ DP8 = ParallelSpec(dp=8)
         ({"kineto": ("k",)}, {}, {"gpus": 8}, "a recorded run has its own number of ranks"),
         ({"kineto": ("k",)}, {"parallel": DP8}, {}, "a recorded run is spread as it was"),
         ({"kineto": ("k",)}, {"compiled": True}, {}, "a recorded run was compiled or not"),
-        ({"tables": Path("t.yaml")}, {"compiled": True}, H100, "--compile is for one GPU"),
+        ({"tables": Path("t.yaml")}, {"compiled": True}, H100, "--compile is not for --sharding yet; leave it out"),
         ({"kineto": ("k",)}, {}, {"network": "infiniband-ndr"}, "--network goes with --retarget"),
     ],
 )

@@ -75,7 +75,7 @@ def test_models_take_the_nearest_attention_that_they_have():
         request = asked(None, model=model)
         assert settled(request, BUILT_IN).configuration.attention == kernel
     assert settled(asked(None, recipe="megatron"), BUILT_IN).configuration.attention == "cudnn"
-    assert settled(asked(None, "a100-sxm", recipe="megatron"), BUILT_IN).configuration.attention == "flash2"
+    assert settled(asked(None, "a100-sxm-80gb", recipe="megatron"), BUILT_IN).configuration.attention == "flash2"
 
 
 def test_one_gpu_has_master_weights_as_one_replica_has_and_pure_bf16_is_asked_for():
