@@ -191,7 +191,7 @@ def test_another_series_of_tvm_is_refused(build: Path):
 
 def test_a_directory_that_cannot_be_made_is_refused_before_work_starts(tmp_path: Path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError, match="cannot write"):
+    with pytest.raises(OutputError, match="is a file, not a folder; name another folder"):
         prepare_directory(tmp_path / "file" / "build")
 
 

@@ -42,13 +42,14 @@ def test_an_input_without_a_dimension_for_samples_gets_one_in_the_file(tmp_path)
     assert data.call(3)["n"] == 3 and data.calls == 5
 
 
-def test_every_fifth_call_is_held_out_of_five_or_more(tmp_path):
+def test_one_call_in_five_is_held_out_and_one_of_two_to_four(tmp_path):
     def split(count: int):
         samples = np.zeros((count, 2), np.float32)
         path = write(tmp_path / "d.npz", x=samples)
         return read_calibration(path, [DeclaredInput("x", (1, 2), "float32")]).split()
 
-    assert split(4) == ([0, 1, 2, 3], [])
+    assert split(1) == ([0], [])
+    assert split(4) == ([0, 1, 2], [3])
     assert split(5) == ([0, 1, 2, 3], [4])
     calibrated, held_out = split(23)
     assert len(held_out) == 4 and sorted(calibrated + held_out) == list(range(23))
