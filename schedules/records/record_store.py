@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from costmodel.base.errors import InputError, OutputError
 from costmodel.base.folder_lock import FolderLock, lock_folder
-from costmodel.base.foreign_files import read_bytes
+from costmodel.base.foreign_files import check_file, read_bytes
 from costmodel.base.plain_json import MALFORMED, decoded
 from costmodel.base.whole_file import append_whole
 from costmodel.model.measurements import ConfigKey, config_key
@@ -245,6 +245,7 @@ def _cut_unfinished_line(path: Path) -> None:
     if not path.exists():
         return
     try:
+        check_file(path, "table")
         with open(path, "r+b") as file:
             content = file.read()
             start = content.removesuffix(b"\n").rfind(b"\n") + 1
