@@ -25,11 +25,21 @@ def own_switches() -> Iterator[None]:
     """PyTorch's defaults, and after the test what was there before."""
     switches = (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn)
     before = [each.fp32_precision for each in switches]
-    for each, default in zip(switches, ("none", "tf32", "tf32"), strict=True):
-        each.fp32_precision = default
+    set_switches(["none", "tf32", "tf32"])
     yield
-    for each, precision in zip(switches, before, strict=True):
-        each.fp32_precision = precision
+    set_switches(before)
+
+
+def set_switches(precisions: list[str]) -> None:
+    """Set PyTorch's switches for products, convolutions and recurrent networks, the older ones of the same meaning first:
+    where the two disagree, whoever reads the older (`torch.export` does) meets an error.
+    """
+    products, convolutions, recurrent = precisions
+    torch.set_float32_matmul_precision("high" if products == "tf32" else "highest")
+    torch.backends.cudnn.allow_tf32 = convolutions == "tf32"
+    torch.backends.cuda.matmul.fp32_precision = products
+    torch.backends.cudnn.conv.fp32_precision = convolutions
+    torch.backends.cudnn.rnn.fp32_precision = recurrent
 
 
 class Parts(torch.nn.Module):
