@@ -39,7 +39,7 @@ from costmodel.gpu.families.memory_bound import MemoryBound
 from costmodel.gpu.families.row_wise import NormRows, SoftmaxRows
 from costmodel.gpu.families.scaled_products import ScaledCasts, ScaledProducts
 from costmodel.gpu.families.tensor_convolution import convolution_family
-from costmodel.gpu.fit_lattice import fit_lattice
+from costmodel.gpu.fit_lattice import lattice_if_as_good
 from costmodel.gpu.grades import with_grades
 from costmodel.gpu.kernel_model import KernelModel
 from costmodel.gpu.kernel_rows import KernelRows, disturbed, transfer_of, twins_of
@@ -313,7 +313,10 @@ def _fit_machine(rows: Sequence[KernelRows], every: Sequence[KernelRows], proven
         twins: list[KernelRows] = []
         if isinstance(each.family, Gridded):
             twins = [twin.of("fit", "select") for twin in twins_of(each, every)]
-            known = fit_lattice(seen, twins)
+            known = lattice_if_as_good(seen, twins)
+        if known is None:
+            twins = []
+        else:
             expected = each.family.from_lattice(seen.operators, known.at(each.family.sizes(seen.operators)), machine)
         ratio = np.log(seen.seconds / (analysis.seconds if expected is None else expected))
         learned = train(analysis.features, ratio, seen.splits == "select", known=known)

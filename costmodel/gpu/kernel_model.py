@@ -151,11 +151,6 @@ class KernelModel(CostModel):
             plain = self._lattice(family, residual.lattice, there).at(sizes)
             seconds = family.from_lattice(operators, plain, self.machine)
             expected = np.log(seconds / analysis.seconds)
-            bounded = np.array([family.holds(each) and not family.covers(each) for each in operators], dtype=bool)
-            if bounded.any():
-                # Measurements move the kernel that bounds an operator as they move it by itself.
-                moved, _ = self._shifts(family, dtypes[bounded], family.at_sizes(sizes[bounded], self._own))
-                least[bounded] = np.maximum(least[bounded], seconds[bounded] * np.exp(moved))
         if learned:
             seen = own if there == self._own else family.analyse(operators, there)
             for place, estimate in self._learned(family, operators, analysis, seen, learned, expected + shifts):
