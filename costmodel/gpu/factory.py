@@ -94,25 +94,33 @@ def gpu_cost_model(machine: Machine, directory: Path = DIRECTORY) -> CostModel:
 
 
 class _Products(KernelModel):
-    """Matrix products, none of several in one kernel faster than one dense product of all their rows."""
+    """Matrix products, none of several in one kernel faster than one dense product of all their rows, unless it was
+    measured to be: on the GPUs of the FP32 tables libraries have better kernels for several than for one.
+    """
 
     def estimate(self, operators: Sequence[AnyOperator]) -> list[Estimate]:
         found = super().estimate(operators)
-        several = {each: _together(each) for each in dict.fromkeys(operators)}
+        several = {each: self._bounded_by(each) for each in dict.fromkeys(operators)}
         dense = list(dict.fromkeys(product for products in several.values() for product in products))
         if not dense:
             return found
         seconds = dict(zip(dense, (each.seconds for each in self._dense(dense)), strict=True))
         return no_less(found, np.array([sum(seconds[product] for product in several[each]) for each in operators]))
 
+    def _bounded_by(self, operator: AnyOperator) -> Sequence[Gemm | ScaledGemm]:
+        return [] if self.is_learned(operator) else _together(operator)
+
     def _dense(self, products: Sequence[Gemm | ScaledGemm]) -> Sequence[Estimate]:
         return super().estimate(products)
 
 
 class _Experts(_Products):
-    """Products of experts; :attr:`dense` prices dense ones, which may be scaled."""
+    """Products of experts, bounded even where measured; :attr:`dense` prices dense ones, which may be scaled."""
 
     dense: Callable[[Gemm | ScaledGemm], Estimate]
+
+    def _bounded_by(self, operator: AnyOperator) -> Sequence[Gemm | ScaledGemm]:
+        return _together(operator)
 
     def _dense(self, products: Sequence[Gemm | ScaledGemm]) -> Sequence[Estimate]:
         return [self.dense(each) for each in products]

@@ -316,7 +316,7 @@ def _fit_machine(rows: Sequence[KernelRows], every: Sequence[KernelRows], proven
             known = lattice_if_as_good(seen, twins)
         if known is None:
             twins = []
-        else:
+        elif isinstance(each.family, Gridded):
             expected = each.family.from_lattice(seen.operators, known.at(each.family.sizes(seen.operators)), machine)
         ratio = np.log(seen.seconds / (analysis.seconds if expected is None else expected))
         learned = train(analysis.features, ratio, seen.splits == "select", known=known)

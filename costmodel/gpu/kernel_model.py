@@ -72,6 +72,11 @@ class KernelModel(CostModel):
         """Under which name of :attr:`adaptations` measurements of the like of ``operator`` are kept."""
         return adaptation_key(self._family_of(operator), dtype_of(operator))
 
+    def is_learned(self, operator: AnyOperator) -> bool:
+        """Whether tables of this GPU or of a relative hold kernels like ``operator``."""
+        family = self._family_of(operator)
+        return family.name in self._residuals and family.covers(operator)
+
     def feature_names(self, operator: AnyOperator) -> tuple[str, ...]:
         """Features of the family of ``operator``, in their order."""
         return tuple(self._family_of(operator).analyse([operator], self._own).features)
