@@ -2,8 +2,8 @@
 
 Liger-Kernel's benchmarks (``liger/kernels.csv.gz``; of each group of rows that is sealed nothing is read): norms,
 softmax, rotary and squared ReLU forward and backward, by PyTorch (``torch``, ``huggingface``) and in one kernel
-(``liger``). Frontier's tables (``frontier``): attention of engines over what is cached, products in 8 bits. Rows that are
-shorter than the host takes to launch them say nothing of kernels and are left out.
+(``liger``). Frontier's tables (``frontier``): attention of engines over what is cached, products in 8 bits. Rows that
+are shorter than the host takes to launch them say nothing of kernels and are left out.
 """
 
 from __future__ import annotations
