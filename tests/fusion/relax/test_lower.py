@@ -163,7 +163,7 @@ def test_a_scaled_image_that_something_else_reads_is_made():
     assert "relax.multiply" in names and not any(name.startswith("prologue") for name in names)
 
 
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("fused", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_a_block_of_convnext_is_all_kernels(fused):
     """Depthwise, channel norm, 1x1, GELU, 1x1, residual; the two 1x1 are one kernel where they may be fused."""
 
