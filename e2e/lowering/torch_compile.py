@@ -88,7 +88,7 @@ def compile_rank(rank: RankGraph, trace: OperatorTrace, parts: Mapping[int, obje
         if len(group) > 1:
             kernels |= {task.id: () for node in group for task in node.tasks}
             last = replace(group[-1].tasks[-1], name=_name(group), kind="kernel")
-            work = (*_statistics(group), _fused(group, used, freed))
+            work: tuple[Reduction | Elementwise, ...] = (*_statistics(group), _fused(group, used, freed))
             kernels[last.id] = tuple(replace(last, operators=(each,)) for each in work)
             calls[group[-1].call.id] = replace(calls[group[-1].call.id], name=_name(group))
     return _Rewriter(replace(rank, calls=calls), kernels, parts).rewrite()
