@@ -130,9 +130,12 @@ class Canonicalize:
         clean = tvm.transform.Sequential(
             [relax.transform.CanonicalizeBindings(), relax.transform.DeadCodeElimination()]
         )
-        mod = clean(_rewrite_all(prepare(mod)))
-        # Constants that only TVM can evaluate may complete a pattern.
-        mod = clean(_rewrite_all(_folded(mod)))
+        mod, simpler = _rewrite_all(prepare(mod))
+        mod = clean(mod)
+        # Constants that only TVM can evaluate, and users that are gone, may complete a pattern.
+        folded = _folded(mod)
+        if simpler or folded is not mod:
+            mod = clean(_rewrite_all(folded)[0])
         functions = _relax_functions(mod)
         return _renamed(mod, {variable: _Unmarked(functions[variable], names[variable]) for variable in names})
 
@@ -141,19 +144,23 @@ def _relax_functions(mod: tvm.IRModule) -> dict[tvm.ir.GlobalVar, relax.Function
     return {variable: function for variable, function in mod.functions.items() if isinstance(function, relax.Function)}
 
 
-def _rewrite_all(mod: tvm.IRModule) -> tvm.IRModule:
+def _rewrite_all(mod: tvm.IRModule) -> tuple[tvm.IRModule, bool]:
+    """``mod`` after all rules, and whether one of them fitted."""
+    simpler = False
     rewritten = tvm.IRModule(mod.functions, attrs=mod.attrs, global_infos=mod.global_infos)
     for variable, function in _relax_functions(mod).items():
-        rewritten.update_func(variable, rewrite(function, mod, RULES))
-    return rewritten
+        result, fitted = rewrite(function, mod, RULES)
+        simpler = simpler or fitted
+        rewritten.update_func(variable, result)
+    return rewritten, simpler
 
 
 def _folded(mod: tvm.IRModule) -> tvm.IRModule:
-    """``mod`` with what is computed from constants alone evaluated.
+    """``mod`` with what is computed from constants alone evaluated; itself where there is nothing of the kind.
 
     TVM's pass lowers every call that it meets to see whether it can be evaluated, so it gets the constant ones alone.
     """
-    folded = tvm.IRModule(mod.functions, attrs=mod.attrs, global_infos=mod.global_infos)
+    folded = mod
     for variable, function in _relax_functions(mod).items():
         constant = _constant_bindings(function)
         if not constant:
@@ -165,6 +172,8 @@ def _folded(mod: tvm.IRModule) -> tvm.IRModule:
         left = {binding.var: binding.value for block in evaluated.blocks for binding in block.bindings}
         values = [left.get(field, field) for field in evaluated.body.fields]
         known = {each.var: value for each, value in zip(constant, values, strict=True) if not variables(value)}
+        if folded is mod:
+            folded = tvm.IRModule(mod.functions, attrs=mod.attrs, global_infos=mod.global_infos)
         folded.update_func(variable, _with_values(function, known))
     return folded
 
