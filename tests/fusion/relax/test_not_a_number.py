@@ -181,7 +181,7 @@ def test_operators_by_themselves(tmp_path):
 @pytest.mark.parametrize(
     ("dtype", "fused"),
     [
-        pytest.param("float32", False, marks=pytest.mark.slow),
+        pytest.param("float32", False, marks=pytest.mark.thorough),
         ("float32", True),
         pytest.param(BFLOAT16, False, marks=pytest.mark.skipif(CPU.lacks(BFLOAT16) is not None, reason="no bfloat16")),
     ],
