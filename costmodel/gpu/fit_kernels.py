@@ -110,7 +110,7 @@ _LAYER_ROWS = 300  # of one kind and file
 # Kernels within layers by libraries of Hopper's first year (CUDA 12.1, by the README of Sarathi-Serve, whose kernels
 # Vidur profiled): products of 256 to 1,024 rows take 1.4 times what those of the tables, and of LLMServingSim's H100,
 # take; products of up to 64 rows as long as these. That tells of libraries, not of how laboratories differ.
-_OF_FIRST_LIBRARIES = ("gemm-bf16", "h100-sxm", "vidur")
+OF_FIRST_LIBRARIES = ("gemm-bf16", "h100-sxm", "vidur")
 
 
 def read_tables(data: Path, wanted: Wanted = everything) -> list[KernelTable]:
@@ -176,11 +176,12 @@ def layer_rows(tables: Iterable[KernelTable]) -> list[KernelRows]:
     """Tables of :func:`read_layers` of one kind, machine and collection together, in a fixed order."""
     groups: dict[tuple[str, str, str], list[KernelTable]] = {}
     for table in tables:
-        groups.setdefault(_collection(table), []).append(table)
+        groups.setdefault(collection_of(table), []).append(table)
     return [_merge(group, LAYERS) for _, group in sorted(groups.items())]
 
 
-def _collection(table: KernelTable) -> tuple[str, str, str]:
+def collection_of(table: KernelTable) -> tuple[str, str, str]:
+    """Kind of kernel, machine and laboratory of a table of :func:`read_layers`."""
     return table.name, table.machine, "vidur" if "vidur" in Path(table.source).parts else "llmservingsim"
 
 
@@ -252,7 +253,7 @@ def _fit_staged(
         progress(f"grades: {kernels} kernels of whole layers, each GPU left out in turn")
         attention = [each for each in points if isinstance(each.operators[0], Attention)]
         known_rows = [*rows, *rows_by_family(attention)]
-        today = [each for each in layers if _collection(each) != _OF_FIRST_LIBRARIES]
+        today = [each for each in layers if collection_of(each) != OF_FIRST_LIBRARIES]
         carried = with_grades(transfer_of(known_rows), rows, fitted_in(grown), layer_rows(today))
         write_transfer(replace(carried, provenance=_provenance([*tables, *layers, *attention], data)), grown)
 

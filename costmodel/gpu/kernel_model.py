@@ -231,7 +231,7 @@ class KernelModel(CostModel):
     ) -> list[Estimate]:
         level = self._transfer.level(family.name, self.machine) or UNKNOWN
         shape = self._transfer.shapes.get(family.name)
-        moved = shifts if shape is None else shifts + shape.predict(nominal_features(family, operators, self.machine))
+        moved = shifts if shape is None else shifts + shape.predict(nominal_features(family, operators, self._own))
         estimates = []
         for place, own in enumerate(points):
             bounds = self._level_bounds(family, operators[place], level, bool(own)) + moved[place]
