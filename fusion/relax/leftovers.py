@@ -128,7 +128,7 @@ def _inline_producers(schedule: s_tir.Schedule) -> None:
             continue
         if _has_reduction(schedule, consumers[0]) and _is_conditional(schedule.get(block).body):
             continue
-        times = len(_reads(schedule, consumers[0], schedule.get(block).writes[0].source))
+        times = len(_reads(schedule, consumers[0], schedule.get(block).writes[0].buffer))
         if times > 1 and times * len(_reads(schedule, block)) > _REPEATED_READS:
             continue
         # Not every injective block can be inlined (a reshape into an opaque one): it is then scheduled by itself.
