@@ -128,7 +128,7 @@ def _inline_producers(schedule: s_tir.Schedule) -> None:
             continue
         if _has_reduction(schedule, consumers[0]) and _is_conditional(schedule.get(block).body):
             continue
-        times = len(_reads(schedule, consumers[0], schedule.get(block).writes[0].buffer))
+        times = len(_reads(schedule, consumers[0], schedule.get(block).writes[0].source))
         if times > 1 and times * len(_reads(schedule, block)) > _REPEATED_READS:
             continue
         # Not every injective block can be inlined (a reshape into an opaque one): it is then scheduled by itself.
@@ -250,11 +250,11 @@ def _is_conditional(body: Any) -> bool:
     return bool(found)
 
 
-def _reads(schedule: s_tir.Schedule, block: Any, buffer: tirx.Buffer | None = None) -> list[tirx.BufferLoad]:
+def _reads(schedule: s_tir.Schedule, block: Any, buffer: tirx.Buffer | None = None) -> list[tvm.ir.TensorLoad]:
     """Reads in the body of ``block``, of ``buffer`` alone where one is given."""
-    found: list[tirx.BufferLoad] = []
-    tvm_ffi.structural_walk(schedule.get(block).body, (tirx.BufferLoad, found.append), order="post")
-    return [read for read in found if buffer is None or read.buffer.same_as(buffer)]
+    found: list[tvm.ir.TensorLoad] = []
+    tvm_ffi.structural_walk(schedule.get(block).body, (tvm.ir.TensorLoad, found.append), order="post")
+    return [read for read in found if buffer is None or read.source.same_as(buffer)]
 
 
 def _contiguous_variables(schedule: s_tir.Schedule, block: SBlockInfo) -> set[Any]:

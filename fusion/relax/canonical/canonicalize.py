@@ -49,7 +49,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 import tvm
-from tvm import relax
+from tvm import relax, tirx
 from tvm.relax import PyExprMutator
 
 from fusion.relax.bindings import variables
@@ -179,14 +179,24 @@ def _folded(mod: tvm.IRModule) -> tvm.IRModule:
 
 
 def _constant_bindings(function: relax.Function) -> list[relax.VarBinding]:
-    """Bindings in dataflow that read nothing but each other and constants."""
+    """Bindings in dataflow that read nothing but each other, constants and shapes."""
     found: dict[relax.Var, relax.VarBinding] = {}
     for block in function.body.blocks:
         for binding in block.bindings if isinstance(block, relax.DataflowBlock) else ():
-            known = rule_key(binding.value) or isinstance(binding.value, tvm.ir.GenericConst | relax.Tuple)
-            if known and all(read in found for read in variables(binding.value)):
-                found[binding.var] = binding
+            value = _known_shape(binding.value)
+            known = rule_key(value) or isinstance(value, tvm.ir.GenericConst | relax.ShapeExpr | relax.Tuple)
+            if known and all(read in found for read in variables(value)):
+                found[binding.var] = relax.VarBinding(binding.var, value)
     return list(found.values()) if any(rule_key(binding.value) for binding in found.values()) else []
+
+
+def _known_shape(value: relax.Expr) -> relax.Expr:
+    """The shape itself in place of a call that asks for one without unknown sizes."""
+    if rule_key(value) != "relax.shape_of":
+        return value
+    shape = value.args[0].ty.shape
+    known = isinstance(shape, relax.ShapeExpr) and all(isinstance(size, tirx.IntImm) for size in shape.values)
+    return shape if known else value
 
 
 def _with_values(function: relax.Function, values: Mapping[relax.Var, relax.Expr]) -> relax.Function:
