@@ -128,6 +128,11 @@ def build(
         spec = for_inference(spec)
         if step.lora is not None:
             raise InputError(f"{name}: --lora trains adapters; leave it out with --mode inference")
+        if config.get("quantization_config"):
+            raise InputError(
+                f"{name}: weights that its quantization_config keeps in 8 bits are for one GPU yet; leave --parallel "
+                "out, or remove it to predict the model in 16 bits"
+            )
     if spec.master_weights and step.dtype not in ("bfloat16", "float16"):
         raise InputError(f"{name}: master-weights=yes is for 16-bit parameters; give --dtype bfloat16 or float16")
 

@@ -142,6 +142,14 @@ def _trains_in_8_bits(request: PredictRequest) -> bool:
     return request.configuration.attention == "flash3-fp8" and request.workload.mode != "inference"
 
 
+def _casts_to_serve(request: PredictRequest) -> bool:
+    return request.configuration.precision is not None and request.workload.mode == "inference"
+
+
+_WEIGHTS_STAY = (
+    "--precision is how training casts, weights in every pass, and no engine serves so; give --model-config of a "
+    "checkpoint whose quantization_config keeps weights in 8 bits, or leave --precision out"
+)
 _CACHE_OF_FORWARD = "--cache-length decodes: give --mode inference"
 _LATENTS_ALONE = "--attention mla decodes on one GPU yet; name another kernel"
 _SERVING_KERNELS = "--attention mla and flash3-fp8 are for --model and --model-config; a script calls its own kernels"
@@ -158,6 +166,10 @@ PAIR_RULES: tuple[PairRule, ...] = (
         for source in (BUILT_IN, CONFIGURATION)
     ),
     PairRule(PARALLEL, "--attention mla", _decodes_latents, _LATENTS_ALONE),
+    *(
+        PairRule(source, "--precision with --mode inference", _casts_to_serve, _WEIGHTS_STAY)
+        for source in (BUILT_IN, CONFIGURATION, PARALLEL)
+    ),
     *(
         PairRule(source, "--attention mla or flash3-fp8", _serves, _SERVING_KERNELS)
         for source in (SCRIPT, RANKS_OF_SCRIPT)

@@ -7,12 +7,14 @@ import json
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from typer.testing import CliRunner
 
 pytest.importorskip("torch")
 
+import e2e
 from costmodel.base.errors import InputError
 from e2e.commands.cli import app
 from e2e.sources.asked.option_table import PAIR_RULES, TABLE
@@ -23,6 +25,7 @@ from e2e.sources.options_page import note, page
 from e2e.sources.predict_request import predict_request
 from e2e.sources.registry import SOURCES, StepSource, source_of
 from e2e.sources.request_parts import one_gpu
+from e2e.step.precision import Precision
 
 ROOT = Path(__file__).resolve().parents[3]
 RECORDS = {"workload": WorkloadOptions, "configuration": ConfigurationOptions, "machine": MachineOptions}
@@ -161,3 +164,38 @@ def test_the_name_of_a_cluster_stands_for_one_of_its_gpus():
     assert asked == [{"option": "--gpu", "value": "dgx-h100", "given": True}]
     del by_gpu["asked"]
     assert by_cluster == by_gpu and by_gpu["board"]["name"] == "h100-sxm"
+
+
+# --- 8 bits ---------------------------------------------------------------------------------------
+
+EIGHT_BITS = get_args(Precision)
+LLAMA = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "vocab_size": 512, "max_position_embeddings": 128,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("spread", [None, "dp=2", "tp=2", "pp=2"])
+@pytest.mark.parametrize("precision", EIGHT_BITS)
+def test_recipes_of_training_never_serve(precision, spread, tmp_path):
+    """A forward pass of a training recipe casts weights that no engine casts: 2.9 to 4 times as long as one serves."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA), encoding="utf-8")
+    options = ["--model-config", str(path), "--gpu", "b200-sxm", "--precision", precision]
+    options += [] if spread is None else ["--gpus", "2", "--parallel", spread]
+    told = CliRunner().invoke(app, ["predict", *options, "--mode", "inference"])
+    assert told.exit_code == 2 and "quantization_config" in told.stderr and "leave --precision out" in told.stderr
+    with pytest.raises(InputError, match="--precision is how training casts"):
+        e2e.predict(
+            model_config=path, gpu="b200-sxm", precision=precision, mode="inference",
+            gpus=None if spread is None else 2, parallel=spread,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("spread", ["dp=2", "tp=2", "pp=2"])
+def test_weights_kept_in_8_bits_are_served_by_one_gpu_alone(spread, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**LLAMA, "quantization_config": {"quant_method": "fp8"}}), encoding="utf-8")
+    with pytest.raises(InputError, match="config.json: weights .* are for one GPU yet; leave --parallel out"):
+        e2e.predict(model_config=path, gpu="b200-sxm", mode="inference", gpus=2, parallel=spread)
+    assert e2e.predict(model_config=path, gpu="b200-sxm", mode="inference").iteration_seconds > 0
