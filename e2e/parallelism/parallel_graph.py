@@ -262,6 +262,7 @@ def assemble(
             node_ranks=node_ranks,
             host=host or HostSeconds(),
             keeps_last=keeping.keeps_last,
+            accumulates=keeping.accumulates,
         )
         for stage in range(spec.pp)
     ]

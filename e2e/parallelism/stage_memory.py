@@ -15,6 +15,8 @@ order of the schedule, beside what is held throughout. What each way to share ad
   of the share. Products add weight gradients to that buffer and hand autograd an empty one, which Transformer Engine
   keeps for every shape (``get_dummy_wgrad``); those of embedding and head live until their part ends.
 * DistributedDataParallel: buckets besides the gradients.
+* ``zero=1|2`` without such a buffer (DeepSpeed's stages, which share one way to reduce): a gradient is copied into a
+  bucket; of ``zero=2`` it is free then, and the rank's share alone stays.
 * Inference: after its forward pass nothing of a part is left.
 * Offloading: what a layer leaves goes to the host while the next layer runs, and comes back one layer before it is
   needed; the host's share of the optimizer's state is not on the GPU, with ``zero=3`` shards and gradients neither.
@@ -135,6 +137,10 @@ class _Replay(AllocationReplay):
         self.families = StageGroups(self.spec, self.plan.stage).families
         self.storages: dict[Hashable, dict[int, None]] = {}  # of each pass through a part, what is there
         self._begin("forward")
+        # Products add gradients to a buffer that is there throughout: whole, which ``zero=2|3`` do without.
+        self.accumulates = self.keeping.accumulates and self.spec.sharing < 2
+        trained = sum(self.plan.trained(name) for name in self.plan.names)
+        self.bucket_bytes = min(self.spec.bucket_mb * 2**20, trained)
         # Parameters are shares that are gathered: for every pass, or for all micro-batches of a pipeline.
         self.gathers = self.spec.sharing == 3 or (self.spec.sharing == 1 and self.keeping.pipelining)
         # The 8-bit copies are the parameters, as large as those of 16 bits, which are not there.
@@ -182,7 +188,8 @@ class _Replay(AllocationReplay):
             # The buffers of parameters and gradients; the parameters that the layers were made with are given back.
             whole = sum(plan.size(name) for name in plan.names)
             trained = sum(plan.trained(name) for name in plan.names)
-            self.take("gradients", trained * keeping.gradient, "gradients")
+            if self.accumulates:
+                self.take("gradients", trained * keeping.gradient, "gradients")
             if spec.sharing:
                 self.take("parameters", whole, "parameters")
                 for key in [key for key in self.blocks if isinstance(key, tuple) and key[0] == "parameter"]:
@@ -252,7 +259,7 @@ class _Replay(AllocationReplay):
             pieces = ("moments", "squares")
             for piece in pieces:
                 self._hold_state(piece, self.keeping.state / kinds)
-        if not self.keeping.accumulates:
+        if not self.accumulates:
             self.take("optimizer", self.plan.optimizer_bytes, "temporary")
             self.drop("optimizer")
             for key in [key for key, (_, role) in self.blocks.items() if role == "gradients"]:
@@ -366,7 +373,7 @@ class _Replay(AllocationReplay):
 
     def _gradient(self, event: MemoryEvent, key: Hashable, name: Name | None, fresh: bool) -> None:
         """The gradient of one parameter is there."""
-        if self.keeping.accumulates:
+        if self.accumulates:
             if isinstance(name, int):
                 size = event.size // event.alike  # one for all experts of a layer
                 self.take(("no gradient", size), size, "buffers")
@@ -374,11 +381,22 @@ class _Replay(AllocationReplay):
                 self._take_storage(key, event.storage, event.size, "temporary")
         elif self.spec.sharing >= 2:
             self.take(("gradient", name, event.storage), event.size, "temporary")
+            if self.spec.sharing == 2:
+                self._into_bucket(event.size)
+                self.drop(("gradient", name, event.storage))
         elif fresh:
             factor = max(self.keeping.gradient, self.summed if self.spec.sharing else 1.0)
             self.take(("gradient", name, event.storage), event.size * factor, "gradients")
         else:
             self._take_storage(key, event.storage, event.size, "temporary")
+        last = self.spec.micro_batches == 1 or not fresh
+        if last and self.spec.sharing == 1 and not self.accumulates and not self.gathers:
+            self._into_bucket(event.size)
+
+    def _into_bucket(self, size: int) -> None:
+        """A gradient of ``size`` bytes is copied into the buffer that is reduced."""
+        self.drop("reduced")
+        self.take("reduced", max(size, self.bucket_bytes) * self.summed, "buffers")
 
     def _reduce(self, name: Name, fresh: bool) -> None:
         """Sums the gradients of a layer over the ranks that share them, where that is done layer by layer."""
@@ -393,8 +411,9 @@ class _Replay(AllocationReplay):
         size = sum(self.plan.trained(name) for name in names)
         if not size:
             return
-        self.drop("reduced")
-        self.take("reduced", size * self.summed, "buffers")
+        if self.spec.sharing != 2:
+            self.drop("reduced")
+            self.take("reduced", size * self.summed, "buffers")
         for key in [key for key in self.blocks if isinstance(key, tuple) and key[0] == "gradient" and key[1] in names]:
             self.drop(key)
         factor = max(self.keeping.gradient, self.summed)
