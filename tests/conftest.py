@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -23,6 +24,10 @@ sys.path.insert(0, str(Path(__file__).parent))  # helpers beside the tests
 
 from source_imports import frameworks
 
+# As the commands do (e2e/commands/cli.py): among all that libraries have made, looking for garbage as often as usual
+# takes a quarter of the time of tests of predictions.
+gc.set_threshold(100_000, 20, 20)
+
 # Files that take a minute or so by themselves begin first, so that no worker is left with one at the end (files are
 # handed out whole, in this order: `--no-loadscope-reorder` in the Makefile).
 LONG_FILES = (
@@ -39,6 +44,11 @@ LONG_FILES = (
     "test_runner.py",
     "test_kills.py",
     "test_readers.py",
+    "test_engines.py",
+    "test_experts.py",
+    "test_parallel_build.py",
+    "test_templates.py",
+    "test_conv_pair.py",
 )
 LONG_FOLDERS = ("fusion/commands", "fusion/relax", "e2e/commands", "e2e/capture")
 

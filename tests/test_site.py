@@ -34,14 +34,19 @@ index, hook = site_module("error_index"), site_module("page_hook")
 # --- the index of error messages -----------------------------------------------------------------
 
 
-def test_the_page_of_error_messages_is_current():
+@pytest.fixture(scope="module")
+def sources() -> dict[str, ast.Module]:
+    return index.sources()
+
+
+def test_the_page_of_error_messages_is_current(sources):
     # `python docs/site/error_index.py > docs/errors.md` writes it.
-    assert (ROOT / "docs" / "errors.md").read_text(encoding="utf-8") == index.page(index.sources())
+    assert (ROOT / "docs" / "errors.md").read_text(encoding="utf-8") == index.page(sources)
 
 
-def test_every_message_says_what_to_do():
+def test_every_message_says_what_to_do(sources):
     # Either the message says it, or what it is about is told by a reason of the system alone.
-    assert [f"{each.path}: {each.text}" for each in index.without_advice(index.sources())] == []
+    assert [f"{each.path}: {each.text}" for each in index.without_advice(sources)] == []
 
 
 TOY = """

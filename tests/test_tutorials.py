@@ -38,7 +38,7 @@ def test_the_tutorials_are_there():
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.thorough if name == "plan-a-cluster" else ())
+        pytest.param(name, marks=() if name == "predict-my-script" else pytest.mark.thorough)
         for name in TUTORIALS
         if not uses("fusion", name)
     ],

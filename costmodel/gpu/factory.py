@@ -69,7 +69,7 @@ def gpu_cost_model(machine: Machine, directory: Path = DIRECTORY) -> CostModel:
     """
     residuals, levels = residuals_for(machine, directory), _with_inverted(transfer(directory))
     moved = adaptations_for(machine, directory)
-    models: dict[type, CostModel] = {Gemm: KernelModel(machine, partial(_product, machine), residuals, levels, moved)}
+    models: dict[type, CostModel] = {Gemm: _Products(machine, partial(_product, machine), residuals, levels, moved)}
     convolutions = KernelModel(machine, partial(_convolution, machine), residuals, levels, moved)
     models |= dict.fromkeys((Conv2d, ConvolutionBackward), convolutions)
     models[Normalization] = KernelModel(machine, _normalization, residuals, levels, moved)
@@ -93,21 +93,47 @@ def gpu_cost_model(machine: Machine, directory: Path = DIRECTORY) -> CostModel:
     return GpuCostModel(models, machine)
 
 
-class _Experts(KernelModel):
-    """Products of experts, none faster than one dense product of all their rows, as :attr:`dense` prices it."""
-
-    dense: Callable[[Gemm | ScaledGemm], Estimate]
+class _Products(KernelModel):
+    """Matrix products, none of several in one kernel faster than one dense product of all their rows, unless it was
+    measured to be: on the GPUs of the FP32 tables libraries have better kernels for several than for one.
+    """
 
     def estimate(self, operators: Sequence[AnyOperator]) -> list[Estimate]:
         found = super().estimate(operators)
-        asked: dict[AnyOperator, float] = {
-            each: self._together(each) for each in operators if isinstance(each, GroupedGemm | ExpertLayer)
-        }
-        return no_less(found, np.array([asked.get(each, 0.0) for each in operators]))
+        several = {each: self._bounded_by(each) for each in dict.fromkeys(operators)}
+        dense = list(dict.fromkeys(product for products in several.values() for product in products))
+        if not dense:
+            return found
+        seconds = dict(zip(dense, (each.seconds for each in self._dense(dense)), strict=True))
+        return no_less(found, np.array([sum(seconds[product] for product in several[each]) for each in operators]))
 
-    def _together(self, operator: GroupedGemm | ExpertLayer) -> float:
-        products = operator.products if isinstance(operator, ExpertLayer) else (operator,)
-        return sum(self.dense(_dense(each)).seconds for each in products if each.rows)
+    def _bounded_by(self, operator: AnyOperator) -> Sequence[Gemm | ScaledGemm]:
+        return [] if self.is_learned(operator) else _together(operator)
+
+    def _dense(self, products: Sequence[Gemm | ScaledGemm]) -> Sequence[Estimate]:
+        return super().estimate(products)
+
+
+class _Experts(_Products):
+    """Products of experts, bounded even where measured; :attr:`dense` prices dense ones, which may be scaled."""
+
+    dense: Callable[[Gemm | ScaledGemm], Estimate]
+
+    def _bounded_by(self, operator: AnyOperator) -> Sequence[Gemm | ScaledGemm]:
+        return _together(operator)
+
+    def _dense(self, products: Sequence[Gemm | ScaledGemm]) -> Sequence[Estimate]:
+        return [self.dense(each) for each in products]
+
+
+def _together(operator: AnyOperator) -> Sequence[Gemm | ScaledGemm]:
+    """One dense product of as much work as each of the products that ``operator`` computes together."""
+    if isinstance(operator, Gemm):
+        return [replace(operator, batch=1, m=operator.batch * operator.m)] if operator.batch > 1 else []
+    if not isinstance(operator, GroupedGemm | ExpertLayer):
+        return []
+    products = operator.products if isinstance(operator, ExpertLayer) else (operator,)
+    return [_dense(each) for each in products if each.rows]
 
 
 def _dense(product: GroupedGemm) -> Gemm | ScaledGemm:

@@ -72,6 +72,11 @@ class KernelModel(CostModel):
         """Under which name of :attr:`adaptations` measurements of the like of ``operator`` are kept."""
         return adaptation_key(self._family_of(operator), dtype_of(operator))
 
+    def is_learned(self, operator: AnyOperator) -> bool:
+        """Whether tables of this GPU or of a relative hold kernels like ``operator``."""
+        family = self._family_of(operator)
+        return family.name in self._residuals and family.covers(operator)
+
     def feature_names(self, operator: AnyOperator) -> tuple[str, ...]:
         """Features of the family of ``operator``, in their order."""
         return tuple(self._family_of(operator).analyse([operator], self._own).features)
@@ -151,11 +156,6 @@ class KernelModel(CostModel):
             plain = self._lattice(family, residual.lattice, there).at(sizes)
             seconds = family.from_lattice(operators, plain, self.machine)
             expected = np.log(seconds / analysis.seconds)
-            bounded = np.array([family.holds(each) and not family.covers(each) for each in operators], dtype=bool)
-            if bounded.any():
-                # Measurements move the kernel that bounds an operator as they move it by itself.
-                moved, _ = self._shifts(family, dtypes[bounded], family.at_sizes(sizes[bounded], self._own))
-                least[bounded] = np.maximum(least[bounded], seconds[bounded] * np.exp(moved))
         if learned:
             seen = own if there == self._own else family.analyse(operators, there)
             for place, estimate in self._learned(family, operators, analysis, seen, learned, expected + shifts):
@@ -231,7 +231,7 @@ class KernelModel(CostModel):
     ) -> list[Estimate]:
         level = self._transfer.level(family.name, self.machine) or UNKNOWN
         shape = self._transfer.shapes.get(family.name)
-        moved = shifts if shape is None else shifts + shape.predict(nominal_features(family, operators, self.machine))
+        moved = shifts if shape is None else shifts + shape.predict(nominal_features(family, operators, self._own))
         estimates = []
         for place, own in enumerate(points):
             bounds = self._level_bounds(family, operators[place], level, bool(own)) + moved[place]

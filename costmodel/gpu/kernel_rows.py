@@ -27,6 +27,9 @@ _SHAPE_DEPTH, _SHAPE_ROUNDS = 2, 60
 # size, of sizes within this factor of each other. Of H100's and H200's 8,760 common products in BF16 half lie within
 # 0.04; noise only slows, so the faster of the two is right.
 _DISTURBED, _SIZE = 0.2, 4.0
+# How far files of one chip may tell its rates apart (a judgement): H100's and H200's differ by 3.6 %, as samples do,
+# those of B200 and of a laboratory's slower one by 17 %.
+_SAME_RATE = 1.05
 
 
 @dataclass(frozen=True)
@@ -60,10 +63,15 @@ class KernelRows:
 
 
 def are_twins(first: Machine, second: Machine) -> bool:
-    """Whether two GPUs have the same chip at the same clock and power limit, whatever memory is beside it."""
+    """Whether two GPUs have the same chip at the same clock, power limit and rates, whatever memory is beside it."""
     chips = (first.chip(), second.chip())
     alike = [(each.architecture, each.sm_count, each.lanes, each.clock_hz, each.power_watts) for each in chips]
-    return first.name != second.name and alike[0] == alike[1]
+    rates = [
+        (first.compute[name].short_load, second.compute[name].short_load)
+        for name in first.compute & second.compute.keys()
+    ]
+    same = alike[0] == alike[1] and all(max(pair) <= _SAME_RATE * min(pair) for pair in rates)
+    return first.name != second.name and same
 
 
 def twins_of(rows: KernelRows, every: Sequence[KernelRows]) -> list[KernelRows]:

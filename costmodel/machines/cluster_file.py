@@ -216,7 +216,7 @@ def cluster_of_gpu(gpu: Machine) -> ClusterFile:
     :class:`MachineError` if the GPU's file has no link.
     """
     described = [read_cluster(path) for path in cluster_files().values()]
-    for name in dict.fromkeys((gpu.name, gpu.measured_as)):
+    for name in (gpu.name, gpu.variant_of):
         usual = next((each for each in described if each.usual and each.machine == name), None)
         if usual is not None:
             # With links of its own it is another system than the one that was measured.

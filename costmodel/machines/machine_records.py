@@ -273,11 +273,6 @@ class Machine(FileRecord):
             return False
         return half.datasheet <= _HALF_RATE * single.datasheet
 
-    @property
-    def measured_as(self) -> str:
-        """Name under which measurements of this chip are kept."""
-        return self.variant_of or self.name
-
     def link(self, kind: str) -> Link | None:
         """The link of that kind, ``None`` where the machine has none."""
         return next((link for link in self.links if link.kind == kind), None)

@@ -126,6 +126,11 @@ class Normalization(CountedWork):
     channels_last: bool = False
 
     @property
+    def takes_statistics(self) -> bool:
+        """Whether sums over all it normalises come first: statistics of the batch, or those of the gradient."""
+        return self.training or self.direction == "backward"
+
+    @property
     def flops(self) -> int:
         return 8 * self.rows * self.columns
 
@@ -261,7 +266,11 @@ class RadixSort(CountedWork):
 
 @dataclass(frozen=True)
 class Pooling(CountedWork):
-    """Window pooling over (batch, channels, height, width) to (out_height, out_width); NHWC if ``channels_last``."""
+    """Window pooling over (batch, channels, height, width) to (out_height, out_width); NHWC if ``channels_last``.
+
+    The maximum comes with its place, an int64, which PyTorch writes in inference too (``max_pool2d_with_indices``) and
+    the backward pass reads.
+    """
 
     kind: Literal["max", "average"]
     batch: int
@@ -281,15 +290,21 @@ class Pooling(CountedWork):
 
     @property
     def read_bytes(self) -> int:
-        planes = self.batch * self.channels * element_bytes(self.dtype)
-        forward = self.direction == "forward"
-        return planes * (self.height * self.width if forward else self.out_height * self.out_width)
+        return self._image_bytes if self.direction == "forward" else self._result_bytes
 
     @property
     def write_bytes(self) -> int:
-        planes = self.batch * self.channels * element_bytes(self.dtype)
-        forward = self.direction == "forward"
-        return planes * (self.out_height * self.out_width if forward else self.height * self.width)
+        return self._result_bytes if self.direction == "forward" else self._image_bytes
+
+    @property
+    def _image_bytes(self) -> int:
+        return self.batch * self.channels * self.height * self.width * element_bytes(self.dtype)
+
+    @property
+    def _result_bytes(self) -> int:
+        place = element_bytes("int64") if self.kind == "max" else 0
+        made = self.batch * self.channels * self.out_height * self.out_width
+        return made * (element_bytes(self.dtype) + place)
 
 
 @dataclass(frozen=True)

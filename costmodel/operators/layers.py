@@ -110,6 +110,8 @@ class Conv2d(LayerWork):
     ``channels_last``: its tensors lie in memory as NHWC and OHWI, which matters on GPUs alone.
     ``dtype``: ``int8`` is that of a quantised layer: data and result are bytes without a sign, weights with one, sums
     of 32 bits. Scales and zero points are values, and an activation that cuts off is part of how sums are rounded.
+    ``depth``: of a three-dimensional convolution its window along the depth and the planes of its input. It does the
+    work of this one: ``batch`` counts the planes of its output, ``in_channels`` the channels of all planes in a window.
     """
 
     batch: int
@@ -128,6 +130,7 @@ class Conv2d(LayerWork):
     channels_last: bool = False
     # Not shown: which operators of a table fits may read is drawn by how they are written (`split_of`).
     prologue: Prologue | None = field(default=None, repr=False)
+    depth: tuple[int, int] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.in_channels % self.groups or self.out_channels % self.groups:
@@ -168,7 +171,7 @@ class Conv2d(LayerWork):
     @property
     def is_depthwise(self) -> bool:
         """One filter per channel (multiplier 1) and more than one channel."""
-        return self.groups == self.in_channels == self.out_channels and self.groups > 1
+        return self.groups == self.plane_channels == self.out_channels and self.groups > 1
 
     @property
     def is_pointwise(self) -> bool:
@@ -181,8 +184,14 @@ class Conv2d(LayerWork):
         return self.batch * self.out_channels * self.out_height * self.out_width * per_output
 
     @property
+    def plane_channels(self) -> int:
+        """Channels of one plane of the input."""
+        return self.in_channels if self.depth is None else self.in_channels // self.depth[0]
+
+    @property
     def input_bytes(self) -> int:
-        return self.batch * self.in_channels * self.height * self.width * element_bytes(self.dtype)
+        planes = self.batch if self.depth is None else self.depth[1]
+        return planes * self.plane_channels * self.height * self.width * element_bytes(self.dtype)
 
     @property
     def weight_bytes(self) -> int:

@@ -50,7 +50,8 @@ def validate_command(
     ] = None,
     only: Annotated[str, typer.Option(help="Cases whose GPU/case contains this.")] = "",
     section: Annotated[
-        list[str] | None, typer.Option(help="One of training, models, replay, vtrain, vision; repeatable.")
+        list[str] | None,
+        typer.Option(help="One of training, memory, models, replay, dlrm, vtrain, vision; repeatable."),
     ] = None,
     sealed: Annotated[
         bool,

@@ -84,8 +84,8 @@ AttentionOption = Annotated[
 StackOption = Annotated[
     str | None,
     typer.Option(
-        help="Whose kernels a transformer has: huggingface, torchtitan, megatron, te, liger, llm-foundry; default: "
-        "what --recipe says."
+        help="Whose kernels a transformer has: huggingface, torchtitan, megatron, megatron-lm, te, liger, llm-foundry; "
+        "default: what --recipe says."
     ),
 ]
 AdaptersOption = Annotated[

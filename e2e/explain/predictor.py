@@ -16,6 +16,7 @@ from e2e.explain.simulated_step import SimulatedStep
 from e2e.price.collective_pricing import price_collectives
 from e2e.price.contention import kernel_loads, load_on
 from e2e.price.pricing import HostOverheads, as_cuda_graph, price
+from e2e.price.release_spread import OfOlderLibraries
 from e2e.price.speed_band import SpeedBand, StepErrors, slowed
 from e2e.simulate.simulator import SteadyState, simulate, simulate_iterations
 from e2e.simulate.skew import Skew, skewed
@@ -41,6 +42,7 @@ class Setting:
     """The machine and the software stack. ``cost_model``: ``None`` for the fitted models of ``machine``.
 
     ``cuda_graph``: the step is replayed as one CUDA graph. ``compiled``: forward and backward by ``torch.compile``.
+    ``older_libraries``: see :class:`e2e.price.release_spread.OfOlderLibraries`.
     """
 
     machine: Machine
@@ -48,6 +50,12 @@ class Setting:
     cost_model: CostModel | None = None
     cuda_graph: bool = False
     compiled: bool = False
+    older_libraries: bool = False
+
+    def prices(self) -> CostModel:
+        """The cost model of all device work."""
+        model = self.cost_model or gpu_cost_model(self.machine)
+        return OfOlderLibraries(model, self.machine) if self.older_libraries else model
 
 
 @dataclass(frozen=True)
@@ -154,7 +162,7 @@ def priced_graph(
             graph = price_collectives(graph, cluster, _collective_model(cluster), load_on(cluster))
         else:
             graph = price_collectives(graph, cluster, collectives)
-    priced = price(graph, setting.cost_model or gpu_cost_model(setting.machine), setting.overheads)
+    priced = price(graph, setting.prices(), setting.overheads)
     priced = kernel_loads(graph, priced, setting.machine)
     if setting.cuda_graph:
         priced = as_cuda_graph(priced, setting.overheads.seconds("T4", "cudaGraphLaunch"))

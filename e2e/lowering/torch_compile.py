@@ -6,6 +6,8 @@ on any path between them. A fused kernel reads what comes from outside once and 
 products, convolutions and attention stay library calls. In the forward pass sums of up to eight elements are unrolled
 into element-wise code (``unroll_reductions_threshold``), pooling over up to 25 elements is generated code too
 (``torch/_inductor/lowering.py``), and what several operators cast alike is cast once (common subexpressions).
+Batch norm in training, and its gradient, need sums over all pictures before any element is known: a kernel of its own
+reads what leads to them, and the fused kernel reads that again.
 Recomputation in the backward pass, which saves further writes, and templates of Inductor's own for products
 (``max-autotune``) are not modelled.
 
@@ -79,14 +81,15 @@ def compile_rank(rank: RankGraph, trace: OperatorTrace, parts: Mapping[int, obje
         members[node.root].append(node)
     used = _uses(nodes)
     freed = {each for call in trace.calls for each in _integers(call.attributes.get("freed"))}
-    kernels: dict[int, Task | None] = {task.id: None for node in again for task in node.tasks}
-    kernels |= {task.id: _generated_pooling(task) for node in nodes if _is_pooling(node) for task in node.tasks}
+    kernels: dict[int, tuple[Task, ...]] = {task.id: () for node in again for task in node.tasks}
+    kernels |= {task.id: (_generated_pooling(task),) for node in nodes if _is_pooling(node) for task in node.tasks}
     calls = dict(rank.calls)
     for group in members.values():
         if len(group) > 1:
-            kernels |= {task.id: None for node in group for task in node.tasks}
-            last = group[-1].tasks[-1]
-            kernels[last.id] = replace(last, name=_name(group), operators=(_fused(group, used, freed),), kind="kernel")
+            kernels |= {task.id: () for node in group for task in node.tasks}
+            last = replace(group[-1].tasks[-1], name=_name(group), kind="kernel")
+            work: tuple[Reduction | Elementwise, ...] = (*_statistics(group), _fused(group, used, freed))
+            kernels[last.id] = tuple(replace(last, operators=(each,)) for each in work)
             calls[group[-1].call.id] = replace(calls[group[-1].call.id], name=_name(group))
     return _Rewriter(replace(rank, calls=calls), kernels, parts).rewrite()
 
@@ -317,6 +320,24 @@ def _bytes(sizes: Iterable[tuple[int, str]]) -> int:
     return sum(elements * DTYPE_BYTES.get(dtype, 4) for elements, dtype in sizes)
 
 
+def _statistics(group: list[_Node]) -> Iterator[Reduction]:
+    """The sums over whole channels that batch norms in ``group`` wait for: each reads what comes from outside into the
+    chain before it.
+    """
+    leading: dict[tuple[int, int], dict[tuple[int, int], tuple[int, str]]] = {}
+    for node in group:
+        reads = {
+            outside: size
+            for version, known in node.reads.items()
+            for outside, size in leading.get(version, {version: known}).items()
+        }
+        leading |= dict.fromkeys(node.writes, reads)
+        for norm in (each for task in node.tasks for each in task.operators):
+            if isinstance(norm, Normalization) and norm.kind == "batch_norm" and norm.takes_statistics:
+                elements = _bytes(reads.values()) // DTYPE_BYTES[norm.dtype]
+                yield Reduction("statistics", elements, 2 * norm.columns, norm.dtype, not norm.channels_last)
+
+
 def _name(group: list[_Node]) -> str:
     """As Inductor names its kernels: after the operators in it."""
     names = dict.fromkeys(node.call.name.rpartition("::")[2].strip("_") for node in group)
@@ -342,12 +363,12 @@ def _integers(value: object) -> Iterator[int]:
 
 @dataclass
 class _Rewriter:
-    """``kernels``: task -> what is launched in its place (``None``: nothing); others are launched as before. ``parts``:
-    calls that are compiled (``None``: all).
+    """``kernels``: task -> what is launched in its place; others are launched as before. ``parts``: calls that are
+    compiled (``None``: all).
     """
 
     rank: RankGraph
-    kernels: dict[int, Task | None]
+    kernels: dict[int, tuple[Task, ...]]
     parts: Mapping[int, object] | None = None
     tasks: list[Task] = field(default_factory=list)
     called: int = 0  # by generated code
@@ -363,13 +384,13 @@ class _Rewriter:
         for action in actions:
             if isinstance(action, HostWork) and self._is_compiled(action.call):
                 continue
-            task = self._task(action)
-            if open_call is not None and (task is None or task.call != open_call):
+            launched = self._launched(action)
+            if open_call is not None and all(task.call != open_call for task in launched):
                 yield HostWork("T3", open_call)
                 open_call = None
             if not isinstance(action, Launch):
                 yield action
-            elif task is not None:
+            for task in launched:
                 if self._is_compiled(task.call):
                     if task.call == open_call:
                         yield HostWork("T5", open_call)
@@ -379,15 +400,16 @@ class _Rewriter:
                         if task.id not in self.kernels:
                             yield HostWork("T2", task.call)
                             open_call = task.call
+                assert isinstance(action, Launch)
                 yield Launch(len(self.tasks), action.duration)
                 self.tasks.append(replace(task, id=len(self.tasks)))
         if open_call is not None:
             yield HostWork("T3", open_call)
 
-    def _task(self, action: Action) -> Task | None:
+    def _launched(self, action: Action) -> tuple[Task, ...]:
         if not isinstance(action, Launch):
-            return None
-        return self.kernels.get(action.task, self.rank.tasks[action.task])
+            return ()
+        return self.kernels.get(action.task, (self.rank.tasks[action.task],))
 
     def _is_compiled(self, call: int | None) -> bool:
         if call is None or (self.parts is not None and call not in self.parts):

@@ -24,7 +24,6 @@ from typing import Any, TypeVar
 from costmodel.base.staged_files import digest_of
 from costmodel.base.user_folders import user_folder
 from costmodel.base.whole_file import write_whole
-from e2e.price.release_spread import RELEASE_SPREAD
 from e2e.price.speed_band import SPEED_BAND
 
 T = TypeVar("T")
@@ -104,6 +103,6 @@ def digest(record: Mapping[str, Any]) -> str:
 def _program() -> list[str]:
     root = Path(__file__).parents[2]
     files = [path for package in ("costmodel", "e2e") for path in (root / package).rglob("*") if path.is_file()]
-    # Intervals: what is kept does not depend on them.
-    kept = [path for path in files if path.suffix != ".pyc" and path not in (SPEED_BAND, RELEASE_SPREAD)]
+    # What is kept does not depend on the band, or has its width in the key.
+    kept = [path for path in files if path.suffix != ".pyc" and path != SPEED_BAND]
     return [digest_of(kept), version("torch"), version("transformers")]

@@ -4,35 +4,81 @@ Tables of products and attention on tensor cores are of 2025 and 2026. What a st
 known of few kernels and of no whole step besides those that predictions are judged by. Of image models it is: timm's
 results hold a thousand on one card under PyTorch 2.4 with CUDA 12.4 and again under 2.9 with 12.8. The half interval,
 in log units, that holds 80 % of these is what a step's interval is wider by if its libraries are told to be older
-(``older_libraries`` of :class:`e2e.capture.models.stacks.Stack`). The prediction itself stays: which kernels would be
-slower is not known, nor whether two years change more than one.
+(``older_libraries`` of :class:`e2e.capture.models.stacks.Stack`).
 
-costmodel/calibration/release_spread.json    the half interval, the pairs and the files they are from; written by
-                                             ``python -m e2e.validate.fit_release_spread``
+The time itself moves for one kind of kernel, whose older times are known: products in 16 bits on Hopper. Libraries of
+the chip's first year (CUDA 12.1) had not been tuned to it: Vidur's H100 takes 1.3 times as long for products of 10 us
+and 1.05 times for those of 3 ms as LLMServingSim's with libraries of 2025. On A100, three years old by then, no such
+difference is seen. How older kernels of other kinds differ is not known.
+
+costmodel/calibration/release_spread.json    the half interval, the pairs, what products took, and the files all are
+                                             from; written by ``python -m e2e.validate.fit_release_spread``
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
+
 from costmodel.base.errors import InputError
+from costmodel.machines.machine_records import Machine
+from costmodel.model.cost_model import CostModel, Estimate
+from costmodel.operators.any_operator import AnyOperator
+from costmodel.operators.device_work import Gemm
 
 RELEASE_SPREAD = Path(__file__).parents[2] / "costmodel" / "calibration" / "release_spread.json"
 FIT_COMMAND = "python -m e2e.validate.fit_release_spread"
 OLDER_NOTE = (
-    "the libraries of this stack are older than those that kernels were measured with: its interval is wider by what "
-    "whole steps change from release to release"
+    "the libraries of this stack are older than those that kernels were measured with: products on Hopper take as long "
+    "as such libraries took, and the interval is wider by what whole steps change from release to release"
 )
+UNTUNED = "hopper"  # chips that libraries of 2023 were not yet tuned to
+
+
+def release_spread(path: Path = RELEASE_SPREAD) -> float:
+    """The half interval in ``path``, log units; 0 without the file. ``InputError`` names a corrupt one."""
+    return _read(path)[0]
+
+
+class OfOlderLibraries(CostModel):
+    """``newer``, with products that take as long as they did with libraries that were new when ``machine`` was."""
+
+    def __init__(self, newer: CostModel, machine: Machine, path: Path = RELEASE_SPREAD) -> None:
+        _, self._seconds, self._logs = _read(path)
+        self._newer = newer
+        self._untuned = machine.chip().architecture == UNTUNED and len(self._seconds) > 0
+
+    def estimate(self, operators: Sequence[AnyOperator]) -> list[Estimate]:
+        found = self._newer.estimate(operators)
+        return [self._older(each, known) for each, known in zip(operators, found, strict=True)]
+
+    def settle(self, estimates: Sequence[Estimate], counts: Sequence[int]) -> list[Estimate]:
+        return self._newer.settle(estimates, counts)
+
+    def _older(self, operator: AnyOperator, known: Estimate) -> Estimate:
+        if not (self._untuned and isinstance(operator, Gemm) and operator.dtype in ("bfloat16", "float16")):
+            return known
+        factor = float(np.exp(np.interp(np.log(known.seconds), np.log(self._seconds), self._logs)))
+        return replace(known, seconds=factor * known.seconds, lower=factor * known.lower, upper=factor * known.upper)
 
 
 @lru_cache(maxsize=4)
-def release_spread(path: Path = RELEASE_SPREAD) -> float:
-    """The half interval in ``path``, log units; 0 without the file. ``InputError`` names a corrupt one."""
+def _read(path: Path) -> tuple[float, tuple[float, ...], tuple[float, ...]]:
+    """The half interval, and by how much (log units) products of so many seconds were slower."""
     if not path.exists():
-        return 0.0
+        return 0.0, (), ()
     try:
-        return float(json.loads(path.read_text(encoding="utf-8"))["spread"])
+        record = json.loads(path.read_text(encoding="utf-8"))
+        older = record["older_products"]
+        seconds, logs = (tuple(map(float, older[name])) for name in ("seconds", "logs"))
+        if len(seconds) != len(logs) or not all(0 < one < other for one, other in pairwise(seconds)):
+            raise ValueError("the seconds of products do not ascend")
+        return float(record["spread"]), seconds, logs
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path}: not a spread of releases ({error!r}); write it anew: {FIT_COMMAND}") from None

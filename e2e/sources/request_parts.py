@@ -70,6 +70,7 @@ def setting_of(configuration: ConfigurationOptions, machine: Machine) -> Setting
         load_overheads(configuration.overheads, machine.chip().architecture),
         cuda_graph=configuration.cuda_graph,
         compiled=configuration.compiled,
+        older_libraries=stack_of(configuration.stack).older_libraries,
     )
 
 

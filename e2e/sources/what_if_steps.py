@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 from costmodel.base.errors import InputError
 from costmodel.collectives import collective_cost_model
-from costmodel.gpu.factory import gpu_cost_model
 from costmodel.machines.cluster import load_cluster
 from costmodel.model.cost_model import CostModel
 from e2e.capture.script import taken_names
@@ -108,8 +107,7 @@ class WhatIfSteps:
     step: PreparedStep
 
     def __post_init__(self) -> None:
-        machine = self.step.setting.machine
-        self._estimates = Estimates(self.step.setting.cost_model or gpu_cost_model(machine))
+        self._estimates = Estimates(self.step.setting.prices())
         self._alone: dict[Change, PreparedStep] = {}
 
     def questions(self) -> list[WhatIf]:

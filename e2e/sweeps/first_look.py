@@ -17,6 +17,7 @@ from e2e.parallelism.spec import ParallelSpec
 from e2e.sources.recipes import TrainingRecipe, recipe_of
 from e2e.step.choices import Dtype
 from e2e.step.memory import EXPERT_DIMENSIONS
+from e2e.step.memory_room import memory_room, verdict
 from e2e.sweeps.sweep_space import EXPERT_KEYS, LONGEST_DEFAULT, SweepCell, SweepRequest
 
 # Share of the datasheet's rate that large products and attention of a training step reach, as published steps do.
@@ -100,7 +101,8 @@ def first_look(
     kept = tokens * element * sizes.layers / spec.pp * min(spec.pp, spec.micro_batches)
     needed = state + kept * sizes.width
     whole = state + kept * (_KEPT_WIDTHS * sizes.width + _KEPT_INNER * sizes.inner) / 2
-    again = 4 / 3 if whole > cluster.machine.memory[-1].capacity_bytes or spec.recompute == "full" else 1.0
+    fits = verdict(int(whole), memory_room(cluster.machine)) != "does not fit"
+    again = 4 / 3 if not fits or spec.recompute == "full" else 1.0
     return FirstLook(_seconds(sizes, spec, batch_size, length, cluster, parameters, again, element), needed)
 
 
@@ -180,7 +182,7 @@ def promising(request: SweepRequest, cells: Sequence[SweepCell], most: int) -> P
         look = first_look(
             sizes, cell.parallel, cell.batch_size or request.samples, length, cluster, recipe, request.dtype
         )
-        if look.bytes > cluster.machine.memory[-1].capacity_bytes:
+        if verdict(int(look.bytes), memory_room(cluster.machine)) == "does not fit":
             too_large += 1
         else:
             looks[where].append((look.seconds, place, cell))

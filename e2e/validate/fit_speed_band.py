@@ -28,7 +28,7 @@ from costmodel.base.whole_file import write_whole
 from costmodel.datasets.data_folder import data_folder, digest
 from e2e.price.speed_band import FIT_COMMAND, SPEED_BAND, SpeedBand, StepErrors, band_record
 from e2e.validate.training_requests import BF16, AskedStep
-from e2e.validate.training_rows import TRAINING_FILE, read_training_rows
+from e2e.validate.training_rows import TRAINING_FILE, TrainingRow, read_training_rows
 from e2e.validate.training_runs import PredictedStep
 
 WIDTHS = np.linspace(0.0, 0.3, 601)
@@ -47,10 +47,13 @@ class BareStep(NamedTuple):
 
     @property
     def teaches(self) -> bool:
-        """Whether the band is fitted to such steps: dense models in 16 bits, of several GPUs, not held out."""
-        row = self.asked.row
-        known = row.precision.lower() in BF16 and row.gpus > 1 and row.ep <= 1
-        return known and not row.held_out
+        """Whether the band is fitted to such steps."""
+        return teaches(self.asked.row)
+
+
+def teaches(row: TrainingRow) -> bool:
+    """Whether the band is fitted to such rows: dense models in 16 bits, of several GPUs, not held out."""
+    return row.precision.lower() in BF16 and row.gpus > 1 and row.ep <= 1 and not row.held_out
 
 
 def fit_speed_band(steps: Sequence[BareStep]) -> SpeedBand | None:
@@ -120,7 +123,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     asked = parser.parse_args(arguments)
     try:
         data = data_folder(asked.data)
-        steps, _, failed = predicted_steps(read_training_rows(data))
+        rows = [row for row in read_training_rows(data) if teaches(row)]
+        steps, _, failed = predicted_steps(rows, banded=False)
         band = fit_speed_band(steps)
         if band is None:
             raise InputError(

@@ -151,8 +151,11 @@ class AskedStep:
     @property
     def attention(self) -> AttentionForm:
         """The kernel of attention that ran: llm-foundry's is Triton's FlashAttention 1; Transformer Engine takes
-        cuDNN's on Hopper and FlashAttention 2 before; torchtitan's PyTorch of 2024 has FlashAttention 2.
+        cuDNN's on Hopper and FlashAttention 2 before; torchtitan's PyTorch of 2024 has FlashAttention 2. Megatron-LM's
+        tests write it out, but for sequences that are shared.
         """
+        if self.row.family == "Megatron-LM" and self.spec.cp == 1:
+            return "eager"
         if self.row.family == "llm-foundry":
             return "flash1"
         return "flash2" if self.row.family == "torchtitan" or "a100" in self.row.gpu else "cudnn"

@@ -80,28 +80,32 @@ class PredictedStep:
         return deviations.around(self.seconds, self.host_seconds, self.host_factor, errors)
 
 
-def predict_steps(steps: Sequence[AskedStep], kept: Path, workers: int | None = None) -> Iterator[PredictedStep]:
+def predict_steps(
+    steps: Sequence[AskedStep], kept: Path, workers: int | None = None, *, banded: bool = True
+) -> Iterator[PredictedStep]:
     """Of every step, in their order. ``kept``: a folder of one's own for captures and answers of this program as it is;
-    ``workers``: processes (``None``: as many as there are cores).
+    ``workers``: processes (``None``: as many as there are cores); ``banded``: with the band of speeds too.
     """
     from e2e.sweeps.workers import each_in_processes
 
-    found = {place: answer for place, step in enumerate(steps) if (answer := _known(step, kept)) is not None}
-    missing = {place: (step, kept) for place, step in enumerate(steps) if place not in found}
+    known = ((place, _known(step, kept, banded)) for place, step in enumerate(steps))
+    found = {place: answer for place, answer in known if answer is not None}
+    missing = {place: (step, kept, banded) for place, step in enumerate(steps) if place not in found}
     for place, answer in each_in_processes(predict_step, missing, workers or usable_cores()):
         found[place] = answer
     for place in range(len(steps)):
         yield found.get(place, PredictedStep(failure="its process died, most likely for lack of memory"))
 
 
-def predict_step(task: tuple[AskedStep, Path]) -> PredictedStep:
+def predict_step(task: tuple[AskedStep, Path, bool]) -> PredictedStep:
     """The prediction of one step, as ``python -m e2e predict`` makes it; kept in the folder of ``task``."""
-    step, kept = task
+    step, kept, banded = task
     try:
-        answer = _predicted(step, kept)
+        bare = _known(step, kept, False) or _predicted(step, kept)
+        answer = _with_band(bare, step, kept) if banded and bare.failure is None else bare
     except ProjectError as error:
         answer = PredictedStep(failure=str(error))
-    path = kept / f"{_key(step)}.json"
+    path = kept / f"{_key(step, banded)}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(vars(answer)).encode())
     return answer
@@ -145,19 +149,6 @@ def _predicted(step: AskedStep, kept: Path) -> PredictedStep:
     ready = prepared(step, kept)
     answer = run(replace(ready, band=None))
     found, deviations = answer.prediction, path_deviations(answer.graph, answer.path)
-    band = left_out_band(step.row.family)
-    lost = 0.0 if band is None else band.slowdown(step.row.gpus)
-    banded = None
-    if band is not None and lost:
-        again = run(replace(ready, band=band))
-        slower = path_deviations(again.graph, again.path)
-        banded = {
-            "seconds": again.prediction.iteration_seconds,
-            "below": dict(slower.below),
-            "above": dict(slower.above),
-            "taken": dict(slower.taken),
-            "host_seconds": again.path.host_bound_fraction * again.path.seconds,
-        }
     return PredictedStep(
         found.iteration_seconds,
         found.interval_seconds,
@@ -174,9 +165,27 @@ def _predicted(step: AskedStep, kept: Path) -> PredictedStep:
         chip=chip_name(ready.setting.machine),
         allocated_bytes=max((rank.allocated_bytes for rank in found.ranks if rank.allocated_bytes), default=None),
         warnings=list(found.warnings),
-        lost=lost,
-        banded=banded,
     )
+
+
+def _with_band(bare: PredictedStep, step: AskedStep, kept: Path) -> PredictedStep:
+    """``bare`` and the same step simulated with the band that saw nothing of its source."""
+    from e2e.sources.prepared_step import run
+
+    band = left_out_band(step.row.family)
+    lost = 0.0 if band is None else band.slowdown(step.row.gpus)
+    if not lost:
+        return bare
+    again = run(replace(prepared(step, kept), band=band))
+    slower = path_deviations(again.graph, again.path)
+    banded = {
+        "seconds": again.prediction.iteration_seconds,
+        "below": dict(slower.below),
+        "above": dict(slower.above),
+        "taken": dict(slower.taken),
+        "host_seconds": again.path.host_bound_fraction * again.path.seconds,
+    }
+    return replace(bare, lost=lost, banded=banded)
 
 
 def left_out_band(source: str) -> SpeedBand | None:
@@ -198,15 +207,15 @@ def _configuration(step: AskedStep, kept: Path) -> Path:
     return path
 
 
-def _key(step: AskedStep) -> str:
-    band = left_out_band(step.row.family)
+def _key(step: AskedStep, banded: bool) -> str:
+    band = left_out_band(step.row.family) if banded else None
     record: dict[str, Any] = {"step": str(step), "width": None if band is None else band.width}
     return f"step-{digest(record)}"
 
 
-def _known(step: AskedStep, kept: Path) -> PredictedStep | None:
+def _known(step: AskedStep, kept: Path, banded: bool) -> PredictedStep | None:
     try:
-        record = json.loads((kept / f"{_key(step)}.json").read_text(encoding="utf-8"))
+        record = json.loads((kept / f"{_key(step, banded)}.json").read_text(encoding="utf-8"))
         return PredictedStep(**{**record, "interval_seconds": tuple(record["interval_seconds"])})
     except (OSError, ValueError, TypeError, KeyError):
         return None

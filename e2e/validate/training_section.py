@@ -273,15 +273,17 @@ def _shipped_bands(steps: Sequence[BareStep]) -> dict[str, SpeedBand | None]:
 
 
 def predicted_steps(
-    rows: Sequence[TrainingRow], only: str = ""
+    rows: Sequence[TrainingRow], only: str = "", *, banded: bool = True
 ) -> tuple[list[BareStep], dict[str, str], dict[str, str]]:
-    """The chosen rows with what is predicted; row -> why it is not asked; row -> what ``predict`` said instead."""
+    """The chosen rows with what is predicted; row -> why it is not asked; row -> what ``predict`` said instead.
+    ``banded``: with the band of speeds too.
+    """
     chosen = [row for row in rows if only in f"{row.gpu}/{row.name}"]
     asked = [(row, asked_step(row)) for row in chosen]
     steps = [step for _, step in asked if isinstance(step, AskedStep)]
     left_out = {f"{row.gpu}/{row.name}": step for row, step in asked if isinstance(step, str)}
     found, failed = [], {}
-    for step, answer in zip(steps, predict_steps(steps, answers_folder()), strict=True):
+    for step, answer in zip(steps, predict_steps(steps, answers_folder(), banded=banded), strict=True):
         if answer.failure is None:
             found.append(BareStep(step, answer))
         else:

@@ -93,7 +93,7 @@ def _sealed(data: Path, only: str, names: Sequence[str]) -> dict[str, Section]:
 def _is_there(section: str, data: Path) -> bool:
     from e2e.validate.training_rows import TRAINING_FILE
 
-    return section != "training" or (data / TRAINING_FILE).exists()
+    return section not in ("training", "memory") or (data / TRAINING_FILE).exists()
 
 
 def _models(data: Path, only: str) -> Section | None:
@@ -145,8 +145,15 @@ def _vision(data: Path, only: str) -> Section | None:
     return vision_section(data, only)
 
 
+def _memory(data: Path, only: str) -> Section | None:
+    from e2e.validate.memory_section import memory_section
+
+    return memory_section(data, only)
+
+
 SECTIONS: dict[str, Callable[[Path, str], Section | None]] = {
     "training": _training,
+    "memory": _memory,
     "models": _models,
     "replay": _replay,
     "dlrm": _jobs,

@@ -14,14 +14,8 @@ def test_there_are_some():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.thorough if name == "tvm-pipeline" else ())
-        for name in TUTORIALS
-        if uses("fusion", name)
-    ],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", [name for name in TUTORIALS if uses("fusion", name)])
 def test_the_commands_of_a_tutorial_print_what_it_shows(name: str, tmp_path: Path):
     require("fusion", name)
     if uses("g++", name) and shutil.which("g++") is None:

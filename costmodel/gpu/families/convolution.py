@@ -108,7 +108,7 @@ def _winograd_applies(operator: Conv2d | ConvolutionBackward, machine: Machine) 
         return False
     conv = operator if isinstance(operator, Conv2d) else operator.forward
     plain = conv.kernel == (3, 3) and conv.stride == (1, 1) and conv.dilation == (1, 1) and conv.groups == 1
-    return plain and not uses_tensor_cores(machine, conv.dtype)
+    return plain and conv.depth is None and not uses_tensor_cores(machine, conv.dtype)
 
 
 def _winograd(operators: Sequence[Conv2d | ConvolutionBackward], convs: Sequence[Conv2d], machine: Machine) -> Triple:

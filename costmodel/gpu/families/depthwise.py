@@ -30,7 +30,8 @@ def asks_cudnn(conv: Conv2d) -> bool:
     """Whether PyTorch has cuDNN compute the depthwise ``conv`` and its gradients, rather than its own kernels."""
     if conv.channels_last:
         return True
-    if conv.dtype != "float16" or conv.dilation != (1, 1) or conv.in_channels < _CUDNN_CHANNELS:
+    plane = conv.depth is None and conv.dilation == (1, 1)
+    if conv.dtype != "float16" or not plane or conv.in_channels < _CUDNN_CHANNELS:
         return False
     stride = conv.stride[1]
     if conv.height == 1 and stride == 1:
@@ -55,8 +56,8 @@ def own_gradient_seconds(conv: Conv2d, machine: Machine) -> float:
     Of a window's passes over the tensors the first finds them in DRAM, the others, which run beside it, in L2.
     """
     chip = machine.chip()
-    window = conv.kernel[0] * conv.kernel[1]
+    window = conv.kernel[0] * conv.kernel[1] * (1 if conv.depth is None else conv.depth[0])
     resident = chip.sm_count * (chip.max_threads // (_GRADIENT_WARPS * _WARP))
-    waves = max(conv.in_channels * window / resident, 1.0)
+    waves = max(conv.plane_channels * window / resident, 1.0)
     loads = conv.batch / min(_GRADIENT_WARPS, conv.batch) * -(-conv.out_height * conv.out_width // _WARP)
     return waves * loads * (latency(machine, 1) + (window - 1) * latency(machine, 0)) / window

@@ -42,14 +42,11 @@ Grade = Literal["measured", "dtype", "kind", "unknown"]
 @runtime_checkable
 class Gridded(Protocol):
     """A family whose tables are grids of sizes, so that a lattice (:mod:`costmodel.gpu.residuals.lattice`) holds what
-    was learned of it.
+    was learned of it. ``axes``: the points that it has even where no table has rows.
     """
 
     name: str
     axes: tuple[np.ndarray, ...]
-
-    def holds(self, operator: Any) -> bool:
-        """Whether the lattice says how long ``operator`` takes at least."""
 
     def sizes(self, operators: Sequence[Any]) -> np.ndarray:
         """Sizes (operators, axes) of the one kernel that does no more than each of ``operators``."""

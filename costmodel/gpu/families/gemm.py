@@ -246,11 +246,7 @@ def simt_tiles(machine: Machine, batched: bool) -> tuple[Tile, ...]:
     return SIMT_TILES.get(machine.chip().architecture, SIMT_TILES["ampere"])[batched]
 
 
-# Columns and depths of the tables, and the dtype of their rows.
-_WIDTHS = (
-    *(32, 64, 128, 256, 512, 768, 1024, 1536, 2048, 2560, 3072, 3584, 4096, 5120, 6144, 7168, 8192, 10240, 12288),
-    *(16384, 51200, 65536),
-)
+_WIDTHS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 65536)
 _GRID_DTYPE = "bfloat16"
 
 
@@ -281,15 +277,7 @@ class TensorGemm(Family[Gemm]):
     """Products in TF32, FP16 or BF16 on the tensor cores."""
 
     name = "gemm-tensor"
-    # Rows as the finest table has them, thinned; one more than a multiple of a tile begins the next one.
-    axes = axes_of(
-        (
-            *(1, 2, 4, 8, 16, 17, 32, 33, 48, 64, 65, 96, 128, 129, 192, 193, 256, 257, 384, 512, 513, 768, 769, 1024),
-            *(1025, 1280, 1536, 1792, 2048, 2304, 2560, 3072, 3584, 4096, 4352, 8192, 16384, 32768),
-        ),
-        _WIDTHS,
-        _WIDTHS,
-    )
+    axes = axes_of((1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768), _WIDTHS, _WIDTHS)
 
     def analyse(self, operators: Sequence[Gemm], machine: Machine) -> KernelAnalysis:
         products = products_of(operators, machine)
@@ -297,9 +285,6 @@ class TensorGemm(Family[Gemm]):
         seconds, terms, features = analyse_products(products, TENSOR_TILES, machine)
         more = accumulating_seconds(operators, machine)
         return KernelAnalysis(seconds + more, {**terms, "memory:DRAM": terms["memory:DRAM"] + more}, features)
-
-    def holds(self, operator: Gemm) -> bool:
-        return operator.dtype in ("bfloat16", "float16")
 
     def sizes(self, operators: Sequence[Gemm]) -> np.ndarray:
         # Several products have the work of one of all their rows, and read and write no less.

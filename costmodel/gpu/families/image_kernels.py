@@ -18,15 +18,13 @@ import numpy as np
 
 from costmodel.gpu.families.family import Family, KernelAnalysis
 from costmodel.gpu.families.inverted_shares import InvertedShares, inverted_shares, layout_name
-from costmodel.gpu.families.memory_bound import memory_analysis
-from costmodel.gpu.families.rates import dram_bandwidth, latency
+from costmodel.gpu.families.memory_bound import block_share, memory_analysis
 from costmodel.machines.machine_records import Machine
 from costmodel.operators.device_work import Normalization, Pooling
 
 ImageOperator = Normalization | Pooling
 # Further readings of the input: of the statistics; of x and dy by the kernel of the input's gradient.
 _STATISTICS_AGAIN, _BACKWARD_AGAIN = 1.0, 1.0
-_BLOCK_BYTES = 1024 * 16  # that a block of 1,024 threads has on their way, 16 bytes each
 
 
 class ImageKernels(Family[ImageOperator]):
@@ -53,13 +51,7 @@ def plain_image_analysis(operators: Sequence[ImageOperator], machine: Machine) -
     """Analysis of ``operators`` before any factor."""
     traffic = np.array([_traffic(each) for each in operators], dtype=float)
     flops = np.array([each.flops for each in operators], dtype=float)
-    return memory_analysis(traffic / _busy_share(operators, machine), flops, machine)
-
-
-def _busy_share(operators: Sequence[ImageOperator], machine: Machine) -> np.ndarray:
-    """Share of the DRAM bandwidth that the blocks of each kernel can ask for."""
-    channels = np.array([_blocks(each) for each in operators])
-    return np.minimum(channels * _BLOCK_BYTES / latency(machine, 1) / dram_bandwidth(machine), 1.0)
+    return memory_analysis(traffic / block_share([_blocks(each) for each in operators], machine), flops, machine)
 
 
 def _blocks(operator: ImageOperator) -> float:
@@ -74,7 +66,7 @@ def image_class(operator: ImageOperator) -> str:
     layout = layout_name(operator.channels_last)
     if isinstance(operator, Pooling):
         return f"{operator.kind}-pooling {operator.direction} {layout}"
-    how = "" if operator.training or operator.direction == "backward" else " evaluation"
+    how = "" if operator.takes_statistics else " evaluation"
     return f"batch-norm {operator.direction}{how} {layout}"
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from costmodel.gpu.families.family import Family, Grade, KernelAnalysis, safe_log2
-from costmodel.gpu.families.rates import dram_bandwidth, kernel_floor, l2_bandwidth, l2_bytes, vector_rate
+from costmodel.gpu.families.rates import dram_bandwidth, kernel_floor, l2_bandwidth, l2_bytes, latency, vector_rate
 from costmodel.machines.machine_records import Machine
 from costmodel.operators.device_work import Elementwise, Loss, MemoryCopy, OptimizerStep, Rearrangement, Reduction
 from costmodel.operators.layers import Pool2d, element_bytes
@@ -31,6 +31,7 @@ _OWN_KERNELS = ("rotary", "silu_mul", "fused")
 _STRIDED_REDUCTION = 1.3
 # Loss kernels of PyTorch give each row to one thread or warp; log-softmax is priced apart.
 _LOSS_PASSES = 1.5
+_BLOCK_BYTES = 1024 * 16  # that a block of 1,024 threads has on their way, 16 bytes each
 
 
 MemoryBoundOperator = Elementwise | Reduction | Rearrangement | OptimizerStep | Loss | Pool2d | MemoryCopy
@@ -46,6 +47,7 @@ class MemoryBound(Family[MemoryBoundOperator]):
 
     def analyse(self, operators: Sequence[MemoryBoundOperator], machine: Machine) -> KernelAnalysis:
         traffic = np.array([_traffic(each) + _lost_sectors(each, machine) for each in operators], dtype=float)
+        traffic /= block_share([_blocks(each) for each in operators], machine)
         flops = np.array([each.flops for each in operators], dtype=float)
         return memory_analysis(traffic, flops, machine)
 
@@ -77,6 +79,20 @@ def memory_analysis(traffic: np.ndarray, flops: np.ndarray, machine: Machine) ->
     seconds = np.maximum(np.maximum(dram, terms["memory:L2"]), terms["compute"]) + floor
     features = {"seconds": safe_log2(seconds), "l2_fill": safe_log2(traffic / l2_bytes(machine))}
     return KernelAnalysis(seconds, terms, features)
+
+
+def block_share(blocks: Sequence[float], machine: Machine) -> np.ndarray:
+    """Share of the DRAM bandwidth that kernels of so many ``blocks`` of threads can ask for (Little's law)."""
+    asked = np.array(blocks, dtype=float) * _BLOCK_BYTES / latency(machine, 1)
+    return np.minimum(asked / dram_bandwidth(machine), 1.0)
+
+
+def _blocks(operator: MemoryBoundOperator) -> float:
+    """Blocks of 1,024 threads of a kernel that gives half of one to each pair of moments (``RowwiseMoments`` of
+    group_norm_kernel.cu); of the others more than enough.
+    """
+    moments = isinstance(operator, Reduction) and operator.kind == "moments"
+    return operator.outputs / 4 if moments else np.inf  # type: ignore[union-attr]
 
 
 def _traffic(operator: MemoryBoundOperator) -> float:

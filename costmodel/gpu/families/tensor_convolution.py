@@ -151,7 +151,7 @@ def convolution_class(operator: AnyConvolution) -> str:
 def turning_class(operator: AnyConvolution) -> str:
     """The class of the kernels that turn operands around, by kind and direction."""
     conv = _forward(operator)
-    kind = "pointwise" if conv.kernel == (1, 1) else "spatial"
+    kind = "pointwise" if conv.kernel == (1, 1) and _depth(conv) == 1 else "spatial"
     return f"{TURNING} {kind} {_direction(operator)}"
 
 
@@ -164,12 +164,12 @@ def _direction(operator: AnyConvolution) -> str:
 
 
 def _kind(conv: Conv2d) -> str:
-    window = max(conv.kernel)
+    window = max(*conv.kernel, _depth(conv))
     if conv.is_depthwise:
         return f"depthwise-{_next(window, _WINDOWS)}" + ("-strided" if conv.stride[0] > 1 else "")
     if conv.groups > 1:
-        return f"grouped-{_next(conv.in_channels // conv.groups, _WIDTHS)}"
-    if conv.in_channels <= _STEM_CHANNELS:
+        return f"grouped-{_next(conv.plane_channels // conv.groups, _WIDTHS)}"
+    if conv.plane_channels <= _STEM_CHANNELS:
         return "stem"
     return "pointwise" if window == 1 else "spatial"
 
@@ -185,14 +185,14 @@ def _is_direct(operator: AnyConvolution) -> bool:
     conv = _forward(operator)
     if _direction(operator) != "weight" or conv.groups == 1 or conv.is_depthwise:
         return False
-    width = conv.in_channels // conv.groups
+    width = conv.plane_channels // conv.groups
     alike = width == conv.out_channels // conv.groups and width in _GROUPED_WIDTHS
-    return not (alike and conv.in_channels % _GROUPED_STEPS[not conv.channels_last] == 0)
+    return not (alike and conv.plane_channels % _GROUPED_STEPS[not conv.channels_last] == 0)
 
 
 def _direct_flops(conv: Conv2d) -> float:
     """Flops of the padded width: half of a tile's, as no product needs both of its sides filled."""
-    width = conv.in_channels // conv.groups
+    width = conv.plane_channels // conv.groups
     padded = width if width <= _DIRECT_NARROW else -(-width // _DIRECT_TILE) * _DIRECT_TILE // 2
     return conv.flops * (padded if conv.channels_last else _DIRECT_NCHW) / width
 
@@ -245,8 +245,8 @@ def _padded_shape(operator: AnyConvolution) -> tuple[int, int, int, int]:
     conv = _forward(operator)
     step = _ALIGNMENT_BYTES // element_bytes(conv.dtype)
     pixels = conv.batch * conv.out_height * conv.out_width
-    taps = conv.kernel[0] * conv.kernel[1]
-    inputs = _multiple(conv.in_channels // conv.groups, step)
+    taps = conv.kernel[0] * conv.kernel[1] * _depth(conv)
+    inputs = _multiple(conv.plane_channels // conv.groups, step)
     outputs = _multiple(conv.out_channels // conv.groups, step)
     groups = conv.groups
     if groups > 1:
@@ -257,8 +257,14 @@ def _padded_shape(operator: AnyConvolution) -> tuple[int, int, int, int]:
         return groups, pixels, outputs, inputs * taps
     if _direction(operator) == "weight":
         return groups, outputs, inputs * taps, pixels
-    steps = conv.stride[0] * conv.stride[1]
-    return groups, conv.batch * conv.height * conv.width, inputs, max(outputs * taps // steps, 1)
+    planes = conv.batch if conv.depth is None else conv.depth[1]
+    steps = conv.stride[0] * conv.stride[1] * planes / conv.batch
+    return groups, planes * conv.height * conv.width, inputs, max(int(outputs * taps / steps), 1)
+
+
+def _depth(conv: Conv2d) -> int:
+    """The window of ``conv`` along the depth; 1 of two dimensions."""
+    return 1 if conv.depth is None else conv.depth[0]
 
 
 def _multiple(channels: int, step: int) -> int:

@@ -2,9 +2,8 @@
 
 Trees answer in steps, and what they add to a model that rises with a size may make the whole fall. So where tables are
 grids of sizes, trees are asked at the points of a lattice alone. There their answers are moved by as little as makes
-them rise with every size, and the seconds between are
-interpolated linearly in the sizes, which is exact for arithmetic, for traffic and for a fixed cost. Beyond the last
-point the rate of that point holds.
+them rise with every size, and the seconds between are interpolated linearly in the sizes, which is exact for
+arithmetic, for traffic and for a fixed cost. Beyond the last point the rate of that point holds.
 """
 
 from __future__ import annotations
@@ -66,27 +65,15 @@ def rising(seconds: np.ndarray) -> np.ndarray:
 
     One axis after the other, as Dykstra (1983) projects onto several convex sets, then raised by what is left.
     """
+    from scipy.optimize import isotonic_regression
+
     logs, owed = np.log(seconds), [np.zeros(seconds.shape) for _ in range(seconds.ndim)]
     for _ in range(_ROUNDS):
         for axis in range(seconds.ndim):
             wanted = logs + owed[axis]
-            logs = np.moveaxis(_isotonic(np.moveaxis(wanted, axis, -1)), -1, axis)
+            logs = np.apply_along_axis(lambda row: isotonic_regression(row).x, axis, wanted)
             owed[axis] = wanted - logs
     return raised(np.exp(logs))
-
-
-def _isotonic(rows: np.ndarray) -> np.ndarray:
-    """Of each row (last axis) the nearest one that does not fall: at i the largest over j <= i of the least mean of
-    j ... k over k >= i.
-    """
-    length = rows.shape[-1]
-    sums = np.concatenate([np.zeros((*rows.shape[:-1], 1)), np.cumsum(rows, axis=-1)], axis=-1)
-    found = np.full(rows.shape, -np.inf)
-    for first in range(length):
-        means = (sums[..., first + 1 :] - sums[..., first : first + 1]) / np.arange(1, length - first + 1)
-        least = np.flip(np.minimum.accumulate(np.flip(means, -1), axis=-1), -1)
-        found[..., first:] = np.maximum(found[..., first:], least)
-    return found
 
 
 def to_record(lattice: Lattice) -> dict[str, Any]:

@@ -121,6 +121,27 @@ class FusedCrossEntropy(torch.autograd.Function):
         return scores, None
 
 
+class WideCrossEntropy(torch.autograd.Function):
+    """Losses (tokens,) by PyTorch's operators in place of one FP32 copy of the scores (tokens, words), which becomes
+    their gradient (``_VocabParallelCrossEntropy`` of Megatron-Core's tensor_parallel/cross_entropy.py)."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        wide = scores.float()
+        wide.sub_(wide.amax(-1, keepdim=True))
+        chosen = wide.gather(1, labels.unsqueeze(1)).squeeze(1)
+        total = wide.exp_().sum(-1)
+        ctx.save_for_backward(wide.div_(total.unsqueeze(1)), labels)
+        ctx.dtype = scores.dtype
+        return total.log() - chosen
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        wide, labels = ctx.saved_tensors
+        wide.scatter_add_(1, labels.unsqueeze(1), wide.new_full((len(labels), 1), -1.0))
+        return wide.mul_(gradients[0].unsqueeze(1)).to(ctx.dtype), None
+
+
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Head and loss together, a few tokens at a time, with the gradients made in the forward pass
     (``LigerFusedLinearCrossEntropyFunction``): the scores of all tokens are never there."""

@@ -25,17 +25,19 @@ from e2e.capture.models.stack_kernels import (
     Rotary,
     SplitColumns,
     SquaredRelu,
+    WideCrossEntropy,
 )
 from e2e.step.choices import OptimizerForm
 
-Loss = Literal["plain", "fused", "chunked"]
+Loss = Literal["plain", "fused", "wide", "chunked"]
 
 
 @dataclass(frozen=True)
 class Stack:
     """``fused``: norms, rotary embeddings and activations of the MLP are one kernel each way. ``packed``: queries, keys
     and values are one product, gate and up another. ``loss``: cross entropy as PyTorch has it, in one kernel each way,
-    or together with the head and a few tokens at a time. ``fused_optimizer``: one kernel, instead of PyTorch's default.
+    in one FP32 copy of the scores, or together with the head and a few tokens at a time. ``fused_optimizer``: one
+    kernel, instead of PyTorch's default.
     ``accumulates``: products of weight gradients add to what is there, in FP32. ``metrics``: so many more cross
     entropies of every micro-batch, forward in FP32, that the trainer reports. ``stops_early``: a recomputed layer stops
     where nothing more is needed. ``by_expert``: products of a mixture of experts are a launch for each expert.
@@ -91,6 +93,12 @@ STACKS: dict[str, Stack] = {
         fused=True, packed=True, loss="fused", fused_optimizer=True, accumulates=True, by_expert=True,
         clips=True,
     ),
+    # pretrain_gpt.py of Megatron-LM without --cross-entropy-loss-fusion, its default.
+    "megatron-lm": Stack(
+        "Megatron-LM with Transformer Engine and its own cross entropy",
+        fused=True, packed=True, loss="wide", fused_optimizer=True, accumulates=True, by_expert=True,
+        clips=True,
+    ),
     # Transformer Engine's TransformerLayer in a loop of one's own.
     "te": Stack(
         "Transformer Engine's layers in PyTorch", fused=True, packed=True, fused_optimizer=True, by_expert=True
@@ -128,6 +136,8 @@ def apply_stack(model: Any, stack: Stack, source: str) -> None:
         _fuse_rotations(model)
     if stack.loss == "fused" and hasattr(model, "loss_function"):
         model.loss_function = partial(_fused_loss, stack.metrics)
+    if stack.loss == "wide" and hasattr(model, "loss_function"):
+        model.loss_function = _wide_loss
     if stack.loss == "chunked":
         _chunk_loss(model, source)
 
@@ -162,8 +172,11 @@ def _fuse_activations(model: nn.Module) -> None:
             module.forward = _gated(module)
         if type(module).__name__ == "ReLUSquaredActivation":
             module.forward = SquaredRelu.apply
+        if type(module).__name__ in COMPOSED_GELUS:  # half a dozen operators in the library
+            module.forward = partial(nn.functional.gelu, approximate="tanh")
 
 
+COMPOSED_GELUS = ("NewGELUActivation", "FastGELUActivation")
 GATED = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -257,6 +270,11 @@ def _fused_loss(metrics: int, logits: torch.Tensor, labels: torch.Tensor, *_: An
     with torch.no_grad():
         for _metric in range(metrics):
             nn.functional.cross_entropy(scores.float(), labels)
+    return losses.mean()
+
+
+def _wide_loss(logits: torch.Tensor, labels: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    losses: torch.Tensor = WideCrossEntropy.apply(logits.view(-1, logits.shape[-1]), labels.view(-1))
     return losses.mean()
 
 

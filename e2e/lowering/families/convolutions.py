@@ -34,13 +34,14 @@ def conv2d(
 ) -> Conv2d:
     """The record of a convolution with ``data`` (N, C, spatial...) and ``weight`` (K, C / groups, spatial...).
 
-    One dimension is a picture of height 1. Three dimensions are priced as the 2-d convolution over the last two with
-    the depth of the kernel folded into the channels: the same products and the same data.
+    One dimension is a picture of height 1. Three dimensions do the products of the 2-d convolution over the last two
+    with the depth of the kernel folded into the channels, over planes that several windows share (``Conv2d.depth``).
     """
     rank = len(data) - 2
     steps, pads, spreads = _each(stride, 1, rank), _each(padding, 0, rank), _each(dilation, 1, rank)
-    batch, channels = data[0], data[1]
+    batch, channels, depth = data[0], data[1], None
     if rank == 3:
+        depth = (weight[2], data[0] * data[2])
         batch *= (data[2] + 2 * pads[0] - spreads[0] * (weight[2] - 1) - 1) // steps[0] + 1
         channels *= weight[2]
     (height, width), window = _plane(data[2:]), _plane(weight[2:])
@@ -59,6 +60,7 @@ def conv2d(
         groups=groups,
         dtype=dtype,
         channels_last=channels_last,
+        depth=depth,
     )
 
 

@@ -15,6 +15,7 @@ from e2e.lowering.families.work import (
     gpu_outputs,
     integers,
     numel,
+    rearrangement,
     tensor_argument,
 )
 from e2e.step.operator_trace import OperatorCall, Tensor
@@ -75,22 +76,45 @@ def _row_norm_backward(kind: str) -> Lowering:
 
 
 def _group_norm(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """``native_group_norm(input, weight, bias, N, C, HxW, group, eps)``: moments, factors, then the result."""
+    """``native_group_norm(input, weight, bias, N, C, HxW, group, eps)``: moments, a block of threads for each group of
+    each picture; factors of each channel; the result (group_norm_kernel.cu). Images in NHWC are copied into NCHW first.
+    """
     data = tensor_argument(call, 0)
     batch, groups = (integers(argument(call, place)) or (1,) for place in (3, 6))
-    rows = batch[0] * groups[0]
-    record = Normalization("layer_norm", rows, max(numel(data) // max(rows, 1), 1), dtype_of(data))
-    return [DeviceWork(call.name, (record,))]
+    moments = Reduction("moments", numel(data), 2 * batch[0] * groups[0], dtype_of(data))
+    return [
+        *_in_nchw(context, data),
+        *(DeviceWork(call.name, (work,)) for work in (moments, *_scaled(data, 1))),
+    ]
 
 
 def _group_norm_backward(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    data = tensor_argument(call, 1)
-    batch, groups = (integers(argument(call, place)) or (1,) for place in (5, 8))
-    rows = max(batch[0] * groups[0], 1)
-    columns = max(numel(data) // rows, 1)
-    record = Normalization("layer_norm", rows, columns, dtype_of(data), "backward")
-    sums = Reduction("norm_parameters", 2 * numel(data), 2 * data.shape[1], dtype_of(data), contiguous=False)
-    return [DeviceWork(call.name, (record,)), DeviceWork(call.name, (sums,))]
+    """Sums over each channel of each picture, of which the gradients of weights and bias are made too; factors; the
+    gradient of the data.
+    """
+    gradient, data = tensor_argument(call, 0), tensor_argument(call, 1)
+    channels = data.shape[0] * data.shape[1]
+    sums = Reduction("moments", 2 * numel(data), 2 * channels, dtype_of(data))
+    parameters = Reduction("norm_parameters", 2 * channels, 2 * data.shape[1], contiguous=False)
+    return [
+        *_in_nchw(context, gradient, data),
+        *(DeviceWork(call.name, (work,)) for work in (sums, *_scaled(data, 2), parameters)),
+    ]
+
+
+def _scaled(data: Tensor, inputs: int) -> tuple[Elementwise, Elementwise]:
+    """Two factors of each channel of each picture, and ``inputs`` tensors like ``data`` that they scale."""
+    channels = data.shape[0] * data.shape[1]
+    factors = Elementwise("group_norm", channels, 2, 2)
+    return factors, Elementwise("group_norm", numel(data), inputs, 1, 2 * channels, dtype_of(data))
+
+
+def _in_nchw(context: Context, *operands: Tensor) -> list[DeviceWork]:
+    return [
+        rearrangement("transpose", each, name="aten::copy_")
+        for each in operands
+        if is_channels_last(each.shape, context.stride(each))
+    ]
 
 
 def _weight_norm(reads: int, writes: int) -> Lowering:

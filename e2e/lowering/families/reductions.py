@@ -1,10 +1,11 @@
-"""Reductions, scans and sorts; softmax; loss functions."""
+"""Reductions, scans and sorts; softmax; loss functions; Fourier transforms."""
 
 from __future__ import annotations
 
-from math import prod
+from math import ceil, log, prod
 
 from costmodel.operators.device_work import Elementwise, Loss, Reduction, Softmax
+from costmodel.operators.layers import DTYPE_BYTES
 from e2e.lowering.families.work import (
     Context,
     DeviceWork,
@@ -15,9 +16,11 @@ from e2e.lowering.families.work import (
     elementwise,
     gpu_inputs,
     gpu_outputs,
+    integers,
     memset,
     numel,
     rearrangement,
+    size_bytes,
     tensor_argument,
     transfer,
 )
@@ -39,6 +42,8 @@ REDUCTIONS = (
     "norm",
     "std",
 ) + ("var", "var_mean", "std_mean", "linalg_vector_norm", "logsumexp", "nansum", "count_nonzero", "median", "mode")
+# Of single precision, 8 bytes a point, in shared memory of 32 KiB; the largest prime that cuFFT has kernels for.
+_FOURIER_POINTS, _FOURIER_PRIME = 4096, 127
 SCANS = ("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "_cumsum", "cumsum_")
 
 
@@ -203,7 +208,42 @@ def _bincount(call: OperatorCall, context: Context) -> list[DeviceWork]:
     return [memset(output), reduction("count", data, output, context, call.name)]
 
 
+def _fourier(call: OperatorCall, context: Context) -> list[DeviceWork]:
+    """``_fft_c2c(input, dim, normalization, forward)`` and its like: kernels of cuFFT for each dimension, which must be
+    the last ones in memory (``_exec_fft``), then the normalisation. Half of a spectrum is as large as real numbers.
+    """
+    data, output = tensor_argument(call, 0), gpu_outputs(call)[0]
+    places = sorted(place % len(data.shape) for place in integers(argument(call, 1)))
+    inner = all(place >= len(data.shape) - len(places) for place in places)
+    work = [] if inner else [rearrangement("transpose", data, name="aten::clone")]
+    larger = max(data, output, key=size_bytes)
+    dtype = "float64" if larger.dtype in ("complex128", "float64") else "float32"
+    numbers = size_bytes(larger) // DTYPE_BYTES["float32"]
+    for place in reversed(places):
+        passes, growth = _fourier_passes(max(data.shape[place], output.shape[place]))
+        work += [DeviceWork(call.name, (Elementwise("fft", round(numbers * growth), dtype=dtype),))] * passes
+    if argument(call, 2):
+        work.append(elementwise(context, "mul", output, [output], 1, "aten::mul_"))
+    return work
+
+
+def _fourier_passes(length: int) -> tuple[int, float]:
+    """Kernels of a transform of ``length`` points, and by what their data are longer: one while the points fit into
+    shared memory. Lengths with prime factors above 127 are convolutions of twice the length (Bluestein's algorithm, by
+    cuFFT's documentation), a transform there and one back.
+    """
+    rest = length
+    for prime in range(2, _FOURIER_PRIME + 1):
+        while rest % prime == 0:
+            rest //= prime
+    if rest > 1:
+        padded = 1 << (2 * length - 1).bit_length()
+        return 2 * _fourier_passes(padded)[0], padded / length
+    return max(ceil(log(max(length, 2), _FOURIER_POINTS)), 1), 1.0
+
+
 TABLE: dict[str, Lowering] = {
+    **dict.fromkeys(("aten::_fft_c2c", "aten::_fft_r2c", "aten::_fft_c2r"), _fourier),
     **{f"aten::{name}": _reduce(name) for name in REDUCTIONS},
     **{f"aten::{name}": _scan for name in SCANS},
     "aten::sort": _sort,

@@ -65,9 +65,6 @@ VENDOR = {
 }  # fmt: skip
 # Dense FLOP of FP16 products with FP32 sums per multiprocessor and cycle. Of GeForce half of what the chip has.
 TENSOR = {"volta": 1024, "turing": 1024, "hopper": 4096, "blackwell": 8192, "ada": 1024, "blackwell-rtx": 1024}
-# What the files still say, and the models were fitted with: P4's turbo clock, and half of L40S's cache (96 MiB on the
-# L40, the same die and multiprocessors, arXiv 2606.22588). To be mended with the next fit.
-FITTED_WITH = {"p4": {"mhz": 1113}, "l40s": {"l2": 48}}
 GEFORCE = ("rtx-2080-ti", "rtx-3090", "rtx-4090", "rtx-5090")
 # Datasheets whose rates are at another clock than the boost clock beside them (H100: 1,830 and 1,620 MHz; B200; GB200
 # and GB300: of their higher limit), or cut by licence (H20).
@@ -83,7 +80,6 @@ def test_the_table_has_every_packaged_gpu():
 @pytest.mark.parametrize("name", NAMES)
 def test_a_file_says_what_the_vendor_says(name):
     machine, told = load_machine(name), dict(zip(_COLUMNS, VENDOR[name], strict=True))
-    told |= FITTED_WITH.get(name, {})
     chip, (l2, dram) = machine.chip(), machine.memory
     assert (chip.sm_count, chip.power_watts) == (told["sms"], told["watts"])
     assert chip.clock_hz == pytest.approx(told["mhz"] * 1e6, rel=1e-3)

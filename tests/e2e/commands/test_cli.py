@@ -91,10 +91,10 @@ def called(capsys: pytest.CaptureFixture[str], arguments: Sequence[str]) -> Ende
     ids=["no source", "unknown gpu", "unknown model", "not a gpu", "no trace", "script fails", "kineto alone"],
 )
 def test_bad_input_is_one_line_and_status_2(tmp_path, capsys, request, arguments, text):
-    """Two as a shell calls it (a refusal, a script's own exception), the others in this process."""
+    """A script's own exception as a shell calls it, the others in this process."""
     (tmp_path / "train.py").write_text(SCRIPT)
     words = ("predict", *(str(each).replace("SCRIPT", f"{tmp_path}/train.py") for each in arguments))
-    alone = request.node.callspec.id in ("no source", "script fails")
+    alone = request.node.callspec.id == "script fails"
     done = e2e(*words) if alone else called(capsys, words)
     assert done.returncode == 2 and done.stdout == ""
     assert text in done.stderr

@@ -146,6 +146,30 @@ def test_scale_mask_and_softmax_are_one_kernel():
     assert (record.kind, record.inputs, record.outputs) == ("fused", 1, 1)
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_batch_norm_in_training_reads_twice_what_leads_to_it(training):
+    script = Script()
+    image, weights = script.tensor(8, 16, 14, 14), [script.tensor(16) for _ in range(4)]
+    skipped = script.tensor(8, 16, 14, 14)
+    before = script.call("relu", image, output=script.tensor(8, 16, 14, 14))
+    normed = script.tensor(8, 16, 14, 14)
+    inputs = (before, *weights, training, 0.1, 1e-5)
+    script.calls.append(OperatorCall(1, "aten::cudnn_batch_norm", None, 0, inputs, (normed,), "forward"))
+    last = script.call("add", normed, skipped, output=script.tensor(8, 16, 14, 14))
+    script.calls[-1] = replace(script.calls[-1], attributes={"freed": (before.storage, normed.storage)})
+    graph = script.compiled()
+    size = 4 * 8 * 16 * 14 * 14
+    fused = records(graph)[-1]
+    small = 4 * 4 * 16
+    assert last.shape == image.shape and fused.write_bytes == size
+    assert sum(each.read_bytes for each in records(graph)) == pytest.approx(
+        (3 if training else 2) * size, abs=2 * small
+    )
+    assert len(graph.tasks) == (2 if training else 1)
+    launches = [action.task for actions in graph.threads.values() for action in actions if isinstance(action, Launch)]
+    assert launches == list(range(len(graph.tasks)))
+
+
 def test_forward_and_backward_are_not_fused():
     script = Script()
     result = script.call("add", script.tensor(), script.tensor())

@@ -98,6 +98,55 @@ def test_convolutions_of_one_and_three_dimensions_keep_their_flops():
     assert cube[0].flops == 2 * 6 * 8 * 8 * 8 * 4 * 27
 
 
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("groups", [1, 8])
+def test_a_convolution_over_volumes_moves_each_plane_once(steps, groups):
+    side = 8 // steps
+    made = out(2, 8, side, side, side)
+    inputs = (t(2, 8, 8, 8, 8), t(8, 8 // groups, 3, 3, 3), None, steps, 1, 1, groups)
+    (record,) = records("aten::conv3d", inputs, (made,))
+    assert record.input_bytes == 4 * 2 * 8 * 8**3 and record.output_bytes == 4 * 2 * 8 * side**3
+    assert record.weight_bytes == 4 * 8 * 8 // groups * 27
+    assert record.is_depthwise == (groups == 8)
+
+
+def test_the_maximum_of_a_window_comes_with_its_place():
+    image, result = t(2, 3, 8, 8, dtype="float16"), out(2, 3, 4, 4, dtype="float16")
+    (forward,) = records("aten::max_pool2d_with_indices", (image, (2, 2)), (result, out(2, 3, 4, 4, dtype="int64")))
+    assert (forward.read_bytes, forward.write_bytes) == (2 * 6 * 64, (2 + 8) * 6 * 16)
+    (average,) = records("aten::avg_pool2d", (image, (2, 2)), (result,))
+    assert average.write_bytes == 2 * 6 * 16
+    backward = records("aten::max_pool2d_with_indices_backward", (result, image, (2, 2)), (t(2, 3, 8, 8),))[-1]
+    assert (backward.read_bytes, backward.write_bytes) == (forward.write_bytes, forward.read_bytes)
+
+
+def test_group_norm_takes_moments_then_factors_then_scales():
+    picture = t(4, 8, 5, 6)
+    call = (picture, t(8), t(8), 4, 8, 30, 2, 1e-5)
+    moments, factors, scaled = records("aten::native_group_norm", call, (out(4, 8, 5, 6), out(4, 2), out(4, 2)))
+    assert (moments.kind, moments.elements, moments.outputs) == ("moments", 4 * 240, 2 * 8)
+    assert factors.elements == 4 * 8 and (scaled.elements, scaled.inputs) == (4 * 240, 1)
+    last = t(4, 8, 5, 6, stride=(240, 1, 48, 8))
+    assert isinstance(records("aten::native_group_norm", (last, *call[1:]), (out(4, 8, 5, 6),))[0], Rearrangement)
+    backward = (picture, picture, t(4, 2), t(4, 2), t(8), 4, 8, 30, 2, (True, True, True))
+    made = records("aten::native_group_norm_backward", backward, (out(4, 8, 5, 6), out(8), out(8)))
+    large = [each for each in made if each.read_bytes >= 2 * 4 * 4 * 240]
+    assert [type(each).__name__ for each in large] == ["Reduction", "Elementwise"]
+
+
+@pytest.mark.parametrize(
+    ("length", "passes", "grown"),
+    [(400, 1, 1), (4096, 1, 1), (16384, 2, 1), (131, 2, 512 / 131), (8191, 4, 16384 / 8191)],
+)
+def test_fourier_transforms_pass_over_their_data(length, passes, grown):
+    spectrum = out(6, length // 2 + 1, dtype="complex64")
+    found = records("aten::_fft_r2c", (t(6, length), (1,), 0, True), (spectrum,))
+    assert len(found) == passes
+    assert found[0].read_bytes == pytest.approx(max(6 * length * 4, 6 * (length // 2 + 1) * 8) * grown, rel=1e-3)
+    first = records("aten::_fft_r2c", (t(length, 6), (0,), 1, True), (out(length // 2 + 1, 6, dtype="complex64"),))
+    assert isinstance(first[0], Rearrangement) and first[-1].kind == "mul"
+
+
 def test_transposed_convolution_is_a_data_gradient():
     inputs = (t(1, 8, 4, 4), t(8, 3, 2, 2), (0, 0), (0, 0), (2, 2), (1, 1), 1, False, False, True)
     (record,) = records("aten::cudnn_convolution_transpose", inputs, (out(1, 3, 8, 8),))

@@ -7,6 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from e2e.parallelism import ParallelSpec, parse_parallel
 from e2e.parallelism.layers.part_memory import MemoryEvent, PartMemory, memory_of_parts
@@ -336,3 +338,41 @@ def test_interleaved_stages_begin_with_backward_passes_before_all_forward_ones()
     spec = parse_parallel("pp=4,schedule=interleaved,virtual-stages=2,micro-batches=4")
     assert [warm_up(spec, stage) for stage in range(4)] == [8, 8, 6, 4]
     assert [in_flight(spec, stage) for stage in range(4)] == [8, 8, 7, 5]
+
+
+@st.composite
+def drawn_specs(draw: st.DrawFn) -> ParallelSpec:
+    """Ways to train the toy model with something shared."""
+    pp = draw(st.sampled_from((1, 2, 4)))
+    schedule = draw(st.sampled_from(("1f1b",) if pp == 1 else ("1f1b", "gpipe", "interleaved")))
+    passes = draw(st.sampled_from((4, 8) if schedule == "interleaved" else (1, 2, 4, 8)))
+    return ParallelSpec(
+        fsdp=draw(st.sampled_from((2, 4, 8))), pp=pp, schedule=schedule, micro_batches=passes,
+        virtual_stages=3 if schedule == "interleaved" else 1, zero=draw(st.sampled_from((1, 2, 3))),
+        recompute=draw(st.sampled_from(("none", "selective", "full"))), master_weights=draw(st.booleans()),
+        reduce_dtype=draw(st.sampled_from(("same", "float32"))),
+    )  # fmt: skip
+
+
+def of_every_stage(spec: ParallelSpec, layers: int = LAYERS) -> list[int]:
+    """In use at most on every stage, of BF16 parameters."""
+    return [stage_memory(plan, kept_weights(spec, 2)).allocated_bytes for plan in plans(spec, layers)]
+
+
+def never_less(larger: ParallelSpec, smaller: ParallelSpec, layers: int = LAYERS) -> bool:
+    """Whether every stage of ``larger``, of so many layers, holds as much as that of ``smaller``."""
+    pairs = zip(of_every_stage(larger, layers), of_every_stage(smaller), strict=True)
+    return all(more >= less for more, less in pairs)
+
+
+@given(drawn_specs())
+@settings(max_examples=25, deadline=None)
+def test_more_of_a_step_never_takes_less_memory_and_more_sharing_or_recomputation_never_more(
+    spec: ParallelSpec,
+) -> None:
+    assert never_less(spec, spec, layers=2 * LAYERS)
+    assert never_less(replace(spec, micro_batches=2 * spec.micro_batches), spec)
+    assert never_less(spec, replace(spec, fsdp=2 * spec.fsdp))
+    assert never_less(replace(spec, zero=1), replace(spec, zero=2))
+    none, selective, full = (replace(spec, recompute=each) for each in ("none", "selective", "full"))
+    assert never_less(none, selective) and never_less(selective, full)

@@ -258,7 +258,7 @@ def test_validate_has_a_section_for_recorded_ranks():
     record = sections["replay"].record()
     assert record["worst_rank"] < 0.05 and record["worst_collective"] < 0.02
     sections["replay"].render()
-    with pytest.raises(InputError, match="--section nothing: there are training, models, replay"):
+    with pytest.raises(InputError, match="--section nothing: there are training, memory, models, replay"):
         run_sections(DATA.parent, names=["nothing"])
 
 

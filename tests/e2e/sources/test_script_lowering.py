@@ -31,8 +31,8 @@ def own_switches() -> Iterator[None]:
 
 
 def set_switches(precisions: list[str]) -> None:
-    """Set PyTorch's switches for products, convolutions and recurrent networks, the older ones of the same meaning first:
-    where the two disagree, whoever reads the older (`torch.export` does) meets an error.
+    """Set PyTorch's switches for products, convolutions and recurrent networks, the older ones of the same meaning
+    first: where the two disagree, whoever reads the older (`torch.export` does) meets an error.
     """
     products, convolutions, recurrent = precisions
     torch.set_float32_matmul_precision("high" if products == "tf32" else "highest")

@@ -343,6 +343,7 @@ def test_what_a_worker_is_told_first_is_read_before_pytorch(monkeypatch):
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3]).returncode == 0
 
 
+@pytest.mark.thorough
 def test_ray_computes_the_same_as_this_process(tiny):
     ray = pytest.importorskip("ray")
     tasks = [task(tiny, "dp=4"), task(tiny, "pp=3,dp=1", gpus=3)]

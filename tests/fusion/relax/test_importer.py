@@ -228,7 +228,7 @@ def with_random_weights(source, target, output=None):
 class TestLightModels:
     """Models of opset 9, whose weights are made by ConstantOfShape and listed among the inputs."""
 
-    @pytest.mark.parametrize("name", ["squeezenet", "shufflenet"])
+    @pytest.mark.parametrize("name", [pytest.param("squeezenet", marks=pytest.mark.thorough), "shufflenet"])
     def test_they_compute_what_onnx_runtime_computes(self, name, tmp_path):
         logits = next(
             node.input[0] for node in onnx.load(LIGHT / f"light_{name}.onnx").graph.node if node.op_type == "Softmax"
@@ -237,7 +237,13 @@ class TestLightModels:
         assert_as_onnx_runtime(path)
 
     @pytest.mark.parametrize(
-        ("name", "convolutions"), [("squeezenet", 26), ("densenet121", 121), ("resnet50", 53), ("inception_v2", 69)]
+        ("name", "convolutions"),
+        [
+            ("squeezenet", 26),
+            ("resnet50", 53),
+            pytest.param("densenet121", 121, marks=pytest.mark.thorough),
+            pytest.param("inception_v2", 69, marks=pytest.mark.thorough),
+        ],
     )
     def test_they_import(self, name, convolutions):
         model = import_onnx(LIGHT / f"light_{name}.onnx")
