@@ -417,10 +417,12 @@ class _Replay(AllocationReplay):
         for key in [key for key in self.blocks if isinstance(key, tuple) and key[0] == "gradient" and key[1] in names]:
             self.drop(key)
         factor = max(self.keeping.gradient, self.summed)
+        # DeepSpeed's stage 2 cuts the share out of the bucket on the stream of the passes.
+        stream = PASSES if self.spec.sharing == 2 else REDUCED
         for name in names:
             for family in self.families:
                 share = family.share(self.plan.size_of(family, [name]))
-                self.take(("share of gradients", name, family.experts, fresh), share * factor, "gradients", REDUCED)
+                self.take(("share of gradients", name, family.experts, fresh), share * factor, "gradients", stream)
                 if not fresh or self.on_host:
                     self.drop(("share of gradients", name, family.experts, fresh))
 

@@ -376,3 +376,13 @@ def test_more_of_a_step_never_takes_less_memory_and_more_sharing_or_recomputatio
     assert never_less(replace(spec, zero=1), replace(spec, zero=2))
     none, selective, full = (replace(spec, recompute=each) for each in ("none", "selective", "full"))
     assert never_less(none, selective) and never_less(selective, full)
+
+
+@given(drawn_specs())
+@settings(max_examples=10, deadline=None)
+def test_zero_2_reserves_no_more_than_zero_1_after_rounding_and_fragments(spec: ParallelSpec) -> None:
+    one, two = (
+        [stage_memory(plan, kept_weights(each, 2)).peak_bytes for plan in plans(each)]
+        for each in (replace(spec, zero=1), replace(spec, zero=2))
+    )
+    assert all(less <= more for less, more in zip(two, one, strict=True))
