@@ -122,7 +122,8 @@ def shared_gradients(draw: st.DrawFn) -> ParallelSpec:
     """Replicas or shards whose gradients are reduced in buckets of about one, two or all layers."""
     fsdp = draw(st.sampled_from((1, 2)))
     return ParallelSpec(
-        dp=draw(st.sampled_from((1, 2) if fsdp > 1 else (2, 4))), fsdp=fsdp, zero=draw(st.sampled_from((1, 2))) if fsdp > 1 else 3,
+        dp=draw(st.sampled_from((1, 2) if fsdp > 1 else (2, 4))), fsdp=fsdp,
+        zero=draw(st.sampled_from((1, 2) if fsdp > 1 else (3,))),
         pp=draw(st.sampled_from((1, 2))), micro_batches=draw(st.sampled_from((2, 4))),
         bucket_mb=draw(st.sampled_from((LAYER_BYTES, 2 * LAYER_BYTES, 10**9))) / 2**20,
     )  # fmt: skip
