@@ -80,7 +80,8 @@ class KeptWeights:
 
 def kept_weights(spec: ParallelSpec, element_bytes: int, stack: Stack | None = None) -> KeptWeights:
     """AdamW's two moments in the parameter's type or, with master weights, both and the weights in FP32. What
-    ``stack`` accumulates, it holds in FP32, and so does FSDP the shards of master weights."""
+    ``stack`` accumulates is held as it is summed over the ranks (``grad_reduce_in_fp32`` of Megatron-Core), FSDP's
+    shards of master weights in FP32."""
     full = FP32_BYTES / element_bytes
     kept = KeptWeights()
     if stack is not None:
@@ -93,7 +94,8 @@ def kept_weights(spec: ParallelSpec, element_bytes: int, stack: Stack | None = N
         return replace(kept, shard=full, gradient=full, state=2 * full, own_masters=True)
     state = 3 * full if spec.master_weights else 2.0
     if stack is not None and stack.accumulates:
-        return replace(kept, gradient=full, state=state, buckets=False, accumulates=True)
+        gradient = full if spec.reduce_dtype == "float32" else 1.0
+        return replace(kept, gradient=gradient, state=state, buckets=False, accumulates=True)
     return replace(kept, state=state)
 
 
@@ -259,6 +261,13 @@ class _Replay(AllocationReplay):
             pieces = ("moments", "squares")
             for piece in pieces:
                 self._hold_state(piece, self.keeping.state / kinds)
+        if self.accumulates and self.spec.master_weights and self.keeping.gradient == 1.0:
+            # FP32 copies of the rank's gradients (``_copy_model_grads_to_main_grads`` of Megatron-Core).
+            for name in self.plan.names:
+                for place, size in enumerate(self._shares(name) if self.spec.sharing else self._whole(name)):
+                    self.take(("wide gradient", name, place), size * FP32_BYTES / self.plan.element_bytes, "temporary")
+            for key in [key for key in self.blocks if isinstance(key, tuple) and key[0] == "wide gradient"]:
+                self.drop(key)
         if not self.accumulates:
             self.take("optimizer", self.plan.optimizer_bytes, "temporary")
             self.drop("optimizer")
