@@ -263,11 +263,9 @@ class _Replay(AllocationReplay):
                 self._hold_state(piece, self.keeping.state / kinds)
         if self.accumulates and self.spec.master_weights and self.keeping.gradient == 1.0:
             # FP32 copies of the rank's gradients (``_copy_model_grads_to_main_grads`` of Megatron-Core).
-            for name in self.plan.names:
-                for place, size in enumerate(self._shares(name) if self.spec.sharing else self._whole(name)):
-                    self.take(("wide gradient", name, place), size * FP32_BYTES / self.plan.element_bytes, "temporary")
-            for key in [key for key in self.blocks if isinstance(key, tuple) and key[0] == "wide gradient"]:
-                self.drop(key)
+            sizes = (self._shares(name) if self.spec.sharing else self._whole(name) for name in self.plan.names)
+            self.take("wide gradients", sum(map(sum, sizes)) * FP32_BYTES / self.plan.element_bytes, "temporary")
+            self.drop("wide gradients")
         if not self.accumulates:
             self.take("optimizer", self.plan.optimizer_bytes, "temporary")
             self.drop("optimizer")
