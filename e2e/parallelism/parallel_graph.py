@@ -404,7 +404,7 @@ def _of_experts(shape: tuple[int, ...], spec: ParallelSpec) -> bool:
 
 def configuration(model: str | Path) -> tuple[dict[str, Any], str]:
     """Hugging Face configuration and name of a built-in transformer or a file; ``InputError`` for any other."""
-    from e2e.capture.models.catalog import known_models
+    from e2e.capture.models.catalog import known_models, unknown_model
     from e2e.capture.models.transformer import PRESETS, read_config
 
     if isinstance(model, str) and model in PRESETS:
@@ -413,7 +413,7 @@ def configuration(model: str | Path) -> tuple[dict[str, Any], str]:
         return read_config(Path(model)), str(model)
     if model in known_models():
         raise InputError(f"model {model!r} is no transformer; --parallel spreads transformers (or give --script)")
-    raise InputError(f"model {model!r} is not known to --parallel; known: {', '.join(sorted(PRESETS))}")
+    raise unknown_model(model, sorted(PRESETS))
 
 
 def _source(

@@ -314,7 +314,7 @@ def test_heads_of_keys_must_divide(llama: Path) -> None:
 def test_models_that_cannot_be_spread(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no transformer"):
         build("resnet-50", parse_parallel("dp=2"))
-    with pytest.raises(InputError, match="not known to --parallel"):
+    with pytest.raises(InputError, match="is not known; nearest"):
         build("gpt9", parse_parallel("dp=2"))
     with pytest.raises(InputError, match="not alike"):
         build("switch-base-8", parse_parallel("dp=2"))
