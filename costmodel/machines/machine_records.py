@@ -216,6 +216,15 @@ class GpuChip(FileRecord):
         return 2 if self.architecture == "pascal" and self.lanes == 64 else 4
 
     @property
+    def compute_capability(self) -> tuple[int, int]:
+        """Major and minor number of CUDA; chips for graphics of Pascal and Ampere have 128 lanes, those of data centres
+        64 (CUDA C++ Programming Guide, compute capabilities).
+        """
+        large = {"pascal": (6, 0), "volta": (7, 0), "turing": (7, 5), "ampere": (8, 0), "ada": (8, 9), "hopper": (9, 0)}
+        small = {"pascal": (6, 1), "ampere": (8, 6), "ada": (8, 9), "hopper": (9, 0), "blackwell": (10, 0)}
+        return (large if self.lanes == 64 else small).get(self.architecture, (12, 0))
+
+    @property
     def power_limited(self) -> bool:
         """Whether the board power is so low that the datasheet clock does not last."""
         return self.power_watts <= POWER_LIMITED_WATTS

@@ -2,7 +2,7 @@
 
 Every change is to a name in a Python module and is undone on leaving. They are: outer functions of PyTorch let the
 functions that they call be seen; meta parameters count as CUDA parameters for the choice of foreach and fused
-optimizers; ``torch.cuda`` says that there is a device, with the properties of an A100 and no memory in use;
+optimizers; ``torch.cuda`` says that there is a device, with the properties that the caller names and no memory in use;
 ``torch.inference_mode`` leaves operators to autograd, which selects those that run.
 """
 
@@ -20,30 +20,16 @@ from unittest.mock import patch
 import torch
 
 from costmodel.base.errors import ModelError
+from e2e.capture.options import SeenGpu
 
 # A function that is itself seen hides those that it calls: for ``backward`` that would be a recomputed forward pass.
 OUTER_MODULES = (torch.nn.functional, torch._tensor, torch.functional, torch.autograd)
-# What a script that asks for the GPU is told: the machine of a prediction is chosen later.
-PROPERTIES = SimpleNamespace(
-    name="NVIDIA A100-SXM4-80GB",
-    major=8,
-    minor=0,
-    total_memory=80 << 30,
-    multi_processor_count=108,
-    warp_size=32,
-    max_threads_per_multi_processor=2048,
-    shared_memory_per_block=48 << 10,
-    shared_memory_per_multiprocessor=164 << 10,
-    L2_cache_size=40 << 20,
-    is_integrated=False,
-    is_multi_gpu_board=False,
-)
 SWITCHES = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 
 @contextmanager
-def pretend_gpu(synchronized: Callable[[], None]) -> Iterator[None]:
-    """Inside, scripts find a GPU. ``synchronized`` is called when a script waits for it."""
+def pretend_gpu(synchronized: Callable[[], None], gpu: SeenGpu) -> Iterator[None]:
+    """Inside, scripts find ``gpu``. ``synchronized`` is called when a script waits for it."""
     with ExitStack() as stack:
         if torch.is_inference_mode_enabled():  # the caller's
             stack.enter_context(torch.inference_mode(False))
@@ -51,7 +37,7 @@ def pretend_gpu(synchronized: Callable[[], None]) -> Iterator[None]:
             for switch in SWITCHES:
                 if hasattr(module, switch):
                     stack.enter_context(patch.object(module, switch, _nothing_overrides))
-        for target, name, value in (*_optimizer_patches(), *_cuda_patches(synchronized), *_inference_patches()):
+        for target, name, value in (*_optimizer_patches(), *_cuda_patches(synchronized, gpu), *_inference_patches()):
             stack.enter_context(patch.object(target, name, value))
         yield
 
@@ -114,7 +100,26 @@ def _optimizer_patches() -> list[tuple[Any, str, Any]]:
 _CAPTURABLE = "_get_capturable_supported_devices"
 
 
-def _cuda_patches(synchronized: Callable[[], None]) -> list[tuple[Any, str, Any]]:
+def _properties(gpu: SeenGpu) -> SimpleNamespace:
+    """As ``torch.cuda.get_device_properties`` has them."""
+    major, minor = gpu.capability
+    return SimpleNamespace(
+        name=gpu.name,
+        major=major,
+        minor=minor,
+        total_memory=gpu.memory_bytes,
+        multi_processor_count=gpu.multiprocessors,
+        warp_size=32,
+        max_threads_per_multi_processor=2048,
+        shared_memory_per_block=48 << 10,
+        shared_memory_per_multiprocessor=164 << 10,
+        L2_cache_size=gpu.l2_bytes,
+        is_integrated=False,
+        is_multi_gpu_board=False,
+    )
+
+
+def _cuda_patches(synchronized: Callable[[], None], gpu: SeenGpu) -> list[tuple[Any, str, Any]]:
     return [
         *_checkpoint_patches(),
         # Code that names the device of a tensor means autocast of the GPU.
@@ -129,10 +134,10 @@ def _cuda_patches(synchronized: Callable[[], None]) -> list[tuple[Any, str, Any]
         (torch.cuda, "set_device", lambda device: None),
         (torch.cuda, "is_current_stream_capturing", lambda: False),
         (torch.cuda, "device", lambda device: nullcontext()),
-        (torch.cuda, "get_device_properties", lambda device=None: PROPERTIES),
-        (torch.cuda, "get_device_name", lambda device=None: PROPERTIES.name),
-        (torch.cuda, "get_device_capability", lambda device=None: (PROPERTIES.major, PROPERTIES.minor)),
-        (torch.cuda, "mem_get_info", lambda device=None: (PROPERTIES.total_memory, PROPERTIES.total_memory)),
+        (torch.cuda, "get_device_properties", lambda device=None: _properties(gpu)),
+        (torch.cuda, "get_device_name", lambda device=None: gpu.name),
+        (torch.cuda, "get_device_capability", lambda device=None: gpu.capability),
+        (torch.cuda, "mem_get_info", lambda device=None: (gpu.memory_bytes, gpu.memory_bytes)),
         (torch.cuda, "reset_peak_memory_stats", lambda device=None: None),
         *((torch.cuda, name, lambda device=None: 0) for name in _MEMORY_IN_USE),
         *(

@@ -22,6 +22,18 @@ if TYPE_CHECKING:  # counting pairs needs NumPy, which command lines start witho
 
 
 @dataclass(frozen=True)
+class SeenGpu:
+    """What ``torch.cuda`` tells a script of the GPU: its name, compute capability, bytes of memory and multiprocessors.
+    The default is an A100, for captures that are priced on several machines."""
+
+    name: str = "NVIDIA A100-SXM4-80GB"
+    capability: tuple[int, int] = (8, 0)
+    memory_bytes: int = 80 << 30
+    multiprocessors: int = 108
+    l2_bytes: int = 40 << 20
+
+
+@dataclass(frozen=True)
 class CaptureOptions:
     """``mode``: with optimizer step, without it, or the forward pass alone in evaluation mode.
 
@@ -39,7 +51,7 @@ class CaptureOptions:
     for a forward pass alone (``None``: no cache is kept). ``linear_attention``: whether the layers of Mamba and gated
     delta rules run by their libraries' fused kernels (``None``: where these are installed). ``bucket_mb``: MiB of a
     bucket of gradients, whatever a script gives to DDP (``None``: as it says). ``master_weights``: AdamW of a built-in
-    transformer of 16 bits updates FP32 weights beside it.
+    transformer of 16 bits updates FP32 weights beside it. ``gpu``: what a script finds.
     """
 
     mode: Mode = "train"
@@ -57,6 +69,7 @@ class CaptureOptions:
     linear_attention: LinearAttentionForm | None = None
     bucket_mb: float | None = None
     master_weights: bool = False
+    gpu: SeenGpu = SeenGpu()
 
     @property
     def kernel(self) -> AttentionKernel:

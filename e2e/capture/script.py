@@ -121,7 +121,7 @@ def _as_on_gpu(options: CaptureOptions) -> Iterator[StreamState]:
     """What the step will see when it is captured also holds while the model is made. Yields the streams it makes."""
     recorder = Recorder({})
     decisions = GpuDecisions(recorder, options.attention)
-    as_there = pretend_gpu(lambda: None), pretend_streams(recorder.streams)
+    as_there = pretend_gpu(lambda: None, options.gpu), pretend_streams(recorder.streams)
     with as_there[0], as_there[1], watched(lambda: recorder.called), recorder.paused(), decisions, recorder:
         yield recorder.streams
 

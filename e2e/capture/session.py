@@ -79,7 +79,7 @@ def module_paths(workload: CapturedWorkload) -> dict[int, str]:
 def recording(recorder: Recorder, options: CaptureOptions) -> Iterator[None]:
     """What is run inside is recorded as a GPU would run it."""
     with ExitStack() as stack:
-        stack.enter_context(pretend_gpu(lambda: recorder.host_call("cudaDeviceSynchronize")))
+        stack.enter_context(pretend_gpu(lambda: recorder.host_call("cudaDeviceSynchronize"), options.gpu))
         stack.enter_context(pretend_streams(recorder.streams))
         stack.enter_context(heard(recorder))
         stack.enter_context(_module_paths(recorder))

@@ -6,9 +6,10 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from costmodel.machines.machine_records import Machine
 from e2e.capture.distributed.distributed_capture import DistributedCapture, capture_distributed
 from e2e.capture.kept_captures import kept
-from e2e.capture.options import CaptureOptions
+from e2e.capture.options import CaptureOptions, SeenGpu
 from e2e.capture.script import Fallback, capture_script, load_script, own_process, taken_names
 from e2e.capture.tf32_switches import Tf32Switches, tf32_switches
 from e2e.lowering.lowered_step import lower_ranks
@@ -30,10 +31,9 @@ _OWN: Mapping[str, str] = {
 
 def prepare(request: PredictRequest) -> PreparedStep:
     """The step of a script of one process on one GPU, compiled where that is asked for."""
-    workload, options = request.workload, capture_options(request, "flash")
-    script = workload.script
+    workload, script, cluster = request.workload, request.workload.script, one_gpu(request.machine)
     assert script is not None
-    cluster = one_gpu(request.machine)
+    options = replace(capture_options(request, "flash"), gpu=_seen(cluster.machine))
 
     def captured() -> tuple[OperatorTrace, tuple[int | None, int | None], Tf32Switches]:
         with own_process():
@@ -53,7 +53,8 @@ def prepare_ranks(request: PredictRequest) -> PreparedStep:
     workload, gpus = request.workload, request.machine.gpus
     script = workload.script
     assert script is not None and gpus is not None
-    cluster, capturing = cluster_of(request.machine, gpus), capture_options(request, "flash")
+    cluster = cluster_of(request.machine, gpus)
+    capturing = replace(capture_options(request, "flash"), gpu=_seen(cluster.machine))
 
     def capture() -> DistributedCapture:
         return capture_distributed(
@@ -90,6 +91,13 @@ def prepare_ranks(request: PredictRequest) -> PreparedStep:
         taken=taken,
         traced=traced,
     )
+
+
+def _seen(machine: Machine) -> SeenGpu:
+    """What a script finds that asks for the GPU of ``machine``."""
+    chip, memory = machine.chip(), machine.memory[-1]
+    l2 = next((int(level.capacity_bytes) for level in machine.memory if level.name == "L2"), 0)
+    return SeenGpu(f"NVIDIA {machine.name.upper()}", chip.compute_capability, int(memory.usable), chip.sm_count, l2)
 
 
 def _key(request: PredictRequest, options: CaptureOptions) -> Hashable:

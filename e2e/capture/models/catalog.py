@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -53,6 +53,12 @@ def known_models() -> tuple[str, ...]:
     return tuple(sorted((*IMAGES, *dlrm.CONFIGS, *transformer.PRESETS)))
 
 
+def unknown_model(name: str, known: Sequence[str]) -> InputError:
+    """The refusal of a ``name`` that is none of ``known``, with the nearest ones."""
+    near = difflib.get_close_matches(name, known, 3, 0.3) or known
+    return InputError(f"model {name!r} is not known; nearest: {', '.join(near)} (or give --model-config or --script)")
+
+
 def build(
     name: str, batch_size: int, sequence_length: int | None = None, options: CaptureOptions | None = None
 ) -> CapturedWorkload:
@@ -62,6 +68,8 @@ def build(
     name = ALIASES.get(name, name)
     if sequence_length is not None and (name in IMAGES or name.startswith(("dlrm", TIMM))):
         raise InputError(f"model {name!r} has no sequences; leave the sequence length out")
+    if name not in known_models() and not RANDOM_DLRM.match(name) and not name.startswith(TIMM):
+        raise unknown_model(name, known_models())
     if options.stack is not None and name not in transformer.PRESETS:
         raise InputError(f"--stack {options.stack}: is for transformers; leave it out for model {name!r}")
     if options.lora is not None and name not in transformer.PRESETS:
@@ -85,10 +93,7 @@ def build(
             config = dlrm.random_tables(max(int(matched[1]), 1), int(matched[2] or 0))
         assert config is not None
         return build_dlrm(config, batch_size, options, name)
-    if name in transformer.PRESETS:
-        return build_from_config(transformer.PRESETS[name], batch_size, sequence_length, options, name)
-    near = difflib.get_close_matches(name, known_models(), 3, 0.3) or known_models()
-    raise InputError(f"model {name!r} is not known; nearest: {', '.join(near)} (or give --model-config or --script)")
+    return build_from_config(transformer.PRESETS[name], batch_size, sequence_length, options, name)
 
 
 def build_from_file(

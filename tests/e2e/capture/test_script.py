@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+import e2e
 from costmodel.base.errors import InputError, ModelError
 from e2e.capture import load_script
 from e2e.capture.script import Fallback, capture_script
@@ -87,6 +89,26 @@ def test_a_failing_step_is_reported_the_same_way(script, capsys):
     with pytest.raises(ModelError, match="the script failed with RuntimeError"):
         capture_script(workload)
     assert "in step" in capsys.readouterr().err
+
+
+BY_CAPABILITY = """
+import torch
+
+def make_step(batch_size=4):
+    newer = torch.cuda.get_device_capability() >= (8, 0)
+    assert newer == ("T4" not in torch.cuda.get_device_name())
+    model = torch.nn.Linear(8, 8, device="cuda", dtype=torch.bfloat16 if newer else torch.float16)
+    data = torch.randn(batch_size, 8, device="cuda", dtype=model.weight.dtype)
+    return model, lambda: model(data)
+"""
+
+
+@pytest.mark.parametrize(("gpu", "dtype"), [("t4", "float16"), ("h100-sxm", "bfloat16")])
+def test_a_script_that_branches_on_the_gpu_takes_the_branch_of_the_one_asked_for(
+    gpu: str, dtype: str, script: Callable[[str], str]
+) -> None:
+    found = e2e.predict(script=script(BY_CAPABILITY), gpu=gpu)
+    assert list(found.utilisation.peak_flops_per_second) == [dtype]
 
 
 ASKING = """
