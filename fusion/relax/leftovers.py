@@ -24,7 +24,7 @@ SCHEDULE_ATTRIBUTE = "fusion.schedule"
 # Fewer values than this are computed faster by one thread than a parallel region starts.
 _PARALLEL_VALUES = 8192
 _SHORTEST_VECTOR = 4
-# A value that its consumer reads several times is computed as often: up to so many reads in all, never doubled on and on.
+# A value that its consumer reads several times is computed as often: up to so many reads in all, never doubled again.
 _REPEATED_READS = 64
 
 
