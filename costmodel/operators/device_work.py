@@ -23,8 +23,9 @@ from costmodel.operators.scaled_work import ScaledCast, ScaledGemm
 class Gemm(CountedWork):
     """``batch`` products of (m, k) x (k, n), row-major. ``transpose_*``: that operand is stored transposed.
 
-    ``bias``: a row of n values is added (``addmm``, ``linear``). ``accumulates``: the result is added to FP32 values
-    that are there, as gradients of weights are (``wgrad_gemm_accum_fp32`` of Megatron-LM).
+    ``bias``: a row of n values is added (``addmm``, ``linear``). ``accumulates``: the number type of values that
+    are there and that the result is added to, as gradients of weights are (``gradient_accumulation_fusion`` of
+    Megatron-LM); empty: none.
     """
 
     batch: int
@@ -36,7 +37,7 @@ class Gemm(CountedWork):
     transpose_b: bool = False
     bias: bool = False
     # Not shown: which operators of a table fits may read is drawn by how they are written (`split_of`).
-    accumulates: bool = field(default=False, repr=False)
+    accumulates: str = field(default="", repr=False)
 
     @property
     def flops(self) -> int:
@@ -49,7 +50,7 @@ class Gemm(CountedWork):
 
     @property
     def write_bytes(self) -> int:
-        return self.batch * self.m * self.n * element_bytes("float32" if self.accumulates else self.dtype)
+        return self.batch * self.m * self.n * element_bytes(self.accumulates or self.dtype)
 
 
 @dataclass(frozen=True)

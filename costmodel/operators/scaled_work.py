@@ -20,7 +20,7 @@ _SHARED = {"block": (128, 4), "mx": (32, 1)}
 @dataclass(frozen=True)
 class ScaledGemm(CountedWork):
     """(m, k) x (k, n) of 8-bit operands, summed in FP32 (``int8``: in int32) and written as ``output_dtype``.
-    ``accumulates``: the result is added to FP32 values that are there.
+    ``accumulates``: the number type of values that are there and that the result is added to; empty: none.
     """
 
     m: int
@@ -30,7 +30,7 @@ class ScaledGemm(CountedWork):
     scaling: str = "tensor"
     output_dtype: str = "bfloat16"
     # Not shown: which operators of a table fits may read is drawn by how they are written (`split_of`).
-    accumulates: bool = field(default=False, repr=False)
+    accumulates: str = field(default="", repr=False)
 
     @property
     def flops(self) -> int:
@@ -45,7 +45,7 @@ class ScaledGemm(CountedWork):
 
     @property
     def write_bytes(self) -> int:
-        return self.m * self.n * element_bytes("float32" if self.accumulates else self.output_dtype)
+        return self.m * self.n * element_bytes(self.accumulates or self.output_dtype)
 
 
 @dataclass(frozen=True)

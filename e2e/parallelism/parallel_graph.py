@@ -41,6 +41,7 @@ from e2e.parallelism.layers.weight_gradients import added_in_place, apart
 from e2e.parallelism.pipeline import parts_of
 from e2e.parallelism.spec import ParallelSpec, for_inference
 from e2e.parallelism.stage import StagePlan, write_stage
+from e2e.parallelism.stage_kernels import StageKernels
 from e2e.parallelism.stage_memory import KeptWeights, kept_weights, stage_memory
 from e2e.step.choices import AttentionForm, Dtype, MixtureForm, OptimizerForm
 from e2e.step.execution_graph import CallInfo, ExecutionGraph
@@ -163,7 +164,7 @@ def build(
     if spec.offloaded_state and host_bandwidth:
         whole = spec.sharing == 3  # PyTorch's own optimizer; others have fused ones
         host = HostSeconds.of(host_bandwidth, stack.fused_optimizer or not whole, returned=not whole)
-    captured = _run_by(captured, stack)
+    captured = _run_by(captured, stack, spec)
     if spec.splits_backward:
         captured = replace(captured, pieces=apart(captured.pieces, captured.dtype.itemsize))
     recipe = recipe_of(step.precision, step.dtype)
@@ -192,13 +193,14 @@ def build(
     return replace(built, sequence_length=length, warnings=(*built.warnings, note))
 
 
-def _run_by(captured: Captured, stack: Stack) -> Captured:
+def _run_by(captured: Captured, stack: Stack, spec: ParallelSpec) -> Captured:
     """``captured`` as ``stack`` recomputes layers and adds up gradients."""
     pieces = captured.pieces
     if not stack.stops_early:
         pieces = replace(pieces, needed=pieces.forward)
     if stack.accumulates:
-        pieces = added_in_place(pieces, captured.dtype.itemsize)
+        size = captured.dtype.itemsize
+        pieces = added_in_place(pieces, size, StageKernels(spec, size).reduced_dtype)
     return replace(captured, pieces=pieces)
 
 
@@ -262,6 +264,7 @@ def assemble(
             node_ranks=node_ranks,
             host=host or HostSeconds(),
             keeps_last=keeping.keeps_last,
+            accumulates=keeping.accumulates,
         )
         for stage in range(spec.pp)
     ]

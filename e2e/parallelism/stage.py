@@ -50,7 +50,7 @@ class StagePlan:
     parameters of a part, where ranks divide them. ``frozen_bytes``: of the parameters of a part that are not trained.
     ``node_ranks``: of the ranks that divide experts, those of one node (``None``: all). ``gathered_bytes``: of the
     parameters as ``zero=3`` gathers them, where some come in 8 bits. ``host``: how fast the host updates what is
-    there. ``keeps_last``: see :class:`e2e.capture.models.stacks.Stack`.
+    there. ``keeps_last``, ``accumulates``: see :class:`e2e.capture.models.stacks.Stack`.
     """
 
     spec: ParallelSpec
@@ -70,6 +70,7 @@ class StagePlan:
     gathered_bytes: Mapping[Name, Sequence[int]] = field(default_factory=dict)
     host: HostSeconds = field(default_factory=HostSeconds)
     keeps_last: bool = False
+    accumulates: bool = False
 
     def captured(self, name: Name) -> Name:
         """Name of the captured part that stands for part ``name`` of the model."""
@@ -256,7 +257,7 @@ class _Stage:
 
     def _play(self, items: Iterable[Item], bucketed: bool = False) -> None:
         for gradient in self.writer.play(items):
-            if bucketed and self.spec.overlap:
+            if bucketed:
                 self._into_bucket(gradient)
 
     # --- messages between stages ---------------------------------------------------------------------
@@ -391,13 +392,19 @@ class _Stage:
     # --- gradients of replicas -----------------------------------------------------------------------
 
     def _into_bucket(self, gradient: Ready) -> None:
-        """A ready gradient is copied into its bucket, divided by the number of ranks; a full bucket is reduced."""
+        """A ready gradient is copied into its bucket, divided by the number of ranks; a full bucket is reduced. Where
+        products add gradients to the buffer itself they are there, and the collective takes the mean
+        (``average_in_collective`` of NVIDIA's recipes). Without overlap the copies are the same (DeepSpeed's
+        ``allreduce_bucket`` flattens gradients and copies them back), and all is reduced behind the backward pass."""
         bucket = self.buckets.get(gradient.experts, self.buckets[False])
         if len(bucket.family.data) == 1:
             return
-        self.writer.kernel("aten::mul_out", (self.kernels.gradients_in("mul", gradient.size_bytes),))
-        if not self.spec.sharing:
-            self.pending.append(gradient.size_bytes)
+        if not self.plan.accumulates:
+            self.writer.kernel("aten::mul_out", (self.kernels.gradients_in("mul", gradient.size_bytes),))
+            if not self.spec.sharing:
+                self.pending.append(gradient.size_bytes)
+        if not self.spec.overlap:
+            return
         bucket.held += gradient.size_bytes
         limit = FIRST_BUCKET_BYTES if bucket.first else self.spec.bucket_mb * 2**20
         if bucket.held >= limit:

@@ -15,6 +15,8 @@ order of the schedule, beside what is held throughout. What each way to share ad
   of the share. Products add weight gradients to that buffer and hand autograd an empty one, which Transformer Engine
   keeps for every shape (``get_dummy_wgrad``); those of embedding and head live until their part ends.
 * DistributedDataParallel: buckets besides the gradients.
+* ``zero=1|2`` without such a buffer (DeepSpeed's stages, which share one way to reduce): a gradient is copied into a
+  bucket; of ``zero=2`` it is free then, and the rank's share alone stays.
 * Inference: after its forward pass nothing of a part is left.
 * Offloading: what a layer leaves goes to the host while the next layer runs, and comes back one layer before it is
   needed; the host's share of the optimizer's state is not on the GPU, with ``zero=3`` shards and gradients neither.
@@ -78,7 +80,8 @@ class KeptWeights:
 
 def kept_weights(spec: ParallelSpec, element_bytes: int, stack: Stack | None = None) -> KeptWeights:
     """AdamW's two moments in the parameter's type or, with master weights, both and the weights in FP32. What
-    ``stack`` accumulates, it holds in FP32, and so does FSDP the shards of master weights."""
+    ``stack`` accumulates is held as it is summed over the ranks (``grad_reduce_in_fp32`` of Megatron-Core), FSDP's
+    shards of master weights in FP32."""
     full = FP32_BYTES / element_bytes
     kept = KeptWeights()
     if stack is not None:
@@ -91,7 +94,8 @@ def kept_weights(spec: ParallelSpec, element_bytes: int, stack: Stack | None = N
         return replace(kept, shard=full, gradient=full, state=2 * full, own_masters=True)
     state = 3 * full if spec.master_weights else 2.0
     if stack is not None and stack.accumulates:
-        return replace(kept, gradient=full, state=state, buckets=False, accumulates=True)
+        gradient = full if spec.reduce_dtype == "float32" else 1.0
+        return replace(kept, gradient=gradient, state=state, buckets=False, accumulates=True)
     return replace(kept, state=state)
 
 
@@ -135,6 +139,10 @@ class _Replay(AllocationReplay):
         self.families = StageGroups(self.spec, self.plan.stage).families
         self.storages: dict[Hashable, dict[int, None]] = {}  # of each pass through a part, what is there
         self._begin("forward")
+        # Products add gradients to a buffer that is there throughout: whole, which ``zero=2|3`` do without.
+        self.accumulates = self.keeping.accumulates and self.spec.sharing < 2
+        trained = sum(self.plan.trained(name) for name in self.plan.names)
+        self.bucket_bytes = min(self.spec.bucket_mb * 2**20, trained)
         # Parameters are shares that are gathered: for every pass, or for all micro-batches of a pipeline.
         self.gathers = self.spec.sharing == 3 or (self.spec.sharing == 1 and self.keeping.pipelining)
         # The 8-bit copies are the parameters, as large as those of 16 bits, which are not there.
@@ -182,7 +190,8 @@ class _Replay(AllocationReplay):
             # The buffers of parameters and gradients; the parameters that the layers were made with are given back.
             whole = sum(plan.size(name) for name in plan.names)
             trained = sum(plan.trained(name) for name in plan.names)
-            self.take("gradients", trained * keeping.gradient, "gradients")
+            if self.accumulates:
+                self.take("gradients", trained * keeping.gradient, "gradients")
             if spec.sharing:
                 self.take("parameters", whole, "parameters")
                 for key in [key for key in self.blocks if isinstance(key, tuple) and key[0] == "parameter"]:
@@ -252,7 +261,12 @@ class _Replay(AllocationReplay):
             pieces = ("moments", "squares")
             for piece in pieces:
                 self._hold_state(piece, self.keeping.state / kinds)
-        if not self.keeping.accumulates:
+        if self.accumulates and self.spec.master_weights and self.keeping.gradient == 1.0:
+            # FP32 copies of the rank's gradients (``_copy_model_grads_to_main_grads`` of Megatron-Core).
+            sizes = (self._shares(name) if self.spec.sharing else self._whole(name) for name in self.plan.names)
+            self.take("wide gradients", sum(map(sum, sizes)) * FP32_BYTES / self.plan.element_bytes, "temporary")
+            self.drop("wide gradients")
+        if not self.accumulates:
             self.take("optimizer", self.plan.optimizer_bytes, "temporary")
             self.drop("optimizer")
             for key in [key for key, (_, role) in self.blocks.items() if role == "gradients"]:
@@ -366,7 +380,7 @@ class _Replay(AllocationReplay):
 
     def _gradient(self, event: MemoryEvent, key: Hashable, name: Name | None, fresh: bool) -> None:
         """The gradient of one parameter is there."""
-        if self.keeping.accumulates:
+        if self.accumulates:
             if isinstance(name, int):
                 size = event.size // event.alike  # one for all experts of a layer
                 self.take(("no gradient", size), size, "buffers")
@@ -374,11 +388,22 @@ class _Replay(AllocationReplay):
                 self._take_storage(key, event.storage, event.size, "temporary")
         elif self.spec.sharing >= 2:
             self.take(("gradient", name, event.storage), event.size, "temporary")
+            if self.spec.sharing == 2:
+                self._into_bucket(event.size)
+                self.drop(("gradient", name, event.storage))
         elif fresh:
             factor = max(self.keeping.gradient, self.summed if self.spec.sharing else 1.0)
             self.take(("gradient", name, event.storage), event.size * factor, "gradients")
         else:
             self._take_storage(key, event.storage, event.size, "temporary")
+        last = self.spec.micro_batches == 1 or not fresh
+        if last and self.spec.sharing == 1 and not self.accumulates and not self.gathers:
+            self._into_bucket(event.size)
+
+    def _into_bucket(self, size: int) -> None:
+        """A gradient of ``size`` bytes is copied into the buffer that is reduced."""
+        self.drop("reduced")
+        self.take("reduced", max(size, self.bucket_bytes) * self.summed, "buffers")
 
     def _reduce(self, name: Name, fresh: bool) -> None:
         """Sums the gradients of a layer over the ranks that share them, where that is done layer by layer."""
@@ -393,15 +418,18 @@ class _Replay(AllocationReplay):
         size = sum(self.plan.trained(name) for name in names)
         if not size:
             return
-        self.drop("reduced")
-        self.take("reduced", size * self.summed, "buffers")
+        if self.spec.sharing != 2:
+            self.drop("reduced")
+            self.take("reduced", size * self.summed, "buffers")
         for key in [key for key in self.blocks if isinstance(key, tuple) and key[0] == "gradient" and key[1] in names]:
             self.drop(key)
         factor = max(self.keeping.gradient, self.summed)
+        # DeepSpeed's stage 2 cuts the share out of the bucket on the stream of the passes.
+        stream = PASSES if self.spec.sharing == 2 else REDUCED
         for name in names:
             for family in self.families:
                 share = family.share(self.plan.size_of(family, [name]))
-                self.take(("share of gradients", name, family.experts, fresh), share * factor, "gradients", REDUCED)
+                self.take(("share of gradients", name, family.experts, fresh), share * factor, "gradients", stream)
                 if not fresh or self.on_host:
                     self.drop(("share of gradients", name, family.experts, fresh))
 

@@ -280,7 +280,8 @@ def _golden_step(case: str, cells: dict[str, str]) -> AskedStep:
     shares = "dist_optimizer" in case and replicas * cp > 1
     spec = ParallelSpec(
         dp=1 if shares else replicas, fsdp=replicas if shares else 1, tp=tp, pp=pp, cp=cp,
-        zero=1 if shares else None, master_weights=True, sequence_parallel="sequence_parallel" in case,
+        zero=1 if shares else None, master_weights=True, reduce_dtype="float32",
+        sequence_parallel="sequence_parallel" in case,
         micro_batches=number("gbs") // (micro * replicas), recompute="full" if "full_recompute" in case else "none",
         context_form="ring" if cp > 1 else "gather",
     )  # fmt: skip

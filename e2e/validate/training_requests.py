@@ -263,6 +263,11 @@ TOKEN_DROP = ExpertRouting(capacity=1.0)
 # Megatron-Bridge pull request 2477: Qwen3 30B on H100 with HybridEP, in the container of 26.04; on B200 with the recipe
 # that has four sequences a micro-batch.
 HYBRID_EP = {"dgx-h100": "26.04", "dgx-b200": "26.02.01"}
+# Mixtures whose recipe sends rows to experts without DeepEP or HybridEP (gpt_oss_workload_base_configs.py: none is set
+# for B200), and those that hide it behind the other half of a micro-batch (moe_a2a_overlap of
+# deepseek_workload_base_configs.py, B200, MXFP8 with a batch of 4096).
+ALL_TO_ALL = (("gpt-oss-120b", "dgx-b200"),)
+OVERLAPPED = (("deepseek-v3", "dgx-b200"),)
 # Recipes with a CUDA graph of the whole step.
 WHOLE_GRAPHS = (("llama-3-8b", "dgx-b200"),)
 
@@ -295,7 +300,9 @@ def _nvidia(row: TrainingRow) -> AskedStep:
     if tp > 1:
         spec = replace(spec, sequence_parallel=True, tp_overlap=True)
     if row.ep > 1:
-        spec = replace(spec, ep=row.ep, dispatch="deepep" if row.release >= HYBRID_EP[row.gpu] else "alltoall")
+        sent_once = row.release >= HYBRID_EP[row.gpu] and (model, row.gpu) not in ALL_TO_ALL
+        spec = replace(spec, ep=row.ep, dispatch="deepep" if sent_once else "alltoall")
+        spec = replace(spec, overlap_experts=(model, row.gpu) in OVERLAPPED)
         if tp > 1:
             spec = replace(spec, expert_tp=1)  # expert_tensor_parallel_size of all its recipes
     if row.virtual_stages > 1:

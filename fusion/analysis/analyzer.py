@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -195,7 +195,9 @@ def analyze(graph: Graph, machine: Machine, cpu: CpuTarget, cost_model: CostMode
     explain = cache(roofline.explain)
     tunable = [site for site in sites if not is_hopeless(site, seconds, explain)]
     plan = select(graph, tunable, seconds)
-    reports = tuple(_report(site, tunable, plan, seconds, explain) for site in sites)
+    hopeless = {site.name for site in sites} - {site.name for site in tunable}
+    rivals = {node.name: site.name for site in tunable if plan.fuses(site) for node in site.nodes}
+    reports = tuple(_report(site, hopeless, rivals, plan, seconds, explain) for site in sites)
     others = tuple(OtherOperator(other.name, other.operator, other.reason) for other in graph.others)
     return NetworkAnalysis(machine.name, cpu.threads, reports, len(graph.nodes), others)
 
@@ -229,16 +231,23 @@ def is_hopeless(site: Site, seconds: Mapping[Operator, float], explain: Explain)
 
 
 def _report(
-    site: Site, tunable: Sequence[Site], plan: FusionPlan, seconds: Mapping[Operator, float], explain: Explain
+    site: Site,
+    hopeless_sites: Collection[str],
+    rivals: Mapping[str, str],
+    plan: FusionPlan,
+    seconds: Mapping[Operator, float],
+    explain: Explain,
 ) -> SiteReport:
+    """``rivals``: by the name of a node, the chosen site that it is in."""
     fused = explain(site.operator)
     unfused = [explain(node.operator) for node in site.nodes]
     unfused_time = unfused_seconds(site, seconds)
     assert unfused_time is not None  # predict covers every node of every site
     fused_time = seconds[site.operator]
     chosen = plan.fuses(site)
-    hopeless = site not in tunable
-    rival = None if chosen or hopeless else _rival(site, tunable, plan)
+    hopeless = site.name in hopeless_sites
+    overlapping = (rivals[node.name] for node in site.nodes if node.name in rivals)
+    rival = None if chosen or hopeless else next(overlapping, None)
     reason = explain_decision(LayerCost.of(unfused), LayerCost.of([fused]), unfused_time, fused_time, chosen, rival)
     return SiteReport(
         name=site.name,
@@ -257,13 +266,6 @@ def _report(
         reason=f"{reason}; {NOT_TUNED}" if hopeless else reason,
         hopeless=hopeless,
     )
-
-
-def _rival(site: Site, sites: Sequence[Site], plan: FusionPlan) -> str | None:
-    """Name of the chosen site that overlaps this one."""
-    names = {node.name for node in site.nodes}
-    overlapping = (other for other in sites if plan.fuses(other) and names & {node.name for node in other.nodes})
-    return next((other.name for other in overlapping), None)
 
 
 def _layer(node: Node) -> LayerReport:

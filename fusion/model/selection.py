@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from costmodel.operators.layers import Operator
@@ -45,8 +46,11 @@ class FusionPlan:
 
     def fuses(self, site: Site) -> bool:
         """Whether the plan computes exactly this site by one kernel."""
-        names = tuple(node.name for node in site.nodes)
-        return any(tuple(node.name for node in group.nodes) == names for group in self.groups)
+        return tuple(node.name for node in site.nodes) in self._names
+
+    @cached_property
+    def _names(self) -> frozenset[tuple[str, ...]]:
+        return frozenset(tuple(node.name for node in group.nodes) for group in self.groups)
 
 
 def unfused_plan(graph: Graph) -> FusionPlan:
@@ -61,7 +65,10 @@ def select(graph: Graph, sites: Sequence[Site], seconds: Mapping[Operator, float
     it replaces have been measured. Of equal alternatives the one with fewer fused nodes wins.
     """
     candidates = [site for site in sites if _measured_faster(site, seconds)]
-    return cover(graph, [site for chain in _chains(candidates) for site in _best_cover(chain, candidates, seconds)])
+    ending: dict[str, list[Site]] = {}
+    for site in candidates:
+        ending.setdefault(site.nodes[-1].name, []).append(site)
+    return cover(graph, [site for chain in _chains(candidates) for site in _best_cover(chain, ending, seconds)])
 
 
 def cover(graph: Graph, chosen: Sequence[Site]) -> FusionPlan:
@@ -107,20 +114,24 @@ def _chains(sites: Sequence[Site]) -> list[list[Node]]:
     return chains
 
 
-def _best_cover(chain: Sequence[Node], sites: Sequence[Site], seconds: Mapping[Operator, float]) -> list[Site]:
-    """The sites of the fastest cover of one chain."""
-    position = {node.name: index for index, node in enumerate(chain)}
-    ending: dict[int, list[Site]] = {}
-    for site in sites:
-        if site.nodes[-1].name in position:
-            ending.setdefault(position[site.nodes[-1].name], []).append(site)
-    # best[i]: (seconds, fused nodes, sites) of the first i nodes; fused nodes break ties.
-    best: list[tuple[float, int, list[Site]]] = [(0.0, 0, [])]
+def _best_cover(
+    chain: Sequence[Node], ending: Mapping[str, Sequence[Site]], seconds: Mapping[Operator, float]
+) -> list[Site]:
+    """The sites of the fastest cover of one chain; ``ending``: sites by the name of their last node."""
+    # best[i]: (seconds, fused nodes, last site) of the first i nodes; fused nodes break ties.
+    best: list[tuple[float, int, Site | None]] = [(0.0, 0, None)]
     for index, node in enumerate(chain):
-        total, fused, cover = best[index]
-        options = [(total + seconds[node.operator], fused, cover)]
-        for site in ending.get(index, ()):
-            total, fused, cover = best[index + 1 - len(site.nodes)]
-            options.append((total + seconds[site.operator], fused + len(site.nodes), [*cover, site]))
+        total, fused, _ = best[index]
+        options: list[tuple[float, int, Site | None]] = [(total + seconds[node.operator], fused, None)]
+        for site in ending.get(node.name, ()):
+            total, fused, _ = best[index + 1 - len(site.nodes)]
+            options.append((total + seconds[site.operator], fused + len(site.nodes), site))
         best.append(min(options, key=lambda option: option[:2]))
-    return best[-1][2]
+    chosen: list[Site] = []
+    end = len(chain)
+    while end:
+        site_here = best[end][2]
+        if site_here is not None:
+            chosen.append(site_here)
+        end -= 1 if site_here is None else len(site_here.nodes)
+    return chosen[::-1]

@@ -24,6 +24,8 @@ SCHEDULE_ATTRIBUTE = "fusion.schedule"
 # Fewer values than this are computed faster by one thread than a parallel region starts.
 _PARALLEL_VALUES = 8192
 _SHORTEST_VECTOR = 4
+# A value that its consumer reads several times is computed as often: up to so many reads in all, never doubled again.
+_REPEATED_READS = 64
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,9 @@ def _inline_producers(schedule: s_tir.Schedule) -> None:
         if len(consumers) != 1 or _has_reduction(schedule, block):
             continue
         if _has_reduction(schedule, consumers[0]) and _is_conditional(schedule.get(block).body):
+            continue
+        times = len(_reads(schedule, consumers[0], schedule.get(block).writes[0].source))
+        if times > 1 and times * len(_reads(schedule, block)) > _REPEATED_READS:
             continue
         # Not every injective block can be inlined (a reshape into an opaque one): it is then scheduled by itself.
         try:
@@ -243,6 +248,13 @@ def _is_conditional(body: Any) -> bool:
 
     tvm_ffi.structural_walk(body, (tvm.ir.Call, check), order="post")
     return bool(found)
+
+
+def _reads(schedule: s_tir.Schedule, block: Any, buffer: tirx.Buffer | None = None) -> list[tvm.ir.TensorLoad]:
+    """Reads in the body of ``block``, of ``buffer`` alone where one is given."""
+    found: list[tvm.ir.TensorLoad] = []
+    tvm_ffi.structural_walk(schedule.get(block).body, (tvm.ir.TensorLoad, found.append), order="post")
+    return [read for read in found if buffer is None or read.source.same_as(buffer)]
 
 
 def _contiguous_variables(schedule: s_tir.Schedule, block: SBlockInfo) -> set[Any]:

@@ -218,10 +218,13 @@ def analyse_products(
 
 
 def accumulating_seconds(operators: Sequence[Gemm | ScaledGemm], machine: Machine) -> np.ndarray:
-    """What products that are added to FP32 values take longer than such that write 16 bits: these values are read, and
-    twice as many bytes are written."""
+    """What products that are added to values take longer than such that write 16 bits: these values are read, and in
+    FP32 twice as many bytes are written."""
     narrow = element_bytes("bfloat16")
-    more = [each.m * each.n * (2 * element_bytes("float32") - narrow) * each.accumulates for each in operators]
+    more = [
+        each.m * each.n * (2 * element_bytes(each.accumulates) - narrow) if each.accumulates else 0
+        for each in operators
+    ]
     return ACCUMULATING_SHARE * np.array(more, dtype=float) / dram_bandwidth(machine)
 
 

@@ -135,7 +135,9 @@ def apply_stack(model: Any, stack: Stack, source: str) -> None:
         _fuse_activations(model)
         _fuse_rotations(model)
     if stack.loss == "fused" and hasattr(model, "loss_function"):
-        model.loss_function = partial(_fused_loss, stack.metrics)
+        model.loss_function = _fused_loss
+        if stack.metrics:
+            _report_metrics(model, stack.metrics)
     if stack.loss == "wide" and hasattr(model, "loss_function"):
         model.loss_function = _wide_loss
     if stack.loss == "chunked":
@@ -264,13 +266,44 @@ def _pack_gated(module: Any) -> None:
 # --- loss -------------------------------------------------------------------------------------------
 
 
-def _fused_loss(metrics: int, logits: torch.Tensor, labels: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    scores, labels = logits.view(-1, logits.shape[-1]), labels.view(-1)
-    losses: torch.Tensor = FusedCrossEntropy.apply(scores, labels)
-    with torch.no_grad():
-        for _metric in range(metrics):
-            nn.functional.cross_entropy(scores.float(), labels)
+def _fused_loss(logits: torch.Tensor, labels: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    losses: torch.Tensor = FusedCrossEntropy.apply(logits.view(-1, logits.shape[-1]), labels.view(-1))
     return losses.mean()
+
+
+def _report_metrics(model: Any, count: int) -> None:
+    """Cross entropies of a micro-batch behind its backward pass (``_train_microbatch`` of Composer's trainer updates
+    metrics there), when no activation is left but the scores."""
+    scored: list[tuple[torch.Tensor, torch.Tensor]] = []
+    embedding, loss = model.get_input_embeddings(), model.loss_function
+    embed = embedding.forward
+
+    def keeping(logits: torch.Tensor, labels: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
+        scored[:] = [(logits.detach().view(-1, logits.shape[-1]), labels.view(-1))]
+        return loss(logits, labels, *others, **named)
+
+    def report() -> None:
+        for scores, labels in scored:
+            for _metric in range(count):
+                nn.functional.cross_entropy(scores.float(), labels)
+        scored.clear()
+
+    model.loss_function = keeping
+    embedding.forward = lambda *given: _Behind.apply(embed(*given), report)
+
+
+class _Behind(torch.autograd.Function):
+    """Runs ``after`` behind the backward pass of what follows."""
+
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor, after: Callable[[], None]) -> torch.Tensor:
+        ctx.after = after
+        return given.view_as(given)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.after()
+        return gradients[0], None
 
 
 def _wide_loss(logits: torch.Tensor, labels: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:

@@ -69,17 +69,18 @@ def _making(items: Sequence[Item], ready: int, elements: int, moved: set[int]) -
     return []
 
 
-def added_in_place(pieces: Pieces, element_bytes: int) -> Pieces:
-    """``pieces`` whose products add gradients of weights to FP32 values, in every pass, as Megatron-LM's do
+def added_in_place(pieces: Pieces, element_bytes: int, dtype: str) -> Pieces:
+    """``pieces`` whose products add gradients of weights to values of ``dtype``, in every pass, as Megatron-LM's do
     (``gradient_accumulation_fusion``). ``element_bytes``: of a gradient's element as the capture has it.
     """
     backward = {
-        name: replace(part, items=_accumulating(part.items, element_bytes)) for name, part in pieces.backward.items()
+        name: replace(part, items=_accumulating(part.items, element_bytes, dtype))
+        for name, part in pieces.backward.items()
     }
     return replace(pieces, backward=backward, accumulate=backward)
 
 
-def _accumulating(items: Sequence[Item], element_bytes: int) -> tuple[Item, ...]:
+def _accumulating(items: Sequence[Item], element_bytes: int, dtype: str) -> tuple[Item, ...]:
     found = list(items)
     taken: set[int | None] = set()
     for place, item in enumerate(items):
@@ -88,7 +89,7 @@ def _accumulating(items: Sequence[Item], element_bytes: int) -> tuple[Item, ...]
         for each in _products_of(items, place, item.size_bytes // element_bytes, taken):
             work = items[each]
             assert isinstance(work, Work)
-            adding = tuple(replace(one, accumulates=True) for one in work.operators if isinstance(one, Product))
+            adding = tuple(replace(one, accumulates=dtype) for one in work.operators if isinstance(one, Product))
             found[each] = replace(work, operators=adding)
     return tuple(found)
 

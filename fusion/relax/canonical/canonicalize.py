@@ -45,13 +45,14 @@ Variables keep their names (from ONNX: the name of the node; ``_bias`` is append
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 import tvm
-from tvm import relax
+from tvm import relax, tirx
 from tvm.relax import PyExprMutator
 
+from fusion.relax.bindings import variables
 from fusion.relax.canonical import (
     rules_activation,
     rules_affine,
@@ -68,7 +69,7 @@ from fusion.relax.canonical import (
     rules_transposed,
     rules_window,
 )
-from fusion.relax.canonical.rewriter import RewriteRule, rewrite
+from fusion.relax.canonical.rewriter import RewriteRule, rewrite, rule_key
 
 RuleTable: TypeAlias = dict[str, tuple[RewriteRule, ...]]
 Naming: TypeAlias = Callable[[str], str]
@@ -129,9 +130,12 @@ class Canonicalize:
         clean = tvm.transform.Sequential(
             [relax.transform.CanonicalizeBindings(), relax.transform.DeadCodeElimination()]
         )
-        mod = clean(_rewrite_all(prepare(mod)))
-        # Constants that only TVM can evaluate may complete a pattern.
-        mod = clean(_rewrite_all(relax.transform.FoldConstant()(mod)))
+        mod, simpler = _rewrite_all(prepare(mod))
+        mod = clean(mod)
+        # Constants that only TVM can evaluate, and users that are gone, may complete a pattern.
+        folded = _folded(mod)
+        if simpler or folded is not mod:
+            mod = clean(_rewrite_all(folded)[0])
         functions = _relax_functions(mod)
         return _renamed(mod, {variable: _Unmarked(functions[variable], names[variable]) for variable in names})
 
@@ -140,11 +144,72 @@ def _relax_functions(mod: tvm.IRModule) -> dict[tvm.ir.GlobalVar, relax.Function
     return {variable: function for variable, function in mod.functions.items() if isinstance(function, relax.Function)}
 
 
-def _rewrite_all(mod: tvm.IRModule) -> tvm.IRModule:
+def _rewrite_all(mod: tvm.IRModule) -> tuple[tvm.IRModule, bool]:
+    """``mod`` after all rules, and whether one of them fitted."""
+    simpler = False
     rewritten = tvm.IRModule(mod.functions, attrs=mod.attrs, global_infos=mod.global_infos)
     for variable, function in _relax_functions(mod).items():
-        rewritten.update_func(variable, rewrite(function, mod, RULES))
-    return rewritten
+        result, fitted = rewrite(function, mod, RULES)
+        simpler = simpler or fitted
+        rewritten.update_func(variable, result)
+    return rewritten, simpler
+
+
+def _folded(mod: tvm.IRModule) -> tvm.IRModule:
+    """``mod`` with what is computed from constants alone evaluated; itself where there is nothing of the kind.
+
+    TVM's pass lowers every call that it meets to see whether it can be evaluated, so it gets the constant ones alone.
+    """
+    folded = mod
+    for variable, function in _relax_functions(mod).items():
+        constant = _constant_bindings(function)
+        if not constant:
+            continue
+        results = relax.Tuple([binding.var for binding in constant])
+        body = relax.SeqExpr([relax.DataflowBlock(constant)], results)
+        alone = tvm.IRModule({"main": relax.Function([], body, relax.TupleType([var.ty for var in results.fields]))})
+        evaluated = relax.transform.FoldConstant()(alone)["main"].body
+        left = {binding.var: binding.value for block in evaluated.blocks for binding in block.bindings}
+        values = [left.get(field, field) for field in evaluated.body.fields]
+        known = {each.var: value for each, value in zip(constant, values, strict=True) if not variables(value)}
+        if folded is mod:
+            folded = tvm.IRModule(mod.functions, attrs=mod.attrs, global_infos=mod.global_infos)
+        folded.update_func(variable, _with_values(function, known))
+    return folded
+
+
+def _constant_bindings(function: relax.Function) -> list[relax.VarBinding]:
+    """Bindings in dataflow that read nothing but each other, constants and shapes."""
+    found: dict[relax.Var, relax.VarBinding] = {}
+    for block in function.body.blocks:
+        for binding in block.bindings if isinstance(block, relax.DataflowBlock) else ():
+            value = _known_shape(binding.value)
+            known = rule_key(value) or isinstance(value, tvm.ir.GenericConst | relax.ShapeExpr | relax.Tuple)
+            if known and all(read in found for read in variables(value)):
+                found[binding.var] = relax.VarBinding(binding.var, value)
+    return list(found.values()) if any(rule_key(binding.value) for binding in found.values()) else []
+
+
+def _known_shape(value: relax.Expr) -> relax.Expr:
+    """The shape itself in place of a call that asks for one without unknown sizes."""
+    if rule_key(value) != "relax.shape_of":
+        return value
+    shape = value.args[0].ty.shape
+    known = isinstance(shape, relax.ShapeExpr) and all(isinstance(size, tirx.IntImm) for size in shape.values)
+    return shape if known else value
+
+
+def _with_values(function: relax.Function, values: Mapping[relax.Var, relax.Expr]) -> relax.Function:
+    """``function`` with other ``values`` of the variables that have one there."""
+    blocks = []
+    for block in function.body.blocks:
+        bindings = [
+            relax.VarBinding(binding.var, values[binding.var]) if binding.var in values else binding
+            for binding in block.bindings
+        ]
+        blocks.append(type(block)(bindings))
+    body = relax.SeqExpr(blocks, function.body.body)
+    return relax.Function(function.params, body, function.ret_ty, function.is_pure, function.attrs)
 
 
 def _renamed(mod: tvm.IRModule, namings: dict[tvm.ir.GlobalVar, Naming]) -> tvm.IRModule:

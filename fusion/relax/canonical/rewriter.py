@@ -166,10 +166,14 @@ def is_float(expr: relax.Expr) -> bool:
     return isinstance(expr.ty, relax.TensorType) and "float" in str(expr.ty.dtype)
 
 
-def rewrite(function: relax.Function, mod: tvm.IRModule, rules: Mapping[str, Sequence[RewriteRule]]) -> relax.Function:
-    """``function`` with every rule applied until none fits; the first of an operator's rules that fits wins."""
+def rewrite(
+    function: relax.Function, mod: tvm.IRModule, rules: Mapping[str, Sequence[RewriteRule]]
+) -> tuple[relax.Function, bool]:
+    """``function`` with every rule applied until none fits, and whether one did; the first of an operator's rules that
+    fits wins.
+    """
     rewriter = _Rewriter(mod, rules, _count_users(function))
-    return rewriter.visit_expr(function)
+    return rewriter.visit_expr(function), rewriter.fitted
 
 
 def _count_users(function: relax.Function) -> Counter[relax.Var]:
@@ -201,6 +205,7 @@ class _Rewriter(PyExprMutator):
         self.rules = rules
         self.users = users
         self.definitions = Definitions()
+        self.fitted = False
         self.bound: dict[relax.Expr, relax.Var] = {}  # nested calls that are bound already: of the binding at hand
 
     def visit_var_binding_(self, binding: relax.VarBinding) -> None:
@@ -231,6 +236,7 @@ class _Rewriter(PyExprMutator):
         for rule in self.rules.get(rule_key(expr) or "", ()):
             simpler = rule(expr, self.definitions)
             if simpler is not None:
+                self.fitted = True
                 return simpler
         return None
 

@@ -473,6 +473,15 @@ def _pairwise(operator: Callable) -> Callable:
     return convert_pairwise
 
 
+def _power(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str) -> relax.Expr | None:
+    """A power of integers by way of doubles, as ONNX Runtime computes it; TVM has none of its own."""
+    dtype = str(inputs[0].ty.dtype)
+    if "int" not in dtype:
+        return None
+    doubles = [relax.op.astype(value, "float64") for value in inputs]
+    return relax.op.astype(relax.op.power(*doubles), dtype)
+
+
 def _dropout(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str) -> relax.Expr:
     training = constant_array(inputs[2]) if len(inputs) > 2 and inputs[2] is not None else np.array(False)
     if training is None or training.any():
@@ -497,6 +506,7 @@ _CONVERTERS: dict[str, Callable[..., relax.Expr | None]] = {
     "MaxPool": _pool,
     "Min": _pairwise(relax.op.minimum),
     "Pad": _pad,
+    "Pow": _power,
     "Resize": _resize,
     QUANTISED_CONV: _quantised_conv,
     QUANTISED_DENSE: _quantised_dense,

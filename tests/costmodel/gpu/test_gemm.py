@@ -112,14 +112,15 @@ def test_choose_takes_row_by_row():
     assert seconds.tolist() == terms_["a"].tolist() == features["f"].tolist() == [1, 4]
 
 
-def test_a_product_added_to_fp32_values_moves_more_and_takes_longer():
+def test_a_product_added_to_values_moves_more_and_takes_longer():
     """In full it reads 4 bytes and writes 4 for each element where it wrote 2; a good half of that is not hidden."""
     plain = Gemm(1, 4096, 14336, 4096, "bfloat16", transpose_a=True)
-    added = dataclasses.replace(plain, accumulates=True)
+    added, narrow = (dataclasses.replace(plain, accumulates=each) for each in ("float32", "bfloat16"))
     results = 4096 * 14336
     assert added.read_bytes - plain.read_bytes == 4 * results and added.write_bytes == 2 * plain.write_bytes
     assert repr(added) == repr(plain), "splits of tables are drawn by how records are written"
     machine = load_machine("a100-pcie-80gb")
-    before, after = (TensorGemm().analyse([each], machine).seconds[0] for each in (plain, added))
+    before, between, after = (TensorGemm().analyse([each], machine).seconds[0] for each in (plain, narrow, added))
+    assert between - before == pytest.approx((after - before) / 3, rel=1e-6)
     assert after - before == pytest.approx(ACCUMULATING_SHARE * 6 * results / 1703e9, rel=1e-6)
     assert 0.03 < after / before - 1 < 0.09, "5.8 % of SimuMax's table of this GPU"

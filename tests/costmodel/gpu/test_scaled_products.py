@@ -49,7 +49,7 @@ def test_a_cast_is_bound_by_memory_and_two_copies_cost_more_than_one():
 
 
 def test_gradients_of_weights_in_8_bits_are_added_to_fp32_values():
-    plain, added = (ScaledGemm(4096, 14336, 4096, accumulates=each) for each in (False, True))
+    plain, added = (ScaledGemm(4096, 14336, 4096, accumulates=each) for each in ("", "float32"))
     assert added.write_bytes == 2 * plain.write_bytes and added.read_bytes - plain.read_bytes == added.write_bytes
     assert from_record(to_record(added)) == added
     before, after = (each.seconds for each in gpu_cost_model(load_machine("h100-sxm")).estimate([plain, added]))

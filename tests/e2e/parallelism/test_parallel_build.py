@@ -358,12 +358,15 @@ def test_a_recomputed_layer_stops_where_nothing_more_is_needed(llama: Path) -> N
 
 
 def test_weight_gradients_that_products_add_up_need_no_addition(llama: Path) -> None:
-    """Of a second micro-batch; the gradients are held in FP32, and no buckets besides."""
-    plain, fused = (spread(llama, "dp=2,micro-batches=2", replace(STEP, stack=each)) for each in ("te", "megatron"))
+    """Of a second micro-batch; the gradients are held as they are summed over the ranks, and no buckets besides."""
+    ways = (("te", ""), ("megatron", ""), ("megatron", ",reduce-dtype=float32"))
+    plain, fused, in_fp32 = (
+        spread(llama, f"dp=2,micro-batches=2{more}", replace(STEP, stack=stack)) for stack, more in ways
+    )
     additions = [sum(task.name == "aten::add_" for task in each.graph.ranks[0].tasks) for each in (plain, fused)]
     assert additions[0] - additions[1] >= 6 * LAYERS
-    usual, wide = (each.memory[0].breakdown["gradients"] for each in (plain, fused))
-    assert wide == pytest.approx(2 * usual, rel=0.02)  # 4 bytes instead of 2, which buckets hold once more
+    usual, narrow, wide = (each.memory[0].breakdown["gradients"] for each in (plain, fused, in_fp32))
+    assert wide == pytest.approx(2 * usual, rel=0.02) and narrow == pytest.approx(usual, rel=0.02)
     assert plain.memory[0].breakdown["buffers"] >= usual
 
 
@@ -458,10 +461,12 @@ def test_the_loss_of_dtensor_keeps_logarithms_and_makes_its_gradient_of_three_mo
     assert max(each.allocated_bytes for each in alone.memory.values()) > 4 * scores
 
 
-def test_products_of_megatron_add_to_fp32_gradients(llama: Path) -> None:
-    def adding(stack: str) -> int:
-        tasks = spread(llama, "dp=2", replace(STEP, stack=stack)).graph.ranks[0].tasks
-        return sum(getattr(each, "accumulates", False) for task in tasks for each in task.operators)
+def test_products_of_megatron_add_to_gradients_as_they_are_summed(llama: Path) -> None:
+    def adding(stack: str, text: str) -> Counter[str]:
+        tasks = spread(llama, text, replace(STEP, stack=stack)).graph.ranks[0].tasks
+        found = Counter(getattr(each, "accumulates", "") for task in tasks for each in task.operators)
+        return Counter({dtype: count for dtype, count in found.items() if dtype})
 
     # Queries, keys and values together, what is behind attention, gate and up together, down; and the head.
-    assert (adding("megatron"), adding("te")) == (4 * LAYERS + 1, 0)
+    assert adding("megatron", "dp=2") == {"bfloat16": 4 * LAYERS + 1} and not adding("te", "dp=2")
+    assert adding("megatron", "dp=2,reduce-dtype=float32") == {"float32": 4 * LAYERS + 1}

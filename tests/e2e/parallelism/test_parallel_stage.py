@@ -7,6 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from costmodel.base.errors import InputError
 from costmodel.model.cost_model import CostModel, Estimate
@@ -34,6 +36,17 @@ class Transfers(CostModel):
 
     def estimate(self, operators: Sequence[Any]) -> list[Estimate]:
         return [Estimate(self.seconds, self.seconds, self.seconds, "link", {}, "fitted") for _ in operators]
+
+
+class Bytes(CostModel):
+    """Transfers and kernels take ``seconds`` a byte or element."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def estimate(self, operators: Sequence[Any]) -> list[Estimate]:
+        each = [self.seconds * getattr(one, "size_bytes", getattr(one, "elements", 0)) for one in operators]
+        return [Estimate(seconds, seconds, seconds, "link", {}, "fitted") for seconds in each]
 
 
 class NoHost:
@@ -102,6 +115,32 @@ def toy_graph(spec: ParallelSpec, layers: int, transfer: float = 0.0) -> Executi
 
 def step(spec: ParallelSpec, layers: int, transfer: float = 0.0) -> float:
     return simulate(toy_graph(spec, layers, transfer)).step_seconds
+
+
+@st.composite
+def shared_gradients(draw: st.DrawFn) -> ParallelSpec:
+    """Replicas or shards whose gradients are reduced in buckets of about one, two or all layers."""
+    fsdp = draw(st.sampled_from((1, 2)))
+    return ParallelSpec(
+        dp=draw(st.sampled_from((1, 2) if fsdp > 1 else (2, 4))), fsdp=fsdp,
+        zero=draw(st.sampled_from((1, 2) if fsdp > 1 else (3,))),
+        pp=draw(st.sampled_from((1, 2))), micro_batches=draw(st.sampled_from((2, 4))),
+        bucket_mb=draw(st.sampled_from((LAYER_BYTES, 2 * LAYER_BYTES, 10**9))) / 2**20,
+    )  # fmt: skip
+
+
+@given(shared_gradients(), st.sampled_from((0.0, 1e-4, 1e-3, 1e-1)), st.sampled_from((0.0, 1e-4, 1e-2)))
+@settings(max_examples=40, deadline=None)
+def test_reducing_during_the_backward_pass_is_never_slower_than_behind_it(
+    spec: ParallelSpec, transfer: float, copy: float
+) -> None:
+    def seconds(spec: ParallelSpec) -> float:
+        ranks = tuple(write_stage(plan) for plan in toy_plans(spec, 4))
+        graph = ExecutionGraph(ranks, {rank.rank: spec.replicas * spec.tp for rank in ranks}, "toy")
+        priced = price_collectives(graph, OneNode(), Bytes(transfer))
+        return simulate(price(priced, Bytes(copy), NoHost())).step_seconds
+
+    assert seconds(spec) <= seconds(replace(spec, overlap=False)) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])

@@ -376,3 +376,16 @@ def test_more_of_a_step_never_takes_less_memory_and_more_sharing_or_recomputatio
     assert never_less(replace(spec, zero=1), replace(spec, zero=2))
     none, selective, full = (replace(spec, recompute=each) for each in ("none", "selective", "full"))
     assert never_less(none, selective) and never_less(selective, full)
+
+
+@given(drawn_specs(), st.sampled_from((0, 1, 16)))
+@settings(max_examples=20, deadline=None)
+def test_zero_2_reserves_no_more_than_zero_1(spec: ParallelSpec, losses: int) -> None:
+    """Also where most is in use before there is a gradient: while the loss of ``losses`` GiB is computed."""
+    loss = PartMemory((MemoryEvent(0, losses << 30),), (MemoryEvent(0, 0),), frozenset())
+    memory: dict[Name, PartMemory] = {LAST: loss if losses else PartMemory(), **dict.fromkeys(range(3), MEMORY)}
+    one, two = (
+        [stage_memory(plan, kept_weights(each, 2)).peak_bytes for plan in plans(each, memory=memory)]
+        for each in (replace(spec, zero=1), replace(spec, zero=2))
+    )
+    assert all(less <= more for less, more in zip(two, one, strict=True))

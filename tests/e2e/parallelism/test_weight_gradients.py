@@ -132,7 +132,7 @@ def test_gradients_meet_as_often_as_without(text: str) -> None:
 
 def products_that_add(items: tuple[Item, ...]) -> list[bool]:
     pieces = Pieces({}, {0: Part(items)}, {}, {}, {})
-    changed = added_in_place(pieces, 2)
+    changed = added_in_place(pieces, 2, "float32")
     assert changed.accumulate == changed.backward, "every pass adds"
     works = (item for item in changed.backward[0].items if isinstance(item, Work))
     return [any(getattr(each, "accumulates", False) for each in work.operators) for work in works]

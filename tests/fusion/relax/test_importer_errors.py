@@ -93,15 +93,6 @@ class TestFiles:
 
 
 class TestGraphs:
-    def test_what_tvm_cannot_fold(self, tmp_path):
-        """Constants whose evaluation TVM fails at: a power of integers."""
-        nodes = [
-            helper.make_node("Cast", ["x"], ["i"], to=TensorProto.INT32),
-            helper.make_node("Pow", ["i", "i"], ["p"]),
-            helper.make_node("Cast", ["p"], ["y"], to=TensorProto.FLOAT),
-        ]
-        assert "cannot be converted" in refused(saved(make_model(nodes), tmp_path / "m.onnx"))
-
     def test_an_input_that_holds_no_numbers(self, tmp_path):
         model = make_model()
         model.graph.input.append(helper.make_tensor_value_info("label", TensorProto.STRING, (1,)))

@@ -64,6 +64,25 @@ def test_convolutions(tmp_path):
     assert set(operators(mod)) == {"nn.conv2d", "add"}
 
 
+def test_a_power_of_integers(tmp_path):
+    """TVM has none; with exponents in the graph nothing of it is constant."""
+    nodes = [
+        helper.make_node("Cast", ["x"], ["i"], to=TensorProto.INT32),
+        helper.make_node("Abs", ["i"], ["positive"]),
+        helper.make_node("Pow", ["i", "positive"], ["p"]),
+        helper.make_node("Cast", ["p"], ["y"], to=TensorProto.FLOAT),
+    ]
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, (4, 8)) for name in ("x", "y")]
+    path = tmp_path / "m.onnx"
+    graph = helper.make_graph(nodes, "net", ends[:1], ends[1:])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    data = np.random.default_rng(0).uniform(-6, 6, (4, 8)).astype(np.float32)
+    (expected,) = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"]).run(None, {"x": data})
+    compiled = tvm.compile(import_onnx(path).mod, tvm.target.Target({"kind": "llvm"}))
+    found = relax.VirtualMachine(compiled, tvm.cpu())["main"](tvm.runtime.tensor(data)).numpy()
+    assert np.array_equal(found, expected) and expected.min() < -100
+
+
 def test_transposed_convolutions_of_a_given_output_shape(tmp_path):
     """Smaller than what stride 2 and 3x3 make of 7x8 (15x17), by an even and an odd number, and larger."""
     weights = {"w": np.random.default_rng(1).standard_normal((4, 6, 3, 3)).astype(np.float32)}
