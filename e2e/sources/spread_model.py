@@ -16,6 +16,11 @@ from e2e.sources.asked.request import PredictRequest
 from e2e.sources.prepared_step import Batch, PreparedStep
 from e2e.sources.request_parts import FORWARD_ALONE, cluster_of, placed_values, setting_of, taken_values
 
+IN_PIECES = (
+    "tp-overlap=yes launches products in {tp} pieces, each beside a transfer: a step that waits for the host takes "
+    "longer with it than without"
+)
+
 
 def prepare(request: PredictRequest, captures: Path | None = None) -> PreparedStep:
     """One training step, or one forward pass, of all ranks. ``captures``: a folder where captured layers are kept for
@@ -53,7 +58,11 @@ def prepare(request: PredictRequest, captures: Path | None = None) -> PreparedSt
     balanced = None if step.routing == BALANCED else of(replace(step, routing=BALANCED)).graph
     older = stack_of(configuration.stack).older_libraries
     band = band_of(cluster.machine, older_libraries=older)
-    notes = [*([FORWARD_ALONE] if step.inference else []), *([OLDER_NOTE] if older and band is not None else [])]
+    notes = [
+        *([FORWARD_ALONE] if step.inference else []),
+        *([OLDER_NOTE] if older and band is not None else []),
+        *([IN_PIECES.format(tp=spec.tp)] if spec.tp_overlap else []),
+    ]
     made_of = f"batch size {step.batch_size} x {spec.micro_batches} micro-batches x {spec.replicas} replicas"
     return PreparedStep(
         built.graph,

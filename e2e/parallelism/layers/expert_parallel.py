@@ -57,9 +57,17 @@ def distinct(experts: int, chosen: int, parts: int) -> float:
 def met(exchange: Exchange, experts: int, chosen: int, parts: int) -> float:
     """As :func:`distinct`, of a token that keeps to its groups."""
     allowed, groups = exchange.groups
-    if groups == 1 or parts % groups or experts % groups:
+    if groups == 1 or experts % groups or (parts % groups and groups % parts):
         return distinct(experts, chosen, parts)
-    return distinct(experts * allowed // groups, chosen, parts * allowed // groups)
+    if parts % groups == 0:
+        return distinct(experts * allowed // groups, chosen, parts * allowed // groups)
+    # A part holds several groups, of which the token may choose from ``k``.
+    own, size = groups // parts, experts // groups
+    missed = 0.0
+    for k in range(max(0, allowed - groups + own), min(own, allowed) + 1):
+        drawn = comb(own, k) * comb(groups - own, allowed - k) / comb(groups, allowed)
+        missed += drawn * comb((allowed - k) * size, chosen) / comb(allowed * size, chosen)
+    return parts * (1 - missed)
 
 
 def divide(model: Any, layers: nn.ModuleList, exchange: Exchange, source: str) -> None:

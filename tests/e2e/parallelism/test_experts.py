@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from costmodel.base.errors import InputError, ModelError
@@ -435,6 +436,19 @@ def test_tokens_that_keep_to_some_groups_of_experts_meet_fewer_nodes():
     assert met(free, 256, 8, 8) == pytest.approx(5.30, abs=0.05)
     assert met(kept, 256, 8, 8) == pytest.approx(4 * (1 - 0.0942), abs=0.02)
     assert met(kept, 256, 8, 1) == met(free, 256, 8, 1) == 1
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4, 8, 16, 32])
+def test_ranks_that_a_token_meets_are_those_of_drawn_tokens(parts: int) -> None:
+    """256 experts in 8 groups, 4 of which a token may choose 8 experts from: 20,000 tokens drawn."""
+    draw = np.random.default_rng(0)
+    groups = draw.random((20_000, 8)).argsort(axis=1)[:, :4]
+    scores = draw.random((20_000, 8, 32))
+    allowed = np.zeros((20_000, 8, 1), dtype=bool)
+    np.put_along_axis(allowed[:, :, 0], groups, True, axis=1)
+    chosen = np.where(allowed, scores, -1.0).reshape(20_000, 256).argsort(axis=1)[:, -8:]
+    found = np.mean([len(set(row)) for row in (chosen // (256 // parts)).tolist()])
+    assert met(Exchange(parts, groups=(4, 8)), 256, 8, parts) == pytest.approx(found, rel=0.01)
 
 
 def tasks_named(built: ParallelGraph, name: str) -> list[Any]:

@@ -166,6 +166,22 @@ def test_the_name_of_a_cluster_stands_for_one_of_its_gpus():
     assert by_cluster == by_gpu and by_gpu["board"]["name"] == "h100-sxm"
 
 
+# --- overlap --------------------------------------------------------------------------------------
+
+
+def test_products_in_pieces_are_said_to_cost_launches(tmp_path):
+    """The one overlap that may make a step longer, and why."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA), encoding="utf-8")
+    whole, pieces = (
+        e2e.predict(model_config=path, gpu="h100-sxm", gpus=2, parallel=f"tp=2,sp=yes,tp-overlap={each}")
+        for each in ("no", "yes")
+    )
+    assert pieces.iteration_seconds > whole.iteration_seconds and pieces.host_bound_fraction > 0.5
+    told = [any("in 2 pieces" in note for note in each.notes) for each in (whole, pieces)]
+    assert told == [False, True]
+
+
 # --- 8 bits ---------------------------------------------------------------------------------------
 
 EIGHT_BITS = get_args(Precision)
