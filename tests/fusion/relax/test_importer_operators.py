@@ -256,18 +256,3 @@ def test_old_forms_are_converted(tmp_path):
     ]
     mod = compare(tmp_path, nodes, weights, opset=9, shape=(2, 4, 1, 5))
     assert "clip" in operators(mod)
-
-
-def test_powers_of_integers(tmp_path):
-    """Of values that are known when it is compiled, and of those that are not."""
-    nodes = [helper.make_node("Cast", ["x"], ["i"], to=TensorProto.INT32), helper.make_node("Pow", ["i", "i"], ["p"])]
-    nodes += [helper.make_node("Pow", ["three", "three"], ["known"]), helper.make_node("Add", ["p", "known"], ["sum"])]
-    nodes.append(helper.make_node("Cast", ["sum"], ["y"], to=TensorProto.FLOAT))
-    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, (4,)) for name in "xy"]
-    three = numpy_helper.from_array(np.array(3, np.int32), "three")
-    graph = helper.make_graph(nodes, "net", values[:1], values[1:], [three])
-    path = tmp_path / "m.onnx"
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
-    data = np.arange(4, dtype=np.float32)
-    machine = relax.VirtualMachine(tvm.compile(import_onnx(path).mod, tvm.target.Target({"kind": "llvm"})), tvm.cpu())
-    np.testing.assert_array_equal(machine["main"](tvm.runtime.tensor(data)).numpy(), [28, 28, 31, 54])
