@@ -9,6 +9,7 @@ import shlex
 import shutil
 import socket
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
@@ -115,8 +116,13 @@ def _command() -> str:
 def _holder(file: IO[bytes]) -> str:
     """Who wrote itself into the lock; nothing where that cannot be told."""
     try:
-        file.seek(0)
-        number, host, command = file.read(1_000).decode(errors="replace").strip().split(" ", 2)
+        for _ in range(10):  # between its lock and its name there is a moment
+            file.seek(0)
+            text = file.read(1_000).decode(errors="replace").strip()
+            if text:
+                break
+            time.sleep(0.05)
+        number, host, command = text.split(" ", 2)
         elsewhere = "" if host == socket.gethostname() else f" on {host}"
         return f" (process {int(number)}{elsewhere}: {command})"
     except (OSError, ValueError):

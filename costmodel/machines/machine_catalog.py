@@ -9,6 +9,7 @@ import re
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Literal
 
 import yaml
 
@@ -45,8 +46,9 @@ def driver_names() -> dict[str, str]:
     return {row["name"].lower(): row["machine"] for row in rows}
 
 
-def load_machine(name_or_path: str | Path) -> Machine:
+def load_machine(name_or_path: str | Path, kind: Literal["cpu", "gpu"] | None = None) -> Machine:
     """The machine of a file path, or of a name in :func:`machine_files` or the beginning of one alone (``h200``).
+    ``kind``: what the caller can use, which is offered for a name that is not known.
 
     Raises :class:`MachineError` for an unknown name (the nearest names are offered) or a malformed file.
     """
@@ -63,7 +65,9 @@ def load_machine(name_or_path: str | Path) -> Machine:
         raise MachineError(f"machine {text!r} may be {', '.join(longer)}; name one of them")
     if text == HOST_NAME:
         raise MachineError("machine 'host' is not calibrated yet: run `python -m costmodel calibrate`")
-    nearest = difflib.get_close_matches(text, files, n=3) or sorted(files)
+    other = {"cpu": "gpu", "gpu": "cpu"}.get(kind or "")
+    usable = sorted(name for name, path in files.items() if path.parent != PACKAGED_DIRECTORY / str(other))
+    nearest = difflib.get_close_matches(text, usable, n=3) or usable or ["the path of a machine file"]
     raise MachineError(
         f"unknown machine {text!r}; did you mean {', '.join(nearest)}? (`python -m costmodel machines` lists all)"
     )

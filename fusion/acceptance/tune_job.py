@@ -127,11 +127,13 @@ def read_jobs(
     from fusion.model.candidates import find_sites
     from fusion.relax.extract import extract_graph
     from fusion.relax.onnx.importer import import_onnx
+    from fusion.relax.onnx.onnx_file import require_loaded
     from schedules.tuning.kernel_guesses import KernelGuesses
 
     display.stage(f"importing {request.model}")
     whole = cpu.lacks(INT8) is None
     models = [import_onnx(request.model, each.shapes, each.batch, whole) for each in request.profiles]
+    require_loaded(request.model)
     folders = [request.output]
     if len(models) > 1:
         folders = [request.output / name for name in profile_names([model.inputs for model in models])]

@@ -153,12 +153,14 @@ def read_graph(
     from fusion.relax.extract import extract_graph
     from fusion.relax.onnx.float_layers import told_in_floats
     from fusion.relax.onnx.importer import import_onnx
+    from fusion.relax.onnx.onnx_file import require_loaded
     from schedules.contract.cpu_target import host_target
 
     cpu = host_target(threads)
     if precision != FLOAT32 and (reason := cpu.lacks(precision)) is not None:
         raise InputError(f"--precision {precision}: {reason}; choose --precision float32")
     imported = import_onnx(model, shapes, batch, cpu.lacks(INT8) is None)
+    require_loaded(model)
     graph = extract_graph(imported.mod)
     require_float(graph, precision)
     return ReadModel(graph, machine_for(machine, cpu.threads, say), cpu, tuple(told_in_floats(imported.in_floats)))

@@ -15,7 +15,7 @@ def machine_for(name_or_path: str | None, threads: int, say: Say) -> Machine:
 
     Raises ``MachineError`` for an unknown or malformed machine, a GPU, or one not known for ``threads`` threads.
     """
-    machine = load_machine(name_or_path) if name_or_path is not None else _calibrated(threads, say)
+    machine = load_machine(name_or_path, "cpu") if name_or_path is not None else _calibrated(threads, say)
     if machine.kind != "cpu":
         raise MachineError(
             f"{machine.source}: is a {machine.kind.upper()}; kernels are fused for CPUs, name one of those"

@@ -44,6 +44,23 @@ def load_model(path: str | os.PathLike[str]) -> ModelProto:
     return model
 
 
+def require_loaded(file: Path) -> None:
+    """``ModelError`` where ONNX Runtime, which checks the outputs of a build, does not load the model."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    options.log_severity_level = 4
+    try:
+        onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # of its own and of Python's types
+        reason = sentence(str(error))
+        raise ModelError(
+            f"{file}: ONNX Runtime, which checks the outputs, does not load the model: {reason}; export it again"
+        ) from error
+
+
 def check_opset(file: Path, model: ModelProto) -> None:
     """Refuse opsets whose operators we cannot vouch for."""
     import onnx

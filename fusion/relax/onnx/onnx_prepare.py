@@ -41,6 +41,8 @@ def prepare(
 
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
+    if not copy.graph.output:
+        raise ModelError(f"{file}: the graph has no outputs; export it again")
     copy = inline_functions(file, copy)
     apply_shapes(file, copy, shapes or {}, batch)
     if batch is not None:

@@ -373,7 +373,8 @@ def test_open_shapes_need_the_option(tmp_path, folder):
 
 
 def test_an_unknown_machine_is_refused(folder):
-    assert "no_such_machine" in refused("analyze", folder / "model.onnx", "--machine", "no_such_machine")
+    told = refused("analyze", folder / "model.onnx", "--machine", "no_such_machine")
+    assert "no_such_machine" in told and "h100" not in told, "a CPU is asked for"
 
 
 def test_more_threads_than_cores_are_refused(built, folder, tmp_path):
@@ -399,8 +400,9 @@ def test_a_model_without_reference_is_refused_before_anything_is_tuned(folder, t
     monkeypatch.setattr("fusion.commands.tune.tune_kernels", lambda job, display: pytest.fail("was tuned"))
     monkeypatch.setattr("onnx.checker.check_model", lambda model: None)  # as a newer `onnx` would find it
     words = ["tune", tmp_path / "new.onnx", "-o", tmp_path / "build", "--machine", folder / "toy.yaml", "--threads", 1]
-    assert "ONNX Runtime, which checks the outputs, does not run the model" in refused(*words)
+    assert "ONNX Runtime, which checks the outputs, does not load the model" in refused(*words)
     assert not (tmp_path / "build").exists()
+    assert "does not load the model" in refused("analyze", tmp_path / "new.onnx", "--machine", folder / "toy.yaml")
 
 
 def test_what_tvm_cannot_compile_is_one_line(folder, tmp_path, monkeypatch):
