@@ -6,8 +6,9 @@ import math
 from dataclasses import dataclass
 
 from e2e.simulate.timeline import Timeline
-from e2e.step.execution_graph import RankGraph, Task
+from e2e.step.execution_graph import Launch, RankGraph, Task
 from e2e.step.operator_trace import Phase
+from e2e.step.rank_writer import AUTOGRAD
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,10 @@ def phase_spans(rank: RankGraph, timeline: Timeline, iteration: int) -> list[tup
 
 def _ends(rank: RankGraph, timeline: Timeline, iteration: int) -> list[tuple[float, Phase]]:
     """End and phase of the tasks, in order; without those of no pass at whose end a task of one is under way."""
-    spans = ((timeline.task(rank.rank, task.id, iteration), task_phase(rank, task)) for task in rank.tasks)
+    back = autograd_tasks(rank)
+    spans = (
+        (timeline.task(rank.rank, task.id, iteration), task_phase(rank, task, task.id in back)) for task in rank.tasks
+    )
     kept: list[tuple[float, Phase]] = []
     under_way = math.inf
     for moment, ready, phase in sorted(((span.end, span.ready, phase) for span, phase in spans), reverse=True):
@@ -67,7 +71,16 @@ def _ends(rank: RankGraph, timeline: Timeline, iteration: int) -> list[tuple[flo
     return kept[::-1]
 
 
-def task_phase(rank: RankGraph, task: Task) -> Phase:
-    """That of the call behind ``task``; loading of data is part of ``other``."""
+def autograd_tasks(rank: RankGraph) -> frozenset[int]:
+    """Tasks that autograd's thread launches: the backward pass, with what it computes again of the forward one."""
+    return frozenset(each.task for each in rank.threads.get(AUTOGRAD, ()) if isinstance(each, Launch))
+
+
+def task_phase(rank: RankGraph, task: Task, on_autograd: bool) -> Phase:
+    """That of the call behind ``task``; a layer that is recomputed is part of the backward pass, loading of data of
+    ``other``. ``on_autograd``: autograd's thread launches it.
+    """
     call = None if task.call is None else rank.calls.get(task.call)
-    return "other" if call is None or call.phase == "data" else call.phase
+    if call is None or call.phase == "data":
+        return "other"
+    return "backward" if on_autograd and call.phase == "forward" else call.phase

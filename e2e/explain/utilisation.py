@@ -20,8 +20,8 @@ from costmodel.gpu.families.rates import dense_peak
 from costmodel.machines.machine_records import Machine
 from costmodel.operators.any_operator import AnyOperator, dtype_of
 from costmodel.operators.model_work import CountedFlops, counted_flops
-from e2e.step.execution_graph import CallInfo, ExecutionGraph, Kernel, Launch, RankGraph, Task
-from e2e.step.rank_writer import AUTOGRAD
+from e2e.explain.phase_times import autograd_tasks
+from e2e.step.execution_graph import CallInfo, ExecutionGraph, Kernel, RankGraph, Task
 
 # Kernels of unknown operators up to this share of the kernels' time leave the count of FLOPs worth telling.
 _UNKNOWN_SHARE = 0.1
@@ -114,7 +114,7 @@ def _is_repeated(info: CallInfo | None, on_autograd: bool) -> bool:
 
 def _runs(rank: RankGraph) -> Iterator[tuple[Task | Kernel, bool, int]]:
     """Every kernel, whether autograd's thread launches it, and how often. Tasks that repeat share their kernels."""
-    backward = {each.task for each in rank.threads.get(AUTOGRAD, ()) if isinstance(each, Launch)}
+    backward = autograd_tasks(rank)
     repeated: dict[tuple[int, bool], tuple[tuple[Kernel, ...], int]] = {}
     for task in rank.tasks:
         on_autograd = task.id in backward

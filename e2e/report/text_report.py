@@ -22,6 +22,7 @@ from e2e.report.fact_lines import (
 from e2e.report.range_table import RANGE_HEAD, range_meaning, range_rows
 from e2e.report.rank_tables import COLLECTIVE_HEAD, PATH_MEANING, RANK_HEAD, collective_rows, mean_figures, rank_row
 from e2e.report.what_if_table import render_what_if
+from e2e.step.memory_room import largest_fitting
 
 ROWS = 12
 PLAIN_WIDTH = 240
@@ -105,7 +106,11 @@ def peak_memory(prediction: Prediction) -> str | None:
     )
     least = f"{min(peaks) / 2**30:.2f} to " if len(prediction.ranks) > 1 else ""
     room = f"{prediction.memory_room_bytes / 2**30:.1f} GiB"
-    return f"{least}{max(peaks) / 2**30:.2f} GiB at the peak of {room} for tensors: {fits}"
+    in_use = max(rank.allocated_bytes or 0 for rank in prediction.ranks)
+    # The allocator takes what there is: of a full card what is in use tells whether it suffices.
+    full = in_use < max(peaks) and max(peaks) > largest_fitting(prediction.memory_room_bytes)
+    kept = f" ({in_use / 2**30:.2f} GiB in use, the rest kept by the allocator)" if full else ""
+    return f"{least}{max(peaks) / 2**30:.2f} GiB at the peak{kept} of {room} for tensors: {fits}"
 
 
 def memory_parts(prediction: Prediction) -> str | None:

@@ -17,8 +17,9 @@ from toy_predictions import predict_ranks, predict_step, setting
 from e2e.explain.phase_times import PhaseSeconds, phase_seconds
 from e2e.explain.prediction import Prediction
 from e2e.step.call_phases import MarkedCall, settled_phases
-from e2e.step.execution_graph import CallInfo, Duration
+from e2e.step.execution_graph import Await, CallInfo, Duration, Signal
 from e2e.step.operator_trace import Phase
+from e2e.step.rank_writer import AUTOGRAD as AUTOGRAD_THREAD
 from e2e.traces.formats.kineto import read_kineto
 from e2e.traces.recorded_graph import recorded_graph
 
@@ -82,6 +83,19 @@ def test_what_runs_beside_a_pass_takes_no_time_from_it():
     drawing.tasks[2] = replace(drawing.tasks[2], duration=Duration.measured(9.0))
     longer = predict_ranks(together(drawing)).prediction
     assert seconds(longer) == pytest.approx((1, 9, 0, 6))
+
+
+def test_a_layer_that_is_recomputed_is_part_of_the_backward_pass():
+    """Its calls are those of the forward pass, launched by autograd's thread: 1 s forward, 1 + 2 s backward."""
+    drawing = Drawing()
+    drawing.calls = {0: CallInfo(0, "layer", "forward"), 1: CallInfo(1, "its gradient", "backward")}
+    drawing.kernel("f", 1.0, launch=0, call=0)
+    drawing.add(Signal(0), Await(1))
+    drawing.add(Await(0), thread=AUTOGRAD_THREAD)
+    drawing.kernel("f", 1.0, launch=0, call=0, thread=AUTOGRAD_THREAD)
+    drawing.kernel("b", 2.0, launch=0, call=1, thread=AUTOGRAD_THREAD)
+    drawing.add(Signal(1), thread=AUTOGRAD_THREAD)
+    assert seconds(predict_ranks(together(drawing)).prediction) == pytest.approx((1, 3, 0, 0))
 
 
 def test_what_the_host_does_last_belongs_to_the_last_task():
