@@ -14,10 +14,10 @@ import os
 import stat
 import tarfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, Literal, cast
+from typing import IO, Any, Literal, TypeVar, cast
 
 Kind = Literal["settings", "configuration", "record", "table", "log", "trace", "arrays", "model", "library"]
 
@@ -36,6 +36,9 @@ MOST_BYTES: dict[Kind, int] = {
     "model": 2048 * _MIB,  # what protobuf can hold
     "library": 2048 * _MIB,
 }
+# Events of a trace, of which small ones would be many more in the bytes of one: each takes 8 us and 0.6 KB.
+MOST_EVENTS = 1_500_000
+_Event = TypeVar("_Event")
 
 
 @contextmanager
@@ -107,6 +110,14 @@ def check_file(path: Path | str, kind: Kind) -> None:
         _check(descriptor, kind)
     finally:
         os.close(descriptor)
+
+
+def counted(events: Iterable[_Event]) -> Iterator[_Event]:
+    """``events``; ``OSError`` instead of the first beyond :data:`MOST_EVENTS`."""
+    for number, event in enumerate(events):
+        if number >= MOST_EVENTS:
+            raise OSError(errno.EFBIG, f"it has more than the {MOST_EVENTS:,} events that a trace may have")
+        yield event
 
 
 class Bounded(io.RawIOBase):

@@ -155,11 +155,13 @@ def _load(path: Path) -> ModuleType:
     if known is None or getattr(known, _LOADED, False):
         setattr(module, _LOADED, True)
         sys.modules[path.stem] = module
-    sys.path.insert(0, str(path.parent.resolve()))
+    folder = str(path.parent.resolve())  # the script may change the folder, and the list
+    sys.path.insert(0, folder)
     try:
         spec.loader.exec_module(module)
     finally:
-        sys.path.remove(str(path.parent.resolve()))
+        if folder in sys.path:
+            sys.path.remove(folder)
     return module
 
 

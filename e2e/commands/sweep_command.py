@@ -120,8 +120,10 @@ def sweep_command(
 
 
 def _tell(done: int, total: int, seconds: float, row: SweepRow) -> None:
+    from e2e.report.fact_lines import number_text
+
     left = f"{seconds / done * (total - done):.0f} s"
-    found = row.status if row.iteration_seconds is None else f"{row.iteration_seconds * 1e3:.4g} ms"
+    found = row.status if row.iteration_seconds is None else f"{number_text(row.iteration_seconds * 1e3)} ms"
     print(
         f"{done} of {total}: {row.gpus} x {row.gpu}, {row.parallel}: {found}; {left} left", file=sys.stderr, flush=True
     )

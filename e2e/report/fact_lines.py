@@ -5,7 +5,9 @@ The text and the HTML page show the same lines. MFU and HFU are defined in ``doc
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from decimal import Decimal
 
 from e2e.explain.alternatives import TOGETHER, Advice, Alternative
 from e2e.explain.energy import JOULES_OF_A_KILOWATT_HOUR
@@ -23,6 +25,22 @@ ADVICE_HINT = (
     "--advice predicts other settings (compile, CUDA graph, number type, kernels, batch, ...) and finds the largest "
     "batch that fits"
 )
+# Letters of a name in a table, and what names of C++ kernels begin with that says nothing.
+_MOST_LETTERS = 72
+_NAMESPACES = re.compile(r"\bvoid |\bat::(?:native|detail|cuda)::|\(anonymous namespace\)::|<unnamed>::")
+
+
+def short_name(name: str) -> str:
+    """``name`` on one line of a table: of templates in C++ the beginning, without namespaces; JSON has all of it."""
+    if len(name) <= _MOST_LETTERS:
+        return name
+    told = _NAMESPACES.sub("", name)
+    return told if len(told) <= _MOST_LETTERS else f"{told[: _MOST_LETTERS - 1].rstrip()}…"
+
+
+def number_text(value: float, digits: int = 4) -> str:
+    """``value`` to so many digits that count, never as a power of ten."""
+    return f"{Decimal(f'{value:.{digits}g}'):,f}"
 
 
 def heading(prediction: Prediction) -> Iterator[tuple[str, str]]:
@@ -47,7 +65,7 @@ def speeds(prediction: Prediction) -> Iterator[tuple[str, str]]:
     rate = prediction.throughput
     if rate is not None:
         several = prediction.gpus > 1
-        found = [f"{rate.samples_per_second:,.4g} samples/s"]
+        found = [f"{number_text(rate.samples_per_second)} samples/s"]
         if rate.tokens_per_second is not None:
             found.append(f"{rate.tokens_per_second:,.0f} tokens/s")
         if several and rate.tokens_per_second_per_gpu is not None:
@@ -57,10 +75,10 @@ def speeds(prediction: Prediction) -> Iterator[tuple[str, str]]:
     if used is not None:
         shares = "" if used.mfu is None or used.hfu is None else f"MFU {used.mfu:.1%}, HFU {used.hfu:.1%} of "
         peaks = " and ".join(
-            f"{peak / 1e12:,.4g} TFLOP/s in {dtype}" for dtype, peak in used.peak_flops_per_second.items()
+            f"{number_text(peak / 1e12)} TFLOP/s in {dtype}" for dtype, peak in used.peak_flops_per_second.items()
         )
         peak = f"{shares}{peaks}" if shares else "MFU not known: the machine file has no datasheet rate of the products"
-        flops = f"{used.model_flops / 1e12:,.4g} TFLOP of the model in a step"
+        flops = f"{number_text(used.model_flops / 1e12)} TFLOP of the model in a step"
         again = used.executed_flops / used.model_flops - 1
         yield "utilised", f"{peak}; {flops}" + (f", {again:.0%} more executed" if again >= 5e-3 else "")
         yield "", UTILISATION_MEANING
@@ -125,8 +143,8 @@ def _energy_and_cost(prediction: Prediction) -> Iterator[tuple[str, str]]:
         each = _for_each(prediction, energy.joules / JOULES_OF_A_KILOWATT_HOUR, "kWh")
         yield (
             "energy",
-            f"about {_rounded(energy.joules)} J a step{each}, {energy.mean_watts:.0f} of {energy.limit_watts:.0f} W "
-            "a board (GPU boards alone; modelled, not measured)",
+            f"about {number_text(energy.joules, 3)} J a step{each}, {energy.mean_watts:.0f} of "
+            f"{energy.limit_watts:.0f} W a board (GPU boards alone; modelled, not measured)",
         )
     if cost is not None:
         price = cost.price
@@ -134,7 +152,7 @@ def _energy_and_cost(prediction: Prediction) -> Iterator[tuple[str, str]]:
         each = _for_each(prediction, cost.per_step, price.currency)
         yield (
             "cost",
-            f"{_rounded(cost.per_step)} {price.currency} a step{each} at {price.per_gpu_hour:g} {price.currency} "
+            f"{number_text(cost.per_step, 3)} {price.currency} a step{each} at {price.per_gpu_hour:g} {price.currency} "
             f"per GPU and hour ({since})",
         )
 
@@ -145,13 +163,8 @@ def _for_each(prediction: Prediction, amount: float, unit: str) -> str:
     if rate is None:
         return ""
     if rate.tokens is not None:
-        return f", {_rounded(amount * MILLION / rate.tokens)} {unit} per million tokens"
-    return f", {_rounded(amount * MILLION / rate.samples)} {unit} per million samples"
-
-
-def _rounded(value: float) -> str:
-    """Three digits that count: no more is known."""
-    return f"{float(f'{value:.3g}'):,.10g}"
+        return f", {number_text(amount * MILLION / rate.tokens, 3)} {unit} per million tokens"
+    return f", {number_text(amount * MILLION / rate.samples, 3)} {unit} per million samples"
 
 
 def _advice_row(each: Alternative) -> tuple[str, ...]:

@@ -13,7 +13,15 @@ from costmodel.pages.markup import Html, embedded_data, joined, tag
 from costmodel.pages.tables import BarCell, NumberCell, facts, legend, table
 from e2e.explain.prediction import Prediction
 from e2e.explain.predictor import PredictionResult
-from e2e.report.fact_lines import ADVICE_HEAD, advice_remarks, advice_rows, heading, overhead_meanings, speeds
+from e2e.report.fact_lines import (
+    ADVICE_HEAD,
+    advice_remarks,
+    advice_rows,
+    heading,
+    overhead_meanings,
+    short_name,
+    speeds,
+)
 from e2e.report.memory_chart import memory_section
 from e2e.report.operator_rows import module_seconds, operator_rows
 from e2e.report.range_table import ranges_section
@@ -172,12 +180,12 @@ def _path(prediction: Prediction) -> Html:
     rows = [
         (
             part.kind,
-            part.name,
+            short_name(part.name),
             NumberCell(milliseconds(part.seconds), part.seconds),
             NumberCell(f"{part.seconds / whole:.1%}", part.seconds),
             BarCell(part.seconds / longest, KINDS[part.kind][1] if part.kind in KINDS else _HOST_COLOUR),
             NumberCell(f"{part.count:,}", part.count),
-            part.waits_for,
+            short_name(part.waits_for),
         )
         for part in prediction.critical_path
     ]
@@ -195,7 +203,7 @@ def _operators(result: PredictionResult) -> Html:
     whole = sum(row.device_seconds for row in rows) or 1.0
     cells = [
         (
-            row.name,
+            short_name(row.name),
             NumberCell(f"{row.launches:,}", row.launches),
             NumberCell(milliseconds(row.device_seconds), row.device_seconds),
             NumberCell(f"{row.device_seconds / whole:.1%}", row.device_seconds),

@@ -14,7 +14,7 @@ from e2e.report.timeline_export import write_trace
 def write_files(result: PredictionResult, timeline: Path | None, report: Path | None) -> None:
     """``OutputError`` names a file that cannot be written."""
     if timeline is not None:
-        write_trace(result.graph, result.timeline, timeline, result.path)
+        write_trace(result.graph, result.timeline, timeline, result.path, result.iteration)
     if report is not None:
         from e2e.report.html_report import write_report
 

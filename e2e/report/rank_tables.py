@@ -10,8 +10,8 @@ RANK_HEAD = (
     "rank", "alike", "step", "compute", "communication", "exposed", "waiting", "bubble", "idle", "on the path", "GiB",
 )  # fmt: skip
 PATH_MEANING = (
-    "on the path: what of the critical path across ranks is on this one, a transfer on one of those that take part; "
-    "they sum to the step, and 0 is a rank that the step never waits for: a little more work there would cost nothing"
+    "on the path: how much of the step's critical path lies on this rank (a transfer is counted for one of the ranks "
+    "in it). The column sums to the step; the step never waits for a rank with 0"
 )
 COLLECTIVE_HEAD = (
     "collective", "ranks", "bytes", "count", "transfer ms", "by shared links ms", "mean wait ms", "longest wait ms",

@@ -17,6 +17,7 @@ from e2e.report.fact_lines import (
     advice_rows,
     heading,
     overhead_meanings,
+    short_name,
     speeds,
 )
 from e2e.report.range_table import RANGE_HEAD, range_meaning, range_rows
@@ -200,7 +201,7 @@ def _shares(out: Console, head: str, parts: Mapping[str, float]) -> None:
     whole = sum(parts.values()) or 1.0
     table = Table(head, "ms", "share", box=None)
     for name, seconds in list(parts.items())[:ROWS]:
-        table.add_row(name, f"{seconds * 1e3:.3f}", f"{seconds / whole:.1%}")
+        table.add_row(escape(short_name(name)), f"{seconds * 1e3:.3f}", f"{seconds / whole:.1%}")
     out.print(table)
 
 
@@ -208,7 +209,8 @@ def _path(out: Console, prediction: Prediction) -> None:
     table = Table("critical path", "operator", "ms", "share", "waits mostly for", box=None)
     for part in prediction.critical_path[:ROWS]:
         share = part.seconds / prediction.critical_path_seconds if prediction.critical_path_seconds else 0.0
-        table.add_row(part.kind, part.name, f"{part.seconds * 1e3:.3f}", f"{share:.1%}", part.waits_for)
+        names = escape(short_name(part.name)), escape(short_name(part.waits_for))
+        table.add_row(part.kind, names[0], f"{part.seconds * 1e3:.3f}", f"{share:.1%}", names[1])
     out.print(table)
 
 

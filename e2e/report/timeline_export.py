@@ -2,6 +2,8 @@
 stream, arrows from launches to tasks, the wait and the transfer of a collective apart. Operators around others and
 named ranges (``record_function``) enclose them, on streams in tracks of their own; the critical path is a process.
 
+Of the iterations that were simulated until the step had settled the one that is explained is written.
+
 Times are whole nanoseconds: begin and end are rounded, not the length, so that neighbours never overlap.
 """
 
@@ -43,32 +45,35 @@ Event = dict[str, Any]
 
 
 def write_trace(
-    graph: ExecutionGraph, timeline: Timeline, path: Path, critical: CriticalPath | None = None
+    graph: ExecutionGraph, timeline: Timeline, path: Path, critical: CriticalPath | None = None,
+    iteration: int | None = None,
 ) -> None:  # fmt: skip
     """Writes Chrome trace JSON, compressed if ``path`` ends in ``.gz``; :class:`OutputError` if it cannot.
 
-    ``critical``: the path of the explained step, which gets a track.
+    ``critical``: the path of the explained step, which gets a track; ``iteration``: which of those simulated it is
+    (``None``: all are written).
     """
     try:
         with whole_file(path) as file:
             if path.suffix == ".gz":
                 # No time stamp: the same timeline gives the same file.
                 with gzip.GzipFile(filename="", mode="wb", fileobj=file, compresslevel=5, mtime=0) as packed:
-                    _write(graph, timeline, packed, critical)
+                    _write(graph, timeline, packed, critical, iteration)
             else:
-                _write(graph, timeline, file, critical)
+                _write(graph, timeline, file, critical, iteration)
     except OSError as error:
         raise OutputError(f"{path}: cannot be written ({error.strerror}); choose another file") from None
 
 
 def trace_events(
-    graph: ExecutionGraph, timeline: Timeline, critical: CriticalPath | None = None
+    graph: ExecutionGraph, timeline: Timeline, critical: CriticalPath | None = None, iteration: int | None = None
 ) -> Iterator[Event]:  # fmt: skip
     """The events of the trace: metadata, slices (``X``), instants (``i``) and arrows (``s``, ``f``)."""
+    iterations = range(timeline.iterations) if iteration is None else (iteration,)
     if critical is not None:
         yield from _critical_events(critical, max(rank.rank for rank in graph.ranks) + 2)
     for layout, rank in zip(timeline.layouts, graph.ranks, strict=True):
-        writer = _RankWriter(timeline, layout, rank)
+        writer = _RankWriter(timeline, layout, rank, iterations)
         yield from writer.tracks()
         yield from writer.around()
         yield from writer.ranges_on_streams()
@@ -90,12 +95,13 @@ def _critical_events(critical: CriticalPath, pid: int) -> Iterator[Event]:
 
 
 def _write(
-    graph: ExecutionGraph, timeline: Timeline, file: IO[bytes] | gzip.GzipFile, critical: CriticalPath | None
+    graph: ExecutionGraph, timeline: Timeline, file: IO[bytes] | gzip.GzipFile, critical: CriticalPath | None,
+    iteration: int | None,
 ) -> None:  # fmt: skip
     encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
     file.write(b'{"displayTimeUnit":"ns","traceEvents":[\n')
     separator = ""
-    for event in trace_events(graph, timeline, critical):
+    for event in trace_events(graph, timeline, critical, iteration):
         file.write(f"{separator}{encode(event)}".encode())
         separator = ",\n"
     file.write(b"\n]}\n")
@@ -112,8 +118,8 @@ def described(operator: AnyOperator) -> str:
 
 
 class _RankWriter:
-    def __init__(self, timeline: Timeline, layout: RankLayout, rank: RankGraph) -> None:
-        self._layout, self._rank, self._iterations = layout, rank, timeline.iterations
+    def __init__(self, timeline: Timeline, layout: RankLayout, rank: RankGraph, iterations: Sequence[int]) -> None:
+        self._layout, self._rank, self._iterations = layout, rank, iterations
         part = slice(layout.offset, layout.offset + timeline.iterations * layout.nodes)
         # Arrows are numbered through all processes.
         self._arrows = layout.offset
@@ -157,7 +163,7 @@ class _RankWriter:
                 if call not in known:
                     known[call] = calls_around(self._rank, call)
                 chains.append((*outer, *known[call]))
-            for iteration in range(self._iterations):
+            for iteration in self._iterations:
                 begin = iteration * self._layout.nodes + first
                 yield from self._enclosing(chains, range(begin, begin + len(actions)), track, iteration)
 
@@ -171,7 +177,7 @@ class _RankWriter:
             yield self._named("thread_name", track, {"name": f"ranges on stream {stream}"})
             # Right above the stream itself.
             yield self._named("thread_sort_index", track, {"sort_index": FIRST_STREAM_TRACK + stream})
-            for iteration in range(self._iterations):
+            for iteration in self._iterations:
                 nodes = self._in_order(tasks, iteration)
                 yield from self._enclosing([chains[task] for task in nodes.values()], list(nodes), track, iteration)
 
@@ -201,12 +207,12 @@ class _RankWriter:
     def actions(self) -> Iterator[Event]:
         for name, actions in self._rank.threads.items():
             track, first = self._threads[name], self._layout.threads[name][0]
-            for iteration in range(self._iterations):
+            for iteration in self._iterations:
                 for node, action in enumerate(actions, start=iteration * self._layout.nodes + first):
                     yield from self._action(node, action, track, iteration)
 
     def tasks(self) -> Iterator[Event]:
-        for iteration in range(self._iterations):
+        for iteration in self._iterations:
             first = iteration * self._layout.nodes + self._layout.actions
             for node, task in enumerate(self._rank.tasks, start=first):
                 yield from self._task(node, task, iteration)

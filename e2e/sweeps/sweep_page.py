@@ -40,7 +40,7 @@ def sweep_page(sweep: SweepResult) -> str:
     model = Path(sweep.request.model).name
     body = [
         tag("h1", f"{model}: {len(sweep.rows)} ways to run it"),
-        _answer(ran),
+        _answer(ran, sweep.plan),
         _question(sweep),
         contents([(name, title) for name, title, _ in there]),
         *(section(title, content, identifier=name) for name, title, content in there),
@@ -61,10 +61,11 @@ def short_way(parallel: str) -> str:
     return ",".join(part for part in parallel.split(",") if not part.startswith("micro")) or parallel
 
 
-def _answer(ran: Sequence[SweepRow]) -> Html:
+def _answer(ran: Sequence[SweepRow], plan: RunPlan) -> Html:
     if not ran:
         return tag("p", "None of them runs.", class_="answer")
     best = ran[0]
+    run = "; ".join(f"{name}: {told}" for name, told in zip(plan_columns(plan), plan_cells(plan, best), strict=True))
     return joined(
         (
             tag("p", f"{_rate(best.samples_per_second)} samples/s", class_="answer"),
@@ -72,6 +73,7 @@ def _answer(ran: Sequence[SweepRow]) -> Html:
                 "p",
                 f"by {best.gpus} x {best.gpu}, {best.way}: a step of {milliseconds(best.iteration_seconds or 0)}",
             ),
+            tag("p", run) if run else None,
         )
     )
 
@@ -90,9 +92,9 @@ def _question(sweep: SweepResult) -> Html:
 
 
 def _frontier(sweep: SweepResult, ran: Sequence[SweepRow]) -> Html | None:
-    """The fastest way of every GPU as a line with names, the others as faint dots."""
+    """The fastest way of every GPU as a line with names, the others as faint dots; none over one number of GPUs."""
     rates = [row.samples_per_second for row in ran if row.samples_per_second]
-    if not rates:
+    if not rates or _one_count(sweep):
         return None
     chart = Chart(
         _gpus_axis(sweep, ran),
@@ -119,7 +121,7 @@ def _efficiency(sweep: SweepResult, ran: Sequence[SweepRow]) -> Html | None:
     """Tokens per second and GPU of the fastest ways: what more GPUs cost in efficiency."""
     best = fastest(ran)
     rates = [row.tokens_per_second_per_gpu for row in best.values() if row.tokens_per_second_per_gpu]
-    if not rates:
+    if not rates or _one_count(sweep):
         return None
     chart = Chart(_gpus_axis(sweep, ran), Axis("tokens/s per GPU", *around(rates, from_zero=True)))
     colours = _colours(sweep)
@@ -129,6 +131,10 @@ def _efficiency(sweep: SweepResult, ran: Sequence[SweepRow]) -> Html | None:
         chart.line([(float(x), y) for x, y in points], colour)
         chart.points(((row.gpus, row.tokens_per_second_per_gpu or 0.0, _told(row)) for row in line), colour)
     return joined((chart.svg("Tokens per second and GPU over the number of GPUs"), legend(colours)))
+
+
+def _one_count(sweep: SweepResult) -> bool:
+    return len({row.gpus for row in sweep.rows}) == 1
 
 
 def _gpus_axis(sweep: SweepResult, ran: Sequence[SweepRow]) -> Axis:

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from costmodel.base.pictures import picture
+from e2e.report.fact_lines import number_text
 from e2e.report.text_report import milliseconds, plain_console
 from e2e.sweeps.run_plan import DAY, RunPlan
 from e2e.sweeps.sweep_driver import SweepResult
@@ -67,13 +68,6 @@ def render_sweep(sweep: SweepResult, top: int, console: Console | None = None) -
             )
 
 
-def rate_text(value: float | None) -> str:
-    """Four digits, and never a power of ten."""
-    if not value:
-        return "0"
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
-
-
 def plan_columns(plan: RunPlan) -> tuple[str, ...]:
     """Columns that the run that is asked about adds."""
     days = () if plan.tokens is None else ("days",)
@@ -84,7 +78,7 @@ def plan_cells(plan: RunPlan, row: SweepRow) -> tuple[str, ...]:
     """What stands in them."""
     seconds, cost = plan.seconds(row), plan.cost(row)
     days = () if seconds is None else (f"{seconds / DAY:.1f}" + (" (late)" if plan.late(row) else ""),)
-    return days if cost is None else (*days, f"{cost:,.0f}" if cost >= 1000 else f"{cost:.4g}")
+    return days if cost is None else (*days, number_text(cost))
 
 
 def _best(sweep: SweepResult, top: int) -> list[SweepRow]:
@@ -105,7 +99,7 @@ def _cells(row: SweepRow) -> tuple[str, ...]:
         row.way,
         milliseconds(row.iteration_seconds),
         f"{milliseconds(low)} to {milliseconds(high)}",
-        rate_text(row.samples_per_second),
+        number_text(row.samples_per_second or 0.0),
         f"{row.tokens_per_second_per_gpu:,.0f}",
         "" if row.mfu is None else f"{row.mfu:.1%}",
         milliseconds(row.exposed_seconds or 0.0),

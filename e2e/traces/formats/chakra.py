@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from costmodel.base.errors import InputError
-from costmodel.base.foreign_files import open_unpacked
+from costmodel.base.foreign_files import counted, open_unpacked
 from costmodel.base.plain_json import MALFORMED
 from e2e.step.operator_trace import OperatorTrace
 from e2e.traces.formats.chakra_messages import METADATA_NODE, messages
@@ -59,9 +59,8 @@ def _messages(path: Path | str) -> Iterator[Any]:
     kinds: Iterator[Any] = iter((metadata,))
     try:
         with open_unpacked(path, "trace") as stream:
-            while (message := parse_length_prefixed(next(kinds, node), stream)) is not None:
-                if isinstance(message, node):
-                    yield message
+            parsed = iter(lambda: parse_length_prefixed(next(kinds, node), stream), None)
+            yield from (message for message in counted(parsed) if isinstance(message, node))
     except (DecodeError, ValueError, EOFError, gzip.BadGzipFile) as error:
         reason = " ".join(str(error).split())
         raise InputError(f"{path}: truncated, or not a Chakra trace in protobuf ({reason}); convert it again") from None

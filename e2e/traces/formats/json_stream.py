@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from costmodel.base.errors import InputError
-from costmodel.base.foreign_files import MOST_BYTES, Bounded, open_tar, open_unpacked
+from costmodel.base.foreign_files import MOST_BYTES, Bounded, counted, open_tar, open_unpacked
 
 _CHUNK = 1 << 20
 # One element of a trace is a few kilobytes; something larger is not a trace, and must not fill the memory.
@@ -49,7 +49,7 @@ def read_members(path: Path | str) -> Iterator[tuple[str, Any]]:
         _opened(Path(path)) as stream,
         io.TextIOWrapper(stream, encoding="utf-8", errors="replace") as text,
     ):
-        yield from _Decoder(text, str(path)).members()
+        yield from counted(_Decoder(text, str(path)).members())
 
 
 @contextmanager

@@ -109,6 +109,11 @@ def test_what_a_script_changes_of_its_process_is_put_back(tmp_path: Path, monkey
     monkeypatch.setenv("TOLD", str(tmp_path / "told"))
     with own_process():
         load_script("changes.py:make_step")
+    (tmp_path / "early.py").write_text((tmp_path / "changes.py").read_text().replace(HEAD, HEAD + "os.chdir('/')\n"))
+    monkeypatch.setenv("TOLD", os.devnull)
+    with own_process():
+        load_script("early.py:make_step")
+    monkeypatch.setenv("TOLD", str(tmp_path / "told"))
     # The last rank is made as well, by the same relative path.
     capture_distributed("changes.py:make_step", 2)
     lines = (tmp_path / "told").read_text().splitlines()

@@ -22,9 +22,10 @@ from e2e.explain.energy import GpuPrice, StepEnergy, cost_of
 from e2e.explain.prediction import PathPart
 from e2e.explain.step_facts import AskedValue, throughput_of
 from e2e.explain.what_if_row import WhatIfRow
+from e2e.report.fact_lines import number_text
 from e2e.report.html_report import page, write_report
 from e2e.report.outputs import show
-from e2e.report.text_report import render
+from e2e.report.text_report import PLAIN_WIDTH, render
 from e2e.step.memory import MemoryUsage
 
 # What programs read of one GPU and of several, before the two were one record.
@@ -124,6 +125,48 @@ def test_text_and_page_say_what_was_asked_how_fast_it_is_what_it_costs_and_what_
     assert record["advice"]["alternatives"][0]["gain"] == 2.0 and record["advice"]["largest_batch"]["batch_size"] == 48
     assert record["advice"]["best"] == ["--compile"]
     assert record["cost"]["price"]["date"] == "2026-11-01" and record["asked"][0]["given"] is True
+
+
+def test_the_memory_line_of_a_full_card_tells_what_is_in_use(capsys):
+    """The allocator takes all that there is; whether a step fits goes by what is in use."""
+    prediction = full_result().prediction
+
+    def line(peak: int, reserve: int) -> str:
+        (rank,) = prediction.ranks
+        rank = replace(rank, peak_memory_bytes=peak << 30, memory_breakdown={"reserve": reserve << 30})
+        render(replace(prediction, ranks=(rank,), memory_room_bytes=40 << 30))
+        return next(row for row in capsys.readouterr().out.splitlines() if row.startswith("memory"))
+
+    assert "40.00 GiB at the peak (30.00 GiB in use, the rest kept by the allocator) of 40.0 GiB" in line(40, 10)
+    assert "30.00 GiB at the peak of 40.0 GiB" in line(30, 10) and "41.00 GiB at the peak of" in line(41, 0)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0"),
+        (6.47e-5, "0.0000647"),
+        (8.3516, "8.352"),
+        (24.70, "24.7"),
+        (116512.0, "116,500"),
+        (2.6e9, "2,600,000,000"),
+    ],
+)
+def test_numbers_are_no_powers_of_ten(value, text):
+    assert number_text(value) == text
+
+
+def test_kernels_of_templates_keep_their_row(capsys):
+    """Names of hundreds of letters with all template arguments, as profiles have them."""
+    functor = "at::native::BinaryFunctor<float, float, float, at::native::(anonymous namespace)::threshold<float>>"
+    name = f"void at::native::vectorized_elementwise_kernel<4, {functor}, 3>(int, {functor}, 3)"
+    prediction = full_result().prediction
+    part = PathPart("kernel", name, 1.0, 1, f"launch of {name}")
+    figures = {**prediction.breakdown, "by_operator": {name: 1.0}}
+    render(replace(prediction, critical_path=(part,), breakdown=figures))
+    rows = [line for line in capsys.readouterr().out.splitlines() if "vectorized" in line]
+    assert len(rows) == 2 and all("vectorized_elementwise_kernel<4, BinaryFunctor<float, " in row for row in rows)
+    assert max(map(len, rows)) < PLAIN_WIDTH and "1000.000" in rows[0]
 
 
 def test_without_advice_the_text_says_how_to_get_it(capsys):

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from web_pages import HOSTILE, OVERLAPS, found_in, read_page
 
+from e2e.sources.gpu_prices import read_prices
+from e2e.sweeps.run_plan import DAY, RunPlan
 from e2e.sweeps.sweep_driver import SweepResult
 from e2e.sweeps.sweep_page import fastest, short_way, sweep_page, write_sweep_page
 from e2e.sweeps.sweep_results import SweepRow
@@ -41,6 +43,18 @@ def test_the_page_has_the_answer_the_frontier_and_what_does_not_run():
     best = fastest(sweep().rows[:-1])
     assert len(best) == 10 and all(each.parallel.startswith("dp=2") for each in best.values())
     assert short_way("dp=2,tp=4,micro-batches=4") == "dp=2,tp=4"
+
+
+def test_one_number_of_gpus_is_no_curve():
+    one = replace(sweep(), rows=tuple(each for each in sweep().rows if each.gpus == 8))
+    page = sweep_page(one)
+    assert "<svg" not in page and "All that run" in page
+
+
+def test_the_answer_tells_the_run_that_is_asked_about():
+    """A trillion tokens at 522.2 sequences of 4,096 a second are 5.4 days of 512 GPUs at 2.50 an hour."""
+    asked = replace(sweep(), plan=RunPlan(1e12, 100 * DAY, read_prices("2.5")))
+    assert "days: 5.4; cost of the run: 166," in read_page(sweep_page(asked)).text
 
 
 def test_a_sweep_of_which_nothing_runs_is_a_page_too():
