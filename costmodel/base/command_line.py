@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, ParamSpec
 
@@ -25,6 +26,7 @@ from costmodel.base.version import version_line
 
 P = ParamSpec("P")
 _LONGEST_LINE = 1_200  # of an error: a damaged file may hold a name of megabytes
+_CLOSE = 0.8  # of two options' letters that are alike
 _COMPLETION = ("--install-completion", "--show-completion")
 
 
@@ -168,6 +170,8 @@ def _one_line(message: str) -> None:
 
 def _tell_usage(error: TyperException) -> None:
     """What is wrong with a command line; help, where nothing was asked, is shown as it is."""
+    if getattr(error, "possibilities", None):  # typer offers what shares a few letters
+        error.possibilities = get_close_matches(error.option_name, error.possibilities, cutoff=_CLOSE)  # type: ignore[attr-defined]
     message = error.format_message().strip()
     if not message:
         return  # help, which is on the screen already

@@ -8,6 +8,7 @@ back to back, without the gap of a launch. Operators that no learned model is fi
 from __future__ import annotations
 
 import csv
+import gzip
 import io
 import zlib
 from collections import defaultdict
@@ -78,9 +79,11 @@ def read_rows(path: Path) -> Iterator[tuple[Any, float]]:
             raise ValueError("no columns operator, median_s, error")
         rows = list(table)
         pairs = [(from_record(decoded(row["operator"])), float(row["median_s"])) for row in rows if not row["error"]]
-    except (OSError, EOFError, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(f"{path}: cannot be read ({reason}); compress the measured table again") from None
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise InputError(f"{path}: cannot be read ({error}); compress the measured table again") from None
+    except OSError as error:
+        reason = error.strerror or error
+        raise InputError(f"{path}: cannot be read ({reason}); check its path and permissions") from None
     except MALFORMED as error:
         raise InputError(f"{path}: not a table of `python -m costmodel measure` ({error!r})") from None
     if not all(seconds > 0 for _, seconds in pairs):

@@ -36,7 +36,7 @@ def with_best_way(request: PredictRequest) -> tuple[PredictRequest, str]:
         layers=layer_count(config, name),
     )  # fmt: skip
     looked = promising(question, cells_of(question, [machine.gpu], [machine.gpus], ["auto"]), TRIES)
-    found: list[tuple[float, PredictRequest, str]] = []
+    found: list[tuple[bool, float, PredictRequest, str]] = []  # whether it may not fit first, then its rate
     reason = f"all {looked.too_large} ways take more memory than there is"
     for cell in looked.cells:
         for spec in cell.specs():
@@ -48,16 +48,17 @@ def with_best_way(request: PredictRequest) -> tuple[PredictRequest, str]:
                 break
             if step.fits is not False and step.throughput is not None:
                 rate = step.throughput.tokens_per_second_per_gpu or 0.0
-                found.append((rate, replace(other, what_if=request.what_if), _text(other)))
+                found.append((step.fits is None, rate, replace(other, what_if=request.what_if), _text(other)))
+            if step.fits:
                 break
             reason = step.memory_shortage or reason
     if not found:
         raise InputError(f"--gpus {machine.gpus}: no way to spread {name} was found ({reason}); give --parallel")
-    (rate, best, way), *rest = sorted(found, key=lambda each: -each[0])
+    (_, rate, best, way), *rest = sorted(found, key=lambda each: (each[0], -each[1]))
     total = len(looked.cells) + looked.left + looked.too_large
     line = f"--parallel {way}: the fastest of {len(found)} predicted of {total} ways, {rate:,.0f} tokens/s/GPU"
     if rest:
-        line += f"; next: {rest[0][2]}, {rest[0][0]:,.0f}"
+        line += f"; next: {rest[0][3]}, {rest[0][1]:,.0f}" + (" (may not fit)" if rest[0][0] else "")
     return best, f"{line} (`sweep --parallel auto` tries more)"
 
 

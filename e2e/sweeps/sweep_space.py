@@ -27,7 +27,7 @@ MICRO_BATCHES_PER_STAGE = 4
 # Sizes of micro-batches that ``auto`` tries where a global batch is given and no size.
 MICRO_BATCH_SIZES = (1, 2, 4)
 # Recomputation, the least first.
-RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "operators", "full")
 # Parts of the model on each stage of an interleaved pipeline that are tried.
 VIRTUAL_STAGES = (2, 4, 8)
 # Tokens of a sequence that a rank keeps where ranks share it: shorter sequences fit without that.

@@ -18,12 +18,17 @@ ADAPTED = ("q_proj", "k_proj", "v_proj", "packed_proj", "c_attn", "query", "key"
 
 
 def add_adapters(model: nn.Module, rank: int, source: str) -> None:
-    """Freezes ``model`` and adapts its products of queries, keys and values; ``InputError`` if it has none."""
+    """Freezes ``model`` and adapts its products of queries, keys and values; ``InputError`` if it has none, or
+    none of so high a rank.
+    """
     found = [module for name, module in model.named_modules() if name.rpartition(".")[2] in ADAPTED and _weighs(module)]
     if not found:
         raise InputError(
             f"--lora {rank}: {source} has no products of queries, keys and values to adapt; leave --lora out"
         )
+    widest = max(min(module.weight.shape) for module in found)  # type: ignore[union-attr, arg-type]
+    if rank > widest:
+        raise InputError(f"--lora {rank}: no product of {source} has more than {widest:,} rows; give a lower rank")
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     for module in found:

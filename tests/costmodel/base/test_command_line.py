@@ -138,6 +138,12 @@ def test_a_wrong_command_line_is_one_line_too(arguments: tuple[str, ...], words:
     assert done.returncode == 2 and line.startswith("error: ") and all(word in line for word in words), line
 
 
+def test_an_option_that_is_like_none_gets_no_other_one():
+    """Typer alone would offer --length for --strength."""
+    (line,) = program("count", "--strength", "3").stderr.splitlines()
+    assert line.startswith("error: No such option: --strength; ") and "Possible" not in line
+
+
 def test_help_is_help():
     assert program("--help").returncode == 0 and "A tool." in program("--help").stdout
     nothing = program()

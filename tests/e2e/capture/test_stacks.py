@@ -117,5 +117,7 @@ def test_adapters_train_alone_and_frozen_products_have_no_weight_gradients() -> 
 
 
 def test_a_model_without_the_adapted_products_is_named() -> None:
+    with pytest.raises(InputError, match="--lora 5000: no product of .* has more than 768 rows; give a lower rank"):
+        build("gpt2", 1, 16, CaptureOptions(lora=5000))
     with pytest.raises(InputError, match="--lora 4: is for transformers"):
         build("resnet-50", 1, None, CaptureOptions(lora=4))

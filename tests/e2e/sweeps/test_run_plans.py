@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +14,8 @@ from costmodel.base.errors import InputError
 pytest.importorskip("torch")
 
 import e2e
+from e2e.sources.asked.request import MachineOptions, PredictRequest, WorkloadOptions
+from e2e.sweeps.best_way import with_best_way
 from e2e.sweeps.first_look import promising
 from e2e.sweeps.run_plan import DAY, run_plan
 from e2e.sweeps.sweep_driver import ranking_key
@@ -63,3 +66,20 @@ def test_gpus_alone_take_the_fastest_of_the_ways_that_were_tried(tiny: str):
     found = e2e.predict(model_config=tiny, gpu="h100-sxm", gpus=2, sequence_length=64)
     assert any("the fastest of" in note for note in found.notes) and found.gpus == 2
     assert found.throughput.samples_per_second > 0
+
+
+def test_gpus_alone_prefer_a_way_that_fits_to_a_faster_one_that_may_not(tiny: str, monkeypatch: pytest.MonkeyPatch):
+    """Without recomputation it may not fit, with some it does."""
+
+    def predicted(request: PredictRequest) -> SimpleNamespace:
+        again = request.configuration.parallel.recompute != "none"
+        rate = SimpleNamespace(tokens_per_second_per_gpu=80.0 if again else 100.0)
+        return SimpleNamespace(
+            prediction=SimpleNamespace(fits=True if again else None, throughput=rate, memory_shortage=None)
+        )
+
+    monkeypatch.setattr("e2e.sweeps.best_way.predict_request", predicted)
+    machine = MachineOptions("h100-sxm", 2)
+    asked = PredictRequest(WorkloadOptions(model_config=Path(tiny), sequence_length=64), machine=machine)
+    best, line = with_best_way(asked)
+    assert best.configuration.parallel.recompute == "selective" and " 80 tokens/s/GPU" in line

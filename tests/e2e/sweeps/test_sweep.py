@@ -28,7 +28,7 @@ from e2e.sweeps.evaluate import SweepTask, evaluate
 from e2e.sweeps.sweep_driver import SweepResult, sweep
 from e2e.sweeps.sweep_report import place_labels, render_sweep, sweep_record, write_plot
 from e2e.sweeps.sweep_results import ResultFile, SweepRow
-from e2e.sweeps.sweep_space import SweepCell, SweepRequest, automatic, cells_of, counts, experts_of, names
+from e2e.sweeps.sweep_space import RECOMPUTE, SweepCell, SweepRequest, automatic, cells_of, counts, experts_of, names
 from e2e.sweeps.workers import LocalWorkers, RayWorkers, each_in_processes
 
 # Small: quick to capture, still all that a transformer has.
@@ -131,7 +131,7 @@ def test_cells_are_machines_times_counts_times_ways():
     cells = cells_of(SweepRequest("m"), ["h100-sxm", "h200-sxm"], [8, 16], ["dp=8", "auto", "dp=8"])
     assert len(set(cells)) == len(cells)
     assert sum(cell.parallel == ParallelSpec(dp=8) and not cell.recompute for cell in cells) == 4
-    assert SweepCell("h100-sxm", 8, ParallelSpec(dp=8), ("none", "selective", "full")) in cells
+    assert SweepCell("h100-sxm", 8, ParallelSpec(dp=8), RECOMPUTE) in cells
 
 
 def test_what_a_text_leaves_open_fills_every_number_of_gpus():
