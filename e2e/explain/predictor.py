@@ -135,18 +135,21 @@ def explain_once(
     steady: bool = False,
     warnings: Sequence[str] = (),
     notes: Sequence[str] = (),
+    host_factor: float = 1.0,
 ) -> PredictionResult:
     """One iteration of a priced ``graph`` from a standing start, such as a recorded one.
 
     ``starts``: rank -> seconds by which it begins late; ``steady``: one of several alike after each other instead, with
-    the device as far behind the host as it then is; ``notes``: where durations come from.
+    the device as far behind the host as it then is; ``notes``: where durations come from; ``host_factor``: by how much
+    the host's times may be shorter or longer.
     """
     if steady:
         settled = simulate_iterations(graph, ITERATIONS)
         step = SimulatedStep(graph, settled.timeline, settled.timeline.iterations - 2, settled.period_seconds)
+        step = replace(step, host_factor=host_factor)
         return _result(step, machine, site, memory, warnings, notes)
     timeline = simulate(graph, starts)
-    step = SimulatedStep(graph, timeline, 0, timeline.step_seconds, starts or {})
+    step = SimulatedStep(graph, timeline, 0, timeline.step_seconds, starts or {}, host_factor=host_factor)
     return replace(_result(step, machine, site, memory, warnings, notes), starts=starts or {})
 
 

@@ -122,6 +122,7 @@ def _predicted(step: PreparedStep) -> PredictionResult:
             steady=step.steady,
             warnings=step.warnings,
             notes=step.notes,
+            host_factor=step.setting.overheads.factor,
         )
     assert not isinstance(step.cluster, RecordedSite)
     return predict(

@@ -17,6 +17,7 @@ from e2e.lowering.lower_trace import lower
 from e2e.lowering.lowered_step import lowering_warnings
 from e2e.price.collective_pricing import price_collectives
 from e2e.price.measured_kernels import with_measured
+from e2e.price.overheads import OverheadTable
 from e2e.price.retarget import Scaling, retarget
 from e2e.price.shared_overheads import fitted_overheads
 from e2e.sources.asked.request import MachineOptions, PredictRequest
@@ -58,8 +59,28 @@ class _Recorded:
     def lowering(self) -> LoweringOptions:
         return LoweringOptions(tf32=self.request.configuration.dtype == "tf32")
 
-    def setting(self) -> Setting:
-        return setting_of(self.request.configuration, self.machine)
+    def setting(self, overheads: OverheadTable | None = None) -> Setting:
+        """With the host's times as recorded, or ``overheads``. That host is known, but in front of another GPU there
+        may be another, as much faster or slower as hosts differ.
+        """
+        found = setting_of(self.request.configuration, self.machine)
+        table = overheads or found.overheads
+        assert isinstance(table, OverheadTable)
+        return replace(found, overheads=replace(table, factor=found.overheads.factor if self.elsewhere else 1.0))
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether the step is predicted for a GPU that is not the recorded one."""
+        return self.recorded is not None and self.recorded.name != self.machine.name
+
+    def host_note(self) -> list[str]:
+        """What is taken of the host in front of another GPU."""
+        if not self.elsewhere:
+            return []
+        return [
+            f"the host is the recorded one; in front of {self.machine.name} there may be another (the interval takes "
+            f"hosts up to {self.setting().overheads.factor:g} times as fast or slow)"
+        ]
 
 
 def prepare(request: PredictRequest) -> PreparedStep:
@@ -103,7 +124,8 @@ def _single(found: _Recorded) -> PreparedStep:
     warnings = lowering_warnings(rank)
     if (found.request.machine.nodes or 1) > 1:
         warnings.append("--nodes: without effect, the recorded run is of one GPU")
-    setting = replace(found.setting(), overheads=overheads)
+    notes += found.host_note()
+    setting = found.setting(overheads)
     traced = {rank.rank: TracedRank(linked.trace, found.lowering)}
     return PreparedStep(graph, setting, single_gpu(machine), memory, warnings, notes, traced=traced)
 
@@ -123,6 +145,7 @@ def _several(found: _Recorded) -> PreparedStep:
     cluster: Cluster | RecordedSite = RecordedSite("as recorded", found.request.machine.nodes or 1)
     if found.moved:
         graph, cluster = _elsewhere(found, graph, notes)
+        notes += found.host_note()
     else:
         on = machine.name if found.recorded is not None else run.gpu or "a GPU that the profile does not name"
         notes.append(f"kernels and transfers are as recorded on {on}")

@@ -13,6 +13,7 @@ from e2e.traces.formats.profile import HostSpan, KinetoTrace
 from e2e.traces.linking.link import LinkedTrace
 
 _STEP = "ProfilerStep#"
+_WHOLE = "whole trace"  # of a profile in which nothing repeats
 _BACKWARD = "autograd::engine::evaluate_function"
 # Of the operators that are linked in the iteration with most of them: others with as many were traced too.
 _LINKED_SHARE = 0.9
@@ -55,7 +56,7 @@ def iterations(kineto: KinetoTrace) -> tuple[StepWindow, ...]:
             windows = _between(repeated, min(end, kineto.end))
             if _all_launch(kineto, windows[:-1]) and _whole_steps(kineto, windows):
                 return windows
-    return (StepWindow("whole trace", 0.0, kineto.end),)
+    return (StepWindow(_WHOLE, 0.0, kineto.end),)
 
 
 def choose(kineto: KinetoTrace, step: int | str | None = None) -> StepWindow:
@@ -152,6 +153,11 @@ def doubts(kineto: KinetoTrace, window: StepWindow) -> list[str]:
             f"no profiler steps mark iterations: one is taken to begin with {window.name!r}, which repeats {count} "
             f"times ({window.seconds * 1e3:.1f} of {kineto.end * 1e3:.1f} ms); where that is a layer of a step, record "
             "with prof.step() behind each step"
+        )
+    if window.name == _WHOLE:
+        found.append(
+            "no profiler steps mark iterations, and nothing repeats: all that was recorded, from the first event to the "
+            "last, is taken for one step; record with prof.step() behind each step"
         )
     calls = [span for span in kineto.runtime if window.holds(span.start)]
     if any(span.name.startswith("cudaStreamBeginCapture") for span in calls):

@@ -141,6 +141,10 @@ def test_real_recorded_ranks_move_to_another_gpu(cached):
     assert sum(r["compute_seconds"] for r in after["ranks"]) < 0.9 * sum(r["compute_seconds"] for r in before["ranks"])
     assert all(each["source"] != "measured" for each in after["collectives"])
     assert after["iteration_seconds"] == pytest.approx(before["iteration_seconds"], rel=0.02)
+    # The host in front of the other GPU is not known.
+    (low, high), (lowest, highest) = before["interval_seconds"], after["interval_seconds"]
+    assert high / low < 1.1 and highest / lowest > 1.64
+    assert any("the host is the recorded one; in front of h100-sxm" in note for note in after["notes"])
 
 
 def test_a_real_recorded_rank_of_a_job_stands_for_all_of_it_elsewhere():
@@ -163,6 +167,7 @@ def test_a_real_recorded_rank_uses_its_measured_kernels_on_its_own_gpu(cached):
     assert "measured" not in other["coverage"]
     assert any("kernels are predicted for t4" in note for note in other["notes"])
     moved = json.loads(CliRunner().invoke(app, ["predict", *files, "--retarget", "t4", "--json"]).stdout)
+    assert moved["interval_seconds"][1] > 1.3 * moved["iteration_seconds"]  # with a host that nobody named
     assert "measured" not in moved["coverage"] and moved["gpu_active_seconds"] > own["gpu_active_seconds"]
 
 

@@ -91,6 +91,12 @@ def test_what_may_be_no_steady_step_is_said(tmp_path: Path) -> None:
     kineto = read_kineto(layers.write(tmp_path / "layers.json"))
     (line,) = doubts(kineto, choose(kineto))
     assert "'layer::0', which repeats 36 times (0.1 of 3.6 ms)" in line
+    whole = Profile()
+    whole.operator("aten::to", 0, 900)
+    whole.launch(905, 5, 920, 10)
+    kineto = read_kineto(whole.write(tmp_path / "whole.json"))
+    (line,) = doubts(kineto, choose(kineto))
+    assert "nothing repeats: all that was recorded, from the first event to the last, is taken for one step" in line
     first = steps(3)
     first.runtime("cudaStreamBeginCapture", 101, 1)
     first.runtime("cudaMalloc", 110, 60)
