@@ -28,10 +28,12 @@ MICRO_BATCHES_PER_STAGE = 4
 MICRO_BATCH_SIZES = (1, 2, 4)
 # Recomputation, the least first.
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "operators", "full")
-# Parts of the model on each stage of an interleaved pipeline that are tried.
-VIRTUAL_STAGES = (2, 4, 8)
-# Tokens of a sequence that a rank keeps where ranks share it: shorter sequences fit without that.
-TOKENS_OF_A_RANK = 8192
+# Parts of the model on each stage of an interleaved pipeline that are tried; where the layers do not divide into them,
+# powers of two with shorter ends.
+MOST_VIRTUAL_STAGES = 8
+# Tokens of a sequence that a rank keeps where ranks share it, as published jobs of 405B do at 8,192: shorter sequences
+# fit without that.
+TOKENS_OF_A_RANK = 4096
 # Tokens of a sequence where nobody says, as e2e.capture.models.transformer has it (which imports torch).
 LONGEST_DEFAULT = 4096
 # Names of the number of experts in configurations.
@@ -161,11 +163,13 @@ def _stages(rest: ParallelSpec, layers: int) -> Iterator[ParallelSpec]:
     """Parts of the model on the stages of a pipeline, one or several; where the layers do not divide, the first and the
     last part have fewer, beside which embedding and head are.
     """
-    for virtual in (1, *(VIRTUAL_STAGES if rest.pp > 1 and rest.micro_batches % rest.pp == 0 else ())):
+    interleaved = bool(layers) and rest.pp > 1 and rest.micro_batches % rest.pp == 0
+    for virtual in range(1, MOST_VIRTUAL_STAGES + 1 if interleaved else 2):
         spec = rest if virtual == 1 else replace(rest, schedule="interleaved", virtual_stages=virtual)
         if not layers or layers % spec.stages == 0:
-            if virtual == 1 or layers:
-                yield spec
+            yield spec
+            continue
+        if virtual.bit_count() > 1:
             continue
         each = -(-layers // spec.stages)
         missing = each * spec.stages - layers

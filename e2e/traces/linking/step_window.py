@@ -156,8 +156,8 @@ def doubts(kineto: KinetoTrace, window: StepWindow) -> list[str]:
         )
     if window.name == _WHOLE:
         found.append(
-            "no profiler steps mark iterations, and nothing repeats: all that was recorded, from the first event to the "
-            "last, is taken for one step; record with prof.step() behind each step"
+            "no profiler steps mark iterations, and nothing repeats: all that was recorded, from the first event to "
+            "the last, is taken for one step; record with prof.step() behind each step"
         )
     calls = [span for span in kineto.runtime if window.holds(span.start)]
     if any(span.name.startswith("cudaStreamBeginCapture") for span in calls):

@@ -14,6 +14,7 @@ from costmodel.base.errors import InputError
 pytest.importorskip("torch")
 
 import e2e
+from e2e.parallelism.spec import text_of
 from e2e.sources.asked.request import MachineOptions, PredictRequest, WorkloadOptions
 from e2e.sweeps.best_way import with_best_way
 from e2e.sweeps.first_look import promising
@@ -60,6 +61,22 @@ def test_more_tries_have_the_fewer_among_them_and_what_cannot_fit_is_not_tried(t
     assert tries[0] == tries[1][:1] and tries[1] == tries[2][:4]
     large = SweepRequest("llama-3.1-405b", layers=126, sequence_length=4096)
     assert not promising(large, cells_of(large, ["h100-sxm"], [8], ["auto"]), 4).cells
+
+
+# Megatron-Bridge's performance summaries (docs/performance-summary.md of 25.09 and 25.11): GPUs, global batch, setting.
+PUBLISHED = [
+    ("llama-3-70b", 80, "dgx-h100", 64, 128, "fsdp=2,tp=4,pp=8,zero=1,virtual-stages=5"),
+    ("llama-3.1-405b", 126, "dgx-h100", 1024, 512, "fsdp=8,cp=2,tp=8,pp=8,zero=1,virtual-stages=8"),
+    ("llama-3.1-405b", 126, "dgx-b200", 128, 64, "fsdp=2,cp=2,tp=4,pp=8,zero=1,virtual-stages=8"),
+]
+
+
+@pytest.mark.parametrize(("model", "layers", "gpu", "gpus", "batch", "setting"), PUBLISHED)
+def test_what_experts_published_is_among_the_ways_that_are_predicted(model, layers, gpu, gpus, batch, setting):
+    """So that the best way found is at least as fast."""
+    request = SweepRequest(model, global_batch=batch, sequence_length=8192, layers=layers, recipe="megatron")
+    looked = promising(request, cells_of(request, [gpu], [gpus], ["auto"]), 12)
+    assert any(set(setting.split(",")) <= set(text_of(cell.parallel).split(",")) for cell in looked.cells)
 
 
 def test_gpus_alone_take_the_fastest_of_the_ways_that_were_tried(tiny: str):
