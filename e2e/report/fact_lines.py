@@ -21,9 +21,13 @@ UTILISATION_MEANING = (
     "MFU: FLOPs of the model's products and attention, forward and backward, over peak dense rate x time; HFU: with "
     "what is computed again"
 )
-ADVICE_HINT = (
+_ADVICE_HINT = (
     "--advice predicts other settings (compile, CUDA graph, number type, kernels, batch, ...) and finds the largest "
     "batch that fits"
+)
+_RECORDED_HINT = (
+    "--what-if asks about the recorded step with something changed (host=2x, kernels:gemm=2x, batch=N, ...), "
+    "--retarget about another GPU"
 )
 # Letters of a name in a table, and what names of C++ kernels begin with that says nothing.
 _MOST_LETTERS = 72
@@ -36,6 +40,12 @@ def short_name(name: str) -> str:
         return name
     told = _NAMESPACES.sub("", name)
     return told if len(told) <= _MOST_LETTERS else f"{told[: _MOST_LETTERS - 1].rstrip()}…"
+
+
+def next_hint(prediction: Prediction) -> str:
+    """What could be asked next; a recorded run has no other settings."""
+    recorded = any(each.option == "--kineto" for each in prediction.asked)
+    return _RECORDED_HINT if recorded else _ADVICE_HINT
 
 
 def number_text(value: float, digits: int = 4) -> str:

@@ -12,10 +12,10 @@ from rich.table import Table
 from e2e.explain.prediction import Prediction
 from e2e.report.fact_lines import (
     ADVICE_HEAD,
-    ADVICE_HINT,
     advice_remarks,
     advice_rows,
     heading,
+    next_hint,
     overhead_meanings,
     short_name,
     speeds,
@@ -188,7 +188,7 @@ def _prices(out: Console, prediction: Prediction) -> None:
 def _advice(out: Console, prediction: Prediction) -> None:
     advice = prediction.advice
     if advice is None:
-        out.print(f"next        {ADVICE_HINT}", soft_wrap=True)
+        out.print(f"next        {next_hint(prediction)}", soft_wrap=True)
         return
     rows = advice_rows(advice)
     if rows:

@@ -22,7 +22,8 @@ A step comes from one source, the first of these that the given options choose:
 {choices}
 
 **used**: the option counts. **needed**: it must be given. **refused** and **no effect**: as the numbered sentence says;
-values in brackets are taken all the same. **-> source**: the option makes it this source.
+values in brackets are taken all the same. **-> source**: the option makes it this source. `--price`, `--report`,
+`--timeline` and `--json` go with every source, `--advice` with all but a recorded run.
 
 {table}
 

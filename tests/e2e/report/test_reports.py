@@ -173,6 +173,10 @@ def test_without_advice_the_text_says_how_to_get_it(capsys):
     prediction = full_result().prediction
     render(replace(prediction, advice=None))
     assert "--advice predicts other settings" in capsys.readouterr().out
+    recorded = (AskedValue("--kineto", "profile.json", True),)
+    render(replace(prediction, advice=None, asked=recorded))
+    printed = capsys.readouterr().out
+    assert "--what-if asks about the recorded step" in printed and "--advice" not in printed
 
 
 def test_the_record_is_json_and_the_timeline_is_there():
