@@ -7,7 +7,7 @@ from pathlib import Path
 
 from costmodel.base.errors import InputError, ProjectError
 from costmodel.base.termination import pass_ending
-from e2e.parallelism.spec import ParallelSpec, text_of
+from e2e.parallelism.spec import ParallelSpec, parse_parallel, text_of
 from e2e.sources import spread_model as parallel
 from e2e.sources.asked.option_table import PARALLEL
 from e2e.sources.asked.request import ConfigurationOptions, MachineOptions, PredictRequest, WorkloadOptions
@@ -67,6 +67,7 @@ def _first_that_fits(task: SweepTask) -> SweepRow:
     row = None
     for spec in cell.specs():
         try:
+            parse_parallel(text_of(spec), cell.gpus)  # refused in the words that were asked, without what a recipe adds
             row = _evaluate(task, spec)
         except InputError as error:
             return SweepRow(cell.gpu, cell.gpus, nodes, text_of(spec), "not possible", str(error))

@@ -282,6 +282,8 @@ def test_a_cell_of_many_kernels_is_simulated_in_runs_of_them(tiny, monkeypatch):
 def test_what_does_not_divide_or_fit_says_so(tiny):
     impossible = evaluate(task(tiny, "pp=3,dp=1", gpus=3))
     assert impossible.status == "not possible" and "layers" in impossible.reason
+    other = evaluate(task(tiny, "fsdp=8", gpus=4))  # told as it was asked, without what the recipe adds
+    assert other.reason == "--parallel 'fsdp=8': dp x fsdp x cp x tp x pp = 8, but --gpus is 4"
     request = SweepRequest("llama-8b", sequence_length=512)
     full = evaluate(
         SweepTask(request, SweepCell("t4", 2, ParallelSpec(dp=2), ("none", "full")), tiny.parent / "captures")
