@@ -241,9 +241,9 @@ def describe(action: Action, rank: RankGraph) -> str:
         case StreamWait(event, stream):
             return f"stream {stream} waits for event {event}"
         case Signal(flag):
-            return f"signal {flag}"
+            return f"signal to another thread (flag {flag})"
         case Await(flag):
-            return f"await {flag}"
+            return f"wait for another thread (flag {flag})"
 
 
 def _call_name(call: CallInfo | None) -> str:

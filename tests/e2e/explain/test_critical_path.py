@@ -111,7 +111,10 @@ def test_the_path_goes_through_the_autograd_thread():
     d.add(Signal(1), thread="autograd")
     d.host(1, "T3")
     path = path_of(together(d))
-    assert pieces(path) == [("T2", 7, "await 0"), ("T3", 1, "await 1")]
+    assert pieces(path) == [
+        ("T2", 7, "wait for another thread (flag 0)"),
+        ("T3", 1, "wait for another thread (flag 1)"),
+    ]
 
 
 def test_time_is_summed_by_operator_call():

@@ -245,7 +245,7 @@ def test_actions_are_told_by_what_they_do():
         Synchronize(): "synchronize device",
         RecordEvent(2, 7): "record event 2 on stream 7",
         StreamWait(2, 7): "stream 7 waits for event 2",
-        Signal(5): "signal 5",
-        Await(5): "await 5",
+        Signal(5): "signal to another thread (flag 5)",
+        Await(5): "wait for another thread (flag 5)",
     }
     assert {action: describe(action, rank) for action in told} == told

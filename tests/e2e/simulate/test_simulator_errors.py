@@ -90,7 +90,9 @@ def test_a_flag_that_nobody_signals_is_named():
     d = Drawing()
     d.host(1)
     d.add(Await(9))
-    with pytest.raises(SimulationError, match=r"rank 0, thread 'main', action 1 \(await 9\) waits forever"):
+    with pytest.raises(
+        SimulationError, match=r"rank 0, thread 'main', action 1 \(wait for another thread \(flag 9\)\) waits forever"
+    ):
         simulate(together(d))
 
 
