@@ -162,8 +162,9 @@ def build(
     stack = stack_of(step.stack)
     host = HostSeconds()
     if spec.offloaded_state and host_bandwidth:
-        whole = spec.sharing == 3  # PyTorch's own optimizer; others have fused ones
-        host = HostSeconds.of(host_bandwidth, stack.fused_optimizer or not whole, returned=not whole)
+        whole = spec.sharing == 3 and not stack.shards_stay  # PyTorch's own optimizer; others have fused ones
+        clipped = spec.sharing == 3 and stack.shards_stay and bool(spec.clip)
+        host = HostSeconds.of(host_bandwidth, stack.fused_optimizer or not whole, returned=not whole, clipped=clipped)
     captured = _run_by(captured, stack, spec)
     if spec.splits_backward:
         captured = replace(captured, pieces=apart(captured.pieces, captured.dtype.itemsize))
@@ -265,6 +266,7 @@ def assemble(
             host=host or HostSeconds(),
             keeps_last=keeping.keeps_last,
             accumulates=keeping.accumulates,
+            shards_stay=keeping.shards_stay,
         )
         for stage in range(spec.pp)
     ]

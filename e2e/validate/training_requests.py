@@ -30,8 +30,9 @@ What a table leaves out is taken from its source; such a figure is said in the `
   messages not overlapped. How many layers its proxies have is not told there.
 * NeMo's document of performance (2024): rates of sequences from 4k to 1M are model TFLOP/s by its own count
   (:func:`_nemo_flops`: attention as if it were not causal).
-* ml-engineering: DeepSpeed's ZeRO 3 with the optimizer on the host, whole layers recomputed, Liger's kernels, every GPU
-  a sequence of its own; FlashAttention 3 on H200 and 4 on B200, for which cuDNN's stands.
+* ml-engineering (insights/when-to-upgrade-gpus/benchmark.py): DeepSpeed's ZeRO 3 with the optimizer alone on the host
+  (``offload_optimizer``), gradients clipped, whole layers recomputed, Liger's kernels, every GPU a sequence of its own;
+  FlashAttention 3 on H200 and 4 on B200, for which cuDNN's stands.
 * CUDA graphs of whole steps (``full_iteration``) are asked for where the recipe of that model and GPU has them
   (llama3_workload_base_configs.py: Llama 3 8B on B200). Graphs of parts of a layer, and norms and activations computed
   twice (gpt-oss), are not asked for.
@@ -84,6 +85,7 @@ SIMUMAX_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek-v3": ("deepseek-v3", {"first_k_dense_replace": 1}),
 }  # fmt: skip
+ML_ENGINEERING = "stas00/ml-engineering"
 LENGTHS = {"llama-3.1-8b": 8192, "nemotron-4-15b": 4096, "llama-3-8b": 4096}
 # dim of NeMo's recipes (nemo/collections/llm/recipes/llama3_8b.py), whose performance mode adapts linear_qkv.
 LORA_RANK = 8
@@ -152,8 +154,10 @@ class AskedStep:
     def attention(self) -> AttentionForm:
         """The kernel of attention that ran: llm-foundry's is Triton's FlashAttention 1; Transformer Engine takes
         cuDNN's on Hopper and FlashAttention 2 before; torchtitan's PyTorch of 2024 has FlashAttention 2. Megatron-LM's
-        tests write it out, but for sequences that are shared.
+        tests write it out, but for sequences that are shared. ml-engineering's is FlashAttention 3 on Hopper.
         """
+        if self.row.family == ML_ENGINEERING and self.row.gpu == "dgx-h200":
+            return "flash3"
         if self.row.family == "Megatron-LM" and self.spec.cp == 1:
             return "eager"
         if self.row.family == "llm-foundry":
@@ -376,5 +380,5 @@ ASKING: Mapping[str, Callable[[TrainingRow], AskedStep]] = {
     "llm-foundry": _llm_foundry,
     "torchtitan": _torchtitan,
     "SimuMax": _simumax,
-    "stas00/ml-engineering": _ml_engineering,
+    ML_ENGINEERING: _ml_engineering,
 }
