@@ -19,9 +19,9 @@ COMPUTE, TENSOR, REDUCE, GATHER = 0, 1, 2, 3
 SEND_NEXT, SEND_PREVIOUS, RECEIVE_PREVIOUS, RECEIVE_NEXT = 4, 5, 6, 7
 # All-gathers and reduce-scatters of FSDP are of one process group, whose collectives NCCL runs one after another.
 SHARDS = 8
-# The second hop of tokens over several nodes, which kernels hand on piece by piece as the first brings them (DeepEP's
-# csrc/kernels/internode.cu).
-SECOND_HOP = 9
+# The hop inside a node of tokens that go over several: kernels hand on piece by piece what the other hop brings, or bring
+# what it takes (DeepEP's csrc/kernels/internode.cu).
+IN_NODE = 9
 # Copies to the host, and back.
 OFFLOAD, RELOAD = 20, 21
 # Added to the streams of messages of the micro-batches that enter a pipeline at its other end.
@@ -95,16 +95,16 @@ class StageWriter:
         group = f"{item.group} of rank {self.rank.rank}"
         ranks, number = self.groups[item.group], self.rank.next_in(group)
         collective = Collective(item.kind, group, ranks, number, item.size_bytes, pieces=item.pieces)
-        hops = {item.group, self._first_hop[0]} if self._first_hop is not None else set()
-        if self._first_hop is not None and hops == {INSIDE_NODES, ACROSS_NODES}:
-            stream, begin = SECOND_HOP, self._first_hop[1]
-        else:
-            stream, begin = TENSOR, self.rank.record_event(COMPUTE)
+        stream = IN_NODE if item.group == INSIDE_NODES else TENSOR
+        before, self._first_hop = self._first_hop, None
+        second = before is not None and {before[0], item.group} == {INSIDE_NODES, ACROSS_NODES}
+        begin = before[1] if before is not None and second else self.rank.record_event(COMPUTE)
         self.rank.wait_event(begin, stream)
         self.rank.enqueue(self._task(collective, stream, item.call))
-        self._first_hop = (item.group, begin) if stream == TENSOR else None
+        if not second:
+            self._first_hop = (item.group, begin)
         if self.overlapped and item.group.startswith("ep"):
-            if stream == TENSOR:
+            if not second:
                 self._exchanged()
             self._in_flight.append(self.rank.record_event(stream))
         elif item.early:

@@ -377,7 +377,7 @@ def test_both_hops_of_a_token_go_at_once(tmp_path, overlap):
 
     def step(across: float, inside: float) -> float:
         seconds = {"ep across nodes": across, "ep inside nodes": inside}
-        return simulate(timed(built.graph, seconds)).iteration_seconds
+        return simulate(timed(built.graph, seconds)).step_seconds
 
     exchanges = 4 * LAYERS * (2 if overlap else 1)
     assert step(3.0, 1.0) == step(3.0, 3.0) == step(1.0, 3.0) == pytest.approx(3.0 * exchanges)
