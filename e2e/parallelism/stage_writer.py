@@ -19,8 +19,8 @@ COMPUTE, TENSOR, REDUCE, GATHER = 0, 1, 2, 3
 SEND_NEXT, SEND_PREVIOUS, RECEIVE_PREVIOUS, RECEIVE_NEXT = 4, 5, 6, 7
 # All-gathers and reduce-scatters of FSDP are of one process group, whose collectives NCCL runs one after another.
 SHARDS = 8
-# The hop inside a node of tokens that go over several: kernels hand on piece by piece what the other hop brings, or bring
-# what it takes (DeepEP's csrc/kernels/internode.cu).
+# The hop inside a node of tokens that go over several: kernels hand on piece by piece what the other hop brings, or
+# bring what it takes (DeepEP's csrc/kernels/internode.cu).
 IN_NODE = 9
 # Copies to the host, and back.
 OFFLOAD, RELOAD = 20, 21

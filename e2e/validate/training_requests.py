@@ -32,7 +32,7 @@ What a table leaves out is taken from its source; such a figure is said in the `
   (:func:`_nemo_flops`: attention as if it were not causal).
 * ml-engineering (insights/when-to-upgrade-gpus/benchmark.py): DeepSpeed's ZeRO 3 with the optimizer alone on the host
   (``offload_optimizer``), gradients clipped, whole layers recomputed, Liger's kernels, every GPU a sequence of its own;
-  FlashAttention 3 on H200 and 4 on B200, for which cuDNN's stands.
+  FlashAttention 3 on H200 and 4 on B200.
 * CUDA graphs of whole steps (``full_iteration``) are asked for where the recipe of that model and GPU has them
   (llama3_workload_base_configs.py: Llama 3 8B on B200). Graphs of parts of a layer, and norms and activations computed
   twice (gpt-oss), are not asked for.
@@ -154,10 +154,10 @@ class AskedStep:
     def attention(self) -> AttentionForm:
         """The kernel of attention that ran: llm-foundry's is Triton's FlashAttention 1; Transformer Engine takes
         cuDNN's on Hopper and FlashAttention 2 before; torchtitan's PyTorch of 2024 has FlashAttention 2. Megatron-LM's
-        tests write it out, but for sequences that are shared. ml-engineering's is FlashAttention 3 on Hopper.
+        tests write it out, but for sequences that are shared. ml-engineering's is Tri Dao's newest.
         """
-        if self.row.family == ML_ENGINEERING and self.row.gpu == "dgx-h200":
-            return "flash3"
+        if self.row.family == ML_ENGINEERING:
+            return "flash3" if self.row.gpu == "dgx-h200" else "flash4"
         if self.row.family == "Megatron-LM" and self.spec.cp == 1:
             return "eager"
         if self.row.family == "llm-foundry":

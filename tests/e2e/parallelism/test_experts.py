@@ -389,7 +389,9 @@ def timed(graph: ExecutionGraph, seconds: dict[str, float]) -> ExecutionGraph:
 
     def task(each: Any) -> Any:
         group = "" if each.collective is None else each.collective.group
-        return replace(each, duration=Duration.measured(sum(s for name, s in seconds.items() if group.startswith(name))))
+        return replace(
+            each, duration=Duration.measured(sum(s for name, s in seconds.items() if group.startswith(name)))
+        )
 
     def action(each: Any) -> Any:
         known = not isinstance(each, HostWork | Launch | Synchronize) or each.duration is not None
