@@ -21,8 +21,8 @@ from costmodel.operators.collective_transfer import CollectiveTransfer
 # The constants are those of a GPU of this clock (H100's); of sweeps with one NCCL version (2.27.3) the smallest message
 # less a hop takes 11 us x GHz on A100, 10 on L40S, between 2.23 and 2.29 10 on H100.
 _CLOCK_HZ = 1.98e9
-# Of the rate that a card sustains (48 of 50 GB/s), what DeepEP's kernels reach: its README told 43, 44, 46 GB/s to 16, 32
-# and 64 ranks and 43, 47, 45 back (H800, ConnectX-7).
+# Of the rate that a card sustains (48 of 50 GB/s), what DeepEP's kernels reach: its README told 43, 44, 46 GB/s to 16,
+# 32 and 64 ranks and 43, 47, 45 back (H800, ConnectX-7).
 _PUT_SHARE = 0.93
 # Power of the smooth minimum: two equal times give 0.92 of either.
 SHARPNESS = 8.0
