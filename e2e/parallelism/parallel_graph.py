@@ -216,7 +216,7 @@ def _node_ranks(spec: ParallelSpec, node_gpus: int | None) -> int | None:
 def _inside(spec: ParallelSpec) -> tuple[Any, ...]:
     """What of ``spec`` changes a rank's layers."""
     tokens = spec.tp, spec.sequence_parallel, spec.cp, spec.context_form, spec.context_inside, spec.micro_batches
-    return *tokens, spec.ep, spec.expert_tensor, spec.dispatch, spec.gather_dtype
+    return *tokens, spec.recompute_modules, spec.ep, spec.expert_tensor, spec.dispatch, spec.gather_dtype
 
 
 def count_kernels(captured: Captured, spec: ParallelSpec, layers: int) -> int:
@@ -430,6 +430,7 @@ def _source(
     from e2e.capture.models.stacks import apply_stack
     from e2e.capture.options import CaptureOptions
     from e2e.parallelism.layers import context_parallel, expert_parallel, tensor_parallel
+    from e2e.parallelism.layers.repeated_modules import repeats
 
     if config["model_type"] in UNCUT_TYPES:
         raise InputError(f"{name}: layers of model type {config['model_type']!r} are not alike; --parallel needs that")
@@ -482,10 +483,8 @@ def _source(
     advice = "use tp=1, its layers cannot be split" if spec.tp > 1 else "correct its configuration"
     forward = transformer.forward_call(model, step.batch_size, length, not step.inference, name, advice)
     shape = (step.batch_size, length, model.config.hidden_size)
-    inside = {name for name, _ in found[0].named_modules()}
-    core = tuple(block for block in tensor_parallel.ATTENTION if block in inside)
-    core += tuple(f"{block}.{dropout}" for block in core for dropout in ("attn_dropout", "dropout"))
-    return ModelSource(name, model, found, forward, shape, core, max(dense, 1)), layers, options
+    again = repeats(spec.recompute_modules.split("+"), found, name)
+    return ModelSource(name, model, found, forward, shape, again, max(dense, 1)), layers, options
 
 
 def _leading_dense(config: Any, layers: int, name: str) -> int:
