@@ -104,7 +104,8 @@ class CollectiveModel(CostModel):
         if transfer.kind == "send_recv" and transfer.ranks > 2:  # a message has two ends, however large the group
             transfer = dataclasses.replace(transfer, ranks=2, nodes=min(transfer.nodes, 2))
         analysis = analyse(transfer, self.cluster, self._constants)
-        source = self._source(transfer.kind, transfer.nodes > 1) if transfer.ranks > 1 else None
+        library = transfer.ranks > 1 and not transfer.puts  # curves are of NCCL
+        source = self._source(transfer.kind, transfer.nodes > 1) if library else None
         if source is None:
             return _record(analysis, analysis.seconds, UNMEASURED_MARGIN, "analytic", {})
         ranks, nodes, ideal = transfer.ranks, transfer.nodes, analysis.ideal_seconds

@@ -17,12 +17,12 @@ from costmodel.operators.lookups import Direction
 
 # ``sdpa``: whichever PyTorch's ``scaled_dot_product_attention`` takes on the GPU that prices it; ``flash``: the one of
 # PyTorch's flash backend there. ``flash1``: of 2022, as in PyTorch 2.0 and 2.1, or Triton's port of it; ``flash2`` and
-# ``flash3``: Tri Dao's second and third (the latter for Hopper alone), ``flash3-fp8`` the third with operands in 8
-# bits, forward; ``efficient``: xFormers' for CUTLASS; ``mla``: latent attention in the space of the latents, whose
-# values are the first part of its keys (FlashMLA on Hopper, TensorRT-LLM's on others); ``math``: products and softmax
-# apart.
+# ``flash3``: Tri Dao's second and third (the latter for Hopper alone), ``flash4`` the one for datacenter Blackwell,
+# ``flash3-fp8`` the third with operands in 8 bits, forward; ``efficient``: xFormers' for CUTLASS; ``mla``: latent
+# attention in the space of the latents, whose values are the first part of its keys (FlashMLA on Hopper, TensorRT-LLM's
+# on others); ``math``: products and softmax apart.
 AttentionKernel = Literal[
-    "sdpa", "flash", "flash1", "flash2", "flash3", "flash3-fp8", "cudnn", "efficient", "mla", "math"
+    "sdpa", "flash", "flash1", "flash2", "flash3", "flash3-fp8", "flash4", "cudnn", "efficient", "mla", "math"
 ]
 # Where a causal mask begins if there are more keys than queries: at the ``end`` (the last query sees all keys: tokens
 # behind a cache), at the ``start`` (query i sees the first i + 1 keys), or ``spread`` (ranks of context parallelism

@@ -21,6 +21,7 @@ class CollectiveTransfer:
     busiest_bytes: of an uneven all_to_all, the most that any rank sends to, or receives from, the others.
     sharing: how many such transfers use the same links at once; each gets an equal part of their bandwidth.
     span: GPUs of a node from the first to the last of its ranks; 0: the ranks are neighbours.
+    puts: of an all_to_all, that kernels put rows straight into their peers' memory (DeepEP), without NCCL's protocols.
     """
 
     kind: CollectiveKind
@@ -30,6 +31,7 @@ class CollectiveTransfer:
     busiest_bytes: float | None = None
     sharing: int = 1
     span: int = 0
+    puts: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in COLLECTIVE_KINDS:
@@ -40,6 +42,8 @@ class CollectiveTransfer:
             raise ValueError(f"need 1 <= nodes <= ranks, got {self.nodes} nodes, {self.ranks} ranks")
         if self.sharing < 1:
             raise ValueError(f"sharing must be at least 1, got {self.sharing}")
+        if self.puts and self.kind != "all_to_all":
+            raise ValueError(f"puts is for all_to_all only, not for {self.kind}")
         self._check_busiest()
 
     def _check_busiest(self) -> None:

@@ -15,7 +15,20 @@ from e2e.capture.session import CapturedWorkload, capture
 from e2e.lowering import LoweringOptions
 from e2e.lowering.lower_trace import lower
 from e2e.lowering.torch_compile import compile_rank, fused_storages
-from e2e.parallelism.layers.pieces import CAPTURED_LAYERS, FIRST, LAST, Called, Item, Name, Pieces, Work, cut, parts_of
+from e2e.parallelism.layers.pieces import (
+    CAPTURED_LAYERS,
+    FIRST,
+    LAST,
+    Called,
+    Item,
+    Name,
+    Pieces,
+    Repeats,
+    Work,
+    cut,
+    nothing_again,
+    parts_of,
+)
 from e2e.step.execution_graph import CallInfo, HostWork, Launch, Synchronize
 from e2e.step.memory import peak_memory
 
@@ -41,8 +54,8 @@ class Captured:
 @dataclass(frozen=True)
 class ModelSource:
     """A model of :data:`CAPTURED_LAYERS` layers and its forward pass, which gives the loss, or the scores.
-    ``boundary_shape``: of the activations between layers. ``core``: modules inside a layer that selective
-    recomputation repeats. ``leading``: layers of the whole model that are like its first.
+    ``boundary_shape``: of the activations between layers. ``repeats``: what selective recomputation runs again.
+    ``leading``: layers of the whole model that are like its first.
     """
 
     name: str
@@ -50,7 +63,7 @@ class ModelSource:
     layers: nn.ModuleList
     forward: Callable[[], torch.Tensor]
     boundary_shape: tuple[int, ...]
-    core: tuple[str, ...] = ()
+    repeats: Repeats = nothing_again
     leading: int = 1
 
 
@@ -83,7 +96,7 @@ def capture_model(
         }
         unneeded = fused_storages(graph, trace, parts)
         graph = compile_rank(graph, trace, parts)
-    pieces = replace(cut(trace, graph, path, source.core, unneeded), leading=source.leading)
+    pieces = replace(cut(trace, graph, path, source.repeats, unneeded), leading=source.leading)
     shapes, tied = _shapes(source)
     dtype = next(module.parameters()).dtype
     boundary = torch.empty(source.boundary_shape, dtype=dtype, device="meta")

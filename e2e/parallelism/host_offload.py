@@ -7,7 +7,8 @@ behind it. Optimizer (ZeRO-Offload, arXiv 2101.06840; Megatron-Core's ``HybridDe
 ``overlap_cpu_optimizer_d2h_h2d``): gradients of a part of the model are copied to the host while it updates the part
 before, and the parameters back while it updates the next. FSDP's ``CPUOffloadPolicy`` (torch/distributed/fsdp/
 _fully_shard): shards are copied to the GPU before every all-gather, gradients to the host behind every reduce-scatter,
-and the host updates all of them when the last one is there.
+and the host updates all of them when the last one is there. DeepSpeed's stage 3 (``offload_optimizer``; runtime/zero/
+stage3.py): shards of 16 bits stay on the GPU; the host clips gradients, updates and casts all of them after the last.
 
 How fast the host is: bytes that it moves, at the rate of its memory or of one core, whichever is less. torchrun gives
 every process one thread (``OMP_NUM_THREADS=1`` of torch/distributed/run.py), Ray as well.
@@ -34,6 +35,8 @@ LOOP_ADAM_BYTES = 8 + 12 + 8 + 12 + 12 + 12 + 8 + 16
 RETURNED_BYTES = (4 + 2 * 2) + (2 + 2 * 2)
 # A gradient added to that of earlier micro-batches.
 ADDED_BYTES = 3 * 4
+# A gradient times one number, in place (``unscale_and_clip_grads`` of DeepSpeed).
+CLIPPED_BYTES = 2 * 4
 # Bytes/s of one core: with all of its optimizer on the host a job of one GPU took 0.926 s longer for 596 million
 # parameters (Qwen3-0.6B; NVIDIA-NeMo/RL, pull request 3628), which are cast and go back as above.
 CORE_BANDWIDTH = 596.05e6 * (ADAM_BYTES + RETURNED_BYTES) / 0.926
@@ -49,11 +52,14 @@ class HostSeconds:
     add: float = 0.0
 
     @classmethod
-    def of(cls, memory_bandwidth: float, fused: bool = True, returned: bool = True) -> HostSeconds:
+    def of(
+        cls, memory_bandwidth: float, fused: bool = True, returned: bool = True, clipped: bool = False
+    ) -> HostSeconds:
         """Where each GPU has ``memory_bandwidth`` bytes/s of the host's memory. ``fused``: Adam is one loop over the
-        parameters; ``returned``: a 16-bit copy of them goes back to the GPU.
+        parameters; ``returned``: a 16-bit copy of them goes back to the GPU; ``clipped``: gradients are, on the host.
         """
         moved = (ADAM_BYTES if fused else LOOP_ADAM_BYTES) + (RETURNED_BYTES if returned else 0)
+        moved += CLIPPED_BYTES if clipped else 0
         rate = min(memory_bandwidth, CORE_BANDWIDTH)
         return cls(moved / rate, ADDED_BYTES / rate)
 
@@ -145,23 +151,28 @@ class HostAdam:
 @dataclass
 class HostShards:
     """Shards, their gradients and the optimizer's state on the host. Sizes are bytes of shares in the type of the
-    passes."""
+    passes. ``stay``: the shards are on the GPU, in that type."""
 
     writer: StageWriter
     kernels: StageKernels
     seconds: HostSeconds
+    stay: bool = False
 
     def fetch(self, shares: Iterable[int]) -> None:
         """The shares of single parameters go to the GPU, where they are to be gathered."""
-        for share in filter(None, shares):
+        for share in () if self.stay else filter(None, shares):
             _copy(self.writer, self.kernels.shard_bytes(share), back=True, stream=GATHER)
 
     def put(self, shares: Iterable[int], fresh: bool) -> None:
-        """Their summed gradients go to the host. If not ``fresh`` it waits for each, into memory that is not pinned,
-        and adds it to those of earlier micro-batches (``foreach_reduce``)."""
+        """Their summed gradients go to the host. If not ``fresh`` those of earlier micro-batches come back to be added
+        to, where shards ``stay``; else the host waits for each, into memory that is not pinned, and adds it
+        (``foreach_reduce``)."""
         for share in filter(None, shares):
-            _copy(self.writer, self.kernels.shard_bytes(share), back=False, stream=REDUCE, pinned=fresh)
-            if not fresh:
+            if self.stay and not fresh:
+                _copy(self.writer, self.kernels.shard_bytes(share), back=True, stream=REDUCE)
+                self.writer.kernel("aten::add_", (self.kernels.add(share),), REDUCE)
+            _copy(self.writer, self.kernels.shard_bytes(share), back=False, stream=REDUCE, pinned=fresh or self.stay)
+            if not fresh and not self.stay:
                 seconds = self.seconds.add * share / self.kernels.element_bytes
                 _host_work(self.writer, "aten::add_", seconds, self.writer.rank.record_event(REDUCE))
 
@@ -170,3 +181,5 @@ class HostShards:
         event = self.writer.rank.record_event(REDUCE)
         seconds = self.seconds.update * size / self.kernels.element_bytes
         _host_work(self.writer, "optimizer::host_adam", seconds, event)
+        if self.stay:
+            _copy(self.writer, size, back=True)

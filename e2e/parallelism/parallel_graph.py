@@ -162,8 +162,9 @@ def build(
     stack = stack_of(step.stack)
     host = HostSeconds()
     if spec.offloaded_state and host_bandwidth:
-        whole = spec.sharing == 3  # PyTorch's own optimizer; others have fused ones
-        host = HostSeconds.of(host_bandwidth, stack.fused_optimizer or not whole, returned=not whole)
+        whole = spec.sharing == 3 and not stack.shards_stay  # PyTorch's own optimizer; others have fused ones
+        clipped = spec.sharing == 3 and stack.shards_stay and bool(spec.clip)
+        host = HostSeconds.of(host_bandwidth, stack.fused_optimizer or not whole, returned=not whole, clipped=clipped)
     captured = _run_by(captured, stack, spec)
     if spec.splits_backward:
         captured = replace(captured, pieces=apart(captured.pieces, captured.dtype.itemsize))
@@ -215,7 +216,7 @@ def _node_ranks(spec: ParallelSpec, node_gpus: int | None) -> int | None:
 def _inside(spec: ParallelSpec) -> tuple[Any, ...]:
     """What of ``spec`` changes a rank's layers."""
     tokens = spec.tp, spec.sequence_parallel, spec.cp, spec.context_form, spec.context_inside, spec.micro_batches
-    return *tokens, spec.ep, spec.expert_tensor, spec.dispatch, spec.gather_dtype
+    return *tokens, spec.recompute_modules, spec.ep, spec.expert_tensor, spec.dispatch, spec.gather_dtype
 
 
 def count_kernels(captured: Captured, spec: ParallelSpec, layers: int) -> int:
@@ -265,6 +266,7 @@ def assemble(
             host=host or HostSeconds(),
             keeps_last=keeping.keeps_last,
             accumulates=keeping.accumulates,
+            shards_stay=keeping.shards_stay,
         )
         for stage in range(spec.pp)
     ]
@@ -428,6 +430,7 @@ def _source(
     from e2e.capture.models.stacks import apply_stack
     from e2e.capture.options import CaptureOptions
     from e2e.parallelism.layers import context_parallel, expert_parallel, tensor_parallel
+    from e2e.parallelism.layers.repeated_modules import repeats
 
     if config["model_type"] in UNCUT_TYPES:
         raise InputError(f"{name}: layers of model type {config['model_type']!r} are not alike; --parallel needs that")
@@ -480,10 +483,8 @@ def _source(
     advice = "use tp=1, its layers cannot be split" if spec.tp > 1 else "correct its configuration"
     forward = transformer.forward_call(model, step.batch_size, length, not step.inference, name, advice)
     shape = (step.batch_size, length, model.config.hidden_size)
-    inside = {name for name, _ in found[0].named_modules()}
-    core = tuple(block for block in tensor_parallel.ATTENTION if block in inside)
-    core += tuple(f"{block}.{dropout}" for block in core for dropout in ("attn_dropout", "dropout"))
-    return ModelSource(name, model, found, forward, shape, core, max(dense, 1)), layers, options
+    again = repeats(spec.recompute_modules.split("+"), found, name)
+    return ModelSource(name, model, found, forward, shape, again, max(dense, 1)), layers, options
 
 
 def _leading_dense(config: Any, layers: int, name: str) -> int:

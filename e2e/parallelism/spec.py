@@ -27,6 +27,8 @@
 ``virtual-stages`` parts of the model on each stage of the interleaved schedule (default 2 there)
 ``recompute``      ``none`` (default), ``selective`` (attention scores), ``operators`` (all but attention and every
                    second product, as torchtitan's selective op) or ``full`` (whole layers)
+``recompute-modules`` of ``recompute=selective``: which parts of a layer, joined by +: ``core_attn`` (default),
+                   ``mla_up_proj``, ``layernorm``, ``mlp``, ``moe_act``, as Megatron-Core names them
 ``recompute-every`` of ``recompute=full``: every so many layers one, the others keep their activations
 ``zero``           what ``fsdp`` and ``cp`` ranks share: 1 optimizer state, as Megatron-LM's distributed optimizer does
                    (whole gradients, scattered once a step), 2 gradients too (scattered in every pass), 3 (default with
@@ -64,6 +66,7 @@ ReduceDtype = Literal["same", "float32"]
 ContextForm = Literal["gather", "ring", "a2a", "a2a+gather", "a2a+ring"]
 
 BUCKET_MB = 25
+RECOMPUTED_MODULES = ("core_attn", "mla_up_proj", "layernorm", "mlp", "moe_act")
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,7 @@ class ParallelSpec:
     virtual_stages: int = 1
     recompute: Recompute = "none"
     recompute_every: int = 1
+    recompute_modules: str = "core_attn"
     zero: int | None = None
     sequence_parallel: bool | None = None
     bucket_mb: float = BUCKET_MB
@@ -220,7 +224,8 @@ def read_parallel(text: str, gpus: int | None = None) -> ParallelSpec:
 
 # What only training has, by its key.
 _OF_TRAINING: tuple[str, ...] = (
-    *("fsdp", "zero", "schedule", "virtual-stages", "recompute", "recompute-every", "bucket-mb", "overlap"),
+    *("fsdp", "zero", "schedule", "virtual-stages", "recompute", "recompute-modules", "recompute-every", "bucket-mb"),
+    "overlap",
     *("master-weights", "reduce-dtype", "overlap-gather", "prefetch", "gather-dtype"),
     *("offload-layers", "offload-optimizer", "clip"),
 )
@@ -365,6 +370,10 @@ def _problem(spec: ParallelSpec, scheduled: bool = False, settled: bool = False)
         (spec.offloaded_state and spec.both_ways, "offload-optimizer is not for schedule=dualpipe"),
         (spec.recompute_every > 1 and spec.recompute != "full", "recompute-every needs recompute=full"),
         (
+            spec.recompute_modules != "core_attn" and spec.recompute != "selective",
+            "recompute-modules needs recompute=selective",
+        ),
+        (
             not spec.overlap and spec.sharing == 3,
             "overlap=no is for dp, or for fsdp with zero=1 or 2; gradients of zero=3 are shared layer by layer",
         ),
@@ -415,6 +424,12 @@ def _one_of(*allowed: str) -> Callable[[str], str]:
     return read
 
 
+def _modules(value: str) -> str:
+    for name in value.split("+"):
+        _one_of(*RECOMPUTED_MODULES)(name)
+    return value
+
+
 def _flag(value: str) -> bool:
     return _one_of("yes", "no")(value) == "yes"
 
@@ -442,6 +457,7 @@ READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "schedule": ("schedule", _one_of("1f1b", "interleaved", "gpipe", "zero-bubble", "dualpipe")),
     "virtual-stages": ("virtual_stages", _count),
     "recompute": ("recompute", _one_of("none", "selective", "operators", "full")),
+    "recompute-modules": ("recompute_modules", _modules),
     "recompute-every": ("recompute_every", _count),
     "zero": ("zero", _level),
     "bucket-mb": ("bucket_mb", _size),

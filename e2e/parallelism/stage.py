@@ -50,7 +50,7 @@ class StagePlan:
     parameters of a part, where ranks divide them. ``frozen_bytes``: of the parameters of a part that are not trained.
     ``node_ranks``: of the ranks that divide experts, those of one node (``None``: all). ``gathered_bytes``: of the
     parameters as ``zero=3`` gathers them, where some come in 8 bits. ``host``: how fast the host updates what is
-    there. ``keeps_last``, ``accumulates``: see :class:`e2e.capture.models.stacks.Stack`.
+    there. ``keeps_last``, ``accumulates``, ``shards_stay``: see :class:`e2e.capture.models.stacks.Stack`.
     """
 
     spec: ParallelSpec
@@ -71,6 +71,7 @@ class StagePlan:
     host: HostSeconds = field(default_factory=HostSeconds)
     keeps_last: bool = False
     accumulates: bool = False
+    shards_stay: bool = False
 
     def captured(self, name: Name) -> Name:
         """Name of the captured part that stands for part ``name`` of the model."""
@@ -176,7 +177,7 @@ class _Stage:
         sizes = {name: plan.kept_bytes(name) for name in plan.names if plan.offloaded(name)}
         self.offload = ActivationOffload(self.writer, sizes)
         on_host = self.sharded and self.spec.offloaded_state > 0
-        self.host_shards = HostShards(self.writer, self.kernels, plan.host) if on_host else None
+        self.host_shards = HostShards(self.writer, self.kernels, plan.host, plan.shards_stay) if on_host else None
 
     def write(self) -> RankGraph:
         program = commands(self.spec, self.plan.stage)
@@ -318,7 +319,9 @@ class _Stage:
             self.writer.kernel("float8::cast", (self.kernels.shards_cast(narrow),), GATHER)
             family, share = shares[0]
             shares[0] = family, share - narrow + narrow // self.plan.element_bytes
-        copy_in = self.kernels.shards_in(sum(size for _, size in shares) - narrow // self.plan.element_bytes)
+        size = sum(size for _, size in shares) - narrow // self.plan.element_bytes
+        stays = self.host_shards is not None and self.host_shards.stay
+        copy_in = self.kernels.move("concat", size) if stays else self.kernels.shards_in(size)
         self.writer.kernel("fsdp::all_gather_copy_in", (copy_in,), GATHER)
         self.rank.after(SHARDS, GATHER)
         for family, share in shares:

@@ -19,7 +19,8 @@ order of the schedule, beside what is held throughout. What each way to share ad
   bucket; of ``zero=2`` it is free then, and the rank's share alone stays.
 * Inference: after its forward pass nothing of a part is left.
 * Offloading: what a layer leaves goes to the host while the next layer runs, and comes back one layer before it is
-  needed; the host's share of the optimizer's state is not on the GPU, with ``zero=3`` shards and gradients neither.
+  needed; the host's share of the optimizer's state is not on the GPU, with ``zero=3`` gradients neither, nor shards but
+  DeepSpeed's, in the type of the passes.
 * Transformer Engine casts weights to 8 bits once per step: both copies, of the weight and of its transpose, are there
   throughout, whatever micro-batches are in flight (``get_weight_workspace`` of its module/base.py). With Megatron's
   distributed optimizer and FP32 masters they are the parameters (``fp8_params`` of NeMo's, ``fp8_param_gather`` of
@@ -64,7 +65,7 @@ class KeptWeights:
     parameters are shared), ``gradient`` and ``state`` of the optimizer. ``own_masters``: the shards are the optimizer's
     FP32 weights, cast when they are gathered. ``buckets``: gradients are copied into buckets besides. ``accumulates``:
     products add weight gradients to one buffer, there throughout. ``expandable``: the allocator's segments grow.
-    ``keeps_last`` and ``pipelining``: as the stack's (:class:`e2e.capture.models.stacks.Stack`).
+    ``keeps_last``, ``pipelining`` and ``shards_stay``: as the stack's (:class:`e2e.capture.models.stacks.Stack`).
     """
 
     shard: float = 1.0
@@ -76,6 +77,7 @@ class KeptWeights:
     expandable: bool = False
     keeps_last: bool = False
     pipelining: bool = False
+    shards_stay: bool = False
 
 
 def kept_weights(spec: ParallelSpec, element_bytes: int, stack: Stack | None = None) -> KeptWeights:
@@ -86,12 +88,14 @@ def kept_weights(spec: ParallelSpec, element_bytes: int, stack: Stack | None = N
     kept = KeptWeights()
     if stack is not None:
         kept = replace(
-            kept, expandable=stack.expandable, keeps_last=stack.keeps_last, pipelining=stack.pipelining and spec.pp > 1
-        )
+            kept, expandable=stack.expandable, keeps_last=stack.keeps_last, pipelining=stack.pipelining and spec.pp > 1,
+            shards_stay=stack.shards_stay,
+        )  # fmt: skip
     if spec.inference:
         return replace(kept, state=0.0, buckets=False)
     if spec.sharded_masters:
-        return replace(kept, shard=full, gradient=full, state=2 * full, own_masters=True)
+        shard = 1.0 if spec.offloaded_state and kept.shards_stay else full
+        return replace(kept, shard=shard, gradient=full, state=2 * full, own_masters=True)
     state = 3 * full if spec.master_weights else 2.0
     if stack is not None and stack.accumulates:
         gradient = full if spec.reduce_dtype == "float32" else 1.0
@@ -147,8 +151,9 @@ class _Replay(AllocationReplay):
         self.gathers = self.spec.sharing == 3 or (self.spec.sharing == 1 and self.keeping.pipelining)
         # The 8-bit copies are the parameters, as large as those of 16 bits, which are not there.
         self.eight_bit_parameters = self.keeping.accumulates and bool(self.spec.sharing) and self.spec.master_weights
-        # Shards, their gradients and all state are the host's.
+        # Gradients of shards and all state are the host's, and shards unless they stay.
         self.on_host = self.spec.sharing == 3 and self.spec.offloaded_state > 0
+        self.fetches = self.on_host and not self.keeping.shards_stay
         self.last_gathered: tuple[Name, ...] | None = None
         self.gathered: set[tuple[Name, ...]] = set()
         # What is on its way to the host, and what is there: storages with their sizes.
@@ -178,7 +183,7 @@ class _Replay(AllocationReplay):
         for which in range(2 if keeping.accumulates else 1):
             self.take(("workspace", which), WORKSPACE_BYTES, "buffers")
         if self.gathers:
-            on_gpu = not self.on_host if spec.sharing == 3 else not spec.master_weights
+            on_gpu = not self.fetches if spec.sharing == 3 else not spec.master_weights
             for name in plan.names if on_gpu else ():
                 for place, size in enumerate(self._shares(name, frozen=True)):
                     self.take(("shard", name, place), size * keeping.shard, "parameters")
@@ -448,7 +453,7 @@ class _Replay(AllocationReplay):
         """The buffer that the parameters of ``name``'s group are gathered into."""
         group = self._group(name)
         if self.gathers and group not in self.gathered:
-            if self.on_host:  # cast, they come together before they are copied into the buffer
+            if self.fetches:  # cast, they come together before they are copied into the buffer
                 for each in group:
                     for place, size in enumerate(self._shares(each, frozen=True)):
                         self.take(("fetched", each, place), size, "buffers", GATHERED)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from costmodel.operators.any_operator import AnyOperator
 from e2e.parallelism.layers.pieces import Called, Item, LayerCollective, Ready, Work
-from e2e.step.collective_names import EAGER_CALLS
+from e2e.step.collective_names import ACROSS_NODES, EAGER_CALLS, INSIDE_NODES
 from e2e.step.execution_graph import Collective, Task, TaskKind
 from e2e.step.operator_trace import Phase
 from e2e.step.rank_writer import AUTOGRAD, MAIN, RankWriter
@@ -19,6 +19,9 @@ COMPUTE, TENSOR, REDUCE, GATHER = 0, 1, 2, 3
 SEND_NEXT, SEND_PREVIOUS, RECEIVE_PREVIOUS, RECEIVE_NEXT = 4, 5, 6, 7
 # All-gathers and reduce-scatters of FSDP are of one process group, whose collectives NCCL runs one after another.
 SHARDS = 8
+# The hop inside a node of tokens that go over several: kernels hand on piece by piece what the other hop brings, or
+# bring what it takes (DeepEP's csrc/kernels/internode.cu).
+IN_NODE = 9
 # Copies to the host, and back.
 OFFLOAD, RELOAD = 20, 21
 # Added to the streams of messages of the micro-batches that enter a pipeline at its other end.
@@ -37,7 +40,8 @@ class StageWriter:
     phase: Phase = "forward"
     overlapped: bool = False
     _calls: dict[tuple[str, Phase], int] = field(default_factory=dict)
-    _in_flight: int | None = None  # event of an exchange that the one after it waits for
+    _in_flight: list[int] = field(default_factory=list)  # events of an exchange that the one after it waits for
+    _first_hop: tuple[str, int] | None = None  # group of the collective just written, and the event it begins with
     _awaited: int | None = None  # event of a collective that the kernel after the next waits for
 
     def play(self, items: Iterable[Item]) -> Iterator[Ready]:
@@ -90,27 +94,35 @@ class StageWriter:
         """A collective between two operators: both wait, but for an early one."""
         group = f"{item.group} of rank {self.rank.rank}"
         ranks, number = self.groups[item.group], self.rank.next_in(group)
-        self.rank.after(TENSOR, COMPUTE)
         collective = Collective(item.kind, group, ranks, number, item.size_bytes, pieces=item.pieces)
-        self.rank.enqueue(self._task(collective, TENSOR, item.call))
+        stream = IN_NODE if item.group == INSIDE_NODES else TENSOR
+        before, self._first_hop = self._first_hop, None
+        second = before is not None and {before[0], item.group} == {INSIDE_NODES, ACROSS_NODES}
+        begin = before[1] if before is not None and second else self.rank.record_event(COMPUTE)
+        self.rank.wait_event(begin, stream)
+        self.rank.enqueue(self._task(collective, stream, item.call))
+        if not second:
+            self._first_hop = (item.group, begin)
         if self.overlapped and item.group.startswith("ep"):
-            self._exchanged()
-            self._in_flight = self.rank.record_event(TENSOR)
+            if not second:
+                self._exchanged()
+            self._in_flight.append(self.rank.record_event(stream))
         elif item.early:
             self._awaited = self.rank.record_event(TENSOR)
         else:
-            self.rank.after(COMPUTE, TENSOR)
+            self.rank.after(COMPUTE, stream)
 
     def _exchanged(self) -> None:
         """The computation waits for the exchange before, if any."""
-        if self._in_flight is not None:
-            self.rank.wait_event(self._in_flight, COMPUTE)
-            self._in_flight = None
+        for event in self._in_flight:
+            self.rank.wait_event(event, COMPUTE)
+        self._in_flight.clear()
 
     def _work(self, item: Work) -> None:
         place = self.rank.next_task
         task = Task(place, item.name, item.kind, COMPUTE, item.operators, item.duration, None, item.call)
         self.rank.enqueue(replace(task, kernels=item.kernels) if item.kernels else task, item.launch)
+        self._first_hop = None
         if self._awaited is not None:
             self.rank.wait_event(self._awaited, COMPUTE)
             self._awaited = None

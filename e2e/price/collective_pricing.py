@@ -9,7 +9,7 @@ from typing import Protocol, cast
 from costmodel.base.errors import InputError
 from costmodel.model.cost_model import CostModel, Estimate
 from costmodel.operators.collective_transfer import COLLECTIVE_KINDS, CollectiveKind, CollectiveTransfer
-from e2e.step.collective_names import POINT_TO_POINT
+from e2e.step.collective_names import ACROSS_NODES, POINT_TO_POINT
 from e2e.step.execution_graph import Collective, Duration, ExecutionGraph, GpuLoad, RankGraph, Task
 
 NOTHING = Duration(0.0, 0.0, 0.0, "", "analytic")
@@ -124,6 +124,7 @@ def _transfer(exchange: _Exchange, graph: ExecutionGraph, cluster: NodeLayout) -
         busiest_bytes=busiest,
         sharing=_sharing(collective, nodes, graph.multiplicity, cluster),
         span=_span(collective, cluster),
+        puts=collective.group.startswith(ACROSS_NODES),
     )
 
 

@@ -10,10 +10,10 @@ Mode = Literal["train", "forward-backward", "inference"]
 Dtype = Literal["float32", "tf32", "bfloat16", "float16"]
 # How attention is computed: products and softmax apart, the library's (``eager``) or PyTorch's (``math``);
 # by the kernel that ``scaled_dot_product_attention`` takes on the GPU (``flash``); or by one that is named:
-# FlashAttention 1 (Triton's too), 2 or 3, cuDNN's, the memory-efficient one; ``mla``: latent attention over the cached
+# FlashAttention 1 (Triton's too) to 4, cuDNN's, the memory-efficient one; ``mla``: latent attention over the cached
 # latents themselves, as serving engines decode it; ``flash3-fp8``: the third over a cache in 8 bits, forward.
 AttentionForm = Literal[
-    "eager", "flash", "flash1", "flash2", "flash3", "flash3-fp8", "cudnn", "efficient", "mla", "math"
+    "eager", "flash", "flash1", "flash2", "flash3", "flash3-fp8", "flash4", "cudnn", "efficient", "mla", "math"
 ]
 # How a batch of images lies in memory: NCHW, or NHWC (``torch.channels_last``).
 MemoryLayout = Literal["contiguous", "channels-last"]

@@ -103,6 +103,7 @@ GATHERED_AGAIN = f"{LIBRARY}::all_gather_again"
 # What the next kernel does not need yet either: keys of other ranks beside the block of the rank's own, and gradients
 # of keys on their way beside the next block.
 EARLY = frozenset((GATHERED_AGAIN, f"{LIBRARY}::context_all_gather_early", f"{LIBRARY}::context_all_to_all"))
+INSIDE_NODES, ACROSS_NODES = "ep inside nodes", "ep across nodes"
 INSIDE_LAYERS = {
     f"{LIBRARY}::all_reduce": ("all_reduce", "tp"),
     f"{LIBRARY}::all_gather": ("all_gather", "tp"),
@@ -114,8 +115,8 @@ INSIDE_LAYERS = {
     f"{LIBRARY}::context_all_to_all": ("all_to_all", "cp"),
     f"{LIBRARY}::context_heads": ("all_to_all", "cp heads"),
     f"{LIBRARY}::expert_all_to_all": ("all_to_all", "ep"),
-    f"{LIBRARY}::expert_inside": ("all_to_all", "ep inside nodes"),
-    f"{LIBRARY}::expert_across": ("all_to_all", "ep across nodes"),
+    f"{LIBRARY}::expert_inside": ("all_to_all", INSIDE_NODES),
+    f"{LIBRARY}::expert_across": ("all_to_all", ACROSS_NODES),
 }
 
 

@@ -12,13 +12,14 @@ What a table leaves out is taken from its source; such a figure is said in the `
   themselves alone. With LoRA the loss is not fused (``cross_entropy_loss_fusion = False`` there).
 * Megatron-Bridge (scripts/performance of each release; docs/performance-summary.md) reduces gradients in BF16, shares
   tokens evenly among experts (``moe_router_force_load_balancing``, before 25.11 by dropping tokens beyond an equal
-  share and padding to it) and repeats nothing in the backward pass. FSDP = 1 is Megatron-FSDP, which shards parameters
-  too. Virtual stages are in its table. Tokens go by ``alltoall``, since 26.04 on H100 by HybridEP: once to every node,
-  as DeepEP's do. Its table of 25.09 has no column of precision, but a footnote on the scales of FP8 and figures
-  (Llama 3 8B: 725 model TFLOP/s on H100) that BF16 cannot reach. FP8 keeps the first and the last layer in BF16, which
-  is not asked for: 2 of 32 or 48 layers. What the table does not tell: whether 25.11 and 26.02 overlapped tokens with
-  computation, whether processes were bound to the cores near their GPU, and why 26.02.01 takes 0.56 of the time of
-  26.02 with the same degrees (issue 1998: "2X slower with dropless than with token drop", still open).
+  share and padding to it) and repeats nothing in the backward pass but what :data:`REPEATED` names. FSDP = 1 is
+  Megatron-FSDP, which shards parameters too. Virtual stages are in its table. Tokens go by ``alltoall``, since 26.04 on
+  H100 by HybridEP: once to every node, as DeepEP's do. Its table of 25.09 has no column of precision, but a footnote on
+  the scales of FP8 and figures (Llama 3 8B: 725 model TFLOP/s on H100) that BF16 cannot reach. FP8 keeps the first and
+  the last layer in BF16, which is not asked for: 2 of 32 or 48 layers. What the table does not tell: whether 25.11 and
+  26.02 overlapped tokens with computation, whether processes were bound to the cores near their GPU, and why 26.02.01
+  takes 0.56 of the time of 26.02 with the same degrees (issue 1998: "2X slower with dropless than with token drop",
+  still open).
 * torchtitan trains with FSDP2 alone where the table says nothing else, among the ranks of context parallel too
   (``dp_shard_cp`` of its parallel_dims.py), and sums gradients in FP32 (``mixed_precision_reduce`` of its
   job_config.py).
@@ -30,11 +31,11 @@ What a table leaves out is taken from its source; such a figure is said in the `
   messages not overlapped. How many layers its proxies have is not told there.
 * NeMo's document of performance (2024): rates of sequences from 4k to 1M are model TFLOP/s by its own count
   (:func:`_nemo_flops`: attention as if it were not causal).
-* ml-engineering: DeepSpeed's ZeRO 3 with the optimizer on the host, whole layers recomputed, Liger's kernels, every GPU
-  a sequence of its own; FlashAttention 3 on H200 and 4 on B200, for which cuDNN's stands.
+* ml-engineering (insights/when-to-upgrade-gpus/benchmark.py): DeepSpeed's ZeRO 3 with the optimizer alone on the host
+  (``offload_optimizer``), gradients clipped, whole layers recomputed, Liger's kernels, every GPU a sequence of its own;
+  FlashAttention 3 on H200 and 4 on B200.
 * CUDA graphs of whole steps (``full_iteration``) are asked for where the recipe of that model and GPU has them
-  (llama3_workload_base_configs.py: Llama 3 8B on B200). Graphs of parts of a layer, and norms and activations computed
-  twice (gpt-oss), are not asked for.
+  (llama3_workload_base_configs.py: Llama 3 8B on B200). Graphs of parts of a layer are not asked for.
 """
 
 from __future__ import annotations
@@ -84,6 +85,7 @@ SIMUMAX_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek-v3": ("deepseek-v3", {"first_k_dense_replace": 1}),
 }  # fmt: skip
+ML_ENGINEERING = "stas00/ml-engineering"
 LENGTHS = {"llama-3.1-8b": 8192, "nemotron-4-15b": 4096, "llama-3-8b": 4096}
 # dim of NeMo's recipes (nemo/collections/llm/recipes/llama3_8b.py), whose performance mode adapts linear_qkv.
 LORA_RANK = 8
@@ -152,8 +154,10 @@ class AskedStep:
     def attention(self) -> AttentionForm:
         """The kernel of attention that ran: llm-foundry's is Triton's FlashAttention 1; Transformer Engine takes
         cuDNN's on Hopper and FlashAttention 2 before; torchtitan's PyTorch of 2024 has FlashAttention 2. Megatron-LM's
-        tests write it out, but for sequences that are shared.
+        tests write it out, but for sequences that are shared. ml-engineering's is Tri Dao's newest.
         """
+        if self.row.family == ML_ENGINEERING:
+            return "flash3" if self.row.gpu == "dgx-h200" else "flash4"
         if self.row.family == "Megatron-LM" and self.spec.cp == 1:
             return "eager"
         if self.row.family == "llm-foundry":
@@ -268,6 +272,8 @@ HYBRID_EP = {"dgx-h100": "26.04", "dgx-b200": "26.02.01"}
 # deepseek_workload_base_configs.py, B200, MXFP8 with a batch of 4096).
 ALL_TO_ALL = (("gpt-oss-120b", "dgx-b200"),)
 OVERLAPPED = (("deepseek-v3", "dgx-b200"),)
+# recompute_modules of the same files.
+REPEATED = {("deepseek-v3", "dgx-b200"): "mla_up_proj+mlp", ("gpt-oss-120b", "dgx-b200"): "layernorm+moe_act"}
 # Recipes with a CUDA graph of the whole step.
 WHOLE_GRAPHS = (("llama-3-8b", "dgx-b200"),)
 
@@ -303,6 +309,8 @@ def _nvidia(row: TrainingRow) -> AskedStep:
         sent_once = row.release >= HYBRID_EP[row.gpu] and (model, row.gpu) not in ALL_TO_ALL
         spec = replace(spec, ep=row.ep, dispatch="deepep" if sent_once else "alltoall")
         spec = replace(spec, overlap_experts=(model, row.gpu) in OVERLAPPED)
+        if (model, row.gpu) in REPEATED:
+            spec = replace(spec, recompute="selective", recompute_modules=REPEATED[model, row.gpu])
         if tp > 1:
             spec = replace(spec, expert_tp=1)  # expert_tensor_parallel_size of all its recipes
     if row.virtual_stages > 1:
@@ -376,5 +384,5 @@ ASKING: Mapping[str, Callable[[TrainingRow], AskedStep]] = {
     "llm-foundry": _llm_foundry,
     "torchtitan": _torchtitan,
     "SimuMax": _simumax,
-    "stas00/ml-engineering": _ml_engineering,
+    ML_ENGINEERING: _ml_engineering,
 }

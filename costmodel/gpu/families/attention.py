@@ -85,6 +85,7 @@ _MEASURED: tuple[AttentionKernel, ...] = (
     "flash2",
     "flash3",
     "flash3-fp8",
+    "flash4",
     "cudnn",
     "efficient",
     "mla",

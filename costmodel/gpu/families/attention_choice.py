@@ -41,6 +41,10 @@ def kernel_of(operator: Attention, machine: Machine, release: Release = LATEST) 
     architecture = machine.chip().architecture
     if kernel in ("flash3", EIGHT_BITS) and architecture != "hopper":
         raise MachineError(f"{machine.name}: FlashAttention 3 runs on Hopper alone; name another kernel of attention")
+    if kernel == "flash4" and architecture != "blackwell":
+        raise MachineError(
+            f"{machine.name}: FlashAttention 4 is for B200 and its like; name another kernel of attention"
+        )
     if kernel == EIGHT_BITS and operator.direction == "backward":
         raise UnsupportedOperatorError("FlashAttention 3 has no gradients in 8 bits; name `flash3`")
     if kernel in ("flash1", "flash2", "cudnn", "mla") and architecture in _BEFORE_AMPERE:

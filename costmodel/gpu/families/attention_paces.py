@@ -41,6 +41,9 @@ _TABLE: MappingProxyType[tuple[str, str, str], KernelPace] = MappingProxyType({
     # SimuMax, B200: the same and up to 131,072 tokens (10 and 12 %).
     ("cudnn", "forward", "blackwell"): KernelPace(1.05, 45.9, 50, 2.0),
     ("cudnn", "backward", "blackwell"): KernelPace(0.616, 0.5, 50, 1.0),
+    # Dao-AILab/flash-attention pull request 2280, B200: 8,192 tokens of width 128, causal and not (1 and 4 %).
+    ("flash4", "forward", "blackwell"): KernelPace(0.905, 0.5, 50, 2.0),
+    ("flash4", "backward", "blackwell"): KernelPace(0.77, 0.5, 50, 2.0),
     # aiconfigurator, every so many rows: encoders of vLLM and SGLang (9 to 11 %), prefill and decode (15 to 39 %, which
     # trees correct).
     ("flash2", "encoder", "ada"): KernelPace(0.949, 51.7, 5810, 1.0),

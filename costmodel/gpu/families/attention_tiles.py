@@ -46,6 +46,7 @@ FORWARD_TILES: dict[str, TileSize] = {
     "flash1": TileSize({64: 128, 128: 128}, {64: 128, 128: 128}),
     "flash2": TileSize({64: 128, 128: 128, 256: 128}, {64: 128, 128: 64, 256: 64}),
     "flash3": TileSize({64: 192, 128: 128, 256: 128}, {64: 128, 128: 128, 256: 80}),
+    "flash4": TileSize({256: 256}, {256: 128}),  # two tiles of 128 queries in turns
     "cudnn": TileSize({256: 128}, {256: 128}),
     "efficient": TileSize({64: 64, 256: 32}, {64: 64, 256: 128}),
     "flash3-fp8": TileSize({64: 192, 128: 128, 256: 128}, {64: 160, 128: 192, 256: 128}),
@@ -58,6 +59,7 @@ BACKWARD_TILES: dict[str, TileSize] = {
     "flash1": TileSize({64: 128, 128: 128}, {64: 128, 128: 128}),
     "flash2": TileSize({64: 128, 256: 64}, {64: 128, 256: 64}),
     "flash3": TileSize({64: 128, 128: 80, 256: 64}, {64: 128, 128: 128, 256: 80}),
+    "flash4": TileSize({256: 128}, {256: 128}),
     "cudnn": TileSize({256: 64}, {256: 128}),
     "efficient": TileSize({256: 64}, {256: 64}),
 }

@@ -45,7 +45,8 @@ class Stack:
     the allocator's ``expandable_segments``. ``keeps_last``: the last layer, which the backward pass begins with, stays
     whole after its forward pass where FSDP shards the others again. ``pipelining``: pipelines are those of
     ``torch.distributed.pipelining``, whose stages are FSDP's. ``loss_parallel``: with ``tp`` the loss is DTensor's.
-    ``clips``: gradients are clipped by their norm before every step of the optimizer.
+    ``clips``: gradients are clipped by their norm before every step of the optimizer. ``shards_stay``: where ``zero=3``
+    has the optimizer on the host, it is DeepSpeed's (``offload_optimizer``): 16-bit shards stay on the GPU.
     ``older_libraries``: it runs a PyTorch and CUDA years older than those that kernels were measured with
     (:mod:`e2e.price.release_spread`).
     """
@@ -65,6 +66,7 @@ class Stack:
     pipelining: bool = False
     loss_parallel: bool = False
     clips: bool = False
+    shards_stay: bool = False
     older_libraries: bool = False
 
     @property
@@ -75,7 +77,9 @@ class Stack:
 
 STACKS: dict[str, Stack] = {
     # transformers.Trainer: adamw_torch_fused and max_grad_norm=1.0 by default, checkpointing without re-entrance.
-    "huggingface": Stack("as transformers' Trainer runs it", fused_optimizer=True, stops_early=True, clips=True),
+    "huggingface": Stack(
+        "as transformers' Trainer runs it", fused_optimizer=True, stops_early=True, clips=True, shards_stay=True
+    ),
     # pytorch/torchtitan: FSDP2 with MixedPrecisionPolicy over FP32 parameters, fused AdamW, checkpoint_wrapper without
     # re-entrance. Its rotation by complex numbers in FP32 moves as many bytes as the library's, its norms upcast too.
     # Each TransformerBlock is compiled (apply_compile of parallelize_llama.py); the loss was not before 2025, a comment
@@ -105,7 +109,8 @@ STACKS: dict[str, Stack] = {
     ),
     # linkedin/Liger-Kernel over transformers' modules.
     "liger": Stack(
-        "transformers with Liger-Kernel", fused=True, loss="chunked", fused_optimizer=True, stops_early=True, clips=True
+        "transformers with Liger-Kernel",
+        fused=True, loss="chunked", fused_optimizer=True, stops_early=True, clips=True, shards_stay=True,
     ),
     # mosaicml/llm-foundry: loss_fn fused_crossentropy, training metrics LanguageCrossEntropy and LanguagePerplexity
     # (ComposerMosaicGPT), FSDP over FP32 parameters, PyTorch of before early stopping: 1.13 and 2.0 in the images of

@@ -190,7 +190,7 @@ def attention_forms(config: Mapping[str, Any], source: str) -> tuple[AttentionFo
         return ()
     own: tuple[AttentionForm, ...] = ("flash", "efficient", "math") if getattr(model, "_supports_sdpa", True) else ()
     if getattr(model, "_supports_attention_backend", False):
-        own += ("flash2", "flash3", "flash3-fp8", "cudnn", "flash1", "mla")
+        own += ("flash2", "flash3", "flash3-fp8", "flash4", "cudnn", "flash1", "mla")
     return (*own, "eager")
 
 

@@ -22,8 +22,15 @@ CAPTURED_LAYERS = 3
 FIRST, LAST = "first", "last"
 # A part's name: what precedes the layers, the place of a captured layer, what follows the layers.
 Name = str | int
+# (place of a captured layer, module inside it, operator) -> whether selective recomputation runs it again.
+Repeats = Callable[[int, str, str], bool]
 # Pass, whether backward, part.
 Key = tuple[int, bool, Name]
+
+
+def nothing_again(place: int, module: str, operator: str) -> bool:
+    """The :data:`Repeats` of layers that keep all."""
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,13 +165,13 @@ def cut(
     trace: OperatorTrace,
     graph: RankGraph,
     layers_path: str,
-    core_modules: Iterable[str] = (),
+    repeats: Repeats = nothing_again,
     never_made: Collection[int] | None = None,
 ) -> Pieces:
     """The parts of ``trace``, which holds two passes over :data:`CAPTURED_LAYERS` layers; ``graph``: it lowered.
 
-    ``layers_path``: module path of the list of layers. ``core_modules``: paths inside a layer whose own operators
-    selective recomputation repeats, communication left out. ``never_made``: of compiled code, storages of the trace
+    ``layers_path``: module path of the list of layers. ``repeats``: what selective recomputation runs again,
+    communication left out. ``never_made``: of compiled code, storages of the trace
     that it does not need. Recomputation by operators keeps in eager code the result of every operator that it names; in
     compiled code only of those behind which something is computed again, for the partitioner of AOTAutograd saves what
     the backward pass needs (``min_cut_rematerialization_partition``).
@@ -190,8 +197,14 @@ def cut(
             chosen[name] = _part([unit for unit in rest if unit.call.id not in kept])
             named = units if never_made is None else rest
             saved.update(call.id for unit in named if unit.call.id in kept for call in unit.inner)
-            wanted = {f"{layers_path}.{name}.{module}" for module in core_modules}
-            inside = [unit for unit in units if unit.call.module in wanted and not _meets(unit)]
+            own = f"{layers_path}.{name}."
+            inside = [
+                unit
+                for unit in units
+                if unit.call.module.startswith(own)
+                and repeats(name, unit.call.module.removeprefix(own), unit.call.name)
+                and not _meets(unit)
+            ]
             repeated.update(call.id for unit in inside for call in unit.inner)
             core[name] = _part(inside)
     places: dict[int, PartKey] = dict(parts_of(trace, layers_path))

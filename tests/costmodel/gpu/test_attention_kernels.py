@@ -68,8 +68,22 @@ def test_a_kernel_by_name_is_taken_where_it_runs():
     assert kernel_of(replace(BASE, kernel="flash"), h100) == "flash2"
     with pytest.raises(MachineError, match="a100-sxm-80gb: FlashAttention 3 runs on Hopper alone"):
         kernel_of(replace(BASE, kernel="flash3"), a100)
+    assert kernel_of(replace(BASE, kernel="flash4"), load_machine("b200-sxm")) == "flash4"
+    with pytest.raises(MachineError, match="h100-sxm: FlashAttention 4 is for B200 and its like"):
+        kernel_of(replace(BASE, kernel="flash4"), h100)
     with pytest.raises(MachineError, match="t4: has no kernel 'flash2', which needs Ampere"):
         kernel_of(replace(BASE, kernel="flash2"), t4)
+
+
+@pytest.mark.parametrize(
+    ("causal", "direction", "milliseconds"),
+    [(False, "forward", 1.433), (True, "forward", 0.775), (False, "backward", 4.043), (True, "backward", 2.274)],
+)
+def test_flash_attention_4_as_its_authors_time_it(causal, direction, milliseconds):
+    """Dao-AILab/flash-attention, pull request 2280, B200."""
+    one = Attention(4, 16, 8192, 8192, 128, 16, causal, "bfloat16", direction, "flash4")
+    (estimate,) = gpu_cost_model(load_machine("b200-sxm")).estimate([one])
+    assert estimate.seconds * 1e3 == pytest.approx(milliseconds, rel=0.06)
 
 
 def test_consumer_blackwell_runs_adas_kernels():

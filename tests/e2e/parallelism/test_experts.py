@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from costmodel.base.errors import InputError, ModelError
 from costmodel.operators.expert_routing import ExpertRouting
 from e2e.parallelism import ParallelGraph, Step, build, parse_parallel
 from e2e.parallelism.layers.expert_parallel import Exchange, met
+from e2e.simulate.simulator import simulate
+from e2e.step.execution_graph import Duration, ExecutionGraph, HostWork, Launch, Synchronize
 
 LAYERS, WIDTH, INNER, LENGTH, BATCH = 4, 64, 96, 32, 2
 EXPERTS, CHOSEN = 8, 2
@@ -365,6 +368,44 @@ def test_a_token_crosses_the_network_once_per_node(tmp_path):
     assert {each.size_bytes for each in across} == {round(BATCH * LENGTH * (1 + 4 / 7)) * WIDTH * 2}
     assert {each.size_bytes for each in inside} == {round(BATCH * LENGTH * (1 + 6 / 7)) * WIDTH * 2}
     assert len(across) == len(inside) == 4 * LAYERS
+
+
+@pytest.mark.parametrize("overlap", ["", ",micro-batches=2,ep-overlap=yes"])
+def test_both_hops_of_a_token_go_at_once(tmp_path, overlap):
+    """What arrives in a node is handed on while the rest arrives: a layer waits for the longer hop, not for both."""
+    built = spread(tmp_path, f"dp=4,ep=4,ep-dispatch=deepep{overlap}", node_gpus=2)
+
+    def step(across: float, inside: float) -> float:
+        seconds = {"ep across nodes": across, "ep inside nodes": inside}
+        return simulate(timed(built.graph, seconds)).step_seconds
+
+    exchanges = 4 * LAYERS * (2 if overlap else 1)
+    assert step(3.0, 1.0) == step(3.0, 3.0) == step(1.0, 3.0) == pytest.approx(3.0 * exchanges)
+
+
+def timed(graph: ExecutionGraph, seconds: dict[str, float]) -> ExecutionGraph:
+    """``graph`` where nothing but collectives of the groups named takes time."""
+    nothing = Duration.measured(0.0)
+
+    def task(each: Any) -> Any:
+        group = "" if each.collective is None else each.collective.group
+        return replace(
+            each, duration=Duration.measured(sum(s for name, s in seconds.items() if group.startswith(name)))
+        )
+
+    def action(each: Any) -> Any:
+        known = not isinstance(each, HostWork | Launch | Synchronize) or each.duration is not None
+        return each if known else replace(each, duration=nothing)
+
+    ranks = tuple(
+        replace(
+            rank,
+            tasks=tuple(map(task, rank.tasks)),
+            threads={name: tuple(map(action, actions)) for name, actions in rank.threads.items()},
+        )
+        for rank in graph.ranks
+    )
+    return replace(graph, ranks=ranks)
 
 
 def test_the_slowest_rank_of_an_uneven_routing_computes_and_receives_more(tmp_path):

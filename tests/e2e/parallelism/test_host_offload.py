@@ -17,6 +17,7 @@ from e2e.parallelism import ParallelGraph, ParallelSpec, Step, build, parse_para
 from e2e.parallelism.host_offload import (
     ADAM_BYTES,
     ADDED_BYTES,
+    CLIPPED_BYTES,
     CORE_BANDWIDTH,
     LOOP_ADAM_BYTES,
     RETURNED_BYTES,
@@ -201,6 +202,24 @@ def test_shards_on_the_host_come_for_every_gather_and_take_their_gradients_back(
     assert not any(task.name == "aten::add_" and task.stream == 2 for task in twice.graph.ranks[0].tasks), (
         "and nowhere else"
     )
+
+
+def test_deepspeed_puts_the_optimizer_alone_on_the_host(tmp_path: Path) -> None:
+    """``offload_optimizer`` of its stage 3: nothing is fetched for a gather, FP32 gradients go out, 16-bit shards come
+    back once; the host clips, updates and casts."""
+    text = "fsdp=4,offload-optimizer=1,master-weights=yes"
+    share = (LAYERS * LAYER_PARAMETERS + (2 * 512 + 1) * WIDTH) // 4
+    built = spread(tmp_path, text, stack="liger")
+    assert sum(copies(built, "host_to_device")) == share * 2
+    assert sum(copies(built, "device_to_host")) == share * 4
+    assert host_seconds(built) == pytest.approx(share * (ADAM_BYTES + RETURNED_BYTES + CLIPPED_BYTES) / 1e9)
+    unclipped = spread(tmp_path, f"{text},clip=no", stack="liger")
+    assert host_seconds(unclipped) == pytest.approx(share * (ADAM_BYTES + RETURNED_BYTES) / 1e9)
+    usage = built.memory[0].breakdown
+    assert usage["gradients"] == usage["optimizer_state"] == 0 and usage["parameters"] >= share * 2
+    twice = spread(tmp_path, f"{text},micro-batches=2", stack="liger")
+    assert host_seconds(twice) == host_seconds(built), "the GPU adds gradients of the second"
+    assert sum(copies(twice, "host_to_device")) == share * (2 + 4)
 
 
 @pytest.mark.parametrize(
