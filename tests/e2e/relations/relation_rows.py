@@ -231,6 +231,14 @@ def no_slower(before: Any, after: Any, within: float = EXACT) -> bool:
     return no_faster(after, before, within)
 
 
+def clearly_slower(before: Any, after: Any, factor: float = 1.05) -> bool:
+    return after.iteration_seconds > factor * before.iteration_seconds
+
+
+def clearly_less_memory(before: Any, after: Any, factor: float = 0.95) -> bool:
+    return in_use(after) < factor * in_use(before)
+
+
 def no_less_memory(before: Any, after: Any) -> bool:
     return in_use(after) >= in_use(before) - RESTS
 

@@ -15,6 +15,7 @@ from relation_rows import (
     as_it_is,
     both,
     card,
+    clearly_slower,
     held,
     no_faster,
     no_slower,
@@ -34,10 +35,6 @@ FITS = ("fits", "may not fit", "does not fit")
 
 def on(*gpus):
     return tuple(to(gpu=each) for each in gpus)
-
-
-def clearly_slower(before, after, factor=1.02):
-    return after.iteration_seconds > factor * before.iteration_seconds
 
 
 def fits_no_worse(before, after):
@@ -135,7 +132,7 @@ VARIANTS = [
         "a lower power limit slows large products",
         one_gpu(gpu=LIMITED, **LARGE),
         (as_it_is, with_power(0.6)),
-        clearly_slower,
+        partial(clearly_slower, factor=1.02),
     ),
     Relation(
         "lower datasheet rates slow large products",

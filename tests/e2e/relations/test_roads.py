@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from functools import partial
 
 import pytest
@@ -15,6 +17,7 @@ from relation_rows import (
     EXACT,
     HERE,
     Relation,
+    answer,
     as_it_is,
     held,
     no_surer,
@@ -236,3 +239,39 @@ test_roads, test_roads_thoroughly = held(ROADS)
 test_questions, test_questions_thoroughly = held(QUESTIONS)
 test_intervals, test_intervals_thoroughly = held(SURE)
 test_use, test_use_thoroughly = held(USE)
+
+
+@pytest.mark.parametrize("way", [{}, {"gpus": 2, "parallel": "tp=2"}, {"mode": "inference"}])
+def test_a_built_in_model_is_its_configuration(way):
+    from e2e.capture.models.transformer import PRESETS
+
+    CONFIGURATIONS.setdefault("gpt2-whole", dict(PRESETS["gpt2"]))
+    asked = {"gpu": "h100-sxm", "sequence_length": 64, **way}
+    assert same(answer(asked | {"model": "gpt2"}), answer(asked | {"config": "gpt2-whole"}))
+
+
+@pytest.mark.parametrize("parallel", [None, "fsdp=8"])
+def test_the_text_says_what_the_record_does(parallel, capsys):
+    from e2e.report.text_report import render
+
+    found = answer({"config": "llama", "gpu": "h100-sxm", "gpus": parallel and 8, "parallel": parallel, "batch_size": 2,
+                    "sequence_length": 1024})  # fmt: skip
+    record = json.loads(json.dumps(found.to_json()))
+    render(found)
+    text = capsys.readouterr().out
+
+    def after(words: str) -> float:
+        told = re.search(words + r" *([\d.,]+)", text)
+        assert told is not None, words
+        return float(told[1].replace(",", ""))
+
+    near = partial(pytest.approx, rel=0.006)
+    assert after("step") == near(1e3 * record["iteration_seconds"])
+    low, high = (1e3 * each for each in record["interval_seconds"])
+    assert after("80% interval") == near(low) and after("80% interval [^ ]+ ms to") == near(high)
+    assert after("throughput") == near(record["throughput"]["samples_per_second"])
+    assert after("MFU") == near(100 * record["utilisation"]["mfu"])
+    assert after("energy +about") == near(record["energy"]["joules"])
+    assert after("memory") == near(record["peak_memory_bytes"] / 2**30)
+    assert after("at the peak of") == near(record["memory_room_bytes"] / 2**30)
+    assert after("launches") == record["kernels"] and f": {record['memory_verdict']}" in text

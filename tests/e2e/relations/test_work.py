@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 pytest.importorskip("torch")
@@ -13,7 +15,9 @@ from relation_rows import (
     answer,
     as_it_is,
     both,
+    clearly_slower,
     held,
+    in_use,
     no_faster,
     no_less_memory,
     no_more_memory,
@@ -114,6 +118,18 @@ SIZE = [
         more,
     ),
     Relation("adapters train faster than all weights", one_gpu(config="llama"), (to(lora=8), as_it_is), more),
+    Relation(
+        "three times the layers take clearly longer and more memory",
+        one_gpu(config="llama", batch_size=8),
+        (as_it_is, to(config="llama-6-layers")),
+        lambda before, after: clearly_slower(before, after, 1.3) and in_use(after) > 1.3 * in_use(before),
+    ),
+    Relation(
+        "four times the batch takes two to four times as long where the GPU rules",
+        one_gpu(config="llama-wide", batch_size=2, sequence_length=2048, mode="forward-backward"),
+        (as_it_is, times("batch_size", 4)),
+        lambda before, after: 2 < after.iteration_seconds / before.iteration_seconds < 4.2,
+    ),
 ]
 
 
@@ -161,6 +177,12 @@ TYPES = [
         one_gpu(gpu=("t4", "v100-sxm2-32gb", "p100-pcie-16gb")),
         (to(dtype="float32"), to(dtype="tf32")),
         same,
+    ),
+    Relation(
+        "32 bits are clearly slower than 16 where products are large",
+        one_gpu(config="llama-wide", batch_size=8, sequence_length=2048, gpu=TENSOR_CORES),
+        (as_it_is, to(dtype="float32")),
+        partial(clearly_slower, factor=2.0),
     ),
 ]
 
