@@ -19,6 +19,7 @@ from costmodel.base.plain_json import MALFORMED, decoded
 from costmodel.base.whole_file import write_whole
 from costmodel.collectives.curve import Knots
 from costmodel.collectives.physics import architecture_adds, can_reduce
+from costmodel.gpu.residuals.references import known_as
 from costmodel.machines.cluster import Cluster
 from costmodel.machines.cluster_file import cluster_files, read_cluster
 from costmodel.machines.machine_catalog import user_directory
@@ -132,7 +133,8 @@ def tiers_of(measured: Sequence[Calibration], cluster: Cluster) -> list[list[Cal
     known = [each for each in measured if each.sweeps]
     alike = [each for each in known if each.topology == cluster.topology]
     own = [each for each in known if each.machine == cluster.name]
-    own += [each for each in alike if each.gpu == cluster.machine.name and each not in own]
+    gpu = known_as(cluster.machine)
+    own += [each for each in alike if each.gpu == gpu and each not in own]
     architecture = cluster.machine.chip().architecture
     relatives = [each for each in alike if each not in own and architecture_of(each.gpu) == architecture]
     others = [each for each in alike if each not in own and each not in relatives]

@@ -28,6 +28,7 @@ from costmodel.collectives.calibration import (
 from costmodel.collectives.constants import Constants, constants
 from costmodel.collectives.curve import Curve, between_curves, bracket
 from costmodel.collectives.physics import TransferAnalysis, analyse, can_reduce
+from costmodel.gpu.residuals.references import known_as
 from costmodel.machines.cluster import Cluster, load_cluster
 from costmodel.model.cost_model import CostModel, Estimate, PriceSource
 from costmodel.operators.any_operator import AnyOperator
@@ -157,7 +158,7 @@ class CollectiveModel(CostModel):
 
     def _made(self, calibration: Calibration, kind: str, across: bool, sweeps: Sequence[CollectiveSweep]) -> _Source:
         measured_on = _measured_cluster(calibration, self.cluster)
-        own = calibration.machine == self.cluster.name or calibration.gpu == self.cluster.machine.name
+        own = calibration.machine == self.cluster.name or calibration.gpu == known_as(self.cluster.machine)
         versions = _versions({each.nccl for each in sweeps}, self.cluster.nccl, own)
         margins = calibration.margins.get(kind, NO_MARGINS)
         curves = tuple(

@@ -25,8 +25,8 @@ class WhatIfRow:
     ``interval_seconds`` is the step's own. ``gain_interval``: where the gain lies (80 %), what is wrong in both steps
     alike left out (:mod:`e2e.explain.paired_intervals`); ``None`` where the step is too large to look at twice.
     ``alike``: the other rows that this one cannot be told apart from: which of them is faster per sample is not known.
-    ``samples``: of a step, where it is known. ``fits``: whether it fits the memory (``None``: not known). ``warnings``:
-    those that the step as it is does not have.
+    ``samples``: of a pass on one GPU, as ``--batch-size`` counts them, where a question is about them. ``fits``:
+    whether it fits the memory (``None``: not known). ``warnings``: those that the step as it is does not have.
     """
 
     question: str

@@ -1,0 +1,35 @@
+"""Captures and machine files are read once for all relations: most of them change what a capture does not depend on."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from relation_rows import CAPTURES
+
+from costmodel.machines import machine_catalog
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_captures():
+    single_gpu = pytest.importorskip("e2e.sources.single_gpu")
+    from e2e.sources import spread_model
+
+    capture, held = single_gpu.capture, {}
+
+    def captured(model, options):
+        key = (model.name, model.samples, model.sequence_length, options)
+        if key not in held:
+            held[key] = capture(model, options)
+        return held[key]
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(single_gpu, "capture", captured)
+        patched.setattr(spread_model, "prepare", functools.partial(spread_model.prepare, captures=CAPTURES))
+        patched.setattr(machine_catalog, "read_machine", functools.cache(machine_catalog.read_machine))
+        yield
