@@ -30,7 +30,7 @@ def threads_to_use(asked: int | None, default: int) -> int:
     """
     cores = usable_cores()
     if asked is not None and asked > cores:
-        raise InputError(f"--threads {asked}: this process may use 1 to {cores} cores")
+        raise InputError(f"--threads {asked}: this process may use {cores} core{'s' * (cores > 1)}")
     return min(default, cores) if asked is None else asked
 
 

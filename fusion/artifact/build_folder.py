@@ -45,6 +45,7 @@ MANIFEST = "manifest.json"
 SUMMARY = "summary.json"
 REPORT = "report.html"
 CACHE = "cache"
+_PRECISIONS = ("float32", "bfloat16", "int8", "mixed")
 STAGING = ".staging-"  # how the name of a temporary folder begins
 
 
@@ -314,6 +315,9 @@ def _manifest(fields: dict[str, Any]) -> Manifest:
         "threads",
         "tvm_version",
         "files",
+        "measured",
+        "checked",
+        "precision",
     ):
         if key not in fields:
             raise ValueError(f"{key} is missing")
@@ -326,7 +330,7 @@ def _manifest(fields: dict[str, Any]) -> Manifest:
     if not isinstance(fields["files"], dict):
         raise TypeError("files is no mapping of names to digests")
     for key in ("measured", "checked"):
-        if not isinstance(fields.get(key, False), bool):
+        if not isinstance(fields[key], bool):
             raise TypeError(f"{key} is neither true nor false")
     tensors = {key: tuple(_tensor(item) for item in fields[key]) for key in ("inputs", "outputs")}
     files = fields["files"]
@@ -336,27 +340,32 @@ def _manifest(fields: dict[str, Any]) -> Manifest:
         if not isinstance(expected, str):
             raise TypeError(f"the digest of {name} is no text")
     for key in ("model_path", "model_sha256", "mcpu", "tvm_version", "precision"):
-        if not isinstance(fields.get(key, ""), str):
+        if not isinstance(fields[key], str):
             raise TypeError(f"{key} is no text")
     if not isinstance(fields["cpu_flags"], list) or not all(isinstance(flag, str) for flag in fields["cpu_flags"]):
         raise TypeError("cpu_flags is no list of texts")
     if not isinstance(fields["threads"], int) or fields["threads"] < 1:
         raise ValueError("threads is no positive integer")
-    layers = {name: tuple(map(str, names)) for name, names in fields.get("layers", {}).items()}
+    if fields["precision"] not in _PRECISIONS:
+        raise ValueError(f"precision is none of {', '.join(_PRECISIONS)}")
+    named = fields.get("layers", {})
+    if not isinstance(named, dict) or not all(isinstance(names, list) for names in named.values()):
+        raise TypeError("layers is no mapping of modules to lists of names")
+    layers = {name: tuple(map(str, names)) for name, names in named.items()}
     return Manifest(
         **{**fields, **tensors, "cpu_flags": tuple(fields["cpu_flags"]), "files": dict(files), "layers": layers}
     )
 
 
 def _tensor(item: dict[str, Any]) -> TensorInfo:
-    if not isinstance(item["name"], str) or not isinstance(item["dtype"], str):
+    if not isinstance(item.get("name"), str) or not isinstance(item.get("dtype"), str):
         raise TypeError("a tensor needs a name and a dtype")
     if not _is_dtype(item["dtype"]):
         raise ValueError(f"{item['dtype']!r} is no data type")
-    shape = tuple(int(extent) for extent in item["shape"])
-    if not all(extent >= 0 for extent in shape):
+    shape = item.get("shape")
+    if not isinstance(shape, list) or not all(type(extent) is int and extent >= 0 for extent in shape):
         raise ValueError(f"{shape} is no shape")
-    return TensorInfo(item["name"], shape, item["dtype"])
+    return TensorInfo(item["name"], tuple(shape), item["dtype"])
 
 
 def _is_dtype(name: str) -> bool:

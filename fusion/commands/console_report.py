@@ -237,7 +237,8 @@ def print_summary(summary: Mapping[str, Any], directory: Path) -> None:
         out.print(line, markup=False)
     if (choice := summary.get("precision", {}).get("choice")) is not None:
         out.print(_frontier_table(choice["frontier"], _shorter(summary["precision"])[0]))
-    error = summary["max_abs_error"]
+    # Of layers stored narrower the line of their errors is what counts: this one would be of one input alone.
+    error = None if "asked" in summary.get("precision", {}) else summary["max_abs_error"]
     out.print(
         f"{fused} of {len(summary['sites'])} sites fused, {summary['trials']} new measurements in "
         f"{summary['wall_seconds']:.0f} s"
@@ -257,7 +258,8 @@ def precision_lines(precision: Mapping[str, Any]) -> list[str]:
     lines = [f"precision: {stored} of {precision['layers']} layers stored in {dtype}"]
     errors = precision["errors"]
     if errors["max_relative_error"] is not None:
-        told = f"errors over {errors['compared_inputs']} inputs, of the largest value of an output: largest "
+        inputs = errors["compared_inputs"]
+        told = f"errors over {inputs} input{'s' * (inputs > 1)}, of the largest value of an output: largest "
         told += f"{errors['max_relative_error']:.2g}, mean {errors['mean_relative_error']:.2g}"
         if errors["cosine"] is not None:
             told += f"; cosine {errors['cosine']:.6f}"

@@ -82,8 +82,9 @@ def _site_row(
 def _decision(fused: float | None, unfused: float | None, selected: bool, shipped: bool) -> str:
     """In words, from the measurements."""
     if fused is None or unfused is None:
-        how = "fused: predicted to be faster" if shipped else "kept apart"
-        return f"{how}: not all of its kernels have been measured"
+        if shipped:
+            return "fused: predicted to be faster: not all of its kernels have been measured"
+        return "kept apart: not all of its kernels have been measured, and no records of them say that it pays"
     if fused >= unfused:
         slower = f"fused it took {fused / unfused:.2f} times as long"
         return f"fused: {slower} by itself, the network is faster" if shipped else f"kept apart: {slower}"

@@ -40,9 +40,8 @@ def write_reports(build: Path) -> list[Path]:
         pages = {build / REPORT: page(summary) if "profiles" not in summary else _index(summary)}
         for profile in summary.get("profiles", ()):
             pages[build / Path(profile["folder"]).name / REPORT] = page(profile)
-    except MALFORMED as error:
-        reason = " ".join(str(error).split())
-        raise InputError(f"{build / SUMMARY}: not what `tune` wrote ({reason}); tune the model again") from None
+    except MALFORMED:
+        raise InputError(f"{build / SUMMARY}: not what `tune` wrote; tune the model again") from None
     for path, text in pages.items():
         write_page(path, text)
     return list(pages)

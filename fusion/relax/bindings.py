@@ -121,9 +121,8 @@ def static_shape(expr: relax.Expr) -> tuple[int, ...] | None:
     ty = expr.ty
     if not isinstance(ty, relax.TensorType) or not isinstance(ty.shape, relax.ShapeExpr):
         return None
-    if not all(isinstance(size, tirx.IntImm) for size in ty.shape.values):
-        return None
-    return tuple(int(size) for size in ty.shape.values)
+    sizes = list(ty.shape.values)  # once: each look into TVM's arrays is a call of the library
+    return tuple(int(size) for size in sizes) if all(isinstance(size, tirx.IntImm) for size in sizes) else None
 
 
 def slices_of(call: relax.Call) -> dict[int, slice] | None:

@@ -34,6 +34,7 @@ def load_model(path: str | os.PathLike[str]) -> ModelProto:
     model = _parse(file)
     sort_nodes(model.graph)
     check_opset(file, model)
+    _check_interface(file, model.graph)
     tensors = list(all_tensors(model.graph))
     for tensor in tensors:
         _check_external_data(file, tensor)
@@ -156,6 +157,20 @@ def _parse(file: Path) -> ModelProto:
             f"{file}: not an ONNX model, or a truncated one (it holds no graph); export or download it again"
         )
     return model
+
+
+def _check_interface(file: Path, graph: GraphProto) -> None:
+    """Types of inputs that there are, and weights that are dense."""
+    from onnx import TensorProto
+
+    for value in graph.input:
+        kind = value.type.tensor_type.elem_type
+        known = kind in TensorProto.DataType.values() and kind != TensorProto.UNDEFINED
+        if value.type.HasField("tensor_type") and not known:
+            raise ModelError(f"{file}: input {value.name!r} has the unknown type {kind}; export the model again")
+    if graph.sparse_initializer:
+        name = graph.sparse_initializer[0].values.name
+        raise ModelError(f"{file}: weights {name!r} are stored sparse, which is not supported; export them dense")
 
 
 def _check_external_data(file: Path, tensor: TensorProto) -> None:

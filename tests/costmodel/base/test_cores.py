@@ -66,5 +66,5 @@ def test_threads_without_cores_are_refused_and_never_the_default(monkeypatch):
     monkeypatch.setattr("costmodel.base.cores.usable_cores", lambda: 4)
     assert [threads_to_use(asked, 8) for asked in (None, 1, 4)] == [4, 1, 4]
     assert threads_to_use(None, 2) == 2
-    with pytest.raises(InputError, match="--threads 5: this process may use 1 to 4 cores"):
+    with pytest.raises(InputError, match="--threads 5: this process may use 4 cores"):
         threads_to_use(5, 2)

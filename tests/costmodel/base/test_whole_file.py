@@ -78,7 +78,7 @@ def test_what_is_no_file_is_written_to(tmp_path):
     reader = threading.Thread(target=lambda: found.append(pipe.read_bytes()))
     reader.start()
     write_whole(pipe, "through")
-    reader.join(timeout=10)
+    reader.join(timeout=60)
     assert found == [b"through"] and stat.S_ISFIFO(pipe.stat().st_mode)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -230,4 +231,26 @@ def test_data_types_of_a_manifest_must_exist(build: Path, dtype: str, known: boo
         read_artifact(build)
     else:
         with pytest.raises(InputError, match=f"manifest.json: damaged, '{dtype}' is no data type"):
+            read_artifact(build)
+
+
+def test_a_manifest_that_was_tampered_with_is_refused_in_plain_words(build: Path):
+    path = build / MANIFEST
+    whole = json.loads(path.read_text())
+    tensor = whole["inputs"][0]
+    changes: list[dict] = [{key: value} for key in whole for value in (None, 7, "text", [7], {"a": 7})]
+    changes += [{"inputs": [value]} for value in (7, {}, tensor | {"shape": 7}, tensor | {"shape": ["a"]})]
+    refused = 0
+    for change in changes:
+        path.write_text(json.dumps(whole | change))
+        try:
+            read_artifact(build)
+        except InputError as error:
+            refused += 1
+            assert re.search("object|argument|indices|attribute|subscript|iterable", str(error)) is None, error
+    texts = {"model_path", "model_sha256", "mcpu", "tvm_version"}  # may be any, and so may flags and threads of a kind
+    assert refused >= len(changes) - len(texts) - 3
+    for key in whole.keys() - {"layers"}:
+        path.write_text(json.dumps({name: value for name, value in whole.items() if name != key}))
+        with pytest.raises(InputError, match=f"{key} is missing|format 1|lists no"):
             read_artifact(build)

@@ -54,7 +54,7 @@ def test_a_build_for_more_threads_runs_on_the_cores_there_are(
     """Tuned for two threads on one machine, carried to a container of one core."""
     monkeypatch.setattr("costmodel.base.cores.usable_cores", lambda: 1)
     assert run_command(tiny_build.directory, inputs, tmp_path / "y.npz").threads == 1
-    with pytest.raises(InputError, match="--threads 2: this process may use 1 to 1 cores"):
+    with pytest.raises(InputError, match="--threads 2: this process may use 1 core"):
         run_command(tiny_build.directory, inputs, tmp_path / "y.npz", threads=2)
 
 

@@ -295,7 +295,7 @@ def test_peers_of_a_precision_are_other_engines_that_need_no_tuning():
 
 
 def test_the_fastest_mode_is_chosen():
-    calls = {"slow": lambda: time.sleep(0.003), "fast": lambda: time.sleep(0.001)}
+    calls = {"slow": lambda: time.sleep(0.03), "fast": lambda: time.sleep(0.001)}
     assert best.fastest(calls) == "fast"
 
 
@@ -372,7 +372,7 @@ def test_a_block_is_answered_only_when_the_threads_of_the_engine_sleep(fake, tin
         worker.bind(random_arrays(tiny.inputs))
         start = time.perf_counter()
         worker.block(0, 1, 0.0)
-        assert 0.25 < time.perf_counter() - start < 1.5
+        assert 0.25 < time.perf_counter() - start < 60
 
 
 @pytest.mark.parametrize(
@@ -421,7 +421,7 @@ def test_an_engine_dies_with_a_parent_that_is_killed(tmp_path: Path):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[2])])}
     ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
     stat = Path("/proc") / ended.stdout.strip() / "stat"
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while stat.exists() and " Z " not in stat.read_text() and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not stat.exists() or " Z " in stat.read_text()

@@ -139,7 +139,7 @@ def test_a_hanging_worker_is_killed_and_reaped(runner: Runner):
     pid = worker_pid(runner)
     started = time.monotonic()
     assert runner.measure(OPERATOR, fault("hang")).error == "hang"
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60
     assert not is_running(pid)  # a zombie would still answer signal 0
 
 
