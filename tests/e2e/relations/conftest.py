@@ -14,6 +14,8 @@ from relation_rows import CAPTURES
 
 from costmodel.machines import machine_catalog
 
+MOST_HELD = 16
+
 
 @pytest.fixture(scope="session", autouse=True)
 def shared_captures():
@@ -24,8 +26,9 @@ def shared_captures():
 
     def captured(model, options):
         key = (model.name, model.samples, model.sequence_length, options)
-        if key not in held:
-            held[key] = capture(model, options)
+        held[key] = held.pop(key) if key in held else capture(model, options)
+        if len(held) > MOST_HELD:  # a capture has tens of megabytes
+            del held[next(iter(held))]
         return held[key]
 
     with pytest.MonkeyPatch.context() as patched:

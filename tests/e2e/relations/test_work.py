@@ -98,7 +98,7 @@ SIZE = [
     ),
     Relation(
         "more tokens behind a cache take longer",
-        one_gpu(config="llama", mode="inference", sequence_length=1, cache_length=2048),
+        one_gpu(config=("gpt2", "llama"), mode="inference", sequence_length=1, cache_length=2048),
         (as_it_is, to(sequence_length=4), to(sequence_length=512)),
         no_faster,
     ),
@@ -247,6 +247,12 @@ KERNELS = [
         one_gpu(config="mixtral"),
         (to(moe="huggingface"), to(moe="grouped")),
         no_slower,
+    ),
+    Relation(
+        "scores of long sequences are clearly slower and larger than fused attention",
+        one_gpu(config="llama", sequence_length=8192, gpu=TENSOR_CORES),
+        (to(attention="flash"), to(attention="eager")),
+        lambda before, after: clearly_slower(before, after, 1.2) and in_use(after) > 1.2 * in_use(before),
     ),
 ]
 
