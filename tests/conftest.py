@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -54,6 +55,7 @@ LONG_FOLDERS = ("fusion/commands", "fusion/relax", "e2e/commands", "e2e/capture"
 
 
 CORES = os.sched_getaffinity(0)
+COMPILERS = ("g++", "gcc", "clang++", "clang", "c++", "cc")  # as TVM looks for them
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +72,10 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not any(map(os.environ.get, ("CXX", "CC"))) and not any(map(shutil.which, COMPILERS)):
+        for item in items:
+            if item.get_closest_marker("tvm"):
+                item.add_marker(pytest.mark.skip(reason="there is no compiler, which TVM links kernels with"))
     items.sort(key=lambda item: not _is_long(item.path))  # stable: else the order stays
 
 

@@ -57,7 +57,8 @@ def explain_decision(
     if change >= 0:
         verdict = "no gain" if change < NEGLIGIBLE else f"{change:.0%} slower fused"
         return f"{verdict}: {'; '.join(losses or ['memory is not what limits these kernels'])}"
-    text = f"{-change:.0%} faster fused: {'; '.join(gains or ['arithmetic and memory overlap better in one kernel'])}"
+    share = f"{-change:.0%}" if -change >= NEGLIGIBLE else f"less than {NEGLIGIBLE:.0%}"
+    text = f"{share} faster fused: {'; '.join(gains or ['arithmetic and memory overlap better in one kernel'])}"
     if losses:
         text += f"; against it, {'; '.join(losses)}"
     if not chosen and rival is not None:

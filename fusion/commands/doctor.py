@@ -77,7 +77,7 @@ def _cpu() -> Iterator[Finding]:
         advice = "mount /proc: without its features a CPU is taken for the least there is"
         yield Finding("CPU", "note", f"{target.mcpu}: /proc/cpuinfo tells no features", advice)
         return
-    yield Finding("CPU", "ok", f"{target.mcpu}, {target.lanes} numbers of FP32 in a vector")
+    yield Finding("CPU", "ok", f"has the instructions of {target.mcpu}, {target.lanes} numbers of FP32 in a vector")
     for feature, purpose in _FEATURES.items():
         known = feature in flags
         yield Finding(feature, "ok" if known else "note", purpose if known else f"not there: no {purpose}")

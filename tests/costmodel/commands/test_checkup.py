@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -126,9 +127,8 @@ def test_compilers(tmp_path: Path):
     bad = checkup.compiler([str(liar)], "compiler", "install g++")
     assert bad.state == "broken" and bad.found.endswith("fails: no space")
     assert checkup.compiler([str(tmp_path / "none")], "compiler", "install g++").state == "broken"
-    from costmodel.cpu.microbenchmark import find_compiler
-
-    assert checkup.compiler(find_compiler(), "compiler", "").state == "ok"
+    if (found := next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)) is not None:
+        assert checkup.compiler([found], "compiler", "").state == "ok"
 
 
 def test_files_that_an_installation_lacks(tmp_path: Path):

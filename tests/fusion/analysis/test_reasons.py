@@ -66,6 +66,7 @@ def test_without_any_term_memory_does_not_matter(seconds, verdict):
 
 def test_a_gain_without_any_term_is_better_overlap():
     assert told(cost(), cost(), (2.0, 1.5)) == "25% faster fused: arithmetic and memory overlap better in one kernel"
+    assert told(cost(), cost(), (2.0, 1.99)).startswith("less than 2% faster fused: ")  # which a roofline cannot tell
 
 
 def test_two_hundredths_of_the_unfused_time_are_not_worth_a_word():
