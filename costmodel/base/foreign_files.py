@@ -36,9 +36,10 @@ MOST_BYTES: dict[Kind, int] = {
     "model": 2048 * _MIB,  # what protobuf can hold
     "library": 2048 * _MIB,
 }
-# Events of a trace, of which small ones would be many more in the bytes of one: each takes 8 us and 0.6 KB.
-MOST_EVENTS = 1_500_000
-_Event = TypeVar("_Event")
+# Parts of a file that is read part by part, of which small ones would be many more in so many bytes: an event of a
+# trace takes 8 us and 0.6 KB, a row of a table of measured operators 150 us, with the fit to it.
+MOST_PARTS: dict[Kind, tuple[int, str]] = {"trace": (1_500_000, "events"), "table": (100_000, "rows")}
+_Part = TypeVar("_Part")
 
 
 @contextmanager
@@ -112,12 +113,13 @@ def check_file(path: Path | str, kind: Kind) -> None:
         os.close(descriptor)
 
 
-def counted(events: Iterable[_Event]) -> Iterator[_Event]:
-    """``events``; ``OSError`` instead of the first beyond :data:`MOST_EVENTS`."""
-    for number, event in enumerate(events):
-        if number >= MOST_EVENTS:
-            raise OSError(errno.EFBIG, f"it has more than the {MOST_EVENTS:,} events that a trace may have")
-        yield event
+def counted(parts: Iterable[_Part], kind: Kind) -> Iterator[_Part]:
+    """``parts`` of a file; ``OSError`` instead of the first beyond :data:`MOST_PARTS`."""
+    most, name = MOST_PARTS[kind]
+    for number, part in enumerate(parts):
+        if number >= most:
+            raise OSError(errno.EFBIG, f"it has more than the {most:,} {name} that such a file may have")
+        yield part
 
 
 class Bounded(io.RawIOBase):

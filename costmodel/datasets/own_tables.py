@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from costmodel.base.errors import InputError
-from costmodel.base.foreign_files import read_text
+from costmodel.base.foreign_files import counted, read_text
 from costmodel.base.plain_json import MALFORMED, decoded
 from costmodel.datasets.csv_table import KernelTable
 from costmodel.operators.attention import Attention
@@ -77,7 +77,7 @@ def read_rows(path: Path) -> Iterator[tuple[Any, float]]:
         table = csv.DictReader(io.StringIO(read_text(path, "table"), newline=""))
         if not {"operator", "median_s", "error"} <= set(table.fieldnames or ()):
             raise ValueError("no columns operator, median_s, error")
-        rows = list(table)
+        rows = list(counted(table, "table"))
         pairs = [(from_record(decoded(row["operator"])), float(row["median_s"])) for row in rows if not row["error"]]
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise InputError(f"{path}: cannot be read ({error}); compress the measured table again") from None

@@ -22,7 +22,8 @@ from e2e.sweeps.sweep_space import EXPERT_KEYS, LONGEST_DEFAULT, SweepCell, Swee
 
 # Share of the datasheet's rate that large products and attention of a training step reach, as published steps do.
 _REACHED = 0.65
-# Work added by halving the layers of a rank among tensor-parallel ranks: smaller products.
+# Work added by halving the layers of a rank among tensor-parallel ranks, or its tokens among those that share
+# sequences: smaller products, and keys and values that travel.
 _SMALLER = 0.04
 # Bytes of activations of a token and layer: in widths of the model and of its inner layer, in 16 bits, fused attention
 # (Korthikanti et al., arXiv 2205.05198, without the terms of scores and dropout).
@@ -131,7 +132,7 @@ def _seconds(
     rate = dense_peak(machine, "bfloat16" if element == 2 else "float32") or dense_peak(machine, "float16") or 1e14
     flops = 6 * sizes.multiplied + 12 * sizes.layers * sizes.width * length
     inside = spec.tp * spec.pp * spec.cp
-    one = flops * batch_size * length / inside / (rate * _REACHED) * again * (1 + _SMALLER * log2(spec.tp))
+    one = flops * batch_size * length / inside / (rate * _REACHED) * again * (1 + _SMALLER * log2(spec.tp * spec.cp))
     near = cluster.intra_node.bandwidth * cluster.usable_share(cluster.gpus_per_node)
     far = cluster.node_bandwidth() / cluster.gpus_per_node if cluster.nodes > 1 else near
     boundary = batch_size * length / spec.cp * sizes.width * element

@@ -134,14 +134,15 @@ def test_what_unpacks_to_more_than_its_kind_is_refused_while_it_is_unpacked(tmp_
         READERS["samples"].read(tmp_path / "a.npz")
 
 
-@pytest.mark.parametrize("name", ["kineto", "execution-trace", "chakra"])
-def test_a_trace_of_more_small_events_than_memory_and_time_allow_is_refused(name, tmp_path, monkeypatch):
-    """A megabyte of zeros unpacks to millions of the smallest events, which take more than large ones."""
+@pytest.mark.parametrize("name", ["kineto", "execution-trace", "chakra", "measured"])
+def test_a_file_of_more_small_parts_than_memory_and_time_allow_is_refused(name, tmp_path, monkeypatch):
+    """A few megabytes unpack to millions of the smallest events or rows, which take more than large ones."""
     if not all(present(module) for module in READERS[name].needs):
         pytest.skip("its packages are not installed")
-    monkeypatch.setattr(foreign_files, "MOST_EVENTS", 3)
+    for kind, (_, what) in foreign_files.MOST_PARTS.items():
+        monkeypatch.setitem(foreign_files.MOST_PARTS, kind, (1, what))
     path, _ = whole_cases(name, tmp_path)[0]
-    with pytest.raises(ProjectError, match=r"cannot be read \(it has more than the 3 events"):
+    with pytest.raises(ProjectError, match=r"cannot be read \(it has more than the 1 (events|rows)"):
         READERS[name].read(path)
 
 

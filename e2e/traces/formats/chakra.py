@@ -60,7 +60,7 @@ def _messages(path: Path | str) -> Iterator[Any]:
     try:
         with open_unpacked(path, "trace") as stream:
             parsed = iter(lambda: parse_length_prefixed(next(kinds, node), stream), None)
-            yield from (message for message in counted(parsed) if isinstance(message, node))
+            yield from (message for message in counted(parsed, "trace") if isinstance(message, node))
     except (DecodeError, ValueError, EOFError, gzip.BadGzipFile) as error:
         reason = " ".join(str(error).split())
         raise InputError(f"{path}: truncated, or not a Chakra trace in protobuf ({reason}); convert it again") from None

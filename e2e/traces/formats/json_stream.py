@@ -49,7 +49,7 @@ def read_members(path: Path | str) -> Iterator[tuple[str, Any]]:
         _opened(Path(path)) as stream,
         io.TextIOWrapper(stream, encoding="utf-8", errors="replace") as text,
     ):
-        yield from counted(_Decoder(text, str(path)).members())
+        yield from counted(_Decoder(text, str(path)).members(), "trace")
 
 
 @contextmanager
