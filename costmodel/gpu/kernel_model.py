@@ -197,15 +197,17 @@ class KernelModel(CostModel):
 
     def _learned_bounds(self, family: Family[Any], logs: np.ndarray, known: bool, outside: bool) -> np.ndarray:
         """Middle, lower and upper log ratio from those of a residual: of the GPU's own tables, as far as other
-        laboratories find the same (grade ``source``), of a relative by the grade of relatives.
+        laboratories find the same (grade ``source``), of a relative by the grade of relatives, but never surer than of
+        the GPU that was measured.
         """
+        own = logs + np.array([0.0, *self._transfer.grades.get(family.name, {}).get("source", (0.0, 0.0))])
         range_ = self._transfer.grade(family.name, "relative") if not known else None
         if range_ is not None:
-            logs = logs[0] + np.array([0.0, *range_])
+            logs = logs[0] + np.array([0.0, min(range_[0], own[1] - logs[0]), max(range_[1], own[2] - logs[0])])
         elif not known:
-            logs = logs + np.array([0.0, -RELATIVE_MARGIN, RELATIVE_MARGIN])
+            logs = own + np.array([0.0, -RELATIVE_MARGIN, RELATIVE_MARGIN])
         else:
-            logs = logs + np.array([0.0, *self._transfer.grades.get(family.name, {}).get("source", (0.0, 0.0))])
+            logs = own
         margin = EXTRAPOLATION_MARGIN if outside else 0.0
         return np.asarray(logs + np.array([0.0, -margin, margin]))
 

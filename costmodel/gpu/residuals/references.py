@@ -29,11 +29,18 @@ def packaged_machine(name: str) -> Machine | None:
 
 def known_as(machine: Machine) -> str:
     """The name under which models know ``machine``: its own if a packaged GPU has it, else that of a packaged one that
-    is the same but for names, texts and the power limit, whose effect the rates tell; its own if there is none.
+    is the same but for names, texts, the power limit, whose effect the rates tell, and the capacity of its memory (one
+    of the same capacity first); its own if there is none.
     """
-    paths = (PACKAGED_DIRECTORY / "gpu").glob("*.yaml")
-    names = [] if packaged_machine(machine.name) else sorted(each.stem for each in paths)
-    return next((name for name in names if _figures(packaged_machine(name)) == _figures(machine)), machine.name)
+    if packaged_machine(machine.name):
+        return machine.name
+    same = [
+        packaged
+        for path in sorted((PACKAGED_DIRECTORY / "gpu").glob("*.yaml"))
+        if (packaged := packaged_machine(path.stem)) and _figures(packaged) == _figures(machine)
+    ]
+    as_large = [each for each in same if each.memory[-1].capacity_bytes == machine.memory[-1].capacity_bytes]
+    return next((each.name for each in (*as_large, *same)), machine.name)
 
 
 def _figures(machine: Machine | None) -> object:
@@ -41,10 +48,11 @@ def _figures(machine: Machine | None) -> object:
     if machine is None or machine.gpu is None:
         return None
     compute = {name: (each.sustained, each.burst, each.datasheet) for name, each in machine.compute.items()}
-    levels = [(each.capacity_bytes, each.bandwidth, each.datasheet, each.latency_seconds) for each in machine.memory]
+    levels = [(each.bandwidth, each.datasheet, each.latency_seconds) for each in machine.memory]
+    caches = [each.capacity_bytes for each in machine.memory[:-1]]
     links = [(each.kind, each.bandwidth, each.latency_seconds) for each in machine.links]
     chip = replace(machine.gpu, power_watts=0.0, origin="")
-    return chip, machine.gpu.power_limited, compute, levels, links, machine.region_seconds(1)
+    return chip, machine.gpu.power_limited, compute, levels, caches, links, machine.region_seconds(1)
 
 
 def nominal_features(family: Family[Any], operators: Sequence[AnyOperator], machine: Machine) -> np.ndarray:
