@@ -83,7 +83,7 @@ def main() -> None:
 
 
 @app.command()
-@guarded("stopped; records measured so far are kept")
+@guarded("stopped")
 def analyze(
     model: ModelOption,
     shape: Shapes = None,
@@ -125,7 +125,7 @@ def analyze(
 
 
 @app.command()
-@guarded("stopped; records measured so far are kept")
+@guarded("stopped; what was measured so far is kept")
 def tune(
     model: ModelOption,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write the artifact into.")],
@@ -212,7 +212,7 @@ def report(build: Build) -> None:
 
 
 @app.command()
-@guarded("stopped; records measured so far are kept")
+@guarded("stopped")
 def run(
     build: Build,
     input_: Annotated[Path, typer.Option("--input", help="NPZ file with one array per input of the model.")],
@@ -228,7 +228,7 @@ def run(
 
 
 @app.command()
-@guarded("stopped; records measured so far are kept")
+@guarded("stopped")
 def benchmark(
     build: Build,
     streams: Annotated[int, typer.Option(help="Processes that answer requests at the same time.")] = 1,
