@@ -7,6 +7,7 @@ from costmodel.machines.machine_records import Machine
 # Without its own units a dtype is computed with those of the next one: TF32 off or absent means FP32; BF16 before
 # Ampere is converted to FP32, FP16 on Pascal's small chips runs in FP32 (cuBLAS compute types).
 _FULL_DOUBLE = 0.3  # FP64 over FP32 of chips with full units: 1/2, others have 1/32 and less
+_STACKED = ("volta", "hopper", "blackwell")
 _FALLBACK = {"tf32": "float32", "bfloat16": "float32", "float16": "float32", "int8": "float32"}
 
 
@@ -60,6 +61,12 @@ def uses_tensor_cores(machine: Machine, dtype: str) -> bool:
 def dram_bandwidth(machine: Machine) -> float:
     """Sustained bytes/s of the device memory."""
     return machine.memory[-1].bandwidth.at(1)
+
+
+def has_stacked_memory(machine: Machine) -> bool:
+    """Whether the memory is HBM, of Pascal and Ampere that of the chips with 64 lanes a multiprocessor."""
+    chip = machine.chip()
+    return chip.architecture in _STACKED or (chip.architecture in ("pascal", "ampere") and chip.lanes == 64)
 
 
 def l2_bandwidth(machine: Machine) -> float:

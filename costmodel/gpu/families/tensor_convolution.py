@@ -3,7 +3,10 @@
 Tensor cores take operands whose channels lie together (NHWC). Of tensors in NCHW cuDNN turns input and output around
 in kernels of their own, before and after (``nchwToNhwcKernel``); each reads and writes the tensor once. So
 
-    seconds = factor * |compute, DRAM, L2|_3 + factor of the turning * bytes turned / DRAM bandwidth + launch
+    seconds = factor * (|compute, DRAM, L2|_3 + waves * latency) + factor of the turning * bytes turned / DRAM bandwidth
+              + launch
+
+``latency`` is what the blocks of a wave wait for their first operands and for their stores (:mod:`~.gemm`).
 
 ``compute`` counts what is padded: channels to 8 (16-byte loads), of grouped convolutions those of each group. A
 depthwise convolution uses no tensor core:
@@ -34,7 +37,7 @@ from costmodel.gpu.families.clock import long_load_shares
 from costmodel.gpu.families.convolution import Convolution
 from costmodel.gpu.families.depthwise import asks_cudnn, own_gradient_seconds
 from costmodel.gpu.families.family import Family, KernelAnalysis, safe_log2
-from costmodel.gpu.families.gemm import TENSOR_TILES, Products, analyse_products
+from costmodel.gpu.families.gemm import TENSOR_TILES, Products, analyse_products, wave_seconds
 from costmodel.gpu.families.inverted_shares import InvertedShares, inverted_shares, layout_name
 from costmodel.gpu.families.rates import (
     dram_bandwidth,
@@ -94,7 +97,7 @@ class TensorConvolution(Family[AnyConvolution]):
         seconds = factor * pieces.kernel + turned + kernel_floor(machine)
         terms = {name: factor * column for name, column in pieces.terms.items()}
         terms["memory:DRAM"] = terms["memory:DRAM"] + turned
-        terms["launch"] = np.full(len(operators), kernel_floor(machine))
+        terms["launch"] = terms["launch"] + kernel_floor(machine)
         convs = [_forward(each) for each in operators]
         features = {
             "seconds": safe_log2(seconds),
@@ -116,7 +119,7 @@ def convolution_pieces(operators: Sequence[AnyConvolution], machine: Machine) ->
     traffic = np.array([_traffic(each) for each in operators], dtype=float)
     dram = traffic / dram_bandwidth(machine)
     depthwise = np.array([conv.is_depthwise for conv in convs])
-    compute, l2, dense = _products_seconds(operators, machine, dram)
+    compute, l2, waiting, dense = _products_seconds(operators, machine, dram)
     vector = np.array([conv.flops for conv in convs], dtype=float) / (_DEPTHWISE_SHARE * vector_rate(machine))
     direct = np.array([_is_direct(each) for each in operators], dtype=bool)
     fused = np.array([_direct_flops(conv) for conv in convs]) / (_DIRECT_SHARE * vector_rate(machine))
@@ -136,6 +139,7 @@ def convolution_pieces(operators: Sequence[AnyConvolution], machine: Machine) ->
             "compute": np.where(outside, vector, compute),
             "memory:DRAM": dram,
             "memory:L2": np.where(outside, 0.0, l2),
+            "launch": np.where(outside, 0.0, waiting),
         },
     )
 
@@ -217,8 +221,9 @@ def _turned_bytes(operator: AnyConvolution) -> int:
 
 def _products_seconds(
     operators: Sequence[AnyConvolution], machine: Machine, dram: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Seconds of arithmetic, of L2, and of the whole of the implicit products, whose tensors take ``dram`` seconds.
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Seconds of arithmetic, of L2, of waiting, and of the whole of the implicit products, whose tensors take ``dram``
+    seconds.
 
     Sums of the weights' gradient are split where that is faster; a kernel more adds the parts.
     """
@@ -226,18 +231,19 @@ def _products_seconds(
     size = np.array([element_bytes(each.dtype) for each in operators], dtype=float)
     rate = np.array([matrix_rate(machine, each.dtype) for each in operators])
     long = long_load_shares(machine, [each.dtype for each in operators])
-    products = Products(shapes[0], shapes[1], shapes[2], shapes[3], size, rate, long)
+    products = Products(shapes[0], shapes[1], shapes[2], shapes[3], size, rate, long, wave_seconds(machine))
     weight = np.array([_direction(each) == "weight" for each in operators])
     found: list[np.ndarray] = []
     for split in _WEIGHT_SPLITS:
         _, terms, _ = analyse_products(products, TENSOR_TILES, machine, (split,))
         compute, l2 = terms["compute"], terms["memory:L2"]
+        waiting = terms["launch"] - kernel_floor(machine)
         adding = kernel_floor(machine) if split > 1 else 0.0
-        whole = (compute**3 + dram**3 + l2**3) ** (1 / 3) + adding
-        found.append(np.stack([compute, l2, np.where(weight | (split == 1), whole, np.inf)]))
+        whole = (compute**3 + dram**3 + l2**3) ** (1 / 3) + waiting + adding
+        found.append(np.stack([compute, l2, waiting, np.where(weight | (split == 1), whole, np.inf)]))
     cube = np.stack(found)  # (splits, terms, operators)
-    compute, l2, whole = cube[np.argmin(cube[:, 2], axis=0), :, np.arange(len(operators))].T
-    return compute, l2, whole
+    compute, l2, waiting, whole = cube[np.argmin(cube[:, 3], axis=0), :, np.arange(len(operators))].T
+    return compute, l2, waiting, whole
 
 
 def _padded_shape(operator: AnyConvolution) -> tuple[int, int, int, int]:

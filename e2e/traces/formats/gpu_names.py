@@ -12,6 +12,8 @@ from costmodel.machines.machine_records import Machine
 _SAME = ((re.compile(r"^sxm\d*$|^hbm3e?$"), "sxm"), (re.compile(r"^(\d+)gb$"), r"\1gb"))
 
 _MEMORY = re.compile(r"^\d+gb$")
+# Words that make another card of a name: other multiprocessors, clocks or memory.
+_OTHER_CARD = frozenset({"ti", "super", "d", "laptop", "mobile", "max", "q", "nvl"})
 
 
 def machine_of_gpu(name: str) -> Machine | None:
@@ -23,7 +25,7 @@ def machine_of_gpu(name: str) -> Machine | None:
     fitting: list[tuple[int, str]] = []
     for stem in machine_files():
         tokens = _words(stem)
-        if tokens <= words:
+        if tokens <= words and words & _OTHER_CARD <= tokens:
             fitting.append((len(tokens), stem))
     if not fitting:
         # A name without the form factor ("NVIDIA H200") is enough where only one card of this chip is known; a name
