@@ -21,7 +21,7 @@ from costmodel.operators.collective_transfer import CollectiveTransfer
 # The constants are those of a GPU of this clock (H100's); of sweeps with one NCCL version (2.27.3) the smallest message
 # less a hop takes 11 us x GHz on A100, 10 on L40S, between 2.23 and 2.29 10 on H100.
 _CLOCK_HZ = 1.98e9
-# Power of the smooth minimum: two equal times give 0.92 of either.
+# Power of the smooth minimum: two equal times give 0.92 of either (a judgement).
 SHARPNESS = 8.0
 
 

@@ -22,7 +22,8 @@ from costmodel.machines.machine_records import Machine
 from costmodel.operators.device_work import ConvolutionBackward
 from costmodel.operators.layers import Conv2d, element_bytes
 
-# Of a pixel grid as implicit-GEMM rows, the operands are gathered: the share of a plain product's rate that remains.
+# Of a pixel grid as implicit-GEMM rows, the operands are gathered: the share of a plain product's rate that remains (a
+# judgement; what it is off by, trees learn where there are tables).
 _GATHER = 0.9
 _WINOGRAD_TILE = 4
 _WINOGRAD_POINTS = 36

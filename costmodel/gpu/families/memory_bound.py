@@ -28,8 +28,9 @@ WARM_SHARE = 0.25
 # Elementwise by what they compute, but kernels of their own rather than PyTorch's TensorIterator, which was measured.
 _OWN_KERNELS = ("rotary", "silu_mul", "fused")
 # A one-pass reduction reads once; along strided dimensions the partial sums of few outputs occupy few multiprocessors.
+# A judgement, which Liger's layer norms backward do not contradict (:mod:`costmodel.gpu.families.row_wise`).
 _STRIDED_REDUCTION = 1.3
-# Loss kernels of PyTorch give each row to one thread or warp; log-softmax is priced apart.
+# Loss kernels of PyTorch give each row to one thread or warp; log-softmax is priced apart. A judgement: no table.
 _LOSS_PASSES = 1.5
 _BLOCK_BYTES = 1024 * 16  # that a block of 1,024 threads has on their way, 16 bytes each
 

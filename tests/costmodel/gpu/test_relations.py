@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
@@ -63,8 +64,11 @@ ROWWISE = st.one_of(
 )
 
 
+model_of = functools.cache(lambda name: gpu_cost_model(load_machine(name)))
+
+
 def seconds(name, *operators):
-    return np.array([each.seconds for each in gpu_cost_model(load_machine(name)).estimate(operators)])
+    return np.array([each.seconds for each in model_of(name).estimate(operators)])
 
 
 def larger(operator, field, factor):
@@ -166,7 +170,7 @@ COMPUTING = st.one_of(
 )
 MOVING = st.one_of(STREAMS, ROWWISE, HALF_NORMS, IMAGE_NORMS, POOLS, MOVES, SORTS, CASTS, SHORT)
 # Drawn once more: families are many, and each should meet several GPUs.
-EVERY = settings(DRAWN, max_examples=300)
+EVERY = settings(DRAWN, max_examples=200)
 
 
 def has_units(machine, operator):
@@ -274,7 +278,7 @@ SHAPES = st.tuples(st.sampled_from([2048, 4096, 8192, 16384]), WIDTHS.filter(lam
 @example(("h100-sxm", "h200-sxm"), (4096, 2048), 8192)
 def test_twins_take_the_same_time_where_arithmetic_rules(twins, shape, k):
     product = Gemm(1, *shape, k, "bfloat16", transpose_b=True)
-    one, other = (gpu_cost_model(load_machine(name)).estimate([product])[0] for name in twins)
+    one, other = (model_of(name).estimate([product])[0] for name in twins)
     if {one.bound, other.bound} == {"compute"}:
         assert one.seconds == pytest.approx(other.seconds, rel=0.12)
 
@@ -304,7 +308,7 @@ def test_a_renamed_gpu_has_the_same_price_and_interval_and_more_power_is_no_slow
 @DRAWN
 @given(st.sampled_from(GPUS), st.one_of(STREAMS, ROWWISE))
 def test_what_streams_is_known_within_a_factor_of_two(name, operator):
-    (found,) = gpu_cost_model(load_machine(name)).estimate([operator])
+    (found,) = model_of(name).estimate([operator])
     assert found.lower <= found.seconds <= found.upper
     if isinstance(operator, MemoryCopy | OptimizerStep):
         assert found.upper / found.lower < 2.3
