@@ -71,8 +71,7 @@ _COMMAND = "python -m costmodel fit"
 _SPLITS = "fit 70 %, select 15 %; report 15 % unseen"
 _SELECTION = (
     "of the files named, rows that tell about the kernel rather than about the host (`counted`), at most 40,000 of a "
-    "table, evenly; of grids of twins those that the twin does not show to be disturbed; none below what the datasheet "
-    "allows for its operations and bytes"
+    "table, evenly; of grids of twins those that the twin does not show to be disturbed"
 )
 _LICENCES = ", ".join(
     (
@@ -167,14 +166,8 @@ def rows_by_family(tables: Iterable[KernelTable]) -> list[KernelRows]:
 
 
 def told_apart(rows: Sequence[KernelRows]) -> tuple[list[KernelRows], list[KernelRows]]:
-    """``rows`` to learn from and to judge by, and those that a twin's table shows to be disturbed or that undercut what
-    the datasheet allows, as some fused layers do whose few tokens met fewer experts than we take them to meet.
-    """
-    masks = [
-        disturbed(each, twins_of(each, rows) if isinstance(each.family, Gridded) else [])
-        | (each.seconds < each.family.least(each.operators, each.machine))
-        for each in rows
-    ]
+    """``rows`` to learn from and to judge by, and those that a twin's table shows to be disturbed."""
+    masks = [disturbed(each, twins_of(each, rows) if isinstance(each.family, Gridded) else []) for each in rows]
     kept = [each.only(~mask) if mask.any() else each for each, mask in zip(rows, masks, strict=True)]
     return kept, [each.only(mask) for each, mask in zip(rows, masks, strict=True) if mask.any()]
 
