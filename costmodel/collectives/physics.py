@@ -24,7 +24,7 @@ _CLOCK_HZ = 1.98e9
 # Of the rate that a card sustains (48 of 50 GB/s), what DeepEP's kernels reach: its README told 43, 44, 46 GB/s to 16,
 # 32 and 64 ranks and 43, 47, 45 back (H800, ConnectX-7).
 _PUT_SHARE = 0.93
-# Power of the smooth minimum: two equal times give 0.92 of either.
+# Power of the smooth minimum: two equal times give 0.92 of either (a judgement).
 SHARPNESS = 8.0
 
 

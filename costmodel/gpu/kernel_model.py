@@ -33,7 +33,8 @@ from costmodel.operators.any_operator import AnyOperator, dtype_of
 
 # Of a family without any measurement: half to twice the analytic time.
 UNKNOWN = Level(0.0, -0.7, 0.7, ())
-# How much wider the interval is (log units) where a relative's residual or an extrapolated one is used.
+# How much wider the interval is (log units) where a relative's residual or an extrapolated one is used; like the two
+# below a judgement, which counts where no grade was measured.
 RELATIVE_MARGIN, EXTRAPOLATION_MARGIN = 0.1, 0.2
 # Of a GPU without tables the sustained rates are a guess too: measured shares of the datasheet differ by this much.
 UNMEASURED_MARGIN = 0.15

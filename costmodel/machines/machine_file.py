@@ -20,9 +20,6 @@ from costmodel.machines.machine_records import Machine
 from costmodel.machines.record_file import file_content, read_mapping, to_record
 from costmodel.machines.variant_file import variant_file, with_what_follows
 
-# GeForce cards run above their boost clock while temperature and power allow: 1.13 times the datasheet's rate (5090).
-ABOVE_BOOST = 1.15
-
 
 def read_machine(path: Path) -> Machine:
     """The machine described by the YAML file ``path``, which may be a variant of another
@@ -73,7 +70,7 @@ def _beyond_datasheet(machine: Machine) -> Iterator[str]:
     """What in the file of a GPU is faster than its datasheet says."""
     if machine.kind != "gpu":
         return
-    most = ABOVE_BOOST if machine.half_rate else 1.0
+    most = machine.above_datasheet
     for dtype, rate in machine.compute.items():
         sustained, burst = rate.sustained.at(1), rate.short_load
         if rate.datasheet is not None and max(sustained, burst) > most * rate.datasheet:

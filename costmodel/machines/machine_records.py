@@ -31,6 +31,8 @@ from costmodel.machines.file_fields import (
 # Of a cache, what a working set may fill before it is evicted by its own conflicts and by everything else: the rule
 # of thumb of layer conditions (Stengel et al., ICS 2015). `calibrate` measures each level at this working set.
 USABLE_SHARE = 0.5
+# GeForce cards run above their boost clock while temperature and power allow: 1.13 times the datasheet's rate (5090).
+ABOVE_BOOST = 1.15
 
 
 @dataclass(frozen=True)
@@ -281,6 +283,11 @@ class Machine(FileRecord):
         if single is None or half is None or not single.datasheet or not half.datasheet or self.chip().lanes <= 64:
             return False
         return half.datasheet <= _HALF_RATE * single.datasheet
+
+    @property
+    def above_datasheet(self) -> float:
+        """How many times the datasheet's rates a GPU may reach: more than once where no power limit holds its clock."""
+        return ABOVE_BOOST if self.half_rate else 1.0
 
     def link(self, kind: str) -> Link | None:
         """The link of that kind, ``None`` where the machine has none."""

@@ -338,7 +338,9 @@ class OptimizerStep(CountedWork):
 
 @dataclass(frozen=True)
 class Loss(CountedWork):
-    """``kind`` (``nll``, ``cross_entropy``, ``bce``, ``mse``) over ``rows`` of ``columns`` classes."""
+    """``kind`` (``nll``, ``cross_entropy``, ``bce``, ``mse``) over ``rows`` of ``columns`` classes. ``nll`` picks one
+    value of each row, and has nothing to read backward.
+    """
 
     kind: str
     rows: int
@@ -352,7 +354,8 @@ class Loss(CountedWork):
 
     @property
     def read_bytes(self) -> int:
-        return self.rows * self.columns * element_bytes(self.dtype)
+        columns = self.columns if self.kind != "nll" else int(self.direction == "forward")
+        return self.rows * columns * element_bytes(self.dtype)
 
     @property
     def write_bytes(self) -> int:

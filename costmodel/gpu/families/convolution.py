@@ -15,14 +15,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from costmodel.gpu.families.clock import long_load_shares
-from costmodel.gpu.families.family import Family, KernelAnalysis, safe_log2
+from costmodel.gpu.families.family import Family, KernelAnalysis, least_seconds, safe_log2
 from costmodel.gpu.families.gemm import TENSOR_TILES, Products, Triple, analyse_products, choose, simt_tiles
 from costmodel.gpu.families.rates import dram_bandwidth, kernel_floor, matrix_rate, uses_tensor_cores
 from costmodel.machines.machine_records import Machine
 from costmodel.operators.device_work import ConvolutionBackward
 from costmodel.operators.layers import Conv2d, element_bytes
 
-# Of a pixel grid as implicit-GEMM rows, the operands are gathered: the share of a plain product's rate that remains.
+# Of a pixel grid as implicit-GEMM rows, the operands are gathered: the share of a plain product's rate that remains (a
+# judgement; what it is off by, trees learn where there are tables).
 _GATHER = 0.9
 _WINOGRAD_TILE = 4
 _WINOGRAD_POINTS = 36
@@ -45,6 +46,12 @@ class Convolution(Family[Conv2d | ConvolutionBackward]):
         faster = eligible & (winograd[0] < implicit[0])
         chosen = choose(faster, winograd, implicit)
         return _with_features(chosen, implicit[0], winograd[0], convs, eligible)
+
+    def least(self, operators: Sequence[Conv2d | ConvolutionBackward], machine: Machine) -> np.ndarray:
+        multiplied = 9 * _WINOGRAD_TILE**2 / _WINOGRAD_POINTS
+        return least_seconds(
+            operators, machine, [multiplied if _winograd_applies(each, machine) else 1.0 for each in operators]
+        )
 
     def covers(self, operator: Conv2d | ConvolutionBackward) -> bool:
         # The tables hold 3x3 filters of stride 1 alone.

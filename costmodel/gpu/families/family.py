@@ -13,8 +13,12 @@ from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
+from costmodel.gpu.families.rates import dense_peak, l2_bytes
 from costmodel.machines.machine_records import Machine
 from costmodel.operators.any_operator import AnyOperator, dtype_of
+from costmodel.operators.counted_work import CountedWork, LayerWork
+from costmodel.operators.device_work import ConvolutionBackward
+from costmodel.operators.layers import Conv2d
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,7 @@ class Family(ABC, Generic[FamilyOperator]):
 
     def least(self, operators: Sequence[FamilyOperator], machine: Machine) -> np.ndarray:
         """Seconds (operators,) that no kernel can undercut, by the datasheet of ``machine``."""
-        return np.zeros(len(operators))
+        return least_seconds(operators, machine)
 
     def covers(self, operator: FamilyOperator) -> bool:
         """Whether measurements of this family say something about ``operator`` (its dtype above all)."""
@@ -86,6 +90,35 @@ class Family(ABC, Generic[FamilyOperator]):
         another ``dtype``, another ``kind``, or nobody knows what it is.
         """
         return "measured" if self.covers(operator) else "kind"
+
+
+def least_seconds(operators: Sequence[AnyOperator], machine: Machine, spared: Sequence[float] = ()) -> np.ndarray:
+    """By the datasheet of ``machine``: the operations at the rate of their number type, each ``spared`` so many times
+    (empty: none), and the bytes that L2 cannot hold at the bandwidth of DRAM. What the machine file does not tell
+    counts nothing.
+    """
+    peaks = {dtype: dense_peak(machine, dtype) or np.inf for dtype in {dtype_of(each) for each in operators}}
+    times = spared if len(spared) else [1.0] * len(operators)
+    computed: np.ndarray = np.array(
+        [_operations(each) / (peaks[dtype_of(each)] * most) for each, most in zip(operators, times, strict=True)]
+    )
+    cold: np.ndarray = np.array([_moved_bytes(each) for each in operators]) - l2_bytes(machine)
+    dram = np.maximum(cold, 0.0) / (machine.memory[-1].datasheet or np.inf)
+    return np.asarray(np.maximum(computed / machine.above_datasheet, dram))
+
+
+def _operations(operator: AnyOperator) -> float:
+    return float(operator.flops) if isinstance(operator, CountedWork | LayerWork) else 0.0
+
+
+def _moved_bytes(operator: AnyOperator) -> float:
+    """Bytes that ``operator`` reads and writes at least once. Of rows between the windows of a convolution none."""
+    if isinstance(operator, LayerWork):
+        rows = min(operator.kernel[0] / operator.stride[0], 1.0) if isinstance(operator, Conv2d) else 1.0
+        return rows * operator.input_bytes + operator.weight_bytes + operator.output_bytes
+    if isinstance(operator, ConvolutionBackward) and operator.wrt == "weight":
+        return _moved_bytes(operator.forward)
+    return float(operator.read_bytes + operator.write_bytes) if isinstance(operator, CountedWork) else 0.0
 
 
 def safe_log2(values: np.ndarray) -> np.ndarray:

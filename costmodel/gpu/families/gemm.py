@@ -26,7 +26,6 @@ import numpy as np
 from costmodel.gpu.families.clock import benchmark_clock, long_load_shares
 from costmodel.gpu.families.family import Family, Grade, KernelAnalysis, safe_log2
 from costmodel.gpu.families.rates import (
-    dense_peak,
     dram_bandwidth,
     has_stacked_memory,
     kernel_floor,
@@ -330,21 +329,12 @@ class TensorGemm(Family[Gemm]):
             slower = slower / plainly
         return np.asarray(plain * slower + accumulating_seconds(operators, machine))
 
-    def least(self, operators: Sequence[Gemm], machine: Machine) -> np.ndarray:
-        return least_seconds(operators, machine)
-
     def covers(self, operator: Gemm) -> bool:
         # Measured in BF16; FP16 runs the same kernels. TF32 does not.
         return operator.dtype in ("bfloat16", "float16") and operator.batch == 1
 
     def grade(self, operator: Gemm) -> Grade:
         return "measured" if self.covers(operator) else "dtype"
-
-
-def least_seconds(operators: Sequence[Gemm | ScaledGemm], machine: Machine) -> np.ndarray:
-    """Floating-point operations over the datasheet's rate; zero where the machine file has none."""
-    peaks = {dtype: dense_peak(machine, dtype) for dtype in {each.dtype for each in operators}}
-    return np.array([each.flops / (peaks[each.dtype] or np.inf) for each in operators], dtype=float)
 
 
 # Share of the rate left to 16-bit products whose rows begin at multiples of so many elements: 16-byte loads need 8, and

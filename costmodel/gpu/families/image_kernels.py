@@ -18,7 +18,7 @@ import numpy as np
 
 from costmodel.gpu.families.family import Family, KernelAnalysis
 from costmodel.gpu.families.inverted_shares import InvertedShares, inverted_shares, layout_name
-from costmodel.gpu.families.memory_bound import block_share, memory_analysis
+from costmodel.gpu.families.memory_bound import memory_analysis
 from costmodel.machines.machine_records import Machine
 from costmodel.operators.device_work import Normalization, Pooling
 
@@ -51,7 +51,7 @@ def plain_image_analysis(operators: Sequence[ImageOperator], machine: Machine) -
     """Analysis of ``operators`` before any factor."""
     traffic = np.array([_traffic(each) for each in operators], dtype=float)
     flops = np.array([each.flops for each in operators], dtype=float)
-    return memory_analysis(traffic / block_share([_blocks(each) for each in operators], machine), flops, machine)
+    return memory_analysis(traffic, flops, machine, [_blocks(each) for each in operators])
 
 
 def _blocks(operator: ImageOperator) -> float:

@@ -28,8 +28,9 @@ WARM_SHARE = 0.25
 # Elementwise by what they compute, but kernels of their own rather than PyTorch's TensorIterator, which was measured.
 _OWN_KERNELS = ("rotary", "silu_mul", "fused")
 # A one-pass reduction reads once; along strided dimensions the partial sums of few outputs occupy few multiprocessors.
+# A judgement, which Liger's layer norms backward do not contradict (:mod:`costmodel.gpu.families.row_wise`).
 _STRIDED_REDUCTION = 1.3
-# Loss kernels of PyTorch give each row to one thread or warp; log-softmax is priced apart.
+# Loss kernels of PyTorch give each row to one thread or warp; log-softmax is priced apart. A judgement: no table.
 _LOSS_PASSES = 1.5
 _BLOCK_BYTES = 1024 * 16  # that a block of 1,024 threads has on their way, 16 bytes each
 
@@ -47,9 +48,8 @@ class MemoryBound(Family[MemoryBoundOperator]):
 
     def analyse(self, operators: Sequence[MemoryBoundOperator], machine: Machine) -> KernelAnalysis:
         traffic = np.array([_traffic(each) + _lost_sectors(each, machine) for each in operators], dtype=float)
-        traffic /= block_share([_blocks(each) for each in operators], machine)
         flops = np.array([each.flops for each in operators], dtype=float)
-        return memory_analysis(traffic, flops, machine)
+        return memory_analysis(traffic, flops, machine, [_blocks(each) for each in operators])
 
     def covers(self, operator: MemoryBoundOperator) -> bool:
         """What nobody knows (``unknown``) was not measured either, whatever its bytes."""
@@ -66,10 +66,15 @@ class MemoryBound(Family[MemoryBoundOperator]):
         return "measured" if self.covers(operator) else "kind"
 
 
-def memory_analysis(traffic: np.ndarray, flops: np.ndarray, machine: Machine) -> KernelAnalysis:
-    """Analysis of kernels that move ``traffic`` bytes and do ``flops``."""
+def memory_analysis(
+    traffic: np.ndarray, flops: np.ndarray, machine: Machine, blocks: Sequence[float] | float = np.inf
+) -> KernelAnalysis:
+    """Analysis of kernels that move ``traffic`` bytes and do ``flops`` in so many ``blocks`` of threads, which wait for
+    what they have on their way (Little's law), whatever L2 holds.
+    """
     floor = kernel_floor(machine)
     dram = np.maximum(traffic - WARM_SHARE * l2_bytes(machine), 0.0) / dram_bandwidth(machine)
+    dram = np.maximum(dram, traffic * latency(machine, 1) / (np.array(blocks, dtype=float) * _BLOCK_BYTES))
     terms = {
         "memory:DRAM": dram,
         "memory:L2": traffic / l2_bandwidth(machine),
@@ -79,12 +84,6 @@ def memory_analysis(traffic: np.ndarray, flops: np.ndarray, machine: Machine) ->
     seconds = np.maximum(np.maximum(dram, terms["memory:L2"]), terms["compute"]) + floor
     features = {"seconds": safe_log2(seconds), "l2_fill": safe_log2(traffic / l2_bytes(machine))}
     return KernelAnalysis(seconds, terms, features)
-
-
-def block_share(blocks: Sequence[float], machine: Machine) -> np.ndarray:
-    """Share of the DRAM bandwidth that kernels of so many ``blocks`` of threads can ask for (Little's law)."""
-    asked = np.array(blocks, dtype=float) * _BLOCK_BYTES / latency(machine, 1)
-    return np.minimum(asked / dram_bandwidth(machine), 1.0)
 
 
 def _blocks(operator: MemoryBoundOperator) -> float:

@@ -53,7 +53,7 @@ from costmodel.operators.layers import Conv2d, element_bytes
 AnyConvolution = Conv2d | ConvolutionBackward
 _ALIGNMENT_BYTES = 16
 _STEM_CHANNELS = 4  # of pictures and little else
-_DEPTHWISE_SHARE = 0.2
+_DEPTHWISE_SHARE = 0.2  # a judgement, as is that of direct kernels below: factors by class are fitted on top of both
 # Classes of depthwise windows and of channels per group; the last stands for all above.
 _WINDOWS, _WIDTHS = (3, 5, 7, 9), (4, 8, 16, 32, 64)
 _WEIGHT_SPLITS = (1, 4, 16, 64)  # of the sum over all pixels

@@ -24,7 +24,7 @@ def test_the_cast_before_a_product_is_taken_off(tmp_path):
     rows = [
         ("bfloat16", 128, 5.0), ("fp8", 128, 13.0),
         ("bfloat16", 65536, 100.0), ("fp8", 65536, 60.0),
-        ("bfloat16", 256, 10.0), ("fp8", 256, 16.0),  # the cast would be most of it
+        ("bfloat16", 256, 30.0), ("fp8", 256, 25.0),  # a third of BF16's time: what is left would be noise
     ]  # fmt: skip
     columns = {"gemm_dtype": [each[0] for each in rows], "n": [each[1] for each in rows]}
     columns |= {"m": [4096] * 6, "k": [8192] * 6, "latency": [each[2] for each in rows]}

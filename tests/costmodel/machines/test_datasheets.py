@@ -12,7 +12,7 @@ import pytest
 
 from costmodel.machines.cluster import load_cluster
 from costmodel.machines.machine_catalog import PACKAGED_DIRECTORY, load_machine
-from costmodel.machines.machine_file import ABOVE_BOOST
+from costmodel.machines.machine_records import ABOVE_BOOST
 
 NAMES = sorted(path.stem for path in (PACKAGED_DIRECTORY / "gpu").glob("*.yaml"))
 _COLUMNS = (
