@@ -356,7 +356,7 @@ def test_more_of_anything_is_not_faster(name, case, factor):
 
 
 @DRAWN
-@given(st.sampled_from(["l4", "rtx-4090", "h100-sxm", "h20", "b200-sxm"]), st.integers(2**22, 2**26), st.integers(4, 64))
+@given(st.sampled_from(["l4", "a10", "h100-sxm", "h20", "b200-sxm"]), st.integers(2**22, 2**26), st.integers(4, 64))
 @example("h20", 1 << 22, 8)
 def test_few_blocks_of_threads_wait_whatever_l2_holds(name, elements, outputs):
     """A larger L2 once made kernels of few blocks six times as fast: by the time that a load takes they are alike."""
