@@ -98,8 +98,8 @@ def _operands(work: GroupedGemm, counts: np.ndarray, tile: Tile, machine: Machin
     """Bytes of operands from DRAM: as that many products of the mean number of rows."""
     mean = counts.mean()
     m, k = (mean, float(work.k)) if work.wrt == "rows" else (float(work.k), mean)
-    columns = (np.array([float(value)]) for value in (len(counts), m, work.n, k, size, 1.0))
-    return float(operand_traffic(Products(*columns), tile, 1, machine)[0])
+    batch, rows, n, depth, bytes_, rate = (np.array([float(each)]) for each in (len(counts), m, work.n, k, size, 1.0))
+    return float(operand_traffic(Products(batch, rows, n, depth, bytes_, rate), tile, 1, machine)[0])
 
 
 def _layer_besides(work: ExpertLayer, machine: Machine) -> float:

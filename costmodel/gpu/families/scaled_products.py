@@ -46,7 +46,7 @@ class ScaledProducts(Family[ScaledGemm]):
         results = np.array([element_bytes(each.output_dtype) for each in operators], dtype=float)
         rate = np.array([matrix_rate(machine, each.dtype) for each in operators])
         load = long_load_shares(machine, [each.dtype for each in operators])
-        columns = _WideResults(shapes[0], shapes[1], shapes[2], shapes[3], sizes, rate, load, results)
+        columns = _WideResults(shapes[0], shapes[1], shapes[2], shapes[3], sizes, rate, load, result=results)
         seconds, terms, features = analyse_products(columns, TENSOR_TILES, machine)
         more = accumulating_seconds(operators, machine)
         seconds, terms = seconds + more, {**terms, "memory:DRAM": terms["memory:DRAM"] + more}

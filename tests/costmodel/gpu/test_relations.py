@@ -328,6 +328,19 @@ def test_products_of_experts_are_never_faster_than_one_product_of_their_rows(nam
     assert apart >= together * (1 - EXACT)
 
 
+WIDE = WIDTHS.filter(lambda width: width >= 1024)
+EIGHT_BITS = [name for name in GPUS if "float8" in load_machine(name).compute]
+
+
+@DRAWN
+@given(st.sampled_from(EIGHT_BITS), st.integers(512, 40000), WIDE, WIDE)
+@example("h100-sxm", 528, 4096, 4096)
+def test_a_product_in_8_bits_takes_no_longer_than_in_16(name, m, n, k):
+    """But for what trees of two tables differ by. A field more in a record once was the seconds of a wave."""
+    narrow, wide = seconds(name, ScaledGemm(m, n, k), Gemm(1, m, n, k, "bfloat16", transpose_b=True))
+    assert narrow <= 1.5 * wide + kernel_floor(load_machine(name))
+
+
 # Of what trees and paces price, more may be faster by so much: trees answer in steps; and by the shortest kernel.
 LOOSE = 0.15
 OTHERS = st.one_of(
@@ -356,7 +369,11 @@ def test_more_of_anything_is_not_faster(name, case, factor):
 
 
 @DRAWN
-@given(st.sampled_from(["l4", "a10", "h100-sxm", "h20", "b200-sxm"]), st.integers(2**22, 2**26), st.integers(4, 64))
+@given(
+    st.sampled_from(["l4", "rtx-4090", "h100-sxm", "h20", "b200-sxm"]),
+    st.integers(1 << 22, 1 << 26),
+    st.integers(4, 64),
+)
 @example("h20", 1 << 22, 8)
 def test_few_blocks_of_threads_wait_whatever_l2_holds(name, elements, outputs):
     """A larger L2 once made kernels of few blocks six times as fast: by the time that a load takes they are alike."""
