@@ -24,7 +24,7 @@ SHARED = DIRECTORY / "shared.json"
 _HEAD = 1 << 16
 INFLATION = DIRECTORY / "profiler_inflation.json"
 # GPUs of 2022 and later stand in servers of 2022 and later.
-_NEWER, _NEWER_GPUS = "h100-server", ("ada", "hopper", "blackwell")
+_NEWER, _NEWER_GPUS = "h100-server", ("ada", "hopper", "blackwell", "blackwell-rtx")
 
 
 def known_hosts() -> list[str]:

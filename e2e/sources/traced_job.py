@@ -88,7 +88,12 @@ def _all_ranks(request: PredictRequest, files: Sequence[Path]) -> PreparedStep:
     skew = request.machine.skew
     lowered = lower_ranks(traces, {}, source, options, compiled=setting.compiled)
     traced = {trace.rank: TracedRank(trace, options) for trace in traces}
-    return PreparedStep(lowered.graph, setting, cluster, lowered.memory, lowered.warnings, skew=skew, traced=traced)
+    warnings = [
+        *lowered.warnings,
+        f"the {count} ranks are taken to begin together, as execution traces do not tell; where they begin apart, "
+        "collectives wait, which no interval here holds: give the profiles of all ranks, too (--kineto)",
+    ]
+    return PreparedStep(lowered.graph, setting, cluster, lowered.memory, warnings, skew=skew, traced=traced)
 
 
 def _one_of_many(request: PredictRequest, operators: OperatorTrace) -> PreparedStep:

@@ -7,7 +7,7 @@ fit, and of the rest the most promising are predicted first. Nothing of it is to
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import log2
 from typing import Any
 
@@ -25,6 +25,8 @@ _REACHED = 0.65
 # Work added by halving the layers of a rank among tensor-parallel ranks, or its tokens among those that share
 # sequences: smaller products, and keys and values that travel.
 _SMALLER = 0.04
+# Of a kind of ways: looks that are so many times as long as the best are not off by so much.
+_MUCH_SLOWER = 1.5
 # Bytes of activations of a token and layer: in widths of the model and of its inner layer, in 16 bits, fused attention
 # (Korthikanti et al., arXiv 2205.05198, without the terms of scores and dropout).
 _KEPT_WIDTHS, _KEPT_INNER = 16.0, 6.0
@@ -140,7 +142,9 @@ def _seconds(
         one += 8 * sizes.layers / spec.pp * boundary * (spec.tp - 1) / spec.tp / near / 2
     if spec.ep > 1:
         one += 4 * sizes.layers / spec.pp * boundary / far
-    link = near if spec.world_size <= cluster.gpus_per_node else far
+    # Replicas of a node share its cards: a ring through all of them enters and leaves by each card.
+    beside = max(cluster.gpus_per_node // spec.tp, 1)
+    link = near if spec.world_size <= cluster.gpus_per_node else min(near, far * beside)
     weights = parameters * element
     if spec.sharing == 3:
         one += max(3 * weights / link - one, 0.1 * weights / link)
@@ -161,8 +165,8 @@ class Promising:
 
 
 def promising(request: SweepRequest, cells: Sequence[SweepCell], most: int) -> Promising:
-    """Of the ``cells`` of ``auto``, on every GPU and number of GPUs the ``most`` that look fastest, the first of them
-    first; all others are kept as they are.
+    """Of the ``cells`` of ``auto``, on every GPU and number of GPUs ``most`` in the order of :func:`_in_order`; all
+    others are kept as they are.
     """
     from e2e.parallelism.parallel_graph import configuration
 
@@ -187,6 +191,27 @@ def promising(request: SweepRequest, cells: Sequence[SweepCell], most: int) -> P
             too_large += 1
         else:
             looks[where].append((look.seconds, place, cell))
-    chosen = [cell for each in looks.values() for *_, cell in sorted(each)[:most]]
+    chosen = [cell for each in looks.values() for cell in _in_order(each)[:most]]
     others = [cell for cell in cells if not cell.recompute]
     return Promising((*others, *chosen), too_large, len(made) - too_large - len(chosen))
+
+
+def _in_order(looks: Sequence[tuple[float, int, SweepCell]]) -> list[SweepCell]:
+    """First the best look of every kind, with and without tensor, pipeline and context parallelism, unless it looks
+    much slower than another kind: a look is too rough to tell kinds apart. Then the others by their looks, of those
+    that differ by the parts of an interleaved pipeline alone the best.
+    """
+    ranked, kinds, seen = sorted(looks, key=lambda each: each[:2]), set(), set()
+    order: list[tuple[int, float, int, SweepCell]] = []
+    for seconds, place, cell in ranked:
+        spec = cell.parallel
+        kind = spec.tp > 1, spec.pp > 1, spec.cp > 1
+        whole = replace(spec, virtual_stages=1, first_layers=None, last_layers=None)
+        alike = replace(cell, parallel=whole)
+        turn = 2 if alike in seen else 1
+        if kind not in kinds and seconds <= _MUCH_SLOWER * ranked[0][0]:
+            turn = 0
+        kinds.add(kind)
+        seen.add(alike)
+        order.append((turn, seconds, place, cell))
+    return [cell for *_, cell in sorted(order, key=lambda each: each[:3])]

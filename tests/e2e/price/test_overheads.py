@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from recorded_traces import AUTOGRAD, DATA, LINEAR, Profile, recorded
 
 from costmodel.base.errors import InputError
+from costmodel.machines.machine_catalog import load_machine, machine_files
 from e2e.price.overhead_files import load_inflation, load_table, save_table
 from e2e.price.overhead_fitting import (
     H100_NAME,
@@ -245,6 +246,11 @@ def test_the_host_of_the_shared_table_is_unknown_and_that_of_another_is_not():
 def test_the_host_of_a_gpu_is_that_of_its_generation_or_the_one_named(tmp_path: Path) -> None:
     assert load_overheads().name == load_overheads(architecture="ampere").name == SHARED_NAME
     assert load_overheads(architecture="hopper").name == load_overheads(Path(H100_NAME)).name == H100_NAME
+    for machine in (load_machine(name) for name in machine_files()):
+        if machine.kind == "gpu":
+            newer = machine.chip().compute_capability >= (8, 9)
+            found = load_overheads(architecture=machine.chip().architecture).name
+            assert found == (H100_NAME if newer else SHARED_NAME), machine.name
     assert load_overheads(Path("v100-resnet50"), "hopper").name == "v100-resnet50"
     assert set(known_hosts()) == {*STACKS, SHARED_NAME, H100_NAME}
     with pytest.raises(InputError, match="no host of that name; known: a100-resnet50-ddp, h100-server"):

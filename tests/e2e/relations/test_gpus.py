@@ -33,6 +33,10 @@ LARGE = {"config": "llama-wide", "batch_size": 8, "sequence_length": 2048}
 FITS = ("fits", "may not fit", "does not fit")
 
 
+# By how much what is moved between clocks may be off.
+CLOCKS = 0.005
+
+
 def on(*gpus):
     return tuple(to(gpu=each) for each in gpus)
 
@@ -79,13 +83,13 @@ GPUS = [
         no_slower,
     ),
     Relation("consumer cards in their order", one_gpu(), on("rtx-3090", "rtx-4090", "rtx-5090"), no_slower),
-    # Products of both are B200's, moved at the clock of their analytic time and priced at that of the learned one: to a
-    # few thousandths.
+    # Products are moved from one card to another at the clock of their analytic time and priced at that of the learned
+    # one (docs/limits.md).
     Relation(
         "the later Blackwells are no slower",
         one_gpu(**LARGE),
         on("b200-sxm", "gb200", "gb300"),
-        roughly(no_slower, 0.005),
+        roughly(no_slower, CLOCKS),
     ),
     Relation("B300 is no slower than B200", one_gpu(), on("b200-sxm", "b300-sxm"), no_slower),
     Relation(
@@ -127,7 +131,9 @@ VARIANTS = [
         (as_it_is, card(gpu=partial(chip, power=1.2, multiprocessors=1.2))),
         no_slower,
     ),
-    Relation("more power is no slower", one_gpu(), (with_power(0.7), as_it_is, with_power(1.5)), no_slower),
+    Relation(
+        "more power is no slower", one_gpu(), (with_power(0.7), as_it_is, with_power(1.5)), roughly(no_slower, CLOCKS)
+    ),
     Relation(
         "a lower power limit slows large products",
         one_gpu(gpu=LIMITED, **LARGE),

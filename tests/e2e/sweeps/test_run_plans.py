@@ -63,18 +63,23 @@ def test_more_tries_have_the_fewer_among_them_and_what_cannot_fit_is_not_tried(t
     assert not promising(large, cells_of(large, ["h100-sxm"], [8], ["auto"]), 4).cells
 
 
-# Megatron-Bridge's performance summaries (docs/performance-summary.md of 25.09 and 25.11): GPUs, global batch, setting.
+# Megatron-Bridge's performance summaries of 25.09 and 25.11 and torchtitan's performance.md of May 2024: recipe, model
+# and its layers, sequences, GPUs, global batch, setting.
 PUBLISHED = [
-    ("llama-3-70b", 80, "dgx-h100", 64, 128, "fsdp=2,tp=4,pp=8,zero=1,virtual-stages=5"),
-    ("llama-3.1-405b", 126, "dgx-h100", 1024, 512, "fsdp=8,cp=2,tp=8,pp=8,zero=1,virtual-stages=8"),
-    ("llama-3.1-405b", 126, "dgx-b200", 128, 64, "fsdp=2,cp=2,tp=4,pp=8,zero=1,virtual-stages=8"),
+    ("megatron", "llama-3-70b", 80, 8192, "dgx-h100", 64, 128, "fsdp=2,tp=4,pp=8,zero=1,virtual-stages=5"),
+    ("megatron", "llama-3.1-405b", 126, 8192, "dgx-h100", 1024, 512, "fsdp=8,cp=2,tp=8,pp=8,zero=1,virtual-stages=8"),
+    ("megatron", "llama-3.1-405b", 126, 8192, "dgx-b200", 128, 64, "fsdp=2,cp=2,tp=4,pp=8,zero=1,virtual-stages=8"),
+    ("torchtitan", "llama-3-70b", 80, 8192, "a100-sxm-80gb", 64, 64, "fsdp=64,zero=3"),
+    ("torchtitan", "llama-2-70b", 80, 4096, "a100-sxm-80gb", 64, 64, "fsdp=64,zero=3"),
 ]
 
 
-@pytest.mark.parametrize(("model", "layers", "gpu", "gpus", "batch", "setting"), PUBLISHED)
-def test_what_experts_published_is_among_the_ways_that_are_predicted(model, layers, gpu, gpus, batch, setting):
+@pytest.mark.parametrize(("recipe", "model", "layers", "length", "gpu", "gpus", "batch", "setting"), PUBLISHED)
+def test_what_experts_published_is_among_the_ways_that_are_predicted(
+    recipe, model, layers, length, gpu, gpus, batch, setting
+):
     """So that the best way found is at least as fast."""
-    request = SweepRequest(model, global_batch=batch, sequence_length=8192, layers=layers, recipe="megatron")
+    request = SweepRequest(model, global_batch=batch, sequence_length=length, layers=layers, recipe=recipe)
     looked = promising(request, cells_of(request, [gpu], [gpus], ["auto"]), 12)
     assert any(set(setting.split(",")) <= set(text_of(cell.parallel).split(",")) for cell in looked.cells)
 

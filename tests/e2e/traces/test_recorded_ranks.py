@@ -121,6 +121,7 @@ def test_ranks_wait_for_the_one_with_more_work(tmp_path):
     assert (first["rank"], second["rank"]) == (0, 1)
     assert second["compute_seconds"] == pytest.approx(10 * first["compute_seconds"])
     waited = second["compute_seconds"] - first["compute_seconds"]
+    assert any("2 ranks are taken to begin together" in line for line in record["warnings"])
     assert first["exposed_wait_seconds"] == pytest.approx(waited, rel=0.1) and second["exposed_wait_seconds"] == 0
     (reduced,) = record["collectives"]
     assert (reduced["kind"], reduced["ranks"], reduced["size_bytes"]) == ("all_reduce", 2, 4096**2 * 4)

@@ -325,7 +325,7 @@ def test_what_a_killed_tune_left_goes_with_the_next_one(tmp_path):
 
 
 def test_analyze_prints_only_json(folder):
-    done = fusion_process("analyze", folder / "model.onnx", "--machine", folder / "toy.yaml", "--threads", 2, "--json")
+    done = fusion_process("analyze", folder / "model.onnx", "--machine", folder / "toy.yaml", "--threads", 1, "--json")
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     assert document["machine"] == "toy"

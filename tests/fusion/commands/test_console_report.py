@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from fusion.analysis.analyzer import LayerReport, NetworkAnalysis, OtherOperator, SiteReport
 from fusion.analysis.reasons import NOT_TUNED
-from fusion.commands.console_report import print_analysis, print_comparison, window_told
+from fusion.commands.console_report import precision_lines, print_analysis, print_comparison, window_told
+from fusion.commands.summary import _decision as site_decision
 from fusion.comparing.compare import Comparison
 from fusion.comparing.layer_table import LayerRow, LayerTable
 from fusion.comparing.rounds import Sampling
@@ -72,3 +73,16 @@ def test_layers_are_listed_by_what_they_lose_and_gains_are_one_line(capsys):
         f"{sums}; both are scaled to the network's median",
         "torch: none",
     ]
+
+
+def test_sites_that_were_not_measured_say_why_they_are_apart_or_not():
+    """Of two with the same figures, none measured, one is fused by what records say and the other is not."""
+    assert site_decision(None, 1e-6, True, True).startswith("fused: predicted to be faster")
+    assert site_decision(None, 1e-6, False, False).endswith("and no records of them say that it pays")
+
+
+def test_one_error_is_told_of_layers_that_are_stored_narrower():
+    errors = {"max_relative_error": 0.01, "mean_relative_error": 0.001, "cosine": None, "top1_agreement": None}
+    precision = {"asked": "int8", "int8_layers": 1, "layers": 1, "max_error": None, "float32_layers": []}
+    lines = precision_lines({**precision, "errors": {**errors, "compared_inputs": 1}})
+    assert lines[1] == "errors over 1 input, of the largest value of an output: largest 0.01, mean 0.001"

@@ -27,6 +27,7 @@ def test_throughput_adds_up_over_streams_and_latencies_are_of_all_calls():
 @pytest.mark.parametrize("streams", [1, 2])
 def test_a_build_is_run_in_streams(tiny_build: Artifact, streams: int, monkeypatch):
     monkeypatch.setattr("fusion.comparing.benchmark_build.usable_cores", lambda: 2)
+    monkeypatch.setattr("costmodel.base.cores.usable_cores", lambda: 2)
     times = benchmark_build(tiny_build.directory, streams, seconds=0.05)
     assert times.streams == streams and times.threads == 2 // streams and times.batch == 2
     assert times.calls >= 20 * streams and 0 < times.minimum <= times.median <= times.percentile_99 <= times.maximum
