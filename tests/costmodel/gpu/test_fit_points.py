@@ -20,7 +20,8 @@ from costmodel.operators.serialization import to_record
 
 PRODUCTS = [Gemm(1, size, size, 1024, dtype="bfloat16") for size in (512, 1024, 1536, 2048, 3072, 4096, 6144, 8192)]
 HALVES = [Elementwise("add", elements, dtype="bfloat16") for elements in (1 << 24, 1 << 25, 1 << 26)]
-FACTORS = {"products": 1.5, "halves": 0.8}
+# None is faster than the memory of its datasheet, which no measurement moves.
+FACTORS = {"products": 1.5, "halves": 1.25}
 VARIANT = """variant_of: rtx-3090
 name: my-card
 gpu: {sm_count: 68, clock: 1710 MHz, power: 320 W, origin: test}
@@ -57,12 +58,12 @@ def test_a_table_moves_its_kernels_where_predictions_look_and_no_other_gpu(card:
     before, others = seconds_of([*PRODUCTS, *HALVES], card), seconds_of(PRODUCTS, "rtx-3090")
     told: list[str] = []
     written = fit_to_tables(
-        [table(tmp_path / "kernels.csv", card, products=1.5, halves=0.8)], str(card), None, told.append
+        [table(tmp_path / "kernels.csv", card, **FACTORS)], str(card), None, told.append
     )
     assert written == tmp_path / "machines" / "calibration" / "gpu" / "my-card.json"
     after = gpu_cost_model(load_machine(card)).estimate([*PRODUCTS, *HALVES])
     assert [each.seconds / one for each, one in zip(after, before, strict=True)] == pytest.approx(
-        [1.5] * 8 + [0.8] * 3, rel=0.02
+        [FACTORS["products"]] * 8 + [FACTORS["halves"]] * 3, rel=0.02
     )
     assert {each.source for each in after} == {"fitted"}
     assert seconds_of(PRODUCTS, "rtx-3090") == others
