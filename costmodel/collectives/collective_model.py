@@ -53,6 +53,9 @@ UNMEASURED_MARGIN = 0.35
 # of another kind (send_recv by all_to_all 0.33), beyond what was measured, with another network.
 ALIKE_MARGIN, OTHER_MARGIN, KIND_MARGIN = 0.03, 0.15, 0.2
 EXTRAPOLATION_MARGIN, NETWORK_MARGIN = 0.2, 0.4
+# What a host passes on between more than two cards, where that server was not measured: repetitions on one differ by up
+# to 1.7 times (docs/collectives.md).
+HOST_MARGIN = 0.53
 NO_MARGINS = Margins(0.1, 0.2)
 _ADDED = ("all_reduce", "barrier")  # kinds that switches can add up
 
@@ -115,6 +118,8 @@ class CollectiveModel(CostModel):
         versions = [between_curves(each, ranks, nodes, start, ideal, usable) for each in source.curves]
         seconds = math.prod(versions) ** (1 / len(versions))
         margin, notes = _margin(transfer, source, ideal)
+        if self.cluster.topology in ("host", "pairs") and ranks > 2 and source.machine != self.cluster.name:
+            margin += HOST_MARGIN
         # Of this kind, over as many nodes and ranks as were measured: else it is physics that carries the price there.
         beyond = {"ranks", "nodes"} & set(_beyond(transfer, source, ideal))
         measured = source.own and source.kind == transfer.kind and not beyond

@@ -211,7 +211,7 @@ def find_network(name_or_path: str | Path) -> NetworkFile:
 
 def cluster_of_gpu(gpu: Machine) -> ClusterFile:
     """The usual cluster of ``gpu``, or of the machine that it is a variant of; where no file names one, eight to a node
-    on its fastest link (NVLink: a switch) and no network.
+    and no network: on NVLink by a switch, on bridges of NVLink between pairs, or through the host.
 
     :class:`MachineError` if the GPU's file has no link.
     """
@@ -222,13 +222,19 @@ def cluster_of_gpu(gpu: Machine) -> ClusterFile:
             # With links of its own it is another system than the one that was measured.
             same = name == gpu.name or load_machine(name).links == gpu.links
             return usual if same else replace(usual, name=f"{gpu.name}-node")
-    kinds = {link.kind for link in gpu.links}
-    if not kinds & {"nvlink", "pcie"}:
+    links = {link.kind: link for link in gpu.links}
+    nvlink, pcie = links.get("nvlink"), links.get("pcie")
+    name = f"{gpu.name}-node"
+    if nvlink is not None and (nvlink.joins is None or pcie is None):
+        return ClusterFile(name, gpu.name, 8, "nvlink", "switch")
+    if nvlink is not None and pcie is not None:
+        # Every second hop of a ring crosses a bridge: the host is shared as by half as many GPUs.
+        through_host = pcie.bandwidth / nvlink.bandwidth
+        shares = [(2 * count, min(1.0, through_host * share)) for count, share in _HOST_SHARES]
+        return ClusterFile(name, gpu.name, 8, "nvlink", "pairs", usable=((2, 1.0), (3, shares[0][1]), *shares))
+    if pcie is None:
         raise MachineError(f"{gpu.source or gpu.name}: no link to other GPUs; add nvlink or pcie under links")
-    fast: Literal["nvlink", "pcie"] = "nvlink" if "nvlink" in kinds else "pcie"
-    if fast == "nvlink":
-        return ClusterFile(f"{gpu.name}-node", gpu.name, 8, fast, "switch")
-    return ClusterFile(f"{gpu.name}-node", gpu.name, 8, fast, "host", usable=_HOST_SHARES)
+    return ClusterFile(name, gpu.name, 8, "pcie", "host", usable=_HOST_SHARES)
 
 
 def _files(folder: str) -> dict[str, Path]:

@@ -237,11 +237,13 @@ class Link(FileRecord):
     """A way out of one GPU; bytes/s in one direction, all lanes together.
 
     ``network``: one network card; ``c2c``: to the host's chip, instead of PCIe. ``datasheet`` is the vendor's figure.
+    ``joins``: GPUs that one such link connects, 2 where it is a bridge; all of a node where nothing is said.
     """
 
     kind: Literal["pcie", "nvlink", "c2c", "network"]
     bandwidth: Bandwidth
     datasheet: Bandwidth | None = field(default=None, kw_only=True)
+    joins: Count | None = field(default=None, kw_only=True)
     latency_seconds: Seconds
     origin: Text
 

@@ -6,10 +6,12 @@ import pytest
 import yaml
 
 from costmodel.base.errors import InputError, MachineError
+from costmodel.collectives.collective_model import collective_cost_model
 from costmodel.commands.cluster_listing import described, listing
 from costmodel.machines.cluster import load_cluster
 from costmodel.machines.cluster_file import cluster_files, network_files, read_cluster, read_network
-from costmodel.machines.machine_catalog import load_machine
+from costmodel.machines.machine_catalog import PACKAGED_DIRECTORY, load_machine
+from costmodel.operators.collective_transfer import CollectiveTransfer
 
 FILE = {
     "name": "mine",
@@ -57,6 +59,29 @@ def test_a_gpu_without_a_file_takes_its_fastest_link():
         load_cluster("l4", 16)
     with pytest.raises(MachineError, match="has no network"):
         cluster.node_bandwidth()
+
+
+BRIDGED = [
+    path.stem
+    for path in sorted((PACKAGED_DIRECTORY / "gpu").glob("*.yaml"))
+    if any(link.kind == "nvlink" and "bridge" in link.origin for link in load_machine(path.stem).links)
+]
+
+
+@pytest.mark.parametrize("name", BRIDGED)
+def test_bridges_join_two_cards_and_all_others_share_the_host(name):
+    machine = load_machine(name)
+    (pcie,) = (link for link in machine.links if link.kind == "pcie")
+    two, four = load_cluster(machine, 2), load_cluster(machine, 4)
+    assert two.intra_node.bandwidth * two.usable_share(2) > pcie.bandwidth
+    assert four.intra_node.bandwidth * four.usable_share(4) <= pcie.bandwidth * 1.001
+    wide, narrow = (
+        collective_cost_model(cluster).estimate([CollectiveTransfer("all_reduce", 2.0**28, ranks, 1)])[0]
+        for cluster, ranks in ((four, 4), (two, 2))
+    )
+    assert wide.seconds > narrow.seconds
+    if machine.name != "a100-pcie-80gb":  # the one whose server was measured
+        assert wide.upper / wide.seconds > narrow.upper / narrow.seconds
 
 
 def test_through_a_host_pairs_of_gpus_share_what_links_share_by_their_number():
