@@ -121,12 +121,17 @@ def toy(bad: str) -> KilledCommand:
 def test_what_must_not_happen_is_found(bad: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     if bad == "leaves a child":
         monkeypatch.setattr("fuzz.kills.LOOKS_FOR_PROCESSES", 10)
-    report = kill(toy(bad), 2, ("KILL", "TERM"), 1, tmp_path)
+    report = kill(toy(bad), 2, ("KILL", "TERM"), 1, tmp_path / "1")
     if bad == "nothing":
         assert not report.findings and report.lives["KILL"] == report.lives["TERM"] == 2
         assert report.lives["to the end"] > 1  # that of an undisturbed one, and what was gone on with
-    else:
-        assert any(FOUND[bad] in each for each in report.findings), report.findings
+        return
+    findings = list(report.findings)
+    # Lives that are ended before they have written anything, as on a busy machine, show nothing: others are drawn.
+    for seed in range(2, 6):
+        if not any(FOUND[bad] in each for each in findings):
+            findings += kill(toy(bad), 2, ("KILL", "TERM"), seed, tmp_path / str(seed)).findings
+    assert any(FOUND[bad] in each for each in findings), findings
 
 
 def test_two_that_work_at_once_are_found(tmp_path: Path):
