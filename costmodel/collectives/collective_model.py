@@ -117,9 +117,7 @@ class CollectiveModel(CostModel):
         start = analysis.start_seconds
         versions = [between_curves(each, ranks, nodes, start, ideal, usable) for each in source.curves]
         seconds = math.prod(versions) ** (1 / len(versions))
-        margin, notes = _margin(transfer, source, ideal)
-        if self.cluster.topology in ("host", "pairs") and ranks > 2 and source.machine != self.cluster.name:
-            margin += HOST_MARGIN
+        margin, notes = _margin(transfer, self.cluster, source, ideal)
         # Of this kind, over as many nodes and ranks as were measured: else it is physics that carries the price there.
         beyond = {"ranks", "nodes"} & set(_beyond(transfer, source, ideal))
         measured = source.own and source.kind == transfer.kind and not beyond
@@ -182,7 +180,9 @@ class CollectiveModel(CostModel):
         return dataclasses.replace(curve, slower=here.start_seconds / curve.start)
 
 
-def _margin(transfer: CollectiveTransfer, source: _Source, ideal: float) -> tuple[float, dict[str, float | str]]:
+def _margin(
+    transfer: CollectiveTransfer, cluster: Cluster, source: _Source, ideal: float
+) -> tuple[float, dict[str, float | str]]:
     """Half the width of the interval in logarithms, and why."""
     below, above, _ = bracket(source.curves[-1], transfer.ranks, transfer.nodes)
     notes: dict[str, float | str] = {"nccl": source.nccl or "unknown"}
@@ -198,6 +198,8 @@ def _margin(transfer: CollectiveTransfer, source: _Source, ideal: float) -> tupl
     if not source.own:
         notes["fitted_on"] = source.machine
         width += ALIKE_MARGIN if source.alike else OTHER_MARGIN
+    if cluster.topology in ("host", "pairs") and transfer.ranks > 2 and source.machine != cluster.name:
+        width += HOST_MARGIN
     return width, notes
 
 
