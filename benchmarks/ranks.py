@@ -15,8 +15,9 @@ from pathlib import Path
 from costmodel.base.pictures import picture
 from costmodel.machines.cluster import load_cluster
 from e2e.explain.predictor import Setting, predict
-from e2e.parallelism import Step, build, parse_parallel
+from e2e.parallelism import build, parse_parallel
 from e2e.price.shared_overheads import load_overheads
+from e2e.step.options import StepOptions
 
 MODEL, GPU = "gpt2", "h100-sxm"
 # One distinct rank for any number of GPUs; then more and more stages of the same number of GPUs.
@@ -41,7 +42,7 @@ def measure(parallel: str, repeat: int) -> Row:
     """One row of the table."""
     spec = parse_parallel(parallel)
     cluster = load_cluster(GPU, spec.world_size)
-    built = build(MODEL, spec, Step(dtype="bfloat16", attention="flash"))
+    built = build(MODEL, spec, StepOptions(dtype="bfloat16", attention="flash"))
     setting = Setting(cluster.machine, load_overheads())
     seconds = []
     for _ in range(repeat):

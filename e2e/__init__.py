@@ -5,6 +5,8 @@
     import e2e
 
     step = e2e.predict("gpt2-large", gpu="h100-sxm", batch_size=4, sequence_length=1024)
+    node = e2e.Cluster(gpu="dgx-h100", gpus=8)
+    step = e2e.predict("llama-8b", node, e2e.Stack(recipe="torchtitan"), parallel="fsdp=8")
     ranking = e2e.sweep("llama-8b", gpu=("h100-sxm", "h200-sxm"), gpus=(8, 64), global_batch=512, output="sweep/")
 
 Nothing is loaded before it is used. docs/api.md has more.
@@ -14,23 +16,46 @@ from typing import TYPE_CHECKING
 
 from costmodel.base.lazy_names import lazy_names
 
-__all__ = ["ParallelSpec", "Prediction", "SweepResult", "SweepRow", "predict", "sweep"]
+__all__ = [
+    "Cluster",
+    "Model",
+    "ParallelSpec",
+    "Prediction",
+    "Recording",
+    "Script",
+    "ScriptJob",
+    "ShardedTables",
+    "SpreadModel",
+    "Stack",
+    "SweepResult",
+    "SweepRow",
+    "Trace",
+    "predict",
+    "sweep",
+]
 
 if TYPE_CHECKING:
     from e2e.commands.e2e_api import predict, sweep
     from e2e.explain.prediction import Prediction
     from e2e.parallelism.spec import ParallelSpec
+    from e2e.sources.known_requests import Model, Recording, Script, ScriptJob, ShardedTables, SpreadModel, Trace
+    from e2e.sources.request import Cluster
+    from e2e.step.options import Stack
     from e2e.sweeps.sweep_driver import SweepResult
     from e2e.sweeps.sweep_results import SweepRow
 else:
+    _REQUESTS = ("Model", "Recording", "Script", "ScriptJob", "ShardedTables", "SpreadModel", "Trace")
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
+            "Cluster": "e2e.sources.request",
             "ParallelSpec": "e2e.parallelism.spec",
             "Prediction": "e2e.explain.prediction",
+            "Stack": "e2e.step.options",
             "SweepResult": "e2e.sweeps.sweep_driver",
             "SweepRow": "e2e.sweeps.sweep_results",
             "predict": "e2e.commands.e2e_api",
             "sweep": "e2e.commands.e2e_api",
+            **dict.fromkeys(_REQUESTS, "e2e.sources.known_requests"),
         },
     )

@@ -222,13 +222,13 @@ def _configuration(trace: Path, folder: Path) -> None:
     """Classes of one's own, as Hugging Face's hub runs them with trust_remote_code."""
     pytest.importorskip("transformers")
     from e2e.capture.models.catalog import build_from_file
-    from e2e.capture.options import CaptureOptions
+    from e2e.step.options import StepOptions
 
     (folder / "configuration_evil.py").write_text(f"import os\nos.mkdir({str(trace)!r})\n")
     own = {"AutoConfig": "configuration_evil.Evil", "AutoModelForCausalLM": "configuration_evil.Evil"}
     record = {"model_type": "evil", "auto_map": own, "trust_remote_code": True, "architectures": ["Evil"]}
     (folder / "config.json").write_text(json.dumps(record))
-    build_from_file(folder / "config.json", 1, 4, CaptureOptions())
+    build_from_file(folder / "config.json", 1, 4, StepOptions())
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,9 @@ from e2e.advice.largest_batch import largest_batch
 from e2e.explain.alternatives import TOGETHER, WORTH_TELLING, Advice, Alternative, LargestBatch, ranked
 from e2e.explain.prediction import Prediction
 from e2e.explain.predictor import PredictionResult
-from e2e.sources.asked.option_table import RECORDING
-from e2e.sources.asked.request import PredictRequest
+from e2e.sources.known_requests import Recording
 from e2e.sources.predict_request import predict_request
-from e2e.sources.recipes import settled
-from e2e.sources.registry import StepSource, source_of
-from e2e.sources.request_parts import gpu_machine
+from e2e.sources.request import Request
 from e2e.step.memory_room import largest_fitting
 
 # No other setting is begun after so many seconds.
@@ -29,16 +26,15 @@ _STOPPED = "stopped with Ctrl-C"
 Say = Callable[[str], object]
 
 
-def advise(request: PredictRequest, answer: PredictionResult, say: Say) -> PredictionResult:
+def advise(request: Request, answer: PredictionResult, say: Say) -> PredictionResult:
     """``answer`` to ``request`` with advice. ``say`` hears one line per setting. Ctrl-C ends it: what is known by then
     is kept.
     """
-    source = source_of(request)
-    request = settled(request, source.name)
-    if source.name == RECORDING:
+    request = request.settled()
+    if isinstance(request, Recording):
         stopped = "a recorded run has its settings; only --retarget changes anything"
         return _advised(answer, Advice((), stopped=stopped))
-    advisor = _Advisor(request, source, answer.prediction, say)
+    advisor = _Advisor(request, answer.prediction, say)
     return _advised(answer, advisor.advice())
 
 
@@ -48,8 +44,7 @@ def _advised(answer: PredictionResult, advice: Advice) -> PredictionResult:
 
 @dataclass
 class _Advisor:
-    request: PredictRequest
-    source: StepSource
+    request: Request
     now: Prediction
     say: Say
     begun: float = field(default_factory=time.monotonic)
@@ -58,9 +53,7 @@ class _Advisor:
 
     def advice(self) -> Advice:
         """All changes, then those that help together."""
-        assert self.request.machine.gpu is not None
-        machine = gpu_machine(self.request.machine.gpu)
-        changes = possible_changes(self.request, self.now, self.source.name, machine)
+        changes = possible_changes(self.request, self.now)
         stopped = ""
         try:
             self.largest = self._largest_batch()
@@ -109,13 +102,13 @@ class _Advisor:
 
     def _largest_batch(self) -> LargestBatch | None:
         """``None`` where the batch cannot be changed, or memory is not known."""
-        batch = batch_of(self.request, self.now, self.source.name)
+        batch = batch_of(self.request, self.now)
         sizes = [rank.allocated_bytes for rank in self.now.ranks if rank.allocated_bytes is not None]
         if batch is None or not sizes:
             return None
 
         def needed(size: int) -> int:
-            step = self.source.prepare(with_batch(self.request, size))
+            step = with_batch(self.request, size).prepare()
             found = max(usage.allocated_bytes for usage in step.memory.values())
             seconds = time.monotonic() - self.begun
             self.say(f"advice, batch size {size}: {found / 2**30:.1f} GiB ({seconds:.0f} s)")
@@ -134,14 +127,14 @@ class _Advisor:
 
     def _that_may_fit(self, changes: list[Change]) -> list[Change]:
         """``changes`` without batches that do not fit, and with the largest that does."""
-        batch = batch_of(self.request, self.now, self.source.name)
+        batch = batch_of(self.request, self.now)
         if self.largest is None or batch is None:
             return changes
         largest = self.largest.batch_size
         kept = [
             each
             for each in changes
-            if each.kind != "batch" or (each.apply(self.request).workload.batch_size or 0) <= largest
+            if each.kind != "batch" or (getattr(each.apply(self.request), "batch_size", None) or 0) <= largest
         ]
         wanted = largest > batch or (self.now.fits is False and largest > 0)
         if wanted and all(each.change != batch_change(largest).change for each in kept):
@@ -176,7 +169,7 @@ class _Advisor:
 
 
 def _all_of(changes: Sequence[Change]) -> Change:
-    def apply(request: PredictRequest) -> PredictRequest:
+    def apply(request: Request) -> Request:
         for each in changes:
             request = each.apply(request)
         return request

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
-from costmodel.machines.machine_records import Machine
 from e2e.explain.prediction import Prediction
 from e2e.parallelism.spec import ParallelSpec, text_of
-from e2e.sources.asked.option_table import BUILT_IN, CONFIGURATION, PARALLEL, RANKS_OF_SCRIPT, SCRIPT, SHARDED, TRACE
-from e2e.sources.asked.request import ConfigurationOptions, PredictRequest
+from e2e.sources.known_requests import Model, Script, ScriptJob, SpreadModel, Trace
+from e2e.sources.request import Request
+from e2e.sources.request_parts import gpu_machine
 from e2e.step.choices import Dtype
 
-# Sources whose step is built anew for every request; of recorded runs nothing but the GPU can be changed.
-_MODELS = (BUILT_IN, CONFIGURATION, PARALLEL)
-_ONE_GPU = (BUILT_IN, CONFIGURATION, SCRIPT, TRACE)
-_SIZED = (*_MODELS, SCRIPT, RANKS_OF_SCRIPT)
+Modelled = Model | SpreadModel
+Scripted = Script | ScriptJob
 # Times as many samples that are tried.
 _LARGER = (2, 4)
 
@@ -29,21 +28,25 @@ class Change:
     kind: str
     change: str
     needs: str
-    apply: Callable[[PredictRequest], PredictRequest]
+    apply: Callable[[Request], Request]
 
 
-def batch_of(request: PredictRequest, prediction: Prediction, source: str) -> int | None:
+def batch_of(request: Request, prediction: Prediction) -> int | None:
     """Samples per GPU and micro-batch of ``request`` where another number can be asked; ``None`` where not."""
-    if source not in _SIZED or prediction.throughput is None:
+    if prediction.throughput is None:
         return None
-    if source in (SCRIPT, RANKS_OF_SCRIPT):
+    if isinstance(request, Scripted):
         return prediction.throughput.batch_size
-    return request.workload.samples
+    return request.samples if isinstance(request, Modelled) else None
 
 
-def with_batch(request: PredictRequest, size: int) -> PredictRequest:
+def with_batch(request: Request, size: int) -> Request:
     """``request`` for another number of samples per GPU and micro-batch."""
-    return replace(request, workload=replace(request.workload, batch_size=size))
+    return _with(request, batch_size=size)
+
+
+def _with(request: Request, **values: Any) -> Request:
+    return replace(request, **values)
 
 
 def batch_change(size: int) -> Change:
@@ -52,37 +55,30 @@ def batch_change(size: int) -> Change:
     return Change("batch", f"--batch-size {size}", needs, lambda request: with_batch(request, size))
 
 
-def possible_changes(request: PredictRequest, prediction: Prediction, source: str, machine: Machine) -> list[Change]:
-    """Settings that ``request`` does not have and that ``source`` can have; which of them help is not asked here."""
-    found = [
-        *_number_types(request.configuration, prediction, source, machine),
-        *_kernels(request, prediction, source),
-        *(_parallel(request.configuration.parallel, request.workload.samples) if source == PARALLEL else ()),
-    ]
-    size = batch_of(request, prediction, source)
+def possible_changes(request: Request, prediction: Prediction) -> list[Change]:
+    """Settings that ``request`` does not have and could have; which of them help is not asked here."""
+    found = [*_number_types(request, prediction), *_kernels(request, prediction)]
+    if isinstance(request, SpreadModel) and request.parallel is not None:
+        found += _parallel(request.parallel, request.samples)
+    size = batch_of(request, prediction)
     if size is not None and prediction.fits is not False:
         found += [batch_change(size * factor) for factor in _LARGER]
     return found
 
 
 def _configured(kind: str, change: str, needs: str, **values: object) -> Change:
-    """A change of the configuration alone."""
-
-    def apply(request: PredictRequest) -> PredictRequest:
-        return replace(request, configuration=replace(request.configuration, **values))  # type: ignore[arg-type]
-
-    return Change(kind, change, needs, apply)
+    """A change of some options."""
+    return Change(kind, change, needs, lambda request: _with(request, **values))
 
 
-def _number_types(
-    asked: ConfigurationOptions, prediction: Prediction, source: str, machine: Machine
-) -> Iterator[Change]:
-    used = prediction.utilisation
+def _number_types(request: Request, prediction: Prediction) -> Iterator[Change]:
+    machine = gpu_machine(getattr(request, "gpu", ""))
+    used, dtype = prediction.utilisation, getattr(request, "dtype", None) or "float32"
     in_32_bits = used is None or not used.peak_flops_per_second or "float32" in used.peak_flops_per_second
-    if asked.number_type == "float32" and "tf32" in machine.compute and in_32_bits:
+    if dtype == "float32" and "tf32" in machine.compute and in_32_bits:
         needs = 'torch.set_float32_matmul_precision("high"): products keep 10 bits of their mantissa'
         yield _configured("dtype", "--dtype tf32", needs, dtype="tf32")
-    if asked.number_type not in ("float32", "tf32") or source not in _MODELS or asked.precision is not None:
+    if dtype not in ("float32", "tf32") or not isinstance(request, Modelled) or request.precision is not None:
         return
     half: Dtype = "bfloat16" if "bfloat16" in machine.compute else "float16"
     if half in machine.compute:
@@ -91,42 +87,34 @@ def _number_types(
         yield _configured("dtype", f"--dtype {half}", needs, dtype=half)
 
 
-def _kernels(request: PredictRequest, prediction: Prediction, source: str) -> Iterator[Change]:
-    asked, rate = request.configuration, prediction.throughput
+def _kernels(request: Request, prediction: Prediction) -> Iterator[Change]:
+    rate = prediction.throughput
     sequences = rate is not None and rate.sequence_length is not None
-    if source in _MODELS and sequences and asked.attention in (None, "eager", "math"):
+    if isinstance(request, Modelled) and sequences and request.attention in (None, "eager", "math"):
         needs = 'attn_implementation="sdpa" (scaled_dot_product_attention), no attention weights as output'
         yield _configured("attention", "--attention flash", needs, attention="flash")
-    if source == BUILT_IN and rate is not None and not sequences and asked.layout == "contiguous":
+    if isinstance(request, Model) and request.model and rate is not None and not sequences:
         needs = "model and images .to(memory_format=torch.channels_last)"
-        if not (request.workload.model or "").startswith("dlrm"):
+        if request.layout == "contiguous" and not request.model.startswith("dlrm"):
             yield _configured("layout", "--layout channels-last", needs, layout="channels-last")
-    if not asked.compiled and source in (*_ONE_GPU, PARALLEL):
+    if isinstance(request, Modelled | Script | Trace) and not request.compile:
         needs = "torch.compile of the model; shapes that stay the same, or it compiles again"
-        yield _configured("compile", "--compile", needs, compiled=True)
-    trains = request.workload.mode == "train" and source in _SIZED
+        yield _configured("compile", "--compile", needs, compile=True)
     default = any(each.option == "--optimizer" and each.value.startswith("foreach") for each in prediction.asked)
-    if trains and asked.optimizer is None and (default or source in (SCRIPT, RANKS_OF_SCRIPT)):
+    trained = isinstance(request, Modelled | Scripted) and request.mode == "train" and request.optimizer is None
+    if trained and (default or isinstance(request, Scripted)):
         yield _configured("optimizer", "--optimizer fused", "fused=True of the optimizer", optimizer="fused")
-    if not asked.cuda_graph and source in (*_ONE_GPU, RANKS_OF_SCRIPT, SHARDED):
+    if not request.cuda_graph and not isinstance(request, SpreadModel):
         needs = "torch.cuda.graph around the step: fixed shapes, no values read by the host, capturable=True of AdamW"
         yield _configured("graph", "--cuda-graph", needs, cuda_graph=True)
 
 
-def _parallel(spec: ParallelSpec | None, batch: int) -> Iterator[Change]:
+def _parallel(spec: ParallelSpec, batch: int) -> Iterator[Change]:
     """Another way to spread the same model over as many GPUs."""
-    if spec is None:
-        return
     for kind, needs, other, size in _spreads(spec, batch):
         text = f"--parallel {text_of(other)}" + ("" if size == batch else f" --batch-size {size}")
-
-        def apply(
-            request: PredictRequest, other: ParallelSpec = other, size: int = size, batch: int = batch
-        ) -> PredictRequest:
-            changed = replace(request, configuration=replace(request.configuration, parallel=other))
-            return changed if size == batch else with_batch(changed, size)
-
-        yield Change(kind, text, needs, apply)
+        sizes = {} if size == batch else {"batch_size": size}
+        yield _configured(kind, text, needs, parallel=other, **sizes)
 
 
 def _spreads(spec: ParallelSpec, batch: int) -> Iterator[tuple[str, str, ParallelSpec, int]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from costmodel.base.lazy_names import lazy_names
-from e2e.capture.options import CaptureOptions
 
 if TYPE_CHECKING:
     from e2e.capture.models.catalog import build, build_from_file, known_models
@@ -13,7 +12,6 @@ if TYPE_CHECKING:
     from e2e.capture.session import CapturedWorkload, capture
 
 __all__ = [
-    "CaptureOptions",
     "CapturedWorkload",
     "build",
     "build_from_file",

@@ -20,7 +20,7 @@ from unittest.mock import patch
 import torch
 
 from costmodel.base.errors import ModelError
-from e2e.capture.options import SeenGpu
+from e2e.step.options import SeenGpu
 
 # A function that is itself seen hides those that it calls: for ``backward`` that would be a recomputed forward pass.
 OUTER_MODULES = (torch.nn.functional, torch._tensor, torch.functional, torch.autograd)

@@ -23,13 +23,13 @@ from e2e.capture.cuda_streams import StreamState, pretend_streams
 from e2e.capture.environment import pretend_gpu
 from e2e.capture.functions import GpuDecisions
 from e2e.capture.generated_code import without_compiler
-from e2e.capture.options import CaptureOptions
 from e2e.capture.recorder import Recorder
 from e2e.capture.script_errors import reporting
-from e2e.capture.script_reference import Script, script_name
+from e2e.capture.script_reference import StepFunction, script_name
 from e2e.capture.session import CapturedWorkload, capture
 from e2e.capture.watch import watched
 from e2e.step.operator_trace import OperatorTrace
+from e2e.step.options import StepOptions
 
 # Parameters of a script's function that options of a prediction give.
 SIZES = ("batch_size", "sequence_length")
@@ -40,7 +40,7 @@ class Fallback(int):
     """The value of a parameter for which the script's function has no default of its own."""
 
 
-def load_script(script: Script, options: CaptureOptions | None = None, **parameters: Any) -> CapturedWorkload:
+def load_script(script: StepFunction, options: StepOptions | None = None, **parameters: Any) -> CapturedWorkload:
     """The workload that ``script`` (``FILE.py:FUNCTION``, or the function itself) makes.
 
     The function is called with those of ``parameters`` that it takes (``batch_size``, ``sequence_length`` ...; any
@@ -64,7 +64,7 @@ def load_script(script: Script, options: CaptureOptions | None = None, **paramet
     ``any()`` false. ``InputError`` for a wrong reference or result; a script that fails shows its own traceback on
     standard error and raises ``ModelError``.
     """
-    options = options or CaptureOptions()
+    options = options or StepOptions()
     found: list[str] = []
     with _as_on_gpu(options) as streams, without_compiler(found):
         workload = make_workload(script, parameters)
@@ -72,7 +72,7 @@ def load_script(script: Script, options: CaptureOptions | None = None, **paramet
 
 
 def make_workload(
-    script: Script, parameters: dict[str, Any], loaded: Callable[[], Any] | None = None
+    script: StepFunction, parameters: dict[str, Any], loaded: Callable[[], Any] | None = None
 ) -> CapturedWorkload:
     """The script's function is called as it is, without pretending a GPU (see :func:`load_script`).
 
@@ -95,7 +95,7 @@ def make_workload(
     return CapturedWorkload(reference, *result, samples=samples, sequence_length=length)
 
 
-def capture_script(workload: CapturedWorkload, options: CaptureOptions | None = None) -> OperatorTrace:
+def capture_script(workload: CapturedWorkload, options: StepOptions | None = None) -> OperatorTrace:
     """:func:`capture` of a loaded script; a failing step is reported as :func:`load_script` says."""
     with reporting(workload.name):
         return capture(workload, options)
@@ -117,11 +117,11 @@ def own_process() -> Iterator[None]:
 
 
 @contextmanager
-def _as_on_gpu(options: CaptureOptions) -> Iterator[StreamState]:
+def _as_on_gpu(options: StepOptions) -> Iterator[StreamState]:
     """What the step will see when it is captured also holds while the model is made. Yields the streams it makes."""
     recorder = Recorder({})
-    decisions = GpuDecisions(recorder, options.attention)
-    as_there = pretend_gpu(lambda: None, options.gpu), pretend_streams(recorder.streams)
+    decisions = GpuDecisions(recorder, options.form)
+    as_there = pretend_gpu(lambda: None, options.seen_gpu), pretend_streams(recorder.streams)
     with as_there[0], as_there[1], watched(lambda: recorder.called), recorder.paused(), decisions, recorder:
         yield recorder.streams
 
@@ -165,7 +165,7 @@ def _load(path: Path) -> ModuleType:
     return module
 
 
-def taken_names(script: Script, names: Iterable[str]) -> set[str]:
+def taken_names(script: StepFunction, names: Iterable[str]) -> set[str]:
     """Those of ``names`` that the script's function has parameters for; all where that cannot be told."""
     if not isinstance(script, str):
         parameters = inspect.signature(script).parameters

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-Script = str | Callable[..., Any]
+StepFunction = str | Callable[..., Any]
 
 
-def script_name(script: Script) -> str:
+def script_name(script: StepFunction) -> str:
     """``FILE.py:FUNCTION`` of either: for messages, and as the name of the workload."""
     if isinstance(script, str):
         return script
@@ -19,6 +19,6 @@ def script_name(script: Script) -> str:
     return f"{code.co_filename if code else '<python>'}:{getattr(function, '__name__', type(function).__name__)}"
 
 
-def script_folder(script: Script) -> Path | None:
+def script_folder(script: StepFunction) -> Path | None:
     """The folder whose modules belong to the script; of a function, which is imported already, ``None``."""
     return Path(script.rpartition(":")[0]).resolve().parent if isinstance(script, str) else None

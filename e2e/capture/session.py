@@ -17,7 +17,6 @@ from e2e.capture.cuda_streams import StreamState, pretend_streams
 from e2e.capture.environment import pretend_gpu
 from e2e.capture.functions import GpuDecisions
 from e2e.capture.generated_code import generated_kernels, without_compiler
-from e2e.capture.options import CaptureOptions
 from e2e.capture.recorder import Recorder
 from e2e.capture.scan_libraries import linear_attention_kernels
 from e2e.capture.script_ranges import heard
@@ -25,6 +24,7 @@ from e2e.capture.threads import followed_threads
 from e2e.capture.watch import watched
 from e2e.step.choices import OptimizerForm
 from e2e.step.operator_trace import OperatorTrace
+from e2e.step.options import StepOptions
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ class CapturedWorkload:
     optimizer: str = ""
 
 
-def capture(workload: CapturedWorkload, options: CaptureOptions | None = None) -> OperatorTrace:
+def capture(workload: CapturedWorkload, options: StepOptions | None = None) -> OperatorTrace:
     """The operators of one steady step of ``workload``, as a GPU would run them; no memory is touched.
 
     Errors raised by the step pass through unchanged.
     """
-    options = options or CaptureOptions()
+    options = options or StepOptions()
     recorder = Recorder(module_paths(workload), workload.streams)
     with recording(recorder, options):
         workload.step()
@@ -76,14 +76,14 @@ def module_paths(workload: CapturedWorkload) -> dict[int, str]:
 
 
 @contextmanager
-def recording(recorder: Recorder, options: CaptureOptions) -> Iterator[None]:
+def recording(recorder: Recorder, options: StepOptions) -> Iterator[None]:
     """What is run inside is recorded as a GPU would run it."""
     with ExitStack() as stack:
-        stack.enter_context(pretend_gpu(lambda: recorder.host_call("cudaDeviceSynchronize"), options.gpu))
+        stack.enter_context(pretend_gpu(lambda: recorder.host_call("cudaDeviceSynchronize"), options.seen_gpu))
         stack.enter_context(pretend_streams(recorder.streams))
         stack.enter_context(heard(recorder))
         stack.enter_context(_module_paths(recorder))
-        stack.enter_context(_steady_optimizers(recorder, options.optimizer))
+        stack.enter_context(_steady_optimizers(recorder, options.optimizer or "foreach"))
         stack.enter_context(_noted_gradients(recorder))
         if options.mode == "inference":
             stack.enter_context(torch.no_grad())
@@ -91,8 +91,8 @@ def recording(recorder: Recorder, options: CaptureOptions) -> Iterator[None]:
         stack.enter_context(generated_kernels(recorder))
         stack.enter_context(linear_attention_kernels(options.linear_attention))
         stack.enter_context(watched(lambda: recorder.called))
-        stack.enter_context(followed_threads(recorder, options.attention))
-        stack.enter_context(GpuDecisions(recorder, options.attention))
+        stack.enter_context(followed_threads(recorder, options.form))
+        stack.enter_context(GpuDecisions(recorder, options.form))
         stack.enter_context(recorder)
         yield
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from threading import RLock
@@ -16,27 +16,15 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from costmodel.base.counts import check_count
 from costmodel.base.errors import InputError
-from costmodel.base.spared_objects import old_objects_spared
 from costmodel.base.whole_file import check_outputs
-from costmodel.operators.expert_routing import ExpertRouting
 from e2e.parallelism.spec import ParallelSpec, parse_parallel, text_of
-from e2e.sources.asked.request import ConfigurationOptions, MachineOptions, PredictRequest, WorkloadOptions
-from e2e.step.choices import (
-    AttentionForm,
-    Dtype,
-    LinearAttentionForm,
-    MemoryLayout,
-    MixtureForm,
-    Mode,
-    OptimizerForm,
-)
+from e2e.step.choices import AttentionForm, Dtype
+from e2e.step.option_fields import Options, options_of
 from e2e.step.precision import Precision
-from e2e.step.routing_text import parse_routing
-from e2e.whatif.questions import parse_what_if
 
 if TYPE_CHECKING:
     from e2e.explain.prediction import Prediction
-    from e2e.simulate.skew import Skew
+    from e2e.sources.request import Request
     from e2e.sweeps.sweep_driver import SweepProgress, SweepResult
     from e2e.sweeps.workers import Workers
 
@@ -47,68 +35,25 @@ _TURN = RLock()
 
 
 def predict(
-    model: str | None = None,
-    *,
-    model_config: PathLike | None = None,
-    script: str | Callable[..., Any] | None = None,
-    traces: PathLike | Sequence[PathLike] = (),
-    kineto: PathLike | Sequence[PathLike] = (),
-    gpu: PathLike | None = None,
-    gpus: int | None = None,
-    nodes: int | None = None,
-    network: str | None = None,
-    batch_size: int | None = None,
-    sequence_length: int | None = None,
-    document_length: int | None = None,
-    cache_length: int | None = None,
-    mode: Mode = "train",
-    recipe: str | None = None,
-    dtype: Dtype | None = None,
-    attention: AttentionForm | None = None,
-    stack: str | None = None,
-    lora: int | None = None,
-    layout: MemoryLayout = "contiguous",
-    moe: MixtureForm = "grouped",
-    routing: str | ExpertRouting = "balanced",
-    precision: Precision | None = None,
-    linear_attention: LinearAttentionForm | None = None,
-    compile: bool = False,
-    cuda_graph: bool = False,
-    optimizer: OptimizerForm | None = None,
-    parallel: str | ParallelSpec | None = None,
-    sharding: PathLike | None = None,
-    tables: PathLike | None = None,
-    ranks: Sequence[int] = (),
-    skew: str | Skew | None = None,
-    overheads: PathLike | None = None,
-    retarget: str | None = None,
+    *asked: str | Options,
     price: str | float | PathLike | None = None,
     advice: bool | Callable[[str], object] = False,
-    what_if: str | Sequence[str] = (),
     timeline: PathLike | None = None,
     report: PathLike | None = None,
+    **options: Any,
 ) -> Prediction:
-    """One steady step of a model on one GPU or many, or a recorded run replayed; ``python -m e2e predict``.
+    """Predict one steady step of a model on one GPU or many, or replay a recorded run; ``python -m e2e predict``.
 
-    What is computed is one of ``model`` (a built-in one), ``model_config`` (a Hugging Face configuration), ``script``
-    (``"train.py:make_step"``, or the function ``make_step`` itself: called without a GPU, it returns the module and a
-    function that runs one step, :func:`e2e.capture.script.load_script`), ``traces`` (PyTorch execution traces) and
-    ``kineto`` (profiles of the same run). ``batch_size`` counts samples per GPU and micro-batch, ``sequence_length``
-    tokens, ``document_length`` those of each document of which a sequence is packed, ``cache_length`` those of each
-    sequence whose keys and values are there (a step that decodes). ``gpu`` is a name of ``python -m
-    costmodel machines`` or a file, ``gpus`` and ``nodes`` are of the whole job. ``parallel``: ``"dp=2,tp=4"`` or a
-    :class:`ParallelSpec`. ``recipe``: how a transformer is trained (docs/parallel.md): it says what is not asked for of
-    ``dtype``, ``attention``, ``stack`` and ``parallel``; by default BF16 with FP32 master weights and states, and fused
-    attention. ``stack``: whose kernels it has, such as ``"megatron"``;
-    ``lora``: the rank of adapters beside frozen weights; ``layout``: of the images of a built-in model. ``moe``,
-    ``routing`` and ``precision``: how experts are computed, how they share tokens, and a recipe of 8 bits;
-    ``linear_attention``: whether Mamba and gated delta rules run by fused kernels (default: where their libraries are
-    installed). ``optimizer``: its form where the model leaves it open. ``tables``, ``sharding``: ``--config`` and
-    ``--sharding`` of DLRM. ``price``: dollars per GPU and hour, or a YAML file of prices
-    (:mod:`e2e.sources.gpu_prices`). ``advice``: other settings and the largest batch are predicted too, and progress
-    is told to it where it is a function (Ctrl-C ends that and keeps what is known). ``what_if``: questions such as
-    ``"kernels:gemm=2x"`` or ``"batch=512+host=1.5x"``, answered in ``what_if`` of the result. ``timeline`` and
-    ``report``: files to write (Chrome trace, HTML). docs/options.md says which of these goes with which source.
+    ``options`` are those of the command line (``batch_size`` for ``--batch-size``; ``traces`` and ``tables`` for
+    ``--trace`` and ``--config``); the name of a built-in model may come first. Those that belong together may be one
+    record: :class:`e2e.Cluster`, :class:`e2e.Stack`, or a whole request, whose fields say which options it has:
+    :class:`e2e.Model`, :class:`e2e.SpreadModel`, :class:`e2e.Script`, :class:`e2e.ScriptJob`, :class:`e2e.Trace`,
+    :class:`e2e.Recording`, :class:`e2e.ShardedTables`. A ``script`` may be the function itself, called without a GPU
+    (:func:`e2e.capture.script.load_script`); ``parallel`` a text or a :class:`ParallelSpec`.
+
+    ``price``: dollars per GPU and hour, or a YAML file of prices (:mod:`e2e.sources.gpu_prices`). ``advice``: other
+    settings and the largest batch are predicted too, and progress is told to it where it is a function (Ctrl-C ends
+    that and keeps what is known). ``timeline`` and ``report``: files to write (Chrome trace, HTML).
 
     Returns the record that ``--json`` prints (``to_json()``), in seconds and bytes. A step that does not fit the memory
     is predicted all the same: ``fits`` is false and ``memory_shortage`` says what is missing. What a script prints goes
@@ -123,55 +68,23 @@ def predict(
     """
     from e2e.capture.kept_captures import captures_kept
     from e2e.report.outputs import write_files
-    from e2e.simulate.skew import parse_skew
     from e2e.sources.gpu_prices import asked_price, with_cost
+    from e2e.sources.known_requests import SpreadModel
     from e2e.sources.predict_request import predict_request
     from e2e.sources.prepared_step import told
-    from e2e.sweeps.best_way import is_open, with_best_way
 
-    for option, number in (("gpus", gpus), ("nodes", nodes), ("batch-size", batch_size),
-                           ("sequence-length", sequence_length), ("document-length", document_length),
-                           ("cache-length", cache_length), ("lora", lora)):  # fmt: skip
-        check_count(option, number)
-    workload = WorkloadOptions(
-        model, _path(model_config), script, _texts(traces), _texts(kineto), _path(tables),
-        batch_size, sequence_length, _one_of("mode", mode, get_args(Mode)), document_length,
-        cache_length,
-    )  # fmt: skip
-    configuration = ConfigurationOptions(
-        _one_of("dtype", dtype, (None, *get_args(Dtype))),
-        _one_of("attention", attention, (None, *get_args(AttentionForm))),
-        cuda_graph,
-        compile,
-        _path(overheads),
-        parse_parallel(parallel, gpus) if isinstance(parallel, str) else parallel,
-        _path(sharding),
-        tuple(ranks),
-        stack,
-        lora,
-        _one_of("layout", layout, get_args(MemoryLayout)),
-        _one_of("moe", moe, get_args(MixtureForm)),
-        parse_routing(routing) if isinstance(routing, str) else routing,
-        _one_of("precision", precision, (None, *get_args(Precision))),
-        _one_of("linear-attention", linear_attention, (None, *get_args(LinearAttentionForm))),
-        _one_of("optimizer", optimizer, (None, *get_args(OptimizerForm))),
-        recipe,
-    )
-    varied = parse_skew(skew) if isinstance(skew, str) else skew
-    machine = MachineOptions(None if gpu is None else os.fspath(gpu), gpus, nodes, network, retarget, varied)
-    questions = tuple(parse_what_if(each) for each in ([what_if] if isinstance(what_if, str) else what_if))
-    request = PredictRequest(workload, configuration, machine, questions)
+    request = _request(asked, options)
     # What is wrong with a price, and files that cannot be written, are told before long work.
-    priced = None if price is None else asked_price(str(price), machine)
-    read = {"--model-config": model_config, "--config": tables, "--sharding": sharding, "--overheads": overheads}
-    check_outputs({"--timeline": timeline, "--report": report}, read)
-    with _TURN, old_objects_spared(), captures_kept() if advice else nullcontext():
-        chosen = ""
-        if is_open(request):
+    priced = None if price is None else asked_price(str(price), request)
+    check_outputs({"--timeline": timeline, "--report": report}, _files_of(request))
+    with _TURN, captures_kept() if advice else nullcontext():
+        notes = []
+        if isinstance(request, SpreadModel) and request.parallel is None:
+            from e2e.sweeps.best_way import with_best_way
+
             request, chosen = with_best_way(request)
-        answer = predict_request(request)
-        if chosen:
-            answer = told(answer, notes=[chosen])
+            notes = [chosen]
+        answer = told(predict_request(request), notes=notes)
         if priced is not None:
             answer = with_cost(answer, priced)
         if advice:
@@ -180,6 +93,31 @@ def predict(
             answer = advise(request, answer, advice if callable(advice) else lambda line: None)
     write_files(answer, _path(timeline), _path(report))
     return answer.prediction
+
+
+def _request(asked: Sequence[str | Options], options: Mapping[str, Any]) -> Request:
+    """What names, records and single options ask together."""
+    from e2e.sources.registry import all_options, request_of
+    from e2e.sources.request import Request
+
+    if len(asked) == 1 and isinstance(asked[0], Request) and not options:
+        return asked[0]
+    parts = [{"model": each} if isinstance(each, str) else each.given() for each in asked]
+    found: dict[str, Any] = {}
+    for name, value in (pair for part in (*parts, options) for pair in part.items()):
+        if name in found:
+            raise InputError(f"{all_options()[name].flag} is given twice; leave one out")
+        found[name] = value
+    unknown = [name for name in found if name not in all_options()]
+    if unknown:
+        raise TypeError(f"predict() got an unexpected keyword argument {unknown[0]!r}")
+    return request_of(found)
+
+
+def _files_of(request: Request) -> dict[str, Path]:
+    """Files that the request reads, by option."""
+    options = options_of(type(request)).values()
+    return {each.flag: value for each in options if isinstance(value := getattr(request, each.name), Path)}
 
 
 def sweep(
@@ -300,8 +238,3 @@ def _one_of(option: str, value: T, allowed: Sequence[Any]) -> T:
 
 def _path(value: PathLike | None) -> Path | None:
     return None if value is None else Path(value)
-
-
-def _texts(values: PathLike | Sequence[PathLike]) -> tuple[str, ...]:
-    """One file (or pattern) or several."""
-    return (os.fspath(values),) if isinstance(values, str | os.PathLike) else tuple(os.fspath(each) for each in values)

@@ -13,15 +13,15 @@ import torch
 
 from costmodel.base.errors import InputError
 from e2e.capture.models import catalog, dlrm, transformer
-from e2e.capture.options import CaptureOptions
 from e2e.commands.model_cases import ModelCase
+from e2e.step.options import StepOptions
 
 Forward = Callable[[], torch.Tensor]
 
 
 def real_step(case: ModelCase, device: Any) -> Callable[[], Any]:
     """One step of ``case`` on ``device``, random weights and data. ``InputError`` for a model that is not built in."""
-    options = CaptureOptions(mode=case.mode, dtype=case.dtype, attention=case.attention)  # type: ignore[arg-type]
+    options = StepOptions(mode=case.mode, dtype=case.dtype, attention=case.attention)  # type: ignore[arg-type]
     if case.model in catalog.IMAGES:
         return _images(case, device, options)
     if case.model in dlrm.CONFIGS:
@@ -31,11 +31,11 @@ def real_step(case: ModelCase, device: Any) -> Callable[[], Any]:
     raise InputError(f"model {case.model!r} has no real step; choose one of {', '.join(catalog.known_models())}")
 
 
-def _prepared(model: torch.nn.Module, options: CaptureOptions) -> torch.nn.Module:
+def _prepared(model: torch.nn.Module, options: StepOptions) -> torch.nn.Module:
     return model.to(catalog.TORCH_DTYPES[options.dtype]).train(options.mode != "inference")
 
 
-def _images(case: ModelCase, device: Any, options: CaptureOptions) -> Callable[[], Any]:
+def _images(case: ModelCase, device: Any, options: StepOptions) -> Callable[[], Any]:
     make, side = catalog.IMAGES[case.model]
     with torch.device(device):
         model = _prepared(make(), options)
@@ -49,7 +49,7 @@ def _images(case: ModelCase, device: Any, options: CaptureOptions) -> Callable[[
     return catalog.workload(case.model, model, forward, options, optimizer).step
 
 
-def _dlrm(case: ModelCase, device: Any, options: CaptureOptions) -> Callable[[], Any]:
+def _dlrm(case: ModelCase, device: Any, options: StepOptions) -> Callable[[], Any]:
     config = replace(dlrm.CONFIGS[case.model], embedding="bags")
     dtype, lookups = catalog.TORCH_DTYPES[options.dtype], config.lookups
     with torch.device(device):
@@ -68,7 +68,7 @@ def _dlrm(case: ModelCase, device: Any, options: CaptureOptions) -> Callable[[],
     return step.step
 
 
-def _transformer(case: ModelCase, device: Any, options: CaptureOptions) -> Callable[[], Any]:
+def _transformer(case: ModelCase, device: Any, options: StepOptions) -> Callable[[], Any]:
     attention = "eager" if case.attention == "eager" else "sdpa"
     shape = transformer.build_transformer(transformer.PRESETS[case.model], attention, case.model)
     length = transformer.sequence_length(shape.config.to_dict(), case.sequence_length or None, case.model)

@@ -12,7 +12,7 @@ import typer
 
 from costmodel.base.errors import InputError
 from costmodel.base.whole_file import check_outputs
-from e2e.commands.options import JsonOption, NetworkOption
+from e2e.commands.options import JsonOption, shared
 from e2e.sharding.problem.placement import KINDS, MINIMUM_COLUMNS, MOST_GPUS
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def shard_command(
         int, typer.Option(min=1, max=2**31 - 1, help="Samples per GPU; a step trains --gpus times as many.")
     ] = 4096,
     nodes: Annotated[int, typer.Option(min=1, help="Nodes over which the GPUs are spread.")] = 1,
-    network: NetworkOption = None,
+    network: Annotated[str | None, shared("network")] = None,
     indices: Annotated[
         Path | None, typer.Option(help="Statistics or batches of indices by table (.npz, .json); rest: as tables.yaml.")
     ] = None,

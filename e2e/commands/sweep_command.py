@@ -12,6 +12,7 @@ import typer
 from costmodel.base.pictures import check_picture
 from costmodel.base.whole_file import check_outputs
 from e2e.commands import options
+from e2e.step.choices import AttentionForm, Dtype
 
 if TYPE_CHECKING:
     from e2e.step.precision import Precision
@@ -47,14 +48,14 @@ def sweep_command(
         str | None,
         typer.Option(help="One or several of the recipes of `predict`, such as megatron,torchtitan; default: plain."),
     ] = None,
-    dtype: options.NumberTypeOption = None,
-    attention: options.AttentionOption = None,
-    stack: options.StackOption = None,
+    dtype: Annotated[Dtype | None, options.shared("dtype")] = None,
+    attention: Annotated[AttentionForm | None, options.shared("attention")] = None,
+    stack: Annotated[str | None, options.shared("stack")] = None,
     precision: Annotated[
         str | None, typer.Option(help="Linear layers in 8 bits by one or several of these recipes, with commas.")
     ] = None,
-    compiled: options.CompiledOption = False,
-    network: options.NetworkOption = None,
+    compiled: Annotated[bool, options.shared("compile")] = False,
+    network: Annotated[str | None, options.shared("network")] = None,
     tries: Annotated[
         int,
         typer.Option(min=1, help="Ways of `auto` that are predicted on every number of GPUs: those that look best."),

@@ -12,7 +12,7 @@ from e2e.lowering.families.views import launches_nothing
 from e2e.lowering.families.work import (
     Context,
     DeviceWork,
-    LoweringOptions,
+    StepOptions,
     UnforeseenCall,
     dtype_of,
     gpu_inputs,
@@ -38,13 +38,13 @@ UNKNOWN = "unknown"
 EXTENTS = ("elements", "batch", "m", "n", "k", "rows", "columns", "size_bytes", "query_length", "lookups")
 
 
-def lower(trace: OperatorTrace, options: LoweringOptions | None = None) -> RankGraph:
+def lower(trace: OperatorTrace, options: StepOptions | None = None) -> RankGraph:
     """Tasks with their descriptions and the host's actions around them, nothing priced.
 
     Every launch is accounted for: an operator that no table knows becomes one task with an ``Elementwise`` record of
     kind ``unknown`` over what it reads and writes; :func:`unknown_operators` lists them.
     """
-    return _Builder(trace, options or LoweringOptions()).build()
+    return _Builder(trace, options or StepOptions()).build()
 
 
 def unknown_operators(graph: RankGraph) -> Counter[str]:
@@ -60,7 +60,7 @@ def unknown_operators(graph: RankGraph) -> Counter[str]:
 @dataclass
 class _Builder:
     trace: OperatorTrace
-    options: LoweringOptions
+    options: StepOptions
     context: Context = field(init=False)
     writer: RankWriter = field(init=False)
 
@@ -201,7 +201,7 @@ class _Builder:
 
     def _stream(self, call: OperatorCall) -> int:
         told = call.attributes.get("stream")
-        return told if isinstance(told, int) and not isinstance(told, bool) else self.options.stream
+        return told if isinstance(told, int) and not isinstance(told, bool) else 0
 
     def _around_collectives(self) -> set[int]:
         """Functional collectives around the ``c10d`` call that carries them out."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from e2e.lowering.families.work import LoweringOptions
 from e2e.lowering.lower_trace import lower, unknown_operators
 from e2e.lowering.torch_compile import between_collectives, compile_rank
 from e2e.step.allocation_replay import workspace_bytes
 from e2e.step.execution_graph import ExecutionGraph, RankGraph
 from e2e.step.memory import MemoryUsage, peak_memory
 from e2e.step.operator_trace import OperatorTrace
+from e2e.step.options import StepOptions
 from e2e.step.replayed_memory import replayed_memory, tells_frees
 
 _EAGER = "the script compiles its model (torch.compile), which runs eagerly here; add --compile"
@@ -26,15 +26,11 @@ class LoweredStep:
     warnings: tuple[str, ...]
 
 
-def lower_step(
-    trace: OperatorTrace, options: LoweringOptions, *, compiled: bool = False, architecture: str = "ampere"
-) -> LoweredStep:
-    """The step of one GPU of ``architecture``; ``compiled``: as ``torch.compile`` runs it. Warnings name what is not
-    predicted as it is.
-    """
+def lower_step(trace: OperatorTrace, options: StepOptions, architecture: str = "ampere") -> LoweredStep:
+    """The step of one GPU of ``architecture``. Warnings name what is not predicted as it is."""
     rank = lower(trace, options)
     warnings = lowering_warnings(rank)
-    if compiled:
+    if options.compile:
         rank = compile_rank(rank, trace)
     elif trace.compiled:
         warnings.append(_EAGER)
@@ -46,17 +42,15 @@ def lower_ranks(
     traces: Sequence[OperatorTrace],
     multiplicity: Mapping[int, int],
     source: str,
-    options: LoweringOptions,
+    options: StepOptions,
     architecture: str = "ampere",
-    *,
-    compiled: bool = False,
 ) -> LoweredStep:
-    """Several ranks of a job, each standing for as many as ``multiplicity`` says; ``compiled``: between collectives, as
-    ``torch.compile`` runs them. What they warn of is said once.
+    """Several ranks of a job, each standing for as many as ``multiplicity`` says; compiled ones are so between
+    collectives. What they warn of is said once.
     """
     ranks = tuple(lower(trace, options) for trace in traces)
     warnings = dict.fromkeys(line for rank in ranks for line in lowering_warnings(rank))
-    if compiled:
+    if options.compile:
         both = zip(ranks, traces, strict=True)
         ranks = tuple(compile_rank(rank, trace, between_collectives(trace)) for rank, trace in both)
     elif any(trace.compiled for trace in traces):

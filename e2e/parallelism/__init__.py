@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from e2e.parallelism.spec import ParallelSpec, parse_parallel
 
 if TYPE_CHECKING:
-    from e2e.parallelism.parallel_graph import ParallelGraph, Step, build
+    from e2e.parallelism.parallel_graph import ParallelGraph, build
 
-__all__ = ["ParallelGraph", "ParallelSpec", "Step", "build", "parse_parallel"]
+__all__ = ["ParallelGraph", "ParallelSpec", "build", "parse_parallel"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in ("ParallelGraph", "Step", "build"):
+    if name not in ("ParallelGraph", "build"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 

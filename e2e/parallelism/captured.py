@@ -10,9 +10,7 @@ import torch
 from torch import nn
 
 from costmodel.base.errors import InputError
-from e2e.capture.options import CaptureOptions
 from e2e.capture.session import CapturedWorkload, capture
-from e2e.lowering import LoweringOptions
 from e2e.lowering.lower_trace import lower
 from e2e.lowering.torch_compile import compile_rank, fused_storages
 from e2e.parallelism.layers.pieces import (
@@ -31,6 +29,7 @@ from e2e.parallelism.layers.pieces import (
 )
 from e2e.step.execution_graph import CallInfo, HostWork, Launch, Synchronize
 from e2e.step.memory import peak_memory
+from e2e.step.options import StepOptions
 
 # Parameters of the optimizer's list -> optimizer and what one step runs.
 CapturedOptimizer = Callable[[list[nn.Parameter]], Callable[[], Any]]
@@ -69,12 +68,10 @@ class ModelSource:
 
 def capture_model(
     source: ModelSource,
-    options: CaptureOptions,
-    lowering: LoweringOptions | None = None,
-    compiled: bool = False,
+    options: StepOptions,
     ends_compiled: bool = True,
 ) -> Captured:
-    """Two passes over ``source``, cut into parts. ``compiled``: each layer by ``torch.compile`` and, with
+    """Two passes over ``source``, cut into parts, each layer compiled where ``options`` say so and, with
     ``ends_compiled``, what is before and behind the layers.
     """
     module = source.module
@@ -88,9 +85,9 @@ def capture_model(
 
     trace = capture(CapturedWorkload(source.name, module, step), options)
     path = next(name for name, each in module.named_modules() if each is source.layers)
-    graph = lower(trace, lowering)
+    graph = lower(trace, options)
     unneeded: set[int] | None = None
-    if compiled:
+    if options.compile:
         parts = {
             call: part for call, part in parts_of(trace, path).items() if ends_compiled or isinstance(part[2], int)
         }
@@ -171,7 +168,7 @@ def capture_optimizer(
     shapes: Sequence[tuple[int, ...]],
     dtype: torch.dtype,
     make: CapturedOptimizer,
-    options: CaptureOptions,
+    options: StepOptions,
     calls: dict[int, CallInfo],
 ) -> tuple[tuple[Item, ...], int]:
     """The items of one steady optimizer step over parameters of ``shapes`` that have gradients; adds to ``calls``.

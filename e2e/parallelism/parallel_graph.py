@@ -11,10 +11,8 @@ from typing import Any
 import torch
 
 from costmodel.base.errors import InputError
-from costmodel.operators.expert_routing import BALANCED, ExpertRouting
 from e2e.capture.models.optimizer_steps import adamw, mixed_adamw
 from e2e.capture.models.stacks import Stack, stack_of
-from e2e.lowering import LoweringOptions
 from e2e.parallelism.capture_cache import digest, remembered
 from e2e.parallelism.captured import (
     Captured,
@@ -43,10 +41,10 @@ from e2e.parallelism.spec import ParallelSpec, for_inference
 from e2e.parallelism.stage import StagePlan, write_stage
 from e2e.parallelism.stage_kernels import StageKernels
 from e2e.parallelism.stage_memory import KeptWeights, kept_weights, stage_memory
-from e2e.step.choices import AttentionForm, Dtype, MixtureForm, OptimizerForm
 from e2e.step.execution_graph import CallInfo, ExecutionGraph
 from e2e.step.memory import EXPERT_DIMENSIONS, MemoryUsage
-from e2e.step.precision import Precision, recipe_of
+from e2e.step.options import StepOptions
+from e2e.step.precision import recipe_of
 
 ModelChange = Callable[[tuple[Item, ...], Mapping[int, CallInfo]], tuple[Item, ...]]
 # Beyond, pricing and simulating kernel by kernel takes more than about 20 s of CPU.
@@ -58,30 +56,6 @@ GATHERED_PRECISION = "fp8-tensorwise"
 # Name of the number of layers without experts at the front.
 DENSE_KEY = "first_k_dense_replace"
 UNCUT_TYPES = ("switch_transformers", "t5")
-
-
-@dataclass(frozen=True)
-class Step:
-    """One training step or, with ``inference``, one forward pass over all tokens. ``batch_size``: sequences of one
-    micro-batch on one replica, so that a step sees ``batch_size * micro_batches * dp * fsdp`` of them;
-    ``sequence_length``: tokens (``None``: what the model is made for, 4096 at most); ``compiled``: each layer, what is
-    before and what is behind them by ``torch.compile``; ``routing``: how experts share rows; ``optimizer``: its form
-    (``None``: that of the stack); the others as in :class:`e2e.capture.CaptureOptions`.
-    """
-
-    batch_size: int = 1
-    sequence_length: int | None = None
-    dtype: Dtype = "float32"
-    attention: AttentionForm = "eager"
-    stack: str | None = None
-    compiled: bool = False
-    lora: int | None = None
-    mixture: MixtureForm = "grouped"
-    precision: Precision | None = None
-    routing: ExpertRouting = BALANCED
-    inference: bool = False
-    document_length: int | None = None
-    optimizer: OptimizerForm | None = None
 
 
 @dataclass(frozen=True)
@@ -102,7 +76,7 @@ class ParallelGraph:
 def build(
     model: str | Path,
     spec: ParallelSpec,
-    step: Step | None = None,
+    step: StepOptions | None = None,
     *,
     captures: Path | None = None,
     condenser: Condenser | None = None,
@@ -121,7 +95,7 @@ def build(
     are; a warning says so. ``node_gpus``: of one node, where tokens are sent once per node.
     ``host_bandwidth``: bytes/s of the host's memory for each GPU, where the optimizer's state is there.
     """
-    step = step or Step()
+    step = step or StepOptions()
     config, name = configuration(model)
     if spec.clip is None and not step.inference:
         spec = replace(spec, clip=stack_of(step.stack).clips)
@@ -144,12 +118,11 @@ def build(
             "the recipe that torchao has it for"
         )
 
-    node_ranks = _node_ranks(spec, node_gpus)
+    node_ranks, samples = _node_ranks(spec, node_gpus), step.batch_size or 1
 
-    def capture() -> tuple[Captured, int, Any, int]:
+    def capture() -> tuple[Captured, int, StepOptions, int]:
         source, layers, options = _source(config, name, spec, step, node_ranks)
-        lowering = LoweringOptions(tf32=step.dtype == "tf32", attention=options.kernel, routing=step.routing)
-        found = capture_model(source, options, lowering, step.compiled, stack_of(step.stack).ends_compiled)
+        found = capture_model(source, options, stack_of(step.stack).ends_compiled)
         _check_context(found, config, name, spec)
         return found, layers, options, source.boundary_shape[1] * spec.cp
 
@@ -180,14 +153,14 @@ def build(
     kernels = count_kernels(captured, spec, layers)
     if condenser is None or kernels <= MANY_KERNELS:
         built = assemble(
-            captured, spec, layers, step.batch_size, optimizer, options, name, keeping=keeping, node_ranks=node_ranks,
+            captured, spec, layers, samples, optimizer, options, name, keeping=keeping, node_ranks=node_ranks,
             host=host,
         )  # fmt: skip
         return replace(built, sequence_length=length)
     condenser = replace(condenser, kernels=max(condenser.kernels, kernels // MANY_KERNELS))
     shortened = replace(captured, pieces=condenser.pieces(captured.pieces))
     built = assemble(
-        shortened, spec, layers, step.batch_size, optimizer, options, name, condenser.items, keeping,
+        shortened, spec, layers, samples, optimizer, options, name, condenser.items, keeping,
         node_ranks=node_ranks, host=host,
     )  # fmt: skip
     note = f"about {kernels:,} kernels in the step of all stages: simulated in runs of {condenser.kernels}"
@@ -241,7 +214,7 @@ def assemble(
     layers: int,
     batch_size: int,
     optimizer: CapturedOptimizer,
-    options: Any,
+    options: StepOptions,
     name: str,
     change: ModelChange | None = None,
     keeping: KeptWeights | None = None,
@@ -285,7 +258,7 @@ class _Optimizers:
     captured: Captured
     spec: ParallelSpec
     optimizer: CapturedOptimizer
-    options: Any
+    options: StepOptions
     change: ModelChange | None
     dtype: torch.dtype
     known: dict[Any, tuple[tuple[Item, ...], Mapping[int, CallInfo], int]] = field(default_factory=dict)
@@ -381,7 +354,7 @@ def _left_on_gpu(shapes: list[tuple[int, ...]], spec: ParallelSpec) -> list[tupl
     return [(max(round(shape[0] * (1.0 - spec.offloaded_state)), 1), *shape[1:]) for shape in shapes]
 
 
-def _check_offload(spec: ParallelSpec, step: Step, name: str, layers: int, host_bandwidth: float | None) -> None:
+def _check_offload(spec: ParallelSpec, step: StepOptions, name: str, layers: int, host_bandwidth: float | None) -> None:
     """``InputError`` for what cannot be put on the host."""
     if spec.offloaded_layers >= max(layers, 1):
         raise InputError(
@@ -419,8 +392,8 @@ def configuration(model: str | Path) -> tuple[dict[str, Any], str]:
 
 
 def _source(
-    config: dict[str, Any], name: str, spec: ParallelSpec, step: Step, node_ranks: int | None
-) -> tuple[ModelSource, int, Any]:
+    config: dict[str, Any], name: str, spec: ParallelSpec, step: StepOptions, node_ranks: int | None
+) -> tuple[ModelSource, int, StepOptions]:
     """The model with few layers on one rank, with its part of layers and tokens, and how many layers it really has."""
     from e2e.capture.fused_attention import pack_documents
     from e2e.capture.models import transformer
@@ -428,20 +401,21 @@ def _source(
     from e2e.capture.models.catalog import TORCH_DTYPES
     from e2e.capture.models.layer_forms import apply_forms
     from e2e.capture.models.stacks import apply_stack
-    from e2e.capture.options import CaptureOptions
     from e2e.parallelism.layers import context_parallel, expert_parallel, tensor_parallel
     from e2e.parallelism.layers.repeated_modules import repeats
 
     if config["model_type"] in UNCUT_TYPES:
         raise InputError(f"{name}: layers of model type {config['model_type']!r} are not alike; --parallel needs that")
-    stack = stack_of(step.stack)
-    form = step.optimizer or stack.optimizer_form
-    options = CaptureOptions(
-        dtype=step.dtype, attention=step.attention, optimizer=form, stack=step.stack, mixture=step.mixture,
-        precision=step.precision, weights_arrive=spec.gather_dtype == "float8",
-        document_length=step.document_length,
-    )  # fmt: skip
-    attention = transformer.library_form(step.attention)
+    stack, samples = stack_of(step.stack), step.batch_size or 1
+    # Without gradients there would be nothing to cut the parts at.
+    options = replace(
+        step,
+        mode="train",
+        optimizer=step.optimizer or stack.optimizer_form,
+        attention=step.form,
+        weights_arrive=spec.gather_dtype == "float8",
+    )
+    attention = transformer.library_form(step.form)
     layers = layer_count(config, name)
     few = {key: _of_few_layers(value, layers) for key, value in config.items() if key not in LAYER_KEYS}
     few[layer_key(config)] = CAPTURED_LAYERS
@@ -481,8 +455,8 @@ def _source(
     model.to(TORCH_DTYPES[step.dtype])
     model.train(not step.inference)
     advice = "use tp=1, its layers cannot be split" if spec.tp > 1 else "correct its configuration"
-    forward = transformer.forward_call(model, step.batch_size, length, not step.inference, name, advice)
-    shape = (step.batch_size, length, model.config.hidden_size)
+    forward = transformer.forward_call(model, samples, length, not step.inference, name, advice)
+    shape = (samples, length, model.config.hidden_size)
     again = repeats(spec.recompute_modules.split("+"), found, name)
     return ModelSource(name, model, found, forward, shape, again, max(dense, 1)), layers, options
 

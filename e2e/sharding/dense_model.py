@@ -15,9 +15,7 @@ from torch import nn
 
 from costmodel.embedding.embedding_tables import EmbeddingTable
 from e2e.capture.models.dlrm import mlp
-from e2e.capture.options import CaptureOptions
 from e2e.capture.session import CapturedWorkload, capture
-from e2e.lowering import LoweringOptions
 from e2e.lowering.lower_trace import lower
 from e2e.sharding.problem.dense_costs import DenseModel
 from e2e.sharding.problem.option_costs import BUCKET_BYTES
@@ -25,6 +23,7 @@ from e2e.sharding.sharded_rank import ShardedRank
 from e2e.step.execution_graph import Action, HostWork, Launch, RankGraph
 from e2e.step.memory import ACCUMULATE_GRAD, MemoryUsage, peak_memory
 from e2e.step.operator_trace import OperatorTrace
+from e2e.step.options import StepOptions
 
 # DDP closes its first bucket at this size, so that communication starts early (`kDefaultFirstBucketBytes`).
 FIRST_BUCKET_BYTES = 2**20
@@ -77,10 +76,10 @@ class CapturedDense:
 
 
 def capture_dense(
-    model: DenseModel, tables: Sequence[EmbeddingTable], batch_size: int, options: CaptureOptions | None = None
+    model: DenseModel, tables: Sequence[EmbeddingTable], batch_size: int, options: StepOptions | None = None
 ) -> CapturedDense:
     """One training step with SGD of ``batch_size`` samples."""
-    options = options or CaptureOptions()
+    options = options or StepOptions()
     dtype = TORCH_DTYPES[options.dtype]
     widths = model.top_widths(tables)
     with torch.device("meta"):
@@ -103,7 +102,7 @@ def capture_dense(
         "top": _captured("top", top, loss, options),
         "optimizer": _optimizer([*bottom.parameters(), *top.parameters()], options),
     }
-    graphs = {name: lower(trace, LoweringOptions(tf32=options.dtype == "tf32")) for name, trace in traces.items()}
+    graphs = {name: lower(trace, options) for name, trace in traces.items()}
     buckets = _buckets([_sizes(top), _sizes(bottom)])
     pieces = {
         "bottom forward": (_piece(graphs["bottom"], "forward"),),
@@ -143,7 +142,7 @@ def _captured(
     name: str,
     module: nn.Module,
     forward: Callable[[], torch.Tensor | tuple[torch.Tensor, torch.Tensor]],
-    options: CaptureOptions,
+    options: StepOptions,
 ) -> OperatorTrace:
     def step() -> None:
         module.zero_grad(set_to_none=True)
@@ -156,7 +155,7 @@ def _captured(
     return capture(CapturedWorkload(name, module, step), options)
 
 
-def _optimizer(parameters: list[nn.Parameter], options: CaptureOptions) -> OperatorTrace:
+def _optimizer(parameters: list[nn.Parameter], options: StepOptions) -> OperatorTrace:
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)
     optimizer = torch.optim.SGD(parameters, lr=0.1)

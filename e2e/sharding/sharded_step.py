@@ -12,7 +12,6 @@ from costmodel.embedding.embedding_tables import OPTIMIZER_STATE, EmbeddingTable
 from costmodel.machines.cluster import Cluster
 from costmodel.operators.device_work import MemoryCopy, OptimizerStep
 from costmodel.operators.lookups import EmbeddingLookup, TableLookup
-from e2e.capture.options import CaptureOptions
 from e2e.sharding.plan import TablePlan
 from e2e.sharding.plan_file import load_plan
 from e2e.sharding.planner import make_problem
@@ -26,6 +25,7 @@ from e2e.sharding.step_graph import emit_step, options_of_rank
 from e2e.step.execution_graph import ExecutionGraph
 from e2e.step.memory import MemoryUsage
 from e2e.step.operator_trace import Phase
+from e2e.step.options import StepOptions
 
 if TYPE_CHECKING:
     from e2e.sharding.dense_model import CapturedDense
@@ -59,7 +59,7 @@ class ShardedModel:
 
 
 def sharded_dlrm(
-    plan: Path, tables: Path, cluster: Cluster, batch_size: int | None = None, options: CaptureOptions | None = None
+    plan: Path, tables: Path, cluster: Cluster, batch_size: int | None = None, options: StepOptions | None = None
 ) -> ShardedModel:
     """Reads and checks the files, captures the dense part, builds the graph; errors name the file at fault.
 

@@ -23,7 +23,7 @@ from pydantic import Field
 from costmodel.base.errors import InputError
 from costmodel.machines.record_file import StrictModel, read_mapping, to_record
 from e2e.explain.energy import GpuPrice, cost_of
-from e2e.sources.asked.request import MachineOptions
+from e2e.sources.request import Request
 from e2e.sources.request_parts import gpu_machine
 
 if TYPE_CHECKING:
@@ -70,10 +70,10 @@ def read_prices(text: str) -> GpuPrices:
     )
 
 
-def asked_price(text: str, machine: MachineOptions) -> GpuPrices:
-    """:func:`read_prices`, with a price for the GPU that ``machine`` names, if it names one."""
+def asked_price(text: str, request: Request) -> GpuPrices:
+    """:func:`read_prices`, with a price for the GPU that ``request`` names, if it names one."""
     prices = read_prices(text)
-    name = machine.retarget or machine.gpu
+    name = getattr(request, "retarget", None) or getattr(request, "gpu", None)
     if name is None:
         return prices  # a recorded run tells its GPU
     return GpuPrices({"": prices.of(name, gpu_machine(name).name)}, text)

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
 from costmodel.base.errors import InputError
 from costmodel.machines.machine_records import Machine
 from e2e.parallelism.spec import ParallelSpec, ReduceDtype, keys_of
-from e2e.sources.asked.option_table import BUILT_IN, CONFIGURATION, PARALLEL
-from e2e.sources.asked.request import PredictRequest
+from e2e.sources.known_requests import Model, SpreadModel
 from e2e.sources.request_parts import gpu_machine
 from e2e.step.choices import AttentionForm, Dtype
 
@@ -23,6 +23,7 @@ NUMBER_TYPES: tuple[Dtype, ...] = ("bfloat16", "float16")
 # The kernel that knows documents on every GPU that has fused attention.
 PACKED_ATTENTION: AttentionForm = "flash2"
 DEFAULT_RECIPE = "plain"
+M = TypeVar("M", Model, SpreadModel)
 
 
 @dataclass(frozen=True)
@@ -118,73 +119,70 @@ def recipe_of(name: str | None) -> TrainingRecipe:
     return TRAINING_RECIPES[name or DEFAULT_RECIPE]
 
 
-def settled(request: PredictRequest, source: str) -> PredictRequest:
-    """``request`` to the source of this name, with what its recipe says in the place of what is not asked for.
+def settled(request: M) -> M:
+    """``request`` with what its recipe says in the place of what is not asked for.
 
-    A script, a trace and models without sequences say themselves what they do. ``InputError`` for a recipe that is not
-    for the mode.
+    Models without sequences say themselves what they do. ``InputError`` for a recipe that is not for the mode.
     """
-    workload, asked = request.workload, request.configuration
-    recipe = recipe_of(asked.recipe)
-    if source not in (BUILT_IN, CONFIGURATION, PARALLEL) or request.machine.gpu is None or not has_sequences(request):
+    recipe = recipe_of(request.recipe)
+    if not has_sequences(request):
         return request
-    inference = workload.mode == "inference"
-    if recipe.serves and not inference:
-        raise InputError(f"--recipe {asked.recipe}: is for inference; give --mode inference, or another recipe")
-    machine = gpu_machine(request.machine.gpu)
-    dtype = asked.dtype or next((each for each in NUMBER_TYPES if each in machine.compute), "float32")
+    if recipe.serves and request.mode != "inference":
+        raise InputError(f"--recipe {request.recipe}: is for inference; give --mode inference, or another recipe")
+    machine = gpu_machine(request.gpu)
+    dtype = request.dtype or next((each for each in NUMBER_TYPES if each in machine.compute), "float32")
     masters = dtype in NUMBER_TYPES
-    spec = asked.parallel
-    if spec is not None:
-        spec = recipe.spread(spec, masters=masters, inference=inference, length=workload.sequence_length)
-    configuration = replace(
-        asked,
+    found = replace(
+        request,
         dtype=dtype,
-        attention=asked.attention or _attention(request, recipe, machine),
-        stack=asked.stack or recipe.stack,
-        parallel=spec,
+        attention=request.attention or _attention(request, recipe, machine),
+        stack=request.stack or recipe.stack,
     )
-    kept = masters and recipe.master_weights and workload.mode == "train"
-    return replace(request, configuration=configuration, master_weights=kept)
+    if isinstance(found, Model):
+        return replace(found, master_weights=masters and recipe.master_weights and request.mode == "train")
+    if found.parallel is None:
+        return found
+    inference, length = request.mode == "inference", request.sequence_length
+    spec = recipe.spread(found.parallel, masters=masters, inference=inference, length=length)
+    return replace(found, parallel=spec)
 
 
-def told_by(request: PredictRequest, after: PredictRequest) -> dict[str, str]:
-    """By option, what the recipe of ``request`` put into ``after``."""
-    asked, found = request.configuration, after.configuration
-    if found is asked:
+def settled_texts(request: Model | SpreadModel, found: Model | SpreadModel) -> dict[str, str]:
+    """By option, what the recipe of ``request`` has put into ``found``."""
+    if found is request:
         return {}
-    recipe = recipe_of(asked.recipe)
-    masters = after.master_weights if found.parallel is None else bool(found.parallel.master_weights)
+    recipe = recipe_of(request.recipe)
+    spec = None if isinstance(found, Model) else found.parallel
+    masters = found.master_weights if isinstance(found, Model) else spec is not None and bool(spec.master_weights)
     kept = "FP32 master weights and states" if masters else "no FP32 master weights"
-    forward = request.workload.mode != "train"
-    told = {
+    forward = request.mode != "train"
+    texts = {
         "--recipe": f"{DEFAULT_RECIPE} ({recipe.about})",
         "--dtype": f"{found.dtype}" + ("" if forward or found.dtype not in NUMBER_TYPES else f" ({kept})"),
     }
     if found.stack is not None:
-        told["--stack"] = found.stack
-    if asked.parallel is not None and found.parallel is not None:
-        given, whole = keys_of(asked.parallel), keys_of(found.parallel)
+        texts["--stack"] = found.stack
+    if isinstance(request, SpreadModel) and request.parallel is not None and spec is not None:
+        given, whole = keys_of(request.parallel), keys_of(spec)
         more = [f"{key}={value}" for key, value in whole.items() if key not in given and value not in ("no", "same")]
-        told["--parallel"] = ",".join(more)
-    return told
+        texts["--parallel"] = ",".join(more)
+    return texts
 
 
-def has_sequences(request: PredictRequest) -> bool:
+def has_sequences(request: Model | SpreadModel) -> bool:
     """Whether the model is a transformer."""
     from e2e.capture.models.transformer import PRESETS
 
-    model, file = request.workload.model, request.workload.model_config
-    return file is not None or model in PRESETS or Path(model or "").suffix == ".json"
+    return request.model_config is not None or request.model in PRESETS or Path(request.model or "").suffix == ".json"
 
 
-def _attention(request: PredictRequest, recipe: TrainingRecipe, machine: Machine) -> AttentionForm:
+def _attention(request: Model | SpreadModel, recipe: TrainingRecipe, machine: Machine) -> AttentionForm:
     """The kernel of ``recipe``, or the nearest to it that the library's model takes."""
     from e2e.capture.models.transformer import attention_forms
     from e2e.parallelism.parallel_graph import configuration
 
-    if request.workload.document_length is not None:
+    if request.document_length is not None:
         return PACKED_ATTENTION
     wanted = recipe.kernel(machine)
-    known = attention_forms(*configuration(request.workload.model or request.workload.model_config or ""))
+    known = attention_forms(*configuration(request.named))
     return wanted if wanted in known or not known else next(iter(known))

@@ -12,7 +12,6 @@ from costmodel.gpu.factory import gpu_cost_model
 from costmodel.machines.cluster import Cluster, load_cluster, single_gpu
 from costmodel.machines.machine_records import Machine
 from e2e.explain.predictor import RecordedSite, Setting
-from e2e.lowering import LoweringOptions
 from e2e.lowering.lower_trace import lower
 from e2e.lowering.lowered_step import lowering_warnings
 from e2e.price.collective_pricing import price_collectives
@@ -20,13 +19,14 @@ from e2e.price.measured_kernels import with_measured
 from e2e.price.overheads import OverheadTable
 from e2e.price.retarget import Scaling, retarget
 from e2e.price.shared_overheads import fitted_overheads
-from e2e.sources.asked.request import MachineOptions, PredictRequest
+from e2e.sources.known_requests import Recording
 from e2e.sources.prepared_step import PreparedStep
-from e2e.sources.request_parts import gpu_machine, setting_of
+from e2e.sources.request_parts import gpu_machine, setting_of, step_options
 from e2e.sources.traced_job import require_gpu_work
 from e2e.step.execution_graph import ExecutionGraph, RankGraph
 from e2e.step.memory import peak_memory
 from e2e.step.operator_trace import OperatorTrace
+from e2e.step.options import StepOptions
 from e2e.traces.formats.gpu_names import machine_of_gpu, recorded_machine
 from e2e.traces.formats.steps import last_step
 from e2e.traces.linking.step_window import choose, doubts
@@ -44,26 +44,26 @@ class _Recorded:
     """The files that were read, the GPU they are of (``None``: not known, and nothing needs it), the one asked for."""
 
     run: RecordedRun
-    request: PredictRequest
+    request: Recording
     recorded: Machine | None
     machine: Machine
 
     @property
     def moved(self) -> bool:
-        return self.request.machine.retarget is not None
+        return self.request.retarget is not None
 
     def lower(self, trace: OperatorTrace) -> RankGraph:
         return lower(trace, self.lowering)
 
     @property
-    def lowering(self) -> LoweringOptions:
-        return LoweringOptions(tf32=self.request.configuration.dtype == "tf32")
+    def lowering(self) -> StepOptions:
+        return step_options(self.request)
 
     def setting(self, overheads: OverheadTable | None = None) -> Setting:
         """With the host's times as recorded, or ``overheads``. That host is known, but in front of another GPU there
         may be another, as much faster or slower as hosts differ.
         """
-        found = setting_of(self.request.configuration, self.machine)
+        found = setting_of(self.request, self.machine)
         table = overheads or found.overheads
         assert isinstance(table, OverheadTable)
         return replace(found, overheads=replace(table, factor=found.overheads.factor if self.elsewhere else 1.0))
@@ -83,12 +83,12 @@ class _Recorded:
         ]
 
 
-def prepare(request: PredictRequest) -> PreparedStep:
+def prepare(request: Recording) -> PreparedStep:
     """One rank's steady step, or one iteration of all ranks of a job. ``InputError`` for files that do not fit."""
-    run = read_recorded_run(request.workload.kineto, request.workload.traces)
+    run = read_recorded_run(request.kineto, request.traces)
     if not run.links and not any(profile.device for profile in run.profiles):
         raise InputError(f"{run.profiles[0].source}: no work of a GPU in it; record on one, with ProfilerActivity.CUDA")
-    found = _Recorded(run, request, *_machines(run, request.machine))
+    found = _Recorded(run, request, *_machines(run, request))
     if len(run.profiles) > 1 or run.profiles[0].world_size > 1 or not run.links:
         return _several(found)
     return _single(found)
@@ -122,7 +122,7 @@ def _single(found: _Recorded) -> PreparedStep:
         notes.append(f"kernels are predicted for {machine.name}; the profile is of {profile.gpu or 'an unknown GPU'}")
     memory = {rank.rank: peak_memory(linked.trace)}
     warnings = lowering_warnings(rank)
-    if (found.request.machine.nodes or 1) > 1:
+    if (found.request.nodes or 1) > 1:
         warnings.append("--nodes: without effect, the recorded run is of one GPU")
     notes += found.host_note()
     setting = found.setting(overheads)
@@ -138,11 +138,11 @@ def _several(found: _Recorded) -> PreparedStep:
             f"--gpu {machine.name}: the run was recorded on {run.gpu}; --retarget {machine.name} moves it there"
         )
     step, warnings = _recorded(run, found.moved)
-    if found.request.configuration.cuda_graph:
+    if found.request.cuda_graph:
         warnings = [*warnings, "--cuda-graph: without effect, the launches of a job are as recorded"]
     notes = [*_linked(run), _INFLATED]
     graph: ExecutionGraph = step.graph
-    cluster: Cluster | RecordedSite = RecordedSite("as recorded", found.request.machine.nodes or 1)
+    cluster: Cluster | RecordedSite = RecordedSite("as recorded", found.request.nodes or 1)
     if found.moved:
         graph, cluster = _elsewhere(found, graph, notes)
         notes += found.host_note()
@@ -210,14 +210,14 @@ def _elsewhere(found: _Recorded, recorded: ExecutionGraph, notes: list[str]) -> 
     """The recorded graph on the GPUs asked for: kernels scaled, transfers priced anew."""
     lowered = {rank: replace(found.lower(linked.trace), rank=rank) for rank, linked in found.run.links.items()}
     graph = _scaled(recorded, lowered, found, notes)
-    asked, gpus = found.request.machine, sum(recorded.multiplicity.get(rank.rank, 1) for rank in recorded.ranks)
+    asked, gpus = found.request, sum(recorded.multiplicity.get(rank.rank, 1) for rank in recorded.ranks)
     assert asked.retarget is not None
     cluster = load_cluster(asked.retarget, gpus, asked.nodes or 1, asked.network)
     notes.append(f"transfers are predicted for {cluster.name}")
     return price_collectives(graph, cluster, collective_cost_model(cluster)), cluster
 
 
-def _machines(run: RecordedRun, asked: MachineOptions) -> tuple[Machine | None, Machine]:
+def _machines(run: RecordedRun, asked: Recording) -> tuple[Machine | None, Machine]:
     """The GPU of the recording (``None``: its name is not known, and nothing needs it) and the one asked for."""
     name, source = run.gpu, run.profiles[0].source
     if asked.retarget is not None:

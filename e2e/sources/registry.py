@@ -1,87 +1,74 @@
-"""Where a prediction's step comes from: the registry of sources, and which of them a request means.
-
-A new source is a file with a function ``prepare(request) -> PreparedStep`` and one line in :data:`SOURCES`. What its
-options do is in the table (:mod:`e2e.sources.asked.option_table`); one that is added from outside brings its own
-``cells``.
-"""
+"""From a user's options to the request that they mean: which source, whether it has them all, and the record."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
-from importlib import import_module
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Mapping
+from functools import cache
+from typing import Any
 
 from costmodel.base.errors import InputError
-from e2e.sources.asked.option_table import (
-    BUILT_IN,
-    CONFIGURATION,
-    PARALLEL,
-    RANKS_OF_SCRIPT,
-    RECORDING,
-    SCRIPT,
-    SHARDED,
-    TABLE,
-    TRACE,
-)
-from e2e.sources.asked.request import PredictRequest
-from e2e.sources.asked.rule_types import OptionRow, OptionRule
-
-if TYPE_CHECKING:
-    from e2e.sources.prepared_step import PreparedStep
+from e2e.sources import known_requests  # noqa: F401 (registers those of this project)
+from e2e.sources.request import SOURCES, Request
+from e2e.step.option_fields import OptionField, options_of
 
 
-@dataclass(frozen=True)
-class StepSource:
-    """``title`` for people; ``home``: ``module:function`` that prepares the step, imported when it is used;
-    ``chosen_by``: sets of options, any of which, given whole, means this source; ``cells``: its rules where they are
-    not those of the table.
+def all_options() -> dict[str, OptionField]:
+    """Every option of every source by name, with the words of the first that has it."""
+    found: dict[str, OptionField] = {}
+    for record in SOURCES:
+        for name, each in options_of(record).items():
+            found.setdefault(name, each)
+    return found
+
+
+def request_of(options: Mapping[str, Any]) -> Request:
+    """What ``options`` (by field, of all sources) ask; ``InputError`` for one that the source which they mean does not
+    have, and for one that is missing.
     """
-
-    name: str
-    title: str
-    home: str
-    chosen_by: tuple[frozenset[str], ...]
-    cells: Mapping[str, OptionRule] = field(default_factory=dict)
-
-    def prepare(self, request: PredictRequest) -> PreparedStep:
-        """The step that ``request`` means; errors are those of the source."""
-        module, _, function = self.home.partition(":")
-        made: Callable[[PredictRequest], PreparedStep] = getattr(import_module(module), function)
-        return made(request)
-
-    def rule(self, row: OptionRow) -> OptionRule:
-        """What the option of ``row`` does here."""
-        return self.cells.get(row.option) or row.cells.get(self.name) or row.otherwise
+    known = all_options()
+    read = {name: known[name].taken(value) for name, value in options.items()}
+    given = {name: value for name, value in read.items() if known[name].asks(value)}
+    record = chosen(given)
+    if record is None:
+        raise InputError(f"{_one_of(known)} (--trace may go with --kineto)")
+    own = options_of(record)
+    for name, value in given.items():
+        if name not in own and value != known[name].words.harmless:
+            raise InputError(_refusal(record, known[name], [known[each] for each in given]))
+    for name, each in own.items():
+        if each.needed and name not in given:
+            raise InputError(f"give {each.flag}: {each.words.help.removesuffix('.')}")
+    return record(**{name: value for name, value in given.items() if name in own})
 
 
-def _source(name: str, title: str, home: str, *chosen_by: str) -> StepSource:
-    return StepSource(name, title, f"e2e.sources.{home}", tuple(frozenset(each.split()) for each in chosen_by))
+def chosen(given: Collection[str]) -> type[Request] | None:
+    """The source that the options ``given`` mean: the last registered that any of its sets of options chooses."""
+    found = [each for each in SOURCES if any(set(options) <= set(given) for options in each.chosen_by)]
+    return found[-1] if found else None
 
 
-# The first that the given options choose is meant.
-SOURCES: list[StepSource] = [
-    _source(RECORDING, "recorded run", "recorded_job:prepare", "--kineto"),
-    _source(SHARDED, "sharded DLRM", "sharded_model:prepare", "--sharding", "--config"),
-    _source(PARALLEL, "model spread over GPUs", "spread_model:prepare", "--parallel"),
-    _source(RANKS_OF_SCRIPT, "script on several GPUs", "user_script:prepare_ranks", "--script --gpus"),
-    _source(TRACE, "execution trace", "traced_job:prepare", "--trace"),
-    _source(SCRIPT, "script", "user_script:prepare", "--script"),
-    _source(CONFIGURATION, "configuration", "single_gpu:prepare_configuration", "--model-config"),
-    _source(BUILT_IN, "built-in model", "single_gpu:prepare_built_in", "--model"),
-]
+def sources_with(option: str) -> list[type[Request]]:
+    """Sources that have the option of this name."""
+    return [record for record in SOURCES if option in options_of(record)]
 
 
-def chosen(given: Collection[str]) -> StepSource | None:
-    """The source that the options ``given`` mean."""
-    return next((each for each in SOURCES if any(options <= set(given) for options in each.chosen_by)), None)
+def _one_of(known: Mapping[str, OptionField]) -> str:
+    *others, last = [each.flag for each in known.values() if each.words.source]
+    return f"give exactly one of {', '.join(others)} and {last}"
 
 
-def source_of(request: PredictRequest) -> StepSource:
-    """The source that ``request`` means; ``InputError`` if it names none."""
-    source = chosen([row.option for row in TABLE if row.given(request)])
-    if source is None:
-        raise InputError(
-            "give exactly one of --model, --model-config, --script and --trace, or --kineto for a recorded run"
-        )
-    return source
+def _refusal(record: type[Request], refused: OptionField, given: Collection[OptionField]) -> str:
+    if refused.words.source:
+        flags = " and ".join(each.flag for each in given if each.words.source)
+        return f"{_one_of(all_options())}, got {flags}"
+    others = ", ".join(f"{each.title} ({spelled(each)})" for each in sources_with(refused.name))
+    reason = f": {record.reason}" if record.reason else ""
+    return f"{refused.flag} is no option of a {record.title}{reason}; leave it out. It is one of: {others}"
+
+
+@cache
+def spelled(record: type[Request]) -> str:
+    """The options that mean ``record``, as on a command line."""
+    known = options_of(record)
+    first = record.chosen_by[0]
+    return " ".join(known[name].flag for name in first)

@@ -9,15 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from costmodel.base.errors import InputError
-from e2e.capture.tf32_switches import Tf32Switches
 from e2e.lowering.lowered_step import lower_ranks
-from e2e.sources.asked.request import PredictRequest
+from e2e.sources.known_requests import Trace
 from e2e.sources.prepared_step import PreparedStep
-from e2e.sources.request_parts import cluster_of, gpu_machine, lowering_options, one_gpu, setting_of
+from e2e.sources.request_parts import cluster_of, gpu_machine, on_machine, one_gpu, setting_of, step_options
 from e2e.sources.single_gpu import single_step
 from e2e.step.collective_names import kind_of
 from e2e.step.execution_graph import RankGraph
 from e2e.step.operator_trace import OperatorTrace
+from e2e.step.options import Tf32Switches
 from e2e.traces.formats.chakra import is_chakra, read_chakra
 from e2e.traces.formats.steps import last_step
 from e2e.traces.formats.survey import read_last_step
@@ -26,11 +26,10 @@ from e2e.traces.recorded_run import expand_files
 from e2e.whatif.operators_behind import TracedRank
 
 
-def prepare(request: PredictRequest) -> PreparedStep:
+def prepare(request: Trace) -> PreparedStep:
     """``InputError`` for a trace with collectives that does not tell of how many ranks, if nobody else does."""
-    assert request.machine.gpu is not None
-    gpu_machine(request.machine.gpu)  # a wrong name is told before a large file is read
-    files, asked = expand_files(request.workload.traces), request.machine.gpus
+    gpu_machine(request.gpu)  # a wrong name is told before a large file is read
+    files, asked = expand_files(request.traces), request.gpus
     if len(files) > 1:
         return _all_ranks(request, files)
     path = files[0]
@@ -40,7 +39,10 @@ def prepare(request: PredictRequest) -> PreparedStep:
         return _one_of_many(request, operators)
     if collectives:
         raise InputError(f"{path}: a rank of a job with collectives; give --gpus, the number of its ranks")
-    step = single_step(operators, request.configuration, one_gpu(request.machine), own=recorded_switches([operators]))
+    if (request.nodes or 1) > 1:
+        raise InputError(f"--nodes {request.nodes}: the step runs on one GPU; give --gpus, the GPUs of the whole job")
+    options = step_options(request)
+    step = single_step(operators, one_gpu(request.gpu), request, options, recorded_switches([operators]))
     require_gpu_work(operators, step.graph.ranks[0])
     return step
 
@@ -75,18 +77,18 @@ def told_ranks(operators: OperatorTrace) -> int:
     return max([operators.world_size, *(len(ranks) for ranks in operators.process_groups.values())])
 
 
-def _all_ranks(request: PredictRequest, files: Sequence[Path]) -> PreparedStep:
+def _all_ranks(request: Trace, files: Sequence[Path]) -> PreparedStep:
     """The ranks of a job, whose collectives meet; kernels and host times are predicted."""
-    count, asked = len(files), request.machine.gpus
+    count, asked = len(files), request.gpus
     if asked not in (None, count):
         raise InputError(f"--gpus {asked}: there are traces of {count} ranks; leave it out")
-    cluster = cluster_of(request.machine, count)
-    setting = setting_of(request.configuration, cluster.machine)
+    cluster = cluster_of(request, count)
     traces = ranks_of_job([read_trace(path) for path in files])
     source = f"{traces[0].source} and {count - 1} other ranks"
-    options = lowering_options(request.configuration, cluster.machine, own=recorded_switches(traces))
-    skew = request.machine.skew
-    lowered = lower_ranks(traces, {}, source, options, compiled=setting.compiled)
+    options = on_machine(step_options(request), cluster.machine, recorded_switches(traces))
+    setting = setting_of(request, cluster.machine, options)
+    skew = request.skew
+    lowered = lower_ranks(traces, {}, source, options)
     traced = {trace.rank: TracedRank(trace, options) for trace in traces}
     warnings = [
         *lowered.warnings,
@@ -96,18 +98,18 @@ def _all_ranks(request: PredictRequest, files: Sequence[Path]) -> PreparedStep:
     return PreparedStep(lowered.graph, setting, cluster, lowered.memory, warnings, skew=skew, traced=traced)
 
 
-def _one_of_many(request: PredictRequest, operators: OperatorTrace) -> PreparedStep:
+def _one_of_many(request: Trace, operators: OperatorTrace) -> PreparedStep:
     """All other ranks are taken as alike. Older traces do not tell how many there are."""
     told = told_ranks(operators)
-    gpus = request.machine.gpus or told
+    gpus = request.gpus or told
     if told not in (1, gpus):
         raise InputError(f"{operators.source}: of a job of {told} ranks; --gpus says {gpus}; leave --gpus out")
-    cluster = cluster_of(request.machine, gpus)
-    setting = setting_of(request.configuration, cluster.machine)
+    cluster = cluster_of(request, gpus)
     trace = replace(operators, world_size=gpus)
-    options = lowering_options(request.configuration, cluster.machine, own=recorded_switches([trace]))
-    skew = request.machine.skew
-    lowered = lower_ranks([trace], {trace.rank: gpus}, operators.source, options, compiled=setting.compiled)
+    options = on_machine(step_options(request), cluster.machine, recorded_switches([trace]))
+    setting = setting_of(request, cluster.machine, options)
+    skew = request.skew
+    lowered = lower_ranks([trace], {trace.rank: gpus}, operators.source, options)
     warnings = list(lowered.warnings)
     if gpus > 1:
         warnings.append(f"the trace is of one rank; the other {gpus - 1} are taken as alike")

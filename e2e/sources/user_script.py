@@ -7,19 +7,21 @@ from dataclasses import replace
 from typing import Any
 
 from costmodel.machines.machine_records import Machine
+from costmodel.operators.expert_routing import BALANCED
 from e2e.capture.distributed.distributed_capture import DistributedCapture, capture_distributed
 from e2e.capture.kept_captures import kept
-from e2e.capture.options import CaptureOptions, SeenGpu
 from e2e.capture.script import Fallback, capture_script, load_script, own_process, taken_names
-from e2e.capture.tf32_switches import Tf32Switches, tf32_switches
+from e2e.capture.tf32_switches import tf32_switches
 from e2e.lowering.lowered_step import lower_ranks
 from e2e.price.speed_band import band_of
-from e2e.sources.asked.request import PredictRequest, WorkloadOptions
 from e2e.sources.capture_notes import assumptions
+from e2e.sources.known_requests import Script, ScriptJob
 from e2e.sources.prepared_step import Batch, PreparedStep
-from e2e.sources.request_parts import capture_options, cluster_of, lowering_options, one_gpu, placed_values, setting_of
+from e2e.sources.request_parts import cluster_of, on_machine, one_gpu, placed_values, setting_of, step_options
 from e2e.sources.single_gpu import require_size, single_step
+from e2e.step.choices import Dtype
 from e2e.step.operator_trace import OperatorTrace
+from e2e.step.options import SeenGpu, StepOptions, Tf32Switches
 from e2e.step.own_samples import has_own_samples
 from e2e.whatif.operators_behind import TracedRank
 
@@ -29,68 +31,68 @@ _OWN: Mapping[str, str] = {
 }
 
 
-def prepare(request: PredictRequest) -> PreparedStep:
+def prepare(request: Script) -> PreparedStep:
     """The step of a script of one process on one GPU, compiled where that is asked for."""
-    workload, script, cluster = request.workload, request.workload.script, one_gpu(request.machine)
-    assert script is not None
-    options = replace(capture_options(request, "flash"), gpu=_seen(cluster.machine))
+    cluster = one_gpu(request.gpu)
+    options = _options(request, cluster.machine)
 
     def captured() -> tuple[OperatorTrace, tuple[int | None, int | None], Tf32Switches]:
         with own_process():
-            loaded = load_script(script, options, **_parameters(workload))
+            loaded = load_script(request.script, options, **_parameters(request))
             require_size(loaded, cluster)
             return capture_script(loaded, options), (loaded.samples, loaded.sequence_length), tf32_switches()
 
     trace, sizes, switches = kept(_key(request, options), captured)
-    step = single_step(trace, request.configuration, cluster, options.kernel, switches)
+    step = single_step(trace, cluster, request, options, switches)
     batch = _batch(*sizes, [trace], 1)
-    warnings = [*step.warnings, *_unused(workload), *assumptions([trace])]
+    warnings = [*step.warnings, *_unused(request), *assumptions([trace])]
     return replace(step, warnings=warnings, batch=batch, taken=_taken(*sizes, switches.on(cluster.machine)))
 
 
-def prepare_ranks(request: PredictRequest) -> PreparedStep:
+def prepare_ranks(request: ScriptJob) -> PreparedStep:
     """The step of a script of as many processes as ``gpus`` says; ranks that are alike are captured once."""
-    workload, gpus = request.workload, request.machine.gpus
-    script = workload.script
-    assert script is not None and gpus is not None
-    cluster = cluster_of(request.machine, gpus)
-    capturing = replace(capture_options(request, "flash"), gpu=_seen(cluster.machine))
+    gpus = request.gpus
+    assert gpus is not None
+    cluster = cluster_of(request, gpus)
+    capturing = _options(request, cluster.machine)
 
     def capture() -> DistributedCapture:
         return capture_distributed(
-            script,
+            request.script,
             gpus,
             capturing,
-            parameters=_parameters(workload),
+            parameters=_parameters(request),
             gpus_per_node=cluster.gpus_per_node,
-            ranks=request.configuration.ranks or None,
+            ranks=request.ranks or None,
             accept=lambda workload: require_size(workload, cluster),
         )
 
     captured = kept(_key(request, capturing), capture)
     switches = captured.switches
-    setting = setting_of(request.configuration, cluster.machine)
-    options = lowering_options(request.configuration, cluster.machine, capturing.kernel, switches)
+    options = on_machine(capturing, cluster.machine, switches)
     architecture = cluster.machine.chip().architecture
-    lowered = lower_ranks(
-        captured.traces, captured.multiplicity, captured.source, options, architecture, compiled=setting.compiled
-    )
-    warnings = [*lowered.warnings, *_unused(workload), *assumptions(captured.traces)]
+    lowered = lower_ranks(captured.traces, captured.multiplicity, captured.source, options, architecture)
+    warnings = [*lowered.warnings, *_unused(request), *assumptions(captured.traces)]
     sizes = (captured.samples, captured.sequence_length)
     taken = _taken(*sizes, switches.on(cluster.machine)) | placed_values(cluster)
     traced = {trace.rank: TracedRank(trace, options) for trace in captured.traces}
     return PreparedStep(
         lowered.graph,
-        setting,
+        setting_of(request, cluster.machine, options),
         cluster,
         lowered.memory,
         warnings,
-        skew=request.machine.skew,
+        skew=request.skew,
         band=band_of(cluster.machine),
         batch=_batch(*sizes, captured.traces, gpus),
         taken=taken,
         traced=traced,
     )
+
+
+def _options(request: Script | ScriptJob, machine: Machine) -> StepOptions:
+    """Fused attention as PyTorch takes it where none is asked for; the script sees ``machine``."""
+    return step_options(request, attention=request.attention or "flash", seen_gpu=_seen(machine))
 
 
 def _seen(machine: Machine) -> SeenGpu:
@@ -100,15 +102,15 @@ def _seen(machine: Machine) -> SeenGpu:
     return SeenGpu(f"NVIDIA {machine.name.upper()}", chip.compute_capability, int(memory.usable), chip.sm_count, l2)
 
 
-def _key(request: PredictRequest, options: CaptureOptions) -> Hashable:
+def _key(request: Script | ScriptJob, options: StepOptions) -> Hashable:
     """What a capture of the script of ``request`` depends on: not on what only prices it (TF32, graphs, compilers). A
     function is the one that the request holds: objects that can be called need not be hashable.
     """
-    script = request.workload.script
-    workload = replace(request.workload, script=script if isinstance(script, str) else f"object {id(script)}")
-    settled = replace(options, dtype="float32") if options.dtype == "tf32" else options
-    asked = request.machine
-    return workload, settled, asked.gpu, asked.gpus, asked.nodes, request.configuration.ranks
+    script = request.script if isinstance(request.script, str) else f"object {id(request.script)}"
+    dtype: Dtype = "float32" if options.dtype == "tf32" else options.dtype
+    settled = replace(options, dtype=dtype, compile=False, routing=BALANCED)
+    job = (request.gpus, request.nodes, request.ranks) if isinstance(request, ScriptJob) else ()
+    return script, settled, request.gpu, job
 
 
 def _batch(samples: int | None, length: int | None, traces: Sequence[OperatorTrace], gpus: int) -> Batch | None:
@@ -133,12 +135,11 @@ def _taken(samples: int | None, length: int | None, switches: Tf32Switches) -> d
     return {**_OWN, "--dtype": f"the script's own, {switches.described}", **told}
 
 
-def _unused(workload: WorkloadOptions) -> list[str]:
+def _unused(request: Script | ScriptJob) -> list[str]:
     """Sizes that are given and that the script's function does not take."""
-    assert workload.script is not None
-    sizes = {"batch_size": workload.batch_size, "sequence_length": workload.sequence_length}
+    sizes = {"batch_size": request.batch_size, "sequence_length": request.sequence_length}
     given = [name for name, value in sizes.items() if value is not None]
-    taken = taken_names(workload.script, given)
+    taken = taken_names(request.script, given)
     return [
         f"--{name.replace('_', '-')}: without effect, the script's function has no parameter {name}"
         for name in given
@@ -146,7 +147,7 @@ def _unused(workload: WorkloadOptions) -> list[str]:
     ]
 
 
-def _parameters(workload: WorkloadOptions) -> dict[str, Any]:
+def _parameters(request: Script | ScriptJob) -> dict[str, Any]:
     """What the script's function is called with, as far as it takes it; its own defaults where nothing is given."""
-    size = Fallback(1) if workload.batch_size is None else workload.batch_size
-    return {"batch_size": size, "sequence_length": workload.sequence_length}
+    size = Fallback(1) if request.batch_size is None else request.batch_size
+    return {"batch_size": size, "sequence_length": request.sequence_length}

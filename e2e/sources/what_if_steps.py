@@ -13,7 +13,6 @@ from costmodel.base.errors import InputError
 from costmodel.collectives import collective_cost_model
 from costmodel.machines.cluster import load_cluster
 from costmodel.model.cost_model import CostModel
-from e2e.capture.script import taken_names
 from e2e.explain.paired_intervals import ComparedStep, Comparison
 from e2e.explain.predictor import PredictionResult, RecordedSite
 from e2e.explain.what_if_row import AS_IT_IS, WhatIfRow, compared, what_if_row
@@ -22,10 +21,9 @@ from e2e.lowering.torch_compile import compile_rank
 from e2e.price.collective_pricing import NodeLayout
 from e2e.price.pricing import price
 from e2e.price.shared_overheads import load_overheads
-from e2e.sources.asked.option_table import PARALLEL, RANKS_OF_SCRIPT, RECORDING, SCRIPT, SHARDED, TRACE
-from e2e.sources.asked.request import PredictRequest
+from e2e.sources.known_requests import Model, SpreadModel
 from e2e.sources.prepared_step import PreparedStep, run
-from e2e.sources.registry import StepSource
+from e2e.sources.request import Request
 from e2e.step.execution_graph import RankGraph
 from e2e.whatif.fewer_kernels import batched_lookups, fusible_chains
 from e2e.whatif.joined_buckets import bucket_sizes, joined_buckets
@@ -60,32 +58,28 @@ _OF_ONE = (
 )
 
 
-def check_questions(request: PredictRequest, source: StepSource) -> None:
-    """``InputError`` for a question that the source cannot answer, before anything is captured or read."""
+def check_questions(request: Request) -> None:
+    """``InputError`` for a question that ``request`` cannot answer, before anything is captured or read."""
     for question in request.what_if:
         for change in question.changes:
-            reason = _refused(change, request, source)
+            reason = _refused(change, request)
             if reason is not None:
                 raise InputError(f"--what-if {question.text}: {reason}")
             if isinstance(change, OtherHost):
                 load_overheads(change.table)
 
 
-def _refused(change: Change, request: PredictRequest, source: StepSource) -> str | None:
-    recorded = source.name in (RECORDING, TRACE)
-    several_profiles = source.name == RECORDING and not request.workload.traces
-    if isinstance(change, BatchChange) and change.recorded is not None and not recorded:
+def _refused(change: Change, request: Request) -> str | None:
+    if isinstance(change, BatchChange) and change.recorded is not None and not request.recorded:
         return f"the step is no recorded one; write batch={change.samples}"
-    if isinstance(change, BucketChange) and source.name not in (PARALLEL, RANKS_OF_SCRIPT, TRACE, RECORDING):
+    if isinstance(change, BucketChange) and not request.buckets:
         return "buckets of gradients are those of several GPUs; give --parallel, or a --script with --gpus"
     if isinstance(change, _OF_OPERATORS):
-        if source.name in (PARALLEL, SHARDED) and not isinstance(change, BatchChange):
-            return (
-                f"--{source.name.replace('sharded', 'sharding')} spreads whole layers, whose operators are not single"
-            )
-        if several_profiles:
+        if not request.single_operators and not isinstance(change, BatchChange):
+            return f"a {request.title} has whole layers, whose operators are not single"
+        if request.recorded and not getattr(request, "traces", True):
             return "profiles alone do not tell tensors; give --trace of every rank too"
-        if isinstance(change, FusedOperators) and request.configuration.compiled:
+        if isinstance(change, FusedOperators) and getattr(request, "compile", False):
             return "--compile has fused what goes together already; leave it out"
     return None
 
@@ -102,8 +96,7 @@ def _compared(step: PreparedStep, answer: PredictionResult, changes: Sequence[Ch
 class WhatIfSteps:
     """``step`` of ``request`` as it is, and the steps of its questions."""
 
-    request: PredictRequest
-    source: StepSource
+    request: Request
     step: PreparedStep
 
     def __post_init__(self) -> None:
@@ -155,57 +148,43 @@ class WhatIfSteps:
 
     def changed(self, question: WhatIf) -> PreparedStep:
         """The step that ``question`` is about."""
-        anew = [change for change in question.ordered if self._is_made_anew(change)]
-        step = self._anew(anew) if anew else self.step
+        anew = self._anew(question.ordered)
+        step = anew.prepare() if anew is not None else self.step
         for change in question.ordered:
-            if change not in anew:
+            if not self._is_made_anew(change):
                 step = self._changed(step, change)
         return replace(step, recorded_seconds=None)
 
     # --- captured anew --------------------------------------------------------------------------------
 
-    def _is_made_anew(self, change: Change) -> bool:
-        if isinstance(change, BucketChange):
-            return self.source.name in (PARALLEL, RANKS_OF_SCRIPT)
-        if isinstance(change, OtherHost):
-            return self.source.name == PARALLEL
-        if not isinstance(change, BatchChange) or self.source.name in (RECORDING, TRACE):
-            return False
-        script = self.request.workload.script
-        return script is None or "batch_size" in taken_names(script, ["batch_size"])
-
-    def _anew(self, changes: Sequence[Change]) -> PreparedStep:
-        request = self.request
+    def _anew(self, changes: Sequence[Change]) -> Request | None:
+        """The request with those of ``changes`` that are captured anew; ``None`` where none is."""
+        found: Request | None = None
         for change in changes:
-            workload, configuration = request.workload, request.configuration
-            if isinstance(change, BatchChange):
-                workload = replace(workload, batch_size=change.samples)
-            elif isinstance(change, OtherHost):
-                configuration = replace(configuration, overheads=change.table)
-            elif isinstance(change, BucketChange) and configuration.parallel is not None:
-                parallel = replace(configuration.parallel, bucket_mb=change.mebibytes)
-                configuration = replace(configuration, parallel=parallel)
-            elif isinstance(change, BucketChange):
-                request = replace(request, bucket_mb=change.mebibytes)
-            request = replace(request, workload=workload, configuration=configuration)
-        return self.source.prepare(request)
+            found = (found or self.request).captured_anew(change) or found
+        return found
+
+    def _is_made_anew(self, change: Change) -> bool:
+        return self.request.captured_anew(change) is not None
 
     def _samples(self) -> int | None:
         """Of the step as it is, where that is known."""
-        workload = self.request.workload
         asked = [change for each in self.request.what_if for change in each.changes if isinstance(change, BatchChange)]
         if not asked:
             return None
-        if asked[0].recorded is not None or workload.batch_size is not None:
-            return asked[0].recorded or workload.batch_size
+        given = getattr(self.request, "batch_size", None)
+        if asked[0].recorded is not None or given is not None:
+            return asked[0].recorded or given
         if self.step.batch is not None and self.step.batch.batch_size is not None:
             return self.step.batch.batch_size
-        if self.source.name in (RECORDING, TRACE, SCRIPT, RANKS_OF_SCRIPT):
-            try:
-                return recorded_batch(next(iter(self.step.traced.values())).trace)
-            except InputError:
-                return None
-        return None if self.source.name == SHARDED else workload.samples
+        if isinstance(self.request, Model | SpreadModel):
+            return self.request.samples
+        if not self.request.single_operators:
+            return None
+        try:
+            return recorded_batch(next(iter(self.step.traced.values())).trace)
+        except InputError:
+            return None
 
     # --- the graph changed ----------------------------------------------------------------------------
 

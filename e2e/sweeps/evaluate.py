@@ -8,11 +8,10 @@ from pathlib import Path
 from costmodel.base.errors import InputError, ProjectError
 from costmodel.base.termination import pass_ending
 from e2e.parallelism.spec import ParallelSpec, parse_parallel, text_of
-from e2e.sources import spread_model as parallel
-from e2e.sources.asked.option_table import PARALLEL
-from e2e.sources.asked.request import ConfigurationOptions, MachineOptions, PredictRequest, WorkloadOptions
+from e2e.sources import spread_model
+from e2e.sources.known_requests import SpreadModel
 from e2e.sources.prepared_step import PreparedStep, run
-from e2e.sources.recipes import settled
+from e2e.sources.request import Cluster
 from e2e.sources.request_parts import cluster_of
 from e2e.step.memory_room import memory_room, verdict
 from e2e.sweeps.sweep_results import SweepRow
@@ -27,20 +26,25 @@ class SweepTask:
     cell: SweepCell
     captures: Path | None = None
 
-    def asked(self, spec: ParallelSpec) -> PredictRequest:
+    def asked(self, spec: ParallelSpec) -> SpreadModel:
         """What ``predict`` would be asked for the same step."""
-        asked = self.request
-        cell, size = self.cell, self.cell.batch_size or asked.samples
-        configuration = ConfigurationOptions(
-            asked.dtype, asked.attention, parallel=spec, compiled=asked.compiled, stack=asked.stack,
-            precision=cell.precision or asked.precision, recipe=cell.recipe or asked.recipe,
-        )  # fmt: skip
-        request = PredictRequest(
-            WorkloadOptions(asked.model, batch_size=size, sequence_length=asked.sequence_length),
-            configuration,
-            MachineOptions(self.cell.gpu, self.cell.gpus, network=asked.network),
+        asked, cell = self.request, self.cell
+        request = SpreadModel(
+            model=asked.model,
+            batch_size=cell.batch_size or asked.samples,
+            sequence_length=asked.sequence_length,
+            dtype=asked.dtype,
+            attention=asked.attention,
+            parallel=spec,
+            compile=asked.compiled,
+            stack=asked.stack,
+            precision=cell.precision or asked.precision,
+            recipe=cell.recipe or asked.recipe,
+            gpu=cell.gpu,
+            gpus=cell.gpus,
+            network=asked.network,
         )
-        return settled(request, PARALLEL)
+        return request.settled()
 
 
 def evaluate(task: SweepTask) -> SweepRow:
@@ -63,7 +67,7 @@ def failure(task: SweepTask, reason: str) -> SweepRow:
 
 def _first_that_fits(task: SweepTask) -> SweepRow:
     cell = task.cell
-    nodes = cluster_of(MachineOptions(cell.gpu, network=task.request.network), cell.gpus).nodes
+    nodes = cluster_of(Cluster(gpu=cell.gpu, network=task.request.network), cell.gpus).nodes
     row = None
     for spec in cell.specs():
         try:
@@ -78,7 +82,7 @@ def _first_that_fits(task: SweepTask) -> SweepRow:
 
 
 def _evaluate(task: SweepTask, spec: ParallelSpec) -> SweepRow:
-    cell, step = task.cell, parallel.prepare(task.asked(spec), task.captures)
+    cell, step = task.cell, spread_model.prepare(task.asked(spec), task.captures)
     machine = step.setting.machine
     capacity, room = int(machine.memory[-1].capacity_bytes), memory_room(machine, step.graph, step.cluster)
     fullest = max((usage.within(room).peak_bytes for usage in step.memory.values()), default=None)

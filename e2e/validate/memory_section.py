@@ -379,11 +379,9 @@ def _smaller(batch: int) -> int:
 
 
 def _timm_step(step: TimmStep) -> PreparedStep:
-    from e2e.sources.registry import source_of
     from e2e.validate.vision_cases import timm_request
 
-    request = timm_request(step)
-    return source_of(request).prepare(request)
+    return timm_request(step).prepare()
 
 
 def _rows(path: Path) -> Iterator[dict[str, str]]:

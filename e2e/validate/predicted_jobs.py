@@ -23,7 +23,6 @@ from costmodel.datasets.data_folder import BROUGHT
 from costmodel.machines.cluster import Cluster, load_cluster, single_gpu
 from costmodel.machines.machine_catalog import load_machine
 from e2e.explain.predictor import ITERATIONS, Setting, priced_graph
-from e2e.lowering import LoweringOptions
 from e2e.lowering.lowered_step import lower_ranks
 from e2e.price.overhead_files import load_inflation
 from e2e.price.overhead_fitting import NOT_SHARED, STACKS
@@ -33,6 +32,7 @@ from e2e.price.shared_overheads import INFLATION
 from e2e.simulate.simulator import simulate, simulate_iterations
 from e2e.step.execution_graph import ExecutionGraph
 from e2e.step.operator_trace import OperatorTrace
+from e2e.step.options import StepOptions
 from e2e.traces.formats.kineto import read_kineto
 from e2e.traces.formats.profile import KinetoTrace
 from e2e.traces.formats.survey import read_last_step
@@ -154,7 +154,7 @@ def _predict(data: Path, job: PredictedJob, samples: Mapping[str, Sequence[Overh
     traces = _traces(data, job)
     cluster = load_cluster(job.gpu, job.ranks) if job.ranks > 1 else single_gpu(load_machine(job.gpu))
     alike = {} if len(traces) == job.ranks else {traces[0].rank: job.ranks}
-    graph = lower_ranks(traces, alike, job.name, LoweringOptions(tf32=job.tf32)).graph
+    graph = lower_ranks(traces, alike, job.name, StepOptions(tf32=job.tf32)).graph
     step = recorded_ranks(profiles) if len(traces) > 1 else recorded_graph(profiles[0])
     seconds = {name: _seconds(graph, table, job, cluster, step) for name, table in tables.items()}
     return [

@@ -24,7 +24,7 @@ import torch
 
 from e2e.capture.models.catalog import IMAGES
 from e2e.capture.models.timm_models import timm_module
-from e2e.sources.asked.request import MachineOptions, PredictRequest, WorkloadOptions
+from e2e.sources.known_requests import Script
 from e2e.validate.published_script import ScriptRun, scripted_workload
 
 Precision = Literal["tf32", "amp", "float32"]
@@ -118,9 +118,9 @@ PUBLISHED: tuple[PublishedStep, ...] = (
 )
 
 
-def published_request(step: PublishedStep) -> PredictRequest:
+def published_request(step: PublishedStep) -> Script:
     """What a user would ask for ``step``, with NVIDIA's script."""
-    return PredictRequest(WorkloadOptions(script=partial(_scripted, step)), machine=MachineOptions(gpu=step.machine))
+    return Script(partial(_scripted, step), gpu=step.machine)
 
 
 def _scripted(step: PublishedStep) -> tuple[torch.nn.Module, Callable[[], object]]:

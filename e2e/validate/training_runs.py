@@ -113,32 +113,26 @@ def predict_step(task: tuple[AskedStep, Path, bool]) -> PredictedStep:
 
 def prepared(step: AskedStep, kept: Path) -> PreparedStep:
     """The step of a row as ``predict`` checks and prepares it, unpriced; captures are kept in ``kept``."""
-    from e2e.sources.asked.request import ConfigurationOptions, MachineOptions, PredictRequest, WorkloadOptions
-    from e2e.sources.option_check import check
-    from e2e.sources.registry import source_of
+    from e2e.sources.known_requests import SpreadModel
     from e2e.sources.spread_model import prepare
 
-    request = PredictRequest(
-        WorkloadOptions(
-            model_config=_configuration(step, kept),
-            batch_size=step.batch_size,
-            sequence_length=step.sequence_length,
-            document_length=step.document_length,
-        ),
-        ConfigurationOptions(
-            "bfloat16",
-            step.attention,
-            compiled=step.compiled,
-            cuda_graph=step.cuda_graph,
-            parallel=step.spec,
-            stack=step.stack,
-            lora=step.lora,
-            precision=step.precision,
-            routing=step.routing,
-        ),
-        MachineOptions(step.row.gpu, step.row.gpus),
+    request = SpreadModel(
+        model_config=_configuration(step, kept),
+        batch_size=step.batch_size,
+        sequence_length=step.sequence_length,
+        document_length=step.document_length,
+        dtype="bfloat16",
+        attention=step.attention,
+        compile=step.compiled,
+        cuda_graph=step.cuda_graph,
+        parallel=step.spec,
+        stack=step.stack,
+        lora=step.lora,
+        precision=step.precision,
+        routing=step.routing,
+        gpu=step.row.gpu,
+        gpus=step.row.gpus,
     )
-    check(request, source_of(request))
     return prepare(request, kept)
 
 

@@ -162,9 +162,9 @@ def validate(data: Path, only: str = "") -> Validation:
     from costmodel.machines.cluster import single_gpu
     from costmodel.machines.machine_catalog import load_machine
     from e2e.explain.predictor import Setting, predict
-    from e2e.lowering import LoweringOptions
     from e2e.lowering.lowered_step import lower_step
     from e2e.price.shared_overheads import load_overheads
+    from e2e.step.options import StepOptions
 
     traces: dict[tuple[str, str, int, int], OperatorTrace] = {}
     results: list[CaseResult] = []
@@ -182,7 +182,7 @@ def validate(data: Path, only: str = "") -> Validation:
             continue
         gpu = load_machine(case.gpu)
         setting = Setting(gpu, load_overheads(architecture=gpu.chip().architecture), compiled=case.compiled)
-        lowered = lower_step(traces[key], LoweringOptions(), compiled=setting.compiled)
+        lowered = lower_step(traces[key], StepOptions(compile=setting.compiled))
         prediction = predict(lowered.graph, setting, single_gpu(setting.machine), lowered.memory).prediction
         error = prediction.iteration_seconds / case.measured_seconds - 1.0
         results.append(
@@ -197,10 +197,10 @@ def capture_case(data: Path, case: LabelledCase) -> OperatorTrace:
     """The operators that were measured; see :mod:`e2e.capture.models.labelled`."""
     from e2e.capture.models.labelled import label_workload
     from e2e.capture.models.transformer import PRESETS, read_config
-    from e2e.capture.options import CaptureOptions
     from e2e.capture.session import capture
+    from e2e.step.options import StepOptions
 
-    options = CaptureOptions(mode="inference" if case.mode == "inf" else "forward-backward")
+    options = StepOptions(mode="inference" if case.mode == "inf" else "forward-backward")
     path = data / CONFIGS / f"{case.model}.json"
     known = _BUILT_IN.get(case.model)
     config = PRESETS[known] if known and not path.exists() else read_config(path)

@@ -19,7 +19,7 @@ import torch
 from costmodel.base.errors import ModelError
 from costmodel.datasets.timm_steps import TimmStep, read_timm, timm_files
 from e2e.capture.models.timm_models import timm_library, timm_module
-from e2e.sources.asked.request import ConfigurationOptions, MachineOptions, PredictRequest, WorkloadOptions
+from e2e.sources.known_requests import Script
 
 _Precision = Callable[[], AbstractContextManager[Any]]
 FITTED_MACHINE = "rtx-3090"
@@ -103,13 +103,9 @@ def _check_same_model(step: TimmStep, module: torch.nn.Module) -> None:
         )
 
 
-def timm_request(step: TimmStep) -> PredictRequest:
+def timm_request(step: TimmStep) -> Script:
     """What a user would ask for ``step``, with timm's ``benchmark.py`` as the script."""
-    return PredictRequest(
-        WorkloadOptions(script=partial(_benchmark, step)),
-        ConfigurationOptions(compiled=step.compiled),
-        MachineOptions(gpu=step.machine),
-    )
+    return Script(partial(_benchmark, step), compile=step.compiled, gpu=step.machine)
 
 
 def _benchmark(step: TimmStep) -> tuple[torch.nn.Module, Callable[[], None]]:

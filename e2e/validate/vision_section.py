@@ -23,7 +23,7 @@ from costmodel.model.cost_model import Estimate
 from costmodel.model.error_figures import Accuracy, accuracy
 
 if TYPE_CHECKING:
-    from e2e.sources.asked.request import PredictRequest
+    from e2e.sources.known_requests import Script
     from e2e.validate.published_vision import PublishedStep
 
     MeasuredStep = TimmStep | PublishedStep
@@ -159,7 +159,7 @@ def validate_vision(steps: Iterable[MeasuredStep]) -> VisionSection:
     return VisionSection(results, left_out)
 
 
-def _asked(step: MeasuredStep) -> tuple[str, bool, PredictRequest]:
+def _asked(step: MeasuredStep) -> tuple[str, bool, Script]:
     """Family, whether it is held out, and what a user would ask."""
     if isinstance(step, TimmStep):
         from e2e.validate.vision_cases import family_of, fitted_on, timm_request

@@ -213,10 +213,10 @@ class Predictor:
         from costmodel.collectives import collective_cost_model
         from costmodel.gpu.factory import gpu_cost_model
         from costmodel.machines.cluster import load_cluster
-        from e2e.capture.options import CaptureOptions
         from e2e.parallelism.captured import ModelSource, capture_model
         from e2e.parallelism.layers import megatron_layers as megatron
         from e2e.parallelism.layers.pieces import CAPTURED_LAYERS
+        from e2e.step.options import StepOptions
         from e2e.validate.profiled_layers import Profiler
 
         config = megatron.GptConfig(CAPTURED_LAYERS, case.hidden, case.heads, case.sequence_length, padded=False)
@@ -225,7 +225,7 @@ class Predictor:
         module.half()
         inputs = megatron.inputs(config, case.micro_batch, case.tp)
         shape = (case.micro_batch, case.sequence_length, case.hidden)
-        options = CaptureOptions(dtype="float16")
+        options = StepOptions(dtype="float16")
         captured = capture_model(ModelSource("vtrain", module, module.layers, lambda: module(*inputs), shape), options)
         cluster = load_cluster(CLUSTER, case.tp, network=NETWORK)
         model, collectives = gpu_cost_model(cluster.machine), collective_cost_model(cluster)

@@ -7,12 +7,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from e2e.lowering.families.work import LoweringOptions
 from e2e.lowering.lower_trace import lower
 from e2e.price.retarget import described_call
 from e2e.step.collective_names import kind_of
 from e2e.step.execution_graph import RankGraph, Task
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, tensors
+from e2e.step.options import StepOptions
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class TracedRank:
     """
 
     trace: OperatorTrace
-    options: LoweringOptions
+    options: StepOptions
     merged: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     @cached_property

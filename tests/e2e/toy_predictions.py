@@ -9,10 +9,10 @@ from drawn_graphs import Drawing, together
 from costmodel.machines.machine_catalog import load_machine
 from costmodel.model.cost_model import CostModel, Estimate
 from e2e.explain.predictor import PredictionResult, Setting, predict
-from e2e.lowering import LoweringOptions
 from e2e.lowering.lowered_step import lower_step
 from e2e.step.execution_graph import ExecutionGraph
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor
+from e2e.step.options import StepOptions
 
 GPU = load_machine("v100-pcie-32gb")
 
@@ -92,7 +92,7 @@ def step() -> OperatorTrace:
 
 def predict_step(trace: OperatorTrace, chosen: Setting) -> PredictionResult:
     """One GPU."""
-    lowered = lower_step(trace, LoweringOptions(), compiled=chosen.compiled)
+    lowered = lower_step(trace, StepOptions(compile=chosen.compiled))
     return predict(lowered.graph, chosen, ToyCluster(nodes=1), lowered.memory, warnings=lowered.warnings)
 
 

@@ -254,10 +254,10 @@ def _nccl_log(path: Path) -> object:
 
 def _configuration(path: Path) -> object:
     from e2e.capture.models.catalog import build_from_file
-    from e2e.capture.options import CaptureOptions
     from e2e.capture.session import capture
+    from e2e.step.options import StepOptions
 
-    return len(capture(build_from_file(path, 1, 4, CaptureOptions(mode="inference"))).calls)
+    return len(capture(build_from_file(path, 1, 4, StepOptions(mode="inference"))).calls)
 
 
 def _overheads(path: Path) -> object:

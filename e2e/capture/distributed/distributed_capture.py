@@ -25,11 +25,10 @@ from costmodel.base.say import Say
 from e2e.capture.distributed.mailbox import Mailbox, NotYetSent
 from e2e.capture.distributed.rank_capture import CapturedRank, RankScript, RankSignature, capture_rank, rank_signature
 from e2e.capture.distributed.world import RankPlace
-from e2e.capture.options import CaptureOptions
-from e2e.capture.script_reference import Script, script_name
+from e2e.capture.script_reference import StepFunction, script_name
 from e2e.capture.session import CapturedWorkload
-from e2e.capture.tf32_switches import NO_TF32, Tf32Switches
 from e2e.step.operator_trace import OperatorTrace
+from e2e.step.options import NO_TF32, StepOptions, Tf32Switches
 
 # Beyond that many different programs a user should say which ones matter.
 MOST_DIFFERENT = 64
@@ -51,9 +50,9 @@ class DistributedCapture:
 
 
 def capture_distributed(
-    script: Script,
+    script: StepFunction,
     gpus: int,
-    options: CaptureOptions | None = None,
+    options: StepOptions | None = None,
     *,
     parameters: Mapping[str, Any] | None = None,
     gpus_per_node: int = 8,
@@ -73,7 +72,7 @@ def capture_distributed(
     ``InputError`` for impossible numbers; a script that fails shows its own traceback on standard error and raises
     ``ModelError``, as does one that waits for what no rank sends.
     """
-    program = RankScript(script, dict(parameters or {}), options or CaptureOptions(), accept)
+    program = RankScript(script, dict(parameters or {}), options or StepOptions(), accept)
     job = _Job(program, gpus, gpus_per_node, progress)
     job.check(ranks)
     if ranks:

@@ -15,13 +15,13 @@ from e2e.capture.distributed.communication import Communication
 from e2e.capture.distributed.mailbox import Mailbox
 from e2e.capture.distributed.parallel_libraries import LibraryPatches
 from e2e.capture.distributed.world import RankPlace, fake_world
-from e2e.capture.options import CaptureOptions
 from e2e.capture.recorder import Recorder
 from e2e.capture.script import make_workload, own_process, reporting
-from e2e.capture.script_reference import Script, script_folder, script_name
+from e2e.capture.script_reference import StepFunction, script_folder, script_name
 from e2e.capture.session import CapturedWorkload, is_compiled, module_paths, recording
-from e2e.capture.tf32_switches import NO_TF32, Tf32Switches, tf32_switches
+from e2e.capture.tf32_switches import tf32_switches
 from e2e.step.operator_trace import OperatorTrace
+from e2e.step.options import NO_TF32, StepOptions, Tf32Switches
 
 # Name, shape, dtype and placement of every parameter and buffer.
 RankSignature = tuple[tuple[str, tuple[int, ...], str, str], ...]
@@ -33,9 +33,9 @@ class RankScript:
     what the function made, before a step of it runs, and raises where that is no job to look at.
     """
 
-    script: Script
+    script: StepFunction
     parameters: dict[str, Any]
-    options: CaptureOptions
+    options: StepOptions
     accept: Callable[[CapturedWorkload], None] | None = None
 
     @property
@@ -125,7 +125,7 @@ def _prepared(
         yield recorder, make
 
 
-def _forget(names: set[str], script: Script) -> None:
+def _forget(names: set[str], script: StepFunction) -> None:
     """Modules beside the script are imported afresh on the next rank, as in its own process."""
     folder = script_folder(script)
     if folder is None:

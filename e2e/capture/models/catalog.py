@@ -27,9 +27,9 @@ from e2e.capture.models.optimizer_steps import MixedAdamW
 from e2e.capture.models.resnet import ResNet50
 from e2e.capture.models.stacks import apply_stack, stack_of
 from e2e.capture.models.timm_models import timm_module
-from e2e.capture.options import CaptureOptions
 from e2e.capture.session import CapturedWorkload
 from e2e.step.choices import Mode
+from e2e.step.options import StepOptions
 
 IMAGES: dict[str, tuple[Callable[[], torch.nn.Module], int]] = {
     "resnet-50": (ResNet50, 224),
@@ -60,10 +60,10 @@ def unknown_model(name: str, known: Sequence[str]) -> InputError:
 
 
 def build(
-    name: str, batch_size: int, sequence_length: int | None = None, options: CaptureOptions | None = None
+    name: str, batch_size: int, sequence_length: int | None = None, options: StepOptions | None = None
 ) -> CapturedWorkload:
     """The built-in workload ``name``. ``InputError`` for an unknown name (nearest ones offered) or impossible sizes."""
-    options = options or CaptureOptions()
+    options = options or StepOptions()
     _check_sizes(batch_size, sequence_length)
     name = ALIASES.get(name, name)
     if sequence_length is not None and (name in IMAGES or name.startswith(("dlrm", TIMM))):
@@ -84,7 +84,7 @@ def build(
             module = make()
         return images_workload(name, module, side, batch_size, options)
     if name.startswith(TIMM):
-        module, side = timm_module(name.removeprefix(TIMM), fused_attention=options.attention not in ("eager", "math"))
+        module, side = timm_module(name.removeprefix(TIMM), fused_attention=options.form not in ("eager", "math"))
         return images_workload(name, module, side, batch_size, options)
     matched = RANDOM_DLRM.match(name)
     if name in dlrm.CONFIGS or matched:
@@ -97,19 +97,19 @@ def build(
 
 
 def build_from_file(
-    path: Path, batch_size: int, sequence_length: int | None = None, options: CaptureOptions | None = None
+    path: Path, batch_size: int, sequence_length: int | None = None, options: StepOptions | None = None
 ) -> CapturedWorkload:
     """The workload of a Hugging Face configuration file."""
     config = transformer.read_config(path)
     _check_sizes(batch_size, sequence_length)
-    return build_from_config(config, batch_size, sequence_length, options or CaptureOptions(), str(path))
+    return build_from_config(config, batch_size, sequence_length, options or StepOptions(), str(path))
 
 
 def build_from_config(
-    config: Any, batch_size: int, sequence_length: int | None, options: CaptureOptions, source: str
+    config: Any, batch_size: int, sequence_length: int | None, options: StepOptions, source: str
 ) -> CapturedWorkload:
     """A transformer by its configuration. Training uses AdamW on the library's own loss."""
-    attention = transformer.library_form(options.attention)
+    attention = transformer.library_form(options.form)
     model = transformer.build_transformer(config, attention, source)
     length, cached = sequence_length or 1, options.cache_length
     if cached is None:
@@ -137,9 +137,7 @@ def build_from_config(
     return replace(found, samples=batch_size, sequence_length=length, optimizer="AdamW" if found.optimizer else "")
 
 
-def build_dlrm(
-    config: dlrm.DlrmConfig, batch_size: int, options: CaptureOptions, name: str = "dlrm"
-) -> CapturedWorkload:
+def build_dlrm(config: dlrm.DlrmConfig, batch_size: int, options: StepOptions, name: str = "dlrm") -> CapturedWorkload:
     """DLRM with plain SGD; the rows of batched tables are updated in the backward pass."""
     with torch.device("meta"):
         model = dlrm.Dlrm(config)
@@ -164,7 +162,7 @@ def workload(
     name: str,
     model: torch.nn.Module,
     forward: Callable[[], torch.Tensor],
-    options: CaptureOptions,
+    options: StepOptions,
     make_optimizer: MakeOptimizer,
 ) -> CapturedWorkload:
     """The step of ``options.mode`` around ``forward``, which gives the loss (in inference, any result)."""
@@ -187,7 +185,7 @@ def images_workload(
     model: torch.nn.Module,
     side: int,
     batch_size: int,
-    options: CaptureOptions,
+    options: StepOptions,
     autocast: torch.dtype | None = None,
 ) -> CapturedWorkload:
     """A classifier of pictures (N, 3, ``side``, ``side``): cross entropy, SGD with momentum. ``autocast``: the forward
@@ -226,7 +224,7 @@ def classification(
     return forward
 
 
-def _prepare(model: torch.nn.Module, options: CaptureOptions) -> None:
+def _prepare(model: torch.nn.Module, options: StepOptions) -> None:
     eight = {name: each for name, each in model.named_parameters() if each.itemsize == 1}
     model.to(TORCH_DTYPES[options.dtype])
     for name, weight in eight.items():  # weights that are kept in 8 bits stay so

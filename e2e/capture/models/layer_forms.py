@@ -15,12 +15,12 @@ from costmodel.base.errors import InputError
 from e2e.capture.models import float8
 from e2e.capture.models.expert_layers import Products, grouped_products, products_by_expert, use_grouped_experts
 from e2e.capture.models.stacks import stack_of
-from e2e.capture.options import CaptureOptions
+from e2e.step.options import StepOptions
 from e2e.step.precision import RECIPES, Precision, Recipe, recipe_of
 
 
 def apply_forms(
-    model: torch.nn.Module, config: Mapping[str, Any], options: CaptureOptions, source: str, micro_batches: int = 1
+    model: torch.nn.Module, config: Mapping[str, Any], options: StepOptions, source: str, micro_batches: int = 1
 ) -> None:
     """Changes ``model`` in place to what ``options`` and the configuration's ``quantization_config`` say.
 
@@ -44,11 +44,11 @@ def apply_forms(
                 "leave --precision out"
             )
         products = float8.expert_products(caster) if recipe.experts else products
-    if options.mixture == "grouped":
+    if options.moe == "grouped":
         use_grouped_experts(model, products, waits=by_expert)
 
 
-def _check_stored(options: CaptureOptions, source: str, stored: Mapping[str, Any]) -> None:
+def _check_stored(options: StepOptions, source: str, stored: Mapping[str, Any]) -> None:
     if options.mode != "inference":
         raise InputError(
             f"{source}: its quantization_config is for inference; give --mode inference, or remove it to train in 16 "

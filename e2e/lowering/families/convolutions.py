@@ -97,7 +97,7 @@ def _cudnn(call: OperatorCall, context: Context) -> list[DeviceWork]:
     """``cudnn_convolution(input, weight, padding, stride, dilation, groups, ...)``."""
     data, weight = tensor_argument(call, 0), tensor_argument(call, 1)
     padding, stride, dilation, groups = (argument(call, place) for place in range(2, 6))
-    dtype = product_dtype(data, context, context.options.tf32_convolutions)
+    dtype = product_dtype(data, context, context.options.switches.convolutions)
     last = takes_channels_last(context, data, weight)
     record = conv2d(data.shape, weight.shape, stride, padding, dilation, _groups(groups), dtype, last)
     return [*_brought(context, last, data), DeviceWork(call.name, (record,))]
@@ -108,7 +108,7 @@ def _cudnn_transpose(call: OperatorCall, context: Context) -> list[DeviceWork]:
     data, weight = tensor_argument(call, 0), tensor_argument(call, 1)
     padding, _, stride, dilation, groups = (argument(call, place) for place in range(2, 7))
     image = gpu_outputs(call)[0].shape
-    dtype = product_dtype(data, context, context.options.tf32_convolutions)
+    dtype = product_dtype(data, context, context.options.switches.convolutions)
     last = takes_channels_last(context, data, weight)
     forward = conv2d(image, weight.shape, stride, padding, dilation, _groups(groups), dtype, last)
     return [DeviceWork(call.name, (ConvolutionBackward(forward, "data"),))]
@@ -118,7 +118,7 @@ def _convolution(call: OperatorCall, context: Context) -> list[DeviceWork]:
     """``convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups)``."""
     data, weight = tensor_argument(call, 0), tensor_argument(call, 1)
     bias, stride, padding, dilation, transposed, _, groups = (argument(call, place) for place in range(2, 9))
-    dtype = product_dtype(data, context, context.options.tf32_convolutions)
+    dtype = product_dtype(data, context, context.options.switches.convolutions)
     output = gpu_outputs(call)[0]
     image = output.shape if transposed else data.shape
     last = takes_channels_last(context, data, weight)
@@ -135,7 +135,7 @@ def _conv2d(call: OperatorCall, context: Context) -> list[DeviceWork]:
     bias = argument(call, 2, "bias")
     stride, padding = argument(call, 3, "stride", 1), argument(call, 4, "padding", 0)
     dilation, groups = argument(call, 5, "dilation", 1), argument(call, 6, "groups", 1)
-    dtype = product_dtype(data, context, context.options.tf32_convolutions)
+    dtype = product_dtype(data, context, context.options.switches.convolutions)
     last = takes_channels_last(context, data, weight)
     record = conv2d(data.shape, weight.shape, stride, padding, dilation, _groups(groups), dtype, last)
     work = [DeviceWork(call.name, (record,))]
@@ -153,7 +153,7 @@ def _convolution_backward(call: OperatorCall, context: Context) -> list[DeviceWo
     gradient, data, weight = (tensor_argument(call, place) for place in range(3))
     stride, padding, dilation, transposed = (argument(call, place) for place in range(4, 8))
     groups = _groups(argument(call, 9))
-    dtype = product_dtype(data, context, context.options.tf32_convolutions)
+    dtype = product_dtype(data, context, context.options.switches.convolutions)
     image = gradient.shape if transposed else data.shape
     last = takes_channels_last(context, data, weight)
     forward = conv2d(image, weight.shape, stride, padding, dilation, groups, dtype, last)

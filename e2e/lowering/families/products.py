@@ -28,7 +28,7 @@ from e2e.step.operator_trace import OperatorCall, Tensor
 def product_dtype(tensor: Tensor, context: Context, allowed: bool = False) -> str:
     """``tf32`` for float32 operands where the options allow it in all products, or in these (``allowed``)."""
     dtype = dtype_of(tensor)
-    return "tf32" if dtype == "float32" and (allowed or context.options.tf32) else dtype
+    return "tf32" if dtype == "float32" and (allowed or context.options.switches.products) else dtype
 
 
 def is_transposed(tensor: Tensor, context: Context) -> bool:
@@ -212,7 +212,7 @@ def _kernel(name: str, context: Context, dtype: str, biased: bool) -> AttentionK
     """The kernel that the options name, unless it cannot do what is asked of it; else that of the operator ``name``."""
     if name.startswith("attention::flex"):
         return "flash2"  # generated; its speed is nearest to it (PyTorch's own figures: 0.85 to 0.9 of it on A100)
-    asked = context.options.attention
+    asked = context.options.kernel
     if asked == "mla" or (asked == "flash3-fp8" and name != "attention::fused"):
         return "sdpa"  # kernels of serving engines, in the places where those call them
     if asked is not None:

@@ -63,7 +63,7 @@ def _network(call: OperatorCall, context: Context, first: int) -> _Network:
     if len(data.shape) != 3 or not 0 <= mode < len(_GATES):
         raise UnforeseenCall
     steps, batch = (data.shape[1], data.shape[0]) if batch_first else (data.shape[0], data.shape[1])
-    product = product_dtype(data, context, context.options.tf32_recurrent)
+    product = product_dtype(data, context, context.options.switches.recurrent)
     return _Network(
         steps, batch, data.shape[2], hidden, _GATES[mode], layers, 2 if both else 1, dtype_of(data), product
     )

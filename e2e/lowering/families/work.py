@@ -8,13 +8,12 @@ from math import prod
 from typing import Literal
 
 from costmodel.operators.any_operator import AnyOperator
-from costmodel.operators.attention import AttentionKernel
 from costmodel.operators.device_work import Elementwise, MemoryCopy, Rearrangement
-from costmodel.operators.expert_routing import BALANCED, ExpertRouting
 from costmodel.operators.layers import DTYPE_BYTES
 from e2e.lowering.families.strides import strided_reads
 from e2e.step.execution_graph import TaskKind
 from e2e.step.operator_trace import OperatorCall, Tensor, Value, tensors
+from e2e.step.options import StepOptions
 
 # Types that the cost models do not tell apart from one of the same size.
 SAME_SIZE = {
@@ -26,22 +25,6 @@ SAME_SIZE = {
     "uint64": "int64",
     "int4": "int8",
 }
-
-
-@dataclass(frozen=True)
-class LoweringOptions:
-    """``tf32``: products of float32 tensors run on TF32 units, in all kernels; ``tf32_convolutions`` and
-    ``tf32_recurrent``: in these of cuDNN, whatever ``tf32`` says. ``stream``: where work goes unless a trace says.
-    ``attention``: the kernel of fused attention, ``None`` for that of the operator which was called.
-    ``routing``: how rows of tokens are shared by experts.
-    """
-
-    tf32: bool = False
-    tf32_convolutions: bool = False
-    tf32_recurrent: bool = False
-    stream: int = 0
-    attention: AttentionKernel | None = None
-    routing: ExpertRouting = BALANCED
 
 
 class UnforeseenCall(Exception):
@@ -69,7 +52,7 @@ class Context:
     lookups (``lookups``) whose backward calls do not say what was looked up.
     """
 
-    options: LoweringOptions = field(default_factory=LoweringOptions)
+    options: StepOptions = field(default_factory=StepOptions)
     strides: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
     lookups: list[OperatorCall] = field(default_factory=list)
 

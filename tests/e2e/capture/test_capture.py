@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from costmodel.base.errors import InputError
-from e2e.capture import CapturedWorkload, CaptureOptions, capture
+from e2e.capture import CapturedWorkload, capture
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, tensors
+from e2e.step.options import StepOptions
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -139,23 +140,23 @@ def test_gradients_of_a_tensor_used_twice_are_added_in_place():
 
 
 def test_fused_optimizer():
-    calls = capture(toy(), CaptureOptions(optimizer="fused")).calls
+    calls = capture(toy(), StepOptions(optimizer="fused")).calls
     optimizer = [call.name for call in calls if call.phase == "optimizer" and call.parent is not None]
     assert "aten::_fused_adamw_" in optimizer
     assert not any(name.startswith("aten::_foreach_mul") for name in optimizer)
 
 
 def test_a_form_that_the_script_chose_stays():
-    calls = capture(toy(torch.optim.SGD, lr=0.1, foreach=False), CaptureOptions(optimizer="fused")).calls
+    calls = capture(toy(torch.optim.SGD, lr=0.1, foreach=False), StepOptions(optimizer="fused")).calls
     assert sum(call.name == "aten::add_" for call in calls if call.phase == "optimizer") == 6
 
 
 def test_without_optimizer_and_backward():
-    forward_backward = capture(toy(None), CaptureOptions(mode="forward-backward"))
+    forward_backward = capture(toy(None), StepOptions(mode="forward-backward"))
     assert {call.phase for call in forward_backward.calls} == {"forward", "backward"}
     model = torch.nn.Linear(8, 8, device="meta")
     data = torch.empty(2, 8, device="meta")
-    inference = capture(CapturedWorkload("linear", model, lambda: model(data)), CaptureOptions(mode="inference"))
+    inference = capture(CapturedWorkload("linear", model, lambda: model(data)), StepOptions(mode="inference"))
     assert [call.name for call in inference.calls] == ["aten::linear", "aten::t", "aten::addmm"]
     assert all(call.sequence is None for call in inference.calls)
 
@@ -189,7 +190,7 @@ def test_pytorch_is_left_as_it_was_even_after_a_failure():
 @pytest.mark.parametrize("wrong", [{"mode": "fly"}, {"dtype": "int4"}, {"attention": "best"}, {"optimizer": "slow"}])
 def test_unknown_options_name_what_is_known(wrong: dict[str, str]):
     with pytest.raises(InputError, match="choose one of"):
-        CaptureOptions(**wrong)
+        StepOptions(**wrong)
 
 
 def test_importing_the_package_does_not_import_torch():

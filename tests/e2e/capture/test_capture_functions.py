@@ -12,13 +12,14 @@ from torch.utils.checkpoint import checkpoint
 
 from costmodel.operators.device_work import Attention, Gemm
 from costmodel.operators.expert_work import GroupedGemm
-from e2e.capture import CapturedWorkload, CaptureOptions, capture
+from e2e.capture import CapturedWorkload, capture
 from e2e.lowering.lower_trace import lower
 from e2e.step.operator_trace import OperatorTrace
+from e2e.step.options import StepOptions
 
 
 def record(step: Callable[[], object], **options: str) -> OperatorTrace:
-    return capture(CapturedWorkload("step", torch.nn.Identity(), step), CaptureOptions(**options))
+    return capture(CapturedWorkload("step", torch.nn.Identity(), step), StepOptions(**options))
 
 
 def counts(trace: OperatorTrace) -> Counter[str]:

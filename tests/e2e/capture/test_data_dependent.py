@@ -12,12 +12,12 @@ from torch import nn
 
 from costmodel.operators.device_work import Gemm
 from e2e.capture.meta_results import true_share
-from e2e.capture.options import CaptureOptions
 from e2e.capture.script import capture_script, load_script
 from e2e.lowering.lower_trace import lower, unknown_operators
 from e2e.sources.capture_notes import assumptions
 from e2e.step.execution_graph import RankGraph
 from e2e.step.operator_trace import OperatorTrace
+from e2e.step.options import StepOptions
 
 
 def captured(step: Callable[[torch.Tensor], Any], *shape: int, module: nn.Module | None = None) -> OperatorTrace:
@@ -25,7 +25,7 @@ def captured(step: Callable[[torch.Tensor], Any], *shape: int, module: nn.Module
         data = torch.randn(*shape, device="cuda")
         return module or nn.Identity(), lambda: step(data)
 
-    return capture_script(load_script(make), CaptureOptions("forward-backward", attention="flash"))
+    return capture_script(load_script(make), StepOptions(mode="forward-backward", attention="flash"))
 
 
 def names(graph: RankGraph) -> list[str]:

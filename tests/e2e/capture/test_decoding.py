@@ -11,11 +11,10 @@ from costmodel.operators.attention import Attention
 from costmodel.operators.device_work import Gemm
 from costmodel.operators.scaled_work import ScaledCast
 from e2e.capture.models.catalog import build_from_config
-from e2e.capture.options import CaptureOptions
 from e2e.capture.session import CapturedWorkload, capture
-from e2e.lowering import LoweringOptions
 from e2e.lowering.lower_trace import lower
 from e2e.step.memory import peak_memory
+from e2e.step.options import StepOptions
 
 torch = pytest.importorskip("torch")
 
@@ -38,9 +37,9 @@ ENCODED = {
 
 def decoded(config: dict[str, Any], attention: Any, length: int | None = None, cached: int | None = CACHED) -> Any:
     """Records of a step, and the names of its calls."""
-    options = CaptureOptions("inference", "bfloat16", attention, cache_length=cached)
+    options = StepOptions(mode="inference", dtype="bfloat16", attention=attention, cache_length=cached)
     trace = capture(build_from_config(config, BATCH, length, options, "test"), options)
-    graph = lower(trace, LoweringOptions(attention=options.kernel))
+    graph = lower(trace, options)
     return [each for task in graph.tasks for each in task.operators], [call.name for call in trace.calls]
 
 
@@ -71,7 +70,7 @@ def test_the_cache_is_written_in_place_and_read_by_windows():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_memory_tells_the_cache_from_the_weights(dtype):
-    options = CaptureOptions("inference", dtype, "flash", cache_length=CACHED)
+    options = StepOptions(mode="inference", dtype=dtype, attention="flash", cache_length=CACHED)
     workload = build_from_config(GROUPED, BATCH, None, options, "test")
     found = peak_memory(capture(workload, options)).breakdown
     size = 2 if dtype == "bfloat16" else 4
@@ -93,7 +92,7 @@ def test_memory_that_a_step_fills_as_a_whole_is_no_cache():
 
     model = Fixed()
     workload = CapturedWorkload("test", model, lambda: model(torch.ones(4, 512, device="meta")))
-    assert peak_memory(capture(workload, CaptureOptions("inference"))).breakdown["cache"] == 0
+    assert peak_memory(capture(workload, StepOptions(mode="inference"))).breakdown["cache"] == 0
 
 
 def test_several_tokens_behind_a_cache():

@@ -12,7 +12,7 @@ import pytest
 
 from costmodel.base.errors import InputError, ModelError
 from e2e.capture.distributed.distributed_capture import capture_distributed
-from e2e.lowering import LoweringOptions, unknown_operators
+from e2e.lowering import unknown_operators
 from e2e.lowering.lowered_step import LoweredStep, lower_ranks
 from e2e.simulate.simulator import simulate_iterations
 from e2e.step.execution_graph import (
@@ -25,6 +25,7 @@ from e2e.step.execution_graph import (
     StreamWait,
     Synchronize,
 )
+from e2e.step.options import StepOptions
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 FLOAT = 4
@@ -38,7 +39,7 @@ def captured(example: str, gpus: int, **parameters: Any) -> LoweredStep:
 def lowered(reference: str, gpus: int, **options: Any) -> LoweredStep:
     """The graph of the captured ranks."""
     found = capture_distributed(reference, gpus, **options)
-    return lower_ranks(found.traces, found.multiplicity, found.source, LoweringOptions())
+    return lower_ranks(found.traces, found.multiplicity, found.source, StepOptions())
 
 
 def meetings(rank: RankGraph) -> list[tuple[str, str, int]]:

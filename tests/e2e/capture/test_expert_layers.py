@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from e2e.capture.models.expert_layers import products_by_expert, use_grouped_experts
-from e2e.capture.options import CaptureOptions
 from e2e.capture.session import CapturedWorkload, capture
+from e2e.step.options import StepOptions
 
 EXPERTS, WIDTH, INNER, ROWS = 3, 4, 8, 6
 
@@ -34,7 +34,7 @@ def test_biases_are_added_one_expert_after_the_other(by_expert, times):
         rows = torch.empty(ROWS, WIDTH, dtype=torch.bfloat16)
         selected, weights = torch.empty(ROWS, 1, dtype=torch.int64), torch.empty(ROWS, 1, dtype=torch.bfloat16)
     assert use_grouped_experts(layer, products_by_expert, waits=by_expert) == 1
-    options = CaptureOptions("forward-backward", "bfloat16")
+    options = StepOptions(mode="forward-backward", dtype="bfloat16")
 
     def step() -> None:
         layer.forward(rows, selected, weights).sum().backward()

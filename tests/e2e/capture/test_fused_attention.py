@@ -10,10 +10,9 @@ import pytest
 from costmodel.base.errors import InputError
 from costmodel.operators.attention import Attention
 from e2e.capture.models.catalog import build, build_from_config
-from e2e.capture.options import CaptureOptions
 from e2e.capture.session import capture
-from e2e.lowering import LoweringOptions
 from e2e.lowering.lower_trace import lower
+from e2e.step.options import StepOptions
 
 LENGTH, WINDOW = 64, 16
 SIZES = {
@@ -34,9 +33,9 @@ def attended(
     config: dict[str, Any], attention: Any, document: int | None = None
 ) -> tuple[list[Attention], Counter[str]]:
     """Records of attention and names of calls in a training step."""
-    options = CaptureOptions(dtype="bfloat16", attention=attention, document_length=document)
+    options = StepOptions(dtype="bfloat16", attention=attention, document_length=document)
     trace = capture(build_from_config(config, 1, LENGTH, options, "test"), options)
-    graph = lower(trace, LoweringOptions(attention=options.kernel))
+    graph = lower(trace, options)
     records = [each for task in graph.tasks for each in task.operators if isinstance(each, Attention)]
     return records, Counter(each.name for each in trace.calls)
 
@@ -84,4 +83,4 @@ def test_documents_need_a_kernel_and_a_transformer():
     with pytest.raises(InputError, match=r"PyTorch's own attention knows no documents; name a kernel"):
         attended({**WINDOWED, "sliding_window": None}, "flash", document=24)
     with pytest.raises(InputError, match="--document-length is for transformers"):
-        build("resnet-50", 1, None, CaptureOptions(document_length=24))
+        build("resnet-50", 1, None, StepOptions(document_length=24))

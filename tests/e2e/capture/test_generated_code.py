@@ -13,16 +13,16 @@ from costmodel.base.errors import ModelError
 from costmodel.operators.attention import Attention, seen_pairs
 from costmodel.operators.device_work import Elementwise
 from e2e.capture import recorder, watch
-from e2e.capture.options import CaptureOptions
 from e2e.capture.script import capture_script, load_script
 from e2e.lowering.lower_trace import lower
 from e2e.step.operator_trace import OperatorTrace
+from e2e.step.options import StepOptions
 
 LENGTH = 512
 
 
 def captured(make: Callable[[], tuple[nn.Module, Callable[[], Any]]]) -> OperatorTrace:
-    return capture_script(load_script(make), CaptureOptions("forward-backward", attention="flash"))
+    return capture_script(load_script(make), StepOptions(mode="forward-backward", attention="flash"))
 
 
 def test_a_compiled_function_without_breaks_runs_as_it_is_written():

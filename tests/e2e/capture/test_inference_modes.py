@@ -12,11 +12,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from e2e.capture.models.catalog import IMAGES
-from e2e.capture.options import CaptureOptions
 from e2e.capture.script import capture_script, load_script
-from e2e.lowering import LoweringOptions
 from e2e.lowering.lowered_step import lower_step
 from e2e.step.execution_graph import RankGraph
+from e2e.step.options import StepOptions
 
 MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "no_grad": torch.no_grad,
@@ -28,9 +27,9 @@ Make = Callable[[], tuple[nn.Module, Callable[[], Any]]]
 
 def work(make: Make, *, compiled: bool = False) -> list[Any]:
     """Names and device work of the kernels of one step."""
-    trace = capture_script(load_script(make), CaptureOptions("forward-backward", attention="flash"))
+    trace = capture_script(load_script(make), StepOptions(mode="forward-backward", attention="flash"))
     assert trace.calls
-    graph = lower_step(trace, LoweringOptions(), compiled=compiled).graph
+    graph = lower_step(trace, StepOptions(compile=compiled)).graph
     assert isinstance(rank := graph.ranks[0], RankGraph)
     return [(task.name, task.operators) for task in rank.tasks]
 
@@ -147,7 +146,7 @@ def test_the_mode_is_told_to_the_script_and_ends():
         return module, step
 
     with torch.inference_mode():  # of the caller
-        trace = capture_script(load_script(make), CaptureOptions("forward-backward"))
+        trace = capture_script(load_script(make), StepOptions(mode="forward-backward"))
         assert torch.is_inference_mode_enabled()
     assert len(told) == 7 and all(told)
     assert any(call.phase == "backward" for call in trace.calls)
@@ -185,7 +184,7 @@ def test_tensors_say_that_they_are_on_the_gpu():
 
         return module, step
 
-    capture_script(load_script(make), CaptureOptions("forward-backward"))
+    capture_script(load_script(make), StepOptions(mode="forward-backward"))
     gpu = torch.device("cuda", 0)
     assert seen == {
         "module": gpu,

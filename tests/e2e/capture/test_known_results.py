@@ -11,9 +11,9 @@ torch = pytest.importorskip("torch")
 from e2e.capture.known_results import KnownResults  # noqa: E402
 from e2e.capture.models.catalog import build, build_from_config  # noqa: E402
 from e2e.capture.models.transformer import PRESETS  # noqa: E402
-from e2e.capture.options import CaptureOptions  # noqa: E402
 from e2e.capture.session import capture  # noqa: E402
 from e2e.step.operator_trace import OperatorCall, OperatorTrace  # noqa: E402
+from e2e.step.options import StepOptions  # noqa: E402
 
 aten = torch.ops.aten
 SMALL = {"n_layer": 3, "n_embd": 32, "n_head": 2, "n_positions": 16}
@@ -24,7 +24,7 @@ def meta(*shape: int, **options: object) -> object:
     return torch.empty(shape, device="meta", **options)
 
 
-def captured(name: str, config: dict, options: CaptureOptions):
+def captured(name: str, config: dict, options: StepOptions):
     return capture(build_from_config(config, 2, 8, options, name), options)
 
 
@@ -44,7 +44,7 @@ WORKLOADS = {
 
 @pytest.mark.parametrize(("name", "dtype"), [*((name, "float32") for name in WORKLOADS), ("gpt2 train", "bfloat16")])
 def test_a_capture_is_the_same_as_one_that_computes_every_call(name, dtype, monkeypatch):
-    options = CaptureOptions(mode="train", dtype=dtype)
+    options = StepOptions(mode="train", dtype=dtype)
     remembered = WORKLOADS[name](options)
     monkeypatch.setattr(KnownResults, "_makes_results", lambda self, func: False)
     computed = WORKLOADS[name](options)
@@ -60,7 +60,7 @@ def test_alike_layers_are_computed_once(monkeypatch):
         return run(self, func, args, kwargs)
 
     monkeypatch.setattr(KnownResults, "run", noted)
-    trace = captured("gpt2", {**PRESETS["gpt2"], **SMALL, "n_layer": 6}, CaptureOptions(mode="train"))
+    trace = captured("gpt2", {**PRESETS["gpt2"], **SMALL, "n_layer": 6}, StepOptions(mode="train"))
     assert seen[0].hits > len(trace.calls) / 4
 
 

@@ -10,17 +10,17 @@ import torch
 from torch import nn
 
 from costmodel.base.errors import ModelError
-from e2e.capture.options import CaptureOptions
 from e2e.capture.script import capture_script, load_script
 from e2e.sources.capture_notes import assumptions
 from e2e.step.operator_trace import OperatorTrace
+from e2e.step.options import StepOptions
 
 
 def captured(step: Callable[[], Any]) -> OperatorTrace:
     def make() -> tuple[nn.Module, Callable[[], Any]]:
         return nn.Identity(), step
 
-    return capture_script(load_script(make), CaptureOptions("forward-backward", attention="flash"))
+    return capture_script(load_script(make), StepOptions(mode="forward-backward", attention="flash"))
 
 
 def value_of(compute: Callable[[], Any]) -> Any:
@@ -93,7 +93,7 @@ def test_generation_makes_as_many_tokens_as_are_asked_for():
         return model, lambda: sizes.append(model.generate(tokens, max_new_tokens=5, pad_token_id=0).shape)
 
     sizes: list[torch.Size] = []
-    capture_script(load_script(make), CaptureOptions("inference", attention="flash"))
+    capture_script(load_script(make), StepOptions(mode="inference", attention="flash"))
     assert sizes == [(2, 13)]
 
 

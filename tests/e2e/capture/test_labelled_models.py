@@ -20,11 +20,11 @@ from costmodel.datasets.data_folder import data_folder  # noqa: E402
 from costmodel.operators.device_work import Elementwise, Gemm, Normalization, Rearrangement, Softmax  # noqa: E402
 from e2e.capture.models.labelled import label_workload  # noqa: E402
 from e2e.capture.models.transformer import PRESETS, read_config  # noqa: E402
-from e2e.capture.options import CaptureOptions  # noqa: E402
 from e2e.capture.session import capture  # noqa: E402
 from e2e.lowering import unknown_operators  # noqa: E402
 from e2e.lowering.lower_trace import lower  # noqa: E402
 from e2e.step.execution_graph import RankGraph  # noqa: E402
+from e2e.step.options import StepOptions  # noqa: E402
 
 DATA = data_folder() / "neusight"
 LAYERS = {"gpt2": "n_layer", "bert": "num_hidden_layers", "opt": "num_hidden_layers"}
@@ -53,7 +53,7 @@ POINTWISE = {
 
 
 def graph_of(config: dict, mode: str, batch: int, length: int) -> RankGraph:
-    options = CaptureOptions(mode="inference" if mode == "inf" else "forward-backward")
+    options = StepOptions(mode="inference" if mode == "inf" else "forward-backward")
     return lower(capture(label_workload(config, mode, batch, length, "case"), options))
 
 
@@ -145,7 +145,7 @@ def test_opt_copies_queries_keys_and_values_and_limits_scores():
 def test_training_adds_to_gradients_that_are_there():
     config = {**PRESETS["gpt2"], "n_layer": 1, "n_embd": 64, "n_head": 2}
     workload = label_workload(config, "train", 1, 8, "case")
-    trace = capture(workload, CaptureOptions(mode="forward-backward"))
+    trace = capture(workload, StepOptions(mode="forward-backward"))
     added = [call for call in trace.calls if call.name == "aten::add_" and call.phase == "backward"]
     assert len(added) >= len(list(workload.module.parameters()))
 
@@ -171,7 +171,7 @@ def test_experts_of_a_built_in_model_take_equal_shares_up_to_their_capacity():
     config |= {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "d_ff": 3072}
 
     def rows(length: int) -> set[int]:
-        options = CaptureOptions(mode="inference")
+        options = StepOptions(mode="inference")
         graph = lower(capture(build_from_config(config, 2, length, options, "switch"), options))
         gemms = [record for record in records(graph) if isinstance(record, Gemm) and record.k == 3072]
         return {record.m for record in gemms} - {2 * length}

@@ -14,17 +14,18 @@ from costmodel.datasets.data_folder import data_folder
 from costmodel.operators.device_work import Attention, ConvolutionBackward, Gemm
 from costmodel.operators.layers import Conv2d
 from costmodel.operators.lookups import EmbeddingLookup
-from e2e.capture import CaptureOptions, build, capture, known_models
+from e2e.capture import build, capture, known_models
 from e2e.capture.models.catalog import build_dlrm, build_from_config, build_from_file
 from e2e.capture.models.dlrm import CONFIGS, Dlrm, DlrmConfig, random_tables
 from e2e.capture.models.transformer import PRESETS
 from e2e.lowering import unknown_operators
 from e2e.lowering.lower_trace import lower
 from e2e.step.execution_graph import RankGraph
+from e2e.step.options import StepOptions
 
 ROOT = Path(__file__).resolve().parents[3]
 LABELLED = data_folder() / "neusight" / "model_configs"
-INFERENCE = CaptureOptions(mode="inference")
+INFERENCE = StepOptions(mode="inference")
 
 # Sizes published with each model: torchvision (ResNet-50, Inception-V3 with auxiliary classifier), the Hugging Face
 # model cards and checkpoints (tied output embeddings counted once), Llama 2 and 3 papers.
@@ -109,7 +110,7 @@ def gpt_flops(batch: int, length: int, width: int, layers: int, words: int) -> i
 
 @pytest.mark.parametrize(("attention", "dtype"), [("eager", "float32"), ("flash", "bfloat16"), ("flash", "float32")])
 def test_flops_of_gpt2(attention: str, dtype: str):
-    options = CaptureOptions(mode="inference", attention=attention, dtype=dtype)
+    options = StepOptions(mode="inference", attention=attention, dtype=dtype)
     graph = lower(capture(build("gpt2", 2, 256, options), options))
     expected = gpt_flops(2, 256, 768, 12, 50257)
     # The causal kernel skips the pairs above the diagonal, s (s - 1) / 2 of s^2.
@@ -118,7 +119,7 @@ def test_flops_of_gpt2(attention: str, dtype: str):
 
 
 def test_backward_has_twice_the_flops_of_forward():
-    options = CaptureOptions(mode="forward-backward")
+    options = StepOptions(mode="forward-backward")
     graph = lower(capture(build("gpt2", 1, 128, options), options))
     assert flops(graph) == 3 * gpt_flops(1, 128, 768, 12, 50257)
 
@@ -138,7 +139,7 @@ def test_kernels_of_resnet_are_those_of_a_profile():
 
 def test_training_flops_of_resnet():
     """Three passes, less the gradient of the pictures, which nobody wants."""
-    options = CaptureOptions(mode="forward-backward")
+    options = StepOptions(mode="forward-backward")
     graph = lower(capture(build("resnet-50", 1, None, options), options))
     first = 2 * 64 * 112 * 112 * 3 * 7 * 7
     assert flops(graph) == pytest.approx(3 * 2 * 4.089e9 - first, rel=1e-3)
@@ -169,7 +170,7 @@ def test_dlrm_looks_up_all_tables_at_once_and_updates_them_in_the_backward_pass(
 
 def test_dlrm_with_one_embedding_bag_per_table():
     config = DlrmConfig((100, 200), 8, (4, 8), (8, 1), 5, embedding="bags")
-    graph = lower(capture(build_dlrm(config, 16, CaptureOptions())))
+    graph = lower(capture(build_dlrm(config, 16, StepOptions())))
     lookups = [r for task in graph.tasks for r in task.operators if isinstance(r, EmbeddingLookup)]
     assert [(r.rows, r.indices, r.bags, r.direction) for r in lookups] == [
         (100, 80, 16, "forward"),
@@ -229,7 +230,7 @@ def test_an_unknown_name_offers_near_ones():
 
 def test_a_model_without_fused_attention_says_so():
     with pytest.raises(InputError, match="no fused attention for xlnet; use eager"):
-        build("xlnet-base", 1, 16, CaptureOptions(attention="flash"))
+        build("xlnet-base", 1, 16, StepOptions(attention="flash"))
 
 
 def test_impossible_sizes():

@@ -10,10 +10,10 @@ import pytest
 from costmodel.base.errors import InputError
 from costmodel.operators.linear_attention import CausalConvolution, LinearAttention
 from e2e.capture.models.catalog import build_from_config
-from e2e.capture.options import CaptureOptions
 from e2e.capture.session import capture
 from e2e.lowering.lower_trace import lower, unknown_operators
 from e2e.sources.capture_notes import assumptions
+from e2e.step.options import StepOptions
 
 LENGTH = 96
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 128, "num_attention_heads": 4, "head_dim": 16}
@@ -37,7 +37,7 @@ DELTA = {
 
 
 def captured(config: dict[str, Any], form: Any, mode: Any = "train") -> Any:
-    options = CaptureOptions(mode=mode, dtype="bfloat16", linear_attention=form)
+    options = StepOptions(mode=mode, dtype="bfloat16", linear_attention=form)
     return capture(build_from_config(config, 2, LENGTH, options, "test"), options)
 
 
@@ -64,7 +64,7 @@ def test_a_training_step_of_mamba_2():
 
 
 def test_every_parameter_gets_its_gradient():
-    options = CaptureOptions(mode="forward-backward", dtype="bfloat16", linear_attention="fused")
+    options = StepOptions(mode="forward-backward", dtype="bfloat16", linear_attention="fused")
     for config in (MAMBA2, MAMBA, DELTA):
         model = build_from_config(config, 2, LENGTH, options, "test")
         capture(model, options)
@@ -97,4 +97,4 @@ def test_without_the_libraries_the_step_is_made_of_single_operators_and_says_so(
 
 def test_a_form_that_is_not_known():
     with pytest.raises(InputError, match="choose one of fused, unfused"):
-        CaptureOptions(linear_attention="sometimes")  # type: ignore[arg-type]
+        StepOptions(linear_attention="sometimes")  # type: ignore[arg-type]

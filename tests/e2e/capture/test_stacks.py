@@ -10,11 +10,11 @@ from costmodel.base.errors import InputError
 from e2e.capture.models.catalog import build, build_from_config
 from e2e.capture.models.stack_kernels import chunks
 from e2e.capture.models.stacks import STACKS, stack_of
-from e2e.capture.options import CaptureOptions
 from e2e.capture.session import capture
 from e2e.lowering.lower_trace import lower, unknown_operators
 from e2e.step.memory import peak_memory
 from e2e.step.operator_trace import OperatorTrace
+from e2e.step.options import StepOptions
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
@@ -25,7 +25,7 @@ NEMOTRON = {**LLAMA, "model_type": "nemotron", "head_dim": 16}
 
 def trace(stack: str | None, config: dict[str, object] = LLAMA) -> OperatorTrace:
     form = "fused" if stack_of(stack).fused_optimizer else "foreach"
-    options = CaptureOptions(dtype="bfloat16", attention="flash", optimizer=form, stack=stack)
+    options = StepOptions(dtype="bfloat16", attention="flash", optimizer=form, stack=stack)
     return capture(build_from_config(config, 2, 64, options, "toy"), options)
 
 
@@ -53,7 +53,7 @@ def test_megatron_fuses_norms_rotation_activation_and_loss_and_packs_products() 
 def test_parameters_are_as_many_in_every_stack() -> None:
     sizes = set()
     for name in (None, *STACKS):
-        options = CaptureOptions(dtype="bfloat16", stack=name)
+        options = StepOptions(dtype="bfloat16", stack=name)
         module = build_from_config(LLAMA, 1, 8, options, "toy").module
         sizes.add(sum(each.numel() for each in module.parameters()))
     assert len(sizes) == 1
@@ -78,7 +78,7 @@ def test_liger_never_has_the_scores_of_all_tokens() -> None:
 
 
 def test_in_inference_the_fused_modules_run_and_the_head_gives_scores() -> None:
-    options = CaptureOptions("inference", "bfloat16", "flash", stack="liger")
+    options = StepOptions(mode="inference", dtype="bfloat16", attention="flash", stack="liger")
     found = capture(build_from_config(LLAMA, 2, 64, options, "toy"), options)
     counts = launches(found)
     assert counts["stack::gated"] == 2 and counts["stack::cross_entropy"] == 0 and products(found) == 15
@@ -101,11 +101,11 @@ def test_unknown_stacks_and_models_without_one_are_named() -> None:
     with pytest.raises(InputError, match="--stack fast: choose one of huggingface"):
         stack_of("fast")
     with pytest.raises(InputError, match="is for transformers"):
-        build("resnet-50", 1, None, CaptureOptions(stack="megatron"))
+        build("resnet-50", 1, None, StepOptions(stack="megatron"))
 
 
 def test_adapters_train_alone_and_frozen_products_have_no_weight_gradients() -> None:
-    options = CaptureOptions(dtype="bfloat16", attention="flash", lora=4)
+    options = StepOptions(dtype="bfloat16", attention="flash", lora=4)
     workload = build_from_config(LLAMA, 2, 64, options, "toy")
     trained = {name for name, each in workload.module.named_parameters() if each.requires_grad}
     assert len(trained) == 2 * 3 * 2 and all("lora_" in name for name in trained)
@@ -118,6 +118,6 @@ def test_adapters_train_alone_and_frozen_products_have_no_weight_gradients() -> 
 
 def test_a_model_without_the_adapted_products_is_named() -> None:
     with pytest.raises(InputError, match="--lora 5000: no product of .* has more than 768 rows; give a lower rank"):
-        build("gpt2", 1, 16, CaptureOptions(lora=5000))
+        build("gpt2", 1, 16, StepOptions(lora=5000))
     with pytest.raises(InputError, match="--lora 4: is for transformers"):
-        build("resnet-50", 1, None, CaptureOptions(lora=4))
+        build("resnet-50", 1, None, StepOptions(lora=4))

@@ -11,9 +11,9 @@ from costmodel.base.errors import InputError
 from costmodel.operators.layers import Conv2d
 from e2e.capture.models import timm_models
 from e2e.capture.models.catalog import build
-from e2e.capture.options import CaptureOptions
 from e2e.capture.session import capture
 from e2e.lowering.lower_trace import lower
+from e2e.step.options import StepOptions
 
 
 def test_torchvision_can_be_imported_from_while_it_is_stood_in_for(monkeypatch):
@@ -41,7 +41,7 @@ def test_without_timm_the_error_says_how_to_install_it(monkeypatch):
 
 @pytest.mark.parametrize(("layout", "expected"), [("contiguous", False), ("channels-last", True)])
 def test_the_layout_of_a_built_in_model_is_that_of_all_its_convolutions(layout, expected):
-    options = CaptureOptions(mode="inference", layout=layout)
+    options = StepOptions(mode="inference", layout=layout)
     graph = lower(capture(build("resnet50", 4, options=options), options))
     found = [each.channels_last for task in graph.tasks for each in task.operators if isinstance(each, Conv2d)]
     assert len(found) == 53 and set(found) == {expected}

@@ -15,11 +15,11 @@ from toy_predictions import GPU, predict_ranks, predict_step, reduced, setting, 
 
 from costmodel.machines.cluster import single_gpu
 from e2e.explain.predictor import RecordedSite, explain_once, predict
-from e2e.lowering import LoweringOptions
 from e2e.lowering.lowered_step import lower_step
 from e2e.report.text_report import launches
 from e2e.simulate.skew import Skew
 from e2e.step.memory import MemoryUsage
+from e2e.step.options import StepOptions
 
 # --- one rank ------------------------------------------------------------------------------------
 
@@ -83,7 +83,7 @@ def test_a_gpu_without_links_is_predicted_by_itself():
     """Links are optional in its file; nothing is sent."""
     alone = replace(GPU, links=())
     chosen = replace(setting(kernel=1.0, host=1e-3), machine=alone)
-    lowered = lower_step(step(), LoweringOptions(), compiled=chosen.compiled)
+    lowered = lower_step(step(), StepOptions(compile=chosen.compiled))
     prediction = predict(lowered.graph, chosen, single_gpu(alone)).prediction
     assert (prediction.cluster, prediction.nodes, prediction.gpus) == (GPU.name, 1, 1)
     assert prediction.iteration_seconds == pytest.approx(4.0, rel=1e-2)

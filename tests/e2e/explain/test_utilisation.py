@@ -17,10 +17,10 @@ from costmodel.datasets.data_folder import data_folder
 from costmodel.machines.machine_catalog import load_machine
 from costmodel.operators.device_work import Gemm
 from e2e.explain.utilisation import utilisation_of
-from e2e.lowering import LoweringOptions
 from e2e.lowering.lowered_step import lower_step
 from e2e.step.execution_graph import CallInfo, ExecutionGraph, Kernel
 from e2e.step.operator_trace import OperatorCall
+from e2e.step.options import StepOptions
 from e2e.validate.training_rows import TRAINING_FILE
 
 H100 = load_machine("h100-sxm")
@@ -110,11 +110,10 @@ def test_what_is_computed_more_widely_is_held_against_the_rate_of_the_step_and_8
 
 def captured_flops(make) -> tuple[float, float]:
     """Model's and executed FLOPs of a step that ``make`` makes."""
-    from e2e.capture.options import CaptureOptions
     from e2e.capture.session import capture
 
-    trace = capture(make(), CaptureOptions())
-    found = utilisation_of(lower_step(trace, LoweringOptions()).graph, H100, 1.0)
+    trace = capture(make(), StepOptions())
+    found = utilisation_of(lower_step(trace, StepOptions()).graph, H100, 1.0)
     return found.model_flops, found.executed_flops
 
 
@@ -144,20 +143,19 @@ def test_a_captured_transformer_has_the_flops_of_the_closed_form():
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     from e2e.capture.models.catalog import build
-    from e2e.capture.options import CaptureOptions
 
     batch, tokens, layers, width, words = 2, 64, 12, 768, 50257
     weights = layers * 12 * width**2 + words * width
     expected = batch * tokens * (6 * weights + 12 * layers * width * tokens)
     for attention in ("eager", "flash"):
-        model, _ = captured_flops(lambda form=attention: build("gpt2", batch, tokens, CaptureOptions(attention=form)))
+        model, _ = captured_flops(lambda form=attention: build("gpt2", batch, tokens, StepOptions(attention=form)))
         assert model == pytest.approx(expected, rel=1e-6)
 
 
 def test_recomputed_layers_of_a_spread_model_are_executed_and_not_counted():
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    from e2e.parallelism.parallel_graph import Step, build
+    from e2e.parallelism.parallel_graph import build
     from e2e.parallelism.spec import parse_parallel
 
     tokens, layers, width, words = 64, 12, 768, 50257
@@ -165,7 +163,7 @@ def test_recomputed_layers_of_a_spread_model_are_executed_and_not_counted():
     forward_of_layers = 2 * tokens * layers * (24 * width**2 + 4 * tokens * width)
     for recompute, again in (("none", 0), ("full", forward_of_layers)):
         spec = parse_parallel(f"dp=2,recompute={recompute}")
-        found = utilisation_of(build("gpt2", spec, Step(1, tokens)).graph, H100, 1.0)
+        found = utilisation_of(build("gpt2", spec, StepOptions(batch_size=1, sequence_length=tokens)).graph, H100, 1.0)
         # Two replicas, one sequence each.
         assert found.model_flops == pytest.approx(2 * tokens * (6 * weights + 12 * layers * width * tokens), rel=1e-6)
         assert found.executed_flops - found.model_flops == pytest.approx(again, rel=1e-6)

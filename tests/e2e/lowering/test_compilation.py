@@ -214,11 +214,11 @@ def test_every_task_is_launched_once():
     pytest.importorskip("transformers")
     from e2e.capture.models.catalog import build_from_config
     from e2e.capture.models.transformer import PRESETS
-    from e2e.capture.options import CaptureOptions
     from e2e.capture.session import capture
+    from e2e.step.options import StepOptions
 
     assert torch
-    options = CaptureOptions(mode="forward-backward")
+    options = StepOptions(mode="forward-backward")
     config = {**PRESETS["gpt2"], "n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 128}
     trace = capture(build_from_config(config, 2, 16, options, "gpt2"), options)
     eager, compiled = lower(trace), compile_rank(lower(trace), trace)

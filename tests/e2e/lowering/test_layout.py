@@ -8,13 +8,13 @@ from torch import nn
 
 from costmodel.operators.device_work import ConvolutionBackward, Normalization, Pooling, Rearrangement
 from costmodel.operators.layers import Conv2d
-from e2e.capture.options import CaptureOptions
 from e2e.capture.session import CapturedWorkload, capture
 from e2e.lowering.compiled_layout import turns_to_channels_last
 from e2e.lowering.families.strides import is_channels_last, lies_dense
 from e2e.lowering.lower_trace import lower
 from e2e.lowering.torch_compile import compile_rank
 from e2e.step.execution_graph import Task
+from e2e.step.options import StepOptions
 
 
 class Net(nn.Module):
@@ -39,7 +39,7 @@ def records(layout: torch.memory_format, train: bool, pictures: torch.memory_for
         if train:
             result.sum().backward()
 
-    trace = capture(CapturedWorkload("net", net, step), CaptureOptions(mode="train" if train else "inference"))
+    trace = capture(CapturedWorkload("net", net, step), StepOptions(mode="train" if train else "inference"))
     return [each for task in lower(trace).tasks for each in task.operators], trace
 
 
@@ -114,7 +114,7 @@ def test_a_compiled_step_has_its_convolutions_in_nhwc():
 
     with torch.device("meta"):
         net, data = Wide().eval(), torch.empty((8, 128, 20, 20))
-    trace = capture(CapturedWorkload("wide", net, lambda: net(data)), CaptureOptions(mode="inference"))
+    trace = capture(CapturedWorkload("wide", net, lambda: net(data)), StepOptions(mode="inference"))
     plain, compiled = lower(trace), compile_rank(lower(trace), trace)
     layouts = [
         [each.channels_last for task in rank.tasks for each in task.operators if isinstance(each, Conv2d)]

@@ -24,10 +24,11 @@ from costmodel.operators.device_work import (
 )
 from costmodel.operators.layers import Conv2d
 from costmodel.operators.lookups import EmbeddingLookup
-from e2e.lowering import LoweringOptions, unknown_operators
+from e2e.lowering import unknown_operators
 from e2e.lowering.families.optimizer_operators import launches
 from e2e.lowering.lower_trace import lower
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor, Value
+from e2e.step.options import StepOptions
 
 
 def t(*shape: int, dtype: str = "float32", stride: tuple[int, ...] | None = None, number: int = 0) -> Tensor:
@@ -41,7 +42,7 @@ def out(*shape: int, dtype: str = "float32", stride: tuple[int, ...] | None = No
 
 def records(name: str, inputs: tuple[Value, ...], outputs: tuple[Value, ...], **options: Any) -> list[Any]:
     trace = OperatorTrace((OperatorCall(0, name, None, 0, inputs, outputs),))
-    return [record for task in lower(trace, LoweringOptions(**options)).tasks for record in task.operators]
+    return [record for task in lower(trace, StepOptions(**options)).tasks for record in task.operators]
 
 
 def test_products_and_their_layouts():
@@ -56,10 +57,10 @@ def test_products_and_their_layouts():
 
 
 def test_tf32_is_for_float32_products_alone():
-    assert records("aten::mm", (t(8, 4), t(4, 6)), (out(8, 6),), tf32=True) == [Gemm(1, 8, 6, 4, "tf32")]
+    assert records("aten::mm", (t(8, 4), t(4, 6)), (out(8, 6),), dtype="tf32") == [Gemm(1, 8, 6, 4, "tf32")]
     half = (t(8, 4, dtype="float16"), t(4, 6, dtype="float16"))
-    assert records("aten::mm", half, (out(8, 6, dtype="float16"),), tf32=True) == [Gemm(1, 8, 6, 4, "float16")]
-    assert records("aten::add", (t(8), t(8), 1), (out(8),), tf32=True)[0].dtype == "float32"
+    assert records("aten::mm", half, (out(8, 6, dtype="float16"),), dtype="tf32") == [Gemm(1, 8, 6, 4, "float16")]
+    assert records("aten::add", (t(8), t(8), 1), (out(8),), dtype="tf32")[0].dtype == "float32"
 
 
 def test_a_few_sought_elements_are_compared_with_all():
@@ -69,7 +70,7 @@ def test_a_few_sought_elements_are_compared_with_all():
     assert (fill.elements, compare.elements, copy.elements) == (4096, 3 * 4096, 4096)
     assert found == Reduction("any", 3 * 4096, 4096, "bool")
     many = OperatorCall(0, "aten::isin", None, 0, (data, t(1024, dtype="int64", number=1)), (out(4, 1024),))
-    assert unknown_operators(lower(OperatorTrace((many,)), LoweringOptions())) == {"aten::isin": 1}
+    assert unknown_operators(lower(OperatorTrace((many,)), StepOptions())) == {"aten::isin": 1}
 
 
 def test_convolution_and_its_gradients():

@@ -11,9 +11,9 @@ from costmodel.base.errors import InputError
 from costmodel.operators.expert_work import GroupedGemm
 from costmodel.operators.scaled_work import ScaledCast, ScaledGemm
 from e2e.capture.models.catalog import build_from_config
-from e2e.capture.options import CaptureOptions
 from e2e.capture.session import CapturedWorkload, capture
 from e2e.lowering import lower
+from e2e.step.options import StepOptions
 from e2e.step.precision import RECIPES
 
 ROWS, WIDTH, INNER = 64, 32, 48
@@ -24,7 +24,7 @@ SMALL = {
 
 
 def operators(step):
-    trace = capture(CapturedWorkload("step", torch.nn.Identity(), step), CaptureOptions())
+    trace = capture(CapturedWorkload("step", torch.nn.Identity(), step), StepOptions())
     return [each for task in lower(trace).tasks for each in task.operators]
 
 
@@ -62,7 +62,7 @@ def test_integers_have_a_record_too():
 
 
 def captured(mode="forward-backward", config=SMALL, **options):
-    asked = CaptureOptions(mode=mode, dtype="bfloat16", **options)
+    asked = StepOptions(mode=mode, dtype="bfloat16", **options)
     trace = capture(build_from_config(config, 2, ROWS // 2, asked, "small"), asked)
     return [each for task in lower(trace).tasks for each in task.operators]
 
@@ -150,5 +150,5 @@ def test_experts_of_a_quantized_model_are_multiplied_in_8_bits():
 
 def test_a_recipe_needs_16_bits():
     with pytest.raises(InputError, match="--precision fp8-delayed is for models of 16 bits"):
-        asked = CaptureOptions(precision="fp8-delayed")
+        asked = StepOptions(precision="fp8-delayed")
         build_from_config(SMALL, 1, 16, asked, "small")

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from costmodel.base.errors import InputError
-from e2e.parallelism import ParallelGraph, Step, build, parse_parallel
+from e2e.parallelism import ParallelGraph, build, parse_parallel
+from e2e.step.options import StepOptions
 
 LAYERS, WIDTH, LENGTH, HEADS, KV_HEADS, BATCH = 4, 64, 32, 4, 2, 2
 ACTIVATIONS = BATCH * LENGTH * WIDTH * 2  # bytes in bfloat16
@@ -28,7 +29,7 @@ LLAMA = {
 def spread(folder: Path, config: dict[str, Any], text: str, attention: str = "eager") -> ParallelGraph:
     path = folder / "config.json"
     path.write_text(json.dumps({**config, "vocab_size": 512, "n_positions": LENGTH}), encoding="utf-8")
-    step = Step(batch_size=BATCH, sequence_length=LENGTH, dtype="bfloat16", attention=attention)
+    step = StepOptions(batch_size=BATCH, sequence_length=LENGTH, dtype="bfloat16", attention=attention)
     return build(path, parse_parallel(text), step)
 
 

@@ -13,10 +13,11 @@ import pytest
 
 from costmodel.base.errors import InputError, ModelError
 from costmodel.operators.expert_routing import ExpertRouting
-from e2e.parallelism import ParallelGraph, Step, build, parse_parallel
+from e2e.parallelism import ParallelGraph, build, parse_parallel
 from e2e.parallelism.layers.expert_parallel import Exchange, met
 from e2e.simulate.simulator import simulate
 from e2e.step.execution_graph import Duration, ExecutionGraph, HostWork, Launch, Synchronize
+from e2e.step.options import StepOptions
 
 LAYERS, WIDTH, INNER, LENGTH, BATCH = 4, 64, 96, 32, 2
 EXPERTS, CHOSEN = 8, 2
@@ -43,7 +44,7 @@ def spread(
 ) -> ParallelGraph:
     path = folder / "config.json"
     path.write_text(json.dumps({**MIXTRAL, **more}), encoding="utf-8")
-    step = Step(batch_size=BATCH, sequence_length=LENGTH, dtype="bfloat16", **(asked or {}))
+    step = StepOptions(batch_size=BATCH, sequence_length=LENGTH, dtype="bfloat16", **(asked or {}))
     return build(path, parse_parallel(text), step, node_gpus=node_gpus)
 
 
@@ -418,13 +419,13 @@ def test_the_slowest_rank_of_an_uneven_routing_computes_and_receives_more(tmp_pa
 
 def test_the_form_of_the_library_sorts_and_gathers(tmp_path):
     names = [
-        {task.name for task in spread(tmp_path, "dp=1", asked={"mixture": form}).graph.ranks[0].tasks}
+        {task.name for task in spread(tmp_path, "dp=1", asked={"moe": form}).graph.ranks[0].tasks}
         for form in ("grouped", "huggingface")
     ]
     assert "moe::permute" in names[0] and "aten::index_put_" not in names[0]
     assert "moe::permute" not in names[1] and "aten::index_put" in " ".join(names[1])
     with pytest.raises(InputError, match="ep-dispatch=deepep needs --moe grouped"):
-        spread(tmp_path, "dp=4,ep=4,ep-dispatch=deepep", asked={"mixture": "huggingface"})
+        spread(tmp_path, "dp=4,ep=4,ep-dispatch=deepep", asked={"moe": "huggingface"})
 
 
 def test_overlapped_exchanges_hold_up_the_next_exchange_alone(tmp_path):

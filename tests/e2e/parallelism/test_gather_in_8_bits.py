@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from costmodel.base.errors import InputError
-from e2e.parallelism import ParallelGraph, Step, build, parse_parallel
+from e2e.parallelism import ParallelGraph, build, parse_parallel
+from e2e.step.options import StepOptions
 
 LAYERS, WIDTH, INNER, LENGTH, RANKS = 4, 64, 128, 32, 4
 LLAMA = {
@@ -30,7 +31,7 @@ NORMS = 2 * WIDTH
 def spread(folder: Path, more: str = "", **asked: Any) -> ParallelGraph:
     path = folder / "config.json"
     path.write_text(json.dumps(LLAMA), encoding="utf-8")
-    step = Step(**{"sequence_length": LENGTH, "dtype": "bfloat16", "precision": "fp8-tensorwise", **asked})
+    step = StepOptions(**{"sequence_length": LENGTH, "dtype": "bfloat16", "precision": "fp8-tensorwise", **asked})
     return build(path, parse_parallel(f"fsdp={RANKS},master-weights=yes{more}"), step)
 
 

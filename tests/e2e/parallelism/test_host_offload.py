@@ -13,7 +13,7 @@ import pytest
 from costmodel.base.errors import InputError
 from costmodel.machines.cluster import load_cluster
 from costmodel.operators.device_work import MemoryCopy
-from e2e.parallelism import ParallelGraph, ParallelSpec, Step, build, parse_parallel
+from e2e.parallelism import ParallelGraph, ParallelSpec, build, parse_parallel
 from e2e.parallelism.host_offload import (
     ADAM_BYTES,
     ADDED_BYTES,
@@ -29,6 +29,7 @@ from e2e.parallelism.stage_kernels import StageKernels
 from e2e.parallelism.stage_writer import StageWriter
 from e2e.simulate.simulator import simulate
 from e2e.step.execution_graph import Duration, ExecutionGraph, HostWork, Launch, Synchronize
+from e2e.step.options import StepOptions
 from e2e.step.rank_writer import RankWriter
 
 LAYERS, WIDTH, LENGTH, BATCH = 4, 64, 32, 2
@@ -123,7 +124,7 @@ def test_the_host_takes_what_its_memory_or_one_core_takes() -> None:
 def spread(folder: Path, text: str, bandwidth: float | None = 1e9, **more: Any) -> ParallelGraph:
     path = folder / "config.json"
     path.write_text(json.dumps(LLAMA), encoding="utf-8")
-    step = Step(**{"batch_size": BATCH, "sequence_length": LENGTH, "dtype": "bfloat16", **more})
+    step = StepOptions(**{"batch_size": BATCH, "sequence_length": LENGTH, "dtype": "bfloat16", **more})
     return build(path, parse_parallel(text), step, host_bandwidth=bandwidth)
 
 

@@ -14,18 +14,18 @@ from costmodel.base.errors import InputError, ProjectError
 from costmodel.machines.cluster import single_gpu
 from costmodel.machines.machine_catalog import load_machine
 from e2e.explain.predictor import Setting, predict
-from e2e.lowering import LoweringOptions
 from e2e.lowering.lowered_step import lower_step
-from e2e.parallelism import ParallelGraph, Step, build, parse_parallel
+from e2e.parallelism import ParallelGraph, build, parse_parallel
 from e2e.parallelism.condense import Condenser
 from e2e.price.shared_overheads import load_overheads
 from e2e.step.execution_graph import Launch, RankGraph, Synchronize, Task
+from e2e.step.options import StepOptions
 
 LAYERS, WIDTH, LENGTH, VOCABULARY = 4, 64, 32, 512
 BATCH = 2
 ACTIVATIONS = BATCH * LENGTH * WIDTH * 2  # bytes in bfloat16
 LAYER = 12 * WIDTH * WIDTH + 13 * WIDTH  # parameters: 4 products, their biases, two layer norms
-STEP = Step(batch_size=BATCH, sequence_length=LENGTH, dtype="bfloat16")
+STEP = StepOptions(batch_size=BATCH, sequence_length=LENGTH, dtype="bfloat16")
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def write(folder: Path, config: dict[str, Any]) -> Path:
     return path
 
 
-def spread(model: Path, text: str, step: Step = STEP) -> ParallelGraph:
+def spread(model: Path, text: str, step: StepOptions = STEP) -> ParallelGraph:
     return build(model, parse_parallel(text), step)
 
 
@@ -59,12 +59,13 @@ def collectives(built: ParallelGraph, rank: int = 0, group: str = "") -> list[tu
 
 
 def test_one_gpu_is_the_single_gpu_prediction(gpt: Path) -> None:
-    from e2e.capture import CaptureOptions, build_from_file, capture
+    from e2e.capture import build_from_file, capture
+    from e2e.step.options import StepOptions
 
-    options = CaptureOptions(dtype="bfloat16")
+    options = StepOptions(dtype="bfloat16")
     trace = capture(build_from_file(gpt, BATCH, LENGTH, options), options)
     setting = Setting(load_machine("h100-sxm"), load_overheads())
-    lowered = lower_step(trace, LoweringOptions(), compiled=setting.compiled)
+    lowered = lower_step(trace, StepOptions(compile=setting.compiled))
     cluster = single_gpu(setting.machine)
     alone = predict(lowered.graph, setting, cluster, lowered.memory).prediction
     built = spread(gpt, "dp=1")
@@ -198,7 +199,9 @@ def test_master_weights_cost_copies_and_memory(gpt: Path) -> None:
     # Copies of the gradients in FP32 while the optimizer runs: more than what the small activations took.
     assert mixed.memory[0].operator == "optimizer"
     assert mixed.memory[0].breakdown["temporary"] >= 2 * parameters
-    half = spread(gpt, "dp=1,master-weights=yes", Step(BATCH, LENGTH, "float16"))
+    half = spread(
+        gpt, "dp=1,master-weights=yes", StepOptions(batch_size=BATCH, sequence_length=LENGTH, dtype="float16")
+    )
 
     def waits(built: ParallelGraph) -> int:
         return sum(isinstance(action, Synchronize) for action in built.graph.ranks[0].actions())
@@ -329,11 +332,11 @@ def seconds_of(built: ParallelGraph) -> float:
 
 def test_compiled_layers_have_fewer_kernels_the_same_gradients_and_keep_less(llama: Path) -> None:
     plain = spread(llama, "dp=2")
-    compiled = spread(llama, "dp=2", replace(STEP, compiled=True))
+    compiled = spread(llama, "dp=2", replace(STEP, compile=True))
     assert len(compiled.graph.ranks[0].tasks) < 0.6 * len(plain.graph.ranks[0].tasks)
     assert sum(size for _, size in collectives(compiled)) == sum(size for _, size in collectives(plain))
     assert compiled.memory[0].breakdown["activations"] < plain.memory[0].breakdown["activations"]
-    assert seconds_of(spread(llama, "dp=1", replace(STEP, compiled=True))) < seconds_of(spread(llama, "dp=1"))
+    assert seconds_of(spread(llama, "dp=1", replace(STEP, compile=True))) < seconds_of(spread(llama, "dp=1"))
 
 
 def kept_and_seconds(model: Path, text: str, stack: str | None = None) -> tuple[int, float]:
@@ -400,7 +403,7 @@ def test_frozen_shards_are_gathered_all_the_same(llama: Path) -> None:
 def test_documents_of_packed_sequences_shorten_attention_alone(llama: Path) -> None:
     from costmodel.operators.attention import Attention
 
-    def operators(step: Step) -> list[Any]:
+    def operators(step: StepOptions) -> list[Any]:
         tasks = spread(llama, "dp=2", step).graph.ranks[0].tasks
         return [record for task in tasks for record in task.operators]
 
@@ -425,7 +428,7 @@ def test_a_recomputed_layer_keeps_what_it_was_given(compiled: bool, tmp_path: Pa
         folder = tmp_path / str(layers)
         folder.mkdir()
         model = write(folder, {"model_type": "llama", "num_hidden_layers": layers, **sizes})
-        step = replace(STEP, batch_size=64, compiled=compiled, stack="torchtitan")
+        step = replace(STEP, batch_size=64, compile=compiled, stack="torchtitan")
         return spread(model, "fsdp=2,recompute=full", step).memory[0].breakdown["activations"]
 
     assert activations(12) - activations(6) == 6 * 64 * LENGTH * WIDTH * 2
@@ -440,7 +443,7 @@ def test_compiled_layers_keep_of_named_operators_what_is_needed(tmp_path: Path) 
         folder = tmp_path / f"{layers}-{compiled}"
         folder.mkdir()
         model = write(folder, {"model_type": "llama", "num_hidden_layers": layers, **sizes})
-        step = replace(STEP, batch_size=64, compiled=compiled, stack="torchtitan", attention="flash2")
+        step = replace(STEP, batch_size=64, compile=compiled, stack="torchtitan", attention="flash2")
         return spread(model, "fsdp=2,recompute=operators", step).memory[0].breakdown["activations"]
 
     eager, compiled = ((activations(12, each) - activations(6, each)) / 6 for each in (False, True))

@@ -12,10 +12,11 @@ from costmodel.machines.cluster import load_cluster
 from costmodel.machines.machine_catalog import PACKAGED_DIRECTORY, load_machine
 from e2e.explain.prediction import Prediction
 from e2e.explain.predictor import Setting, predict
-from e2e.parallelism import ParallelGraph, Step, build, parse_parallel
+from e2e.parallelism import ParallelGraph, build, parse_parallel
 from e2e.parallelism.condense import Condenser
 from e2e.price.shared_overheads import load_overheads
 from e2e.simulate.skew import Skew
+from e2e.step.options import StepOptions
 
 GPUS = sorted(path.stem for path in (PACKAGED_DIRECTORY / "gpu").glob("*.yaml"))
 # A GPU of every generation, with its clocks held and without.
@@ -25,7 +26,7 @@ KINDS = sorted(
 POWER_LIMITED = [name for name in GPUS if load_machine(name).chip().power_limited]
 CONFIG = {"model_type": "gpt2", "n_embd": 1024, "n_layer": 6, "n_head": 16, "n_positions": 512, "vocab_size": 8192}
 # So long that the delay of one run, which the host prepares while the device waits, is nothing beside it.
-STEP = Step(batch_size=64, sequence_length=512)
+STEP = StepOptions(batch_size=64, sequence_length=512)
 Built = tuple[ParallelGraph, ParallelGraph]
 
 

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from costmodel.base.errors import InputError
-from e2e.parallelism import Step, build
+from e2e.parallelism import build
 from e2e.parallelism.spec import parse_parallel
 from e2e.sources.asked.request import ConfigurationOptions, MachineOptions, PredictRequest, WorkloadOptions
 from e2e.sources.predict_request import predict_request
 from e2e.step.execution_graph import ExecutionGraph
+from e2e.step.options import StepOptions
 
 CONFIG = {
     "model_type": "llama",
@@ -25,7 +26,7 @@ CONFIG = {
     "vocab_size": 1024,
     "max_position_embeddings": 512,
 }
-STEP = Step(2, 128, "bfloat16", "flash", inference=True)
+STEP = StepOptions(batch_size=2, sequence_length=128, dtype="bfloat16", attention="flash", mode="inference")
 
 
 @pytest.fixture(scope="module")

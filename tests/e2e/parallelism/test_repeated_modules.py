@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from costmodel.base.errors import InputError
-from e2e.parallelism import ParallelGraph, Step, build, parse_parallel
+from e2e.parallelism import ParallelGraph, build, parse_parallel
+from e2e.step.options import StepOptions
 
 LAYERS, LENGTH = 4, 32
 DEEPSEEK = {
@@ -39,7 +40,7 @@ DEEPSEEK = {
 def spread(folder: Path, recompute: str, **more: object) -> ParallelGraph:
     path = folder / "config.json"
     path.write_text(json.dumps({**DEEPSEEK, **more}), encoding="utf-8")
-    step = Step(batch_size=2, sequence_length=LENGTH, dtype="bfloat16", attention="flash2", stack="megatron")
+    step = StepOptions(batch_size=2, sequence_length=LENGTH, dtype="bfloat16", attention="flash2", stack="megatron")
     return build(path, parse_parallel(f"dp=2{recompute}"), step, captures=folder / "captures")
 
 

@@ -13,11 +13,12 @@ torch = pytest.importorskip("torch")
 import e2e  # noqa: E402
 from costmodel.operators.expert_routing import BALANCED, ExpertRouting  # noqa: E402
 from costmodel.operators.expert_work import GroupedGemm  # noqa: E402
-from e2e.capture.tf32_switches import Tf32Switches, tf32_switches  # noqa: E402
+from e2e.capture.tf32_switches import tf32_switches  # noqa: E402
 from e2e.sources.asked.request import ConfigurationOptions, MachineOptions, PredictRequest, WorkloadOptions  # noqa: E402
 from e2e.sources.traced_job import recorded_switches  # noqa: E402
 from e2e.sources.user_script import prepare, prepare_ranks  # noqa: E402
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor  # noqa: E402
+from e2e.step.options import Tf32Switches  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -183,14 +184,14 @@ def test_what_is_told():
 @pytest.mark.parametrize("example", ["ddp_step", "fsdp_step"])
 def test_ranks_are_compiled_between_their_collectives(example: str):
     from e2e.capture.distributed.distributed_capture import capture_distributed
-    from e2e.lowering import LoweringOptions
     from e2e.lowering.lowered_step import lower_ranks
     from e2e.lowering.torch_compile import between_collectives
+    from e2e.step.options import StepOptions
 
     script = Path(__file__).parents[3] / "examples" / f"{example}.py"
     captured = capture_distributed(f"{script}:make_step", 2, parameters={"batch_size": 1})
     eager, compiled = (
-        lower_ranks(captured.traces, captured.multiplicity, "x", LoweringOptions(), compiled=asked).graph.ranks[0]
+        lower_ranks(captured.traces, captured.multiplicity, "x", StepOptions(compile=asked)).graph.ranks[0]
         for asked in (False, True)
     )
     assert [task.collective for task in compiled.tasks if task.collective] == [

@@ -7,10 +7,9 @@ from collections import Counter
 import pytest
 import torch
 
-from e2e.capture.options import CaptureOptions
 from e2e.capture.session import capture
-from e2e.lowering import LoweringOptions
 from e2e.lowering.lowered_step import lower_step
+from e2e.step.options import StepOptions
 from e2e.validate.published_script import CLASSES, ScriptRun, scripted_workload
 from e2e.validate.published_vision import PUBLISHED
 
@@ -33,8 +32,8 @@ def called(run: ScriptRun, training: bool = True, channels_last: bool = True, am
     workload = scripted_workload(
         "toy", network(), SIDE, BATCH, run, training=training, channels_last=channels_last, mixed_precision=amp
     )
-    trace = capture(workload, CaptureOptions(mode="train" if training else "inference"))
-    assert not lower_step(trace, LoweringOptions()).warnings
+    trace = capture(workload, StepOptions(mode="train" if training else "inference"))
+    assert not lower_step(trace, StepOptions()).warnings
     return Counter(call.name for call in trace.calls)
 
 

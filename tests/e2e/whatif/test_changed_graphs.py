@@ -15,11 +15,11 @@ from toy_predictions import Table, Toy
 from costmodel.base.errors import InputError
 from costmodel.operators.device_work import Elementwise, Gemm
 from costmodel.operators.lookups import EmbeddingLookup
-from e2e.lowering import LoweringOptions
 from e2e.price.pricing import price
 from e2e.simulate.simulator import simulate
 from e2e.step.execution_graph import ExecutionGraph, HostWork, Kernel, Launch, RecordEvent, StreamWait
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor
+from e2e.step.options import StepOptions
 from e2e.whatif.fewer_kernels import batched_lookups, fusible_chains
 from e2e.whatif.merged_calls import merge
 from e2e.whatif.operators_behind import TracedRank
@@ -45,7 +45,7 @@ class Script:
         return output
 
     def traced(self):
-        return TracedRank(OperatorTrace(tuple(self.calls)), LoweringOptions())
+        return TracedRank(OperatorTrace(tuple(self.calls)), StepOptions())
 
 
 def merged(traced, groups, ratio=lambda before, after: (1.0, 1.0, 1.0), rank=None):

@@ -14,10 +14,10 @@ from drawn_graphs import Drawing, together
 from toy_predictions import ToyCluster, ToyCollectives
 
 from costmodel.model.cost_model import CostModel, Estimate
-from e2e.lowering import LoweringOptions
 from e2e.simulate.simulator import simulate
 from e2e.step.execution_graph import CallInfo, RecordEvent, StreamWait
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor
+from e2e.step.options import StepOptions
 from e2e.whatif.joined_buckets import bucket_sizes, joined_buckets
 from e2e.whatif.operators_behind import TracedRank
 from e2e.whatif.resized_graph import Estimates, resized_graph
@@ -82,8 +82,8 @@ def test_measured_kernels_of_another_batch_take_their_time_times_the_ratio_of_th
                           enumerate([(8, 4), (4, 4), (8, 4)]))  # fmt: skip
     trace = OperatorTrace((OperatorCall(0, "aten::linear", None, 0, (data, weight), (made,), "forward"),
                            OperatorCall(1, "aten::t", None, 0, (weight,), (weight,), "forward")))  # fmt: skip
-    before = TracedRank(trace, LoweringOptions())
-    after = TracedRank(resized(trace, 16), LoweringOptions())
+    before = TracedRank(trace, StepOptions())
+    after = TracedRank(resized(trace, 16), StepOptions())
     drawing = Drawing()
     drawing.calls = {0: CallInfo(0, "aten::linear", "forward"), 7: CallInfo(7, "kernel's own", "forward", parent=0)}
     drawing.kernel("gemm", 3.0, call=7)

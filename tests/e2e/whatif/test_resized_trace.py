@@ -119,10 +119,10 @@ def test_resized_captures_launch_what_captures_of_that_batch_do(name, length, mo
     """To the last operator: the best test that there is."""
     pytest.importorskip("torch")
     from e2e.capture.models.catalog import build
-    from e2e.capture.options import CaptureOptions
     from e2e.capture.session import capture
+    from e2e.step.options import StepOptions
 
-    options = CaptureOptions(mode)
+    options = StepOptions(mode=mode)
     small, large = (capture(build(name, size, length, options), options) for size in (batch, other))
     assert recorded_batch(small) == batch
     made, wanted = (

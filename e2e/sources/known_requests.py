@@ -1,0 +1,349 @@
+"""What can be asked of ``predict``: one record per source of steps, each with its own options and no others.
+
+| task | records |
+|---|---|
+| my model on N GPUs | :class:`Model`, :class:`SpreadModel` |
+| my script | :class:`Script`, :class:`ScriptJob` |
+| my trace | :class:`Trace`, :class:`Recording` |
+| my tables | :class:`ShardedTables` |
+
+They share parts: :mod:`e2e.step.options` (how the step is computed) and :mod:`e2e.sources.request` (on what).
+:mod:`e2e.sources.registry` finds the record that a user's options mean.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from costmodel.base.errors import InputError
+from costmodel.base.units import whole_number
+from e2e.capture.script_reference import StepFunction, script_name
+from e2e.parallelism.spec import ParallelSpec, parse_parallel, text_of
+from e2e.sources.request import Cluster, Gpu, Host, Nodes, Request, source
+from e2e.step.option_fields import option
+from e2e.step.options import (
+    MODEL_PANEL,
+    AloneOnGpu,
+    Captured,
+    Computed,
+    LinearAttention,
+    NumberType,
+    Routed,
+    Stack,
+)
+from e2e.whatif.questions import BatchChange, BucketChange, OtherHost
+
+if TYPE_CHECKING:
+    from e2e.sources.prepared_step import PreparedStep
+    from e2e.whatif.questions import Change
+
+SCRIPT_PANEL, TRACE_PANEL, TABLES_PANEL = "My script", "My trace", "My tables"
+
+
+# --- my model on N GPUs ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Modelled(Request, Host, Stack, Captured):
+    """A model that is built here."""
+
+    panel = MODEL_PANEL
+
+    model: str | None = option(
+        "Built-in model, such as gpt2-large, resnet50 or timm/NAME (where timm is installed).",
+        default=None,
+        source=True,
+        kw_only=False,
+    )
+    model_config: Path | None = option("Hugging Face configuration file.", default=None, source=True)
+
+    @property
+    def named(self) -> str | Path:
+        """The model's name, or its configuration file."""
+        found = self.model or self.model_config
+        assert found is not None
+        return found
+
+    @property
+    def samples(self) -> int:
+        """Samples per GPU and micro-batch."""
+        return 1 if self.batch_size is None else self.batch_size
+
+    def check(self) -> None:
+        if (self.model is None) == (self.model_config is None):
+            raise InputError("give exactly one of --model and --model-config")
+        if self.precision is not None and self.mode == "inference":
+            raise InputError(
+                "--precision is how training casts, weights in every pass, and no engine serves so; give "
+                "--model-config of a checkpoint whose quantization_config keeps weights in 8 bits, or leave "
+                "--precision out"
+            )
+        if self.attention == "flash3-fp8" and self.mode != "inference":
+            raise InputError(
+                "--attention flash3-fp8: it has no gradients in 8 bits; give --mode inference, or name flash3"
+            )
+
+    def settled(self) -> Self:
+        from e2e.sources.recipes import settled
+
+        return settled(self)
+
+    def settled_texts(self, asked: Self) -> dict[str, str]:
+        from e2e.sources.recipes import settled_texts
+
+        return settled_texts(asked, self)
+
+
+@source("model on one GPU", "model", "model_config")
+@dataclass(frozen=True, kw_only=True)
+class Model(_Modelled, AloneOnGpu, LinearAttention, Gpu):
+    """A built-in model or a Hugging Face configuration on one GPU."""
+
+    # FP32 weights and states of the optimizer beside 16-bit weights, as the recipe says.
+    master_weights: bool = False
+
+    def check(self) -> None:
+        super().check()
+        if self.cache_length is not None and self.mode != "inference":
+            raise InputError("--cache-length decodes: give --mode inference")
+
+    def prepare(self) -> PreparedStep:
+        from e2e.sources.single_gpu import prepare
+
+        return prepare(self)
+
+    def captured_anew(self, change: Change) -> Self | None:
+        return replace(self, batch_size=change.samples) if isinstance(change, BatchChange) else None
+
+
+@source("model spread over GPUs", "parallel", "model gpus", "model_config gpus", "model nodes", "model_config nodes")
+@dataclass(frozen=True, kw_only=True)
+class SpreadModel(_Modelled, Cluster):
+    """A transformer spread over GPUs; without ``parallel`` the fastest way of some that are predicted."""
+
+    panel = MODEL_PANEL
+    single_operators = False
+    buckets = True
+
+    parallel: ParallelSpec | None = option(
+        "How a built-in model is spread: dp=8, fsdp=8, tp=4,pp=2,micro-batches=8, cp=4,zero=3, dp=8,ep=8 ...",
+        default=None,
+        write=text_of,
+    )
+
+    def __post_init__(self) -> None:
+        if isinstance(self.parallel, str):
+            object.__setattr__(self, "parallel", parse_parallel(self.parallel, self.gpus))
+        super().__post_init__()
+
+    def check(self) -> None:
+        super().check()
+        if self.mode == "forward-backward":
+            raise InputError(
+                "--parallel predicts training steps and forward passes (inference); leave --mode forward-backward out"
+            )
+        if self.attention == "mla":
+            raise InputError("--attention mla decodes on one GPU yet; name another kernel")
+
+    def prepare(self) -> PreparedStep:
+        from e2e.sources.spread_model import prepare
+
+        return prepare(self)
+
+    def captured_anew(self, change: Change) -> Self | None:
+        if isinstance(change, BatchChange):
+            return replace(self, batch_size=change.samples)
+        if isinstance(change, OtherHost):
+            return replace(self, overheads=change.table)
+        if isinstance(change, BucketChange) and self.parallel is not None:
+            return replace(self, parallel=replace(self.parallel, bucket_mb=change.mebibytes))
+        return None
+
+
+# --- my script ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Scripted(Request, Host, LinearAttention, Captured):
+    """A user's own step, run without a GPU."""
+
+    panel = SCRIPT_PANEL
+
+    script: StepFunction = option(
+        "FILE.py:FUNCTION that returns (module, step).",
+        source=True,
+        write=script_name,
+        kw_only=False,
+    )
+    # MiB of a gradient bucket, where a question wants others than the script's own.
+    bucket_mb: float | None = None
+
+    def check(self) -> None:
+        if self.attention in ("mla", "flash3-fp8"):
+            raise InputError(
+                "--attention mla and flash3-fp8 are for --model and --model-config; a script calls its own kernels"
+            )
+
+    def captured_anew(self, change: Change) -> Self | None:
+        from e2e.capture.script import taken_names
+
+        if isinstance(change, BatchChange) and "batch_size" in taken_names(self.script, ["batch_size"]):
+            return replace(self, batch_size=change.samples)
+        if isinstance(change, BucketChange) and self.buckets:
+            return replace(self, bucket_mb=change.mebibytes)
+        return None
+
+
+@source("script on one GPU", "script")
+@dataclass(frozen=True, kw_only=True)
+class Script(_Scripted, Gpu):
+    """A script's step on one GPU."""
+
+    reason = "a script says itself what it runs"
+
+    def prepare(self) -> PreparedStep:
+        from e2e.sources.user_script import prepare
+
+        return prepare(self)
+
+
+def _ranks(value: str | Sequence[int]) -> tuple[int, ...]:
+    """``"0,7"`` -> (0, 7); ``InputError`` for anything else."""
+    if not isinstance(value, str):
+        return tuple(value)
+    ranks = [whole_number(each) for each in value.split(",")]
+    found = tuple(rank for rank in ranks if rank is not None)
+    if len(found) < len(ranks):
+        raise InputError(f"--ranks {value}: expected numbers such as 0,7")
+    return found
+
+
+@source("script on several GPUs", "script gpus")
+@dataclass(frozen=True, kw_only=True)
+class ScriptJob(_Scripted, Cluster):
+    """A script's step of several processes: DDP, FSDP2, tensor parallel ..."""
+
+    panel = SCRIPT_PANEL
+    reason = "a script says itself what it runs, and how it is spread"
+    buckets = True
+
+    ranks: tuple[int, ...] = option(
+        "Ranks of --script to capture, such as 0,7, where they differ unseen.", default=(), read=_ranks
+    )
+
+    def prepare(self) -> PreparedStep:
+        from e2e.sources.user_script import prepare_ranks
+
+        return prepare_ranks(self)
+
+
+# --- my trace -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Recorded(Request, NumberType):
+    """A step that was recorded."""
+
+    panel = TRACE_PANEL
+    recorded = True
+    buckets = True
+
+    def check(self) -> None:
+        if self.dtype not in (None, "tf32"):
+            raise InputError(f"--dtype {self.dtype}: number types are as recorded; only tf32 changes them")
+
+
+@source("execution trace", "traces")
+@dataclass(frozen=True, kw_only=True)
+class Trace(_Recorded, Routed, Host, Cluster):
+    """Execution traces of one rank or of all of a job: kernels and host times are predicted."""
+
+    panel = TRACE_PANEL
+    reason = "a recorded step brings its own"
+
+    traces: tuple[str, ...] = option(
+        "PyTorch execution traces (.json, .gz, .tar.gz), one per rank: several files or patterns.",
+        flag="--trace",
+        source=True,
+        kw_only=False,
+    )
+
+    def check(self) -> None:
+        from e2e.traces.recorded_run import expand_files
+
+        super().check()
+        several = (self.gpus or 1) > 1 or (self.nodes or 1) > 1 or len(expand_files(self.traces)) > 1
+        if self.skew is not None and not several:
+            raise InputError("--skew is for several ranks; give --gpus")
+        if self.network is not None and not several:
+            raise InputError("--network is for jobs of several nodes; give --gpus and --nodes")
+
+    def prepare(self) -> PreparedStep:
+        from e2e.sources.traced_job import prepare
+
+        return prepare(self)
+
+
+@source("recorded run", "kineto")
+@dataclass(frozen=True, kw_only=True)
+class Recording(_Recorded, Nodes):
+    """Profiles of a run, with its execution traces or without: kernels and host times are as recorded."""
+
+    panel = TRACE_PANEL
+    reason = "a recorded run is as it was"
+
+    kineto: tuple[str, ...] = option(
+        "Profiles of the same run as --trace, one per rank: several files or patterns. Their host times and "
+        "kernels are used.",
+        source=True,
+        kw_only=False,
+    )
+    traces: tuple[str, ...] = option("As of an execution trace.", default=(), flag="--trace", source=True)
+    gpu: str | None = option("As of other steps.", default=None, read=os.fspath)
+    retarget: str | None = option("GPU (or cluster) to move a recorded run to.", default=None, read=os.fspath)
+
+    def check(self) -> None:
+        super().check()
+        if self.network is not None and self.retarget is None:
+            raise InputError("--network goes with --retarget: a recorded run had its own")
+        if self.retarget is not None and not self.traces:
+            raise InputError("--retarget needs the operators behind the kernels; give --trace of every rank too")
+
+    def prepare(self) -> PreparedStep:
+        from e2e.sources.recorded_job import prepare
+
+        return prepare(self)
+
+
+# --- my tables ------------------------------------------------------------------------------------
+
+
+@source("sharded DLRM", "sharding", "tables")
+@dataclass(frozen=True, kw_only=True)
+class ShardedTables(Request, Host, Computed, Cluster):
+    """DLRM whose embedding tables are spread over GPUs as a plan of ``python -m e2e shard`` says; it is trained."""
+
+    panel = TABLES_PANEL
+    reason = "it is a training step of DLRM, spread as its plan says"
+    single_operators = False
+
+    tables: Path = option("tables.yaml of --model dlrm.", flag="--config", kw_only=False)
+    sharding: Path = option("plan.json that places the tables of --config (`python -m e2e shard` makes one).")
+    gpus: int = option("GPUs of the whole job.", least=1)
+    model: str = option("As of other steps.", default="dlrm")
+
+    def check(self) -> None:
+        if self.model != "dlrm":
+            raise InputError("--sharding and --config are for --model dlrm")
+
+    def prepare(self) -> PreparedStep:
+        from e2e.sources.sharded_model import prepare
+
+        return prepare(self)
+
+    def captured_anew(self, change: Change) -> Self | None:
+        return replace(self, batch_size=change.samples) if isinstance(change, BatchChange) else None

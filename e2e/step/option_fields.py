@@ -1,0 +1,147 @@
+"""Options as fields of records: each is one field with its words, from which the command line, the Python API, help,
+refusals and what a report says of it are made.
+
+A record that derives from :class:`Options` declares its fields by :func:`option`::
+
+    @dataclass(frozen=True, kw_only=True)
+    class Sizes(Options):
+        batch_size: int | None = option("Samples per GPU.", default=None, least=1)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from functools import cache
+from pathlib import Path
+from types import NoneType
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+
+from costmodel.base.counts import check_count
+from costmodel.base.errors import InputError
+
+_KEY = "option"
+_SIMPLE = (int, float, bool, str)
+
+
+@dataclass(frozen=True)
+class Words:
+    """What is said of an option, and how its values are read and written."""
+
+    help: str
+    # As on the command line; empty: --name-of-the-field.
+    flag: str = ""
+    # The smallest of whole numbers that are taken.
+    least: int | None = None
+    # From what a user gives to a value of the field; values of the field stay as they are.
+    read: Callable[[Any], Any] | None = None
+    # The value as a text that `read` takes.
+    write: Callable[[Any], str] | None = None
+    # What a report says of the default; empty: nothing.
+    default_text: str = ""
+    # It says what is computed: of such options one is given.
+    source: bool = False
+    # A value that asks for nothing where there is no such option, such as one GPU.
+    harmless: Any = None
+
+
+def option(help: str, default: Any = MISSING, *, kw_only: bool = True, **words: Any) -> Any:
+    """A field of a record of options; ``words``: as in :class:`Words`."""
+    return field(default=default, kw_only=kw_only, metadata={_KEY: Words(help, **words)})
+
+
+@dataclass(frozen=True)
+class OptionField:
+    """A field with its ``words``, resolved: ``kind`` is its type without ``None``, ``panel`` the help's section."""
+
+    name: str
+    kind: Any
+    default: Any
+    words: Words
+    panel: str
+
+    @property
+    def flag(self) -> str:
+        """Name on the command line."""
+        return self.words.flag or f"--{self.name.replace('_', '-')}"
+
+    @property
+    def needed(self) -> bool:
+        """Whether there is no default."""
+        return self.default is MISSING
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """Values, where it is one of a few names."""
+        return get_args(self.kind) if get_origin(self.kind) is Literal else ()
+
+    @property
+    def simple(self) -> bool:
+        """Whether a command line reads its type by itself."""
+        return self.kind in (*_SIMPLE, Path) or self.kind == tuple[str, ...] or bool(self.choices)
+
+    def asks(self, value: Any) -> bool:
+        """Whether ``value`` asks for something else than the default."""
+        return value is not None and value != () and (self.needed or bool(value != self.default))
+
+    def taken(self, value: Any) -> Any:
+        """``value`` as a value of the field; ``InputError`` for one that it cannot have."""
+        if value is None:
+            return None
+        if self.words.read is not None:
+            value = self.words.read(value)
+        elif self.kind is Path:
+            value = Path(value)
+        elif self.kind == tuple[str, ...]:
+            single = isinstance(value, str | os.PathLike)
+            value = (os.fspath(value),) if single else tuple(os.fspath(each) for each in value)
+        if self.choices and value not in self.choices:
+            raise InputError(f"{self.flag} {value}: choose one of {', '.join(self.choices)}")
+        if self.words.least is not None:
+            check_count(self.flag.removeprefix("--"), value)
+        return value
+
+    def text(self, value: Any) -> str:
+        """``value`` for a report."""
+        if self.words.write is not None:
+            return self.words.write(value)
+        if isinstance(value, bool):
+            return "yes" if value else "no"
+        if isinstance(value, tuple):
+            return " ".join(map(str, value))
+        return os.fspath(value) if isinstance(value, os.PathLike) else str(value)
+
+
+class Options:
+    """Base of records of options: values are read and checked when one is made."""
+
+    # Section of the help for the fields that a class declares.
+    panel: ClassVar[str] = "Options"
+
+    def __post_init__(self) -> None:
+        for name, each in options_of(type(self)).items():
+            value = getattr(self, name)
+            taken = each.taken(value)
+            if taken is not value:
+                object.__setattr__(self, name, taken)
+
+    def given(self) -> dict[str, Any]:
+        """Values that ask for something else than the defaults, by name."""
+        options = options_of(type(self)).values()
+        return {each.name: getattr(self, each.name) for each in options if each.asks(getattr(self, each.name))}
+
+
+@cache
+def options_of(record: type) -> Mapping[str, OptionField]:
+    """The options of a record by name, in its order."""
+    hints = get_type_hints(record)
+    own = {each.name: each for each in fields(record) if _KEY in each.metadata}
+    return {name: _resolved(record, hints[name], each) for name, each in own.items()}
+
+
+def _resolved(record: type, hint: Any, own: Field[Any]) -> OptionField:
+    kinds = [each for each in get_args(hint) if each is not NoneType] if NoneType in get_args(hint) else [hint]
+    home = next(each for each in record.__mro__ if own.name in each.__dict__.get("__annotations__", ()))
+    panel = home.panel if issubclass(home, Options) else Options.panel
+    return OptionField(own.name, kinds[0], own.default, own.metadata[_KEY], panel)
