@@ -82,7 +82,8 @@ def note(option: str) -> str:
     """For which sources ``option`` is, in brackets; nothing where it is for all, or where it says the source."""
     users, each = sources_with(option), all_options()[option]
     others = [record for record in SOURCES if record not in users]
-    if not others or each.words.source or any((option,) == names for record in SOURCES for names in record.chosen_by):
-        return ""
+    said = each.words.source or any((option,) in record.chosen_by for record in SOURCES)
+    if not others or said or users == [record for record in SOURCES if record.panel == each.panel]:
+        return ""  # the section of the help says it
     few, word = (others, "Not for") if len(others) < len(users) else (users, "For")
     return f" ({word}: {', '.join(record.title for record in few)}.)"

@@ -1,5 +1,6 @@
-"""From what a user asks to a prepared step: request -> check against the table -> prepare by source -> run.
+"""From what a user asks to a prepared step: options -> request of one source -> prepare -> run.
 
-:func:`e2e.sources.predict_request.predict_request` is the road; a source (:mod:`e2e.sources.registry`) is one file with
-the function that prepares its step, :mod:`e2e.sources.asked.option_table` says which options it takes.
+:func:`e2e.sources.predict_request.predict_request` is the road. A source is a record that derives from
+:class:`e2e.sources.request.Request` (those of this project: :mod:`e2e.sources.known_requests`) with its options and
+the function that prepares its step.
 """

@@ -23,7 +23,8 @@ from costmodel.base.errors import InputError
 from costmodel.base.units import whole_number
 from e2e.capture.script_reference import StepFunction, script_name
 from e2e.parallelism.spec import ParallelSpec, parse_parallel, text_of
-from e2e.sources.request import Cluster, Gpu, Host, Nodes, Request, source
+from e2e.sources.request import GPU_HELP, GPUS_HELP, Cluster, Gpu, Host, Nodes, Request, source
+from e2e.step.choices import Dtype
 from e2e.step.option_fields import option
 from e2e.step.options import (
     MODEL_PANEL,
@@ -31,7 +32,6 @@ from e2e.step.options import (
     Captured,
     Computed,
     LinearAttention,
-    NumberType,
     Routed,
     Stack,
 )
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from e2e.sources.prepared_step import PreparedStep
     from e2e.whatif.questions import Change
 
+TRACES_HELP = "PyTorch execution traces (.json, .gz, .tar.gz), one per rank: several files or patterns."
 SCRIPT_PANEL, TRACE_PANEL, TABLES_PANEL = "My script", "My trace", "My tables"
 
 
@@ -211,7 +212,7 @@ class Script(_Scripted, Gpu):
         return prepare(self)
 
 
-def _ranks(value: str | Sequence[int]) -> tuple[int, ...]:
+def parse_ranks(value: str | Sequence[int]) -> tuple[int, ...]:
     """``"0,7"`` -> (0, 7); ``InputError`` for anything else."""
     if not isinstance(value, str):
         return tuple(value)
@@ -232,7 +233,7 @@ class ScriptJob(_Scripted, Cluster):
     buckets = True
 
     ranks: tuple[int, ...] = option(
-        "Ranks of --script to capture, such as 0,7, where they differ unseen.", default=(), read=_ranks
+        "Ranks of --script to capture, such as 0,7, where they differ unseen.", default=(), read=parse_ranks
     )
 
     def prepare(self) -> PreparedStep:
@@ -245,12 +246,14 @@ class ScriptJob(_Scripted, Cluster):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Recorded(Request, NumberType):
+class _Recorded(Request):
     """A step that was recorded."""
 
     panel = TRACE_PANEL
     recorded = True
     buckets = True
+
+    dtype: Dtype | None = option("tf32: products of float32 run in TF32.", default=None)
 
     def check(self) -> None:
         if self.dtype not in (None, "tf32"):
@@ -266,7 +269,7 @@ class Trace(_Recorded, Routed, Host, Cluster):
     reason = "a recorded step brings its own"
 
     traces: tuple[str, ...] = option(
-        "PyTorch execution traces (.json, .gz, .tar.gz), one per rank: several files or patterns.",
+        TRACES_HELP,
         flag="--trace",
         source=True,
         kw_only=False,
@@ -302,8 +305,8 @@ class Recording(_Recorded, Nodes):
         source=True,
         kw_only=False,
     )
-    traces: tuple[str, ...] = option("As of an execution trace.", default=(), flag="--trace", source=True)
-    gpu: str | None = option("As of other steps.", default=None, read=os.fspath)
+    traces: tuple[str, ...] = option(TRACES_HELP, default=(), flag="--trace", source=True)
+    gpu: str | None = option(GPU_HELP, default=None, read=os.fspath)
     retarget: str | None = option("GPU (or cluster) to move a recorded run to.", default=None, read=os.fspath)
 
     def check(self) -> None:
@@ -333,8 +336,8 @@ class ShardedTables(Request, Host, Computed, Cluster):
 
     tables: Path = option("tables.yaml of --model dlrm.", flag="--config", kw_only=False)
     sharding: Path = option("plan.json that places the tables of --config (`python -m e2e shard` makes one).")
-    gpus: int = option("GPUs of the whole job.", least=1)
-    model: str = option("As of other steps.", default="dlrm")
+    gpus: int = option(GPUS_HELP, least=1)
+    model: str = option("dlrm, which it is.", default="dlrm", source=True)
 
     def check(self) -> None:
         if self.model != "dlrm":

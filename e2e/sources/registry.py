@@ -35,9 +35,9 @@ def request_of(options: Mapping[str, Any]) -> Request:
     for name, value in given.items():
         if name not in own and value != known[name].words.harmless:
             raise InputError(_refusal(record, known[name], [known[each] for each in given]))
-    for name, each in own.items():
-        if each.needed and name not in given:
-            raise InputError(f"give {each.flag}: {each.words.help.removesuffix('.')}")
+    missing = [each for name, each in own.items() if each.needed and name not in given]
+    if missing:
+        raise InputError("give " + "; ".join(f"{each.flag}: {each.words.help.removesuffix('.')}" for each in missing))
     return record(**{name: value for name, value in given.items() if name in own})
 
 
@@ -59,11 +59,11 @@ def _one_of(known: Mapping[str, OptionField]) -> str:
 
 def _refusal(record: type[Request], refused: OptionField, given: Collection[OptionField]) -> str:
     if refused.words.source:
-        flags = " and ".join(each.flag for each in given if each.words.source)
-        return f"{_one_of(all_options())}, got {flags}"
+        saying = [each.flag for each in given if each.words.source or (each.name,) in record.chosen_by]
+        return f"{_one_of(all_options())}, got {' and '.join(saying)}"
     others = ", ".join(f"{each.title} ({spelled(each)})" for each in sources_with(refused.name))
     reason = f": {record.reason}" if record.reason else ""
-    return f"{refused.flag} is no option of a {record.title}{reason}; leave it out. It is one of: {others}"
+    return f"{refused.flag} is no option of {record.with_article()}{reason}; leave it out (it is for: {others})"
 
 
 @cache

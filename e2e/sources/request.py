@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
 
 from e2e.simulate.skew import Skew, parse_skew, skew_text
 from e2e.step.option_fields import Options, option
+from e2e.step.options import STEP_PANEL
 from e2e.whatif.questions import WhatIf, parse_what_if
 
 if TYPE_CHECKING:
@@ -17,6 +18,11 @@ if TYPE_CHECKING:
     from e2e.whatif.questions import Change
 
 MACHINE_PANEL, ANSWER_PANEL = "The machine", "The answer"
+GPU_HELP = (
+    "Machine or cluster: a name (`python -m costmodel machines`) or a YAML file. Of a recorded run: the GPU it ran on, "
+    "if its profile does not tell."
+)
+GPUS_HELP = "GPUs of the whole job."
 
 
 def _questions(value: str | WhatIf | Sequence[str | WhatIf]) -> tuple[WhatIf, ...]:
@@ -52,11 +58,18 @@ class Request(Options):
         read=_questions,
         write=lambda questions: " ".join(each.text for each in questions),
     )
-    cuda_graph: bool = option("The step is replayed as one CUDA graph.", default=False, default_text="no")
+    cuda_graph: bool = option(
+        "The step is replayed as one CUDA graph.", default=False, default_text="no", panel=STEP_PANEL
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check()
+
+    @classmethod
+    def with_article(cls) -> str:
+        """The title in a sentence."""
+        return f"{'an' if cls.title[0] in 'aeiou' else 'a'} {cls.title}"
 
     def check(self) -> None:
         """``InputError`` for options that do not go together."""
@@ -98,11 +111,7 @@ class Gpu(Options):
 
     panel = MACHINE_PANEL
 
-    gpu: str = option(
-        "Machine or cluster: a name (`python -m costmodel machines`) or a YAML file. Of a recorded run: the GPU "
-        "it ran on, if its profile does not tell.",
-        read=lambda value: os.fspath(value),
-    )
+    gpu: str = option(GPU_HELP, read=os.fspath)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +132,7 @@ class Cluster(Nodes, Gpu):
 
     panel = MACHINE_PANEL
 
-    gpus: int | None = option("GPUs of the whole job.", default=None, least=1, harmless=1)
+    gpus: int | None = option(GPUS_HELP, default=None, least=1, harmless=1)
     skew: Skew | None = option(
         "How ranks vary: spread=0.02,jitter=0.05,seed=1,start=RANK:MS.",
         default=None,

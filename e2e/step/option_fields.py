@@ -34,6 +34,8 @@ class Words:
     flag: str = ""
     # The smallest of whole numbers that are taken.
     least: int | None = None
+    # Section of the help, where it is another than that of the record.
+    panel: str = ""
     # From what a user gives to a value of the field; values of the field stay as they are.
     read: Callable[[Any], Any] | None = None
     # The value as a text that `read` takes.
@@ -143,5 +145,6 @@ def options_of(record: type) -> Mapping[str, OptionField]:
 def _resolved(record: type, hint: Any, own: Field[Any]) -> OptionField:
     kinds = [each for each in get_args(hint) if each is not NoneType] if NoneType in get_args(hint) else [hint]
     home = next(each for each in record.__mro__ if own.name in each.__dict__.get("__annotations__", ()))
-    panel = home.panel if issubclass(home, Options) else Options.panel
-    return OptionField(own.name, kinds[0], own.default, own.metadata[_KEY], panel)
+    words: Words = own.metadata[_KEY]
+    panel = words.panel or (home.panel if issubclass(home, Options) else Options.panel)
+    return OptionField(own.name, kinds[0], own.default, words, panel)

@@ -49,27 +49,19 @@ class Routed(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NumberType(Options):
-    """In which type numbers are."""
-
-    panel = STEP_PANEL
-
-    dtype: Dtype | None = option(
-        "Number type of the model; default: bfloat16 (float16 where the GPU has no such units) with FP32 master "
-        "weights and states, of others than transformers float32.",
-        default=None,
-        default_text="float32 (TF32 off)",
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Computed(NumberType):
+class Computed(Options):
     """Options of every step that is computed anew, not read from a recording."""
 
     panel = STEP_PANEL
 
     batch_size: int | None = option(
         "Samples per GPU and micro-batch; default: 1, of --script and --sharding their own.", default=None, least=1
+    )
+    dtype: Dtype | None = option(
+        "Number type of the model; default: bfloat16 (float16 where the GPU has no such units) with FP32 master "
+        "weights and states, of others than transformers float32.",
+        default=None,
+        default_text="float32 (TF32 off)",
     )
     optimizer: OptimizerForm | None = option(
         "How parameters are updated where the model leaves it open: tensor lists operation by operation (foreach) "

@@ -5,12 +5,10 @@ from __future__ import annotations
 import pytest
 
 import e2e
-from costmodel.machines.machine_catalog import load_machine
 from e2e.advice.changes import possible_changes
 from e2e.explain.alternatives import BEST, Alternative, ranked
 from e2e.parallelism.spec import parse_parallel
-from e2e.sources.asked.option_table import BUILT_IN, PARALLEL
-from e2e.sources.asked.request import ConfigurationOptions, MachineOptions, PredictRequest, WorkloadOptions
+from e2e.sources.known_requests import Model, SpreadModel
 
 torch = pytest.importorskip("torch")
 
@@ -115,42 +113,31 @@ def test_what_cannot_be_predicted_says_why_and_comes_last():
     assert [each.helps for each in (slow, fast, full, broken)] == [False, True, False, False]
 
 
-def changes(request: PredictRequest, source: str, gpu: str = "h100-sxm", **known) -> list[str]:
-    step = e2e.predict("gpt2", gpu=gpu, sequence_length=32, dtype="float32", **known)
-    return [each.change for each in possible_changes(request, step, source, load_machine(gpu))]
+def changes(request: Model) -> list[str]:
+    step = e2e.predict("gpt2", gpu=request.gpu, sequence_length=32, dtype="float32")
+    return [each.change for each in possible_changes(request, step)]
 
 
 def test_only_what_the_step_does_not_have_is_tried():
-    workload, machine = WorkloadOptions("gpt2", sequence_length=32), MachineOptions("h100-sxm")
-    plain = changes(PredictRequest(workload, ConfigurationOptions(), machine), BUILT_IN)
+    plain = Model("gpt2", sequence_length=32, gpu="h100-sxm")
     expected = "--dtype tf32|--dtype bfloat16|--attention flash|--compile|--optimizer fused|--cuda-graph|--batch-size 2"
-    assert set(expected.split("|")) <= set(plain)
-    configured = ConfigurationOptions("bfloat16", "flash", cuda_graph=True, compiled=True, optimizer="fused")
-    left = changes(PredictRequest(workload, configured, machine), BUILT_IN)
-    assert left == ["--batch-size 2", "--batch-size 4"]
-    assert "--dtype bfloat16" not in changes(
-        PredictRequest(workload, ConfigurationOptions(), machine), BUILT_IN, "v100-pcie-32gb"
-    )
+    assert set(expected.split("|")) <= set(changes(plain))
+    configured = replace(plain, dtype="bfloat16", attention="flash", cuda_graph=True, compile=True, optimizer="fused")
+    assert changes(configured) == ["--batch-size 2", "--batch-size 4"]
+    assert "--dtype bfloat16" not in changes(replace(plain, gpu="v100-pcie-32gb"))
 
 
 def test_other_ways_to_spread_a_model_see_as_many_samples():
     spec = parse_parallel("fsdp=2,tp=4,pp=2,micro-batches=8,recompute=full")
-    request = PredictRequest(
-        WorkloadOptions("gpt2", batch_size=1, sequence_length=32), ConfigurationOptions(parallel=spec),
-        MachineOptions("h100-sxm", 16),
-    )  # fmt: skip
+    request = SpreadModel("gpt2", batch_size=1, sequence_length=32, parallel=spec, gpu="h100-sxm", gpus=16)
     step = e2e.predict("gpt2", gpu="h100-sxm", sequence_length=32)
     others = {}
-    for each in possible_changes(request, step, PARALLEL, load_machine("h100-sxm")):
+    for each in possible_changes(request, step):
         other = each.apply(request)
         if each.change.startswith("--parallel"):
-            others[each.change] = other.configuration.parallel
-            samples = (
-                other.workload.samples
-                * other.configuration.parallel.micro_batches
-                * other.configuration.parallel.replicas
-            )
-            assert samples == 16 and other.configuration.parallel.world_size == 16
+            others[each.change] = other.parallel
+            samples = other.samples * other.parallel.micro_batches * other.parallel.replicas
+            assert samples == 16 and other.parallel.world_size == 16
     assert any(other.tp == 2 for other in others.values()) and any(other.pp == 1 for other in others.values())
     assert any(other.recompute == "none" for other in others.values())
     assert any(other.sequence_parallel for other in others.values())

@@ -86,7 +86,7 @@ def called(capsys: pytest.CaptureFixture[str], arguments: Sequence[str]) -> Ende
         (("--gpu", "toy", "--model", "gpt2-large"), "cpu machine"),
         (("--gpu", "h100-sxm", "--trace", "no-such.json"), "no-such.json"),
         (("--gpu", "h100-sxm", "--script", "SCRIPT:broken"), "no such layer"),
-        (("--gpu", "h100-sxm", "--model", "gpt2", "--kineto", "k.json"), "--kineto goes with --trace"),
+        (("--gpu", "h100-sxm", "--model", "gpt2", "--kineto", "k.json"), "got --model and --kineto"),
     ],
     ids=["no source", "unknown gpu", "unknown model", "not a gpu", "no trace", "script fails", "kineto alone"],
 )

@@ -11,7 +11,7 @@ import pytest
 from costmodel.base.errors import InputError
 from e2e.parallelism import build
 from e2e.parallelism.spec import parse_parallel
-from e2e.sources.asked.request import ConfigurationOptions, MachineOptions, PredictRequest, WorkloadOptions
+from e2e.sources.known_requests import Model, SpreadModel
 from e2e.sources.predict_request import predict_request
 from e2e.step.execution_graph import ExecutionGraph
 from e2e.step.options import StepOptions
@@ -42,11 +42,10 @@ def collectives(graph: ExecutionGraph) -> list[tuple[str, int]]:
 
 def test_a_replica_does_what_one_gpu_does(config):
     """The same kernels one after the other, and nothing to meet for; parameters and what one part makes in memory."""
-    workload = WorkloadOptions(model_config=config, batch_size=2, sequence_length=128, mode="inference")
-    options = ConfigurationOptions(dtype="bfloat16", attention="flash")
-    alone = predict_request(PredictRequest(workload, options, MachineOptions(gpu="h100-sxm")))
-    four = MachineOptions(gpu="h100-sxm", gpus=4)
-    spread = predict_request(PredictRequest(workload, replace(options, parallel=parse_parallel("dp=4")), four))
+    asked = {"model_config": config, "batch_size": 2, "sequence_length": 128, "mode": "inference", "gpu": "h100-sxm"}
+    asked |= {"dtype": "bfloat16", "attention": "flash"}
+    alone = predict_request(Model(**asked))
+    spread = predict_request(SpreadModel(**asked, gpus=4, parallel=parse_parallel("dp=4")))
     kernels = [[task.name for task in each.graph.ranks[0].tasks if task.operators] for each in (alone, spread)]
     assert kernels[0] == kernels[1]
     assert not collectives(spread.graph)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from costmodel.base.errors import InputError
-from e2e.sources.asked.request import MachineOptions
 from e2e.sources.gpu_prices import asked_price, read_prices
+from e2e.sources.known_requests import Model, Recording
 
 FILE = """
 date: 2026-11-01
@@ -21,12 +21,12 @@ per_gpu_hour:
 def test_a_file_names_gpus_by_what_was_asked_or_by_what_that_means(tmp_path):
     path = tmp_path / "prices.yaml"
     path.write_text(FILE)
-    price = asked_price(str(path), MachineOptions("a100-sxm-40gb")).of("a100-sxm-40gb")
+    price = asked_price(str(path), Model("gpt2", gpu="a100-sxm-40gb")).of("a100-sxm-40gb")
     assert (price.per_gpu_hour, price.currency, price.origin, price.date) == (1.25, "EUR", "our contract", "2026-11-01")
-    assert asked_price(str(path), MachineOptions("dgx-h100")).of("h100-sxm").per_gpu_hour == 3
-    assert asked_price(str(path), MachineOptions()).of("a100-sxm-40gb").per_gpu_hour == 1.25  # a recording's own GPU
+    assert asked_price(str(path), Model("gpt2", gpu="dgx-h100")).of("h100-sxm").per_gpu_hour == 3
+    assert asked_price(str(path), Recording("k.json")).of("a100-sxm-40gb").per_gpu_hour == 1.25  # a recording's own GPU
     with pytest.raises(InputError, match=r"prices.yaml: per_gpu_hour has no price of h200-sxm \(it has a100-sxm-40gb"):
-        asked_price(str(path), MachineOptions("h200-sxm"))
+        asked_price(str(path), Model("gpt2", gpu="h200-sxm"))
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_mistakes_of_a_file_name_it_and_the_key(tmp_path, text, told):
 
 
 def test_a_number_is_a_price_of_any_gpu():
-    assert asked_price("2.5", MachineOptions("l4")).of("l4").per_gpu_hour == 2.5
+    assert asked_price("2.5", Model("gpt2", gpu="l4")).of("l4").per_gpu_hour == 2.5
     for wrong in ("cheap", "0", "-1", "nan", "1e308"):
         with pytest.raises(InputError, match=f"--price {wrong}"):
             read_prices(wrong)

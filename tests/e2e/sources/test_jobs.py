@@ -17,49 +17,10 @@ from recorded_traces import DATA, DLRM, DLRM_ET, LINEAR, LINEAR_ET, recorded
 
 from costmodel.base.errors import InputError
 from e2e.commands.cli import app
-from e2e.commands.predict_command import parse_ranks
-from e2e.parallelism.spec import ParallelSpec
-from e2e.sources.asked.request import ConfigurationOptions, MachineOptions, PredictRequest, WorkloadOptions
 from e2e.sources.predict_request import predict_request
+from e2e.sources.registry import request_of
 from e2e.traces.recorded_run import expand_files, read_recorded_run
 from e2e.validate.validation_sections import run_sections
-
-H100 = {"gpu": "h100-sxm"}
-DP8 = ParallelSpec(dp=8)
-
-
-@pytest.mark.parametrize(
-    ("workload", "configuration", "machine", "message"),
-    [
-        ({"model": "gpt2"}, {}, {}, "give --gpu"),
-        ({"model": "gpt2"}, {}, H100 | {"gpus": 8}, "8 GPUs: say how the work is spread"),
-        ({"model": "gpt2"}, {}, H100 | {"nodes": 2}, "2 nodes: say how the work is spread"),
-        ({"model": "gpt2"}, {}, H100 | {"network": "infiniband-ndr"}, "--network is for jobs of several nodes"),
-        ({"model": "gpt2"}, {}, H100 | {"retarget": "t4"}, "--retarget moves a recorded run"),
-        ({"model": "gpt2"}, {"ranks": (0, 1)}, H100, "--ranks names ranks of a --script"),
-        ({"model": "gpt2"}, {"parallel": DP8}, H100 | {"gpus": 4}, "= 8, but --gpus is 4"),
-        ({"model": "gpt2", "mode": "forward-backward"}, {"parallel": DP8}, H100, "leave --mode forward-backward out"),
-        ({"script": "t.py:f"}, {"parallel": DP8}, H100, "a --script says itself how it is spread"),
-        ({"traces": ("a.json",)}, {"parallel": DP8}, H100, "an execution trace is of one rank"),
-        ({"traces": ("a", "b")}, {}, H100 | {"gpus": 8}, "--gpus 8: there are traces of 2 ranks; leave it out"),
-        ({"traces": ("a", "b"), "model": "gpt2"}, {}, H100, "give exactly one of --model, --model-config, --script"),
-        ({"script": "t.py:f", "model": "gpt2"}, {}, H100 | {"gpus": 8}, "give --script alone"),
-        ({"kineto": ("k",), "model": "gpt2"}, {}, {}, "--kineto goes with --trace alone"),
-        ({"kineto": ("k",)}, {"overheads": Path("o.json")}, {}, "brings its own host overheads"),
-        ({"kineto": ("k",)}, {}, {"gpus": 8}, "a recorded run has its own number of ranks"),
-        ({"kineto": ("k",)}, {"parallel": DP8}, {}, "a recorded run is spread as it was"),
-        ({"kineto": ("k",)}, {"compiled": True}, {}, "a recorded run was compiled or not"),
-        ({"tables": Path("t.yaml")}, {"compiled": True}, H100, "--compile is not for --sharding yet; leave it out"),
-        ({"kineto": ("k",)}, {}, {"network": "infiniband-ndr"}, "--network goes with --retarget"),
-    ],
-)
-def test_options_that_contradict_each_other_are_refused(workload, configuration, machine, message):
-    request = PredictRequest(
-        WorkloadOptions(**workload), ConfigurationOptions(**configuration), MachineOptions(**machine)
-    )
-    with pytest.raises(InputError, match=message):
-        predict_request(request)
-
 
 SIZED = """
 import torch
@@ -77,8 +38,8 @@ def test_a_script_keeps_its_own_batch_size(tmp_path: Path, gpus: int | None) -> 
     (tmp_path / "train.py").write_text(SIZED, encoding="utf-8")
 
     def rows(size: int | None) -> int:
-        workload = WorkloadOptions(script=f"{tmp_path / 'train.py'}:make_step", batch_size=size)
-        done = predict_request(PredictRequest(workload, machine=MachineOptions(gpu="t4", gpus=gpus)))
+        script = f"{tmp_path / 'train.py'}:make_step"
+        done = predict_request(request_of({"script": script, "batch_size": size, "gpu": "t4", "gpus": gpus}))
         task = next(task for task in done.graph.ranks[0].tasks if task.name == "aten::mm")
         return task.operators[0].m
 
@@ -96,12 +57,6 @@ def test_a_size_that_a_script_does_not_take_is_said(tmp_path: Path, gpus: list[s
     assert set(sized) - set(plain) == {
         "--batch-size: without effect, the script's function has no parameter batch_size"
     }
-
-
-def test_ranks_are_numbers():
-    assert parse_ranks("0, 7") == (0, 7) and parse_ranks(None) == ()
-    with pytest.raises(InputError, match="--ranks 0-7: expected numbers"):
-        parse_ranks("0-7")
 
 
 read_once = functools.cache(lambda kineto, traces: read_recorded_run(kineto, traces))
@@ -216,15 +171,6 @@ def test_a_step_that_was_recorded_without_a_gpu_is_refused(tmp_path):
 
     assert written("cuda:0") == ""
     assert "none of its 1 operators works on a GPU: the step was recorded on a CPU" in " ".join(written("cpu").split())
-
-
-def test_options_that_a_recording_does_not_use_are_named(cached):
-    files = ["--kineto", str(recorded(LINEAR)), "--trace", str(recorded(LINEAR_ET)), "--json"]
-    given = ["--batch-size", "64", "--mode", "inference"]
-    record = json.loads(CliRunner().invoke(app, ["predict", *files, *given]).stdout)
-    assert "--batch-size, --mode: without effect, a recorded step brings its own" in record["warnings"]
-    plain = json.loads(CliRunner().invoke(app, ["predict", *files]).stdout)
-    assert not any("without effect" in each for each in plain["warnings"])
 
 
 def test_what_a_recording_leaves_out_is_named_where_only_its_files_tell(cached):

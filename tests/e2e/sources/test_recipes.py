@@ -13,59 +13,50 @@ pytest.importorskip("torch")
 import e2e
 from e2e.capture.models.stacks import STACKS
 from e2e.parallelism.spec import keys_of, parse_parallel, require_consistent, text_of
-from e2e.sources.asked.option_table import BUILT_IN, PARALLEL
-from e2e.sources.asked.request import ConfigurationOptions, MachineOptions, PredictRequest, WorkloadOptions
-from e2e.sources.recipes import TRAINING_RECIPES, settled
+from e2e.sources.known_requests import Model, SpreadModel
+from e2e.sources.recipes import TRAINING_RECIPES
 
 TRAINING = [name for name, recipe in TRAINING_RECIPES.items() if not recipe.serves]
 WAYS = ["dp=8", "fsdp=8", "tp=4", "tp=2,cp=2", "tp=2,pp=2,micro-batches=4", "fsdp=2,pp=2,tp=2,micro-batches=4", "cp=8"]
 
 
-def asked(parallel: str | None, gpu: str = "h100-sxm", model: str = "gpt2", **options) -> PredictRequest:
-    spec = None if parallel is None else parse_parallel(parallel, 8)
-    mode = options.pop("mode", "train")
-    workload = WorkloadOptions(model, batch_size=1, sequence_length=64, mode=mode)
-    return PredictRequest(
-        workload, ConfigurationOptions(parallel=spec, **options), MachineOptions(gpu, None if spec is None else 8)
-    )
+def asked(parallel: str | None, gpu: str = "h100-sxm", model: str = "gpt2", **options) -> Model | SpreadModel:
+    options = {"batch_size": 1, "sequence_length": 64, "gpu": gpu, **options}
+    return Model(model, **options) if parallel is None else SpreadModel(model, parallel=parallel, gpus=8, **options)
 
 
 @pytest.mark.parametrize("name", TRAINING)
 @pytest.mark.parametrize("way", WAYS)
 def test_what_a_recipe_sets_is_consistent_whole_and_the_same_when_it_is_asked_for(name: str, way: str):
-    found = settled(asked(way, recipe=name), PARALLEL)
-    spec = found.configuration.parallel
+    found = asked(way, recipe=name).settled()
+    spec = found.parallel
     require_consistent(spec, 8)
-    assert found.configuration.stack is None or found.configuration.stack in STACKS
-    again = replace(
-        asked(text_of(spec)), configuration=replace(found.configuration, parallel=parse_parallel(text_of(spec), 8))
-    )
+    assert found.stack is None or found.stack in STACKS
     for other in (name, "plain"):  # everything is said: a recipe changes nothing
-        configuration = replace(again.configuration, recipe=other, stack=found.configuration.stack)
-        whole = settled(replace(again, configuration=configuration), PARALLEL).configuration
-        assert keys_of(whole.parallel) == keys_of(spec) and whole.attention == found.configuration.attention
-    assert settled(found, PARALLEL) == found
+        whole = replace(found, parallel=parse_parallel(text_of(spec), 8), recipe=other).settled()
+        assert keys_of(whole.parallel) == keys_of(spec) and whole.attention == found.attention
+    assert found.settled() == found
 
 
 @pytest.mark.parametrize("name", TRAINING)
 def test_what_is_asked_for_overrides_a_recipe(name: str):
     way = "fsdp=4,tp=2,zero=3,sp=no,master-weights=no,reduce-dtype=same,overlap-gather=no,tp-overlap=no"
-    found = settled(asked(way, recipe=name, attention="eager", stack="te", dtype="float16"), PARALLEL).configuration
+    found = asked(way, recipe=name, attention="eager", stack="te", dtype="float16").settled()
     assert text_of(found.parallel) == text_of(parse_parallel(way)) and found.attention == "eager"
     assert (found.stack, found.dtype) == ("te", "float16")
 
 
 def test_a_gpu_without_bf16_trains_in_what_it_has_and_only_transformers_follow_a_recipe():
-    assert settled(asked(None, "v100-sxm2-32gb"), BUILT_IN).configuration.dtype == "float16"
-    assert settled(asked(None, "p4"), BUILT_IN).configuration.dtype == "float32"
+    assert asked(None, "v100-sxm2-32gb").settled().dtype == "float16"
+    assert asked(None, "p4").settled().dtype == "float32"
     images = asked(None, model="resnet-50")
-    assert settled(images, BUILT_IN) == images
+    assert images.settled() == images
 
 
 def test_a_recipe_for_serving_is_refused_in_training_and_an_unknown_one_everywhere():
-    assert settled(asked(None, recipe="vllm", mode="inference"), BUILT_IN).configuration.stack == "te"
+    assert asked(None, recipe="vllm", mode="inference").settled().stack == "te"
     with pytest.raises(InputError, match="--recipe vllm: is for inference"):
-        settled(asked(None, recipe="vllm"), BUILT_IN)
+        asked(None, recipe="vllm").settled()
     with pytest.raises(InputError, match="--recipe best: choose one of plain, hf-trainer"):
         e2e.predict("gpt2", gpu="h100-sxm", recipe="best")
 
@@ -73,9 +64,9 @@ def test_a_recipe_for_serving_is_refused_in_training_and_an_unknown_one_everywhe
 def test_models_take_the_nearest_attention_that_they_have():
     for model, kernel in (("xlnet-base", "eager"), ("gpt-oss-20b", "flash2"), ("gpt2", "flash")):
         request = asked(None, model=model)
-        assert settled(request, BUILT_IN).configuration.attention == kernel
-    assert settled(asked(None, recipe="megatron"), BUILT_IN).configuration.attention == "cudnn"
-    assert settled(asked(None, "a100-sxm-80gb", recipe="megatron"), BUILT_IN).configuration.attention == "flash2"
+        assert request.settled().attention == kernel
+    assert asked(None, recipe="megatron").settled().attention == "cudnn"
+    assert asked(None, "a100-sxm-80gb", recipe="megatron").settled().attention == "flash2"
 
 
 def test_one_gpu_has_master_weights_as_one_replica_has_and_pure_bf16_is_asked_for():

@@ -14,9 +14,8 @@ import e2e  # noqa: E402
 from costmodel.operators.expert_routing import BALANCED, ExpertRouting  # noqa: E402
 from costmodel.operators.expert_work import GroupedGemm  # noqa: E402
 from e2e.capture.tf32_switches import tf32_switches  # noqa: E402
-from e2e.sources.asked.request import ConfigurationOptions, MachineOptions, PredictRequest, WorkloadOptions  # noqa: E402
+from e2e.sources.registry import request_of  # noqa: E402
 from e2e.sources.traced_job import recorded_switches  # noqa: E402
-from e2e.sources.user_script import prepare, prepare_ranks  # noqa: E402
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor  # noqa: E402
 from e2e.step.options import Tf32Switches  # noqa: E402
 
@@ -82,9 +81,7 @@ def dtypes(
     script: Any, gpu: str = "a100-sxm-40gb", gpus: int | None = None, dtype: Any = "float32"
 ) -> dict[str, set[str]]:
     """Number types of products by the module that they are in."""
-    configuration = ConfigurationOptions(dtype=dtype)
-    request = PredictRequest(WorkloadOptions(script=script), configuration, MachineOptions(gpu=gpu, gpus=gpus))
-    step = (prepare if gpus is None else prepare_ranks)(request)
+    step = request_of({"script": script, "dtype": dtype, "gpu": gpu, "gpus": gpus}).prepare()
     (rank,) = step.graph.ranks
     calls = {call.id: call for call in next(iter(step.traced.values())).trace.calls}
     found: dict[str, set[str]] = {"product": set(), "convolution": set(), "network": set()}
@@ -154,12 +151,8 @@ def experts(batch_size: int = 64) -> Any:
 @pytest.mark.parametrize("gpus", [None, 2])
 def test_experts_share_rows_as_asked(gpus: int | None):
     def largest(routing: ExpertRouting) -> int:
-        request = PredictRequest(
-            WorkloadOptions(script=experts),
-            ConfigurationOptions(routing=routing),
-            MachineOptions(gpu="h100-sxm", gpus=gpus),
-        )
-        (rank,) = (prepare if gpus is None else prepare_ranks)(request).graph.ranks
+        request = request_of({"script": experts, "routing": routing, "gpu": "h100-sxm", "gpus": gpus})
+        (rank,) = request.prepare().graph.ranks
         products = [each for task in rank.tasks for each in task.operators if isinstance(each, GroupedGemm)]
         return max(max(each.counts) for each in products)
 

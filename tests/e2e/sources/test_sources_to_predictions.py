@@ -20,11 +20,10 @@ pytest.importorskip("torch")
 
 from e2e.commands.cli import app
 from e2e.explain.predictor import PredictionResult
-from e2e.parallelism.spec import parse_parallel
 from e2e.report.html_report import page
 from e2e.report.text_report import render
-from e2e.sources.asked.request import ConfigurationOptions, MachineOptions, PredictRequest, WorkloadOptions
 from e2e.sources.predict_request import predict_request
+from e2e.sources.registry import request_of
 
 CONFIG = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
@@ -72,10 +71,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ran(
     parallel: str | None = None, gpus: int | None = None, sharding: Path | None = None, **workload: Any
 ) -> PredictionResult:
-    spec = None if parallel is None else parse_parallel(parallel, gpus)
-    configuration = ConfigurationOptions(parallel=spec, sharding=sharding)
-    machine = MachineOptions(gpu="v100-sxm2-32gb", gpus=gpus)
-    return predict_request(PredictRequest(WorkloadOptions(**workload), configuration, machine))
+    asked = {"parallel": parallel, "sharding": sharding, "gpu": "v100-sxm2-32gb", "gpus": gpus}
+    return predict_request(request_of({**workload, **asked}))
 
 
 def built_in(folder: Path) -> Iterator[PredictionResult]:

@@ -15,7 +15,7 @@ pytest.importorskip("torch")
 
 import e2e
 from e2e.parallelism.spec import text_of
-from e2e.sources.asked.request import MachineOptions, PredictRequest, WorkloadOptions
+from e2e.sources.known_requests import SpreadModel
 from e2e.sweeps.best_way import with_best_way
 from e2e.sweeps.first_look import promising
 from e2e.sweeps.run_plan import DAY, run_plan
@@ -93,15 +93,14 @@ def test_gpus_alone_take_the_fastest_of_the_ways_that_were_tried(tiny: str):
 def test_gpus_alone_prefer_a_way_that_fits_to_a_faster_one_that_may_not(tiny: str, monkeypatch: pytest.MonkeyPatch):
     """Without recomputation it may not fit, with some it does."""
 
-    def predicted(request: PredictRequest) -> SimpleNamespace:
-        again = request.configuration.parallel.recompute != "none"
+    def predicted(request: SpreadModel) -> SimpleNamespace:
+        again = request.parallel.recompute != "none"
         rate = SimpleNamespace(tokens_per_second_per_gpu=80.0 if again else 100.0)
         return SimpleNamespace(
             prediction=SimpleNamespace(fits=True if again else None, throughput=rate, memory_shortage=None)
         )
 
     monkeypatch.setattr("e2e.sweeps.best_way.predict_request", predicted)
-    machine = MachineOptions("h100-sxm", 2)
-    asked = PredictRequest(WorkloadOptions(model_config=Path(tiny), sequence_length=64), machine=machine)
+    asked = SpreadModel(model_config=Path(tiny), sequence_length=64, gpu="h100-sxm", gpus=2)
     best, line = with_best_way(asked)
-    assert best.configuration.parallel.recompute == "selective" and " 80 tokens/s/GPU" in line
+    assert best.parallel.recompute == "selective" and " 80 tokens/s/GPU" in line

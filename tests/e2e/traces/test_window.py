@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from recorded_traces import LINEAR, RESNET_A100, RESNET_V100, Profile, recorded
 
 from costmodel.base.errors import InputError
-from e2e.sources.asked.request import MachineOptions, PredictRequest, WorkloadOptions
+from e2e.sources.known_requests import Recording
 from e2e.sources.recorded_job import prepare
 from e2e.traces.formats.kineto import read_kineto
 from e2e.traces.linking.step_window import choose, doubts, iterations
@@ -105,8 +105,8 @@ def test_what_may_be_no_steady_step_is_said(tmp_path: Path) -> None:
     assert "CUDA graph is captured" in captured and "60% of the recorded step load kernels" in loading
 
 
-def asked(profile: Profile, path: Path, gpu: str | None) -> PredictRequest:
-    return PredictRequest(WorkloadOptions(kineto=(str(profile.write(path)),)), machine=MachineOptions(gpu=gpu))
+def asked(profile: Profile, path: Path, gpu: str | None) -> Recording:
+    return Recording(str(profile.write(path)), gpu=gpu)
 
 
 def test_a_run_of_an_unknown_gpu_is_not_told_to_be_of_the_one_asked_for(tmp_path: Path) -> None:
