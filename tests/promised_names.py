@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import ast
 import re
-import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from written_pages import ROOT, commands_group
+from e2e.sources.registry import all_options
+from tests.written_pages import ROOT, commands_group
 
 KEPT = Path(__file__).with_suffix(".txt")
 OFFERING = ("costmodel", "fusion", "e2e")
@@ -54,6 +52,8 @@ def _inside(
     """Arguments of a function; fields of a record and of the records in them; public methods of an offered class."""
     if isinstance(node, ast.FunctionDef):
         yield from (f"{dotted}({each.arg})" for each in [*node.args.args, *node.args.kwonlyargs])
+        if dotted == "e2e.predict":
+            yield from (f"{dotted}({name})" for name in all_options())
         return
     for each in node.body:
         if isinstance(each, ast.FunctionDef) and not above and not each.name.startswith("_"):

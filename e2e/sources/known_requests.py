@@ -14,10 +14,10 @@ They share parts: :mod:`e2e.step.options` (how the step is computed) and :mod:`e
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from costmodel.base.errors import InputError
 from costmodel.base.units import whole_number
@@ -121,7 +121,7 @@ class Model(_Modelled, AloneOnGpu, LinearAttention, Gpu):
         return replace(self, batch_size=change.samples) if isinstance(change, BatchChange) else None
 
 
-@source("model spread over GPUs", "parallel", "model gpus", "model_config gpus", "model nodes", "model_config nodes")
+@source("model spread over GPUs", "parallel")
 @dataclass(frozen=True, kw_only=True)
 class SpreadModel(_Modelled, Cluster):
     """A transformer spread over GPUs; without ``parallel`` the fastest way of some that are predicted."""
@@ -135,6 +135,11 @@ class SpreadModel(_Modelled, Cluster):
         default=None,
         write=text_of,
     )
+
+    @classmethod
+    def is_meant(cls, given: Mapping[str, Any]) -> bool:
+        several = given.get("gpus", 1) > 1 or given.get("nodes", 1) > 1
+        return super().is_meant(given) or (several and bool({"model", "model_config"} & set(given)))
 
     def __post_init__(self) -> None:
         if isinstance(self.parallel, str):

@@ -34,16 +34,16 @@ def request_of(options: Mapping[str, Any]) -> Request:
     own = options_of(record)
     for name, value in given.items():
         if name not in own and value != known[name].words.harmless:
-            raise InputError(_refusal(record, known[name], [known[each] for each in given]))
+            raise InputError(_refusal(record, known[name], [each for each in known.values() if each.name in given]))
     missing = [each for name, each in own.items() if each.needed and name not in given]
     if missing:
         raise InputError("give " + "; ".join(f"{each.flag}: {each.words.help.removesuffix('.')}" for each in missing))
     return record(**{name: value for name, value in given.items() if name in own})
 
 
-def chosen(given: Collection[str]) -> type[Request] | None:
-    """The source that the options ``given`` mean: the last registered that any of its sets of options chooses."""
-    found = [each for each in SOURCES if any(set(options) <= set(given) for options in each.chosen_by)]
+def chosen(given: Mapping[str, Any]) -> type[Request] | None:
+    """The source that the options ``given`` mean: the last registered of those that they choose."""
+    found = [each for each in SOURCES if each.is_meant(given)]
     return found[-1] if found else None
 
 

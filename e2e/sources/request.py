@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
@@ -65,6 +65,11 @@ class Request(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check()
+
+    @classmethod
+    def is_meant(cls, given: Mapping[str, object]) -> bool:
+        """Whether the options ``given`` choose this source."""
+        return any(set(options) <= set(given) for options in cls.chosen_by)
 
     @classmethod
     def with_article(cls) -> str:

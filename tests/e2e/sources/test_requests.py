@@ -55,7 +55,7 @@ def test_options_choose_a_record(options, record):
     [
         ({}, "give exactly one of --model, --model-config, --script, --trace and --kineto"),
         ({"model": "gpt2", "gpu": None}, "give --gpu: Machine or cluster"),
-        ({"tables": "t.yaml"}, "give --sharding: plan.json"),
+        ({"tables": "t.yaml"}, "give --gpus: .*; --sharding: plan.json"),
         # Of what is computed one alone.
         ({"model": "gpt2", "script": "t.py:f"}, "got --model and --script"),
         ({"traces": "a", "model": "gpt2"}, "got --model and --trace"),
