@@ -58,7 +58,7 @@ A program that cannot go on says why in one line that begins with `error:`, and 
 words of yours: {count} messages, by the part of the program that says them, {{names}} standing for values, what to do
 in bold. The last word of each line is the file that says it. A reason of the operating system (`Permission denied`,
 `No such file or directory`, `No space left on device`) is what to mend. Options that do not go together in
-`e2e predict` are in [options](options.md). Whatever ends in a traceback instead is a mistake of the programs
+`e2e predict` are told by `python -m e2e predict --help`. Whatever ends in a traceback instead is a mistake of the programs
 ([robustness](robustness.md)).
 """
 

@@ -25,11 +25,13 @@ def predict_command(
     **options: Any,
 ) -> None:
     """Predicts one steady step of a model on one GPU or many, or replays a recorded run."""
+    import e2e.sources.predict_request  # noqa: F401 (libraries are loaded before their objects are spared)
+    from costmodel.base.spared_objects import old_objects_spared
     from e2e.commands.e2e_api import predict
     from e2e.report.outputs import show
 
-    # What a script prints is not the answer.
-    with redirect_stdout(sys.stderr):
+    # What a script prints is not the answer. This process ends with its answer, so its garbage may wait.
+    with redirect_stdout(sys.stderr), old_objects_spared():
         prediction = predict(price=price, advice=tell if advice else False, timeline=timeline, report=report, **options)
     show(prediction, as_json)
     if prediction.memory_verdict == "may not fit":

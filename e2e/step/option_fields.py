@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
-from functools import cache
 from pathlib import Path
 from types import NoneType
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
@@ -134,12 +133,16 @@ class Options:
         return {each.name: getattr(self, each.name) for each in options if each.asks(getattr(self, each.name))}
 
 
-@cache
+_RESOLVED: dict[type, Mapping[str, OptionField]] = {}
+
+
 def options_of(record: type) -> Mapping[str, OptionField]:
     """The options of a record by name, in its order."""
-    hints = get_type_hints(record)
-    own = {each.name: each for each in fields(record) if _KEY in each.metadata}
-    return {name: _resolved(record, hints[name], each) for name, each in own.items()}
+    if record not in _RESOLVED:
+        hints = get_type_hints(record)
+        own = {each.name: each for each in fields(record) if _KEY in each.metadata}
+        _RESOLVED[record] = {name: _resolved(record, hints[name], each) for name, each in own.items()}
+    return _RESOLVED[record]
 
 
 def _resolved(record: type, hint: Any, own: Field[Any]) -> OptionField:
