@@ -1,4 +1,4 @@
-"""What the packages offer under their own names: lazy, complete, typed; and the examples of docs/api.md and how-*.md."""
+"""Names that the packages offer: lazy, complete, typed; and the examples of docs/api.md and how-*.md run."""
 
 from __future__ import annotations
 
