@@ -131,8 +131,7 @@ def test_a_test_file_is_marked_by_what_it_and_its_helpers_import(tmp_path: Path)
         "test_none.py": "import json",
         "test_direct.py": "def test():\n    import torch.nn",
         "test_skipped.py": "import pytest\npytest.importorskip('tvm')",
-        "test_helped.py": "from toys import thing",
-        "toys.py": "import tvm",
+        "test_helped.py": "from tests.fusion.relax_models import relu",
         "test_ours.py": "from e2e.capture.distributed.world import c10d",
     }
     for name, source in sources.items():
