@@ -48,7 +48,7 @@ def read_damaged(reader: Reader, path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [name for name in READERS if name not in LONG])
 def test_damaged_files_are_read_or_refused(name: str, tmp_path: Path):
-    check(name, 30, tmp_path)
+    check(name, 10, tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore")
