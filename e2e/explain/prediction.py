@@ -108,36 +108,20 @@ class Straggler:
 
 @dataclass(frozen=True)
 class Prediction:
-    """One steady step of ``gpus`` GPUs on ``nodes`` nodes, by the distinct ranks among them; one GPU is one rank.
+    """One steady step of ``gpus`` GPUs on ``nodes`` nodes, by the distinct ranks among them; one GPU is one rank."""
 
-    ``interval_seconds``: where the step lies with the confidence of the models' intervals (80 %), see
-    :mod:`e2e.explain.intervals`. ``critical_path`` and ``attribution`` (seconds by kind) follow the step across ranks
-    and sum to ``critical_path_seconds``, the step that was looked at. ``coverage``: share of the device time of all
-    ranks by source of its price. ``kernels`` and ``operators``: launches and operator calls of the distinct ranks, each
-    counted once however many it stands for.
-
-    Of the rank that computes longest: ``forward_seconds`` and so on (they sum to ``critical_path_seconds``, see
-    :mod:`e2e.explain.phase_times`), ``gpu_active_seconds``, ``gpu_idle_seconds``, ``breakdown`` (device time
-    ``by_operator``,
-    ``by_bound`` and ``by_kind``) and ``overheads`` (host time by kind, T1-T5). ``host_bound_fraction``: of the critical
-    path. Of the fullest rank: ``peak_memory_bytes`` and ``memory_breakdown``.
-
-    ``memory_room_bytes``: of the card's ``memory_capacity_bytes`` what is there for tensors
-    (:mod:`e2e.step.memory_room`); ``memory_verdict``: whether that suffices; ``fits``: the same, ``None`` where it may
-    not fit or memory is not known of all ranks; ``memory_shortage``: what does not fit where, if it does not.
-    ``notes``: what the step is; what of it was recorded and what is predicted.
-    ``what_if``: the step as it is and with what each question changes, where there were any. ``ranges``: parts that a
-    script named, on the rank that computes longest, and on the critical path of that rank. ``cuda_graph``: the host
-    launches all ``kernels`` of a rank at once.
-    """
-
+    # What is predicted, and on what.
     workload: str
     machine: str
     cluster: str
     gpus: int
     nodes: int
+
+    # Time of a step, and where it lies with the confidence of the models' intervals (80 %; e2e/explain/intervals.py).
     iteration_seconds: float
     interval_seconds: tuple[float, float]
+
+    # Of the rank that computes longest; the phases (e2e/explain/phase_times.py) sum to the critical path.
     critical_path_seconds: float
     forward_seconds: float
     backward_seconds: float
@@ -145,35 +129,56 @@ class Prediction:
     other_seconds: float
     gpu_active_seconds: float
     gpu_idle_seconds: float
+    # Share of the critical path.
     host_bound_fraction: float
+    # Device time `by_operator`, `by_bound` and `by_kind`; host time by kind, T1 to T5.
     breakdown: Mapping[str, Mapping[str, float]]
     overheads: Mapping[str, float]
+
+    # The step across ranks; both sum to `critical_path_seconds`.
     attribution: Mapping[str, float]
     critical_path: Sequence[PathPart]
+
     ranks: Sequence[RankFigures]
     collectives: Sequence[CollectiveFigures]
     stragglers: Sequence[Straggler]
+
+    # Memory of the fullest rank.
     peak_memory_bytes: int | None
     memory_breakdown: Mapping[str, int]
+    # Of the card, and what of that is there for tensors (e2e/step/memory_room.py); whether it suffices.
     memory_capacity_bytes: int
     memory_room_bytes: int
     memory_verdict: Verdict
+    # None: it may not fit, or memory is not known of all ranks.
     fits: bool | None
+    # What does not fit where, if it does not.
     memory_shortage: str | None
+
+    # Share of the device time of all ranks by source of its price.
     coverage: Mapping[str, float]
+    # Launches and operator calls of the distinct ranks, each counted once however many it stands for.
     kernels: int
     operators: int
+
     warnings: Sequence[str]
+    # What the step is; what of it was recorded and what is predicted.
     notes: Sequence[str] = ()
     asked: Sequence[AskedValue] = ()
+
+    # Beside the times.
     board: Board | None = None
     throughput: Throughput | None = None
     utilisation: Utilisation | None = None
     energy: StepEnergy | None = None
     cost: StepCost | None = None
+
+    # What was asked besides: other settings; the step as it is and with what each question changes.
     advice: Advice | None = None
     what_if: Sequence[WhatIfRow] = ()
+    # Parts that a script named, on the rank that computes longest, and on the critical path of that rank.
     ranges: Sequence[RangeFigures] = ()
+    # The host launches all `kernels` of a rank at once.
     cuda_graph: bool = False
 
     @property

@@ -343,6 +343,6 @@ def test_predict_takes_the_plan(planned):
     assert larger["iteration_seconds"] > record["iteration_seconds"]
     assert any("made for samples per GPU 512, this is 16384" in warning for warning in larger["warnings"])
     compiled = RUN.invoke(app, [*given, "--compile", *files])
-    assert compiled.exit_code == 2 and "--compile is not for --sharding yet" in compiled.stderr
+    assert compiled.exit_code == 2 and "--compile is no option of a sharded DLRM" in compiled.stderr
     other = RUN.invoke(app, [*given[:6], "8", *given[7:], *files])
     assert other.exit_code == 2 and "is for 4 GPUs" in other.output
