@@ -237,6 +237,7 @@ class ScriptJob(_Scripted, Cluster):
     reason = "a script says itself what it runs, and how it is spread"
     buckets = True
 
+    gpus: int = option(GPUS_HELP, least=1)
     ranks: tuple[int, ...] = option(
         "Ranks of --script to capture, such as 0,7, where they differ unseen.", default=(), read=parse_ranks
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from functools import cache
 from typing import Any
 
 from costmodel.base.errors import InputError
@@ -66,9 +65,7 @@ def _refusal(record: type[Request], refused: OptionField, given: Collection[Opti
     return f"{refused.flag} is no option of {record.with_article()}{reason}; leave it out (it is for: {others})"
 
 
-@cache
 def spelled(record: type[Request]) -> str:
     """The options that mean ``record``, as on a command line."""
     known = options_of(record)
-    first = record.chosen_by[0]
-    return " ".join(known[name].flag for name in first)
+    return " ".join(known[name].flag for name in record.chosen_by[0])

@@ -52,7 +52,6 @@ def prepare(request: Script) -> PreparedStep:
 def prepare_ranks(request: ScriptJob) -> PreparedStep:
     """The step of a script of as many processes as ``gpus`` says; ranks that are alike are captured once."""
     gpus = request.gpus
-    assert gpus is not None
     cluster = cluster_of(request, gpus)
     capturing = _options(request, cluster.machine)
 
