@@ -57,17 +57,16 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _in_order() -> list[OptionField]:
-    """By sections of the help: the GPU, then what is computed, then the rest."""
+    """By sections of the help: those of the sources, then the shared ones."""
     options = list(all_options().values())
-    panels = list(dict.fromkeys(each.panel for each in options if each.words.source or each.name == "tables"))
-    panels += [each.panel for each in options if each.panel not in panels]
+    panels = list(dict.fromkeys([record.panel for record in SOURCES] + [each.panel for each in options]))
     return sorted(options, key=lambda each: (panels.index(each.panel), not each.words.source))
 
 
 def _parameter(each: OptionField) -> inspect.Parameter:
     kind: Any = each.kind if each.simple else str
     default = None if each.needed else each.default
-    if kind == tuple[str, ...] or each.name == "what_if":
+    if each.words.several:
         kind, default = list[str], None
     elif not each.simple and default is not None:
         default = each.text(default) or None

@@ -101,8 +101,10 @@ class _Modelled(Request, Host, Stack, Captured):
 
 @source("model on one GPU", "model", "model_config")
 @dataclass(frozen=True, kw_only=True)
-class Model(_Modelled, AloneOnGpu, LinearAttention, Gpu):
+class Model(LinearAttention, AloneOnGpu, _Modelled, Gpu):
     """A built-in model or a Hugging Face configuration on one GPU."""
+
+    panel = MODEL_PANEL
 
     # FP32 weights and states of the optimizer beside 16-bit weights, as the recipe says.
     master_weights: bool = False
@@ -277,6 +279,7 @@ class Trace(_Recorded, Routed, Host, Cluster):
     traces: tuple[str, ...] = option(
         TRACES_HELP,
         flag="--trace",
+        several=True,
         source=True,
         kw_only=False,
     )
@@ -308,10 +311,11 @@ class Recording(_Recorded, Nodes):
     kineto: tuple[str, ...] = option(
         "Profiles of the same run as --trace, one per rank: several files or patterns. Their host times and "
         "kernels are used.",
+        several=True,
         source=True,
         kw_only=False,
     )
-    traces: tuple[str, ...] = option(TRACES_HELP, default=(), flag="--trace", source=True)
+    traces: tuple[str, ...] = option(TRACES_HELP, default=(), flag="--trace", several=True, source=True)
     gpu: str | None = option(GPU_HELP, default=None, read=os.fspath)
     retarget: str | None = option("GPU (or cluster) to move a recorded run to.", default=None, read=os.fspath)
 

@@ -55,6 +55,7 @@ class Request(Options):
         "What if: batch=N, kernels:FAMILY=Kx, host=Kx, host=FILE, bucket-mb=N, stream:REGEX=N, batch-embeddings, "
         "fuse:REGEX; with + several at once. Repeatable: each alone, and all together.",
         default=(),
+        several=True,
         read=_questions,
         write=lambda questions: " ".join(each.text for each in questions),
     )

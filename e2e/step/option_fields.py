@@ -41,6 +41,8 @@ class Words:
     write: Callable[[Any], str] | None = None
     # What a report says of the default; empty: nothing.
     default_text: str = ""
+    # Several values: the option may be repeated.
+    several: bool = False
     # It says what is computed: of such options one is given.
     source: bool = False
     # A value that asks for nothing where there is no such option, such as one GPU.
