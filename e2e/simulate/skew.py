@@ -10,14 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
-
-import numpy as np
+from typing import TYPE_CHECKING, TypeVar
 
 from costmodel.base.errors import InputError
-from e2e.step.execution_graph import Action, ExecutionGraph, HostWork, Launch, RankGraph, Task
 
-Timed = TypeVar("Timed", Task, HostWork, Launch)
+if TYPE_CHECKING:  # command lines start without NumPy
+    import numpy as np
+
+    from e2e.step.execution_graph import Action, ExecutionGraph, HostWork, Launch, RankGraph, Task
+
+    Timed = TypeVar("Timed", Task, HostWork, Launch)
 # Beyond them nothing is a job's any more: speeds as far apart as they are fast, a rank an hour late.
 MOST_DEVIATION, MOST_LATE_SECONDS = 1.0, 3600.0
 
@@ -69,6 +71,8 @@ def skewed(graph: ExecutionGraph, skew: Skew) -> ExecutionGraph:
 
 
 def _skewed(rank: RankGraph, alike: int, skew: Skew) -> RankGraph:
+    import numpy as np
+
     source = np.random.default_rng((skew.seed, rank.rank))
     speed = float(_factors(source, skew.spread or 0.0, alike).max())
     count = len(rank.tasks) + sum(1 for _ in rank.actions())
@@ -85,6 +89,8 @@ def _factors(source: np.random.Generator, deviation: float, count: int) -> np.nd
 
 
 def _varied(action: Action, factor: float) -> Action:
+    from e2e.step.execution_graph import HostWork, Launch
+
     if isinstance(action, HostWork):
         return _times(action, factor)
     return _times(action, factor) if isinstance(action, Launch) else action

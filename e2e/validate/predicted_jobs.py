@@ -154,7 +154,7 @@ def _predict(data: Path, job: PredictedJob, samples: Mapping[str, Sequence[Overh
     traces = _traces(data, job)
     cluster = load_cluster(job.gpu, job.ranks) if job.ranks > 1 else single_gpu(load_machine(job.gpu))
     alike = {} if len(traces) == job.ranks else {traces[0].rank: job.ranks}
-    graph = lower_ranks(traces, alike, job.name, StepOptions(tf32=job.tf32)).graph
+    graph = lower_ranks(traces, alike, job.name, StepOptions(dtype="tf32" if job.tf32 else "float32")).graph
     step = recorded_ranks(profiles) if len(traces) > 1 else recorded_graph(profiles[0])
     seconds = {name: _seconds(graph, table, job, cluster, step) for name, table in tables.items()}
     return [
