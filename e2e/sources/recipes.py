@@ -92,7 +92,7 @@ def _or(asked: bool | None, otherwise: bool) -> bool:
 
 
 TRAINING_RECIPES: dict[str, TrainingRecipe] = {
-    "plain": TrainingRecipe("PyTorch's modules and AdamW in BF16 with FP32 master weights", sequence_parallel=True),
+    "plain": TrainingRecipe("PyTorch's modules", sequence_parallel=True),
     # accelerate's mixed precision for FSDP has reduce_dtype=bfloat16 with bf16=True.
     "hf-trainer": TrainingRecipe("Trainer of transformers with bf16=True", stack="huggingface"),
     # job_config.py: mixed_precision_reduce is float32; parallelize_llama.py: sequence parallel wherever there is tp;
@@ -173,7 +173,7 @@ def told_by(request: PredictRequest, after: PredictRequest) -> dict[str, str]:
     kept = "FP32 master weights and states" if masters else "no FP32 master weights"
     forward = request.workload.mode != "train"
     told = {
-        "--recipe": f"{DEFAULT_RECIPE} ({recipe.about})",
+        "--recipe": f"{DEFAULT_RECIPE} ({recipe.about}{'' if forward else ' and AdamW'})",
         "--dtype": f"{found.dtype}" + ("" if forward or found.dtype not in NUMBER_TYPES else f" ({kept})"),
     }
     if found.stack is not None:
