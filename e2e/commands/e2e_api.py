@@ -18,7 +18,7 @@ from costmodel.base.counts import check_count
 from costmodel.base.errors import InputError
 from costmodel.base.whole_file import check_outputs
 from e2e.parallelism.spec import ParallelSpec, parse_parallel, text_of
-from e2e.step.choices import AttentionForm, Dtype
+from e2e.step.choices import AttentionForm, Dtype, instead_of
 from e2e.step.option_fields import Options, options_of
 from e2e.step.precision import Precision
 
@@ -231,8 +231,9 @@ def _workers(count: int | None, ray: str | None) -> Workers:
 
 def _one_of(option: str, value: T, allowed: Sequence[Any]) -> T:
     if value not in allowed:
-        offered = ", ".join(each for each in allowed if each is not None)
-        raise InputError(f"--{option} {value}: choose one of {offered}")
+        offered = f"choose one of {', '.join(each for each in allowed if each is not None)}"
+        instead = instead_of(str(value)) if option in ("dtype", "precision") else None
+        raise InputError(f"--{option} {value}: {instead or offered}")
     return value
 
 

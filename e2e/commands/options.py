@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from costmodel.base.errors import InputError
 from e2e.sources.registry import all_options, sources_with
-from e2e.sources.request import ANSWER_PANEL, SOURCES
+from e2e.sources.request import ANSWER_PANEL, SOURCES, Cluster, Gpu, Request
 from e2e.step.option_fields import OptionField
 
 PriceOption = Annotated[
@@ -43,7 +44,21 @@ JsonOption = Annotated[
 def shared(name: str) -> Any:
     """The option ``name`` of ``predict`` for the command line of another command."""
     each = all_options()[name]
-    return typer.Option(each.flag, help=each.words.help, min=each.words.least)
+    return typer.Option(each.flag, help=each.words.help, min=each.words.least, **_choice(each))
+
+
+def _choice(each: OptionField) -> dict[str, Any]:
+    """Arguments of ``typer.Option`` for choices whose error says what to ask instead of what other tools have."""
+    if each.words.instead is None:
+        return {}
+
+    def read(value: str) -> Any:
+        try:
+            return each.taken(value)
+        except InputError as error:
+            raise typer.BadParameter(str(error).removeprefix(f"{each.flag} ")) from None
+
+    return {"parser": read, "metavar": f"[{'|'.join(each.choices)}]"}
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -70,9 +85,8 @@ def _parameter(each: OptionField) -> inspect.Parameter:
         kind, default = list[str], None
     elif not each.simple and default is not None:
         default = each.text(default) or None
-    told = typer.Option(
-        each.flag, help=f"{each.words.help}{note(each.name)}", min=each.words.least, rich_help_panel=each.panel
-    )
+    help = f"{each.words.help}{note(each.name)}"
+    told = typer.Option(each.flag, help=help, min=each.words.least, rich_help_panel=each.panel, **_choice(each))
     hint = Annotated[kind if default is not None else kind | None, told]  # type: ignore[valid-type]
     return inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 
@@ -80,9 +94,15 @@ def _parameter(each: OptionField) -> inspect.Parameter:
 def note(option: str) -> str:
     """For which sources ``option`` is, in brackets; nothing where it is for all, or where it says the source."""
     users, each = sources_with(option), all_options()[option]
-    others = [record for record in SOURCES if record not in users]
+    others = [record for record in SOURCES if record not in users and not _on_several(record, users)]
     said = each.words.source or any((option,) in record.chosen_by for record in SOURCES)
     if not others or said or users == [record for record in SOURCES if record.panel == each.panel]:
         return ""  # the section of the help says it
     few, word = (others, "Not for") if len(others) < len(users) else (users, "For")
     return f" ({word}: {', '.join(record.title for record in few)}.)"
+
+
+def _on_several(record: type[Request], users: Sequence[type[Request]]) -> bool:
+    """Whether ``record`` is of one GPU, and the same on several is among ``users``: the option is no less for it."""
+    alone = issubclass(record, Gpu) and not issubclass(record, Cluster)
+    return alone and any(each.panel == record.panel and issubclass(each, Cluster) for each in users)

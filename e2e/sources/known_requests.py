@@ -55,7 +55,8 @@ class _Modelled(Request, Host, Stack, Captured):
     panel = MODEL_PANEL
 
     model: str | None = option(
-        "Built-in model, such as gpt2-large, resnet50 or timm/NAME (where timm is installed).",
+        "Built-in model, such as gpt2-large, resnet50 or timm/NAME (where timm is installed); the error of an "
+        "unknown name lists them, and so does docs/models.md.",
         default=None,
         source=True,
         kw_only=False,
@@ -156,6 +157,11 @@ class SpreadModel(_Modelled, Cluster):
             )
         if self.attention == "mla":
             raise InputError("--attention mla decodes on one GPU yet; name another kernel")
+
+    def meant_texts(self, asked: Self) -> dict[str, str]:
+        from e2e.sources.recipes import meant_texts
+
+        return meant_texts(asked, self)
 
     def prepare(self) -> PreparedStep:
         from e2e.sources.spread_model import prepare

@@ -43,5 +43,6 @@ def _answer(request: Request, given: Request, step: PreparedStep) -> PredictionR
     host = standing_in(step.setting.overheads, grace=grace) if step.starts is None else ""
     found = told(run(step), notes=[host] if host else [])
     taken = {**step.taken, **request.settled_texts(given)}
-    asked = asked_values(given, taken, meant_values(request, machine, step.cluster))
+    meant = meant_values(request, machine, step.cluster) | request.meant_texts(given)
+    asked = asked_values(given, taken, meant)
     return replace(found, prediction=replace(found.prediction, asked=asked))

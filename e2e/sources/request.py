@@ -22,7 +22,10 @@ GPU_HELP = (
     "Machine or cluster: a name (`python -m costmodel machines`) or a YAML file. Of a recorded run: the GPU it ran on, "
     "if its profile does not tell."
 )
-GPUS_HELP = "GPUs of the whole job."
+GPUS_HELP = (
+    "GPUs of the whole job; a transformer of --model or --model-config is spread as --parallel says, without it in the "
+    "way that is predicted to be fastest."
+)
 
 
 def _questions(value: str | WhatIf | Sequence[str | WhatIf]) -> tuple[WhatIf, ...]:
@@ -86,6 +89,10 @@ class Request(Options):
 
     def settled_texts(self, asked: Self) -> dict[str, str]:
         """By option, what :meth:`settled` has put into ``asked``."""
+        return {}
+
+    def meant_texts(self, asked: Self) -> dict[str, str]:
+        """By option, what a value of ``asked`` means in this settled request, where it does not say that itself."""
         return {}
 
     def prepare(self) -> PreparedStep:

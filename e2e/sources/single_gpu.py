@@ -37,7 +37,8 @@ def prepare(request: Model) -> PreparedStep:
     step = single_step(trace, cluster, request, options)
     batch = None if model.samples is None else Batch(model.samples, model.sequence_length)
     taken = taken_values(options, request.samples, model.sequence_length, model.optimizer)
-    notes = [forward_note(request.cache_length, request.sequence_length)] if options.inference else step.notes
+    forward = options.inference and model.sequence_length is not None
+    notes = [forward_note(request.cache_length, request.sequence_length)] if forward else step.notes
     return replace(step, warnings=[*step.warnings, *assumptions([trace])], batch=batch, taken=taken, notes=notes)
 
 

@@ -39,6 +39,8 @@ class Words:
     read: Callable[[Any], Any] | None = None
     # The value as a text that `read` takes.
     write: Callable[[Any], str] | None = None
+    # What to ask instead of a name that is no choice, where other tools have it.
+    instead: Callable[[str], str | None] | None = None
     # What a report says of the default; empty: nothing.
     default_text: str = ""
     # Several values: the option may be repeated.
@@ -100,7 +102,9 @@ class OptionField:
             single = isinstance(value, str | os.PathLike)
             value = (os.fspath(value),) if single else tuple(os.fspath(each) for each in value)
         if self.choices and value not in self.choices:
-            raise InputError(f"{self.flag} {value}: choose one of {', '.join(self.choices)}")
+            instead = self.words.instead(str(value)) if self.words.instead is not None else None
+            choose = f"choose one of {', '.join(self.choices)}"
+            raise InputError(f"{self.flag} {value}: {instead or choose}")
         if self.words.least is not None:
             check_count(self.flag.removeprefix("--"), value)
         return value

@@ -16,6 +16,7 @@ from e2e.step.choices import (
     MixtureForm,
     Mode,
     OptimizerForm,
+    instead_of,
 )
 from e2e.step.option_fields import Options, option
 from e2e.step.precision import Precision
@@ -59,8 +60,9 @@ class Computed(Options):
     )
     dtype: Dtype | None = option(
         "Number type of the model; default: bfloat16 (float16 where the GPU has no such units) with FP32 master "
-        "weights and states, of others than transformers float32.",
+        "weights and states, of others than transformers float32. Autocast over FP32 weights (AMP): by a --script.",
         default=None,
+        instead=instead_of,
         default_text="float32 (TF32 off)",
     )
     optimizer: OptimizerForm | None = option(
@@ -122,7 +124,9 @@ class Stack(Options):
         default=None,
     )
     precision: Precision | None = option(
-        "Linear layers trained in 8 bits by this recipe; --dtype bfloat16 is the rest.", default=None
+        "Linear layers trained in 8 bits by this recipe; --dtype bfloat16 is the rest.",
+        default=None,
+        instead=instead_of,
     )
     moe: MixtureForm = option(
         "Experts: fused permutation and grouped products (grouped), or as the library writes them.", default="grouped"

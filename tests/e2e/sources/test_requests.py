@@ -118,7 +118,8 @@ def test_a_record_has_its_options_and_no_others():
 
 def test_the_help_says_for_which_sources_an_option_is():
     assert note("batch_size") == " (Not for: execution trace, recorded run.)"
-    assert note("gpu") == note("model") == note("lora") == note("parallel") == ""
+    assert note("gpu") == note("model") == note("lora") == note("parallel") == note("nodes") == ""
+    assert note("gpus") == note("skew") == " (Not for: recorded run.)"  # several GPUs are for models and scripts too
     shown = CliRunner().invoke(app, ["predict", "--help"], env={"COLUMNS": "300"}).stdout
     places = [shown.index(each) for each in ("My model on N GPUs", "My script", "My trace", "My tables")]
     assert places == sorted(places) and "(Not for: execution trace, recorded run.)" in shown
