@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from costmodel.base.errors import InputError
 from costmodel.machines.machine_records import Machine
@@ -147,7 +147,7 @@ def settled(request: M) -> M:
     machine = gpu_machine(request.gpu)
     dtype = request.dtype or next((each for each in NUMBER_TYPES if each in machine.compute), "float32")
     masters = dtype in NUMBER_TYPES
-    found = replace(
+    found: Any = replace(
         request,
         dtype=dtype,
         attention=request.attention or _attention(request, recipe, machine),

@@ -120,7 +120,7 @@ PUBLISHED: tuple[PublishedStep, ...] = (
 
 def published_request(step: PublishedStep) -> Script:
     """What a user would ask for ``step``, with NVIDIA's script."""
-    return Script(partial(_scripted, step), gpu=step.machine)
+    return Script(script=partial(_scripted, step), gpu=step.machine)
 
 
 def _scripted(step: PublishedStep) -> tuple[torch.nn.Module, Callable[[], object]]:

@@ -105,7 +105,7 @@ def _check_same_model(step: TimmStep, module: torch.nn.Module) -> None:
 
 def timm_request(step: TimmStep) -> Script:
     """What a user would ask for ``step``, with timm's ``benchmark.py`` as the script."""
-    return Script(partial(_benchmark, step), compile=step.compiled, gpu=step.machine)
+    return Script(script=partial(_benchmark, step), compile=step.compiled, gpu=step.machine)
 
 
 def _benchmark(step: TimmStep) -> tuple[torch.nn.Module, Callable[[], None]]:
