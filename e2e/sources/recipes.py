@@ -153,10 +153,11 @@ def settled(request: M) -> M:
         attention=request.attention or _attention(request, recipe, machine),
         stack=request.stack or recipe.stack,
     )
-    if isinstance(found, Model):
-        return replace(found, master_weights=masters and recipe.master_weights and request.mode == "train")
-    if found.parallel is None:
-        return found
+    if isinstance(request, Model):
+        found = replace(found, master_weights=masters and recipe.master_weights and request.mode == "train")
+    if isinstance(request, Model) or found.parallel is None:
+        filled: M = found
+        return filled
     inference, length = request.mode == "inference", request.sequence_length
     spec = recipe.spread(found.parallel, masters=masters, inference=inference, length=length)
     return replace(found, parallel=spec)
