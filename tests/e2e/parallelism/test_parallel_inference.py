@@ -70,7 +70,7 @@ def _called(rank) -> set[int]:
 
 def test_memory_is_that_of_parameters_and_one_part(config):
     spec = parse_parallel("tp=2")
-    trained, forward = (build(config, spec, replace(STEP, inference=each)).memory[0] for each in (False, True))
+    trained, forward = (build(config, spec, replace(STEP, mode=each)).memory[0] for each in ("train", "inference"))
     assert forward.breakdown["parameters"] == trained.breakdown["parameters"]
     assert forward.breakdown["gradients"] == forward.breakdown["optimizer_state"] == 0
     # In use besides the workspaces of libraries: parameters and the largest part.

@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 import e2e
 from costmodel.base.errors import InputError
 from e2e.commands.cli import app
-from e2e.sources import registry
+from e2e.sources.request import SOURCES
 from tests.e2e.recorded_traces import DLRM, DLRM_ET, LINEAR, LINEAR_ET, recorded
 
 SCRIPT = """
@@ -150,7 +150,8 @@ def test_recorded_ranks_are_asked():
     ],
 )
 def test_what_cannot_be_asked_is_told_before_any_work(options, question, message, monkeypatch):
-    monkeypatch.setattr(registry.StepSource, "prepare", lambda *_: pytest.fail("a step was prepared"))
+    for record in SOURCES:
+        monkeypatch.setattr(record, "prepare", lambda *_: pytest.fail("a step was prepared"))
     with pytest.raises(InputError, match=message) as caught:
         e2e.predict(**options, gpu="h100-sxm", what_if=question)
     assert "\n" not in str(caught.value)
