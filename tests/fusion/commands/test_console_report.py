@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fusion.analysis.analyzer import LayerReport, NetworkAnalysis, OtherOperator, SiteReport
 from fusion.analysis.reasons import NOT_TUNED
-from fusion.commands.console_report import precision_lines, print_analysis, print_comparison, window_told
+from fusion.report.console_report import precision_lines, print_analysis, print_comparison, window_told
 from fusion.commands.summary import _decision as site_decision
 from fusion.comparing.compare import Comparison
 from fusion.comparing.layer_table import LayerRow, LayerTable

@@ -27,7 +27,7 @@ from fusion.acceptance.tune_job import TuneRequest
 from fusion.analysis.analyzer import analyze_model
 from fusion.analysis.precision_outlook import outlooks
 from fusion.commands.cli import app
-from fusion.commands.console_report import precision_lines
+from fusion.report.console_report import precision_lines
 from fusion.commands.tune_precision import checked_precision
 from fusion.model.precision import BFLOAT16, INT8
 from fusion.relax.extract import extract_graph

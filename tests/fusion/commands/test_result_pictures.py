@@ -18,7 +18,7 @@ from test_cli import toy_machine, write_model  # noqa: E402
 import fusion  # noqa: E402
 from costmodel.base.errors import InputError  # noqa: E402
 from costmodel.machines.machine_file import write_machine  # noqa: E402
-from fusion.commands.result_pictures import FRONTIER, draw_frontiers  # noqa: E402
+from fusion.report.result_pictures import FRONTIER, draw_frontiers  # noqa: E402
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 

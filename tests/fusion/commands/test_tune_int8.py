@@ -22,7 +22,7 @@ from test_cli import toy_machine  # noqa: E402
 import fusion  # noqa: E402
 from costmodel.base.errors import InputError  # noqa: E402
 from costmodel.machines.machine_file import write_machine  # noqa: E402
-from fusion.commands.console_report import precision_lines  # noqa: E402
+from fusion.report.console_report import precision_lines  # noqa: E402
 from fusion.comparing.compare import compare_command  # noqa: E402
 from fusion.comparing.rounds import Sampling  # noqa: E402
 from fusion.model.precision import INT8  # noqa: E402

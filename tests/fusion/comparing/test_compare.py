@@ -12,7 +12,7 @@ import pytest
 
 from costmodel.base.errors import InputError
 from fusion.artifact.build_folder import MANIFEST, Artifact
-from fusion.commands.console_report import print_comparison
+from fusion.report.console_report import print_comparison
 from fusion.commands.quantize import quantize_model
 from fusion.comparing import compare, crew, probes
 from fusion.comparing.compare import Comparison, EngineRow, compare_command

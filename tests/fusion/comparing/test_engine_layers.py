@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fusion.artifact.build_folder import MANIFEST, MODEL, Artifact, describe, read_artifact, write_artifact
-from fusion.commands.console_report import print_comparison
+from fusion.report.console_report import print_comparison
 from fusion.comparing.compare import compare_command
 from fusion.comparing.engines.base import EngineWorkload, LayerTime, Unavailable
 from fusion.comparing.engines.engine_table import ENGINES, TUNED

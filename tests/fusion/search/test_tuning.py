@@ -15,7 +15,7 @@ from fake_runner import FakeRunner, NoOpinion
 
 from costmodel.base.errors import OutputError, TuningError
 from costmodel.operators.layers import Conv2d, FusedConvs
-from fusion.commands.console_report import short_names
+from fusion.report.console_report import short_names
 from fusion.commands.tune import output_directory
 from fusion.model.candidates import find_sites
 from fusion.model.conv_graph import Graph, Node

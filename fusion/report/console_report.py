@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from fusion.analysis.analyzer import NetworkAnalysis, SiteReport, TensorPlace
+from fusion.analysis.analyzer import NetworkAnalysis, SiteReport, TensorPlace, window_text
 from fusion.analysis.precision_outlook import PrecisionOutlook
 from fusion.analysis.reasons import NOT_TUNED, format_bytes
 from fusion.artifact.profile_folders import describe_inputs
@@ -182,19 +182,9 @@ def _layers(site: SiteReport) -> str:
     """Kind and input on the first line, then name, window and output of each layer."""
     lines = [f"{site.kind} on {_shape(site.layers[0].input_shape)}"]
     for layer in site.layers:
-        window = window_told(layer.kernel, layer.stride, layer.dilation)
+        window = window_text(layer.kernel, layer.stride, layer.dilation)
         lines.append(f"  {layer.name}: {window} -> {_shape(layer.output_shape)}")
     return "\n".join(lines)
-
-
-def window_told(kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int] = (1, 1)) -> str:
-    """``3x3``, with a stride ``3x3/2``, along columns alone ``3x3/1x2``, dilated ``3x3 d4``."""
-    strided = f"/{_steps(stride)}" if max(stride) > 1 else ""
-    return "x".join(map(str, kernel)) + strided + (f" d{_steps(dilation)}" if max(dilation) > 1 else "")
-
-
-def _steps(along: Sequence[int]) -> str:
-    return "x".join(map(str, along)) if len({*along}) > 1 else str(along[0])
 
 
 def _shape(shape: Sequence[int]) -> str:

@@ -99,6 +99,7 @@ class StageClock:
 
     def __init__(self, started: float) -> None:
         self.seconds: dict[str, float] = {}
+        self.started = started
         self._last = started
 
     def ended(self, stage: str) -> None:

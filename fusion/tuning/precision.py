@@ -1,28 +1,48 @@
-"""Which layers of one network are stored in a shorter number type, in the time that there is to find that out."""
+"""Which layers of a network are stored in a shorter number type, in the time that there is to find that out."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from costmodel.machines.machine_records import Machine
+from costmodel.base.errors import MachineError
 from fusion.acceptance.error_budget import (
+    DEFAULT_MAX_ERROR,
     FRONTIER_POINTS,
     GIVEN_OUT,
+    BudgetInputs,
     FrontierPoint,
     PrecisionChoice,
     RoundedLimit,
     choose_layers,
 )
-from fusion.analysis.mixed_times import MixedTimes, comparable, predicted_in
-from fusion.model.precision import BFLOAT16, Precision
+from fusion.acceptance.rounded_layers import rounded_runs, switched_model
+from fusion.analysis.mixed_times import MixedTimes, comparable, followers, predicted_in
+from fusion.comparing.output_errors import errors_json
+from fusion.comparing.probes import error_inputs
+from fusion.model.calibration_data import ONE_SAMPLE, DeclaredInput, read_calibration
+from fusion.model.precision import (
+    BFLOAT16,
+    FLOAT32,
+    Precision,
+    layers_covered,
+    layers_in,
+    require_float,
+)
+from fusion.tuning.network_check import expose
 
 if TYPE_CHECKING:
     from costmodel.operators.layers import Operator
+    from fusion.analysis.target_machine import Target
+    from fusion.comparing.output_errors import OutputErrors
     from fusion.model.conv_graph import Graph
-    from schedules.contract.cpu_target import CpuTarget
+    from fusion.model.named_arrays import Arrays
+    from fusion.search.progress import TuningDisplay
+    from fusion.tuning.network import Network
 
 # What errors of single layers may take of a limited job, and so those of networks in each choice among them; never less
 # than it takes to be of use. Of so many networks errors are asked in a choice.
@@ -49,7 +69,7 @@ class PrecisionPlan:
     told: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def of_all_layers(self) -> RoundedLimit | None:
+    def settled_limit(self) -> RoundedLimit | None:
         """The limit of a network whose layers are settled before any kernel is measured; ``None`` where they are chosen
         by measured times.
         """
@@ -59,18 +79,18 @@ class PrecisionPlan:
 class PrecisionChooser:
     """Chooses layers of one network by times and errors. ``seconds``: what measuring errors may take in each choice."""
 
-    def __init__(self, graph: Graph, machine: Machine, cpu: CpuTarget, plan: PrecisionPlan, seconds: float) -> None:
+    def __init__(self, graph: Graph, target: Target, plan: PrecisionPlan, seconds: float) -> None:
         """``graph``: with all its layers in float32."""
         self.plan = plan
-        self._graph, self._machine, self._cpu = graph, machine, cpu
-        self._predicted = predicted_in(graph, machine, cpu.threads, plan.dtype)
+        self._graph, self._target = graph, target
+        self._predicted = predicted_in(graph, target.machine, target.cpu.threads, plan.dtype)
         self._seconds = seconds
         # Of few inputs where a run takes long: the whole is measured on all of them in the end.
         self._first = plan.limit.measured.fitting(seconds, USUAL_SETS)
 
     def within(self, plan: PrecisionPlan) -> PrecisionChooser:
         """The same for another budget."""
-        return PrecisionChooser(self._graph, self._machine, self._cpu, plan, self._seconds)
+        return PrecisionChooser(self._graph, self._target, plan, self._seconds)
 
     def with_followers(self, rounded: Collection[str]) -> set[str]:
         """As of :class:`fusion.analysis.mixed_times.MixedTimes`."""
@@ -116,9 +136,9 @@ class PrecisionChooser:
         )
 
     def _times(self, measured: Mapping[Operator, float]) -> MixedTimes:
-        dtype = self.plan.dtype
+        dtype, target = self.plan.dtype, self._target
         seconds = comparable(self._graph, self._predicted, measured, dtype)
-        return MixedTimes(self._graph, self._machine, self._cpu, dtype, self.plan.layers, seconds)
+        return MixedTimes(self._graph, target.machine, target.cpu, dtype, self.plan.layers, seconds)
 
     def point(self, rounded: frozenset[str], chosen: bool, measured: Mapping[Operator, float]) -> FrontierPoint:
         """The network with these layers in the shorter type; errors of what is ``chosen`` are those on all inputs."""
@@ -149,3 +169,92 @@ def error_seconds(minutes: float | None, left: float | None = None) -> float:
     if left is not None:
         wanted = min(wanted, MOST_SHARE_LEFT * left)
     return min(max(wanted, LEAST_ERROR_SECONDS), MOST_ERROR_SECONDS)
+
+
+@contextmanager
+def precision_plan(network: Network, scratch: Path, display: TuningDisplay) -> Iterator[PrecisionPlan | None]:
+    """What ``network`` is asked for, with ONNX Runtime ready to tell errors; ``None`` for float32 alone."""
+    request = network.request
+    if request.precision == FLOAT32:
+        yield None
+        return
+    require_float(network.graph, request.precision)
+    if BFLOAT16 not in network.machine.compute:
+        name = network.machine.source or network.machine.name
+        raise MachineError(
+            f"{name}: no compute rate for {BFLOAT16}; measure this CPU again with "
+            "`python -m costmodel calibrate`, or choose --precision float32"
+        )
+    from fusion.relax.onnx.onnx_file import load_model
+    from fusion.relax.onnx.onnx_prepare import prepare
+
+    inputs = budget_inputs(network)
+    display.stage("finding out what bfloat16 does to the outputs")
+    file = request.model
+    prepared = prepare(file, load_model(file), network.profile.shapes, network.profile.batch)
+    exposed = expose(prepared)
+    hidden = [] if exposed is None else [value.name for value in exposed.graph.output]
+    switched = switched_model(prepared, network.graph, hidden)
+    layers = layers_covered(network.graph, BFLOAT16, network.cpu) & (followers(network.graph) | set(switched.layers))
+    folder = scratch / "rounded"
+    folder.mkdir(exist_ok=True)
+    names = {info.name for info in network.model.outputs}
+    limit = request.max_error if request.max_error is not None or request.precision != "auto" else DEFAULT_MAX_ERROR
+    with rounded_runs(
+        switched, network.model.inputs, network.model.outputs, network.target.threads_here, folder
+    ) as runs:
+        measured = BudgetInputs(runs, inputs, names, error_seconds(request.minutes))
+        yield PrecisionPlan(request.precision, layers, RoundedLimit(runs, measured, limit))
+
+
+def budget_inputs(network: Network) -> dict[str, Arrays]:
+    """What errors are measured on: the user's inputs, else random ones and pictures."""
+    path = network.request.calibration
+    if path is None:
+        return error_inputs(network.model.inputs)
+    declared = [DeclaredInput(info.name, info.shape, info.dtype) for info in network.model.inputs]
+    samples = read_calibration(path, declared)
+    return samples.named(range(samples.calls))
+
+
+@dataclass(frozen=True, eq=False)
+class PrecisionReport:
+    """What became of a :class:`PrecisionPlan`: ``errors`` of the shipped network, on the inputs of the plan."""
+
+    plan: PrecisionPlan
+    errors: OutputErrors | None
+    choice: PrecisionChoice | None = None
+    float32_won: bool = False
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know of the errors that are told."""
+        return [ONE_SAMPLE] if self.plan.told.get("held_out_samples") == 0 else []
+
+    def to_json(self, network: Network) -> dict[str, Any]:
+        """JSON-able, for ``summary.json``; ``network``: what was shipped."""
+        rounded = layers_in(network.graph, self.plan.dtype)
+        kept = [node.name for node in network.graph.nodes if node.name not in rounded]
+        return {
+            "asked": self.plan.asked,
+            "max_error": self.plan.limit.max_error,
+            "layers": len(network.graph.nodes),
+            f"{self.plan.dtype}_layers": len(rounded),
+            "float32_layers": kept,
+            "inputs": list(self.plan.limit.measured.names),
+            "errors": errors_json(self.errors),
+            "choice": None if self.choice is None else self.choice.to_json(),
+            "float32_was_faster": self.float32_won,
+            **self.plan.told,
+        }
+
+
+def with_raced(choice: PrecisionChoice, chosen: float, float32: float | None = None) -> PrecisionChoice:
+    """``choice`` with the seconds of whole networks timed in turns: the ``chosen`` one's, and that in ``float32``."""
+
+    def of(point: FrontierPoint) -> FrontierPoint:
+        if point.chosen:
+            return replace(point, raced_seconds=chosen)
+        return point if point.rounded else replace(point, raced_seconds=float32)
+
+    return replace(choice, frontier=tuple(map(of, choice.frontier)))

@@ -19,9 +19,9 @@ from costmodel.pages.markup import Html, joined, tag
 from costmodel.pages.tables import BarCell, Cell, NumberCell, facts, legend, table
 from fusion.artifact.build_folder import REPORT, SUMMARY
 from fusion.artifact.profile_folders import describe_inputs
-from fusion.commands.console_report import memory_lines, precision_lines, short_names
-from fusion.commands.network_picture import FUSED, network_picture
 from fusion.model.tensor_info import TensorInfo
+from fusion.report.console_report import memory_lines, precision_lines, short_names
+from fusion.report.network_picture import FUSED, network_picture
 
 _OURS, _APART, _PEER, _SOFT = "#228833", "#4477aa", "#aa3377", "#9aa3ad"
 _OLDER = "This build is older than what is shown here; `tune` makes it anew from its records."

@@ -9,26 +9,44 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fusion.comparing.crew import Crew, NotMeasured
+from fusion.comparing.engines.base import EngineWorkload
+from fusion.comparing.engines.engine_table import ENGINES, REFERENCE, TUNED, UNFUSED_ENGINE, select_engines
+from fusion.comparing.lost_layers import LostLayers
+from fusion.comparing.output_errors import OutputErrors, errors_json
+from fusion.comparing.probes import error_inputs
+from fusion.comparing.quantized_file import quantized_file
 from fusion.comparing.rounds import LEAST_ROUNDS, EngineTiming, Sampling, TimedEngine, measure
 from fusion.model.selection import FusionPlan, cover, unfused_plan, unfused_seconds
 
 if TYPE_CHECKING:
+    from costmodel.base.say import Say
     from costmodel.operators.layers import Operator
+    from fusion.acceptance.output_check import Verdict
+    from fusion.comparing.engines.engine_worker import Worker
     from fusion.model.candidates import Site
     from fusion.model.conv_graph import Graph
+    from fusion.relax.memory_plan import MemoryPlan
     from fusion.search.network_tuning import TunedKernels
     from schedules.contract.template import Config
 
 FUSED, PARTLY, UNFUSED_NETWORK = "fused", "partly fused", "unfused"
+# The one that everything is stored in float32 in, among networks with layers in a shorter type.
+FLOAT32_NETWORK = "float32"
 # A fused kernel gained clearly if it takes less than this share of its kernels apart.
 CLEAR_GAIN = 0.95
 # Networks that cannot be told apart are timed so often at most.
 MOST_REPEATS = 3
+# Engines that are timed in any case, as what they are here.
+_OWN = (TUNED, UNFUSED_ENGINE, REFERENCE)
+PLANNED_BYTES = ("activation_bytes", "weight_bytes", "scratch_bytes")
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,6 +104,14 @@ class Finals:
     def entry(self, name: str) -> Entry:
         """The network called ``name``."""
         return next(entry for entry in self.entries if entry.name == name)
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-able, for ``summary.json``."""
+        return {
+            "shipped": self.winner,
+            "decided": self.told_apart,
+            "networks": [asdict(entry) for entry in self.entries],
+        }
 
 
 def finalists(
@@ -176,10 +202,105 @@ def _median(timings: Mapping[str, EngineTiming], name: str) -> float | None:
     return timings[name].median if name in timings else None
 
 
-def to_json(finals: Finals) -> dict[str, Any]:
-    """JSON-able, for ``summary.json``."""
-    return {
-        "shipped": finals.winner,
-        "decided": finals.told_apart,
-        "networks": [asdict(entry) for entry in finals.entries],
+@dataclass(frozen=True)
+class HiredPeers:
+    """Engines that are loaded; ``rows``: how each runs the model, and the errors of its outputs; ``absent``: why others
+    are not.
+    """
+
+    workers: Mapping[str, Worker] = field(default_factory=dict)
+    rows: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    absent: Sequence[NotMeasured] = ()
+
+    @property
+    def notes(self) -> list[str]:
+        """Why engines that were asked for have no time."""
+        return [f"{entry.engine} {entry.status}: {entry.reason}" for entry in self.absent]
+
+    def to_json(self, seconds: Mapping[str, float]) -> dict[str, Any]:
+        """JSON-able, for ``summary.json``: those that have ``seconds``."""
+        return {name: {"median_seconds": seconds[name], **row} for name, row in self.rows.items() if name in seconds}
+
+
+def peer_names(against: Sequence[str]) -> list[str]:
+    """Names of the engines to load besides ours and ONNX Runtime. ``InputError`` for an unknown one."""
+    return [spec.name for spec in select_engines(against) if spec.name not in _OWN]
+
+
+def check_peers(workload: EngineWorkload, against: Sequence[str], quantized: Path | None) -> None:
+    """``ProjectError`` for what is known before anything is tuned: an unknown engine, a ``quantized`` file of another
+    model or none at all.
+    """
+    peer_names(against)
+    if quantized is not None:
+        quantized_file(workload.model, workload.inputs, workload.outputs, quantized, workload.cache)
+
+
+def hire_peers(
+    stack: ExitStack, workload: EngineWorkload, against: Sequence[str], quantized: Path | None, say: Say
+) -> HiredPeers:
+    """Loads the engines called ``against``, and ONNX Runtime beside them for their errors; they end with ``stack``.
+
+    ``quantized``: as for ``compare``.
+    """
+    names = peer_names(against)
+    if not names:
+        return HiredPeers()
+
+    def file_of_integers() -> Path:
+        return quantized_file(workload.model, workload.inputs, workload.outputs, quantized, workload.cache)
+
+    with ExitStack() as own:
+        crew = Crew(own, workload, error_inputs(workload.inputs), say, file_of_integers)
+        for name in (REFERENCE, *names):
+            crew.hire(ENGINES[name])
+        if REFERENCE in crew.hired:
+            crew.hired[REFERENCE].worker.close()
+        stack.enter_context(own.pop_all())
+    rows = {
+        name: {"mode": hired.mode, **errors_json(hired.errors)}
+        for name, hired in crew.hired.items()
+        if name != REFERENCE
     }
+    absent = [entry for entry in crew.absent.values() if entry.engine != REFERENCE]
+    return HiredPeers(crew.workers(names), rows, absent)
+
+
+@dataclass(frozen=True, eq=False)
+class TuneResult:
+    """The finals of a job: networks by name, their libraries, and what was found."""
+
+    networks: Mapping[str, FinalNetwork]
+    libraries: Mapping[str, Path]
+    finals: Finals
+    verdict: Verdict
+    errors: OutputErrors  # of the winner, against ONNX Runtime on random inputs
+    memory: Mapping[str, MemoryPlan | None]  # planned for each network
+    growth: Mapping[str, int | None]  # bytes that each engine's process took more when it first ran, if it told
+    careful: bool = False  # built without fast algorithms, which round too much for this model
+    peers: HiredPeers = HiredPeers()  # other engines that were asked for
+    rounded_errors: OutputErrors | None = None  # of the winner with layers in a shorter type, on the inputs that count
+    lost: LostLayers = LostLayers()  # by which layers another engine is faster than the winner
+    unkept: Sequence[str] = ()  # where NaN goes in and does not come out
+
+    @property
+    def shipped(self) -> FinalNetwork:
+        """The network that was written."""
+        return self.networks[self.finals.winner]
+
+    @property
+    def separate_name(self) -> str | None:
+        """Name of the network without fusion: without a fused site the winner; ``None`` where it was not built."""
+        if not self.shipped.fused_sites:
+            return self.finals.winner
+        return UNFUSED_NETWORK if UNFUSED_NETWORK in self.networks else None
+
+    def memory_rows(self) -> dict[str, dict[str, int | None]]:
+        """Bytes that the shipped network, the one without fusion and ONNX Runtime take."""
+        apart = UNFUSED_NETWORK if self.shipped.fused_sites else self.finals.winner
+        rows: dict[str, dict[str, int | None]] = {}
+        for row, name in (("tuned", self.finals.winner), ("tuned_without_fusion", apart), (REFERENCE, REFERENCE)):
+            plan = self.memory.get(name)
+            planned = dict.fromkeys(PLANNED_BYTES) if plan is None else asdict(plan)
+            rows[row] = {**planned, "growth_bytes": self.growth.get(name)}
+        return rows

@@ -15,14 +15,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from costmodel.base.cores import usable_cores
 from costmodel.base.errors import ModelError, ProjectError, TuningError
 from costmodel.model.measurements import ConfigKey, config_key
 from fusion.acceptance.double_precision import DoubleModel, NoReference
 from fusion.acceptance.error_budget import RoundedLimit
 from fusion.acceptance.output_check import HALF_TOLERANCE, TOLERANCE, OutputCheck, Verdict, prepare_check
-from fusion.acceptance.time_limit import reference_seconds
-from fusion.acceptance.tune_job import Job, careful_configs, complete_configs, plausible_sites
 from fusion.artifact.build_folder import CACHE, MODEL, Executable, describe, write_artifact
 from fusion.comparing.engines.base import EngineWorkload, Unavailable
 from fusion.comparing.engines.engine_table import ENGINES, REFERENCE, TUNED
@@ -35,11 +32,14 @@ from fusion.model.precision import BFLOAT16, INT8, layers_in, precision_of, stor
 from fusion.model.selection import FusionPlan, cover, select
 from fusion.relax.onnx.onnx_precision import holds_half
 from fusion.search.progress import TuningDisplay
+from fusion.tuning.network import Network, careful_configs, complete_configs, plausible_sites
+from fusion.tuning.time_limit import reference_seconds
 
 if TYPE_CHECKING:
     from onnx import ModelProto
 
     from costmodel.operators.layers import Operator
+    from fusion.analysis.target_machine import Target
     from fusion.model.candidates import Site
     from fusion.model.conv_graph import Graph
     from fusion.relax.kernel_objects import KernelObjects
@@ -117,7 +117,7 @@ class NetworkCheck:
 
     subject: Subject
     outputs: OutputCheck
-    cpu: CpuTarget
+    target: Target
     scratch: Path
     objects: KernelObjects
     cost: CheckCost = CheckCost(0.0, 0.0)
@@ -135,7 +135,7 @@ class NetworkCheck:
         runs = limit.runs
         assert runs is not None, "layers are rounded by a model that rounds them"
         outputs = self.outputs.with_rounded_layers(lambda inputs: runs.draws(inputs, names))
-        subject = self.subject.stored(names, BFLOAT16, self.cpu)
+        subject = self.subject.stored(names, BFLOAT16, self.target.cpu)
         return replace(self, subject=subject, outputs=outputs, rounded=limit, checked=None, careful=False)
 
     def require_budget(self, network: str, worker: Worker) -> OutputErrors | None:
@@ -180,7 +180,7 @@ class NetworkCheck:
         """
         if self.checked is not None and self.checked[1].is_made_of(plan, configs):
             return self.checked
-        executable = build_network(self.subject.path, self.subject.model, plan, configs, self.cpu, self.objects)
+        executable = build_network(self.subject.path, self.subject.model, plan, configs, self.target.cpu, self.objects)
         return self.require_built(network, plan, configs, executable)
 
     def require_built(
@@ -188,7 +188,7 @@ class NetworkCheck:
     ) -> tuple[Verdict, CheckedNetwork]:
         """The same of a build of the subject as planned."""
         directory = Path(tempfile.mkdtemp(prefix="network-", dir=self.scratch))
-        with loaded(self.subject.path, self.subject.model, executable, directory, self.cpu) as worker:
+        with loaded(self.subject.path, self.subject.model, executable, directory, self.target) as worker:
             computed, run_seconds = self._computed(network, worker)
             verdict = self.outputs.require(network, computed)
             self.require_budget(network, worker)
@@ -214,7 +214,9 @@ class NetworkCheck:
         return computed, seconds
 
 
-def first_check(job: Job, scratch: Path, display: TuningDisplay, limit: RoundedLimit | None = None) -> NetworkCheck:
+def first_check(
+    network: Network, scratch: Path, display: TuningDisplay, limit: RoundedLimit | None = None
+) -> NetworkCheck:
     """The reference, and a first network checked against it: a refusal costs seconds, not the tuning. ``limit``: of a
     network with layers in a shorter type.
 
@@ -223,19 +225,19 @@ def first_check(job: Job, scratch: Path, display: TuningDisplay, limit: RoundedL
     """
     from fusion.relax.kernel_objects import KernelObjects
 
-    objects = KernelObjects(scratch / "kernels", job.cpu)
-    subject, static = subject_of(job, scratch)
-    predicted = expected_sites(job)
+    objects = KernelObjects(scratch / "kernels", network.cpu)
+    subject, static = subject_of(network, scratch)
+    predicted = expected_sites(network)
     plan = subject.plan(lambda site: site.name in predicted)
-    configs = complete_configs(plan, job.guesses, {})
+    configs = complete_configs(plan, network.guesses, {})
     with ThreadPoolExecutor(1) as pool:
-        building = pool.submit(_timed_build, subject, plan, configs, job.cpu, objects)
+        building = pool.submit(_timed_build, subject, plan, configs, network.cpu, objects)
         try:
-            check = network_check(job, subject, static, objects, scratch, display)
+            check = network_check(network, subject, static, objects, scratch, display)
             if limit is not None and limit.runs is None:
                 check = replace(check, rounded=limit)  # the file itself says how layers round
             elif limit is not None:
-                check = check.with_rounded(layers_in(job.graph, BFLOAT16), limit)
+                check = check.with_rounded(layers_in(network.graph, BFLOAT16), limit)
         except BaseException:
             objects.stop()
             raise
@@ -254,7 +256,7 @@ def first_check(job: Job, scratch: Path, display: TuningDisplay, limit: RoundedL
             executable, build_seconds = building.result()
             checked = check.require_built("first", plan, configs, executable)
     except TuningError:
-        careful = careful_configs(configs, job.cpu)
+        careful = careful_configs(configs, network.cpu)
         if error is not None or careful == configs:
             raise
         started, build_seconds = time.monotonic(), 0.0
@@ -273,19 +275,21 @@ def _timed_build(
     return build_network(subject.path, subject.model, plan, configs, cpu, objects), time.monotonic() - started
 
 
-def expected_sites(job: Job) -> set[str]:
+def expected_sites(network: Network) -> set[str]:
     """Names of the sites that are worth fusing: by what is expected of every kernel, else by the roofline.
 
     None by the roofline alone where nothing will be measured: that network is shipped.
     """
     seconds: dict[Operator, float | None] = {}
-    seconds.update((node.operator, job.guesses.seconds(node.operator)) for node in job.graph.nodes)
+    seconds.update((node.operator, network.guesses.seconds(node.operator)) for node in network.graph.nodes)
     if None in seconds.values():
-        return set() if job.request.minutes == 0 else {report.name for report in job.analysis.sites if report.fuse}
-    sites = plausible_sites(job)
-    seconds.update((site.operator, job.guesses.seconds(site.operator)) for site in sites)
+        return (
+            set() if network.request.minutes == 0 else {report.name for report in network.analysis.sites if report.fuse}
+        )
+    sites = plausible_sites(network)
+    seconds.update((site.operator, network.guesses.seconds(site.operator)) for site in sites)
     known = {operator: each for operator, each in seconds.items() if each is not None}
-    plan = select(job.graph, sites, known)
+    plan = select(network.graph, sites, known)
     return {site.name for site in sites if plan.fuses(site)}
 
 
@@ -304,25 +308,30 @@ def _parts(plan: FusionPlan, configs: Mapping[Operator, Config]) -> list[tuple[o
     ]
 
 
-def subject_of(job: Job, scratch: Path) -> tuple[Subject, ModelProto]:
+def subject_of(network: Network, scratch: Path) -> tuple[Subject, ModelProto]:
     """What is checked, and the ONNX model of it."""
     from fusion.relax.onnx.onnx_prepare import static_model
 
-    static = static_model(job.request.model, job.profile.shapes, job.profile.batch)
+    static = static_model(network.request.model, network.profile.shapes, network.profile.batch)
     exposed = expose(static)
     if exposed is None:
-        return Subject(job.file, job.model, job.graph, job.sites), static
-    subject = exposed_subject(exposed, scratch / "exposed.onnx", job.cpu)
-    return subject.stored(layers_in(job.graph, BFLOAT16), BFLOAT16, job.cpu), exposed
+        return Subject(network.file, network.model, network.graph, network.sites), static
+    subject = exposed_subject(exposed, scratch / "exposed.onnx", network.cpu)
+    return subject.stored(layers_in(network.graph, BFLOAT16), BFLOAT16, network.cpu), exposed
 
 
 def network_check(
-    job: Job, subject: Subject, static: ModelProto, objects: KernelObjects, scratch: Path, display: TuningDisplay
+    network: Network,
+    subject: Subject,
+    static: ModelProto,
+    objects: KernelObjects,
+    scratch: Path,
+    display: TuningDisplay,
 ) -> NetworkCheck:
     """Evaluates the reference, which is the model ``static`` of ``subject``. ``TuningError`` without ONNX Runtime."""
-    path, cpu, model = job.file, job.cpu, job.model
-    file = _in_whole_numbers(job, subject, static, scratch)
-    with reference_worker(path, subject.model, cpu, scratch, file) as worker:
+    path, model, target = network.file, network.model, network.target
+    file = _in_whole_numbers(network, subject, static, scratch)
+    with reference_worker(path, subject.model, target, scratch, file) as worker:
 
         def runtime(inputs: Arrays) -> Arrays:
             try:
@@ -332,10 +341,10 @@ def network_check(
 
         display.stage("checking a first build against the model in double precision")
         quantised = any("QuantizeLinear" in node.op_type or "QLinear" in node.op_type for node in static.graph.node)
-        whole = quantised and precision_of(job.graph) == INT8 and not rounds_otherwise(job.graph)
+        whole = quantised and precision_of(network.graph) == INT8 and not rounds_otherwise(network.graph)
 
         def double() -> DoubleModel:
-            if layers_in(job.graph, INT8):
+            if layers_in(network.graph, INT8):
                 raise NoReference("between layers that round to whole numbers no digits are left to compare")
             return DoubleModel(static)
 
@@ -348,10 +357,10 @@ def network_check(
             runtime,
             tolerance,
             model.outputs,
-            reference_seconds(job.request.minutes),
+            reference_seconds(network.request.minutes),
             in_steps=whole,
         )
-    return NetworkCheck(subject, outputs, cpu, scratch, objects)
+    return NetworkCheck(subject, outputs, target, scratch, objects)
 
 
 def rounds_otherwise(graph: Graph) -> bool:
@@ -368,11 +377,11 @@ def rounds_otherwise(graph: Graph) -> bool:
     return in_floats or any(each.dtype == INT8 and each.epilogue.activation is not None for each in layers)
 
 
-def _in_whole_numbers(job: Job, subject: Subject, static: ModelProto, scratch: Path) -> Path:
+def _in_whole_numbers(network: Network, subject: Subject, static: ModelProto, scratch: Path) -> Path:
     """What ONNX Runtime runs to check a model with layers in whole numbers: one that it computes in these too."""
     from fusion.relax.onnx.whole_number_model import in_whole_numbers
 
-    if not layers_in(job.graph, INT8) or static.ByteSize() > _LARGEST_COPY:
+    if not layers_in(network.graph, INT8) or static.ByteSize() > _LARGEST_COPY:
         return subject.path
     equal = in_whole_numbers(static)
     if equal is None:
@@ -444,28 +453,28 @@ def build_network(
 
 @contextmanager
 def loaded(
-    path: Path, model: ImportedModel, executable: Executable, directory: Path, cpu: CpuTarget
+    path: Path, model: ImportedModel, executable: Executable, directory: Path, target: Target
 ) -> Iterator[Worker]:
     """A build in ``directory``, loaded in a process of its own."""
-    with started(path, model, executable, directory, cpu) as (worker, load):
+    with started(path, model, executable, directory, target) as (worker, load):
         load()
         yield worker
 
 
 @contextmanager
 def started(
-    path: Path, model: ImportedModel, executable: Executable, directory: Path, cpu: CpuTarget
+    path: Path, model: ImportedModel, executable: Executable, directory: Path, target: Target
 ) -> Iterator[tuple[Worker, Callable[[], None]]]:
     """A build in ``directory`` and a process for it, which the second of the two loads it into; any thread may ask."""
     import tvm
 
-    manifest = describe(path, model.inputs, model.outputs, cpu, tvm.__version__)
+    manifest = describe(path, model.inputs, model.outputs, target.cpu, tvm.__version__)
     write_artifact(directory, manifest, {MODEL: executable}, {})
-    with Worker(ENGINES[TUNED], threads_here(cpu)) as worker:
+    with Worker(ENGINES[TUNED], target.threads_here) as worker:
 
         def load() -> None:
             try:
-                worker.prepare(workload(path, model, cpu, directory), PREPARE_TIMEOUT_SECONDS)
+                worker.prepare(workload(path, model, target, directory), PREPARE_TIMEOUT_SECONDS)
             except (Unavailable, EngineFailed) as error:
                 raise TuningError(
                     f"{path}: the compiled model cannot be loaded: {error}; "
@@ -477,19 +486,19 @@ def started(
 
 @contextmanager
 def reference_worker(
-    path: Path, model: ImportedModel, cpu: CpuTarget, scratch: Path, file: Path | None = None
+    path: Path, model: ImportedModel, target: Target, scratch: Path, file: Path | None = None
 ) -> Iterator[Worker]:
     """ONNX Runtime with the model (in ``file``, if not in ``path``) loaded, as exact as it computes; ``TuningError`` if
     it does not run it.
     """
-    with started_reference(path, model, cpu, scratch, file, exact=True) as (worker, load):
+    with started_reference(path, model, target, scratch, file, exact=True) as (worker, load):
         load()
         yield worker
 
 
 @contextmanager
 def started_reference(
-    path: Path, model: ImportedModel, cpu: CpuTarget, scratch: Path, file: Path | None = None, exact: bool = False
+    path: Path, model: ImportedModel, target: Target, scratch: Path, file: Path | None = None, exact: bool = False
 ) -> Iterator[tuple[Worker, Callable[[], None]]]:
     """A process of ONNX Runtime, which the second of the two loads the model into; any thread may ask. ``exact`` as of
     its workload: where it is timed it computes as it does for its users.
@@ -498,11 +507,11 @@ def started_reference(
     reason = spec.missing()
     if reason is not None:
         raise TuningError(_not_run(path, reason))
-    with Worker(spec, threads_here(cpu)) as worker:
+    with Worker(spec, target.threads_here) as worker:
 
         def load() -> None:
             try:
-                given = replace(workload(file or path, model, cpu, scratch), exact=exact)
+                given = replace(workload(file or path, model, target, scratch), exact=exact)
                 worker.prepare(given, PREPARE_TIMEOUT_SECONDS)
             except (Unavailable, EngineFailed) as error:
                 raise TuningError(_not_run(path, str(error))) from error
@@ -514,19 +523,14 @@ def _not_run(path: Path, reason: str) -> str:
     return f"{path}: ONNX Runtime, which checks the outputs, does not run the model: {reason}; export it again"
 
 
-def threads_here(cpu: CpuTarget) -> int:
-    """With how many threads code for ``cpu``, which may have more cores than this one, runs here."""
-    return min(cpu.threads, usable_cores())
-
-
-def workload(path: Path, model: ImportedModel, cpu: CpuTarget, build: Path) -> EngineWorkload:
+def workload(path: Path, model: ImportedModel, target: Target, build: Path) -> EngineWorkload:
     """The model as an engine sees it."""
     return EngineWorkload(
         model=path,
         model_sha256="",
         inputs=model.inputs,
         outputs=model.outputs,
-        threads=threads_here(cpu),
+        threads=target.threads_here,
         build=build,
         cache=build / CACHE,
     )
