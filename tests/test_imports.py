@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from source_imports import imported_names, modules_below, order_violations
+
+from tests.source_imports import imported_names, modules_below, order_violations
 
 ROOT = Path(__file__).resolve().parents[1]
 MAY_IMPORT = {
@@ -31,7 +32,10 @@ ORDER: dict[str, tuple[str, ...]] = {
         "measure", "commands",
     ),
     "schedules": ("contract", "loops", "kernels", "records", "measuring", "tuning", "peers"),
-    "fusion": ("model", "relax", "analysis", "passes", "search", "artifact", "comparing", "acceptance", "commands"),
+    "fusion": (
+        "model", "relax", "analysis", "passes", "search", "artifact", "comparing", "acceptance", "report", "tuning",
+        "commands",
+    ),
     "e2e": (
         "step", "capture", "traces", "lowering", "price", "parallelism", "simulate", "explain", "whatif", "report",
         "sharding", "sources", "advice", "sweeps", "validate", "commands",

@@ -175,7 +175,7 @@ def layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
     from onnx import TensorProto, helper, numpy_helper
 
-    from fusion.commands.quantize import quantize_model
+    from fusion.tuning.quantization import quantize_model
 
     rng = np.random.default_rng(0)
     weights = {

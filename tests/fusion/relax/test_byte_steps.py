@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,12 +11,8 @@ import pytest
 
 pytest.importorskip("tvm")
 pytest.importorskip("onnxruntime")
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import tvm
-from quantised_models import CPU, EMULATED, HOST, QuantisedGraph, ours, theirs
 
-from fusion.acceptance import network_check
 from fusion.relax import byte_kernels
 from fusion.relax.byte_calls import (
     ByteMean,
@@ -37,8 +31,10 @@ from fusion.relax.byte_calls import (
 from fusion.relax.extract import extract_graph
 from fusion.relax.onnx.importer import import_onnx
 from fusion.relax.onnx.whole_number_model import in_whole_numbers
+from fusion.tuning import network_check
 from schedules.contract.blocked_layout import block, unblock
 from schedules.contract.kernel_compilation import compile_kernel
+from tests.fusion.quantised_models import CPU, EMULATED, HOST, QuantisedGraph, ours, theirs
 
 SHAPE = (1, 16, 4, 8)
 

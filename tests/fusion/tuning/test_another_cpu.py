@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,17 +10,14 @@ import numpy as np
 import pytest
 
 tvm = pytest.importorskip("tvm")
-sys.path[:0] = [str(Path(__file__).parents[each] / name) for each, name in ((0, ""), (1, ""), (2, "schedules"))]
-
-from quantised_models import quantised  # noqa: E402
-from rpc_servers import KEY, running_servers  # noqa: E402
-from test_cli import toy_machine, write_model  # noqa: E402
-
 import fusion  # noqa: E402
 from costmodel.base.errors import InputError, MissingDependencyError, ProjectError  # noqa: E402
 from costmodel.cpu.microbenchmark import find_compiler  # noqa: E402
 from costmodel.machines.machine_file import write_machine  # noqa: E402
 from schedules.contract.cpu_target import host_target  # noqa: E402
+from tests.fusion.commands.test_cli import toy_machine, write_model  # noqa: E402
+from tests.fusion.quantised_models import quantised  # noqa: E402
+from tests.schedules.rpc_servers import KEY, running_servers  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_named_cpu_gets_a_build_that_says_what_was_not_done(folder: Path, tmp_path: Path, monkeypatch):
     """As on a CPU without AVX-512: nothing is run, neither here nor by ``load``."""
     old = frozenset(("avx2", "fma"))
-    monkeypatch.setattr("fusion.commands.tune_elsewhere.cpu_flags", lambda: old)
+    monkeypatch.setattr("fusion.analysis.target_machine.cpu_flags", lambda: old)
     monkeypatch.setattr("fusion.artifact.build_folder.cpu_flags", lambda: old)
     target = "llvm -mcpu=znver4 -num-cores 8"
     summary = fusion.tune(folder / "model.onnx", tmp_path / "build", target=target, machine=folder / "toy.yaml")
@@ -56,7 +52,7 @@ def test_a_named_cpu_gets_a_build_that_says_what_was_not_done(folder: Path, tmp_
 @pytest.mark.parametrize(("mcpu", "precision"), [("cascadelake", "int8"), ("haswell", "float32")])
 def test_a_build_of_a_quantised_model_says_its_precision(mcpu, precision, tmp_path: Path, monkeypatch):
     """Whole numbers for a CPU that has kernels of them, floats for another."""
-    monkeypatch.setattr("fusion.commands.tune_elsewhere.cpu_flags", frozenset)
+    monkeypatch.setattr("fusion.analysis.target_machine.cpu_flags", frozenset)
     model = quantised(tmp_path / "q.onnx", per_channel=True)
     toy = toy_machine(2)
     compute = {**toy.compute, "int8": replace(toy.compute["float32"], origin="invented for this test")}
@@ -70,7 +66,7 @@ def test_a_build_of_a_quantised_model_says_its_precision(mcpu, precision, tmp_pa
 @pytest.mark.parametrize("precision", ["bfloat16", "auto"])
 def test_a_precision_of_another_cpu(precision, folder: Path, tmp_path: Path, monkeypatch):
     """Errors are told by ONNX Runtime here; nothing is run of what is built."""
-    monkeypatch.setattr("fusion.commands.tune_elsewhere.cpu_flags", frozenset)
+    monkeypatch.setattr("fusion.analysis.target_machine.cpu_flags", frozenset)
     toy = toy_machine(2)
     rate = toy.compute["float32"].sustained
     faster = type(rate)(tuple((threads, 8 * value) for threads, value in rate.points))

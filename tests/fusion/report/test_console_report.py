@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from fusion.analysis.analyzer import LayerReport, NetworkAnalysis, OtherOperator, SiteReport
 from fusion.analysis.reasons import NOT_TUNED
-from fusion.report.console_report import precision_lines, print_analysis, print_comparison, window_told
-from fusion.commands.summary import _decision as site_decision
 from fusion.comparing.compare import Comparison
 from fusion.comparing.layer_table import LayerRow, LayerTable
 from fusion.comparing.rounds import Sampling
+from fusion.report.console_report import precision_lines, print_analysis, print_comparison, window_text
+from fusion.tuning.summary import _decision as site_decision
 
 
 def test_operators_that_no_kernel_takes_in_are_counted_in_all_and_for_each_reason(capsys):
@@ -29,8 +29,8 @@ def test_operators_that_no_kernel_takes_in_are_counted_in_all_and_for_each_reaso
 
 
 def test_windows_are_told_with_their_strides_and_dilations():
-    assert window_told((3, 3), (1, 1)) == "3x3" and window_told((3, 3), (2, 2)) == "3x3/2"
-    assert window_told((1, 5), (1, 2)) == "1x5/1x2" and window_told((3, 3), (1, 1), (4, 2)) == "3x3 d4x2"
+    assert window_text((3, 3), (1, 1)) == "3x3" and window_text((3, 3), (2, 2)) == "3x3/2"
+    assert window_text((1, 5), (1, 2)) == "1x5/1x2" and window_text((3, 3), (1, 1), (4, 2)) == "3x3 d4x2"
 
 
 def site(name: str, hopeless: bool) -> SiteReport:

@@ -4,35 +4,28 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import tvm  # noqa: F401  # whole, before a command in this process loads its runtime alone
 from typer.testing import CliRunner
 
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from quantised_models import quantised
-from test_cli import fusion, toy_machine, tune_words, write_model
-
 from costmodel.base.errors import InputError
 from costmodel.machines.machine_file import write_machine
 from costmodel.machines.machine_records import ComputeRate
-from fusion.acceptance.tune_job import TuneRequest
 from fusion.analysis.analyzer import analyze_model
 from fusion.analysis.precision_outlook import outlooks
 from fusion.commands.cli import app
-from fusion.report.console_report import precision_lines
-from fusion.commands.tune_precision import checked_precision
 from fusion.model.precision import BFLOAT16, INT8
 from fusion.relax.extract import extract_graph
 from fusion.relax.onnx.importer import import_onnx
+from fusion.report.console_report import precision_lines
+from fusion.tuning.network import TuneRequest
 from schedules.contract.cpu_target import CpuTarget, host_target
+from tests.fusion.commands.test_cli import fusion, toy_machine, tune_words, write_model
+from tests.fusion.quantised_models import quantised
 
 CPU = host_target(1)
 pytestmark = pytest.mark.usefixtures("short_rounds")
@@ -73,8 +66,8 @@ def test_auto_goes_on_in_float32_where_there_is_nothing_else(monkeypatch):
     monkeypatch.setattr(CpuTarget, "lacks", lambda self, dtype: "no CPU has it")
     said: list[str] = []
     request = TuneRequest(Path("m.onnx"), Path("b"), precision="auto", max_error=0.1)
-    checked = checked_precision(request, SimpleNamespace(say=said.append))  # type: ignore[arg-type]
-    assert checked == TuneRequest(Path("m.onnx"), Path("b"))
+    request.require_valid()
+    assert request.on_cpu(CPU, said.append) == TuneRequest(Path("m.onnx"), Path("b"))
     assert said == ["all layers stay in float32: no CPU has it"]
 
 
@@ -195,6 +188,7 @@ def test_under_a_tiny_budget_auto_stays_in_float32(folder, tmp_path):
 
 def test_a_request_in_float32_is_left_alone():
     request = TuneRequest(Path("m.onnx"), Path("b"))
-    assert checked_precision(request, SimpleNamespace()) is request  # type: ignore[arg-type]
+    request.require_valid()
+    assert request.on_cpu(CPU, pytest.fail) is request
     with pytest.raises(InputError, match="max-error"):
-        checked_precision(replace(request, max_error=0.1), SimpleNamespace())  # type: ignore[arg-type]
+        replace(request, max_error=0.1).require_valid()

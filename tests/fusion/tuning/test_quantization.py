@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from costmodel.base.errors import InputError, ModelError
 from fusion.commands.cli import app
-from fusion.commands.quantize import quantize_model, render_quantized
 from fusion.relax.onnx.onnx_quantised import is_quantised, origin_of, quantised_share, quantized_path
 from fusion.relax.onnx.onnx_quantizer import METHODS, QuantizationOptions
+from fusion.tuning.quantization import quantize_model, render_quantized
 
 SHAPE = (3, 16, 16)
 
@@ -273,7 +273,7 @@ def test_a_failure_while_writing_keeps_the_file_that_was_there(folder, tmp_path,
     def full(path, content):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("fusion.commands.quantize.write_whole", full)
+    monkeypatch.setattr("fusion.tuning.quantization.write_whole", full)
     words = ["quantize", folder / "net.onnx", "-o", target, "--calibration", folder / "data.npz"]
     assert "kept.onnx: cannot be written: No space left on device" in refused(*words)
     assert target.read_bytes() == b"before"

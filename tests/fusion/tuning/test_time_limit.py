@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from fusion.acceptance import time_limit
-from fusion.acceptance.time_limit import (
+from fusion.comparing.rounds import LEAST_ROUNDS, Sampling
+from fusion.tuning import time_limit
+from fusion.tuning.time_limit import (
     LATE_SECONDS,
     LEAST_CALLS,
     LEAST_REFERENCE_SECONDS,
@@ -22,7 +23,6 @@ from fusion.acceptance.time_limit import (
     race_sampling,
     reference_seconds,
 )
-from fusion.comparing.rounds import LEAST_ROUNDS, Sampling
 
 
 @pytest.fixture

@@ -6,21 +6,22 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from costmodel.operators.layers import Conv2d, FusedConvs
-from fusion.acceptance.final_networks import MOST_REPEATS, finalists, race, to_json, told_apart
-from fusion.acceptance.time_limit import TimeLimit
-from fusion.commands.tune import finals_limit
 from fusion.comparing.rounds import LEAST_ROUNDS, Sampling
 from fusion.model.candidates import Site
 from fusion.model.conv_graph import Graph, Node
 from fusion.model.selection import cover, unfused_plan
 from fusion.search.network_tuning import TunedKernels
 from fusion.search.rehearsal import Rehearsed
+from fusion.tuning.finals import MOST_REPEATS, finalists, race, told_apart
+from fusion.tuning.job import TuningJob
+from fusion.tuning.time_limit import StageClock, TimeLimit
 
 ROUNDS = Sampling(rounds=15, seconds=0.0)
 
@@ -83,7 +84,7 @@ def test_a_single_network_is_timed_once():
     alone = steady(1.0)
     found = race({"unfused": (0, alone)}, {}, math.inf, ROUNDS)
     assert found.winner == "unfused" and found.told_apart and len(alone.blocks) == 15
-    assert to_json(found)["networks"][0]["ratio_to_unfused"] == 1.0
+    assert found.to_json()["networks"][0]["ratio_to_unfused"] == 1.0
 
 
 def test_a_lucky_majority_decides_nothing():
@@ -109,20 +110,22 @@ def tuned(plan, fused_seconds):
     return TunedKernels(configs, seconds, rehearsed, (), 0, 0, False)
 
 
-def test_the_end_is_planned_for_the_networks_that_trials_have_left():
+def test_the_end_is_planned_for_the_networks_that_trials_have_left(monkeypatch):
     """All sites gain clearly: two networks, whose kernels take five seconds each to compile; then the one alone."""
 
     class Check:
         def compilation_seconds(self, networks):
             return 5.0 * len(list(networks))
 
-    job = SimpleNamespace(graph=GRAPH, sites=SITES)
+    job = TuningJob(SimpleNamespace(graph=GRAPH, sites=SITES), Path(), StageClock(0.0), None)
+    job.check = Check()
     limit = TimeLimit(end=100.0, check_seconds=2.0, most_compile_seconds=60.0)
-    both = finals_limit(job, Check(), limit, tuned(cover(GRAPH, SITES), (1e-6, 1e-6)))
+    monkeypatch.setattr(TuningJob, "time_limit", lambda job: limit)
+    both = job.finals_limit(tuned(cover(GRAPH, SITES), (1e-6, 1e-6)))
     assert (both.finalists, both.compile_seconds, both.most_compile_seconds) == (2, 10.0, 60.0)
     rehearsed = replace(tuned(unfused_plan(GRAPH), (9e-6, 9e-6)).rehearsed, configs={c: {"x": 2} for c in CONVS})
     alone = replace(tuned(unfused_plan(GRAPH), (9e-6, 9e-6)), rehearsed=rehearsed)
-    found = finals_limit(job, Check(), limit, alone)
+    found = job.finals_limit(alone)
     assert (found.finalists, found.compile_seconds) == (1, 5.0)
 
 
@@ -156,7 +159,7 @@ def test_one_network_alone_is_its_own_baseline():
 
 def test_a_comparison_is_not_begun_again_that_would_end_too_late(monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr("fusion.acceptance.final_networks.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("fusion.tuning.finals.time.monotonic", lambda: clock[0])
 
     def block(index: int) -> float:
         clock[0] += 1.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,15 +12,16 @@ pytest.importorskip("tvm")
 
 from costmodel.base.errors import TuningError
 from costmodel.operators.layers import Conv2d
-from fusion.acceptance import network_check
-from fusion.acceptance.final_networks import FinalNetwork
-from fusion.acceptance.network_check import CAREFUL, CheckCost, CheckedNetwork, NetworkCheck, first_check
-from fusion.acceptance.time_limit import StageClock
-from fusion.acceptance.tune_job import careful_configs, complete_configs
-from fusion.commands import tune
 from fusion.model.conv_graph import Graph, Node
 from fusion.model.selection import unfused_plan
 from fusion.search.network_tuning import TunedKernels
+from fusion.tuning import job as tuning_job
+from fusion.tuning import network_check
+from fusion.tuning.finals import FinalNetwork
+from fusion.tuning.job import TuningJob
+from fusion.tuning.network import careful_configs, complete_configs
+from fusion.tuning.network_check import CAREFUL, CheckCost, CheckedNetwork, NetworkCheck, first_check
+from fusion.tuning.time_limit import StageClock
 from schedules.contract.cpu_target import host_target
 from schedules.kernels.template_table import template_for
 from schedules.records.record_store import RecordStore
@@ -28,7 +29,6 @@ from schedules.tuning.kernel_guesses import KernelGuesses
 
 CPU = host_target(2)
 GUESSES = KernelGuesses(CPU)
-CLOCK = StageClock(0.0)
 FAST = Conv2d(1, 64, 14, 14, 64, (3, 3), padding=(1, 1, 1, 1))
 OTHER = Conv2d(1, 64, 14, 14, 32, (1, 1))
 NODES = (Node("a", FAST, "x", None, (), "y", ()), Node("b", OTHER, "y", None, (), "z", ()))
@@ -41,13 +41,19 @@ def rounds_more(configs) -> bool:
 
 
 @dataclass(frozen=True)
-class Job:
+class Network:
+    """A network whose direct sums are the only careful algorithm."""
+
     cpu: object = CPU
     guesses: object = field(default_factory=lambda: GUESSES)
     graph: object = GRAPH
     sites: tuple = ()
-    request: object = field(default_factory=lambda: SimpleNamespace(minutes=None))
+    request: object = field(default_factory=lambda: SimpleNamespace(minutes=None, output=None))
     analysis: object = field(default_factory=lambda: SimpleNamespace(sites=()))
+    folder: object = None
+
+    def carefully(self) -> Network:
+        return replace(self, guesses=self.guesses.carefully())
 
 
 @dataclass
@@ -103,7 +109,7 @@ def test_careful_configurations_round_no_more_than_direct_sums():
 
 def checked_by(check: Check, monkeypatch) -> None:
     """Nothing is built, and ``check`` says what is right."""
-    monkeypatch.setattr(network_check, "subject_of", lambda job, scratch: (check.subject, None))
+    monkeypatch.setattr(network_check, "subject_of", lambda network, scratch: (check.subject, None))
     monkeypatch.setattr(network_check, "build_network", lambda *arguments: None)
     monkeypatch.setattr(network_check, "network_check", lambda *arguments: check)
 
@@ -111,7 +117,7 @@ def checked_by(check: Check, monkeypatch) -> None:
 def test_the_first_network_is_built_again_without_what_rounds_more(monkeypatch, tmp_path):
     check, display = Check(), Display()
     checked_by(check, monkeypatch)
-    found = first_check(Job(), tmp_path, display)
+    found = first_check(Network(), tmp_path, display)
     assert found.careful and display.said == [CAREFUL]
     assert [rounds_more(configs) for configs in check.log] == [True, False]
 
@@ -120,8 +126,15 @@ def test_what_is_wrong_with_direct_sums_too_is_refused(monkeypatch, tmp_path):
     display = Display()
     checked_by(Check(refuses_all=True), monkeypatch)
     with pytest.raises(TuningError, match="wrong"):
-        first_check(Job(), tmp_path, display)
+        first_check(Network(), tmp_path, display)
     assert not display.said
+
+
+def job_of(check: Check, tuned: object = None) -> TuningJob:
+    """A job behind its first check and its search."""
+    job = TuningJob(Network(), Path(), StageClock(0.0), Display())
+    job.check, job.tuned = check, tuned
+    return job
 
 
 @pytest.mark.parametrize("careful", [False, True])
@@ -132,30 +145,29 @@ def test_the_finals_are_repeated_without_what_rounds_more(monkeypatch, careful):
     tuned = TunedKernels(fast, {}, None, (), 0, 0, False, careful={FAST: direct})
     raced = []
 
-    def race(job, networks, tuned, check, end, display, clock):
+    def race(job, networks, end, careful):
         raced.append([dict(network.configs) for network in networks])
         if any(map(rounds_more, raced[-1])):
             raise TuningError("wrong")
-        return check.careful
+        return careful
 
-    monkeypatch.setattr(tune, "race_networks", race)
-    display = Display()
-    networks = [FinalNetwork("unfused", PLAN, {FAST: fast[FAST]})]
-    assert tune.run_finals(Job(), networks, tuned, Check(careful=careful), 0.0, display, CLOCK)
+    monkeypatch.setattr(TuningJob, "_race", race)
+    job = job_of(Check(careful=careful), tuned)
+    assert job.race([FinalNetwork("unfused", PLAN, {FAST: fast[FAST]})], 0.0)
     assert raced[-1] == [{FAST: direct, OTHER: fast[OTHER]}]
-    assert len(raced) == 1 + (not careful) and display.said == ([] if careful else [CAREFUL])
+    assert len(raced) == 1 + (not careful) and job.display.said == ([] if careful else [CAREFUL])
 
 
 def test_wrong_finals_without_fast_algorithms_are_refused(monkeypatch):
-    def race(*arguments):
+    def race(*arguments, **options):
         raise TuningError("wrong")
 
-    monkeypatch.setattr(tune, "race_networks", race)
+    monkeypatch.setattr(TuningJob, "_race", race)
     configs = careful_configs(complete_configs(PLAN, GUESSES, {}), CPU)
-    tuned, display = TunedKernels(configs, {}, None, (), 0, 0, False), Display()
+    job = job_of(Check(), TunedKernels(configs, {}, None, (), 0, 0, False))
     with pytest.raises(TuningError, match="wrong"):
-        tune.run_finals(Job(), [FinalNetwork("unfused", PLAN, configs)], tuned, Check(), 0.0, display, CLOCK)
-    assert not display.said
+        job.race([FinalNetwork("unfused", PLAN, configs)], 0.0)
+    assert not job.display.said
 
 
 def test_no_trial_is_spent_on_what_a_careful_network_cannot_have():
@@ -185,11 +197,12 @@ def test_records_of_fast_algorithms_are_not_seen_by_a_careful_search(tmp_path):
 @pytest.mark.parametrize("careful", [False, True])
 def test_the_search_hears_what_the_first_check_found(monkeypatch, careful):
     heard = []
-    monkeypatch.setattr(tune, "finalists", lambda *arguments, **options: ())
-    monkeypatch.setattr(tune, "run_finals", lambda job, *more: heard.append(job.guesses.careful))
-    tuned = SimpleNamespace(seconds={})
-    monkeypatch.setattr(tune, "tune_kernels", lambda job, *more: (heard.append(job.guesses.careful), tuned)[1])
-    tune.tune_profile(Job(), Check(careful=careful), 0.0, False, Display(), StageClock(0.0))
+    monkeypatch.setattr(tuning_job, "finalists", lambda *arguments, **options: ())
+    monkeypatch.setattr(TuningJob, "race", lambda job, *more: heard.append(job.network.guesses.careful))
+    monkeypatch.setattr(TuningJob, "measure", lambda job, network, *more: heard.append(network.guesses.careful))
+    job = job_of(Check(careful=careful))
+    job.search(0.0)
+    job.finals()
     assert heard == [careful, careful]
 
 

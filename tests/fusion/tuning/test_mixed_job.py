@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("tvm")
 
-from fusion.acceptance import time_limit
 from fusion.acceptance.error_budget import BudgetExceeded, FrontierPoint, PrecisionChoice
-from fusion.acceptance.network_check import CheckCost
-from fusion.acceptance.precision_choice import (
+from fusion.tuning import mixed_job, time_limit
+from fusion.tuning.job import TuningJob
+from fusion.tuning.mixed_job import MixedJob, MixedSearch
+from fusion.tuning.network_check import CheckCost
+from fusion.tuning.precision import (
     LEAST_ERROR_SECONDS,
     MOST_ERROR_SECONDS,
     MOST_REBUILDS,
+    PrecisionReport,
     error_seconds,
 )
-from fusion.acceptance.time_limit import RACE_SECONDS, StageClock
-from fusion.commands import tune_auto
-from fusion.commands.tune_precision import Tuned
+from fusion.tuning.time_limit import RACE_SECONDS, StageClock
 
 CHOICE = PrecisionChoice(
     frozenset("ab"), (), 0.004, {"a": 0.001, "b": 0.003},
@@ -34,42 +36,41 @@ PLAN = SimpleNamespace(limit=SimpleNamespace(runs=SimpleNamespace(draw_seconds=1
 
 
 @pytest.fixture
-def job(monkeypatch):
-    """A job of which every mixed network errs too much; what is done with it is noted in ``job.done``."""
-    done: list[str] = []
-    mixing = SimpleNamespace(choice=CHOICE, job=None, tuned=None)
+def job(monkeypatch) -> MixedJob:
+    """A job of which every mixed network errs too much; what is done with it is noted in ``job.done``, its time is
+    ``job.now``.
+    """
+    mixed = SimpleNamespace(choice=CHOICE, network=None, tuned=None)
 
-    def raced(*_):
-        done.append("raced")
+    def race_mixed(job, *_):
+        job.done.append("raced")
         job.now += job.race_takes
         raise BudgetExceeded("too much", 0.05)
 
-    def tightened(*_):
-        done.append("tightened")
-        return mixing
+    def tightened(job, *_):
+        job.done.append("tightened")
+        return mixed
 
-    def finals(job_, networks, *_):
-        done.append(f"{len(networks)} in float32")
-        return SimpleNamespace(rounded_errors=None)
-
-    job = SimpleNamespace(done=done, now=0.0, race_takes=0.0, graph=None, sites=None,
-                          request=SimpleNamespace(minutes=1.0))  # fmt: skip
+    network = SimpleNamespace(graph=None, sites=None, folder=None, request=SimpleNamespace(minutes=1.0, output=None))
+    job = MixedJob(network, Path(), StageClock(0.0), SimpleNamespace(say=lambda _: None))
+    job.check, job.plan, job.done, job.now, job.race_takes = CHECK, PLAN, [], 0.0, 0.0
     monkeypatch.setattr(time_limit.time, "monotonic", lambda: job.now)
-    monkeypatch.setattr(tune_auto, "tune_mixed", lambda *_: Tuned(mixing, None, CHOICE))
-    monkeypatch.setattr(tune_auto, "finalists", lambda *_, **__: ("unfused", "fused"))
-    monkeypatch.setattr(tune_auto, "_raced", raced)
-    monkeypatch.setattr(tune_auto, "tightened", tightened)
-    monkeypatch.setattr(tune_auto, "run_finals", finals)
+    monkeypatch.setattr(mixed_job, "search_mixed", lambda *_: MixedSearch(mixed, None, CHOICE))
+    monkeypatch.setattr(mixed_job, "finalists", lambda *_, **__: ("unfused", "fused"))
+    monkeypatch.setattr(mixed_job, "tightened", tightened)
+    monkeypatch.setattr(MixedJob, "_race_mixed", race_mixed)
+    monkeypatch.setattr(MixedJob, "race", lambda job, found, end: job.done.append(f"{len(found)} in float32"))
     return job
 
 
-def run(job, end: float):
-    display = SimpleNamespace(say=lambda _: None)
-    return tune_auto.tune_auto(job, CHECK, PLAN, end, False, display, StageClock(0.0))
+def run(job: MixedJob, end: float) -> PrecisionReport | None:
+    job.search(end)
+    job.finals()
+    return job.report
 
 
 def test_with_time_fewer_layers_are_tried_and_float32_is_left(job):
-    *_, report = run(job, math.inf)
+    report = run(job, math.inf)
     assert job.done == ["raced", "tightened"] * MOST_REBUILDS + ["raced", "2 in float32"]
     assert report.choice.rounded == frozenset() and report.choice.kept == ("a", "b")
     assert [point.chosen for point in report.choice.frontier] == [True, False]
@@ -87,23 +88,25 @@ def test_without_time_for_another_network_float32_is_left_at_once(job):
 
 def test_without_time_for_two_networks_no_layer_is_rounded(job, monkeypatch):
     """Two networks of 4 s, kernels of one compiled in 2 s, a race of 8 s; a little late is allowed."""
-    monkeypatch.setattr(tune_auto, "tune_profile", lambda *_: job.done.append("float32 alone") or (None, None))
-    *_, report = run(job, 12.0)
-    assert job.done == ["float32 alone"] and report.choice is None
+    for stage in ("search", "finals"):
+        monkeypatch.setattr(TuningJob, stage, lambda job, *_, stage=stage: job.done.append(f"{stage} in float32"))
+    report = run(job, 12.0)
+    assert job.done == ["search in float32", "finals in float32"] and report.choice is None
 
     def slow(*arguments):
         job.now = 30.0
-        return mixed(*arguments)
+        return found(*arguments)
 
-    mixed = tune_auto.tune_mixed
-    monkeypatch.setattr(tune_auto, "tune_mixed", slow)
+    found = mixed_job.search_mixed
+    monkeypatch.setattr(mixed_job, "search_mixed", slow)
     job.done.clear()
-    *_, report = run(job, 40.0)  # as much time as it took has gone into kernels and errors
+    report = run(job, 40.0)  # as much time as it took has gone into kernels and errors
     assert job.done == ["1 in float32"] and report.choice.kept == ("a", "b")
 
 
 def test_the_finals_of_three_networks_and_float32_once_more_are_set_aside(job):
-    limit = tune_auto.auto_limit(CHECK, PLAN, 100.0)
+    job.end = 100.0
+    limit = job.mixed_limit()
     # Four networks of 4 s, three draws of 1 s, kernels compiled twice at 1.5 of 2 s.
     assert limit.tuning_seconds == pytest.approx(100.0 - 4 * 4.0 - 3 * 1.0 - 6.0 - RACE_SECONDS)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,19 +13,16 @@ import pytest
 from onnx import numpy_helper
 
 tvm = pytest.importorskip("tvm")
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-
-from quantised_models import INPUT, float_network  # noqa: E402
-from test_cli import toy_machine  # noqa: E402
-
 import fusion  # noqa: E402
 from costmodel.base.errors import InputError  # noqa: E402
 from costmodel.machines.machine_file import write_machine  # noqa: E402
-from fusion.report.console_report import precision_lines  # noqa: E402
 from fusion.comparing.compare import compare_command  # noqa: E402
 from fusion.comparing.rounds import Sampling  # noqa: E402
 from fusion.model.precision import INT8  # noqa: E402
+from fusion.report.console_report import precision_lines  # noqa: E402
 from schedules.contract.cpu_target import host_target  # noqa: E402
+from tests.fusion.commands.test_cli import toy_machine  # noqa: E402
+from tests.fusion.quantised_models import INPUT, float_network  # noqa: E402
 
 CPU = host_target(1)
 pytestmark = pytest.mark.usefixtures("short_rounds")
@@ -152,7 +148,7 @@ def test_int8_needs_samples(folder, tmp_path, options, message):
 
 
 def test_for_another_cpu_it_is_quantised_here(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("fusion.commands.tune_elsewhere.cpu_flags", frozenset)
+    monkeypatch.setattr("fusion.analysis.target_machine.cpu_flags", frozenset)
     record = tuned(folder, tmp_path / "build", threads=None, target="llvm -mcpu=cascadelake -num-cores 2").record
     found = record["precision"]
     assert found["shipped"] == "int8" and found["quantised_errors"]["max_relative_error"] > 0
