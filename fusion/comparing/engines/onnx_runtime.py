@@ -176,8 +176,8 @@ def _integer_share(optimised: Path) -> tuple[int, int]:
     """Layers computed in integers and all layers of the graph that ONNX Runtime runs."""
     import onnx
 
+    from fusion.relax.onnx.onnx_file import all_nodes
     from fusion.relax.onnx.onnx_quantised import integer_share
-    from fusion.relax.onnx.onnx_unsupported import all_nodes
 
     return integer_share(all_nodes(onnx.load(str(optimised), load_external_data=False).graph))
 
