@@ -14,9 +14,15 @@ from typing import Any
 import numpy as np
 
 from costmodel.base.say import Say
-from fusion.comparing.engines.base import Arrays, EngineCall, EngineWorkload, LayerTime, typical
-from fusion.comparing.engines.best import fastest
-from fusion.comparing.engines.layer_precisions import require_precision
+from fusion.comparing.engines.base import (
+    Arrays,
+    EngineCall,
+    EngineWorkload,
+    LayerTime,
+    fastest,
+    require_precision,
+    typical,
+)
 
 _KERNEL_TIME = "_kernel_time"  # at the end of an event's name
 # What ONNX Runtime appends to the names of nodes that it lays out in blocks of channels, and to make them unique.

@@ -17,8 +17,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from fusion.comparing.engines.base import Unavailable
-from fusion.comparing.engines.onnx_to_torch import convert
-from fusion.comparing.engines.torch_folding import fold_batch_norms
+from fusion.comparing.engines.torch_graph import convert, fold_batch_norms
 
 IMAGE = (1, 4, 7, 9)
 

@@ -1,26 +1,77 @@
-"""Rewrites that make a traced ATen graph what a native PyTorch model is: constants computed, no idle operators.
+"""An ONNX model as one flat ``torch.fx.GraphModule`` of ATen calls: converted, traced, simplified, cast to BF16.
 
-An exporter or converter leaves pads of nothing, limits as tensors and batch norms beside their convolutions; eager
-PyTorch runs them all, and oneDNN fuses a ReLU6 into its convolution only where the limits are numbers.
+onnx2fx's graph calls helpers that read shapes, pads and limits from tensors when they run. Traced on example inputs,
+these become plain numbers. An exporter or converter leaves pads of nothing, limits as tensors and batch norms beside
+their convolutions too; eager PyTorch runs them all, and oneDNN fuses a ReLU6 into its convolution only where the limits
+are numbers. What is left is what a native PyTorch model is: eager, TorchScript and Inductor see an ordinary model.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import onnx
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_aggregate
 from torch.nn.utils.fusion import fuse_conv_bn_weights
+
+from fusion.comparing.engines.base import Unavailable
+
+Tensors = tuple[torch.Tensor, ...]
 
 aten = torch.ops.aten
 _CONVOLUTIONS = (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
 _PADDING = 4  # place of a convolution's padding among its arguments: data, weight, bias, stride, padding
-
-
 # What is left of a tensor's values read from Python (`Tensor.tolist`, `Tensor.numpy`) in a trace.
 _READS = (aten.resolve_conj.default, aten.resolve_neg.default)
+
+
+def convert(path: Path, examples: Mapping[str, np.ndarray], outputs: Sequence[str]) -> GraphModule:
+    """Convert the model of ``path`` for the shapes of ``examples``; the module takes them in order, returns a tuple.
+
+    Raises ``Unavailable`` with the converter's reason, such as an operator that it does not know.
+    """
+    import onnx2fx
+
+    model = onnx.load(str(path))
+    try:
+        converted = onnx2fx.convert(model).eval()
+        with torch.inference_mode(False), torch.no_grad():
+            call = _by_name(converted, model.graph, tuple(examples), outputs)
+            flat = make_fx(call, pre_dispatch=True)(*(torch.from_numpy(np.array(array)) for array in examples.values()))
+            return simplify(flat).eval()
+    except Exception as error:  # the library and the tracer raise errors of many kinds
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise Unavailable(f"onnx2fx {_version()} cannot convert the model to PyTorch: {reason}") from error
+
+
+def _by_name(
+    converted: GraphModule, graph: onnx.GraphProto, inputs: Sequence[str], outputs: Sequence[str]
+) -> Callable[..., Tensors]:
+    """``converted`` with its inputs in the order ``inputs`` and of its outputs those of ``outputs``."""
+    stored = {tensor.name for tensor in graph.initializer}
+    places = [inputs.index(value.name) for value in graph.input if value.name not in stored]
+    produced = [value.name for value in graph.output]
+    wanted = [produced.index(name) for name in outputs]
+
+    def call(*tensors: torch.Tensor) -> Tensors:
+        results = converted(*(tensors[place] for place in places))
+        results = (results,) if isinstance(results, torch.Tensor) else results
+        return tuple(results[place] for place in wanted)
+
+    return call
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("onnx2fx")
 
 
 def simplify(module: GraphModule) -> GraphModule:
@@ -146,3 +197,59 @@ def _cleaned(module: GraphModule) -> GraphModule:
     module.delete_all_unused_submodules()
     module.recompile()
     return module
+
+
+class InBfloat16(torch.nn.Module):
+    """``graph`` with weights, activations and constants in BF16. Inputs and outputs stay in FP32, as with other
+    engines: the casts are part of what is timed.
+    """
+
+    def __init__(self, graph: GraphModule) -> None:
+        super().__init__()
+        self.graph = _cast(graph)
+
+    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Outputs in the precision that ``graph`` has them in."""
+        halved = [each.to(torch.bfloat16) if each.dtype == torch.float32 else each for each in inputs]
+        return _widened(self.graph(*halved))
+
+
+class UnderAutocast(torch.nn.Module):
+    """``graph`` with the operators in BF16 that PyTorch's autocast takes as safe: convolutions and products."""
+
+    def __init__(self, graph: GraphModule) -> None:
+        super().__init__()
+        self.graph = copy.deepcopy(graph)
+
+    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Outputs in FP32."""
+        # Without the cache a trace holds the casts of weights, which freezing evaluates.
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            results = self.graph(*inputs)
+        return _widened(results)
+
+
+def require_bfloat16() -> str:
+    """What computes BF16 on this CPU; ``Unavailable`` where PyTorch's convolutions have no BF16."""
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        raise Unavailable(f"PyTorch {torch.__version__} has no BF16 convolutions for this CPU: it lacks AVX-512")
+    if torch.cpu._is_amx_tile_supported():
+        return "AMX"
+    return "AVX512-BF16" if torch.cpu._is_avx512_bf16_supported() else "BF16 converted to FP32: the CPU has none"
+
+
+def _cast(graph: GraphModule) -> GraphModule:
+    """A copy whose floating-point constants are of BF16, as are the types that single operators ask for."""
+    cast = copy.deepcopy(graph).to(torch.bfloat16)
+    for node in cast.graph.nodes:
+        node.args, node.kwargs = map_aggregate(node.args, _type), map_aggregate(node.kwargs, _type)
+    cast.recompile()
+    return cast
+
+
+def _type(argument: Any) -> Any:
+    return torch.bfloat16 if argument is torch.float32 else argument
+
+
+def _widened(results: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(each.float() if each.dtype == torch.bfloat16 else each for each in results)
