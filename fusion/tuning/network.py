@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from costmodel.base.errors import InputError
+from costmodel.base.foreign_files import find_refusal
 from costmodel.base.say import Say
 from fusion.artifact.profile_folders import profile_names
 from fusion.model.precision import BFLOAT16, FLOAT32, INT8, PRECISIONS, Precision, stored_in
@@ -86,8 +87,10 @@ class TuneRequest:
                         f"{option} {value}: says how far a shorter type may err; choose --precision bfloat16, int8 or "
                         "auto"
                     )
-        if self.calibration is not None and not self.calibration.is_file():
-            raise InputError(f"--calibration {self.calibration}: no such file; check the path")
+        if self.calibration is not None:
+            refusal = find_refusal(self.calibration, "arrays")
+            if refusal is not None:
+                raise InputError(f"--calibration {self.calibration}: {refusal}; check the path")
         if self.precision == INT8 and self.calibration is None:
             raise InputError("--precision int8: quantising needs samples, some hundred of them: --calibration DATA.npz")
 
