@@ -185,20 +185,12 @@ def tune(
     from fusion.tuning.road import tune_model
 
     _check_counts(trials=trials, threads=threads)
-    if minutes is not None and not 0 <= minutes < math.inf:
-        raise InputError(f"--minutes {minutes}: must be 0 or more")
     request = TuneRequest(
         Path(model), Path(output), _profiles(shapes, batch), trials, minutes, threads, _text(machine), _text(target),
         tracker, key, against=tuple(against), quantized=None if quantized is None else Path(quantized),
         precision=cast(Precision, precision), max_error=max_error,
         calibration=None if calibration is None else Path(calibration),
     )  # fmt: skip
-    if request.against and request.elsewhere:
-        raise InputError(
-            "--against: engines are timed where the network runs, not with --target or --tracker; leave one out"
-        )
-    if key is not None and tracker is None:
-        raise InputError(f"--key {key}: names servers of a tracker; say where that is with --tracker HOST:PORT")
     display = progress if isinstance(progress, TuningDisplay) else TuningDisplay(told=progress or _unheard)
     with display:
         record = tune_model(request, display)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -41,30 +42,23 @@ class InputProfile:
 
 @dataclass(frozen=True)
 class TuneRequest:
-    """What the user asks for. ``trials`` per kernel; ``minutes`` of the whole job (``None``: until the trials are
-    done). ``profiles``: every one gets a network of its own. ``target``: another CPU to build for, from its records and
-    without measuring; ``tracker`` (``HOST:PORT``) and ``key``: servers of TVM's RPC on whose CPU kernels are measured.
-
-    ``precision``: in which number types layers are stored; ``max_error``: how far outputs may be off then, relative to
-    the largest value of each; ``calibration``: an NPZ file of inputs on which that is measured.
-    ``against``: names of engines to time at the end beside ONNX Runtime; ``quantized``: what those of INT8 run.
-    """
+    """What the user asks for."""
 
     model: Path
     output: Path
-    profiles: Sequence[InputProfile] = (InputProfile(),)
-    trials: int = 64
-    minutes: float | None = None
+    profiles: Sequence[InputProfile] = (InputProfile(),)  # every one gets a network of its own
+    trials: int = 64  # per kernel
+    minutes: float | None = None  # of the whole job; `None`: until the trials are done
     threads: int | None = None
     machine: str | None = None
-    target: str | None = None
-    tracker: str | None = None
-    key: str | None = None
-    precision: Precision = "float32"
-    max_error: float | None = None
-    calibration: Path | None = None
-    against: Sequence[str] = ()
-    quantized: Path | None = None
+    target: str | None = None  # another CPU to build for, from its records and without measuring
+    tracker: str | None = None  # `HOST:PORT` of servers of TVM's RPC on whose CPU kernels are measured
+    key: str | None = None  # of those servers
+    precision: Precision = "float32"  # number types that layers are stored in
+    max_error: float | None = None  # how far outputs may be off then, relative to the largest value of each
+    calibration: Path | None = None  # NPZ file of inputs on which that is measured
+    against: Sequence[str] = ()  # names of engines to time at the end beside ONNX Runtime
+    quantized: Path | None = None  # what those of INT8 run
 
     @property
     def elsewhere(self) -> bool:
@@ -72,7 +66,20 @@ class TuneRequest:
         return self.target is not None or self.tracker is not None
 
     def require_valid(self) -> None:
-        """``InputError`` for a precision that there is not, or options that do not fit it."""
+        """``InputError`` for a precision that there is not, or options that do not go together."""
+        if self.minutes is not None and not 0 <= self.minutes < math.inf:
+            raise InputError(f"--minutes {self.minutes}: must be 0 or more")
+        if self.against and self.elsewhere:
+            raise InputError(
+                "--against: engines are timed where the network runs, not with --target or --tracker; leave one out"
+            )
+        if self.key is not None and self.tracker is None:
+            raise InputError(
+                f"--key {self.key}: names servers of a tracker; say where that is with --tracker HOST:PORT"
+            )
+        self._require_valid_precision()
+
+    def _require_valid_precision(self) -> None:
         if self.precision not in PRECISIONS:
             raise InputError(f"--precision {self.precision}: choose one of {', '.join(PRECISIONS)}")
         if self.max_error is not None and not 0 < self.max_error <= 1:
