@@ -101,7 +101,7 @@ def fit_logs(
         _check_nodes(log, rows, measured.cluster)
         for line in _understood(rows):
             progress(f"{log}: {line}")
-    provenance = {"command": f"{_COMMAND} --nccl-log", "logs": {log: len(rows) for log, rows in read.items()}}
+    provenance = {"command": "python -m costmodel fit --nccl-log", "logs": {log: len(rows) for log, rows in read.items()}}
     calibration = dataclasses.replace(calibrate(measured, provenance), machine=name)
     directory = output or user_directory() / "calibration"
     if (directory / name / NAME).exists():

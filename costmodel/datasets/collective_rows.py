@@ -27,14 +27,14 @@ from costmodel.base.errors import InputError, MissingDependencyError
 from costmodel.base.plain_json import MALFORMED, decoded
 from costmodel.datasets.data_folder import AGAIN
 from costmodel.datasets.named_files import Wanted, everything
-from costmodel.datasets.own_tables import DIRECTORY as MEASURED
+from costmodel.collectives.calibration import DIRECTORY as MEASURED
 from costmodel.operators.collective_transfer import CollectiveKind, CollectiveTransfer
 from costmodel.operators.serialization import from_record
 
 _SYSTEMS = {"h100_sxm": "h100-sxm", "h200_sxm": "h200-sxm", "l40s": "l40s", "a100_sxm": "a100-sxm-80gb"}
 _VTRAIN = {"a100": "a100-sxm-80gb", "v100": "v100-sxm2-32gb"}
 _VIDUR = {"h100_dgx/send_recv": "h100-sxm", "a100_pairwise_nvlink/all_reduce": "a100-pairwise"}
-_KINDS: Mapping[str, CollectiveKind] = {
+KINDS: Mapping[str, CollectiveKind] = {
     "all_reduce": "all_reduce",
     "all_gather": "all_gather",
     "reduce_scatter": "reduce_scatter",
@@ -72,7 +72,7 @@ def read_own_table(path: Path) -> list[CollectiveRow]:
     """The rows of a table of ``python -m costmodel measure --suite collectives``, plain or ``.gz``; those with an error
     are left out. ``InputError`` for another file.
     """
-    return _checked(_own_rows, path)
+    return read_sweep(_own_rows, path)
 
 
 def _own_rows(path: Path) -> Iterator[CollectiveRow]:
@@ -99,7 +99,7 @@ def read_collectives(data: Path, wanted: Wanted = everything) -> list[Collective
     ``InputError`` where one is malformed.
     """
     public = [
-        CollectiveTable(machine, tuple(_checked(read, path)), str(path))
+        CollectiveTable(machine, tuple(read_sweep(read, path)), str(path))
         for path, machine, read in _sweeps(data)
         if wanted(path)
     ]
@@ -114,10 +114,10 @@ def _own(directory: Path) -> Iterator[CollectiveTable]:
 def kind_of(name: str) -> CollectiveKind | None:
     """The kind that nccl-tests, PARAM or NCCL call ``name``; ``None`` if none is meant."""
     words = re.sub(r"[\s\-]+", "_", name.strip().lower()).removesuffix("_perf")
-    return _KINDS.get(words) or _KINDS.get(words.replace("_", "")) or _JOINED.get(words.replace("_", ""))
+    return KINDS.get(words) or KINDS.get(words.replace("_", "")) or _JOINED.get(words.replace("_", ""))
 
 
-_JOINED: Mapping[str, CollectiveKind] = {name.replace("_", ""): kind for name, kind in _KINDS.items()}
+_JOINED: Mapping[str, CollectiveKind] = {name.replace("_", ""): kind for name, kind in KINDS.items()}
 
 
 def whole_buffer(kind: CollectiveKind, size_bytes: float, ranks: int, nodes: int = 1) -> CollectiveTransfer:
@@ -126,10 +126,10 @@ def whole_buffer(kind: CollectiveKind, size_bytes: float, ranks: int, nodes: int
     return CollectiveTransfer(kind, size, ranks, nodes)
 
 
-_Read = Callable[[Path], Iterator[CollectiveRow]]
+SweepReader = Callable[[Path], Iterator[CollectiveRow]]
 
 
-def _sweeps(data: Path) -> Iterator[tuple[Path, str, _Read]]:
+def _sweeps(data: Path) -> Iterator[tuple[Path, str, SweepReader]]:
     """Each file with the machine it is of and its reader."""
     for system, machine in _SYSTEMS.items():
         for path in sorted((data / "aiconfigurator" / system / "comm" / "nccl").glob("*/nccl_perf.parquet")):
@@ -145,7 +145,7 @@ def _sweeps(data: Path) -> Iterator[tuple[Path, str, _Read]]:
 
 def _nccl_perf(path: Path) -> Iterator[CollectiveRow]:
     for row in _parquet(path):
-        kind = _KINDS[row["op_name"]]
+        kind = KINDS[row["op_name"]]
         if kind == "all_reduce" and row["nccl_dtype"] == _NOT_ADDED_BY_SWITCHES:
             continue
         size = row["message_size"] * _ELEMENT_BYTES[row["nccl_dtype"]]
@@ -161,7 +161,7 @@ def _lookup_table(path: Path) -> Iterator[CollectiveRow]:
 
 
 def _profiled(path: Path) -> Iterator[CollectiveRow]:
-    kind = _KINDS[path.name.removesuffix(".csv.gz")]
+    kind = KINDS[path.name.removesuffix(".csv.gz")]
     times: dict[CollectiveTransfer, list[float]] = defaultdict(list)
     with gzip.open(path, "rt", newline="", encoding="utf-8") as stream:
         for row in csv.DictReader(stream):
@@ -173,15 +173,15 @@ def _profiled(path: Path) -> Iterator[CollectiveRow]:
         yield CollectiveRow(transfer, sorted(values)[len(values) // 2] * 1e-3)
 
 
-def _checked(read: _Read, path: Path) -> list[CollectiveRow]:
+def read_sweep(read: SweepReader, path: Path) -> list[CollectiveRow]:
     try:
         rows = list(read(path))
     except (OSError, EOFError) as error:
-        raise InputError(f"{path}: cannot be read ({error}); {AGAIN}") from None
+        raise InputError(f"{path}: cannot be read ({error}); measure or fetch it again") from None
     except MALFORMED as error:
-        raise InputError(f"{path}: not a sweep of collectives ({error!r}); {AGAIN}") from None
+        raise InputError(f"{path}: not a sweep of collectives ({error!r}); measure or fetch it again") from None
     if not rows or not all(each.seconds > 0 for each in rows):
-        raise InputError(f"{path}: no rows, or times that are not above zero; {AGAIN}")
+        raise InputError(f"{path}: no rows, or times that are not above zero; measure or fetch it again")
     return rows
 
 

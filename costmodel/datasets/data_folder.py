@@ -45,7 +45,7 @@ def digest(path: Path) -> str:
         state = path.stat()
         return _digest(path, state.st_size, state.st_mtime_ns)
     except (OSError, EOFError, zlib.error) as error:
-        raise InputError(f"{path}: cannot be read ({error}); {FETCH} brings it again") from None
+        raise InputError(f"{path}: cannot be read ({error}); copy or fetch it again") from None
 
 
 @lru_cache(maxsize=1024)

@@ -22,7 +22,7 @@ from costmodel.operators.expert_work import ExpertKernel, ExpertLayer
 KERNELS: dict[str, ExpertKernel] = {"trtllm": "cutlass", "vllm": "triton"}
 SCALINGS = {"bfloat16": ("bfloat16", ""), "fp8": ("float8", "tensor"), "fp8_block": ("float8", "block")}
 ROWS = 3000  # of one table and number type, evenly: a layer takes a millisecond to analyse
-_COLUMNS = (
+_EXPERT_COLUMNS = (
     "moe_dtype",
     "kernel_source",
     "distribution",
@@ -43,7 +43,7 @@ def read_expert_layers(data: Path, wanted: Wanted = everything) -> Iterator[Kern
     """A table for each file, once for 16 bits (``moe``) and once for 8 (``moe-8bit``)."""
     for path in expert_files(data):
         if wanted(path):
-            columns = dict(zip(_COLUMNS, read_columns(path, _COLUMNS, "a table of expert layers"), strict=True))
+            columns = dict(zip(_EXPERT_COLUMNS, read_columns(path, _EXPERT_COLUMNS, "a table of expert layers"), strict=True))
             for name, dtypes in (("moe", ("bfloat16",)), ("moe-8bit", ("fp8", "fp8_block"))):
                 yield _table(columns, path, machine_of(path, data), name, dtypes)
 

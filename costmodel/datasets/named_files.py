@@ -14,7 +14,7 @@ from typing import Any
 
 from costmodel.base.errors import InputError
 from costmodel.datasets.data_folder import FETCH, digest
-from costmodel.datasets.own_tables import DIRECTORY as MEASURED
+from costmodel.collectives.calibration import DIRECTORY as MEASURED
 
 _SHOWN = 3
 Wanted = Callable[[Path], bool]

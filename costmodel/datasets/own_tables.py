@@ -28,7 +28,7 @@ from costmodel.operators.layers import Conv2d
 from costmodel.operators.lookups import EmbeddingLookup
 from costmodel.operators.serialization import from_record
 
-DIRECTORY = Path(__file__).parent.parent / "calibration"
+from costmodel.collectives.calibration import DIRECTORY
 _TENSOR_DTYPES = ("bfloat16", "float16")
 
 

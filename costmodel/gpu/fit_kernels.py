@@ -25,7 +25,7 @@ from costmodel.datasets.layer_kernels import read_layer_kernels
 from costmodel.datasets.linear_tables import read_linear
 from costmodel.datasets.named_files import Wanted, everything, named_tables
 from costmodel.datasets.neusight import read_neusight
-from costmodel.datasets.own_tables import DIRECTORY as MEASURED
+from costmodel.collectives.calibration import DIRECTORY as MEASURED
 from costmodel.datasets.own_tables import read_measured
 from costmodel.datasets.scaled_tables import read_scaled
 from costmodel.datasets.serving_tables import read_serving

@@ -52,7 +52,8 @@ _STREAMED, _STREAMED_SIGMA = " evaluation ", 0.07
 # The gradient of the data is a convolution again, with channels exchanged.
 _ALIKE = {"data": "forward"}
 _STEP_SIGMA = 0.1  # of log times of whole steps; beyond it errors count linearly
-_ROUNDS, _FOLDS = 60, 5
+_ROUNDS = 60
+_FOLDS = 5
 
 
 @dataclass(frozen=True)

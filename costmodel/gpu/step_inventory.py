@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from costmodel.base.errors import InputError
+from costmodel.gpu.families.inverted_shares import SHARES
 from costmodel.operators.any_operator import AnyOperator
 from costmodel.operators.serialization import from_record, to_record
 
-INVENTORY = Path(__file__).parents[1] / "calibration" / "vision" / "steps.json.gz"
+INVENTORY = SHARES.parent / "steps.json.gz"
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def write_inventory(steps: Sequence[CountedStep], path: Path) -> Path:
     return path
 
 
-def read_inventory(path: Path = INVENTORY) -> list[CountedStep]:
+def read_inventory(path: Path) -> list[CountedStep]:
     """The steps in ``path``; ``InputError`` names a file that cannot be read."""
     try:
         record = json.loads(gzip.decompress(path.read_bytes()))

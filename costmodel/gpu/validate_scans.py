@@ -22,8 +22,8 @@ from costmodel.gpu.validate_kernels import validate
 from costmodel.operators.any_operator import AnyOperator
 from costmodel.operators.linear_attention import CausalConvolution, LinearAttention
 
-LONG, SIZES = "lengths from 8k left out", "one width left out"
-LONG_TOKENS = 8192
+LONG_SCANS, SIZES = "lengths from 8k left out", "one width left out"
+LONG_SCAN_TOKENS = 8192
 
 
 def validate_scans(data: Path, directory: Path = DIRECTORY, wanted: Wanted = everything) -> list[KernelErrors]:
@@ -31,7 +31,7 @@ def validate_scans(data: Path, directory: Path = DIRECTORY, wanted: Wanted = eve
     rows = rows_by_family(read_scans(data, wanted))
     if not rows:
         return []
-    predicted = [found for each in rows if (found := without_rows(each, LONG, _are_long(each))) is not None]
+    predicted = [found for each in rows if (found := without_rows(each, LONG_SCANS, _are_long(each))) is not None]
     for each in rows:
         sizes = [_size(operator) for operator in each.operators]
         for size in dict.fromkeys(sizes):
@@ -42,7 +42,7 @@ def validate_scans(data: Path, directory: Path = DIRECTORY, wanted: Wanted = eve
 
 
 def _are_long(rows: KernelRows) -> np.ndarray:
-    return np.array([getattr(each, "length", 0) >= LONG_TOKENS for each in rows.operators])
+    return np.array([getattr(each, "length", 0) >= LONG_SCAN_TOKENS for each in rows.operators])
 
 
 def _size(operator: AnyOperator) -> int:

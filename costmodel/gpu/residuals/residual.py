@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from costmodel.gpu.residuals import forest, lattice
-from costmodel.gpu.residuals.forest import Forest
+from costmodel.gpu.residuals.forest import Forest, constant, from_booster
 from costmodel.gpu.residuals.lattice import Lattice
 
 QUANTILES = (0.1, 0.9)
@@ -75,7 +75,7 @@ def train(
     """
     matrix = np.stack([np.asarray(column, dtype=np.float32) for column in features.values()], axis=1)
     effort = effort or effort_for(len(matrix))
-    middle = forest.constant(0.0) if known is not None else middle_of(matrix, log_ratio, effort)
+    middle = constant(0.0) if known is not None else middle_of(matrix, log_ratio, effort)
     bounds = [
         boost(
             matrix[~held_out],
@@ -122,7 +122,7 @@ def boost(
     parameters |= {"tree_method": "hist", "seed": 0, "nthread": 2, "verbosity": 0, **objective}
     table = xgboost.QuantileDMatrix(features, targets, weight=weights, nthread=2)
     booster = xgboost.train(parameters, table, num_boost_round=rounds)
-    return forest.from_booster(booster, depth)
+    return from_booster(booster, depth)
 
 
 def to_record(residual: Residual) -> dict[str, Any]:
