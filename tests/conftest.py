@@ -6,7 +6,6 @@ import gc
 import os
 import shutil
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,9 +20,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # helpers beside the tests
-
-from source_imports import frameworks
+from tests.source_imports import frameworks
 
 # As the commands do (e2e/commands/cli.py): among all that libraries have made, looking for garbage as often as usual
 # takes a quarter of the time of tests of predictions.

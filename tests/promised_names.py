@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import ast
 import re
-import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from written_pages import ROOT, commands_group
+from tests.written_pages import ROOT, commands_group
 
 KEPT = Path(__file__).with_suffix(".txt")
 OFFERING = ("costmodel", "fusion", "e2e")

@@ -14,18 +14,17 @@ FRAMEWORKS = frozenset({"tvm", "torch"})
 
 @functools.cache
 def frameworks(path: Path) -> frozenset[str]:
-    """Those of ``FRAMEWORKS`` that a test file imports: itself, or through helpers in its folder and modules of ours
-    that it imports (not through theirs: what those load depends on what a test calls)."""
+    """Those of ``FRAMEWORKS`` that a test file imports: itself, or through helpers and modules of ours that it imports
+    (not through theirs: what those load depends on what a test calls)."""
     names = imported_names(path.read_text(encoding="utf-8"))
-    helpers = [helper for name in names if (helper := path.parent / f"{name.split('.')[0]}.py").is_file()]
     ours = [file for name in names if (file := _our_modules().get(name))]
-    seen = names.union(*(imported_names(each.read_text(encoding="utf-8")) for each in (*helpers, *ours)))
+    seen = names.union(*(imported_names(each.read_text(encoding="utf-8")) for each in ours))
     return FRAMEWORKS & {name.split(".")[0] for name in seen}
 
 
 @functools.cache
 def _our_modules() -> dict[str, Path]:
-    return modules_below(ROOT)
+    return modules_below(ROOT, (*PACKAGES, "tests"))
 
 
 def imported_names(source: str, package: str = "") -> set[str]:

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from source_imports import imported_names, modules_below, order_violations
+
+from tests.source_imports import imported_names, modules_below, order_violations
 
 ROOT = Path(__file__).resolve().parents[1]
 MAY_IMPORT = {

@@ -18,9 +18,9 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
-from source_imports import PACKAGES, frameworks
 
 from costmodel.base.version import project_version
+from tests.source_imports import PACKAGES, frameworks
 
 ROOT = Path(__file__).resolve().parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))

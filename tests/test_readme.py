@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 
 import pytest
-from promised_names import KEPT, offered
-from test_imports import ORDER
-from written_pages import (
+
+from tests.promised_names import KEPT, offered
+from tests.test_imports import ORDER
+from tests.written_pages import (
     MODULE,
     PAGES,
     ROOT,

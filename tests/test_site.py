@@ -13,7 +13,8 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from source_imports import PACKAGES, imported_names
+
+from tests.source_imports import PACKAGES, imported_names
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tutorial_blocks import (
+
+from tests.tutorial_blocks import (
     TUTORIALS,
     Block,
     blocks_of,

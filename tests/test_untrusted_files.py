@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from source_imports import PACKAGES
 
 from costmodel.base.errors import ProjectError
+from tests.source_imports import PACKAGES
 
 ROOT = Path(__file__).resolve().parents[1]
 # Seals what it writes, and opens only what this user sealed.
@@ -203,9 +203,8 @@ def _statistics(trace: Path, folder: Path) -> None:
 def _library(name: str) -> Callable[[Path, Path], None]:
     def plant(trace: Path, folder: Path) -> None:
         """A manifest that names a library outside of the build, and its true digest."""
-        from fuzz.seeds import BUILD_MANIFEST
-
         from fusion.artifact.build_folder import digest, read_artifact
+        from tests.fuzz.seeds import BUILD_MANIFEST
 
         (folder / "build").mkdir()
         for path in (folder / "evil.so", folder / "build" / "model.so"):

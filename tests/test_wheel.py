@@ -11,7 +11,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from source_imports import PACKAGES
+
+from tests.source_imports import PACKAGES
 
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("pyproject.toml", "README.md", "LICENSE", *PACKAGES)

@@ -29,7 +29,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from written_pages import ROOT, commands_group
+
+from tests.written_pages import ROOT, commands_group
 
 TUTORIALS = {path.stem: path for path in sorted((ROOT / "docs" / "tutorials").glob("*.md"))}
 TOOLS = ("fusion", "e2e", "costmodel")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from drawn_graphs import Drawing, together
-
 from costmodel.machines.machine_catalog import load_machine
 from costmodel.model.cost_model import CostModel, Estimate
 from e2e.explain.predictor import PredictionResult, Setting, predict
@@ -13,6 +11,7 @@ from e2e.lowering import LoweringOptions
 from e2e.lowering.lowered_step import lower_step
 from e2e.step.execution_graph import ExecutionGraph
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor
+from tests.e2e.drawn_graphs import Drawing, together
 
 GPU = load_machine("v100-pcie-32gb")
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-from lowered_models import configs_for
-from relax_models import CPU as HOST
-from relax_models import inputs_of, kernel_names
 
 from fusion.model.candidates import find_sites
 from fusion.model.conv_graph import Graph
@@ -16,6 +13,9 @@ from fusion.model.selection import FusionPlan, select, unfused_plan
 from fusion.relax.extract import extract_graph
 from fusion.relax.layout_lowering import lower
 from fusion.relax.machine_code import build
+from tests.fusion.lowered_models import configs_for
+from tests.fusion.relax_models import CPU as HOST
+from tests.fusion.relax_models import inputs_of, kernel_names
 
 # Where this CPU has no instructions for bfloat16, kernels are made for one that has, and run with a slow emulation.
 EMULATED = HOST.lacks(BFLOAT16) is not None

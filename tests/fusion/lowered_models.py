@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 
-from relax_models import CPU, assert_close, inputs_of, kernel_names, stock
 from tvm import relax
 
 from fusion.model.candidates import find_sites
@@ -15,6 +14,7 @@ from fusion.relax.layout_lowering import lower
 from fusion.relax.machine_code import build
 from schedules.contract.cpu_target import CpuTarget
 from schedules.kernels.template_table import template_for
+from tests.fusion.relax_models import CPU, assert_close, inputs_of, kernel_names, stock
 
 
 def plan_of(mod, fused: bool) -> FusionPlan:

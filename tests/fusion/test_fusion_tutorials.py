@@ -6,7 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tutorial_blocks import TUTORIALS, require, run_page, uses
+
+from tests.tutorial_blocks import TUTORIALS, require, run_page, uses
 
 
 def test_there_are_some():

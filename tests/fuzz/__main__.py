@@ -13,11 +13,8 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tests/: this folder is `fuzz` there
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from fuzz.harness import Bench, FuzzReport, serve
-from fuzz.readers import ALL_READERS, READERS
+from tests.fuzz.harness import Bench, FuzzReport, serve
+from tests.fuzz.readers import ALL_READERS, READERS
 
 _ROUND = 500
 

@@ -22,13 +22,10 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tests/: this folder is `fuzz` there
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from fuzz.killed_commands import COMMANDS, CONFIGURATION
-from fuzz.loaded_programs import LoadedPrograms
-from fuzz.option_inputs import write_arrays, write_networks
-from fuzz.seeds import TABLES, onnx_models
+from tests.fuzz.killed_commands import COMMANDS, CONFIGURATION
+from tests.fuzz.loaded_programs import LoadedPrograms
+from tests.fuzz.option_inputs import write_arrays, write_networks
+from tests.fuzz.seeds import TABLES, onnx_models
 
 ROOT = Path(__file__).resolve().parents[2]
 KIBIBYTES = (4, 16, 64, 256, 1024)

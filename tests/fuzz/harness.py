@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from fuzz.readers import ALL_READERS, MOST_SECONDS, Reader, Seed
+from tests.fuzz.readers import ALL_READERS, MOST_SECONDS, Reader, Seed
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

@@ -36,11 +36,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tests/: this folder is `fuzz` there
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from fuzz.killed_commands import COMMANDS, KilledCommand
-from fuzz.loaded_programs import LOOK_SECONDS, ForkedCommand, LoadedPrograms, look
+from tests.fuzz.killed_commands import COMMANDS, KilledCommand
+from tests.fuzz.loaded_programs import LOOK_SECONDS, ForkedCommand, LoadedPrograms, look
 
 ROOT = Path(__file__).resolve().parents[2]
 SIGNALS = {"KILL": signal.SIGKILL, "TERM": signal.SIGTERM, "INT": signal.SIGINT}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fuzz.option_inputs import array_files, networks, outputs, paths, user_of
+from tests.fuzz.option_inputs import array_files, networks, outputs, paths, user_of
 
 NO_COUNTS = ("0", "-1", "1.5", "abc", "", "²", "٣", str(10**30), "9" * 5000)
 NO_NUMBERS = ("nan", "inf", "-1", "abc", "", "1e400")

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from fuzz.seeds import EXECUTION_TRACES, KINETO_TRACES, OVERHEADS, PLAN
+
+from tests.fuzz.seeds import EXECUTION_TRACES, KINETO_TRACES, OVERHEADS, PLAN
 
 EXTENSIONS = ("json", "yaml", "onnx", "npz", "py", "json.gz", "tar.gz", "html", "svg")
 NOBODY = 65534  # may read what all may, and write nowhere

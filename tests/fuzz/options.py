@@ -19,12 +19,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tests/: this folder is `fuzz` there
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from fuzz.loaded_programs import LoadedPrograms, look
-from fuzz.option_cases import CASES, OptionCase
-from fuzz.option_inputs import harmless_home, write_inputs, write_networks
+from tests.fuzz.loaded_programs import LoadedPrograms, look
+from tests.fuzz.option_cases import CASES, OptionCase
+from tests.fuzz.option_inputs import harmless_home, write_inputs, write_networks
 
 REFUSED_SECONDS = 20.0  # of a processor, before a line says why not
 MOST_SECONDS = 100  # of a result

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from fuzz.mutations import (
+
+from tests.fuzz.mutations import (
     json_text,
     mutated_arrays,
     mutated_bytes,
@@ -23,7 +24,7 @@ from fuzz.mutations import (
     mutated_tree,
     yaml_text,
 )
-from fuzz.seeds import (
+from tests.fuzz.seeds import (
     BUILD_MANIFEST,
     CLUSTERS,
     EXECUTION_TRACES,

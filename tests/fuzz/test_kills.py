@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fuzz.full_disks import WRITING, run_on_full_disk
-from fuzz.killed_commands import COMMANDS, KilledCommand
-from fuzz.kills import kill, twice
+
+from tests.fuzz.full_disks import WRITING, run_on_full_disk
+from tests.fuzz.killed_commands import COMMANDS, KilledCommand
+from tests.fuzz.kills import kill, twice
 
 
 def need(names: tuple[str, ...]) -> None:

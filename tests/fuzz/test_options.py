@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fuzz.loaded_programs import LoadedPrograms
-from fuzz.option_cases import CASES, OptionCase
-from fuzz.option_inputs import paths
-from fuzz.options import OptionEnd, run_case
+
+from tests.fuzz.loaded_programs import LoadedPrograms
+from tests.fuzz.option_cases import CASES, OptionCase
+from tests.fuzz.option_inputs import paths
+from tests.fuzz.options import OptionEnd, run_case
 
 
 @pytest.fixture(scope="module")

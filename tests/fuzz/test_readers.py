@@ -16,9 +16,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fuzz.harness import ROOT, Bench
-from fuzz.mutations import json_text, mutated_arrays, mutated_bytes, mutated_lines, mutated_tree, yaml_text
-from fuzz.readers import READERS, Reader
+
+from tests.fuzz.harness import ROOT, Bench
+from tests.fuzz.mutations import json_text, mutated_arrays, mutated_bytes, mutated_lines, mutated_tree, yaml_text
+from tests.fuzz.readers import READERS, Reader
 
 CASES = 500
 # Of one reader: what is left then is not read here, but by ``python -m tests.fuzz --cases 500``.

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fuzz.readers import READERS
 
 from costmodel.base import foreign_files
 from costmodel.base.errors import ProjectError
+from tests.fuzz.readers import READERS
 
 NAMES = [name for name in READERS if name != "options"]
 MOST_SECONDS = 60  # by the clock, of a machine that others use; what waits for a pipe waits for ever

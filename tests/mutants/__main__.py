@@ -18,11 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tests/: this folder is `mutants` there
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from mutants.forking import TestBed, TestsFailError
-from mutants.targets import (
+from tests.mutants.forking import TestBed, TestsFailError
+from tests.mutants.targets import (
     ELSEWHERE,
     GROUPS,
     ROOT,
@@ -33,7 +30,7 @@ from mutants.targets import (
 )
 
 if TYPE_CHECKING:
-    from mutants.mutating import Faults
+    from tests.mutants.mutating import Faults
 
 ENOUGH = 0.85
 
@@ -120,7 +117,7 @@ def main() -> int:
 
 def _measured(module: str, tests: tuple[str, ...], asked: argparse.Namespace, results: TextIO) -> int:
     """Writes the number of all faults, then a line of JSON for each that was tried."""
-    from mutants.mutating import Faults
+    from tests.mutants.mutating import Faults
 
     bed = TestBed.of(ROOT, module, tests, [f"--deselect={test}" for test in ELSEWHERE])
     began = time.monotonic()

@@ -24,8 +24,8 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, TextIO
 
-from library_loading import load_modules
-from source_imports import PACKAGES
+from tests.library_loading import load_modules
+from tests.source_imports import PACKAGES
 
 _POLL_SECONDS = 0.02
 _DEAF_POLLS = 30_000  # ten minutes of waiting; a stopped process does not count them

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from mutants.targets import ELSEWHERE, GROUPS, ROOT, all_targets, equivalent_mutants, first_tests
+
+from tests.mutants.targets import ELSEWHERE, GROUPS, ROOT, all_targets, equivalent_mutants, first_tests
 
 SOURCE = '''"""A toy."""
 
@@ -28,7 +29,7 @@ def test_double():
 DRIVER = """
 import json, sys
 from pathlib import Path
-from mutants.forking import TestBed, TestsFailError
+from tests.mutants.forking import TestBed, TestsFailError
 
 root, source = Path(sys.argv[1]), Path(sys.argv[1], "toy_subject.py").read_text()
 bed = TestBed(root, "toy_subject", "toy_subject.py", ["test_toy.py"])
@@ -86,7 +87,7 @@ def test_each_text_of_a_module_meets_the_tests_in_a_process_of_its_own(tmp_path:
 
 def faults(source: str) -> set[tuple[str, str]]:
     pytest.importorskip("mutmut", reason="mutmut comes with `make mutants`")
-    from mutants.mutating import Faults
+    from tests.mutants.mutating import Faults
 
     return {(mutant.before, mutant.after) for mutant in Faults(source).sample(None, "")}
 
@@ -135,7 +136,7 @@ def pairs(one: list[int], other: Table):
 
 def test_a_sample_is_the_same_for_a_seed_and_grows_with_the_number():
     pytest.importorskip("mutmut", reason="mutmut comes with `make mutants`")
-    from mutants.mutating import Faults
+    from tests.mutants.mutating import Faults
 
     whole = Faults("def f(a, b):\n    return a + b * 2 - 3 if a > b else a / 4\n")
     numbers = [{mutant.number for mutant in whole.sample(count, "seed")} for count in (2, 4, None)]

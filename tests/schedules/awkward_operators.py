@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kernel_cases import conv
-
 from costmodel.operators.layers import ChannelNorm, Conv2d, Dense, Epilogue, FusedConvs, Pool2d, Prologue
+from tests.schedules.kernel_cases import conv
 
 RELU6 = Epilogue(bias=True, activation="relu6")
 NORM = Prologue(affine=True, activation="relu")

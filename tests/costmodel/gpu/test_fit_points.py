@@ -57,9 +57,7 @@ def table(path: Path, machine: Path | str, **slower: float) -> Path:
 def test_a_table_moves_its_kernels_where_predictions_look_and_no_other_gpu(card: Path, tmp_path: Path):
     before, others = seconds_of([*PRODUCTS, *HALVES], card), seconds_of(PRODUCTS, "rtx-3090")
     told: list[str] = []
-    written = fit_to_tables(
-        [table(tmp_path / "kernels.csv", card, **FACTORS)], str(card), None, told.append
-    )
+    written = fit_to_tables([table(tmp_path / "kernels.csv", card, **FACTORS)], str(card), None, told.append)
     assert written == tmp_path / "machines" / "calibration" / "gpu" / "my-card.json"
     after = gpu_cost_model(load_machine(card)).estimate([*PRODUCTS, *HALVES])
     assert [each.seconds / one for each, one in zip(after, before, strict=True)] == pytest.approx(

@@ -9,7 +9,6 @@ from itertools import combinations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from web_pages import HOSTILE, read_page
 
 from costmodel.base.errors import OutputError
 from costmodel.pages.axes import Axis, around, bytes_text, linear_ticks, logarithmic_ticks, plain_number, seconds_text
@@ -17,6 +16,7 @@ from costmodel.pages.charts import Chart, stacked_bar, stacked_rows
 from costmodel.pages.document import document, section, write_page
 from costmodel.pages.markup import Html, embedded_data, tag
 from costmodel.pages.tables import BarCell, NumberCell, table
+from tests.web_pages import HOSTILE, read_page
 
 
 def test_ticks_are_round_and_inside():

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from drawn_graphs import Drawing, random_graph, together
-from toy_predictions import predict_ranks, reduced
 
 from costmodel.base.errors import SimulationError
 from e2e.explain.critical_path import CriticalPath, Segment, critical_path
 from e2e.simulate.simulator import simulate, simulate_iterations
 from e2e.simulate.timeline import Edge
 from e2e.step.execution_graph import Await, CallInfo, ExecutionGraph, Signal
+from tests.e2e.drawn_graphs import Drawing, random_graph, together
+from tests.e2e.toy_predictions import predict_ranks, reduced
 
 
 def path_of(graph: ExecutionGraph, rank: int | None = None) -> CriticalPath:

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from drawn_graphs import Drawing
 
 from costmodel.gpu import gpu_cost_model
 from costmodel.gpu.families.clock import MEMORY_POWER
@@ -20,6 +14,7 @@ from costmodel.machines.power_law import REST_SHARE
 from costmodel.operators.device_work import Elementwise, Gemm
 from e2e.explain.energy import GpuPrice, cost_of, energy_of
 from e2e.step.execution_graph import Duration, ExecutionGraph, GpuLoad
+from tests.e2e.drawn_graphs import Drawing
 
 H100, V100 = load_machine("h100-sxm"), load_machine("v100-pcie-32gb")
 REST = REST_SHARE * 700

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from drawn_graphs import Drawing, together
-from toy_predictions import (
+from costmodel.machines.machine_catalog import load_machine
+from costmodel.operators.device_work import Gemm
+from e2e.explain.critical_path import CriticalPath, Segment
+from e2e.explain.intervals import Deviations, step_interval
+from e2e.explain.path_parts import task_family
+from e2e.explain.predictor import Setting, predict
+from e2e.price.speed_band import StepErrors
+from e2e.simulate.timeline import Edge
+from e2e.step.execution_graph import Duration, Kernel
+from tests.e2e.drawn_graphs import Drawing, together
+from tests.e2e.toy_predictions import (
     GPU,
     Table,
     Toy,
@@ -25,16 +30,6 @@ from toy_predictions import (
     step,
     unpriced,
 )
-
-from costmodel.machines.machine_catalog import load_machine
-from costmodel.operators.device_work import Gemm
-from e2e.explain.critical_path import CriticalPath, Segment
-from e2e.explain.intervals import Deviations, step_interval
-from e2e.explain.path_parts import task_family
-from e2e.explain.predictor import Setting, predict
-from e2e.price.speed_band import StepErrors
-from e2e.simulate.timeline import Edge
-from e2e.step.execution_graph import Duration, Kernel
 
 
 def test_the_critical_path_sums_to_the_step_and_the_interval_holds_it():

@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from drawn_graphs import Drawing, together
-from toy_predictions import SETTING, Table, ToyCluster, ToyCollectives, predict_ranks
 
 from e2e.explain import paired_intervals
 from e2e.explain.paired_intervals import BATCH_RATIO_ERROR, ComparedStep, Comparison
@@ -21,6 +14,8 @@ from e2e.explain.what_if_row import AS_IT_IS, compared, what_if_row
 from e2e.price import speed_band
 from e2e.price.speed_band import StepErrors
 from e2e.step.execution_graph import Duration, Task
+from tests.e2e.drawn_graphs import Drawing, together
+from tests.e2e.toy_predictions import SETTING, Table, ToyCluster, ToyCollectives, predict_ranks
 
 
 def step(kernels: dict[str, float], host: float = 0.0, spread: float = 0.2):

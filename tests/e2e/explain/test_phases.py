@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from drawn_graphs import Drawing, together
-from recorded_traces import AUTOGRAD, Profile
-from toy_predictions import predict_ranks, predict_step, setting
 
 from e2e.explain.phase_times import PhaseSeconds, phase_seconds
 from e2e.explain.prediction import Prediction
@@ -22,6 +15,9 @@ from e2e.step.operator_trace import Phase
 from e2e.step.rank_writer import AUTOGRAD as AUTOGRAD_THREAD
 from e2e.traces.formats.kineto import read_kineto
 from e2e.traces.recorded_graph import recorded_graph
+from tests.e2e.drawn_graphs import Drawing, together
+from tests.e2e.recorded_traces import AUTOGRAD, Profile
+from tests.e2e.toy_predictions import predict_ranks, predict_step, setting
 
 
 def drawn(phases: str, rank: int = 0) -> Drawing:

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from drawn_graphs import Drawing, together
-from toy_predictions import GPU, predict_ranks, predict_step, reduced, setting, step
 
 from costmodel.machines.cluster import single_gpu
 from e2e.explain.predictor import RecordedSite, explain_once, predict
@@ -20,6 +13,8 @@ from e2e.lowering.lowered_step import lower_step
 from e2e.report.text_report import launches
 from e2e.simulate.skew import Skew
 from e2e.step.memory import MemoryUsage
+from tests.e2e.drawn_graphs import Drawing, together
+from tests.e2e.toy_predictions import GPU, predict_ranks, predict_step, reduced, setting, step
 
 # --- one rank ------------------------------------------------------------------------------------
 

@@ -3,18 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from drawn_graphs import Drawing, together
-from timeline_checks import faults
-from toy_predictions import predict_ranks, predict_step, setting, step
-from web_pages import read_page
 
 from e2e.explain.critical_path import critical_path
 from e2e.explain.range_figures import range_figures
@@ -25,6 +16,10 @@ from e2e.report.timeline_export import trace_events
 from e2e.simulate.simulator import simulate
 from e2e.step.execution_graph import Await, CallInfo, ExecutionGraph, Signal
 from e2e.step.named_ranges import NamedRange, NamedRanges
+from tests.e2e.drawn_graphs import Drawing, together
+from tests.e2e.timeline_checks import faults
+from tests.e2e.toy_predictions import predict_ranks, predict_step, setting, step
+from tests.web_pages import read_page
 
 
 def drawn() -> ExecutionGraph:

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from drawn_graphs import Drawing, random_graph, together
 
 from e2e.explain.critical_path import critical_path
 from e2e.explain.rank_attribution import rank_attribution
 from e2e.simulate.simulator import simulate, simulate_iterations
 from e2e.step.execution_graph import ExecutionGraph
+from tests.e2e.drawn_graphs import Drawing, random_graph, together
 
 
 def attribution(graph: ExecutionGraph, rank: int):

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from drawn_graphs import Drawing
-from toy_predictions import GPU, predict_step, setting, step, tensor
 
 from costmodel.datasets.data_folder import data_folder
 from costmodel.machines.machine_catalog import load_machine
@@ -22,6 +15,8 @@ from e2e.lowering.lowered_step import lower_step
 from e2e.step.execution_graph import CallInfo, ExecutionGraph, Kernel
 from e2e.step.operator_trace import OperatorCall
 from e2e.validate.training_rows import TRAINING_FILE
+from tests.e2e.drawn_graphs import Drawing
+from tests.e2e.toy_predictions import GPU, predict_step, setting, step, tensor
 
 H100 = load_machine("h100-sxm")
 PRODUCT = Gemm(1, 10, 10, 50, "bfloat16")  # 10,000 flops

@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from recorded_traces import DLRM_ET, recorded
 
 from costmodel.gpu import gpu_cost_model
 from costmodel.machines.machine_catalog import load_machine
@@ -18,6 +11,7 @@ from costmodel.operators.lookups import EmbeddingLookup
 from e2e.lowering.lower_trace import lower
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor
 from e2e.traces.formats.execution_trace import read_execution_trace
+from tests.e2e.recorded_traces import DLRM_ET, recorded
 
 FORWARD = "fbgemm::split_embedding_codegen_lookup_rowwise_adagrad_function"
 BACKWARD = "torch::autograd::CppNode<SplitLookupFunction_rowwise_adagrad_Op>"

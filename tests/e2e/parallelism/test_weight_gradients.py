@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from test_parallel_stage import NO_TIME, NoHost, OneNode, Transfers, part, toy_plans
 
 from costmodel.operators.device_work import Elementwise, Gemm
 from costmodel.operators.scaled_work import ScaledGemm
@@ -23,6 +17,7 @@ from e2e.price.collective_pricing import price_collectives
 from e2e.price.pricing import price
 from e2e.simulate.simulator import simulate
 from e2e.step.execution_graph import Duration, ExecutionGraph, HostWork
+from tests.e2e.parallelism.test_parallel_stage import NO_TIME, NoHost, OneNode, Transfers, part, toy_plans
 
 
 def kernel(operator: Gemm | Elementwise) -> Work:

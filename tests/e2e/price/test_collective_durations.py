@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from drawn_graphs import Drawing, together
-from toy_predictions import ToyCluster, ToyCollectives, unpriced
 
 from costmodel.base.errors import InputError
 from costmodel.model.cost_model import CostModel, Estimate
 from e2e.price.collective_pricing import price_collectives
 from e2e.step.execution_graph import Duration, ExecutionGraph, GpuLoad, Task
+from tests.e2e.drawn_graphs import Drawing, together
+from tests.e2e.toy_predictions import ToyCluster, ToyCollectives, unpriced
 
 
 class Answer(CostModel):

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from drawn_graphs import Drawing, together
-from toy_predictions import ToyCluster, ToyCollectives, predict_ranks, unpriced
 
 from costmodel.base.errors import InputError
 from costmodel.model.cost_model import Estimate
 from e2e.price.collective_pricing import price_collectives
+from tests.e2e.drawn_graphs import Drawing, together
+from tests.e2e.toy_predictions import ToyCluster, ToyCollectives, predict_ranks, unpriced
 
 
 def test_groups_are_priced_by_size_ranks_and_nodes():

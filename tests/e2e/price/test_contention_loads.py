@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from drawn_graphs import Drawing, together
 
 from costmodel.gpu.families.rates import kernel_floor
 from costmodel.machines.cluster import load_cluster
@@ -19,6 +13,7 @@ from costmodel.operators.collective_transfer import CollectiveTransfer
 from costmodel.operators.device_work import MemoryCopy
 from e2e.price.contention import kernel_loads, load_on
 from e2e.step.execution_graph import ExecutionGraph, GpuLoad, Kernel
+from tests.e2e.drawn_graphs import Drawing, together
 
 GPU = load_machine("a100-sxm-80gb")
 FLOOR = kernel_floor(GPU)

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from recorded_traces import AUTOGRAD, DATA, LINEAR, Profile, recorded
 
 from costmodel.base.errors import InputError
 from costmodel.machines.machine_catalog import load_machine, machine_files
@@ -41,6 +36,7 @@ from e2e.price.overheads import (
 )
 from e2e.price.shared_overheads import known_hosts, load_overheads, standing_in
 from e2e.traces.formats.kineto import read_kineto
+from tests.e2e.recorded_traces import AUTOGRAD, DATA, LINEAR, Profile, recorded
 
 US = 1e-6
 TABLES = Path(__file__).resolve().parents[3] / "costmodel" / "calibration" / "host_overheads"

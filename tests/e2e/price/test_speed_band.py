@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from drawn_graphs import Drawing, together
-from toy_predictions import SETTING, ToyCluster, ToyCollectives
 
 from costmodel.base.errors import InputError
 from costmodel.machines.machine_catalog import load_machine
@@ -22,6 +16,8 @@ from e2e.price.release_spread import release_spread
 from e2e.price.speed_band import SPEED_BAND, SpeedBand, StepErrors, chip_name, load_speed_band, slowed
 from e2e.simulate.skew import Skew, parse_skew
 from e2e.step.execution_graph import Duration, ExecutionGraph, Kernel
+from tests.e2e.drawn_graphs import Drawing, together
+from tests.e2e.toy_predictions import SETTING, ToyCluster, ToyCollectives
 
 BAND = SpeedBand(0.1, StepErrors(0.05, 0.5, ("Gemm",)), (chip_name(load_machine("a100-sxm-80gb")),))
 

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import functools
-import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from relation_rows import CAPTURES
-
 from costmodel.machines import machine_catalog
+from tests.e2e.relations.relation_rows import CAPTURES
 
 MOST_HELD = 16
 

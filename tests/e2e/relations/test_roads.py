@@ -12,7 +12,8 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from hypothesis import strategies as st
-from relation_rows import (
+
+from tests.e2e.relations.relation_rows import (
     CONFIGURATIONS,
     EXACT,
     HERE,

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from relation_rows import (
+from tests.e2e.relations.relation_rows import (
     Relation,
     as_it_is,
     both,
@@ -348,7 +348,7 @@ test_time, test_time_thoroughly = held(TIME)
 
 
 def test_ranks_that_do_the_same_take_the_same_time():
-    from relation_rows import answer
+    from tests.e2e.relations.relation_rows import answer
 
     for parallel in ("dp=8", "tp=2,dp=4", "fsdp=8"):
         setting = {"config": "llama", "gpu": "h100-sxm", "gpus": 8, "batch_size": 1, "sequence_length": 1024}

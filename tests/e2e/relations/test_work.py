@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from relation_rows import (
+from tests.e2e.relations.relation_rows import (
     EXACT,
     Relation,
     answer,

@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from drawn_graphs import Drawing, together
-from toy_predictions import predict_ranks, predict_step, reduced, setting, step
-from web_pages import HOSTILE, drawn_page, found_in, node, read_page
 
 from e2e.explain.phase_times import phase_seconds, phase_spans
 from e2e.report.html_report import page, write_report
@@ -26,6 +19,9 @@ from e2e.report.step_tracks import KINDS, timeline_data
 from e2e.step.execution_graph import CallInfo
 from e2e.step.memory import ROLES, MemoryMoment, MemoryUsage, peak_memory
 from e2e.step.operator_trace import OperatorCall
+from tests.e2e.drawn_graphs import Drawing, together
+from tests.e2e.toy_predictions import predict_ranks, predict_step, reduced, setting, step
+from tests.web_pages import HOSTILE, drawn_page, found_in, node, read_page
 
 SCRIPT = Path(__file__).parents[3] / "e2e" / "report" / "timeline.js"
 

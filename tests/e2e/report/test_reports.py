@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from toy_predictions import predict_ranks, predict_step, reduced, setting, step
-from web_pages import read_page
 
 from costmodel.base.errors import InputError
 from e2e.commands.cli import app
@@ -27,6 +20,8 @@ from e2e.report.html_report import page, write_report
 from e2e.report.outputs import show
 from e2e.report.text_report import PLAIN_WIDTH, render
 from e2e.step.memory import MemoryUsage
+from tests.e2e.toy_predictions import predict_ranks, predict_step, reduced, setting, step
+from tests.web_pages import read_page
 
 # What programs read of one GPU and of several, before the two were one record.
 OF_ONE = {

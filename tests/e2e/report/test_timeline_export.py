@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from drawn_graphs import Drawing, random_graph, scaled, together
-from timeline_checks import faults
-
 from costmodel.base.errors import OutputError
 from costmodel.operators.device_work import Gemm
 from e2e.explain.critical_path import critical_path
@@ -26,6 +20,8 @@ from e2e.report.timeline_export import FIRST_STREAM_TRACK, described, trace_even
 from e2e.simulate.simulator import simulate, simulate_iterations
 from e2e.simulate.timeline import Timeline
 from e2e.step.execution_graph import CallInfo, ExecutionGraph, Launch
+from tests.e2e.drawn_graphs import Drawing, random_graph, scaled, together
+from tests.e2e.timeline_checks import faults
 
 Event = dict[str, Any]
 

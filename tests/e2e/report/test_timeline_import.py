@@ -6,18 +6,14 @@ import copy
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch")
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from recorded_traces import LINEAR, LINEAR_ET, recorded
-from timeline_checks import faults, read_timeline
-
 import e2e
+from tests.e2e.recorded_traces import LINEAR, LINEAR_ET, recorded
+from tests.e2e.timeline_checks import faults, read_timeline
 
 SCRIPT = """
 import torch

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import socket
@@ -26,11 +25,8 @@ from e2e.sharding.plan_file import load_plan, plan_record, save_plan
 from e2e.sharding.planner import SearchEffort, find_plan
 from e2e.sharding.problem.placement import TablePlacement
 from e2e.sharding.torchrec_plan import save_torchrec, torchrec_plan, torchrec_record
+from tests.e2e.sharding import toy_sharding as toy
 
-_SPEC = importlib.util.spec_from_file_location("toy_sharding", Path(__file__).with_name("toy_sharding.py"))
-assert _SPEC is not None and _SPEC.loader is not None
-toy = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(toy)
 RUN = CliRunner()
 TABLES = """
 origin: drawn for this test

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -20,11 +19,9 @@ from e2e.sharding.problem.placement import PLACED, Rules, TablePlacement
 from e2e.sharding.problem.state import state_of
 from e2e.sharding.search.bound import relax
 from e2e.sharding.search.integer_program import Limits, neighbourhood, solve
+from tests.e2e.sharding import toy_sharding as toy
 
-_SPEC = importlib.util.spec_from_file_location("toy_sharding", Path(__file__).with_name("toy_sharding.py"))
-assert _SPEC is not None and _SPEC.loader is not None
-toy = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(toy)
+ROOT = Path(__file__).resolve().parents[3]
 QUICK = SearchEffort(seconds=1.0, kicks=5, deterministic=0.0)
 WHOLE = Rules(kinds=("table-wise",))
 
@@ -119,9 +116,8 @@ try:
 except KeyboardInterrupt:
     print("stopped", time.monotonic() - began < 30.0)
 """
-    found = subprocess.run(
-        [sys.executable, "-c", code.replace("FILE", repr(__file__))], capture_output=True, text=True, timeout=120
-    )
+    command = [sys.executable, "-c", code.replace("FILE", repr(__file__))]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert found.stdout.split() == ["stopped", "True"], found.stderr
 
 

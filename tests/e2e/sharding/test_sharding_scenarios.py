@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,11 +22,7 @@ from e2e.sharding.search.local_search import kick
 from e2e.sharding.search.scenario_search import Aim, search
 from e2e.sharding.search.scenario_state import ScenarioState
 from e2e.sharding.search.scenarios import OWN_SHARE, draw, uncertain
-
-_SPEC = importlib.util.spec_from_file_location("toy_sharding", Path(__file__).with_name("toy_sharding.py"))
-assert _SPEC is not None and _SPEC.loader is not None
-toy = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(toy)
+from tests.e2e.sharding import toy_sharding as toy
 
 
 def some_problem(seed: int, count: int = 8, gpus: int = 3, half_width: float = 0.85, **others):

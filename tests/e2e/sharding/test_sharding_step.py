@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -17,11 +14,8 @@ from e2e.sharding.problem.task import DensePart
 from e2e.sharding.search.greedy import greedy_plans
 from e2e.sharding.step_graph import planned_graph
 from e2e.simulate.simulator import simulate
+from tests.e2e.sharding import toy_sharding as toy
 
-_SPEC = importlib.util.spec_from_file_location("toy_sharding", Path(__file__).with_name("toy_sharding.py"))
-assert _SPEC is not None and _SPEC.loader is not None
-toy = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(toy)
 US = 1e-6
 DENSE = DensePart(30 * US, 40 * US, 50 * US, 10 * US, 20 * US, 5 * US, 60 * US, 15 * US)
 

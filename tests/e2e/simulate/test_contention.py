@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from math import inf
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from drawn_graphs import Drawing, random_graph, together
-
 from e2e.simulate.link_sharing import LinkSharing, fair_speeds
 from e2e.simulate.simulator import simulate, simulate_iterations
 from e2e.step.execution_graph import ExecutionGraph, GpuLoad
+from tests.e2e.drawn_graphs import Drawing, random_graph, together
 
 # Beside a collective that takes half of the memory and keeps half of the multiprocessors, a kernel that needs all of
 # both has a third of its speed, and the collective two thirds.

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import random
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from drawn_graphs import Drawing, together
 
 from costmodel.collectives import CollectiveModel, collective_cost_model
 from costmodel.machines.cluster import load_cluster
@@ -21,6 +15,7 @@ from costmodel.operators.collective_transfer import CollectiveTransfer
 from e2e.price.collective_pricing import price_collectives
 from e2e.simulate.simulator import simulate, simulate_iterations
 from e2e.step.execution_graph import ExecutionGraph
+from tests.e2e.drawn_graphs import Drawing, together
 
 
 def program(drawing: Drawing, seed: int, groups: dict[str, tuple[int, ...]], steps: int = 30) -> None:

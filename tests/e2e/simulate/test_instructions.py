@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from drawn_graphs import Drawing, seconds, together
 
 from costmodel.base.errors import SimulationError
 from e2e.simulate.instructions import (
@@ -44,6 +38,7 @@ from e2e.step.execution_graph import (
     StreamWait,
     Synchronize,
 )
+from tests.e2e.drawn_graphs import Drawing, seconds, together
 
 
 def program(*drawings: Drawing) -> RankProgram:

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from math import inf
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from drawn_graphs import Drawing, random_graph, together
-
 from e2e.simulate.link_sharing import LinkSharing, fair_speeds
 from e2e.simulate.simulator import simulate, simulate_iterations
 from e2e.step.execution_graph import ExecutionGraph
+from tests.e2e.drawn_graphs import Drawing, random_graph, together
 
 names = st.sampled_from(["a", "b", "c", "d"])
 shares = st.dictionaries(names, st.sampled_from([0.25, 0.5, 0.75, 1.0]), max_size=3)

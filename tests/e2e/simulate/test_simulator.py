@@ -10,14 +10,11 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from drawn_graphs import Drawing, seconds, together
-
 from costmodel.base.errors import SimulationError
 from e2e.simulate.simulator import simulate, simulate_iterations
 from e2e.simulate.timeline import Edge, Timeline
 from e2e.step.execution_graph import Await, HostWork, RecordEvent, Signal, StreamWait
+from tests.e2e.drawn_graphs import Drawing, seconds, together
 
 
 def times(timeline: Timeline, rank: int, *tasks: int) -> list[tuple[float, float]]:

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from drawn_graphs import Drawing, together
 
 from costmodel.base.errors import SimulationError
 from e2e.simulate.simulator import simulate, simulate_iterations
 from e2e.step.execution_graph import Await, ExecutionGraph, HostWork, Launch, StreamWait
+from tests.e2e.drawn_graphs import Drawing, together
 
 
 def without_duration(graph: ExecutionGraph, kind: type) -> ExecutionGraph:

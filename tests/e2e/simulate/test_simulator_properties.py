@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from drawn_graphs import changed, durations, random_graph, scaled
-from slow_simulator import slow_simulate
 
 from costmodel.base.errors import SimulationError
 from e2e.simulate.host_threads import HostThreads
 from e2e.simulate.simulator import simulate, simulate_iterations
 from e2e.simulate.timeline import Edge
 from e2e.step.execution_graph import ExecutionGraph, Launch
+from tests.e2e.drawn_graphs import changed, durations, random_graph, scaled
+from tests.e2e.slow_simulator import slow_simulate
 
 seeds = st.integers(0, 10**6)
 

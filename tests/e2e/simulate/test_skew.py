@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from drawn_graphs import Drawing, together
 
 from costmodel.base.errors import InputError
 from e2e.explain.critical_path import critical_path
 from e2e.simulate.simulator import simulate, simulate_iterations
 from e2e.simulate.skew import Skew, parse_skew, skewed
+from tests.e2e.drawn_graphs import Drawing, together
 
 
 def job(ranks: int = 2, multiplicity: dict[int, int] | None = None):

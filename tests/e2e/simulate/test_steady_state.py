@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from drawn_graphs import Drawing, together
 
 from costmodel.base.errors import SimulationError
 from e2e.simulate.simulator import SteadyState, simulate, simulate_iterations
 from e2e.step.execution_graph import ExecutionGraph
+from tests.e2e.drawn_graphs import Drawing, together
 
 
 def overtaken() -> ExecutionGraph:

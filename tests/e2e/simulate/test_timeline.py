@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from drawn_graphs import Drawing, together
-
 from e2e.simulate.simulator import simulate, simulate_iterations
 from e2e.simulate.timeline import Edge, RankActivity, TaskPlace, covered
+from tests.e2e.drawn_graphs import Drawing, together
 
 
 def test_overlapping_kernels_are_active_once():

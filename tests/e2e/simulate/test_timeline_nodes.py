@@ -7,18 +7,12 @@ actions and 2 tasks, nodes 8 to 14 and 15 to 21. Every launch takes a second.
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from drawn_graphs import Drawing, together
 
 from e2e.simulate.simulator import simulate, simulate_iterations
 from e2e.simulate.timeline import Edge, Span, TaskPlace, Timeline
 from e2e.step.execution_graph import Await, Signal
+from tests.e2e.drawn_graphs import Drawing, together
 
 
 @pytest.fixture(scope="module")

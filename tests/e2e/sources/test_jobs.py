@@ -5,15 +5,10 @@ from __future__ import annotations
 import functools
 import gzip
 import json
-import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from recorded_traces import DATA, DLRM, DLRM_ET, LINEAR, LINEAR_ET, recorded
 
 from costmodel.base.errors import InputError
 from e2e.commands.cli import app
@@ -23,6 +18,7 @@ from e2e.sources.asked.request import ConfigurationOptions, MachineOptions, Pred
 from e2e.sources.predict_request import predict_request
 from e2e.traces.recorded_run import expand_files, read_recorded_run
 from e2e.validate.validation_sections import run_sections
+from tests.e2e.recorded_traces import DATA, DLRM, DLRM_ET, LINEAR, LINEAR_ET, recorded
 
 H100 = {"gpu": "h100-sxm"}
 DP8 = ParallelSpec(dp=8)

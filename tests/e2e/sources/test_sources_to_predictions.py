@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from recorded_traces import DLRM, DLRM_ET, LINEAR, LINEAR_ET, recorded
-from web_pages import read_page
+from tests.e2e.recorded_traces import DLRM, DLRM_ET, LINEAR, LINEAR_ET, recorded
+from tests.web_pages import read_page
 
 pytest.importorskip("torch")
 

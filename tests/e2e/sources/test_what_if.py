@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 pytest.importorskip("torch")
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from recorded_traces import DLRM, DLRM_ET, LINEAR, LINEAR_ET, recorded
-
 import e2e
 from costmodel.base.errors import InputError
 from e2e.commands.cli import app
 from e2e.sources import registry
+from tests.e2e.recorded_traces import DLRM, DLRM_ET, LINEAR, LINEAR_ET, recorded
 
 SCRIPT = """
 import os

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from web_pages import HOSTILE, OVERLAPS, found_in, read_page
-
 from e2e.sources.gpu_prices import read_prices
 from e2e.sweeps.run_plan import DAY, RunPlan
 from e2e.sweeps.sweep_driver import SweepResult
 from e2e.sweeps.sweep_page import fastest, short_way, sweep_page, write_sweep_page
 from e2e.sweeps.sweep_results import SweepRow
 from e2e.sweeps.sweep_space import SweepRequest
+from tests.web_pages import HOSTILE, OVERLAPS, found_in, read_page
 
 
 def row(gpu: str, gpus: int, parallel: str, rate: float) -> SweepRow:

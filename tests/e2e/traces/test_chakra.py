@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import io
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,7 @@ import pytest
 
 pytest.importorskip("google.protobuf")
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from google.protobuf.proto import parse_length_prefixed, serialize_length_prefixed
-from recorded_traces import recorded
 
 from costmodel.base.errors import InputError
 from e2e.sources.traced_job import read_trace
@@ -26,6 +22,7 @@ from e2e.traces.formats.chakra import read_chakra
 from e2e.traces.formats.chakra_messages import COMM_COLL_NODE, COMP_NODE, messages
 from e2e.traces.formats.execution_trace import read_execution_trace
 from e2e.traces.formats.json_stream import read_members
+from tests.e2e.recorded_traces import recorded
 
 INTEGERS = ("rf_id", "seq_id", "scope", "tid", "fw_tid")
 SIDES = ("values", "shapes", "types")

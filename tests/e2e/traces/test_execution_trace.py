@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import io
 import json
-import sys
 import tarfile
 import tracemalloc
 from collections import Counter
@@ -14,14 +13,11 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from recorded_traces import DLRM_ET, LINEAR_ET, recorded
-
 from costmodel.base.errors import InputError
 from e2e.step.operator_trace import Tensor, tensors
 from e2e.traces.formats.execution_trace import read_execution_trace
 from e2e.traces.formats.json_stream import archive_members, read_members
+from tests.e2e.recorded_traces import DLRM_ET, LINEAR_ET, recorded
 
 WEIGHT = [5, 6, 0, 32, 4, "cuda:0"]
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from recorded_traces import DLRM, LINEAR, MAIN, RESNET_A100, RESNET_V100, Profile, recorded
 
 from costmodel.base.errors import InputError
 from e2e.traces.formats.json_stream import archive_members
 from e2e.traces.formats.kineto import read_kineto
 from e2e.traces.formats.profile import CollectiveInfo
 from e2e.traces.linking.nesting import nest
+from tests.e2e.recorded_traces import DLRM, LINEAR, MAIN, RESNET_A100, RESNET_V100, Profile, recorded
 
 # Runtime calls that put work on a stream.
 LAUNCHES = frozenset(

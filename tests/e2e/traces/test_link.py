@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from recorded_traces import AUTOGRAD, DLRM, DLRM_ET, LINEAR, LINEAR_ET, MAIN, Profile, recorded
 
 from costmodel.base.errors import InputError
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor
@@ -19,6 +14,7 @@ from e2e.traces.formats.json_stream import archive_members
 from e2e.traces.formats.kineto import read_kineto
 from e2e.traces.formats.profile import KinetoTrace
 from e2e.traces.linking.link import link
+from tests.e2e.recorded_traces import AUTOGRAD, DLRM, DLRM_ET, LINEAR, LINEAR_ET, MAIN, Profile, recorded
 
 NAMES = ("aten::linear", "aten::addmm", "aten::relu", "aten::relu")
 

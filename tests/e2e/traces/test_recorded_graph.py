@@ -5,15 +5,10 @@ and real: scheduling error alone, because every duration is the measured one.
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from recorded_traces import AUTOGRAD, DLRM, LINEAR, LINEAR_ET, RESNET_A100, RESNET_V100, Profile, recorded
 
 from costmodel.base.errors import InputError
 from e2e.simulate.simulator import simulate, simulate_iterations
@@ -25,6 +20,7 @@ from e2e.traces.linking.device_works import device_works
 from e2e.traces.linking.link import link
 from e2e.traces.linking.step_window import iterations
 from e2e.traces.recorded_graph import RecordedStep, recorded_graph, recorded_ranks
+from tests.e2e.recorded_traces import AUTOGRAD, DLRM, LINEAR, LINEAR_ET, RESNET_A100, RESNET_V100, Profile, recorded
 
 US = 1e-6
 

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from recorded_traces import AUTOGRAD, DLRM, DLRM_ET, Profile, recorded
 
 from e2e.explain.breakdowns import breakdown_of
 from e2e.explain.critical_path import CriticalPath
@@ -20,6 +15,7 @@ from e2e.traces.formats.json_stream import archive_members
 from e2e.traces.formats.kineto import read_kineto
 from e2e.traces.formats.survey import read_last_step
 from e2e.traces.recorded_graph import recorded_graph
+from tests.e2e.recorded_traces import AUTOGRAD, DLRM, DLRM_ET, Profile, recorded
 
 
 def node(number: int, name: str, parent: int, thread: int = 1, scope: int = 0, sequence: int = -1) -> dict:

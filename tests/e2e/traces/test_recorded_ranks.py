@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from recorded_traces import DLRM_ET, recorded
 
 from costmodel.base.errors import InputError
 from e2e.commands.cli import app
@@ -21,6 +16,7 @@ from e2e.step.execution_graph import Collective
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor
 from e2e.traces.formats.execution_trace import read_execution_trace
 from e2e.traces.recorded_ranks import ranks_of_job, with_groups
+from tests.e2e.recorded_traces import DLRM_ET, recorded
 
 A = Tensor(1, 1, (64,), "float32", "cuda:0")
 

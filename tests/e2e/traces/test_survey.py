@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -11,13 +10,10 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from recorded_traces import recorded
-
 from e2e.traces.formats.execution_trace import read_execution_trace
 from e2e.traces.formats.steps import last_step
 from e2e.traces.formats.survey import read_last_step
+from tests.e2e.recorded_traces import recorded
 
 WEIGHT = [1, 2, 0, 32, 4, "cuda:0"]
 

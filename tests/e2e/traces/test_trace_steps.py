@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from recorded_traces import recorded
 
 from e2e.lowering.lower_trace import lower
 from e2e.step.operator_trace import OperatorCall, OperatorTrace
 from e2e.traces.formats.execution_trace import read_execution_trace
 from e2e.traces.formats.steps import last_step
+from tests.e2e.recorded_traces import recorded
 
 TRACES = "execution_traces"
 

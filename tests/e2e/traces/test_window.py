@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from recorded_traces import LINEAR, RESNET_A100, RESNET_V100, Profile, recorded
 
 from costmodel.base.errors import InputError
 from e2e.sources.asked.request import MachineOptions, PredictRequest, WorkloadOptions
@@ -17,6 +12,7 @@ from e2e.sources.recorded_job import prepare
 from e2e.traces.formats.kineto import read_kineto
 from e2e.traces.linking.step_window import choose, doubts, iterations
 from e2e.traces.recorded_graph import recorded_graph
+from tests.e2e.recorded_traces import LINEAR, RESNET_A100, RESNET_V100, Profile, recorded
 
 US = 1e-6
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from recorded_traces import DATA, DLRM, recorded
-
 from costmodel.base.errors import InputError
 from e2e.validate.jobs_section import JobsSection, jobs_section
 from e2e.validate.predicted_jobs import PredictedJobs, RankResult, predicted_jobs
+from tests.e2e.recorded_traces import DATA, DLRM, recorded
 
 
 @pytest.mark.thorough

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from recorded_traces import DATA, DLRM, DLRM_ET, LINEAR, LINEAR_ET, Profile, recorded
 
 from costmodel.base.errors import InputError
 from costmodel.machines.machine_catalog import load_machine
@@ -28,6 +23,7 @@ from e2e.traces.linking.step_window import iterations
 from e2e.traces.recorded_graph import recorded_graph, recorded_ranks
 from e2e.traces.recorded_run import expand_files, read_recorded_run
 from e2e.validate.replay import replay, replay_public
+from tests.e2e.recorded_traces import DATA, DLRM, DLRM_ET, LINEAR, LINEAR_ET, Profile, recorded
 
 
 def profile(rank: int, begin: float, wait: float, world: int = 2) -> Profile:

@@ -5,16 +5,11 @@ from __future__ import annotations
 import io
 import json
 import shutil
-import sys
 import tarfile
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from recorded_traces import MAIN, Profile
 
 from costmodel.base.errors import InputError
 from e2e.price import overhead_fitting
@@ -23,6 +18,7 @@ from e2e.price.overhead_fitting import H100_NAME, INFLATION_FILE, SHARED_NAME, f
 from e2e.validate.replay import DLRM_PROFILES, DLRM_TRACES
 from e2e.validate.validation import CONFIGS, LABELS, cases
 from e2e.validate.validation_sections import run_sections
+from tests.e2e.recorded_traces import MAIN, Profile
 
 TABLES = Path(__file__).resolve().parents[3] / "costmodel" / "calibration" / "host_overheads"
 GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 256, "n_head": 4, "vocab_size": 1000, "n_positions": 128}

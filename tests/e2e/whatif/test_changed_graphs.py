@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from drawn_graphs import Drawing, together
-from toy_predictions import Table, Toy
 
 from costmodel.base.errors import InputError
 from costmodel.operators.device_work import Elementwise, Gemm
@@ -26,6 +18,8 @@ from e2e.whatif.operators_behind import TracedRank
 from e2e.whatif.other_streams import move
 from e2e.whatif.questions import FasterHost, FasterKernels
 from e2e.whatif.speeds import SpeedChange
+from tests.e2e.drawn_graphs import Drawing, together
+from tests.e2e.toy_predictions import Table, Toy
 
 ROWS, COLUMNS = 64, 128
 

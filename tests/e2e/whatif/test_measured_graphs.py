@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from drawn_graphs import Drawing, together
-from toy_predictions import ToyCluster, ToyCollectives
 
 from costmodel.model.cost_model import CostModel, Estimate
 from e2e.lowering import LoweringOptions
@@ -22,6 +15,8 @@ from e2e.whatif.joined_buckets import bucket_sizes, joined_buckets
 from e2e.whatif.operators_behind import TracedRank
 from e2e.whatif.resized_graph import Estimates, resized_graph
 from e2e.whatif.resized_trace import resized
+from tests.e2e.drawn_graphs import Drawing, together
+from tests.e2e.toy_predictions import ToyCluster, ToyCollectives
 
 
 def backward(rank: int, waits_between: bool = False) -> Drawing:

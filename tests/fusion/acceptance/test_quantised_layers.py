@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +10,6 @@ import onnxruntime
 import pytest
 
 pytest.importorskip("tvm")
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from quantised_models import INPUT, float_network
-
 from fusion.acceptance.quantised_layers import ByteRounding
 from fusion.acceptance.rounded_layers import rounded_runs, switched_model
 from fusion.commands.quantize import quantize_model
@@ -28,6 +23,7 @@ from fusion.relax.onnx.onnx_quantizer import (
     load_float_model,
     with_what_follows,
 )
+from tests.fusion.quantised_models import INPUT, float_network
 
 LAYERS = ("stem", "expand", "depthwise", "project", "window", "dense")
 

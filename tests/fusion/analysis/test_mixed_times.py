@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
 tvm = pytest.importorskip("tvm")
 pytest.importorskip("ml_dtypes")
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "commands")]
-
-from bfloat16_models import CPU, casts, lowered  # noqa: E402
-from relax_models import kernel_names, module  # noqa: E402
 from tvm.relax import op  # noqa: E402
 
 from costmodel.machines.machine_records import (  # noqa: E402
@@ -25,6 +18,8 @@ from costmodel.machines.machine_records import (  # noqa: E402
 from fusion.analysis.mixed_times import MixedTimes, comparable, followers, predicted_in  # noqa: E402
 from fusion.model.precision import BFLOAT16, FLOAT32, in_dtype, layers_covered  # noqa: E402
 from fusion.relax.extract import extract_graph  # noqa: E402
+from tests.fusion.bfloat16_models import CPU, casts, lowered  # noqa: E402
+from tests.fusion.relax_models import kernel_names, module  # noqa: E402
 
 FLAT = PerThreads(((1, 1e9), (2, 1e9)))
 MACHINE = Machine(

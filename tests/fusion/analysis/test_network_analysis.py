@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from test_analyzer import CPU, DEPTHWISE, POINTWISE, one, pair, toy
 
 from costmodel.base.errors import InputError, MachineError
 from costmodel.machines.machine_file import write_machine
@@ -37,6 +32,7 @@ from fusion.analysis.reasons import NOT_TUNED
 from fusion.model.candidates import Site
 from fusion.model.conv_graph import Graph, Node
 from schedules.contract.cpu_target import CpuTarget
+from tests.fusion.analysis.test_analyzer import CPU, DEPTHWISE, POINTWISE, one, pair, toy
 
 # With kernels for bfloat16 and for int8.
 NARROW = replace(CPU, mcpu="cooperlake", features=("avx512_bf16", "avx512_vnni"))

@@ -12,9 +12,6 @@ import numpy as np
 import pytest
 
 tvm = pytest.importorskip("tvm")
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from relax_models import CPU, assert_close, inputs_of, module, stock  # noqa: E402
 from tvm.relax import op  # noqa: E402
 
 from fusion.acceptance.tune_job import complete_configs  # noqa: E402
@@ -26,6 +23,7 @@ from fusion.relax.extract import extract_graph  # noqa: E402
 from fusion.relax.layout_lowering import lower  # noqa: E402
 from fusion.relax.machine_code import build  # noqa: E402
 from schedules.tuning.kernel_guesses import KernelGuesses  # noqa: E402
+from tests.fusion.relax_models import CPU, assert_close, inputs_of, module, stock  # noqa: E402
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "run_model.cpp"

@@ -17,7 +17,6 @@ import pytest
 import tvm  # noqa: F401  # whole, before a command in this process loads its runtime alone: others need the compiler
 from onnx import TensorProto, helper, numpy_helper
 from typer.testing import CliRunner
-from web_pages import read_page
 
 from costmodel.base.errors import InputError
 from costmodel.base.folder_lock import LOCK, lock_folder
@@ -26,6 +25,7 @@ from costmodel.machines.machine_file import write_machine
 from costmodel.machines.machine_records import ComputeRate, Machine, MemoryLevel, ParallelRegion, PerThreads
 from fusion.commands.cli import app, parse_shapes
 from fusion.commands.tune import claimed_directory
+from tests.web_pages import read_page
 
 ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.usefixtures("short_rounds")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,12 +12,6 @@ import numpy as np
 import pytest
 import tvm  # noqa: F401  # whole, before a command in this process loads its runtime alone
 from typer.testing import CliRunner
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from quantised_models import quantised
-from test_cli import fusion, toy_machine, tune_words, write_model
 
 from costmodel.base.errors import InputError
 from costmodel.machines.machine_file import write_machine
@@ -33,6 +26,8 @@ from fusion.model.precision import BFLOAT16, INT8
 from fusion.relax.extract import extract_graph
 from fusion.relax.onnx.importer import import_onnx
 from schedules.contract.cpu_target import CpuTarget, host_target
+from tests.fusion.commands.test_cli import fusion, toy_machine, tune_words, write_model
+from tests.fusion.quantised_models import quantised
 
 CPU = host_target(1)
 pytestmark = pytest.mark.usefixtures("short_rounds")

@@ -11,14 +11,11 @@ import pytest
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("tvm")
-sys.path[:0] = [str(Path(__file__).parent)]
-
-from test_cli import toy_machine, write_model  # noqa: E402
-
-import fusion  # noqa: E402
-from costmodel.base.errors import InputError  # noqa: E402
-from costmodel.machines.machine_file import write_machine  # noqa: E402
-from fusion.commands.result_pictures import FRONTIER, draw_frontiers  # noqa: E402
+import fusion
+from costmodel.base.errors import InputError
+from costmodel.machines.machine_file import write_machine
+from fusion.commands.result_pictures import FRONTIER, draw_frontiers
+from tests.fusion.commands.test_cli import toy_machine, write_model
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 

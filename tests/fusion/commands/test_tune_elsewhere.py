@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,17 +10,14 @@ import numpy as np
 import pytest
 
 tvm = pytest.importorskip("tvm")
-sys.path[:0] = [str(Path(__file__).parents[each] / name) for each, name in ((0, ""), (1, ""), (2, "schedules"))]
-
-from quantised_models import quantised  # noqa: E402
-from rpc_servers import KEY, running_servers  # noqa: E402
-from test_cli import toy_machine, write_model  # noqa: E402
-
 import fusion  # noqa: E402
 from costmodel.base.errors import InputError, MissingDependencyError, ProjectError  # noqa: E402
 from costmodel.cpu.microbenchmark import find_compiler  # noqa: E402
 from costmodel.machines.machine_file import write_machine  # noqa: E402
 from schedules.contract.cpu_target import host_target  # noqa: E402
+from tests.fusion.commands.test_cli import toy_machine, write_model  # noqa: E402
+from tests.fusion.quantised_models import quantised  # noqa: E402
+from tests.schedules.rpc_servers import KEY, running_servers  # noqa: E402
 
 
 @pytest.fixture(scope="module")

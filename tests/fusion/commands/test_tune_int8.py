@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,11 +13,6 @@ import pytest
 from onnx import numpy_helper
 
 tvm = pytest.importorskip("tvm")
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-
-from quantised_models import INPUT, float_network  # noqa: E402
-from test_cli import toy_machine  # noqa: E402
-
 import fusion  # noqa: E402
 from costmodel.base.errors import InputError  # noqa: E402
 from costmodel.machines.machine_file import write_machine  # noqa: E402
@@ -27,6 +21,8 @@ from fusion.comparing.compare import compare_command  # noqa: E402
 from fusion.comparing.rounds import Sampling  # noqa: E402
 from fusion.model.precision import INT8  # noqa: E402
 from schedules.contract.cpu_target import host_target  # noqa: E402
+from tests.fusion.commands.test_cli import toy_machine  # noqa: E402
+from tests.fusion.quantised_models import INPUT, float_network  # noqa: E402
 
 CPU = host_target(1)
 pytestmark = pytest.mark.usefixtures("short_rounds")

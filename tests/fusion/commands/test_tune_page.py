@@ -8,7 +8,6 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
-from web_pages import HOSTILE, OVERLAPS, drawn_page, found_in, read_page
 
 from costmodel.base.errors import InputError
 from costmodel.machines.machine_records import ComputeRate, Machine, MemoryLevel, ParallelRegion, PerThreads
@@ -18,6 +17,7 @@ from fusion.commands.network_record import network_record
 from fusion.commands.tune_page import page, remove_reports, write_reports
 from fusion.model.conv_graph import Graph, Node, Other
 from fusion.model.selection import FusionPlan, Group
+from tests.web_pages import HOSTILE, OVERLAPS, drawn_page, found_in, read_page
 
 DOCS = Path(__file__).parents[3] / "docs"
 

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from test_selection import GRAPH, ONE_EACH, A, B, C, D, chosen, node, site
-
 from fusion.model.selection import FusionPlan, Group, cover, select, unfused_plan, unfused_seconds
+from tests.fusion.model.test_selection import GRAPH, ONE_EACH, A, B, C, D, chosen, node, site
 
 
 def test_a_group_of_two_nodes_is_fused_and_one_of_one_is_not():

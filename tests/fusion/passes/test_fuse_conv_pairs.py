@@ -13,9 +13,6 @@ import numpy as np
 import pytest
 
 tvm = pytest.importorskip("tvm")
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from relax_models import CPU, Net, assert_close, inputs_of, kernel_names, module, stock  # noqa: E402
 from tvm import relax  # noqa: E402
 from tvm.relax import op  # noqa: E402
 
@@ -31,6 +28,7 @@ from fusion.relax.extract import extract_graph  # noqa: E402
 from schedules.contract.cpu_target import CpuTarget  # noqa: E402
 from schedules.kernels.template_table import template_for  # noqa: E402
 from schedules.records.record_store import RecordStore  # noqa: E402
+from tests.fusion.relax_models import CPU, Net, assert_close, inputs_of, kernel_names, module, stock  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -5,15 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 tvm = pytest.importorskip("tvm")
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from relax_models import CPU, assert_close, inputs_of, kernel_names, module, stock  # noqa: E402
 from tvm import relax, tirx  # noqa: E402
 from tvm.relax import op  # noqa: E402
 
@@ -25,6 +21,7 @@ from fusion.relax.layout_lowering import lower  # noqa: E402
 from fusion.relax.leftovers import leftover_kernels  # noqa: E402
 from fusion.relax.machine_code import build, scheduling_pipeline  # noqa: E402
 from schedules.kernels.template_table import template_for  # noqa: E402
+from tests.fusion.relax_models import CPU, assert_close, inputs_of, kernel_names, module, stock  # noqa: E402
 
 # Large enough for a parallel region, sizes that no vector divides among them.
 SHAPE = (2, 24, 30, 28)

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 pytest.importorskip("tvm")
 pytest.importorskip("onnxruntime")
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import tvm
-from quantised_models import CPU, EMULATED, HOST, QuantisedGraph, ours, theirs
 
 from fusion.acceptance.network_check import rounds_otherwise
 from fusion.relax.byte_calls import Quantisation, resize_factors
@@ -25,6 +20,7 @@ from fusion.relax.onnx.importer import import_onnx
 from schedules.contract.blocked_layout import block, unblock
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.kernel_compilation import compile_kernel
+from tests.fusion.quantised_models import CPU, EMULATED, HOST, QuantisedGraph, ours, theirs
 
 SHAPE = (1, 24, 9, 7)
 FORMS = {

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,10 +11,7 @@ import pytest
 
 pytest.importorskip("tvm")
 pytest.importorskip("onnxruntime")
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import tvm
-from quantised_models import CPU, EMULATED, HOST, QuantisedGraph, ours, theirs
 
 from fusion.acceptance import network_check
 from fusion.relax import byte_kernels
@@ -39,6 +34,7 @@ from fusion.relax.onnx.importer import import_onnx
 from fusion.relax.onnx.whole_number_model import in_whole_numbers
 from schedules.contract.blocked_layout import block, unblock
 from schedules.contract.kernel_compilation import compile_kernel
+from tests.fusion.quantised_models import CPU, EMULATED, HOST, QuantisedGraph, ours, theirs
 
 SHAPE = (1, 16, 4, 8)
 

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("tvm")
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from relax_models import assert_close, inputs_of, module, stock
 from tvm import relax
 from tvm.relax import op
 
 from fusion.relax.canonical.canonicalize import canonicalize
+from tests.fusion.relax_models import assert_close, inputs_of, module, stock
 
 LAST, FIRST = [0, 2, 3, 1], [0, 3, 1, 2]
 SHAPE = (2, 6, 7, 4)

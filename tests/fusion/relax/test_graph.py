@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 tvm = pytest.importorskip("tvm")
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from relax_models import Net, module  # noqa: E402
 from tvm import relax  # noqa: E402
 from tvm.relax import op  # noqa: E402
 
 from costmodel.base.errors import ModelError  # noqa: E402
 from costmodel.operators.layers import ChannelNorm, Conv2d, Dense, Epilogue, Pool2d  # noqa: E402
 from fusion.relax.extract import extract_graph  # noqa: E402
+from tests.fusion.relax_models import Net, module  # noqa: E402
 
 IMAGE = (2, 8, 9, 7)
 

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 pytest.importorskip("tvm")
 pytest.importorskip("onnxruntime")
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import onnx
 from onnx import helper, numpy_helper
-from quantised_models import INPUT, QuantisedGraph, ours, quantised, theirs
 
 from costmodel.operators.layers import Conv2d, Dense, Epilogue, Pool2d
 from fusion.acceptance.network_check import rounds_otherwise
@@ -25,6 +20,7 @@ from fusion.relax.extract import extract_graph
 from fusion.relax.leftover_reasons import QUANTISED
 from fusion.relax.onnx.importer import import_onnx
 from schedules.contract.operator_reference import _conv2d
+from tests.fusion.quantised_models import INPUT, QuantisedGraph, ours, quantised, theirs
 
 FORMS = {
     "QDQ": {},

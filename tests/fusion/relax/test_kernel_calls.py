@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 tvm = pytest.importorskip("tvm")
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from relax_models import CPU, module  # noqa: E402
 from tvm import relax  # noqa: E402
 from tvm.relax import op  # noqa: E402
 
 from fusion.relax.kernel_calls import kernel_layers  # noqa: E402
 from fusion.relax.machine_code import build  # noqa: E402
+from tests.fusion.relax_models import CPU, module  # noqa: E402
 
 
 def test_names_follow_the_calls_of_a_run_and_results_have_their_index():

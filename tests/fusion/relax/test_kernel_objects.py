@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from concurrent.futures import CancelledError
-from pathlib import Path
 
 import pytest
 
 tvm = pytest.importorskip("tvm")
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from relax_models import CPU, assert_close, inputs_of, module  # noqa: E402
 from tvm.relax import op  # noqa: E402
 from tvm.tirx import PrimFunc  # noqa: E402
 
@@ -22,6 +17,7 @@ from fusion.relax.kernel_objects import KernelObjects  # noqa: E402
 from fusion.relax.layout_lowering import lower  # noqa: E402
 from fusion.relax.machine_code import build  # noqa: E402
 from schedules.kernels.template_table import template_for  # noqa: E402
+from tests.fusion.relax_models import CPU, assert_close, inputs_of, module  # noqa: E402
 
 
 def network(width: int):

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 tvm = pytest.importorskip("tvm")
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from lowered_models import check, configs_of, conversions, lowered, plan_of  # noqa: E402
-from relax_models import CPU, assert_close, inputs_of, kernel_names, module, stock  # noqa: E402
 from tvm import relax  # noqa: E402
 from tvm.relax import op  # noqa: E402
 
@@ -26,6 +19,8 @@ from fusion.relax.layout_lowering import lower  # noqa: E402
 from fusion.relax.machine_code import build  # noqa: E402
 from schedules.contract.blocked_layout import block, unblock  # noqa: E402
 from schedules.kernels.template_table import template_for  # noqa: E402
+from tests.fusion.lowered_models import check, configs_of, conversions, lowered, plan_of  # noqa: E402
+from tests.fusion.relax_models import CPU, assert_close, inputs_of, kernel_names, module, stock  # noqa: E402
 
 LANES = CPU.lanes
 
@@ -306,7 +301,7 @@ def test_a_move_is_not_looked_through_where_its_sources_cannot_be_seen():
     """They live in another dataflow block."""
     builder = relax.BlockBuilder()
     x = relax.Var("x", relax.TensorType((1, 3, 9, 7), "float32"))
-    from relax_models import Net
+    from tests.fusion.relax_models import Net
 
     net = Net(builder)
     with builder.function("main", [x]):
@@ -376,7 +371,7 @@ def test_a_result_that_is_read_again_and_an_input_that_is_returned():
 def test_functions_without_a_dataflow_block_and_with_two():
     builder = relax.BlockBuilder()
     x = relax.Var("x", relax.TensorType((1, 3, 9, 7), "float32"))
-    from relax_models import Net
+    from tests.fusion.relax_models import Net
 
     net = Net(builder)
     with builder.function("main", [x]):

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 tvm = pytest.importorskip("tvm")
 ml_dtypes = pytest.importorskip("ml_dtypes")
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from bfloat16_models import CPU, EMULATED, HOST, casts, compiled, lowered, rounded_graph, whole_numbers  # noqa: E402
-from relax_models import inputs_of, kernel_names, module, stock  # noqa: E402
 from tvm import relax  # noqa: E402
 from tvm.relax import op  # noqa: E402
 
@@ -22,6 +15,8 @@ from fusion.relax.group_norm_kernels import GroupNorm2d, channel_statistics, gro
 from fusion.relax.layout_kernels import blocked_to_rows, rows_to_blocked, to_blocked, to_plain  # noqa: E402
 from schedules.contract.blocked_layout import block, unblock  # noqa: E402
 from schedules.contract.kernel_compilation import compile_kernel  # noqa: E402
+from tests.fusion.bfloat16_models import CPU, EMULATED, HOST, casts, compiled, lowered, rounded_graph, whole_numbers  # noqa: E402
+from tests.fusion.relax_models import inputs_of, kernel_names, module, stock  # noqa: E402
 
 LANES = CPU.lanes
 DTYPES = ("float32", BFLOAT16)

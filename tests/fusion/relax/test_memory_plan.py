@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
 tvm = pytest.importorskip("tvm")
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from relax_models import CPU, module  # noqa: E402
 from tvm.relax import op  # noqa: E402
 
 from fusion.acceptance.tune_job import complete_configs  # noqa: E402
@@ -21,6 +15,7 @@ from fusion.relax.layout_lowering import lower  # noqa: E402
 from fusion.relax.machine_code import build  # noqa: E402
 from fusion.relax.memory_plan import MemoryPlan  # noqa: E402
 from schedules.tuning.kernel_guesses import KernelGuesses  # noqa: E402
+from tests.fusion.relax_models import CPU, module  # noqa: E402
 
 SIZE = 12
 TENSOR = 4 * 32 * SIZE * SIZE  # bytes of 32 channels of FP32: whole blocks on every CPU

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import onnx
 import onnxruntime
@@ -12,10 +9,6 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 pytest.importorskip("tvm")
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from relax_models import CPU
-
 from fusion.model.candidates import find_sites
 from fusion.model.precision import BFLOAT16, stored_in
 from fusion.model.selection import cover
@@ -24,6 +17,7 @@ from fusion.relax.extract import extract_graph
 from fusion.relax.layout_lowering import lower
 from fusion.relax.machine_code import build
 from schedules.kernels.template_table import template_for
+from tests.fusion.relax_models import CPU
 
 CHANNELS = 24
 IMAGE = (1, CHANNELS, 9, 7)

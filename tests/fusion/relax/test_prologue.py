@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 pytest.importorskip("tvm")
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from lowered_models import check
-from relax_models import module
 from tvm import relax
 from tvm.relax import op
 
 from costmodel.operators.layers import Conv2d, Prologue
 from fusion.relax.extract import extract_graph
+from tests.fusion.lowered_models import check
+from tests.fusion.relax_models import module
 
 
 def norm(net, x):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import onnx
@@ -12,16 +10,13 @@ import pytest
 
 pytest.importorskip("tvm")
 pytest.importorskip("onnxruntime")
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from quantised_models import CPU, QuantisedGraph, ours, theirs
-
 from costmodel.base.errors import UnsupportedOperatorError
 from fusion.relax.extract import extract_graph
 from fusion.relax.onnx.float_layers import FLOAT_DATA, FLOAT_WEIGHTS, NOT_ROUNDED, WIDE_DATA, FloatLayer, told_in_floats
 from fusion.relax.onnx.importer import import_onnx
 from fusion.relax.onnx.whole_number_model import in_whole_numbers
 from schedules.contract.cpu_target import CpuTarget
+from tests.fusion.quantised_models import CPU, QuantisedGraph, ours, theirs
 
 SHAPE = (1, 16, 4, 8)
 

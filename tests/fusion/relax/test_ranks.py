@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 tvm = pytest.importorskip("tvm")
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from relax_models import Net, assert_close, inputs_of, module, stock  # noqa: E402
 from tvm import relax  # noqa: E402
 from tvm.relax import op  # noqa: E402
 
 from fusion.relax.canonical.canonicalize import canonicalize  # noqa: E402
 from fusion.relax.extract import extract_graph  # noqa: E402
+from tests.fusion.relax_models import Net, assert_close, inputs_of, module, stock  # noqa: E402
 
 SEQUENCE = (2, 6, 20)
 VOLUME = (1, 4, 5, 6, 7)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,13 +10,6 @@ import pytest
 
 tvm = pytest.importorskip("tvm")
 pytest.importorskip("ml_dtypes")
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
-
-from bfloat16_models import whole_numbers  # noqa: E402
-from relax_models import CPU as HOST  # noqa: E402
-from relax_models import kernel_names, module, stock  # noqa: E402
-from test_lower_precision import Whole  # noqa: E402
-
 from fusion.model.candidates import find_sites  # noqa: E402
 from fusion.model.precision import BFLOAT16, layers_covered, stored_in  # noqa: E402
 from fusion.model.selection import select, unfused_plan  # noqa: E402
@@ -28,6 +20,10 @@ from fusion.relax.machine_code import build  # noqa: E402
 from schedules.contract.cpu_target import target_with  # noqa: E402
 from schedules.contract.llvm_features import flags_of_mcpu  # noqa: E402
 from schedules.kernels.template_table import template_for  # noqa: E402
+from tests.fusion.bfloat16_models import whole_numbers  # noqa: E402
+from tests.fusion.relax.test_lower_precision import Whole  # noqa: E402
+from tests.fusion.relax_models import CPU as HOST  # noqa: E402
+from tests.fusion.relax_models import kernel_names, module, stock  # noqa: E402
 
 CPU = target_with(flags_of_mcpu("sapphirerapids"), 2, 48 * 1024, 2**21, "sapphirerapids")
 

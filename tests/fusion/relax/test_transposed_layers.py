@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import onnx
 import pytest
 
 pytest.importorskip("tvm")
 pytest.importorskip("onnxruntime")
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from quantised_models import QuantisedGraph, ours, theirs
-
 from costmodel.operators.layers import Conv2d
 from fusion.relax.extract import extract_graph
 from fusion.relax.onnx.importer import import_onnx
 from fusion.relax.onnx.whole_number_model import in_whole_numbers
+from tests.fusion.quantised_models import QuantisedGraph, ours, theirs
 
 SHAPE = (1, 16, 6, 5)
 # Kernel, attributes, rows and columns of the result, convolutions.

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 pytest.importorskip("tvm")
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from lowered_models import check, check_canonical, conversions
-from relax_models import CPU, module
 from tvm import relax
 from tvm.relax import op
 
@@ -20,6 +13,8 @@ from fusion.relax import leftover_reasons
 from fusion.relax.canonical.canonicalize import canonicalize
 from fusion.relax.extract import extract_graph
 from fusion.relax.resize_kernel import Resize2d
+from tests.fusion.lowered_models import check, check_canonical, conversions
+from tests.fusion.relax_models import CPU, module
 
 
 def reasons(mod) -> set[str]:

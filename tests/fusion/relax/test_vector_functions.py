@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import math
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 pytest.importorskip("tvm")
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from relax_models import CPU, module
 from tvm import relax
 from tvm.relax import op
 
 from fusion.relax.machine_code import build, scheduling_pipeline
+from tests.fusion.relax_models import CPU, module
 
 
 def _sigmoid(x):

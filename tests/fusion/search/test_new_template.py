@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("tvm")
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from fake_runner import FakeRunner
-from relax_models import CPU, assert_close, inputs_of, kernel_names, module, stock
-from two_pointwise import TwoPointwise
-
 from costmodel.cpu.learned_residual import ResidualModel
 from costmodel.model.cost_model import Estimate
 from fusion.model.candidates import find_sites
@@ -26,6 +19,9 @@ from fusion.search.network_tuning import NetworkTuner, TunedKernels, TuningBudge
 from schedules.kernels import template_table as templates
 from schedules.kernels.template_table import config_cost, config_terms, template_for
 from schedules.records.record_store import RecordStore
+from tests.fusion.fake_runner import FakeRunner
+from tests.fusion.relax_models import CPU, assert_close, inputs_of, kernel_names, module, stock
+from tests.fusion.two_pointwise import TwoPointwise
 
 MODULE = module((1, 24, 9, 7), lambda net, x: net.relu6(net.conv(net.relu6(net.conv(x, 40)), 20)))
 

@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from fake_runner import FakeRunner, NoOpinion
 
 from costmodel.base.errors import OutputError, TuningError
 from costmodel.operators.layers import Conv2d, FusedConvs
@@ -28,6 +22,7 @@ from schedules.kernels.template_table import template_for
 from schedules.records.record_store import RecordStore
 from schedules.tuning import tuning_session
 from schedules.tuning.kernel_tuner import SearchSettings, Tuner
+from tests.fusion.fake_runner import FakeRunner, NoOpinion
 
 CPU = CpuTarget(lanes=16, registers=32, mcpu="skylake-avx512", features=(), threads=2, l1_bytes=32768, l2_bytes=1 << 20)
 DEPTHWISE = Conv2d(1, 32, 14, 14, 32, (3, 3), padding=(1, 1, 1, 1), groups=32)

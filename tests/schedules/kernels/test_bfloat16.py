@@ -5,20 +5,13 @@ from __future__ import annotations
 import math
 import random
 import re
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 pytest.importorskip("tvm")
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from awkward_operators import AWKWARD, RELU6, separable, stored_as
-from kernel_cases import CPU, conv, pytorch, random_case, random_gate
-
 from costmodel.operators.layers import Conv2d, Dense, Epilogue, FusedConvs, Pool2d
 from schedules.contract.blocked_layout import unblock
 from schedules.contract.cpu_target import CpuTarget
@@ -31,6 +24,8 @@ from schedules.loops import emit
 from schedules.loops.dot_products import BFLOAT16, DotProduct
 from schedules.measuring.kernel_arguments import WrongValues, make_case, random_parameters, tolerance
 from schedules.records.record_store import RecordStore
+from tests.schedules.awkward_operators import AWKWARD, RELU6, separable, stored_as
+from tests.schedules.kernel_cases import CPU, conv, pytorch, random_case, random_gate
 
 # What kernels are made for; where they run on less, their instructions are emulated.
 COOPERLAKE = CpuTarget(16, 32, "cooperlake", ("avx512f", "avx512_bf16", "avx512_vnni"), 2, 32 * 1024, 1024 * 1024)

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import random
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 pytest.importorskip("tvm")
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from kernel_cases import CPU, conv, pytorch, random_case, run_kernel
-
 from costmodel.operators.layers import Conv2d, Epilogue
 from schedules.contract.cpu_target import CpuTarget
 from schedules.kernels.column_lanes import COLUMNS_OF_A_VECTOR, LANE_COLUMNS, ColumnLanes, widened
 from schedules.kernels.template_table import template_for
+from tests.schedules.kernel_cases import CPU, conv, pytorch, random_case, run_kernel
 
 AVX2 = CpuTarget(8, 16, "haswell", ("avx2", "fma"), 2, 32 * 1024, 512 * 1024)
 EVERYTHING = Epilogue(True, "prelu", "after_activation", affine=True)

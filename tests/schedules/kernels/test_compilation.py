@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import re
-import sys
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("tvm")
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from kernel_cases import CPU, conv
-
 from costmodel.operators.layers import Conv2d, FusedConvs
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.kernel_compilation import compile_function, pass_context
 from schedules.kernels.template_table import template_for
+from tests.schedules.kernel_cases import CPU, conv
 
 WIDE = CpuTarget(16, 32, "skylake-avx512", ("avx512f",), 2, 32 * 1024, 1024 * 1024)  # built for, not run
 DEPTHWISE = conv(1, 32, 14, 14, 32, 3, groups=32)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,10 +11,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("tvm")
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from kernel_cases import CPU, conv, pytorch, random_case, run_kernel
-
 from costmodel.cpu.winograd_work import OUTPUTS
 from costmodel.operators.layers import Conv2d, Epilogue, FusedConvs
 from schedules.contract.cpu_target import CpuTarget
@@ -25,6 +19,7 @@ from schedules.kernels.conv_pair import ConvPair, ConvPairKnobs
 from schedules.kernels.pair_layers import has_winograd
 from schedules.kernels.template_table import template_for
 from schedules.loops.row_window import RowWindow
+from tests.schedules.kernel_cases import CPU, conv, pytorch, random_case, run_kernel
 
 RELU = Epilogue(bias=True, activation="relu")
 ADDS = Epilogue(bias=True, activation="relu", residual="before_activation")

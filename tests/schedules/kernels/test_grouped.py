@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 pytest.importorskip("tvm")
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from kernel_cases import CPU, conv, pytorch, random_case, run_kernel
-
 from costmodel.operators.layers import Epilogue, Prologue
 from schedules.contract.cpu_target import CpuTarget
 from schedules.kernels.grouped_conv2d import GROUP_CHANNELS, GroupedConv2d
 from schedules.kernels.template_table import template_for
+from tests.schedules.kernel_cases import CPU, conv, pytorch, random_case, run_kernel
 
 AVX2 = CpuTarget(8, 16, "haswell", ("avx2", "fma"), 2, 32 * 1024, 512 * 1024)
 LAYERS = {

@@ -5,10 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import random
-import sys
 import tracemalloc
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,16 +14,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("tvm")
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from awkward_operators import AWKWARD, RELU6, expanded, inverted, separable, stem
-from kernel_cases import CPU, conv, pytorch, random_case, random_gate, run_kernel
-
 from costmodel.operators.layers import ACTIVATIONS, Conv2d, Dense, Epilogue, FusedConvs, Pool2d
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.operator_reference import reference
 from schedules.kernels.template_table import TEMPLATES, config_cost, template_for
 from schedules.loops.task_splits import task_splits
+from tests.schedules.awkward_operators import AWKWARD, RELU6, expanded, inverted, separable, stem
+from tests.schedules.kernel_cases import CPU, conv, pytorch, random_case, random_gate, run_kernel
 
 PROPERTY = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 

@@ -14,11 +14,6 @@ import numpy as np
 import pytest
 
 pytest.importorskip("tvm")
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from awkward_operators import AWKWARD, stored_as
-from kernel_cases import conv
-
 from costmodel.operators.layers import Dense, Epilogue, FusedConvs
 from schedules.contract.cpu_target import CpuTarget, host_target, target_with
 from schedules.contract.kernel_compilation import compile_function, compile_kernel
@@ -29,6 +24,8 @@ from schedules.kernels.template_table import template_for
 from schedules.kernels.tile_pointwise import TilePointwiseKnobs
 from schedules.loops.tile_products import tile_shapes
 from schedules.measuring.kernel_arguments import WrongValues, make_case
+from tests.schedules.awkward_operators import AWKWARD, stored_as
+from tests.schedules.kernel_cases import conv
 
 HOST = host_target(2)
 # What kernels are made for; they run on the CPU at hand, where their instructions are emulated.
@@ -153,7 +150,7 @@ def test_a_product_of_tiles_that_do_not_fit_ends_the_process():
 import sys
 sys.path[:0] = sys.argv[1:]
 import schedules.loops.tile_products as tiles
-import test_tile_kernels as test
+from tests.schedules.kernels import test_tile_kernels as test
 right = tiles.configuration
 operator = test.stored_as(test.LAYERS["1x1"], "bfloat16")
 template, configs = test.tile_configs(operator)

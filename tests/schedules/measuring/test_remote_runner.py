@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 tvm = pytest.importorskip("tvm")
 pytest.importorskip("tornado")
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from rpc_servers import KEY, running_servers  # noqa: E402
-
 from costmodel.base.errors import InputError, MissingDependencyError  # noqa: E402
 from costmodel.cpu.microbenchmark import find_compiler  # noqa: E402
 from costmodel.machines.machine_catalog import host_identity  # noqa: E402
@@ -28,6 +22,7 @@ from schedules.measuring.kernel_arguments import unwritten_value  # noqa: E402
 from schedules.measuring.remote_identity import remote_facts  # noqa: E402
 from schedules.measuring.remote_runner import RemoteRunner  # noqa: E402
 from schedules.measuring.remote_server import parse_address  # noqa: E402
+from tests.schedules.rpc_servers import KEY, running_servers  # noqa: E402
 
 POINTWISE = Conv2d(1, 16, 6, 6, 16, (1, 1), epilogue=Epilogue(bias=True))
 
