@@ -106,8 +106,8 @@ def test_mistakes_are_found():
     assert unknown_names("```python\nfrom costmodel.gpu import gpu_costs, gpu_cost_model\n```") == [
         "costmodel.gpu.gpu_costs"
     ]
-    assert benchmark_mistakes("`python benchmarks/scale.py --plot x`, `python benchmarks/scales.py`") == [
-        "benchmarks/scale.py --plot", "benchmarks/scales.py",
+    assert benchmark_mistakes("`python -m lab.bench.scale --plot x`, `python benchmarks/scales.py`") == [
+        "lab/bench/scale.py --plot", "benchmarks/scales.py",
     ]  # fmt: skip
     contract = "```python\n# e2e/price/pricing.py\nprice(graph, cost_model) -> ExecutionGraph\nprice(graph, ...)\n```"
     assert len(contract_mistakes(contract)) == 1

@@ -7,15 +7,16 @@ import pytest
 
 from costmodel.collectives.calibration import DIRECTORY, NAME, read_calibration
 from costmodel.collectives.constants import FILE, constants
-from costmodel.collectives.fit_collectives import by_machine, calibrate, constants_of, fit_collectives, rows_of
-from costmodel.collectives.held_out import MeasuredRow, held_out_ranks, held_out_sizes
+from costmodel.collectives.own_cluster import MeasuredRow, calibrate, held_out_ranks, held_out_sizes
 from costmodel.collectives.physics import analyse
-from costmodel.collectives.validate_collectives import RANKS, SIZES, validate_collectives
+from costmodel.collectives.sweep_logs import CollectiveRow, whole_buffer
 from costmodel.commands.cli import main
-from costmodel.commands.fit_command import selection_of
-from costmodel.datasets.collective_rows import CollectiveRow, read_collectives, whole_buffer
-from costmodel.datasets.data_folder import data_folder
 from costmodel.operators.collective_transfer import CollectiveTransfer
+from lab.data.collective_sweeps import read_collectives
+from lab.data.data_folder import data_folder
+from lab.fit.collectives import by_machine, constants_of, fit_collectives, rows_of
+from lab.fit.public_tables import selection_of
+from lab.validate.collectives import RANKS, SIZES, validate_collectives
 
 DATA = data_folder()
 needs_data = pytest.mark.skipif(not (DATA / "vtrain").exists(), reason="the public measurements are not here")
@@ -79,7 +80,7 @@ def test_constants_are_found_again():
 
 def test_dense_sweeps_are_thinned_evenly_over_the_logarithm():
     rows = [CollectiveRow(CollectiveTransfer("all_reduce", float(i), 2), 1e-5 * i) for i in range(1, 2001)]
-    from costmodel.datasets.collective_rows import CollectiveTable
+    from lab.data.collective_sweeps import CollectiveTable
 
     kept = rows_of([CollectiveTable("dgx-h100", tuple(rows), "t")])
     sizes = sorted(row.transfer.size_bytes for row in kept)

@@ -10,13 +10,13 @@ import tarfile
 import pytest
 
 from costmodel.base.errors import InputError
-from costmodel.collectives.validate_collectives import RANKS as LEFT_OUT_RANKS
-from costmodel.collectives.validate_collectives import SIZES, validate_collectives
-from costmodel.datasets.aiconfigurator import gemm_files
-from costmodel.datasets.collective_rows import read_collectives, sweep_files
-from costmodel.datasets.dlrm_trace import FILE, RANKS, SAMPLES, read_dlrm_trace
-from costmodel.datasets.neusight import latency_files
 from costmodel.operators.collective_transfer import CollectiveTransfer
+from lab.data.collective_sweeps import read_collectives, sweep_files
+from lab.data.dlrm_trace import FILE, RANKS, SAMPLES, read_dlrm_trace
+from lab.data.neusight import latency_files
+from lab.data.product_tables import gemm_files
+from lab.validate.collectives import RANKS as LEFT_OUT_RANKS
+from lab.validate.collectives import SIZES, validate_collectives
 
 
 def nccl_perf(data, rows, system="h100_sxm", version="2.99"):

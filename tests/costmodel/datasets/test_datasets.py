@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 
 from costmodel.base.errors import InputError
-from costmodel.datasets import aiconfigurator, neusight
-from costmodel.datasets.attention_tables import read_attention
-from costmodel.datasets.csv_table import KernelTable, counted_only, sample, split_of
-from costmodel.datasets.data_folder import data_folder
 from costmodel.operators.attention import Attention
 from costmodel.operators.device_work import Elementwise, Gemm, Normalization
 from costmodel.operators.layers import Conv2d
+from lab.data import neusight
+from lab.data import product_tables as aiconfigurator
+from lab.data.attention_tables import read_attention
+from lab.data.data_folder import data_folder
+from lab.data.kernel_table import KernelTable, counted_only, sample, split_of
 
 DATA = data_folder()
 needs_data = pytest.mark.skipif(not (DATA / "neusight").exists(), reason=f"{DATA}: no public GPU measurements")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from costmodel.datasets.linear_tables import read_linear
 from costmodel.operators.linear_attention import CausalConvolution, LinearAttention
+from lab.data.attention_tables import read_linear
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")

@@ -10,12 +10,13 @@ import shutil
 import pytest
 
 from costmodel.base.errors import InputError
-from costmodel.collectives.fit_collectives import fit_collectives
-from costmodel.commands import fit_command as fitting
+from costmodel.base.foreign_files import digest
 from costmodel.commands.cli import main
-from costmodel.commands.fit_command import selection_of
-from costmodel.datasets.data_folder import data_folder, digest
-from costmodel.datasets.named_files import named_in, named_tables, select
+from lab.data.data_folder import data_folder
+from lab.data.named_files import named_in, named_tables, select
+from lab.fit import public_tables as fitting
+from lab.fit.collectives import fit_collectives
+from lab.fit.public_tables import selection_of
 
 FOLDER = "vtrain/all_reduce/a100"
 
@@ -122,7 +123,7 @@ def test_a_corrupt_fitted_file_names_itself(tmp_path, text):
 
 
 def test_the_shipped_models_name_files_of_the_manifest():
-    from costmodel.datasets.data_manifest import MANIFEST, read_sources
+    from lab.data.manifest import MANIFEST, read_sources
 
     known = {each.path: each.sha256 for source in read_sources(MANIFEST) for each in source.files}
     for part in fitting.PARTS:

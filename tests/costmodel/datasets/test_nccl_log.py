@@ -7,9 +7,8 @@ import pytest
 from costmodel.base.errors import InputError
 from costmodel.collectives import collective_cost_model
 from costmodel.collectives.calibration import read_calibration
+from costmodel.collectives.sweep_logs import Given, kind_of, read_log, read_own_table
 from costmodel.commands.cli import main
-from costmodel.datasets.collective_rows import kind_of, read_own_table
-from costmodel.datasets.nccl_log import Given, read_log
 from costmodel.machines.cluster import load_cluster
 from costmodel.operators.collective_transfer import CollectiveTransfer
 

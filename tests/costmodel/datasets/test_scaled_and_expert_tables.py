@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from costmodel.datasets import expert_tables, scaled_tables
 from costmodel.operators.expert_work import ExpertLayer
 from costmodel.operators.scaled_work import ScaledCast, ScaledGemm
+from lab.data import product_tables as expert_tables
+from lab.data import product_tables as scaled_tables
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")

@@ -1,6 +1,6 @@
 """The draw of rows that no fit sees."""
 
-from costmodel.datasets.sealed_rows import KEYS, is_sealed
+from lab.data.sealed_rows import KEYS, is_sealed
 
 TABLE = "whole_step/llm_training_kinds.csv"
 

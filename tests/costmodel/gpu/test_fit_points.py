@@ -11,7 +11,7 @@ import pytest
 from costmodel.base.errors import InputError, MachineError
 from costmodel.commands.cli import main
 from costmodel.gpu.factory import gpu_cost_model
-from costmodel.gpu.fit_points import fit_to_tables
+from costmodel.gpu.own_gpu import fit_to_tables
 from costmodel.gpu.residuals.fitted import DIRECTORY, all_fitted, fitted_in
 from costmodel.machines.machine_catalog import load_machine
 from costmodel.operators.any_operator import AnyOperator

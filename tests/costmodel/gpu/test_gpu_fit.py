@@ -9,15 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from costmodel.base.foreign_files import digest
 from costmodel.commands.cli import main
-from costmodel.commands.fit_command import selection_of
-from costmodel.datasets.csv_table import sample
-from costmodel.datasets.data_folder import data_folder, digest
-from costmodel.gpu.fit_kernels import fit, read_tables, rows_by_family
-from costmodel.gpu.kernel_rows import transfer_of
 from costmodel.gpu.residuals.fitted import all_fitted, transfer
-from costmodel.gpu.validate_kernels import CALIBRATED, HELD_OUT, LEFT_OUT, left_out_machine, validate
 from costmodel.machines.machine_catalog import load_machine
+from lab.data.data_folder import data_folder
+from lab.data.kernel_table import sample
+from lab.fit.kernel_rows import transfer_of
+from lab.fit.kernels import fit, read_tables, rows_by_family
+from lab.fit.public_tables import selection_of
+from lab.validate.kernels import CALIBRATED, HELD_OUT, LEFT_OUT, left_out_machine, validate
 
 pytest.importorskip("xgboost")
 DATA = data_folder()

@@ -9,11 +9,11 @@ import pytest
 
 from costmodel.gpu import gpu_cost_model
 from costmodel.gpu.families.memory_bound import MemoryBound
-from costmodel.gpu.grades import with_grades
-from costmodel.gpu.kernel_rows import KernelRows, transfer_of
 from costmodel.gpu.residuals.fitted import ANY_FAMILY, DIRECTORY, LevelTransfer, power_class, residuals_for, transfer
 from costmodel.machines.machine_catalog import load_machine
 from costmodel.operators.device_work import Elementwise, Gemm, Normalization, OptimizerStep, Softmax
+from lab.fit.grades import with_grades
+from lab.fit.kernel_rows import KernelRows, transfer_of
 
 ELEMENTS = 1 << 26
 

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from costmodel.gpu.families.gemm import TensorGemm
-from costmodel.gpu.kernel_rows import KernelRows, disturbed
 from costmodel.gpu.residuals.lattice import Lattice, axes_of, from_record, rising, to_record
 from costmodel.machines.machine_catalog import load_machine
 from costmodel.operators.device_work import Gemm
+from lab.fit.kernel_rows import KernelRows, disturbed
 
 AXES = axes_of((1, 2, 8, 64), (32, 128, 4096))
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from costmodel.datasets.data_folder import data_folder
 from costmodel.gpu import gpu_cost_model
 from costmodel.machines.machine_catalog import load_machine
 from costmodel.operators.linear_attention import CausalConvolution, LinearAttention
 from costmodel.operators.serialization import from_record, to_record
+from lab.data.data_folder import data_folder
 
 # A layer of Mamba 2 of 2.7 billion parameters, one of Qwen3-Next, one of Mamba 1 of 2.8 billion.
 SSD = LinearAttention("ssd", 4, 4096, 1, 128, 80, 64, 256)
@@ -71,9 +71,9 @@ def test_a_token_behind_a_cache_moves_its_states():
 )
 def test_held_out_rows_of_the_tables():
     pytest.importorskip("pyarrow")
-    from costmodel.commands.fit_command import selection_of
-    from costmodel.gpu.fit_kernels import read_scans
-    from costmodel.gpu.validate_kernels import HELD_OUT, validate
+    from lab.fit.kernels import read_scans
+    from lab.fit.public_tables import selection_of
+    from lab.validate.kernels import HELD_OUT, validate
 
     results = validate(DATA, wanted=selection_of("scans", DATA).wants, read=read_scans)
     held = {each.family: each.accuracy for each in results if each.split == HELD_OUT and each.machine == "all"}

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from costmodel.base.errors import MachineError, UnsupportedOperatorError
-from costmodel.datasets.data_folder import data_folder
 from costmodel.gpu import gpu_cost_model
 from costmodel.gpu.families.attention_tiles import tiled
 from costmodel.machines.machine_catalog import load_machine
 from costmodel.operators.attention import Attention
+from lab.data.data_folder import data_folder
 
 LATENT = Attention(64, 128, 1, 4096, 576, 1, dtype="bfloat16", kernel="mla", value_dim=512, paged=True)
 EIGHT = Attention(8, 32, 1, 4096, 128, 8, causal=True, dtype="float8", kernel="flash3-fp8", paged=True)
@@ -63,9 +63,9 @@ def test_eight_bits_are_faster_and_refused_where_nobody_measured_them():
 )
 def test_held_out_rows_of_the_tables():
     pytest.importorskip("pyarrow")
-    from costmodel.commands.fit_command import selection_of
-    from costmodel.gpu.fit_kernels import read_engines
-    from costmodel.gpu.validate_kernels import HELD_OUT, validate
+    from lab.fit.kernels import read_engines
+    from lab.fit.public_tables import selection_of
+    from lab.validate.kernels import HELD_OUT, validate
 
     results = validate(DATA, wanted=selection_of("serving", DATA).wants, read=read_engines)
     held = {each.family: each.accuracy for each in results if each.split == HELD_OUT and each.machine == "all"}

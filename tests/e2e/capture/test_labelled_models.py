@@ -16,15 +16,15 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from costmodel.datasets.data_folder import data_folder  # noqa: E402
 from costmodel.operators.device_work import Elementwise, Gemm, Normalization, Rearrangement, Softmax  # noqa: E402
-from e2e.capture.models.labelled import label_workload  # noqa: E402
 from e2e.capture.models.transformer import PRESETS, read_config  # noqa: E402
 from e2e.capture.options import CaptureOptions  # noqa: E402
 from e2e.capture.session import capture  # noqa: E402
 from e2e.lowering import unknown_operators  # noqa: E402
 from e2e.lowering.lower_trace import lower  # noqa: E402
 from e2e.step.execution_graph import RankGraph  # noqa: E402
+from lab.data.data_folder import data_folder  # noqa: E402
+from lab.steps.labelled_models import label_workload  # noqa: E402
 
 DATA = data_folder() / "neusight"
 LAYERS = {"gpt2": "n_layer", "bert": "num_hidden_layers", "opt": "num_hidden_layers"}

@@ -1,4 +1,4 @@
-"""The experiment of ``benchmarks/sharding.py``: what its figures mean, and that right costs change nothing."""
+"""The experiment of ``lab/bench/sharding.py``: what its figures mean, and that right costs change nothing."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from costmodel.operators.index_statistics import zipf
-from e2e.sharding.experiment import ORACLE, OURS, Errors, Outcome, perturbed, run_task, small_task
 from e2e.sharding.planner import SearchEffort, find_plan, make_problem, simulated_seconds
 from e2e.sharding.problem.state import state_of
 from e2e.sharding.search.greedy import GREEDY
+from lab.bench.sharding import ORACLE, OURS, Errors, Outcome, perturbed, run_task, small_task
 
 QUICK = SearchEffort(seconds=0.5, kicks=3, deterministic=0.0)
 FIRST, SECOND, *OTHERS = GREEDY

@@ -17,7 +17,7 @@ from e2e.parallelism.spec import ParallelSpec
 from e2e.sources.asked.request import ConfigurationOptions, MachineOptions, PredictRequest, WorkloadOptions
 from e2e.sources.predict_request import predict_request
 from e2e.traces.recorded_run import expand_files, read_recorded_run
-from e2e.validate.validation_sections import run_sections
+from lab.validate.sections import run_sections
 from tests.e2e.recorded_traces import DATA, DLRM, DLRM_ET, LINEAR, LINEAR_ET, recorded
 
 H100 = {"gpu": "h100-sxm"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from e2e.validate.validation import CaseResult, LabelledCase, Validation
+from lab.validate.models import CaseResult, LabelledCase, Validation
 
 
 def result(batch: int, measured: float, predicted: float, model: str = "bert", compiled: bool = False) -> CaseResult:

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from costmodel.datasets.timm_steps import TimmStep
 from costmodel.gpu import gpu_cost_model
 from costmodel.machines.machine_catalog import load_machine
 from costmodel.operators.device_work import Gemm, Normalization
 from e2e.price.release_spread import RELEASE_SPREAD, OfOlderLibraries, release_spread
-from e2e.validate.fit_release_spread import main, release_pairs, spread_of
+from lab.data.timm_steps import TimmStep
+from lab.fit.release_spread import main, release_pairs, spread_of
 
 OLD = TimmStep("resnet50.a1", "rtx-4090", False, False, False, 240, 256, 224, 0.1, 25e6)
 HEAD = "model,infer_step_time,infer_batch_size,infer_img_size,param_count\n"

@@ -10,11 +10,11 @@ import pytest
 
 from e2e.price.release_spread import release_spread
 from e2e.price.speed_band import SpeedBand, StepErrors
-from e2e.validate.fit_speed_band import UNSEEN, BareStep, fit_speed_band, left_out_bands
-from e2e.validate.training_requests import AskedStep, asked_step
-from e2e.validate.training_rows import TrainingRow
-from e2e.validate.training_runs import PredictedStep
-from e2e.validate.training_section import TrainingCase, training_figures
+from lab.fit.speed_band import UNSEEN, fit_speed_band, left_out_bands
+from lab.steps.training_requests import AskedStep, asked_step
+from lab.steps.training_rows import TrainingRow
+from lab.steps.training_runs import BareStep, PredictedStep
+from lab.validate.training import TrainingCase, training_figures
 
 CHIP = "ampere of 108 multiprocessors"
 SOURCES = ("llm-foundry", "torchtitan", "dgxc-benchmarking")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from costmodel.datasets.data_folder import data_folder
-from e2e.validate.training_rows import TRAINING_FILE, read_training_rows
-from e2e.validate.training_section import training_section
+from lab.data.data_folder import data_folder
+from lab.steps.training_rows import TRAINING_FILE, read_training_rows
+from lab.validate.training import training_section
 
 TRUST = Path(__file__).resolve().parents[3] / "docs" / "trust.md"
 # Lines of the table: llm-foundry on H100 and A100, NeMo's pre-training, fine-tuning and LoRA, torchtitan.

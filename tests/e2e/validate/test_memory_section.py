@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from costmodel.datasets.sealed_rows import is_sealed
-from costmodel.datasets.timm_steps import TimmStep
-from e2e.validate.memory_section import (
+from lab.data.sealed_rows import is_sealed
+from lab.data.timm_steps import TimmStep
+from lab.validate.memory import (
     GOLDEN_FILE,
     AskedMemory,
     FoundMemory,

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from e2e.validate.validation import CaseResult, LabelledCase, Validation, render_validation
+from lab.validate.models import CaseResult, LabelledCase, Validation, render_validation
 
 
 def result(gpu: str, measured: float, predicted: float, analytic: float, compiled: bool = False) -> CaseResult:

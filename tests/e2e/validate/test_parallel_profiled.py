@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from costmodel.base.errors import InputError
-from costmodel.datasets.data_folder import data_folder
 from costmodel.gpu.factory import gpu_cost_model
 from costmodel.machines.machine_catalog import load_machine
 from costmodel.model.cost_model import CostModel, Estimate
@@ -21,8 +20,9 @@ from e2e.parallelism.condense import Condenser
 from e2e.parallelism.layers.pieces import LayerCollective, Work
 from e2e.price.pricing import price
 from e2e.step.execution_graph import CallInfo, Duration, ExecutionGraph, HostWork, Launch, RankGraph, Task
-from e2e.validate import vtrain
-from e2e.validate.profiled_layers import Profiler, standing_start
+from lab.data.data_folder import data_folder
+from lab.validate import vtrain
+from lab.validate.vtrain import Profiler, standing_start
 
 DATA = data_folder()
 CALLS = {0: CallInfo(0, "aten::mm", "forward")}
@@ -188,7 +188,7 @@ def test_published_iterations() -> None:
 
 
 def test_section_runs_where_its_case_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from e2e.validate.vtrain_section import VtrainSection, vtrain_section
+    from lab.validate.vtrain import VtrainSection, vtrain_section
 
     assert vtrain_section(tmp_path, "t4/") is None
     cases = [made_up(layers, count) for layers in (2, 4) for count in (1, 2)]

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from costmodel.base.errors import InputError
-from e2e.validate.jobs_section import JobsSection, jobs_section
-from e2e.validate.predicted_jobs import PredictedJobs, RankResult, predicted_jobs
+from lab.validate.recorded_jobs import JobsSection, PredictedJobs, RankResult, jobs_section, predicted_jobs
 from tests.e2e.recorded_traces import DATA, DLRM, recorded
 
 

@@ -11,8 +11,7 @@ from e2e.capture.options import CaptureOptions
 from e2e.capture.session import capture
 from e2e.lowering import LoweringOptions
 from e2e.lowering.lowered_step import lower_step
-from e2e.validate.published_script import CLASSES, ScriptRun, scripted_workload
-from e2e.validate.published_vision import PUBLISHED
+from lab.steps.published_images import CLASSES, PUBLISHED, ScriptRun, scripted_workload
 
 SIDE, BATCH = 16, 8
 

@@ -22,7 +22,7 @@ from e2e.traces.formats.kineto import read_kineto
 from e2e.traces.linking.step_window import iterations
 from e2e.traces.recorded_graph import recorded_graph, recorded_ranks
 from e2e.traces.recorded_run import expand_files, read_recorded_run
-from e2e.validate.replay import replay, replay_public
+from lab.validate.replay import replay, replay_public
 from tests.e2e.recorded_traces import DATA, DLRM, DLRM_ET, LINEAR, LINEAR_ET, Profile, recorded
 
 

@@ -10,9 +10,8 @@ import pytest
 
 from costmodel.base.errors import InputError
 from e2e.parallelism.spec import parse_parallel, text_of
-from e2e.validate.fit_speed_band import BareStep
-from e2e.validate.training_requests import AskedStep, asked_step
-from e2e.validate.training_rows import (
+from lab.steps.training_requests import AskedStep, asked_step
+from lab.steps.training_rows import (
     KINDS_FILE,
     TRAINING_FILE,
     TrainingRow,
@@ -21,9 +20,9 @@ from e2e.validate.training_rows import (
     read_torchtitan_rows,
     read_training_rows,
 )
-from e2e.validate.training_runs import PredictedStep
-from e2e.validate.training_section import TrainingCase, TrainingReport, training_section
-from e2e.validate.validation_sections import run_sections
+from lab.steps.training_runs import BareStep, PredictedStep
+from lab.validate.sections import run_sections
+from lab.validate.training import TrainingCase, TrainingReport, training_section
 
 HEAD = (
     "source,task,model,gpu,n_gpus,global_batch,micro_batch,seq,tp,pp,cp,vp,ep,fsdp,act_ckpt,precision,framework,compile,"
@@ -209,7 +208,7 @@ def test_the_rows_of_torchtitan_are_asked_as_they_ran() -> None:
 def test_memory_in_use_on_b200_is_what_was_measured(layers: int, tp: int, pp: int, tmp_path: Path) -> None:
     """Nothing of the model of memory is fitted; published to 0.01 GiB."""
     from e2e.parallelism.parallel_graph import Step, build
-    from e2e.validate.training_runs import _configuration
+    from lab.steps.training_runs import _configuration
 
     asked = simumax(layers=layers, tp=tp, pp=pp)
     step = Step(1, asked.sequence_length, "bfloat16", asked.attention, asked.stack)

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from costmodel.base.errors import InputError
-from e2e.price import overhead_fitting
 from e2e.price.overhead_files import load_table
-from e2e.price.overhead_fitting import H100_NAME, INFLATION_FILE, SHARED_NAME, fit_shared_tables, level_of
-from e2e.validate.replay import DLRM_PROFILES, DLRM_TRACES
-from e2e.validate.validation import CONFIGS, LABELS, cases
-from e2e.validate.validation_sections import run_sections
+from lab.fit import host_overheads as overhead_fitting
+from lab.fit.host_overheads import H100_NAME, INFLATION_FILE, SHARED_NAME, fit_shared_tables, level_of
+from lab.validate.models import CONFIGS, LABELS, cases
+from lab.validate.replay import DLRM_PROFILES, DLRM_TRACES
+from lab.validate.sections import run_sections
 from tests.e2e.recorded_traces import MAIN, Profile
 
 TABLES = Path(__file__).resolve().parents[3] / "costmodel" / "calibration" / "host_overheads"

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from costmodel.base.errors import InputError, ModelError
-from costmodel.datasets.timm_steps import TimmStep, read_timm, timm_files
-from e2e.validate import vision_cases, vision_section
-from e2e.validate.published_vision import PUBLISHED, PublishedStep
-from e2e.validate.step_inventory import drawn
-from e2e.validate.vision_cases import fitted_on, is_held_out, spread
-from e2e.validate.vision_section import VisionResult, VisionSection
+from lab.data.timm_steps import TimmStep, read_timm, timm_files
+from lab.fit.step_inventory import drawn
+from lab.steps import image_steps as vision_cases
+from lab.steps.image_steps import fitted_on, is_held_out, spread
+from lab.steps.published_images import PUBLISHED, PublishedStep
+from lab.validate import vision as vision_section
+from lab.validate.vision import VisionResult, VisionSection
 
 NAME = "benchmark-train-amp-nhwc-pt112-cu113-rtx3090.csv"
 ROWS = "model,train_step_time,train_batch_size,train_img_size\nresnet50.a1,400,256,224\nresnet50.b2,410,256,224\n"

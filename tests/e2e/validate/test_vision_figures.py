@@ -1,6 +1,6 @@
 """The figures of image models in docs/trust.md do not slip: held-out steps of timm's table, captured once, priced anew.
 
-vision_sample.json.gz    ``python -m e2e.validate.step_inventory --held-out 12``: the kernels of each step and its
+vision_sample.json.gz    ``python -m lab.fit.step_inventory --held-out 12``: the kernels of each step and its
                          measured time; timm, which the capture needs, is no dependency
 """
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from costmodel.gpu.factory import gpu_cost_model
 from costmodel.gpu.families.inverted_shares import inverted_shares
-from costmodel.gpu.step_inventory import CountedStep, read_inventory
+from costmodel.gpu.own_gpu import CountedStep, read_inventory
 from costmodel.machines.machine_catalog import load_machine
 
 SAMPLE = Path(__file__).parent / "vision_sample.json.gz"
