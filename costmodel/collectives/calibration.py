@@ -114,7 +114,8 @@ def read_calibration(path: Path) -> Calibration:
         raise InputError(f"{path}: cannot be read ({error.strerror}); check its path and permissions") from None
     except MALFORMED as error:
         raise InputError(
-            f"{path}: corrupt ({error!r}); install the package again, or fit your own with `python -m costmodel fit --nccl-log`"
+            f"{path}: corrupt ({error!r}); install the package again, or fit your own with "
+            "`python -m costmodel fit --nccl-log`"
         ) from None
 
 

@@ -55,9 +55,9 @@ def export_with_statistics(name: str, path: Path, *, from_timm: bool) -> None:
     trained network: neither denormal nor infinite, nor far from what they are where errors are told.
     """
     import torch
-    from published_networks import NETWORKS
 
     from e2e.capture.models.timm_models import timm_library
+    from lab.bench.published_networks import NETWORKS
 
     torch.manual_seed(0)
     if from_timm:

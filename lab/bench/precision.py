@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from models import geomean, network_file, picture
 
 import fusion
 from costmodel.base.errors import InputError, ProjectError
@@ -39,6 +38,7 @@ from fusion.model.named_arrays import write_npz
 from fusion.model.precision import BFLOAT16, FLOAT32, INT8
 from fusion.relax.onnx.onnx_quantised import quantized_path
 from fusion.relax.onnx.onnx_quantizer import QuantizationOptions, declared_inputs, load_float_model
+from lab.bench.models import geomean, network_file, picture
 
 NETWORKS = (
     "mobilenet_v1",

@@ -18,7 +18,7 @@ from costmodel.gpu.residuals.forest import Forest
 from costmodel.gpu.residuals.references import nominal_features
 from costmodel.machines.machine_records import ComputeRate, Machine, PerThreads
 from costmodel.operators.any_operator import AnyOperator
-from lab.fit.residuals import boost
+from lab.fit.trees import boost
 
 # Families whose deviation from the analytic model depends on the shape in the same way on all GPUs: on the select
 # split, left-out GPUs improve with it. GEMM's does not.

@@ -57,7 +57,8 @@ from lab.data.own_measurements import read_measured
 from lab.data.product_tables import read_aiconfigurator, read_expert_layers, read_scaled
 from lab.fit.grades import with_grades
 from lab.fit.kernel_rows import KernelRows, disturbed, transfer_of, twins_of
-from lab.fit.residuals import lattice_if_as_good, train
+from lab.fit.lattices import lattice_if_as_good
+from lab.fit.trees import train
 
 MAXIMUM_ROWS = 40000  # of one table: all of a grid of products, so that twins share its rows
 MINIMUM_ROWS = (

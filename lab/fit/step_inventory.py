@@ -1,9 +1,9 @@
-"""The kernels of measured image models, counted: what ``python -m costmodel fit`` inverts whole steps with.
+"""The kernels of measured image models, counted: what ``python -m lab.fit`` inverts whole steps with.
 
 ``python -m lab.fit.step_inventory --data FOLDER -o FILE`` writes it anew. Capturing needs timm and PyTorch, which
 the fit does without: calibration/vision/steps.json.gz is its result. With ``--held-out N`` it draws steps that no
 factor is fitted on instead, and writes their measured times beside them: what ``python -m costmodel fit --steps``
-takes, and what a test watches (tests/e2e/validate/vision_sample.json.gz: ``--held-out 12``).
+takes, and what a test watches (tests/lab/validate/vision_sample.json.gz: ``--held-out 12``).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ with the task heads that the authors' script asked for (``neusight/Tracing/trace
   every backward pass adds to those that are there;
 * every token is the same one.
 
-``tests/e2e/capture/test_labelled_models.py`` compares operators and shapes with those that the label files list. Masks
+``tests/lab/steps/test_labelled_models.py`` compares operators and shapes with those that the label files list. Masks
 are made beforehand here: making them takes less than a thousandth of a step.
 """
 

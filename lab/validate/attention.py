@@ -41,7 +41,7 @@ from lab.data.attention_tables import read_attention
 from lab.data.named_files import Wanted, everything
 from lab.fit.kernel_rows import KernelRows, transfer_of
 from lab.fit.kernels import read_engines, read_points, read_scans, rows_by_family
-from lab.fit.residuals import train
+from lab.fit.trees import train
 from lab.validate.kernels import KernelErrors, Predicted, joined, results_of, validate
 
 LONG, HEADS = "lengths from 16k left out", "head counts left out"

@@ -15,9 +15,9 @@ from rich.table import Table
 from costmodel.base.errors import InputError
 from costmodel.gpu.residuals.fitted import DIRECTORY
 from lab.command_line import chosen
-from lab.data.data_folder import BROUGHT
+from lab.data.data_folder import FETCH
 from lab.data.named_files import Wanted
-from lab.fit.public_tables import wanted_files
+from lab.fit.public_tables import PARTS, wanted_files
 from lab.validate.attention import validate_attention, validate_scans, validate_serving
 from lab.validate.collectives import validate_collectives
 from lab.validate.kernels import KernelErrors, result_record, validate
@@ -102,13 +102,18 @@ def run_sections(asked: Asked, names: Sequence[str] = (), *, sealed: bool = Fals
     """
     if sealed:
         return {"training": _sealed(asked, names)}
-    wanted = [name for name in chosen(names, tuple(SECTIONS)) if names or _is_there(name, asked.data)]
+    wanted = [name for name in chosen(names, tuple(SECTIONS)) if names or _by_default(name, asked)]
     if asked.models is not None and not any(asked.models.rglob("*.json")):
         raise InputError(f"--models {asked.models}: holds no fitted models (*.json); `python -m lab.fit -o` makes them")
     found = {name: SECTIONS[name](asked) for name in wanted}
     ran = {name: section for name, section in found.items() if section is not None}
     if not ran:
-        raise InputError(f"{asked.data}: no case contains {asked.only!r}; leave --only out to see all, {BROUGHT}")
+        if asked.only:
+            raise InputError(f"{asked.data}: no case contains {asked.only!r}; leave --only out to see all")
+        raise InputError(
+            f"{asked.data}: no measurements of what is asked; give the folder of the data with --data, or {FETCH} "
+            "brings them"
+        )
     return ran
 
 
@@ -129,10 +134,13 @@ def _sealed(asked: Asked, names: Sequence[str]) -> Section:
     return found
 
 
-def _is_there(section: str, data: Path) -> bool:
+def _by_default(section: str, asked: Asked) -> bool:
+    """Whether ``section`` runs unless others are named: tables of kernels are validated as wholes, so not for a case."""
     from lab.steps.training_rows import TRAINING_FILE
 
-    return section not in ("training", "memory") or (data / TRAINING_FILE).exists()
+    if section in ("training", "memory"):
+        return (asked.data / TRAINING_FILE).exists()
+    return section == "vision" or section not in PARTS or not asked.only
 
 
 def _kernel_part(part: str, validated: Callable[[Asked, Wanted], list[KernelErrors]], asked: Asked) -> Section | None:

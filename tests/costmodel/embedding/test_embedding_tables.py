@@ -20,7 +20,7 @@ from costmodel.gpu.table_costs import table_seconds
 from costmodel.machines.machine_catalog import load_machine
 from costmodel.operators.index_statistics import uniform, zipf
 from costmodel.operators.lookups import EmbeddingLookup, TableLookup
-from lab.fit.residuals import train
+from lab.fit.trees import train
 
 A100 = load_machine("a100-sxm-80gb")
 FILE = """

@@ -10,12 +10,13 @@ from costmodel.collectives.constants import FILE, constants
 from costmodel.collectives.own_cluster import MeasuredRow, calibrate, held_out_ranks, held_out_sizes
 from costmodel.collectives.physics import analyse
 from costmodel.collectives.sweep_logs import CollectiveRow, whole_buffer
-from costmodel.commands.cli import main
 from costmodel.operators.collective_transfer import CollectiveTransfer
 from lab.data.collective_sweeps import read_collectives
 from lab.data.data_folder import data_folder
+from lab.fit.__main__ import main as fit_main
 from lab.fit.collectives import by_machine, constants_of, fit_collectives, rows_of
 from lab.fit.public_tables import selection_of
+from lab.validate.__main__ import main as validate_main
 from lab.validate.collectives import RANKS, SIZES, validate_collectives
 
 DATA = data_folder()
@@ -95,8 +96,8 @@ def test_data_without_sweeps_of_collectives(tmp_path):
 
 @pytest.mark.parametrize("command", ["fit", "validate"])
 def test_commands_for_collectives_alone_need_sweeps(command, tmp_path, capsys):
-    where = ["-o", str(tmp_path)] if command == "fit" else []
-    assert main([command, "--only", "collectives", "--data", str(tmp_path / "none"), *where]) == 2
+    main, where = (fit_main, ["-o", str(tmp_path)]) if command == "fit" else (validate_main, [])
+    assert main(["collectives", "--data", str(tmp_path / "none"), *where]) == 2
     assert f"error: {tmp_path / 'none'}: no measurements of what is asked; give the folder" in capsys.readouterr().err
 
 

@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from costmodel.base.errors import InputError
 from fusion.artifact.build_folder import MANIFEST, Artifact
-from fusion.comparing.compare_builds import compare_builds
 from fusion.comparing.rounds import Sampling
+from lab.bench import zero_trials
+from lab.bench.zero_trials import compare_builds
 
-ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.usefixtures("short_rounds")
 BRIEF = Sampling(rounds=3, seconds=0.01, calls=2, warmup=1)
-
-
-@pytest.fixture
-def zero_trials(monkeypatch):
-    """The module of the benchmark."""
-    spec = importlib.util.spec_from_file_location("zero_trials", ROOT / "benchmarks" / "zero_trials.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)  # its dataclasses look for themselves there
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_builds_take_turns_and_are_compared_with_the_first(tiny_build: Artifact, tmp_path):
@@ -48,7 +35,7 @@ def test_a_build_of_another_model_is_refused(tiny_build: Artifact, tmp_path):
         compare_builds({"full": tiny_build.directory, "other": other}, sampling=BRIEF)
 
 
-def test_a_network_is_tuned_without_its_records_and_compared(tiny_build: Artifact, tmp_path, zero_trials, monkeypatch):
+def test_a_network_is_tuned_without_its_records_and_compared(tiny_build: Artifact, tmp_path, monkeypatch):
     asked = []
 
     def tuned(artifact, minutes, output, records):
@@ -66,7 +53,7 @@ def test_a_network_is_tuned_without_its_records_and_compared(tiny_build: Artifac
     assert all(0.2 < each.ratio < 5.0 for each in found) and found[1].wall_seconds == 11.0
 
 
-def test_the_table_says_in_how_many_networks_the_goal_was_reached(zero_trials):
+def test_the_table_says_in_how_many_networks_the_goal_was_reached():
     build = zero_trials.ShortBuild(0.0, 1.05, 18.0, 25.0)
     table = zero_trials.table({"a": [build], "b": [replace(build, ratio=1.21)]}, [0.0])
     assert "| a | 1.050 | 18 | 25 |" in table and "1.127 (worst 1.210, 1 within 10%)" in table.splitlines()[-1]

@@ -10,14 +10,16 @@ import numpy as np
 import pytest
 
 from costmodel.base.foreign_files import digest
-from costmodel.commands.cli import main
+from costmodel.commands.cli import main as costmodel_main
 from costmodel.gpu.residuals.fitted import all_fitted, transfer
 from costmodel.machines.machine_catalog import load_machine
 from lab.data.data_folder import data_folder
 from lab.data.kernel_table import sample
+from lab.fit.__main__ import main as fit_main
 from lab.fit.kernel_rows import transfer_of
 from lab.fit.kernels import fit, read_tables, rows_by_family
 from lab.fit.public_tables import selection_of
+from lab.validate.__main__ import main as validate_main
 from lab.validate.kernels import CALIBRATED, HELD_OUT, LEFT_OUT, left_out_machine, validate
 
 pytest.importorskip("xgboost")
@@ -105,14 +107,14 @@ def test_a_left_out_machine_knows_only_its_datasheet():
 
 @pytest.mark.slow
 def test_the_commands(invented, tmp_path, capsys):
-    assert main(["fit", "--all", "--data", str(invented), "-o", str(tmp_path), "--json"]) == 0
+    assert fit_main(["--all", "--data", str(invented), "-o", str(tmp_path), "--json"]) == 0
     files = json.loads(capsys.readouterr().out)["files"]
     assert {Path(each["file"]).stem for each in files} >= {"t4", "p4", "l40s", "transfer", "l4"}  # l4: points alone
-    assert main(["validate", "--all", "--data", str(invented), "--models", str(tmp_path), "--json"]) == 0
-    results = json.loads(capsys.readouterr().out)["results"]
+    assert validate_main(["kernels", "--all", "--data", str(invented), "--models", str(tmp_path), "--json"]) == 0
+    results = json.loads(capsys.readouterr().out)["kernels"]["results"]
     row = next(each for each in results if each["machine"] == "p4" and each["split"] == HELD_OUT)
     assert row["mape"] < 0.01 and row["count"] > 20
-    assert main(["validate", "--all", "--data", str(invented), "--models", str(tmp_path)]) == 0
+    assert validate_main(["kernels", "--all", "--data", str(invented), "--models", str(tmp_path)]) == 0
     assert "left-out GPU, 20 points" in capsys.readouterr().out
 
 
@@ -120,7 +122,7 @@ def test_the_commands(invented, tmp_path, capsys):
 def test_nothing_is_fitted_to_nothing(part, tmp_path, capsys):
     """Else the shipped models would be replaced by empty ones."""
     output = tmp_path / "out"
-    assert main(["fit", "--only", part, "--data", str(tmp_path / "none"), "-o", str(output)]) == 2
+    assert fit_main([part, "--data", str(tmp_path / "none"), "-o", str(output)]) == 2
     told = capsys.readouterr().err
     assert "nothing is written for them" in told and "no measurements of what is asked" in told
     assert not list(output.rglob("*.json"))
@@ -129,34 +131,34 @@ def test_nothing_is_fitted_to_nothing(part, tmp_path, capsys):
 @pytest.mark.parametrize("folder", ["none", "empty"])
 def test_models_that_are_not_there_are_told(folder, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
-    assert main(["validate", "--only", "scans", "--models", str(tmp_path / folder)]) == 2
+    assert validate_main(["scans", "--models", str(tmp_path / folder)]) == 2
     assert f"--models {tmp_path / folder}: holds no fitted models" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (("--ranks", "4"), "--ranks 4: does not go with a fit without --nccl-log"),
-        (("--collective", "all_reduce"), "--collective all_reduce: does not go with"),
-        (("--machine", "t4"), "--machine t4: does not go with a fit of public tables"),
-        (("--steps", "x", "--machine", "t4", "--only", "kernels"), "--only kernels: does not go with --steps"),
+        (("--table", "x", "--ranks", "4"), "--ranks 4: does not go with --table"),
+        (("--steps", "x", "--collective", "all_reduce"), "--collective all_reduce: does not go with --steps"),
+        (("--steps", "x", "--table", "y"), "give one of --table, --steps, --nccl-log"),
+        ((), "give one of --table, --steps, --nccl-log"),
     ],
 )
 def test_options_of_another_fit_are_refused(options, told, capsys):
-    assert main(["fit", *options]) == 2
+    assert costmodel_main(["fit", "--machine", "t4", *options]) == 2
     assert told in capsys.readouterr().err
 
 
 def test_without_data_the_commands_say_what_to_give(tmp_path, capsys):
-    for command in ("fit", "validate"):
-        assert main([command, "--data", str(tmp_path)]) == 2
+    for main in (fit_main, validate_main):
+        assert main(["--data", str(tmp_path)]) == 2
         assert "give the folder of the data with --data" in capsys.readouterr().err
 
 
 @pytest.mark.thorough
 @pytest.mark.skipif(not (DATA / "neusight").exists(), reason=f"{DATA}: no public GPU measurements")
 def test_the_shipped_models_keep_what_the_readme_says():
-    def read(data, wanted):  # enough of each table for a mean; all of them are `python -m costmodel validate`'s
+    def read(data, wanted):  # enough of each table for a mean; all of them are `python -m lab.validate kernels`'s
         return [sample(table, 600) for table in read_tables(data, wanted)]
 
     results = validate(DATA, wanted=selection_of("kernels", DATA).wants, read=read)

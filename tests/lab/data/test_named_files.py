@@ -11,12 +11,13 @@ import pytest
 
 from costmodel.base.errors import InputError
 from costmodel.base.foreign_files import digest
-from costmodel.commands.cli import main
 from lab.data.data_folder import data_folder
 from lab.data.named_files import named_in, named_tables, select
 from lab.fit import public_tables as fitting
+from lab.fit.__main__ import main as fit_main
 from lab.fit.collectives import fit_collectives
 from lab.fit.public_tables import selection_of
+from lab.validate.__main__ import main as validate_main
 
 FOLDER = "vtrain/all_reduce/a100"
 
@@ -46,7 +47,7 @@ def fitted(tmp_path, monkeypatch):
 
 
 def fit(data, output, *options):
-    return main(["fit", "--only", "collectives", "--data", str(data), "-o", str(output), *options])
+    return fit_main(["collectives", "--data", str(data), "-o", str(output), *options])
 
 
 def contents(folder):
@@ -85,12 +86,12 @@ def test_validation_uses_what_is_there_of_the_named_and_says_the_rest(fitted, tm
     data, _ = fitted
     (data / FOLDER / "AR_GPU8_1M_64M_LUT").unlink()
     sweep(data, 4, folder="vtrain/all_reduce/v100")
-    assert main(["validate", "--only", "collectives", "--data", str(data), "--json"]) == 0
+    assert validate_main(["collectives", "--data", str(data), "--json"]) == 0
     told = capsys.readouterr()
-    machines = {each["machine"] for each in json.loads(told.out)["results"]}
+    machines = {each["machine"] for each in json.loads(told.out)["collectives"]["results"]}
     assert "a100-sxm-80gb" in machines and "v100-sxm2-32gb" not in machines
     assert "1 missing" in told.err and "1 new, not used" in told.err
-    assert main(["validate", "--all", "--only", "collectives", "--data", str(data), "--json"]) == 0
+    assert validate_main(["collectives", "--all", "--data", str(data), "--json"]) == 0
     assert "v100-sxm2-32gb" in capsys.readouterr().out
 
 

@@ -3,28 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from costmodel.base.errors import InputError
 from fusion.model.calibration_data import DeclaredInput, read_calibration
-
-BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
-
-
-@pytest.fixture
-def precision(monkeypatch: pytest.MonkeyPatch):
-    """The module of the benchmark."""
-    for name in ("models", "precision"):
-        spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
-        module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, name, module)
-        spec.loader.exec_module(module)
-    return module
+from lab.bench import precision
 
 
 def row(engine: str, ratio: float, error: float) -> dict[str, object]:
@@ -38,7 +23,7 @@ def document(*rows: dict[str, object]) -> dict[str, object]:
     return {"rows": [row("tuned", 1.0, 1e-6), *rows], "not_measured": [], "absent": {}}
 
 
-def test_ratios_of_a_precision_are_to_ours_in_that_precision(precision):
+def test_ratios_of_a_precision_are_to_ours_in_that_precision():
     ours = row("ours, bfloat16", 0.5, 0.01)
     apart, peer, other = (
         row("ours, bfloat16, fusion off", 0.6, 0.01), row("openvino-bf16", 0.75, 0.02), row("torch-bf16", 2.0, 0.04),
@@ -52,14 +37,14 @@ def test_ratios_of_a_precision_are_to_ours_in_that_precision(precision):
     assert len({line.count("|") for line in lines}) == 1
 
 
-def test_a_network_without_our_build_has_a_line_all_the_same(precision):
+def test_a_network_without_our_build_has_a_line_all_the_same():
     lines = precision.overview({"a": document(row("openvino-bf16", 0.5, 0.1))}, "bfloat16").splitlines()
     assert lines[2].startswith("| a | - |")
     absent = {**document(), "absent": {"ours, int8": "not built"}}
     assert "| ours, int8 | not built |" in precision.table("a", absent)
 
 
-def test_pictures_fit_the_inputs_and_differ(precision, tmp_path):
+def test_pictures_fit_the_inputs_and_differ(tmp_path):
     inputs = [DeclaredInput("x", (2, 3, 8, 8), "float32")]
     data = read_calibration(precision.calibration_file(tmp_path / "net.onnx", inputs, {}), inputs)
     assert data.calls == precision.PICTURES
@@ -70,7 +55,7 @@ def test_pictures_fit_the_inputs_and_differ(precision, tmp_path):
     assert random.min() < -1.5 and random.max() > 1.5
 
 
-def test_without_a_precision_in_tune_ours_is_left_out_with_a_clear_line(precision, tmp_path, monkeypatch, capsys):
+def test_without_a_precision_in_tune_ours_is_left_out_with_a_clear_line(tmp_path, monkeypatch, capsys):
     setting = precision.Setting("net", tmp_path / "net.onnx", {}, 1, 1)
     monkeypatch.setattr(precision.fusion, "tune", lambda model, output: None)
     with pytest.raises(InputError, match="takes no precision: nothing of ours computes in bfloat16"):

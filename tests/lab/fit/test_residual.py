@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from costmodel.gpu.residuals import residual
-from lab.fit.residuals import TreeEffort, train
+from lab.fit.trees import TreeEffort, train
 
 pytest.importorskip("xgboost")
 EFFORT = TreeEffort(3, 40, 3, 40)

@@ -17,7 +17,7 @@ from lab.fit import host_overheads as overhead_fitting
 from lab.fit.host_overheads import H100_NAME, INFLATION_FILE, SHARED_NAME, fit_shared_tables, level_of
 from lab.validate.models import CONFIGS, LABELS, cases
 from lab.validate.replay import DLRM_PROFILES, DLRM_TRACES
-from lab.validate.sections import run_sections
+from lab.validate.sections import Asked, run_sections
 from tests.e2e.recorded_traces import MAIN, Profile
 
 TABLES = Path(__file__).resolve().parents[3] / "costmodel" / "calibration" / "host_overheads"
@@ -63,7 +63,7 @@ def test_the_section_of_models_predicts_a_small_one(tmp_path: Path, capsys: pyte
     label(tmp_path, "Tesla_T4", "absent-inf-64-2", 1.0)
     (tmp_path / CONFIGS).mkdir(parents=True)
     (tmp_path / CONFIGS / "tiny.json").write_text(json.dumps(GPT2))
-    sections = run_sections(tmp_path, names=["models"])
+    sections = run_sections(Asked(tmp_path), names=["models"])
     record = sections["models"].record()
     assert [each["gpu"] for each in record["cases"]] == ["t4", "v100-pcie-32gb"]
     for each in record["cases"]:
@@ -111,11 +111,11 @@ def execution_trace(rank: int) -> dict[str, Any]:
 
 def test_the_section_of_recorded_ranks_replays_two_of_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(InputError, match=r"dlrm_kineto.tar.gz: no recorded ranks there"):
-        run_sections(tmp_path, names=["replay"])
+        run_sections(Asked(tmp_path), names=["replay"])
     ranks = {0: recorded_rank(0, 0, 7), 1: recorded_rank(1, 7, 0)}
     archive(tmp_path / DLRM_PROFILES, {f"kineto/worker{rank}.json": made for rank, made in ranks.items()})
     archive(tmp_path / DLRM_TRACES, {f"et/rank_{rank}.json": execution_trace(rank) for rank in ranks})
-    sections = run_sections(tmp_path, names=["replay"])
+    sections = run_sections(Asked(tmp_path), names=["replay"])
     record = sections["replay"].record()
     assert record["worst_rank"] < 1e-6 and [tuple(each["linked"]) for each in record["ranks"]] == [(1, 1), (1, 1)]
     (collective,) = record["collectives"]

@@ -21,7 +21,7 @@ from lab.steps.training_rows import (
     read_training_rows,
 )
 from lab.steps.training_runs import BareStep, PredictedStep
-from lab.validate.sections import run_sections
+from lab.validate.sections import Asked, run_sections
 from lab.validate.training import TrainingCase, TrainingReport, training_section
 
 HEAD = (
@@ -270,7 +270,7 @@ def test_sealed_rows_are_read_only_where_they_are_asked_for(tmp_path: Path) -> N
     assert not {row.gpus for row in seen} & {row.gpus for row in kept}
     assert all(row.sealed and row.held_out for row in kept) and not any(row.sealed for row in seen)
     with pytest.raises(InputError, match="--sealed: sealed rows are of training steps"):
-        run_sections(tmp_path, names=["models"], sealed=True)
+        run_sections(Asked(tmp_path), names=["models"], sealed=True)
 
 
 def test_figures_say_whether_anybody_had_looked_at_the_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,10 +12,10 @@ import yaml
 
 from costmodel.base.errors import InputError, MissingDependencyError
 from costmodel.base.foreign_files import digest
-from costmodel.commands.cli import main
 from lab.data import data_folder as folder
 from lab.data import fetching
 from lab.data import manifest as sources
+from lab.data.__main__ import main
 from lab.data.data_folder import data_folder, user_data_directory
 from lab.data.fetching import fetch
 from lab.data.manifest import MANIFEST, read_sources, sources_named, standing
@@ -117,7 +117,7 @@ def test_an_interrupted_fetch_goes_on(manifest, tmp_path, monkeypatch):
 
 def test_a_file_with_another_content_is_not_kept(manifest, tmp_path, capsys):
     manifest({**FILES, "toy/table.csv": {"sha256": sha(b"other"), "from": "data/table.csv"}})
-    assert main(["data", "fetch", "--to", str(tmp_path / "d")]) == 2
+    assert main(["fetch", "--to", str(tmp_path / "d")]) == 2
     told = capsys.readouterr()
     assert "toy/table.csv: not what the manifest says" in told.out and "2 brought, 1 not" in told.out
     assert "error: 1 files could not be fetched" in told.err and not (tmp_path / "d/toy/table.csv").exists()
@@ -125,16 +125,16 @@ def test_a_file_with_another_content_is_not_kept(manifest, tmp_path, capsys):
 
 def test_what_the_repository_lacks_or_nobody_can_make_is_said(manifest, tmp_path, capsys):
     manifest({"toy/a": {"sha256": sha(b"a"), "from": "nowhere"}})
-    assert main(["data", "fetch", "toy", "--to", str(tmp_path)]) == 2
+    assert main(["fetch", "toy", "--to", str(tmp_path)]) == 2
     assert "toy/a: nowhere is not in file://" in capsys.readouterr().out
     manifest({"toy/b": {"sha256": sha(b"b")}}, how="derived", made="logs, by hand")
-    assert main(["data", "fetch", "--to", str(tmp_path), "--json"]) == 0
+    assert main(["fetch", "--to", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["failed"] == {"toy/b": "not fetched: logs, by hand"}
 
 
 def test_without_git_or_network_it_says_so_in_one_line(manifest, tmp_path, capsys, monkeypatch):
     manifest(FILES, repository=f"file://{tmp_path}/nobody")
-    assert main(["data", "fetch", "--to", str(tmp_path / "d")]) == 2
+    assert main(["fetch", "--to", str(tmp_path / "d")]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: file://") and "cannot be reached" in error and "goes on from there" in error
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -155,10 +155,10 @@ def test_list_says_what_is_there_missing_and_different(manifest, tmp_path, capsy
     (tmp_path / "toy/deep").mkdir(parents=True)
     (tmp_path / "toy/table.csv").write_bytes(b"edited")
     (tmp_path / "toy/deep/times.csv.gz").write_bytes(gzip.compress(TIMES, 1))  # another compressor's bytes
-    assert main(["data", "list", "--data", str(tmp_path), "--json"]) == 0
+    assert main(["list", "--data", str(tmp_path), "--json"]) == 0
     (record,) = json.loads(capsys.readouterr().out)["datasets"]
     assert (record["there"], record["missing"], record["different"]) == (1, ["toy/small.csv"], ["toy/table.csv"])
-    assert main(["data", "list", "--data", str(tmp_path)]) == 0
+    assert main(["list", "--data", str(tmp_path)]) == 0
     text = capsys.readouterr().out
     for words in ("1 of 3", "path 3", "different: toy/table.csv", "only seen from afar", "data fetch"):
         assert words in text
@@ -180,7 +180,7 @@ def test_a_malformed_manifest_names_itself(manifest, files, message):
 
 
 def test_unknown_datasets_are_named(capsys):
-    assert main(["data", "list", "neusihgt"]) == 2
+    assert main(["list", "neusihgt"]) == 2
     assert "neusihgt: not known; there are neusight" in capsys.readouterr().err
 
 
@@ -219,5 +219,5 @@ def test_where_the_data_are_looked_for(tmp_path, monkeypatch):
 def test_a_file_cut_short_says_how_to_bring_it_again(tmp_path):
     path = tmp_path / "a.gz"
     path.write_bytes(gzip.compress(TIMES)[:-4])
-    with pytest.raises(InputError, match="a.gz: cannot be read .*data fetch` brings it again"):
+    with pytest.raises(InputError, match="a.gz: cannot be read .*copy or fetch it again"):
         digest(path)
