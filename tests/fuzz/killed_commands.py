@@ -240,11 +240,9 @@ def _write_tables(place: Path) -> None:
 def _fit_words(place: Path) -> list[str]:
     return [
         "-m",
-        "costmodel",
-        "fit",
-        "--all",
-        "--only",
+        "lab.fit",
         "kernels",
+        "--all",
         "--data",
         str(place / "data"),
         "-o",

@@ -350,12 +350,6 @@ def _sharded(place: Path) -> Iterator[OptionCase]:
 
 
 def _measured(place: Path) -> Iterator[OptionCase]:
-    for words in (
-        ("--data", "missing"), ("--data", place / "empty-folder"), ("--data", place / "tiny.json"), ("--data", ""),
-        ("--section", "nope"), ("--section", ""), ("--data", place / "empty-folder", "--section", "training"),
-        ("--data", place / "empty-folder", "--section", "models"), ("--only", "nonesuch", "--section", "replay"),
-    ):  # fmt: skip
-        yield _case("validate", *words)
     measure = ("measure", "-o", place / "measured")
     yield from _each(measure, "--device", ("cuda:99", "x", "", "meta"))
     yield from _each((*measure, "--device", "cpu"), "--minutes", (*NO_NUMBERS, 0))
