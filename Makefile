@@ -2,9 +2,9 @@
 #   make demo    set up, build a full-size MobileNetV2, tune it for a few minutes, compare it with ONNX Runtime
 #   make test    set up, run the tests on all cores (PYTEST_ARGS='-m "not slow"' leaves the slow ones out)
 #   make quick ROLE=e2e/step         run the tests of one path below tests/, the slow ones left out
-#   make thorough                    the tests that `make test` leaves out: real tables asked whole, further lives and engines
+#   make thorough                    the tests that `make test` leaves out: real tables, kills, damaged files, tutorials, peers
 #   make coverage                    all tests, and which share of each package's lines they run (about twice as long)
-#   make mutants [MUTANTS_ARGS=...]  small faults in the modules that decide most: how many do tests see? (docs/robustness.md)
+#   make mutants [MUTANTS_ARGS=...]  small faults in the modules that decide most (mutmut): how many do tests see?
 #   make lint    ruff        make types   mypy        make clean   remove what demo built
 #   make docs    the documentation as a site, in build/site; a warning is an error
 #   make browser a headless browser for the tests that look at pages (Debian, as root); without it they are skipped
@@ -25,8 +25,6 @@ MINUTES ?= 3.5
 TRIALS  ?= 32
 
 PACKAGES := costmodel schedules fusion e2e
-# Tools of `make mutants` alone; not among the environment's, so that `make lock` does not see them.
-MUTMUT := $(VENV)/mutmut
 
 .DELETE_ON_ERROR:
 .PHONY: demo test quick thorough coverage mutants lint types docs browser setup lock clean
@@ -67,11 +65,8 @@ coverage: $(STAMP)
 	@for package in $(PACKAGES); do \
 	  printf "%-12s" $$package; echo "$$($(BIN)/coverage report --format total --include "$$package/*") %"; done
 
-$(MUTMUT): | $(STAMP)
-	$(BIN)/python -m pip install --quiet --no-deps --target $@ mutmut==3.8.1 libcst==1.9.0
-
-mutants: $(STAMP) | $(MUTMUT)
-	PYTHONPATH=$(CURDIR)/$(MUTMUT) $(BIN)/python -m tests.mutants $(MUTANTS_ARGS)
+mutants: $(STAMP)
+	$(BIN)/python -m mutmut run $(MUTANTS_ARGS)
 
 browser:
 	@for name in chromium-headless-shell chromium google-chrome; do command -v $$name >/dev/null && exit 0; done; \

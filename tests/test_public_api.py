@@ -1,4 +1,4 @@
-"""What the packages offer under their own names: lazy, complete, typed; and the examples of docs/api.md run."""
+"""Names that the packages offer: lazy, complete, typed; and the examples of docs/api.md and how-*.md run."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 OFFERING = ("costmodel", "fusion", "e2e")
 PAGE = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+HOW = {
+    name: (ROOT / "docs" / f"how-{name}-works.md").read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+    for name in ("fusion", "e2e")
+}
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 USER = """
@@ -146,3 +150,14 @@ def test_the_examples_of_the_page_run(package: str, tmp_path: Path):
     assert done.returncode == 0, done.stdout[-500:] + done.stderr[-2000:]
     told = re.split(r"^program (.*)$", done.stdout, flags=re.MULTILINE)
     assert told[1::2] == names and all(each.strip() for each in told[2::2]), done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package", HOW)
+def test_the_loop_on_the_page_runs(package: str, tmp_path: Path):
+    pytest.importorskip("tvm" if package == "fusion" else "torch")
+    write_model(tmp_path / "model.onnx")
+    done = run("-c", HOW[package], folder=tmp_path)
+    assert done.returncode == 0 and done.stdout.strip(), done.stderr[-2000:]
+    if package == "fusion":
+        assert float(done.stdout.split()[-1]) < 1e-4  # the largest difference from FP64

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import os
 import re
@@ -29,95 +28,7 @@ def site_module(name: str) -> ModuleType:
     return module
 
 
-index, hook = site_module("error_index"), site_module("page_hook")
-
-
-# --- the index of error messages -----------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def sources() -> dict[str, ast.Module]:
-    return index.sources()
-
-
-def test_the_page_of_error_messages_is_current(sources):
-    # `python docs/site/error_index.py > docs/errors.md` writes it.
-    assert (ROOT / "docs" / "errors.md").read_text(encoding="utf-8") == index.page(sources)
-
-
-def test_every_message_says_what_to_do(sources):
-    # Either the message says it, or what it is about is told by a reason of the system alone.
-    assert [f"{each.path}: {each.text}" for each in index.without_advice(sources)] == []
-
-
-TOY = """
-from toy.words import AGAIN
-class ProjectError(Exception): ...
-class ToyError(ProjectError): ...
-def direct(path, error):
-    raise ToyError(f"{path}: cannot be read ({error.strerror}); {AGAIN}") from None
-def named(names):
-    message = "no names; give some" if not names else f"{names[0]!r}: give another"
-    raise ToyError(message)
-def refuse(text, problem):
-    raise ToyError(f"--text {text}: {problem}")
-def asks(text):
-    refuse(text, "two signs; write one")
-    refuse(text, f"{len(text)} is too long; shorten it")
-def told(count):
-    if count:
-        return f"{count} are left; remove them"
-    return ""
-def asks_told(path, count):
-    raise ToyError(f"{path}: {told(count)}")
-def made(path, failure: type[ToyError]):
-    raise failure(f"{path}: made by an argument; use it")
-def ours(path):
-    raise ValueError(f"{path}: a mistake of the caller")
-@field_validator("size")
-def checked(size):
-    raise ValueError(f"{size} must be above zero")
-def again(error):
-    raise ToyError(str(error))
-"""
-
-
-def test_messages_are_found_in_every_dress():
-    trees = {
-        "toy/made.py": ast.parse(TOY),
-        "toy/words.py": ast.parse('HOW = "`fetch`"\nAGAIN = f"fetch it again: {HOW}"'),
-    }
-    assert {each.text for each in index.messages(trees)} == {
-        "{path}: cannot be read ({reason}); fetch it again: `fetch`",
-        "no names; give some",
-        "'{names}': give another",
-        "--text {text}: two signs; write one",
-        "--text {text}: {text} is too long; shorten it",
-        "{path}: {count} are left; remove them",
-        "{path}: made by an argument; use it",
-        "{size} must be above zero",
-    }
-    assert not index.without_advice(trees)
-
-
-def test_a_message_without_advice_is_found():
-    tree = ast.parse(
-        "class ProjectError(Exception): ...\ndef f(path):\n    raise ProjectError(f'{path}: is bad; it is so')"
-    )
-    assert [each.text for each in index.without_advice({"toy.py": tree})] == ["{path}: is bad; it is so"]
-
-
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("{path}: no file; check the path", "{path}: no file; **check the path**"),
-        ("{a}: was 2 (known: {b}); give 1", "{a}: was 2 (**known: {b}); give 1**"),
-        ("aliases (*name) <x>; write `*y`", "aliases (\\*name) &lt;x>; **write `*y`**"),
-    ],
-)
-def test_what_to_do_is_bold_and_signs_are_as_they_are(text: str, shown: str):
-    assert "".join(index.clauses(text)) == text
-    assert index.marked(text) == shown
+hook = site_module("page_hook")
 
 
 # --- links ----------------------------------------------------------------------------------------

@@ -1,166 +1,141 @@
-"""Every block of every tutorial is run, written, compared or parsed (:mod:`tutorial_blocks` says by which rule). Those
-that tune are in ``tests/fusion/test_fusion_tutorials.py``, so that another worker runs them.
+"""Tutorials as programs, by Sybil: every fenced block of ``docs/tutorials`` is one of these.
+
+```bash                        run by bash in the tutorial's folder; must end with status 0
+```bash title="exit status N"  the same; must end with status N
+```python                      run by the interpreter of the test; must end with status 0
+```LANGUAGE title="FILE"       written to FILE in the tutorial's folder
+```text                        lines that the block before it printed, in their order; others may stand between them
+```console                     commands behind ``$`` that cannot run everywhere: parsed by our command lines
+
+In a line of ``text``, runs of blanks are one blank, ``…`` stands for anything, and a number may be off by a fifth.
 """
 
 from __future__ import annotations
 
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from sybil import Document, Example, Sybil
+from sybil.parsers.markdown.lexers import RawFencedCodeBlockLexer
 
-from tests.tutorial_blocks import (
-    TUTORIALS,
-    Block,
-    blocks_of,
-    command_mistake,
-    commands_in,
-    line_matches,
-    lines_missing,
-    require,
-    run_page,
-    uses,
-)
+from tests.written_pages import ROOT, commands_group
 
-PAGES = {name: path.read_text(encoding="utf-8") for name, path in TUTORIALS.items()}
+TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+TOOLS = ("fusion", "e2e", "costmodel")
+TOLERANCE = 0.2
+# With a blank or a sign before it, and no letter behind it but the x of "1.2x": not those of names (h100, 3x56x56).
+NUMBER = re.compile(r"(?<![\w.,])(?<!\w-)\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?(?=x?(?!\w))")
+INFORMATION = re.compile(r'(?P<language>\w*)(?: title="(?P<title>[^"]+)")?$\n', re.MULTILINE)
 
 
-def test_the_tutorials_are_there():
-    assert set(TUTORIALS) >= {
-        "fuse-and-deploy",
-        "tvm-pipeline",
-        "predict-my-script",
-        "plan-a-cluster",
-        "shard-tables",
-        "add-my-gpu",
+def parse_blocks(document: Document) -> Any:
+    """The fenced blocks of a page, each with :func:`evaluate` behind it."""
+    for region in RawFencedCodeBlockLexer(INFORMATION)(document):
+        region.parsed, region.evaluator = region.lexemes["source"], evaluate
+        yield region
+
+
+def evaluate(example: Example) -> None:
+    """Runs, writes, compares or parses a block in the namespace's ``folder``; an assertion says what is wrong."""
+    language, title, text = example.region.lexemes["language"], example.region.lexemes["title"], str(example.parsed)
+    status = re.fullmatch(r"exit status (\d+)", title or "")
+    folder, space = example.namespace["folder"], example.namespace
+    if language == "bash" or (language == "python" and not title):
+        command = ["bash", "-euo", "pipefail", "-c", text] if language == "bash" else [sys.executable, "-c", text]
+        done = subprocess.run(
+            command, cwd=folder, env=space["environment"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL, text=True, timeout=600, check=False,
+        )  # fmt: skip
+        space["printed"] = done.stdout
+        assert done.returncode == (int(status[1]) if status else 0), f"{text}\n{done.stdout[-4000:]}"
+    elif title:
+        path = folder / title
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    elif language == "text":
+        assert missing_line(text, space["printed"]) is None, f"not printed: {missing_line(text, space['printed'])}"
+    else:
+        assert language == "console", f"line {example.line}: no test looks at a block ```{language}"
+        for line in text.replace("\\\n", " ").splitlines():
+            parse_command(line.removeprefix("$ "))
+
+
+def parse_command(command: str) -> None:
+    """Parses a command of ours with its options, by its own command line; others are taken as they are."""
+    words = shlex.split(command)
+    if "-m" in words[:-1]:
+        words = words[words.index("-m") + 1 :]
+    if words and words[0] in TOOLS:
+        group: Any = commands_group(words.pop(0))
+        while hasattr(group, "commands"):
+            group = group.commands[words.pop(0)]
+        group.make_context(group.name, words)
+
+
+def missing_line(shown: str, printed: str) -> str | None:
+    """The first line of ``shown`` that ``printed`` lacks behind those before it."""
+    lines = iter([" ".join(line.split()) for line in printed.splitlines()])
+    for line in (" ".join(line.split()) for line in shown.splitlines()):
+        if line not in ("", "…") and not any(is_line(line, each) for each in lines):
+            return line
+    return None
+
+
+def is_line(shown: str, printed: str) -> bool:
+    """Whether ``printed`` is the line ``shown``, by the rules at the top of this module."""
+    numbers = [float(number.replace(",", "")) for number in NUMBER.findall(shown)]
+    texts = ["(?:.*)".join(map(re.escape, text.split("…"))) for text in NUMBER.split(shown)]
+    found = re.fullmatch(r"(\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?)".join(texts), printed)
+    return found is not None and all(
+        abs(number - float(given.replace(",", ""))) <= TOLERANCE * max(number, float(given.replace(",", "")))
+        for number, given in zip(numbers, found.groups(), strict=True)
+    )
+
+
+def environment_in(folder: Path) -> dict[str, str]:
+    """The programs of this checkout by their names, a home of its own, and ``examples`` in ``folder``."""
+    programs = folder / ".programs"
+    programs.mkdir()
+    for name in (*TOOLS, "python", "python3"):
+        module = f" -m {name}" if name in TOOLS else ""
+        (programs / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)}{module} "$@"\n')
+        (programs / name).chmod(0o755)
+    (folder / ".home").mkdir()
+    (folder / "examples").symlink_to(ROOT / "examples")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("COSTMODEL_", "FUSION_", "XDG_"))}
+    return kept | {
+        "PATH": os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "HOME": str(folder / ".home"),
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",  # output and errors in the order in which they were printed
     }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name == "predict-my-script" else pytest.mark.thorough)
-        for name in TUTORIALS
-        if not uses("fusion", name)
-    ],
-)
-def test_the_commands_of_a_tutorial_print_what_it_shows(name: str, tmp_path: Path):
-    require("e2e", name)
-    assert run_page(TUTORIALS[name], tmp_path) == []
+@pytest.mark.thorough
+@pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
+def test_a_tutorial_prints_what_it_shows(path: Path, tmp_path: Path):
+    for module in ("onnxruntime", "ortools", "torch", "transformers", "tvm"):
+        pytest.importorskip(module)
+    if "g++" in path.read_text(encoding="utf-8") and shutil.which("g++") is None:
+        pytest.skip("there is no g++")
+    document = Sybil(parsers=[parse_blocks]).parse(path)
+    document.namespace.update(folder=tmp_path, environment=environment_in(tmp_path), printed="")
+    for example in document.examples():
+        example.evaluate()
 
 
-@pytest.mark.parametrize("name", TUTORIALS)
-def test_a_tutorial_is_checked(name: str):
-    found = blocks_of(PAGES[name])
-    kinds = [block.kind for block in found]
-    assert kinds.count("run") > 2 and kinds.count("output") > 1, "a tutorial shows commands and what they print"
-    for block in found:
-        if block.kind == "output":
-            assert block.text.strip(" \n…"), f"line {block.line}: nothing is compared"
-        if block.kind == "write":
-            used = any(Path(block.title).stem in other.text for other in found if other.line > block.line)
-            assert used, f"line {block.line}: {block.title} is written and never used"
-
-
-@pytest.mark.parametrize("name", TUTORIALS)
-def test_what_is_not_run_is_understood_by_its_command(name: str):
-    consoles = [block for block in blocks_of(PAGES[name]) if block.kind == "parse"]
-    commands = [command for block in consoles for command in commands_in(block)]
-    for tool in ("fusion", "e2e"):
-        if any(tool in command.split() for command in commands):
-            pytest.importorskip("onnx" if tool == "fusion" else "torch")  # its command line imports that
-    assert [mistake for mistake in map(command_mistake, commands) if mistake] == []
-
-
-# --- the rules themselves ---------------------------------------------------------------------------------
-
-
-def test_lines_are_compared_with_numbers_a_fifth_apart():
-    assert line_matches("step 613.6 ms (80% interval …)", "step 650.0 ms (80% interval 1 ms to 2 ms)")
-    assert line_matches("1.20x as fast, 2,871 calls", "1.25x as fast, 2,900 calls")
-    assert not line_matches("step 613.6 ms", "step 320.0 ms")
-    assert not line_matches("h100-sxm 1", "h200-sxm 1")  # digits of a name are no number
-    assert not line_matches("step 1 ms", "step 1 ms more")
-    assert line_matches("error 1.0e-05 … 3", "error 1.1e-05 of 7 and 3")
-    assert not line_matches("pointwise_3x56x56", "pointwise_3x55x56")
-
-
-def test_lines_are_wanted_in_their_order():
-    printed = "one  1\ntwo 2\nthree 3\n"
-    assert lines_missing("one 1\n…\nthree 3\n", printed) == []
-    assert lines_missing("three 3\none 1\n", printed) == ["one 1"]
-    assert lines_missing("one 1\nfour …\n", printed) == ["four …"]
-
-
-@pytest.mark.parametrize(
-    ("page", "message"),
-    [
-        ("```sh\nls\n```\n", "nothing that a test looks at"),
-        ("```\nls\n```\n", "nothing that a test looks at"),
-        ("```cpp\nint a;\n```\n", "nothing that a test looks at"),
-        ("```bash {linenums=1}\nls\n```\n", "not understood"),
-        ("```bash\nls\n", "blocks are closed"),
-        ("```text\nhello\n```\n", "output of nothing"),
-        ('```python title="a.py"\n1\n```\n```text\nhello\n```\n', "output of nothing"),
-    ],
-)
-def test_no_block_is_left_out(page: str, message: str):
-    with pytest.raises(ValueError, match=message):
-        blocks_of(page)
-
-
-PROGRAM = """```yaml title="made/numbers.yaml"
-three: 3
-```
-1. In a list:
-
-   ```bash
-   python -c "print(open('made/numbers.yaml').read())"
-   ```
-   ```text
-   three: …
-   ```
-```bash title="exit status 2"
-costmodel machines no-such-machine
-```
-```text
-error: …no-such-machine…
-```
-```python
-print("six", 6)
-```
-```text
-six 5
-```
-"""
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "message"),
-    [
-        ("", "", ""),
-        ("six 5", "six 4", "not printed: six 4"),
-        ("three: …", "four: …", "not printed: four: …"),
-        ('```bash title="exit status 2"', "```bash", "ended with status 2"),
-        ('print("six", 6)', "raise SystemExit(3)", "ended with status 3"),
-    ],
-)
-def test_a_page_that_tells_something_else_is_found(before: str, after: str, message: str, tmp_path: Path):
-    page = tmp_path / "page.md"
-    page.write_text(PROGRAM.replace(before, after) if before else PROGRAM)
-    (tmp_path / "folder").mkdir()
-    found = run_page(page, tmp_path / "folder")
-    assert (message in found[0]) if message else found == []
-
-
-def test_commands_that_are_not_run_are_parsed():
-    assert command_mistake("costmodel measure --device cuda --suite kernels --minutes 8 -o measured") == ""
-    assert command_mistake("torchrun --nproc-per-node 8 -m costmodel measure --suite collectives -o measured") == ""
-    assert "cudda" in command_mistake("costmodel measure --cudda --suite kernels -o measured")
-    assert "suite" in command_mistake("costmodel measure -o measured")  # an option that is needed
-    assert "minutes" in command_mistake("costmodel measure --suite kernels -o measured --minutes soon")
-    assert "measures" in command_mistake("costmodel measures")
-    assert command_mistake("pip install .[fusion,peers]") == "" and "gpu" in command_mistake("pip install .[gpu]")
-    assert "nvidia-smi" in command_mistake("nvidia-smi")
-    with pytest.raises(ValueError, match="every line is a command"):
-        commands_in(Block("console", "", "$ costmodel machines\nh100-sxm\n", 1))
+def test_numbers_of_a_line_may_be_off_by_a_fifth():
+    assert is_line("step 613.6 ms (80% interval …)", "step 650.0 ms (80% interval 1 ms to 2 ms)")
+    assert is_line("1.20x as fast, 2,871 calls", "1.25x as fast, 2,900 calls")
+    assert not is_line("step 613.6 ms", "step 320.0 ms")
+    assert not is_line("h100-sxm 1", "h200-sxm 1")  # digits of a name are no number
+    assert missing_line("one 1\n…\nthree 3\n", "one  1\ntwo 2\nthree 3\n") is None
+    assert missing_line("three 3\none 1\n", "one 1\nthree 3\n") == "one 1"

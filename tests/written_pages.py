@@ -22,7 +22,6 @@ NOT_OURS = {"train.py", "FILE.py", "comms.py", "fusion.template"}
 TO_BE_MADE = "costmodel/calibration/h200-sxm"
 COMMAND = re.compile(r"(?:torchrun|python3?)(?: --[^`\n]*?)? +-m +(?:fusion|e2e|costmodel) [^`#\n|]+")
 MODULE = re.compile(r"python3? -m ((?:fusion|e2e|costmodel)\.[\w.]+)")
-BENCHMARK = re.compile(r"python ((?:benchmarks|examples)/\w+\.py)([^`#\n]*)")
 FILE = re.compile(r"(?<![\w./~$-])((?:costmodel|schedules|fusion|e2e|benchmarks|docs|examples|tests)/[\w./*<>+-]*)")
 LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
 DOTTED = re.compile(rf"(?<![\w./-])((?:{'|'.join(PACKAGES)})(?:\.\w+)+)")
@@ -62,19 +61,6 @@ def unknown_options(line: str) -> set[str]:
         group = group.commands[words.pop(0)]
     known = {option for parameter in group.params for option in parameter.opts}
     return {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)} - known
-
-
-def benchmark_mistakes(text: str) -> list[str]:
-    """Programs of ``benchmarks`` and ``examples`` that are not there, and options that they do not name."""
-    found: list[str] = []
-    for path, rest in BENCHMARK.findall(code_of(text)):
-        if not (ROOT / path).exists():
-            found.append(path)
-            continue
-        source = (ROOT / path).read_text(encoding="utf-8")
-        options = (word.partition("=")[0] for word in rest.split() if re.match(r"--?[a-z]", word))
-        found += [f"{path} {option}" for option in options if f'"{option}"' not in source]
-    return found
 
 
 def missing_files(text: str) -> list[str]:

@@ -1,7 +1,7 @@
 """Machine files: strict YAML in, strict YAML out. Every mistake is a :class:`MachineError` naming file and key.
 
 The keys are the fields of :class:`costmodel.machines.machine_records.Machine` without their units;
-docs/adding-a-machine.md explains them.
+docs/extending.md explains them.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Records of operators: what is computed, on which sizes; no cost. To add one: docs/adding-an-operator.md."""
+"""Records of operators: what is computed, on which sizes; no cost. To add one: docs/extending.md."""

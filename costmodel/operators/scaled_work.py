@@ -21,6 +21,8 @@ _SHARED = {"block": (128, 4), "mx": (32, 1)}
 class ScaledGemm(CountedWork):
     """(m, k) x (k, n) of 8-bit operands, summed in FP32 (``int8``: in int32) and written as ``output_dtype``.
     ``accumulates``: the number type of values that are there and that the result is added to; empty: none.
+    ``split_sums``: partial sums are promoted to FP32 outside the tensor cores, as gradients are computed by default
+    (``use_split_accumulator`` of Transformer Engine, ``use_fast_accum=False`` of torchao); forward products are not.
     """
 
     m: int
@@ -31,6 +33,7 @@ class ScaledGemm(CountedWork):
     output_dtype: str = "bfloat16"
     # Not shown: which operators of a table fits may read is drawn by how they are written (`split_of`).
     accumulates: str = field(default="", repr=False)
+    split_sums: bool = field(default=False, repr=False)
 
     @property
     def flops(self) -> int:

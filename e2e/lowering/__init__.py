@@ -1,4 +1,4 @@
-"""Framework operators to device work, by a table (docs/adding-an-operator.md says how to add one), and host actions."""
+"""Framework operators to device work, by a table (docs/extending.md says how to add one), and host actions."""
 
 from __future__ import annotations
 

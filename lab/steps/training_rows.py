@@ -124,7 +124,7 @@ def _table(data: Path, name: Path) -> list[tuple[int, dict[str, str]]]:
     except OSError as error:
         raise InputError(
             f"{path}: cannot be read ({error.strerror}); `data fetch` does not bring it; "
-            "see docs/data.md for where it is from"
+            "see docs/measurements.md for where it is from"
         ) from None
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(

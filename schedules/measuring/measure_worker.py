@@ -1,7 +1,8 @@
 """The measuring process: builds, verifies and times kernels. May crash or hang; the runner then starts another.
 
 Run as ``python -m schedules.measuring.measure_worker FD PARENT`` by the process PARENT's
-:class:`schedules.measuring.measure_runner.Runner`, which talks to it over that descriptor.
+:class:`schedules.measuring.measure_runner.Runner`, which talks to it over that descriptor. Building and timing take
+turns: beside a build, threads of TVM's pool (which spin for 15 ms behind a task) make kernels 2 to 4 times too slow.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 A product is that of :mod:`costmodel.gpu.families.gemm` at the 8-bit rate of the tensor cores, its operands of one byte
 and its result of two. Scales of blocks are multiplied in between (the sums of 128 k are promoted to FP32 outside the
 tensor cores: DeepSeek-V3, arXiv 2412.19437, section 3.3.2), which is left to what the tables say of such products.
+Tables have sums kept in the tensor cores, as inference takes them; Hopper's gradients with one scale per tensor are
+promoted to FP32, which costs more arithmetic time (:data:`SPLIT_SUMS`). Blackwell's sums are FP32 in any case.
 A cast is memory-bound: it reads the wide values once and writes narrow ones.
 """
 
@@ -21,6 +23,10 @@ from costmodel.gpu.families.rates import matrix_rate
 from costmodel.machines.machine_records import Machine
 from costmodel.operators.layers import element_bytes
 from costmodel.operators.scaled_work import ScaledCast, ScaledGemm
+
+# Arithmetic time of products whose sums are promoted to FP32, over such that are not, on H100: the middle of 1.1 to 1.2
+# (pytorch/ao issue 2377).
+SPLIT_SUMS = 1.15
 
 
 @dataclass(frozen=True)
@@ -50,11 +56,20 @@ class ScaledProducts(Family[ScaledGemm]):
         seconds, terms, features = analyse_products(columns, TENSOR_TILES, machine)
         more = accumulating_seconds(operators, machine)
         seconds, terms = seconds + more, {**terms, "memory:DRAM": terms["memory:DRAM"] + more}
+        promoting = _promoting_shares(operators, machine) * terms["compute"]
+        seconds, terms = seconds + promoting, {**terms, "compute": terms["compute"] + promoting}
         block = np.array([float(each.scaling in ("block", "mx")) for each in operators])
         return KernelAnalysis(seconds, terms, {**features, "block": block})
 
     def covers(self, operator: ScaledGemm) -> bool:
         return operator.dtype == "float8"
+
+
+def _promoting_shares(operators: Sequence[ScaledGemm], machine: Machine) -> np.ndarray:
+    """Arithmetic time that promoting the sums to FP32 adds, as a share of that of products in the tables."""
+    hopper = machine.chip().architecture == "hopper"
+    promoted = np.array([hopper and each.split_sums and each.scaling == "tensor" for each in operators], dtype=float)
+    return (SPLIT_SUMS - 1) * promoted
 
 
 class ScaledCasts(Family[ScaledCast]):

@@ -18,14 +18,16 @@ from e2e.step.precision import Recipe
 
 _LIBRARY = torch.library.Library("float8", "DEF")
 _LIBRARY.define("amax(Tensor given) -> Tensor")
+# ``split_sums``: of :class:`costmodel.operators.scaled_work.ScaledGemm`, as Transformer Engine's recipes and torchao's
+# tensor-wise one have it: gradients alone.
 _LIBRARY.define("cast(Tensor given, str scaling, int share) -> Tensor")
 _LIBRARY.define("cast_both(Tensor given, str scaling, int share) -> (Tensor, Tensor)")
 _LIBRARY.define("each_amax(Tensor given, Tensor ends) -> Tensor")
 _LIBRARY.define("each_cast(Tensor given, Tensor ends, str scaling) -> Tensor")
 _LIBRARY.define("each_cast_both(Tensor given, Tensor ends, str scaling) -> (Tensor, Tensor)")
-_LIBRARY.define("each_mm(Tensor first, Tensor second, Tensor ends, str scaling) -> Tensor")
-_LIBRARY.define("each_gradient(Tensor first, Tensor second, Tensor ends, str scaling) -> Tensor")
-_LIBRARY.define("mm(Tensor first, Tensor second, str scaling) -> Tensor")
+_LIBRARY.define("each_mm(Tensor first, Tensor second, Tensor ends, str scaling, bool split_sums) -> Tensor")
+_LIBRARY.define("each_gradient(Tensor first, Tensor second, Tensor ends, str scaling, bool split_sums) -> Tensor")
+_LIBRARY.define("mm(Tensor first, Tensor second, str scaling, bool split_sums) -> Tensor")
 _LIBRARY.define("grouped_mm(Tensor first, Tensor second, Tensor ends, str scaling) -> Tensor")
 _LIBRARY.define("grouped_gradient(Tensor first, Tensor second, Tensor ends, str scaling) -> Tensor")
 _EIGHT = torch.float8_e4m3fn
@@ -40,7 +42,7 @@ def _cast_both(given: torch.Tensor, scaling: str, share: int) -> tuple[torch.Ten
     return _cast(given, scaling, share), _cast(given, scaling, share)
 
 
-def _mm(first: torch.Tensor, second: torch.Tensor, scaling: str) -> torch.Tensor:
+def _mm(first: torch.Tensor, second: torch.Tensor, scaling: str, split_sums: bool) -> torch.Tensor:
     return first.new_empty((first.shape[0], second.shape[1]), dtype=torch.bfloat16)
 
 
@@ -61,8 +63,14 @@ _LIBRARY.impl("grouped_gradient", _grouped_gradient, "Meta")
 _LIBRARY.impl("each_amax", lambda given, ends: given.new_empty(ends.shape, dtype=torch.float32), "Meta")
 _LIBRARY.impl("each_cast", lambda given, ends, scaling: _cast(given, scaling, 1), "Meta")
 _LIBRARY.impl("each_cast_both", lambda given, ends, scaling: _cast_both(given, scaling, 1), "Meta")
-_LIBRARY.impl("each_mm", _grouped_mm, "Meta")
-_LIBRARY.impl("each_gradient", _grouped_gradient, "Meta")
+_LIBRARY.impl(
+    "each_mm", lambda first, second, ends, scaling, split_sums: _grouped_mm(first, second, ends, scaling), "Meta"
+)
+_LIBRARY.impl(
+    "each_gradient",
+    lambda first, second, ends, scaling, split_sums: _grouped_gradient(first, second, ends, scaling),
+    "Meta",
+)
 _ops = torch.ops.float8
 
 
@@ -119,16 +127,26 @@ class Caster:
             return first, second
         return _ops.each_cast(given, ends, recipe.scaling), None
 
-    def multiply(self, first: torch.Tensor, second: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """Rows of experts times their matrices."""
-        product = _ops.each_mm if self.by_expert else _ops.grouped_mm
-        result: torch.Tensor = product(first, second, ends, self.recipe.scaling)
+    def multiply(
+        self, first: torch.Tensor, second: torch.Tensor, ends: torch.Tensor, *, gradient: bool = False
+    ) -> torch.Tensor:
+        """Rows of experts times their matrices. ``gradient``: of the rows."""
+        scaling = self.recipe.scaling
+        result: torch.Tensor = (
+            _ops.each_mm(first, second, ends, scaling, gradient)
+            if self.by_expert
+            else _ops.grouped_mm(first, second, ends, scaling)
+        )
         return result
 
     def multiply_gradients(self, first: torch.Tensor, second: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """The gradients of the matrices, of rows and their gradients."""
-        product = _ops.each_gradient if self.by_expert else _ops.grouped_gradient
-        result: torch.Tensor = product(first, second, ends, self.recipe.scaling)
+        scaling = self.recipe.scaling
+        result: torch.Tensor = (
+            _ops.each_gradient(first, second, ends, scaling, True)
+            if self.by_expert
+            else _ops.grouped_gradient(first, second, ends, scaling)
+        )
         return result
 
 
@@ -143,7 +161,7 @@ class ScaledLinear(torch.autograd.Function):
         wide, turned_weight = caster.weight(weight)
         ctx.save_for_backward(*(given, weight) if turned is None else (turned, turned_weight))
         rows = eight.reshape(-1, eight.shape[-1])
-        return _ops.mm(rows, wide.t(), scaling).view(*given.shape[:-1], weight.shape[0])
+        return _ops.mm(rows, wide.t(), scaling, False).view(*given.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
@@ -161,8 +179,8 @@ class ScaledLinear(torch.autograd.Function):
                 first, _ = caster.operands(first)
                 turned = eight if caster.recipe.scaling == "tensor" else caster.operands(gradient)[0]
         return (
-            _ops.mm(eight, second, scaling).view(ctx.shape) if of_input else None,
-            _ops.mm(turned.t(), first.reshape(-1, first.shape[-1]), scaling) if of_weight else None,
+            _ops.mm(eight, second, scaling, True).view(ctx.shape) if of_input else None,
+            _ops.mm(turned.t(), first.reshape(-1, first.shape[-1]), scaling, True) if of_weight else None,
             None,
         )
 
@@ -188,7 +206,7 @@ class ScaledExperts(torch.autograd.Function):
         eight, turned = caster.rows_of_experts(gradients[0], ends)
         if turned is None:
             rows, matrices, turned = caster.rows_of_experts(rows, ends)[0], caster.operands(matrices)[0], eight
-        of_rows = caster.multiply(eight, matrices.transpose(1, 2), ends)
+        of_rows = caster.multiply(eight, matrices.transpose(1, 2), ends, gradient=True)
         return of_rows, caster.multiply_gradients(rows, turned, ends), None, None
 
 
@@ -249,7 +267,7 @@ def _serving(module: Any, caster: Caster) -> Callable[[torch.Tensor], torch.Tens
     def forward(given: torch.Tensor) -> torch.Tensor:
         eight, _ = caster.activations(given)
         rows = eight.reshape(-1, eight.shape[-1])
-        output: torch.Tensor = _ops.mm(rows, module.weight.t(), caster.recipe.scaling)
+        output: torch.Tensor = _ops.mm(rows, module.weight.t(), caster.recipe.scaling, False)
         output = output.view(*given.shape[:-1], module.weight.shape[0])
         return output if module.bias is None else output + module.bias
 

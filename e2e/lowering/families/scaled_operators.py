@@ -31,6 +31,10 @@ def _scaling_of(scale: Tensor, operand: Tensor) -> str:
     return "mx" if elements // scales <= 32 else "block"
 
 
+# Place of ``use_fast_accum`` among the arguments of ``_scaled_mm``; without it PyTorch takes False.
+_FAST_ACCUM = 7
+
+
 def _scaled(call: OperatorCall, context: Context) -> list[DeviceWork]:
     """``_scaled_mm(a, b, scale_a, scale_b, ...)``."""
     first, second, scale = (tensor_argument(call, place) for place in range(3))
@@ -41,6 +45,7 @@ def _scaled(call: OperatorCall, context: Context) -> list[DeviceWork]:
         dtype_of(first),
         _scaling_of(scale, first),
         dtype_of(gpu_outputs(call)[0]),
+        split_sums=call.inputs[_FAST_ACCUM : _FAST_ACCUM + 1] != (True,),
     )
     return [DeviceWork(call.name, (record,))]
 
@@ -85,7 +90,8 @@ def _product(call: OperatorCall, context: Context) -> list[DeviceWork]:
     first, second = tensor_argument(call, 0), tensor_argument(call, 1)
     output = gpu_outputs(call)[0]
     (m, k), n = first.shape, second.shape[1]
-    return [DeviceWork(call.name, (ScaledGemm(m, n, k, "float8", _named(call), dtype_of(output)),))]
+    record = ScaledGemm(m, n, k, "float8", _named(call), dtype_of(output), split_sums=_splits_sums(call))
+    return [DeviceWork(call.name, (record,))]
 
 
 def _amax(call: OperatorCall, context: Context) -> list[DeviceWork]:
@@ -126,8 +132,15 @@ def _each_expert(call: OperatorCall, context: Context) -> list[DeviceWork]:
     """``float8::each_mm`` and ``float8::each_gradient``: a kernel for each expert."""
     work = experts_product(call, context, "float8", _named(call))
     dtype = dtype_of(gpu_outputs(call)[0])
-    products = by_expert(work)
-    return [DeviceWork(call.name, (ScaledGemm(m, n, k, "float8", work.scaling, dtype),)) for m, n, k in products]
+    split_sums = _splits_sums(call)
+    products = [
+        ScaledGemm(m, n, k, "float8", work.scaling, dtype, split_sums=split_sums) for m, n, k in by_expert(work)
+    ]
+    return [DeviceWork(call.name, (product,)) for product in products]
+
+
+def _splits_sums(call: OperatorCall) -> bool:
+    return any(value is True for value in call.inputs)
 
 
 def _named(call: OperatorCall) -> str:

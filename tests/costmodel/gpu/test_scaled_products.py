@@ -34,6 +34,15 @@ def test_a_large_product_is_faster_than_in_16_bits_and_slower_than_the_datasheet
     assert eight.seconds < sixteen.seconds
 
 
+@pytest.mark.parametrize("name, least, most", [("h100-sxm", 1.08, 1.15), ("b200-sxm", 1.0, 1.0)])
+def test_gradients_whose_sums_are_promoted_take_longer_on_hopper_alone(name, least, most):
+    model = gpu_cost_model(load_machine(name))
+    kept, promoted = model.estimate([ScaledGemm(8192, 8192, 8192), ScaledGemm(8192, 8192, 8192, split_sums=True)])
+    assert least <= promoted.seconds / kept.seconds <= most + 1e-9
+    rows = [ScaledGemm(8192, 8192, 8192, scaling="row", split_sums=each) for each in (False, True)]
+    assert len({each.seconds for each in model.estimate(rows)}) == 1
+
+
 def test_a_gpu_without_8_bit_floats_says_so():
     with pytest.raises(MachineError, match="no compute rate for float8"):
         gpu_cost_model(load_machine("a100-sxm-80gb")).estimate([ScaledGemm(64, 64, 64)])

@@ -36,14 +36,16 @@ def scales(*shape):
     return torch.empty(shape, dtype=torch.float32, device="meta")
 
 
-def test_a_scaled_product_of_a_script_is_one_in_8_bits():
+@pytest.mark.parametrize("fast", [None, False, True])
+def test_a_scaled_product_of_a_script_is_one_in_8_bits(fast):
     """It was an unknown operator of a few bytes once."""
+    asked = {} if fast is None else {"use_fast_accum": fast}
     (found,) = operators(
         lambda: torch._scaled_mm(
-            eight(ROWS, WIDTH), eight(INNER, WIDTH).t(), scales(), scales(), out_dtype=torch.bfloat16
+            eight(ROWS, WIDTH), eight(INNER, WIDTH).t(), scales(), scales(), out_dtype=torch.bfloat16, **asked
         )
     )
-    assert found == ScaledGemm(ROWS, INNER, WIDTH, "float8", "tensor", "bfloat16")
+    assert found == ScaledGemm(ROWS, INNER, WIDTH, "float8", "tensor", "bfloat16", split_sums=not fast)
 
 
 def test_scales_of_rows_are_told_by_their_number():
@@ -90,6 +92,7 @@ def test_all_three_products_of_linear_layers_are_in_8_bits_but_not_those_of_the_
     plain, scaled = captured(), captured(precision="fp8-delayed")
     products = [each for each in scaled if isinstance(each, ScaledGemm)]
     assert len(products) == 3 * 7 * 2
+    assert sum(each.split_sums for each in products) == 2 * 7 * 2  # gradients alone
     assert sum(each.flops for each in (*plain, *scaled) if type(each).__name__ == "Gemm") > 0
     kinds = [sum(each.flops for each in found if isinstance(each, (ScaledGemm,)) or type(each).__name__ == "Gemm")
              for found in (plain, scaled)]  # fmt: skip

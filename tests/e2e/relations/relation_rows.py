@@ -135,7 +135,7 @@ def told(found: Any) -> str:
     return f"{found.iteration_seconds * 1e3:.4f} ms ({low * 1e3:.4f} to {high * 1e3:.4f}), {memory:.3f} GiB{mfu}"
 
 
-def held(rows: list[Relation], drawn: int = 2, thorough: int = 12) -> tuple[Any, Any]:
+def held(rows: list[Relation], drawn: int = 1, thorough: int = 12) -> tuple[Any, Any]:
     """The tests of ``rows``: with few settings in every run, with more in thorough ones."""
 
     def test(count: int) -> Any:

@@ -5,17 +5,21 @@ it as far as a damaged file can get.
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import random
 import shutil
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
-from tests.fuzz.mutations import (
+from tests.foreign_files.mutations import (
     json_text,
     mutated_arrays,
     mutated_bytes,
@@ -24,7 +28,7 @@ from tests.fuzz.mutations import (
     mutated_tree,
     yaml_text,
 )
-from tests.fuzz.seeds import (
+from tests.foreign_files.seeds import (
     BUILD_MANIFEST,
     CLUSTERS,
     EXECUTION_TRACES,
@@ -49,7 +53,7 @@ from tests.fuzz.seeds import (
     source_lists,
 )
 
-MOST_SECONDS = 20.0  # of processor time for one input
+_NUMBERS = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -63,28 +67,27 @@ class Seed:
 
 @dataclass(frozen=True)
 class Reader:
-    """``make``: seeds, some of which use ``folder`` for what lies beside them; ``read``: of a case's file or folder."""
+    """A reader of files: ``make`` gives its seeds, ``read`` takes a file or folder as far as a command would."""
 
     name: str
     make: Callable[[Path], list[Seed]]
     read: Callable[[Path], object]
     needs: tuple[str, ...] = ()  # modules that the road imports and that take long
     names_file: bool = True  # whether a refusal names the file
-    most_seconds: float = MOST_SECONDS
 
     def seeds(self, folder: Path) -> list[Seed]:
         """The valid inputs."""
         return self.make(folder)
 
-    def case(self, folder: Path, seeds: list[Seed], number: int, rng: random.Random) -> Path:
-        """The file of case ``number``: from 0 a damaged seed, below it a seed as it is."""
-        seed = seeds[number % len(seeds)] if number >= 0 else seeds[number]
+    def case(self, folder: Path, seeds: list[Seed], number: int, rng: random.Random | None) -> Path:
+        """The file of seed ``number``, damaged where ``rng`` is given."""
+        seed = seeds[number % len(seeds)]
         place = folder / "case"
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir()
         # Some readers remember a file by its name and time of change.
-        path = place / f"{number}-{seed.name}" if "." in seed.name else place / seed.name
-        seed.write(seed.content, rng if number >= 0 else None, path)
+        path = place / f"{next(_NUMBERS)}-{seed.name}" if "." in seed.name else place / seed.name
+        seed.write(seed.content, rng, path)
         return path
 
 
@@ -424,29 +427,29 @@ def _sample_seeds(folder: Path) -> list[Seed]:
     return _of(_arrays, "samples.npz", {"x": np.ones((4, 3), np.float32), "n": np.arange(4)})
 
 
-# --- what the tests of the harness itself read ----------------------------------------------------
-
-
-def _falls(path: Path) -> object:
-    text = path.read_text(encoding="utf-8", errors="replace")
-    if "hang" in text:
-        while True:
-            pass
-    if "die" in text:
-        import os
-
-        os.abort()
-    if "fill" in text:
-        return bytearray(3 << 30)
-    return [int(line) for line in text.splitlines()]
-
-
-def _toy(word: str) -> Reader:
-    def write(content: str, rng: random.Random | None, path: Path) -> None:
-        path.write_text(content if rng is None or rng.random() < 0.5 else word)
-
-    return Reader(f"toy-{word}", lambda folder: _of(write, "toy.txt", "1\n2\n"), _falls, most_seconds=1.0)
-
-
 READERS = {reader.name: reader for reader in _readers()}
-ALL_READERS = READERS | {reader.name: reader for reader in map(_toy, ("hang", "die", "fill", "raise"))}
+
+
+def require(name: str) -> None:
+    """Skip the running test where a module that the reader ``name`` needs is not installed."""
+    for module in READERS[name].needs:
+        pytest.importorskip(module)
+
+
+MOST_SECONDS = 60  # by the clock, of a machine that others use; what waits for a pipe waits for ever
+
+
+@contextmanager
+def in_time(what: str) -> Iterator[None]:
+    """Fail what takes longer than ``MOST_SECONDS``."""
+
+    def late(number: int, frame: object) -> None:
+        raise AssertionError(f"{what}: not refused within {MOST_SECONDS} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(MOST_SECONDS)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)

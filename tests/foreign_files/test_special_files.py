@@ -5,14 +5,11 @@ in a line that names it, at once and before it fills the memory.
 from __future__ import annotations
 
 import gzip
-import importlib.util
 import json
 import os
 import random
-import signal
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +17,9 @@ import pytest
 
 from costmodel.base import foreign_files
 from costmodel.base.errors import ProjectError
-from tests.fuzz.readers import READERS
+from tests.foreign_files.readers import READERS, in_time, require
 
 NAMES = [name for name in READERS if name != "options"]
-MOST_SECONDS = 60  # by the clock, of a machine that others use; what waits for a pipe waits for ever
 
 
 def zero(path: Path) -> None:
@@ -59,27 +55,6 @@ KINDS: dict[str, Callable[[Path], None]] = {
 }  # fmt: skip
 
 
-@contextmanager
-def in_time(what: str) -> Iterator[None]:
-    def late(number: int, frame: object) -> None:
-        raise AssertionError(f"{what}: not refused within {MOST_SECONDS} s")
-
-    before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(MOST_SECONDS)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-
-
-def present(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:
-        return False
-
-
 def whole_cases(name: str, tmp_path: Path) -> list[tuple[Path, list[Path]]]:
     """Each seed as it is, and the files of it."""
     reader, found = READERS[name], []
@@ -94,9 +69,7 @@ def whole_cases(name: str, tmp_path: Path) -> list[tuple[Path, list[Path]]]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_no_file_of_its_kind_is_refused(name, tmp_path, monkeypatch):
-    missing = [module for module in READERS[name].needs if not present(module)]
-    if missing:
-        pytest.skip(f"{', '.join(missing)} is not installed")
+    require(name)
     seen = 0
     for path, files in whole_cases(name, tmp_path)[:2]:
         for file in files:
@@ -137,8 +110,7 @@ def test_what_unpacks_to_more_than_its_kind_is_refused_while_it_is_unpacked(tmp_
 @pytest.mark.parametrize("name", ["kineto", "execution-trace", "chakra", "measured"])
 def test_a_file_of_more_small_parts_than_memory_and_time_allow_is_refused(name, tmp_path, monkeypatch):
     """A few megabytes unpack to millions of the smallest events or rows, which take more than large ones."""
-    if not all(present(module) for module in READERS[name].needs):
-        pytest.skip("its packages are not installed")
+    require(name)
     for kind, (_, what) in foreign_files.MOST_PARTS.items():
         monkeypatch.setitem(foreign_files.MOST_PARTS, kind, (1, what))
     path, _ = whole_cases(name, tmp_path)[0]
