@@ -21,10 +21,10 @@ PAGES = {
 NOT_OURS = {"train.py", "FILE.py", "comms.py", "fusion.template"}
 TO_BE_MADE = "costmodel/calibration/h200-sxm"
 COMMAND = re.compile(r"(?:torchrun|python3?)(?: --[^`\n]*?)? +-m +(?:fusion|e2e|costmodel) [^`#\n|]+")
-MODULE = re.compile(r"python3? -m ((?:fusion|e2e|costmodel)\.[\w.]+)")
-FILE = re.compile(r"(?<![\w./~$-])((?:costmodel|schedules|fusion|e2e|benchmarks|docs|examples|tests)/[\w./*<>+-]*)")
+MODULE = re.compile(r"python3? -m ((?:fusion|e2e|costmodel|lab)\.[\w.]+)")
+FILE = re.compile(r"(?<![\w./~$-])((?:costmodel|schedules|fusion|e2e|lab|docs|examples|tests)/[\w./*<>+-]*)")
 LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
-DOTTED = re.compile(rf"(?<![\w./-])((?:{'|'.join(PACKAGES)})(?:\.\w+)+)")
+DOTTED = re.compile(rf"(?<![\w./-])((?:{'|'.join((*PACKAGES, 'lab'))})(?:\.\w+)+)")
 # A file that a tutorial has its reader write.
 TITLE = re.compile(r'^ *```\w+ title="([^"]+)"', re.MULTILINE)
 PYTHON_FILE = re.compile(r"(?<![\w./*>-])((?:\w+/)*\w+\.py)\b")
@@ -86,7 +86,7 @@ def unknown_names(text: str) -> list[str]:
     imported = re.findall(r"^from ([\w.]+) import (.+)$", code, re.MULTILINE)
     named = {f"{module}.{name.strip()}" for module, names in imported for name in names.split(",")}
     prose = code_of(re.sub(r"```.*?```", "", text, flags=re.DOTALL))
-    dotted = {name for name in named | set(DOTTED.findall(prose)) if name.split(".")[0] in PACKAGES}
+    dotted = {name for name in named | set(DOTTED.findall(prose)) if name.split(".")[0] in (*PACKAGES, "lab")}
     return sorted(name for name in dotted if name not in NOT_OURS and not exists(name))
 
 
@@ -171,5 +171,5 @@ def commands_group(tool: str) -> Any:
 
 @cache
 def _files() -> tuple[str, ...]:
-    folders = (*PACKAGES, "benchmarks", "docs", "examples", "tests")
+    folders = (*PACKAGES, "lab", "docs", "examples", "tests")
     return tuple(f"/{path.relative_to(ROOT)}" for folder in folders for path in (ROOT / folder).rglob("*.py"))

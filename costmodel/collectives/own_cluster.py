@@ -1,4 +1,7 @@
-"""Predictions of measured collectives by models that have not seen them: for intervals and for validation."""
+"""Calibration of a measured system: curves of its collectives, and margins by what the curves say of rows left out.
+
+:func:`fit_logs` makes that of the user's own cluster from logs (:mod:`costmodel.collectives.sweep_logs`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reader of benchmark output as calibration input: nccl-tests (``*_perf``) and PARAM's ``comms.py``.
+"""Readers of measured collectives: nccl-tests (``*_perf``), PARAM's ``comms.py``, tables of ``costmodel measure``.
 
 nccl-tests: the header names the columns (old: ``size count type redop time algbw busbw error``, new: with ``root`` and
 ``#wrong``; out of place, then in place); ``# Rank`` lines tell ranks and hosts. PARAM: ``COMMS-RES-<collective>``

@@ -1,20 +1,18 @@
-"""The user's own GPU by a few minutes of ``python -m costmodel measure`` on it, without a public table.
+"""Fit of the user's own GPU: by tables of ``python -m costmodel measure``, or by times of whole steps.
 
-Each family and number type that was measured often enough is moved to the measurements by a level and, from eight on,
-by slopes over its features (:mod:`costmodel.gpu.residuals.adaptation`). What is shipped of that GPU, or of a relative,
-is what is moved.
+**Tables.** Each family and number type that was measured often enough is moved to the measurements by a level and, from
+eight on, by slopes over its features (:mod:`costmodel.gpu.residuals.adaptation`). What is shipped of that GPU, or of a
+relative, is what is moved.
 
-What whole steps that were measured on one GPU say about its kernels: a level for each family and number type.
-
-A user often has no times of single kernels, but those of twenty steps. With X the seconds that are predicted of each
-family in each step (steps x families), y the measured steps, and one level that all families share beside their own,
+**Steps.** A user often has no times of single kernels, but those of twenty steps. With X the seconds that are predicted
+of each family in each step (steps x families), y the measured steps, and one level that all families share beside their
+own,
 
     sum of huber(log(X exp(shared + own)) - log y) + (shared / sigma)^2 + sum of (own / sigma)^2
 
-is made least (:func:`costmodel.gpu.own_gpu.inverted`). What is left of a well predicted GPU are errors of single
-models, which say nothing of the next one: so levels count only if each step is met better, on average, by those of all
-others than by none. The levels are kept as the same record that points of single
-kernels make (:mod:`costmodel.gpu.residuals.adaptation`), so that every prediction on that GPU uses them.
+is made least (:func:`inverted`). What is left of a well predicted GPU are errors of single models, which say nothing of
+the next one: so levels count only if each step is met better, on average, by those of all others than by none. Levels
+are kept as the same record that points of single kernels make, so that every prediction on that GPU uses them.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-"""Reader of measured attention: aiconfigurator's prefill, decode and encoder tables.
+"""Readers of measured attention of aiconfigurator (ai-dynamo/aiconfigurator, Apache-2.0): training's, serving's,
+linear.
 
-aiconfigurator (ai-dynamo, Apache-2.0): milliseconds of kernel time in a CUDA graph, forward, causal but for encoders.
+**Prefill, decode and encoder**: milliseconds of kernel time in a CUDA graph, forward, causal but for encoders.
 Rows count whose column ``kernel_source`` names a kernel that training has too (FlashAttention 2 and 3), in BF16 over a
 BF16 cache. A table of each file is thinned to :data:`MOST_ROWS`, evenly.
 
 LLMServingSim's tables are not read: decode rows of its H100 would need up to 48 TB/s of the card's memory, so that the
 sequences must share the pages of one cache.
 
-Reader of kernels that serving engines have and training has not, of aiconfigurator (ai-dynamo, Apache-2.0): latent
-attention in the space of the latents, and FlashAttention 3 in 8 bits.
+**Kernels that serving engines have and training has not**: latent attention in the space of the latents, and
+FlashAttention 3 in 8 bits.
 
 ``mla/trtllm/*/generation_mla_perf.parquet``: milliseconds of kernel time in a CUDA graph; one token of ``batch_size``
 sequences behind a cache of ``step`` tokens, ``num_heads`` of this GPU, ranks of 512 and 64 (DeepSeek), the rotary
@@ -16,13 +17,10 @@ embedding and the writing of the cache with it. TensorRT-LLM runs FlashMLA on Ho
 that FlashMLA publishes) and a kernel of its own elsewhere, which splits no sequence. vLLM's tables were taken launch by
 launch, with the projections around the kernel: 0.1 to 0.3 ms at least.
 
-``attention``: rows of FlashAttention 3 over a cache in 8 bits, with queries in 8 bits but for single tokens
-(:mod:`lab.data.attention_tables` has those in 16).
+``attention``: rows of FlashAttention 3 over a cache in 8 bits, with queries in 8 bits but for single tokens.
 
-Reader of the tables of linear attention of aiconfigurator (ai-dynamo/aiconfigurator, Apache-2.0).
-
-``linear_attention/<engine>/<version>/{mamba2,gdn}_perf.parquet``: milliseconds in BF16 of whole sequences (``context``)
-and of one token behind a cache (``generation``). What is taken, and why the rest is not:
+**Linear attention**, ``linear_attention/<engine>/<version>/{mamba2,gdn}_perf.parquet``: milliseconds in BF16 of whole
+sequences (``context``) and of one token behind a cache (``generation``). What is taken, and why the rest is not:
 
 * ``chunk_gated_delta_rule`` of TensorRT-LLM, which agrees with what flash-linear-attention itself takes on H800
   (PaddlePaddle/flash-attention pull request 133: 2.6 ns per token and head of 128, here 2.5 on H100). The forks of

@@ -1,4 +1,4 @@
-"""Brings the public measurements from their repositories: ``python -m costmodel data fetch``.
+"""Brings the public measurements from their repositories: ``python -m lab.data fetch``.
 
 Of each repository one commit without history, and of that the wanted files alone (partial clone, sparse checkout).
 Every file is made as the manifest says and proven by its SHA-256 before it takes its place; what is there already is

@@ -1,7 +1,5 @@
-"""Measured kernels of one GPU, and how rows are split into those to fit, to choose and to report on.
-
-Columns of a .parquet file of aiconfigurator, and the machines that its folders are of.
-"""
+"""Measured kernels of one GPU, their splits into rows to fit, to choose and to report on, and columns of .parquet
+files."""
 
 from __future__ import annotations
 

@@ -1,31 +1,28 @@
-"""Reader of the GEMM tables of aiconfigurator (ai-dynamo/aiconfigurator, Apache-2.0): ``gemm/gemm_perf.parquet``.
+"""Readers of the products of aiconfigurator (ai-dynamo/aiconfigurator, Apache-2.0): BF16, FP8, layers of experts.
 
-Inference layout (weights transposed), milliseconds of kernel time without the gap of a launch. Here the BF16 rows;
-those in FP8 are read by :mod:`lab.data.product_tables`.
+**BF16**, ``gemm/gemm_perf.parquet``. Inference layout (weights transposed), milliseconds of kernel time without the gap
+of a launch.
 
 Shapes are a grid: powers of two and some between them along m, n and k. Rows that something disturbed stand out from
 it: less than half as fast as their neighbours (:func:`disturbed`). Of products of 50 us and more these are 2 % of
 H100's in BF16 (2048 x 8192 x 16384: 233 TFLOP/s, between 874 and 851) and none to 0.1 % of the other systems'.
 
-Readers of what aiconfigurator (ai-dynamo/aiconfigurator, Apache-2.0) measured in FP8: linear layers and casts.
-
-A row ``fp8`` or ``fp8_block`` of ``gemm/gemm_perf.parquet`` is a linear layer of vLLM, which casts its input first. How
-long the cast takes is seen where there is little else: layers of 128 outputs, less six tenths of the same product in
-BF16 (half of its bytes). Their median by the size of the input, in doublings, is the file's own cast; it is taken off
-every row, and rows are used where it takes at most a fifth of the time of the product in BF16. With six tenths, as
-once, 759 of L40S's 27,765 rows were left with less time than the datasheet allows, down to 0.02 us, and 21 of H100's
-and H200's; with a fifth none is. (On H100 and H200 vLLM 0.14 casts by several PyTorch kernels, 8 us and 10 ps an
-element; on L40S 0.24 by one, in 3 us and 4 ps. Layers with scales of blocks were timed without a CUDA graph.)
+**FP8**, linear layers and casts. A row ``fp8`` or ``fp8_block`` of ``gemm/gemm_perf.parquet`` is a linear layer of
+vLLM, which casts its input first. How long the cast takes is seen where there is little else: layers of 128 outputs,
+less six tenths of the same product in BF16 (half of its bytes). Their median by the size of the input, in doublings, is
+the file's own cast; it is taken off every row, and rows are used where it takes at most a fifth of the time of the
+product in BF16. With six tenths, as once, 759 of L40S's 27,765 rows were left with less time than the datasheet allows,
+down to 0.02 us, and 21 of H100's and H200's; with a fifth none is. (On H100 and H200 vLLM 0.14 casts by several PyTorch
+kernels, 8 us and 10 ps an element; on L40S 0.24 by one, in 3 us and 4 ps. Layers with scales of blocks were timed
+without a CUDA graph.)
 
 ``quantize``: casts by themselves. ``scale_matrix`` has the scale given, ``compute_scale`` of vLLM is what finding one
 for each row takes besides. (SGLang's cast is a tenth as fast and left out, as are eager searches of TensorRT-LLM.)
 
-Reader of the tables of fused layers of experts of aiconfigurator (ai-dynamo/aiconfigurator, Apache-2.0).
-
-Milliseconds of both products with activation, gathering and the sum of results, forward, in a CUDA graph. Rows whose
-work is known are taken: of TensorRT-LLM (``cutlass``) those with all experts or a balanced part of them, of vLLM
-(``triton``) those with all experts; of a rank of a random routing the table does not say what it got. Layers with 4-bit
-weights are left out. The rows of experts are those of :mod:`costmodel.operators.expert_routing`.
+**Fused layers of experts.** Milliseconds of both products with activation, gathering and the sum of results, forward,
+in a CUDA graph. Rows whose work is known are taken: of TensorRT-LLM (``cutlass``) those with all experts or a balanced
+part of them, of vLLM (``triton``) those with all experts; of a rank of a random routing the table does not say what it
+got. Layers with 4-bit weights are left out. The rows of experts are those of :mod:`costmodel.operators.expert_routing`.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""Fits the models of collectives from measured sweeps: constants of the analytic model, curves per system.
+"""Fit of the models of collectives to public sweeps: constants of the analytic model, curves per system.
 
-Margins of the intervals come from what the curves say about sizes, and numbers of ranks, that were left out of them.
-
-Fits the constants of the analytic model to measured sweeps of one node: starts, hops and shares of the protocols.
-
-Every sweep weighs the same; the loss is robust, for no model of a protocol fits the steps between two of them. What the
-sweeps of one node cannot say (hops over the network) stays as NCCL's own model has it (src/graph/tuning.cc).
+The constants (starts, hops and shares of the protocols) are fitted to sweeps of one node. Every sweep weighs the same;
+the loss is robust, for no model of a protocol fits the steps between two of them. What the sweeps of one node cannot
+say (hops over the network) stays as NCCL's own model has it (src/graph/tuning.cc).
 """
 
 from __future__ import annotations

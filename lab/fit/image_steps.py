@@ -1,4 +1,4 @@
-"""Inverts whole measured steps: what classes of kernels must cost so that the sums come out.
+"""Inversion of whole measured steps: what classes of kernels must cost so that the sums come out.
 
 With X the analytic seconds of each class of kernels in each step (steps x classes) and y the measured steps, the
 factors exp(p) make

@@ -1,7 +1,4 @@
-"""Measured kernels of one family on one GPU, and what carries over from several such GPUs to others.
-
-A measured GPU as it would be known if it had not been measured.
-"""
+"""Measured kernels of one family on one GPU, and what carries over from several such GPUs to others.."""
 
 from __future__ import annotations
 

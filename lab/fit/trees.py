@@ -1,4 +1,4 @@
-"""TODO."""
+"""Training of residuals: boosted trees of log(measured / analytic) with a conformal interval, by xgboost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step of NVIDIA's image classifiers as their own script runs it.
+"""Published steps of NVIDIA's image classifiers, each as their own script runs it.
 
 DeepLearningExamples, PyTorch/Classification/ConvNets (BSD-3), ``main.py`` and
 ``image_classification/{training,dataloaders,mixup}.py`` at 097c7ff9 and 46ff3707.
@@ -18,15 +18,13 @@ Beside the network a step there
 Validation adds the loss and the two accuracies. What is left out: labels and loss as they travel, logging (outside
 the time that is measured).
 
-Steps of image models that NVIDIA has published: DeepLearningExamples, PyTorch/Classification/ConvNets (BSD-3).
-
-``resnet50v1.5/README.md`` at 291f0d02 and ``se-resnext101-32x4d/README.md`` at 0107cf27 (NGC container 21.03; training
-of one GPU, inference on V100 and T4), ``resnext101-32x4d/README.md`` at 46ff3707 (20.06, training), batch sizes and
-layouts by ``configs.yml`` at 097c7ff9: NHWC with mixed precision, NCHW otherwise. A step is run as the script runs it
-(:mod:`lab.steps.published_images`): by ``launch.py`` and ``configs.yml`` (PyTorch's loader, mixup, gradients of some
-1,000 or 2,000 pictures added up), ResNeXt by the command of its page (DALI on the CPU, none of these). No factor is
-fitted on any of them. ResNeXt's inference is left out: its table of T4 has 449 pictures a second in FP32, 89 % of the
-datasheet's arithmetic (8.1 TFLOP/s), where the card reaches half of that and SE-ResNeXt 171.
+Where the figures are from: ``resnet50v1.5/README.md`` at 291f0d02 and ``se-resnext101-32x4d/README.md`` at 0107cf27
+(NGC container 21.03; training of one GPU, inference on V100 and T4), ``resnext101-32x4d/README.md`` at 46ff3707 (20.06,
+training), batch sizes and layouts by ``configs.yml`` at 097c7ff9: NHWC with mixed precision, NCHW otherwise. A step is
+run as the script runs it: by ``launch.py`` and ``configs.yml`` (PyTorch's loader, mixup, gradients of some 1,000 or
+2,000 pictures added up), ResNeXt by the command of its page (DALI on the CPU, none of these). No factor is fitted on
+any of them. ResNeXt's inference is left out: its table of T4 has 449 pictures a second in FP32, 89 % of the datasheet's
+arithmetic (8.1 TFLOP/s), where the card reaches half of that and SE-ResNeXt 171.
 
 Figures are averages over 100 iterations, the first of which tries the algorithms of convolutions
 (``cudnn.benchmark``). It moves the mean of the latencies of 21.03 above their own 95th percentile (84 ms, 75 ms; 256

@@ -1,4 +1,4 @@
-"""Published training steps predicted, in processes of their own; what was predicted once is kept on disk."""
+"""Predictions of published training steps, in processes of their own; what was predicted once is kept on disk."""
 
 from __future__ import annotations
 

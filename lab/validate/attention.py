@@ -1,4 +1,4 @@
-"""How wrong the models of attention are where they have to reach beyond their rows.
+"""Errors of the models of attention where they have to reach beyond their rows.
 
 ``lengths from 16k left out``   trees of a GPU that saw shorter queries and keys alone, on the longer ones
 ``head counts left out``        trees that saw powers of two alone, on 3, 5, 6, 10, 12 ... heads
@@ -10,12 +10,11 @@
 
 Random rows and whole GPUs are left out of the same tables by :mod:`lab.validate.kernels`.
 
-Fits the constants of :mod:`costmodel.gpu.families.attention_paces` to measured rows of one kernel and phase.
-
-Least soft absolute error of log times (scale 0.1), within bounds that physics sets: no more than 1.05 of the GEMM rate,
+Constants of :mod:`costmodel.gpu.families.attention_paces` are fitted to measured rows of one kernel and phase by least
+soft absolute error of log times (scale 0.1), within bounds that physics sets: no more than 1.05 of the GEMM rate,
 up to 300 cycles per 1,000 scores, the launches of one or two kernels (four where an engine writes its cache besides).
 
-How wrong the models of linear attention are: on random rows, on GPUs, and on lengths and shapes left out.
+Of linear attention, on random rows, on GPUs, and on lengths and shapes left out:
 
 ``held-out shapes``, ``left-out GPU``: as :mod:`lab.validate.kernels` says
 ``lengths from 8k left out``     trees of a GPU that saw shorter sequences alone, on the longer ones

@@ -1,6 +1,4 @@
-"""Errors of the GPU models by split, family and machine.
-
-How wrong the GPU models are, on rows that no fit has seen.
+"""Errors of the GPU models by split, family and machine, on rows that no fit has seen.
 
 ``held-out shapes``       the shipped model of a GPU on the report split of its own tables
 ``..., >= 0.4 TFLOP``     of them those of products of so much work

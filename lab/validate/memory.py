@@ -1,4 +1,4 @@
-"""The section ``memory`` of ``python -m e2e validate``: peaks of GPU memory that were published, predicted; and whether
+"""The section ``memory`` of ``python -m lab.validate``: peaks of GPU memory that were published, predicted; and whether
 steps that ran are said to fit, and batches that did not run are said not to.
 
 * Steps of language models (:mod:`lab.steps.training_rows`): each ran, some tell their peak.

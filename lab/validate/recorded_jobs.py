@@ -1,4 +1,6 @@
-"""Recorded jobs *predicted*: operators alone give the step, models its kernels and transfers, tables the host.
+"""The section ``dlrm`` of ``python -m lab.validate``: recorded jobs predicted, beside the figures of the papers.
+
+Operators alone give the step, models its kernels and transfers, tables the host.
 
 The papers' own question (Lin et al., HiPC 2022; ISPASS 2025), on the recorded jobs that are public. Nothing of the
 recording but its operators goes in: not one kernel's time. Two tables of host overheads: (a) the job's own T1 to T5 by
@@ -8,8 +10,6 @@ as late on each rank as it was recorded to begin: what happened before is no par
 
 The profiles of ResNet-50 and its execution traces were recorded in different runs of one script, whose operators are
 the same one by one; of the job of two ranks one rank is recorded, and the other is taken as alike.
-
-The section ``dlrm`` of ``python -m e2e validate``: recorded jobs predicted, beside the figures of the papers.
 """
 
 from __future__ import annotations

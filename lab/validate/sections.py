@@ -135,7 +135,7 @@ def _sealed(asked: Asked, names: Sequence[str]) -> Section:
 
 
 def _by_default(section: str, asked: Asked) -> bool:
-    """Whether ``section`` runs where none is named. Tables of kernels are validated as wholes: not for a single case."""
+    """Whether ``section`` runs where none is named. Tables of kernels are validated whole: not for one case."""
     from lab.steps.training_rows import TRAINING_FILE
 
     if section in ("training", "memory"):

@@ -1,4 +1,4 @@
-"""The section ``training`` of ``python -m e2e validate``: published training steps of language models, predicted.
+"""The section ``training`` of ``python -m lab.validate``: published training steps of language models, predicted.
 
 One number of a prediction is fitted to such steps (:mod:`e2e.price.speed_band`): here it is fitted anew for every
 source, to the steps of the others.

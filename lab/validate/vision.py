@@ -1,4 +1,4 @@
-"""The section ``vision`` of ``python -m e2e validate``: measured steps of image models, predicted.
+"""The section ``vision`` of ``python -m lab.validate``: measured steps of image models, predicted.
 
 The steps are timm's results in the data folder and what NVIDIA has published. All but ResNet-50 need timm to build the
 models (:mod:`e2e.capture.models.timm_models`); where that is absent the section says so and leaves them out.

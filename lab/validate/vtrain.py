@@ -1,8 +1,9 @@
-"""The published GPT iterations of vTrain (Bang et al., MICRO 2024) on A100, predicted.
+"""The section ``vtrain`` of ``python -m lab.validate``: the published GPT iterations of vTrain (Bang et al., MICRO
+2024) on A100, predicted.
 
 What the figures of one node are: within one choice of width, micro-batch and parallelism they are bilinear in layers
 and micro-batches to the last digit of a double (``regularity``). No measured iteration is; they were put together from
-profiles of single layers, as vTrain does, so the prediction here is put together likewise (:mod:`.profiled`): FP16, no
+profiles of single layers, as vTrain does, so the prediction here is put together likewise (:class:`Profiler`): FP16, no
 recomputation (with it the products alone would need 96 % of the datasheet rate at width 2048 and 8 sequences), plain
 cross entropy, one all-reduce of all gradients after the backward pass, Apex' FusedAdam, 1F1B.
 
@@ -16,9 +17,8 @@ arXiv 2104.04473, table 1) this gives 119 instead of 135 TFLOP/s (18.4 billion p
 Assumed: A100 SXM4 40 GB on NVSwitch. Its optimizer moves 22 bytes per parameter at 1.09 TB/s, 70 % of that card's
 datasheet bandwidth; of the 80 GB card's it would be 53 %. ``HOST_SECONDS`` is the one constant fitted, on width 1024.
 
-The section ``vtrain`` of ``python -m e2e validate``.
-
-Parts as a profile of single layers shows them: each from a standing start, its time with the gaps of the host.
+Parts are taken as a profile of single layers shows them: each from a standing start, its time with the gaps of the
+host.
 
 vTrain (Bang et al., MICRO 2024) profiles embedding, one layer and head one by one, then puts iterations together from
 these times and from a table of all-reduces. A part takes what host and device need for it when neither is ahead;

@@ -67,7 +67,7 @@ def test_a_token_behind_a_cache_moves_its_states():
 
 
 @pytest.mark.skipif(
-    not (DATA / "aiconfigurator").is_dir(), reason="no tables of aiconfigurator: python -m costmodel data fetch"
+    not (DATA / "aiconfigurator").is_dir(), reason="no tables of aiconfigurator: python -m lab.data fetch"
 )
 def test_held_out_rows_of_the_tables():
     pytest.importorskip("pyarrow")

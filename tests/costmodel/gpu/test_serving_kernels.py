@@ -59,7 +59,7 @@ def test_eight_bits_are_faster_and_refused_where_nobody_measured_them():
 
 
 @pytest.mark.skipif(
-    not (DATA / "aiconfigurator").is_dir(), reason="no tables of aiconfigurator: python -m costmodel data fetch"
+    not (DATA / "aiconfigurator").is_dir(), reason="no tables of aiconfigurator: python -m lab.data fetch"
 )
 def test_held_out_rows_of_the_tables():
     pytest.importorskip("pyarrow")

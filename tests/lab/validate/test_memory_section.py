@@ -1,4 +1,4 @@
-"""The section ``memory`` of ``e2e validate``: what it asks, and what it calls wrong."""
+"""The section ``memory`` of ``lab.validate``: what it asks, and what it calls wrong."""
 
 from __future__ import annotations
 

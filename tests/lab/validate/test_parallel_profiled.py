@@ -180,7 +180,7 @@ def test_figures_and_regularity() -> None:
 
 @pytest.mark.skipif(not (DATA / vtrain.FOLDER).is_dir(), reason="the shared data are not here")
 def test_published_iterations() -> None:
-    """Half of every sixtieth within 7 %; the whole table is a section of ``python -m e2e validate``."""
+    """Half of every sixtieth within 7 %; the whole table is a section of ``python -m lab.validate``."""
     everything = vtrain.read_cases(DATA)
     assert len(everything) >= 720
     report = vtrain.validate(DATA, cases=everything[::60])

@@ -1,4 +1,4 @@
-"""Every section of ``e2e validate``, and the fit of host overheads, on small data made here."""
+"""Every section of ``lab.validate``, and the fit of host overheads, on small data made here."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_spoilt_label_names_itself_and_unknown_gpus_are_passed_over(tmp_path: 
 
 
 def test_without_labels_it_says_how_to_get_them(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"model_labels: no measured models there; .*python -m costmodel data fetch"):
+    with pytest.raises(InputError, match=r"model_labels: no measured models there; .*python -m lab.data fetch"):
         list(cases(tmp_path))
 
 
