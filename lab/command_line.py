@@ -12,13 +12,15 @@ from costmodel.base.command_line import guarded
 from costmodel.base.errors import InputError
 
 
-def run(command: Callable[..., None], name: str, arguments: Sequence[str] | None, stopped: str = "stopped") -> int:
-    """Run ``command`` as the program ``python -m NAME``; return its exit status, 2 with one line for a user's mistake.
-
-    ``stopped``: what Ctrl-C prints.
-    """
+def program(command: Callable[..., None], stopped: str = "stopped") -> typer.Typer:
+    """Make the command line of one command. ``stopped``: what Ctrl-C prints."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(guarded(stopped)(command))
+    return app
+
+
+def run(app: typer.Typer, name: str, arguments: Sequence[str] | None = None) -> int:
+    """Run ``app`` as ``python -m NAME``; return its exit status, 2 with one line for a user's mistake."""
     try:
         status = app(arguments, prog_name=f"python -m {name}", standalone_mode=False)
     except TyperException as error:

@@ -20,7 +20,9 @@ PAGES = {
 # Files of users and other projects that pages speak of, and an attribute of TVM functions.
 NOT_OURS = {"train.py", "FILE.py", "comms.py", "fusion.template"}
 TO_BE_MADE = "costmodel/calibration/h200-sxm"
-COMMAND = re.compile(r"(?:torchrun|python3?)(?: --[^`\n]*?)? +-m +(?:fusion|e2e|costmodel) [^`#\n|]+")
+COMMAND = re.compile(
+    r"(?:torchrun|python3?)(?: --[^`\n]*?)? +-m +(?:fusion|e2e|costmodel|lab\.(?:data|fit|validate)) [^`#\n|]+"
+)
 MODULE = re.compile(r"python3? -m ((?:fusion|e2e|costmodel|lab)\.[\w.]+)")
 FILE = re.compile(r"(?<![\w./~$-])((?:costmodel|schedules|fusion|e2e|lab|docs|examples|tests)/[\w./*<>+-]*)")
 LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
@@ -38,7 +40,7 @@ def code_of(text: str) -> str:
 
 
 def commands(text: str) -> list[str]:
-    """Every command line of ``text`` that starts one of the three tools, from ``-m`` on."""
+    """Every command line of ``text`` that starts one of the three tools or of the laboratory, from ``-m`` on."""
     found = [part for line in COMMAND.findall(code_of(text)) for part in line.split("&&")]
     return sorted({"-m " + part.partition("-m ")[2].strip() for part in found if "-m " in part})
 
@@ -166,7 +168,8 @@ def commands_group(tool: str) -> Any:
     """The command line of ``tool``, as the library that parses it has it."""
     import typer
 
-    return typer.main.get_command(import_module(f"{tool}.commands.cli").app)
+    module = f"{tool}.__main__" if tool.startswith("lab.") else f"{tool}.commands.cli"
+    return typer.main.get_command(import_module(module).app)
 
 
 @cache

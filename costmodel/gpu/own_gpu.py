@@ -44,7 +44,7 @@ from costmodel.machines.machine_catalog import load_machine
 from costmodel.machines.machine_records import Machine
 from costmodel.model.measurements import Measurement
 from costmodel.operators.any_operator import AnyOperator
-from costmodel.operators.serialization import from_record
+from costmodel.operators.serialization import from_record, to_record
 
 
 def fit_to_tables(files: Sequence[Path], machine_name: str, output: Path | None, progress: Say) -> Path:
@@ -276,3 +276,18 @@ def read_rows(path: Path) -> Iterator[tuple[Any, float]]:
     if not all(seconds > 0 for _, seconds in pairs):
         raise InputError(f"{path}: times that are not above zero; measure again")
     yield from pairs
+
+
+def write_inventory(steps: Sequence[CountedStep], path: Path) -> Path:
+    """Writes ``steps``, each distinct operator once; the same steps give the same bytes."""
+    operators: dict[AnyOperator, int] = {}
+    rows = []
+    for step in steps:
+        counts = [[operators.setdefault(each, len(operators)), count] for each, count in step.counts.items()]
+        row = {"name": step.name, "family": step.family, "counts": counts}
+        rows.append({**row, "seconds": step.seconds} if step.seconds else row)
+    record = {"operators": [to_record(each) for each in operators], "steps": rows}
+    text = json.dumps(record, separators=(",", ":")).encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(gzip.compress(text, 9, mtime=0))
+    return path

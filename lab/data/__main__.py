@@ -11,14 +11,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from costmodel.base.command_line import ProgramGroup, guarded
+from costmodel.base.command_line import guarded
 from costmodel.base.errors import InputError
+from lab.command_line import run
 from lab.data.data_folder import FETCH, data_folder, user_data_directory
 from lab.data.fetching import fetch
 from lab.data.manifest import Standing, sources_named, standing
 
 app = typer.Typer(
-    cls=ProgramGroup,
     help="The public measurements that models are fitted to and checked on.",
     no_args_is_help=True,
     add_completion=False,
@@ -103,11 +103,7 @@ def _remarks(each: Standing) -> list[str]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command that is named; return its exit status."""
-    try:
-        app(arguments, prog_name="python -m lab.data")
-    except SystemExit as ended:
-        return ended.code if isinstance(ended.code, int) else 0
-    return 0
+    return run(app, "lab.data", arguments)
 
 
 if __name__ == "__main__":

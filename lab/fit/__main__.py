@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from costmodel.base.whole_file import check_writable
-from lab.command_line import chosen, run
+from lab.command_line import chosen, program, run
 from lab.data.data_folder import data_folder
 from lab.fit.public_tables import PARTS, fit_public
 
@@ -45,9 +45,12 @@ def fit_command(
         print(f"{record['file']}  {record['bytes']} B")
 
 
+app = program(fit_command, "stopped; the same command goes on with what is fitted")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
-    return run(fit_command, "lab.fit", arguments, "stopped; the same command goes on with what is fitted")
+    return run(app, "lab.fit", arguments)
 
 
 if __name__ == "__main__":

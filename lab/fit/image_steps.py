@@ -13,7 +13,6 @@ not blamed on convolutions.
 
 from __future__ import annotations
 
-import gzip
 import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -41,27 +40,10 @@ from costmodel.model.cost_model import CostModel
 from costmodel.operators.any_operator import AnyOperator
 from costmodel.operators.device_work import ConvolutionBackward, Elementwise, Gemm, Normalization
 from costmodel.operators.layers import Conv2d
-from costmodel.operators.serialization import to_record
 from lab.data.named_files import Wanted, everything, named_tables
 from lab.data.timm_steps import TimmStep, read_timm, timm_files
 
 INVENTORY = SHARES.parent / "steps.json.gz"
-
-
-def write_inventory(steps: Sequence[CountedStep], path: Path) -> Path:
-    """Writes ``steps``, each distinct operator once; the same steps give the same bytes."""
-    operators: dict[AnyOperator, int] = {}
-    rows = []
-    for step in steps:
-        counts = [[operators.setdefault(each, len(operators)), count] for each, count in step.counts.items()]
-        row = {"name": step.name, "family": step.family, "counts": counts}
-        rows.append({**row, "seconds": step.seconds} if step.seconds else row)
-    record = {"operators": [to_record(each) for each in operators], "steps": rows}
-    text = json.dumps(record, separators=(",", ":")).encode()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(gzip.compress(text, 9, mtime=0))
-    return path
-
 
 OTHER = "other "  # begins the names of kinds whose factors are not kept
 # Of log factors: what all windows, widths and layouts of a kind share, forward and data gradient together; what

@@ -13,17 +13,15 @@ import gc
 import random
 import sys
 import zlib
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from costmodel.base.errors import ProjectError
-from costmodel.gpu.own_gpu import CountedStep
-from costmodel.operators.any_operator import AnyOperator
+from costmodel.gpu.own_gpu import CountedStep, write_inventory
 from e2e.sources.user_script import prepare
-from e2e.step.execution_graph import ExecutionGraph
+from e2e.step.execution_graph import operator_counts
 from lab.data.timm_steps import TimmStep
-from lab.fit.image_steps import INVENTORY, write_inventory
+from lab.fit.image_steps import INVENTORY
 from lab.steps.image_steps import all_steps, family_of, fitted_on, timm_request
 
 MODELS_OF_A_FAMILY, TRAINED_MODELS = 2, 8
@@ -62,11 +60,6 @@ def drawn(steps: Iterable[TimmStep], count: int, machine: str = "", seed: int = 
     return list(first.values())[:count]
 
 
-def counted(graph: ExecutionGraph) -> Mapping[AnyOperator, int]:
-    """How often each operator runs in ``graph``."""
-    return Counter(record for rank in graph.ranks for task in rank.tasks for record in task.operators)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Captures the steps that factors are fitted on, or held-out ones, and writes their kernels."""
     parser = argparse.ArgumentParser(description=main.__doc__)
@@ -84,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     gc.disable()  # captured models refer to themselves: they are collected below
     for count, step in enumerate(steps, 1):
         try:
-            kernels = counted(prepare(timm_request(step)).graph)
+            kernels = operator_counts(prepare(timm_request(step)).graph)
             seconds = step.seconds if asked.held_out else 0.0
             found.append(CountedStep(step.name, family_of(step.model), kernels, seconds))
         except (ProjectError, RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError) as reason:

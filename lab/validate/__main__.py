@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from lab.command_line import run
+from lab.command_line import program, run
 from lab.data.data_folder import data_folder
 from lab.validate.sections import SECTIONS, Asked, run_sections
 
@@ -44,9 +44,12 @@ def validate_command(
             section.render()
 
 
+app = program(validate_command)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
-    return run(validate_command, "lab.validate", arguments)
+    return run(app, "lab.validate", arguments)
 
 
 if __name__ == "__main__":

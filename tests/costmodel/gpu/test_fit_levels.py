@@ -10,12 +10,11 @@ import pytest
 
 from costmodel.base.errors import InputError
 from costmodel.gpu.factory import gpu_cost_model
-from costmodel.gpu.own_gpu import CountedStep, fit_to_steps, read_inventory, step_levels
+from costmodel.gpu.own_gpu import CountedStep, fit_to_steps, read_inventory, step_levels, write_inventory
 from costmodel.gpu.residuals.fitted import DIRECTORY, adaptations_for
 from costmodel.machines.machine_catalog import load_machine
 from costmodel.operators.device_work import Elementwise, Normalization
 from costmodel.operators.layers import Conv2d
-from lab.fit.image_steps import write_inventory
 
 MACHINE = "rtx-4090"
 CONV = Conv2d(64, 64, 56, 56, 64, (3, 3), padding=(1, 1, 1, 1), dtype="float16", channels_last=True)

@@ -12,21 +12,12 @@ from costmodel.gpu.factory import gpu_cost_model
 from costmodel.gpu.families.image_kernels import ImageKernels
 from costmodel.gpu.families.inverted_shares import InvertedShares
 from costmodel.gpu.families.tensor_convolution import TensorConvolution
-from costmodel.gpu.own_gpu import CountedStep, read_inventory
+from costmodel.gpu.own_gpu import CountedStep, read_inventory, write_inventory
 from costmodel.machines.machine_catalog import load_machine
 from costmodel.operators.device_work import Elementwise, Normalization
 from costmodel.operators.layers import Conv2d
 from lab.data.timm_steps import read_timm
-from lab.fit.image_steps import (
-    OTHER,
-    StepTable,
-    class_seconds,
-    fit_steps,
-    invert,
-    left_out_spread,
-    log_errors,
-    write_inventory,
-)
+from lab.fit.image_steps import OTHER, StepTable, class_seconds, fit_steps, invert, left_out_spread, log_errors
 
 CLASSES = ("pointwise forward nchw", "pointwise forward nhwc", "spatial forward nhwc", f"{OTHER}element-wise")
 TRUE = np.array([1.6, 1.3, 0.8, 1.0])
