@@ -20,12 +20,11 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from costmodel.base.errors import MissingDependencyError
 from costmodel.collectives.calibration import DIRECTORY as MEASURED
 from costmodel.collectives.sweep_logs import KINDS, CollectiveRow, SweepReader, read_own_table, read_sweep, whole_buffer
 from costmodel.operators.collective_transfer import CollectiveTransfer
+from lab.data.kernel_table import read_parquet
 from lab.data.named_files import Wanted, everything
 
 _SYSTEMS = {"h100_sxm": "h100-sxm", "h200_sxm": "h200-sxm", "l40s": "l40s", "a100_sxm": "a100-sxm-80gb"}
@@ -83,7 +82,7 @@ def _sweeps(data: Path) -> Iterator[tuple[Path, str, SweepReader]]:
 
 
 def _nccl_perf(path: Path) -> Iterator[CollectiveRow]:
-    for row in _parquet(path):
+    for row in read_parquet(path, "a sweep of collectives").to_pylist():
         kind = KINDS[row["op_name"]]
         if kind == "all_reduce" and row["nccl_dtype"] == _NOT_ADDED_BY_SWITCHES:
             continue
@@ -110,16 +109,3 @@ def _profiled(path: Path) -> Iterator[CollectiveRow]:
                 times[transfer].append(float(row[f"time_stats.{kind}.median"]))
     for transfer, values in times.items():
         yield CollectiveRow(transfer, sorted(values)[len(values) // 2] * 1e-3)
-
-
-def _parquet(path: Path) -> list[dict[str, Any]]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise MissingDependencyError("reading parquet tables needs pyarrow: pip install pyarrow") from None
-    try:
-        rows: list[dict[str, Any]] = pyarrow.parquet.read_table(path).to_pylist()
-    except pyarrow.ArrowException as error:
-        raise ValueError(" ".join(str(error).split())) from None
-    return rows

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -67,15 +67,23 @@ MACHINES = {"a100_sxm": "a100-sxm-80gb", "h100_sxm": "h100-sxm", "h200_sxm": "h2
 
 
 def read_columns(path: Path, names: Sequence[str], what: str) -> list[np.ndarray]:
-    """The columns ``names``, arrays of one length; ``InputError`` says that ``path`` is not ``what``."""
+    """Read the columns ``names``, arrays of one length; ``InputError`` says that ``path`` is not ``what``."""
+    table = read_parquet(path, what, names)
+    return [table[name].to_numpy(zero_copy_only=False) for name in names]
+
+
+def read_parquet(path: Path, what: str, names: Sequence[str] | None = None) -> Any:
+    """Read the columns ``names``, or all, as a table of Arrow; ``InputError`` says that ``path`` is not ``what``."""
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
         raise MissingDependencyError("reading .parquet tables needs pyarrow: pip install pyarrow") from None
     try:
-        table = pyarrow.parquet.read_table(path, columns=list(names))
-        return [table[name].to_numpy(zero_copy_only=False) for name in names]
+        table = pyarrow.parquet.read_table(path, columns=names and list(names))
+        for name in names or ():
+            table[name]
+        return table
     except (OSError, KeyError, ValueError, pyarrow.ArrowException) as error:
         raise InputError(f"{path}: not {what} ({' '.join(str(error).split())}); {AGAIN}") from None
 

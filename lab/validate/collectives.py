@@ -20,10 +20,10 @@ from costmodel.collectives.calibration import Calibration, tiers_of
 from costmodel.collectives.collective_model import CollectiveModel
 from costmodel.collectives.own_cluster import MeasuredRow, RowPrediction, held_out_ranks, held_out_sizes, sweeps_of
 from costmodel.collectives.sweep_logs import CollectiveRow
-from costmodel.model.error_figures import Accuracy, accuracy
 from lab.data.collective_sweeps import read_collectives
 from lab.data.named_files import Wanted, everything
 from lab.fit.collectives import by_machine, constants_of, rows_of
+from lab.validate.accuracy import Accuracy, accuracy
 from lab.validate.kernels import KernelErrors
 
 SIZES, RANKS, SYSTEM = "held-out sizes", "held-out ranks", "left-out system"

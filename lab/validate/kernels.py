@@ -29,13 +29,13 @@ from costmodel.gpu.kernel_model import KernelModel
 from costmodel.gpu.residuals.fitted import DIRECTORY
 from costmodel.machines.machine_records import Machine
 from costmodel.model.cost_model import Estimate
-from costmodel.model.error_figures import Accuracy, accuracy
 from costmodel.model.measurements import Measurement
 from lab.data.kernel_table import KernelTable
 from lab.data.named_files import Wanted, everything
 from lab.fit.grades import with_grades
 from lab.fit.kernel_rows import KernelRows, left_out_machine, transfer_of
 from lab.fit.kernels import read_tables, rows_by_family, told_apart
+from lab.validate.accuracy import Accuracy, accuracy
 
 
 @dataclass(frozen=True)

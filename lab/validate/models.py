@@ -18,9 +18,9 @@ from rich.table import Table
 
 from costmodel.base.errors import InputError
 from costmodel.model.cost_model import Estimate
-from costmodel.model.error_figures import Accuracy, accuracy
 from e2e.step.operator_trace import OperatorTrace
 from lab.data.data_folder import AGAIN, BROUGHT
+from lab.validate.accuracy import Accuracy, accuracy
 
 LABELS = Path("neusight/model_labels")
 CONFIGS = Path("neusight/model_configs")

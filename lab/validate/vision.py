@@ -18,9 +18,9 @@ from rich.table import Table
 
 from costmodel.base.errors import InputError, ProjectError
 from costmodel.model.cost_model import Estimate
-from costmodel.model.error_figures import Accuracy, accuracy
 from lab.data.data_folder import BROUGHT
 from lab.data.timm_steps import TimmStep, read_timm, timm_files
+from lab.validate.accuracy import Accuracy, accuracy
 
 if TYPE_CHECKING:
     from e2e.sources.asked.request import PredictRequest
