@@ -101,14 +101,14 @@ def test_only_known_files_count_and_only_wanted_ones_are_read(tmp_path):
 def test_a_spoilt_sweep_names_itself_and_what_to_do(tmp_path, spoil):
     path = vidur(tmp_path, "h100_dgx/send_recv", [(2, 1, 4096, 0.03)])
     spoil(path)
-    with pytest.raises(InputError, match=r"send_recv.csv.gz: .*python -m lab.data fetch") as error:
+    with pytest.raises(InputError, match=r"send_recv.csv.gz: .*measure or fetch it again") as error:
         read_collectives(tmp_path)
     assert "\n" not in str(error.value)
 
 
 def test_a_sweep_of_another_schema_names_itself(tmp_path):
     nccl_perf(tmp_path, [("all_dance", "half", 8, 1024, 0.02)])
-    with pytest.raises(InputError, match=r"nccl_perf.parquet: not a sweep .*all_dance.*data fetch"):
+    with pytest.raises(InputError, match=r"nccl_perf.parquet: not a sweep .*all_dance.*fetch it again"):
         read_collectives(tmp_path)
 
 
