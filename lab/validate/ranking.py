@@ -1,4 +1,4 @@
-"""How well kernels are ranked before any measurement, on networks left out of the training.
+"""How well kernels are ranked before any measurement, on networks left out of the training: ``lab.validate.ranking``.
 
 For every network the ranking is trained without all operators that occur in it, and asked to order the configurations
 that were measured of each of them. Four methods, so that it is seen what each part is worth: a random order, the
@@ -8,21 +8,29 @@ a run uses.
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+import typer
 
 from costmodel.base.say import Say
 from costmodel.cpu.learned_residual import ResidualModel, train_together
 from costmodel.cpu.roofline import RooflineModel
+from costmodel.machines.machine_file import read_machine
 from costmodel.machines.machine_records import Machine
 from costmodel.model.measurements import Config, ConfigKey, config_key
 from costmodel.operators.layers import Operator
+from fusion.commands.records_command import records_here
+from lab.command_line import program, run
 from schedules.contract.cpu_target import CpuTarget
 from schedules.kernels.template_table import config_terms, template_for
-from schedules.records.shipped_records import CpuRecords, KernelRecords
+from schedules.records.shipped_records import MACHINE_FILE, CpuRecords, KernelRecords
 
 METHODS = ("random", "analytic", "trees", "both")
 # Kernels with fewer configurations say nothing of an order.
@@ -194,3 +202,28 @@ def spearman(scores: np.ndarray, times: np.ndarray) -> float:
     if first.std() == 0 or second.std() == 0:
         return 0.0
     return float(np.corrcoef(first, second)[0, 1])
+
+
+def ranking_command(
+    directory: Annotated[
+        Path | None,
+        typer.Option(help="Folder of all CPUs' records; default: that of the package, or $FUSION_RECORDS."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")] = False,
+) -> None:
+    """Leave out one network after the other: recall, rank correlation and loss of latency on its kernels."""
+    found = records_here(directory)
+    machine = read_machine(found.directory / MACHINE_FILE)
+    rows = report(evaluate_ranking(found.content, machine, lambda line: print(line, file=sys.stderr)))
+    if as_json:
+        print(json.dumps([asdict(row) for row in rows], indent=2))
+        return
+    print("| kernels of | | method | top-1 | top-5 | rank correlation | loss of 1 | of 5 | of all together |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for row in rows:
+        shares = f"{row.top1:.0%} | {row.top5:.0%} | {row.correlation:.2f} | {row.loss1:.1%} | {row.loss5:.1%}"
+        print(f"| {row.group} | {row.kernels} | {row.method} | {shares} | {row.latency_loss:.1%} |")
+
+
+if __name__ == "__main__":
+    sys.exit(run(program(ranking_command), "lab.validate.ranking"))
