@@ -118,6 +118,19 @@ def check_file(path: Path | str, kind: Kind) -> None:
         os.close(descriptor)
 
 
+def find_refusal(path: Path | str, kind: Kind, missing: str = "no such file") -> str | None:
+    """Why :func:`open_file` refuses ``path``, in words that go after its name (``missing``: where there is nothing);
+    ``None`` if it does not.
+    """
+    try:
+        check_file(path, kind)
+    except FileNotFoundError:
+        return missing
+    except OSError as error:
+        return f"cannot be read ({error.strerror or error})"
+    return None
+
+
 def counted(parts: Iterable[_Part], kind: Kind) -> Iterator[_Part]:
     """``parts`` of a file; ``OSError`` instead of the first beyond :data:`MOST_PARTS`."""
     most, name = MOST_PARTS[kind]

@@ -29,7 +29,6 @@ host_memory:           # optional: main memory of a node, all sockets together
 
 from __future__ import annotations
 
-import difflib
 import os
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -40,7 +39,13 @@ from pydantic import Field
 
 from costmodel.base.errors import MachineError
 from costmodel.machines.file_fields import Count, FileRecord, Name, NotInFile, Text
-from costmodel.machines.machine_catalog import PACKAGED_DIRECTORY, load_machine, user_directory
+from costmodel.machines.machine_catalog import (
+    PACKAGED_DIRECTORY,
+    load_machine,
+    machine_files,
+    offered,
+    user_directory,
+)
 from costmodel.machines.machine_records import Bandwidth, Machine, Seconds
 from costmodel.machines.record_file import StrictModel, read_mapping, to_record
 
@@ -48,6 +53,8 @@ Topology = Literal["switch", "mesh", "pairs", "host"]
 # Without a file: one pair of GPUs takes all that the host passes on, n / 2 pairs share it.
 _HOST_SHARES = ((2, 1.0), (4, 0.5), (8, 0.25))
 _SUFFIXES = (".yaml", ".yml")
+# What the name of a GPU's node ends with where no file names one.
+_NODE = "-node"
 
 
 @dataclass(frozen=True)
@@ -190,12 +197,24 @@ def read_network(path: Path) -> NetworkFile:
 
 
 def find_cluster(name_or_path: str | Path) -> ClusterFile | None:
-    """The cluster of a name or file; ``None`` for a name that no cluster has and for files of another kind."""
+    """The cluster of a name or file, or the node that :func:`cluster_of_gpu` names after its GPU; ``None`` for a name
+    that no cluster has and for files of another kind.
+    """
     if _is_path(name_or_path):
         path = Path(name_or_path)
         return read_cluster(path) if _kind(path) == "cluster" else None
-    path = cluster_files().get(str(name_or_path), Path())
-    return read_cluster(path) if path.suffix else None
+    path = cluster_files().get(str(name_or_path))
+    return _node_by_name(str(name_or_path)) if path is None else read_cluster(path)
+
+
+def _node_by_name(name: str) -> ClusterFile | None:
+    """The node without a file that ``name`` names after its GPU; ``None`` if it names none."""
+    gpu, machines = name.removesuffix(_NODE), machine_files()
+    if gpu == name or name in machines or gpu not in machines:
+        return None
+    machine = load_machine(gpu)
+    found = cluster_of_gpu(machine) if machine.kind == "gpu" else None
+    return found if found is not None and found.name == name else None
 
 
 def find_network(name_or_path: str | Path) -> NetworkFile:
@@ -205,8 +224,7 @@ def find_network(name_or_path: str | Path) -> NetworkFile:
     files, name = network_files(), str(name_or_path)
     if name in files:
         return read_network(files[name])
-    nearest = difflib.get_close_matches(name, files, n=3) or sorted(files)
-    raise MachineError(f"unknown network {name!r}; did you mean {', '.join(nearest)}?")
+    raise MachineError(f"unknown network {name!r}; {offered(name, files)}`python -m costmodel machines` lists all")
 
 
 def cluster_of_gpu(gpu: Machine) -> ClusterFile:
@@ -221,20 +239,21 @@ def cluster_of_gpu(gpu: Machine) -> ClusterFile:
         if usual is not None:
             # With links of its own it is another system than the one that was measured.
             same = name == gpu.name or load_machine(name).links == gpu.links
-            return usual if same else replace(usual, name=f"{gpu.name}-node")
+            return usual if same else replace(usual, name=f"{gpu.name}{_NODE}", machine=gpu.name)
     links = {link.kind: link for link in gpu.links}
     nvlink, pcie = links.get("nvlink"), links.get("pcie")
-    name = f"{gpu.name}-node"
+    name, told = f"{gpu.name}{_NODE}", "eight of this GPU to a node: assumed, no file describes a system of it"
     if nvlink is not None and (nvlink.joins is None or pcie is None):
-        return ClusterFile(name, gpu.name, 8, "nvlink", "switch")
+        return ClusterFile(name, gpu.name, 8, "nvlink", "switch", description=told)
     if nvlink is not None and pcie is not None:
         # Every second hop of a ring crosses a bridge: the host is shared as by half as many GPUs.
         through_host = pcie.bandwidth / nvlink.bandwidth
         shares = [(2 * count, min(1.0, through_host * share)) for count, share in _HOST_SHARES]
-        return ClusterFile(name, gpu.name, 8, "nvlink", "pairs", usable=((2, 1.0), (3, shares[0][1]), *shares))
+        usable = (2, 1.0), (3, shares[0][1]), *shares
+        return ClusterFile(name, gpu.name, 8, "nvlink", "pairs", usable=usable, description=told)
     if pcie is None:
         raise MachineError(f"{gpu.source or gpu.name}: no link to other GPUs; add nvlink or pcie under links")
-    return ClusterFile(name, gpu.name, 8, "pcie", "host", usable=_HOST_SHARES)
+    return ClusterFile(name, gpu.name, 8, "pcie", "host", usable=_HOST_SHARES, description=told)
 
 
 def _files(folder: str) -> dict[str, Path]:

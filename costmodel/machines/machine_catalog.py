@@ -67,10 +67,13 @@ def load_machine(name_or_path: str | Path, kind: Literal["cpu", "gpu"] | None = 
         raise MachineError("machine 'host' is not calibrated yet: run `python -m costmodel calibrate`")
     other = {"cpu": "gpu", "gpu": "cpu"}.get(kind or "")
     usable = sorted(name for name, path in files.items() if path.parent != PACKAGED_DIRECTORY / str(other))
-    nearest = difflib.get_close_matches(text, usable, n=3) or usable or ["the path of a machine file"]
-    raise MachineError(
-        f"unknown machine {text!r}; did you mean {', '.join(nearest)}? (`python -m costmodel machines` lists all)"
-    )
+    raise MachineError(f"unknown machine {text!r}; {offered(text, usable)}`python -m costmodel machines` lists all")
+
+
+def offered(text: str, names: Iterable[str]) -> str:
+    """The nearest of ``names`` as a question; nothing where none is near."""
+    near = difflib.get_close_matches(text.lower(), list(names), n=3)
+    return f"did you mean {', '.join(near)}? " if near else ""
 
 
 def longer_names(text: str, names: Iterable[str]) -> list[str]:

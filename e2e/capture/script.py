@@ -18,7 +18,7 @@ from unittest.mock import patch
 import torch
 
 from costmodel.base.errors import InputError
-from costmodel.base.foreign_files import read_text
+from costmodel.base.foreign_files import find_refusal, read_text
 from e2e.capture.cuda_streams import StreamState, pretend_streams
 from e2e.capture.environment import pretend_gpu
 from e2e.capture.functions import GpuDecisions
@@ -139,8 +139,9 @@ def _split(reference: str) -> tuple[Path, str]:
     if not file or not function.isidentifier():
         raise InputError(f"script {reference!r} must be written FILE.py:FUNCTION")
     path = Path(file)
-    if not path.is_file():
-        raise InputError(f"{path}: no such script; check the path")
+    refusal = find_refusal(path, "configuration", "no such script")
+    if refusal is not None:
+        raise InputError(f"{path}: {refusal}; check the path")
     return path, function
 
 

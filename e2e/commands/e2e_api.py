@@ -29,6 +29,7 @@ from e2e.step.choices import (
     MixtureForm,
     Mode,
     OptimizerForm,
+    instead_of,
 )
 from e2e.step.precision import Precision
 from e2e.step.routing_text import parse_routing
@@ -293,8 +294,9 @@ def _workers(count: int | None, ray: str | None) -> Workers:
 
 def _one_of(option: str, value: T, allowed: Sequence[Any]) -> T:
     if value not in allowed:
-        offered = ", ".join(each for each in allowed if each is not None)
-        raise InputError(f"--{option} {value}: choose one of {offered}")
+        offered = f"choose one of {', '.join(each for each in allowed if each is not None)}"
+        instead = instead_of(str(value)) if option in ("dtype", "precision") else None
+        raise InputError(f"--{option} {value}: {instead or offered}")
     return value
 
 

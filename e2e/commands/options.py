@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_args
 
 import typer
 
@@ -15,13 +16,32 @@ from e2e.step.choices import (
     MixtureForm,
     Mode,
     OptimizerForm,
+    instead_of,
 )
 from e2e.step.precision import Precision
+
+
+def _number_choice(allowed: Sequence[str]) -> dict[str, Any]:
+    """Arguments of ``typer.Option`` for one of ``allowed``: the error of what other tools have says what is asked
+    instead.
+    """
+
+    def read(value: str) -> str:
+        if value not in allowed:
+            offered = f"choose one of {', '.join(allowed)}"
+            raise typer.BadParameter(f"{value}: {instead_of(value) or offered}")
+        return value
+
+    return {"parser": read, "metavar": f"[{'|'.join(allowed)}]"}
+
 
 # What is computed.
 ModelOption = Annotated[
     str | None,
-    typer.Option(help="Built-in model, such as gpt2-large, resnet50 or timm/NAME (where timm is installed)."),
+    typer.Option(
+        help="Built-in model, such as gpt2-large, resnet50 or timm/NAME (where timm is installed); the error of an "
+        "unknown name lists them, and so does docs/models.md."
+    ),
 ]
 ModelConfigOption = Annotated[Path | None, typer.Option(help="Hugging Face configuration file.")]
 ScriptOption = Annotated[str | None, typer.Option(help="FILE.py:FUNCTION that returns (module, step).")]
@@ -71,7 +91,8 @@ NumberTypeOption = Annotated[
     Dtype | None,
     typer.Option(
         help="Number type of the model; default: bfloat16 (float16 where the GPU has no such units) with FP32 master "
-        "weights and states, of others than transformers float32."
+        "weights and states, of others than transformers float32. Autocast over FP32 weights (AMP): by a --script.",
+        **_number_choice(get_args(Dtype)),
     ),
 ]
 AttentionOption = Annotated[
@@ -104,7 +125,11 @@ RoutingOption = Annotated[
     str, typer.Option(help="How experts share tokens: balanced, power-law=1.2, capacity=1.25, or both with a comma.")
 ]
 PrecisionOption = Annotated[
-    Precision | None, typer.Option(help="Linear layers trained in 8 bits by this recipe; --dtype bfloat16 is the rest.")
+    Precision | None,
+    typer.Option(
+        help="Linear layers trained in 8 bits by this recipe; --dtype bfloat16 is the rest.",
+        **_number_choice(get_args(Precision)),
+    ),
 ]
 LinearAttentionOption = Annotated[
     LinearAttentionForm | None,
@@ -147,7 +172,14 @@ GpuOption = Annotated[
         "it ran on, if its profile does not tell."
     ),
 ]
-GpusOption = Annotated[int | None, typer.Option(min=1, help="GPUs of the whole job.")]
+GpusOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="GPUs of the whole job; a transformer of --model or --model-config is spread as --parallel says, "
+        "without it in the way that is predicted to be fastest.",
+    ),
+]
 NodesOption = Annotated[int | None, typer.Option(min=1, help="Nodes over which they are spread.")]
 NetworkOption = Annotated[
     str | None, typer.Option(help="Network between nodes, NAME:N for N cards per node; default: the cluster's own.")

@@ -26,7 +26,8 @@
                    ``dualpipe``: micro-batches enter at both ends of the pipeline, each stage holds two parts
 ``virtual-stages`` parts of the model on each stage of the interleaved schedule (default 2 there)
 ``recompute``      ``none`` (default), ``selective`` (attention scores), ``operators`` (all but attention and every
-                   second product, as torchtitan's selective op) or ``full`` (whole layers)
+                   second product, as torchtitan's selective op, which ``selective`` means with ``--recipe
+                   torchtitan``) or ``full`` (whole layers)
 ``recompute-modules`` of ``recompute=selective``: which parts of a layer, joined by +: ``core_attn`` (default),
                    ``mla_up_proj``, ``layernorm``, ``mlp``, ``moe_act``, as Megatron-Core names them
 ``recompute-every`` of ``recompute=full``: every so many layers one, the others keep their activations

@@ -18,8 +18,8 @@ from e2e.step.execution_graph import OVERHEAD_MEANINGS
 MILLION = 1e6
 ADVICE_HEAD = ("what to change", "step", "per sample", "memory", "needs")
 UTILISATION_MEANING = (
-    "MFU: FLOPs of the model's products and attention, forward and backward, over peak dense rate x time; HFU: with "
-    "what is computed again"
+    "MFU: FLOPs of the model's products and attention in a step over peak dense rate x time; HFU: with what is "
+    "computed again"
 )
 _ADVICE_HINT = (
     "--advice predicts other settings (compile, CUDA graph, number type, kernels, batch, ...) and finds the largest "

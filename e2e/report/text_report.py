@@ -154,7 +154,8 @@ def _longest_rank(out: Console, prediction: Prediction) -> None:
     """Phases and GPU of the only rank, or of the one that computes longest."""
     longest = prediction.longest_computing.rank
     which = f" (rank {longest}, the one that computes longest)" if len(prediction.ranks) > 1 else ""
-    parts = ", ".join(f"{name} {milliseconds(seconds)}" for name, seconds in phases(prediction).items())
+    present = {name: seconds for name, seconds in phases(prediction).items() if seconds > 0}
+    parts = ", ".join(f"{name} {milliseconds(seconds)}" for name, seconds in present.items())
     out.print(f"phases      {parts}{which}", soft_wrap=True)
     out.print(
         f"GPU         active {milliseconds(prediction.gpu_active_seconds)}, "

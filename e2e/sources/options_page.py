@@ -9,7 +9,15 @@ from collections.abc import Callable, Iterator
 from copy import copy
 from typing import Annotated, get_type_hints
 
-from e2e.sources.asked.option_table import PAIR_RULES, TABLE
+from e2e.sources.asked.option_table import (
+    BUILT_IN,
+    CONFIGURATION,
+    PAIR_RULES,
+    PARALLEL,
+    RANKS_OF_SCRIPT,
+    SCRIPT,
+    TABLE,
+)
 from e2e.sources.asked.rule_types import OptionRow, OptionRule
 from e2e.sources.registry import SOURCES, StepSource, chosen
 
@@ -33,6 +41,10 @@ Options that do not go together, by source:
 
 {pairs}
 """
+
+
+# Sources on one GPU -> what the same step is from on several: an option that is for these is no less for the model.
+_ON_SEVERAL = {BUILT_IN: PARALLEL, CONFIGURATION: PARALLEL, SCRIPT: RANKS_OF_SCRIPT}
 
 
 def page() -> str:
@@ -70,15 +82,16 @@ def note(option: str) -> str:
     row = next(row for row in TABLE if row.option == option)
     possible = [source for source in SOURCES if _becomes(source, option) is None]
     users = [source.title for source in possible if _counts_for(source.rule(row))]
-    others = [source.title for source in possible if source.title not in users]
+    names = [source.name for source in possible if _counts_for(source.rule(row))]
+    others = [source.title for source in possible if not {source.name, _ON_SEVERAL.get(source.name)} & {*names}]
     if not others:
         return ""
     return f"(Not for: {', '.join(others)}.)" if len(others) < len(users) else f"(For: {', '.join(users)}.)"
 
 
 def _counts_for(rule: OptionRule) -> bool:
-    """Whether the option does anything."""
-    return rule.effect in ("used", "needed") or (rule.effect == "without effect" and bool(rule.allowed))
+    """Whether the option does anything; one GPU and one node are as good as none."""
+    return rule.effect in ("used", "needed") or any(value != 1 for value in rule.allowed)
 
 
 def _choices() -> Iterator[str]:

@@ -12,7 +12,7 @@ from e2e.sources.asked.request import PredictRequest
 from e2e.sources.asked_values import asked_values
 from e2e.sources.option_check import check
 from e2e.sources.prepared_step import PreparedStep, run, told
-from e2e.sources.recipes import settled, told_by
+from e2e.sources.recipes import meant_by, settled, told_by
 from e2e.sources.registry import StepSource, source_of
 from e2e.sources.request_parts import meant_values
 
@@ -45,7 +45,8 @@ def _answer(
     host = standing_in(step.setting.overheads, grace=grace) if step.starts is None else ""
     found = told(run(step), warnings=ignored, notes=[host] if host else [])
     taken = {**step.taken, **told_by(given, request)}
-    asked = asked_values(given, source, taken, meant_values(request, machine, step.cluster))
+    meant = meant_values(request, machine, step.cluster) | meant_by(given, request)
+    asked = asked_values(given, source, taken, meant)
     return replace(found, prediction=replace(found.prediction, asked=asked))
 
 

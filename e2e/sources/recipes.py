@@ -12,7 +12,7 @@ from pathlib import Path
 
 from costmodel.base.errors import InputError
 from costmodel.machines.machine_records import Machine
-from e2e.parallelism.spec import ParallelSpec, ReduceDtype, keys_of
+from e2e.parallelism.spec import ParallelSpec, Recompute, ReduceDtype, keys_of, text_of
 from e2e.sources.asked.option_table import BUILT_IN, CONFIGURATION, PARALLEL
 from e2e.sources.asked.request import PredictRequest
 from e2e.sources.request_parts import gpu_machine
@@ -32,7 +32,8 @@ class TrainingRecipe:
     states beside 16-bit copies. ``reduce_dtype``: in which gradients are summed. ``sequence_parallel``: with ``tp``;
     ``tp_overlap``: what it gathers goes beside products. ``sharing``: what ``fsdp`` ranks share, in a pipeline
     ``pipeline_sharing``; ``overlap_gather``: parameters that are whole in the passes are gathered beside the forward
-    pass. ``serves``: for inference alone.
+    pass. ``serves``: for inference alone. ``recompute_words``: words of ``recompute=`` by which the tool means another
+    recomputation than the word says without it.
     """
 
     about: str
@@ -47,6 +48,11 @@ class TrainingRecipe:
     pipeline_sharing: int | None = None
     overlap_gather: bool = False
     serves: bool = False
+    recompute_words: Mapping[str, Recompute] = field(default_factory=dict)
+
+    def recompute(self, word: Recompute) -> Recompute:
+        """The recomputation that ``recompute=word`` means where this recipe is named."""
+        return self.recompute_words.get(word, word)
 
     def kernel(self, machine: Machine) -> AttentionForm:
         """The kernel of attention on ``machine``."""
@@ -56,6 +62,13 @@ class TrainingRecipe:
         """``spec`` with what this recipe says of all that it leaves open. ``masters``: the number type has FP32 master
         weights; ``length``: tokens of a sequence, as far as they are asked for.
         """
+        if self.recompute(spec.recompute) != spec.recompute:
+            if spec.recompute_modules != "core_attn":
+                raise InputError(
+                    f"--parallel {text_of(spec)!r}: recompute-modules is Megatron's; {self.about} has "
+                    f"recompute={spec.recompute} without it"
+                )
+            spec = replace(spec, recompute=self.recompute(spec.recompute))
         split = spec.tp > 1 and (length is None or length % (spec.cp * spec.tp) == 0)
         found = replace(spec, sequence_parallel=_or(spec.sequence_parallel, self.sequence_parallel and split))
         found = replace(
@@ -79,14 +92,16 @@ def _or(asked: bool | None, otherwise: bool) -> bool:
 
 
 TRAINING_RECIPES: dict[str, TrainingRecipe] = {
-    "plain": TrainingRecipe("PyTorch's modules and AdamW in BF16 with FP32 master weights", sequence_parallel=True),
+    "plain": TrainingRecipe("PyTorch's modules", sequence_parallel=True),
     # accelerate's mixed precision for FSDP has reduce_dtype=bfloat16 with bf16=True.
     "hf-trainer": TrainingRecipe("Trainer of transformers with bf16=True", stack="huggingface"),
     # job_config.py: mixed_precision_reduce is float32; parallelize_llama.py: sequence parallel wherever there is tp;
     # apply_fsdp: in a pipeline parameters stay gathered and gradients whole from the first micro-batch to the last.
+    # activation_checkpoint.mode = "selective" with its default option "op" saves attention and every second product.
     "torchtitan": TrainingRecipe(
         "torchtitan with FSDP2",
         stack="torchtitan", reduce_dtype="float32", sequence_parallel=True, pipeline_sharing=1, overlap_gather=True,
+        recompute_words={"selective": "operators"},
     ),
     # NVIDIA's recipes (Megatron-Bridge, scripts/performance): distributed optimizer with overlap_param_gather,
     # sequence parallel, user buffers (tp_comm_overlap), gradients reduced in BF16; Transformer Engine's attention is
@@ -158,7 +173,7 @@ def told_by(request: PredictRequest, after: PredictRequest) -> dict[str, str]:
     kept = "FP32 master weights and states" if masters else "no FP32 master weights"
     forward = request.workload.mode != "train"
     told = {
-        "--recipe": f"{DEFAULT_RECIPE} ({recipe.about})",
+        "--recipe": f"{DEFAULT_RECIPE} ({recipe.about}{'' if forward else ' and AdamW'})",
         "--dtype": f"{found.dtype}" + ("" if forward or found.dtype not in NUMBER_TYPES else f" ({kept})"),
     }
     if found.stack is not None:
@@ -168,6 +183,15 @@ def told_by(request: PredictRequest, after: PredictRequest) -> dict[str, str]:
         more = [f"{key}={value}" for key, value in whole.items() if key not in given and value not in ("no", "same")]
         told["--parallel"] = ",".join(more)
     return told
+
+
+def meant_by(request: PredictRequest, after: PredictRequest) -> dict[str, str]:
+    """By option, what ``request`` asks for in a word that means something else in its recipe, as ``after`` has it."""
+    asked, found = request.configuration.parallel, after.configuration.parallel
+    if asked is None or found is None or asked.recompute == found.recompute:
+        return {}
+    recipe = request.configuration.recipe
+    return {"--parallel": f"{text_of(asked)} ({recipe}'s {asked.recompute}: recompute={found.recompute} here)"}
 
 
 def has_sequences(request: PredictRequest) -> bool:

@@ -104,4 +104,6 @@ def _modelled_step(model: CapturedWorkload, request: PredictRequest, options: Ca
     batch = None if model.samples is None else Batch(model.samples, model.sequence_length)
     taken = taken_values(request, model.sequence_length, model.optimizer, options.attention)
     step = replace(step, warnings=[*step.warnings, *assumptions([trace])], batch=batch, taken=taken)
-    return replace(step, notes=[forward_note(request)]) if options.mode == "inference" else step
+    if options.mode != "inference" or model.sequence_length is None:
+        return step
+    return replace(step, notes=[forward_note(request)])

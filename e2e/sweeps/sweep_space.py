@@ -19,6 +19,7 @@ from costmodel.base.errors import InputError
 from costmodel.base.units import whole_number
 from costmodel.machines.cluster import load_cluster
 from e2e.parallelism.spec import ParallelSpec, Recompute, read_parallel
+from e2e.sources.recipes import recipe_of
 from e2e.step.choices import AttentionForm, Dtype
 from e2e.step.precision import Precision
 
@@ -116,7 +117,10 @@ def cells_of(
             for text in parallel:
                 for cell in _cells(request, machine, count, text, cluster.gpus_per_node):
                     for recipe, precision in product(recipes, precisions):
-                        found[replace(cell, recipe=recipe, precision=precision)] = None
+                        # A word that means another one in the recipe is not tried twice.
+                        meant = map(recipe_of(recipe or request.recipe).recompute, cell.recompute)
+                        tried = tuple(dict.fromkeys(meant))
+                        found[replace(cell, recompute=tried, recipe=recipe, precision=precision)] = None
     return list(found)
 
 

@@ -15,7 +15,7 @@ from costmodel.cpu.roofline import RooflineModel, RooflineReport
 from costmodel.machines.machine_records import Machine
 from costmodel.model.cost_model import CostModel
 from costmodel.operators.layers import Conv2d, Operator, conv_kind
-from fusion.analysis.precision_outlook import PRECISE_TYPES, PrecisionOutlook, in_precision, outlooks
+from fusion.analysis.precision_outlook import PRECISE_TYPES, WORTH_OF_GAINS, PrecisionOutlook, in_precision, outlooks
 from fusion.analysis.reasons import NEGLIGIBLE, NOT_TUNED, LayerCost, explain_decision
 from fusion.analysis.target_machine import machine_for
 from fusion.model.candidates import Site, find_sites
@@ -171,19 +171,26 @@ def analyze_in(
 ) -> NetworkAnalysis:
     """The analysis of ``graph`` with its layers in ``precision``; of a quantised one with those that it has."""
     if layers_in(graph, INT8):
-        return replace(analyze(graph, machine, cpu), precision=precision_of(graph), notes=notes)
-    found = analyze(in_precision(graph, precision, cpu), machine, cpu)
-    return replace(found, precision=precision, precisions=outlooks(graph, machine, cpu), notes=notes)
+        found = replace(analyze(graph, machine, cpu), precision=precision_of(graph))
+    else:
+        whole = analyze(in_precision(graph, precision, cpu), machine, cpu)
+        found = replace(whole, precision=precision, precisions=outlooks(graph, machine, cpu))
+    return _with_notes(found, notes)
+
+
+def _with_notes(found: NetworkAnalysis, notes: tuple[str, ...]) -> NetworkAnalysis:
+    """``found`` with ``notes``, and what its predicted gains are worth where it promises some."""
+    promised = any(site.fuse for site in found.sites)
+    return replace(found, notes=(*notes, *([WORTH_OF_GAINS] if promised else [])))
 
 
 def by_precision(graph: Graph, machine: Machine, cpu: CpuTarget, notes: tuple[str, ...] = ()) -> list[NetworkAnalysis]:
     """An analysis in every precision that ``machine`` has a rate for and ``cpu`` kernels; quantised: in its own."""
     if layers_in(graph, INT8):
         return [analyze_in(INT8, graph, machine, cpu, notes)]
-    found = (dtype for dtype in PRECISE_TYPES if dtype in machine.compute and cpu.lacks(dtype) is None)
-    return [
-        replace(analyze(in_precision(graph, each, cpu), machine, cpu), precision=each, notes=notes) for each in found
-    ]
+    usable = (dtype for dtype in PRECISE_TYPES if dtype in machine.compute and cpu.lacks(dtype) is None)
+    found = [replace(analyze(in_precision(graph, each, cpu), machine, cpu), precision=each) for each in usable]
+    return [_with_notes(each, notes) for each in found]
 
 
 def analyze(graph: Graph, machine: Machine, cpu: CpuTarget, cost_model: CostModel | None = None) -> NetworkAnalysis:

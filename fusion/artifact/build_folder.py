@@ -194,6 +194,8 @@ def read_artifact(directory: Path) -> Artifact:
     Raises ``InputError`` that names the file.
     """
     if not directory.is_dir():
+        if directory.exists():
+            raise InputError(f"{directory}: is not a folder; name one that `fusion tune MODEL -o FOLDER` wrote")
         raise InputError(f"{directory}: no such build directory; `fusion tune MODEL -o {directory}` makes one")
     manifest = _read_manifest(directory / MANIFEST)
     if MODEL not in manifest.files:

@@ -68,7 +68,7 @@ def _precisions_table(outlooks: Sequence[PrecisionOutlook]) -> Table:
     """What each precision promises for the whole network."""
     table = Table(box=None, pad_edge=False)
     table.add_column("precision")
-    for title in ("layers", "peak GFLOP/s", "flop/B", "kernels apart us", "fused us", "gain of fusion"):
+    for title in ("layers", "peak GFLOP/s", "flop/B", "kernels apart us", "fused us", "predicted gain"):
         table.add_column(title, justify="right", no_wrap=True)
     for each in outlooks:
         cells = [str(each.layers), f"{each.peak_flops / 1e9:.0f}"]

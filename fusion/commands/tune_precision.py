@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from costmodel.base.errors import InputError, MachineError
+from costmodel.base.foreign_files import find_refusal
 from fusion.acceptance.error_budget import (
     DEFAULT_MAX_ERROR,
     BudgetInputs,
@@ -79,8 +80,10 @@ def checked_precision(request: TuneRequest, display: TuningDisplay) -> TuneReque
                     f"{option} {value}: says how far a shorter type may err; choose --precision bfloat16, int8 or auto"
                 )
         return request
-    if request.calibration is not None and not request.calibration.is_file():
-        raise InputError(f"--calibration {request.calibration}: no such file; check the path")
+    if request.calibration is not None:
+        refusal = find_refusal(request.calibration, "arrays")
+        if refusal is not None:
+            raise InputError(f"--calibration {request.calibration}: {refusal}; check the path")
     if request.precision == INT8 and request.calibration is None:
         raise InputError("--precision int8: quantising needs samples, some hundred of them: --calibration DATA.npz")
     if request.target is not None or request.tracker is not None:

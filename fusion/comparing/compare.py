@@ -10,6 +10,7 @@ from typing import Any
 
 from costmodel.base.cores import threads_to_use
 from costmodel.base.errors import InputError, MissingDependencyError
+from costmodel.base.foreign_files import find_refusal
 from costmodel.base.say import Say
 from fusion.artifact.build_folder import (
     MODEL,
@@ -226,8 +227,9 @@ def _with_identical(comparison: Comparison, order: Sequence[str]) -> Comparison:
 def _workload(artifact: Artifact, model: Path | None, threads: int | None, trials: int) -> EngineWorkload:
     manifest, own = artifact.manifest, model_file(artifact)
     path = model or own or Path(manifest.model_path)
-    if not path.is_file():
-        raise InputError(f"{path}: the model of {artifact.directory} is not there; name it with --model")
+    refusal = find_refusal(path, "model", f"the model of {artifact.directory} is not there")
+    if refusal is not None:
+        raise InputError(f"{path}: {refusal}; name it with --model")
     found = digest(path)
     if found != manifest.model_sha256 and (own is None or quantized_from(own) != found):
         raise InputError(f"{path}: is not the model that {artifact.directory} was built from; tune it again")

@@ -54,9 +54,12 @@ def known_models() -> tuple[str, ...]:
 
 
 def unknown_model(name: str, known: Sequence[str]) -> InputError:
-    """The refusal of a ``name`` that is none of ``known``, with the nearest ones."""
-    near = difflib.get_close_matches(name, known, 3, 0.3) or known
-    return InputError(f"model {name!r} is not known; nearest: {', '.join(near)} (or give --model-config or --script)")
+    """The refusal of a ``name`` that is none of ``known``, with the nearest ones and all."""
+    near = difflib.get_close_matches(name.lower(), known, 3)
+    nearest = f"nearest: {', '.join(near)}; " if near else ""
+    return InputError(
+        f"model {name!r} is not known; {nearest}give --model-config, --script, or one of {', '.join(known)}"
+    )
 
 
 def build(

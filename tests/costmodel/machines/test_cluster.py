@@ -9,8 +9,15 @@ from costmodel.base.errors import InputError, MachineError
 from costmodel.collectives.collective_model import collective_cost_model
 from costmodel.commands.cluster_listing import described, listing
 from costmodel.machines.cluster import load_cluster
-from costmodel.machines.cluster_file import cluster_files, network_files, read_cluster, read_network
-from costmodel.machines.machine_catalog import PACKAGED_DIRECTORY, load_machine
+from costmodel.machines.cluster_file import (
+    cluster_files,
+    cluster_of_gpu,
+    find_cluster,
+    network_files,
+    read_cluster,
+    read_network,
+)
+from costmodel.machines.machine_catalog import PACKAGED_DIRECTORY, load_machine, machine_files
 from costmodel.operators.collective_transfer import CollectiveTransfer
 
 FILE = {
@@ -154,3 +161,22 @@ def test_mistakes_in_a_file_are_named(tmp_path, change, message):
 def test_nodes_that_a_group_touches():
     cluster = load_cluster("h100-sxm", 32)
     assert [cluster.nodes_of(*group) for group in ((8, 1), (16, 1), (4, 8), (2, 1), (2, 8))] == [1, 2, 4, 1, 2]
+
+
+def test_every_node_that_an_answer_names_can_be_looked_up():
+    for gpu in (name for name, path in machine_files().items() if path.parent.name == "gpu"):
+        try:
+            usual = cluster_of_gpu(load_machine(gpu))
+        except MachineError:  # without a link there is no node
+            continue
+        found = find_cluster(usual.name)
+        assert found == usual and load_cluster(usual.name, 2).name == load_cluster(gpu, 2).name
+    for none in ("nothing-node", "h100-sxm-node", "xeon-amx-2c-node", "-node"):
+        assert find_cluster(none) is None
+
+
+@pytest.mark.parametrize(("gpu", "near"), [("H100-SXM", "h100-sxm"), ("rtx4090", "rtx-4090"), ("qqqq", "")])
+def test_an_unknown_gpu_is_refused_with_the_nearest_names_and_where_all_stand(gpu: str, near: str):
+    with pytest.raises(MachineError, match="`python -m costmodel machines` lists all") as refused:
+        load_machine(gpu)
+    assert near in str(refused.value) and str(refused.value).count(",") <= 2

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from io import StringIO
+
 import pytest
+from rich.console import Console
 
 import e2e
 from costmodel.operators.expert_routing import ExpertRouting
+from e2e.report.text_report import render
 from e2e.simulate.skew import parse_skew, skew_text
 from e2e.step.routing_text import parse_routing, routing_text
 
@@ -54,7 +58,7 @@ def test_a_built_in_model_says_what_it_took():
     for option, value in {
         "--batch-size": "1",
         "--mode": "train (forward, backward, optimizer)",
-        "--recipe": "plain (PyTorch's modules and AdamW in BF16 with FP32 master weights)",
+        "--recipe": "plain (PyTorch's modules and AdamW)",
         "--dtype": "bfloat16 (FP32 master weights and states)",
         "--attention": "flash (fused)",
         "--optimizer": "foreach (AdamW)",
@@ -78,3 +82,13 @@ def test_texts_of_routing_and_skew_are_what_was_asked():
     assert routing_text(ExpertRouting(capacity=1.5)) == "capacity=1.5"
     for text in ("spread=0.02", "spread=0,jitter=0.05,seed=3,start=2:1.5"):
         assert skew_text(parse_skew(text)) == text
+
+
+@pytest.mark.parametrize("model", ["gpt2", "resnet-50", "dlrm"])
+def test_a_forward_pass_is_told_without_the_words_of_training_and_of_other_models(model: str):
+    step = e2e.predict(model, gpu="v100-sxm2-16gb", mode="inference")
+    shown = StringIO()
+    render(step, Console(file=shown, width=400))
+    for word in ("AdamW", "backward", "optimizer", "master weights", "BF16"):
+        assert word not in shown.getvalue()
+    assert ("prefill" in shown.getvalue()) == (model == "gpt2")

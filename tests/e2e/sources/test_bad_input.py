@@ -11,6 +11,9 @@ pytest.importorskip("torch")
 
 from typer.testing import CliRunner
 
+import e2e
+from costmodel.base.errors import InputError
+from e2e.capture import known_models
 from e2e.commands.cli import app
 
 SCRIPT = """
@@ -118,7 +121,14 @@ def test_a_script_keeps_its_own_command_line_and_prints_beside_the_json(script, 
     ("arguments", "message"),
     [
         (("--model", "resnet-5O", "--gpu", "t4"), "nearest: resnet-50"),
-        (("--model", "gpt2", "--gpu", "h100sxm"), "did you mean h100-sxm"),
+        (("--model", "my-own-network", "--gpu", "t4"), "or one of bert-base, "),
+        (("--model", "gpt2", "--gpu", "H100SXM"), "did you mean h100-sxm"),
+        (("--model", "gpt2", "--gpu", "zx81"), "'zx81'; `python -m costmodel machines` lists all"),
+        (("--model", "gpt2", "--gpu", "t4", "--dtype", "amp"), "a --script that enters torch.autocast"),
+        (("--model", "gpt2", "--gpu", "t4", "--dtype", "fp16"), "write float16"),
+        (("--model", "gpt2", "--gpu", "t4", "--precision", "nf4"), "--lora RANK trains adapters"),
+        (("--model", "gpt2", "--gpu", "t4", "--dtype", "float8"), "--precision, such as fp8-tensorwise"),
+        (("--script", "/dev/zero:f", "--gpu", "t4"), "it is a pipe or a device, not a file"),
         (("--model", "gpt2", "--gpu", "xeon-amx-2c"), "is a cpu machine"),
         (("--model", "resnet-50", "--gpu", "t4", "--sequence-length", 64), "has no sequences"),
         (("--model", "gpt2", "--gpu", "t4", "--sequence-length", 4096), "beyond its 1024 positions"),
@@ -129,6 +139,17 @@ def test_a_script_keeps_its_own_command_line_and_prints_beside_the_json(script, 
 )
 def test_names_sizes_and_files_that_are_wrong(arguments, message):
     assert message in the_line(predict(*arguments))
+
+
+def test_python_says_of_number_types_what_the_command_line_does():
+    for option, name, message in (("dtype", "AMP", "torch.autocast"), ("precision", "qlora", "16 bits")):
+        with pytest.raises(InputError, match=message):
+            e2e.predict("gpt2", gpu="t4", **{option: name})
+
+
+def test_every_built_in_model_is_listed_for_people():
+    page = (Path(__file__).parents[3] / "docs" / "models.md").read_text(encoding="utf-8")
+    assert [name for name in known_models() if f"`{name}`" not in page] == []
 
 
 def test_a_script_that_returns_something_else(script):

@@ -54,6 +54,9 @@ def test_the_help_says_for_which_sources_an_option_is():
     assert note("--retarget") == "(For: recorded run.)"
     assert note("--batch-size") == "(Not for: recorded run, execution trace.)"
     assert note("--gpu") == note("--model") == ""
+    for option in ("--gpus", "--nodes", "--network", "--skew"):  # several GPUs are for models and scripts too
+        assert note(option) in ("", "(Not for: recorded run.)")
+    assert "model spread over GPUs" not in note("--mode")  # forward passes of it are predicted
     shown = CliRunner().invoke(app, ["predict", "--help"], env={"COLUMNS": "300"}).stdout
     assert "(For: recorded run.)" in shown and "(Not for: recorded run, execution trace.)" in shown
 

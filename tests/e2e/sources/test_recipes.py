@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
@@ -12,7 +13,7 @@ pytest.importorskip("torch")
 
 import e2e
 from e2e.capture.models.stacks import STACKS
-from e2e.parallelism.spec import keys_of, parse_parallel, require_consistent, text_of
+from e2e.parallelism.spec import Recompute, keys_of, parse_parallel, require_consistent, text_of
 from e2e.sources.asked.option_table import BUILT_IN, PARALLEL
 from e2e.sources.asked.request import ConfigurationOptions, MachineOptions, PredictRequest, WorkloadOptions
 from e2e.sources.recipes import TRAINING_RECIPES, settled
@@ -53,6 +54,25 @@ def test_what_is_asked_for_overrides_a_recipe(name: str):
     found = settled(asked(way, recipe=name, attention="eager", stack="te", dtype="float16"), PARALLEL).configuration
     assert text_of(found.parallel) == text_of(parse_parallel(way)) and found.attention == "eager"
     assert (found.stack, found.dtype) == ("te", "float16")
+
+
+@pytest.mark.parametrize("name", TRAINING)
+@pytest.mark.parametrize("word", get_args(Recompute))
+def test_a_word_of_recomputation_means_what_the_tool_of_the_recipe_does(name: str, word: Recompute):
+    found = settled(asked(f"fsdp=8,recompute={word}", recipe=name), PARALLEL).configuration.parallel
+    meant = "operators" if (name, word) == ("torchtitan", "selective") else word
+    assert found == settled(asked(f"fsdp=8,recompute={meant}", recipe=name), PARALLEL).configuration.parallel
+    assert found.recompute == meant
+
+
+def test_what_a_word_was_taken_for_is_told_and_what_goes_with_another_tool_is_refused():
+    step = e2e.predict(
+        "gpt2", gpu="h100-sxm", parallel="dp=1,recompute=selective", recipe="torchtitan", sequence_length=64
+    )
+    (told,) = (each.value for each in step.asked if each.option == "--parallel" and each.given)
+    assert told == "recompute=selective (torchtitan's selective: recompute=operators here)"
+    with pytest.raises(InputError, match="recompute-modules is Megatron's; torchtitan"):
+        settled(asked("fsdp=8,recompute=selective,recompute-modules=mlp", recipe="torchtitan"), PARALLEL)
 
 
 def test_a_gpu_without_bf16_trains_in_what_it_has_and_only_transformers_follow_a_recipe():

@@ -132,6 +132,8 @@ def test_cells_are_machines_times_counts_times_ways():
     assert len(set(cells)) == len(cells)
     assert sum(cell.parallel == ParallelSpec(dp=8) and not cell.recompute for cell in cells) == 4
     assert SweepCell("h100-sxm", 8, ParallelSpec(dp=8), RECOMPUTE) in cells
+    by_torchtitan = cells_of(SweepRequest("m"), ["h100-sxm"], [8], ["auto"], ["torchtitan"])
+    assert {cell.recompute for cell in by_torchtitan} == {("none", "operators", "full")}
 
 
 def test_what_a_text_leaves_open_fills_every_number_of_gpus():

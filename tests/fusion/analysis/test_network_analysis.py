@@ -28,6 +28,7 @@ from fusion.analysis.analyzer import (
     read_graph,
     unfused_intensity,
 )
+from fusion.analysis.precision_outlook import WORTH_OF_GAINS
 from fusion.analysis.reasons import NOT_TUNED
 from fusion.model.candidates import Site
 from fusion.model.conv_graph import Graph, Node
@@ -250,6 +251,13 @@ def test_layers_are_analysed_in_the_precision_asked_for():
     sizes = [{place.tensor: place.size_bytes for place in site.tensors} for site in (one_site, other)]
     assert sizes[1] == {tensor: size / 2 for tensor, size in sizes[0].items()}
     assert whole.sites == analyze(pair(), machine, NARROW).sites
+
+
+def test_a_gain_that_is_promised_comes_with_what_such_promises_were_worth():
+    for machine, cpu in ((toy(), CPU), (rated("bfloat16"), NARROW)):
+        for found in by_precision(pair(), machine, cpu, notes=("a note",)):
+            promised = any(site.fuse for site in found.sites)
+            assert found.notes == (("a note", WORTH_OF_GAINS) if promised else ("a note",))
 
 
 def test_a_quantised_network_is_analysed_as_its_file_says():

@@ -82,6 +82,11 @@ def test_auto_goes_on_in_float32_where_there_is_nothing_else(monkeypatch):
         (["--precision", "auto", "--max-error", "0"], "--max-error 0: must be above 0"),
         (["--precision", "auto", "--max-error", "nan"], "--max-error nan: give a finite number"),
         (["--precision", "auto", "--calibration", "x.npz"], "--calibration x.npz: no such file"),
+        (
+            ["--precision", "auto", "--calibration", "/dev/zero"],
+            "--calibration /dev/zero: cannot be read (it is a pipe or a device, not a file)",
+        ),
+        (["--precision", "int8", "--calibration", "/dev"], "--calibration /dev: cannot be read (it is a folder)"),
     ],
 )
 def test_options_that_do_not_fit_are_refused_in_one_line(folder, options, message):

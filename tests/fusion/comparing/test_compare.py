@@ -94,6 +94,10 @@ def test_the_model_must_be_there_and_be_the_one_that_was_tuned(tiny_build: Artif
     (build / MANIFEST).write_text(json.dumps({**manifest, "model_path": "/gone/m.onnx"}))
     with pytest.raises(InputError, match=r"/gone/m\.onnx: the model of .* is not there; name it with --model"):
         compare_command(build, ["onnxruntime"])
+    with pytest.raises(InputError, match="/dev/zero: cannot be read .it is a pipe or a device"):
+        compare_command(build, ["onnxruntime"], model=Path("/dev/zero"))
+    with pytest.raises(InputError, match="/dev/zero: is not a folder"):
+        compare_command(Path("/dev/zero"), ["onnxruntime"])
     (tmp_path / "other.onnx").write_bytes(tiny_model.read_bytes() + b"\0")
     with pytest.raises(InputError, match="is not the model that"):
         compare_command(build, ["onnxruntime"], model=tmp_path / "other.onnx")
