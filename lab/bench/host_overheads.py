@@ -151,10 +151,7 @@ def _host(rank: RankGraph) -> float:
 def _priced(step: Recorded, table: OverheadTable) -> tuple[float, float]:
     rank = step.graph.ranks[0]
     threads = {
-        name: tuple(
-            replace(action, duration=None) if _has_name(action, rank) else action  # type: ignore[arg-type]
-            for action in actions
-        )
+        name: tuple(replace(action, duration=None) if _has_name(action, rank) else action for action in actions)
         for name, actions in rank.threads.items()
     }
     bare = replace(step.graph, ranks=(replace(rank, threads=threads),))
