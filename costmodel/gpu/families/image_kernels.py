@@ -8,6 +8,12 @@ In NCHW one block of threads takes one channel (``bn_fw_tr_1C11`` of cuDNN, ``ba
 PyTorch) and has so many bytes on their way; with few channels that, not DRAM, is the limit:
 
     bandwidth = min(DRAM bandwidth, channels * bytes on their way / latency)
+
+The gradient of max pooling in NCHW (``max_pool_backward_nchw``, a thread per pixel of the image) is built for eight
+blocks of 256 threads on a multiprocessor. Chips that hold 2,048 threads have 32 registers for each, and on three of
+them that is too few: what the compiler spills goes to L2 and comes back from there,
+
+    seconds = max(bytes / DRAM bandwidth, (bytes + pixels * spilled bytes) / L2 bandwidth) + launch
 """
 
 from __future__ import annotations
@@ -23,6 +29,12 @@ from costmodel.machines.machine_records import Machine
 from costmodel.operators.device_work import Normalization, Pooling
 
 ImageOperator = Normalization | Pooling
+# Bytes that a thread of ``max_pool_backward_nchw`` spills and reads back, as ptxas of CUDA 11.8, 12.8 and 13.0 reports
+# for the kernel of PyTorch 1.11 to 2.9 (64-bit sizes), in FP32 and FP16: 32 + 40 for sm_60, 44 + 44 for sm_70, 52 + 52
+# for sm_80, nothing for sm_75, sm_86, sm_89 (more registers a thread), sm_90, sm_100 and sm_120. With them recorded
+# ResNet-50 steps are met on both chips (V100 1.11 ms, A100 0.60) at the published bandwidths of their L2.
+_SPILLED_BYTES = {"pascal": 72, "volta": 88, "ampere": 104}
+_SPILLING_THREADS = 2048
 # Further readings of the input: of the statistics; of x and dy by the kernel of the input's gradient.
 _STATISTICS_AGAIN, _BACKWARD_AGAIN = 1.0, 1.0
 
@@ -51,7 +63,19 @@ def plain_image_analysis(operators: Sequence[ImageOperator], machine: Machine) -
     """Analysis of ``operators`` before any factor."""
     traffic = np.array([_traffic(each) for each in operators], dtype=float)
     flops = np.array([each.flops for each in operators], dtype=float)
-    return memory_analysis(traffic, flops, machine, [_blocks(each) for each in operators])
+    spilled = np.array([_spilled(each, machine) for each in operators], dtype=float)
+    return memory_analysis(traffic, flops, machine, [_blocks(each) for each in operators], spilled)
+
+
+def _spilled(operator: ImageOperator, machine: Machine) -> float:
+    """Bytes that the threads of ``operator`` move between registers and L2 because they have too few of those."""
+    if not isinstance(operator, Pooling) or operator.channels_last:
+        return 0.0
+    chip = machine.chip()
+    if (operator.kind, operator.direction) != ("max", "backward") or chip.max_threads < _SPILLING_THREADS:
+        return 0.0
+    pixels = operator.batch * operator.channels * operator.height * operator.width
+    return float(pixels * _SPILLED_BYTES.get(chip.architecture, 0))
 
 
 def _blocks(operator: ImageOperator) -> float:

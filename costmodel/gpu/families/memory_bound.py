@@ -67,17 +67,21 @@ class MemoryBound(Family[MemoryBoundOperator]):
 
 
 def memory_analysis(
-    traffic: np.ndarray, flops: np.ndarray, machine: Machine, blocks: Sequence[float] | float = np.inf
+    traffic: np.ndarray,
+    flops: np.ndarray,
+    machine: Machine,
+    blocks: Sequence[float] | float = np.inf,
+    spilled: np.ndarray | float = 0.0,
 ) -> KernelAnalysis:
     """Analysis of kernels that move ``traffic`` bytes and do ``flops`` in so many ``blocks`` of threads, which wait for
-    what they have on their way (Little's law), whatever L2 holds.
+    what they have on their way (Little's law), whatever L2 holds. ``spilled`` bytes of registers stay in L2.
     """
     floor = kernel_floor(machine)
     dram = np.maximum(traffic - WARM_SHARE * l2_bytes(machine), 0.0) / dram_bandwidth(machine)
     dram = np.maximum(dram, traffic * latency(machine, 1) / (np.array(blocks, dtype=float) * _BLOCK_BYTES))
     terms = {
         "memory:DRAM": dram,
-        "memory:L2": traffic / l2_bandwidth(machine),
+        "memory:L2": (traffic + spilled) / l2_bandwidth(machine),
         "compute": flops / vector_rate(machine),
         "launch": np.full(len(traffic), floor),
     }

@@ -12,7 +12,7 @@ from costmodel.gpu.factory import gpu_cost_model
 from costmodel.gpu.families.image_kernels import ImageKernels, image_class
 from costmodel.gpu.families.inverted_shares import InvertedShares, inverted_shares
 from costmodel.gpu.families.memory_bound import WARM_SHARE
-from costmodel.gpu.families.rates import dram_bandwidth, kernel_floor, l2_bytes, vector_rate
+from costmodel.gpu.families.rates import dram_bandwidth, kernel_floor, l2_bandwidth, l2_bytes, vector_rate
 from costmodel.gpu.families.tensor_convolution import TensorConvolution, convolution_class, convolution_pieces
 from costmodel.machines.machine_catalog import load_machine
 from costmodel.operators.device_work import ConvolutionBackward, Normalization, Pooling
@@ -145,6 +145,27 @@ def test_a_factor_of_pooling_leaves_the_launch_alone():
     plain = ImageKernels(ONE).analyse([pool], A100).seconds[0]
     twice = ImageKernels(InvertedShares({"max-pooling forward nchw": 2.0}, 0.1, {})).analyse([pool], A100).seconds[0]
     assert twice - plain == pytest.approx(plain - kernel_floor(A100))
+
+
+@pytest.mark.parametrize(("name", "bytes_per_pixel"), [("a100-sxm-40gb", 104), ("v100-sxm2-32gb", 88)])
+def test_spilled_registers_of_max_pooling_backward_go_through_l2(name, bytes_per_pixel):
+    chip, pixels = load_machine(name), 32 * 64 * 112 * 112
+    pool = Pooling("max", 32, 64, 112, 112, 56, 56, (3, 3), direction="backward")
+    without = replace(chip, gpu=replace(chip.chip(), max_threads=1536))
+    found, plain = (ImageKernels(ONE).analyse([pool], each).terms["memory:L2"][0] for each in (chip, without))
+    assert (found - plain) * l2_bandwidth(chip) == pytest.approx(pixels * bytes_per_pixel)
+    for other in ({"channels_last": True}, {"direction": "forward"}, {"kind": "average"}):
+        operator = replace(pool, **other)
+        kept, same = (ImageKernels(ONE).analyse([operator], each).seconds[0] for each in (chip, without))
+        assert kept == same
+
+
+@pytest.mark.parametrize(
+    ("name", "recorded"), [("a100-sxm-40gb", 0.599e-3), ("v100-sxm2-32gb", 1.109e-3)], ids=["A100", "V100"]
+)
+def test_max_pooling_backward_takes_what_recorded_resnet_50_steps_show(name, recorded):
+    pool = Pooling("max", 32, 64, 112, 112, 56, 56, (3, 3), direction="backward")
+    assert ImageKernels().analyse([pool], load_machine(name)).seconds[0] == pytest.approx(recorded, rel=0.06)
 
 
 def test_a_corrupt_file_of_shares_is_named(tmp_path):

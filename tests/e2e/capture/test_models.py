@@ -21,6 +21,7 @@ from e2e.lowering import unknown_operators
 from e2e.lowering.lower_trace import lower
 from e2e.step.execution_graph import RankGraph
 from lab.data.data_folder import data_folder
+from tests.case_lists import one_in
 
 ROOT = Path(__file__).resolve().parents[3]
 LABELLED = data_folder() / "neusight" / "model_configs"
@@ -53,7 +54,7 @@ def parameters(name: str) -> int:
     return sum(parameter.numel() for parameter in build(name, 1, None, INFERENCE).module.parameters())
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
+@pytest.mark.parametrize("name", one_in(2, PARAMETERS))
 def test_parameter_count(name: str):
     assert parameters(name) == PARAMETERS[name]
 
@@ -197,7 +198,7 @@ FEW_LAYERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", known_models())
+@pytest.mark.parametrize("name", one_in(2, known_models()))
 def test_every_model_lowers_without_unknown_operators(name: str):
     """Transformers with their first few layers: the others, up to 126 of them, are of the same kinds."""
     if name in PRESETS:

@@ -165,6 +165,7 @@ def test_a_prediction_is_free_when_it_is_let_go(asked, most, tmp_path, monkeypat
     assert held < 3 * most and left < 3 * most and kept < 300
 
 
+@pytest.mark.thorough
 def test_memory_is_bounded_over_many_calls():
     import psutil
 
@@ -230,6 +231,7 @@ print([row.status for row in rows])
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_processes_of_a_sweep_do_not_run_the_program_again(tmp_path):
     """Not even one without ``if __name__ == "__main__":``."""
     (tmp_path / "program.py").write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{UNGUARDED}")

@@ -43,6 +43,7 @@ def table(folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@pytest.mark.thorough
 def test_every_kind_of_model_is_measured_and_resumed(tmp_path):
     lines: list[str] = []
     measure_models("cpu", tmp_path, 5.0, False, lines.append, CASES_OF_EVERY_KIND[:2])

@@ -270,6 +270,7 @@ def test_benchmark_and_compare_take_every_profile_in_turn(profiled):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_several_batches_of_a_static_model_are_profiles(folder, tmp_path):
     """Stopped from the start: built from no measurement, by time and not by a signal that might come late."""
     words = tune_words(folder, tmp_path / "build", 1, "--batch", 2, "--batch", 4, "--minutes", 0)
@@ -493,6 +494,7 @@ def refused_here(*words: object) -> str:
     return result.stderr.strip().splitlines()[-1]
 
 
+@pytest.mark.thorough
 def test_a_model_for_another_batch_is_tuned_compared_and_run(folder, tmp_path):
     """Its sigmoid saturates; the build holds the model that others are compared on."""
     model = onnx.load(folder / "model.onnx")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import onnx
 import pytest
+
+from tests.case_lists import one_in
 
 pytest.importorskip("tvm")
 pytest.importorskip("onnxruntime")
@@ -163,8 +166,7 @@ CHAINS = {
 }
 
 
-@pytest.mark.parametrize("signed", [False, True])
-@pytest.mark.parametrize("chain", CHAINS)
+@pytest.mark.parametrize(("chain", "signed"), one_in(3, itertools.product(CHAINS, (False, True))))
 def test_what_depends_on_one_byte_is_a_table(chain, signed, tmp_path):
     graph = QuantisedGraph(signed)
     result = graph.step(CHAINS[chain](graph, graph.step("x", 0.05, 118)), 0.031, 77)
@@ -254,7 +256,7 @@ def average_cases():
     ]
 
 
-@pytest.mark.parametrize(("window", "counted", "form"), average_cases())
+@pytest.mark.parametrize(("window", "counted", "form"), one_in(3, average_cases()))
 def test_windows_are_averaged_as_bytes(window, counted, form, tmp_path):
     graph = QuantisedGraph(signed=form == "operator with signs")
     shape, options = (1, 24, 16, 18), {**AVERAGES[window], "count_include_pad": counted}

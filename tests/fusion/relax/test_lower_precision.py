@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
+
+from tests.case_lists import one_in
 
 tvm = pytest.importorskip("tvm")
 ml_dtypes = pytest.importorskip("ml_dtypes")
@@ -169,9 +173,7 @@ def numpy_type(dtype: str) -> np.dtype:
 SHAPES = [(1, 2 * LANES, 9, 7), (2, 19, 5, 5), (1, 40, 1, 1), (1, 3, 3, 4)]
 
 
-@pytest.mark.parametrize("target", DTYPES)
-@pytest.mark.parametrize("source", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "source", "target"), one_in(2, itertools.product(SHAPES, DTYPES, DTYPES)))
 def test_layouts_and_number_types_change_in_one_kernel(shape, source, target):
     array = np.random.default_rng(0).standard_normal(shape, dtype=np.float32).astype(numpy_type(source))
     blocked = block(array, LANES).astype(numpy_type(target))

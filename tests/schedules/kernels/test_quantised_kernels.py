@@ -7,6 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tests.case_lists import one_in
+
 pytest.importorskip("tvm")
 
 from costmodel.operators.layers import Conv2d, Dense, Epilogue, FusedConvs, Pool2d
@@ -110,7 +112,7 @@ def checked(operator, config=None):
     return case, run
 
 
-@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("name", one_in(2, OPERATORS))
 def test_every_byte(name):
     checked(OPERATORS[name])
 

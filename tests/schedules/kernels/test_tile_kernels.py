@@ -4,6 +4,7 @@ LLVM makes of them for Sapphire Rapids.
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
+from tests.case_lists import one_in
 
 pytest.importorskip("tvm")
 from costmodel.operators.layers import Dense, Epilogue, FusedConvs
@@ -86,8 +89,7 @@ def run(operator, template, config, change=lambda case: None):
     case.verify()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(("dtype", "name"), one_in(3, itertools.product(("bfloat16", "int8"), LAYERS)))
 def test_kernel_equals_the_reference(name, dtype):
     operator = stored_as(LAYERS[name], dtype) if dtype == "bfloat16" else replace(LAYERS[name], dtype="int8")
     if dtype == "int8" and operator.epilogue.activation is not None:
@@ -97,7 +99,7 @@ def test_kernel_equals_the_reference(name, dtype):
         run(operator, template, config)
 
 
-@pytest.mark.parametrize("name", PREPARED)
+@pytest.mark.parametrize("name", one_in(2, PREPARED))
 def test_what_is_prepared_is_laid_out_in_rows(name):
     operator = stored_as(AWKWARD[name], "bfloat16")
     template, configs = tile_configs(operator)

@@ -52,6 +52,7 @@ class SmallTiles:
         self.saved.remove(directory)
 
 
+@pytest.mark.thorough
 def test_tuning_a_kernel_asks_the_model_follows_it_and_teaches_it(tmp_path: Path):
     import tvm
     from tvm.s_tir.meta_schedule.search_strategy import EvolutionarySearch
@@ -153,6 +154,7 @@ def small_network() -> tuple[Any, np.ndarray, np.ndarray, np.ndarray]:
     return builder.get(), rng.standard_normal((1, 8, 14, 14), dtype=np.float32), first, second
 
 
+@pytest.mark.thorough
 def test_stock_meta_schedule_tunes_a_module_and_resumes(tmp_path: Path):
     import tvm
     from tvm import relax
