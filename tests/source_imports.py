@@ -10,6 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("costmodel", "schedules", "fusion", "e2e")
+LABORATORY = "lab"  # beside the packages, not in the wheel
 FRAMEWORKS = frozenset({"tvm", "torch"})
 
 
@@ -25,7 +26,7 @@ def frameworks(path: Path) -> frozenset[str]:
 
 @functools.cache
 def _our_modules() -> dict[str, Path]:
-    return modules_below(ROOT, (*PACKAGES, "tests"))
+    return modules_below(ROOT, (*PACKAGES, LABORATORY, "tests"))
 
 
 def imported_names(source: str, package: str = "") -> set[str]:

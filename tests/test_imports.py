@@ -1,4 +1,4 @@
-"""Imports go one way: costmodel <- schedules <- fusion and costmodel <- e2e."""
+"""Imports go one way: costmodel <- schedules <- fusion and costmodel <- e2e, and nobody imports lab."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ MAY_IMPORT = {
     "schedules": {"costmodel", "schedules"},
     "fusion": {"costmodel", "schedules", "fusion"},
     "e2e": {"costmodel", "e2e"},
+    "lab": {"costmodel", "schedules", "fusion", "e2e", "lab"},
 }
 # Frameworks a package may not touch at all; inside functions included.
 FORBIDDEN_FRAMEWORKS = {
@@ -24,11 +25,12 @@ FORBIDDEN_FRAMEWORKS = {
     "schedules": {"torch", "onnx", "onnxruntime", "openvino"},
     "fusion": set(),
     "e2e": {"tvm"},
+    "lab": set(),
 }
 # Folders of each package from bottom to top: a module imports its own folder and those before it.
 ORDER: dict[str, tuple[str, ...]] = {
     "costmodel": (
-        "base", "pages", "operators", "machines", "model", "datasets", "embedding", "cpu", "gpu", "collectives",
+        "base", "pages", "operators", "machines", "model", "embedding", "cpu", "gpu", "collectives",
         "measure", "commands",
     ),
     "schedules": ("contract", "loops", "kernels", "records", "measuring", "tuning", "peers"),
@@ -38,8 +40,9 @@ ORDER: dict[str, tuple[str, ...]] = {
     ),
     "e2e": (
         "step", "capture", "traces", "lowering", "price", "parallelism", "simulate", "explain", "whatif", "report",
-        "sharding", "sources", "advice", "sweeps", "validate", "commands",
+        "sharding", "sources", "advice", "sweeps", "commands",
     ),
+    "lab": ("data", "steps", "fit", "validate", "bench"),
 }  # fmt: skip
 
 # Modules below this folder that say `TORCH = True` measure with torch, and import it when they are used.

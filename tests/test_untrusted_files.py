@@ -138,7 +138,7 @@ def _cluster(trace: Path, folder: Path) -> None:
 
 
 def _sources(trace: Path, folder: Path) -> None:
-    from costmodel.datasets.data_manifest import read_sources
+    from lab.data.manifest import read_sources
 
     read_sources(_yaml(trace, folder / "sources.yaml"))
 

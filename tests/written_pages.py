@@ -20,11 +20,13 @@ PAGES = {
 # Files of users and other projects that pages speak of, and an attribute of TVM functions.
 NOT_OURS = {"train.py", "FILE.py", "comms.py", "fusion.template"}
 TO_BE_MADE = "costmodel/calibration/h200-sxm"
-COMMAND = re.compile(r"(?:torchrun|python3?)(?: --[^`\n]*?)? +-m +(?:fusion|e2e|costmodel) [^`#\n|]+")
-MODULE = re.compile(r"python3? -m ((?:fusion|e2e|costmodel)\.[\w.]+)")
-FILE = re.compile(r"(?<![\w./~$-])((?:costmodel|schedules|fusion|e2e|benchmarks|docs|examples|tests)/[\w./*<>+-]*)")
+COMMAND = re.compile(
+    r"(?:torchrun|python3?)(?: --[^`\n]*?)? +-m +(?:fusion|e2e|costmodel|lab\.(?:data|fit|validate)) [^`#\n|]+"
+)
+MODULE = re.compile(r"python3? -m ((?:fusion|e2e|costmodel|lab)\.[\w.]+)")
+FILE = re.compile(r"(?<![\w./~$-])((?:costmodel|schedules|fusion|e2e|lab|docs|examples|tests)/[\w./*<>+-]*)")
 LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
-DOTTED = re.compile(rf"(?<![\w./-])((?:{'|'.join(PACKAGES)})(?:\.\w+)+)")
+DOTTED = re.compile(rf"(?<![\w./-])((?:{'|'.join((*PACKAGES, 'lab'))})(?:\.\w+)+)")
 # A file that a tutorial has its reader write.
 TITLE = re.compile(r'^ *```\w+ title="([^"]+)"', re.MULTILINE)
 PYTHON_FILE = re.compile(r"(?<![\w./*>-])((?:\w+/)*\w+\.py)\b")
@@ -38,7 +40,7 @@ def code_of(text: str) -> str:
 
 
 def commands(text: str) -> list[str]:
-    """Every command line of ``text`` that starts one of the three tools, from ``-m`` on."""
+    """Every command line of ``text`` that starts one of the three tools or of the laboratory, from ``-m`` on."""
     found = [part for line in COMMAND.findall(code_of(text)) for part in line.split("&&")]
     return sorted({"-m " + part.partition("-m ")[2].strip() for part in found if "-m " in part})
 
@@ -86,7 +88,7 @@ def unknown_names(text: str) -> list[str]:
     imported = re.findall(r"^from ([\w.]+) import (.+)$", code, re.MULTILINE)
     named = {f"{module}.{name.strip()}" for module, names in imported for name in names.split(",")}
     prose = code_of(re.sub(r"```.*?```", "", text, flags=re.DOTALL))
-    dotted = {name for name in named | set(DOTTED.findall(prose)) if name.split(".")[0] in PACKAGES}
+    dotted = {name for name in named | set(DOTTED.findall(prose)) if name.split(".")[0] in (*PACKAGES, "lab")}
     return sorted(name for name in dotted if name not in NOT_OURS and not exists(name))
 
 
@@ -166,10 +168,11 @@ def commands_group(tool: str) -> Any:
     """The command line of ``tool``, as the library that parses it has it."""
     import typer
 
-    return typer.main.get_command(import_module(f"{tool}.commands.cli").app)
+    module = f"{tool}.__main__" if tool.startswith("lab.") else f"{tool}.commands.cli"
+    return typer.main.get_command(import_module(module).app)
 
 
 @cache
 def _files() -> tuple[str, ...]:
-    folders = (*PACKAGES, "benchmarks", "docs", "examples", "tests")
+    folders = (*PACKAGES, "lab", "docs", "examples", "tests")
     return tuple(f"/{path.relative_to(ROOT)}" for folder in folders for path in (ROOT / folder).rglob("*.py"))

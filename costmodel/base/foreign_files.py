@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import errno
 import gzip
+import hashlib
 import io
 import os
 import stat
 import tarfile
 import zipfile
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any, Literal, TypeVar, cast
+
+from costmodel.base.errors import InputError
 
 Kind = Literal["settings", "configuration", "record", "table", "log", "trace", "arrays", "model", "library"]
 
@@ -171,3 +176,27 @@ def _check(descriptor: int, kind: Kind) -> None:
         raise OSError(errno.EINVAL, "it is a pipe or a device, not a file")
     if found.st_size > MOST_BYTES[kind]:
         raise too_large(f"its {found.st_size / _MIB:,.0f} MiB are more than", MOST_BYTES[kind])
+
+
+_BLOCK = 1 << 20
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of what ``path`` holds; of a ``.gz`` file, of what it decompresses to, for compressors differ.
+
+    :class:`InputError` where it cannot be read or is cut short.
+    """
+    try:
+        state = path.stat()
+        return _digest(path, state.st_size, state.st_mtime_ns)
+    except (OSError, EOFError, zlib.error) as error:
+        raise InputError(f"{path}: cannot be read ({error}); copy or fetch it again") from None
+
+
+@lru_cache(maxsize=1024)
+def _digest(path: Path, size: int, changed: int) -> str:
+    found = hashlib.sha256()
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
+        while block := stream.read(_BLOCK):
+            found.update(block)
+    return found.hexdigest()

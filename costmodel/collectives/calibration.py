@@ -113,7 +113,10 @@ def read_calibration(path: Path) -> Calibration:
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}); check its path and permissions") from None
     except MALFORMED as error:
-        raise InputError(f"{path}: corrupt ({error!r}); write it anew with `python -m costmodel fit`") from None
+        raise InputError(
+            f"{path}: corrupt ({error!r}); install the package again, or fit your own with "
+            "`python -m costmodel fit --nccl-log`"
+        ) from None
 
 
 def calibrations(directory: Path | None = None) -> list[Calibration]:

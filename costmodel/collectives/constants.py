@@ -1,4 +1,4 @@
-"""Constants of the analytic model: protocols, fitted to the measured systems by ``python -m costmodel fit``.
+"""Constants of the analytic model: protocols, fitted to the measured systems by ``python -m lab.fit``.
 
 calibration/collectives.json holds them with their provenance.
 """
@@ -51,7 +51,7 @@ def constants() -> Constants:
     except OSError as error:
         raise InputError(f"{FILE}: cannot be read ({error.strerror}); install the package again") from None
     except (KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{FILE}: corrupt ({error!r}); write it anew with `python -m costmodel fit`") from None
+        raise InputError(f"{FILE}: corrupt ({error!r}); install the package again") from None
 
 
 def write_constants(values: Constants, provenance: dict[str, Any], path: Path = FILE) -> Path:

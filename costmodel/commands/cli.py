@@ -1,4 +1,4 @@
-"""``python -m costmodel machines | calibrate | measure | data | fit | validate``.
+"""``python -m costmodel machines | calibrate | measure | fit``.
 
 The same record feeds the text and ``--json``.
 """
@@ -20,9 +20,7 @@ from costmodel.base.command_line import ProgramGroup, guarded, program_name, ver
 from costmodel.base.errors import InputError, ProjectError
 from costmodel.base.whole_file import check_writable
 from costmodel.commands.cluster_listing import described, listing
-from costmodel.commands.data_command import app as data_app
 from costmodel.cpu.calibrate import QUICK, CalibrationEffort, calibrate
-from costmodel.datasets.data_folder import data_folder
 from costmodel.machines.machine_catalog import HOST_NAME, load_machine, machine_files, user_directory
 from costmodel.machines.machine_file import machine_record, write_machine
 from costmodel.machines.machine_records import Machine
@@ -35,15 +33,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.callback()(version_command)
-app.add_typer(data_app, name="data")
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
-_Data = Annotated[
-    Path | None,
-    typer.Option(help="Folder of the public measurements; default: $COSTMODEL_DATA, else what `data fetch` brought."),
-]
-_All = Annotated[
-    bool, typer.Option("--all", help="Use every file there, not those alone that the shipped models were fitted to.")
-]
 
 
 @app.command("machines")
@@ -71,28 +61,19 @@ def machines_command(
 
 
 @app.command("fit")
-@guarded("stopped; the same command goes on with what is fitted")
+@guarded()
 def fit_command(
-    data: _Data = None,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Folder to write; default: the one that is shipped.")
+    machine: Annotated[str, typer.Option(help="Your GPU; with --nccl-log your cluster (a name or file) or GPU.")],
+    table: Annotated[
+        list[Path] | None, typer.Option(help="Kernels of the GPU that `measure` timed (.csv); may be repeated.")
     ] = None,
-    only: Annotated[str | None, typer.Option(help="Fit `kernels`, `collectives` or `vision` alone.")] = None,
-    all_files: _All = False,
+    steps: Annotated[Path | None, typer.Option(help="Kernels and times of whole steps measured on the GPU.")] = None,
     nccl_log: Annotated[
         list[Path] | None,
-        typer.Option(help="Instead: output of nccl-tests or PARAM's comms.py from your own cluster; may be repeated."),
+        typer.Option(help="Output of nccl-tests or PARAM's comms.py from your cluster; may be repeated."),
     ] = None,
-    steps: Annotated[
-        Path | None, typer.Option(help="Instead: kernels and times of whole steps measured on the GPU --machine.")
-    ] = None,
-    table: Annotated[
-        list[Path] | None,
-        typer.Option(help="Instead: kernels of the GPU --machine that `measure` timed (.csv); may be repeated."),
-    ] = None,
-    machine: Annotated[
-        str | None,
-        typer.Option(help="With --nccl-log: your cluster (name or file) or GPU; with --steps or --table: the GPU."),
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Folder to write; default: where predictions look.")
     ] = None,
     collective: Annotated[str | None, typer.Option(help="With --nccl-log: what ran, where the log is silent.")] = None,
     ranks: Annotated[int | None, typer.Option(min=2, help="With --nccl-log: how many ranks ran, likewise.")] = None,
@@ -100,55 +81,35 @@ def fit_command(
     in_place: Annotated[bool, typer.Option("--in-place", help="With --nccl-log: take the in-place times.")] = False,
     as_json: _Json = False,
 ) -> None:
-    """Fits the models of GPU kernels and collectives from the public tables, or your cluster's from its own logs, or
-    your GPU's from whole steps.
-    """
-    from costmodel.commands.fit_command import fit_public
-    from costmodel.datasets.nccl_log import Given
-
-    progress = Console(stderr=True, highlight=False, markup=False)
-    of_logs = {"--collective": collective, "--ranks": ranks, "--nodes": nodes, "--in-place": in_place or None}
-    of_tables = {"--data": data, "--only": only, "--all": all_files or None}
-    if nccl_log:
-        _require_none("--nccl-log", {**of_tables, "--steps": steps, "--table": table})
-    else:
-        _require_none("a fit without --nccl-log", of_logs)
-        if steps:
-            _require_none("--steps", {**of_tables, "--table": table})
-        elif table:
-            _require_none("--table", of_tables)
-        else:
-            _require_none("a fit of public tables", {"--machine": machine})
+    """Fits the models of your own GPU to what was measured on it, or of your own cluster to logs of its collectives."""
+    progress = partial(Console(stderr=True, highlight=False, markup=False).print, soft_wrap=True)
+    given = {"--table": table or None, "--steps": steps, "--nccl-log": nccl_log or None}
+    measured = [name for name, value in given.items() if value is not None]
+    if len(measured) != 1:
+        raise InputError(f"fit: give one of {', '.join(given)}: what was measured on {machine}")
+    if not nccl_log:
+        of_logs = {"--collective": collective, "--ranks": ranks, "--nodes": nodes, "--in-place": in_place or None}
+        _require_none(measured[0], of_logs)
     if output is not None:
         check_writable(output / "fitted.json", "-o", makes_folder=True)
     if nccl_log:
-        from costmodel.collectives.fit_collectives import fit_logs
+        from costmodel.collectives.own_cluster import fit_logs
+        from costmodel.collectives.sweep_logs import Given
 
-        if machine is None:
-            raise InputError("--nccl-log: say whose log it is with --machine NAME (a cluster or GPU of `machines`)")
-        given = Given(collective, ranks, nodes, in_place)
-        files = [fit_logs(nccl_log, machine, given, output, lambda line: progress.print(line, soft_wrap=True))]
+        path = fit_logs(nccl_log, machine, Given(collective, ranks, nodes, in_place), output, progress)
     elif steps:
-        from costmodel.gpu.fit_levels import fit_to_steps
+        from costmodel.gpu.own_gpu import fit_to_steps
 
-        if machine is None:
-            raise InputError("--steps: say on which GPU they ran with --machine NAME (one of `machines`)")
-        files = [fit_to_steps(steps, machine, output, lambda line: progress.print(line, soft_wrap=True))]
-    elif table:
-        from costmodel.gpu.fit_points import fit_to_tables
-
-        if machine is None:
-            raise InputError("--table: say of which GPU it is with --machine NAME (one of `machines`, or a file)")
-        files = [fit_to_tables(table, machine, output, lambda line: progress.print(line, soft_wrap=True))]
+        path = fit_to_steps(steps, machine, output, progress)
     else:
-        told = partial(progress.print, soft_wrap=True)
-        files = fit_public(data_folder(data), output, only, told, all_files)
-    records = [{"file": str(path), "bytes": path.stat().st_size} for path in files]
+        from costmodel.gpu.own_gpu import fit_to_tables
+
+        path = fit_to_tables(table or [], machine, output, progress)
+    size = path.stat().st_size
     if as_json:
-        _print_json({"files": records})
-        return
-    for record in records:
-        print(f"{record['file']}  {record['bytes']} B")
+        _print_json({"files": [{"file": str(path), "bytes": size}]})
+    else:
+        print(f"{path}  {size} B")
 
 
 def _require_none(what: str, options: Mapping[str, object]) -> None:
@@ -156,35 +117,6 @@ def _require_none(what: str, options: Mapping[str, object]) -> None:
     for option, value in options.items():
         if value is not None:
             raise InputError(f"{option} {value}: does not go with {what}; leave one of them out")
-
-
-@app.command("validate")
-@guarded()
-def validate_command(
-    data: _Data = None,
-    models: Annotated[Path | None, typer.Option(help="Folder of fitted models; default: the shipped ones.")] = None,
-    only: Annotated[str | None, typer.Option(help="Validate `kernels` or `collectives` alone.")] = None,
-    all_files: _All = False,
-    as_json: _Json = False,
-) -> None:
-    """Errors of the models of kernels and collectives on rows that no fit has seen, and on GPUs left out."""
-    from costmodel.commands.fit_command import validate_public
-    from costmodel.gpu.kernel_errors import result_record
-
-    progress = Console(stderr=True, highlight=False, markup=False)
-    told = partial(progress.print, soft_wrap=True)
-    found = validate_public(data_folder(data), models, only, told, all_files)
-    records = [result_record(each) for each in found]
-    if as_json:
-        _print_json({"results": records})
-        return
-    columns = ("mape", "median", "p90", "worst", "bias", "geomean", "interval")
-    table = Table("split", "family", "machine", "rows", *columns, "time from", box=None)
-    for each in records:
-        errors = (f"{100 * each[name]:.1f} %" for name in columns)
-        sources = ", ".join(f"{name} {100 * share:.0f} %" for name, share in sorted(each["coverage"].items()))
-        table.add_row(each["split"], each["family"], each["machine"], str(each["count"]), *errors, sources)
-    _console().print(table)
 
 
 @app.command("calibrate")

@@ -15,7 +15,7 @@ INTERVAL = (0.1, 0.9)
 _ROUNDS = 120
 _PARAMETERS = {"max_depth": 6, "eta": 0.12, "min_child_weight": 0.5, "subsample": 0.9, "tree_method": "hist", "seed": 0}
 # Of trees that are asked about networks they have not seen: shallow ones that see half of the features each. Chosen by
-# leaving networks out (`python -m fusion records evaluate`); trees of one tuning run see the very operators they rank.
+# leaving networks out (`python -m lab.validate.ranking`); trees of one tuning run see the very operators they rank.
 FOR_UNSEEN = {"max_depth": 4, "min_child_weight": 3.0, "colsample_bytree": 0.5}
 # What xgboost keeps of every node besides its split and its value.
 _STATISTICS = ("base_weights", "loss_changes", "sum_hessian")

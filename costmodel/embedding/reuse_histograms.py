@@ -22,7 +22,6 @@ from pathlib import Path
 
 from costmodel.base.errors import InputError
 from costmodel.base.foreign_files import read_text
-from costmodel.datasets.data_folder import AGAIN
 from costmodel.embedding.popularity_fit import CountBin, statistics_of_counts
 from costmodel.operators.index_statistics import REUSE_BINS, REUSE_EDGES, IndexStatistics
 
@@ -77,13 +76,13 @@ def read_histograms(path: Path) -> dict[str, ReuseHistogram]:
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}); check its path and permissions") from None
     except UnicodeDecodeError as error:
-        raise InputError(f"{path}: no text ({error.reason}); {AGAIN}") from None
+        raise InputError(f"{path}: no text ({error.reason}); fetch the file again") from None
     found = {}
     for name, section in _sections(lines):
         try:
             found[name] = _histogram(name, section)
         except ValueError as error:
-            raise InputError(f"{path}: {name}: {error}; {AGAIN}") from None
+            raise InputError(f"{path}: {name}: {error}; fetch the file again") from None
     if not found:
         raise InputError(f"{path}: no data set (a line such as fbgemm_t856_bs65536_0.pt); give a locality_stats file")
     return found

@@ -1,1 +1,1 @@
-"""What a cost model is: its interface and estimates, measurements, dispatch by operator, error figures."""
+"""What a cost model is: its interface and estimates, measurements, dispatch by operator."""

@@ -1,4 +1,4 @@
-"""``python -m e2e predict | validate | sweep | shard | measure | doctor``.
+"""``python -m e2e predict | sweep | shard | measure | doctor``.
 
 Exit status: 0 done, 1 ``doctor`` found something broken, 2 the user's input is at fault (one line on standard error),
 3 a predicted step may not fit the memory of its GPUs, 4 it does not, 130 stopped with Ctrl-C, 143 ended by SIGTERM.
@@ -8,7 +8,6 @@ With ``--json`` standard output holds JSON alone.
 from __future__ import annotations
 
 import gc
-import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -39,36 +38,6 @@ def main() -> None:
 
 
 app.command("predict")(guarded()(predict_command))
-
-
-@app.command("validate")
-@guarded()
-def validate_command(
-    data: Annotated[
-        Path | None,
-        typer.Option(help="Folder of the measurements; default: $COSTMODEL_DATA, else those of `data fetch`."),
-    ] = None,
-    only: Annotated[str, typer.Option(help="Cases whose GPU/case contains this.")] = "",
-    section: Annotated[
-        list[str] | None,
-        typer.Option(help="One of training, memory, models, replay, dlrm, vtrain, vision; repeatable."),
-    ] = None,
-    sealed: Annotated[
-        bool,
-        typer.Option("--sealed", help="Training steps kept unseen until a release is judged, alone; ask them once."),
-    ] = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Predicts what was measured in the data folder and reports the errors: whole models, recorded ranks replayed."""
-    from costmodel.datasets.data_folder import data_folder
-    from e2e.validate.validation_sections import run_sections
-
-    sections = run_sections(data_folder(data), only, section or (), sealed=sealed)
-    if as_json:
-        print(json.dumps({name: ran.record() for name, ran in sections.items()}, indent=2))
-    else:
-        for ran in sections.values():
-            ran.render()
 
 
 app.command("sweep")(guarded("stopped; results so far are kept")(sweep_command))

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from costmodel.commands import checkup
 from costmodel.commands.checkup import BadPair, Finding
-from costmodel.datasets.data_folder import FETCH, data_folder, user_data_directory
 from costmodel.machines.cluster_file import cluster_files
 from costmodel.machines.machine_catalog import machine_files, user_directory
 
@@ -28,7 +27,7 @@ _ROOT = Path(__file__).parents[2]
 
 def doctor_command(as_json: bool) -> None:
     """Prints the findings; status 1 where something is broken."""
-    checks = [_packages, _imports, checkup.cores, checkup.memory, _folders, _shipped, _data]
+    checks = [_packages, _imports, checkup.cores, checkup.memory, _folders, _shipped]
     checkup.report("e2e", checks, as_json)
 
 
@@ -65,12 +64,3 @@ def _shipped() -> Iterator[Finding]:
     yield checkup.shipped("fitted kernels", (calibration / "gpu").glob("*.json"))
     yield checkup.shipped("fitted collectives", calibration.glob("*/collectives.json"))
     yield checkup.shipped("host overheads", (calibration / "host_overheads").glob("*.json"))
-
-
-def _data() -> Iterator[Finding]:
-    place = data_folder()
-    if place.is_dir():
-        yield Finding("measurements", "ok", str(place))
-    else:
-        yield Finding("measurements", "note", "not here; fit and validate need them, predictions do not", FETCH)
-        yield checkup.folder("data XDG_DATA_HOME", user_data_directory())

@@ -28,7 +28,7 @@ MOST_TASKS = 60_000
 _ALONE, _NOTHING = 3, 1e-4
 _ITERATIONS = 4
 # Half of the interval (log units) that holds 80 % of the ratios between two batches of one model, predicted against
-# measured: 36 pairs of `python -m e2e validate --section models`. Other shapes have other errors.
+# measured: 36 pairs of `python -m lab.validate models`. Other shapes have other errors.
 BATCH_RATIO_ERROR = 0.05
 Interval = tuple[float, float]
 

@@ -38,7 +38,7 @@ def save_table(table: OverheadTable, path: Path) -> None:
 
 def load_table(path: Path) -> OverheadTable:
     """The table in ``path``; :class:`InputError` names the file if it is missing or not such a table."""
-    document = _read_json(path, "fit it again with python -m e2e.price.overhead_fitting")
+    document = _read_json(path, "install the package again")
     try:
         if document["format"] != _FORMAT:
             raise ValueError(f"format {document['format']}")
@@ -57,9 +57,7 @@ def load_table(path: Path) -> OverheadTable:
             raise ValueError(f"level {level:g}, must be above 0")
         return replace(complete_table(document["name"], means, sources, inflation), factor=factor, level=level)
     except MALFORMED as error:
-        raise InputError(
-            f"{path}: not a table of host overheads ({error}); fit it again with python -m e2e.price.overhead_fitting"
-        ) from None
+        raise InputError(f"{path}: not a table of host overheads ({error}); install the package again") from None
 
 
 def load_inflation(path: Path) -> Inflation:

@@ -12,7 +12,7 @@ and 1.05 times for those of 3 ms as LLMServingSim's with libraries of 2025. On A
 difference is seen. How older kernels of other kinds differ is not known.
 
 costmodel/calibration/release_spread.json    the half interval, the pairs, what products took, and the files all are
-                                             from; written by ``python -m e2e.validate.fit_release_spread``
+                                             from; written by ``python -m lab.fit.release_spread``
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from costmodel.operators.any_operator import AnyOperator
 from costmodel.operators.device_work import Gemm
 
 RELEASE_SPREAD = Path(__file__).parents[2] / "costmodel" / "calibration" / "release_spread.json"
-FIT_COMMAND = "python -m e2e.validate.fit_release_spread"
 OLDER_NOTE = (
     "the libraries of this stack are older than those that kernels were measured with: products on Hopper take as long "
     "as such libraries took, and the interval is wider by what whole steps change from release to release"
@@ -81,4 +80,4 @@ def _read(path: Path) -> tuple[float, tuple[float, ...], tuple[float, ...]]:
             raise ValueError("the seconds of products do not ascend")
         return float(record["spread"]), seconds, logs
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{path}: not a spread of releases ({error!r}); write it anew: {FIT_COMMAND}") from None
+        raise InputError(f"{path}: not a spread of releases ({error!r}); install the package again") from None

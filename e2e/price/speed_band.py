@@ -5,7 +5,7 @@ al., "Not All GPUs Are Created Equal", SC 2022). Tables are of one GPU. In a syn
 in every collective, so that the kernels of all take as long as its own. If speeds are spread evenly over a band, the
 slowest of n GPUs is expected at (n - 1) / (n + 1) of its width: 78 % with 8 GPUs, all of it with thousands.
 
-The width is fitted to whole steps (:mod:`e2e.validate.fit_speed_band`): all else that a long step loses and no model
+The width is fitted to whole steps (:mod:`lab.fit.speed_band`): all else that a long step loses and no model
 knows is in it too. It is the same for every step of several GPUs that is predicted kernel by kernel: ``--parallel``,
 ``--script`` and inference. What it leaves says how wide the interval of a step is, of one GPU too: the more so the more
 of it are products and attention like those of the steps that taught (:meth:`StepErrors.in_step`).
@@ -32,7 +32,6 @@ from e2e.price.release_spread import release_spread
 from e2e.step.execution_graph import Duration, ExecutionGraph, Kernel, RankGraph, Task
 
 SPEED_BAND = Path(__file__).parents[2] / "costmodel" / "calibration" / "speed_band.json"
-FIT_COMMAND = "python -m e2e.validate.fit_speed_band"
 # What most of a step must be for it to err like those that taught.
 _PRODUCTS = ("Gemm", "Attention")
 # Half intervals (log units) of a step that were all of this. Of steps kept from the makers of version 1.0, 94 in 8
@@ -127,7 +126,7 @@ def load_speed_band(path: Path = SPEED_BAND) -> SpeedBand | None:
         record = json.loads(path.read_text(encoding="utf-8"))
         return _band(record)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{path}: not a band of speeds ({error!r}); write it anew: {FIT_COMMAND}") from None
+        raise InputError(f"{path}: not a band of speeds ({error!r}); install the package again") from None
 
 
 def _band(record: Mapping[str, Any]) -> SpeedBand:

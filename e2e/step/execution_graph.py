@@ -11,6 +11,7 @@ or the whole of an operator that launches nothing.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -256,3 +257,8 @@ class ExecutionGraph:
     ranks: tuple[RankGraph, ...]
     multiplicity: Mapping[int, int] = field(default_factory=dict)
     source: str = ""
+
+
+def operator_counts(graph: ExecutionGraph) -> Mapping[AnyOperator, int]:
+    """Count how often each operator runs in ``graph``."""
+    return Counter(record for rank in graph.ranks for task in rank.tasks for record in task.operators)

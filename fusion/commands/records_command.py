@@ -3,7 +3,6 @@
 measure NETWORK... more configurations of every kernel of builds, or of ONNX files, into their folders: to learn from
 collect BUILD...   folders of `tune` on this CPU -> records.jsonl.gz, and machine.yaml beside it
 train              records.jsonl.gz -> ranking.json.gz; or, without some networks, both in another folder
-evaluate           networks left out, one after the other: how well kernels never measured are ranked
 """
 
 from __future__ import annotations
@@ -112,30 +111,6 @@ def train(
     """Learn the ranking of configurations from the records of this CPU."""
     path, families = train_records(directory, leave_out or (), output)
     typer.echo(f"{path}: {path.stat().st_size / 1e3:.0f} kB, families: {', '.join(families)}")
-
-
-@app.command()
-@guarded("stopped")
-def evaluate(
-    directory: Directory = None,
-    json_: JsonOption = False,
-) -> None:
-    """Leave out one network after the other: recall, rank correlation and loss of latency on its kernels."""
-    from costmodel.machines.machine_file import read_machine
-    from schedules.records.shipped_records import MACHINE_FILE
-    from schedules.tuning.ranking_evaluation import evaluate_ranking, report
-
-    found = records_here(directory)
-    machine = read_machine(found.directory / MACHINE_FILE)
-    rows = report(evaluate_ranking(found.content, machine, lambda line: typer.echo(line, err=True)))
-    if json_:
-        typer.echo(json.dumps([asdict(row) for row in rows], indent=2))
-        return
-    typer.echo("| kernels of | | method | top-1 | top-5 | rank correlation | loss of 1 | of 5 | of all together |")
-    typer.echo("|---|---|---|---|---|---|---|---|---|")
-    for row in rows:
-        shares = f"{row.top1:.0%} | {row.top5:.0%} | {row.correlation:.2f} | {row.loss1:.1%} | {row.loss5:.1%}"
-        typer.echo(f"| {row.group} | {row.kernels} | {row.method} | {shares} | {row.latency_loss:.1%} |")
 
 
 def measure_records(

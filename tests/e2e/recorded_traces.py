@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from costmodel.datasets.data_folder import data_folder
+from lab.data.data_folder import data_folder
 
 DATA = data_folder() / "traces"
 LINEAR = "linear_2080Ti/linear_kineto.json.gz"

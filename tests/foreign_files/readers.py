@@ -214,7 +214,7 @@ def _tables(path: Path) -> object:
 
 
 def _sources(path: Path) -> object:
-    from costmodel.datasets.data_manifest import read_sources, standing
+    from lab.data.manifest import read_sources, standing
 
     return [standing(each, path.parent).record() for each in read_sources(path)]
 
@@ -249,8 +249,8 @@ def _plan(path: Path) -> object:
 
 
 def _nccl_log(path: Path) -> object:
-    from costmodel.collectives.fit_collectives import fit_logs
-    from costmodel.datasets.nccl_log import Given
+    from costmodel.collectives.own_cluster import fit_logs
+    from costmodel.collectives.sweep_logs import Given
 
     # All seeds name their collectives, and none may be given that is another.
     return fit_logs([path], "dgx-h100", Given(None, 4, 2), path.parent / "out", lambda line: None)
@@ -316,7 +316,7 @@ def _kernels(path: Path) -> object:
 
 
 def _measured(path: Path) -> object:
-    from costmodel.datasets.own_tables import read_table
+    from lab.data.own_measurements import read_table
 
     return list(read_table(path, "t4"))
 

@@ -215,7 +215,7 @@ TABLES = [
 
 def source_lists() -> list[Any]:
     """The first data set of the shipped manifest with three of its files."""
-    whole = _yaml_file(SHIPPED / "datasets" / "sources.yaml")
+    whole = _yaml_file(SHIPPED.parent / "lab" / "data" / "sources.yaml")
     name, first = next(iter(whole["datasets"].items()))
     return [{"datasets": {name: {**first, "files": dict(list(first["files"].items())[:3])}}}]
 

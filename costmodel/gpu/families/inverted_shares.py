@@ -2,7 +2,7 @@
 
 There is no public table of convolutions in 16-bit types, nor of batch norm and pooling by memory layout. Hundreds of
 whole steps of different models share a few dozen classes of kernels; what each class costs is what makes the sums come
-out (:mod:`costmodel.gpu.fit_steps`). A class is named as ``spatial forward nhwc``.
+out (:mod:`lab.fit.image_steps`). A class is named as ``spatial forward nhwc``.
 
 calibration/vision/shares.json    factor by class; how far measured steps lie from predicted ones; which steps
 """
@@ -60,7 +60,7 @@ def inverted_shares(path: Path = SHARES) -> InvertedShares:
         factors = {str(name): float(value) for name, value in record["factors"].items()}
         return InvertedShares(factors, float(record["spread"]), record["provenance"])
     except (OSError, *MALFORMED) as error:
-        raise InputError(f"{path}: not a file of shares ({error}); write it anew: python -m costmodel fit") from None
+        raise InputError(f"{path}: not a file of shares ({error}); install the package again") from None
 
 
 def layout_name(channels_last: bool) -> str:

@@ -67,7 +67,7 @@ class Level:
 @dataclass(frozen=True)
 class LevelTransfer:
     """Levels by family and power class (:func:`power_class`; ``any`` of families that the clock hardly matters to);
-    what the trees of ``shapes`` say adds to them. ``grades``: see :mod:`costmodel.gpu.grades`.
+    what the trees of ``shapes`` say adds to them. ``grades``: see :mod:`lab.fit.grades`.
     """
 
     levels: Mapping[str, Mapping[str, Level]]
@@ -76,7 +76,7 @@ class LevelTransfer:
     grades: Grades = field(default_factory=dict)
 
     def grade(self, family: str, name: str) -> tuple[float, float] | None:
-        """Range of log(measured / predicted) of the grade ``name`` of :mod:`costmodel.gpu.grades`: that of ``family``,
+        """Range of log(measured / predicted) of the grade ``name`` of :mod:`lab.fit.grades`: that of ``family``,
         else of all together; ``None`` where nothing was measured.
         """
         return self.grades.get(family, {}).get(name) or self.grades.get(ANY_FAMILY, {}).get(name)
@@ -263,4 +263,6 @@ def forget_fitted() -> None:
 
 
 def _corrupt(path: Path, error: Exception) -> InputError:
-    return InputError(f"{path}: corrupt ({error}); write it anew with `python -m costmodel fit`")
+    return InputError(
+        f"{path}: corrupt ({error}); install the package again, or fit your own with `python -m costmodel fit --table`"
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import zlib
 from dataclasses import dataclass
 from typing import Any
@@ -37,45 +36,6 @@ class Forest:
                 node = 2 * node + 1 + right
             total += leaves[node - (len(leaves) - 1)]
         return total
-
-
-def constant(value: float) -> Forest:
-    """The forest that answers ``value`` whatever it is asked."""
-    return Forest(
-        np.zeros((0, 1), dtype=np.uint8), np.zeros((0, 1), dtype=np.float32), np.zeros((0, 2), dtype=np.float32), value
-    )
-
-
-def from_booster(booster: Any, depth: int) -> Forest:
-    """The trees of an xgboost ``booster`` whose depth is at most ``depth``."""
-    config = json.loads(booster.save_config())
-    base = config["learner"]["learner_model_param"]["base_score"]
-    trees = [json.loads(dump) for dump in booster.get_dump(dump_format="json")]
-    names = {name: place for place, name in enumerate(booster.feature_names or ())}
-    columns = np.zeros((len(trees), 2**depth - 1), dtype=np.uint8)
-    thresholds = np.full(columns.shape, np.inf, dtype=np.float32)
-    leaves = np.zeros((len(trees), 2**depth), dtype=np.float32)
-    for place, tree in enumerate(trees):
-        _fill(tree, 0, names, columns[place], thresholds[place], leaves[place])
-    return Forest(columns, thresholds, leaves, float(np.atleast_1d(json.loads(base))[0]))
-
-
-def _fill(
-    node: Any, place: int, names: dict[str, int], columns: np.ndarray, thresholds: np.ndarray, leaves: np.ndarray
-) -> None:
-    """Copies the tree under ``node`` to heap position ``place``; a leaf above the bottom is repeated below itself."""
-    inner = len(columns)
-    if "leaf" in node:
-        while place < inner:
-            place = 2 * place + 1  # an infinite threshold sends every row left
-        leaves[place - inner] = node["leaf"]
-        return
-    split = node["split"]
-    columns[place] = names[split] if split in names else int(split.removeprefix("f"))
-    thresholds[place] = np.float32(node["split_condition"])
-    children = {child["nodeid"]: child for child in node["children"]}
-    _fill(children[node["yes"]], 2 * place + 1, names, columns, thresholds, leaves)
-    _fill(children[node["no"]], 2 * place + 2, names, columns, thresholds, leaves)
 
 
 def to_record(forest: Forest) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from e2e.step.arrays import Floats
 _DEVIATIONS = 1.2816
 # An interval holds what is wrong with all tables of a GPU alike (its level), which no placement can mend, and what is
 # wrong with one table. Of measured families the second is this share: GEMM errs by 8.2 % on shapes left out, by 18.1 %
-# on a GPU left out (`python -m costmodel validate --only kernels`).
+# on a GPU left out (`python -m lab.validate kernels`).
 OWN_SHARE = 0.45
 # What is wrong with a table is mostly so however it is cut, and half as much again differs by cut.
 _CUT_SHARE = 0.5

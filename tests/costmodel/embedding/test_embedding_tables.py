@@ -16,11 +16,11 @@ from costmodel.embedding.statistics_file import save_statistics
 from costmodel.gpu import gpu_cost_model
 from costmodel.gpu.lookups.lookup_family import LookupKernels
 from costmodel.gpu.residuals.fitted import Fitted, write_fitted
-from costmodel.gpu.residuals.residual import train
 from costmodel.gpu.table_costs import table_seconds
 from costmodel.machines.machine_catalog import load_machine
 from costmodel.operators.index_statistics import uniform, zipf
 from costmodel.operators.lookups import EmbeddingLookup, TableLookup
+from lab.fit.trees import train
 
 A100 = load_machine("a100-sxm-80gb")
 FILE = """

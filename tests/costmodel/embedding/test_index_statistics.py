@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from costmodel.base.errors import InputError, OutputError
-from costmodel.datasets.data_folder import data_folder
 from costmodel.embedding.index_batches import IndexBatch, load_batches, statistics_of_batch
 from costmodel.embedding.popularity_fit import CountBin, statistics_of_counts
 from costmodel.embedding.reuse_histograms import read_histograms
 from costmodel.embedding.statistics_file import load_statistics, save_statistics
 from costmodel.operators.index_statistics import REUSE_EDGES, IndexStatistics, uniform, zipf
+from lab.data.data_folder import data_folder
 
 DATA = data_folder() / "dlrm_datasets"
 

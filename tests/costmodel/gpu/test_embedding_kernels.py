@@ -11,8 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from costmodel.base.errors import InputError
-from costmodel.datasets.data_folder import data_folder
-from costmodel.datasets.dlrm_trace import FILE, MACHINE, read_dlrm_trace
 from costmodel.gpu import gpu_cost_model
 from costmodel.gpu.lookups.lookup_entries import entries_of
 from costmodel.gpu.lookups.lookup_family import LookupKernels
@@ -20,6 +18,8 @@ from costmodel.gpu.lookups.lookup_passes import reuse_of, stages_of
 from costmodel.machines.machine_catalog import load_machine
 from costmodel.operators.index_statistics import IndexStatistics, zipf
 from costmodel.operators.lookups import EmbeddingLookup, TableLookup
+from lab.data.data_folder import data_folder
+from lab.data.dlrm_trace import FILE, MACHINE, read_dlrm_trace
 
 DATA = data_folder()
 A100 = load_machine("a100-sxm-80gb")

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from costmodel.datasets.data_folder import data_folder
 from costmodel.gpu import gpu_cost_model
 from costmodel.machines.machine_catalog import load_machine
 from costmodel.operators.linear_attention import CausalConvolution, LinearAttention
@@ -16,7 +15,6 @@ from costmodel.operators.serialization import from_record, to_record
 SSD = LinearAttention("ssd", 4, 4096, 1, 128, 80, 64, 256)
 DELTA = LinearAttention("gated_delta", 4, 4096, 16, 128, 32, 128)
 SELECTIVE = LinearAttention("selective", 4, 4096, 1, 16, 5120, 1)
-DATA = data_folder()
 
 
 def test_work_of_one_chunk():
@@ -64,22 +62,6 @@ def test_a_token_behind_a_cache_moves_its_states():
     (found,) = gpu_cost_model(machine).estimate([step])
     assert found.seconds > 0.8 * 2 * step.state_bytes / machine.memory[-1].datasheet
     assert found.seconds < 4 * 2 * step.state_bytes / machine.memory[-1].datasheet
-
-
-@pytest.mark.skipif(
-    not (DATA / "aiconfigurator").is_dir(), reason="no tables of aiconfigurator: python -m costmodel data fetch"
-)
-def test_held_out_rows_of_the_tables():
-    pytest.importorskip("pyarrow")
-    from costmodel.commands.fit_command import selection_of
-    from costmodel.gpu.fit_kernels import read_scans
-    from costmodel.gpu.validate_kernels import HELD_OUT, validate
-
-    results = validate(DATA, wanted=selection_of("scans", DATA).wants, read=read_scans)
-    held = {each.family: each.accuracy for each in results if each.split == HELD_OUT and each.machine == "all"}
-    # No table has a scan of Mamba 2.
-    assert set(held) == {"scan-gated-delta", "scan-step", "causal-conv"}
-    assert all(each.mape < 0.1 for each in held.values()), held
 
 
 def test_the_scan_of_mamba_2_as_published():

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from costmodel.gpu import gpu_cost_model
 from costmodel.gpu.families.rates import dense_peak, kernel_floor, l2_bytes, latency, stand_in
-from costmodel.gpu.kernel_rows import are_twins
 from costmodel.gpu.residuals.fitted import residuals_for
 from costmodel.machines.machine_catalog import load_machine as read_machine
 from costmodel.machines.machine_catalog import machine_files
@@ -38,6 +37,7 @@ from costmodel.operators.layers import Conv2d
 from costmodel.operators.linear_attention import CausalConvolution, LinearAttention
 from costmodel.operators.lookups import EmbeddingLookup
 from costmodel.operators.scaled_work import ScaledCast, ScaledGemm
+from lab.fit.kernel_rows import are_twins
 
 load_machine = functools.cache(read_machine)  # a file takes longer to read than a kernel to price
 GPUS = sorted(name for name, path in machine_files().items() if path.parent.name == "gpu")

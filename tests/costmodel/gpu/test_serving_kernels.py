@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from costmodel.base.errors import MachineError, UnsupportedOperatorError
-from costmodel.datasets.data_folder import data_folder
 from costmodel.gpu import gpu_cost_model
 from costmodel.gpu.families.attention_tiles import tiled
 from costmodel.machines.machine_catalog import load_machine
@@ -15,7 +14,6 @@ from costmodel.operators.attention import Attention
 
 LATENT = Attention(64, 128, 1, 4096, 576, 1, dtype="bfloat16", kernel="mla", value_dim=512, paged=True)
 EIGHT = Attention(8, 32, 1, 4096, 128, 8, causal=True, dtype="float8", kernel="flash3-fp8", paged=True)
-DATA = data_folder()
 
 
 def test_values_are_the_first_part_of_the_keys():
@@ -56,18 +54,3 @@ def test_eight_bits_are_faster_and_refused_where_nobody_measured_them():
         gpu_cost_model(load_machine("l40s")).estimate([EIGHT])
     with pytest.raises(MachineError, match="t4: has no kernel 'mla', which needs Ampere or later; name `eager`"):
         gpu_cost_model(load_machine("t4")).estimate([LATENT])
-
-
-@pytest.mark.skipif(
-    not (DATA / "aiconfigurator").is_dir(), reason="no tables of aiconfigurator: python -m costmodel data fetch"
-)
-def test_held_out_rows_of_the_tables():
-    pytest.importorskip("pyarrow")
-    from costmodel.commands.fit_command import selection_of
-    from costmodel.gpu.fit_kernels import read_engines
-    from costmodel.gpu.validate_kernels import HELD_OUT, validate
-
-    results = validate(DATA, wanted=selection_of("serving", DATA).wants, read=read_engines)
-    held = {each.family: each.accuracy for each in results if each.split == HELD_OUT and each.machine == "all"}
-    assert {"mla-decode", "flash3-fp8-decode", "flash3-fp8-paged"} <= set(held)
-    assert all(each.mape < 0.12 for each in held.values()), held

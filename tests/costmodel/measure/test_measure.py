@@ -13,7 +13,6 @@ torch = pytest.importorskip("torch", reason="measuring needs torch")
 
 from costmodel.base.errors import InputError, OutputError  # noqa: E402
 from costmodel.commands.cli import main  # noqa: E402
-from costmodel.datasets.own_tables import read_measured  # noqa: E402
 from costmodel.measure import suites  # noqa: E402
 from costmodel.measure.calls.operator_calls import make_call  # noqa: E402
 from costmodel.measure.cases import DRAWS, MeasuredCase, kernel_cases  # noqa: E402
@@ -39,6 +38,7 @@ from costmodel.operators.device_work import (  # noqa: E402
 from costmodel.operators.layers import Conv2d  # noqa: E402
 from costmodel.operators.lookups import EmbeddingLookup  # noqa: E402
 from costmodel.operators.serialization import from_record, to_record  # noqa: E402
+from lab.data.own_measurements import read_measured  # noqa: E402
 
 CPU = torch.device("cpu")
 ORIGIN = {"device": "toy"}

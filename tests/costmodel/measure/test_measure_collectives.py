@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
+from costmodel.collectives.sweep_logs import read_own_table
 from costmodel.commands.cli import main
-from costmodel.datasets.collective_rows import read_own_table
 from costmodel.measure.calls.collective_calls import RankGroup, sendable, splits, uneven
 from costmodel.measure.collective_suite import KINDS, cases, groups_of
 from costmodel.operators.collective_transfer import CollectiveTransfer

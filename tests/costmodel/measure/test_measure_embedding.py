@@ -14,8 +14,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from costmodel.commands.cli import main  # noqa: E402
-from costmodel.datasets.own_tables import read_measured  # noqa: E402
-from costmodel.gpu.fit_kernels import FAMILIES  # noqa: E402
 from costmodel.gpu.lookups.lookup_family import LookupKernels  # noqa: E402
 from costmodel.measure.calls.draws import draw_indices  # noqa: E402
 from costmodel.measure.calls.embedding_calls import make_embedding_call  # noqa: E402
@@ -28,6 +26,8 @@ from costmodel.operators.index_statistics import zipf  # noqa: E402
 from costmodel.operators.layers import element_bytes  # noqa: E402
 from costmodel.operators.lookups import EmbeddingLookup, TableLookup  # noqa: E402
 from costmodel.operators.serialization import from_record, to_record  # noqa: E402
+from lab.data.own_measurements import read_measured  # noqa: E402
+from lab.fit.kernels import FAMILIES  # noqa: E402
 
 CPU = torch.device("cpu")
 

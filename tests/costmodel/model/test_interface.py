@@ -8,7 +8,6 @@ import pytest
 from costmodel.base.errors import UnsupportedOperatorError
 from costmodel.model.cost_model import CostModel, Estimate
 from costmodel.model.dispatch import Dispatch
-from costmodel.model.error_figures import accuracy, relative_errors
 from costmodel.model.measurements import Measurement, measurement_from_record, measurement_to_record
 from costmodel.operators.layers import Conv2d, Dense, Epilogue, FusedConvs, Pool2d
 from costmodel.operators.serialization import from_record, to_record
@@ -113,29 +112,3 @@ def test_dispatch_fits_and_saves_each_model_once(tmp_path):
     model.save(tmp_path)
     assert shared.fitted == [measurements[0], measurements[2]] and other.fitted == [measurements[1]]
     assert (shared.saved, other.saved) == (tmp_path / "Dense", tmp_path / "FusedConvs")
-
-
-def test_accuracy_by_hand():
-    # Errors +10 %, -20 %, 0 %, +50 % of 1, 10, 1, 2 seconds.
-    estimates = [
-        estimate(1.1, lower=0.9, source="fitted"),
-        estimate(8),
-        estimate(1, source="measured"),
-        estimate(3, lower=2.5),
-    ]
-    result = accuracy(estimates, [1, 10, 1, 2])
-    assert result.count == 4
-    assert result.mape == pytest.approx(0.2)
-    assert result.median == pytest.approx(0.15)
-    assert result.worst == pytest.approx(0.5)
-    assert result.p90 == pytest.approx(0.2 + 0.7 * 0.3)
-    assert result.bias == pytest.approx(0.1)
-    assert result.geomean == pytest.approx((0.1 * 0.2 * 1e-4 * 0.5) ** 0.25)
-    assert result.interval == 0.5
-    assert result.coverage == pytest.approx({"fitted": 1.1 / 13.1, "analytic": 11 / 13.1, "measured": 1 / 13.1})
-
-
-@pytest.mark.parametrize(("predicted", "measured"), [([], []), ([1], [1, 2]), ([1], [0])])
-def test_errors_need_pairs_of_positive_times(predicted, measured):
-    with pytest.raises(ValueError, match="as many|above zero"):
-        relative_errors(predicted, measured)

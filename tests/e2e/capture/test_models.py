@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from costmodel.base.errors import InputError, ModelError
-from costmodel.datasets.data_folder import data_folder
 from costmodel.operators.device_work import Attention, ConvolutionBackward, Gemm
 from costmodel.operators.layers import Conv2d
 from costmodel.operators.lookups import EmbeddingLookup
@@ -22,6 +21,7 @@ from e2e.lowering import unknown_operators
 from e2e.lowering.lower_trace import lower
 from e2e.step.execution_graph import RankGraph
 from e2e.step.options import StepOptions
+from lab.data.data_folder import data_folder
 from tests.case_lists import one_in
 
 ROOT = Path(__file__).resolve().parents[3]

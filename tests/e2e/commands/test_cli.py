@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
-from costmodel.datasets.data_folder import data_folder
+from lab.data.data_folder import data_folder
 
 pytest.importorskip("torch")
 

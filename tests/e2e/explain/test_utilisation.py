@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from costmodel.datasets.data_folder import data_folder
 from costmodel.machines.machine_catalog import load_machine
 from costmodel.operators.device_work import Gemm
 from e2e.explain.utilisation import utilisation_of
@@ -14,7 +13,8 @@ from e2e.lowering.lowered_step import lower_step
 from e2e.step.execution_graph import CallInfo, ExecutionGraph, Kernel
 from e2e.step.operator_trace import OperatorCall
 from e2e.step.options import StepOptions
-from e2e.validate.training_rows import TRAINING_FILE
+from lab.data.data_folder import data_folder
+from lab.steps.training_rows import TRAINING_FILE
 from tests.e2e.drawn_graphs import Drawing
 from tests.e2e.toy_predictions import GPU, predict_step, setting, step, tensor
 
@@ -166,9 +166,9 @@ def test_recomputed_layers_of_a_spread_model_are_executed_and_not_counted():
 
 @pytest.mark.skipif(not (data_folder() / TRAINING_FILE).is_file(), reason="the table of training steps is not here")
 def test_published_mfu_is_met_by_the_count_of_flops(tmp_path):
-    """One row of each source; ``python -m e2e.validate.published_mfu`` compares all."""
+    """One row of each source; ``python -m lab.validate.published_mfu`` compares all."""
     pytest.importorskip("torch")
-    from e2e.validate.published_mfu import compared, published_rows
+    from lab.validate.published_mfu import compared, published_rows
 
     rows = {
         step.row.family: step for step in published_rows(data_folder()) if step.row.model in ("mpt-125m", "llama3-8B")

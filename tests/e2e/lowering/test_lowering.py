@@ -7,7 +7,6 @@ from collections import Counter
 import pytest
 import torch
 
-from costmodel.datasets.data_folder import data_folder
 from costmodel.operators.device_work import Elementwise, Gemm, MemoryCopy
 from e2e.capture import CapturedWorkload, capture
 from e2e.lowering import unknown_operators
@@ -16,6 +15,7 @@ from e2e.lowering.operator_table import TABLE
 from e2e.step.execution_graph import Await, HostWork, Launch, RankGraph, RecordEvent, Signal, StreamWait, Synchronize
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor
 from e2e.traces.formats.execution_trace import read_execution_trace
+from lab.data.data_folder import data_folder
 
 TRACES = data_folder() / "traces"
 

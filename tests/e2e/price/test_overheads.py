@@ -11,18 +11,6 @@ import pytest
 from costmodel.base.errors import InputError
 from costmodel.machines.machine_catalog import load_machine, machine_files
 from e2e.price.overhead_files import load_inflation, load_table, save_table
-from e2e.price.overhead_fitting import (
-    H100_NAME,
-    INFLATION_FILE,
-    NOT_SHARED,
-    SHARED_NAME,
-    STACKS,
-    WITH_STACKS,
-    fit_shared_tables,
-    hosts_differ,
-    small_operator_seconds,
-    with_newer_host,
-)
 from e2e.price.overhead_samples import OverheadSample, OverheadSamples, extract
 from e2e.price.overheads import (
     KINDS,
@@ -36,6 +24,18 @@ from e2e.price.overheads import (
 )
 from e2e.price.shared_overheads import known_hosts, load_overheads, standing_in
 from e2e.traces.formats.kineto import read_kineto
+from lab.fit.host_overheads import (
+    H100_NAME,
+    INFLATION_FILE,
+    NOT_SHARED,
+    SHARED_NAME,
+    STACKS,
+    WITH_STACKS,
+    fit_shared_tables,
+    hosts_differ,
+    small_operator_seconds,
+    with_newer_host,
+)
 from tests.e2e.recorded_traces import AUTOGRAD, DATA, LINEAR, Profile, recorded
 
 US = 1e-6

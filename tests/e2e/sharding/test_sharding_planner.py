@@ -11,7 +11,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from costmodel.base.errors import InputError
-from e2e.sharding.experiment import optimum
 from e2e.sharding.explanation import explain
 from e2e.sharding.planner import SearchEffort, find_plan, simulated_seconds
 from e2e.sharding.problem.option_costs import MEMORY
@@ -19,6 +18,7 @@ from e2e.sharding.problem.placement import PLACED, Rules, TablePlacement
 from e2e.sharding.problem.state import state_of
 from e2e.sharding.search.bound import relax
 from e2e.sharding.search.integer_program import Limits, neighbourhood, solve
+from lab.bench.sharding import optimum
 from tests.e2e.sharding import toy_sharding as toy
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -341,12 +340,8 @@ def test_a_price_in_whole_seconds_will_do():
 
 
 def test_the_benchmark_counts_what_it_simulates():
-    script = Path(__file__).parents[3] / "benchmarks" / "simulator.py"
-    command = [sys.executable, str(script), "--events", "20000", "--repeat", "1", "--json"]
-    root = script.parents[1]
-    result = subprocess.run(
-        command, cwd=root, env=os.environ | {"PYTHONPATH": str(root)}, capture_output=True, text=True, check=True
-    )
+    command = [sys.executable, "-m", "lab.bench.simulator", "--events", "20000", "--repeat", "1", "--json"]
+    result = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, check=True)
     rows = json.loads(result.stdout)
     assert [row["ranks"] for row in rows] == [1, 8, 64, 64]  # the last with transfers that share links
     assert all(10_000 < row["events"] <= 20_010 for row in rows)

@@ -15,7 +15,7 @@ from e2e.commands.cli import app
 from e2e.sources.predict_request import predict_request
 from e2e.sources.registry import request_of
 from e2e.traces.recorded_run import expand_files, read_recorded_run
-from e2e.validate.validation_sections import run_sections
+from lab.validate.sections import Asked, run_sections
 from tests.e2e.recorded_traces import DATA, DLRM, DLRM_ET, LINEAR, LINEAR_ET, recorded
 
 SIZED = """
@@ -200,13 +200,13 @@ def test_a_wrong_gpu_of_recorded_ranks_is_refused():
 
 def test_validate_has_a_section_for_recorded_ranks():
     recorded(DLRM), recorded(DLRM_ET)
-    sections = run_sections(DATA.parent, "dlrm-8", ())
+    sections = run_sections(Asked(DATA.parent, "dlrm-8"))
     assert "replay" in sections and not {"models", "training", "vtrain", "vision"} & set(sections)
     record = sections["replay"].record()
     assert record["worst_rank"] < 0.05 and record["worst_collective"] < 0.02
     sections["replay"].render()
-    with pytest.raises(InputError, match="--section nothing: there are training, memory, models, replay"):
-        run_sections(DATA.parent, names=["nothing"])
+    with pytest.raises(InputError, match="nothing: not known; choose of training, memory, models, replay"):
+        run_sections(Asked(DATA.parent), names=["nothing"])
 
 
 def test_a_pipeline_of_a_built_in_model_has_bubbles():

@@ -1,4 +1,4 @@
-"""The ranking learned from shipped records, what a run takes from it, and how it is judged."""
+"""The ranking learned from shipped records and what a run takes from it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ from schedules.records.shipped_records import (
 from schedules.records.tuning_records import Record, environment
 from schedules.tuning.kernel_guesses import KernelGuesses, guesses_for
 from schedules.tuning.kernel_ranking import empty_ranking, read_ranking, train_ranking, write_ranking
-from schedules.tuning.ranking_evaluation import METHODS, evaluate_ranking, report, spearman
 from schedules.tuning.trial_search import TaskState, next_batch
 
 CPU = CpuTarget(lanes=16, registers=32, mcpu="skylake-avx512", features=(), threads=2, l1_bytes=32768, l2_bytes=1 << 20)
@@ -76,62 +75,6 @@ def test_terms_say_what_a_cost_is_made_of():
     assert (terms[:, 1] >= terms[:, 2]).all() and (terms[:, 2] >= 0).all()  # less traffic, less cost
     assert (terms[:, 3] <= 0).all() and set(terms[:, 4]) == {2.0}
     assert (terms[:, 5:].sum(axis=1) == 1).all()
-
-
-def test_a_network_left_out_is_ranked_better_than_by_cost_alone():
-    rows = {(row.group, row.method): row for row in report(evaluate_ranking(content(), TOY))}
-    assert {method for _, method in rows} == set(METHODS)
-    learned, cost, drawn = (rows["all", method] for method in ("both", "analytic", "random"))
-    assert learned.kernels == 12 and learned.correlation > 0.95 > cost.correlation > drawn.correlation
-    assert learned.latency_loss < 0.02 < cost.latency_loss
-    assert learned.top5 > cost.top5
-
-
-def test_kernels_of_all_dtypes_are_one_family_and_are_reported_apart():
-    """Of bfloat16 there are few records, whose order is that of float32: one model ranks both."""
-    pytest.importorskip("xgboost")
-    machine = replace(TOY, compute={**TOY.compute, "bfloat16": TOY.compute["float32"]})
-    layers = [(each, name) for name in "abc" for each in LAYERS[name]]
-    wide = [kernel(each, name, base=NARROW_CPU) for each, name in layers]
-    narrow = [kernel(replace(each, dtype="bfloat16"), name, count=8, base=NARROW_CPU) for each, name in layers]
-    both = CpuRecords(identity_of(NARROW_CPU), "0.27", "5", "toy", (*wide, *narrow))
-    assert set(train_ranking(both, machine)) == {"pointwise"}
-    rows = {(row.group, row.method): row for row in report(evaluate_ranking(both, machine))}
-    assert rows["float32", "both"].kernels == rows["bfloat16", "both"].kernels == 6
-    assert rows["bfloat16", "both"].correlation > rows["bfloat16", "analytic"].correlation
-    few = report(evaluate_ranking(replace(both, kernels=tuple(narrow)), machine))
-    alone = next(row for row in few if (row.group, row.method) == ("bfloat16", "both"))
-    assert rows["bfloat16", "both"].correlation > alone.correlation
-
-
-def test_terms_of_a_configuration_are_asked_once_for_all_networks(monkeypatch):
-    import schedules.tuning.ranking_evaluation as evaluation
-
-    asked = []
-
-    def counting(operator, configs, cpu):
-        asked.extend((operator, tuple(sorted(config.items())), cpu.threads) for config in configs)
-        return config_terms(operator, configs, cpu)
-
-    monkeypatch.setattr(evaluation, "config_terms", counting)
-    evaluate_ranking(content(), TOY)
-    assert len(asked) == len(set(asked)) == sum(len(each.records) for each in content().kernels)
-
-
-def test_a_network_is_judged_without_its_operators(monkeypatch):
-    """An operator of the network left out may occur in others too: it is not trained on."""
-    shared = LAYERS["a"][0]
-    whole = content("ab", (2,))
-    whole = replace(whole, kernels=(*whole.kernels, replace(kernel(shared, "c"), networks=("a", "c"))))
-    assert shared in {each.operator for each in whole.kernels}
-    seen = []
-    import schedules.tuning.ranking_evaluation as evaluation
-
-    trained = evaluation._trained
-    monkeypatch.setattr(evaluation, "_trained", lambda rest, *more: (seen.append(rest), trained(rest, *more))[1])
-    evaluate_ranking(whole, TOY)
-    without_a = seen[0]
-    assert "a" not in without_a.networks and shared not in {each.operator for each in without_a.kernels}
 
 
 def test_the_shipped_trees_rank_as_those_that_were_trained(tmp_path):
@@ -244,12 +187,6 @@ def test_a_run_says_in_one_line_where_its_guesses_are_from(own, tmp_path, monkey
         assert guesses.guess(operator).config == space[0]
     else:
         assert true_seconds(operator, guesses.guess(operator).config, CPU) < 1.1 * best
-
-
-def test_rank_correlation_shares_ties():
-    assert spearman(np.array([1.0, 2, 3]), np.array([10.0, 20, 30])) == pytest.approx(1)
-    assert spearman(np.array([3.0, 2, 1]), np.array([10.0, 20, 30])) == pytest.approx(-1)
-    assert spearman(np.ones(3), np.array([10.0, 20, 30])) == 0
 
 
 SHIPPED = sorted(SHIPPED_DIRECTORY.glob(f"*/{RECORDS_FILE}"))

@@ -1,1 +1,0 @@
-"""Compares predictions with what was measured: ``python -m e2e validate``."""

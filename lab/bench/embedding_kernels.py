@@ -1,0 +1,116 @@
+"""Predicted against measured embedding kernels that others have published; nothing is fitted to them as a whole.
+
+python -m lab.bench.embedding_kernels [--data FOLDER]
+
+dlrm_8xV100 (facebookresearch/param): FBGEMM's kernels on the eight ranks; single constants of the backward stages stem
+from this run (costmodel/gpu/families/radix_sort.py, lookup_passes.py say which), the forward pass has none from it.
+Indices are taken for even; the run's are not: on every rank the kernel for rows looked up more than 32 times takes 15
+to 37 us, 4 us where it finds none. So they are also taken for even but for the least that this says, one row of every
+table looked up 33 times, and for Zipf distributed.
+pytorch/pytorch pull request 49913: `embedding_dense_backward` on A100 (GA100), 64 to 8,192 values, the kernel without a
+sort; one constant, two loads per step, stems from its column of 64 values. The rows of the table are not stated; the
+change was made for MLPerf's BERT, which has 30,522.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from costmodel.gpu import gpu_cost_model
+from costmodel.gpu.lookups.lookup_entries import entries_of
+from costmodel.gpu.lookups.lookup_passes import reuse_of, stages_of
+from costmodel.machines.machine_catalog import load_machine
+from costmodel.operators.index_statistics import IndexStatistics, zipf
+from costmodel.operators.lookups import EmbeddingLookup, TableLookup
+from lab.data import dlrm_trace
+from lab.data.data_folder import data_folder
+from lab.data.dlrm_trace import RankKernels, read_dlrm_trace
+
+BERT_ROWS = 30_522
+# (lookups, values): seconds, pytorch/pytorch pull request 49913, table "GA100-fp32 embedding", column "cuda kernel".
+PULL_REQUEST_49913 = {
+    (1024, 64): 7.03e-5, (1024, 256): 1.10e-4, (1024, 1024): 1.80e-4, (1024, 2048): 2.71e-4, (1024, 4096): 4.59e-4,
+    (1024, 8192): 8.92e-4, (2048, 64): 1.11e-4, (2048, 256): 1.76e-4, (2048, 1024): 2.48e-4, (2048, 2048): 3.44e-4,
+    (2048, 4096): 5.40e-4, (2048, 8192): 1.033e-3, (3072, 64): 1.70e-4, (3072, 256): 2.45e-4, (3072, 1024): 3.22e-4,
+    (3072, 2048): 4.19e-4,
+}  # fmt: skip
+STAGES = {"linearize": 2, "sort": 3, "update": 4}
+LONG_ROW = 33  # lookups of a row that FBGEMM's second update kernel takes
+Popularity = Callable[[TableLookup], IndexStatistics | None]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=data_folder())
+    ranks = read_dlrm_trace(parser.parse_args().data)
+    console = Console(width=140)
+    console.print(_trace_table(ranks, "even indices", lambda table: None))
+    console.print(_trace_table(ranks, "even but for one row", partial(one_popular_row, count=LONG_ROW)))
+    console.print(_trace_table(ranks, "Zipf 1.2", lambda table: zipf(table.rows, 1.2)))
+    console.print(_dense_backward_table())
+
+
+def one_popular_row(table: TableLookup, count: float) -> IndexStatistics:
+    """One row is looked up ``count`` times (more, if even lookups are), all others evenly."""
+    share = min(max(count / table.indices, 1 / table.rows), 1.0)
+    return IndexStatistics(table.rows, (1.0, table.rows - 1.0), (share, 1 - share), "one popular row")
+
+
+def _trace_table(ranks: Sequence[RankKernels], title: str, popularity: Popularity) -> Table:
+    names = ("forward", *STAGES, "backward")
+    table = Table("rank", *names, title=f"dlrm_8xV100, {title}: predicted / measured us", box=None)
+    errors: dict[str, list[float]] = {name: [] for name in names}
+    for rank in ranks:
+        cells = []
+        for name, predicted in predicted_stages(rank, popularity).items():
+            measured = getattr(rank, name)
+            errors[name].append(predicted / measured - 1)
+            cells.append(f"{1e6 * predicted:.1f} / {1e6 * measured:.0f}")
+        table.add_row(str(rank.rank), *cells)
+    table.add_row("MAPE (bias)", *(_summary(values) for values in errors.values()))
+    return table
+
+
+def predicted_stages(rank: RankKernels, popularity: Popularity) -> dict[str, float]:
+    """Seconds of every stage, by name."""
+    machine = load_machine(dlrm_trace.MACHINE)
+    rank = replace(rank, tables=tuple(replace(each, statistics=popularity(each)) for each in rank.tables))
+    forward = gpu_cost_model(machine).estimate([rank.operator("forward")])[0].seconds
+    entries = entries_of([rank.operator("backward")])
+    stages = [float(each.seconds(entries)[0]) for each in stages_of(entries, reuse_of(entries, machine), machine)]
+    return {"forward": forward, **{name: stages[place] for name, place in STAGES.items()}, "backward": sum(stages)}
+
+
+def _dense_backward_table() -> Table:
+    table = Table(
+        "lookups", "values", "predicted us", "measured us", "error", title="pull request 49913, A100", box=None
+    )
+    operators = [
+        EmbeddingLookup(BERT_ROWS, dim, count, count, direction="backward", whole_pass=True)
+        for count, dim in PULL_REQUEST_49913
+    ]
+    estimates = gpu_cost_model(load_machine("a100-sxm-40gb")).estimate(operators)
+    errors = []
+    for ((count, dim), measured), estimate in zip(PULL_REQUEST_49913.items(), estimates, strict=True):
+        errors.append(estimate.seconds / measured - 1)
+        table.add_row(
+            str(count), str(dim), f"{1e6 * estimate.seconds:.0f}", f"{1e6 * measured:.0f}", f"{errors[-1]:+.0%}"
+        )
+    table.add_row("MAPE (bias)", "", "", "", _summary(errors))
+    return table
+
+
+def _summary(errors: Sequence[float]) -> str:
+    return f"{np.mean(np.abs(errors)):.1%} ({np.mean(errors):+.1%})"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""Networks never seen, tuned for no time and for a minute, beside the same networks tuned fully, in turns.
+
+    python -m lab.bench.zero_trials build/models/*/ --minutes 0 1
+
+Each folder is a build that `tune` made of one network. Its records, and all kernels that other networks share with it,
+are left out of the records that are shipped for this CPU (or of those in ``--records``), the ranking is learned anew
+from the rest, and `tune` builds the network from that with ``--minutes 0`` and ``--minutes 1``. A row says how many
+times as long as the full build each takes (median over rounds in which all take turns), and what making it took: wall
+time, and processor time of all its processes.
+
+Several builds of one model beside each other, by the protocol of ``compare``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from costmodel.base.cores import threads_to_use
+from costmodel.base.errors import InputError, ProjectError
+from costmodel.base.say import Say
+from fusion.artifact.build_folder import SUMMARY, Artifact, check_runnable, read_artifact
+from fusion.commands.records_command import train_records
+from fusion.comparing.benchmark_build import build_workload
+from fusion.comparing.engines.base import Unavailable
+from fusion.comparing.engines.engine_table import ENGINES, TUNED
+from fusion.comparing.engines.engine_worker import PREPARE_TIMEOUT_SECONDS, EngineFailed, Worker
+from fusion.comparing.rounds import EngineTiming, Sampling
+from fusion.comparing.rounds import measure as measure_in_turns
+from fusion.model.named_arrays import random_arrays
+from schedules.records.collect_records import network_name
+from schedules.records.shipped_records import DIRECTORY_VARIABLE
+
+FULL = "full"
+# Largest latency relative to the full build that is asked for, by minutes of tuning.
+GOALS = {0.0: 1.10, 1.0: 1.03}
+
+
+@dataclass(frozen=True)
+class ShortBuild:
+    """A build without own records: ``ratio`` to the full one, and what making it took in seconds."""
+
+    minutes: float
+    ratio: float
+    wall_seconds: float
+    processor_seconds: float
+
+
+def open_shapes(artifact: Artifact) -> list[str]:
+    """Options of `tune` for the inputs whose shape the ONNX file leaves open."""
+    import onnx
+
+    model = onnx.load(artifact.manifest.model_path, load_external_data=False)
+    static = {
+        value.name
+        for value in model.graph.input
+        if all(dimension.dim_value > 0 for dimension in value.type.tensor_type.shape.dim)
+    }
+    asked = [info for info in artifact.manifest.inputs if info.name not in static]
+    return [word for info in asked for word in ("--shape", f"{info.name}={','.join(map(str, info.shape))}")]
+
+
+def tune(artifact: Artifact, minutes: float, output: Path, records: Path) -> tuple[float, float]:
+    """Builds the network of ``artifact`` into ``output`` from ``records`` alone; wall and processor seconds."""
+    command = [
+        sys.executable, "-m", "fusion", "tune", artifact.manifest.model_path, "-o", str(output),
+        "--minutes", f"{minutes:g}", "--threads", str(artifact.manifest.threads), *open_shapes(artifact),
+    ]  # fmt: skip
+    before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
+    done = subprocess.run(
+        command, env={**os.environ, DIRECTORY_VARIABLE: str(records)}, capture_output=True, text=True, check=False
+    )
+    wall, after = time.monotonic() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
+    if done.returncode:
+        raise InputError(f"{artifact.directory}: `tune` failed: {done.stderr.strip().splitlines()[-1:]}")
+    return wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def measure(folder: Path, minutes: Sequence[float], records: Path | None, scratch: Path) -> list[ShortBuild]:
+    """The network of one folder, for each of ``minutes``."""
+    artifact = read_artifact(folder)
+    own = scratch / "records"
+    train_records(records, [network_name(folder)], own)
+    costs = {each: tune(artifact, each, scratch / f"{each:g}", own) for each in minutes}
+    builds = {FULL: folder, **{f"{each:g}": scratch / f"{each:g}" for each in minutes}}
+    timings = compare_builds(builds, say=lambda line: print(line, file=sys.stderr))
+    return [ShortBuild(each, timings[f"{each:g}"].ratio, *costs[each]) for each in minutes]
+
+
+def table(found: dict[str, list[ShortBuild]], minutes: Sequence[float]) -> str:
+    """Markdown: a line per network, the geometric means, and in how many the goal was reached."""
+    heads = "".join(f" {each:g} min: times as long | wall s | processor s |" for each in minutes)
+    lines = [f"| network |{heads}", "|---|" + "---|---|---|" * len(minutes)]
+    for network, builds in found.items():
+        cells = (f" {each.ratio:.3f} | {each.wall_seconds:.0f} | {each.processor_seconds:.0f} |" for each in builds)
+        lines.append(f"| {network} |{''.join(cells)}")
+    sums = []
+    for index, each in enumerate(minutes):
+        ratios = [builds[index].ratio for builds in found.values()]
+        mean = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else math.nan
+        goal = GOALS.get(each)
+        reached = "" if goal is None else f", {sum(ratio <= goal for ratio in ratios)} within {goal - 1:.0%}"
+        sums.append(f" {mean:.3f} (worst {max(ratios, default=math.nan):.3f}{reached}) | | |")
+    return "\n".join([*lines, f"| geometric mean of {len(found)} |{''.join(sums)}"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("builds", nargs="+", type=Path, help="folders that `tune` wrote, fully tuned")
+    parser.add_argument("--minutes", nargs="+", type=float, default=[0.0, 1.0], help="of tuning, one build each")
+    parser.add_argument("--records", type=Path, help="folder of all CPUs' records; default: what is shipped")
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    arguments = parser.parse_args()
+    found: dict[str, list[ShortBuild]] = {}
+    for folder in arguments.builds:
+        if not (folder / SUMMARY).is_file():
+            print(f"{folder}: no build, left out", file=sys.stderr)
+            continue
+        with tempfile.TemporaryDirectory(prefix="zero-trials-") as scratch:
+            try:
+                found[network_name(folder)] = measure(folder, arguments.minutes, arguments.records, Path(scratch))
+            except ProjectError as error:  # the others are measured all the same
+                print(error, file=sys.stderr)
+                continue
+        print(table(found, arguments.minutes).splitlines()[-2], flush=True)
+    print(table(found, arguments.minutes))
+    if arguments.json is not None:
+        rows = {network: [vars(each) for each in builds] for network, builds in found.items()}
+        arguments.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+
+
+def compare_builds(
+    folders: Mapping[str, Path],
+    threads: int | None = None,
+    sampling: Sampling | None = None,
+    say: Say = lambda _: None,
+) -> dict[str, EngineTiming]:
+    """Times the builds in ``folders`` in turns, each in its own process; the ratios are to the first of them.
+
+    ``threads`` defaults to those that the first was tuned for. ``InputError`` for a folder that is no whole build,
+    builds of different models, and one that fails.
+    """
+    artifacts = {name: read_artifact(folder) for name, folder in folders.items()}
+    baseline, first = next(iter(artifacts.items()))
+    used = threads_to_use(threads, first.manifest.threads)
+    inputs = random_arrays(first.manifest.inputs)
+    with ExitStack() as stack:
+        workers: dict[str, Worker] = {}
+        for name, artifact in artifacts.items():
+            check_runnable(artifact)
+            _require_same_model(artifact, first)
+            say(f"loading {artifact.directory}")
+            worker = stack.enter_context(Worker(ENGINES[TUNED], used))
+            try:
+                worker.prepare(build_workload(artifact, used), PREPARE_TIMEOUT_SECONDS)
+                worker.bind(inputs)
+            except (EngineFailed, Unavailable) as error:
+                raise InputError(
+                    f"{artifact.directory}: the network cannot be run: {error}; tune the model again on this machine"
+                ) from error
+            workers[name] = worker
+        try:
+            measured = measure_in_turns(workers, baseline, sampling or Sampling(), say)
+        except EngineFailed as error:
+            raise InputError(
+                f"{first.directory}: the network failed while it was timed: {error}; "
+                "tune the model again on this machine"
+            ) from error
+    for name, reason in measured.failures.items():
+        raise InputError(
+            f"{artifacts[name].directory}: the network failed while it was timed: {reason}; "
+            "tune the model again on this machine"
+        )
+    return dict(measured.timings)
+
+
+def _require_same_model(artifact: Artifact, first: Artifact) -> None:
+    own, other = artifact.manifest, first.manifest
+    if (own.model_sha256, own.inputs) != (other.model_sha256, other.inputs):
+        raise InputError(
+            f"{artifact.directory}: is of another model, or of other shapes, than {first.directory}; "
+            "name builds of one model"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,301 @@
+"""Readers of measured attention of aiconfigurator (ai-dynamo/aiconfigurator, Apache-2.0): training's, serving's,
+linear.
+
+**Prefill, decode and encoder**: milliseconds of kernel time in a CUDA graph, forward, causal but for encoders.
+Rows count whose column ``kernel_source`` names a kernel that training has too (FlashAttention 2 and 3), in BF16 over a
+BF16 cache. A table of each file is thinned to :data:`MOST_ROWS`, evenly.
+
+LLMServingSim's tables are not read: decode rows of its H100 would need up to 48 TB/s of the card's memory, so that the
+sequences must share the pages of one cache.
+
+**Kernels that serving engines have and training has not**: latent attention in the space of the latents, and
+FlashAttention 3 in 8 bits.
+
+``mla/trtllm/*/generation_mla_perf.parquet``: milliseconds of kernel time in a CUDA graph; one token of ``batch_size``
+sequences behind a cache of ``step`` tokens, ``num_heads`` of this GPU, ranks of 512 and 64 (DeepSeek), the rotary
+embedding and the writing of the cache with it. TensorRT-LLM runs FlashMLA on Hopper (its 668 TFLOP/s there are those
+that FlashMLA publishes) and a kernel of its own elsewhere, which splits no sequence. vLLM's tables were taken launch by
+launch, with the projections around the kernel: 0.1 to 0.3 ms at least.
+
+``attention``: rows of FlashAttention 3 over a cache in 8 bits, with queries in 8 bits but for single tokens.
+
+**Linear attention**, ``linear_attention/<engine>/<version>/{mamba2,gdn}_perf.parquet``: milliseconds in BF16 of whole
+sequences (``context``) and of one token behind a cache (``generation``). What is taken, and why the rest is not:
+
+* ``chunk_gated_delta_rule`` of TensorRT-LLM, which agrees with what flash-linear-attention itself takes on H800
+  (PaddlePaddle/flash-attention pull request 133: 2.6 ns per token and head of 128, here 2.5 on H100). The forks of
+  SGLang and vLLM take 1.1 to 1.6 times as long; SGLang's of H200 and L40S were disturbed (H200 up to 3.7 times H100,
+  the same chip); FlashInfer's kernel is none that training has.
+* One token: TensorRT-LLM's and vLLM's.
+* Convolutions: SGLang's, and those of TensorRT-LLM's Mamba 2 (in its other table they see a part of the channels that
+  it does not tell), but for rows that were disturbed: of more than 50 us at less than 0.35 of the memory's bandwidth,
+  where others of their size reach 0.8; TensorRT-LLM's below 30 us, which were launched one by one and show it (5 us at
+  least, SGLang's 2). vLLM's and A100's were all launched so.
+
+The tables of Mamba 2 have no scan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from costmodel.base.errors import InputError, MissingDependencyError
+from costmodel.machines.machine_catalog import load_machine
+from costmodel.operators.attention import Attention, AttentionKernel
+from costmodel.operators.linear_attention import CausalConvolution, LinearAttention
+from lab.data.data_folder import AGAIN
+from lab.data.kernel_table import MACHINES, KernelTable, files_of, machine_of, read_columns
+from lab.data.named_files import Wanted, everything
+
+MOST_ROWS = 3000
+_KERNELS: Mapping[str, AttentionKernel] = {
+    "vllm_flash_attn": "flash2",
+    "vllm_flash_attn_fa2": "flash2",
+    "vllm_vit_flash_attn_fa2": "flash2",
+    "vllm_flash_attn_fa3": "flash3",
+    "vllm_vit_flash_attn_fa3": "flash3",
+    "flash_attention_v3": "flash3",
+    "fa3": "flash3",
+}
+_HOPPER = ("h100_sxm", "h200_sxm")
+
+
+def attention_files(data: Path) -> list[Path]:
+    """Every table of attention that ``data`` has of engines whose kernels training has too."""
+    found: list[Path] = []
+    for system in MACHINES:
+        for folder, engine in product(("attention", "encoder_attention"), _engines(system)):
+            found += sorted((data / "aiconfigurator" / system / folder / engine).glob("*/*_attention_perf.parquet"))
+    return found
+
+
+def _engines(system: str) -> tuple[str, ...]:
+    """Engines whose tables of ``system`` name kernels that training has too."""
+    return ("sglang", "vllm") if system in _HOPPER else ("vllm",)
+
+
+def read_attention(data: Path, wanted: Wanted = everything) -> Iterator[KernelTable]:
+    """A table per wanted file of aiconfigurator, kernel and phase, named as the family that prices it.
+
+    ``InputError`` for a malformed file, ``MissingDependencyError`` without pyarrow.
+    """
+    for path in attention_files(data):
+        if wanted(path):
+            yield from read_served(path, MACHINES[path.relative_to(data).parts[1]])
+
+
+def read_served(path: Path, machine: str, eight_bits: bool = False) -> Iterator[KernelTable]:
+    """The tables of one file of aiconfigurator: rows in BF16, or of FlashAttention 3 over a cache in ``eight_bits``."""
+    columns = _columns(path)
+    names = [_KERNELS.get(name) for name in columns["kernel_source"]]
+    if eight_bits:
+        names = ["flash3-fp8" if name == "flash3" else None for name in names]
+    kept = "fp8" if eight_bits else "bfloat16"
+    # A token is cast to the type of the cache whatever it says of itself; of more, the cast would count.
+    plain = [
+        name is not None
+        and columns["kv_cache_dtype"][place] == kept
+        and (columns["attn_dtype"][place] == kept or (eight_bits and columns["isl"][place] == 1))
+        for place, name in enumerate(names)
+    ]
+    places = [place for place, keep in enumerate(plain) if keep and columns["latency"][place] > 0]
+    if len(places) > MOST_ROWS:
+        places = [places[each] for each in np.linspace(0, len(places) - 1, MOST_ROWS).astype(int)]
+    operators = [_served(columns, place, names[place] or "flash", path.name.startswith("encoder")) for place in places]
+    yield from named_rows(operators, [columns["latency"][place] * 1e-3 for place in places], machine, path)
+
+
+def named_rows(
+    operators: Sequence[Attention], seconds: Sequence[float], machine: str, path: Path
+) -> Iterator[KernelTable]:
+    """Tables of ``operators`` by kernel and phase."""
+    names = [f"{each.kernel}-{each.phase}" for each in operators]
+    for name in dict.fromkeys(names):
+        rows = [place for place, each in enumerate(names) if each == name]
+        times = np.array([seconds[place] for place in rows], dtype=float)
+        counted = np.ones(len(rows), dtype=bool)
+        yield KernelTable(name, machine, tuple(operators[place] for place in rows), times, counted, str(path))
+
+
+def _served(columns: Mapping[str, list[Any]], place: int, kernel: AttentionKernel, encoder: bool) -> Attention:
+    batch, heads, width, queries = (
+        int(columns[name][place]) for name in ("batch_size", "num_heads", "head_dim", "isl")
+    )
+    if encoder:
+        return Attention(batch, heads, queries, queries, width, heads, dtype=_dtype(kernel), kernel=kernel)
+    grouped, cached = int(columns["num_key_value_heads"][place]), int(columns["step"][place])
+    window = int(columns["window_size"][place])
+    return Attention(
+        batch, heads, queries, queries + cached, width, grouped, True, _dtype(kernel),
+        kernel=kernel, window=window, paged=True,
+    )  # fmt: skip
+
+
+def _dtype(kernel: AttentionKernel) -> str:
+    return "float8" if kernel == "flash3-fp8" else "bfloat16"
+
+
+def _columns(path: Path) -> dict[str, list[Any]]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise MissingDependencyError("reading .parquet tables needs pyarrow: pip install pyarrow") from None
+    try:
+        table = pyarrow.parquet.read_table(path)
+        columns = {name: table[name].to_pylist() for name in table.column_names}
+        known = [columns[name] for name in ("kernel_source", "batch_size", "num_heads", "head_dim", "isl", "latency")]
+    except (OSError, KeyError, ValueError, pyarrow.ArrowException) as error:
+        raise InputError(f"{path}: not a table of attention ({' '.join(str(error).split())}); {AGAIN}") from None
+    rows = len(known[0])
+    bf16, zeros = ["bfloat16"] * rows, [0] * rows
+    defaults = {"attn_dtype": bf16, "kv_cache_dtype": bf16, "window_size": zeros, "step": zeros}
+    return {**defaults, "num_key_value_heads": columns["num_heads"], **columns}
+
+
+_RANK, _ROTARY = 512, 64
+_LATENT = ("mla_dtype", "kv_cache_dtype", "num_heads", "batch_size", "step", "latency")
+
+
+def serving_files(data: Path) -> list[Path]:
+    """Every table of such kernels that ``data`` has."""
+    return [*_latent_files(data), *_eight_bit_files(data)]
+
+
+def _latent_files(data: Path) -> list[Path]:
+    return [path for path in files_of(data, "mla", "generation_mla_perf.parquet") if path.parts[-3] == "trtllm"]
+
+
+def _eight_bit_files(data: Path) -> list[Path]:
+    hopper = [path for path in attention_files(data) if path.relative_to(data).parts[1] in ("h100_sxm", "h200_sxm")]
+    return [path for path in hopper if not path.name.startswith("encoder")]
+
+
+def read_serving(data: Path, wanted: Wanted = everything) -> Iterator[KernelTable]:
+    """A table per wanted file, kernel and phase, named as the family that prices it.
+
+    ``InputError`` for a malformed file, ``MissingDependencyError`` without pyarrow.
+    """
+    for path in _latent_files(data):
+        if wanted(path):
+            yield from _latent(path, machine_of(path, data))
+    for path in _eight_bit_files(data):
+        if wanted(path):
+            yield from read_served(path, MACHINES[path.relative_to(data).parts[1]], eight_bits=True)
+
+
+def _latent(path: Path, machine: str) -> Iterator[KernelTable]:
+    columns = dict(zip(_LATENT, read_columns(path, _LATENT, "a table of latent attention"), strict=True))
+    plain = (columns["mla_dtype"] == "bfloat16") & (columns["kv_cache_dtype"] == "bfloat16") & (columns["latency"] > 0)
+    places = np.flatnonzero(plain)
+    if len(places) > MOST_ROWS:
+        places = places[np.linspace(0, len(places) - 1, MOST_ROWS).astype(int)]
+    first = Attention(
+        1, 1, 1, 1, _RANK + _ROTARY, 1, dtype="bfloat16", kernel="mla", value_dim=_RANK, paged=True
+    )  # fmt: skip
+    operators = [
+        replace(
+            first,
+            batch=int(columns["batch_size"][place]),
+            heads=int(columns["num_heads"][place]),
+            key_length=int(columns["step"][place]) + 1,
+        )
+        for place in places
+    ]
+    yield from named_rows(operators, [float(columns["latency"][place]) * 1e-3 for place in places], machine, path)
+
+
+_FOLDER = "linear_attention"
+_SHARED = ("phase", "kernel_source", "batch_size", "seq_len", "d_conv", "latency")
+_SSD = ("n_groups", "d_state", "nheads", "head_dim", "chunk_size")
+_RULE = ("num_k_heads", "head_k_dim", "num_v_heads", "head_v_dim")
+_MAMBA, _DELTA = (*_SHARED, *_SSD), (*_SHARED, *_RULE)
+_SCANS = ("mamba_chunk_scan_combined", "selective_state_update")
+# Engines whose rows of whole sequences, of one token, and of convolutions are taken.
+_WHOLE, _TOKEN, _CONVOLUTIONS = ("trtllm",), ("trtllm", "vllm"), ("sglang", "trtllm")
+_CONVOLUTION = "causal-conv"
+_BY_LAUNCH = ("a100-sxm-80gb",)  # timed launch by launch, with the gaps
+_LONG_SECONDS, _LEAST_BANDWIDTH = 50e-6, 0.35
+_LAUNCHED_SECONDS = 30e-6
+
+
+def linear_files(data: Path) -> list[Path]:
+    """Every table of linear attention that ``data`` has."""
+    return [
+        path
+        for name in ("mamba2_perf", "gdn_perf")
+        for path in files_of(data, _FOLDER, f"{name}.parquet")
+        if machine_of(path, data) not in _BY_LAUNCH
+    ]
+
+
+def read_linear(data: Path, wanted: Wanted = everything) -> Iterator[KernelTable]:
+    """A table per wanted file and family of kernels, named as the family that prices it.
+
+    ``InputError`` for a malformed file, ``MissingDependencyError`` without pyarrow.
+    """
+    for path in linear_files(data):
+        if wanted(path):
+            yield from _tables(path, machine_of(path, data))
+
+
+def _tables(path: Path, machine: str) -> Iterator[KernelTable]:
+    names = _MAMBA if path.name.startswith("mamba2") else _DELTA
+    columns = dict(zip(names, read_columns(path, names, "a table of linear attention"), strict=True))
+    groups: dict[str, list[tuple[LinearAttention | CausalConvolution, float]]] = {}
+    for place in range(len(columns["latency"])):
+        row = {name: column[place] for name, column in columns.items()}
+        found = _operator(row, path)
+        if found is not None and row["latency"] > 0:
+            groups.setdefault(found[0], []).append((found[1], float(row["latency"]) * 1e-3))
+    bandwidth = load_machine(machine).memory[-1].bandwidth.at(1)
+    for name, rows in groups.items():
+        operators = tuple(operator for operator, _ in rows)
+        seconds = np.array([taken for _, taken in rows])
+        shortest = _LAUNCHED_SECONDS if name == _CONVOLUTION and path.parts[-3] == "trtllm" else 0.0
+        counted = np.array([each[1] >= shortest and not _is_disturbed(*each, bandwidth) for each in rows])
+        yield KernelTable(name, machine, operators, seconds, counted, str(path))
+
+
+def _is_disturbed(operator: LinearAttention | CausalConvolution, seconds: float, bandwidth: float) -> bool:
+    moved = operator.read_bytes + operator.write_bytes
+    slow = moved < _LEAST_BANDWIDTH * bandwidth * seconds
+    return isinstance(operator, CausalConvolution) and seconds > _LONG_SECONDS and slow
+
+
+def _operator(row: Mapping[str, Any], path: Path) -> tuple[str, LinearAttention | CausalConvolution] | None:
+    """The family and the record of a row; ``None`` of a kernel that is left out."""
+    kernel, whole = str(row["kernel_source"]), row["phase"] == "context"
+    batch, length = int(row["batch_size"]), int(row["seq_len"]) if whole else 1
+    engine = path.parts[-3]
+    if kernel.startswith("causal_conv1d"):
+        if engine not in _CONVOLUTIONS or (engine == "trtllm" and "nheads" not in row):
+            return None
+        channels = _conv_channels(row)
+        return _CONVOLUTION, CausalConvolution(batch, channels, length, int(row["d_conv"]), update=not whole)
+    if engine not in (_WHOLE if whole else _TOKEN) or (whole and length == 1):
+        return None
+    if kernel in _SCANS:
+        keys, states, heads, width, chunk = (int(row[name]) for name in _SSD)
+        record = LinearAttention("ssd", batch, length, keys, states, heads, width, chunk, keeps_states=True)
+    elif kernel.startswith(("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule")):
+        keys, states, heads, width = (int(row[name]) for name in _RULE)
+        record = LinearAttention("gated_delta", batch, length, keys, states, heads, width, keeps_states=True)
+    else:
+        return None
+    if not whole:
+        return "scan-step", replace(record, state_dtype="bfloat16" if record.kind == "gated_delta" else "float32")
+    return f"scan-{record.kind.replace('_', '-')}", record
+
+
+def _conv_channels(row: Mapping[str, Any]) -> int:
+    """Of Mamba 2 the values, B and C, of the gated delta rule queries, keys and values: what the convolution sees."""
+    if "nheads" in row:
+        return int(row["nheads"] * row["head_dim"] + 2 * row["n_groups"] * row["d_state"])
+    return int(2 * row["num_k_heads"] * row["head_k_dim"] + row["num_v_heads"] * row["head_v_dim"])

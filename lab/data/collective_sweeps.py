@@ -1,0 +1,111 @@
+"""Readers of public sweeps of collectives. Seconds; sizes as :class:`CollectiveTransfer` counts them.
+
+``aiconfigurator/<system>/comm/nccl/<version>/nccl_perf.parquet`` (ai-dynamo/aiconfigurator, Apache-2.0): nccl-tests,
+out of place, milliseconds, ``message_size`` in elements of the larger buffer. All-reduce of ``int8`` rows is left out:
+the switches of Hopper do not add bytes, so that it runs another algorithm than the types of training do. The column
+``version``, where there is one, is taken before the folder's name, which contradicts it.
+
+``vtrain/all_reduce/<gpu>/AR_GPU<n>*`` (VIA-Research/vTrain, MIT): nccl-tests, out of place (in-place beside it), ns.
+
+``vidur/h100_dgx/send_recv.csv.gz`` (microsoft/vidur, MIT): kernels under a profiler, milliseconds, bytes; median of the
+repetitions. Its all-reduces hold waiting for the other ranks up to 1 MB and are left out for H100, counted from 2 MB on
+for pairs of A100. ``a100_pairwise_nvlink/send_recv`` is left out: 350 GB/s is more than NVLink bridges have.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from costmodel.collectives.calibration import DIRECTORY as MEASURED
+from costmodel.collectives.sweep_logs import KINDS, CollectiveRow, SweepReader, read_own_table, read_sweep, whole_buffer
+from costmodel.operators.collective_transfer import CollectiveTransfer
+from lab.data.kernel_table import read_parquet
+from lab.data.named_files import Wanted, everything
+
+_SYSTEMS = {"h100_sxm": "h100-sxm", "h200_sxm": "h200-sxm", "l40s": "l40s", "a100_sxm": "a100-sxm-80gb"}
+_VTRAIN = {"a100": "a100-sxm-80gb", "v100": "v100-sxm2-32gb"}
+_VIDUR = {"h100_dgx/send_recv": "h100-sxm", "a100_pairwise_nvlink/all_reduce": "a100-pairwise"}
+_ELEMENT_BYTES = {"half": 2, "bfloat16": 2, "float": 4, "int8": 1}
+_NOT_ADDED_BY_SWITCHES = "int8"
+_WAITING_BYTES = 2e6  # vidur's all-reduces hold waiting below
+
+
+@dataclass(frozen=True)
+class CollectiveTable:
+    """Rows of one file, measured on ``machine`` (a GPU's name or a cluster's). ``source``: the file."""
+
+    machine: str
+    rows: tuple[CollectiveRow, ...]
+    source: str
+
+
+def sweep_files(data: Path) -> list[Path]:
+    """Every public sweep of collectives under ``data``."""
+    return [path for path, _, _ in _sweeps(data)]
+
+
+def read_collectives(data: Path, wanted: Wanted = everything) -> list[CollectiveTable]:
+    """The wanted ones of :func:`sweep_files`, and our own sweeps; none where ``data`` has none.
+
+    ``InputError`` where one is malformed.
+    """
+    public = [
+        CollectiveTable(machine, tuple(read_sweep(read, path)), str(path))
+        for path, machine, read in _sweeps(data)
+        if wanted(path)
+    ]
+    return [*public, *_own(MEASURED)] if public else []
+
+
+def _own(directory: Path) -> Iterator[CollectiveTable]:
+    for path in sorted(directory.glob("*/measured/collectives*.csv.gz")):
+        yield CollectiveTable(path.parent.parent.name, tuple(read_own_table(path)), str(path))
+
+
+def _sweeps(data: Path) -> Iterator[tuple[Path, str, SweepReader]]:
+    """Each file with the machine it is of and its reader."""
+    for system, machine in _SYSTEMS.items():
+        for path in sorted((data / "aiconfigurator" / system / "comm" / "nccl").glob("*/nccl_perf.parquet")):
+            yield path, machine, _nccl_perf
+    for folder, machine in _VTRAIN.items():
+        for path in sorted((data / "vtrain" / "all_reduce" / folder).glob("AR_GPU*")):
+            yield path, machine, _lookup_table
+    for name, machine in _VIDUR.items():
+        path = data / "vidur" / f"{name}.csv.gz"
+        if path.exists():
+            yield path, machine, _profiled
+
+
+def _nccl_perf(path: Path) -> Iterator[CollectiveRow]:
+    for row in read_parquet(path, "a sweep of collectives").to_pylist():
+        kind = KINDS[row["op_name"]]
+        if kind == "all_reduce" and row["nccl_dtype"] == _NOT_ADDED_BY_SWITCHES:
+            continue
+        size = row["message_size"] * _ELEMENT_BYTES[row["nccl_dtype"]]
+        version = row.get("version") or path.parent.name
+        yield CollectiveRow(whole_buffer(kind, size, row["num_gpus"]), row["latency"] * 1e-3, version)
+
+
+def _lookup_table(path: Path) -> Iterator[CollectiveRow]:
+    ranks = int(path.name.split("_")[1].removeprefix("GPU"))
+    with path.open(encoding="utf-8", newline="") as stream:
+        for row in list(csv.reader(stream))[1:]:
+            yield CollectiveRow(CollectiveTransfer("all_reduce", float(row[0]), ranks), float(row[3]) * 1e-9)
+
+
+def _profiled(path: Path) -> Iterator[CollectiveRow]:
+    kind = KINDS[path.name.removesuffix(".csv.gz")]
+    times: dict[CollectiveTransfer, list[float]] = defaultdict(list)
+    with gzip.open(path, "rt", newline="", encoding="utf-8") as stream:
+        for row in csv.DictReader(stream):
+            ranks, size = int(row["num_workers"]), float(row["size"])
+            if kind == "send_recv" or size >= _WAITING_BYTES:
+                transfer = CollectiveTransfer(kind, size, ranks, ranks // int(row["devices_per_node"]))
+                times[transfer].append(float(row[f"time_stats.{kind}.median"]))
+    for transfer, values in times.items():
+        yield CollectiveRow(transfer, sorted(values)[len(values) // 2] * 1e-3)

@@ -1,0 +1,30 @@
+"""Where the public measurements are: one rule for every command, benchmark and test."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from costmodel.base.user_folders import user_folder
+
+ENVIRONMENT = "COSTMODEL_DATA"
+FETCH = "`python -m lab.data fetch`"
+BROUGHT = f"{FETCH} brings it, or give the folder of the data with --data"
+AGAIN = f"fetch the file again: {FETCH}"
+_BESIDE = Path(__file__).resolve().parents[3] / "shared" / "data"  # beside a checkout
+
+
+def user_data_directory() -> Path:
+    """``$XDG_DATA_HOME/costmodel/data``, else ``~/.local/share/costmodel/data``: where `data fetch` writes."""
+    return user_folder("XDG_DATA_HOME", ".local/share") / "data"
+
+
+def data_folder(given: Path | None = None) -> Path:
+    """The folder of the measurements: ``given``, else ``$COSTMODEL_DATA``, else the user's own if it is there, else
+    ``../shared/data`` beside the checkout; the user's own, which is not there then, if nothing is.
+    """
+    chosen = os.environ.get(ENVIRONMENT)
+    if given is not None or chosen:
+        return given if given is not None else Path(str(chosen))
+    own = user_data_directory()
+    return _BESIDE if not own.is_dir() and _BESIDE.is_dir() else own

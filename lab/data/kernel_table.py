@@ -1,0 +1,99 @@
+"""Measured kernels of one GPU, their splits into rows to fit, to choose and to report on, and columns of .parquet
+files."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from costmodel.base.errors import InputError, MissingDependencyError
+from costmodel.operators.any_operator import AnyOperator
+from lab.data.data_folder import AGAIN
+
+Split = Literal["fit", "select", "report"]
+_SHARES: tuple[tuple[Split, int], ...] = (("fit", 70), ("select", 85), ("report", 100))
+
+
+@dataclass(frozen=True)
+class KernelTable:
+    """``operators`` that ran on ``machine`` in ``seconds`` (kernel time). ``name``: such as ``bmm``, ``add``.
+
+    ``counted``: rows that tell about the kernel rather than about the host. ``source``: the file, for messages.
+    """
+
+    name: str
+    machine: str
+    operators: tuple[AnyOperator, ...]
+    seconds: np.ndarray
+    counted: np.ndarray
+    source: str
+
+    def only(self, mask: np.ndarray) -> KernelTable:
+        """The rows where ``mask`` holds."""
+        kept = tuple(each for each, keep in zip(self.operators, mask, strict=True) if keep)
+        return KernelTable(self.name, self.machine, kept, self.seconds[mask], self.counted[mask], self.source)
+
+    def splits(self) -> np.ndarray:
+        """Name of the split of every row."""
+        return np.array([split_of(each) for each in self.operators])
+
+
+def split_of(operator: AnyOperator) -> Split:
+    """70 % ``fit``, 15 % ``select``, 15 % ``report``, by a checksum of the shape: the same on every GPU."""
+    place = zlib.crc32(repr(operator).encode()) % 100
+    return next(name for name, end in _SHARES if place < end)
+
+
+def sample(table: KernelTable, rows: int) -> KernelTable:
+    """At most ``rows`` rows, spread evenly over the table; always the same ones."""
+    if len(table.operators) <= rows:
+        return table
+    mask = np.zeros(len(table.operators), dtype=bool)
+    mask[np.linspace(0, len(mask) - 1, rows).astype(int)] = True
+    return table.only(mask)
+
+
+def counted_only(tables: Sequence[KernelTable]) -> list[KernelTable]:
+    """Each table with its counted rows alone; empty ones are left out."""
+    return [kept for kept in (each.only(each.counted) for each in tables) if kept.operators]
+
+
+MACHINES = {"a100_sxm": "a100-sxm-80gb", "h100_sxm": "h100-sxm", "h200_sxm": "h200-sxm", "l40s": "l40s"}
+
+
+def read_columns(path: Path, names: Sequence[str], what: str) -> list[np.ndarray]:
+    """Read the columns ``names``, arrays of one length; ``InputError`` says that ``path`` is not ``what``."""
+    table = read_parquet(path, what, names)
+    return [table[name].to_numpy(zero_copy_only=False) for name in names]
+
+
+def read_parquet(path: Path, what: str, names: Sequence[str] | None = None) -> Any:
+    """Read the columns ``names``, or all, as a table of Arrow; ``InputError`` says that ``path`` is not ``what``."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise MissingDependencyError("reading .parquet tables needs pyarrow: pip install pyarrow") from None
+    try:
+        table = pyarrow.parquet.read_table(path, columns=names and list(names))
+        for name in names or ():
+            table[name]
+        return table
+    except (OSError, KeyError, ValueError, pyarrow.ArrowException) as error:
+        raise InputError(f"{path}: not {what} ({' '.join(str(error).split())}); {AGAIN}") from None
+
+
+def files_of(data: Path, kind: str, name: str) -> Iterator[Path]:
+    """Files ``name`` in the folders ``kind`` of the known systems below ``data``, in a fixed order."""
+    for system in MACHINES:
+        yield from sorted((data / "aiconfigurator" / system / kind).glob(f"*/*/{name}"))
+
+
+def machine_of(path: Path, data: Path) -> str:
+    """The machine that the file ``path`` below ``data`` is of."""
+    return MACHINES[path.relative_to(data / "aiconfigurator").parts[0]]

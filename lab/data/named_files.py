@@ -1,0 +1,113 @@
+"""The files that a fit came from, as a fitted file names them: ``provenance.tables``, by path within the data.
+
+``python -m lab.fit`` and ``validate`` use the files that the shipped models name, as they were: one more file in
+the folder changes no figure until somebody asks for it (``--all``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from costmodel.base.errors import InputError
+from costmodel.base.foreign_files import digest
+from costmodel.collectives.calibration import DIRECTORY as MEASURED
+from lab.data.data_folder import FETCH
+
+_SHOWN = 3
+Wanted = Callable[[Path], bool]
+
+
+def everything(path: Path) -> bool:
+    """Every file is wanted."""
+    return True
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Files within the folder ``data``: ``used`` are there as they were named; ``new`` were not named, ``missing`` and
+    ``different`` (content) were.
+    """
+
+    data: Path
+    used: Sequence[str]
+    new: Sequence[str]
+    missing: Sequence[str]
+    different: Sequence[str]
+
+    def wants(self, path: Path) -> bool:
+        """Whether ``path`` is one of those to use."""
+        return path.is_relative_to(self.data) and path.relative_to(self.data).as_posix() in self.used
+
+    @property
+    def anything(self) -> bool:
+        """Whether the folder has any such file at all."""
+        return bool(self.used or self.new or self.different)
+
+    def require(self) -> None:
+        """:class:`InputError` unless every file is there as it was named."""
+        for what, files in (("missing", self.missing), ("not the file that was fitted to", self.different)):
+            if files:
+                raise InputError(
+                    f"{self.data / files[0]}: {what}{_others(files)}; {FETCH} brings what the shipped models were "
+                    "fitted to, --all fits to what is there, --data gives another folder"
+                )
+
+    def remarks(self) -> list[str]:
+        """One line for each way in which the folder, unless it is empty, is not what was named."""
+        kinds = (
+            ("new, not used (use them with --all)", self.new),
+            (f"missing ({FETCH} brings them)", self.missing),
+            (f"not the files that the shipped models were fitted to, not used ({FETCH} or --all)", self.different),
+        )
+        lines = [f"{self.data}: {len(files)} {what}: {_first(files)}" for what, files in kinds if files]
+        return lines if self.anything else []
+
+
+def select(data: Path, found: Iterable[Path], fitted: Path) -> Selection:
+    """Of the files ``found`` below ``data``, those that the fitted file ``fitted`` names."""
+    names = named_in(fitted)
+    present = {path.relative_to(data).as_posix(): path for path in found}
+    same = {name for name, content in names.items() if name in present and digest(present[name]) == content}
+    return Selection(
+        data,
+        used=sorted(same),
+        new=sorted(set(present) - set(names)),
+        missing=sorted(set(names) - set(present)),
+        different=sorted((set(names) & set(present)) - same),
+    )
+
+
+def named_tables(rows: Mapping[Path, int], data: Path) -> dict[str, dict[str, dict[str, Any]]]:
+    """The part of a fitted file's provenance that says which files it came from, and how many of their rows.
+
+    ``tables``: files of ``data``; ``own``: tables that the project carries, by path within its calibration folder.
+    """
+    named: dict[str, dict[str, dict[str, Any]]] = {"tables": {}, "own": {}}
+    for path, count in rows.items():
+        kind, root = ("own", MEASURED) if path.is_relative_to(MEASURED) else ("tables", data)
+        named[kind][path.relative_to(root).as_posix()] = {"rows": count, "sha256": digest(path)}
+    return {kind: files for kind, files in named.items() if files}
+
+
+def named_in(fitted: Path) -> dict[str, str]:
+    """Path within the data -> SHA-256 of the files that ``fitted`` names; ``InputError`` if it is corrupt."""
+    try:
+        tables = json.loads(fitted.read_text(encoding="utf-8"))["provenance"].get("tables", {})
+        return {name: str(each["sha256"]) for name, each in tables.items()}
+    except OSError as error:
+        raise InputError(f"{fitted}: cannot be read ({error.strerror}); install the package again") from None
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(f"{fitted}: corrupt ({error!r}); write it anew with `python -m lab.fit --all`") from None
+
+
+def _first(files: Sequence[str]) -> str:
+    more = f" and {len(files) - _SHOWN} more" if len(files) > _SHOWN else ""
+    return ", ".join(files[:_SHOWN]) + more
+
+
+def _others(files: Sequence[str]) -> str:
+    return f", and {len(files) - 1} more" if len(files) > 1 else ""

@@ -1,0 +1,1 @@
+"""Fits of everything that is shipped in ``costmodel/calibration``."""

@@ -1,0 +1,362 @@
+"""Fits the GPU models from public tables: a residual per measured GPU and family, and the levels that carry over.
+
+Trees see the ``fit`` split; ``select`` sets the margin of their intervals (features and sizes were chosen on it);
+``report`` is left to :mod:`lab.validate.kernels`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from costmodel.base.staged_files import StagedFiles
+from costmodel.base.whole_file import write_whole
+from costmodel.collectives.calibration import DIRECTORY as MEASURED
+from costmodel.gpu.families.attention import attention_families, attention_family
+from costmodel.gpu.families.convolution import Convolution
+from costmodel.gpu.families.family import Family, Gridded
+from costmodel.gpu.families.gemm import BatchedSimtGemm, SimtGemm, TensorGemm, gemm_family
+from costmodel.gpu.families.grouped_gemm import GroupedProducts, ScaledGroupedProducts
+from costmodel.gpu.families.linear_scans import linear_families
+from costmodel.gpu.families.memory_bound import MemoryBound
+from costmodel.gpu.families.row_wise import NormRows, SoftmaxRows
+from costmodel.gpu.families.scaled_products import ScaledCasts, ScaledProducts
+from costmodel.gpu.families.tensor_convolution import convolution_family
+from costmodel.gpu.kernel_model import KernelModel
+from costmodel.gpu.lookups.lookup_family import LookupKernels
+from costmodel.gpu.residuals.fitted import (
+    TRANSFER,
+    Fitted,
+    fitted_in,
+    forget_fitted,
+    residuals_for,
+    transfer,
+    write_fitted,
+    write_transfer,
+)
+from costmodel.gpu.residuals.residual import Residual
+from costmodel.machines.machine_catalog import load_machine
+from costmodel.machines.machine_records import Machine
+from costmodel.model.measurements import Measurement
+from costmodel.operators.any_operator import AnyOperator
+from costmodel.operators.attention import Attention
+from costmodel.operators.device_work import ConvolutionBackward, Gemm
+from costmodel.operators.layers import Conv2d
+from lab.data.attention_tables import read_attention, read_linear, read_serving
+from lab.data.kernel_table import KernelTable, counted_only, sample
+from lab.data.layer_kernels import read_layer_kernels
+from lab.data.named_files import Wanted, everything, named_tables
+from lab.data.neusight import read_neusight
+from lab.data.own_measurements import read_measured
+from lab.data.product_tables import read_aiconfigurator, read_expert_layers, read_scaled
+from lab.fit.grades import with_grades
+from lab.fit.kernel_rows import KernelRows, disturbed, transfer_of, twins_of
+from lab.fit.lattices import lattice_if_as_good
+from lab.fit.trees import train
+
+MAXIMUM_ROWS = 40000  # of one table: all of a grid of products, so that twins share its rows
+MINIMUM_ROWS = (
+    60  # of a family: fewer move the model of others (:mod:`costmodel.gpu.residuals.adaptation`) rather than grow trees
+)
+_COMMAND = "python -m lab.fit"
+_SPLITS = "fit 70 %, select 15 %; report 15 % unseen"
+_SELECTION = (
+    "of the files named, rows that tell about the kernel rather than about the host (`counted`), at most 40,000 of a "
+    "table, evenly; of grids of twins those that the twin does not show to be disturbed"
+)
+_LICENCES = ", ".join(
+    (
+        "sitar-lab/NeuSight (MIT)",
+        "ai-dynamo/aiconfigurator (Apache-2.0)",
+        "casys-kaist/LLMServingSim (MIT)",
+        "microsoft/vidur (MIT)",
+    )
+)
+
+FAMILIES: dict[str, Family[Any]] = {
+    "bmm": BatchedSimtGemm(),
+    "linear": SimtGemm(),
+    "gemm-bf16": TensorGemm(),
+    "conv": Convolution(),
+    "ln": NormRows(),
+    "softmax": SoftmaxRows(),
+    "embedding": LookupKernels(),
+    "moe": GroupedProducts(),
+    "moe-8bit": ScaledGroupedProducts(),
+    "gemm-8bit": ScaledProducts(),
+    "quantize": ScaledCasts(),
+    **dict.fromkeys(("add", "mul", "div", "gelu", "relu", "tanh"), MemoryBound()),
+    **attention_families(),
+    **linear_families(),
+}
+# Of kernels that ran within layers: those of GPUs without another table of products are fitted to, the others say how
+# far models of one kernel at a time can be trusted there.
+LAYERS: dict[str, Family[Any]] = {
+    "gemm-bf16": FAMILIES["gemm-bf16"],
+    "rms-norm": FAMILIES["ln"],
+    **dict.fromkeys(("add", "gated-activation", "rotary", "embedding-rows"), FAMILIES["add"]),
+}
+FITTED_LAYERS = ("rtx-3090", "rtx-4090", "a6000")
+_LAYER_ROWS = 300  # of one kind and file
+# Kernels within layers by libraries of Hopper's first year (CUDA 12.1, by the README of Sarathi-Serve, whose kernels
+# Vidur profiled): products of 256 to 1,024 rows take 1.4 times what those of the tables, and of LLMServingSim's H100,
+# take; products of up to 64 rows as long as these. That tells of libraries, not of how laboratories differ.
+OF_FIRST_LIBRARIES = ("gemm-bf16", "h100-sxm", "vidur")
+
+
+def read_tables(data: Path, wanted: Wanted = everything) -> list[KernelTable]:
+    """The wanted tables of ``data``, and our own, that trees are fitted to, thinned, counted rows alone."""
+    layers = [each for each in read_layer_kernels(data, wanted) if _to_fit(each)]
+    public = [*read_neusight(data, wanted), *read_aiconfigurator(data, wanted), *layers, *read_attention(data, wanted)]
+    public += [*read_scaled(data, wanted), *read_expert_layers(data, wanted)]
+    tables = [*public, *(table for table, _ in _own_tables())]
+    return [sample(each, MAXIMUM_ROWS) for each in counted_only(tables)]
+
+
+def read_scans(data: Path, wanted: Wanted = everything) -> list[KernelTable]:
+    """The wanted tables of linear attention, which have a fit of their own, thinned, counted rows alone."""
+    return [sample(each, MAXIMUM_ROWS) for each in counted_only(list(read_linear(data, wanted)))]
+
+
+def read_engines(data: Path, wanted: Wanted = everything) -> list[KernelTable]:
+    """The wanted tables of kernels that only serving engines have, which have a fit of their own, thinned."""
+    return [sample(each, MAXIMUM_ROWS) for each in counted_only(list(read_serving(data, wanted)))]
+
+
+def read_layers(data: Path, wanted: Wanted = everything) -> list[KernelTable]:
+    """Kernels within layers that no model is fitted to, thinned."""
+    tables = counted_only([each for each in read_layer_kernels(data, wanted) if not _to_fit(each)])
+    return [sample(each, _LAYER_ROWS) for each in tables]
+
+
+def _to_fit(table: KernelTable) -> bool:
+    return table.name == "gemm-bf16" and table.machine in FITTED_LAYERS
+
+
+def read_points() -> list[KernelTable]:
+    """What else was measured by us or taken from publications: small tables, and dtypes that no trees are made for."""
+    return counted_only([points for _, points in _own_tables()])
+
+
+def _own_tables() -> Iterable[tuple[KernelTable, KernelTable]]:
+    """Each table of our own as the rows for trees, if enough, and the others."""
+    for table in read_measured():
+        family = FAMILIES[table.name]
+        covered = np.array([family.covers(each) for each in table.operators], dtype=bool)
+        if covered.sum() < MINIMUM_ROWS:
+            covered[:] = False
+        yield table.only(covered), table.only(~covered)
+
+
+def rows_by_family(tables: Iterable[KernelTable]) -> list[KernelRows]:
+    """Tables of one family and machine together, in a fixed order."""
+    groups: dict[tuple[str, str], list[KernelTable]] = {}
+    for table in tables:
+        groups.setdefault((FAMILIES[table.name].name, table.machine), []).append(table)
+    return [_merge(group, FAMILIES) for _, group in sorted(groups.items())]
+
+
+def told_apart(rows: Sequence[KernelRows]) -> tuple[list[KernelRows], list[KernelRows]]:
+    """``rows`` to learn from and to judge by, and those that a twin's table shows to be disturbed."""
+    masks = [disturbed(each, twins_of(each, rows) if isinstance(each.family, Gridded) else []) for each in rows]
+    kept = [each.only(~mask) if mask.any() else each for each, mask in zip(rows, masks, strict=True)]
+    return kept, [each.only(mask) for each, mask in zip(rows, masks, strict=True) if mask.any()]
+
+
+def layer_rows(tables: Iterable[KernelTable]) -> list[KernelRows]:
+    """Tables of :func:`read_layers` of one kind, machine and collection together, in a fixed order."""
+    groups: dict[tuple[str, str, str], list[KernelTable]] = {}
+    for table in tables:
+        groups.setdefault(collection_of(table), []).append(table)
+    return [_merge(group, LAYERS) for _, group in sorted(groups.items())]
+
+
+def collection_of(table: KernelTable) -> tuple[str, str, str]:
+    """Kind of kernel, machine and laboratory of a table of :func:`read_layers`."""
+    return table.name, table.machine, "vidur" if "vidur" in Path(table.source).parts else "llmservingsim"
+
+
+def _merge(tables: Sequence[KernelTable], families: Mapping[str, Family[Any]]) -> KernelRows:
+    operators = tuple(each for table in tables for each in table.operators)
+    seconds = np.concatenate([table.seconds for table in tables])
+    splits = np.concatenate([table.splits() for table in tables])
+    return KernelRows(families[tables[0].name], load_machine(tables[0].machine), operators, seconds, splits)
+
+
+def fit(data: Path, output: Path, progress: Callable[[str], None], wanted: Wanted = everything) -> list[Path]:
+    """Writes the model files into ``output``, when all are made; returns them. A minute or two on two cores; a run that
+    was stopped is gone on with.
+
+    First the machines with tables, then what carries over, then the machines of which few points are known. Each file
+    names the tables it came from, the one of what carries over all of them.
+    """
+    return _fit(read_tables(data, wanted), read_layers(data, wanted), read_points(), data, output, progress)
+
+
+def fit_scans(data: Path, output: Path, progress: Callable[[str], None], wanted: Wanted = everything) -> list[Path]:
+    """The same of linear attention, from its tables alone, so that it moves nothing else."""
+    return _fit(read_scans(data, wanted), [], [], data, output, progress)
+
+
+def fit_serving(data: Path, output: Path, progress: Callable[[str], None], wanted: Wanted = everything) -> list[Path]:
+    """The same of kernels that only serving engines have."""
+    return _fit(read_engines(data, wanted), [], [], data, output, progress)
+
+
+def _fit(
+    tables: Sequence[KernelTable],
+    layers: Sequence[KernelTable],
+    points: Sequence[KernelTable],
+    data: Path,
+    output: Path,
+    progress: Callable[[str], None],
+) -> list[Path]:
+    if not (tables or layers or points):
+        progress(f"{data}: no tables of these kernels; nothing is written for them")
+        return []
+    made_from = _provenance([*tables, *layers, *points], data)
+    with StagedFiles(output, "fitted models", made_from) as staged:
+        written = staged.install(_fit_staged(tables, layers, points, data, staged, progress))
+    forget_fitted()
+    return written
+
+
+def _fit_staged(
+    tables: Sequence[KernelTable],
+    layers: Sequence[KernelTable],
+    points: Sequence[KernelTable],
+    data: Path,
+    staged: StagedFiles,
+    progress: Callable[[str], None],
+) -> list[str]:
+    """The names of the models' files, which are all in the folder of ``staged`` then."""
+    (rows, _), groups = told_apart(rows_by_family(tables)), _by_machine(points)
+    grown = staged.folder / "grown"  # models of trees, before points of the same machines are added
+
+    def grow(name: str) -> None:
+        own = [each for each in rows if each.machine.name == name]
+        progress(f"{name}: {', '.join(f'{each.family.name} ({len(each.operators)} rows)' for each in own)}")
+        known = _provenance([table for table in tables if table.machine == name], data)
+        write_fitted(_fit_machine(own, rows, known), grown)
+
+    def carry_over() -> None:
+        kernels = sum(len(each.operators) for each in layers)
+        progress(f"grades: {kernels} kernels of whole layers, each GPU left out in turn")
+        attention = [each for each in points if isinstance(each.operators[0], Attention)]
+        known_rows = [*rows, *rows_by_family(attention)]
+        today = [each for each in layers if collection_of(each) != OF_FIRST_LIBRARIES]
+        carried = with_grades(transfer_of(known_rows), rows, fitted_in(grown), layer_rows(today))
+        write_transfer(replace(carried, provenance=_provenance([*tables, *layers, *attention], data)), grown)
+
+    def adapt(name: str) -> None:
+        if name in groups:
+            progress(f"{name}: {', '.join(f'{each.name} ({len(each.operators)} points)' for each in groups[name])}")
+            write_fitted(_adapted(load_machine(name), groups[name], grown), staged.folder)
+        else:
+            write_whole(staged.folder / f"{name}.json", (grown / f"{name}.json").read_bytes())
+
+    measured = sorted({each.machine.name for each in rows})
+    kept = [name for name in measured if not staged.once(f"grown/{name}.json", partial(grow, name))]
+    if not staged.once(f"grown/{TRANSFER}.json", carry_over):
+        kept.append("grades")
+    names = [*measured, *sorted(groups.keys() - set(measured))]
+    for name in names:
+        if not staged.once(f"{name}.json", partial(adapt, name)) and name not in kept:
+            kept.append(name)
+    if kept:
+        progress(f"as the run before this one left them: {', '.join(kept)}")
+    staged.once(f"{TRANSFER}.json", partial(adapt, TRANSFER))
+    return [f"{name}.json" for name in (*names, TRANSFER)]
+
+
+def _by_machine(tables: Iterable[KernelTable]) -> dict[str, list[KernelTable]]:
+    groups: dict[str, list[KernelTable]] = {}
+    for table in tables:
+        groups.setdefault(table.machine, []).append(table)
+    return groups
+
+
+def _adapted(machine: Machine, points: Sequence[KernelTable], output: Path) -> Fitted:
+    """The model in ``output`` of ``machine``, or none, with what ``points`` say about the families they belong to."""
+
+    def family_of(operator: AnyOperator) -> Family[Any]:
+        if isinstance(operator, Gemm):
+            return gemm_family(operator, machine)
+        if isinstance(operator, (Conv2d, ConvolutionBackward)):
+            return convolution_family(operator, machine)
+        if isinstance(operator, Attention):
+            return attention_family(operator, machine)
+        return next(FAMILIES[each.name] for each in points if operator in each.operators)
+
+    measurements = [
+        Measurement(operator, seconds=float(seconds))
+        for table in points
+        for operator, seconds in zip(table.operators, table.seconds, strict=True)
+    ]
+    model = KernelModel(machine, family_of, residuals_for(machine, output), transfer(output))
+    model.fit(measurements)
+    chip = machine.chip()
+    known = fitted_in(output).get(machine.name)
+    provenance: dict[str, Any] = dict(known.provenance) if known else {"command": _COMMAND}
+    provenance["points"] = named_tables(_rows_by_file(points), MEASURED)["own"]
+    families = known.families if known else {}
+    return Fitted(machine.name, chip.architecture, chip.power_limited, families, provenance, model.adaptations)
+
+
+def _fit_machine(rows: Sequence[KernelRows], every: Sequence[KernelRows], provenance: Mapping[str, Any]) -> Fitted:
+    """The model of one machine from its ``rows``; of families with lattices from those of twins among ``every`` too."""
+    machine = rows[0].machine
+    families = {}
+    for each in rows:
+        seen = each.of("fit", "select")
+        analysis, known, expected = seen.family.analyse(seen.operators, machine), None, None
+        twins: list[KernelRows] = []
+        if isinstance(each.family, Gridded):
+            twins = [twin.of("fit", "select") for twin in twins_of(each, every)]
+            known = lattice_if_as_good(seen, twins)
+        if known is None:
+            twins = []
+        elif isinstance(each.family, Gridded):
+            expected = each.family.from_lattice(seen.operators, known.at(each.family.sizes(seen.operators)), machine)
+        ratio = np.log(seen.seconds / (analysis.seconds if expected is None else expected))
+        learned = train(analysis.features, ratio, seen.splits == "select", known=known)
+        families[each.family.name] = _reaching(learned, twins, machine)
+    chip = machine.chip()
+    return Fitted(machine.name, chip.architecture, chip.power_limited, families, provenance)
+
+
+def _reaching(learned: Residual, twins: Sequence[KernelRows], machine: Machine) -> Residual:
+    """``learned``, which has seen what ``twins`` measured too."""
+    for each in twins:
+        features = each.family.analyse(each.operators, machine).matrix()
+        lowest, highest = features.min(axis=0), features.max(axis=0)
+        lowest, highest = np.minimum(learned.lowest, lowest), np.maximum(learned.highest, highest)
+        learned = replace(learned, lowest=lowest, highest=highest)
+    return learned
+
+
+def _provenance(tables: Sequence[KernelTable], data: Path) -> dict[str, Any]:
+    from importlib import metadata
+
+    return {
+        "command": _COMMAND,
+        "sources": _LICENCES,
+        "selection": _SELECTION,
+        **named_tables(_rows_by_file(tables), data),
+        "splits": _SPLITS,
+        "xgboost": metadata.version("xgboost-cpu"),
+    }
+
+
+def _rows_by_file(tables: Iterable[KernelTable]) -> dict[Path, int]:
+    """Rows of each file, which may hold several tables."""
+    rows: Counter[Path] = Counter()
+    for table in tables:
+        rows[Path(table.source)] += len(table.operators)
+    return dict(rows)

@@ -1,0 +1,261 @@
+"""Predictions of published training steps, in processes of their own; what was predicted once is kept on disk."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from costmodel.base.cores import usable_cores
+from costmodel.base.errors import ProjectError
+from costmodel.base.whole_file import write_whole
+from e2e.explain.intervals import Deviations, path_deviations
+from e2e.parallelism.capture_cache import digest
+from e2e.price.speed_band import SpeedBand, StepErrors, chip_name, load_speed_band
+from lab.steps.training_requests import AskedStep
+
+if TYPE_CHECKING:
+    from e2e.sources.prepared_step import PreparedStep
+from typing import NamedTuple
+
+from costmodel.base.user_folders import user_folder
+from lab.steps.training_requests import BF16, asked_step
+from lab.steps.training_rows import TrainingRow
+
+# Of the critical path: what runs on multiprocessors.
+KERNEL_KINDS = ("compute", "memory", "kernel")
+
+
+@dataclass(frozen=True)
+class PredictedStep:
+    """What ``predict`` says of one row with nothing fitted to whole steps. ``failure``: its message where it refuses;
+    ``shortage``: what does not fit; ``allocated_bytes``: of the peak, without the allocator's reserve. ``banded``: the
+    same step simulated with kernels that take ``1 + lost`` times as long.
+
+    ``parts``: seconds of the critical path by kind; ``below``, ``above`` and ``taken``: by how much the families of
+    kernels on it may be faster and slower, and what they take, in seconds
+    (:class:`e2e.explain.intervals.Deviations`); ``host_seconds`` of it are the host's, whose times may be
+    ``host_factor`` times shorter or longer. ``chip``: see :func:`e2e.price.speed_band.chip_name`; ``warnings``: of the
+    prediction.
+    """
+
+    seconds: float = 0.0
+    interval_seconds: tuple[float, float] = (0.0, 0.0)
+    peak_memory_bytes: int | None = None
+    memory_capacity_bytes: int = 0
+    shortage: str | None = None
+    coverage: Mapping[str, float] | None = None
+    parts: Mapping[str, float] | None = None
+    failure: str | None = None
+    allocated_bytes: int | None = None
+    below: Mapping[str, float] = field(default_factory=dict)
+    above: Mapping[str, float] = field(default_factory=dict)
+    taken: Mapping[str, float] = field(default_factory=dict)
+    host_seconds: float = 0.0
+    host_factor: float = 1.0
+    chip: str = ""
+    warnings: Sequence[str] = ()
+    lost: float = 0.0
+    banded: Mapping[str, Any] | None = None
+
+    @property
+    def kernel_share(self) -> float:
+        """Of the critical path: what is slower on a slower GPU."""
+        parts = self.parts or {}
+        whole = sum(parts.values())
+        return sum(parts.get(kind, 0.0) for kind in KERNEL_KINDS) / whole if whole else 0.0
+
+    def slowed(self, slowdown: float) -> PredictedStep:
+        """The step with kernels that take ``1 + slowdown`` times as long: as simulated where that was done with it,
+        else were the critical path to stay what it is, transfers that such kernels would hide still seen.
+        """
+        if self.banded is not None and math.isclose(slowdown, self.lost, abs_tol=1e-9):
+            return replace(self, **self.banded)
+        factor = 1.0 + slowdown * self.kernel_share
+        sums = ({name: value * factor for name, value in each.items()} for each in (self.below, self.above, self.taken))
+        below, above, taken = sums
+        return replace(self, seconds=self.seconds * factor, below=below, above=above, taken=taken)
+
+    def interval(self, errors: StepErrors | None = None) -> tuple[float, float]:
+        """Where the step lies, by what ``errors`` say of such steps."""
+        deviations = Deviations(self.below, self.above, self.taken)
+        return deviations.around(self.seconds, self.host_seconds, self.host_factor, errors)
+
+
+def predict_steps(
+    steps: Sequence[AskedStep], kept: Path, workers: int | None = None, *, banded: bool = True
+) -> Iterator[PredictedStep]:
+    """Of every step, in their order. ``kept``: a folder of one's own for captures and answers of this program as it is;
+    ``workers``: processes (``None``: as many as there are cores); ``banded``: with the band of speeds too.
+    """
+    from e2e.sweeps.workers import each_in_processes
+
+    known = ((place, _known(step, kept, banded)) for place, step in enumerate(steps))
+    found = {place: answer for place, answer in known if answer is not None}
+    missing = {place: (step, kept, banded) for place, step in enumerate(steps) if place not in found}
+    for place, answer in each_in_processes(predict_step, missing, workers or usable_cores()):
+        found[place] = answer
+    for place in range(len(steps)):
+        yield found.get(place, PredictedStep(failure="its process died, most likely for lack of memory"))
+
+
+def predict_step(task: tuple[AskedStep, Path, bool]) -> PredictedStep:
+    """The prediction of one step, as ``python -m e2e predict`` makes it; kept in the folder of ``task``."""
+    step, kept, banded = task
+    try:
+        bare = _known(step, kept, False) or _predicted(step, kept)
+        answer = _with_band(bare, step, kept) if banded and bare.failure is None else bare
+    except ProjectError as error:
+        answer = PredictedStep(failure=str(error))
+    path = kept / f"{_key(step, banded)}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, json.dumps(vars(answer)).encode())
+    return answer
+
+
+def prepared(step: AskedStep, kept: Path) -> PreparedStep:
+    """The step of a row as ``predict`` checks and prepares it, unpriced; captures are kept in ``kept``."""
+    from e2e.sources.known_requests import SpreadModel
+    from e2e.sources.spread_model import prepare
+
+    request = SpreadModel(
+        model_config=_configuration(step, kept),
+        batch_size=step.batch_size,
+        sequence_length=step.sequence_length,
+        document_length=step.document_length,
+        dtype="bfloat16",
+        attention=step.attention,
+        compile=step.compiled,
+        cuda_graph=step.cuda_graph,
+        parallel=step.spec,
+        stack=step.stack,
+        lora=step.lora,
+        precision=step.precision,
+        routing=step.routing,
+        gpu=step.row.gpu,
+        gpus=step.row.gpus,
+    )
+    return prepare(request, kept)
+
+
+def _predicted(step: AskedStep, kept: Path) -> PredictedStep:
+    from e2e.sources.prepared_step import run
+
+    # What is fitted to whole steps is left out here: whoever judges it decides which steps it is fitted to.
+    ready = prepared(step, kept)
+    answer = run(replace(ready, band=None))
+    found, deviations = answer.prediction, path_deviations(answer.graph, answer.path)
+    return PredictedStep(
+        found.iteration_seconds,
+        found.interval_seconds,
+        found.peak_memory_bytes,
+        found.memory_capacity_bytes,
+        found.memory_shortage,
+        dict(found.coverage),
+        dict(found.attribution),
+        below=dict(deviations.below),
+        above=dict(deviations.above),
+        taken=dict(deviations.taken),
+        host_seconds=answer.path.host_bound_fraction * answer.path.seconds,
+        host_factor=ready.setting.overheads.factor,
+        chip=chip_name(ready.setting.machine),
+        allocated_bytes=max((rank.allocated_bytes for rank in found.ranks if rank.allocated_bytes), default=None),
+        warnings=list(found.warnings),
+    )
+
+
+def _with_band(bare: PredictedStep, step: AskedStep, kept: Path) -> PredictedStep:
+    """``bare`` and the same step simulated with the band that saw nothing of its source."""
+    from e2e.sources.prepared_step import run
+
+    band = left_out_band(step.row.family)
+    lost = 0.0 if band is None else band.slowdown(step.row.gpus)
+    if not lost:
+        return bare
+    again = run(replace(prepared(step, kept), band=band))
+    slower = path_deviations(again.graph, again.path)
+    banded = {
+        "seconds": again.prediction.iteration_seconds,
+        "below": dict(slower.below),
+        "above": dict(slower.above),
+        "taken": dict(slower.taken),
+        "host_seconds": again.path.host_bound_fraction * again.path.seconds,
+    }
+    return replace(bare, lost=lost, banded=banded)
+
+
+def left_out_band(source: str) -> SpeedBand | None:
+    """The shipped band of speeds, or where ``source`` taught it the one that the others' steps tell."""
+    band = load_speed_band()
+    return None if band is None else band.left_out.get(source, band)
+
+
+def _configuration(step: AskedStep, kept: Path) -> Path:
+    """A file of the model as the row has it."""
+    from e2e.capture.models.transformer import PRESETS
+
+    text = json.dumps({**PRESETS[step.model], **step.config}, indent=1)
+    path = kept / "-".join([step.model, *map(str, step.config.values())])
+    path = path.with_name(path.name + ".json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists() or path.read_text(encoding="utf-8") != text:
+        write_whole(path, text.encode())
+    return path
+
+
+def _key(step: AskedStep, banded: bool) -> str:
+    band = left_out_band(step.row.family) if banded else None
+    record: dict[str, Any] = {"step": str(step), "width": None if band is None else band.width}
+    return f"step-{digest(record)}"
+
+
+def _known(step: AskedStep, kept: Path, banded: bool) -> PredictedStep | None:
+    try:
+        record = json.loads((kept / f"{_key(step, banded)}.json").read_text(encoding="utf-8"))
+        return PredictedStep(**{**record, "interval_seconds": tuple(record["interval_seconds"])})
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+class BareStep(NamedTuple):
+    """A published step, and what is predicted with nothing fitted to any."""
+
+    asked: AskedStep
+    predicted: PredictedStep
+
+    @property
+    def teaches(self) -> bool:
+        """Whether the band is fitted to such steps."""
+        return teaches(self.asked.row)
+
+
+def teaches(row: TrainingRow) -> bool:
+    """Whether the band is fitted to such rows: dense models in 16 bits, of several GPUs, not held out."""
+    return row.precision.lower() in BF16 and row.gpus > 1 and row.ep <= 1 and not row.held_out
+
+
+def predicted_steps(
+    rows: Sequence[TrainingRow], only: str = "", *, banded: bool = True
+) -> tuple[list[BareStep], dict[str, str], dict[str, str]]:
+    """The chosen rows with what is predicted; row -> why it is not asked; row -> what ``predict`` said instead.
+    ``banded``: with the band of speeds too.
+    """
+    chosen = [row for row in rows if only in f"{row.gpu}/{row.name}"]
+    asked = [(row, asked_step(row)) for row in chosen]
+    steps = [step for _, step in asked if isinstance(step, AskedStep)]
+    left_out = {f"{row.gpu}/{row.name}": step for row, step in asked if isinstance(step, str)}
+    found, failed = [], {}
+    for step, answer in zip(steps, predict_steps(steps, answers_folder(), banded=banded), strict=True):
+        if answer.failure is None:
+            found.append(BareStep(step, answer))
+        else:
+            failed[f"{step.row.gpu}/{step.row.name}"] = answer.failure
+    return found, left_out, failed
+
+
+def answers_folder() -> Path:
+    """``$XDG_CACHE_HOME/costmodel/validate``, else below ``~/.cache``: answers are kept by a digest of this program."""
+    return user_folder("XDG_CACHE_HOME", ".cache") / "validate"

@@ -1,0 +1,1 @@
+"""Predicted against measured, a module per section of ``python -m lab.validate``."""

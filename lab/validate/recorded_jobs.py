@@ -1,0 +1,272 @@
+"""The section ``dlrm`` of ``python -m lab.validate``: recorded jobs predicted, beside the figures of the papers.
+
+Operators alone give the step, models its kernels and transfers, tables the host.
+
+The papers' own question (Lin et al., HiPC 2022; ISPASS 2025), on the recorded jobs that are public. Nothing of the
+recording but its operators goes in: not one kernel's time. Two tables of host overheads: (a) the job's own T1 to T5 by
+operator; (b) those of the other jobs, this one left out. Both as profiled, since the recorded steps are profiled too;
+what the operator records of the profiler cost is then predicted once more without them. A job of several ranks begins
+as late on each rank as it was recorded to begin: what happened before is no part of the step.
+
+The profiles of ResNet-50 and its execution traces were recorded in different runs of one script, whose operators are
+the same one by one; of the job of two ranks one rank is recorded, and the other is taken as alike.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import geometric_mean, mean
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from costmodel.base.errors import InputError
+from costmodel.machines.cluster import Cluster, load_cluster, single_gpu
+from costmodel.machines.machine_catalog import load_machine
+from e2e.explain.predictor import ITERATIONS, Setting, priced_graph
+from e2e.lowering.lowered_step import lower_ranks
+from e2e.price.overhead_files import load_inflation
+from e2e.price.overhead_samples import OverheadSamples, extract
+from e2e.price.overheads import OverheadTable, fit_table
+from e2e.price.shared_overheads import INFLATION
+from e2e.simulate.simulator import simulate, simulate_iterations
+from e2e.step.execution_graph import ExecutionGraph
+from e2e.step.operator_trace import OperatorTrace
+from e2e.step.options import StepOptions
+from e2e.traces.formats.kineto import read_kineto
+from e2e.traces.formats.profile import KinetoTrace
+from e2e.traces.formats.survey import read_last_step
+from e2e.traces.recorded_graph import RecordedStep, recorded_graph, recorded_ranks
+from e2e.traces.recorded_ranks import ranks_of_job
+from e2e.traces.recorded_run import expand_files
+from lab.data.data_folder import BROUGHT
+from lab.fit.host_overheads import NOT_SHARED, STACKS
+
+
+@dataclass(frozen=True)
+class PredictedJob:
+    """``name`` is that of the stack in :data:`lab.fit.host_overheads.STACKS`, which has its profiles; ``traces``:
+    its execution traces; ``ranks``: of the job.
+    """
+
+    name: str
+    gpu: str
+    traces: str
+    ranks: int = 1
+    tf32: bool = False
+
+
+JOBS = (
+    PredictedJob("v100-torchrec-dlrm", "v100-sxm2-32gb", "traces/dlrm_8xV100/dlrm_pytorch_et.tar.gz", 8),
+    PredictedJob("rtx-2080-ti-linear", "rtx-2080-ti", "traces/linear_2080Ti/linear_et.json.gz"),
+    PredictedJob(
+        "v100-resnet50", "v100-sxm2-32gb", "traces/execution_traces/1.0.3-chakra.0.0.4/resnet_1gpu_et.json.gz"
+    ),
+    PredictedJob(
+        "a100-resnet50-ddp",
+        "a100-sxm-40gb",
+        "traces/execution_traces/1.1.0-chakra.0.0.4/resnet_2gpu_et.json.gz",
+        ranks=2,
+        tf32=True,  # its recorded kernels are (tf32f32, s1688)
+    ),
+)
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """Seconds of one rank's step. ``own`` and ``left_out``: predicted with the two tables, as profiled;
+    ``profiler_seconds``: what the profiler's operator records take of the former.
+    """
+
+    job: str
+    gpu: str
+    rank: int
+    recorded_seconds: float
+    own_seconds: float
+    left_out_seconds: float
+    profiler_seconds: float
+
+    @property
+    def own_error(self) -> float:
+        """Of the job's own table, relative."""
+        return self.own_seconds / self.recorded_seconds - 1.0
+
+    @property
+    def left_out_error(self) -> float:
+        """Of the other jobs' table, relative."""
+        return self.left_out_seconds / self.recorded_seconds - 1.0
+
+
+@dataclass(frozen=True)
+class PredictedJobs:
+    """All ranks of all jobs."""
+
+    results: Sequence[RankResult]
+
+    def of(self, job: str) -> list[RankResult]:
+        """The ranks of one job."""
+        return [each for each in self.results if each.job == job]
+
+    def record(self) -> dict[str, Any]:
+        """The JSON document."""
+        rows = [
+            {**asdict(each), "own_error": each.own_error, "left_out_error": each.left_out_error}
+            for each in self.results
+        ]
+        jobs = dict.fromkeys(each.job for each in self.results)
+        summary = {
+            job: {
+                "own": mean(abs(each.own_error) for each in self.of(job)),
+                "left_out": mean(abs(each.left_out_error) for each in self.of(job)),
+            }
+            for job in jobs
+        }
+        return {"ranks": rows, "mean_errors": summary}
+
+
+def predicted_jobs(data: Path, only: str = "") -> PredictedJobs:
+    """Every job whose ``gpu/name`` contains ``only``. ``InputError`` if the recordings are not in ``data``."""
+    samples = {job.name: _samples(data, job.name) for job in JOBS}
+    results: list[RankResult] = []
+    for job in JOBS:
+        if only in f"{job.gpu}/{job.name}":
+            results += _predict(data, job, samples)
+    return PredictedJobs(results)
+
+
+def _profiles(data: Path, name: str) -> list[KinetoTrace]:
+    for file in STACKS[name]:
+        if not (data / file).is_file():
+            raise InputError(f"{data / file}: no recorded job there; {BROUGHT}")
+    return [read_kineto(path) for path in expand_files([data / file for file in STACKS[name]])]
+
+
+def _samples(data: Path, name: str) -> list[OverheadSamples]:
+    return [extract(profile) for profile in _profiles(data, name)]
+
+
+def _predict(data: Path, job: PredictedJob, samples: Mapping[str, Sequence[OverheadSamples]]) -> list[RankResult]:
+    others = [each for name, found in samples.items() if name != job.name and name not in NOT_SHARED for each in found]
+    tables = {
+        "own": fit_table(job.name, samples[job.name], of_job=True),
+        "without": fit_table(job.name, samples[job.name], load_inflation(INFLATION), of_job=True),
+        "left out": fit_table("other jobs", others),
+    }
+    profiles = _profiles(data, job.name)
+    traces = _traces(data, job)
+    cluster = load_cluster(job.gpu, job.ranks) if job.ranks > 1 else single_gpu(load_machine(job.gpu))
+    alike = {} if len(traces) == job.ranks else {traces[0].rank: job.ranks}
+    graph = lower_ranks(traces, alike, job.name, StepOptions(dtype="tf32" if job.tf32 else "float32")).graph
+    step = recorded_ranks(profiles) if len(traces) > 1 else recorded_graph(profiles[0])
+    seconds = {name: _seconds(graph, table, job, cluster, step) for name, table in tables.items()}
+    return [
+        RankResult(
+            job.name,
+            job.gpu,
+            rank,
+            step.ranks[rank].seconds if step.ranks else step.period_seconds,
+            seconds["own"][rank],
+            seconds["left out"][rank],
+            seconds["own"][rank] - seconds["without"][rank],
+        )
+        for rank in (each.rank for each in graph.ranks)
+    ]
+
+
+def _traces(data: Path, job: PredictedJob) -> Sequence[OperatorTrace]:
+    if not (data / job.traces).exists():
+        raise InputError(f"{data / job.traces}: no execution traces there; {BROUGHT}")
+    traces = [read_last_step(path) for path in expand_files([data / job.traces])]
+    return ranks_of_job(traces) if len(traces) > 1 else [replace(traces[0], world_size=job.ranks)]
+
+
+def _seconds(
+    graph: ExecutionGraph, table: OverheadTable, job: PredictedJob, cluster: Cluster, step: RecordedStep
+) -> dict[int, float]:
+    """Rank -> its step: of several ranks one from their recorded starts, of one GPU the steady one."""
+    priced = priced_graph(graph, Setting(load_machine(job.gpu), replace(table, factor=1.0)), cluster)
+    if not step.ranks:
+        return {graph.ranks[0].rank: simulate_iterations(priced, ITERATIONS).period_seconds}
+    timeline = simulate(priced, step.starts)
+    return {rank.rank: timeline.rank_ends(rank.rank)[0] - step.starts[rank.rank] for rank in graph.ranks}
+
+
+# Lin et al., HiPC 2022 and their multi-GPU work of 2024: geometric means over their cells.
+PUBLISHED = (
+    ("DLRM on one GPU, own overheads", "7.96 %"),
+    ("DLRM on one GPU, shared overheads", "10.15 %"),
+    ("DLRM on several GPUs", "5.21 %"),
+    ("language models", "3.00 %"),
+    ("embedding lookups", "3-6 %"),
+    ("all-to-all, all-reduce", "5-6 %"),
+)
+# An error of nothing would pull a geometric mean to nothing.
+_LEAST = 1e-4
+
+
+@dataclass(frozen=True)
+class JobsSection:
+    """All recorded jobs, predicted."""
+
+    jobs: PredictedJobs
+
+    def record(self) -> dict[str, Any]:
+        """The JSON document."""
+        return {**self.jobs.record(), "published": dict(PUBLISHED)}
+
+    def render(self) -> None:
+        """Every rank, every job's mean, and what the papers say of theirs."""
+        console = Console(highlight=False, width=None if sys.stdout.isatty() else 140, no_color=not sys.stdout.isatty())
+        console.print(
+            "recorded jobs predicted from their operators alone: (a) host overheads of the job's own profile, by "
+            "operator; (b) of the other jobs', this one left out. Both as profiled, beside profiled steps",
+            soft_wrap=True,
+        )
+        table = Table("job", "GPU", "rank", "recorded ms", "(a) ms", "error", "(b) ms", "error", box=None)
+        table.add_column("profiler's operator records ms")
+        for each in self.jobs.results:
+            table.add_row(each.job, each.gpu, str(each.rank), *_times(each))
+        console.print(table)
+        console.print(self._means())
+        published = "; ".join(f"{name} {figure}" for name, figure in PUBLISHED)
+        console.print(f"papers, geometric means over their own cells: {published}", soft_wrap=True)
+        console.print(
+            "the profiler's share counts its operator records only: what its records of runtime calls cost is not "
+            "measured (it needs a GPU) and stays in both sides",
+            soft_wrap=True,
+        )
+
+    def _means(self) -> Table:
+        table = Table("job", "ranks", "(a) mean", "geometric", "worst", "(b) mean", "geometric", "worst", box=None)
+        for job in dict.fromkeys(each.job for each in self.jobs.results):
+            ranks = self.jobs.of(job)
+            own, left_out = [abs(each.own_error) for each in ranks], [abs(each.left_out_error) for each in ranks]
+            figures = [*_figures(own), *_figures(left_out)]
+            table.add_row(job, str(len(ranks)), *(f"{value:.1%}" for value in figures))
+        return table
+
+
+def _times(each: RankResult) -> list[str]:
+    return [
+        f"{each.recorded_seconds * 1e3:.2f}",
+        f"{each.own_seconds * 1e3:.2f}",
+        f"{each.own_error:+.1%}",
+        f"{each.left_out_seconds * 1e3:.2f}",
+        f"{each.left_out_error:+.1%}",
+        f"{each.profiler_seconds * 1e3:.2f}",
+    ]
+
+
+def _figures(errors: list[float]) -> tuple[float, float, float]:
+    return mean(errors), geometric_mean(max(each, _LEAST) for each in errors), max(errors)
+
+
+def jobs_section(data: Path, only: str = "") -> JobsSection | None:
+    """``None`` if ``only`` names something else; ``InputError`` if the recordings are not in ``data``."""
+    if not any(only in f"{job.gpu}/{job.name}" for job in JOBS):
+        return None
+    return JobsSection(predicted_jobs(data, only))

@@ -1,0 +1,274 @@
+"""The sections of ``python -m lab.validate``: each predicts what was measured, as a JSON document and as text."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.table import Table
+
+from costmodel.base.errors import InputError
+from costmodel.gpu.residuals.fitted import DIRECTORY
+from lab.command_line import chosen
+from lab.data.data_folder import FETCH
+from lab.data.named_files import Wanted
+from lab.fit.public_tables import PARTS, wanted_files
+from lab.validate.attention import validate_attention, validate_scans, validate_serving
+from lab.validate.collectives import validate_collectives
+from lab.validate.kernels import KernelErrors, result_record, validate
+from lab.validate.replay import Replay, replay_public
+
+# What --only is compared with.
+REPLAY_CASE = "v100-sxm2-32gb/dlrm-8-ranks"
+
+
+class Section(Protocol):
+    """One section that has run."""
+
+    def record(self) -> dict[str, Any]:
+        """JSON-able content."""
+        ...
+
+    def render(self) -> None:
+        """Prints it for people."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Models:
+    validation: Any
+
+    def record(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.validation.record()
+        return found
+
+    def render(self) -> None:
+        from lab.validate.models import render_validation
+
+        render_validation(self.validation)
+
+
+@dataclass(frozen=True)
+class _Replayed:
+    replay: Replay
+
+    def record(self) -> dict[str, Any]:
+        return self.replay.record()
+
+    def render(self) -> None:
+        render_replay(self.replay)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is validated: the cases of the folder ``data`` whose GPU/case contains ``only``; of kernels, by the fitted
+    files of the folder ``models`` (default: the shipped ones), with ``all_files`` on every table that is there.
+    """
+
+    data: Path
+    only: str = ""
+    models: Path | None = None
+    all_files: bool = False
+
+
+@dataclass(frozen=True)
+class _Kernels:
+    results: Sequence[KernelErrors]
+
+    def record(self) -> dict[str, Any]:
+        return {"results": [result_record(each) for each in self.results]}
+
+    def render(self) -> None:
+        columns = ("mape", "median", "p90", "worst", "bias", "geomean", "interval")
+        table = Table("split", "family", "machine", "rows", *columns, "time from", box=None)
+        for each in map(result_record, self.results):
+            errors = (f"{100 * each[name]:.1f} %" for name in columns)
+            sources = ", ".join(f"{name} {100 * share:.0f} %" for name, share in sorted(each["coverage"].items()))
+            table.add_row(each["split"], each["family"], each["machine"], str(each["count"]), *errors, sources)
+        terminal = sys.stdout.isatty()
+        Console(highlight=False, markup=False, width=None if terminal else 1000, no_color=not terminal).print(table)
+
+
+def run_sections(asked: Asked, names: Sequence[str] = (), *, sealed: bool = False) -> dict[str, Section]:
+    """Run the sections ``names``, in their order; default: all that have a case of what is asked, but for those whose
+    data `data fetch` does not bring and that are not there.
+
+    ``InputError`` for an unknown section, for absent data, and if no case is as asked.
+    """
+    if sealed:
+        return {"training": _sealed(asked, names)}
+    wanted = [name for name in chosen(names, tuple(SECTIONS)) if names or _by_default(name, asked)]
+    if asked.models is not None and not any(asked.models.rglob("*.json")):
+        raise InputError(f"--models {asked.models}: holds no fitted models (*.json); `python -m lab.fit -o` makes them")
+    found = {name: SECTIONS[name](asked) for name in wanted}
+    ran = {name: section for name, section in found.items() if section is not None}
+    if not ran:
+        if asked.only:
+            raise InputError(f"{asked.data}: no case contains {asked.only!r}; leave --only out to see all")
+        raise InputError(
+            f"{asked.data}: no measurements of what is asked; give the folder of the data with --data, or {FETCH} "
+            "brings them"
+        )
+    return ran
+
+
+def _sealed(asked: Asked, names: Sequence[str]) -> Section:
+    """The rows of training steps that are kept until a release is judged, alone."""
+    from lab.steps.training_rows import KINDS_FILE, read_kinds_rows
+    from lab.validate.training import training_section
+
+    if any(name != "training" for name in names):
+        raise InputError("--sealed: sealed rows are of training steps; ask the section training, or none")
+    rows = read_kinds_rows(asked.data, sealed=True)
+    if not rows:
+        where = asked.data / KINDS_FILE
+        raise InputError(f"{where}: has no sealed rows; give --data, the folder that they were drawn from")
+    found = training_section(rows, asked.only)
+    if found is None:
+        raise InputError(f"{asked.data}: no sealed case contains {asked.only!r}; leave --only out to see all")
+    return found
+
+
+def _by_default(section: str, asked: Asked) -> bool:
+    """Whether ``section`` runs where none is named. Tables of kernels are validated whole: not for one case."""
+    from lab.steps.training_rows import TRAINING_FILE
+
+    if section in ("training", "memory"):
+        return (asked.data / TRAINING_FILE).exists()
+    return section == "vision" or section not in PARTS or not asked.only
+
+
+def _kernel_part(part: str, validated: Callable[[Asked, Wanted], list[KernelErrors]], asked: Asked) -> Section | None:
+    progress = Console(stderr=True, highlight=False, markup=False)
+    wanted = wanted_files(part, asked.data, partial(progress.print, soft_wrap=True), asked.all_files)
+    results = [each for each in validated(asked, wanted) if asked.only in f"{each.machine}/{each.family}"]
+    return _Kernels(results) if results else None
+
+
+def _kernels(asked: Asked, wanted: Wanted) -> list[KernelErrors]:
+    return [*validate(asked.data, asked.models or DIRECTORY, wanted), *validate_attention(asked.data, wanted)]
+
+
+def _scans(asked: Asked, wanted: Wanted) -> list[KernelErrors]:
+    return validate_scans(asked.data, asked.models or DIRECTORY, wanted)
+
+
+def _serving(asked: Asked, wanted: Wanted) -> list[KernelErrors]:
+    return validate_serving(asked.data, asked.models or DIRECTORY, wanted)
+
+
+def _collectives(asked: Asked, wanted: Wanted) -> list[KernelErrors]:
+    return validate_collectives(asked.data, wanted=wanted)
+
+
+def _models(asked: Asked) -> Section | None:
+    from lab.validate.models import cases, validate_models
+
+    if not any(asked.only in f"{case.gpu}/{case.name}" for case in cases(asked.data)):
+        return None
+    return _Models(validate_models(asked.data, asked.only))
+
+
+def _replay(asked: Asked) -> Section | None:
+    return _Replayed(replay_public(asked.data)) if asked.only in REPLAY_CASE else None
+
+
+def _jobs(asked: Asked) -> Section | None:
+    from lab.validate.recorded_jobs import jobs_section
+
+    return jobs_section(asked.data, asked.only)
+
+
+def _vtrain(asked: Asked) -> Section | None:
+    from lab.validate.vtrain import vtrain_section
+
+    return vtrain_section(asked.data, asked.only)
+
+
+def _training(asked: Asked) -> Section | None:
+    from lab.steps.training_rows import (
+        KINDS_FILE,
+        TRAINING_FILE,
+        read_held_out_rows,
+        read_kinds_rows,
+        read_training_rows,
+    )
+    from lab.validate.training import training_section
+
+    data, only = asked.data, asked.only
+    published = read_held_out_rows()
+    if (data / KINDS_FILE).exists():
+        published += read_kinds_rows(data)
+    # Rows of the project do without the data; where others are asked for, an absent table is named.
+    asked_for = bool(only) and any(only in f"{row.gpu}/{row.name}" for row in published)
+    table = read_training_rows(data) if (data / TRAINING_FILE).exists() or not asked_for else []
+    return training_section([*table, *published], only, anew=not only)
+
+
+def _vision(asked: Asked) -> Section | None:
+    from lab.validate.vision import vision_section
+
+    return vision_section(asked.data, asked.only)
+
+
+def _memory(asked: Asked) -> Section | None:
+    from lab.validate.memory import memory_section
+
+    return memory_section(asked.data, asked.only)
+
+
+SECTIONS: dict[str, Callable[[Asked], Section | None]] = {
+    "training": _training,
+    "memory": _memory,
+    "models": _models,
+    "replay": _replay,
+    "dlrm": _jobs,
+    "vtrain": _vtrain,
+    "vision": _vision,
+    "kernels": partial(_kernel_part, "kernels", _kernels),
+    "scans": partial(_kernel_part, "scans", _scans),
+    "serving": partial(_kernel_part, "serving", _serving),
+    "collectives": partial(_kernel_part, "collectives", _collectives),
+}
+
+
+def render_replay(replay: Replay) -> None:
+    """Every rank and every collective, recorded and simulated."""
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140, no_color=not sys.stdout.isatty())
+    console.print(f"replayed with measured kernel, transfer and host times: {replay.source}", soft_wrap=True)
+    table = Table("rank", "operators linked", "recorded ms", "simulated ms", "error", box=None)
+    for rank in replay.ranks:
+        linked = "" if rank.linked is None else f"{rank.linked[0]} of {rank.linked[1]}"
+        recorded, simulated = rank.recorded_seconds * 1e3, rank.simulated_seconds * 1e3
+        table.add_row(str(rank.rank), linked, f"{recorded:.3f}", f"{simulated:.3f}", f"{rank.error:+.2%}")
+    console.print(table)
+    table = Table(
+        "collective",
+        "sequence",
+        "ranks",
+        "bytes",
+        "transfer us",
+        "longest wait us",
+        "largest error of its end",
+        box=None,
+    )
+    for each in replay.collectives:
+        table.add_row(
+            each.kind,
+            str(each.sequence),
+            str(each.ranks),
+            f"{each.size_bytes:,}",
+            f"{each.transfer_seconds * 1e6:.0f}",
+            f"{each.longest_wait_seconds * 1e6:.0f}",
+            f"{each.end_error:.2%} of the step",
+        )
+    console.print(table)
+    console.print(
+        f"{len(replay.ranks)} ranks: largest error of a step {replay.worst_rank:.2%}, of a collective's end "
+        f"{replay.worst_collective:.2%} of the step; whole job {replay.step_error:+.2%}"
+    )

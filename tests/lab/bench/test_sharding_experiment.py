@@ -1,0 +1,64 @@
+"""The experiment of ``lab/bench/sharding.py``: what its figures mean, and that right costs change nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from costmodel.operators.index_statistics import zipf
+from e2e.sharding.planner import SearchEffort, find_plan, make_problem, simulated_seconds
+from e2e.sharding.problem.state import state_of
+from e2e.sharding.search.greedy import GREEDY
+from lab.bench.sharding import ORACLE, OURS, Errors, Outcome, perturbed, run_task, small_task
+
+QUICK = SearchEffort(seconds=0.5, kicks=3, deterministic=0.0)
+FIRST, SECOND, *OTHERS = GREEDY
+
+
+def outcome(ours: float, first: float | None, second: float | None, oracle: float | None = None) -> Outcome:
+    others: dict[str, float | None] = dict.fromkeys(OTHERS)
+    seconds = {OURS: ours, FIRST: first, SECOND: second, ORACLE: oracle, **others}
+    return Outcome(20, 4, 512, seconds, seconds)
+
+
+def test_regret_is_against_the_best_plan_that_fits():
+    behind = outcome(1.2, 1.0, 1.5)
+    assert behind.regret == pytest.approx(0.2) and behind.against_greedy == pytest.approx(0.2)
+    ahead = outcome(0.8, None, 1.0)
+    assert ahead.regret == 0.0 and ahead.against_greedy == pytest.approx(-0.2)
+
+
+def test_the_oracle_counts_only_where_it_planned():
+    assert outcome(1.2, 1.0, 1.5).oracle_regret is None
+    assert outcome(1.2, 1.0, 1.5, oracle=0.8).oracle_regret == pytest.approx(0.5)
+    assert outcome(1.2, 1.0, 1.5, oracle=1.1).oracle_regret == pytest.approx(0.2)  # ours was worse than another
+
+
+def test_a_plan_beats_the_others_or_does_not():
+    found = outcome(1.0, 1.1, None)
+    assert found.beats_all(found.true)
+    assert not found.beats_all({**found.true, SECOND: 1.0})
+    assert not found.beats_all({**found.true, OURS: None})
+
+
+def test_true_costs_without_errors_are_the_models_and_with_errors_others():
+    problem = make_problem(small_task(0, "a100-sxm-80gb", [zipf(10**5, 0.9)]))
+    state = find_plan(problem, QUICK).best.state
+
+    def seconds(errors: Errors, seed: int = 0) -> float:
+        true = perturbed(problem, errors, np.random.default_rng(seed))
+        return simulated_seconds(state_of(true, state.placements()))
+
+    assert seconds(Errors(0.0, 0.0)) == pytest.approx(simulated_seconds(state), rel=1e-12)
+    lookups, collectives = seconds(Errors(0.3, 0.0)), seconds(Errors(0.0, 0.3))
+    assert len({round(each, 12) for each in (lookups, collectives, simulated_seconds(state))}) == 3
+    assert seconds(Errors(0.3, 0.0)) == lookups != seconds(Errors(0.3, 0.0), seed=1)
+
+
+def test_a_task_gives_every_sharder_its_predicted_and_its_true_time():
+    task = small_task(1, "a100-sxm-80gb", [zipf(10**5, 0.9)])
+    first, second = run_task(task, Errors(), QUICK, seed=0, truths=2)
+    assert first.predicted == second.predicted and first.true != second.true
+    assert set(first.true) == {OURS, ORACLE, *GREEDY} and set(first.predicted) == {OURS, *GREEDY}
+    assert first.true[ORACLE] is not None and second.true[ORACLE] is None
+    assert (first.tables, first.gpus) == (len(task.tables), task.ranks) and first.regret >= 0.0

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from costmodel.gpu.residuals import residual
+from lab.fit.trees import TreeEffort, train
+
+pytest.importorskip("xgboost")
+EFFORT = TreeEffort(3, 40, 3, 40)
+
+
+@pytest.fixture(scope="module")
+def sample():
+    rng = np.random.default_rng(0)
+    size = rng.uniform(0, 10, 1200)
+    noise = rng.normal(0, 0.1, 1200)
+    return {"size": size, "other": rng.uniform(0, 1, 1200)}, np.where(size > 5, 0.5, 0.0) + noise
+
+
+@pytest.fixture(scope="module")
+def learned(sample):
+    features, target = sample
+    return train(features, target, np.arange(1200) % 6 == 0, EFFORT)
+
+
+def test_it_learns_where_the_analytic_model_is_off(learned):
+    middle, lower, upper = learned.predict(np.array([[2.0, 0.5], [8.0, 0.5]]))
+    assert middle == pytest.approx([0.0, 0.5], abs=0.08)
+    assert (lower <= middle).all() and (middle <= upper).all()
+
+
+def test_four_of_five_new_rows_fall_inside(learned):
+    rng = np.random.default_rng(1)
+    size = rng.uniform(0, 10, 2000)
+    truth = np.where(size > 5, 0.5, 0.0) + rng.normal(0, 0.1, 2000)
+    _, lower, upper = learned.predict(np.stack([size, rng.uniform(0, 1, 2000)], axis=1))
+    assert 0.75 <= ((lower <= truth) & (truth <= upper)).mean() <= 0.92
+
+
+def test_rows_beyond_what_was_seen_are_named(learned):
+    assert learned.outside(np.array([5.0, 0.5])) == ()
+    assert learned.outside(np.array([10.4, 0.5])) == ()  # half a unit is near
+    assert learned.outside(np.array([12.0, 3.0])) == ("size", "other")
+
+
+def test_it_survives_json(learned):
+    read = residual.from_record(json.loads(json.dumps(residual.to_record(learned))))
+    rows = np.array([[2.0, 0.5], [8.0, 0.5]])
+    assert read.predict(rows)[0] == pytest.approx(learned.predict(rows)[0], abs=0.01)
+    assert (read.names, read.rows) == (learned.names, learned.rows)
+
+
+def test_training_twice_gives_the_same_file(sample):
+    features, target = sample
+    held_out = np.arange(1200) % 6 == 0
+    records = [residual.to_record(train(features, target, held_out, EFFORT)) for _ in range(2)]
+    assert records[0] == records[1]

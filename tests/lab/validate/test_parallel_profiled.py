@@ -1,0 +1,198 @@
+"""Parts put together: condensed ones, and ones as a profile of single layers shows them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from costmodel.base.errors import InputError
+from costmodel.gpu.factory import gpu_cost_model
+from costmodel.machines.machine_catalog import load_machine
+from costmodel.model.cost_model import CostModel, Estimate
+from costmodel.operators.device_work import Gemm
+from e2e.parallelism.condense import Condenser
+from e2e.parallelism.layers.pieces import LayerCollective, Work
+from e2e.price.pricing import price
+from e2e.step.execution_graph import CallInfo, Duration, ExecutionGraph, HostWork, Launch, RankGraph, Task
+from lab.data.data_folder import data_folder
+from lab.validate import vtrain
+from lab.validate.vtrain import Profiler, standing_start
+
+DATA = data_folder()
+CALLS = {0: CallInfo(0, "aten::mm", "forward")}
+
+
+class OneSecond(CostModel):
+    """Every kernel takes 1 s, every transfer 5 s."""
+
+    def __init__(self, seconds: float = 1.0) -> None:
+        self.seconds = seconds
+
+    def estimate(self, operators: Sequence[Any]) -> list[Estimate]:
+        return [Estimate(self.seconds, self.seconds, self.seconds, "compute", {}, "fitted") for _ in operators]
+
+
+class Host:
+    """The gap before an operator and the launch 0.25 s each, all else nothing."""
+
+    level = 1.0
+
+    def __init__(self, each: float = 0.25) -> None:
+        self.each = each
+
+    def seconds(self, kind: Any, name: str, records: float | None = None) -> float:
+        return self.each if kind in ("T1", "T4") else 0.0
+
+
+def kernels(count: int) -> tuple[HostWork | Work, ...]:
+    one = (HostWork("T1", 0), HostWork("T2", 0), Work("aten::mm", "kernel", (Gemm(1, 8, 8, 8),), 0), HostWork("T3", 0))
+    return one * count
+
+
+def test_condensed_runs_keep_the_time_of_host_and_device() -> None:
+    items = Condenser(Host(), kernels=4).items(kernels(10), CALLS)
+    works = [item for item in items if isinstance(item, Work)]
+    assert [len(work.kernels) for work in works] == [4, 4, 2]
+    tasks = tuple(
+        Task(place, work.name, work.kind, 0, work.operators, kernels=work.kernels) for place, work in enumerate(works)
+    )
+    actions = tuple(Launch(task.id) for task in tasks)
+    (rank,) = price(ExecutionGraph((RankGraph(0, {"main": actions}, tasks),)), OneSecond(), Host()).ranks
+    assert [task.duration.seconds for task in rank.tasks if task.duration] == [4.0, 4.0, 2.0]
+    host = [item.duration.seconds for item in items if isinstance(item, HostWork) and item.duration]
+    assert sum(host) == pytest.approx(10 * 0.5)
+
+
+def test_a_run_with_a_kernel_that_no_model_knows_stays_without_a_price() -> None:
+    items = Condenser(Host()).items((*kernels(2), Work("unheard of", "kernel", (), 0)), CALLS)
+    (work,) = (item for item in items if isinstance(item, Work))
+    task = Task(0, work.name, work.kind, 0, work.operators, kernels=work.kernels)
+    graph = ExecutionGraph((RankGraph(0, {"main": (Launch(0),)}, (task,)),))
+    assert price(graph, OneSecond(), Host()).ranks[0].tasks[0].duration is None
+
+
+def test_runs_end_at_communication() -> None:
+    items = (*kernels(2), LayerCollective("all_reduce", 8, 0), *kernels(2))
+    condensed = Condenser(Host(), kernels=8).items(items, CALLS)
+    shown = [type(item).__name__ for item in condensed if not isinstance(item, HostWork)]
+    assert shown == ["Work", "LayerCollective", "Work"]
+
+
+def test_standing_start_waits_for_the_first_launch_then_for_the_device() -> None:
+    """Host 0.5 s a kernel, device 1 s: 0.5 + 3. The other way round: 3 x 2 s of host, 1 s of the last kernel."""
+    for each, seconds in ((0.25, 0.5 + 3.0), (1.0, 3 * 2.0 + 1.0)):
+        items = Profiler(OneSecond(), Host(each), OneSecond(), tp=1).priced(kernels(3), CALLS)
+        assert standing_start(items) == pytest.approx(seconds)
+
+
+def test_profiled_parts_add_transfers() -> None:
+    profiler = Profiler(OneSecond(), Host(), OneSecond(5.0), tp=2)
+    (whole,) = profiler.items((*kernels(3), LayerCollective("all_reduce", 8, 0)), CALLS)
+    assert isinstance(whole, Work) and whole.duration is not None
+    assert whole.duration.seconds == pytest.approx(3.5 + 5.0)
+    assert whole.launch == Duration(0.0, 0.0, 0.0, "host", "fitted")
+
+
+def test_products_with_odd_rows_are_slower() -> None:
+    """50,257 columns cannot be loaded 16 bytes at a time; with 50,304 they can."""
+    model = gpu_cost_model(load_machine("a100-sxm-40gb"))
+    odd, even = model.estimate([Gemm(1, 4096, 50257, 1024, "float16"), Gemm(1, 4096, 50304, 1024, "float16")])
+    assert odd.seconds > 2 * even.seconds
+
+
+def table(tmp_path: Path, text: str) -> Path:
+    (tmp_path / vtrain.FOLDER).mkdir()
+    (tmp_path / vtrain.FOLDER / "iteration_times_4_gpus.csv").write_text(text, encoding="utf-8")
+    return tmp_path
+
+
+def test_reads_the_table(tmp_path: Path) -> None:
+    folder = table(tmp_path, "# GPUs,...\n4,16,2,1024,16,24,1024,2,2,1,100.5\n")
+    (case,) = vtrain.read_cases(folder)
+    assert (case.gpus, case.tp, case.dp, case.pp, case.micro_batches) == (4, 2, 2, 1, 4)
+    assert case.seconds == pytest.approx(0.1005)
+
+
+def test_transfers_across_nodes_are_priced_as_such() -> None:
+    """16 tensor-parallel ranks on two nodes."""
+    asked: list[Any] = []
+
+    class Asking(OneSecond):
+        def estimate(self, operators: Sequence[Any]) -> list[Estimate]:
+            asked.extend(operators)
+            return super().estimate(operators)
+
+    Profiler(OneSecond(), Host(), Asking(), 16, 2).items((*kernels(1), LayerCollective("all_reduce", 8, 0)), CALLS)
+    assert [(each.ranks, each.nodes) for each in asked] == [(16, 2)]
+
+
+def test_several_nodes_run_layers_again_and_have_four_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the source's configurations of them say; on one node nothing is recomputed."""
+
+    def case(tp: int, dp: int) -> vtrain.VtrainCase:
+        return vtrain.VtrainCase(tp * dp, 2 * dp, 1, 256, 16, 4, 64, tp, dp, 1, 1.0)
+
+    assert case(4, 2).spec.recompute == "none" and case(8, 2).spec.recompute == "full"
+
+    def forward_passes(case: vtrain.VtrainCase) -> int:
+        return sum(task.name == "part 1" for task in vtrain.Predictor().graph(case).ranks[0].tasks)
+
+    # 2 micro-batches; two of the four layers are like the captured one from the middle: forward, backward (, again).
+    assert forward_passes(case(4, 2)) == 2 * 2 * 2
+    assert forward_passes(case(8, 2)) == 2 * 2 * 3
+    alone, slow = vtrain.Predictor().seconds(case(4, 2)), vtrain.Predictor().seconds(case(8, 2))
+    monkeypatch.setattr(vtrain, "NETWORK", "infiniband-hdr:8")
+    assert vtrain.Predictor().seconds(case(8, 2)) < slow
+    assert vtrain.Predictor().seconds(case(4, 2)) == alone
+
+
+@pytest.mark.parametrize("text", ["1,2,3\n", "4,16,2,1024,16,24,1024,2,2,1,fast\n"])
+def test_a_bad_table_is_named(tmp_path: Path, text: str) -> None:
+    with pytest.raises(InputError, match="iteration_times"):
+        vtrain.read_cases(table(tmp_path, text))
+    with pytest.raises(InputError, match="no such file"):
+        vtrain.read_cases(tmp_path / "nowhere")
+
+
+def made_up(layers: int, micro_batches: int, noise: float = 0.0) -> vtrain.VtrainCase:
+    seconds = 1.0 + 0.1 * layers + 0.2 * micro_batches + 0.3 * layers * micro_batches
+    return vtrain.VtrainCase(2, micro_batches, 1, 64, 4, layers, 128, 2, 1, 1, seconds * (1 + noise))
+
+
+def test_figures_and_regularity() -> None:
+    cases = [made_up(layers, count) for layers in (2, 4, 6) for count in (1, 2, 4)]
+    assert vtrain.regularity(cases) < 1e-12
+    assert vtrain.regularity([*cases[:-1], made_up(6, 4, 0.02)]) > 1e-3
+    several = [replace(each, gpus=16, seconds=each.seconds * 1.3**place) for place, each in enumerate(cases)]
+    assert vtrain.regularity([*cases, *several]) < 1e-12
+    report = vtrain.VtrainReport(cases, [case.seconds * 1.1 for case in cases])
+    everything = report.figures()[0]
+    assert everything.count == 9 and math.isclose(everything.mape, 0.1) and math.isclose(everything.bias, 0.1)
+    assert {each.name for each in report.figures()} >= {"2 GPUs", "tp=2 dp=1 pp=1"}
+    assert len(report.record()["cases"]) == 9
+
+
+@pytest.mark.skipif(not (DATA / vtrain.FOLDER).is_dir(), reason="the shared data are not here")
+def test_published_iterations() -> None:
+    """Half of every sixtieth within 7 %; the whole table is a section of ``python -m lab.validate``."""
+    everything = vtrain.read_cases(DATA)
+    assert len(everything) >= 720
+    report = vtrain.validate(DATA, cases=everything[::60])
+    assert np.median(np.abs(report.errors)) < 0.07
+
+
+def test_section_runs_where_its_case_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from lab.validate.vtrain import VtrainSection, vtrain_section
+
+    assert vtrain_section(tmp_path, "t4/") is None
+    cases = [made_up(layers, count) for layers in (2, 4) for count in (1, 2)]
+    section = VtrainSection(vtrain.VtrainReport(cases, [case.seconds for case in cases]), 1e-15)
+    assert section.record()["regularity"] == 1e-15
+    section.render()
+    assert "2 GPUs" in capsys.readouterr().out
