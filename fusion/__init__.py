@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from fusion.analysis.analyzer import NetworkAnalysis
     from fusion.artifact.tuned_model import TunedModel, load
     from fusion.commands.fusion_api import TuneSummary, analyze, quantize, tune
-    from fusion.commands.quantize import QuantizeSummary
+    from fusion.tuning.quantization import QuantizeSummary
 else:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
             "NetworkAnalysis": "fusion.analysis.analyzer",
-            "QuantizeSummary": "fusion.commands.quantize",
+            "QuantizeSummary": "fusion.tuning.quantization",
             "TuneSummary": "fusion.commands.fusion_api",
             "TunedModel": "fusion.artifact.tuned_model",
             "analyze": "fusion.commands.fusion_api",

@@ -46,7 +46,7 @@ LONG_FILES = (
     "test_templates.py",
     "test_conv_pair.py",
 )
-LONG_FOLDERS = ("fusion/commands", "fusion/relax", "e2e/commands", "e2e/capture")
+LONG_FOLDERS = ("fusion/commands", "fusion/tuning", "fusion/relax", "e2e/commands", "e2e/capture")
 
 
 CORES = os.sched_getaffinity(0)

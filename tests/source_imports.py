@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import graphlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -106,6 +107,18 @@ def order_violations(package: str, order: tuple[str, ...], sources: dict[str, st
             if other is not None and place.get(other, -1) > place[own]:
                 found.append(f"{module} -> {name}")
     return found
+
+
+def import_circle(sources: dict[str, str]) -> list[str]:
+    """Modules that import each other in a circle, one after the other; empty where there is none. ``sources`` as of
+    :func:`order_violations`; imports inside functions and for types count.
+    """
+    imported = {module: imported_names(source) & (sources.keys() - {module}) for module, source in sources.items()}
+    try:
+        graphlib.TopologicalSorter(imported).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
 
 
 def _folder(name: str, package: str, sources: dict[str, str]) -> str | None:

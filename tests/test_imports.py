@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.source_imports import imported_names, modules_below, order_violations
+from tests.source_imports import import_circle, imported_names, modules_below, order_violations
 
 ROOT = Path(__file__).resolve().parents[1]
 MAY_IMPORT = {
@@ -34,7 +34,10 @@ ORDER: dict[str, tuple[str, ...]] = {
         "measure", "commands",
     ),
     "schedules": ("contract", "loops", "kernels", "records", "measuring", "tuning", "peers"),
-    "fusion": ("model", "relax", "analysis", "passes", "search", "artifact", "comparing", "acceptance", "commands"),
+    "fusion": (
+        "model", "relax", "analysis", "passes", "search", "artifact", "comparing", "acceptance", "report", "tuning",
+        "commands",
+    ),
     "e2e": (
         "step", "capture", "traces", "lowering", "price", "parallelism", "simulate", "explain", "whatif", "report",
         "sharding", "sources", "advice", "sweeps", "commands",
@@ -86,6 +89,18 @@ def test_the_check_sees_a_forbidden_edge_wherever_it_hides():
 def test_folders_of_a_package_import_only_those_below_them(package: str):
     sources = {name: path.read_text(encoding="utf-8") for name, path in modules_below(ROOT, (package,)).items()}
     assert order_violations(package, ORDER[package], sources) == []
+
+
+@pytest.mark.parametrize("package", ["costmodel", "schedules", "fusion"])
+def test_no_modules_import_each_other(package: str):
+    sources = {name: path.read_text(encoding="utf-8") for name, path in modules_below(ROOT, (package,)).items()}
+    assert import_circle(sources) == []
+
+
+def test_a_circle_is_seen_wherever_it_hides():
+    sources = {"toy.a": "def f():\n    from toy.b import g", "toy.b": "import toy.c", "toy.c": "from toy import a"}
+    assert {*import_circle(sources)} == {*sources}
+    assert import_circle({**sources, "toy.c": "import sys"}) == []
 
 
 TOY = {

@@ -203,8 +203,8 @@ def find_cluster(name_or_path: str | Path) -> ClusterFile | None:
     if _is_path(name_or_path):
         path = Path(name_or_path)
         return read_cluster(path) if _kind(path) == "cluster" else None
-    path = cluster_files().get(str(name_or_path))
-    return _node_by_name(str(name_or_path)) if path is None else read_cluster(path)
+    known = cluster_files().get(str(name_or_path))
+    return _node_by_name(str(name_or_path)) if known is None else read_cluster(known)
 
 
 def _node_by_name(name: str) -> ClusterFile | None:

@@ -1,1 +1,1 @@
-"""What a network must pass before it is shipped: outputs against FP64, whole networks against each other."""
+"""What a network must pass before it is shipped: outputs against FP64, and what shorter number types do to them."""

@@ -17,7 +17,7 @@ from costmodel.model.cost_model import CostModel
 from costmodel.operators.layers import Conv2d, Operator, conv_kind
 from fusion.analysis.precision_outlook import PRECISE_TYPES, WORTH_OF_GAINS, PrecisionOutlook, in_precision, outlooks
 from fusion.analysis.reasons import NEGLIGIBLE, NOT_TUNED, LayerCost, explain_decision
-from fusion.analysis.target_machine import machine_for
+from fusion.analysis.target_machine import this_cpu
 from fusion.model.candidates import Site, find_sites
 from fusion.model.precision import FLOAT32, INT8, layers_in, precision_of, require_float
 from fusion.model.selection import FusionPlan, select, unfused_seconds
@@ -154,16 +154,16 @@ def read_graph(
     from fusion.relax.onnx.float_layers import told_in_floats
     from fusion.relax.onnx.importer import import_onnx
     from fusion.relax.onnx.onnx_file import require_loaded
-    from schedules.contract.cpu_target import host_target
 
-    cpu = host_target(threads)
+    target = this_cpu(machine, threads, say)
+    cpu = target.cpu
     if precision != FLOAT32 and (reason := cpu.lacks(precision)) is not None:
         raise InputError(f"--precision {precision}: {reason}; choose --precision float32")
     imported = import_onnx(model, shapes, batch, cpu.lacks(INT8) is None)
     require_loaded(model)
     graph = extract_graph(imported.mod)
     require_float(graph, precision)
-    return ReadModel(graph, machine_for(machine, cpu.threads, say), cpu, tuple(told_in_floats(imported.in_floats)))
+    return ReadModel(graph, target.machine, cpu, tuple(told_in_floats(imported.in_floats)))
 
 
 def analyze_in(
@@ -282,6 +282,16 @@ def _layer(node: Node) -> LayerReport:
     assert isinstance(conv, Conv2d)  # sites are chains of convolutions
     shapes = (conv.input_shape, conv.output_shape)
     return LayerReport(node.name, conv_kind(conv), conv.kernel, conv.stride, *shapes, conv.dilation)
+
+
+def window_text(kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int] = (1, 1)) -> str:
+    """``3x3``, with a stride ``3x3/2``, along columns alone ``3x3/1x2``, dilated ``3x3 d4``."""
+    strided = f"/{_steps(stride)}" if max(stride) > 1 else ""
+    return "x".join(map(str, kernel)) + strided + (f" d{_steps(dilation)}" if max(dilation) > 1 else "")
+
+
+def _steps(along: Sequence[int]) -> str:
+    return "x".join(map(str, along)) if len({*along}) > 1 else str(along[0])
 
 
 def unfused_intensity(convs: Sequence[Conv2d]) -> float:

@@ -1,13 +1,60 @@
-"""The machine that predictions are made for: named by the user, calibrated before, or measured now."""
+"""What is tuned or analysed for: a CPU, and the machine that predicts its times, asked for once and handed on.
+
+The machine is named by the user, was calibrated before, or is measured now.
+"""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from functools import cached_property
 
+from costmodel.base.cores import usable_cores
 from costmodel.base.errors import MachineError, ProjectError
 from costmodel.base.say import Say
 from costmodel.machines.machine_catalog import HOST_NAME, host_identity, host_machine, load_machine, user_directory
 from costmodel.machines.machine_records import Host, Machine
+from schedules.contract.cpu_target import CpuTarget, cpu_flags, host_target, required_flags
+
+
+class Target:
+    """A CPU to build kernels for, and the machine that predicts their times."""
+
+    def __init__(self, cpu: CpuTarget, describe: Callable[[], Machine]) -> None:
+        """``describe`` is called when the machine is first asked for: measuring one takes seconds, and what can be
+        refused without it is refused before.
+        """
+        self.cpu = cpu
+        self._describe = describe
+
+    @cached_property
+    def machine(self) -> Machine:
+        """The machine that predicts for this CPU."""
+        return self._describe()
+
+    @cached_property
+    def machine_differs(self) -> str | None:
+        """In words that the machine is not this CPU (:func:`another_cpu`)."""
+        return another_cpu(self.machine)
+
+    @cached_property
+    def not_run_here(self) -> str | None:
+        """Why code for this CPU cannot be run here; ``None`` if it can."""
+        missing = [flag for flag in required_flags(self.cpu.mcpu) if flag not in cpu_flags()]
+        if not missing:
+            return None
+        return f"outputs cannot be checked here: this CPU lacks {', '.join(missing)}, which {self.cpu.mcpu} has"
+
+    @cached_property
+    def threads_here(self) -> int:
+        """With how many threads code for this CPU, which may have more cores than the one here, runs here."""
+        return min(self.cpu.threads, usable_cores())
+
+
+def this_cpu(machine: str | None, threads: int | None, say: Say) -> Target:
+    """The CPU of this process; ``machine``: name or file of the one that predicts for it, as of :func:`machine_for`."""
+    cpu = host_target(threads)
+    return Target(cpu, lambda: machine_for(machine, cpu.threads, say))
 
 
 def machine_for(name_or_path: str | None, threads: int, say: Say) -> Machine:

@@ -5,7 +5,7 @@
     ├── model_unfused.so    the same kernels with fusion off
     ├── manifest.json       interface, CPU, TVM version, origin and a digest of every file: this module
     ├── summary.json        what tuning found, for scripts
-    ├── report.html         the same for people, in a browser (:mod:`fusion.commands.tune_page`)
+    ├── report.html         the same for people, in a browser (:mod:`fusion.report.tune_page`)
     ├── records/            tuning records (written while tuning, not here)
     └── cache/              what peers of ``compare`` compiled once
 
@@ -186,6 +186,20 @@ def prepare_directory(directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory) as probe:
             probe.write(b"\0")
+
+
+@contextmanager
+def output_directory(directory: Path) -> Iterator[None]:
+    """``directory``, proved writable; taken away again by a failure if it was made here and nothing is kept in it."""
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    prepare_directory(directory)
+    try:
+        yield
+    except BaseException:
+        for path in missing:
+            with suppress(OSError):
+                path.rmdir()
+        raise
 
 
 def read_artifact(directory: Path) -> Artifact:

@@ -18,26 +18,33 @@ from fusion.artifact.build_folder import Artifact, check_runnable
 from fusion.model.library_messages import sentence
 from fusion.model.named_arrays import Arrays, to_tvm
 from fusion.model.tensor_info import TensorInfo
-from schedules.contract.lean_import import lacks_compiler, uninterrupted
+from schedules.contract.lean_import import lacks_compiler, tvm_threads, uninterrupted
 
 # What the virtual machine does between kernels: storage, views, checks of shapes.
 _BUILTIN = "vm.builtin."
 _LEAST_RUNS = 5
+# Whether a thread's pool is there: TVM reads its size from the environment when the thread first runs a kernel.
+_SETTLED = threading.local()
 
 
 class CompiledModel:
     """One module of a build directory in the Relax virtual machine. Inputs must fit the interface."""
 
-    def __init__(self, machine: Any, inputs: tuple[TensorInfo, ...], outputs: tuple[TensorInfo, ...]) -> None:
+    def __init__(
+        self, machine: Any, inputs: tuple[TensorInfo, ...], outputs: tuple[TensorInfo, ...], threads: int | None = None
+    ) -> None:
+        """``threads``: of the kernels; default: TVM's."""
         self._machine = machine
         self._inputs = inputs
         self._outputs = outputs
         self._main = machine["main"]
         self._lock = threading.Lock()
+        self._threads = threads
 
     def __call__(self, arrays: Mapping[str, np.ndarray]) -> Arrays:
         """Compute the outputs, copied out of TVM's memory. Threads that call take turns: a machine runs one call."""
         arguments = self._arguments(arrays)
+        settle_threads(self._threads)
         with self._lock:
             result = self._main(*arguments)
             values = [result] if hasattr(result, "numpy") else list(result)
@@ -46,6 +53,7 @@ class CompiledModel:
     def bind(self, arrays: Mapping[str, np.ndarray]) -> Callable[[], Any]:
         """The cheapest call on inputs that are already in TVM's memory, for timing; not for several threads."""
         arguments = self._arguments(arrays)
+        settle_threads(self._threads)
         self._machine.save_function("main", "bound_main", *arguments, include_return=False)
         return self._machine["bound_main"]
 
@@ -55,6 +63,7 @@ class CompiledModel:
         Runs back to back for ``seconds``. A duration holds a few microseconds of the clock's own.
         """
         arguments, clock = self._arguments(arrays), time.perf_counter
+        settle_threads(self._threads)
         calls: list[tuple[str, float, float]] = []
         started = 0.0
 
@@ -95,15 +104,17 @@ def load_compiled(artifact: Artifact, name: str, threads: int) -> CompiledModel:
     if library is None:
         raise InputError(f"{artifact.directory}: this build has no {name}; tune the model again")
     check_runnable(artifact)
-    os.environ["TVM_NUM_THREADS"] = str(threads)  # read when TVM is first used; its own default is half of the cores
     with uninterrupted(), _runtime_alone():
         import tvm
 
     check_runnable(artifact, tvm_version=tvm.__version__)
-    return load_library(library, artifact.manifest.inputs, artifact.manifest.outputs)
+    settle_threads(threads)
+    return load_library(library, artifact.manifest.inputs, artifact.manifest.outputs, threads)
 
 
-def load_library(library: Path, inputs: tuple[TensorInfo, ...], outputs: tuple[TensorInfo, ...]) -> CompiledModel:
+def load_library(
+    library: Path, inputs: tuple[TensorInfo, ...], outputs: tuple[TensorInfo, ...], threads: int | None = None
+) -> CompiledModel:
     """Load a shared library that ``tvm.relax.build`` exported. Raises ``InputError``."""
     import tvm
     from tvm.runtime.vm import VirtualMachine
@@ -111,9 +122,17 @@ def load_library(library: Path, inputs: tuple[TensorInfo, ...], outputs: tuple[T
     try:
         check_file(library, "library")
         machine = VirtualMachine(tvm.runtime.load_module(str(library)), tvm.cpu())
-        return CompiledModel(machine, inputs, outputs)
+        return CompiledModel(machine, inputs, outputs, threads)
     except (RuntimeError, AttributeError, ValueError, OSError) as error:
         raise InputError(f"{library}: cannot be loaded: {sentence(error)}; tune the model again") from error
+
+
+def settle_threads(count: int | None) -> None:
+    """Make the pool in which TVM runs the kernels of this thread, with ``count`` threads; one that is there stays."""
+    if count is not None and not getattr(_SETTLED, "done", False):
+        with tvm_threads(count):
+            threads_of_tvm()
+        _SETTLED.done = True
 
 
 def threads_of_tvm() -> int:

@@ -102,7 +102,7 @@ def analyze(
 ) -> None:
     """Which sites are worth fusing, and why. Takes seconds and tunes nothing."""
     from fusion.commands import fusion_api
-    from fusion.commands.console_report import print_analysis
+    from fusion.report.console_report import print_analysis
 
     profiles = parse_shapes(shape)
     if len(profiles) > 1:
@@ -171,7 +171,7 @@ def tune(
 ) -> None:
     """Tune fused and separate kernels, keep what measures faster, check against ONNX Runtime, write the artifact."""
     from fusion.commands import fusion_api
-    from fusion.commands.console_report import print_summary
+    from fusion.report.console_report import print_summary
     from fusion.search.progress import TuningDisplay
 
     shapes = parse_shapes(shape)
@@ -205,7 +205,7 @@ def tune(
 @guarded("stopped; nothing is written")
 def report(build: Build) -> None:
     """Make report.html of a build again, from its summary.json."""
-    from fusion.commands.tune_page import write_reports
+    from fusion.report.tune_page import write_reports
 
     for path in write_reports(build):
         typer.echo(str(path))
@@ -272,9 +272,9 @@ def compare(
 ) -> None:
     """Time a tuned model beside other engines, in turns, outputs compared too."""
     from fusion.artifact.profile_folders import read_profiles
-    from fusion.commands.console_report import print_comparison
     from fusion.comparing.compare import compare_command
     from fusion.comparing.rounds import Sampling
+    from fusion.report.console_report import print_comparison
 
     comparisons = [
         compare_command(
@@ -326,8 +326,8 @@ def quantize(
     json_: JsonOption = False,
 ) -> None:
     """Quantise a float model to INT8 by ONNX Runtime's quantiser, and say how far its outputs are off."""
-    from fusion.commands.quantize import quantize_model, render_quantized
     from fusion.relax.onnx.onnx_quantizer import QuantizationOptions
+    from fusion.tuning.quantization import quantize_model, render_quantized
 
     shapes = parse_shapes(shape)
     if len(shapes) > 1:

@@ -21,10 +21,10 @@ from costmodel.base.whole_file import check_writable
 from fusion.model.precision import Precision
 
 if TYPE_CHECKING:
-    from fusion.acceptance.tune_job import InputProfile
     from fusion.analysis.analyzer import NetworkAnalysis
-    from fusion.commands.quantize import QuantizeSummary
     from fusion.search.progress import TuningDisplay
+    from fusion.tuning.network import InputProfile
+    from fusion.tuning.quantization import QuantizeSummary
 
 PathLike = str | os.PathLike[str]
 Shapes = Mapping[str, Sequence[int]]
@@ -116,7 +116,7 @@ def analyze(
     )
     found = analyze_in(precision, *read)
     if picture is not None:
-        from fusion.commands.result_pictures import draw_roofline
+        from fusion.report.result_pictures import draw_roofline
 
         draw_roofline(read.machine, read.cpu.threads, by_precision(*read), Path(picture))
     return found
@@ -179,35 +179,21 @@ def tune(
 
     require_tools(Path(model), Path(output))
     require_compiler()  # before anything is imported that needs it
-    from fusion.acceptance.tune_job import TuneRequest
-    from fusion.commands.tune import tune_model
+    from fusion.report.tune_page import remove_reports, write_reports
     from fusion.search.progress import TuningDisplay
+    from fusion.tuning.network import TuneRequest
+    from fusion.tuning.road import tune_model
 
     _check_counts(trials=trials, threads=threads)
-    if minutes is not None and not 0 <= minutes < math.inf:
-        raise InputError(f"--minutes {minutes}: must be 0 or more")
     request = TuneRequest(
         Path(model), Path(output), _profiles(shapes, batch), trials, minutes, threads, _text(machine), _text(target),
         tracker, key, against=tuple(against), quantized=None if quantized is None else Path(quantized),
         precision=cast(Precision, precision), max_error=max_error,
         calibration=None if calibration is None else Path(calibration),
     )  # fmt: skip
-    if request.against and (target is not None or tracker is not None):
-        raise InputError(
-            "--against: engines are timed where the network runs, not with --target or --tracker; leave one out"
-        )
-    if key is not None and tracker is None:
-        raise InputError(f"--key {key}: names servers of a tracker; say where that is with --tracker HOST:PORT")
     display = progress if isinstance(progress, TuningDisplay) else TuningDisplay(told=progress or _unheard)
     with display:
-        if target is None and tracker is None:
-            record = tune_model(request, display)
-        else:
-            from fusion.commands.tune_elsewhere import tune_elsewhere
-
-            record = tune_elsewhere(request, display)
-    from fusion.commands.tune_page import remove_reports, write_reports
-
+        record = tune_model(request, display)
     write_reports(request.output) if report else remove_reports(request.output)
     return _summary(request.output, record)
 
@@ -241,8 +227,8 @@ def quantize(
     >>> quantize("model.onnx", "images.npz", per_channel=True).errors.top1_agreement    # doctest: +SKIP
     0.98
     """
-    from fusion.commands.quantize import quantize_model
     from fusion.relax.onnx.onnx_quantizer import QuantizationOptions
+    from fusion.tuning.quantization import quantize_model
 
     options = QuantizationOptions(format, per_channel, symmetric, tuple(exclude), method)
     samples, target = (None if each is None else Path(each) for each in (calibration, output))
@@ -251,7 +237,7 @@ def quantize(
 
 def _profiles(shapes: Shapes | Sequence[Shapes] | None, batch: int | Sequence[int] | None) -> tuple[InputProfile, ...]:
     """Every shape with every batch."""
-    from fusion.acceptance.tune_job import InputProfile
+    from fusion.tuning.network import InputProfile
 
     all_shapes = [shapes] if shapes is None or isinstance(shapes, Mapping) else list(shapes)
     batches = list(batch) if isinstance(batch, Sequence) else [batch]

@@ -150,11 +150,14 @@ def measure_records(
 
 def kernels_of(model: Path, folder: Path, threads: int | None) -> list[Operator]:
     """The kernels that `tune` would measure for an ONNX file: of its layers, and of sites that may pay."""
-    from fusion.acceptance.tune_job import TuneRequest, plausible_sites, read_model
+    from fusion.analysis.target_machine import this_cpu
     from fusion.search.progress import TuningDisplay
+    from fusion.tuning.network import TuneRequest, plausible_sites, read_networks
 
-    (job,) = read_model(TuneRequest(model, folder.parent, threads=threads, minutes=1.0), TuningDisplay())
-    return [*(node.operator for node in job.graph.nodes), *(site.operator for site in plausible_sites(job))]
+    display = TuningDisplay()
+    request = TuneRequest(model, folder.parent, threads=threads, minutes=1.0)
+    (network,) = read_networks(request, this_cpu(None, threads, display.say), display)
+    return [*(node.operator for node in network.graph.nodes), *(site.operator for site in plausible_sites(network))]
 
 
 class SamplingLine:

@@ -57,7 +57,7 @@ class EngineRow:
     ``compared_inputs`` inputs, random ones and pictures; what they mean says
     :class:`fusion.comparing.output_errors.OutputErrors`. ``cold_*``: caches flushed before each call. ``growth_bytes``:
     by how much the peak of its process's memory exceeds what it had when the model was loaded
-    (:mod:`fusion.comparing.engines.resident_memory`).
+    (:func:`fusion.comparing.engines.engine_worker.peak_growth`).
     """
 
     engine: str

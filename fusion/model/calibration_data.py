@@ -16,6 +16,7 @@ from fusion.model.tensor_info import TensorInfo
 MOST_TOLD = 48
 # Of every so many calls one is held out, to tell errors on what was not calibrated with.
 HELD_OUT = 5
+ONE_SAMPLE = "one sample alone: errors are told on what it was calibrated with, on other inputs they are larger"
 
 
 @dataclass(frozen=True)

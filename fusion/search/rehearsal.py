@@ -4,7 +4,7 @@ A kernel that is timed by itself finds its input in the cache of the core that r
 before has left it, perhaps in another core's cache, and the order of the best configurations changes; so does the gain
 of a fusion. The network is run in variants that together contain every configuration and every fusion in question; all
 take turns, each kernel is timed in each. What comes out best is then refined where it runs
-(:mod:`fusion.search.refinement`).
+(:func:`refine`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from fusion.model.candidates import Site
 from fusion.model.conv_graph import Graph
 from fusion.model.selection import FusionPlan, cover, select, unfused_plan
 from fusion.model.timed_network import Variant
-from fusion.search.refinement import refine
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import Config
 from schedules.measuring.kernel_program import WARMUP_RUNS
@@ -46,9 +45,16 @@ LEAST_ROUNDS, MOST_ROUNDS = 3, 20
 # Of each network in a round; fewer of networks so slow that the least rounds would take longer than that.
 RUNS, LEAST_RUNS = 12, 3
 
-
 # Compared at the end of a rehearsal: the refined networks with and without fusion, and the one it began with.
 _LAST_NETWORKS = 3
+# Changes that are found good are made and tried together with others again, so often at most.
+SWEEPS = 3
+# A change must save this share of the kernels that it concerns; what is less may be chance.
+LEAST_GAIN = 0.01
+
+# Outcomes of networks that take turns, in their order; and whether there is time for that.
+Measure = Callable[[Sequence[Variant]], Sequence[MeasureOutcome]]
+Affordable = Callable[[Sequence[Variant]], bool]
 
 
 class Rehearsing(Protocol):
@@ -188,6 +194,115 @@ def runs(turn_seconds: float, seconds: float = TURNS_SECONDS) -> int:
     """Runs of each network in a round, likewise."""
     wanted = seconds / (LEAST_ROUNDS * turn_seconds) if turn_seconds else RUNS
     return int(min(max(wanted, LEAST_RUNS), RUNS))
+
+
+@dataclass(frozen=True)
+class ConfigChange:
+    """``operator`` in ``config`` saves ``seconds`` of the network, its readers included."""
+
+    operator: Operator
+    config: Config
+    seconds: float
+
+
+def refine(
+    chosen: Variant,
+    pool: Mapping[Operator, Sequence[Config]],
+    measure: Measure,
+    affordable: Affordable = lambda tried: True,
+) -> Variant:
+    """``chosen`` with other configurations of ``pool`` where they save time; itself if it is no slower as a whole.
+
+    Nothing more is tried once a trial is not ``affordable``.
+    """
+    best = chosen
+    for _ in range(SWEEPS):
+        changes = improvements(best, pool, measure, affordable)
+        if not changes:
+            break
+        configs = {**best.configs, **{change.operator: change.config for change in changes}}
+        best = Variant(best.plan, configs)
+    if best is chosen:
+        return chosen
+    before, after = (outcome.seconds for outcome in measure([chosen, best]))
+    return best if after is not None and (before is None or after < before) else chosen
+
+
+def improvements(
+    chosen: Variant,
+    pool: Mapping[Operator, Sequence[Config]],
+    measure: Measure,
+    affordable: Affordable = lambda tried: True,
+) -> list[ConfigChange]:
+    """Changes that save time and do not concern each other, the largest first."""
+    neighbours = Neighbours(chosen.program())
+    tried = list(trials(chosen, pool, neighbours))
+    networks = [chosen, *(Variant(chosen.plan, {**chosen.configs, **changed}) for changed in tried)]
+    if not tried or not affordable(networks):
+        return []
+    base, *others = measure(networks)
+    if base.seconds is None:
+        return []
+    found: list[ConfigChange] = []
+    for changed, outcome in zip(tried, others, strict=True):
+        if outcome.seconds is None:
+            continue
+        for operator, config in changed.items():
+            concerned = neighbours.concerned(operator)
+            before = sum(base.step_seconds[index] for index in concerned)
+            saved = before - sum(outcome.step_seconds[index] for index in concerned)
+            if saved > LEAST_GAIN * before:
+                found.append(ConfigChange(operator, config, saved))
+    accepted: list[ConfigChange] = []
+    for change in sorted(found, key=lambda each: -each.seconds):
+        if not any(neighbours.interact(change.operator, other.operator) for other in accepted):
+            accepted.append(change)
+    return accepted
+
+
+def trials(
+    chosen: Variant, pool: Mapping[Operator, Sequence[Config]], neighbours: Neighbours
+) -> Iterator[dict[Operator, Config]]:
+    """Sets of changes that do not concern each other; together every other configuration of ``pool``."""
+    left = {
+        operator: [config for config in pool.get(operator, ()) if config_key(config) != config_key(own)]
+        for operator, own in chosen.configs.items()
+        if operator in neighbours
+    }
+    while any(left.values()):
+        changed: dict[Operator, Config] = {}
+        for operator in sorted(left, key=lambda each: -len(left[each])):
+            if left[operator] and not any(neighbours.interact(operator, other) for other in changed):
+                changed[operator] = left[operator].pop(0)
+        yield changed
+
+
+class Neighbours:
+    """Which kernels of a program read what others write."""
+
+    def __init__(self, program: KernelProgram) -> None:
+        self._places: dict[Operator, set[int]] = {}
+        readers: dict[int, set[int]] = {}
+        for index, step in enumerate(program):
+            self._places.setdefault(step.candidate[0], set()).add(index)
+            for source in step.sources:
+                if source is not None:
+                    readers.setdefault(source, set()).add(index)
+        self._concerned = {
+            operator: places.union(*(readers.get(place, set()) for place in places))
+            for operator, places in self._places.items()
+        }
+
+    def __contains__(self, operator: Operator) -> bool:
+        return operator in self._places
+
+    def concerned(self, operator: Operator) -> set[int]:
+        """Steps whose time a change of ``operator`` may alter: its own and those that read its output."""
+        return self._concerned[operator]
+
+    def interact(self, one: Operator, other: Operator) -> bool:
+        """Whether some step is concerned by a change of either. A kernel interacts with itself."""
+        return not self._concerned[one].isdisjoint(self._concerned[other])
 
 
 class RehearsalStore:

@@ -25,13 +25,13 @@ from typing import Any
 import numpy as np
 
 from costmodel.base.errors import ProjectError
-from fusion.acceptance.tune_job import InputProfile, TuneRequest
-from fusion.commands.console_report import ERROR_TITLES, error_cells
-from fusion.commands.tune import tune_model
 from fusion.comparing.compare import Comparison, compare_command
 from fusion.comparing.probes import image_like
 from fusion.modelzoo import export
+from fusion.report.console_report import ERROR_TITLES, error_cells
 from fusion.search.progress import TuningDisplay
+from fusion.tuning.network import InputProfile, TuneRequest
+from fusion.tuning.road import tune_model
 
 AGAINST = "onnxruntime,openvino,openvino-bf16,opencv,torch,torch-bf16,torch-eager,tvm-unfused"
 OTHERS_IN_FP32 = ("onnxruntime", "openvino", "opencv", "torch", "torch-eager")

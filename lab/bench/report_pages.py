@@ -14,7 +14,7 @@ from pathlib import Path
 from PIL import Image
 
 import e2e
-from fusion.commands.tune_page import write_reports
+from fusion.report.tune_page import write_reports
 
 BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome")
 

@@ -1,5 +1,5 @@
 """Importing TVM: without PyTorch, which ``tvm_ffi`` imports wherever it is installed (it doubles the time of a start),
-and whole, whatever happens meanwhile.
+whole, whatever happens meanwhile, and with how many threads it runs kernels.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from types import FrameType
 
 from costmodel.base.errors import OutputError
 from costmodel.base.termination import Terminated
+
+_THREADS = "TVM_NUM_THREADS"
 
 
 def import_tvm_alone() -> None:
@@ -66,3 +68,17 @@ def uninterrupted() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
         if waiting:
             os.kill(os.getpid(), signal.SIGINT)
+
+
+@contextmanager
+def tvm_threads(count: int) -> Iterator[None]:
+    """TVM's thread pool, which takes half of the cores by default, made in this context has ``count`` threads."""
+    before = os.environ.get(_THREADS)
+    os.environ[_THREADS] = str(count)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_THREADS]
+        else:
+            os.environ[_THREADS] = before

@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 import itertools
 import logging
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -32,20 +31,6 @@ def import_tensor_intrinsics() -> None:
     """
     with _without_module_lookup():
         import tvm.s_tir.tensor_intrin  # noqa: F401
-
-
-@contextmanager
-def tvm_threads(count: int) -> Iterator[None]:
-    """TVM's thread pool, which takes half of the cores by default, made in this context has ``count`` threads."""
-    before = os.environ.get("TVM_NUM_THREADS")
-    os.environ["TVM_NUM_THREADS"] = str(count)
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["TVM_NUM_THREADS"]
-        else:
-            os.environ["TVM_NUM_THREADS"] = before
 
 
 def log_to_files_only() -> None:

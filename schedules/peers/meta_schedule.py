@@ -30,13 +30,13 @@ from costmodel.model.cost_model import Estimate
 from costmodel.model.measurements import Measurement
 from costmodel.operators.layers import Operator
 from schedules.contract.cpu_target import CpuTarget
+from schedules.contract.lean_import import tvm_threads
 from schedules.contract.operator_workload import workload
 from schedules.contract.template import Config
 from schedules.peers.in_process_measurer import (
     InProcessMeasurer,
     import_tensor_intrinsics,
     log_to_files_only,
-    tvm_threads,
 )
 
 

@@ -1,7 +1,9 @@
-"""What every engine that runs an ONNX model offers to the measurement protocol."""
+"""What every engine that runs an ONNX model offers to the measurement protocol, and what engines share."""
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +16,12 @@ from fusion.model.named_arrays import Arrays
 from fusion.model.tensor_info import TensorInfo
 
 EngineCall = Callable[[], Any]
+# An engine's modes take turns for so many rounds, in blocks of so many seconds.
+ROUNDS = 7
+SECONDS_PER_BLOCK = 0.05
+# A call that takes so many times as long as another in the first round is not tried again: slow modes of large models
+# would take minutes.
+HOPELESS = 4.0
 
 
 class Unavailable(Exception):
@@ -87,3 +95,45 @@ class Engine(Protocol):
 
         Raises :class:`Unavailable` with the reason, or anything else: it fails this engine alone.
         """
+
+
+def fastest(calls: Mapping[str, EngineCall]) -> str:
+    """Name of the mode with the least median, measured in alternating blocks of back-to-back calls."""
+    if len(calls) == 1:
+        return next(iter(calls))
+    first = {name: _block(call) for name, call in calls.items()}
+    least = min(first.values())
+    samples = {name: [seconds] for name, seconds in first.items() if seconds <= HOPELESS * least}
+    for _ in range(ROUNDS - 1 if len(samples) > 1 else 0):
+        for name in samples:
+            samples[name].append(_block(calls[name]))
+    return min(samples, key=lambda name: statistics.median(samples[name]))
+
+
+def _block(call: EngineCall) -> float:
+    """Median seconds of one block; its first call only warms up."""
+    call()
+    seconds: list[float] = []
+    end = time.perf_counter() + SECONDS_PER_BLOCK
+    while not seconds or time.perf_counter() < end:
+        start = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def told_share(precision: str, share: int, layers: int) -> str:
+    """Precision that an engine really computes in: ``bf16 in 52 of 53 layers``, or its name alone where all are."""
+    return precision if share == layers else f"{precision} in {share} of {layers} layers"
+
+
+def require_precision(engine: str, precision: str, share: int, layers: int) -> str:
+    """The text of :func:`told_share`; ``Unavailable`` where no layer is computed in the precision."""
+    if not share:
+        raise Unavailable(f"{engine} computes none of the {layers} layers in {precision} on this CPU")
+    return told_share(precision, share, layers)
+
+
+def count_of(counts: Mapping[str, int], names: tuple[str, ...]) -> tuple[int, int]:
+    """How many layers have a precision of ``names``, and how many there are; ``counts``: layers by precision."""
+    return sum(counts.get(name, 0) for name in names), sum(counts.values())

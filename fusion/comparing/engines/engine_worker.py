@@ -7,8 +7,10 @@ only when the engine's threads have gone to sleep.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +19,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -33,13 +36,15 @@ from fusion.comparing.engines.base import (
     Unavailable,
 )
 from fusion.comparing.engines.engine_table import EngineSpec
-from fusion.comparing.engines.resident_memory import peak_growth, start_of_growth
 from fusion.model.library_messages import sentence
 
 PREPARE_TIMEOUT_SECONDS, CALL_TIMEOUT_SECONDS = 1200.0, 120.0
 SETTLE_INTERVAL_SECONDS = 0.01
 SETTLE_LIMIT_SECONDS = 1.0
 BUSY_FRACTION = 0.1
+_STATUS = Path("/proc/self/status")
+_RESET = Path("/proc/self/clear_refs")
+_RESET_PEAK = "5"  # proc_pid_clear_refs(5): VmHWM becomes what is resident now
 
 
 class EngineFailed(Exception):
@@ -225,6 +230,37 @@ def _serve(connection: Connection) -> None:
             name = type(error).__name__
             reply = ("error", text if text == name else f"{name}: {text}")
         connection.send(reply)
+
+
+def start_of_growth() -> int | None:
+    """Bytes that are resident now, from where peaks count anew; ``None`` where the system does not tell.
+
+    Engines do not tell their arenas alike (ONNX Runtime and OpenVINO not at all from Python), so that all are asked the
+    same: by how much the peak of the resident memory exceeds what was resident when the model was loaded. What was
+    freed goes back to the system first: an arena taken from there would not be seen.
+    """
+    gc.collect()
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+    try:
+        _RESET.write_text(_RESET_PEAK, encoding="ascii")
+    except OSError:
+        return None
+    return _bytes("VmRSS")
+
+
+def peak_growth(start: int) -> int | None:
+    """Bytes by which the resident memory has been larger than ``start`` at most."""
+    peak = _bytes("VmHWM")
+    return None if peak is None else max(0, peak - start)
+
+
+def _bytes(field: str) -> int | None:
+    try:
+        found = re.search(rf"^{field}:\s+(\d+) kB", _STATUS.read_text(encoding="ascii"), re.MULTILINE)
+    except OSError:
+        return None
+    return None if found is None else 1024 * int(found.group(1))
 
 
 if __name__ == "__main__":

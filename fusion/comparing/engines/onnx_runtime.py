@@ -14,9 +14,15 @@ from typing import Any
 import numpy as np
 
 from costmodel.base.say import Say
-from fusion.comparing.engines.base import Arrays, EngineCall, EngineWorkload, LayerTime, typical
-from fusion.comparing.engines.best import fastest
-from fusion.comparing.engines.layer_precisions import require_precision
+from fusion.comparing.engines.base import (
+    Arrays,
+    EngineCall,
+    EngineWorkload,
+    LayerTime,
+    fastest,
+    require_precision,
+    typical,
+)
 
 _KERNEL_TIME = "_kernel_time"  # at the end of an event's name
 # What ONNX Runtime appends to the names of nodes that it lays out in blocks of channels, and to make them unique.
@@ -176,8 +182,8 @@ def _integer_share(optimised: Path) -> tuple[int, int]:
     """Layers computed in integers and all layers of the graph that ONNX Runtime runs."""
     import onnx
 
+    from fusion.relax.onnx.onnx_file import all_nodes
     from fusion.relax.onnx.onnx_quantised import integer_share
-    from fusion.relax.onnx.onnx_unsupported import all_nodes
 
     return integer_share(all_nodes(onnx.load(str(optimised), load_external_data=False).graph))
 

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from costmodel.base.say import Say
-from fusion.comparing.engines.base import Arrays, EngineCall, EngineWorkload, Unavailable
-from fusion.comparing.engines.best import fastest
+from fusion.comparing.engines.base import Arrays, EngineCall, EngineWorkload, Unavailable, fastest
 
 
 @dataclass

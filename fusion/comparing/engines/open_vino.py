@@ -15,9 +15,17 @@ from typing import Any
 import numpy as np
 
 from costmodel.base.say import Say
-from fusion.comparing.engines.base import Arrays, EngineCall, EngineWorkload, LayerTime, Unavailable
-from fusion.comparing.engines.best import fastest
-from fusion.comparing.engines.layer_precisions import count_of, require_precision, told_share
+from fusion.comparing.engines.base import (
+    Arrays,
+    EngineCall,
+    EngineWorkload,
+    LayerTime,
+    Unavailable,
+    count_of,
+    fastest,
+    require_precision,
+    told_share,
+)
 
 # Layers of a compiled model that do a network's arithmetic, and its names of precisions.
 _LAYERS = frozenset({"Convolution", "GroupConvolution", "Deconvolution", "FullyConnected", "MatMul"})

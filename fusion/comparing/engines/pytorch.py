@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from costmodel.base.say import Say
-from fusion.comparing.engines.base import Arrays, EngineCall, EngineWorkload, Unavailable
-from fusion.comparing.engines.best import fastest
+from fusion.comparing.engines.base import Arrays, EngineCall, EngineWorkload, Unavailable, fastest
 
 TorchModel = Callable[..., Any]
 Builder = Callable[[Any, list[Any]], TorchModel]
@@ -80,16 +79,13 @@ class TorchEngine:
         warnings.simplefilter("ignore")
         import torch
 
-        from fusion.comparing.engines.onnx_to_torch import convert
-        from fusion.comparing.engines.torch_folding import fold_batch_norms
+        from fusion.comparing.engines.torch_graph import convert, fold_batch_norms, require_bfloat16
         from fusion.model.named_arrays import random_arrays
 
         torch.set_num_threads(workload.threads)
         torch.set_float32_matmul_precision("highest")  # FP32 is FP32, whatever the default becomes
         version = torch.__version__
         if self.bfloat16:
-            from fusion.comparing.engines.torch_bfloat16 import require_bfloat16
-
             version = f"{version}, {require_bfloat16()}"
         examples = random_arrays(workload.inputs)
         outputs = tuple(info.name for info in workload.outputs)
@@ -147,7 +143,7 @@ def _whole(build: Builder) -> Builder:
     """The mode ``build`` of the network cast to BF16."""
 
     def compile_(graph: Any, examples: list[Any]) -> TorchModel:
-        from fusion.comparing.engines.torch_bfloat16 import InBfloat16
+        from fusion.comparing.engines.torch_graph import InBfloat16
 
         return build(InBfloat16(graph).eval(), examples)
 
@@ -158,7 +154,7 @@ def _autocast(build: Builder) -> Builder:
     """The mode ``build`` of the network under autocast."""
 
     def compile_(graph: Any, examples: list[Any]) -> TorchModel:
-        from fusion.comparing.engines.torch_bfloat16 import UnderAutocast
+        from fusion.comparing.engines.torch_graph import UnderAutocast
 
         return build(UnderAutocast(graph).eval(), examples)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fusion.relax.onnx.onnx_unsupported import all_nodes
+from fusion.relax.onnx.onnx_file import all_nodes
 from fusion.relax.onnx.quantised_tensors import QuantisedTensors, is_move, padding_of
 
 if TYPE_CHECKING:

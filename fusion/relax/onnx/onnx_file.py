@@ -82,6 +82,20 @@ def opset_of(model: ModelProto) -> int:
     return next((int(entry.version) for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 0)
 
 
+def all_nodes(graph: GraphProto) -> Iterator[NodeProto]:
+    """Nodes of the graph and its sub-graphs."""
+    for node in graph.node:
+        yield node
+        yield from nested_nodes(node)
+
+
+def nested_nodes(node: NodeProto) -> Iterator[NodeProto]:
+    """Nodes of the sub-graphs of ``node``."""
+    for attribute in node.attribute:
+        for subgraph in (attribute.g, *attribute.graphs):
+            yield from all_nodes(subgraph)
+
+
 def all_tensors(graph: GraphProto) -> Iterator[TensorProto]:
     """Constant tensors of the graph and its sub-graphs: initializers and attributes."""
     yield from graph.initializer

@@ -12,10 +12,10 @@ from costmodel.base.errors import InputError, ModelError, UnsupportedOperatorErr
 from fusion.model.library_messages import sentence
 from fusion.relax.onnx.model_size_limits import check_limits
 from fusion.relax.onnx.onnx_batch import rebatch
-from fusion.relax.onnx.onnx_file import load_model, opset_of
+from fusion.relax.onnx.onnx_file import all_nodes, load_model, opset_of
 from fusion.relax.onnx.onnx_precision import computed_in_single
 from fusion.relax.onnx.onnx_qlinear import taken_apart
-from fusion.relax.onnx.onnx_unsupported import all_nodes, may_simplify, raise_unsupported
+from fusion.relax.onnx.onnx_unsupported import may_simplify, raise_unsupported
 
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, ValueInfoProto

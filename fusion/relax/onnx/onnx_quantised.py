@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fusion.relax.onnx.onnx_unsupported import all_nodes
+from fusion.relax.onnx.onnx_file import all_nodes
 
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from costmodel.base.errors import ModelError, UnsupportedOperatorError
+from fusion.relax.onnx.onnx_file import all_nodes, nested_nodes
 
 if TYPE_CHECKING:
     from onnx import GraphProto, NodeProto
@@ -27,13 +28,6 @@ _MOST_NAMED = 6
 def may_simplify(node: NodeProto) -> bool:
     """Whether a library may evaluate the node: not those of other domains, nor those that draw random numbers."""
     return node.domain in STANDARD_DOMAINS and node.op_type not in RANDOM_OPERATORS
-
-
-def all_nodes(graph: GraphProto) -> Iterator[NodeProto]:
-    """Nodes of the graph and its sub-graphs."""
-    for node in graph.node:
-        yield node
-        yield from _nested(node)
 
 
 def raise_unsupported(file: Path, graph: GraphProto, original: GraphProto) -> None:
@@ -114,7 +108,7 @@ def _interface_before(graph: GraphProto, ends: Callable[[NodeProto], bool]) -> t
     wanted: dict[str, None] = {}
     has_layer = False
     for node in graph.node:
-        nodes = [node, *_nested(node)]
+        nodes = [node, *nested_nodes(node)]
         inside = {name for each in nodes[1:] for name in each.output}
         read = [name for each in nodes for name in each.input if name and name not in inside]
         if any(map(ends, nodes)) or any(name not in sources and name not in weights for name in read):
@@ -127,10 +121,3 @@ def _interface_before(graph: GraphProto, ends: Callable[[NodeProto], bool]) -> t
     wanted.update((value.name, None) for value in graph.output if value.name in computed)
     used = {origin for name in wanted for origin in sources[name]}
     return ([value.name for value in graph.input if value.name in used], list(wanted)) if has_layer else ([], [])
-
-
-def _nested(node: NodeProto) -> Iterator[NodeProto]:
-    """Nodes of the sub-graphs of ``node``."""
-    for attribute in node.attribute:
-        for subgraph in (attribute.g, *attribute.graphs):
-            yield from all_nodes(subgraph)

@@ -10,9 +10,7 @@ import onnxruntime
 import pytest
 
 pytest.importorskip("tvm")
-from fusion.acceptance.quantised_layers import ByteRounding
-from fusion.acceptance.rounded_layers import rounded_runs, switched_model
-from fusion.commands.quantize import quantize_model
+from fusion.acceptance.rounded_layers import ByteRounding, rounded_runs, switched_model
 from fusion.relax.extract import extract_graph
 from fusion.relax.onnx.importer import import_onnx
 from fusion.relax.onnx.onnx_file import load_model
@@ -23,6 +21,7 @@ from fusion.relax.onnx.onnx_quantizer import (
     load_float_model,
     with_what_follows,
 )
+from fusion.tuning.quantization import quantize_model
 from tests.fusion.quantised_models import INPUT, float_network
 
 LAYERS = ("stem", "expand", "depthwise", "project", "window", "dense")

@@ -13,7 +13,6 @@ from onnx import TensorProto, helper, numpy_helper
 
 from costmodel.base.errors import TuningError
 from fusion.acceptance.double_precision import DoubleModel, NoReference
-from fusion.acceptance.network_check import expose
 from fusion.acceptance.output_check import (
     HALF_TOLERANCE,
     TOLERANCE,
@@ -26,6 +25,7 @@ from fusion.acceptance.output_check import (
 )
 from fusion.artifact.build_folder import TensorInfo
 from fusion.comparing.probes import PATTERNS, broken_inputs, probes
+from fusion.tuning.network_check import expose
 
 LAYERS = ("Conv", "Gemm", "MatMul")
 

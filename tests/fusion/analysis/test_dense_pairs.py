@@ -16,16 +16,16 @@ from onnx import TensorProto, helper, numpy_helper
 
 from costmodel.machines.machine_catalog import load_machine
 from costmodel.operators.layers import FusedConvs
-from fusion.acceptance.tune_job import plausible_sites
 from fusion.analysis.analyzer import NetworkAnalysis, analyze
 from fusion.analysis.reasons import NOT_TUNED
-from fusion.commands.summary import site_rows
 from fusion.model.candidates import Site, find_sites
 from fusion.model.conv_graph import Graph
 from fusion.model.selection import unfused_plan
 from fusion.relax.extract import extract_graph
 from fusion.relax.onnx.importer import import_onnx
 from fusion.search.network_tuning import TunedKernels
+from fusion.tuning.network import plausible_sites
+from fusion.tuning.summary import site_rows
 from schedules.contract.cpu_target import CpuTarget
 
 CPU = CpuTarget(16, 32, "skylake-avx512", (), 2, 48 * 1024, 2 * 1024**2)

@@ -332,21 +332,21 @@ def test_what_finding_the_machine_has_to_say_is_heard(files: Path, monkeypatch: 
         say(f"{name} on {threads}")
         return toy()
 
-    monkeypatch.setattr("fusion.analysis.analyzer.machine_for", found)
+    monkeypatch.setattr("fusion.analysis.target_machine.machine_for", found)
     heard: list[str] = []
     assert read_graph(files / "pair.onnx", {}, None, 1, heard.append, 1).machine.name == "toy"
     assert heard == ["None on 1"]
 
 
 def test_a_file_is_analysed_in_bfloat16(files: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("schedules.contract.cpu_target.host_target", lambda threads: replace(NARROW, threads=threads))
+    monkeypatch.setattr("fusion.analysis.target_machine.host_target", lambda threads: replace(NARROW, threads=threads))
     words = (files / "pair.onnx", {}, str(files / "toy.yaml"), 1, unheard, 1)
     assert analyze_model(*words, "bfloat16").precision == "bfloat16"
     assert read_graph(*words, "bfloat16").graph.nodes[0].operator.dtype == "float32"  # analyze_in changes that
 
 
 def test_what_a_file_cannot_be_analysed_for_is_refused(files: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("schedules.contract.cpu_target.host_target", lambda threads: replace(CPU, threads=threads))
+    monkeypatch.setattr("fusion.analysis.target_machine.host_target", lambda threads: replace(CPU, threads=threads))
     words = (files / "pair.onnx", {}, str(files / "toy.yaml"))
     with pytest.raises(InputError, match=r"^--precision bfloat16: bfloat16 needs .*; choose --precision float32$"):
         analyze_model(*words, 1, unheard, 1, "bfloat16")

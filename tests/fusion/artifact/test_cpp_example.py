@@ -14,7 +14,6 @@ import pytest
 tvm = pytest.importorskip("tvm")
 from tvm.relax import op  # noqa: E402
 
-from fusion.acceptance.tune_job import complete_configs  # noqa: E402
 from fusion.artifact.build_folder import Manifest, write_artifact  # noqa: E402
 from fusion.artifact.profile_folders import ProfileBuild, write_profiles  # noqa: E402
 from fusion.model.selection import unfused_plan  # noqa: E402
@@ -22,6 +21,7 @@ from fusion.model.tensor_info import TensorInfo  # noqa: E402
 from fusion.relax.extract import extract_graph  # noqa: E402
 from fusion.relax.layout_lowering import lower  # noqa: E402
 from fusion.relax.machine_code import build  # noqa: E402
+from fusion.tuning.network import complete_configs  # noqa: E402
 from schedules.tuning.kernel_guesses import KernelGuesses  # noqa: E402
 from tests.fusion.relax_models import CPU, assert_close, inputs_of, module, stock  # noqa: E402
 

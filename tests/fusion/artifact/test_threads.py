@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from fusion.artifact.build_folder import MODEL, Artifact
-from fusion.artifact.executable import load_compiled
+from fusion.artifact.executable import CompiledModel, load_compiled, threads_of_tvm
 from fusion.model.named_arrays import to_tvm
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -72,6 +75,32 @@ def test_a_loaded_model_waits_for_the_call_before(tiny_build: Artifact):
     arrays = {name: np.ones((2, 3), np.float32) for name in "ab"}
     np.testing.assert_array_equal(model(arrays)["sum"], np.full((2, 3), 2.0))
     assert inside == [True] and not model._lock.locked()
+
+
+def test_every_thread_runs_a_model_with_the_threads_it_was_loaded_for(tiny_build: Artifact, monkeypatch):
+    """And the environment stays as it is."""
+    monkeypatch.setenv("TVM_NUM_THREADS", "1")
+    arrays = {name: np.ones((2, 3), np.float32) for name in "ab"}
+    seen = []
+
+    def load() -> None:
+        model = load_compiled(tiny_build, MODEL, 2)
+        seen.append((threads_of_tvm(), os.environ["TVM_NUM_THREADS"]))
+        in_a_thread(lambda: call(model))
+
+    def call(model: CompiledModel) -> None:
+        model(arrays)
+        seen.append((threads_of_tvm(), os.environ["TVM_NUM_THREADS"]))
+
+    in_a_thread(load)
+    assert seen == [(2, "1"), (2, "1")]
+
+
+def in_a_thread(work: Callable[[], None]) -> None:
+    """A new one, for which TVM has no pool yet."""
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
 
 
 @pytest.mark.parametrize("offset", [0, 1, 5])

@@ -24,7 +24,7 @@ from costmodel.cpu.calibrate import calibrate
 from costmodel.machines.machine_file import write_machine
 from costmodel.machines.machine_records import ComputeRate, Machine, MemoryLevel, ParallelRegion, PerThreads
 from fusion.commands.cli import app, parse_shapes
-from fusion.commands.tune import claimed_directory
+from fusion.tuning.road import claimed_directory
 from tests.web_pages import read_page
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -398,7 +398,7 @@ def test_a_model_without_reference_is_refused_before_anything_is_tuned(folder, t
     model = onnx.load(folder / "model.onnx")
     model.ir_version = 999
     onnx.save(model, tmp_path / "new.onnx")
-    monkeypatch.setattr("fusion.commands.tune.tune_kernels", lambda job, display: pytest.fail("was tuned"))
+    monkeypatch.setattr("fusion.tuning.job.TuningJob.measure", lambda *arguments: pytest.fail("was tuned"))
     monkeypatch.setattr("onnx.checker.check_model", lambda model: None)  # as a newer `onnx` would find it
     words = ["tune", tmp_path / "new.onnx", "-o", tmp_path / "build", "--machine", folder / "toy.yaml", "--threads", 1]
     assert "ONNX Runtime, which checks the outputs, does not load the model" in refused(*words)
@@ -410,7 +410,7 @@ def test_what_tvm_cannot_compile_is_one_line(folder, tmp_path, monkeypatch):
     def fail(mod, cpu, objects):
         raise RuntimeError("Stack trace:\n  File 'x.cc'\nInternalError: CodeGenVM cannot handle relax.nonzero\n")
 
-    monkeypatch.setattr("fusion.commands.tune.tune_kernels", lambda job, display: pytest.fail("was tuned"))
+    monkeypatch.setattr("fusion.tuning.job.TuningJob.measure", lambda *arguments: pytest.fail("was tuned"))
     monkeypatch.setattr("fusion.relax.machine_code.build", fail)
     words = ["tune", folder / "model.onnx", "-o", tmp_path / "build", "--machine", folder / "toy.yaml", "--threads", 1]
     result = CliRunner().invoke(app, [str(word) for word in words])
@@ -480,7 +480,7 @@ def test_a_planted_error_is_refused_before_anything_is_tuned(folder, tmp_path, m
 
     constant = KernelLibrary.constant
     monkeypatch.setattr(KernelLibrary, "constant", lambda self, array: constant(self, array * np.float32(1.01)))
-    monkeypatch.setattr("fusion.commands.tune.tune_kernels", lambda job, display: pytest.fail("was tuned"))
+    monkeypatch.setattr("fusion.tuning.job.TuningJob.measure", lambda *arguments: pytest.fail("was tuned"))
     words = ["tune", folder / "model.onnx", "-o", tmp_path / "build", "--machine", folder / "toy.yaml", "--threads", 1]
     line = refused_here(*words)
     assert "outputs of the first network are wrong" in line and "times what rounding explains" in line

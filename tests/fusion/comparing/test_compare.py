@@ -12,8 +12,6 @@ import pytest
 
 from costmodel.base.errors import InputError
 from fusion.artifact.build_folder import MANIFEST, Artifact
-from fusion.commands.console_report import print_comparison
-from fusion.commands.quantize import quantize_model
 from fusion.comparing import compare, crew, probes
 from fusion.comparing.compare import Comparison, EngineRow, compare_command
 from fusion.comparing.engines.base import Unavailable
@@ -21,6 +19,8 @@ from fusion.comparing.engines.engine_table import ENGINES, EngineSpec
 from fusion.comparing.quantized_file import quantized_file
 from fusion.comparing.rounds import Sampling
 from fusion.model.tensor_info import TensorInfo
+from fusion.report.console_report import print_comparison
+from fusion.tuning.quantization import quantize_model
 
 pytest.importorskip("onnxruntime")
 QUICK = Sampling(rounds=3, seconds=0.01, calls=3, warmup=1)

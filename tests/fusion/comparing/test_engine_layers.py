@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from fusion.artifact.build_folder import MANIFEST, MODEL, Artifact, describe, read_artifact, write_artifact
-from fusion.commands.console_report import print_comparison
 from fusion.comparing.compare import compare_command
 from fusion.comparing.engines.base import EngineWorkload, LayerTime, Unavailable
 from fusion.comparing.engines.engine_table import ENGINES, TUNED
@@ -18,6 +17,7 @@ from fusion.comparing.engines.engine_worker import Worker
 from fusion.comparing.layer_table import graph_node, join_layers
 from fusion.comparing.rounds import Sampling
 from fusion.model.named_arrays import random_arrays
+from fusion.report.console_report import print_comparison
 from schedules.contract.cpu_target import host_target
 from schedules.kernels.template_table import template_for
 
@@ -56,10 +56,10 @@ def build(network: Path) -> Artifact:
     """Compiled without a search: the first configuration of every kernel."""
     import tvm
 
-    from fusion.acceptance.network_check import build_network
     from fusion.model.selection import unfused_plan
     from fusion.relax.extract import extract_graph
     from fusion.relax.onnx.importer import import_onnx
+    from fusion.tuning.network_check import build_network
 
     model, cpu = import_onnx(network, {}), host_target(1)
     graph = extract_graph(model.mod, "main")

@@ -14,7 +14,7 @@ import pytest
 
 from costmodel.base.errors import InputError
 from fusion.artifact.build_folder import Artifact, TensorInfo, digest
-from fusion.comparing.engines import best
+from fusion.comparing.engines import base
 from fusion.comparing.engines.base import EngineWorkload, Unavailable
 from fusion.comparing.engines.engine_table import ENGINES, EngineSpec, select_engines
 from fusion.comparing.engines.engine_worker import EngineFailed, Worker
@@ -175,7 +175,7 @@ def layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
     from onnx import TensorProto, helper, numpy_helper
 
-    from fusion.commands.quantize import quantize_model
+    from fusion.tuning.quantization import quantize_model
 
     rng = np.random.default_rng(0)
     weights = {
@@ -296,7 +296,7 @@ def test_peers_of_a_precision_are_other_engines_that_need_no_tuning():
 
 def test_the_fastest_mode_is_chosen():
     calls = {"slow": lambda: time.sleep(0.03), "fast": lambda: time.sleep(0.001)}
-    assert best.fastest(calls) == "fast"
+    assert base.fastest(calls) == "fast"
 
 
 def test_a_mode_without_hope_is_tried_once(monkeypatch: pytest.MonkeyPatch):
@@ -307,9 +307,9 @@ def test_a_mode_without_hope_is_tried_once(monkeypatch: pytest.MonkeyPatch):
         tried.append(name)
         return seconds[name]
 
-    monkeypatch.setattr(best, "_block", block)
-    assert best.fastest({name: name for name in seconds}) == "a"
-    assert tried.count("slow") == 1 and tried.count("a") == tried.count("b") == best.ROUNDS
+    monkeypatch.setattr(base, "_block", block)
+    assert base.fastest({name: name for name in seconds}) == "a"
+    assert tried.count("slow") == 1 and tried.count("a") == tried.count("b") == base.ROUNDS
 
 
 def test_metaschedule_loads_what_is_cached_and_tunes_otherwise(

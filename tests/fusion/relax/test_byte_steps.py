@@ -16,7 +16,6 @@ pytest.importorskip("tvm")
 pytest.importorskip("onnxruntime")
 import tvm
 
-from fusion.acceptance import network_check
 from fusion.relax import byte_kernels
 from fusion.relax.byte_calls import (
     ByteMean,
@@ -35,6 +34,7 @@ from fusion.relax.byte_calls import (
 from fusion.relax.extract import extract_graph
 from fusion.relax.onnx.importer import import_onnx
 from fusion.relax.onnx.whole_number_model import in_whole_numbers
+from fusion.tuning import network_check
 from schedules.contract.blocked_layout import block, unblock
 from schedules.contract.kernel_compilation import compile_kernel
 from tests.fusion.quantised_models import CPU, EMULATED, HOST, QuantisedGraph, ours, theirs

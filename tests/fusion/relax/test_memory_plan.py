@@ -7,13 +7,13 @@ import pytest
 tvm = pytest.importorskip("tvm")
 from tvm.relax import op  # noqa: E402
 
-from fusion.acceptance.tune_job import complete_configs  # noqa: E402
 from fusion.model.candidates import find_sites  # noqa: E402
 from fusion.model.selection import cover  # noqa: E402
 from fusion.relax.extract import extract_graph  # noqa: E402
 from fusion.relax.layout_lowering import lower  # noqa: E402
 from fusion.relax.machine_code import build  # noqa: E402
 from fusion.relax.memory_plan import MemoryPlan  # noqa: E402
+from fusion.tuning.network import complete_configs  # noqa: E402
 from schedules.tuning.kernel_guesses import KernelGuesses  # noqa: E402
 from tests.fusion.relax_models import CPU, module  # noqa: E402
 

@@ -9,11 +9,11 @@ import pytest
 
 from costmodel.base.errors import OutputError, TuningError
 from costmodel.operators.layers import Conv2d, FusedConvs
-from fusion.commands.console_report import short_names
-from fusion.commands.tune import output_directory
+from fusion.artifact.build_folder import output_directory
 from fusion.model.candidates import find_sites
 from fusion.model.conv_graph import Graph, Node
 from fusion.model.selection import FusionPlan
+from fusion.report.console_report import short_names
 from fusion.search import network_tuning, rehearsal
 from fusion.search.network_tuning import HOPELESS, SCREENING_TRIALS, NetworkTuner, TunedKernels, TuningBudget
 from fusion.search.rehearsal import Rehearsed

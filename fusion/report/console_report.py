@@ -1,0 +1,442 @@
+"""Analyses, summaries and comparisons as text for people; the same records as ``--json`` prints."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from fusion.analysis.analyzer import NetworkAnalysis, SiteReport, TensorPlace, window_text
+from fusion.analysis.precision_outlook import PrecisionOutlook
+from fusion.analysis.reasons import NOT_TUNED, format_bytes
+from fusion.artifact.profile_folders import describe_inputs
+from fusion.comparing.compare import Comparison
+from fusion.model.precision import BFLOAT16, INT8
+from fusion.model.tensor_info import TensorInfo
+
+# Of layers so many are named.
+_LISTED_LAYERS = 12
+_NAMED_NODES = 2
+# Text for a file or a pipe: wide enough that no cell is folded into unreadable pieces.
+PLAIN_WIDTH = 160
+ERROR_TITLES = ("max error", "mean error", "cosine", "top-1")
+
+
+def console(*, stderr: bool = False) -> Console:
+    """The terminal, or plain lines of :data:`PLAIN_WIDTH` when the output is none.
+
+    Brackets are text: names and the reasons of engines are not ours.
+    """
+    stream = sys.stderr if stderr else sys.stdout
+    width = None if stream.isatty() else PLAIN_WIDTH
+    return Console(stderr=stderr, highlight=False, markup=False, width=width)
+
+
+def print_analysis(analysis: NetworkAnalysis, *, everything: bool = False) -> None:
+    """A table of the sites, and what would be fused; those that ``tune`` never measures are counted unless
+    ``everything`` is asked for.
+    """
+    out = console()
+    analysis = replace(analysis, sites=tuple(_shortened(analysis.sites)))
+    fused = sum(site.fuse for site in analysis.sites)
+    out.print(
+        f"{analysis.kernels} kernels, {len(analysis.sites)} fusable sites, {fused} worth fusing on "
+        f"{analysis.machine} with {analysis.threads} threads in {analysis.precision} (predicted; `tune` measures)"
+    )
+    if len(analysis.precisions) > 1:
+        out.print(_precisions_table(analysis.precisions))
+    listed = [site for site in analysis.sites if everything or not site.hopeless]
+    if listed:
+        out.print(_analysis_table(listed))
+    hopeless = Counter(site.kind for site in analysis.sites if site.hopeless)
+    if hopeless and not everything:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in hopeless.most_common())
+        out.print(f"{hopeless.total()} sites {NOT_TUNED} ({kinds}); --all lists them", markup=False)
+    print_others(out, [(other.operator, other.reason) for other in analysis.others])
+    for note in analysis.notes:
+        out.print(f"note: {note}", markup=False)
+
+
+def _precisions_table(outlooks: Sequence[PrecisionOutlook]) -> Table:
+    """What each precision promises for the whole network."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("precision")
+    for title in ("layers", "peak GFLOP/s", "flop/B", "kernels apart us", "fused us", "predicted gain"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for each in outlooks:
+        cells = [str(each.layers), f"{each.peak_flops / 1e9:.0f}"]
+        if each.missing is not None:
+            table.add_row(each.precision, *cells, each.missing)
+            continue
+        cells.append(f"{each.unfused_intensity:.1f} -> {each.fused_intensity:.1f}")
+        cells += [f"{each.unfused_seconds * 1e6:.0f}", f"{each.fused_seconds * 1e6:.0f}", f"{each.gain:.2f}"]
+        table.add_row(each.precision, *cells)
+    return table
+
+
+def print_others(out: Console, others: Sequence[tuple[str, str]]) -> None:
+    """Operators that no template covers, each with its number, in all and for each reason.
+
+    ``others``: operator and reason of each; their names are in the JSON.
+    """
+    if not others:
+        return
+    listed = _counted([operator for operator, _ in others])
+    out.print(f"not covered by a template, compiled parallel and vectorised: {listed}", markup=False)
+    for reason, _ in Counter(reason for _, reason in others).most_common():
+        same = [operator for operator, its_reason in others if its_reason == reason]
+        out.print(f"  {reason}: {_counted(same)}", markup=False)
+
+
+def _counted(operators: Sequence[str]) -> str:
+    counts = Counter(operator.removeprefix("relax.") for operator in operators)
+    return ", ".join(f"{count} {operator}" for operator, count in counts.most_common())
+
+
+def _analysis_table(sites: Sequence[SiteReport]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 1, 0))
+    for title, options in (
+        ("site", {"overflow": "fold", "ratio": 4}),
+        ("flop/B", {"justify": "right", "no_wrap": True}),
+        ("memory levels", {"no_wrap": True}),
+        ("predicted us", {"justify": "right", "no_wrap": True}),
+        ("bound", {"no_wrap": True}),
+        ("decision", {"overflow": "fold", "ratio": 3}),
+    ):
+        table.add_column(title, **options)  # type: ignore[arg-type]
+    for site in sites:
+        table.add_row(
+            _layers(site),
+            f"{site.unfused_intensity:.1f}\n-> {site.fused_intensity:.1f}",
+            "\n".join(_place(place) for place in site.tensors),
+            f"{site.unfused_seconds * 1e6:.1f}\n-> {site.fused_seconds * 1e6:.1f}",
+            "\n".join([*site.unfused_bounds, f"-> {site.fused_bound}"]),
+            f"{'fuse' if site.fuse else 'keep apart'}: {site.reason}",
+        )
+    return table
+
+
+def _shortened(sites: Sequence[SiteReport]) -> list[SiteReport]:
+    """The sites with layer names that lack what all of them begin and end with."""
+    short = short_names({layer.name for site in sites for layer in site.layers})
+    renamed = {site.name: "+".join(short[layer.name] for layer in site.layers) for site in sites}
+
+    def reason(site: SiteReport) -> str:
+        rivals = (name for name in renamed if f"overlaps {name}," in site.reason)
+        return next((site.reason.replace(name, renamed[name]) for name in rivals), site.reason)
+
+    return [
+        replace(
+            site,
+            name=renamed[site.name],
+            layers=tuple(replace(layer, name=short[layer.name]) for layer in site.layers),
+            reason=reason(site),
+        )
+        for site in sites
+    ]
+
+
+def short_names(names: Collection[str]) -> dict[str, str]:
+    """Each name without the words that all begin with and all end with; words are what ``_``, ``/``, ``.`` part.
+    Scopes that a name repeats (``a_a_1_a_1_conv``, as PyTorch exports ``a.1.conv``) are told once, where names still
+    differ then.
+    """
+    words = {name: re.findall(r"[^_/.]+|[_/.]", name) for name in names}
+    once = {name: _once(each) for name, each in words.items()}
+    if len({tuple(each) for each in once.values()}) == len(names):
+        words = once
+    if len(words) < 2:
+        return {name: name for name in names}
+    shortest = min(map(len, words.values())) - 1
+    head = next((i for i in range(shortest) if len({tuple(each[: i + 1]) for each in words.values()}) > 1), shortest)
+    rest = {name: each[head:] for name, each in words.items()}
+    shortest = min(map(len, rest.values())) - 1
+    tail = next((i for i in range(shortest) if len({tuple(each[-i - 1 :]) for each in rest.values()}) > 1), shortest)
+    return {name: "".join(each[: len(each) - tail]).strip("_/.") for name, each in rest.items()}
+
+
+def _once(words: list[str]) -> list[str]:
+    """``words``, parted by marks, without those in front that are repeated right behind: ``a / a . 1``."""
+    for count in range(1, len(words) // 2, 2):
+        head, behind = words[:count], words[count + 1 : 2 * count + 1]
+        if head[::2] == behind[::2] and any(any(map(str.isalpha, word)) for word in head[::2]):
+            return _once(words[count + 1 :])
+    return words
+
+
+def _place(place: TensorPlace) -> str:
+    levels = place.unfused_level
+    if place.fused_level != levels:
+        levels += f" -> {place.fused_level}"
+    return f"{place.tensor} {format_bytes(place.size_bytes)}: {levels}"
+
+
+def _layers(site: SiteReport) -> str:
+    """Kind and input on the first line, then name, window and output of each layer."""
+    lines = [f"{site.kind} on {_shape(site.layers[0].input_shape)}"]
+    for layer in site.layers:
+        window = window_text(layer.kernel, layer.stride, layer.dilation)
+        lines.append(f"  {layer.name}: {window} -> {_shape(layer.output_shape)}")
+    return "\n".join(lines)
+
+
+def _shape(shape: Sequence[int]) -> str:
+    """Without a batch of one: ``32x112x112``."""
+    return "x".join(map(str, shape[1:] if shape[0] == 1 else shape))
+
+
+def print_summary(summary: Mapping[str, Any], directory: Path) -> None:
+    """What tuning found, of every profile."""
+    out = console()
+    for profile in summary.get("profiles", ()):
+        inputs = [TensorInfo(info["name"], tuple(info["shape"]), info["dtype"]) for info in profile["inputs"]]
+        out.print(f"profile {describe_inputs(inputs)}", markup=False)
+        print_summary(profile, directory / profile["folder"])
+    if "profiles" in summary:
+        out.print(
+            f"{len(summary['profiles'])} profiles, {summary['trials']} new measurements in "
+            f"{summary['wall_seconds']:.0f} s; `fusion.load` picks by the shape of the input\nwritten to {directory}"
+        )
+        return
+    if summary["sites"]:
+        out.print(_sites_table(summary["sites"]))
+    latency = summary["latency_seconds"]
+    table = Table("", "median ms", "times as long as tuned", box=None, pad_edge=False)
+    fused = sum(site["fused_in_model"] for site in summary["sites"])
+    for name, seconds in latency.items():
+        if seconds is None:
+            continue
+        if name == "tuned_without_fusion" and not fused:
+            table.add_row(name.replace("_", " "), "", "identical: nothing fused")
+        else:
+            table.add_row(name.replace("_", " "), f"{seconds * 1e3:.3f}", f"{seconds / latency['tuned']:.2f}")
+    if table.row_count:
+        out.print(table)
+    if summary.get("layers") is not None:
+        _print_layers(out, summary["layers"])
+    for line in memory_lines(summary["memory"]):
+        out.print(line, markup=False)
+    for line in precision_lines(summary.get("precision", {})):
+        out.print(line, markup=False)
+    if (choice := summary.get("precision", {}).get("choice")) is not None:
+        out.print(_frontier_table(choice["frontier"], _shorter(summary["precision"])[0]))
+    # Of layers stored narrower the line of their errors is what counts: this one would be of one input alone.
+    error = None if "asked" in summary.get("precision", {}) else summary["max_abs_error"]
+    out.print(
+        f"{fused} of {len(summary['sites'])} sites fused, {summary['trials']} new measurements in "
+        f"{summary['wall_seconds']:.0f} s"
+        + ("" if error is None else f", largest error against ONNX Runtime {error:.1e}")
+    )
+    print_others(out, [(other["operator"], other["reason"]) for other in summary["other_operators"]])
+    for note in summary["notes"]:
+        out.print(f"note: {note}", markup=False)
+    out.print(f"written to {directory}", markup=False)
+
+
+def precision_lines(precision: Mapping[str, Any]) -> list[str]:
+    """In which number types the layers are stored, and what that costs; nothing of a network in float32 alone."""
+    if "asked" not in precision:
+        return []
+    dtype, stored = _shorter(precision)
+    lines = [f"precision: {stored} of {precision['layers']} layers stored in {dtype}"]
+    errors = precision["errors"]
+    if errors["max_relative_error"] is not None:
+        inputs = errors["compared_inputs"]
+        told = f"errors over {inputs} input{'s' * (inputs > 1)}, of the largest value of an output: largest "
+        told += f"{errors['max_relative_error']:.2g}, mean {errors['mean_relative_error']:.2g}"
+        if errors["cosine"] is not None:
+            told += f"; cosine {errors['cosine']:.6f}"
+        if errors["top1_agreement"] is not None:
+            told += f"; the same class on {errors['top1_agreement']:.1%}"
+        limit = precision["max_error"]
+        lines.append(told + ("" if limit is None else f" (allowed: {limit:g})"))
+    kept = precision["float32_layers"]
+    if stored and kept:
+        short = short_names(set(kept))
+        listed = ", ".join(short[name] for name in kept[:_LISTED_LAYERS])
+        more = len(kept) - _LISTED_LAYERS
+        lines.append(f"in float32: {listed}" + (f" and {more} more, named in summary.json" if more > 0 else ""))
+    return lines
+
+
+def _shorter(precision: Mapping[str, Any]) -> tuple[str, int]:
+    """The number type that layers may be stored in besides float32, and how many are."""
+    dtype = INT8 if f"{INT8}_layers" in precision else BFLOAT16
+    return dtype, precision[f"{dtype}_layers"]
+
+
+def _frontier_table(frontier: Sequence[Mapping[str, Any]], dtype: str) -> Table:
+    """Latency over error: the more layers in the shorter type, the less time and the more error.
+
+    ``predicted`` and ``measured``: of all kernels one by one and of conversions; ``network``: of the whole, in turns.
+    """
+    table = Table(box=None, pad_edge=False)
+    for title in (f"layers in {dtype}", "predicted us", "measured us", "network us", *ERROR_TITLES, ""):
+        table.add_column(title, justify="right" if title else "left", no_wrap=True)
+    for point in frontier:
+        times = (point.get(key) for key in ("predicted_seconds", "measured_seconds", "raced_seconds"))
+        cells = [str(point["layers"]), *("" if each is None else f"{each * 1e6:.0f}" for each in times)]
+        cells += error_cells({**point, "max_relative_error": point["error"]})
+        table.add_row(*cells, "chosen" if point["chosen"] else "")
+    return table
+
+
+def memory_lines(memory: Mapping[str, Mapping[str, int | None]]) -> list[str]:
+    """What a run takes besides the weights, of the networks and of ONNX Runtime."""
+    tuned, apart = memory["tuned"], memory["tuned_without_fusion"]
+    lines = []
+    if tuned.get("activation_bytes") is not None:
+        lines.append(
+            f"memory: activations {_told(tuned['activation_bytes'])} ({_told(apart['activation_bytes'])} without "
+            f"fusion), tile buffers {_told(tuned['scratch_bytes'])}, weights {_told(tuned['weight_bytes'])}"
+        )
+    grown = [f"{name.replace('_', ' ')} {_told(row['growth_bytes'])}" for name, row in memory.items()]
+    ran = any(row["growth_bytes"] is not None for row in memory.values())
+    return [*lines, f"memory that the first run took: {', '.join(grown)}"] if ran else lines
+
+
+def _told(size: int | None) -> str:
+    return "not told" if size is None else format_bytes(size)
+
+
+def _sites_table(sites: Sequence[Mapping[str, Any]]) -> Table:
+    """Predicted and measured time of both arms of every site."""
+    short = short_names({layer["name"] for site in sites for layer in site["layers"]})
+    table = Table(box=None, pad_edge=False)
+    table.add_column("site", overflow="fold")
+    for title in ("predicted us", "measured us", "ratio"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("decision", overflow="fold")
+    for site in sites:
+        predicted, measured = site["predicted"], site["measured"]
+        table.add_row(
+            " + ".join(short[layer["name"]] for layer in site["layers"]),
+            _pair(predicted["unfused_seconds"], predicted["fused_seconds"]),
+            _pair(measured["unfused_seconds"], measured["fused_seconds"]),
+            _ratio(measured["unfused_seconds"], measured["fused_seconds"]),
+            site["decision"],
+        )
+    return table
+
+
+def _pair(unfused: float | None, fused: float | None) -> str:
+    return f"{_microseconds(unfused)} -> {_microseconds(fused)}"
+
+
+def _microseconds(seconds: float | None) -> str:
+    return "?" if seconds is None else f"{seconds * 1e6:.1f}"
+
+
+def _ratio(unfused: float | None, fused: float | None) -> str:
+    return "" if unfused is None or fused is None else f"{unfused / fused:.2f}"
+
+
+def print_comparison(comparison: Comparison) -> None:
+    """Print one row per engine, then why others have none.
+
+    Ratios are told of medians and of minima: on a shared host medians favour the engine with fewer parallel regions.
+    """
+    out = console()
+    table = Table(box=None, pad_edge=False)
+    cold = any(row.cold_median_seconds is not None for row in comparison.rows)
+    titles = ["engine", "median ms", "min ms", "ratio to tuned", "of minima", *ERROR_TITLES, "grew by"]
+    for title in titles + (["cold ms", "cold ratio"] if cold else []):
+        table.add_column(title, justify="left" if title == "engine" else "right", no_wrap=True)
+    table.add_column("mode", overflow="fold")
+    for row in comparison.rows:
+        cells = [row.engine, f"{row.median_seconds * 1e3:.3f}", f"{row.min_seconds * 1e3:.3f}"]
+        cells += [f"{row.ratio_to_tuned:.2f}", f"{row.min_seconds / comparison.rows[0].min_seconds:.2f}"]
+        cells += [*error_cells(asdict(row)), _told(row.growth_bytes)]
+        if cold:
+            cells += [_milliseconds(row.cold_median_seconds), _plain(row.cold_ratio_to_tuned)]
+        table.add_row(*cells, row.mode)
+    inputs = describe_inputs(comparison.inputs)
+    out.print(f"{comparison.model} ({inputs}), {comparison.threads} threads, engines in turns", markup=False)
+    out.print(table)
+    compared = next((row.compared_inputs for row in comparison.rows if row.compared_inputs), None)
+    if compared:
+        out.print(f"errors against ONNX Runtime on {compared} inputs, relative to the largest value of an output")
+    for absent in comparison.not_measured:
+        out.print(f"{absent.engine} {absent.status}: {absent.reason}", markup=False)
+    if comparison.layers is not None:
+        _print_layers(out, asdict(comparison.layers))
+    for line in comparison.layers_missing:
+        out.print(line, markup=False)
+
+
+def _print_layers(out: Console, layers: Mapping[str, Any]) -> None:
+    """Ours and a peer's time for each layer, what loses most first; ``layers``: a ``LayerTable``'s record.
+
+    Without the rows in which ours gain, which are in the JSON; the line of the others comes last.
+    """
+    engine, rows, others = layers["engine"], layers["rows"], layers["others"]
+    lost, gained = layers["lost_seconds"], layers["gained_seconds"]
+    medians = layers["ours_network_seconds"], layers["theirs_network_seconds"]
+    sums = layers["ours_profiled_seconds"], layers["theirs_profiled_seconds"]
+    difference = f"slower than {engine}" if medians[0] > medians[1] else f"faster than {engine}"
+    out.print(
+        f"by layer, {abs(medians[0] - medians[1]) * 1e6:.0f} us {difference}: {lost * 1e6:.0f} us lost in some, "
+        f"{gained * 1e6:.0f} us gained in others",
+        markup=False,
+    )
+    short = short_names({name for row in rows for name in row["layers"]})
+    table = Table(box=None, pad_edge=False)
+    table.add_column("layers", overflow="fold", ratio=3)
+    for title in ("tuned us", f"{engine} us", "lost us"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column(f"kernels of tuned | {engine}", overflow="fold", ratio=2)
+    losing = [row for row in rows if row["lost_seconds"] > 0]
+    for row in losing[:_LISTED_LAYERS]:
+        listed = [short[name] or name for name in row["layers"]]
+        more = [f"and {len(listed) - _NAMED_NODES} more"] if len(listed) > _NAMED_NODES else []
+        table.add_row(" + ".join([*listed[:_NAMED_NODES], *more]), *_layer_cells(row))
+    left = [*losing[_LISTED_LAYERS:], *(row for row in rows if row["lost_seconds"] <= 0)]
+    if left:
+        title = f"{len(left)} more rows, in the JSON" if len(losing) > _LISTED_LAYERS else f"{len(left)} gained"
+        table.add_row(title, *_sum_cells(left), "")
+    if others["ours_seconds"] is not None or others["theirs_seconds"] is not None:
+        table.add_row("others (conversions of layouts, what no node is known of)", *_layer_cells(others))
+    out.print(table)
+    out.print(
+        f"layers of tuned sum to {sums[0] * 1e6:.0f} us of {medians[0] * 1e6:.0f} us, those of {engine} to "
+        f"{sums[1] * 1e6:.0f} us of {medians[1] * 1e6:.0f} us; both are scaled to the network's median",
+        markup=False,
+    )
+
+
+def _layer_cells(row: Mapping[str, Any]) -> list[str]:
+    kernels = (", ".join(row["ours_kernels"][:2]), ", ".join(row["theirs_kernels"][:2]))
+    return [*_sum_cells([row]), " | ".join(each or "none" for each in kernels)]
+
+
+def _sum_cells(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    sides = [[row[side] for row in rows if row[side] is not None] for side in ("ours_seconds", "theirs_seconds")]
+    cells = [f"{sum(side) * 1e6:.1f}" if side else "-" for side in sides]
+    return [*cells, f"{sum(row['lost_seconds'] for row in rows) * 1e6:.1f}"]
+
+
+def error_cells(errors: Mapping[str, Any]) -> list[str]:
+    """Of :data:`ERROR_TITLES`, from a record with the fields of an ``OutputErrors``."""
+    largest, mean = errors["max_relative_error"], errors["mean_relative_error"]
+    cosine, agreement = errors["cosine"], errors["top1_agreement"]
+    return [
+        "?" if largest is None else f"{largest:.1e}",
+        "?" if mean is None else f"{mean:.1e}",
+        "" if cosine is None else f"{cosine:.6f}",
+        "" if agreement is None else f"{agreement:.0%}",
+    ]
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "?" if seconds is None else f"{seconds * 1e3:.3f}"
+
+
+def _plain(value: float | None) -> str:
+    return "?" if value is None else f"{value:.2f}"

@@ -1,0 +1,306 @@
+"""The whole networks that tuning leaves in question, timed in turns: the fastest is shipped.
+
+Which fusions pay is found kernel by kernel, inside rehearsals of the network. What the compiled network takes is
+decided by all of it: what TVM makes of the rest, layout conversions, the memory plan. So the network with the selected
+fusions, the one without any, and the one with those alone that gained clearly are all built, and take turns.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fusion.comparing.crew import Crew, NotMeasured
+from fusion.comparing.engines.base import EngineWorkload
+from fusion.comparing.engines.engine_table import ENGINES, REFERENCE, TUNED, UNFUSED_ENGINE, select_engines
+from fusion.comparing.lost_layers import LostLayers
+from fusion.comparing.output_errors import OutputErrors, errors_json
+from fusion.comparing.probes import error_inputs
+from fusion.comparing.quantized_file import quantized_file
+from fusion.comparing.rounds import LEAST_ROUNDS, EngineTiming, Sampling, TimedEngine, measure
+from fusion.model.selection import FusionPlan, cover, unfused_plan, unfused_seconds
+
+if TYPE_CHECKING:
+    from costmodel.base.say import Say
+    from costmodel.operators.layers import Operator
+    from fusion.acceptance.output_check import Verdict
+    from fusion.comparing.engines.engine_worker import Worker
+    from fusion.model.candidates import Site
+    from fusion.model.conv_graph import Graph
+    from fusion.relax.memory_plan import MemoryPlan
+    from fusion.search.network_tuning import TunedKernels
+    from schedules.contract.template import Config
+
+FUSED, PARTLY, UNFUSED_NETWORK = "fused", "partly fused", "unfused"
+# The one that everything is stored in float32 in, among networks with layers in a shorter type.
+FLOAT32_NETWORK = "float32"
+# A fused kernel gained clearly if it takes less than this share of its kernels apart.
+CLEAR_GAIN = 0.95
+# Networks that cannot be told apart are timed so often at most.
+MOST_REPEATS = 3
+# Engines that are timed in any case, as what they are here.
+_OWN = (TUNED, UNFUSED_ENGINE, REFERENCE)
+PLANNED_BYTES = ("activation_bytes", "weight_bytes", "scratch_bytes")
+
+
+@dataclass(frozen=True, eq=False)
+class FinalNetwork:
+    """A network to build. ``configs``: of every kernel that has one."""
+
+    name: str
+    plan: FusionPlan
+    configs: Mapping[Operator, Config]
+
+    @property
+    def fused_sites(self) -> int:
+        """Groups of more than one layer."""
+        return sum(group.is_fused for group in self.plan.groups)
+
+    def same_as(self, other: FinalNetwork) -> bool:
+        """Whether both are the same kernels in the same configurations."""
+        return self._kernels() == other._kernels()
+
+    def _kernels(self) -> list[tuple[tuple[str, ...], dict[str, int]]]:
+        return [
+            (tuple(node.name for node in group.nodes), dict(self.configs.get(group.operator, {})))
+            for group in self.plan.groups
+        ]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One network in the finals. ``ratio_to_unfused``: median over the rounds, below 1 where it is faster."""
+
+    name: str
+    fused_sites: int
+    median_seconds: float
+    ratio_to_unfused: float
+    lower_quartile_ratio: float
+    upper_quartile_ratio: float
+    rounds: int
+
+
+@dataclass(frozen=True)
+class Finals:
+    """All networks that took turns, the fastest first; ``told_apart``: whether it is more often the faster one of each
+    pair than chance explains. ``others``: median seconds of engines that are no candidates.
+    """
+
+    entries: tuple[Entry, ...]
+    told_apart: bool
+    others: Mapping[str, float]
+
+    @property
+    def winner(self) -> str:
+        """Name of the fastest network."""
+        return self.entries[0].name
+
+    def entry(self, name: str) -> Entry:
+        """The network called ``name``."""
+        return next(entry for entry in self.entries if entry.name == name)
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-able, for ``summary.json``."""
+        return {
+            "shipped": self.winner,
+            "decided": self.told_apart,
+            "networks": [asdict(entry) for entry in self.entries],
+        }
+
+
+def finalists(
+    graph: Graph, sites: Sequence[Site], tuned: TunedKernels, with_partly: bool = True, with_unfused: bool = True
+) -> tuple[FinalNetwork, ...]:
+    """Distinct networks, the one without fusion first; without time for that one (``with_unfused``) the best alone."""
+    selected, chosen, apart = tuned.plan(graph, sites), tuned.chosen_configs(), tuned.unfused_configs()
+    networks = [FinalNetwork(UNFUSED_NETWORK, unfused_plan(graph), apart), FinalNetwork(FUSED, selected, chosen)]
+    if not with_unfused:
+        return (networks[0] if networks[1].same_as(networks[0]) else networks[1],)
+    if with_partly:
+        seconds = tuned.comparable_seconds()
+        clear = [site for site in sites if selected.fuses(site) and _gains_clearly(site, seconds)]
+        kernels: dict[Operator, Config] = {site.operator: chosen[site.operator] for site in clear}
+        networks.append(FinalNetwork(PARTLY, cover(graph, clear), {**apart, **kernels}))
+    return tuple(network for index, network in enumerate(networks) if not any(map(network.same_as, networks[:index])))
+
+
+def _gains_clearly(site: Site, seconds: Mapping[Operator, float]) -> bool:
+    apart = unfused_seconds(site, seconds)
+    return apart is not None and seconds.get(site.operator, float("inf")) < CLEAR_GAIN * apart
+
+
+def race(
+    networks: Mapping[str, tuple[int, TimedEngine]],
+    others: Mapping[str, TimedEngine],
+    end: float,
+    sampling: Sampling | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> Finals:
+    """Times all engines in turns, in fewer rounds near ``end`` (``time.monotonic``); networks that stay close again
+    before it.
+
+    ``networks``: name -> (fused sites, engine). The one called ``unfused`` (the only one, if there is just one) is what
+    all are compared with round by round. The lowest median ratio wins even where the networks cannot be told apart
+    (``Finals.told_apart``); of equal ratios the one with fewer fused sites. Raises ``EngineFailed``.
+    """
+    sampling = sampling or Sampling()
+    engines = {name: engine for name, (_, engine) in networks.items()}
+    baseline = UNFUSED_NETWORK if UNFUSED_NETWORK in networks else next(iter(networks))
+    started = time.monotonic()
+    first = measure({**engines, **others}, baseline, sampling, end=end)
+    round_seconds = (time.monotonic() - started) / len(first.timings[baseline].rounds)
+    rounds = {name: list(timing.rounds) for name, timing in first.timings.items() if name in networks}
+    repeats = 1
+    while len(rounds) > 1 and not told_apart(rounds) and repeats < MOST_REPEATS:
+        if time.monotonic() + LEAST_ROUNDS * round_seconds > end:
+            break
+        say("networks are close: comparing them again")
+        again = measure({name: engines[name] for name in rounds}, baseline, sampling, end=end)
+        rounds = {name: rounds[name] + list(timing.rounds) for name, timing in again.timings.items()}
+        repeats += 1
+    entries = [_entry(name, networks[name][0], rounds, baseline) for name in rounds]
+    entries.sort(key=lambda entry: (entry.ratio_to_unfused, entry.fused_sites))
+    medians = {name: _median(first.timings, name) for name in others}
+    return Finals(
+        tuple(entries), told_apart(rounds), {name: each for name, each in medians.items() if each is not None}
+    )
+
+
+def told_apart(rounds: Mapping[str, Sequence[float]]) -> bool:
+    """Whether the fastest network wins more rounds against each other than two standard deviations of a coin."""
+    if len(rounds) == 1:
+        return True
+    fastest = min(rounds, key=lambda name: float(np.median(np.divide(rounds[name], rounds[UNFUSED_NETWORK]))))
+    return all(_beats(rounds[fastest], rounds[name]) for name in rounds if name != fastest)
+
+
+def _beats(ours: Sequence[float], theirs: Sequence[float]) -> bool:
+    count = len(ours)
+    return int(np.sum(np.less(ours, theirs))) >= count / 2 + count**0.5
+
+
+def _entry(name: str, fused_sites: int, rounds: Mapping[str, Sequence[float]], baseline: str) -> Entry:
+    ratios = np.divide(rounds[name], rounds[baseline])
+    return Entry(
+        name=name,
+        fused_sites=fused_sites,
+        median_seconds=float(np.median(rounds[name])),
+        ratio_to_unfused=float(np.median(ratios)),
+        lower_quartile_ratio=float(np.quantile(ratios, 0.25)),
+        upper_quartile_ratio=float(np.quantile(ratios, 0.75)),
+        rounds=len(ratios),
+    )
+
+
+def _median(timings: Mapping[str, EngineTiming], name: str) -> float | None:
+    return timings[name].median if name in timings else None
+
+
+@dataclass(frozen=True)
+class HiredPeers:
+    """Engines that are loaded; ``rows``: how each runs the model, and the errors of its outputs; ``absent``: why others
+    are not.
+    """
+
+    workers: Mapping[str, Worker] = field(default_factory=dict)
+    rows: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    absent: Sequence[NotMeasured] = ()
+
+    @property
+    def notes(self) -> list[str]:
+        """Why engines that were asked for have no time."""
+        return [f"{entry.engine} {entry.status}: {entry.reason}" for entry in self.absent]
+
+    def to_json(self, seconds: Mapping[str, float]) -> dict[str, Any]:
+        """JSON-able, for ``summary.json``: those that have ``seconds``."""
+        return {name: {"median_seconds": seconds[name], **row} for name, row in self.rows.items() if name in seconds}
+
+
+def peer_names(against: Sequence[str]) -> list[str]:
+    """Names of the engines to load besides ours and ONNX Runtime. ``InputError`` for an unknown one."""
+    return [spec.name for spec in select_engines(against) if spec.name not in _OWN]
+
+
+def check_peers(workload: EngineWorkload, against: Sequence[str], quantized: Path | None) -> None:
+    """``ProjectError`` for what is known before anything is tuned: an unknown engine, a ``quantized`` file of another
+    model or none at all.
+    """
+    peer_names(against)
+    if quantized is not None:
+        quantized_file(workload.model, workload.inputs, workload.outputs, quantized, workload.cache)
+
+
+def hire_peers(
+    stack: ExitStack, workload: EngineWorkload, against: Sequence[str], quantized: Path | None, say: Say
+) -> HiredPeers:
+    """Loads the engines called ``against``, and ONNX Runtime beside them for their errors; they end with ``stack``.
+
+    ``quantized``: as for ``compare``.
+    """
+    names = peer_names(against)
+    if not names:
+        return HiredPeers()
+
+    def file_of_integers() -> Path:
+        return quantized_file(workload.model, workload.inputs, workload.outputs, quantized, workload.cache)
+
+    with ExitStack() as own:
+        crew = Crew(own, workload, error_inputs(workload.inputs), say, file_of_integers)
+        for name in (REFERENCE, *names):
+            crew.hire(ENGINES[name])
+        if REFERENCE in crew.hired:
+            crew.hired[REFERENCE].worker.close()
+        stack.enter_context(own.pop_all())
+    rows = {
+        name: {"mode": hired.mode, **errors_json(hired.errors)}
+        for name, hired in crew.hired.items()
+        if name != REFERENCE
+    }
+    absent = [entry for entry in crew.absent.values() if entry.engine != REFERENCE]
+    return HiredPeers(crew.workers(names), rows, absent)
+
+
+@dataclass(frozen=True, eq=False)
+class TuneResult:
+    """The finals of a job: networks by name, their libraries, and what was found."""
+
+    networks: Mapping[str, FinalNetwork]
+    libraries: Mapping[str, Path]
+    finals: Finals
+    verdict: Verdict
+    errors: OutputErrors  # of the winner, against ONNX Runtime on random inputs
+    memory: Mapping[str, MemoryPlan | None]  # planned for each network
+    growth: Mapping[str, int | None]  # bytes that each engine's process took more when it first ran, if it told
+    careful: bool = False  # built without fast algorithms, which round too much for this model
+    peers: HiredPeers = HiredPeers()  # other engines that were asked for
+    rounded_errors: OutputErrors | None = None  # of the winner with layers in a shorter type, on the inputs that count
+    lost: LostLayers = LostLayers()  # by which layers another engine is faster than the winner
+    unkept: Sequence[str] = ()  # where NaN goes in and does not come out
+
+    @property
+    def shipped(self) -> FinalNetwork:
+        """The network that was written."""
+        return self.networks[self.finals.winner]
+
+    @property
+    def separate_name(self) -> str | None:
+        """Name of the network without fusion: without a fused site the winner; ``None`` where it was not built."""
+        if not self.shipped.fused_sites:
+            return self.finals.winner
+        return UNFUSED_NETWORK if UNFUSED_NETWORK in self.networks else None
+
+    def memory_rows(self) -> dict[str, dict[str, int | None]]:
+        """Bytes that the shipped network, the one without fusion and ONNX Runtime take."""
+        apart = UNFUSED_NETWORK if self.shipped.fused_sites else self.finals.winner
+        rows: dict[str, dict[str, int | None]] = {}
+        for row, name in (("tuned", self.finals.winner), ("tuned_without_fusion", apart), (REFERENCE, REFERENCE)):
+            plan = self.memory.get(name)
+            planned = dict.fromkeys(PLANNED_BYTES) if plan is None else asdict(plan)
+            rows[row] = {**planned, "growth_bytes": self.growth.get(name)}
+        return rows

@@ -1,0 +1,536 @@
+"""Networks of ours built, run on all probes and compared with the reference: before tuning, and at the end.
+
+A sigmoid or softmax at the end hides what happens before it once it is saturated. So a copy of the model is checked
+that gives away its argument too.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from costmodel.base.errors import ModelError, ProjectError, TuningError
+from costmodel.model.measurements import ConfigKey, config_key
+from fusion.acceptance.double_precision import DoubleModel, NoReference
+from fusion.acceptance.error_budget import RoundedLimit
+from fusion.acceptance.output_check import HALF_TOLERANCE, TOLERANCE, OutputCheck, Verdict, prepare_check
+from fusion.artifact.build_folder import CACHE, MODEL, Executable, describe, write_artifact
+from fusion.comparing.engines.base import EngineWorkload, Unavailable
+from fusion.comparing.engines.engine_table import ENGINES, REFERENCE, TUNED
+from fusion.comparing.engines.engine_worker import PREPARE_TIMEOUT_SECONDS, EngineFailed, Worker
+from fusion.comparing.output_errors import OutputErrors
+from fusion.comparing.probes import probes
+from fusion.model.library_messages import sentence
+from fusion.model.named_arrays import Arrays
+from fusion.model.precision import BFLOAT16, INT8, layers_in, precision_of, stored_in
+from fusion.model.selection import FusionPlan, cover, select
+from fusion.relax.onnx.onnx_precision import holds_half
+from fusion.search.progress import TuningDisplay
+from fusion.tuning.network import Network, careful_configs, complete_configs, plausible_sites
+from fusion.tuning.time_limit import reference_seconds
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
+
+    from costmodel.operators.layers import Operator
+    from fusion.analysis.target_machine import Target
+    from fusion.model.candidates import Site
+    from fusion.model.conv_graph import Graph
+    from fusion.relax.kernel_objects import KernelObjects
+    from fusion.relax.machine_code import CompiledModule
+    from fusion.relax.memory_plan import MemoryPlan
+    from fusion.relax.onnx.importer import ImportedModel
+    from schedules.contract.cpu_target import CpuTarget
+    from schedules.contract.template import Config
+
+# Functions whose result says little of their argument once that is large.
+SATURATING = frozenset({"Sigmoid", "HardSigmoid", "Tanh", "Softmax"})
+_MOVE = frozenset({"Identity", "Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze", "Cast"})
+# Protobuf cannot hold a file of 2 GiB.
+_LARGEST_COPY = 2**31 - 2**20
+CAREFUL = "outputs err too much with fast convolution algorithms: it is built without them"
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """What is built and run: the user's model, or a copy of it in ``path`` with more outputs."""
+
+    path: Path
+    model: ImportedModel
+    graph: Graph
+    sites: list[Site]
+
+    def stored(self, names: Collection[str], dtype: str, cpu: CpuTarget) -> Subject:
+        """The same with the layers called ``names`` stored in ``dtype``."""
+        from fusion.model.candidates import find_sites
+
+        graph = stored_in(self.graph, names, dtype)
+        return replace(self, graph=graph, sites=find_sites(graph, cpu))
+
+    def plan(self, fused: Callable[[Site], bool]) -> FusionPlan:
+        """Every site fused that ``fused`` chooses; they must not overlap."""
+        return cover(self.graph, [site for site in self.sites if fused(site)])
+
+
+@dataclass(frozen=True, eq=False)
+class CheckedNetwork:
+    """A network whose outputs were found right: its library, what it was made of, and what a run takes at most."""
+
+    library: Path
+    plan: FusionPlan
+    configs: Mapping[Operator, Config]
+    memory: MemoryPlan | None
+    run_seconds: float = 0.0
+
+    def is_made_of(self, plan: FusionPlan, configs: Mapping[Operator, Config]) -> bool:
+        """Whether a build of ``plan`` with ``configs`` would be the same."""
+        return _parts(self.plan, self.configs) == _parts(plan, configs)
+
+
+@dataclass(frozen=True)
+class CheckCost:
+    """Seconds that a network takes from its plan to checked outputs: to compile all of its kernels, and the rest.
+
+    ``run_seconds``: of one run among them, at most.
+    """
+
+    compile_seconds: float
+    other_seconds: float
+    run_seconds: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class NetworkCheck:
+    """Checks networks of one model. ``subject`` has more outputs than the model, if any are hidden.
+
+    ``objects``: the kernels of all networks that were built; ``cost``: of building a network and comparing its outputs,
+    as measured; ``careful``: fast algorithms round more than this model bears; ``first``: that network, if it is the
+    model's own and can be shipped as it is. ``rounded``: how far layers in bfloat16 may take the outputs; ``apart``:
+    checks of networks, by their names, that are compared with something else.
+    """
+
+    subject: Subject
+    outputs: OutputCheck
+    target: Target
+    scratch: Path
+    objects: KernelObjects
+    cost: CheckCost = CheckCost(0.0, 0.0)
+    careful: bool = False
+    checked: tuple[Verdict, CheckedNetwork] | None = None
+    rounded: RoundedLimit | None = None
+    apart: Mapping[str, NetworkCheck] = field(default_factory=dict)
+
+    def of(self, network: str) -> NetworkCheck:
+        """The check of the network called so."""
+        return self.apart.get(network, self)
+
+    def with_rounded(self, names: Collection[str], limit: RoundedLimit) -> NetworkCheck:
+        """The check of networks with the layers called ``names`` in bfloat16, none of which has been checked yet."""
+        runs = limit.runs
+        assert runs is not None, "layers are rounded by a model that rounds them"
+        outputs = self.outputs.with_rounded_layers(lambda inputs: runs.draws(inputs, names))
+        subject = self.subject.stored(names, BFLOAT16, self.target.cpu)
+        return replace(self, subject=subject, outputs=outputs, rounded=limit, checked=None, careful=False)
+
+    def require_budget(self, network: str, worker: Worker) -> OutputErrors | None:
+        """How far the outputs of the network that ``worker`` has loaded are off on the inputs that count;
+        :class:`BudgetExceeded` if that is more than the user allows, ``None`` where nobody limits it.
+        """
+        if self.rounded is None:
+            return None
+        try:
+            return self.rounded.require(self.outputs.model, network, worker.run)
+        except EngineFailed as error:
+            raise TuningError(
+                f"{self.outputs.model}: the {network} network failed: {error}; "
+                "run the same command again, records are kept"
+            ) from error
+
+    @property
+    def first(self) -> CheckedNetwork | None:
+        """The network that was checked first, if it is the model's own and can be shipped as it is."""
+        return None if self.checked is None or self.exposes else self.checked[1]
+
+    @property
+    def exposes(self) -> tuple[str, ...]:
+        """Arguments of saturating functions that are checked besides the model's own outputs."""
+        own = {info.name for info in self.outputs.interface}
+        return tuple(info.name for info in self.subject.model.outputs if info.name not in own)
+
+    def compilation_seconds(self, networks: Iterable[tuple[FusionPlan, Mapping[Operator, Config]]]) -> float:
+        """About what it takes to compile the kernels of ``networks`` that the first one does not have."""
+        if self.checked is None:
+            return 0.0
+        first = self.checked[1]
+        known = _kernels(first.plan, first.configs)
+        fresh = set().union(*(_kernels(plan, configs) for plan, configs in networks)) - known
+        return len(fresh) * self.cost.compile_seconds / max(1, len(known))
+
+    def require_plan(
+        self, network: str, plan: FusionPlan, configs: Mapping[Operator, Config]
+    ) -> tuple[Verdict, CheckedNetwork]:
+        """Builds the subject as planned, unless that is what was checked first; ``TuningError`` if its outputs are
+        wrong, ``ModelError`` if TVM fails.
+        """
+        if self.checked is not None and self.checked[1].is_made_of(plan, configs):
+            return self.checked
+        executable = build_network(self.subject.path, self.subject.model, plan, configs, self.target.cpu, self.objects)
+        return self.require_built(network, plan, configs, executable)
+
+    def require_built(
+        self, network: str, plan: FusionPlan, configs: Mapping[Operator, Config], executable: CompiledModule
+    ) -> tuple[Verdict, CheckedNetwork]:
+        """The same of a build of the subject as planned."""
+        directory = Path(tempfile.mkdtemp(prefix="network-", dir=self.scratch))
+        with loaded(self.subject.path, self.subject.model, executable, directory, self.target) as worker:
+            computed, run_seconds = self._computed(network, worker)
+            verdict = self.outputs.require(network, computed)
+            self.require_budget(network, worker)
+        return verdict, CheckedNetwork(directory / MODEL, plan, configs, executable.memory, run_seconds)
+
+    def require(self, network: str, worker: Worker) -> Verdict:
+        """``TuningError`` if outputs of the network that ``worker`` has loaded are wrong, or it fails."""
+        return self.outputs.require(network, self._computed(network, worker)[0])
+
+    def _computed(self, network: str, worker: Worker) -> tuple[list[Arrays], float]:
+        """The outputs on every input, and seconds of the last run."""
+        computed, seconds = [], 0.0
+        try:
+            for expected in self.outputs.expected:
+                began = time.monotonic()
+                computed.append(worker.run(expected.inputs))
+                seconds = time.monotonic() - began
+        except EngineFailed as error:
+            raise TuningError(
+                f"{self.outputs.model}: the {network} network failed: {error}; "
+                "run the same command again, records are kept"
+            ) from error
+        return computed, seconds
+
+
+def first_check(
+    network: Network, scratch: Path, display: TuningDisplay, limit: RoundedLimit | None = None
+) -> NetworkCheck:
+    """The reference, and a first network checked against it: a refusal costs seconds, not the tuning. ``limit``: of a
+    network with layers in a shorter type.
+
+    Fused are the sites that are expected to gain, by records and ranking or else by the roofline; every kernel has the
+    configuration that is guessed to be its fastest. The network is compiled while the reference is evaluated.
+    """
+    from fusion.relax.kernel_objects import KernelObjects
+
+    objects = KernelObjects(scratch / "kernels", network.cpu)
+    subject, static = subject_of(network, scratch)
+    predicted = expected_sites(network)
+    plan = subject.plan(lambda site: site.name in predicted)
+    configs = complete_configs(plan, network.guesses, {})
+    with ThreadPoolExecutor(1) as pool:
+        building = pool.submit(_timed_build, subject, plan, configs, network.cpu, objects)
+        try:
+            check = network_check(network, subject, static, objects, scratch, display)
+            if limit is not None and limit.runs is None:
+                check = replace(check, rounded=limit)  # the file itself says how layers round
+            elif limit is not None:
+                check = check.with_rounded(layers_in(network.graph, BFLOAT16), limit)
+        except BaseException:
+            objects.stop()
+            raise
+        error = building.exception()
+    if check.outputs.unchecked is not None:
+        display.say(f"outputs are compared with ONNX Runtime's alone: {check.outputs.unchecked}")
+    if error is not None and not isinstance(error, ModelError):
+        raise error
+    started = time.monotonic()
+    build_seconds = 0.0
+    try:
+        if error is not None:
+            # Perhaps one kernel cannot be built in its first configuration; the tuner finds others.
+            checked = check.require_plan("first", plan, {})
+        else:
+            executable, build_seconds = building.result()
+            checked = check.require_built("first", plan, configs, executable)
+    except TuningError:
+        careful = careful_configs(configs, network.cpu)
+        if error is not None or careful == configs:
+            raise
+        started, build_seconds = time.monotonic(), 0.0
+        checked = check.require_plan("first", plan, careful)
+        check = replace(check, careful=True)
+        display.say(CAREFUL)
+    seconds = build_seconds + time.monotonic() - started
+    cost = CheckCost(objects.seconds, max(0.0, seconds - objects.seconds), checked[1].run_seconds)
+    return replace(check, cost=cost, checked=checked)
+
+
+def _timed_build(
+    subject: Subject, plan: FusionPlan, configs: Mapping[Operator, Config], cpu: CpuTarget, objects: KernelObjects
+) -> tuple[CompiledModule, float]:
+    started = time.monotonic()
+    return build_network(subject.path, subject.model, plan, configs, cpu, objects), time.monotonic() - started
+
+
+def expected_sites(network: Network) -> set[str]:
+    """Names of the sites that are worth fusing: by what is expected of every kernel, else by the roofline.
+
+    None by the roofline alone where nothing will be measured: that network is shipped.
+    """
+    seconds: dict[Operator, float | None] = {}
+    seconds.update((node.operator, network.guesses.seconds(node.operator)) for node in network.graph.nodes)
+    if None in seconds.values():
+        return (
+            set() if network.request.minutes == 0 else {report.name for report in network.analysis.sites if report.fuse}
+        )
+    sites = plausible_sites(network)
+    seconds.update((site.operator, network.guesses.seconds(site.operator)) for site in sites)
+    known = {operator: each for operator, each in seconds.items() if each is not None}
+    plan = select(network.graph, sites, known)
+    return {site.name for site in sites if plan.fuses(site)}
+
+
+def _kernels(plan: FusionPlan, configs: Mapping[Operator, Config]) -> set[tuple[Operator, ConfigKey]]:
+    return {(operator, config_key(configs[operator])) for operator in plan.operators if operator in configs}
+
+
+def _parts(plan: FusionPlan, configs: Mapping[Operator, Config]) -> list[tuple[object, ...]]:
+    """What decides the code of a network: its groups and their configurations."""
+    return [
+        (
+            tuple(node.name for node in group.nodes),
+            config_key(configs[group.operator]) if group.operator in configs else None,
+        )
+        for group in plan.groups
+    ]
+
+
+def subject_of(network: Network, scratch: Path) -> tuple[Subject, ModelProto]:
+    """What is checked, and the ONNX model of it."""
+    from fusion.relax.onnx.onnx_prepare import static_model
+
+    static = static_model(network.request.model, network.profile.shapes, network.profile.batch)
+    exposed = expose(static)
+    if exposed is None:
+        return Subject(network.file, network.model, network.graph, network.sites), static
+    subject = exposed_subject(exposed, scratch / "exposed.onnx", network.cpu)
+    return subject.stored(layers_in(network.graph, BFLOAT16), BFLOAT16, network.cpu), exposed
+
+
+def network_check(
+    network: Network,
+    subject: Subject,
+    static: ModelProto,
+    objects: KernelObjects,
+    scratch: Path,
+    display: TuningDisplay,
+) -> NetworkCheck:
+    """Evaluates the reference, which is the model ``static`` of ``subject``. ``TuningError`` without ONNX Runtime."""
+    path, model, target = network.file, network.model, network.target
+    file = _in_whole_numbers(network, subject, static, scratch)
+    with reference_worker(path, subject.model, target, scratch, file) as worker:
+
+        def runtime(inputs: Arrays) -> Arrays:
+            try:
+                return worker.run(inputs)
+            except EngineFailed as error:
+                raise TuningError(_not_run(path, str(error))) from error
+
+        display.stage("checking a first build against the model in double precision")
+        quantised = any("QuantizeLinear" in node.op_type or "QLinear" in node.op_type for node in static.graph.node)
+        whole = quantised and precision_of(network.graph) == INT8 and not rounds_otherwise(network.graph)
+
+        def double() -> DoubleModel:
+            if layers_in(network.graph, INT8):
+                raise NoReference("between layers that round to whole numbers no digits are left to compare")
+            return DoubleModel(static)
+
+        # A value that rounding takes to the next of 256 steps is off by all of a step.
+        tolerance = HALF_TOLERANCE if quantised or holds_half(static.graph) else TOLERANCE
+        outputs = prepare_check(
+            path,
+            double,
+            probes(model.inputs),
+            runtime,
+            tolerance,
+            model.outputs,
+            reference_seconds(network.request.minutes),
+            in_steps=whole,
+        )
+    return NetworkCheck(subject, outputs, target, scratch, objects)
+
+
+def rounds_otherwise(graph: Graph) -> bool:
+    """Whether ONNX Runtime may round a value of a quantised ``graph`` to the byte beside ours: it sums floats where an
+    activation is rounded with its layer alone, and in another order what is computed in floats here too.
+    """
+    from costmodel.operators.layers import Conv2d, Dense
+    from fusion.relax.bindings import is_float32
+    from fusion.relax.leftover_reasons import CHANNELS, MOVES, QUANTISED
+
+    layers = [node.operator for node in graph.nodes if isinstance(node.operator, Conv2d | Dense)]
+    others = (other for other in graph.others if other.reason not in (CHANNELS, MOVES, QUANTISED))
+    in_floats = any(is_float32(other.output) for other in others)
+    return in_floats or any(each.dtype == INT8 and each.epilogue.activation is not None for each in layers)
+
+
+def _in_whole_numbers(network: Network, subject: Subject, static: ModelProto, scratch: Path) -> Path:
+    """What ONNX Runtime runs to check a model with layers in whole numbers: one that it computes in these too."""
+    from fusion.relax.onnx.whole_number_model import in_whole_numbers
+
+    if not layers_in(network.graph, INT8) or static.ByteSize() > _LARGEST_COPY:
+        return subject.path
+    equal = in_whole_numbers(static)
+    if equal is None:
+        return subject.path
+    file = scratch / "in_whole_numbers.onnx"
+    file.write_bytes(equal.SerializeToString())
+    return file
+
+
+def exposed_subject(model: ModelProto, path: Path, cpu: CpuTarget) -> Subject:
+    """``model`` written to ``path`` and imported."""
+    from fusion.model.candidates import find_sites
+    from fusion.relax.extract import extract_graph
+    from fusion.relax.onnx.importer import import_onnx
+
+    path.write_bytes(model.SerializeToString())
+    imported = import_onnx(path, whole_numbers=cpu.lacks(INT8) is None)
+    graph = extract_graph(imported.mod)
+    return Subject(path, imported, graph, find_sites(graph, cpu))
+
+
+def expose(static: ModelProto) -> ModelProto | None:
+    """A copy with the arguments of saturating functions before its outputs as outputs; ``None`` if there are none."""
+    from onnx import ModelProto, helper
+
+    if static.ByteSize() > _LARGEST_COPY:
+        return None
+    made_by = {name: node for node in static.graph.node for name in node.output}
+    present = {value.name for value in static.graph.output}
+    hidden: dict[str, int] = {}
+    for value in static.graph.output:
+        node = made_by.get(value.name)
+        while node is not None and node.op_type in _MOVE:
+            node = made_by.get(node.input[0])
+        if node is not None and node.op_type in SATURATING and node.input[0] in made_by:
+            hidden[node.input[0]] = value.type.tensor_type.elem_type
+    if not hidden.keys() - present:
+        return None
+    copy = ModelProto()
+    copy.CopyFrom(static)
+    for name in hidden.keys() - present:
+        copy.graph.output.append(helper.make_tensor_value_info(name, hidden[name], None))
+    return copy
+
+
+def build_network(
+    path: Path,
+    model: ImportedModel,
+    plan: FusionPlan,
+    configs: Mapping[Operator, Config],
+    cpu: CpuTarget,
+    objects: KernelObjects | None = None,
+) -> CompiledModule:
+    """The model as planned; groups without a configuration are TVM's. ``ModelError`` if it cannot compile them.
+
+    ``objects``: kernels that other networks were built of, and where those of this one are added.
+    """
+    from fusion.relax.layout_lowering import lower
+    from fusion.relax.machine_code import build
+
+    covered = FusionPlan(tuple(group for group in plan.groups if group.operator in configs))
+    try:
+        return build(lower(model.mod, covered, configs, cpu), cpu, objects)
+    except ProjectError:
+        raise
+    except Exception as error:  # TVM raises anything on operators that it imports but cannot compile
+        raise ModelError(f"{path}: TVM cannot compile it: {sentence(error)}; report it with the model") from error
+
+
+@contextmanager
+def loaded(
+    path: Path, model: ImportedModel, executable: Executable, directory: Path, target: Target
+) -> Iterator[Worker]:
+    """A build in ``directory``, loaded in a process of its own."""
+    with started(path, model, executable, directory, target) as (worker, load):
+        load()
+        yield worker
+
+
+@contextmanager
+def started(
+    path: Path, model: ImportedModel, executable: Executable, directory: Path, target: Target
+) -> Iterator[tuple[Worker, Callable[[], None]]]:
+    """A build in ``directory`` and a process for it, which the second of the two loads it into; any thread may ask."""
+    import tvm
+
+    manifest = describe(path, model.inputs, model.outputs, target.cpu, tvm.__version__)
+    write_artifact(directory, manifest, {MODEL: executable}, {})
+    with Worker(ENGINES[TUNED], target.threads_here) as worker:
+
+        def load() -> None:
+            try:
+                worker.prepare(workload(path, model, target, directory), PREPARE_TIMEOUT_SECONDS)
+            except (Unavailable, EngineFailed) as error:
+                raise TuningError(
+                    f"{path}: the compiled model cannot be loaded: {error}; "
+                    "`python -m fusion doctor` looks for what is missing"
+                ) from error
+
+        yield worker, load
+
+
+@contextmanager
+def reference_worker(
+    path: Path, model: ImportedModel, target: Target, scratch: Path, file: Path | None = None
+) -> Iterator[Worker]:
+    """ONNX Runtime with the model (in ``file``, if not in ``path``) loaded, as exact as it computes; ``TuningError`` if
+    it does not run it.
+    """
+    with started_reference(path, model, target, scratch, file, exact=True) as (worker, load):
+        load()
+        yield worker
+
+
+@contextmanager
+def started_reference(
+    path: Path, model: ImportedModel, target: Target, scratch: Path, file: Path | None = None, exact: bool = False
+) -> Iterator[tuple[Worker, Callable[[], None]]]:
+    """A process of ONNX Runtime, which the second of the two loads the model into; any thread may ask. ``exact`` as of
+    its workload: where it is timed it computes as it does for its users.
+    """
+    spec = ENGINES[REFERENCE]
+    reason = spec.missing()
+    if reason is not None:
+        raise TuningError(_not_run(path, reason))
+    with Worker(spec, target.threads_here) as worker:
+
+        def load() -> None:
+            try:
+                given = replace(workload(file or path, model, target, scratch), exact=exact)
+                worker.prepare(given, PREPARE_TIMEOUT_SECONDS)
+            except (Unavailable, EngineFailed) as error:
+                raise TuningError(_not_run(path, str(error))) from error
+
+        yield worker, load
+
+
+def _not_run(path: Path, reason: str) -> str:
+    return f"{path}: ONNX Runtime, which checks the outputs, does not run the model: {reason}; export it again"
+
+
+def workload(path: Path, model: ImportedModel, target: Target, build: Path) -> EngineWorkload:
+    """The model as an engine sees it."""
+    return EngineWorkload(
+        model=path,
+        model_sha256="",
+        inputs=model.inputs,
+        outputs=model.outputs,
+        threads=target.threads_here,
+        build=build,
+        cache=build / CACHE,
+    )
