@@ -1,4 +1,4 @@
-"""Convolutional networks made fast on CPUs: analyse an ONNX model, tune fused kernels, run the result.
+"""Analyse ONNX models of convolutional networks, tune fused CPU kernels for them and run the result.
 
 ::
 
@@ -7,7 +7,7 @@
     summary = fusion.tune("model.onnx", "build/", minutes=5)
     outputs = fusion.load("build/")(images)
 
-Nothing is loaded before it is used. docs/api.md has more.
+Submodules are imported on first use. See docs/api.md.
 """
 
 from typing import TYPE_CHECKING

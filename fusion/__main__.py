@@ -1,10 +1,10 @@
-"""``python -m fusion``."""
+"""Entry point of ``python -m fusion``."""
 
 from costmodel.base.termination import interruptible_start
 
 
 def start() -> None:
-    """Loads the command line and runs it; the entry point of the console script too."""
+    """Import the command line and run it; also the entry point of the console script."""
     with interruptible_start():
         from fusion.commands.cli import main
 

@@ -1,1 +1,1 @@
-"""What a network must pass before it is shipped: outputs against FP64, and what shorter number types do to them."""
+"""Acceptance checks of a tuned network: outputs compared with FP64, and errors of shorter number types."""

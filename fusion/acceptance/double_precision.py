@@ -1,8 +1,8 @@
-"""What an ONNX model computes in double precision, and how far the rounding of single precision moves that.
+"""FP64 evaluation of an ONNX model, and the effect of float32 rounding on its outputs.
 
 The graph is evaluated node by node with the reference implementation of the ``onnx`` package (window operators:
-:mod:`fusion.acceptance.reference_operators`) on the model as the file holds it. Nothing of our importer or kernels is
-in there, nor of another runtime.
+:mod:`fusion.acceptance.reference_operators`) on the model as stored in the file. It shares no code with our importer
+and kernels, nor with another runtime.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from fusion.relax.onnx.onnx_prepare import drop_unread_results
 if TYPE_CHECKING:
     from onnx import ModelProto
 
-# Relative rounding error of one operation in each precision.
+# Relative rounding error of one operation in float32 and in float16.
 SINGLE_UNIT, HALF_UNIT = 2.0**-24, 2.0**-11
-# Sums of many products: rounding acts on every term as well as on the result.
+# Sums of many products: rounding affects every term and the result.
 _SUMS = frozenset(
     {"Conv", "ConvTranspose", "Gemm", "MatMul", "Einsum", "GlobalAveragePool", "AveragePool", "ReduceMean", "ReduceSum"}
     | {"LSTM", "GRU"}
 )
-# Move, choose or compare values: no rounding.
+# Operators that move, select or compare values: no rounding error.
 _EXACT = frozenset(
     {"Identity", "Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze", "Concat", "Split", "Slice", "Gather", "Pad"}
     | {"Expand", "Tile", "Relu", "Clip", "Max", "Min", "MaxPool", "GlobalMaxPool", "Cast", "Dropout", "Where", "Neg"}
     | {"Abs", "DepthToSpace", "SpaceToDepth"}
 )
-# Bounded functions are approximated to within a rounding of one, however small their value is.
+# Bounded functions: approximated with an absolute error of one rounding of 1, also for small values.
 _BOUNDED = frozenset(
     {"Sigmoid", "Tanh", "Erf", "Softmax", "HardSigmoid", "HardSwish", "Gelu", "Mish", "Softplus", "LSTM", "GRU"}
 )
-# Their results depend on shapes alone.
+# Operators whose results depend on shapes only.
 _OF_SHAPES = frozenset({"Shape", "Size"})
 _NOISE_LENGTH = 2**20
 
 
 class NoReference(Exception):
-    """The model cannot be evaluated; the message says why in words."""
+    """Raised if the model cannot be evaluated in FP64; the message gives the reason."""
 
 
 class Rounding:
-    """Random errors of the size of a rounding; the same ``seed`` draws the same ones."""
+    """Random errors of the size of one rounding; deterministic for a given ``seed``."""
 
     def __init__(self, unit: float, seed: int) -> None:
         self._unit = unit
@@ -58,15 +58,18 @@ class Rounding:
         self._noise = np.tile(unit * self._generator.standard_normal(_NOISE_LENGTH), 2)
 
     def relative(self, array: np.ndarray) -> np.ndarray:
-        """Every element off by a rounding of itself."""
+        """Return ``array`` with a relative error of one rounding in every element."""
         return array + array * self._draw(array)
 
     def bounded(self, array: np.ndarray) -> np.ndarray:
-        """Every element off by a rounding of one as well."""
+        """Return ``array`` with a relative error and an absolute error of one rounding of 1 in every element."""
         return self.relative(array) + self._draw(array)
 
     def _draw(self, array: np.ndarray) -> np.ndarray:
-        """From one long row, begun anywhere: drawing each would take longer than the network."""
+        """Return noise of the shape of ``array``, a slice of one precomputed vector: drawing new numbers would take
+        longer than
+        the network.
+        """
         start = int(self._generator.integers(_NOISE_LENGTH))
         row = self._noise[start : start + _NOISE_LENGTH]
         return (
@@ -77,7 +80,7 @@ class Rounding:
 
 
 class DoubleModel:
-    """An ONNX model whose inputs are static, evaluated in FP64. Raises ``NoReference`` if it cannot be."""
+    """An ONNX model with static input shapes, evaluated in FP64. Raises ``NoReference`` if it cannot be evaluated."""
 
     def __init__(self, model: ModelProto) -> None:
         from onnx import TensorProto
@@ -99,7 +102,10 @@ class DoubleModel:
             raise NoReference(sentence(error)) from error
 
     def run(self, inputs: Arrays, rounding: Rounding | None = None, deadline: float | None = None) -> Arrays:
-        """Outputs by name; floats in FP64. ``deadline`` on the clock of ``time.monotonic``. Raises ``NoReference``."""
+        """Return the outputs by name, floating point ones in FP64.
+
+        ``deadline`` is a time of ``time.monotonic``. Raises ``NoReference``.
+        """
         results = {**self._known, **{name: _double(array) for name, array in inputs.items()}}
         uses = Counter(name for node in self._nodes for name in node.input)
         uses.update(self._outputs)
@@ -120,7 +126,7 @@ class DoubleModel:
         return {name: np.asarray(results[name]) for name in self._outputs}
 
     def _split(self, nodes: Sequence[Any], varying: set[str]) -> None:
-        """Evaluates at once what does not depend on the values of the inputs; the rest is left to every run."""
+        """Evaluate the nodes that do not depend on inputs once; keep the other nodes for every run."""
         varying = set(varying)
         for node in nodes:
             nested = node.need_context()
@@ -152,7 +158,7 @@ def _double(array: np.ndarray) -> np.ndarray:
 
 
 def _fits(operator: str, opset: int) -> bool:
-    """Whether the reference that this project has of ``operator`` is that of ``opset``."""
+    """True if this project's reference of ``operator`` implements that opset."""
     return {"Resize": opset >= 11}.get(operator, True)
 
 

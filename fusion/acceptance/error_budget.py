@@ -1,9 +1,8 @@
-"""Which layers are stored in a shorter type: as many as an error budget allows, those first that save most for their
-error.
+"""Choice of the layers stored in a shorter type within an error budget, ordered by seconds saved per error.
 
-Errors are largest differences relative to the largest value of an output, over all inputs that count
-(:class:`fusion.comparing.output_errors.OutputErrors`). What a layer costs is measured with it alone in the shorter
-type, what a set of layers costs with all of them: roundings neither simply add up nor cancel.
+Errors are the largest differences relative to the largest value of an output, over all inputs used
+(:class:`fusion.comparing.output_errors.OutputErrors`). The error of a layer is measured with only that layer in the
+shorter type, the error of a set of layers with the whole set: rounding errors neither simply add up nor cancel.
 """
 
 from __future__ import annotations
@@ -22,22 +21,22 @@ from fusion.model.named_arrays import Arrays
 if TYPE_CHECKING:
     from fusion.acceptance.rounded_layers import RoundedRuns
 
-# What `--precision auto` allows where nobody says: a hundredth of the largest value of an output, 2.5 roundings of it.
+# Default of `--precision auto`: 1 % of the largest value of an output, 2.5 bfloat16 roundings of it.
 DEFAULT_MAX_ERROR = 0.01
-# Of the budget so much is given out: what kernels compute differs by other roundings from what was measured.
+# Fraction of the budget that is used: roundings of the kernels differ from the measured ones.
 GIVEN_OUT = 0.8
-# Points of the frontier between no layer and all of them.
+# Measured points of the frontier between no layer and all layers.
 FRONTIER_POINTS = 6
-# Errors are measured on so many inputs at least: a random one and a picture.
+# Minimum number of inputs that errors are measured on: a random one and a picture.
 LEAST_INPUTS = 2
-# Figures of errors that a point of the frontier tells besides the largest.
+# Error figures of a frontier point that are reported besides the largest error.
 _TOLD = ("mean_relative_error", "cosine", "top1_agreement", "compared_inputs")
-# An error below this is no reason to prefer one layer to another.
+# Errors below this value do not affect the order of layers.
 _NEGLIGIBLE_ERROR = 1e-7
 
 
 class BudgetExceeded(TuningError):
-    """Outputs are right as far as the number types let them be, and off by more than the user allows."""
+    """Raised if outputs are correct for their number types, but exceed the error that the user allows."""
 
     def __init__(self, message: str, error: float) -> None:
         super().__init__(message)
@@ -45,52 +44,55 @@ class BudgetExceeded(TuningError):
 
 
 class Rounding(Protocol):
-    """Computes the outputs of a model with any of its layers in the shorter type."""
+    """Computes the outputs of a model with any subset of its layers in the shorter type."""
 
     def outputs(self, inputs: Arrays, rounded: Collection[str]) -> Arrays: ...
 
 
 @dataclass(frozen=True)
 class FrontierPoint:
-    """A network with so many ``layers`` in the shorter type, those of ``rounded``. ``seconds``: of its kernels one by
-    one and of the conversions between them, by which it was chosen or not; ``error``: the largest, as measured with
-    rounded layers.
+    """A network with some layers in the shorter type."""
 
-    ``predicted_seconds`` by the roofline; ``measured_seconds`` with measured kernels (``None`` where one has not been);
-    ``raced_seconds``: of the whole network in turns with others, where it was built. ``errors``: all figures of them.
-    """
-
+    # Number of layers in the shorter type.
     layers: int
+    # Sum of the times of its kernels and of the conversions between them; the choice is based on it.
     seconds: float
+    # Largest relative error, measured with rounded layers.
     error: float
     chosen: bool = False
+    # Names of the layers in the shorter type.
     rounded: frozenset[str] = frozenset()
+    # Roofline prediction.
     predicted_seconds: float | None = None
+    # Sum of measured kernel times, None if a kernel was not measured.
     measured_seconds: float | None = None
+    # Time of the whole network in alternating runs with others, if it was built.
     raced_seconds: float | None = None
+    # All error figures.
     errors: OutputErrors | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-able: without the names of the layers."""
+        """Return a JSON-able dictionary without the layer names."""
         own = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("rounded", "errors")}
         return {**own, **{name: value for name, value in errors_json(self.errors).items() if name in _TOLD}}
 
 
 @dataclass(frozen=True)
 class PrecisionChoice:
-    """``rounded``: names of the layers in the shorter type; ``kept``: those that could be but stay in float32.
+    """The chosen precision of every layer."""
 
-    ``sensitivity``: the error of each layer by itself; ``frontier``: fewest layers first.
-    """
-
+    # Names of the layers in the shorter type.
     rounded: frozenset[str]
+    # Names of the layers that stay in float32 although they have a form in the shorter type.
     kept: tuple[str, ...]
     error: float
+    # Error of each layer measured alone.
     sensitivity: Mapping[str, float]
+    # Frontier points, fewest layers first.
     frontier: tuple[FrontierPoint, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-able, for ``summary.json``."""
+        """Return a JSON-able dictionary for ``summary.json``."""
         return {
             "float32_layers": list(self.kept),
             "expected_error": self.error,
@@ -100,7 +102,7 @@ class PrecisionChoice:
 
 
 class BudgetInputs:
-    """Inputs that errors are measured on, and what ONNX Runtime computes there in float32."""
+    """Inputs that errors are measured on, with ONNX Runtime's float32 outputs on them."""
 
     def __init__(
         self,
@@ -109,8 +111,9 @@ class BudgetInputs:
         outputs: Collection[str],
         seconds: float = math.inf,
     ) -> None:
-        """``inputs`` by name; errors are those of the ``outputs`` called so. As many inputs count as can be computed in
-        ``seconds``, two at least.
+        """``inputs`` by name; errors are computed on the ``outputs`` of these names.
+
+        As many inputs are used as can be computed in ``seconds``, at least two.
         """
         self._runs = runs
         self._known: dict[tuple[frozenset[str], int], OutputErrors] = {}
@@ -126,18 +129,18 @@ class BudgetInputs:
 
     @property
     def inputs(self) -> Sequence[Arrays]:
-        """In the order of the names."""
+        """Inputs in the order of ``names``."""
         return self._inputs
 
     def errors(self, outputs: Callable[[Arrays], Arrays], first: int | None = None) -> OutputErrors:
-        """Of what ``outputs`` computes; on the ``first`` of them alone, where that is said."""
+        """Return the errors of the function ``outputs`` on all inputs, or on the ``first`` ones only."""
         tally = ErrorTally()
         for given, reference in list(zip(self._inputs, self._references, strict=True))[:first]:
             tally.add(outputs(given), reference)
         return tally.errors()
 
     def errors_of(self, rounded: Collection[str], first: int | None = None) -> OutputErrors:
-        """With the layers ``rounded`` in the shorter type; measured once."""
+        """Return the errors with the layers ``rounded`` in the shorter type; cached."""
         count = len(self._inputs) if first is None else min(first, len(self._inputs))
         key = frozenset(rounded), count
         if key not in self._known:
@@ -149,7 +152,7 @@ class BudgetInputs:
         return self.errors_of(rounded, first).max_relative_error
 
     def fitting(self, seconds: float, sets: int) -> int:
-        """Of how many inputs ``sets`` of rounded layers can be measured in ``seconds``: two at least."""
+        """Number of inputs on which ``sets`` sets of rounded layers can be measured in ``seconds``, at least two."""
         started = time.monotonic()
         self._runs.outputs(self._inputs[0], ())
         each = max(time.monotonic() - started, 1e-6)
@@ -158,17 +161,18 @@ class BudgetInputs:
 
 @dataclass(frozen=True, eq=False)
 class RoundedLimit:
-    """How far a network with layers in a shorter type may be off: on the inputs of ``measured`` at most ``max_error``;
-    without one as far as rounding explains. ``advice``: what to do about one that errs more.
-    """
+    """Error limit of a network with layers in a shorter type."""
 
     runs: RoundedRuns | None
+    # Inputs that the limit applies to.
     measured: BudgetInputs
+    # Largest relative error; None: as large as rounding explains.
     max_error: float | None = None
+    # Advice of the error message.
     advice: str = "allow more, or choose --precision auto, which leaves layers in float32"
 
     def require(self, model: Path, network: str, run: Callable[[Arrays], Arrays]) -> OutputErrors:
-        """Errors of what ``run`` computes; :class:`BudgetExceeded` for more than is allowed."""
+        """Return the errors of ``run``; raise :class:`BudgetExceeded` above the limit."""
         errors = self.measured.errors(run)
         found = errors.max_relative_error
         if self.max_error is not None and not found <= self.max_error:
@@ -185,10 +189,11 @@ def _of(outputs: Arrays, names: Collection[str]) -> Arrays:
 
 
 def sensitivities(measured: BudgetInputs, layers: Iterable[str], seconds: float) -> dict[str, float]:
-    """The error of each layer alone in the shorter type, on as many of the inputs as ``seconds`` do for.
+    """Error of each layer alone in the shorter type, on as many of the inputs as fit into ``seconds``.
 
-    Where that is not one for each layer, neighbours are measured together, and each of them is said to cost what all of
-    them do.
+    If there is no time for one input per layer, consecutive layers are measured together, and each gets the error of
+    the
+    group.
     """
     names = list(layers)
     end = time.monotonic() + seconds
@@ -199,14 +204,14 @@ def sensitivities(measured: BudgetInputs, layers: Iterable[str], seconds: float)
         began = time.monotonic()
         error = measured.error_of(group, first)
         each = max(time.monotonic() - began, 1e-6) / first
-        if not found:  # as many inputs as all layers have time for
+        if not found:  # as many inputs as fit for all layers
             first = max(1, min(len(measured.inputs), int(seconds / (each * len(names)))))
             error = measured.error_of(group, first)
         found.update(dict.fromkeys(group, error))
         left = max(1, len(names) - len(found))
         size = max(1, min(left, math.ceil(left * first * each / max(end - time.monotonic(), 1e-9))))
         if size > 1 and first > 1:
-            first, size = 1, 1  # the machine has become slower: one input each is better than groups
+            first, size = 1, 1  # the machine has become slower: one input per layer is better than groups
     return found
 
 
@@ -218,11 +223,14 @@ def choose_layers(
     points: int = FRONTIER_POINTS,
     in_time: Callable[[], bool] = lambda: True,
 ) -> PrecisionChoice:
-    """The fastest network within ``max_error``: layers by seconds saved for their error, as far as the whole allows.
+    """Return the fastest network found within ``max_error``.
 
-    ``network_seconds``: of the network with these layers in the shorter type; ``error_of``: its error, measured;
-    ``points``: of the frontier that are measured though the search does not ask for them. No more errors are measured
-    than needed once it is not ``in_time``: what is chosen is within the budget all the same.
+    Layers are added in the order of seconds saved per error while the error of the whole network fits. Once ``in_time``
+    returns False, only the errors still needed are measured; the result is within the budget in any case.
+
+    - ``network_seconds``: time of the network with the given layers in the shorter type
+    - ``error_of``: measured error of that network
+    - ``points``: frontier points measured in addition to those of the search
     """
     order = _order(sensitivity, network_seconds)
     known: dict[int, float] = {0: 0.0}
@@ -259,9 +267,9 @@ def choose_layers(
 
 
 def _order(sensitivity: Mapping[str, float], network_seconds: Callable[[Collection[str]], float]) -> list[str]:
-    """Layers that save time when all others are in the shorter type too, those first that save most for their error.
+    """Layers that save time when all others are in the shorter type too, largest saving per error first.
 
-    Not when they are alone: a layer between two of float32 pays for two conversions.
+    A layer is not judged alone: between two float32 layers it pays for two conversions.
     """
     everything = list(sensitivity)
     whole = network_seconds(everything)
@@ -271,7 +279,7 @@ def _order(sensitivity: Mapping[str, float], network_seconds: Callable[[Collecti
 
 
 def _without_losses(chosen: Sequence[str], network_seconds: Callable[[Collection[str]], float]) -> list[str]:
-    """``chosen`` without layers that save less than the conversions around them cost; none where all lose."""
+    """``chosen`` without layers that save less than their conversions cost; empty if all lose."""
     best = list(chosen)
     changed = True
     while changed and best:

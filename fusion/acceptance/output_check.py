@@ -1,11 +1,10 @@
-"""Are the outputs right? Compared with double precision, as closely as rounding lets them be.
+"""Check of outputs against double precision, with tolerances derived from rounding errors.
 
-How far single precision may be off differs by more than a million between outputs: a saturated sigmoid of 1e-5 is
-computed to within a rounding of one, a logit to within a few roundings of itself. So nothing is measured against the
-largest value of an output. The reference is evaluated in FP64 once as it is, and once with an error of a rounding at
-random in every operation (:mod:`fusion.acceptance.double_precision`); the difference tells, element by element, how
-far rounding moves this output for this input. Ours may be off by a multiple of that, and of what ONNX Runtime is off
-by.
+The allowed error of float32 differs by more than a factor of a million between outputs: a saturated sigmoid of 1e-5 is
+accurate to one rounding of 1, a logit to a few roundings of itself. Errors are therefore not related to the largest
+value of an output. The reference is evaluated in FP64 once unchanged, and once with a random error of one rounding in
+every operation (:mod:`fusion.acceptance.double_precision`); the difference estimates, per element, the rounding error
+of this output on this input. Our error may be a multiple of that estimate combined with the error of ONNX Runtime.
 """
 
 from __future__ import annotations
@@ -23,50 +22,53 @@ from fusion.comparing.output_errors import output_errors
 from fusion.model.named_arrays import Arrays
 from fusion.model.tensor_info import TensorInfo
 
-# Allowed multiples of what a rounding in every operation does: of one element, and in the mean of an output. Long sums
-# err by more than one rounding of their terms; ONNX Runtime's own outputs reach 3 in the mean, a layer that is off by
-# 1 % some thousands.
+# Allowed multiples of the estimated rounding error: of one element, and in the mean of an output. Long sums have
+# more than one rounding error per term; ONNX Runtime's own outputs reach 3 in the mean, a layer with an error of 1 %
+# some thousands.
 ELEMENT_FACTOR, MEAN_FACTOR = 64.0, 16.0
-# The same of layers in bfloat16, whose roundings are made where kernels make them: ours differ from these by chance
-# alone. Where all outputs move together, one draw of six in a hundred and fifty is beyond four times their mean.
+# The same for layers in bfloat16, which are rounded where kernels round: our outputs differ from the estimate
+# only by chance. Where all outputs move together, one draw of six in a hundred and fifty is beyond four times their
+# mean.
 ROUNDED_ELEMENT_FACTOR, ROUNDED_MEAN_FACTOR = 16.0, 4.0
-# Relative error of one rounding to bfloat16, which an output is stored in too.
+# Relative error of one rounding to bfloat16, the type that outputs are stored in too.
 ROUNDED_UNIT = 2.0**-9
-# Where ONNX Runtime is off by more than so many times what is allowed, the reference itself is not believed.
+# Reject the reference if the error of ONNX Runtime is above this multiple of the allowed one.
 BELIEVED = 4.0
-# Of a quantised network: a sum that lies between two whole numbers may be taken to either.
+# Quantised networks: a sum halfway between two integers may be rounded to either.
 ONE_STEP = 1.001
-# Of integers (classes, masks) the share of elements that may differ, besides those that rounding changes anyway.
+# Integer outputs (classes, masks): share of elements that may differ, in addition to those changed by rounding.
 DIFFERENT_SHARE = 5e-4
-# Without a reference in FP64: largest difference from ONNX Runtime relative to the largest value of an output, and the
-# same where some tensor has 16 bits (one rounding is up to 1e-3, and sums are accumulated in other precisions).
+# Without an FP64 reference: largest difference from ONNX Runtime relative to the largest value of an output, and
+# the same if some tensor has 16 bits (one rounding is up to 1e-3, and sums are accumulated in other precisions).
 TOLERANCE, HALF_TOLERANCE = 5e-4, 5e-2
-# What the reference takes at most, where nobody asks for less; where the first input takes so many times as long there
-# is none.
+# Default time limit of the reference in seconds; no reference is used if the first input takes this factor longer.
 REFERENCE_SECONDS = 20.0
 LONGEST_FACTOR = 6.0
-# Elements beside one another, along the last axes, whose rounding is taken together: one alone may be near zero.
+# Number of adjacent elements along the last axes whose rounding errors are averaged: a single one may be near zero.
 _NEIGHBOURS = 9
 
 
 @dataclass(frozen=True)
 class Expected:
-    """Outputs on one input. ``reference``: in FP64, ``None`` where there is none; ``rounding``: how far rounding moves
-    each element (of integers: the share that it changes).
-    """
+    """Expected outputs on one input."""
 
     name: str
     inputs: Arrays
+    # Outputs of ONNX Runtime.
     runtime: Arrays
+    # FP64 outputs, None without a reference.
     reference: Arrays | None
+    # Estimated rounding error of each element (of integers: the share of changed elements).
     rounding: Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The worst of all outputs. ``share``: of what is allowed; ``error``: largest absolute difference there."""
+    """Worst result over all outputs."""
 
+    # Error as a fraction of the allowed error.
     share: float
+    # Largest absolute difference of that output.
     error: float
     output: str
     probe: str
@@ -74,26 +76,29 @@ class Verdict:
 
 @dataclass(frozen=True)
 class OutputCheck:
-    """What outputs are compared with. ``interface``: the model's own ones; what else is known is compared where a
-    network gives it. ``unchecked``: why not with FP64, ``None`` if they are; ``tolerance``: then. ``in_steps``: outputs
-    are whole numbers times a scale, and those of ONNX Runtime's own kernels for whole numbers, or one next to them.
-    """
+    """Expected outputs of a model and the allowed errors."""
 
     model: Path
     expected: tuple[Expected, ...]
     unit: float
+    # Outputs of the model; other known tensors are compared if a network returns them.
     interface: tuple[TensorInfo, ...]
+    # Allowed error without an FP64 reference.
     tolerance: float = TOLERANCE
+    # Reason for not comparing with FP64, None if compared.
     unchecked: str | None = None
     factors: tuple[float, float] = (ELEMENT_FACTOR, MEAN_FACTOR)
+    # Outputs are integers times a scale; they may differ by one step from ONNX Runtime's integer kernels.
     in_steps: bool = False
 
     def with_rounded_layers(self, draws: Callable[[Arrays], Sequence[tuple[Arrays, Arrays]]]) -> OutputCheck:
-        """The same for a network with layers in bfloat16; ``draws``: outputs of ONNX Runtime near an input, with layers
-        that round what they read and write, and without (:class:`fusion.acceptance.rounded_layers.RoundedRuns`).
+        """Return the check of a network with layers in bfloat16.
 
-        Ours may be off by some times what that moves an output by. Without a reference in FP64 they are compared with
-        ONNX Runtime, as closely.
+        ``draws`` returns pairs of ONNX Runtime outputs near an input: with layers that round their inputs and outputs,
+        and
+        without (:class:`fusion.acceptance.rounded_layers.RoundedRuns`). The allowed error is a multiple of their
+        difference.
+        Without an FP64 reference, outputs are compared with ONNX Runtime, with the same tolerances.
         """
         expected = tuple(_expect_rounded(each, draws(each.inputs)) for each in self.expected)
         for info in self.interface:
@@ -106,7 +111,7 @@ class OutputCheck:
         return replace(self, expected=expected, unit=max(self.unit, ROUNDED_UNIT), factors=factors)
 
     def verdict(self, outputs: Sequence[Arrays]) -> Verdict:
-        """Of one network's outputs on every input in turn."""
+        """Return the worst verdict over all outputs; ``outputs`` has one entry per input."""
         worst = [
             verdict
             for expected, actual in zip(self.expected, outputs, strict=True)
@@ -115,7 +120,7 @@ class OutputCheck:
         return max(worst, key=lambda each: (not each.share <= 1.0, each.share))
 
     def require(self, network: str, outputs: Sequence[Arrays]) -> Verdict:
-        """``TuningError`` unless every output is as near as rounding lets it be."""
+        """Return the verdict; raise ``TuningError`` if an output exceeds the allowed error."""
         found = self.verdict(outputs)
         if found.share <= 1.0:
             return found
@@ -133,14 +138,14 @@ class OutputCheck:
         )
 
     def _overflows(self, verdict: Verdict) -> bool:
-        """Whether ONNX Runtime's own outputs are not all finite where ours differ by infinity."""
+        """True if ours differs by infinity where ONNX Runtime's own outputs are not all finite."""
         if np.isfinite(verdict.error):
             return False
         expected = next(each for each in self.expected if each.name == verdict.probe)
         return verdict.output in expected.runtime and not _all_finite(expected.runtime[verdict.output])
 
     def nothing_finite(self) -> list[str]:
-        """A line for each output in which no number is finite on the first input: there comparing says nothing."""
+        """One warning for each output without any finite value on the first input: its comparison is meaningless."""
         first = self.expected[0]
         return [
             f"all values of output {info.name!r} are NaN or infinite on the {first.name} input, in ONNX Runtime too: "
@@ -150,7 +155,7 @@ class OutputCheck:
         ]
 
     def to_json(self, verdict: Verdict, exposes: Sequence[str] = ()) -> dict[str, object]:
-        """JSON-able, for ``summary.json``; ``exposes``: tensors inside the model that were compared too."""
+        """Return a JSON-able dictionary for ``summary.json``; ``exposes``: compared tensors inside the model."""
         return {
             "reference": "ONNX Runtime" if self.unchecked else "ONNX model in FP64",
             "why_not_fp64": self.unchecked,
@@ -165,7 +170,7 @@ class OutputCheck:
         found = []
         for name in {info.name: None for info in self.interface} | dict.fromkeys(actual):
             if expected.reference is not None and name not in expected.reference:
-                continue  # inside the model, and not known with rounded layers
+                continue  # inside the model, and unknown with rounded layers
             if expected.reference is None:
                 given = {name: actual[name]} if name in actual else {}
                 errors = output_errors(given, {name: expected.runtime[name]})
@@ -181,8 +186,9 @@ class OutputCheck:
 
 
 def lost_values(probe: str, ours: Arrays, theirs: Arrays) -> list[str]:
-    """A line for each output in which ONNX Runtime (``theirs``) has NaN and ours has a number; of inputs with
-    ``probe`` in them.
+    """One warning for each output in which ONNX Runtime (``theirs``) has NaN and ours has a number.
+
+    ``probe`` names the value in the inputs, for the message.
     """
     found = []
     for name, expected in theirs.items():
@@ -217,11 +223,13 @@ def prepare_check(
     seconds: float = REFERENCE_SECONDS,
     in_steps: bool = False,
 ) -> OutputCheck:
-    """Evaluates the reference and ONNX Runtime (``runtime``) on the ``probes``, the first of which is always used.
+    """Evaluate the reference and ONNX Runtime (``runtime``) on the ``probes``; the first probe is always used.
 
-    ``seconds``: the reference takes about so long at most; inputs after the first are left out beyond it, and a model
-    that takes ``LONGEST_FACTOR`` times as long on the first is compared with ONNX Runtime alone. ``in_steps`` as of an
-    :class:`OutputCheck` without a reference.
+    ``seconds`` is the approximate time limit of the reference: inputs after the first are left out beyond it, and a
+    model
+    that takes ``LONGEST_FACTOR`` times as long on the first one is compared with ONNX Runtime only. ``in_steps`` is
+    passed
+    to an :class:`OutputCheck` without a reference.
     """
     try:
         expected, unit = _in_double(double, probes, runtime, seconds)
@@ -232,7 +240,7 @@ def prepare_check(
 
 
 def step_of(output: np.ndarray) -> float | None:
-    """The least distance of two values of an output of bytes times a scale; ``None`` if it cannot be one."""
+    """Smallest difference of two values of an 8-bit output times a scale, or None if the output cannot be one."""
     values = np.unique(output.astype(np.float64))
     if not 1 < values.size <= 256 or not np.isfinite(values).all():
         return None
@@ -261,7 +269,11 @@ def _in_double(
 
 
 def expect(name: str, inputs: Arrays, runtime: Arrays, reference: Arrays, moved: Arrays, unit: float) -> Expected:
-    """``moved``: the reference with roundings. ``NoReference`` if ONNX Runtime contradicts the reference."""
+    """Expected outputs from ONNX Runtime's (``runtime``), FP64 (``reference``) and FP64 with rounding errors
+    (``moved``).
+
+    Raises ``NoReference`` if ONNX Runtime contradicts the reference.
+    """
     rounding: dict[str, np.ndarray] = {}
     for output, values in reference.items():
         theirs = runtime.get(output)
@@ -276,7 +288,7 @@ def expect(name: str, inputs: Arrays, runtime: Arrays, reference: Arrays, moved:
 
 
 def _expect_rounded(expected: Expected, draws: Sequence[tuple[Arrays, Arrays]]) -> Expected:
-    """``draws``: outputs with rounded layers, and the same without; near the input of ``expected``."""
+    """``expected`` for rounded layers; ``draws``: outputs with rounded layers and without, near the same input."""
     plain = expected.reference is None
     reference: dict[str, np.ndarray] = {}
     rounding: dict[str, np.ndarray] = {}
@@ -299,7 +311,10 @@ def deviation(
     unit: float,
     factors: tuple[float, float] = (ELEMENT_FACTOR, MEAN_FACTOR),
 ) -> tuple[float, float]:
-    """(Share of the allowed deviation, largest absolute one); infinite where shape or finiteness differ."""
+    """Return (fraction of the allowed deviation, largest absolute deviation).
+
+    Both are infinite if shapes or the positions of non-finite values differ.
+    """
     if actual is None or actual.shape != reference.shape:
         return float("inf"), float("inf")
     if not reference.size:
@@ -313,10 +328,10 @@ def deviation(
     error = np.where(finite, np.abs(actual.astype(np.float64) - np.where(finite, reference, 0.0)), 0.0)
     if not np.isfinite(error).all():
         return float("inf"), float("inf")
-    # What remains where nothing moves an element: its own rounding, and that of the largest of the output.
+    # Lower bound where the estimate is zero: rounding of the element itself, and of the largest of the output.
     own = unit * np.abs(reference, where=finite, out=np.zeros(reference.shape))
     allowed = rounding + own + 0.01 * float(own.max())
-    if not allowed.any():  # all zero, and nothing moves it: a network without biases on an empty image
+    if not allowed.any():  # all zeros without rounding errors: a network without biases on an empty image
         return (float("inf") if error.any() else 0.0), float(error.max())
     mean = np.sqrt(np.mean(error**2)) / np.sqrt(np.mean(allowed**2))
     single = float(np.max(np.divide(error, allowed, out=np.where(error > 0, np.inf, 0.0), where=allowed > 0)))
@@ -325,7 +340,7 @@ def deviation(
 
 
 def _movement(moved: np.ndarray, reference: np.ndarray) -> np.ndarray:
-    """How far each element was moved, together with its neighbours along the last two axes."""
+    """Difference of each element, averaged with its neighbours along the last two axes."""
     from scipy.ndimage import uniform_filter
 
     if reference.dtype.kind in "iub":

@@ -1,8 +1,7 @@
-"""Operators of ONNX in NumPy, in whatever precision their operands have.
+"""ONNX operators in NumPy, in the precision of their operands.
 
-ONNX's own reference computes windows pixel by pixel in Python, here each tap of one is an array operation; and it takes
-one direction of an LSTM or GRU alone. They
-share nothing with our kernels, and nothing with the importer.
+ONNX's own reference computes windows pixel by pixel in Python, and supports only one direction of LSTM and GRU; here
+each window tap is one array operation. The code is independent of our kernels and importer.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from onnx.reference.op_run import OpRun
 from onnx.reference.ops.op_resize import Resize as SlowResize
 from onnx.reference.ops.op_resize import _interpolate_nd, _linear_coeffs, _nearest_coeffs
 
-# Taps of a convolution are gathered for one matrix product up to so many bytes.
+# Largest number of bytes of gathered convolution taps for one matrix product.
 GATHERED_BYTES = 64 * 2**20
 
 Windows = tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int]]  # kernel, strides, dilations, pads
@@ -25,7 +24,7 @@ Step = Callable[[np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarr
 
 
 class Conv(OpRun):
-    """Convolution of any rank: products of the taps' weights with shifted images."""
+    """Convolution of any rank: sum over taps of weights times shifted images."""
 
     def _run(
         self,
@@ -118,7 +117,7 @@ class ConvTranspose(OpRun):
 
 
 class MaxPool(OpRun):
-    """Maximum over windows; the indices, its second output, are not computed."""
+    """Maximum over windows; the optional second output (indices) is not supported."""
 
     def _run(
         self,
@@ -144,7 +143,7 @@ class MaxPool(OpRun):
 
 
 class AveragePool(OpRun):
-    """Mean over windows, of the image alone or of its padding too."""
+    """Mean over windows, with or without padding."""
 
     def _run(
         self,
@@ -168,7 +167,7 @@ class AveragePool(OpRun):
 
 
 class Resize(SlowResize):
-    """Nearest and linear resizing axis by axis; ONNX's reference tells the source position of every output pixel."""
+    """Nearest and linear resizing per axis; source positions from ONNX's reference."""
 
     def _run(  # the order and names of the operator's inputs and attributes
         self,
@@ -222,7 +221,7 @@ def resolve_windows(
     pads: Sequence[int] | None,
     auto_pad: str | None,
 ) -> Windows:
-    """Attributes with their defaults; ``pads`` of every axis before, then of every axis behind."""
+    """Window attributes with defaults resolved; ``pads``: begins of all axes, then ends of all axes."""
     ones = (1,) * len(kernel)
     strides, dilations = strides or ones, dilations or ones
     if auto_pad in ("SAME_UPPER", "SAME_LOWER"):
@@ -238,20 +237,20 @@ def resolve_windows(
 
 
 def pad(data: np.ndarray, pads: Sequence[int], value: float) -> np.ndarray:
-    """The image axes of ``data`` with ``value`` around them."""
+    """Pad the image axes of ``data`` with ``value``."""
     half = len(pads) // 2
     return np.pad(data, [(0, 0), (0, 0), *zip(pads[:half], pads[half:], strict=True)], constant_values=value)
 
 
 def window_counts(image: Sequence[int], windows: Windows, ceil: bool = False) -> list[int]:
-    """Windows along every axis of a padded image."""
+    """Number of windows along every axis of a padded image."""
     kernel, strides, dilations, _ = windows
     rests = [size - spread * (k - 1) - 1 for size, k, spread in zip(image, kernel, dilations, strict=True)]
     return [(-(-rest // step) if ceil else rest // step) + 1 for rest, step in zip(rests, strides, strict=True)]
 
 
 def taps(padded: np.ndarray, windows: Windows, sizes: Sequence[int]) -> Iterator[np.ndarray]:
-    """What each tap of the window sees in all windows, in the order of the weights."""
+    """Yield the elements under each window tap over all windows, in the order of the weights."""
     kernel, strides, dilations, _ = windows
     for tap in itertools.product(*map(range, kernel)):
         starts = [index * spread for index, spread in zip(tap, dilations, strict=True)]
@@ -262,11 +261,11 @@ def taps(padded: np.ndarray, windows: Windows, sizes: Sequence[int]) -> Iterator
 def _padded_for_pool(
     data: np.ndarray, windows: Windows, ceil_mode: int | None, value: float
 ) -> tuple[np.ndarray, list[int]]:
-    """The padded image, with room for windows that ``ceil_mode`` lets overhang, and how many windows there are."""
+    """Return the padded image, extended for ``ceil_mode`` windows that overhang, and the number of windows per axis."""
     kernel, strides, dilations, pads = windows
     padded = pad(data, pads, value)
     sizes = window_counts(padded.shape[2:], windows, bool(ceil_mode))
-    if ceil_mode:  # no window begins in the padding behind
+    if ceil_mode:  # no window begins in the end padding
         real = zip(sizes, strides, data.shape[2:], pads, strict=False)
         sizes = [count - 1 if (count - 1) * step >= size + before else count for count, step, size, before in real]
     needed = [
@@ -289,7 +288,7 @@ def _transposed_window(
     auto_pad: str | None,
     output_shape: Sequence[int] | None,
 ) -> tuple[list[int], list[int]]:
-    """Where the output of a transposed convolution begins inside the ``full`` one, and its size."""
+    """Return begin and size of the output inside the ``full`` output of a transposed convolution."""
     axes = range(len(full))
     same = auto_pad in ("SAME_UPPER", "SAME_LOWER")
     if output_shape is None and not same:
@@ -301,7 +300,7 @@ def _transposed_window(
 
 
 class Erf(OpRun):
-    """ONNX's own one is of single precision."""
+    """Error function in any precision; ONNX's own is limited to float32."""
 
     def _run(self, data: np.ndarray) -> tuple[np.ndarray]:
         from scipy.special import erf
@@ -310,7 +309,7 @@ class Erf(OpRun):
 
 
 class BatchNormalization(OpRun):
-    """Of inference, with any momentum: ONNX's own one takes a momentum before opset 14 for training."""
+    """Inference with any momentum; ONNX's own reference reads a momentum before opset 14 as training."""
 
     def _run(
         self,
@@ -330,7 +329,7 @@ class BatchNormalization(OpRun):
 
 
 class LRN(OpRun):
-    """ONNX's own one sums the channels of as many windows as there are images in the batch."""
+    """Local response normalisation; ONNX's own reference sums over as many channel windows as the batch has images."""
 
     def _run(
         self,
@@ -350,8 +349,10 @@ class LRN(OpRun):
 
 
 class DequantizeLinear(OpRun):
-    """Of every opset, in whole numbers and then in the precision of the scale: the reference of the ``onnx`` package
-    leaves those before 19 out, and computes in single precision, which holds no biases of 32 bits.
+    """Dequantisation of every opset, in integers and then in the precision of the scale.
+
+    The reference of the ``onnx`` package lacks opsets before 19, and computes in float32, which cannot hold 32-bit
+    biases.
     """
 
     def _run(
@@ -371,9 +372,7 @@ class DequantizeLinear(OpRun):
 
 
 def _along(values: np.ndarray, shape: Sequence[int], axis: int, block_size: int | None) -> np.ndarray:
-    """``values`` of a whole tensor of ``shape``, of its places along ``axis``, or of blocks of these, for each of its
-    elements.
-    """
+    """Broadcast ``values`` (per tensor, per index along ``axis``, or per block) to a tensor of ``shape``."""
     if block_size:
         return np.repeat(values, block_size, axis).take(range(shape[axis]), axis)
     if values.size == 1:
@@ -382,7 +381,7 @@ def _along(values: np.ndarray, shape: Sequence[int], axis: int, block_size: int 
 
 
 class LSTM(OpRun):
-    """Gates in the order input, output, forget, cell."""
+    """LSTM; gates in the order input, output, forget, cell."""
 
     def _run(  # the order and names of the operator's inputs and attributes
         self,
@@ -415,7 +414,7 @@ class LSTM(OpRun):
 
 
 class GRU(OpRun):
-    """Gates in the order update, reset, hidden."""
+    """GRU; gates in the order update, reset, hidden."""
 
     def _run(  # as above
         self,
@@ -470,7 +469,7 @@ def _run_directions(
     direction: str | None,
     layout: int | None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Hidden states, of ``size`` units, of every step, and the last hidden and cell state, as ONNX lays them out."""
+    """Hidden states of every step, last hidden and last cell state, in ONNX layout; ``size`` is the number of units."""
     steps_first = data.swapaxes(0, 1) if layout else data
     steps, batch = steps_first.shape[:2]
     every, last, last_cells = [], [], []

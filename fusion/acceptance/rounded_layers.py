@@ -1,9 +1,8 @@
-"""An ONNX model whose layers round what they read and write to a shorter type, each where it is told to.
+"""ONNX model whose layers round their inputs and outputs to a shorter type, each controlled by a switch.
 
-So it is known what storing layers in bfloat16, or quantising them (:class:`ByteRounding`), does to
-the outputs before any kernel of theirs is built, for one layer or any set of them, in the time that ONNX Runtime takes.
-Rounded are the input and the weights of a layer and what it leaves behind its epilogue, as a kernel stores them; sums
-are those of float32. Nothing of our kernels is in there.
+It gives the output error of storing layers in bfloat16, or of quantising them (:class:`ByteRounding`), before any
+kernel is built, for any set of layers, in the time of an ONNX Runtime run. Input, weights and output (after the
+epilogue) of a layer are rounded, as a kernel stores them; sums are in float32. None of our kernels is used.
 """
 
 from __future__ import annotations
@@ -32,47 +31,47 @@ if TYPE_CHECKING:
 
     from fusion.model.conv_graph import Graph, Node
 
-# The input that says which layers round, one boolean each.
+# Model input with one boolean per layer: True rounds the layer.
 SWITCHES = "fusion_rounded_layers"
-# Veltkamp's splitting: a product with 2^16 + 1 and two differences leave 8 of the 24 bits of a float32, rounded to the
-# nearest, which are those of a bfloat16. No cast: engines drop pairs of those.
+# Veltkamp's splitting: a product with 2^16 + 1 and two differences round a float32 to 8 of its 24 bits, those of a
+# bfloat16. Casts are not used: engines remove pairs of casts.
 _SPLITTER = np.float32(2**16 + 1)
 _LAYERS = ("Conv", "Gemm", "MatMul")
-# Operators between the sums of a layer and what its kernel stores.
+# Operators between the sums of a layer and the output that its kernel stores.
 _EPILOGUES = frozenset(
     {"BatchNormalization", "Relu", "Clip", "LeakyRelu", "PRelu", "Elu", "HardSwish", "HardSigmoid", "Sigmoid", "Tanh"}
     | {"Gelu", "Mish"}
 )
 _QUANTISE, _RESTORE = "QuantizeLinear", "DequantizeLinear"
 _LARGEST_MODEL = 2**31 - 2**20  # bytes of a protobuf
-# How far roundings move an output is told by so many draws of them, near one input: by noise of this share of its
-# largest value.
+# Number of draws for estimating the rounding error near one input; the noise is this share of its largest value.
 DRAWS = 6
-# Fewer where they would take longer than this for one input: models so large have many outputs that move by themselves.
+# Fewer draws if they would take longer than this for one input; such large models have many outputs to average over.
 DRAWS_SECONDS, LEAST_DRAWS = 1.0, 2
 _NEARNESS = 2.0**-8
 
 
-# (Source, prefix of new names) -> nodes, and the tensor in which they leave the source rounded.
+# (Source tensor, prefix of new names) -> nodes and the name of the rounded tensor.
 Steps = Callable[[str, str], "tuple[list[NodeProto], str]"]
-# What a layer reads, by the number of its input, and what it leaves.
+# Inputs of a layer that are rounded, by input number, and None for its output.
 READ, WRITTEN = (0, 1), None
 
 
 class LayerRounding(Protocol):
-    """How layers round."""
+    """Rule by which layers are rounded."""
 
     def constants(self) -> list[TensorProto]:
-        """Values that the steps read, which become part of the model."""
+        """Constants read by the steps, which are added to the model."""
 
     def steps(self, node: NodeProto, number: int | None, tensor: str) -> Steps | None:
-        """What rounds the input ``number`` of the layer of ``node``, or what it leaves (``None``) in ``tensor``;
-        ``None`` if that is not rounded. A layer whose data (number 0) is not rounded gets no switch.
+        """Rounding steps of input ``number`` of a layer, or of its output ``tensor`` (``number`` None).
+
+        None if it is not rounded. A layer whose data (number 0) are not rounded gets no switch.
         """
 
 
 class BFloat16Rounding:
-    """To bfloat16, all of them."""
+    """Rounding of all inputs and outputs to bfloat16."""
 
     def constants(self) -> list[TensorProto]:
         from onnx import numpy_helper
@@ -84,20 +83,19 @@ class BFloat16Rounding:
 
 
 class ByteRounding:
-    """By the steps around the layers of ``quantised``, whose nodes and tensors are called as those of the float model
-    (:func:`fusion.relax.onnx.onnx_quantizer.float_form`); a :class:`LayerRounding`.
+    """Rounding by the quantisation steps around the layers of the model ``quantised``, a :class:`LayerRounding`.
 
-    What quantising any set of layers does to the outputs is so known in the time of some runs, where ONNX Runtime's
-    quantiser would calibrate for every set anew. Scales and zero points are those of the model with all layers
-    quantised.
+    Nodes and tensors must have the names of the float model (:func:`fusion.relax.onnx.onnx_quantizer.float_form`). The
+    error of quantising any set of layers is known after a few runs, where ONNX Runtime's quantiser would calibrate for
+    every set again. Scales and zero points are those of the model with all layers quantised.
     """
 
     def __init__(self, quantised: ModelProto) -> None:
         graph = quantised.graph
         self._layers = {node.name: node for node in graph.node}
         self._made = {output: node for node in graph.node for output in node.output}
-        # What is stored in bytes, by the name of the tensor before and behind the step there and back: of results of a
-        # model the latter has the name that they have in the float one.
+        # QuantizeLinear nodes by the name of the tensor before quantisation and after dequantisation; for model outputs
+        # the latter is the name in the float model.
         self._stored = {node.input[0]: node for node in graph.node if node.op_type == _QUANTISE}
         for node in graph.node:
             before = self._made.get(node.input[0]) if node.op_type == _RESTORE else None
@@ -130,7 +128,7 @@ class ByteRounding:
         return self._there_and_back(step if step is not None and step.op_type == _RESTORE else None)
 
     def _there_and_back(self, step: NodeProto | None) -> Steps | None:
-        """To bytes by the scale of ``step`` and back; ``None`` where nothing is rounded, or by no constant."""
+        """Steps that quantise with the scale of ``step`` and dequantise; None without rounding or a constant scale."""
         if step is None or any(name not in self._values for name in step.input[1:3]):
             return None
         from onnx import helper
@@ -166,24 +164,27 @@ def _split(source: str, prefix: str) -> tuple[list[NodeProto], str]:
 
 @dataclass(frozen=True, eq=False)
 class SwitchedModel:
-    """``layers``: names of the layers of the graph, in the order of the switches; ``nodes``: of the ONNX nodes."""
+    """A model with one switch per layer."""
 
     model: ModelProto
+    # Names of the layers of the graph, in the order of the switches.
     layers: tuple[str, ...]
+    # Layer -> name of its ONNX node.
     nodes: Mapping[str, str] = field(default_factory=dict)
 
     def switches(self, rounded: Collection[str]) -> np.ndarray:
-        """The value of the input ``SWITCHES`` with which these layers round."""
+        """Value of the input ``SWITCHES`` that rounds these layers."""
         return np.array([name in rounded for name in self.layers], dtype=np.bool_)
 
 
 def switched_model(
     prepared: ModelProto, graph: Graph, exposed: Collection[str] = (), rounding: LayerRounding | None = None
 ) -> SwitchedModel:
-    """A copy of the model that ``graph`` was extracted from (:func:`fusion.relax.onnx.onnx_prepare.prepare`).
+    """Copy of the model that ``graph`` was extracted from (:func:`fusion.relax.onnx.onnx_prepare.prepare`), with
+    switches.
 
-    Layers with weights that are found in it have a switch. ``exposed``: tensors that become outputs, where they exist;
-    ``rounding``: to bfloat16 unless told.
+    Every layer with weights that is found in it has a switch. ``exposed``: tensors added to the outputs if they exist;
+    ``rounding``: bfloat16 by default.
     """
     from onnx import ModelProto, TensorProto, helper
 
@@ -207,15 +208,18 @@ def switched_model(
 
 @dataclass(frozen=True, eq=False)
 class _Place:
-    """A layer in the model: ``node`` computes its sums, ``output`` is the tensor that its kernel stores."""
+    """Position of a layer in the model: ``node`` computes its sums, ``output`` is the tensor that its kernel stores."""
 
     node: NodeProto
     output: str
 
 
 def _located(model: ModelProto, graph: Graph) -> dict[str, _Place]:
-    """The places of layers with weights. Variables have the name of their ONNX node, perhaps continued by what it was
-    taken apart into; others, such as results of the function, are the first node left that has as many weights.
+    """Positions of the layers with weights.
+
+    Variables have the name of their ONNX node, possibly with a suffix; other layers, such as results of the function,
+    are
+    matched to the first remaining node with as many weights.
     """
     from fusion.model.layer_names import identifier
 
@@ -251,7 +255,7 @@ def _located(model: ModelProto, graph: Graph) -> dict[str, _Place]:
 
 
 def _named(nodes: Mapping[str, NodeProto], variable: str) -> NodeProto | None:
-    """The node whose name ``variable`` has, or begins with."""
+    """Node whose name is ``variable`` or a prefix of it up to an underscore, or None."""
     name = variable
     while name:
         if name in nodes:
@@ -261,7 +265,7 @@ def _named(nodes: Mapping[str, NodeProto], variable: str) -> NodeProto | None:
 
 
 def _behind(own: NodeProto, readers: Mapping[str, list[NodeProto]], results: Collection[str], node: Node) -> str:
-    """The tensor behind the epilogue of ``own``, as far as a chain of operators that nothing else reads goes."""
+    """Output of the chain of single-reader epilogue operators after ``own``."""
     tensor = own.output[0]
     if not isinstance(node.operator, Conv2d | Dense) or node.operator.epilogue.activation is None:
         return tensor
@@ -272,17 +276,17 @@ def _behind(own: NodeProto, readers: Mapping[str, list[NodeProto]], results: Col
 
 @dataclass(eq=False)
 class _Editor:
-    """Collects what becomes rounded, and writes the graph anew."""
+    """Collects the tensors to round, and rewrites the graph."""
 
     model: ModelProto
     rounding: LayerRounding
-    # (First result of a node, number of its input) -> switch, and what it switches.
+    # (First output of a node, input number) -> (switch, rounding steps).
     _reads: dict[tuple[str, int], tuple[int, Steps]] = field(default_factory=dict)
-    # Tensor -> the same.
+    # Tensor -> list of (switch, rounding steps).
     _writes: dict[str, list[tuple[int, Steps]]] = field(default_factory=lambda: defaultdict(list))
 
     def switch(self, index: int, place: _Place) -> None:
-        """The layer of switch ``index`` rounds its data, its weights and its result."""
+        """Round data, weights and output of a layer with switch ``index``."""
         for number in READ:
             if (steps := self.rounding.steps(place.node, number, place.node.input[number])) is not None:
                 self._reads[place.node.output[0], number] = index, steps
@@ -324,7 +328,7 @@ class _Editor:
 
 
 def _rounding(source: str, target: str, index: int, steps: Steps) -> list[NodeProto]:
-    """``target`` is ``source``, rounded where switch ``index`` is on."""
+    """Nodes that set ``target`` to ``source``, rounded if switch ``index`` is on."""
     from onnx import helper
 
     nodes, rounded = steps(source, f"{target}.{index}")
@@ -333,7 +337,7 @@ def _rounding(source: str, target: str, index: int, steps: Steps) -> list[NodePr
 
 
 class RoundedRuns:
-    """The model of ONNX Runtime with any layers stored in the shorter type. ``layers``: those that can be."""
+    """Runs of the model by ONNX Runtime with any layers stored in the shorter type; ``layers`` can be rounded."""
 
     def __init__(self, worker: Worker, switched: SwitchedModel) -> None:
         self.layers = switched.layers
@@ -343,7 +347,7 @@ class RoundedRuns:
 
     @property
     def draw_seconds(self) -> float:
-        """What :meth:`draws` for one input take, by the last run."""
+        """Seconds of :meth:`draws` for one input, estimated from the last run."""
         return 2.0 * self._seconds * self._draws()
 
     def _draws(self) -> int:
@@ -351,8 +355,9 @@ class RoundedRuns:
         return max(LEAST_DRAWS, min(DRAWS, affordable))
 
     def draws(self, inputs: Arrays, rounded: Collection[str]) -> list[tuple[Arrays, Arrays]]:
-        """Outputs with the layers ``rounded`` in the shorter type, and without: on ``inputs``, and on such as are so
-        near that they differ by their roundings alone.
+        """Pairs of outputs with the layers ``rounded`` in the shorter type and without.
+
+        Computed on ``inputs`` and on inputs so close that their outputs differ by rounding only.
         """
         found = [(self.outputs(inputs, rounded), self.outputs(inputs, ()))]
         for seed in range(1, self._draws()):
@@ -361,7 +366,7 @@ class RoundedRuns:
         return found
 
     def outputs(self, inputs: Arrays, rounded: Collection[str]) -> Arrays:
-        """What the model computes with the layers ``rounded`` in the shorter type; ``TuningError`` if it fails."""
+        """Outputs with the layers ``rounded`` in the shorter type; raises ``TuningError`` on failure."""
         started = time.monotonic()
         try:
             return self._worker.run({**inputs, SWITCHES: self._switched.switches(rounded)})
@@ -374,7 +379,7 @@ class RoundedRuns:
 
 
 def _near(inputs: Arrays, seed: int) -> Arrays:
-    """``inputs`` with noise of a few roundings to bfloat16; what has no floating point stays."""
+    """``inputs`` with noise of a few bfloat16 roundings; inputs other than float32 are unchanged."""
     generator = np.random.default_rng(seed)
     near: Arrays = {}
     for name, array in inputs.items():
@@ -393,7 +398,7 @@ def rounded_runs(
     threads: int,
     scratch: Path,
 ) -> Iterator[RoundedRuns]:
-    """``switched`` loaded by ONNX Runtime in a process of its own. ``TuningError`` if it does not load it."""
+    """Load ``switched`` in an ONNX Runtime process; raises ``TuningError`` if loading fails."""
     if switched.model.ByteSize() > _LARGEST_MODEL:
         raise TuningError(
             "the model has more than 2 GiB: what bfloat16 does to its outputs cannot be told; "

@@ -1,1 +1,1 @@
-"""Which sites are worth one kernel on this machine by the roofline, and why; nothing is measured."""
+"""Roofline analysis of fusion sites on this machine, without measurements, and the reasons."""

@@ -1,4 +1,4 @@
-"""What fusing each site would bring on a machine, by the roofline, and why. Tunes and measures nothing."""
+"""Roofline analysis of the fusion sites of a model, with reasons; nothing is tuned or measured."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from schedules.contract.cpu_target import CpuTarget
 
 Explain = Callable[[Operator], RooflineReport]
-# Fused slower than this relative to its kernels apart, by the roofline, a site loses clearly.
+# A site loses clearly if its predicted fused time is above this multiple of the unfused time.
 LOSES_CLEARLY = 1.15
 
 
@@ -46,7 +46,7 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """Memory level of a tensor when the convolutions run one by one, and in the fused kernel."""
+    """Memory level of a tensor with separate kernels and in the fused kernel."""
 
     tensor: str
     size_bytes: float
@@ -56,11 +56,7 @@ class TensorPlace:
 
 @dataclass(frozen=True)
 class SiteReport:
-    """One site. Seconds are predicted, intensities in flop/B, ``recomputation``: flops done over flops needed.
-
-    ``fuse``: part of the fastest predicted cover of the whole chain; ``reason`` says why (not), in words.
-    ``hopeless``: ``tune`` never measures it (:func:`is_hopeless`).
-    """
+    """One fusion site; seconds are predicted, intensities in flop/B."""
 
     name: str
     kind: str
@@ -69,24 +65,28 @@ class SiteReport:
     unfused_intensity: float
     fused_intensity: float
     tensors: tuple[TensorPlace, ...]
+    # Computed flops divided by required flops.
     recomputation: float
     unfused_seconds: float
     fused_seconds: float
     unfused_bounds: tuple[str, ...]
     fused_bound: str
+    # True if part of the fastest predicted cover of the whole chain.
     fuse: bool
+    # Explanation of the decision in words.
     reason: str
+    # True if ``tune`` never measures it (:func:`is_hopeless`).
     hopeless: bool = False
 
     @property
     def loses_clearly(self) -> bool:
-        """Whether it is predicted to be slower fused by more than such predictions err."""
+        """True if the predicted loss of fusing is larger than the usual prediction error."""
         return self.fused_seconds > LOSES_CLEARLY * self.unfused_seconds
 
 
 @dataclass(frozen=True)
 class OtherOperator:
-    """A call that no kernel takes in; TVM compiles it. ``operator``: such as ``relax.nn.softmax``; ``reason``: why."""
+    """A call without a template kernel, compiled by TVM. ``operator``: e.g. ``relax.nn.softmax``; ``reason``: why."""
 
     name: str
     operator: str
@@ -95,27 +95,26 @@ class OtherOperator:
 
 @dataclass(frozen=True)
 class NetworkAnalysis:
-    """All sites of a model in program order, the number of template kernels, and all other operators.
-
-    ``precision``: what its layers are stored in; ``precisions``: what each one promises for the whole network.
-    """
+    """Analysis of a model: all sites in program order, number of template kernels, other operators."""
 
     machine: str
     threads: int
     sites: tuple[SiteReport, ...]
     kernels: int
     others: tuple[OtherOperator, ...]
+    # Number type of its layers.
     precision: str = "float32"
+    # Predictions for the whole network in each number type.
     precisions: tuple[PrecisionOutlook, ...] = ()
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-able, as documented for ``--json``."""
+        """Return a JSON-able dictionary, as documented for ``--json``."""
         return asdict(self)
 
 
 class ReadModel(NamedTuple):
-    """A model, and what it is analysed for; ``notes``: what to know about the model."""
+    """A model and its analysis target; ``notes``: messages about the model."""
 
     graph: Graph
     machine: Machine
@@ -132,9 +131,7 @@ def analyze_model(
     batch: int | None = None,
     precision: str = FLOAT32,
 ) -> NetworkAnalysis:
-    """The analysis of an ONNX file with its layers in ``precision``, as ``python -m fusion analyze`` prints it; of a
-    quantised one with those that it says.
-    """
+    """Analyse an ONNX file with its layers in ``precision``; quantised models keep their own precision."""
     return analyze_in(precision, *read_graph(model, shapes, machine, threads, say, batch, precision))
 
 
@@ -147,8 +144,9 @@ def read_graph(
     batch: int | None = None,
     precision: str = FLOAT32,
 ) -> ReadModel:
-    """The graph of an ONNX file, this CPU, and the machine that predicts for it. ``InputError`` if it lacks
-    ``precision``, or the model is quantised.
+    """Read an ONNX file and describe this CPU and the machine model used for predictions.
+
+    Raises ``InputError`` if the CPU lacks ``precision``, or if the model is quantised.
     """
     from fusion.relax.extract import extract_graph
     from fusion.relax.onnx.float_layers import told_in_floats
@@ -169,7 +167,7 @@ def read_graph(
 def analyze_in(
     precision: str, graph: Graph, machine: Machine, cpu: CpuTarget, notes: tuple[str, ...] = ()
 ) -> NetworkAnalysis:
-    """The analysis of ``graph`` with its layers in ``precision``; of a quantised one with those that it has."""
+    """Analyse ``graph`` with its layers in ``precision``; quantised models keep their own precision."""
     if layers_in(graph, INT8):
         found = replace(analyze(graph, machine, cpu), precision=precision_of(graph))
     else:
@@ -179,13 +177,13 @@ def analyze_in(
 
 
 def _with_notes(found: NetworkAnalysis, notes: tuple[str, ...]) -> NetworkAnalysis:
-    """``found`` with ``notes``, and what its predicted gains are worth where it promises some."""
+    """``found`` with ``notes``, and a note on the accuracy of predicted gains if any site is to be fused."""
     promised = any(site.fuse for site in found.sites)
     return replace(found, notes=(*notes, *([WORTH_OF_GAINS] if promised else [])))
 
 
 def by_precision(graph: Graph, machine: Machine, cpu: CpuTarget, notes: tuple[str, ...] = ()) -> list[NetworkAnalysis]:
-    """An analysis in every precision that ``machine`` has a rate for and ``cpu`` kernels; quantised: in its own."""
+    """Analyses in every precision supported by ``machine`` and ``cpu``; for a quantised model in its own only."""
     if layers_in(graph, INT8):
         return [analyze_in(INT8, graph, machine, cpu, notes)]
     usable = (dtype for dtype in PRECISE_TYPES if dtype in machine.compute and cpu.lacks(dtype) is None)
@@ -194,7 +192,7 @@ def by_precision(graph: Graph, machine: Machine, cpu: CpuTarget, notes: tuple[st
 
 
 def analyze(graph: Graph, machine: Machine, cpu: CpuTarget, cost_model: CostModel | None = None) -> NetworkAnalysis:
-    """Every site of ``graph`` priced fused and unfused on ``cpu.threads`` threads of ``machine``.
+    """Predict every site of ``graph`` fused and unfused on ``cpu.threads`` threads of ``machine``.
 
     ``cost_model`` predicts the seconds (default: the roofline); levels, bounds and intensities are the roofline's.
     """
@@ -212,12 +210,12 @@ def analyze(graph: Graph, machine: Machine, cpu: CpuTarget, cost_model: CostMode
 
 
 def network_bytes(graph: Graph) -> float:
-    """Bytes of all weights and activations: what a run of the network touches between two uses of a weight."""
+    """Bytes of all weights and activations: memory traffic of a run between two uses of a weight."""
     return float(sum(node.operator.weight_bytes + node.operator.output_bytes for node in graph.nodes))
 
 
 def predict(sites: Sequence[Site], cost_model: CostModel) -> dict[Operator, float]:
-    """Predicted seconds of every site's kernel and of those it replaces."""
+    """Predicted seconds of every site's kernel and of the kernels it replaces."""
     operators: dict[Operator, None] = {}
     for site in sites:
         operators.update(dict.fromkeys([*(node.operator for node in site.nodes), site.operator]))
@@ -226,10 +224,13 @@ def predict(sites: Sequence[Site], cost_model: CostModel) -> dict[Operator, floa
 
 
 def is_hopeless(site: Site, seconds: Mapping[Operator, float], explain: Explain) -> bool:
-    """Whether ``site`` is a pair of dense convolutions, of which a ResNet has dozens, that saves nothing worth a word:
-    neither if memory and arithmetic overlap, nor if they do not. Sites of other kinds may always surprise.
+    """True if ``site`` is a pair of dense convolutions whose fusion saves nothing significant by prediction.
 
-    ``seconds``: predicted, of its kernel and of those it replaces; ``explain``: the roofline.
+    Both bounds must agree: full overlap of memory and arithmetic, and no overlap. A ResNet has dozens of such pairs;
+    sites
+    of other kinds are always measured. ``seconds``: predictions for its kernel and for those it replaces; ``explain``:
+    the
+    roofline.
     """
     if not has_dense_window(site.operator):
         return False
@@ -247,7 +248,7 @@ def _report(
     seconds: Mapping[Operator, float],
     explain: Explain,
 ) -> SiteReport:
-    """``rivals``: by the name of a node, the chosen site that it is in."""
+    """Report on one site; ``rivals`` maps a node name to the name of the chosen site that contains it."""
     fused = explain(site.operator)
     unfused = [explain(node.operator) for node in site.nodes]
     unfused_time = unfused_seconds(site, seconds)
@@ -285,7 +286,7 @@ def _layer(node: Node) -> LayerReport:
 
 
 def window_text(kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int] = (1, 1)) -> str:
-    """``3x3``, with a stride ``3x3/2``, along columns alone ``3x3/1x2``, dilated ``3x3 d4``."""
+    """Window as text: ``3x3``, ``3x3/2`` with stride, ``3x3/1x2`` with a column stride only, ``3x3 d4`` dilated."""
     strided = f"/{_steps(stride)}" if max(stride) > 1 else ""
     return "x".join(map(str, kernel)) + strided + (f" d{_steps(dilation)}" if max(dilation) > 1 else "")
 
@@ -295,13 +296,13 @@ def _steps(along: Sequence[int]) -> str:
 
 
 def unfused_intensity(convs: Sequence[Conv2d]) -> float:
-    """flop/B when every layer reads its input and writes its output."""
+    """Arithmetic intensity in flop/B if every layer reads its input and writes its output."""
     size = sum(conv.input_bytes + conv.weight_bytes + conv.output_bytes + conv.residual_bytes for conv in convs)
     return sum(conv.flops for conv in convs) / size
 
 
 def _places(site: Site, unfused: Sequence[RooflineReport], fused: RooflineReport) -> tuple[TensorPlace, ...]:
-    """Input, weights, intermediate, residual and output with their levels in both arms."""
+    """Input, weights, intermediate, residual and output with their memory levels, unfused and fused."""
     first, last = unfused[0].levels, unfused[-1].levels
     operator = site.operator
     weights = " and ".join(dict.fromkeys(report.levels["weights"] for report in unfused))

@@ -1,8 +1,8 @@
-"""What a network takes with some of its layers in a shorter number type: kernels one by one, and what is converted.
+"""Time of a network with some layers in a shorter number type: sum of its kernels and of the type conversions.
 
-A tensor that one layer writes and another reads in a different number type passes through the cores once more, which
-the roofline prices by its bytes; so does an image that the first layer reads as the model gives it, in a shorter type.
-Where a tensor is blocked or unblocked anyway, that kernel converts it.
+A tensor that is written in one number type and read in another needs one more pass, whose time the roofline derives
+from its bytes; so does a model input that the first layer reads in a shorter type. Kernels that convert a tensor to or
+from the blocked layout also convert the number type.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def predicted_in(graph: Graph, machine: Machine, threads: int, dtype: str) -> dict[Operator, float]:
-    """The roofline's seconds of every layer of ``graph`` in float32 and in ``dtype``."""
+    """Roofline seconds of every layer of ``graph`` in float32 and in ``dtype``."""
     roofline = RooflineModel(machine, threads, network_bytes(graph))
     operators = {in_dtype(node.operator, each): None for node in graph.nodes for each in (FLOAT32, dtype)}
     return {each: found.seconds for each, found in zip(operators, roofline.estimate(list(operators)), strict=True)}
@@ -32,7 +32,7 @@ def predicted_in(graph: Graph, machine: Machine, threads: int, dtype: str) -> di
 def comparable(
     graph: Graph, predicted: Mapping[Operator, float], measured: Mapping[Operator, float], dtype: str
 ) -> dict[Operator, float]:
-    """``measured`` where a layer has been measured in both number types; ``predicted`` for both where not."""
+    """``measured`` times of layers measured in both number types, ``predicted`` ones for the others."""
     seconds = dict(predicted)
     for node in graph.nodes:
         both = [in_dtype(node.operator, each) for each in (FLOAT32, dtype)]
@@ -42,13 +42,14 @@ def comparable(
 
 
 def followers(graph: Graph) -> set[str]:
-    """Names of pooling and normalisation: what they read and write is rounded by the layers around them anyway."""
+    """Names of pooling and normalisation nodes: the layers around them round their inputs and outputs anyway."""
     return {node.name for node in graph.nodes if not isinstance(node.operator, Conv2d | Dense)}
 
 
 class MixedTimes:
-    """Seconds of ``graph``, which is in float32, with layers in ``dtype``. ``layers``: those that can be; ``seconds``:
-    of each layer in both number types.
+    """Seconds of a float32 ``graph`` with some layers in ``dtype``.
+
+    ``layers``: names of the layers with a form in ``dtype``; ``seconds``: of each layer in both number types.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class MixedTimes:
         self._inputs = [tensor for tensor in self._readers if tensor not in self._made and tensor not in others]
 
     def with_followers(self, rounded: Collection[str]) -> set[str]:
-        """``rounded``, and what follows such layers without being a convolution or a dense layer."""
+        """``rounded`` plus the nodes after these layers that are neither convolution nor dense layer."""
         found = set(rounded)
         for node in self._graph.nodes:
             before = self._made.get(node.data)
@@ -88,13 +89,14 @@ class MixedTimes:
         return own + sum(map(self._conversion_seconds, self.converted_values(rounded)))
 
     def known(self, rounded: Collection[str], measured: Mapping[Operator, float]) -> bool:
-        """Whether every kernel of that network is in ``measured``."""
+        """True if ``measured`` has every kernel of that network."""
         names = self.with_followers(rounded)
         return all(self._stored(node, names) in measured for node in self._graph.nodes)
 
     def converted_values(self, rounded: Collection[str]) -> list[int]:
-        """The size of each tensor that exists in both number types, in elements: of results of layers, and of inputs of
-        the model. Other operators widen as they read and round as they write.
+        """Number of elements of each tensor needed in both number types: layer outputs and model inputs.
+
+        Other operators convert while reading and writing.
         """
         names = self.with_followers(rounded)
         found = []
@@ -116,7 +118,7 @@ class MixedTimes:
         return in_dtype(node.operator, self._dtype if node.name in names else FLOAT32)
 
     def _conversion_seconds(self, elements: int) -> float:
-        """One pass: all bytes of one side are read, all of the other written."""
+        """Seconds of one pass that reads all bytes in one type and writes all in the other."""
         sizes = [elements * element_bytes(dtype) for dtype in (FLOAT32, self._dtype)]
         machine, threads = self._machine, self._cpu.threads
         level = machine.level_holding(sum(sizes) / threads, threads)

@@ -1,4 +1,4 @@
-"""What each precision promises for a whole network on a machine, with and without fusion, by the roofline."""
+"""Roofline predictions for a whole network in each precision, with and without fusion."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from fusion.model.conv_graph import Graph
     from schedules.contract.cpu_target import CpuTarget
 
-# What layers may be stored in, the most exact first.
+# Number types of layers, most exact first.
 PRECISE_TYPES = (FLOAT32, BFLOAT16, INT8)
-# What predicted gains were worth where fusion was measured: networks of docs/benchmarks.md, sites of docs/limits.md.
+# Accuracy of predicted gains: networks of docs/benchmarks.md, sites of docs/limits.md.
 WORTH_OF_GAINS = (
     "gains are what the roofline predicts, without an interval. Measured in 15 tuned networks that fused something, "
     "fusion alone made them 1.06 times as fast (0.98 to 1.27); whether a site gains was told right for 68 to 79 % of "
@@ -29,36 +29,36 @@ WORTH_OF_GAINS = (
 
 @dataclass(frozen=True)
 class PrecisionOutlook:
-    """A network with ``layers`` stored in ``precision``, the others in float32; seconds are predicted.
-
-    ``peak_flops``: sustained by the machine, in flop/s; ``intensity``: flop per byte that enters or leaves kernels,
-    without fusion and with it. ``missing``: why there are no kernels of this precision, ``None`` if there are.
-    """
+    """Prediction for a network with some layers in ``precision``, the others in float32."""
 
     precision: str
+    # Number of layers in ``precision``.
     layers: int
     sites: int
     sites_fused: int
+    # Sustained rate of the machine in flop/s.
     peak_flops: float
     unfused_seconds: float
     fused_seconds: float
+    # Flop per byte that kernels read or write.
     unfused_intensity: float
     fused_intensity: float
+    # Reason for the lack of kernels in this precision, or None.
     missing: str | None = None
 
     @property
     def gain(self) -> float:
-        """How many times as fast as without fusion."""
+        """Speedup by fusion."""
         return self.unfused_seconds / self.fused_seconds if self.fused_seconds else 1.0
 
 
 def outlooks(graph: Graph, machine: Machine, cpu: CpuTarget) -> tuple[PrecisionOutlook, ...]:
-    """Of every precision that the machine has a rate for."""
+    """Outlooks for every precision that the machine has a compute rate for."""
     return tuple(_outlook(graph, machine, cpu, dtype) for dtype in PRECISE_TYPES if dtype in machine.compute)
 
 
 def in_precision(graph: Graph, dtype: str, cpu: CpuTarget) -> Graph:
-    """``graph`` with every layer in ``dtype`` that a kernel of ours computes so."""
+    """``graph`` with every layer in ``dtype`` that our kernels support in it."""
     return stored_in(graph, layers_covered(graph, dtype, cpu), dtype)
 
 

@@ -1,4 +1,4 @@
-"""Why a site is (not) worth fusing, in words, from the terms of the roofline."""
+"""Explanation in words of a fusion decision, from the terms of the roofline."""
 
 from __future__ import annotations
 
@@ -7,32 +7,31 @@ from dataclasses import dataclass
 
 from costmodel.cpu.roofline import RooflineReport
 
-# A term that changes the time by less than this share is not worth a word.
+# Do not mention a term that changes the time by less than this fraction.
 NEGLIGIBLE = 0.02
 NOT_TUNED = "not tuned, since nothing is saved even if memory and arithmetic do not overlap"
 
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Terms of the kernels of one arm, in seconds, that add up to its time.
-
-    ``memory_seconds``: what memory takes beyond the arithmetic that hides it. ``intermediate_*``: of the tensor
-    between the convolutions. ``winograd``: whether one of the convolutions is computed by that algorithm. ``spills``:
-    whether no core's own cache holds the tile of a fused kernel and the weights.
-    """
+    """Time of the kernels of one arm (fused or unfused) as a sum of terms in seconds."""
 
     core_seconds: float
+    # Memory time not hidden by arithmetic.
     memory_seconds: float
     region_seconds: float
     recomputation: float
+    # Memory level and size of the tensor between the convolutions.
     intermediate_level: str
     intermediate_bytes: float
+    # True if one of the convolutions uses Winograd's algorithm.
     winograd: bool = False
+    # True if the tile of a fused kernel and its weights exceed every core-private cache.
     spills: bool = False
 
     @classmethod
     def of(cls, reports: Sequence[RooflineReport]) -> LayerCost:
-        """Of one fused kernel, or of the kernels it would replace."""
+        """Sum of the reports of one fused kernel, or of the kernels it would replace."""
         fused = len(reports) == 1
         between = "intermediate" if fused else "output"
         inside = [traffic for traffic in reports[0].traffic if traffic.tensor == between]
@@ -51,7 +50,8 @@ class LayerCost:
 def explain_decision(
     unfused: LayerCost, fused: LayerCost, unfused_seconds: float, fused_seconds: float, chosen: bool, rival: str | None
 ) -> str:
-    """One sentence: how much time fusing saves or costs, through which terms, and what a slower choice gave way to."""
+    """One sentence: time saved or lost by fusing, the terms responsible, and the site chosen instead if there is one.
+    """
     change = fused_seconds / unfused_seconds - 1.0
     gains, losses = _terms(unfused, fused, unfused_seconds)
     if change >= 0:
@@ -67,7 +67,7 @@ def explain_decision(
 
 
 def _terms(unfused: LayerCost, fused: LayerCost, scale: float) -> tuple[list[str], list[str]]:
-    """What gets cheaper and what gets dearer, the largest first."""
+    """Descriptions of the terms that decrease and of those that increase, largest first."""
     named = [
         (unfused.memory_seconds - fused.memory_seconds, _memory_text(unfused, fused)),
         (unfused.core_seconds - fused.core_seconds, _core_text(unfused, fused)),
@@ -107,7 +107,7 @@ def _change(before: float, after: float) -> str:
 
 
 def format_bytes(size: float) -> str:
-    """``1.5 MiB``: two to four digits, in the largest unit that fits."""
+    """Format a size with one decimal in the largest unit that fits, e.g. ``1.5 MiB``."""
     for unit, scale in (("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10)):
         if size >= scale:
             return f"{size / scale:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""What is tuned or analysed for: a CPU, and the machine that predicts its times, asked for once and handed on.
+"""Target of tuning or analysis: a CPU, and the machine model that predicts its times.
 
 The machine is named by the user, was calibrated before, or is measured now.
 """
@@ -18,28 +18,29 @@ from schedules.contract.cpu_target import CpuTarget, cpu_flags, host_target, req
 
 
 class Target:
-    """A CPU to build kernels for, and the machine that predicts their times."""
+    """A CPU to build kernels for, and the machine model that predicts their times."""
 
     def __init__(self, cpu: CpuTarget, describe: Callable[[], Machine]) -> None:
-        """``describe`` is called when the machine is first asked for: measuring one takes seconds, and what can be
-        refused without it is refused before.
+        """``describe`` is called on first use of the machine: measuring takes seconds, and requests that are invalid
+        without it
+        are rejected first.
         """
         self.cpu = cpu
         self._describe = describe
 
     @cached_property
     def machine(self) -> Machine:
-        """The machine that predicts for this CPU."""
+        """Machine model of this CPU."""
         return self._describe()
 
     @cached_property
     def machine_differs(self) -> str | None:
-        """In words that the machine is not this CPU (:func:`another_cpu`)."""
+        """Warning that the machine is not this CPU (:func:`another_cpu`), or None."""
         return another_cpu(self.machine)
 
     @cached_property
     def not_run_here(self) -> str | None:
-        """Why code for this CPU cannot be run here; ``None`` if it can."""
+        """Reason why code for this CPU cannot run here, or None."""
         missing = [flag for flag in required_flags(self.cpu.mcpu) if flag not in cpu_flags()]
         if not missing:
             return None
@@ -47,20 +48,20 @@ class Target:
 
     @cached_property
     def threads_here(self) -> int:
-        """With how many threads code for this CPU, which may have more cores than the one here, runs here."""
+        """Number of threads here for code built for this CPU, which may have more cores than the local one."""
         return min(self.cpu.threads, usable_cores())
 
 
 def this_cpu(machine: str | None, threads: int | None, say: Say) -> Target:
-    """The CPU of this process; ``machine``: name or file of the one that predicts for it, as of :func:`machine_for`."""
+    """CPU of this process; ``machine``: name or file of the predicting machine, as in :func:`machine_for`."""
     cpu = host_target(threads)
     return Target(cpu, lambda: machine_for(machine, cpu.threads, say))
 
 
 def machine_for(name_or_path: str | None, threads: int, say: Say) -> Machine:
-    """The machine of ``name_or_path``; without one this CPU, measured quickly if it has no calibrated file yet.
+    """Load the machine ``name_or_path``; by default this CPU, measured quickly if not calibrated yet.
 
-    Raises ``MachineError`` for an unknown or malformed machine, a GPU, or one not known for ``threads`` threads.
+    Raises ``MachineError`` for an unknown or malformed machine, a GPU, or one not described for ``threads`` threads.
     """
     machine = load_machine(name_or_path, "cpu") if name_or_path is not None else _calibrated(threads, say)
     if machine.kind != "cpu":
@@ -72,7 +73,7 @@ def machine_for(name_or_path: str | None, threads: int, say: Say) -> Machine:
 
 
 def another_cpu(machine: Machine, here: Host | None = None) -> str | None:
-    """In words that ``machine`` is not the CPU kernels are built for and measured on; ``None`` if it may be."""
+    """Warning that ``machine`` is not the CPU that kernels are built for and measured on, or None."""
     own = here or host_identity()
     described = machine.host
     if described is None or (described.architecture, {*described.features}) == (own.architecture, {*own.features}):

@@ -1,1 +1,1 @@
-"""The build folder that ``tune`` leaves, and running what is in it."""
+"""Build folder written by ``tune``, and execution of its modules."""

@@ -1,18 +1,17 @@
-"""The build directory: what ``tune`` leaves for ``run`` and ``compare``.
+"""Build directory: written by ``tune``, read by ``run`` and ``compare``.
 
     build/
-    ├── model.so            tuned kernels, fusion chosen per site; runs with TVM's runtime alone
+    ├── model.so            tuned kernels, fusion chosen per site; needs only TVM's runtime
     ├── model_unfused.so    the same kernels with fusion off
     ├── manifest.json       interface, CPU, TVM version, origin and a digest of every file: this module
-    ├── summary.json        what tuning found, for scripts
-    ├── report.html         the same for people, in a browser (:mod:`fusion.report.tune_page`)
-    ├── records/            tuning records (written while tuning, not here)
-    └── cache/              what peers of ``compare`` compiled once
+    ├── summary.json        results of tuning, for scripts
+    ├── report.html         results of tuning, for a browser (:mod:`fusion.report.tune_page`)
+    ├── records/            tuning records (written during tuning, not here)
+    └── cache/              compiled models of the peers of ``compare``
 
-For several input shapes each has such a folder inside (:mod:`fusion.artifact.profile_folders`).
-
-Files are staged beside their destination and renamed; the manifest goes last, so a directory whose manifest fits its
-files is whole.
+With several input shapes, each has such a folder inside (:mod:`fusion.artifact.profile_folders`).
+Files are staged beside their destination and renamed; the manifest is moved last, so a directory whose manifest matches
+its files is complete.
 """
 
 from __future__ import annotations
@@ -46,11 +45,11 @@ SUMMARY = "summary.json"
 REPORT = "report.html"
 CACHE = "cache"
 _PRECISIONS = ("float32", "bfloat16", "int8", "mixed")
-STAGING = ".staging-"  # how the name of a temporary folder begins
+STAGING = ".staging-"  # name prefix of a temporary folder
 
 
 class Executable(Protocol):
-    """What ``tvm.relax.build`` returns, as far as this module cares."""
+    """Interface of the result of ``tvm.relax.build`` that is used here."""
 
     def export_library(self, file_name: str) -> Any:
         """Write a shared library."""
@@ -58,52 +57,56 @@ class Executable(Protocol):
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything ``run`` must know before it loads code.
-
-    ``cpu_flags``: features of /proc/cpuinfo without which the code is illegal. ``files``: name -> SHA-256.
-    ``measured``: networks were timed against each other on such a CPU before this one was chosen; ``checked``: its
-    outputs were compared with the reference. ``precision``: in what its layers with weights are stored, ``float32``,
-    ``bfloat16``, ``int8`` or ``mixed``; inputs and outputs are those of the model in any case. ``layers``: of each
-    module, the names of what its kernels compute in the order of a run
-    (:func:`fusion.relax.kernel_calls.kernel_layers`); older builds tell none.
-    """
+    """Metadata that ``run`` needs before it loads code."""
 
     model_path: str
     model_sha256: str
     inputs: tuple[TensorInfo, ...]
     outputs: tuple[TensorInfo, ...]
     mcpu: str
+    # Features of /proc/cpuinfo that the code requires.
     cpu_flags: tuple[str, ...]
     threads: int
     tvm_version: str
+    # File name -> SHA-256.
     files: Mapping[str, str] = field(default_factory=dict)
     format: int = FORMAT
+    # True if candidate networks were timed against each other on such a CPU.
     measured: bool = True
+    # True if outputs were compared with the reference.
     checked: bool = True
+    # Number type of layers with weights: ``float32``, ``bfloat16``, ``int8`` or ``mixed``. Inputs and outputs always
+    # have the types of the model.
     precision: str = "float32"
+    # Module -> layer names of its kernels in execution order (:func:`fusion.relax.kernel_calls.kernel_layers`); empty
+    # in
+    # older builds.
     layers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Artifact:
-    """A build directory that was read and found whole."""
+    """A build directory that was read and verified."""
 
     directory: Path
     manifest: Manifest
 
     @property
     def cache(self) -> Path:
-        """Where peers keep what they compile."""
+        """Folder for compiled models of peers."""
         return self.directory / CACHE
 
     def library(self, name: str = MODEL) -> Path | None:
-        """Path of a module, ``None`` if the build has no such module."""
+        """Path of a module, or None if the build does not contain it."""
         return self.directory / name if name in self.manifest.files else None
 
 
 def model_file(artifact: Artifact) -> Path | None:
-    """The ONNX file that ``artifact`` was built from, unchanged: where it was, or in the build, which may have moved,
-    as of one that was quantised on the way; ``None`` if it is in neither place.
+    """Unchanged ONNX file that ``artifact`` was built from, or None.
+
+    It is searched at its original path and in the build folder, which may have moved (models quantised during tuning
+    are
+    stored there).
     """
     path = Path(artifact.manifest.model_path)
     places = (path, artifact.directory / path.name, artifact.directory.parent / path.name)
@@ -121,7 +124,7 @@ def describe(
     checked: bool = True,
     precision: str = "float32",
 ) -> Manifest:
-    """The manifest of a build of ``model`` for ``cpu`` (files are filled in by :func:`write_artifact`)."""
+    """Create the manifest of a build of ``model`` for ``cpu`` (files are filled in by :func:`write_artifact`)."""
     return Manifest(
         model_path=str(model.resolve()),
         model_sha256=digest(model),
@@ -153,7 +156,7 @@ def write_artifact(
 def stage_build(
     stage: Path, manifest: Manifest, executables: Mapping[str, Executable], summary: Mapping[str, Any]
 ) -> Manifest:
-    """Writes the files of a build into the empty folder ``stage``; its manifest, with their digests."""
+    """Write the files of a build into the empty folder ``stage``; return its manifest with their digests."""
     for name, executable in executables.items():
         executable.export_library(str(stage / name))
     files = {name: digest(stage / name) for name in executables}
@@ -166,9 +169,10 @@ def stage_build(
 
 
 def install_build(stage: Path, directory: Path) -> None:
-    """Moves a staged build into ``directory``; modules that it has none of are taken away.
+    """Move a staged build into ``directory``; modules that it does not contain are deleted there.
 
-    Modules first, the manifest last: stopped in between, the old manifest does not fit, and nothing is believed.
+    Modules are moved first, the manifest last: after an interruption the old manifest does not match, and the build is
+    rejected.
     """
     names = {path.name for path in stage.iterdir() if path.is_file()}
     for name in sorted(names, key=lambda each: (each == MANIFEST, each not in (MODEL, UNFUSED_MODULE))):
@@ -178,7 +182,7 @@ def install_build(stage: Path, directory: Path) -> None:
 
 
 def prepare_directory(directory: Path) -> None:
-    """Create ``directory`` and prove that it can be written, before minutes are spent. Raises ``OutputError``."""
+    """Create ``directory`` and test that it is writable, before tuning starts. Raises ``OutputError``."""
     file = next((path for path in (directory, *directory.parents) if path.exists() and not path.is_dir()), None)
     if file is not None:
         raise OutputError(f"{directory}: {file} is a file, not a folder; name another folder")
@@ -190,7 +194,7 @@ def prepare_directory(directory: Path) -> None:
 
 @contextmanager
 def output_directory(directory: Path) -> Iterator[None]:
-    """``directory``, proved writable; taken away again by a failure if it was made here and nothing is kept in it."""
+    """Create the writable ``directory``; on failure remove it if it was created here and is empty."""
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
     prepare_directory(directory)
     try:
@@ -226,7 +230,7 @@ def read_artifact(directory: Path) -> Artifact:
 
 
 def check_runnable(artifact: Artifact, flags: frozenset[str] | None = None, tvm_version: str | None = None) -> None:
-    """Refuse a CPU or a TVM on which the build's code would crash. Raises ``InputError``."""
+    """Raise ``InputError`` for a CPU or a TVM version on which the build's code would crash."""
     manifest = artifact.manifest
     present = cpu_flags() if flags is None else flags
     missing = [flag for flag in manifest.cpu_flags if flag not in present]
@@ -234,7 +238,7 @@ def check_runnable(artifact: Artifact, flags: frozenset[str] | None = None, tvm_
         raise InputError(
             f"{artifact.directory}: built for {manifest.mcpu}; this CPU lacks {', '.join(missing)}: tune the model here"
         )
-    # Kernels of float32 use no tiles; what a build stores narrower may.
+    # float32 kernels use no AMX tiles; kernels of shorter types may.
     if TILE_FLAG in manifest.cpu_flags and manifest.precision != "float32" and (refused := tiles_refused()):
         raise InputError(f"{artifact.directory}: built for a CPU with AMX, but {refused}: tune the model here")
     if tvm_version is not None and _series(tvm_version) != _series(manifest.tvm_version):
@@ -252,7 +256,7 @@ def digest(path: Path) -> str:
 
 @contextmanager
 def staging(directory: Path) -> Iterator[Path]:
-    """A temporary directory inside ``directory``, on its file system; a failure removes what this call created."""
+    """Temporary directory inside ``directory``, on its file system; a failure removes what this call created."""
     created = not directory.exists()
     with _output_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
@@ -270,7 +274,7 @@ def staging(directory: Path) -> Iterator[Path]:
 
 @contextmanager
 def _output_errors(path: Path) -> Iterator[None]:
-    """Turn failures to write, TVM's included, into one clear line."""
+    """Convert write failures, including those of TVM, into ``OutputError`` with a one-line message."""
     try:
         yield
     except OSError as error:
@@ -305,7 +309,7 @@ def _read_manifest(path: Path) -> Manifest:
 
 
 def read_fields(path: Path) -> dict[str, Any]:
-    """What a manifest of this format holds, unchecked; ``InputError`` names the file."""
+    """Read the unvalidated fields of a manifest of this format; raises ``InputError`` that names the file."""
     try:
         fields = decoded(read_text(path, "record"))
     except FileNotFoundError as error:
@@ -320,7 +324,7 @@ def read_fields(path: Path) -> dict[str, Any]:
 
 
 def _manifest(fields: dict[str, Any]) -> Manifest:
-    """Strict: exactly our fields, of our types; module names stay inside the directory."""
+    """Validate a manifest strictly: exactly our fields and types; module names must stay inside the directory."""
     for key in (
         "model_path",
         "model_sha256",
@@ -385,11 +389,11 @@ def _tensor(item: dict[str, Any]) -> TensorInfo:
 
 
 def _is_dtype(name: str) -> bool:
-    """Whether NumPy, or ``ml_dtypes`` beside it (``bfloat16``), has the type."""
+    """True if NumPy or ``ml_dtypes`` (``bfloat16``) has the type."""
     import ml_dtypes
 
     try:
         known = np.dtype(name)
-    except (TypeError, ValueError, SyntaxError):  # also of what NumPy takes for a list of types
+    except (TypeError, ValueError, SyntaxError):  # NumPy may parse the name as a list of types
         return isinstance(getattr(ml_dtypes, name, None), type)
     return known.kind in "biufc" or known.type is getattr(ml_dtypes, name, None)

@@ -1,4 +1,4 @@
-"""Run a compiled module with TVM's runtime: named arrays in, named arrays out."""
+"""Execution of a compiled module with TVM's runtime: named arrays in, named arrays out."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from fusion.model.named_arrays import Arrays, to_tvm
 from fusion.model.tensor_info import TensorInfo
 from schedules.contract.lean_import import lacks_compiler, tvm_threads, uninterrupted
 
-# What the virtual machine does between kernels: storage, views, checks of shapes.
+# Prefix of VM functions between kernels: storage, views, shape checks.
 _BUILTIN = "vm.builtin."
 _LEAST_RUNS = 5
-# Whether a thread's pool is there: TVM reads its size from the environment when the thread first runs a kernel.
+# True once the thread's pool exists: TVM reads its size from the environment at the thread's first kernel.
 _SETTLED = threading.local()
 
 
 class CompiledModel:
-    """One module of a build directory in the Relax virtual machine. Inputs must fit the interface."""
+    """One module of a build directory in the Relax virtual machine. Inputs must match the interface."""
 
     def __init__(
         self, machine: Any, inputs: tuple[TensorInfo, ...], outputs: tuple[TensorInfo, ...], threads: int | None = None
@@ -42,7 +42,7 @@ class CompiledModel:
         self._threads = threads
 
     def __call__(self, arrays: Mapping[str, np.ndarray]) -> Arrays:
-        """Compute the outputs, copied out of TVM's memory. Threads that call take turns: a machine runs one call."""
+        """Return the outputs, copied out of TVM's memory. Concurrent calls are serialised: a machine runs one call."""
         arguments = self._arguments(arrays)
         settle_threads(self._threads)
         with self._lock:
@@ -51,16 +51,16 @@ class CompiledModel:
             return {info.name: value.numpy() for info, value in zip(self._outputs, values, strict=True)}
 
     def bind(self, arrays: Mapping[str, np.ndarray]) -> Callable[[], Any]:
-        """The cheapest call on inputs that are already in TVM's memory, for timing; not for several threads."""
+        """Cheapest call on inputs that are already in TVM's memory, for timing; not thread-safe."""
         arguments = self._arguments(arrays)
         settle_threads(self._threads)
         self._machine.save_function("main", "bound_main", *arguments, include_return=False)
         return self._machine["bound_main"]
 
     def kernel_durations(self, arrays: Mapping[str, np.ndarray], seconds: float) -> list[tuple[str, list[float]]]:
-        """Symbol and durations in seconds, one of each run, of every kernel call of a run, in its order.
+        """(Symbol, durations in seconds of all runs) of every kernel call, in execution order.
 
-        Runs back to back for ``seconds``. A duration holds a few microseconds of the clock's own.
+        Runs back to back for ``seconds``. A duration includes a few microseconds of clock overhead.
         """
         arguments, clock = self._arguments(arrays), time.perf_counter
         settle_threads(self._threads)
@@ -98,7 +98,7 @@ class CompiledModel:
 def load_compiled(artifact: Artifact, name: str, threads: int) -> CompiledModel:
     """Load the module ``name`` of a build to run on ``threads`` threads. Raises ``InputError``.
 
-    Uses TVM's runtime library alone unless this process already loaded the compiler.
+    Only TVM's runtime library is loaded, unless this process already loaded the compiler.
     """
     library = artifact.library(name)
     if library is None:
@@ -115,7 +115,7 @@ def load_compiled(artifact: Artifact, name: str, threads: int) -> CompiledModel:
 def load_library(
     library: Path, inputs: tuple[TensorInfo, ...], outputs: tuple[TensorInfo, ...], threads: int | None = None
 ) -> CompiledModel:
-    """Load a shared library that ``tvm.relax.build`` exported. Raises ``InputError``."""
+    """Load a shared library exported by ``tvm.relax.build``. Raises ``InputError``."""
     import tvm
     from tvm.runtime.vm import VirtualMachine
 
@@ -128,7 +128,7 @@ def load_library(
 
 
 def settle_threads(count: int | None) -> None:
-    """Make the pool in which TVM runs the kernels of this thread, with ``count`` threads; one that is there stays."""
+    """Create the thread pool of TVM for the calling thread with ``count`` threads; an existing pool is unchanged."""
     if count is not None and not getattr(_SETTLED, "done", False):
         with tvm_threads(count):
             threads_of_tvm()
@@ -136,7 +136,7 @@ def settle_threads(count: int | None) -> None:
 
 
 def threads_of_tvm() -> int:
-    """With how many threads TVM runs kernels for this thread; settled when it is first asked."""
+    """Number of threads that TVM uses for this thread; fixed by the first call."""
     from tvm_ffi import get_global_func
 
     found = get_global_func("runtime.NumThreads")
@@ -144,7 +144,7 @@ def threads_of_tvm() -> int:
 
 
 def require_compiler() -> None:
-    """Loads TVM; ``InputError`` if this process has loaded it without its compiler: that cannot be made up for."""
+    """Load TVM; raise ``InputError`` if this process loaded it without its compiler, which cannot be added later."""
     if lacks_compiler():
         raise InputError(
             "this process loaded a tuned model with TVM's runtime alone, without its compiler: analyze and tune before "
@@ -156,7 +156,7 @@ def require_compiler() -> None:
 
 @contextmanager
 def _runtime_alone() -> Iterator[None]:
-    """TVM is loaded without its compiler in here. Processes started later inherit nothing of it: they may compile."""
+    """Load TVM without its compiler in this context. Child processes do not inherit the setting: they may compile."""
     name = "TVM_USE_RUNTIME_LIB"
     before = os.environ.get(name)
     os.environ.setdefault(name, "1")

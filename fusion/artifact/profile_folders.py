@@ -1,10 +1,10 @@
-"""A build for several input shapes ("profiles"): a folder of whole builds, one for each, and an index of them.
+"""Build for several input shapes ("profiles"): a folder with one complete build per profile, and an index.
 
 build/
-├── 1x3x48x320/         a whole build, as :mod:`fusion.artifact.build_folder` has it; so is every other profile's
+├── 1x3x48x320/         a complete build (:mod:`fusion.artifact.build_folder`), likewise for every profile
 ├── 1x3x48x640/
-├── manifest.json       the profiles' folders, in the order they were asked for, and the digest of each manifest
-├── summary.json        what tuning found, for every profile
+├── manifest.json       folders of the profiles, in the order of the request, and the digest of each manifest
+├── summary.json        results of tuning for every profile
 └── records/            tuning records of all of them
 """
 
@@ -43,7 +43,7 @@ from fusion.model.tensor_info import TensorInfo
 
 @dataclass(frozen=True, eq=False)
 class ProfileBuild:
-    """One profile's build to be written into ``folder``, a name inside the build folder."""
+    """One profile's build, to be written into ``folder``, a name inside the build folder."""
 
     folder: str
     manifest: Manifest
@@ -52,9 +52,9 @@ class ProfileBuild:
 
 
 def profile_names(profiles: Sequence[Sequence[TensorInfo]]) -> list[str]:
-    """A folder's name for each profile: the shapes of those inputs that differ between them, such as ``1x3x48x320``.
+    """Folder name of each profile: shapes of the inputs that differ between profiles, e.g. ``1x3x48x320``.
 
-    ``InputError`` where two profiles take the same shapes.
+    Raises ``InputError`` if two profiles have the same shapes.
     """
     shapes = [[info.shape for info in inputs] for inputs in profiles]
     differing = [index for index, each in enumerate(zip(*shapes, strict=True)) if len(set(each)) > 1]
@@ -68,14 +68,14 @@ def profile_names(profiles: Sequence[Sequence[TensorInfo]]) -> list[str]:
 
 
 def describe_inputs(inputs: Sequence[TensorInfo]) -> str:
-    """As the command line takes them: ``x=1,3,48,320``."""
+    """Format inputs as on the command line: ``x=1,3,48,320``."""
     return " ".join(f"{info.name}={','.join(map(str, info.shape))}" for info in inputs)
 
 
 def write_profiles(directory: Path, builds: Sequence[ProfileBuild], summary: Mapping[str, Any]) -> None:
-    """Writes the builds, then the index; what an earlier build left here and this one has not is taken away.
+    """Write the builds, then the index; remove profiles of earlier builds that are not in this one.
 
-    All files are written before the first is put in its place. Raises ``OutputError``.
+    All files are written before the first one is moved to its place. Raises ``OutputError``.
     """
     names = [build.folder for build in builds]
     with staging(directory) as stage:
@@ -94,15 +94,16 @@ def write_profiles(directory: Path, builds: Sequence[ProfileBuild], summary: Map
 
 
 def write_single(directory: Path, build: ProfileBuild) -> None:
-    """Writes the only build into ``directory`` itself; profiles that an earlier one left are taken away."""
+    """Write the only build into ``directory`` itself; remove profiles of earlier builds."""
     stale = _profiles_before(directory)
     write_artifact(directory, build.manifest, build.executables, build.summary)
     _remove(directory, stale)
 
 
 def read_profiles(directory: Path) -> list[Artifact]:
-    """The builds in ``directory``, whole: one of each profile, or the only one. Raises ``InputError`` for a damaged
-    one, naming the file.
+    """Read the builds in ``directory``: one per profile, or the only one.
+
+    Raises ``InputError`` for a damaged one, naming the file.
     """
     index = directory / MANIFEST
     if not index.is_file() or not (profiles := read_fields(index).get("profiles")):
@@ -126,7 +127,7 @@ def _profiles_before(directory: Path) -> list[str]:
 
 
 def _remove(directory: Path, names: Sequence[str]) -> None:
-    """The files of builds alone: what else lies in their folders stays."""
+    """Remove the files of builds only; other files in their folders stay."""
     for name in names:
         folder = directory / name
         ours = [folder / file for file in (MANIFEST, MODEL, UNFUSED_MODULE, SUMMARY, REPORT)]

@@ -1,4 +1,4 @@
-"""``python -m fusion run``: a compiled model on the arrays of a file."""
+"""``python -m fusion run``: run a compiled model on the arrays of a file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fusion.model.tensor_info import TensorInfo
 
 @dataclass(frozen=True)
 class RunResult:
-    """What ``run`` did. ``seconds``: the first call, loading excluded; ``compare`` measures latency."""
+    """Result of ``run``; ``seconds``: the first call without loading (``compare`` measures latency)."""
 
     output: str
     outputs: tuple[TensorInfo, ...]
@@ -25,7 +25,7 @@ class RunResult:
 def run_command(build_dir: Path, input_npz: Path, output_npz: Path, threads: int | None = None) -> RunResult:
     """Run the model of ``build_dir`` on the named arrays of ``input_npz`` and write its named outputs.
 
-    ``threads`` defaults to those it was tuned for, as far as there are cores for them. Raises ``InputError`` or
+    ``threads`` defaults to the number it was tuned for, limited by the available cores. Raises ``InputError`` or
     ``OutputError``.
     """
     check_outputs({"--output": output_npz}, {"--input": input_npz})
@@ -39,6 +39,6 @@ def run_command(build_dir: Path, input_npz: Path, output_npz: Path, threads: int
 
 
 def render_run(result: RunResult) -> str:
-    """One line per output, for people."""
+    """Format the outputs as text, one per line."""
     lines = [f"{info.name}: {info.dtype}{list(info.shape)}" for info in result.outputs]
     return "\n".join([*lines, f"written to {result.output}"])

@@ -1,4 +1,4 @@
-"""A tuned model as a function: arrays in, arrays out. :func:`load` opens what ``tune`` wrote."""
+"""Tuned models as Python functions on arrays. :func:`load` opens a build written by ``tune``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fusion.model.tensor_info import TensorInfo
 
 @dataclass(frozen=True, eq=False)
 class LoadedProfile:
-    """A network for one set of input shapes: names, shapes and dtypes of its inputs and outputs in order."""
+    """A network for one set of input shapes, with names, shapes and dtypes of its inputs and outputs in order."""
 
     inputs: tuple[TensorInfo, ...]
     outputs: tuple[TensorInfo, ...]
@@ -29,10 +29,11 @@ class LoadedProfile:
 
 
 class TunedModel:
-    """What :func:`load` returns. Threads may share it: calls of one profile take turns.
+    """A tuned model, returned by :func:`load`. Thread-safe: calls of one profile are serialised.
 
-    ``profiles``: one for each set of input shapes that the model was tuned for, in the order asked for; ``inputs`` and
-    ``outputs`` are those of the first; ``threads``: for how many it was loaded.
+    - ``profiles``: one per set of input shapes, in the order of the request
+    - ``inputs``, ``outputs``: those of the first profile
+    - ``threads``: number of threads it was loaded for
     """
 
     def __init__(self, folder: Path, profiles: Sequence[LoadedProfile], threads: int) -> None:
@@ -51,10 +52,10 @@ class TunedModel:
         return self.profiles[0].outputs
 
     def __call__(self, *arrays: Any, **named: Any) -> Any:
-        """The output as a NumPy array; of a model with several a dict of them by name.
+        """Return the output as a NumPy array, or a dict of outputs by name if there are several.
 
-        Inputs by position, by name, or one dict of all (names need not be identifiers). ``InputError`` for arrays that
-        do not fit, as :meth:`run` says.
+        Inputs are given by position, by name, or as one dict (names need not be identifiers). Raises ``InputError`` for
+        invalid arrays, as :meth:`run` does.
         """
         if len(arrays) == 1 and isinstance(arrays[0], Mapping):
             given = {**arrays[0], **named}
@@ -64,13 +65,16 @@ class TunedModel:
         return next(iter(outputs.values())) if len(outputs) == 1 else outputs
 
     def run(self, arrays: Mapping[str, Any], source: str = "") -> Arrays:
-        """Outputs by name of inputs by name, always as dicts.
+        """Return a dict of outputs by name for a mapping of inputs by name.
 
-        Inputs are NumPy arrays, or tensors of other libraries in the memory of this CPU (DLPack), which are read where
-        they lie if they are contiguous and on a boundary of 64 bytes; NumPy's arrays, mostly on no such boundary, are
-        copied. Outputs are the caller's own. ``InputError`` names ``source`` (default: the folder) and the input that
-        is missing, unknown, or of another shape or dtype; nothing is converted. Of several profiles the one is run that
-        takes the inputs' shapes; where none does, the error lists them.
+        Inputs are NumPy arrays, or CPU tensors of other libraries (DLPack). The latter are used in place if they are
+        contiguous
+        and aligned to 64 bytes; NumPy arrays, mostly not aligned so, are copied. Outputs are owned by the caller.
+        Raises
+        ``InputError`` with ``source`` (default: the folder) and the input that is missing, unknown, or of another shape
+        or
+        dtype; nothing is converted. The profile is selected by the input shapes; if no profile matches, the error lists
+        them.
         """
         source = source or str(self.folder)
         if not isinstance(arrays, Mapping):
@@ -86,8 +90,11 @@ class TunedModel:
         )
 
     def _fitting(self, arrays: Mapping[str, np.ndarray], source: str) -> LoadedProfile:
-        """The profile that takes arrays of these shapes; the only one, or the first for other names than the inputs',
-        is left to the check of the arrays.
+        """Profile for arrays of these shapes.
+
+        With one profile, or with names other than those of the inputs, the first profile is returned; the check of the
+        arrays
+        reports the error.
         """
         if len(self.profiles) == 1 or arrays.keys() != {info.name for info in self.inputs}:
             return self.profiles[0]
@@ -113,13 +120,15 @@ class TunedModel:
 
 
 def load(folder: str | os.PathLike[str], threads: int | None = None) -> TunedModel:
-    """The tuned model in ``folder``, ready to be called; loads TVM's runtime alone, without its compiler.
+    """Load the tuned model in ``folder``, with only TVM's runtime, without its compiler.
 
-    ``threads``: of the kernels (default: those it was tuned for, as far as there are cores for them). TVM settles their
-    number when it is first used. Networks of all profiles are loaded, each with its weights.
+    ``threads``: of the kernels (default: the number it was tuned for, limited by the available cores). TVM fixes the
+    number
+    at its first use. Networks of all profiles are loaded, each with its weights.
 
-    Raises ``InputError``: not a whole build (it names the file), another CPU or TVM, another number of threads than TVM
-    runs with in this process.
+    Raises ``InputError``: build incomplete (names the file), other CPU or TVM version, or a number of threads other
+    than
+    that of TVM in this process.
 
     >>> model = load("build/")                          # doctest: +SKIP
     >>> model(images).shape                             # doctest: +SKIP
@@ -144,12 +153,12 @@ def _listed(tensors: Sequence[TensorInfo]) -> str:
 
 
 def _is_foreign(array: Any) -> bool:
-    """Whether it is a tensor of another library that lends its memory."""
+    """True if ``array`` is a tensor of another library that supports DLPack."""
     return not isinstance(array, np.ndarray) and hasattr(array, "__dlpack__")
 
 
 def _view(name: str, array: Any, source: str) -> np.ndarray:
-    """``array`` for NumPy, not copied if it is one of its own or lends its memory."""
+    """``array`` as a NumPy array, without a copy if possible."""
     if not _is_foreign(array):
         return np.asarray(array)
     try:

@@ -1,1 +1,1 @@
-"""The commands of ``python -m fusion`` and what they print."""
+"""Commands of ``python -m fusion`` and their output."""

@@ -1,8 +1,8 @@
 """``python -m fusion analyze | tune | report | run | benchmark | compare | quantize | records | doctor``.
 
-Exit status: 0 done, 1 ``doctor`` found something broken, 2 the user's input or output is at fault (one line on stderr),
+Exit status: 0 done, 1 ``doctor`` found a problem, 2 error in the user's input or output (one line on stderr),
 130 stopped with Ctrl-C, 143 ended by SIGTERM.
-With ``--json`` standard output holds JSON alone; progress and messages go to standard error.
+With ``--json`` standard output contains only JSON; progress and messages go to standard error.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON documen
 
 def main() -> None:
     """Entry point of ``python -m fusion``."""
-    if not sys.warnoptions:  # numbers that overflow are told in words of ours, not in a library's with a line of code
+    if not sys.warnoptions:  # overflows are reported by our messages, not by NumPy's
         warnings.simplefilter("ignore", RuntimeWarning)
     app(prog_name=program_name("fusion"))
 
@@ -349,10 +349,11 @@ def doctor(json_: JsonOption = False) -> None:
 
 
 def parse_shapes(options: Sequence[str] | None) -> list[dict[str, tuple[int, ...]]]:
-    """``name=1,3,224,224`` options as mappings, one for every profile; :class:`InputError` for anything else.
+    """Parse ``name=1,3,224,224`` options into one mapping per profile; raise :class:`InputError` if malformed.
 
-    The first mention of every input makes the first profile, the second the second, and so on; an input that is
-    mentioned once is the same in all.
+    The first occurrence of every input belongs to the first profile, the second to the second, and so on; an input
+    given
+    once is the same in all profiles.
     """
     shapes: dict[str, list[tuple[int, ...]]] = {}
     for option in options or ():
@@ -373,12 +374,12 @@ def parse_shapes(options: Sequence[str] | None) -> list[dict[str, tuple[int, ...
 
 
 def _names(text: str) -> list[str]:
-    """Names of a list with commas."""
+    """Split a comma-separated list of names."""
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def _emit_all(documents: Sequence[Mapping[str, Any]]) -> None:
-    """The only document, or those of all profiles."""
+    """Print the only document, or those of all profiles."""
     _emit(documents[0] if len(documents) == 1 else {"profiles": list(documents)})
 
 
@@ -391,4 +392,4 @@ def _say(message: str) -> None:
 
 
 def _say_nothing(message: str) -> None:
-    """Rounds of a measurement are only for someone who watches."""
+    """Discard a message: progress of measurement rounds is shown on terminals only."""
