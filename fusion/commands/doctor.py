@@ -1,4 +1,4 @@
-"""``python -m fusion doctor``: whether models can be tuned and run here, and what to do where not."""
+"""``python -m fusion doctor``: check the requirements of tuning and running here, with advice on problems."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ PAIRS = (
         _FFI,
     ),
 )
-# What tuning writes at least, besides some copies of the weights: libraries of the networks that are compared.
+# Minimum disk space of tuning besides copies of the weights: libraries of the compared networks.
 _LEAST_ROOM_BYTES, _COPIES = 2**24, 4
-# The names of TVM's own look-up of a compiler (tvm.support.cc.get_cc).
+# Compilers in the order of TVM's search (tvm.support.cc.get_cc).
 _COMPILERS = ("g++", "gcc", "clang++", "clang", "c++", "cc")
-# Feature of /proc/cpuinfo -> what it is good for here.
+# Feature of /proc/cpuinfo -> its use here.
 _FEATURES = {
     "avx2": "vectors of 8",
     "avx512f": "vectors of 16",
@@ -47,7 +47,7 @@ _FEATURES = {
 
 
 def doctor_command(as_json: bool) -> None:
-    """Prints the findings; status 1 where something is broken."""
+    """Print the findings; exit with status 1 if something is broken."""
     checks = [_packages, _imports, _cpu, _tiles, checkup.cores, checkup.memory, _compiler, _folders, _shipped]
     checkup.report("fusion", checks, as_json)
 
@@ -103,12 +103,12 @@ def _compiler() -> list[Finding]:
 
 
 def require_tools(model: Path, output: Path) -> None:
-    """``InputError`` where what every tuning needs is missing: a compiler that works, and room for what it writes."""
+    """Raise ``InputError`` if a requirement of tuning is missing: a working compiler, or space for its files."""
     temporary = Path(os.environ.get("TMPDIR") or tempfile.gettempdir())
     if not temporary.is_dir():
         raise InputError(f"TMPDIR {temporary}: no such folder; make it, or name another")
     needed = _LEAST_ROOM_BYTES
-    with suppress(OSError):  # who reads the model says what is wrong
+    with suppress(OSError):  # a missing model is reported when it is read
         needed += _COPIES * model.stat().st_size
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if limit != resource.RLIM_INFINITY and limit < needed:

@@ -1,7 +1,7 @@
-"""The Python API of ``fusion``: :func:`analyze`, :func:`tune`, :func:`quantize`; :func:`fusion.load` runs builds.
+"""Python API of ``fusion``: :func:`analyze`, :func:`tune`, :func:`quantize`; :func:`fusion.load` runs builds.
 
-The command line calls these functions. Errors that a user can cause are :class:`costmodel.ProjectError`, one line each,
-which names options as the command line does (``--batch`` is ``batch`` here).
+The command line calls these functions. Errors caused by the user are :class:`costmodel.ProjectError` with a one-line
+message that names options as on the command line (``--batch`` is ``batch`` here).
 """
 
 from __future__ import annotations
@@ -32,45 +32,48 @@ Shapes = Mapping[str, Sequence[int]]
 
 @dataclass(frozen=True)
 class TuneSummary:
-    """What :func:`tune` found; ``record`` is the content of ``summary.json`` in ``output``, as ``--json`` prints it.
+    """Result of :func:`tune`.
 
-    ``tuned_seconds``: of one run of the network as it was written; ``unfused_seconds``: with fusion off (NaN if there
-    was no time to build that);
-    ``onnxruntime_seconds``: of ONNX Runtime; all three timed in turns. ``sites_fused`` of ``sites`` fusable ones.
-    ``max_abs_error`` and ``max_relative_error`` (of the largest output): against ONNX Runtime on random inputs.
-    ``trials``: kernels measured in this run, ``failures`` of them in vain; ``wall_seconds``: of the whole call;
-    ``interrupted``: Ctrl-C ended the tuning early. ``notes``: what to know about this result.
-
-    Of a build for another CPU the times and errors are NaN: nothing was run.
-
-    ``profiles``: one for each of several input shapes, empty for one. The whole then has the times, sites, errors and
-    notes of the first, and the trials, failures and wall time of all together.
+    For a build for another CPU, times and errors are NaN: nothing was run. With several profiles, times, sites, errors
+    and
+    notes are those of the first profile; trials, failures and wall time are totals.
     """
 
     output: Path
+    # Seconds per run of the written network. It, the network without fusion and ONNX Runtime were timed in alternation.
     tuned_seconds: float
+    # The same with fusion off; NaN if there was no time to build that.
     unfused_seconds: float
     onnxruntime_seconds: float
+    # Number of fusable sites.
     sites: int
     sites_fused: int
+    # Errors against ONNX Runtime on random inputs; the relative one refers to the largest output value.
     max_abs_error: float
     max_relative_error: float
+    # Kernels measured in this run.
     trials: int
+    # Failed measurements among them.
     failures: int
+    # Duration of the whole call.
     wall_seconds: float
+    # True if Ctrl-C ended the tuning early.
     interrupted: bool
+    # Messages about this result.
     notes: tuple[str, ...]
+    # Content of ``summary.json`` in ``output``, as printed by ``--json``.
     record: Mapping[str, Any]
+    # One summary per input shape if there are several, otherwise empty.
     profiles: tuple[TuneSummary, ...] = ()
 
     @property
     def speedup_over_onnxruntime(self) -> float:
-        """How many times as fast as ONNX Runtime."""
+        """Speedup over ONNX Runtime."""
         return self.onnxruntime_seconds / self.tuned_seconds
 
     @property
     def speedup_over_unfused(self) -> float:
-        """How many times as fast as with fusion off."""
+        """Speedup by fusion."""
         return self.unfused_seconds / self.tuned_seconds
 
 
@@ -85,15 +88,18 @@ def analyze(
     picture: PathLike | None = None,
     progress: Say | None = None,
 ) -> NetworkAnalysis:
-    """Which convolutions of the ONNX file ``model`` are worth computing in one kernel, and why; tunes nothing.
+    """Find the convolutions of the ONNX file ``model`` that are worth fusing, and explain why; nothing is tuned.
 
-    ``shapes``: of open inputs by name, such as ``{"x": (1, 3, 224, 224)}``; ``batch`` rewrites the leading dimension.
-    ``machine``: a CPU's name or file (default: this one, measured quickly on first use); ``threads`` of the kernels
-    (default: the cores of this process); ``precision``: ``"float32"`` or ``"bfloat16"``, what layers are stored in.
-    ``picture``: an ``.svg``, ``.png`` or ``.pdf`` to draw the roofline of every precision into, with the sites before
-    and after fusion. ``progress`` is told what happens, a line each. Seconds are predicted.
+    - ``shapes``: shapes of open inputs by name, e.g. ``{"x": (1, 3, 224, 224)}``; ``batch``: new leading dimension
+    - ``machine``: name or file of a CPU (default: this one, measured quickly on first use)
+    - ``threads``: of the kernels (default: the cores of this process)
+    - ``precision``: number type of layers, ``"float32"`` or ``"bfloat16"``
+    - ``picture``: ``.svg``, ``.png`` or ``.pdf`` file for a drawing of the rooflines of every precision, with the sites
+      before and after fusion
+    - ``progress``: callback for progress messages of one line
 
-    Raises ``ModelError`` for a file that cannot be read or imported, ``InputError`` for shapes that do not fit,
+    Seconds are predicted. Raises ``ModelError`` for a file that cannot be read or imported, ``InputError`` for wrong
+    shapes,
     ``MachineError`` for an unknown machine.
 
     >>> analysis = analyze("model.onnx", batch=1)                       # doctest: +SKIP
@@ -143,32 +149,44 @@ def tune(
     report: bool = True,
     progress: Say | TuningDisplay | None = None,
 ) -> TuneSummary:
-    """Tunes fused and separate kernels of the ONNX file ``model``, keeps what measures faster, checks it against ONNX
-    Runtime and writes it into the folder ``output``, for :func:`fusion.load`. A second call goes on from the records.
+    """Tune fused and separate kernels of the ONNX file ``model``, and write the fastest network into ``output``.
 
-    ``trials``: candidates per kernel; ``minutes``: of the whole job (``None``: until the trials are done). The others
-    are those of :func:`analyze`; ``progress`` may be the bar of the command line,
-    :class:`fusion.search.progress.TuningDisplay`. Several ``shapes`` (a list of such mappings) or batches are profiles:
-    each, or each shape with each batch, gets a network of its own in ``output``, ``minutes`` are shared among them, and
-    :func:`fusion.load` picks by the shape of what it is given. Ctrl-C while kernels are tuned builds the best found so
-    far.
+    Outputs are checked against ONNX Runtime; :func:`fusion.load` opens the build. A second call continues from the
+    records.
+    Options not listed are those of :func:`analyze`.
 
-    ``target``: another CPU, ``"llvm -mcpu=znver4 -num-cores 8"`` or the name of a machine file, to build for from its
-    records, without measuring. ``tracker`` (``HOST:PORT``) and ``key``: servers of TVM's RPC; kernels are built for
-    their CPU and measured there. ``machine`` predicts for that CPU then. ``against``: engines to time at the end
-    beside ONNX Runtime, ``"openvino-bf16"`` for one; ``quantized``: the file that those of INT8 run. Loading them is
-    not part of ``minutes``.
+    - ``trials``: candidates per kernel; ``minutes``: limit of the whole job (``None``: until the trials are done)
+    - ``shapes``, ``batch``: with several shapes (a list of mappings) or batches, every combination is a profile with
+      its own
+      network in ``output``; ``minutes`` are shared among them, and :func:`fusion.load` selects by input shape
+    - ``target``: another CPU to build for from its records, without measuring: ``"llvm -mcpu=znver4 -num-cores 8"`` or
+      the
+      name of a machine file
+    - ``tracker`` (``HOST:PORT``) and ``key``: servers of TVM's RPC; kernels are built for their CPU and measured there,
+      and
+      ``machine`` predicts for that CPU
+    - ``against``: engines to time at the end in addition to ONNX Runtime, e.g. ``"openvino-bf16"``; loading them is not
+      part
+      of ``minutes``
+    - ``quantized``: file run by INT8 engines
+    - ``precision``: ``"float32"``; ``"bfloat16"``: where kernels exist, inputs and outputs keep their types;
+      ``"auto"``:
+      bfloat16 where it saves time within ``max_error``, and float32 if that is not slower; ``"int8"``: the model is
+      quantised
+      as by :func:`quantize`, and layers with too large errors stay in float32
+    - ``max_error``: relative to the largest value of each output (default for ``"auto"``: 0.01); with ``"bfloat16"``
+      and
+      ``"int8"`` larger errors are refused (default: limit by rounding)
+    - ``calibration``: ``.npz`` file of inputs for measuring errors, samples along the first dimension; required by
+      ``"int8"``
+    - ``report``: write ``report.html`` into ``output``
+    - ``progress``: callback as in :func:`analyze`, or the progress bar of the command line,
+      :class:`fusion.search.progress.TuningDisplay`
 
-    ``precision``: ``"float32"``, ``"bfloat16"`` (layers are stored in it where there are kernels; inputs and outputs
-    stay as they are), ``"auto"``: bfloat16 where it saves time and the outputs stay within ``max_error``, relative
-    to the largest value of each (default: 0.01), and float32 where that is no slower; or ``"int8"``: the model is
-    quantised as by :func:`quantize`, and layers that cost too much exactness stay in float32. ``max_error`` with
-    ``"bfloat16"`` and ``"int8"`` refuses what errs more (default: what rounding explains). ``calibration``: an ``.npz``
-    file of inputs on which errors are measured, several along the first dimension; ``"int8"`` needs it. ``report``:
-    write ``report.html`` into ``output``.
-
-    Raises ``ModelError`` and ``InputError`` as :func:`analyze`, ``OutputError`` for a folder that cannot be written,
-    ``TuningError`` if nothing could be built, run and verified: nothing but the tuning records is left then.
+    Ctrl-C while kernels are tuned builds the best network found so far. Raises ``ModelError`` and ``InputError`` as
+    :func:`analyze`, ``OutputError`` for a folder that is not writable, ``TuningError`` if nothing could be built, run
+    and
+    verified: only the tuning records are kept then.
 
     >>> summary = tune("model.onnx", "build/", minutes=5, progress=print)    # doctest: +SKIP
     >>> summary.speedup_over_onnxruntime, summary.sites_fused                # doctest: +SKIP
@@ -178,7 +196,7 @@ def tune(
     from fusion.commands.doctor import require_tools
 
     require_tools(Path(model), Path(output))
-    require_compiler()  # before anything is imported that needs it
+    require_compiler()  # before imports that need it
     from fusion.report.tune_page import remove_reports, write_reports
     from fusion.search.progress import TuningDisplay
     from fusion.tuning.network import TuneRequest
@@ -212,17 +230,20 @@ def quantize(
     method: str = "minmax",
     progress: Say | None = None,
 ) -> QuantizeSummary:
-    """Quantises the float ONNX file ``model`` to INT8 by ONNX Runtime's quantiser, into ``output`` (default:
-    ``MODEL-int8.onnx`` beside it), and compares the outputs of both.
+    """Quantise the float ONNX file ``model`` to INT8 with ONNX Runtime's quantiser, and compare the outputs of both.
 
-    ``calibration``: an ``.npz`` file with an array per input, first axis samples, some hundred of them; every fifth is
-    held out for the errors. ``random``: random numbers instead, of ``shapes`` where inputs are open; such a file is
-    good for timing alone. ``format``: ``qdq`` or ``qoperator``; ``per_channel``: a scale for each output channel of
-    weights; ``symmetric``: activations around zero; ``exclude``: names of nodes that stay in floating point;
-    ``method``: how ranges follow from the samples, ``minmax``, ``entropy`` or ``percentile``.
+    - ``output``: default ``MODEL-int8.onnx`` beside the model
+    - ``calibration``: ``.npz`` file with one array per input, first axis samples, some hundred of them; every fifth
+      sample
+      is held out for measuring errors
+    - ``random``: random inputs instead, with ``shapes`` for open inputs; the result is only useful for timing
+    - ``format``: ``qdq`` or ``qoperator``; ``per_channel``: one weight scale per output channel; ``symmetric``:
+      activation
+      ranges symmetric around zero; ``exclude``: names of nodes that stay in floating point
+    - ``method``: derivation of ranges from samples, ``minmax``, ``entropy`` or ``percentile``
 
-    Raises ``ModelError`` for a file that cannot be read or is quantised already, ``InputError`` for samples that do not
-    fit, ``OutputError`` where nothing can be written.
+    Raises ``ModelError`` for a file that cannot be read or is quantised already, ``InputError`` for wrong samples,
+    ``OutputError`` if the file cannot be written.
 
     >>> quantize("model.onnx", "images.npz", per_channel=True).errors.top1_agreement    # doctest: +SKIP
     0.98
@@ -236,7 +257,7 @@ def quantize(
 
 
 def _profiles(shapes: Shapes | Sequence[Shapes] | None, batch: int | Sequence[int] | None) -> tuple[InputProfile, ...]:
-    """Every shape with every batch."""
+    """Profiles of all combinations of shapes and batches."""
     from fusion.tuning.network import InputProfile
 
     all_shapes = [shapes] if shapes is None or isinstance(shapes, Mapping) else list(shapes)
@@ -304,4 +325,4 @@ def _text(machine: PathLike | None) -> str | None:
 
 
 def _unheard(line: str) -> None:
-    """Nobody asked for progress."""
+    """Ignore a progress message."""

@@ -1,6 +1,6 @@
-"""``python -m fusion records``: the measurements that the project ships, and the ranking learned from them.
+"""``python -m fusion records``: the measurements shipped with the project, and the ranking trained on them.
 
-measure NETWORK... more configurations of every kernel of builds, or of ONNX files, into their folders: to learn from
+measure NETWORK... measure more configurations of every kernel of builds or ONNX files, into their folders, for training
 collect BUILD...   folders of `tune` on this CPU -> records.jsonl.gz, and machine.yaml beside it
 train              records.jsonl.gz -> ranking.json.gz; or, without some networks, both in another folder
 """
@@ -38,7 +38,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON documen
 
 @dataclass(frozen=True)
 class CollectedSummary:
-    """What ``collect`` wrote. ``left_out``: reason -> records that are not in the file."""
+    """Result of ``collect``; ``left_out``: reason -> number of records not in the file."""
 
     path: str
     size_bytes: int
@@ -116,9 +116,9 @@ def train(
 def measure_records(
     networks: Sequence[Path], output: Path | None, configurations: int, end: float, threads: int | None = None
 ) -> SamplingProgress:
-    """Measures ``configurations`` of every kernel of ``networks`` on this CPU until ``end`` on the clock of
-    ``time.monotonic``; a kernel that several have is measured once, for all of them. ``InputError`` for a network
-    without kernels.
+    """Measure ``configurations`` of every kernel of ``networks`` on this CPU until ``end`` (``time.monotonic``).
+
+    A kernel shared by several networks is measured once for all. Raises ``InputError`` for a network without kernels.
     """
     from costmodel.base.cores import threads_to_use
     from schedules.contract.cpu_target import host_target
@@ -149,7 +149,7 @@ def measure_records(
 
 
 def kernels_of(model: Path, folder: Path, threads: int | None) -> list[Operator]:
-    """The kernels that `tune` would measure for an ONNX file: of its layers, and of sites that may pay."""
+    """Kernels that `tune` would measure for an ONNX file: those of its layers, and of plausible sites."""
     from fusion.analysis.target_machine import this_cpu
     from fusion.search.progress import TuningDisplay
     from fusion.tuning.network import TuneRequest, plausible_sites, read_networks
@@ -161,7 +161,7 @@ def kernels_of(model: Path, folder: Path, threads: int | None) -> list[Operator]
 
 
 class SamplingLine:
-    """Says now and then how far the measurements are, on standard error."""
+    """Prints the progress of measurements on standard error, at most every ``SECONDS``."""
 
     SECONDS = 10.0
 
@@ -187,9 +187,10 @@ def collect_records(
     machine_name: str | None = None,
     add: bool = False,
 ) -> CollectedSummary:
-    """Writes the records of this CPU in ``builds``, and the machine file that predictions go by, into ``directory``.
+    """Write the records of this CPU in ``builds``, and the machine file of the predictions, into ``directory``.
 
-    ``add``: beside those that are there, whose ``note`` stays where none is given; ``InputError`` where none are.
+    ``add``: merge with the existing records, whose ``note`` is kept by default; raises ``InputError`` if there are
+    none.
     """
     from costmodel.base.cores import usable_cores
     from costmodel.machines.machine_file import write_machine
@@ -226,8 +227,11 @@ def collect_records(
 
 
 def train_records(directory: Path | None, leave_out: Sequence[str], output: Path | None) -> tuple[Path, list[str]]:
-    """Writes the ranking beside the records of this CPU, or both into ``output`` without the kernels of the networks
-    ``leave_out``; the ranking's file and its families. ``InputError`` for a network without records.
+    """Train the ranking on the records of this CPU; return its file and its kernel families.
+
+    It is written beside the records. With ``leave_out``, the records without these networks and their ranking are
+    written
+    into ``output``. Raises ``InputError`` for a network without records.
     """
     from costmodel.machines.machine_file import read_machine
     from schedules.records.shipped_records import MACHINE_FILE, RECORDS_FILE, write_records
@@ -254,7 +258,7 @@ def train_records(directory: Path | None, leave_out: Sequence[str], output: Path
 
 
 def records_here(directory: Path | None) -> Any:
-    """The :class:`schedules.records.shipped_records.FoundRecords` of this CPU; ``InputError`` without any."""
+    """Return the :class:`schedules.records.shipped_records.FoundRecords` of this CPU; raise ``InputError`` without any."""
     from schedules.contract.cpu_target import host_target
     from schedules.records.shipped_records import find_records, records_directory
 
@@ -269,5 +273,5 @@ def records_here(directory: Path | None) -> Any:
 
 
 def folder_name(chip: str, mcpu: str) -> str:
-    """Of one CPU's records, such as ``authenticamd-25-17-1-cooperlake``."""
+    """Folder name of one CPU's records, e.g. ``authenticamd-25-17-1-cooperlake``."""
     return re.sub(r"[^a-z0-9.]+", "-", f"{chip} {mcpu}".lower()).strip("-")

@@ -1,1 +1,1 @@
-"""Times the tuned network beside other engines, in turns, and compares outputs."""
+"""Comparison of the tuned network with other engines: alternating timing, and output errors."""

@@ -1,7 +1,7 @@
-"""Latency and throughput of a tuned network by itself: ``python -m fusion benchmark``.
+"""Latency and throughput of a tuned network alone: ``python -m fusion benchmark``.
 
-Each stream is a process with a copy of the network that answers one request after the other, as a server would run it.
-All streams run at the same time; TVM does not pin their threads, or every stream would sit on the same cores.
+Each stream is a process with a copy of the network that answers one request after the other, like a server. All streams
+run concurrently; TVM's thread pinning is off, or all streams would use the same cores.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from fusion.comparing.engines.engine_worker import PREPARE_TIMEOUT_SECONDS, Engi
 from fusion.model.named_arrays import random_arrays
 
 WARMUP_CALLS, LEAST_CALLS = 10, 20
-LONGEST_SECONDS = 60.0  # a worker answers within its time limit
+LONGEST_SECONDS = 60.0  # must be below the time limit of a worker's call
 
 
 @dataclass(frozen=True)
 class BuildTimes:
-    """What was measured. Latencies in seconds over the calls of all streams; ``samples_per_second``: images answered,
-    ``batch`` of them in a call.
+    """Measured latencies in seconds over the calls of all streams, and throughput.
+
+    ``samples_per_second``: images answered, ``batch`` per call.
     """
 
     build: str
@@ -48,17 +49,17 @@ class BuildTimes:
     samples_per_second: float
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-able, as documented for ``--json``."""
+        """Return a JSON-able dictionary, as documented for ``--json``."""
         return asdict(self)
 
 
 def benchmark_build(
     folder: Path, streams: int = 1, threads: int | None = None, seconds: float = 5.0, say: Say = lambda _: None
 ) -> BuildTimes:
-    """Runs the network in ``folder`` on random inputs for ``seconds``, in ``streams`` processes of ``threads`` threads.
+    """Run the network in ``folder`` on random inputs for ``seconds``, in ``streams`` processes of ``threads`` threads.
 
-    ``threads`` defaults to an equal share of the cores, as many as the network was tuned for at most. ``InputError``
-    for a folder that is no whole build, more threads than cores, and an engine that fails.
+    ``threads`` defaults to an equal share of the cores, at most the number of the build. Raises ``InputError`` for an
+    incomplete build, more threads than cores, or an engine that fails.
     """
     if not 0 < seconds <= LONGEST_SECONDS:
         raise InputError(f"--seconds {seconds:g}: must be more than 0, and {LONGEST_SECONDS:g} at most")
@@ -75,7 +76,7 @@ def benchmark_build(
 
 
 def summarize_calls(build: str, threads: int, batch: int, durations: Sequence[np.ndarray]) -> BuildTimes:
-    """``durations``: seconds of each call, an array for every stream."""
+    """Statistics of call durations in seconds; ``durations`` has one array per stream."""
     calls = np.concatenate(durations)
     return BuildTimes(
         build=build,
@@ -113,7 +114,7 @@ def _run(artifact: Artifact, streams: int, threads: int, seconds: float, say: Sa
 
 
 def build_workload(artifact: Artifact, threads: int) -> EngineWorkload:
-    """The network of a build as an engine sees it, on so many threads."""
+    """Engine workload of a build with ``threads`` threads."""
     manifest = artifact.manifest
     return EngineWorkload(
         model=Path(manifest.model_path),
@@ -127,12 +128,12 @@ def build_workload(artifact: Artifact, threads: int) -> EngineWorkload:
 
 
 def _batch(artifact: Artifact) -> int:
-    """Leading dimension of the first input that has one."""
+    """Leading dimension of the first input with dimensions, default 1."""
     return next((info.shape[0] for info in artifact.manifest.inputs if info.shape), 1)
 
 
 def render_times(times: BuildTimes) -> str:
-    """A few lines for people."""
+    """Format the times as a few lines of text."""
     latencies = (
         ("minimum", times.minimum), ("median", times.median), ("mean", times.mean), ("90 %", times.percentile_90),
         ("99 %", times.percentile_99), ("maximum", times.maximum),

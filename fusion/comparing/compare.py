@@ -1,4 +1,4 @@
-"""``python -m fusion compare``: the tuned model beside other engines, one protocol, outputs compared too."""
+"""``python -m fusion compare``: time the tuned model and other engines by one protocol, and compare outputs."""
 
 from __future__ import annotations
 
@@ -45,19 +45,16 @@ from fusion.model.calibration_data import DeclaredInput, read_calibration
 from fusion.model.named_arrays import Arrays
 from fusion.model.tensor_info import TensorInfo
 
-# Of a user's samples errors are told over so many at most.
+# Maximum number of user samples for measuring errors.
 MOST_SAMPLES = 200
 
 
 @dataclass(frozen=True)
 class EngineRow:
-    """One engine under the protocol. Seconds; ``ratio_to_tuned`` above 1 where the engine is slower than ours.
+    """Measurements of one engine.
 
-    Errors are against ONNX Runtime on the model in the precision that its file has, over all outputs and
-    ``compared_inputs`` inputs, random ones and pictures; what they mean says
-    :class:`fusion.comparing.output_errors.OutputErrors`. ``cold_*``: caches flushed before each call. ``growth_bytes``:
-    by how much the peak of its process's memory exceeds what it had when the model was loaded
-    (:func:`fusion.comparing.engines.engine_worker.peak_growth`).
+    Errors are against ONNX Runtime on the model in the precision of its file, over all outputs and ``compared_inputs``
+    inputs, random ones and pictures; :class:`fusion.comparing.output_errors.OutputErrors` defines them.
     """
 
     engine: str
@@ -66,12 +63,16 @@ class EngineRow:
     min_seconds: float
     lower_quartile_seconds: float
     upper_quartile_seconds: float
+    # Above 1 if the engine is slower than ours.
     ratio_to_tuned: float
     max_abs_error: float | None
     max_relative_error: float | None
     calls: int
+    # With caches flushed before each call.
     cold_median_seconds: float | None
     cold_ratio_to_tuned: float | None
+    # Peak memory of the process minus its memory after loading the model
+    # (:func:`fusion.comparing.engines.engine_worker.peak_growth`).
     growth_bytes: int | None = None
     mean_relative_error: float | None = None
     cosine: float | None = None
@@ -81,25 +82,26 @@ class EngineRow:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Everything ``compare`` found; ``rows`` holds ``tuned`` first. ``layers``: our layers and those of the best peer,
-    where one is faster or they were asked for; ``layers_missing``: why those of a faster peer still are not told.
-    """
+    """Result of ``compare``."""
 
     model: str
     threads: int
     sampling: Sampling
+    # The row of ``tuned`` is first.
     rows: tuple[EngineRow, ...]
     not_measured: tuple[NotMeasured, ...]
     inputs: tuple[TensorInfo, ...] = ()
+    # Layer times of ours and of the best peer, if a peer is faster or they were requested.
     layers: LayerTable | None = None
+    # Reasons for missing layer times of faster peers.
     layers_missing: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-able, as documented for ``--json``."""
+        """Return a JSON-able dictionary, as documented for ``--json``."""
         return asdict(self)
 
     def seconds(self, engine: str) -> float | None:
-        """Median latency of an engine, ``None`` if it was not measured."""
+        """Median latency of an engine, or None if it was not measured."""
         return next((row.median_seconds for row in self.rows if row.engine == engine), None)
 
 
@@ -120,16 +122,22 @@ def compare_command(
 ) -> Comparison:
     """Measure the tuned model of ``build_dir`` and the engines named in ``against``.
 
-    ``model``: where the ONNX file is now, if it moved; of a build that was quantised on the way the float model may be
-    named, which engines of other precisions run then; ``quantized``: the file that engines of INT8 run, which are
-    added if none is named (default: the model, if it is quantised itself, or what one of the builds was quantised to,
-    or what ``fusion quantize`` wrote beside the model); ``data``: samples that errors are told over, as ``quantize``
-    takes them (default: made-up inputs);
-    ``beside``: further builds of the network, in another precision or with other fusions, with the name of each row;
-    with ``tvm-unfused`` named, they are timed with fusion off as well.
-    ``threads`` defaults to those it was tuned for, if there are cores for them; ``trials_per_task``: effort of
-    ``tvm-metaschedule``; ``layers``: times by layer even where no peer is faster; ``progress`` hears the stages,
-    ``each_round`` the rounds of the measurement. Raises ``InputError``, ``MissingDependencyError``.
+    - ``model``: ONNX file, if it moved; for a build that was quantised during tuning it may be the float model, which
+      is
+      run by engines of other precisions
+    - ``quantized``: file run by INT8 engines, which are added if none is named (default: the model itself if quantised,
+      the
+      quantised file of one of the builds, or the output of ``fusion quantize`` beside the model)
+    - ``data``: samples for measuring errors, as for ``quantize`` (default: generated inputs)
+    - ``beside``: row name -> further build of the network, in another precision or with other fusions; with
+      ``tvm-unfused``
+      named, they are timed with fusion off as well
+    - ``threads``: default is the number it was tuned for, limited by the cores
+    - ``trials_per_task``: effort of ``tvm-metaschedule``
+    - ``layers``: report layer times even if no peer is faster
+    - ``progress``: callback for stages; ``each_round``: callback for measurement rounds
+
+    Raises ``InputError``, ``MissingDependencyError``.
     """
     artifact = read_artifact(build_dir)
     check_runnable(artifact)
@@ -149,10 +157,10 @@ def compare_command(
         return quantized_file(workload.model, workload.inputs, workload.outputs, quantized, workload.cache, built)
 
     if quantized is not None:
-        file_of_integers()  # refused before engines are loaded
+        file_of_integers()  # reject a wrong file before engines are loaded
     with ExitStack() as stack:
         crew = Crew(stack, workload, inputs, progress, file_of_integers)
-        crew.hire(ENGINES[REFERENCE])  # it runs whether or not it is compared
+        crew.hire(ENGINES[REFERENCE])  # required as the reference of errors
         crew.hire(ENGINES[TUNED])
         for name, (spec, build) in others.items():
             crew.hire(spec, build, name)
@@ -177,7 +185,7 @@ def compare_command(
 
 
 def _samples(data: Path, inputs: Sequence[TensorInfo]) -> dict[str, Arrays]:
-    """The first :data:`MOST_SAMPLES` calls in ``data``. ``InputError`` for what does not fit."""
+    """First :data:`MOST_SAMPLES` samples in ``data``. Raises ``InputError`` for arrays of wrong shapes or types."""
     found = read_calibration(data, [DeclaredInput(info.name, info.shape, info.dtype) for info in inputs])
     return {f"sample-{index}": found.call(index) for index in range(min(found.calls, MOST_SAMPLES))}
 
@@ -185,9 +193,10 @@ def _samples(data: Path, inputs: Sequence[TensorInfo]) -> dict[str, Arrays]:
 def _further_builds(
     folders: Mapping[str, Path], other: Artifact, unfused: bool
 ) -> dict[str, tuple[EngineSpec, Artifact]]:
-    """Engine and build of each row; with those of fusion off, where that is another module, if ``unfused``.
+    """Engine and build of each further row; with ``unfused`` also builds with fusion off, if they differ.
 
-    ``InputError`` for other inputs and outputs than those of ``other``: files may differ, as one that is quantised
+    Raises ``InputError`` if inputs and outputs differ from those of ``other``. Model files may differ, as a quantised
+    one
     does.
     """
     found: dict[str, tuple[EngineSpec, Artifact]] = {}
@@ -205,19 +214,19 @@ def _further_builds(
 
 
 def _with_integers(against: Sequence[str], quantized: Path | None) -> list[str]:
-    """The engines of INT8 as well where a quantised file is named and none of them is."""
+    """``against``, plus the INT8 engines if a quantised file is given and none of them is named."""
     integers = peers_of(INT8)
     return [*against, *(integers if quantized is not None and not set(integers) & set(against) else ())]
 
 
 def _nothing_fused(artifact: Artifact) -> bool:
-    """Whether the build's two modules are the same bytes."""
+    """True if the build's two modules are identical."""
     files = artifact.manifest.files
     return UNFUSED_MODULE in files and files[UNFUSED_MODULE] == files[MODEL]
 
 
 def _with_identical(comparison: Comparison, order: Sequence[str]) -> Comparison:
-    """The row of the same module is the tuned one's: timing it apart would show noise as a difference."""
+    """Copy the row of the tuned model for its identical module: separate timing would show noise as a difference."""
     tuned = next(row for row in comparison.rows if row.engine == TUNED)
     twin = replace(tuned, engine=UNFUSED_ENGINE, mode=f"identical to {TUNED}: nothing fused")
     rows = sorted((*comparison.rows, twin), key=lambda row: order.index(row.engine))
@@ -246,7 +255,7 @@ def _workload(artifact: Artifact, model: Path | None, threads: int | None, trial
 
 
 def _is_rival(spec: EngineSpec, seconds: Mapping[str, float]) -> bool:
-    """Whether it is another engine than ours, and was timed."""
+    """True for an engine other than ours that was timed."""
     return spec.name in seconds and spec.name not in (TUNED, UNFUSED_ENGINE)
 
 

@@ -1,4 +1,4 @@
-"""The engines of a comparison: each in a process of its own, loaded, and its outputs compared with the reference's."""
+"""Engines of a comparison: each in its own process, loaded, and its outputs compared with the reference."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from fusion.comparing.output_errors import ErrorTally, OutputErrors
 from fusion.model.named_arrays import Arrays
 from fusion.model.precision import INT8
 
-NO_LIMIT = ("tvm-metaschedule",)  # tunes a whole model in there
-# Inputs that errors are told over, after the first, are as many as the reference computes in this time.
+NO_LIMIT = ("tvm-metaschedule",)  # tunes a whole model during preparation
+# Time limit in seconds of the reference's outputs on inputs after the first one; it bounds the number of inputs.
 REFERENCE_SECONDS = 10.0
 
 
@@ -36,21 +36,23 @@ class NotMeasured:
 
 @dataclass(frozen=True)
 class Hired:
-    """An engine that is ready. ``mode``: how it runs the model; ``errors``: of its outputs against the reference's,
-    ``None`` without one; ``growth``: bytes by which its process grew when it first ran, if the system tells.
-    """
+    """An engine that is ready."""
 
     worker: Worker
+    # Execution mode of the model.
     mode: str
+    # Output errors against the reference, None without one.
     errors: OutputErrors | None
+    # Memory growth of its process in bytes at its first run, None if unknown.
     growth: int | None
 
 
 class Crew:
-    """Engines are started one after the other, so that none chooses its mode beside one that compiles.
+    """Starts the engines one after the other: compilation must not disturb an engine's choice of mode.
 
-    ``inputs``: the first is what is timed; errors are told over all of them. ``quantized``: gives the quantised file
-    that engines of INT8 run, or raises ``Unavailable``; asked for the first of them.
+    ``inputs``: the first is timed; errors are computed on all. ``quantized``: returns the file for INT8 engines, or
+    raises
+    ``Unavailable``; called for the first of these engines.
     """
 
     def __init__(
@@ -72,9 +74,9 @@ class Crew:
         self.absent: dict[str, NotMeasured] = {}
 
     def hire(self, spec: EngineSpec, build: Artifact | None = None, name: str | None = None) -> None:
-        """Start, prepare and bind an engine; what goes wrong is noted, not raised. The reference comes first.
+        """Start, prepare and bind an engine; errors are recorded, not raised. The reference must be first.
 
-        ``build``: of ours, another than the workload's, called ``name``.
+        ``build``: another build than that of the workload, with the row name ``name``.
         """
         name = name or spec.name
         if name in self.hired or name in self.absent:
@@ -101,10 +103,10 @@ class Crew:
             status = "failed" if isinstance(error, EngineFailed) else "skipped"
             self.absent[name] = NotMeasured(name, status, str(error))
             if worker is not None:
-                worker.close()  # it would idle beside the measurement
+                worker.close()  # an idle process would disturb the measurement
 
     def workers(self, names: Sequence[str]) -> dict[str, Worker]:
-        """The engines of these ``names`` that are ready, in that order."""
+        """Workers of the engines ``names`` that are ready, in that order."""
         return {name: self.hired[name].worker for name in names if name in self.hired}
 
     def _workload_of(self, spec: EngineSpec) -> EngineWorkload:
@@ -115,7 +117,7 @@ class Crew:
         return replace(self._workload, model=self._quantized_file)
 
     def _references(self, worker: Worker, first: Arrays) -> dict[str, Arrays]:
-        """The reference's outputs, on as many inputs as there is time for; without those that are not finite."""
+        """Finite reference outputs on as many inputs as the time limit allows."""
         timed, *others = self._inputs
         found = {timed: first}
         end = time.monotonic() + REFERENCE_SECONDS
@@ -128,7 +130,7 @@ class Crew:
         return found
 
     def _errors(self, worker: Worker, outputs: Arrays) -> OutputErrors | None:
-        """Over all inputs that there are reference outputs for; ``EngineFailed`` if values or shapes are missing."""
+        """Errors over all inputs with reference outputs; raises ``EngineFailed`` if values or shapes are missing."""
         if self._reference is None:
             return None
         tally = ErrorTally()

@@ -1,1 +1,1 @@
-"""The engines that run a network, ours and its peers, one process each."""
+"""Engines that run a network, ours and its peers, one process each."""

@@ -1,4 +1,4 @@
-"""The engines ``compare`` knows, by name. Nothing is imported before an engine's own process needs it."""
+"""Engines of ``compare`` by name; packages are imported only in the engine's own process."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ UNFUSED_ENGINE = "tvm-unfused"
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """Where an engine lives (``module:attribute``), the packages it imports, and the extra that installs them.
+    """Location of an engine (``module:attribute``), the packages it imports, and the extra that installs them.
 
-    ``precision``: what its layers are computed in; one of INT8 runs the quantised file of the model.
+    ``precision``: number type of its layers; an INT8 engine runs the quantised file of the model.
     """
 
     name: str
@@ -31,14 +31,14 @@ class EngineSpec:
     precision: str = FLOAT32
 
     def missing(self) -> str | None:
-        """Why the engine cannot be used here, ``None`` if its packages are installed. Imports nothing."""
+        """Reason why the engine cannot be used here, or None if its packages are installed. Imports nothing."""
         absent = [package for package in self.packages if importlib.util.find_spec(package) is None]
         if not absent:
             return None
         return f"{', '.join(absent)} not installed: pip install -e '.[{self.extra}]'"
 
     def load(self) -> Engine:
-        """Import the engine's module."""
+        """Import the engine."""
         module, _, attribute = self.location.partition(":")
         return cast(Engine, getattr(importlib.import_module(module), attribute))
 
@@ -62,20 +62,18 @@ ENGINES = {
         ),
     )
 }
-# Everything that needs no tuning of its own.
+# Engines without tuning.
 DEFAULT = ("onnxruntime", "openvino", "openvino-bf16", "opencv", "torch", "torch-eager", UNFUSED_ENGINE)
 
 
 def peers_of(precision: str) -> tuple[str, ...]:
-    """Names of other engines that compute in ``precision`` (``float32``, ``bfloat16`` or ``int8``), without those that
-    tune.
-    """
+    """Names of other engines in ``precision`` (``float32``, ``bfloat16`` or ``int8``), without those that tune."""
     ours = (TUNED, UNFUSED_ENGINE, "tvm-metaschedule")
     return tuple(spec.name for spec in ENGINES.values() if spec.precision == precision and spec.name not in ours)
 
 
 def select_engines(names: Iterable[str]) -> list[EngineSpec]:
-    """The engines of these names in the given order, ``tuned`` first and once. Raises ``InputError``."""
+    """Engines of these names in the given order, with ``tuned`` first. Raises ``InputError``."""
     chosen = {TUNED: ENGINES[TUNED]}
     for name in names:
         if name not in ENGINES:

@@ -1,8 +1,8 @@
-"""One engine in a process of its own.
+"""One engine in its own process.
 
-Engines keep pools of threads that spin for a while after each call, pin themselves to cores, or bring their own copy
-of OpenMP. In one process they steal each other's cores, so each engine gets a process, and a block of calls is answered
-only when the engine's threads have gone to sleep.
+Engines keep thread pools that spin after each call, pin themselves to cores, or bring their own copy of OpenMP. In one
+process they would compete for cores, so each engine has a process, and a block of calls returns only when the engine's
+threads are asleep.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ _RESET_PEAK = "5"  # proc_pid_clear_refs(5): VmHWM becomes what is resident now
 
 
 class EngineFailed(Exception):
-    """The engine raised, crashed or hung; the message is one line."""
+    """Raised if the engine raised, crashed or hung; the message is one line."""
 
 
 class Worker:
-    """The parent's end. A failure of any request ends the process and raises :class:`EngineFailed`.
+    """Parent side. A failed request ends the process and raises :class:`EngineFailed`.
 
-    ``variables``: further ones of its environment.
+    ``variables``: additional environment variables.
     """
 
     def __init__(self, spec: EngineSpec, threads: int, variables: Mapping[str, str] | None = None) -> None:
@@ -66,7 +66,7 @@ class Worker:
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
             "OMP_NUM_THREADS": str(threads),
             "TVM_NUM_THREADS": str(threads),
-            "ONEDNN_DEFAULT_FPMATH_MODE": "STRICT",  # an engine in FP32 must not be given BF16 by a user's environment
+            "ONEDNN_DEFAULT_FPMATH_MODE": "STRICT",  # keep FP32 engines from using BF16 because of a user's environment
             **(variables or {}),
         }
         with child:
@@ -77,19 +77,20 @@ class Worker:
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
-                start_new_session=True,  # Ctrl-C reaches the parent alone, which then ends the whole group
+                start_new_session=True,  # Ctrl-C is sent to the parent only, which then ends the whole group
             )
 
     def prepare(self, workload: EngineWorkload, timeout: float | None, progress: Say = lambda _: None) -> None:
-        """Load, compile, tune; ``timeout`` in seconds of silence. Raises ``Unavailable`` or ``EngineFailed``."""
+        """Load, compile, tune; ``timeout`` is the limit in seconds between messages. Raises ``Unavailable``,
+        ``EngineFailed``."""
         self._ask("prepare", self.spec, workload, timeout=timeout, progress=progress)
 
     def bind(self, inputs: Arrays) -> tuple[str, Arrays]:
-        """Fix the inputs and choose the fastest mode; its name and the outputs it computes."""
+        """Fix the inputs and select the fastest mode; return its name and the outputs."""
         return self._ask("bind", inputs, timeout=CALL_TIMEOUT_SECONDS)
 
     def run(self, inputs: Arrays) -> Arrays:
-        """The outputs on other inputs than those that are bound."""
+        """Return the outputs on other inputs than the bound ones."""
         return self._ask("run", inputs, timeout=CALL_TIMEOUT_SECONDS)
 
     def block(self, warmup: int, calls: int, seconds: float) -> np.ndarray:
@@ -97,17 +98,18 @@ class Worker:
         return self._ask("block", warmup, calls, seconds, timeout=CALL_TIMEOUT_SECONDS)
 
     def layers(self, inputs: Arrays, seconds: float) -> list[LayerTime]:
-        """Every kernel of a run, from runs for ``seconds``; ``Unavailable`` where the engine tells none."""
+        """Times of every kernel, from runs for ``seconds``; raises ``Unavailable`` if the engine does not provide them."""
         return self._ask("layers", inputs, seconds, timeout=PREPARE_TIMEOUT_SECONDS)
 
     def growth(self) -> int | None:
-        """Bytes by which the process's resident memory peaked over what it had when the model was loaded: arenas,
-        scratch and outputs of the calls since, as far as the operating system tells.
+        """Peak resident memory of the process minus its memory after loading the model, in bytes, or None if unknown.
+
+        It covers arenas, scratch memory and outputs of the calls since then.
         """
         return self._ask("growth", timeout=CALL_TIMEOUT_SECONDS)
 
     def close(self) -> None:
-        """End the engine's process and all that it started. Harmless a second time."""
+        """End the engine's process and its children. Can be called repeatedly."""
         if self._connection.closed:
             return
         self._connection.close()
@@ -140,7 +142,7 @@ class Worker:
 
     def _receive(self, timeout: float | None) -> tuple[str, Any]:
         if not self._connection.poll(timeout):
-            self.close()  # it may be spinning: it must not take the cores from the others
+            self.close()  # it may be spinning and would take cores from other engines
             raise EngineFailed(f"no answer within {timeout:.0f} s")
         return self._connection.recv()
 
@@ -156,7 +158,7 @@ class Worker:
 
 
 class _Host:
-    """The child's end: holds the session and answers requests."""
+    """Child side: holds the session and answers requests."""
 
     def __init__(self, progress: Say) -> None:
         self._progress = progress
@@ -205,7 +207,7 @@ class _Host:
 
 
 def _settle() -> None:
-    """Wait until this process's threads sleep, so that the next engine has the cores for itself."""
+    """Wait until the threads of this process sleep, so that the next engine has all cores."""
     end = time.perf_counter() + SETTLE_LIMIT_SECONDS
     while time.perf_counter() < end:
         before = time.process_time()
@@ -225,7 +227,7 @@ def _serve(connection: Connection) -> None:
             reply = ("ok", getattr(host, request)(*arguments))
         except Unavailable as error:
             reply = ("unavailable", str(error))
-        except Exception as error:  # the boundary of the process: whatever an engine raises becomes its row's reason
+        except Exception as error:  # process boundary: any exception of an engine becomes the reason in its row
             text = sentence(error)
             name = type(error).__name__
             reply = ("error", text if text == name else f"{name}: {text}")
@@ -233,11 +235,12 @@ def _serve(connection: Connection) -> None:
 
 
 def start_of_growth() -> int | None:
-    """Bytes that are resident now, from where peaks count anew; ``None`` where the system does not tell.
+    """Reset the memory peak and return the resident bytes, or None if the system does not support it.
 
-    Engines do not tell their arenas alike (ONNX Runtime and OpenVINO not at all from Python), so that all are asked the
-    same: by how much the peak of the resident memory exceeds what was resident when the model was loaded. What was
-    freed goes back to the system first: an arena taken from there would not be seen.
+    Engines report arenas differently (ONNX Runtime and OpenVINO not at all from Python), so one measure is used for
+    all:
+    peak resident memory minus resident memory after loading the model. Freed memory is returned to the system first: an
+    arena taken from it would not be counted.
     """
     gc.collect()
     with suppress(OSError, AttributeError):
@@ -250,7 +253,7 @@ def start_of_growth() -> int | None:
 
 
 def peak_growth(start: int) -> int | None:
-    """Bytes by which the resident memory has been larger than ``start`` at most."""
+    """Largest increase of the resident memory over ``start`` in bytes."""
     peak = _bytes("VmHWM")
     return None if peak is None else max(0, peak - start)
 

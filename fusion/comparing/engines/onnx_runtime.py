@@ -1,4 +1,4 @@
-"""ONNX Runtime with all optimisations, and the same of a quantised file."""
+"""ONNX Runtime with all optimisations, on float or quantised files."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ from fusion.comparing.engines.base import (
     typical,
 )
 
-_KERNEL_TIME = "_kernel_time"  # at the end of an event's name
-# What ONNX Runtime appends to the names of nodes that it lays out in blocks of channels, and to make them unique.
+_KERNEL_TIME = "_kernel_time"  # suffix of an event's name
+# Suffixes that ONNX Runtime adds to nodes in a blocked layout, and to make names unique.
 _APPENDED = re.compile(r"(_nchwc|_token_\d+)+$")
 _WARMUP_RUNS = 3
-# By default a product of floats with dequantised weights rounds the floats to bytes as well, which errs by 4e-3.
+# By default a product of floats with dequantised weights also rounds the floats to bytes, an error of 4e-3.
 _PRODUCTS_OF_FLOATS = "session.qdq_matmulnbits_accuracy_level", "1"
 
 
 @dataclass
 class OnnxRuntimeSession:
-    """``mode`` tells, once inputs are bound, whether plain calls or bound buffers were faster; ``workload``: of which a
-    second session is made to be profiled.
+    """Loaded model; ``workload`` is used to create a second session for profiling.
+
+    After ``bind``, ``mode`` says whether plain calls or bound buffers were faster.
     """
 
     session: Any
@@ -43,12 +44,12 @@ class OnnxRuntimeSession:
     workload: EngineWorkload
 
     def run(self, inputs: Mapping[str, np.ndarray]) -> Arrays:
-        """All outputs by name."""
+        """Return all outputs by name."""
         names = [output.name for output in self.session.get_outputs()]
         return dict(zip(names, self.session.run(names, dict(inputs)), strict=True))
 
     def bind(self, inputs: Mapping[str, np.ndarray]) -> EngineCall:
-        """Plain ``run`` or IO binding, whichever is faster here."""
+        """Bind by plain ``run`` or IO binding, whichever is faster here."""
         feeds = dict(inputs)
         calls: dict[str, EngineCall] = {
             "run": lambda: self.session.run(None, feeds),
@@ -59,7 +60,7 @@ class OnnxRuntimeSession:
         return calls[name]
 
     def layers(self, inputs: Mapping[str, np.ndarray], seconds: float) -> list[LayerTime]:
-        """Every node of the optimised graph, by ONNX Runtime's profiler, which counts whole microseconds."""
+        """Times of every node of the optimised graph, by ONNX Runtime's profiler, which counts whole microseconds."""
         feeds, clock = dict(inputs), time.perf_counter
         with tempfile.TemporaryDirectory(prefix="profile-") as folder:
             options = _options(self.workload)
@@ -89,11 +90,12 @@ class OnnxRuntimeSession:
 def node_times(
     events: Sequence[Mapping[str, Any]], runs: int, outputs: Mapping[str, tuple[str, ...]]
 ) -> list[LayerTime]:
-    """The nodes in a profile of ``runs`` runs, the first of them not counted; ``outputs``: of named nodes of the
-    optimised graph, the tensors that each writes.
+    """Node times from a profile of ``runs`` runs without the warm-up runs.
 
-    A node of the profile is called as in that graph; one without a name there by its operator and its number in the
-    model's file. Fused and blocked nodes are called by what they were, with a suffix, and write tensors of new names.
+    ``outputs`` maps nodes of the optimised graph to the tensors they write. A node has the same name in the profile; an
+    unnamed one is named by its operator and its number in the model's file. Fused and blocked nodes have their former
+    name
+    with a suffix, and write tensors of new names.
     """
     found: dict[str, list[float]] = {}
     operators: dict[str, str] = {}
@@ -106,7 +108,7 @@ def node_times(
     layers = []
     for name, durations in found.items():
         times, left = divmod(len(durations), runs)
-        if left or not times:  # under an If: so often as the data has it
+        if left or not times:  # inside an If: executed in some runs only
             seconds = sum(durations) / runs
         else:
             each = np.reshape(durations, (runs, times)).sum(axis=1)
@@ -117,7 +119,7 @@ def node_times(
 
 
 def _outputs(optimised: Path) -> dict[str, tuple[str, ...]]:
-    """What each named node of a graph writes."""
+    """Tensors written by each named node of a graph."""
     import onnx
 
     nodes = onnx.load(str(optimised), load_external_data=False).graph.node
@@ -128,7 +130,7 @@ def _outputs(optimised: Path) -> dict[str, tuple[str, ...]]:
 class OnnxRuntimeEngine:
     """CPU execution provider, ``threads`` intra-op threads, symbolic dimensions replaced by the shapes in use.
 
-    ``in_integers``: unavailable unless some layer is computed in integers once the graph is optimised.
+    ``in_integers``: raise ``Unavailable`` unless the optimised graph has integer layers.
     """
 
     in_integers: bool = False
@@ -179,7 +181,7 @@ def _open(workload: EngineWorkload, options: Any) -> Any:
 
 
 def _integer_share(optimised: Path) -> tuple[int, int]:
-    """Layers computed in integers and all layers of the graph that ONNX Runtime runs."""
+    """(Number of integer layers, number of layers) of the graph that ONNX Runtime runs."""
     import onnx
 
     from fusion.relax.onnx.onnx_file import all_nodes
@@ -189,9 +191,9 @@ def _integer_share(optimised: Path) -> tuple[int, int]:
 
 
 def _symbols(session: Any, workload: EngineWorkload) -> dict[str, int]:
-    """Named dimensions of inputs and outputs -> their extent in this workload.
+    """Sizes of named dimensions of inputs and outputs in this workload.
 
-    Some exporters give every open dimension one name (``?``): a name that stands for different extents fixes none.
+    Some exporters give every open dimension the same name (``?``): names with several sizes are left out.
     """
     shapes = {info.name: info.shape for info in (*workload.inputs, *workload.outputs)}
     found: dict[str, set[int]] = {}

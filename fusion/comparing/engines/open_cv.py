@@ -1,4 +1,4 @@
-"""OpenCV's DNN module on its own CPU kernels."""
+"""OpenCV's DNN module with its own CPU kernels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fusion.comparing.engines.base import Arrays, EngineCall, EngineWorkload, Un
 
 @dataclass
 class OpenCvSession:
-    """One network per graph engine of OpenCV that loads the model; ``chosen`` is the faster once inputs are bound."""
+    """One network per graph engine of OpenCV that loads the model; after ``bind``, ``chosen`` is the faster one."""
 
     networks: Mapping[str, Any]
     inputs: tuple[str, ...]
@@ -28,11 +28,11 @@ class OpenCvSession:
         return f"{self.version}, {self.chosen} graph engine"
 
     def run(self, inputs: Mapping[str, np.ndarray]) -> Arrays:
-        """All outputs by name."""
+        """Return all outputs by name."""
         return dict(zip(self.outputs, self._call(self.chosen, inputs)(), strict=True))
 
     def bind(self, inputs: Mapping[str, np.ndarray]) -> EngineCall:
-        """``setInput`` and ``forward`` by the engine that is faster here."""
+        """Bind ``setInput`` and ``forward`` of the graph engine that is faster here."""
         calls = {name: self._call(name, inputs) for name in self.networks}
         self.chosen = fastest(calls)
         return calls[self.chosen]
@@ -52,7 +52,7 @@ class OpenCvEngine:
     """``cv2.dnn`` with ``threads`` threads: OpenCV 5's new graph engine and the classic one."""
 
     def prepare(self, workload: EngineWorkload, progress: Say) -> OpenCvSession:
-        """Load the model and run it once. Raises ``Unavailable`` where no engine of OpenCV can."""
+        """Load the model and run it once. Raises ``Unavailable`` if none of OpenCV's graph engines can."""
         import cv2
 
         cv2.setNumThreads(workload.threads)
