@@ -258,7 +258,7 @@ def train_records(directory: Path | None, leave_out: Sequence[str], output: Path
 
 
 def records_here(directory: Path | None) -> Any:
-    """Return the :class:`schedules.records.shipped_records.FoundRecords` of this CPU; raise ``InputError`` without any."""
+    """Return the :class:`schedules.records.shipped_records.FoundRecords` of this CPU, or raise ``InputError``."""
     from schedules.contract.cpu_target import host_target
     from schedules.records.shipped_records import find_records, records_directory
 

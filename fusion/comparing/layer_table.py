@@ -1,10 +1,11 @@
-"""Two engines layer by layer: what each of them takes for the same nodes of the ONNX graph.
+"""Comparison of two engines layer by layer: times for the same nodes of the ONNX graph.
 
-Engines fuse differently, so neither side's kernels are the rows. A row is the least set of nodes that both sides
-compute in kernels of their own: kernels that share a node are in one row. What is not said by a profile is inferred as
-its engine works. Ours name the last node of a kernel: nodes before it that no kernel claims are inside it. Others name
-one node or more of a fused kernel: an activation or addition of ours that none of theirs claims is inside the kernel
-before it. Kernels that belong to no node (conversions of layouts, mostly) are the line of the others.
+Engines fuse differently, so a row is the smallest set of nodes that both sides compute in separate kernels: kernels
+that
+share a node are in one row. Missing information is inferred. Ours name the last node of a kernel: preceding nodes
+without a kernel are inside it. Others name one or more nodes of a fused kernel: an activation or addition of ours that
+none of theirs names is inside the preceding kernel. Kernels without a node (mostly layout conversions) are in the row
+``others``.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from pathlib import Path
 from fusion.comparing.engines.base import LayerTime
 from fusion.model.layer_names import identifier
 
-# In the types of operators that no other kernel computes on the side.
+# Parts of the names of operators that are never fused into another kernel.
 _PRODUCTS = ("Conv", "Gemm", "MatMul", "LSTM", "GRU", "RNN")
 
 
 @dataclass(frozen=True)
 class GraphNode:
-    """A node of the ONNX graph. ``name``: for people; ``aliases``: whatever a profile may call it."""
+    """A node of the ONNX graph. ``name``: for display; ``aliases``: names used in profiles."""
 
     name: str
     operator: str
@@ -32,14 +33,17 @@ class GraphNode:
 
     @property
     def is_product(self) -> bool:
-        """Whether it multiplies with weights, or might."""
+        """True if the operator multiplies with weights, or may do so."""
         return any(each in self.operator for each in _PRODUCTS)
 
 
 @dataclass(frozen=True)
 class LayerRow:
-    """Nodes that both engines compute by themselves, products first; seconds scaled to the network's, ``None`` where an
-    engine has no kernel for them. ``lost_seconds``: ours less theirs, below zero where ours are faster.
+    """Nodes that both engines compute separately from others, products first.
+
+    Seconds are scaled to the network's, None without a kernel. ``lost_seconds``: ours minus theirs, negative if ours
+    are
+    faster.
     """
 
     layers: tuple[str, ...]
@@ -52,27 +56,27 @@ class LayerRow:
 
 @dataclass(frozen=True)
 class LayerTable:
-    """Where the time of a network goes in our build and in ``engine``; ``rows``: what loses most first.
-
-    ``*_network_seconds``: medians of the network, measured in turns. ``*_profiled_seconds``: sums of the layers as the
-    profiles have them; each side's layers are scaled by the first over the second, so that the differences of all rows
-    and of ``others`` add up to that of the networks. ``lost_seconds``: the sum of the rows where ours are slower,
-    ``gained_seconds``: of those where they are faster.
-    """
+    """Layer times of a network in our build and in ``engine``."""
 
     engine: str
+    # Largest loss first.
     rows: tuple[LayerRow, ...]
     others: LayerRow
+    # Medians of the whole network, measured in alternation.
     ours_network_seconds: float
     theirs_network_seconds: float
+    # Sums of the profiled layers. Layers are scaled by network time over this sum, so that the differences of all rows
+    # and of ``others`` add up to that of the networks.
     ours_profiled_seconds: float
     theirs_profiled_seconds: float
+    # Sum over the rows where ours are slower.
     lost_seconds: float
+    # Sum over the rows where ours are faster.
     gained_seconds: float
 
 
 def read_nodes(model: Path) -> list[GraphNode]:
-    """The nodes of an ONNX file in its order, which is one that they can be run in; without constants."""
+    """Nodes of an ONNX file without constants, in execution order."""
     import onnx
 
     nodes = onnx.load(str(model), load_external_data=False).graph.node
@@ -84,8 +88,11 @@ def read_nodes(model: Path) -> list[GraphNode]:
 
 
 def graph_node(name: str, operator: str, inputs: Sequence[str], outputs: Sequence[str], index: int) -> GraphNode:
-    """The node ``index`` of a graph. Without a name it is called by its first output, by ONNX Runtime by operator and
-    index; in our networks as a Relax variable.
+    """Node ``index`` of a graph with its aliases.
+
+    An unnamed node has the name of its first output; ONNX Runtime names it by operator and index. The aliases include
+    the
+    names of Relax variables in our networks.
     """
     written = tuple(filter(None, outputs))
     called = name or next(iter(written), operator)
@@ -102,7 +109,7 @@ def join_layers(
     ours_network_seconds: float,
     theirs_network_seconds: float,
 ) -> LayerTable:
-    """The profiles ``ours`` and ``theirs`` of the graph of ``nodes``, beside each other."""
+    """Join the profiles ``ours`` and ``theirs`` of the graph of ``nodes``."""
     index = {alias: number for number, node in reversed(list(enumerate(nodes))) for alias in reversed(node.aliases)}
     own = [_claimed(index, kernel.names, derived=True) for kernel in ours]
     peer = [_claimed(index, kernel.names, derived=False) for kernel in theirs]
@@ -157,25 +164,26 @@ class _Sets:
         self._parent = list(range(count))
 
     def find(self, number: int) -> int:
-        """What stands for the set of ``number``."""
+        """Representative of the set of ``number``."""
         while self._parent[number] != number:
             number = self._parent[number]
         return number
 
     def unite(self, numbers: Iterable[int]) -> None:
-        """One set of those of all ``numbers``."""
+        """Merge the sets of all ``numbers``."""
         roots = sorted({self.find(number) for number in numbers})
         for root in roots[1:]:
             self._parent[root] = roots[0]
 
     def of(self, claims: Sequence[int]) -> int | None:
-        """What stands for the set of a kernel, ``None`` for one without nodes."""
+        """Representative of the set of a kernel, or None for a kernel without nodes."""
         return self.find(claims[0]) if claims else None
 
 
 def _claimed(index: Mapping[str, int], names: Sequence[str], derived: bool) -> list[int]:
-    """The nodes that a kernel is known to compute. ``derived``: of names of ours, to which the importer and passes
-    append what a variable is of its node (``conv1_sums``).
+    """Nodes that a kernel computes according to its names.
+
+    ``derived``: names of ours, with suffixes added by the importer and passes (``conv1_sums``).
     """
     found = []
     for name in names:
@@ -187,7 +195,7 @@ def _claimed(index: Mapping[str, int], names: Sequence[str], derived: bool) -> l
 
 
 def _take_in_unclaimed(nodes: Sequence[GraphNode], claimed: set[int], sets: _Sets) -> None:
-    """A node without a kernel of ours joins the first that reads it: our kernels are named by what they write."""
+    """Merge each node without a kernel of ours into its first reader: our kernels are named by their output."""
     readers: dict[str, list[int]] = {}
     for number, node in enumerate(nodes):
         for name in node.inputs:
@@ -204,7 +212,7 @@ def _take_in_unclaimed(nodes: Sequence[GraphNode], claimed: set[int], sets: _Set
 def _attach_to_producers(
     nodes: Sequence[GraphNode], ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]], sets: _Sets
 ) -> None:
-    """Sets with kernels of ours alone, and no products, join what comes last before them: it was fused there."""
+    """Merge sets with only kernels of ours and no products into the last set before them, where the peer fused them."""
     writer = {name: number for number, node in enumerate(nodes) for name in node.outputs}
     for claims in sorted(filter(None, ours), key=max):
         root = sets.of(claims)

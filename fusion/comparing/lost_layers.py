@@ -1,4 +1,4 @@
-"""By which layers a peer is faster: profiles are taken after the engines were timed, and only where there is a need."""
+"""Layers in which a peer is faster; profiles are taken after the timing, and only if needed."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from fusion.comparing.engines.engine_worker import EngineFailed, Worker
 from fusion.comparing.layer_table import LayerTable, join_layers, read_nodes
 from fusion.model.named_arrays import Arrays
 
-# Runs of the profiled network, for each engine.
+# Duration of the profiled runs in seconds, per engine.
 PROFILE_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
 class LostLayers:
-    """``table``: against the fastest peer in question that tells its layers; ``missing``: why faster ones have none."""
+    """Layer times against the fastest peer in question with a profile; ``missing``: reasons for peers without one."""
 
     table: LayerTable | None = None
     missing: tuple[str, ...] = ()
@@ -31,10 +31,10 @@ def lost_layers(
     asked: bool = False,
     say: Callable[[str], None] = lambda _: None,
 ) -> LostLayers:
-    """Our layers beside those of the fastest peer, where one is faster than ours or it is ``asked`` for.
+    """Compare our layers with those of the fastest peer, if a peer is faster than ours or ``asked`` is set.
 
-    ``ours`` and each of ``peers``: an engine and its median seconds. Engines that fail or tell nothing end; none is
-    needed afterwards.
+    ``ours`` and each of ``peers``: an engine and its median seconds. Engines that fail are closed; none is needed
+    afterwards.
     """
     worker, seconds = ours
     order = sorted((name for name in peers if asked or peers[name][1] < seconds), key=lambda name: peers[name][1])

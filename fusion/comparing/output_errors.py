@@ -1,7 +1,7 @@
-"""How far outputs are from a reference: one set of figures for every engine, precision and quantised file.
+"""Output errors against a reference: one set of figures for every engine, precision and quantised file.
 
-The reference is what the model computes in FP64 or by ONNX Runtime in FP32. All outputs count, over as many inputs as
-are compared; of a figure that differs between outputs the worst is reported.
+The reference is the model in FP64, or ONNX Runtime's FP32 outputs. All outputs over all compared inputs count; of
+figures that differ between outputs the worst is reported.
 """
 
 from __future__ import annotations
@@ -14,44 +14,43 @@ import numpy as np
 
 @dataclass(frozen=True)
 class OutputErrors:
-    """Of all outputs over ``compared_inputs`` inputs.
+    """Errors of all outputs over ``compared_inputs`` inputs.
 
-    ``max_abs_error``: largest absolute difference; ``max_relative_error``: largest one relative to the largest absolute
-    value of that output on that input (to 1 where the output is zero); ``mean_relative_error``: mean absolute
-    difference relative to the same, of the worst output. ``cosine``: least cosine of the angle between an output and
-    its reference, both as one vector (``None`` if no output has floating point). ``top1_agreement``: share of samples
-    whose greatest score is that of the reference (``None`` if no output has scores, see :func:`is_of_scores`).
-
-    Of integers and booleans both relative errors are the share of elements that differ: where two classes are all but
-    equal, rounding decides which is the greater, and their numbers may be far apart. An output that is missing, has
-    another shape, or values that are not finite where the reference's are, has infinite errors, a cosine of 0 and no
-    agreement.
+    For integers and booleans both relative errors are the share of different elements: if two classes score almost
+    equally,
+    rounding decides, and their numbers may be far apart. An output that is missing, has another shape, or is not finite
+    where the reference is, has infinite errors, a cosine of 0 and no agreement.
     """
 
+    # Largest absolute difference.
     max_abs_error: float
+    # Largest difference relative to the largest absolute value of that output on that input (to 1 if it is all zero).
     max_relative_error: float
+    # Mean absolute difference relative to the same value, of the worst output.
     mean_relative_error: float
+    # Smallest cosine of the angle between an output and its reference as vectors; None without floating point outputs.
     cosine: float | None
+    # Share of samples with the same top score as the reference; None without score outputs (:func:`is_of_scores`).
     top1_agreement: float | None
     compared_inputs: int
 
     @property
     def comparable(self) -> bool:
-        """Whether every output is there, and finite where the reference is."""
+        """True if every output is present, and finite where the reference is."""
         return bool(np.isfinite(self.max_abs_error))
 
     def to_json(self) -> dict[str, float | int | None]:
-        """JSON-able; keys are the names of the fields."""
+        """Return a JSON-able dictionary; keys are the field names."""
         return asdict(self)
 
 
 def errors_json(errors: OutputErrors | None) -> dict[str, float | int | None]:
-    """What :meth:`OutputErrors.to_json` gives, every figure ``None`` where nothing was compared."""
+    """JSON-able dictionary of errors, with None for every figure if nothing was compared."""
     return dict.fromkeys(field.name for field in fields(OutputErrors)) if errors is None else errors.to_json()
 
 
 class ErrorTally:
-    """Collects errors input by input, so that no outputs need be kept."""
+    """Accumulates errors input by input, without keeping outputs."""
 
     def __init__(self) -> None:
         self._inputs = 0
@@ -62,13 +61,13 @@ class ErrorTally:
         self._agreeing = self._samples = 0
 
     def add(self, outputs: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray]) -> None:
-        """Outputs on one input; those that ``reference`` does not name are left out."""
+        """Add the outputs on one input; outputs that ``reference`` lacks are ignored."""
         self._inputs += 1
         for name, expected in reference.items():
             self._add(name, outputs.get(name), expected)
 
     def errors(self) -> OutputErrors:
-        """Of everything that was added; without any, no error."""
+        """Errors over all added inputs; zero without any."""
         return OutputErrors(
             max_abs_error=max(self._absolute, default=0.0),
             max_relative_error=max(self._relative, default=0.0),
@@ -117,7 +116,7 @@ def errors_over(
 
 
 def is_of_scores(output: np.ndarray) -> bool:
-    """Whether it holds a score of every class for every sample: (samples, classes), perhaps with ones behind."""
+    """True if the output has class scores per sample: shape (samples, classes), possibly with trailing ones."""
     return (
         output.dtype.kind not in "iub"
         and output.ndim >= 2
@@ -127,7 +126,7 @@ def is_of_scores(output: np.ndarray) -> bool:
 
 
 def _difference(actual: np.ndarray | None, expected: np.ndarray) -> np.ndarray | None:
-    """Absolute differences, none where both are the same or not a number; ``None`` if they cannot be compared."""
+    """Absolute differences, 0 where both are equal or NaN; None if not comparable."""
     if actual is None or actual.shape != expected.shape:
         return None
     same = (actual == expected) | ((actual != actual) & (expected != expected))
@@ -142,13 +141,13 @@ def _largest(expected: np.ndarray) -> float:
 
 
 def _cosine(actual: np.ndarray, expected: np.ndarray) -> float:
-    """Of the finite elements; 1 where both are the same, 0 where one is zero."""
+    """Cosine over the finite elements; 1 if both are equal, 0 if one is zero."""
     finite = np.isfinite(expected)
-    # Scaled first: squares of large values would overflow.
+    # Scale first: squares of large values would overflow.
     scale = _largest(expected)
     ours, theirs = actual[finite].astype(np.float64) / scale, expected[finite].astype(np.float64) / scale
     if np.array_equal(ours, theirs):
-        return 1.0  # also of zeros
+        return 1.0  # also if both are zero
     norms = float(np.linalg.norm(ours)), float(np.linalg.norm(theirs))
     if not all(norms):
         return 0.0
@@ -156,7 +155,7 @@ def _cosine(actual: np.ndarray, expected: np.ndarray) -> float:
 
 
 def _agreeing(actual: np.ndarray, expected: np.ndarray) -> int:
-    """Samples whose greatest score is one of the greatest of the reference."""
+    """Number of samples whose top score is among the top scores of the reference."""
     ours = actual.reshape(len(actual), -1).argmax(axis=1)
     theirs = expected.reshape(len(expected), -1)
     return int(np.sum(theirs[np.arange(len(theirs)), ours] == theirs.max(axis=1)))

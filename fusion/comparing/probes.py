@@ -1,4 +1,4 @@
-"""Inputs on which outputs are compared: random ones and some with structure."""
+"""Inputs for comparing outputs: random ones and structured ones."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import numpy as np
 from fusion.model.named_arrays import Arrays, random_arrays
 from fusion.model.tensor_info import TensorInfo
 
-# Rectangles of the image-like input, as one finds them in documents and photographs.
+# Number of rectangles in the image-like input, similar to documents and photographs.
 _RECTANGLES = 12
 _FIRST_PICTURE = 7
-# Further pictures where errors of a lower precision are told: one alone says little of how often a class changes.
+# Number of further pictures for errors of lower precisions: a single one says little about changed classes.
 MORE_PICTURES = 7
 
 
 def probes(tensors: Sequence[TensorInfo], seed: int = 0) -> dict[str, Arrays]:
-    """Name -> one array per input, always the same ones. Inputs that are not floating point are random in all."""
+    """Name -> one array per input, deterministic. Inputs of integers or booleans are random in all."""
     made = {"random": random_arrays(tensors, seed)}
     for name, pattern in PATTERNS.items():
         arrays = random_arrays(tensors, seed)
@@ -29,8 +29,9 @@ def probes(tensors: Sequence[TensorInfo], seed: int = 0) -> dict[str, Arrays]:
 
 
 def broken_inputs(tensors: Sequence[TensorInfo]) -> dict[str, Arrays]:
-    """What a broken camera or an overflow gives: random inputs with NaN, and with infinity, in the middle of each that
-    is of floating point. None where no input is.
+    """Random inputs with a NaN, and with an infinity, in the middle of each floating point input.
+
+    They imitate a broken camera or an overflow. Empty without floating point inputs.
     """
     made: dict[str, Arrays] = {}
     for name, value in (("NaN", np.nan), ("infinity", np.inf)):
@@ -46,7 +47,7 @@ def broken_inputs(tensors: Sequence[TensorInfo]) -> dict[str, Arrays]:
 
 
 def error_inputs(tensors: Sequence[TensorInfo], pictures: int = MORE_PICTURES) -> dict[str, Arrays]:
-    """The :func:`probes` and so many further pictures like the first: the inputs that errors are told over."""
+    """Inputs for measuring errors: the :func:`probes` and ``pictures`` further pictures like the first."""
     made = probes(tensors)
     for index in range(1, pictures + 1):
         arrays = random_arrays(tensors, index)
@@ -59,7 +60,7 @@ def error_inputs(tensors: Sequence[TensorInfo], pictures: int = MORE_PICTURES) -
 
 
 def image_like(shape: Sequence[int], seed: int = _FIRST_PICTURE) -> np.ndarray:
-    """Values from 0 to 1: a smooth background, rectangles with sharp edges, a little noise."""
+    """Picture with values from 0 to 1: smooth background, rectangles with sharp edges, little noise."""
     generator = np.random.default_rng(seed)
     image = 0.3 + 0.4 * gradient(shape)
     height, width = (shape[-2], shape[-1]) if len(shape) > 1 else (1, shape[-1] if shape else 1)
@@ -73,19 +74,19 @@ def image_like(shape: Sequence[int], seed: int = _FIRST_PICTURE) -> np.ndarray:
 
 
 def gradient(shape: Sequence[int]) -> np.ndarray:
-    """From -1 to 1 along the last axis, from 0 to 1 along the one before it."""
+    """Gradient from -1 to 1 along the last axis, plus 0 to 1 along the axis before it, centred."""
     across = np.linspace(-1.0, 1.0, shape[-1]) if shape else np.zeros(())
     down = np.linspace(0.0, 1.0, shape[-2])[:, None] if len(shape) > 1 else 0.0
     return np.broadcast_to(across + down - 0.5 * (len(shape) > 1), shape).copy()
 
 
 def zeros(shape: Sequence[int]) -> np.ndarray:
-    """An empty image: what is left are the biases."""
+    """Black image: only biases remain."""
     return np.zeros(shape)
 
 
 def ones(shape: Sequence[int]) -> np.ndarray:
-    """A white image: borders differ from the inside by their padding alone."""
+    """White image: borders differ from the interior only by padding."""
     return np.ones(shape)
 
 

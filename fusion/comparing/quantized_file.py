@@ -1,4 +1,4 @@
-"""The quantised file of a model, which every INT8 engine of a comparison runs."""
+"""Quantised file of a model, run by every INT8 engine of a comparison."""
 
 from __future__ import annotations
 
@@ -27,11 +27,14 @@ def quantized_file(
     cache: Path,
     built: Sequence[Path] = (),
 ) -> Path:
-    """``given``; else ``model`` if it is quantised itself; else the first of the files ``built`` that was quantised
-    from it, which our builds beside run; else what ``python -m fusion quantize`` wrote beside it.
+    """Return the quantised file of ``model``.
 
-    A file for another batch is rewritten for that of ``inputs``, into ``cache``. ``Unavailable`` if there is none, or
-    it was made from another file; ``InputError`` for one that is not quantised or not of the model.
+    It is ``given``; or ``model`` if quantised itself; or the first file in ``built`` that was quantised from it, which
+    our
+    builds run; or the file that ``python -m fusion quantize`` wrote beside it. A file for another batch is rewritten
+    for
+    that of ``inputs``, into ``cache``. Raises ``Unavailable`` if there is none, or if it was made from another file,
+    ``InputError`` for a file that is not quantised or not of the model.
     """
     path = given or _found(model, built)
     loaded = load_model(path)
@@ -45,7 +48,7 @@ def quantized_file(
 
 
 def quantized_from(path: Path) -> str | None:
-    """The SHA-256 of the float file that ``path`` was quantised from; ``None`` where it is no such file."""
+    """SHA-256 of the float file that ``path`` was quantised from, or None if unknown."""
     import onnx
 
     return origin_of(onnx.load(str(path), load_external_data=False)) if path.is_file() else None

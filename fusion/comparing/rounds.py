@@ -1,8 +1,8 @@
-"""The measurement protocol: every engine alone on the cores, in turns, many times over.
+"""Measurement protocol: engines run alternately, each alone on the cores, in many rounds.
 
-Round by round each engine runs one block of back-to-back calls while the others sleep; the order reverses every round.
-Machines drift and have neighbours, so times are compared within a round: the ratio to the baseline is the median over
-the rounds of the ratio of block medians. The first calls of a block warm caches and threads and are not counted.
+In each round each engine runs one block of back-to-back calls while the others sleep; the order reverses every round.
+Machines drift and are shared, so times are compared within a round: the ratio to the baseline is the median over the
+rounds of the ratio of block medians. The first calls of a block warm caches and threads and are not counted.
 """
 
 from __future__ import annotations
@@ -21,45 +21,47 @@ import numpy as np
 from costmodel.base.say import Say
 from fusion.comparing.engines.engine_worker import EngineFailed
 
-# Fewer say too little, however little time there is.
+# Minimum number of rounds for meaningful results, whatever the time limit.
 LEAST_ROUNDS = 5
 FLUSH_LIMIT_BYTES = 512 * 2**20
 
 
 class TimedEngine(Protocol):
-    """What the protocol needs of an engine; :class:`fusion.comparing.engines.engine_worker.Worker` is one."""
+    """Engine interface of the protocol, e.g. :class:`fusion.comparing.engines.engine_worker.Worker`."""
 
     def block(self, warmup: int, calls: int, seconds: float) -> np.ndarray:
-        """Durations in seconds of back-to-back calls: at least ``calls``, for at least ``seconds``."""
+        """Return durations in seconds of back-to-back calls: at least ``calls``, for at least ``seconds``."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How much to measure. ``seconds``: length of one warm block, of at least ``calls`` calls after ``warmup``
-    untimed ones. ``cold_calls``: calls per round with caches flushed before each; 0 leaves that column out.
-    """
+    """Amount of measurement."""
 
     rounds: int = 15
+    # Minimum duration of one warm block.
     seconds: float = 0.15
+    # Minimum number of calls of a block.
     calls: int = 5
+    # Untimed calls before each block.
     warmup: int = 5
+    # Calls per round with caches flushed before each; 0 disables them.
     cold_calls: int = 0
 
 
 @dataclass(frozen=True)
 class EngineTiming:
-    """One engine's latency in seconds: median of all round medians, quartiles of those, least single call.
+    """Latency of one engine in seconds."""
 
-    ``ratio``: median over rounds of (this engine / baseline) within the round, above 1 where it is slower. ``rounds``:
-    the median of each.
-    """
-
+    # Median of the round medians; quartiles of the round medians follow.
     median: float
+    # Shortest single call.
     minimum: float
     lower_quartile: float
     upper_quartile: float
+    # Median over rounds of this engine's time divided by the baseline's in the same round; above 1 if slower.
     ratio: float
     calls: int
+    # Median of each round.
     rounds: tuple[float, ...] = ()
     cold_median: float | None = None
     cold_ratio: float | None = None
@@ -67,7 +69,7 @@ class EngineTiming:
 
 @dataclass(frozen=True)
 class MeasuredEngines:
-    """Timings by engine, and why others have none."""
+    """Timings by engine, and reasons of failed engines."""
 
     timings: Mapping[str, EngineTiming]
     failures: Mapping[str, str]
@@ -80,10 +82,11 @@ def measure(
     progress: Say = lambda _: None,
     end: float = math.inf,
 ) -> MeasuredEngines:
-    """Time the engines in turns. An engine that fails is left out of later rounds; the baseline's failure is raised.
+    """Time the engines alternately. An engine that fails is left out of later rounds.
 
-    After ``LEAST_ROUNDS`` no round begins that would end behind ``end``, on the clock of ``time.monotonic``. Raises
-    ``EngineFailed`` for the baseline.
+    After ``LEAST_ROUNDS``, no round starts that would end after ``end`` (``time.monotonic``). Raises ``EngineFailed``
+    if the
+    baseline fails.
     """
     started = time.monotonic()
     warm: dict[str, list[np.ndarray]] = {name: [] for name in engines}
@@ -115,7 +118,8 @@ class CacheFlush:
     """Evicts all data caches: every core overwrites its share of a buffer twice the size of the last level.
 
     The buffer is limited to 512 MiB; on machines with a larger cache (shared ones report the whole socket's) the
-    private levels are evicted, and as much of the shared one as that displaces.
+    private
+    levels are evicted, and the shared one in part.
     """
 
     def __init__(self, size_bytes: int | None = None) -> None:
@@ -129,7 +133,7 @@ class CacheFlush:
 
 
 def last_level_cache_bytes(default: int = 64 * 2**20) -> int:
-    """Size of the largest cache of CPU 0 according to the kernel."""
+    """Size of the largest cache of CPU 0 as reported by the kernel."""
     sizes = [default]
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         try:
@@ -141,7 +145,7 @@ def last_level_cache_bytes(default: int = 64 * 2**20) -> int:
 
 
 def _overwrite(cpu: int, share: np.ndarray) -> None:
-    os.sched_setaffinity(0, {cpu})  # of this thread alone
+    os.sched_setaffinity(0, {cpu})  # this thread only
     share += 1.0
 
 

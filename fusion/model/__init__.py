@@ -1,1 +1,1 @@
-"""A network as records: its convolutions, the sites that could be fused, and the choice among them."""
+"""Data model of a network: its convolutions, its fusion sites, and the choice among them."""

@@ -1,4 +1,4 @@
-"""Samples that a user gives for a model's inputs: an ``.npz`` file with an array per input, first axis samples."""
+"""User samples of a model's inputs: an ``.npz`` file with one array per input, first axis samples."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from costmodel.base.errors import InputError
 from fusion.model.named_arrays import Arrays, random_arrays, read_npz
 from fusion.model.tensor_info import TensorInfo
 
-# Of so many calls errors are told at most, evenly spread: all networks in question are run on each.
+# Maximum number of calls for measuring errors, evenly spread: every candidate network runs on each.
 MOST_TOLD = 48
-# Of every so many calls one is held out, to tell errors on what was not calibrated with.
+# Hold out every n-th call, for errors on inputs not used for calibration.
 HELD_OUT = 5
 ONE_SAMPLE = "one sample alone: errors are told on what it was calibrated with, on other inputs they are larger"
 
 
 @dataclass(frozen=True)
 class DeclaredInput:
-    """An input as the model declares it; ``None`` stands for an open dimension. ``dtype`` is NumPy's name."""
+    """An input as declared by the model; None is an open dimension. ``dtype`` is NumPy's name."""
 
     name: str
     shape: tuple[int | None, ...]
@@ -30,18 +30,18 @@ class DeclaredInput:
 
 @dataclass(frozen=True)
 class CalibrationData:
-    """Samples as calls of the model. ``arrays``: all samples of every input, ``extents``: how many of them one call
-    takes along the leading dimension, ``None`` for an input that has no dimension for samples; ``source``: where they
-    are from, in words.
-    """
+    """Samples, grouped into calls of the model."""
 
+    # All samples of every input.
     arrays: Mapping[str, np.ndarray]
+    # Samples per call along the leading dimension, None for an input without a sample dimension.
     extents: Mapping[str, int | None]
     calls: int
+    # Origin in words.
     source: str
 
     def call(self, index: int) -> Arrays:
-        """Inputs of the call ``index``."""
+        """Return the inputs of call ``index``."""
         found = {}
         for name, array in self.arrays.items():
             extent = self.extents[name]
@@ -51,14 +51,16 @@ class CalibrationData:
         return found
 
     def split(self) -> tuple[list[int], list[int]]:
-        """Calls to calibrate with, and those that are held out: every fifth one, the last of fewer, never the only."""
+        """(Calls for calibration, held-out calls): every fifth is held out; of fewer the last one, but never the
+        only one."""
         held_out = [index for index in range(self.calls) if index % HELD_OUT == HELD_OUT - 1]
         held_out = held_out or list(range(1, self.calls))[-1:]
         return [index for index in range(self.calls) if index not in set(held_out)], held_out
 
     def require_spread(self) -> None:
-        """``InputError`` where an input is the same number all over each sample: of such the ranges of activations
-        cannot be learned. An input of one number may be.
+        """Raise ``InputError`` if an input is constant within each sample.
+
+        Activation ranges cannot be calibrated with these. Inputs with one element are allowed.
         """
         for name, array in self.arrays.items():
             flat = array.reshape(max(1, self.calls), -1)
@@ -69,7 +71,7 @@ class CalibrationData:
                 )
 
     def named(self, calls: Sequence[int]) -> dict[str, Arrays]:
-        """Inputs of ``calls`` by name, for telling errors: some of them where they are many."""
+        """Inputs of ``calls`` by name for measuring errors, at most ``MOST_TOLD`` of them."""
         step = -(-len(calls) // MOST_TOLD)
         return {f"{Path(self.source).name} {index + 1}": self.call(index) for index in calls[::step]}
 
@@ -78,8 +80,11 @@ class CalibrationData:
 
 
 def read_calibration(path: Path, inputs: Sequence[DeclaredInput]) -> CalibrationData:
-    """The samples in ``path``. ``InputError`` that names file and input: missing or unknown names, other shapes or
-    dtypes, values that are not finite, fewer samples than the model takes at once, inputs with different numbers.
+    """Read the samples in ``path``.
+
+    Raises ``InputError`` that names file and input: missing or unknown names, other shapes or dtypes, values that are
+    not
+    finite, fewer samples than the model takes at once, inputs with different numbers of samples.
     """
     arrays = read_npz(path)
     names = ", ".join(declared.name for declared in inputs)
@@ -109,7 +114,7 @@ def read_calibration(path: Path, inputs: Sequence[DeclaredInput]) -> Calibration
 
 
 def random_calibration(tensors: Sequence[TensorInfo], calls: int) -> CalibrationData:
-    """So many random calls of inputs whose shapes are known: ranges of activations that no real picture has."""
+    """``calls`` random calls for inputs with known shapes; their activation ranges are not those of real pictures."""
     made = [random_arrays(tensors, seed) for seed in range(calls)]
     arrays = {tensor.name: np.stack([each[tensor.name] for each in made]) for tensor in tensors}
     return CalibrationData(arrays, dict.fromkeys(arrays), calls, "random numbers")
@@ -130,7 +135,7 @@ def _check_values(path: Path, declared: DeclaredInput, array: np.ndarray) -> Non
 
 
 def _extent(path: Path, declared: DeclaredInput, array: np.ndarray) -> int | None:
-    """How many samples a call takes: of arrays with an axis more than the input one, without a dimension for them."""
+    """Number of samples per call, or None if the array has one axis more than the input."""
     shape = declared.shape
     if array.ndim == len(shape) + 1 and _fits(array.shape[1:], shape):
         return None

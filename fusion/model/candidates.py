@@ -1,4 +1,4 @@
-"""Where a model could be fused: chains of convolutions that one template computes in one kernel."""
+"""Fusion sites of a model: chains of convolutions that one template computes in one kernel."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from fusion.model.conv_graph import Graph, Node
     from schedules.contract.cpu_target import CpuTarget
 
-# An inverted residual (1x1 -> depthwise -> 1x1) is the longest chain any published kernel fuses.
+# Longest chain that a published kernel fuses: an inverted residual (1x1 -> depthwise -> 1x1).
 LONGEST_SITE = 3
 
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """Convolutions that one kernel may compute; ``name`` is that of the nodes joined by ``+``."""
+    """Convolutions that one kernel may compute; ``name``: node names joined by ``+``."""
 
     name: str
     kind: str
@@ -30,8 +30,8 @@ class Site:
 def find_sites(graph: Graph, cpu: CpuTarget) -> list[Site]:
     """Every fusable chain, in program order of its first node; sites may overlap.
 
-    A chain qualifies if each intermediate has no other user, nothing but the last convolution adds a
-    residual, all stand in one binding block, and a template covers the whole.
+    Conditions: each intermediate has no other reader, only the last convolution adds a residual, all are in one binding
+    block, and a template covers the chain.
     """
     successor = _sole_consumers(graph)
     sites = []
@@ -52,7 +52,7 @@ def _covered(operator: FusedConvs, cpu: CpuTarget) -> bool:
 
 
 def _sole_consumers(graph: Graph) -> dict[str, Node]:
-    """Node name -> the node that is the only user of its output, and uses it once, as its data, in the same block."""
+    """Node name -> the only reader of its output, if it reads it once, as its data, in the same block."""
     uses = Counter(graph.use_counts())
     consumer = {node.data: node for node in graph.nodes}
     return {
@@ -63,7 +63,7 @@ def _sole_consumers(graph: Graph) -> dict[str, Node]:
 
 
 def _chains_from(node: Node, successor: dict[str, Node]) -> Iterator[tuple[Node, ...]]:
-    """Chains of two to ``LONGEST_SITE`` convolutions that begin at ``node``."""
+    """Chains of two to ``LONGEST_SITE`` convolutions that start at ``node``."""
     chain = [node]
     while len(chain) < LONGEST_SITE and _may_precede(chain[-1]) and chain[-1].name in successor:
         following = successor[chain[-1].name]
@@ -76,5 +76,5 @@ def _chains_from(node: Node, successor: dict[str, Node]) -> Iterator[tuple[Node,
 
 
 def _may_precede(node: Node) -> bool:
-    """Only the last convolution of a fused kernel may add a residual."""
+    """True if ``node`` may precede another in a fused kernel: only the last convolution may add a residual."""
     return isinstance(node.operator, Conv2d) and node.operator.epilogue.residual is None

@@ -1,6 +1,6 @@
-"""A model as the operators that kernels of ours compute, and everything else.
+"""A model as operators that our kernels compute, and all others.
 
-The records hold Relax variables as opaque keys; reading them out of a module is :mod:`fusion.relax.extract`, so that
+The records hold Relax variables as opaque keys; :mod:`fusion.relax.extract` reads them out of a module, so that
 importing this module needs no TVM.
 """
 
@@ -19,29 +19,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """One convolution, dense layer, pooling or normalisation with its epilogue.
+    """One convolution, dense layer, pooling or normalisation with its epilogue."""
 
-    ``covered``: the variables that one kernel replaces, in program order; ``output`` is the last of them and the only
-    one that anything outside reads. ``name`` is that of the variable of the convolution (of the ONNX node), and unique.
-    ``parameters`` holds the weights of one layer, or nothing for pooling. ``block``: number of the binding block it
-    stands in; what one block computes for itself cannot be read in another. ``gate``: the factors of ``data``, for each
-    image and channel.
-    """
-
+    # Name of the convolution's variable (of the ONNX node); unique.
     name: str
     operator: Conv2d | Pool2d | Dense | ChannelNorm
     data: relax.Var
     residual: relax.Var | None
+    # Weights of one layer; empty for pooling.
     parameters: tuple[Parameters, ...]
+    # Last of ``covered``, the only one read outside.
     output: relax.Var
+    # Variables that one kernel replaces, in program order.
     covered: tuple[relax.Var, ...]
+    # Number of its binding block; variables local to a block cannot be read in another.
     block: int = 0
+    # Factors of ``data`` per image and channel.
     gate: relax.Var | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Other:
-    """A call that no node covers. ``operator``: TVM's name of it, such as ``relax.nn.softmax``; ``reason``: why."""
+    """A call that no node covers. ``operator``: TVM's name, e.g. ``relax.nn.softmax``; ``reason``: why."""
 
     name: str
     operator: str
@@ -51,15 +50,15 @@ class Other:
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """``nodes`` and ``others`` in program order (of their outputs); ``counts``: uses of each variable; ``readers``: the
-    variables that are computed from each.
-    """
+    """A network; nodes and others are in program order of their outputs."""
 
     nodes: tuple[Node, ...]
     others: tuple[Other, ...] = ()
+    # Number of uses of each variable.
     counts: Mapping[relax.Var, int] = field(default_factory=dict)
+    # Variables computed from each variable.
     readers: Mapping[relax.Var, tuple[relax.Var, ...]] = field(default_factory=dict)
 
     def use_counts(self) -> Mapping[relax.Var, int]:
-        """How often each variable is read, as an argument or as a result of the function."""
+        """Number of reads of each variable, as an argument or as a result of the function."""
         return self.counts

@@ -1,4 +1,4 @@
-"""Named arrays of a model: random ones, files of them, and whether they fit its interface."""
+"""Named arrays of a model: random ones, files, and checks against its interface."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def random_arrays(tensors: Iterable[TensorInfo], seed: int = 0) -> Arrays:
 
 
 def check_arrays(arrays: Mapping[str, np.ndarray], tensors: Iterable[TensorInfo], source: str) -> Arrays:
-    """The arrays in C order, in the interface's order. Raises ``InputError`` naming the first that does not fit."""
+    """Arrays in C order, in the interface's order. Raises ``InputError`` naming the first one that does not match."""
     expected = {tensor.name: tensor for tensor in tensors}
     names = ", ".join(expected)
     for name in expected:
@@ -55,8 +55,11 @@ def check_arrays(arrays: Mapping[str, np.ndarray], tensors: Iterable[TensorInfo]
 
 
 def to_tvm(array: Any) -> Any:
-    """A tensor of TVM. NumPy's arrays are copied; tensors of other libraries (DLPack) lie where they are, if TVM can
-    read them there: it wants them contiguous, on a boundary of 64 bytes.
+    """Convert to a TVM tensor.
+
+    NumPy arrays are copied; tensors of other libraries (DLPack) are used in place if they are contiguous and aligned to
+    64
+    bytes.
     """
     from tvm import runtime
 
@@ -69,7 +72,7 @@ def to_tvm(array: Any) -> Any:
 
 
 def read_npz(path: Path) -> Arrays:
-    """All arrays of an ``.npz`` file; pickled objects are refused. Raises ``InputError``."""
+    """Read all arrays of an ``.npz`` file; pickled objects are refused. Raises ``InputError``."""
     try:
         with open_arrays(path) as loaded:
             if not isinstance(loaded, np.lib.npyio.NpzFile):
@@ -82,7 +85,7 @@ def read_npz(path: Path) -> Arrays:
 
 
 def write_npz(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write an ``.npz`` file at once or not at all. Raises ``OutputError``.
+    """Write an ``.npz`` file atomically. Raises ``OutputError``.
 
     ``numpy.savez`` takes names as keywords and so cannot write outputs called ``file``; this can.
     """

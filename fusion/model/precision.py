@@ -1,4 +1,4 @@
-"""In which number type the layers of a network are stored; each by itself, all sums are of float32."""
+"""Number type in which each layer of a network is stored; all sums are float32."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 FLOAT32: Literal["float32"] = "float32"
 BFLOAT16: Literal["bfloat16"] = "bfloat16"
 INT8: Literal["int8"] = "int8"
-# What a user may ask for; `auto`: bfloat16 where it is worth its error; `int8`: a float model is quantised.
+# User options; `auto`: bfloat16 where it is worth its error; `int8`: a float model is quantised.
 Precision = Literal["float32", "bfloat16", "int8", "auto"]
 PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16", "int8", "auto")
 
 
 def in_dtype(operator: Any, dtype: str) -> Any:
-    """``operator``, one layer, with its tensors stored in ``dtype``."""
+    """``operator`` (one layer) with its tensors in ``dtype``."""
     return operator if operator.dtype == dtype else replace(operator, dtype=dtype)
 
 
 def layers_covered(graph: Graph, dtype: str, cpu: CpuTarget) -> frozenset[str]:
-    """Names of the layers that a kernel of ours computes in ``dtype`` on ``cpu``; quantised ones stay as they are."""
+    """Names of the layers that our kernels compute in ``dtype`` on ``cpu``; quantised layers are excluded."""
     from schedules.kernels.template_table import template_for
 
     known: dict[Operator, bool] = {}
@@ -40,7 +40,7 @@ def layers_covered(graph: Graph, dtype: str, cpu: CpuTarget) -> frozenset[str]:
 
 
 def stored_in(graph: Graph, names: Collection[str], dtype: str) -> Graph:
-    """``graph`` with the layers called ``names`` in ``dtype``; the others stay as they are."""
+    """``graph`` with the layers ``names`` in ``dtype``, others unchanged."""
     nodes = [
         replace(node, operator=in_dtype(node.operator, dtype)) if node.name in names else node for node in graph.nodes
     ]
@@ -48,7 +48,7 @@ def stored_in(graph: Graph, names: Collection[str], dtype: str) -> Graph:
 
 
 def require_float(graph: Graph, precision: str) -> None:
-    """``InputError`` for another ``precision`` than float32 of a quantised model: its file says in what is computed."""
+    """Raise ``InputError`` if ``precision`` is not float32 and the model is quantised: its file defines the types."""
     quantised = sum(node.operator.dtype == INT8 for node in graph.nodes)
     if precision != FLOAT32 and quantised:
         raise InputError(
@@ -58,9 +58,9 @@ def require_float(graph: Graph, precision: str) -> None:
 
 
 def precision_of(graph: Graph) -> str:
-    """The number type that all layers of ``graph`` with weights are stored in, or ``mixed``; of the others without any.
+    """Common number type of all layers with weights (without any: of all layers), or ``mixed``.
 
-    What pools between quantised layers may be of float32 (averages), and is no reason to call them mixed.
+    Pooling between quantised layers may be float32 (averages), and does not count as mixed.
     """
     layers = [node for node in graph.nodes if node.parameters] or graph.nodes
     found = {node.operator.dtype for node in layers} or {FLOAT32}

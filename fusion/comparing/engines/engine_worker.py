@@ -98,7 +98,7 @@ class Worker:
         return self._ask("block", warmup, calls, seconds, timeout=CALL_TIMEOUT_SECONDS)
 
     def layers(self, inputs: Arrays, seconds: float) -> list[LayerTime]:
-        """Times of every kernel, from runs for ``seconds``; raises ``Unavailable`` if the engine does not provide them."""
+        """Times of every kernel, from runs for ``seconds``; raises ``Unavailable`` if the engine has none."""
         return self._ask("layers", inputs, seconds, timeout=PREPARE_TIMEOUT_SECONDS)
 
     def growth(self) -> int | None:

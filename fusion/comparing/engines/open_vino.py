@@ -1,7 +1,8 @@
-"""OpenVINO's CPU plug-in with the latency hint: in FP32, in BF16, and in INT8 on a quantised file.
+"""OpenVINO's CPU plug-in with the latency hint: FP32, BF16, and INT8 on a quantised file.
 
-The precision hint is only a hint: a CPU without the instructions computes in FP32, single layers may. So the precision
-of every layer is read back from the compiled model, and an engine that has no layer in its precision is unavailable.
+The precision hint is not binding: a CPU without the instructions computes in FP32, and single layers may. The precision
+of every layer is therefore read back from the compiled model; an engine without any layer in its precision is
+unavailable.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from fusion.comparing.engines.base import (
     told_share,
 )
 
-# Layers of a compiled model that do a network's arithmetic, and its names of precisions.
+# Layer types with the arithmetic of a network, and OpenVINO's names of precisions.
 _LAYERS = frozenset({"Convolution", "GroupConvolution", "Deconvolution", "FullyConnected", "MatMul"})
 _WARMUP_RUNS = 3
 _INTEGERS, _BFLOAT16 = ("i8", "u8"), ("bf16",)
@@ -36,38 +37,38 @@ _FULL_NAMES = {"f32": "float32", "bf16": "bfloat16"}
 
 @dataclass
 class OpenVinoSession:
-    """One infer request. ``compiled``: the model compiled in several ways by their names; ``chosen``: the faster, once
-    inputs are bound. ``profiled``: compiles it again with counters, in the way of that name.
-    """
+    """One infer request."""
 
     version: str
+    # Variant name -> compiled model.
     compiled: Mapping[str, Any]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    # Variant in use; after ``bind`` the fastest one.
     chosen: str
+    # Compiles a variant again with performance counters.
     profiled: Callable[[str], Any]
 
     @property
     def mode(self) -> str:
-        """Version, the precision that was used, and the hint."""
+        """Version, precision and hint."""
         return f"{self.version}, {self.chosen}, latency hint"
 
     def run(self, inputs: Mapping[str, np.ndarray]) -> Arrays:
-        """All outputs by name."""
+        """Return all outputs by name."""
         request = self._request(self.compiled[self.chosen], inputs)
         request.infer()
         return {name: request.get_output_tensor(index).data.copy() for index, name in enumerate(self.outputs)}
 
     def bind(self, inputs: Mapping[str, np.ndarray]) -> EngineCall:
-        """Inference on shared memory: neither inputs nor outputs are copied."""
+        """Bind inference on shared memory: neither inputs nor outputs are copied."""
         calls = {name: self._call(name, inputs) for name in self.compiled}
         self.chosen = fastest(calls)
         return calls[self.chosen]
 
     def layers(self, inputs: Mapping[str, np.ndarray], seconds: float) -> list[LayerTime]:
-        """Every node that is executed, by the plug-in's counters: means over the runs after the first ones, of whole
-        microseconds.
-        """
+        """Times of every executed node, by the plug-in's counters in whole microseconds: means without the warm-up
+        runs."""
         compiled, clock = self.profiled(self.chosen), time.perf_counter
         request = self._request(compiled, inputs)
         for _ in range(_WARMUP_RUNS):
@@ -81,7 +82,7 @@ class OpenVinoSession:
         found = []
         for each in request.get_profiling_info():
             if each.status.name == "EXECUTED":
-                # Counters are means since the request was made.
+                # Counters are means since the creation of the request.
                 sums = runs * each.real_time.total_seconds() - _WARMUP_RUNS * first[each.node_name]
                 names = tuple(filter(None, _text(facts.get(each.node_name, {}), "originalLayersNames").split(",")))
                 found.append(LayerTime(names, max(0.0, sums / (runs - _WARMUP_RUNS)), each.exec_type))
@@ -102,15 +103,15 @@ class OpenVinoSession:
 
 @dataclass(frozen=True)
 class OpenVinoEngine:
-    """``hints``: OpenVINO's inference precision hints to try, ``f32`` or ``bf16``; the fastest is used. ``required``:
-    names of the precision that layers must have, ``None``: whatever comes of the hint.
-    """
+    """OpenVINO with one precision requirement."""
 
+    # Inference precision hints to try, ``f32`` or ``bf16``; the fastest is used.
     hints: tuple[str, ...]
+    # Names of the precision that layers must have, or None.
     required: tuple[str, ...] | None = None
 
     def prepare(self, workload: EngineWorkload, progress: Say) -> OpenVinoSession:
-        """Read, reshape and compile. Raises ``Unavailable`` where the CPU lacks the precision."""
+        """Read, reshape and compile the model. Raises ``Unavailable`` if the CPU lacks the precision."""
         import openvino
 
         core = openvino.Core()
@@ -138,7 +139,7 @@ class OpenVinoEngine:
 
 
 def _read(core: Any, workload: EngineWorkload) -> tuple[Any, tuple[str, ...]]:
-    """The model in the shapes of the workload, and its inputs as the interface knows them."""
+    """Model with the shapes of the workload, and its input names as in the interface."""
     model = core.read_model(str(workload.model))
     shapes = {info.name: list(info.shape) for info in workload.inputs}
     names = tuple(_name(port, shapes) for port in model.inputs)
@@ -148,7 +149,7 @@ def _read(core: Any, workload: EngineWorkload) -> tuple[Any, tuple[str, ...]]:
 
 
 def _compile(core: Any, model: Any, hint: str, threads: int, further: Mapping[str, Any] | None = None) -> Any:
-    """Compiled with ``hint``; ``Unavailable`` where another precision was settled on. ``further``: settings."""
+    """Compile with ``hint`` and ``further`` settings; raise ``Unavailable`` if OpenVINO uses another precision."""
     settings = {
         **(further or {}),
         "PERFORMANCE_HINT": "LATENCY",
@@ -163,7 +164,7 @@ def _compile(core: Any, model: Any, hint: str, threads: int, further: Mapping[st
 
 
 def _precisions(compiled: Any) -> Counter[str]:
-    """How many layers are computed in each precision."""
+    """Number of layers per precision."""
     facts = [node.get_rt_info() for node in compiled.get_runtime_model().get_ordered_ops()]
     return Counter(_text(each, "runtimePrecision").lower() for each in facts if _text(each, "layerType") in _LAYERS)
 
@@ -173,9 +174,9 @@ def _text(facts: Any, key: str) -> str:
 
 
 def _described(counts: Mapping[str, int], hint: str, required: tuple[str, ...] | None) -> str:
-    """What the layers are computed in. ``Unavailable`` where none is in the required precision."""
+    """Text on the precision of the layers. Raises ``Unavailable`` if none has the required one."""
     integers, layers = count_of(counts, _INTEGERS)
-    if required == _BFLOAT16 and layers:  # of a model without layers the hint is all that there is
+    if required == _BFLOAT16 and layers:  # without layers the hint is the only information
         return require_precision("OpenVINO", "bf16", *count_of(counts, _BFLOAT16))
     if required == _INTEGERS:
         told = require_precision("OpenVINO", "int8", integers, layers)
@@ -184,7 +185,7 @@ def _described(counts: Mapping[str, int], hint: str, required: tuple[str, ...] |
 
 
 def _name(port: Any, known: Mapping[str, Any]) -> str:
-    """A port may carry several names; the model's own is the one the interface knows."""
+    """Name of a port in the interface; a port may have several names."""
     return next(name for name in port.get_names() if name in known)
 
 

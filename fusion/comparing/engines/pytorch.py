@@ -1,5 +1,5 @@
-"""PyTorch on the CPU: eager, and the best of channels-last eager, frozen TorchScript and Inductor with freezing, in
-FP32 and in BF16.
+"""PyTorch on the CPU: eager, and the best of channels-last eager, frozen TorchScript and frozen Inductor, in FP32 and
+BF16.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 @dataclass
 class TorchSession:
-    """One model in several modes. ``chosen``: the one that :meth:`bind` found fastest; ``failed``: name -> reason."""
+    """One model in several modes. ``chosen``: the fastest one found by :meth:`bind`; ``failed``: mode -> reason."""
 
     version: str
     outputs: tuple[str, ...]
@@ -32,17 +32,17 @@ class TorchSession:
 
     @property
     def mode(self) -> str:
-        """The chosen mode, and which others could not be tried."""
+        """Chosen mode, and the modes that failed."""
         failures = "".join(f"; {name} failed: {reason}" for name, reason in self.failed.items())
         return f"{self.version}, {self.chosen}{failures}"
 
     def run(self, inputs: Mapping[str, np.ndarray]) -> Arrays:
-        """All outputs by name, in the chosen mode (the first before anything was bound)."""
+        """Return all outputs by name in the chosen mode (before ``bind``: the first mode)."""
         results = self._call(self.chosen, inputs)()
         return {output: result.numpy() for output, result in zip(self.outputs, results, strict=True)}
 
     def bind(self, inputs: Mapping[str, np.ndarray]) -> EngineCall:
-        """The fastest mode on inputs that are tensors already."""
+        """Bind the fastest mode, with inputs converted to tensors once."""
         calls = {name: self._call(name, inputs) for name in self.modes}
         self.chosen = fastest(calls)
         return calls[self.chosen]
@@ -63,17 +63,17 @@ class TorchSession:
 
 @dataclass(frozen=True)
 class TorchEngine:
-    """``modes``: names of :data:`MODES` to try; the fastest is used. ``fold``: batch norms into convolutions first.
+    """PyTorch with a set of modes."""
 
-    ``bfloat16``: the modes compute in BF16; where this CPU has none, the engine is unavailable.
-    """
-
+    # Names of :data:`MODES` to try; the fastest is used.
     modes: tuple[str, ...]
+    # Fold batch norms into convolutions first.
     fold: bool
+    # The modes compute in BF16; the engine is unavailable on CPUs without it.
     bfloat16: bool = False
 
     def prepare(self, workload: EngineWorkload, progress: Say) -> TorchSession:
-        """Convert the model and compile it in every mode; a mode that fails is left out."""
+        """Convert the model and compile it in every mode; modes that fail are left out."""
         os.environ.setdefault(CACHE_VARIABLE, str((workload.cache / "inductor").resolve()))
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
         warnings.simplefilter("ignore")
@@ -83,7 +83,7 @@ class TorchEngine:
         from fusion.model.named_arrays import random_arrays
 
         torch.set_num_threads(workload.threads)
-        torch.set_float32_matmul_precision("highest")  # FP32 is FP32, whatever the default becomes
+        torch.set_float32_matmul_precision("highest")  # full FP32, whatever PyTorch's default becomes
         version = torch.__version__
         if self.bfloat16:
             version = f"{version}, {require_bfloat16()}"
@@ -98,7 +98,7 @@ class TorchEngine:
             try:
                 with torch.no_grad():
                     compiled[name] = MODES[name](graph, _tensors(examples, name in CHANNELS_LAST))
-            except Exception as error:  # one mode that cannot compile must not cost the engine its others
+            except Exception as error:  # a failing mode must not affect the others
                 failed[name] = (str(error).strip().splitlines() or [type(error).__name__])[0]
         if not compiled:
             raise Unavailable("; ".join(f"{name}: {reason}" for name, reason in failed.items()))
@@ -124,9 +124,10 @@ def _torchscript(graph: Any, examples: list[Any]) -> TorchModel:
 
 
 def _inductor(graph: Any, examples: list[Any]) -> TorchModel:
-    """Weights become constants, packed for oneDNN; a C++ wrapper calls the kernels.
+    """Inductor with weights as constants packed for oneDNN, and a C++ wrapper that calls the kernels.
 
-    Freezing is switched on for the whole process: as an option of ``torch.compile`` it comes too late to pack weights,
+    Freezing is enabled for the whole process: as an option of ``torch.compile`` it takes effect too late to pack
+    weights,
     and the model is 1.7 times slower.
     """
     import torch
@@ -140,7 +141,7 @@ def _inductor(graph: Any, examples: list[Any]) -> TorchModel:
 
 
 def _whole(build: Builder) -> Builder:
-    """The mode ``build`` of the network cast to BF16."""
+    """Mode ``build`` with the network cast to BF16."""
 
     def compile_(graph: Any, examples: list[Any]) -> TorchModel:
         from fusion.comparing.engines.torch_graph import InBfloat16
@@ -151,7 +152,7 @@ def _whole(build: Builder) -> Builder:
 
 
 def _autocast(build: Builder) -> Builder:
-    """The mode ``build`` of the network under autocast."""
+    """Mode ``build`` with the network under autocast."""
 
     def compile_(graph: Any, examples: list[Any]) -> TorchModel:
         from fusion.comparing.engines.torch_graph import UnderAutocast

@@ -1,4 +1,4 @@
-"""TVM as its users have it today: MetaSchedule's own schedules and search, nothing of ours; tuned once, then cached."""
+"""Stock TVM: MetaSchedule's own schedules and search, without our code; tuned once, then cached."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from fusion.model.precision import INT8
 
 @dataclass(frozen=True)
 class MetaScheduleEngine:
-    """Tunes with ``workload.trials_per_task`` trials for each task of the model."""
+    """MetaSchedule with ``workload.trials_per_task`` trials for each task of the model."""
 
     def prepare(self, workload: EngineWorkload, progress: Say) -> CompiledSession:
-        """Load the cached module, tuning it first if there is none. That may take half an hour.
+        """Load the cached module, or tune it first, which may take half an hour.
 
-        Records are kept beside it: an interrupted run goes on, and more trials add to those made before.
+        Records are kept beside it: an interrupted run continues, and a larger number of trials extends them.
         """
         library = workload.cache / "metaschedule" / _key(workload) / f"model-{workload.trials_per_task}.so"
         if not library.is_file():
@@ -42,13 +42,13 @@ def _tune(workload: EngineWorkload, library: Path, progress: Say) -> None:
     imported = import_onnx(workload.model, shapes, whole_numbers=cpu.lacks(INT8) is None)
     executable = tune_stock(imported.mod, cpu, workload.trials_per_task, library.parent, progress)
     library.parent.mkdir(parents=True, exist_ok=True)
-    staged = library.with_name("partial.so")  # TVM chooses the format by the suffix
+    staged = library.with_name("partial.so")  # TVM derives the format from the suffix
     executable.export_library(str(staged))
     staged.replace(library)
 
 
 def _key(workload: EngineWorkload) -> str:
-    """Names the folder of records: whatever changes them."""
+    """Name of the record folder, a hash of everything that affects the records."""
     import tvm
 
     from schedules.contract.cpu_target import host_target

@@ -1,9 +1,10 @@
 """An ONNX model as one flat ``torch.fx.GraphModule`` of ATen calls: converted, traced, simplified, cast to BF16.
 
-onnx2fx's graph calls helpers that read shapes, pads and limits from tensors when they run. Traced on example inputs,
-these become plain numbers. An exporter or converter leaves pads of nothing, limits as tensors and batch norms beside
-their convolutions too; eager PyTorch runs them all, and oneDNN fuses a ReLU6 into its convolution only where the limits
-are numbers. What is left is what a native PyTorch model is: eager, TorchScript and Inductor see an ordinary model.
+onnx2fx's graph calls helpers that read shapes, pads and limits from tensors at run time. Traced on example inputs,
+these
+become constants. Exporters and converters also leave empty pads, limits as tensors and separate batch norms; eager
+PyTorch executes them all, and oneDNN fuses a ReLU6 into its convolution only if the limits are numbers. The simplified
+graph corresponds to a native PyTorch model for eager, TorchScript and Inductor.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ Tensors = tuple[torch.Tensor, ...]
 
 aten = torch.ops.aten
 _CONVOLUTIONS = (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
-_PADDING = 4  # place of a convolution's padding among its arguments: data, weight, bias, stride, padding
-# What is left of a tensor's values read from Python (`Tensor.tolist`, `Tensor.numpy`) in a trace.
+_PADDING = 4  # index of the padding in a convolution's arguments: data, weight, bias, stride, padding
+# Traces of tensor values read from Python (`Tensor.tolist`, `Tensor.numpy`).
 _READS = (aten.resolve_conj.default, aten.resolve_neg.default)
 
 
 def convert(path: Path, examples: Mapping[str, np.ndarray], outputs: Sequence[str]) -> GraphModule:
-    """Convert the model of ``path`` for the shapes of ``examples``; the module takes them in order, returns a tuple.
+    """Convert the model of ``path`` for the shapes of ``examples``; the module takes them in order and returns a tuple.
 
-    Raises ``Unavailable`` with the converter's reason, such as an operator that it does not know.
+    Raises ``Unavailable`` with the converter's reason, e.g. an unsupported operator.
     """
     import onnx2fx
 
@@ -54,7 +55,7 @@ def convert(path: Path, examples: Mapping[str, np.ndarray], outputs: Sequence[st
 def _by_name(
     converted: GraphModule, graph: onnx.GraphProto, inputs: Sequence[str], outputs: Sequence[str]
 ) -> Callable[..., Tensors]:
-    """``converted`` with its inputs in the order ``inputs`` and of its outputs those of ``outputs``."""
+    """``converted`` with inputs in the order ``inputs``, returning the outputs ``outputs``."""
     stored = {tensor.name for tensor in graph.initializer}
     places = [inputs.index(value.name) for value in graph.input if value.name not in stored]
     produced = [value.name for value in graph.output]
@@ -75,9 +76,9 @@ def _version() -> str:
 
 
 def simplify(module: GraphModule) -> GraphModule:
-    """``module`` with constant calls evaluated and idle operators gone. Changes it in place.
+    """Evaluate constant calls and remove operators without effect in ``module``, in place.
 
-    Raises ``ValueError`` where the trace depends on the values of its example inputs: it would hold for no others.
+    Raises ``ValueError`` if the trace depends on the values of its example inputs: it would be wrong for others.
     """
     for node in list(module.graph.nodes):
         if node.op == "call_function" and _is_constant(node):
@@ -91,7 +92,7 @@ def simplify(module: GraphModule) -> GraphModule:
 
 
 def fold_batch_norms(module: GraphModule) -> GraphModule:
-    """A copy of ``module`` in which every batch norm that alone follows a convolution with constant weights is gone."""
+    """Copy of ``module`` with batch norms folded into convolutions with constant weights that have no other reader."""
     folded = copy.deepcopy(module)
     for node in folded.graph.find_nodes(op="call_function", target=aten.batch_norm.default):
         convolution = node.args[0]
@@ -111,7 +112,7 @@ def _fold_batch_norm(module: GraphModule, convolution: Node, norm: Node) -> None
 
 
 def _drop_pad(module: GraphModule, pad: Node) -> None:
-    """Pads of nothing disappear; zeros that are as many on both sides become padding of the convolutions after them."""
+    """Remove empty pads, and move symmetric zero padding into the convolutions that follow."""
     data, widths, mode, value = _arguments(pad)
     if not any(widths):
         pad.replace_all_uses_with(data)
@@ -129,7 +130,7 @@ def _drop_pad(module: GraphModule, pad: Node) -> None:
 
 
 def _clamp_to_numbers(module: GraphModule, clamp: Node) -> None:
-    """Limits that are constant scalars as numbers."""
+    """Replace constant scalar limits of a clamp by numbers."""
     limits = [module.get_buffer(limit.target) if _is_buffer(limit) else limit for limit in _arguments(clamp)[1:]]
     if any(isinstance(limit, Node) or (limit is not None and limit.numel() != 1) for limit in limits):
         return
@@ -138,7 +139,7 @@ def _clamp_to_numbers(module: GraphModule, clamp: Node) -> None:
 
 
 def _drop_unit_factor(module: GraphModule, product: Node) -> None:
-    """A product with the number 1.0 (``alpha`` and ``beta`` of a Gemm)."""
+    """Remove a product with the number 1.0 (``alpha`` and ``beta`` of a Gemm)."""
     if product.args[1] == 1.0 and not isinstance(product.args[1], Node) and product.meta["val"].is_floating_point():
         product.replace_all_uses_with(product.args[0])
 
@@ -151,7 +152,7 @@ _RULES: dict[Any, Callable[[GraphModule, Node], None]] = {
 
 
 def _arguments(node: Node) -> list[Any]:
-    """All positional arguments, those left out with the defaults of the schema."""
+    """All positional arguments, with the defaults of the schema for missing ones."""
     left_out = node.target._schema.arguments[len(node.args) :]  # type: ignore[union-attr]
     return [*node.args, *(argument.default_value for argument in left_out)]
 
@@ -175,7 +176,7 @@ def _values(module: GraphModule, arguments: Any) -> Any:
 
 
 def _replace(module: GraphModule, node: Node, value: Any) -> None:
-    """``node`` as the constant ``value``; one that is not a tensor (a tuple of them) stays a call."""
+    """Replace ``node`` by the constant ``value``; values that are no tensor (tuples) stay calls."""
     if isinstance(value, torch.Tensor):
         with module.graph.inserting_before(node):
             node.replace_all_uses_with(_constant(module, value.detach().clone()))
@@ -200,8 +201,9 @@ def _cleaned(module: GraphModule) -> GraphModule:
 
 
 class InBfloat16(torch.nn.Module):
-    """``graph`` with weights, activations and constants in BF16. Inputs and outputs stay in FP32, as with other
-    engines: the casts are part of what is timed.
+    """``graph`` with weights, activations and constants in BF16.
+
+    Inputs and outputs stay in FP32, as in other engines: the casts are part of the measured time.
     """
 
     def __init__(self, graph: GraphModule) -> None:
@@ -209,28 +211,28 @@ class InBfloat16(torch.nn.Module):
         self.graph = _cast(graph)
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Outputs in the precision that ``graph`` has them in."""
+        """Return the outputs in the precision of ``graph``."""
         halved = [each.to(torch.bfloat16) if each.dtype == torch.float32 else each for each in inputs]
         return _widened(self.graph(*halved))
 
 
 class UnderAutocast(torch.nn.Module):
-    """``graph`` with the operators in BF16 that PyTorch's autocast takes as safe: convolutions and products."""
+    """``graph`` with autocast: PyTorch runs the operators it considers safe (convolutions, products) in BF16."""
 
     def __init__(self, graph: GraphModule) -> None:
         super().__init__()
         self.graph = copy.deepcopy(graph)
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Outputs in FP32."""
-        # Without the cache a trace holds the casts of weights, which freezing evaluates.
+        """Return the outputs in FP32."""
+        # Without the cache a trace contains the casts of weights, which freezing evaluates.
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
             results = self.graph(*inputs)
         return _widened(results)
 
 
 def require_bfloat16() -> str:
-    """What computes BF16 on this CPU; ``Unavailable`` where PyTorch's convolutions have no BF16."""
+    """Name of the hardware that computes BF16 here; raises ``Unavailable`` if PyTorch's convolutions have no BF16."""
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         raise Unavailable(f"PyTorch {torch.__version__} has no BF16 convolutions for this CPU: it lacks AVX-512")
     if torch.cpu._is_amx_tile_supported():
@@ -239,7 +241,7 @@ def require_bfloat16() -> str:
 
 
 def _cast(graph: GraphModule) -> GraphModule:
-    """A copy whose floating-point constants are of BF16, as are the types that single operators ask for."""
+    """Copy with floating-point constants and explicit operator dtypes changed to BF16."""
     cast = copy.deepcopy(graph).to(torch.bfloat16)
     for node in cast.graph.nodes:
         node.args, node.kwargs = map_aggregate(node.args, _type), map_aggregate(node.kwargs, _type)

@@ -16,13 +16,13 @@ from fusion.model.layer_names import result_index
 from fusion.model.precision import FLOAT32
 from schedules.contract.lean_import import import_tvm_alone
 
-# What makes the symbol of a kernel unique among object files (``fusion/relax/kernel_objects.py``).
+# Suffix that makes a kernel symbol unique among object files (``fusion/relax/kernel_objects.py``).
 _DIGEST = re.compile(r"_[0-9a-f]{16}_\d+$")
 
 
 @dataclass(frozen=True)
 class CompiledSession:
-    """A module in the Relax virtual machine. ``kernel_layers``: as the manifest names them; ``outputs``: by name."""
+    """A module in the Relax virtual machine. ``kernel_layers``: names as in the manifest; ``outputs``: output names."""
 
     mode: str
     model: CompiledModel
@@ -30,15 +30,15 @@ class CompiledSession:
     outputs: tuple[str, ...] = ()
 
     def run(self, inputs: Mapping[str, np.ndarray]) -> Arrays:
-        """All outputs by name."""
+        """Return all outputs by name."""
         return self.model(inputs)
 
     def bind(self, inputs: Mapping[str, np.ndarray]) -> EngineCall:
-        """A saved closure of the virtual machine: no conversion of arguments at each call."""
+        """Bind by a saved closure of the virtual machine: no conversion of arguments at each call."""
         return self.model.bind(inputs)
 
     def layers(self, inputs: Mapping[str, np.ndarray], seconds: float) -> list[LayerTime]:
-        """Every kernel of a run, timed inside the virtual machine."""
+        """Times of every kernel of a run, measured inside the virtual machine."""
         if not self.kernel_layers:
             raise Unavailable("its kernels have no names of layers; tune the model again if an older version did")
         found = self.model.kernel_durations(inputs, seconds)
@@ -56,13 +56,14 @@ class CompiledSession:
 
 @dataclass(frozen=True)
 class BuildEngine:
-    """Runs the module ``file`` of the build directory."""
+    """Engine of the module ``file`` of the build directory."""
 
     file: str
     mode: str
 
     def prepare(self, workload: EngineWorkload, progress: Say) -> CompiledSession:
-        """Load the module; its mode names a precision other than float32. ``Unavailable`` if the build has none."""
+        """Load the module; ``mode`` names precisions other than float32. Raises ``Unavailable`` if the build lacks
+        the file."""
         artifact = read_artifact(workload.build)
         if artifact.library(self.file) is None:
             raise Unavailable(f"{workload.build} holds no {self.file}")
