@@ -3,8 +3,8 @@
     python -m fusion.modelzoo mobilenet_v2 -o mobilenet_v2.onnx [--image-size 224 --width 1.0 --seed 0]
 
 Nothing is downloaded: latency does not depend on the values of the weights. Batch norms stay separate nodes with
-statistics near (0, 1), and weights keep the variance of the activations (He et al. 2015), so that an importer that
-folds them wrongly is seen in the outputs. The same arguments write the same file on one version of torch.
+statistics near (0, 1), and weights preserve the variance of the activations (He et al. 2015), so that an importer that
+folds them wrongly changes the outputs. The same arguments write the same file with one version of torch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ INPUT, OUTPUT = "pixel_values", "logits"
 
 @dataclass(frozen=True)
 class Architecture:
-    """A network as `transformers` names it; ``sizes`` are arguments of the configuration class."""
+    """A network of `transformers`; ``sizes`` are arguments of the configuration class."""
 
     module: str
     configuration: str
@@ -63,11 +63,13 @@ ARCHITECTURES = {
 
 
 def build_model(name: str, *, width: float = 1.0, tf_padding: bool = False, seed: int = 0) -> torch.nn.Module:
-    """The network in evaluation mode; its forward takes images (N, 3, H, W) and returns logits (N, 1000).
+    """Create the network in evaluation mode; its forward maps images (N, 3, H, W) to logits (N, 1000).
 
     ``width`` scales the channels (depth multiplier); ``tf_padding`` gives MobileNets TensorFlow's asymmetric SAME
-    padding, as separate Pad nodes, instead of the symmetric one of torchvision and timm.
-    ``InputError`` for an unknown name or a width that is not positive.
+    padding,
+    as separate Pad nodes, instead of the symmetric one of torchvision and timm. Raises ``InputError`` for an unknown
+    name or
+    a width that is not positive.
     """
     architecture = ARCHITECTURES.get(name)
     if architecture is None:
@@ -143,9 +145,11 @@ def _transformers_classes(architecture: Architecture) -> tuple[type, type]:
 
 @contextmanager
 def _without_broken_torchvision() -> Iterator[None]:
-    """`transformers` imports torchvision where it is installed, and fails where that was built for another torch.
+    """Hide torchvision if it cannot be imported.
 
-    The networks here need nothing of it; a ``None`` in ``sys.modules`` is Python's way to hide a module.
+    `transformers` imports an installed torchvision, and fails if that was built for another torch. The networks here do
+    not
+    need it; ``None`` in ``sys.modules`` hides a module.
     """
     try:
         import torchvision  # noqa: F401
@@ -166,13 +170,13 @@ def _sizes(architecture: Architecture, width: float, tf_padding: bool) -> dict[s
     if architecture.is_mobilenet:
         return {"depth_multiplier": float(width), "tf_padding": tf_padding}
     sizes = dict(architecture.sizes)
-    # A bottleneck divides its channels by four: keep every width a multiple of eight afterwards.
+    # A bottleneck divides its channels by four: widths must be multiples of eight afterwards.
     channels = [max(32, round(size * width / 32) * 32) for size in sizes["hidden_sizes"]]  # type: ignore[attr-defined]
     return {**sizes, "hidden_sizes": channels, "embedding_size": max(8, round(64 * width / 8) * 8)}
 
 
 def _initialise(network: torch.nn.Module) -> None:
-    """Weights that keep the variance of activations; batch norms that do something, yet little."""
+    """Initialise weights so that the variance of activations is preserved, and batch norms near the identity."""
     import torch
     from torch import nn
 
@@ -188,7 +192,7 @@ def _initialise(network: torch.nn.Module) -> None:
             nn.init.uniform_(module.running_var, 0.75, 1.5)
     for module in network.modules():
         if type(module).__name__ in ("ResNetBottleNeckLayer", "ResNetBasicLayer"):
-            with torch.no_grad():  # 16 residual branches add up: each starts small (Goyal et al. 2017 start at zero)
+            with torch.no_grad():  # 16 residual branches add up: start each small (Goyal et al. 2017 start at zero)
                 module.layer[-1].normalization.weight.mul_(0.3)
 
 
@@ -209,7 +213,7 @@ def _logits_only(network: torch.nn.Module) -> torch.nn.Module:
 
 
 def _export_onnx(model: torch.nn.Module, path: Path, shape: tuple[int, ...]) -> None:
-    """The TorchScript exporter: its nodes keep the module's path as name, and it can leave batch norms alone."""
+    """Export with the TorchScript exporter: its node names are module paths, and it can leave batch norms unfolded."""
     import torch
 
     with warnings.catch_warnings():

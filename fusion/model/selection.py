@@ -1,8 +1,9 @@
-"""Which sites to fuse: the fastest cover of every chain by measured kernels.
+"""Selection of the sites to fuse: the fastest cover of every chain by measured kernels.
 
-Intermediates of a site have one user and a convolution has one data input, so the links between the
-nodes of all sites form disjoint simple chains, branches of the model notwithstanding, and every site is an
-interval of one chain. Overlapping sites are then weighted intervals: dynamic programming over the chain,
+Intermediates of a site have one reader and a convolution has one data input, so the links between the nodes of all
+sites
+form disjoint simple chains, also in models with branches, and every site is an interval of one chain. Overlapping sites
+are weighted intervals; dynamic programming over the chain,
 ``best[i] = min(best[i-1] + unfused[i], min over sites [s, i] of best[s-1] + fused[s, i])``, is exact.
 """
 
@@ -22,30 +23,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Nodes that one kernel computes; ``operator`` is that kernel's."""
+    """Nodes computed by one kernel; ``operator`` describes that kernel."""
 
     nodes: tuple[Node, ...]
     operator: Operator
 
     @property
     def is_fused(self) -> bool:
-        """Whether it is more than one node, and so one kernel for several layers."""
+        """True if one kernel computes several layers."""
         return len(self.nodes) > 1
 
 
 @dataclass(frozen=True, eq=False)
 class FusionPlan:
-    """Every node of the graph in exactly one group; groups in program order of their last node."""
+    """Partition of the graph's nodes into groups, in program order of their last node."""
 
     groups: tuple[Group, ...]
 
     @property
     def operators(self) -> tuple[Operator, ...]:
-        """The distinct operators to build, in order of first use."""
+        """Distinct operators to build, in order of first use."""
         return tuple(dict.fromkeys(group.operator for group in self.groups))
 
     def fuses(self, site: Site) -> bool:
-        """Whether the plan computes exactly this site by one kernel."""
+        """True if the plan computes exactly this site by one kernel."""
         return tuple(node.name for node in site.nodes) in self._names
 
     @cached_property
@@ -54,15 +55,16 @@ class FusionPlan:
 
 
 def unfused_plan(graph: Graph) -> FusionPlan:
-    """The plan in which every node is a kernel by itself."""
+    """Plan with a separate kernel for every node."""
     return FusionPlan(tuple(Group((node,), node.operator) for node in graph.nodes))
 
 
 def select(graph: Graph, sites: Sequence[Site], seconds: Mapping[Operator, float]) -> FusionPlan:
-    """The plan of least total ``seconds``; a site is never slower than its nodes alone.
+    """Plan with the smallest total ``seconds``; a fused site is never slower than its separate nodes.
 
-    ``seconds``: measured time of each operator. A site is considered only if its own kernel and every kernel
-    it replaces have been measured. Of equal alternatives the one with fewer fused nodes wins.
+    ``seconds``: measured time of each operator. A site is considered only if its own kernel and every kernel it
+    replaces
+    have been measured. Ties are resolved in favour of fewer fused nodes.
     """
     candidates = [site for site in sites if _measured_faster(site, seconds)]
     ending: dict[str, list[Site]] = {}
@@ -72,7 +74,7 @@ def select(graph: Graph, sites: Sequence[Site], seconds: Mapping[Operator, float
 
 
 def cover(graph: Graph, chosen: Sequence[Site]) -> FusionPlan:
-    """The plan that fuses the ``chosen`` sites, which do not overlap, and computes all other nodes alone."""
+    """Plan that fuses the ``chosen`` sites, which must not overlap, and has separate kernels for all other nodes."""
     last = {site.nodes[-1].name: site for site in chosen}
     inside = {node.name for site in chosen for node in site.nodes[:-1]}
     groups = []
@@ -85,19 +87,19 @@ def cover(graph: Graph, chosen: Sequence[Site]) -> FusionPlan:
 
 
 def unfused_seconds(site: Site, seconds: Mapping[Operator, float]) -> float | None:
-    """Time of the site's nodes computed one by one; None if one has no measurement."""
+    """Sum of the times of the site's separate kernels, or None if one has no measurement."""
     times = [seconds.get(node.operator) for node in site.nodes]
     return None if None in times else sum(time for time in times if time is not None)
 
 
 def _measured_faster(site: Site, seconds: Mapping[Operator, float]) -> bool:
-    """A slower site is in no optimal cover, because its nodes alone would be better."""
+    """True if the fused kernel is faster; a slower site is part of no optimal cover."""
     fused, unfused = seconds.get(site.operator), unfused_seconds(site, seconds)
     return fused is not None and unfused is not None and fused < unfused
 
 
 def _chains(sites: Sequence[Site]) -> list[list[Node]]:
-    """The nodes of all sites as maximal chains."""
+    """Nodes of all sites as maximal chains."""
     nodes: dict[str, Node] = {}
     after: dict[str, str] = {}
     for site in sites:
@@ -117,8 +119,8 @@ def _chains(sites: Sequence[Site]) -> list[list[Node]]:
 def _best_cover(
     chain: Sequence[Node], ending: Mapping[str, Sequence[Site]], seconds: Mapping[Operator, float]
 ) -> list[Site]:
-    """The sites of the fastest cover of one chain; ``ending``: sites by the name of their last node."""
-    # best[i]: (seconds, fused nodes, last site) of the first i nodes; fused nodes break ties.
+    """Sites of the fastest cover of one chain; ``ending``: sites by the name of their last node."""
+    # best[i]: (seconds, fused nodes, last site) of the first i nodes; fewer fused nodes break ties.
     best: list[tuple[float, int, Site | None]] = [(0.0, 0, None)]
     for index, node in enumerate(chain):
         total, fused, _ = best[index]

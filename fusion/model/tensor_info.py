@@ -1,4 +1,4 @@
-"""The interface of a model: its named inputs and outputs."""
+"""Interface of a model: its named inputs and outputs."""
 
 from __future__ import annotations
 

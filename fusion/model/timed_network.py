@@ -1,4 +1,4 @@
-"""A network as it is run for timing: which kernels, in which configurations, and who reads what."""
+"""A network prepared for timing: kernels, their configurations and their data dependencies."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from schedules.measuring.measure_messages import KernelProgram, KernelStep
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """A network: its kernels and their configurations. Kernels without one are left out when it is run."""
+    """A network: its kernels and their configurations. Kernels without a configuration are omitted when it runs."""
 
     plan: FusionPlan
     configs: Mapping[Operator, Config]
 
     @property
     def groups(self) -> list[Group]:
-        """The groups of the plan that have a kernel, in its order."""
+        """Groups of the plan that have a configuration, in its order."""
         return [group for group in self.plan.groups if group.operator in self.configs]
 
     def program(self) -> KernelProgram:
-        """Its kernels in order, each reading what the kernels before it wrote."""
+        """Kernels in order, each with the indices of the kernels whose outputs it reads."""
         producer: dict[Any, int] = {}
         steps = []
         for index, group in enumerate(self.groups):

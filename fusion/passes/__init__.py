@@ -1,4 +1,4 @@
-"""The Relax pass ``FuseConvPairs`` for other people's pipelines (docs/relax-pass.md)."""
+"""The Relax pass ``FuseConvPairs`` for external pipelines (docs/relax-pass.md)."""
 
 from schedules.contract.lean_import import lacks_compiler
 

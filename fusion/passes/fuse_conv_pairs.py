@@ -1,7 +1,7 @@
-"""``FuseConvPairs``: pairs of convolutions to one kernel each, as an ordinary pass of TVM.
+"""``FuseConvPairs``: a TVM pass that fuses pairs of convolutions into one kernel each.
 
-The decision is the analyzer's (by the roofline of a machine) or, with a database of tuning records, the measurements';
-the pass acts on it. Documented in ``docs/relax-pass.md``.
+The decision is made by the analyzer (by the roofline of a machine) or, with a database of tuning records, by
+measurements. Documented in ``docs/relax-pass.md``.
 """
 
 from __future__ import annotations
@@ -37,18 +37,22 @@ _log = logging.getLogger(__name__)
 
 @tvm.transform.module_pass(opt_level=0, name="FuseConvPairs")
 class FuseConvPairs:
-    """Rewrites the pairs worth fusing in every Relax function; everything else stays as it is.
+    """Rewrites the pairs worth fusing in every Relax function; all other code is unchanged.
 
     A rewritten pair (or inverted residual) is a ``R.call_tir`` of a scheduled kernel on tensors of layout NCHW16c (8c
-    with AVX2), between layout conversions that cancel where fused pairs are neighbours. Weights must be constants
+    with
+    AVX2), between layout conversions that cancel between adjacent fused pairs. Weights must be constants
     (``relax.transform.BindParams``) and batch norms folded: run :class:`fusion.relax.Canonicalize` before. Run it
-    before ``LegalizeOps``.
+    before
+    ``LegalizeOps``.
 
-    ``database``: tuning records (a directory, or an open ``RecordStore``): exactly what *measured* faster than its
-    kernels apart is fused, with its best configuration. Without: what the cost model predicts to be faster.
-    ``machine``: a machine, or its name or file (default: this CPU, measured on first use). ``cost_model``: predicts
-    instead of that machine's roofline, and ranks configurations if it can. ``cpu``: what kernels are generated for
-    (default: this CPU). Raises ``ProjectError`` for a bad machine or database.
+    - ``database``: tuning records (a directory, or an open ``RecordStore``): fuse exactly what *measured* faster than
+      separate kernels, with its best configuration. Default: fuse what the cost model predicts to be faster.
+    - ``machine``: a machine, or its name or file (default: this CPU, measured on first use)
+    - ``cost_model``: predicts instead of that machine's roofline, and ranks configurations if it can
+    - ``cpu``: target of the kernels (default: this CPU)
+
+    Raises ``ProjectError`` for a bad machine or database.
     """
 
     def __init__(
@@ -58,7 +62,7 @@ class FuseConvPairs:
         cpu: CpuTarget | None = None,
         cost_model: CostModel | None = None,
     ) -> None:
-        # Errors of the user are raised here: what a pass raises reaches its caller as a RuntimeError of TVM.
+        # Raise user errors here: an exception inside a pass reaches its caller as a RuntimeError of TVM.
         self.cpu = cpu or host_target()
         self.store = _opened(Path(database), self.cpu) if isinstance(database, str | Path) else database
         self.machine = machine_for(machine, self.cpu.threads, _log.info) if isinstance(machine, str) else machine
@@ -74,7 +78,7 @@ class FuseConvPairs:
         return mod
 
     def plan(self, graph: Graph) -> FusionPlan:
-        """The pairs to fuse, without the nodes that stay alone; each decision is logged at level INFO."""
+        """Plan of the pairs to fuse, without separate nodes; each decision is logged at level INFO."""
         sites = find_sites(graph, self.cpu)
         if not sites:
             return FusionPlan(())
@@ -86,7 +90,7 @@ class FuseConvPairs:
         return FusionPlan(tuple(group for group in chosen.groups if group.is_fused))
 
     def _judged(self, sites: list[Site], graph: Graph) -> tuple[list[Site], dict[Operator, float]]:
-        """The sites in question, and measured or predicted times of their kernels."""
+        """Sites in question, and measured or predicted times of their kernels."""
         if self.store is not None:
             return sites, _measured(sites, self.store)
         model = self._model(graph)
@@ -102,7 +106,8 @@ class FuseConvPairs:
         return RooflineModel(machine, self.cpu.threads, network_bytes(graph))
 
     def _config(self, operator: Operator) -> Config:
-        """The best measured configuration, or the best ranked; a space stands in analytic order, best first."""
+        """Best measured configuration, or the best ranked one; by default the first of the space, which is ordered
+        by quality."""
         record = None if self.store is None else self.store.best(operator)
         if record is not None:
             return record.config
@@ -114,7 +119,7 @@ class FuseConvPairs:
 
 
 def _opened(directory: Path, cpu: CpuTarget) -> RecordStore:
-    """The records in ``directory``. ``InputError`` where there can be none: nothing would be fused, without a word."""
+    """Open the records in ``directory``; raise ``InputError`` if it cannot contain any, as nothing would be fused."""
     if not directory.exists():
         raise InputError(
             f"{directory}: no such directory of tuning records; `python -m fusion tune` makes BUILD/records"
@@ -127,7 +132,7 @@ def _opened(directory: Path, cpu: CpuTarget) -> RecordStore:
 
 
 def _measured(sites: Sequence[Site], store: RecordStore) -> dict[Operator, float]:
-    """Best measured times of the sites' kernels and of those they replace, as far as there are any."""
+    """Best measured times of the sites' kernels and of those they replace, if available."""
     operators: dict[Operator, Any] = {}
     for site in sites:
         for operator in (site.operator, *(node.operator for node in site.nodes)):

@@ -1,1 +1,1 @@
-"""What people read of results: the page of a build, pictures, and text on the console."""
+"""Reports for users: HTML page of a build, pictures, and console text."""

@@ -1,4 +1,4 @@
-"""Analyses, summaries and comparisons as text for people; the same records as ``--json`` prints."""
+"""Analyses, summaries and comparisons as console text; the same records as printed by ``--json``."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from fusion.comparing.compare import Comparison
 from fusion.model.precision import BFLOAT16, INT8
 from fusion.model.tensor_info import TensorInfo
 
-# Of layers so many are named.
+# Maximum number of listed layers.
 _LISTED_LAYERS = 12
 _NAMED_NODES = 2
-# Text for a file or a pipe: wide enough that no cell is folded into unreadable pieces.
+# Width of text for a file or a pipe, in which no cell is wrapped.
 PLAIN_WIDTH = 160
 ERROR_TITLES = ("max error", "mean error", "cosine", "top-1")
 
 
 def console(*, stderr: bool = False) -> Console:
-    """The terminal, or plain lines of :data:`PLAIN_WIDTH` when the output is none.
+    """Console on a terminal, or with lines of :data:`PLAIN_WIDTH` for other outputs.
 
-    Brackets are text: names and the reasons of engines are not ours.
+    Markup is off: names and messages of engines may contain brackets.
     """
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() else PLAIN_WIDTH
@@ -40,8 +40,9 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def print_analysis(analysis: NetworkAnalysis, *, everything: bool = False) -> None:
-    """A table of the sites, and what would be fused; those that ``tune`` never measures are counted unless
-    ``everything`` is asked for.
+    """Print a table of the sites, and those worth fusing.
+
+    Sites that ``tune`` never measures are only counted, unless ``everything`` is set.
     """
     out = console()
     analysis = replace(analysis, sites=tuple(_shortened(analysis.sites)))
@@ -65,7 +66,7 @@ def print_analysis(analysis: NetworkAnalysis, *, everything: bool = False) -> No
 
 
 def _precisions_table(outlooks: Sequence[PrecisionOutlook]) -> Table:
-    """What each precision promises for the whole network."""
+    """Table of the predictions per precision for the whole network."""
     table = Table(box=None, pad_edge=False)
     table.add_column("precision")
     for title in ("layers", "peak GFLOP/s", "flop/B", "kernels apart us", "fused us", "predicted gain"):
@@ -82,9 +83,9 @@ def _precisions_table(outlooks: Sequence[PrecisionOutlook]) -> Table:
 
 
 def print_others(out: Console, others: Sequence[tuple[str, str]]) -> None:
-    """Operators that no template covers, each with its number, in all and for each reason.
+    """Print the operators without a template, with counts in total and per reason.
 
-    ``others``: operator and reason of each; their names are in the JSON.
+    ``others``: (operator, reason) of each; their names are in the JSON.
     """
     if not others:
         return
@@ -124,7 +125,7 @@ def _analysis_table(sites: Sequence[SiteReport]) -> Table:
 
 
 def _shortened(sites: Sequence[SiteReport]) -> list[SiteReport]:
-    """The sites with layer names that lack what all of them begin and end with."""
+    """Sites with layer names without their common beginning and end."""
     short = short_names({layer.name for site in sites for layer in site.layers})
     renamed = {site.name: "+".join(short[layer.name] for layer in site.layers) for site in sites}
 
@@ -144,9 +145,11 @@ def _shortened(sites: Sequence[SiteReport]) -> list[SiteReport]:
 
 
 def short_names(names: Collection[str]) -> dict[str, str]:
-    """Each name without the words that all begin with and all end with; words are what ``_``, ``/``, ``.`` part.
-    Scopes that a name repeats (``a_a_1_a_1_conv``, as PyTorch exports ``a.1.conv``) are told once, where names still
-    differ then.
+    """Map each name to itself without the words common to the beginning and the end of all.
+
+    Words are separated by ``_``, ``/``, ``.``. Repeated scopes (``a_a_1_a_1_conv``, as PyTorch exports ``a.1.conv``)
+    are
+    written once if the names stay distinct.
     """
     words = {name: re.findall(r"[^_/.]+|[_/.]", name) for name in names}
     once = {name: _once(each) for name, each in words.items()}
@@ -163,7 +166,7 @@ def short_names(names: Collection[str]) -> dict[str, str]:
 
 
 def _once(words: list[str]) -> list[str]:
-    """``words``, parted by marks, without those in front that are repeated right behind: ``a / a . 1``."""
+    """Remove leading ``words`` (with separators) that are repeated directly after: ``a / a . 1``."""
     for count in range(1, len(words) // 2, 2):
         head, behind = words[:count], words[count + 1 : 2 * count + 1]
         if head[::2] == behind[::2] and any(any(map(str.isalpha, word)) for word in head[::2]):
@@ -188,12 +191,12 @@ def _layers(site: SiteReport) -> str:
 
 
 def _shape(shape: Sequence[int]) -> str:
-    """Without a batch of one: ``32x112x112``."""
+    """Format a shape without a batch of one: ``32x112x112``."""
     return "x".join(map(str, shape[1:] if shape[0] == 1 else shape))
 
 
 def print_summary(summary: Mapping[str, Any], directory: Path) -> None:
-    """What tuning found, of every profile."""
+    """Print the results of tuning for every profile."""
     out = console()
     for profile in summary.get("profiles", ()):
         inputs = [TensorInfo(info["name"], tuple(info["shape"]), info["dtype"]) for info in profile["inputs"]]
@@ -227,7 +230,7 @@ def print_summary(summary: Mapping[str, Any], directory: Path) -> None:
         out.print(line, markup=False)
     if (choice := summary.get("precision", {}).get("choice")) is not None:
         out.print(_frontier_table(choice["frontier"], _shorter(summary["precision"])[0]))
-    # Of layers stored narrower the line of their errors is what counts: this one would be of one input alone.
+    # With layers in shorter types the line of their errors is shown instead: this error is that of one input only.
     error = None if "asked" in summary.get("precision", {}) else summary["max_abs_error"]
     out.print(
         f"{fused} of {len(summary['sites'])} sites fused, {summary['trials']} new measurements in "
@@ -241,7 +244,7 @@ def print_summary(summary: Mapping[str, Any], directory: Path) -> None:
 
 
 def precision_lines(precision: Mapping[str, Any]) -> list[str]:
-    """In which number types the layers are stored, and what that costs; nothing of a network in float32 alone."""
+    """Lines on number types of layers and their errors; empty for a network in float32."""
     if "asked" not in precision:
         return []
     dtype, stored = _shorter(precision)
@@ -267,15 +270,16 @@ def precision_lines(precision: Mapping[str, Any]) -> list[str]:
 
 
 def _shorter(precision: Mapping[str, Any]) -> tuple[str, int]:
-    """The number type that layers may be stored in besides float32, and how many are."""
+    """(Number type of layers besides float32, number of layers in it)."""
     dtype = INT8 if f"{INT8}_layers" in precision else BFLOAT16
     return dtype, precision[f"{dtype}_layers"]
 
 
 def _frontier_table(frontier: Sequence[Mapping[str, Any]], dtype: str) -> Table:
-    """Latency over error: the more layers in the shorter type, the less time and the more error.
+    """Table of latency and error: more layers in the shorter type take less time, and have larger errors.
 
-    ``predicted`` and ``measured``: of all kernels one by one and of conversions; ``network``: of the whole, in turns.
+    ``predicted`` and ``measured``: sums of all kernels and conversions; ``network``: whole networks timed in
+    alternation.
     """
     table = Table(box=None, pad_edge=False)
     for title in (f"layers in {dtype}", "predicted us", "measured us", "network us", *ERROR_TITLES, ""):
@@ -289,7 +293,7 @@ def _frontier_table(frontier: Sequence[Mapping[str, Any]], dtype: str) -> Table:
 
 
 def memory_lines(memory: Mapping[str, Mapping[str, int | None]]) -> list[str]:
-    """What a run takes besides the weights, of the networks and of ONNX Runtime."""
+    """Lines on the memory of a run besides the weights, of the networks and of ONNX Runtime."""
     tuned, apart = memory["tuned"], memory["tuned_without_fusion"]
     lines = []
     if tuned.get("activation_bytes") is not None:
@@ -307,7 +311,7 @@ def _told(size: int | None) -> str:
 
 
 def _sites_table(sites: Sequence[Mapping[str, Any]]) -> Table:
-    """Predicted and measured time of both arms of every site."""
+    """Table of predicted and measured times of every site, unfused and fused."""
     short = short_names({layer["name"] for site in sites for layer in site["layers"]})
     table = Table(box=None, pad_edge=False)
     table.add_column("site", overflow="fold")
@@ -339,9 +343,9 @@ def _ratio(unfused: float | None, fused: float | None) -> str:
 
 
 def print_comparison(comparison: Comparison) -> None:
-    """Print one row per engine, then why others have none.
+    """Print one row per engine, then the reasons for engines without a row.
 
-    Ratios are told of medians and of minima: on a shared host medians favour the engine with fewer parallel regions.
+    Ratios are given for medians and for minima: on a shared host medians favour the engine with fewer parallel regions.
     """
     out = console()
     table = Table(box=None, pad_edge=False)
@@ -372,9 +376,9 @@ def print_comparison(comparison: Comparison) -> None:
 
 
 def _print_layers(out: Console, layers: Mapping[str, Any]) -> None:
-    """Ours and a peer's time for each layer, what loses most first; ``layers``: a ``LayerTable``'s record.
+    """Print our time and a peer's for each layer, largest loss first; ``layers``: the record of a ``LayerTable``.
 
-    Without the rows in which ours gain, which are in the JSON; the line of the others comes last.
+    Rows without loss are only summed up (the JSON has them); the row ``others`` is the last.
     """
     engine, rows, others = layers["engine"], layers["rows"], layers["others"]
     lost, gained = layers["lost_seconds"], layers["gained_seconds"]
@@ -423,7 +427,7 @@ def _sum_cells(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def error_cells(errors: Mapping[str, Any]) -> list[str]:
-    """Of :data:`ERROR_TITLES`, from a record with the fields of an ``OutputErrors``."""
+    """Cells of :data:`ERROR_TITLES` from a record with the fields of an ``OutputErrors``."""
     largest, mean = errors["max_relative_error"], errors["mean_relative_error"]
     cosine, agreement = errors["cosine"], errors["top1_agreement"]
     return [

@@ -1,4 +1,4 @@
-"""A network as a picture: layers as boxes in columns that wrap, fused blocks behind the layers of one kernel."""
+"""Picture of a network: layers as boxes in columns that wrap, fused blocks behind the layers of one kernel."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from costmodel.pages.tables import legend
 
 COLUMNS = 7
 _WIDE, _HIGH, _GAP, _LANE, _BAND = 128.0, 50.0, 30.0, 12.0, 34.0
-_EDGE = 22.0  # left and right of all columns, where connections between bands run
+_EDGE = 22.0  # left and right margin, for connections between bands
 COLOURS = {
     "convolution": "#4477aa",
     "pointwise": "#228833",
@@ -28,7 +28,7 @@ FUSED = "#f2a541"
 
 @dataclass(frozen=True)
 class PlacedLayer:
-    """A layer in ``column`` of ``band``, ``lane`` from the top; ``left`` and ``top`` in pixels."""
+    """Position of a layer: ``column`` of ``band``, ``lane`` from the top; ``left`` and ``top`` in pixels."""
 
     name: str
     band: int
@@ -39,17 +39,17 @@ class PlacedLayer:
 
     @property
     def right(self) -> float:
-        """Its right edge."""
+        """x of the right edge."""
         return self.left + _WIDE
 
     @property
     def middle(self) -> float:
-        """Half its height."""
+        """y of the vertical centre."""
         return self.top + _HIGH / 2
 
 
 def place_layers(layers: Sequence[Mapping[str, Any]]) -> dict[str, PlacedLayer]:
-    """Every layer in the column behind the last that it reads; columns wrap into bands, branches lie side by side."""
+    """Place every layer in the column after its last input; columns wrap into bands, branches use separate lanes."""
     depth: dict[str, int] = {}
     for layer in layers:
         depth[layer["name"]] = 1 + max((depth[name] for name in layer["reads"] if name in depth), default=-1)
@@ -82,7 +82,7 @@ def place_layers(layers: Sequence[Mapping[str, Any]]) -> dict[str, PlacedLayer]:
 
 
 def network_picture(network: Mapping[str, Any], short: Mapping[str, str]) -> Html:
-    """``network``: as of :func:`fusion.commands.network_record.network_record`; ``short``: what layers are called."""
+    """``network``: see :func:`fusion.commands.network_record.network_record`; ``short``: displayed names of layers."""
     layers = network["layers"]
     placed = place_layers(layers)
     columns = min(COLUMNS, 1 + max((each.column for each in placed.values()), default=0))
@@ -106,7 +106,7 @@ def network_picture(network: Mapping[str, Any], short: Mapping[str, str]) -> Htm
 
 
 def layer_group(kind: str) -> str:
-    """Which colour a layer has."""
+    """Colour group of a layer kind."""
     if "." in kind:
         return "compiled by TVM"
     last = kind.rpartition("-")[2]
@@ -146,7 +146,7 @@ def _box(
 
 
 def _block(kernel: Mapping[str, Any], placed: Mapping[str, PlacedLayer], short: Mapping[str, str]) -> Html:
-    """What lies behind the layers of a fused kernel: one rectangle in each band that they are in."""
+    """Background of the layers of a fused kernel: one rectangle in each of their bands."""
     bands: dict[int, list[PlacedLayer]] = defaultdict(list)
     for name in kernel["layers"]:
         if name in placed:
@@ -166,7 +166,7 @@ def _block(kernel: Mapping[str, Any], placed: Mapping[str, PlacedLayer], short: 
 
 
 def _wire(source: PlacedLayer, target: PlacedLayer, width: float) -> str:
-    """A path from the right of a layer to the left of a later one; past others it goes over or between them."""
+    """SVG path from the right of a layer to the left of a later one, routed over or between others."""
     x0, y0, x1, y1 = source.right, source.middle, target.left, target.middle
     if source.band == target.band and target.column == source.column + 1:
         half = (x0 + x1) / 2
@@ -177,7 +177,7 @@ def _wire(source: PlacedLayer, target: PlacedLayer, width: float) -> str:
             f"M{x0:.1f} {y0:.1f}C{x0 + 14:.1f} {y0:.1f} {x0 + 4:.1f} {over:.1f} {x0 + 24:.1f} {over:.1f}"
             f"L{x1 - 24:.1f} {over:.1f}C{x1 - 4:.1f} {over:.1f} {x1 - 14:.1f} {y1:.1f} {x1:.1f} {y1:.1f}"
         )
-    # To the next band: out at the right, along the gap above the target's band, in at the left.
+    # To another band: out on the right, along the gap above the target's band, in from the left.
     shift = 2.0 * (source.column % 4) + 3.0 * source.lane
     out, inside = width - _EDGE + 5 + min(shift, _EDGE - 8), _EDGE - 5 - min(shift, _EDGE - 8)
     above = target.top - target.lane * (_HIGH + _LANE) - 14 - min(shift, 12.0)
@@ -187,7 +187,7 @@ def _wire(source: PlacedLayer, target: PlacedLayer, width: float) -> str:
 
 
 def _fitting(text: str, keep_end: bool = False) -> str:
-    """As much as a box has room for; of names the end tells more than the beginning."""
+    """Truncate ``text`` to the width of a box; ``keep_end``: at the beginning, as ends of names are more specific."""
     room = int((_WIDE - 10) / (LETTER * 11 / 12))
     if len(text) <= room:
         return text

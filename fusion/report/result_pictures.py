@@ -1,4 +1,4 @@
-"""Pictures of what ``fusion`` finds: latency over error, the roofline of a network, gains of fusion."""
+"""Pictures of results: latency over error, the roofline of a network, gains of fusion."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from fusion.analysis.analyzer import NetworkAnalysis
 
 FRONTIER = "frontier.svg"
 _TIMES = ("predicted_seconds", "measured_seconds", "raced_seconds")
-# Latencies that are further apart are drawn on a logarithmic scale.
+# Use a logarithmic scale for latencies that differ by more than this factor.
 _WIDE = 6.0
 
 
 def draw_frontiers(summaries: Mapping[Path, Mapping[str, Any]]) -> None:
-    """The picture of each build (folder -> its summary) whose layers were chosen; of others an old one is taken away.
-    None without matplotlib.
+    """Draw the frontier of each build (folder -> summary) with a precision choice; delete old pictures of others.
+
+    Does nothing without matplotlib.
     """
     for folder, summary in summaries.items():
         path = folder / FRONTIER
@@ -31,8 +32,10 @@ def draw_frontiers(summaries: Mapping[Path, Mapping[str, Any]]) -> None:
 
 
 def draw_frontier(precision: Mapping[str, Any], path: Path) -> None:
-    """Latency over error of the networks that were considered, of ``summary["precision"]``: predicted and measured
-    kernel by kernel, whole networks in turns, and the one chosen. ``OutputError`` where it cannot be written.
+    """Draw latency over error of the candidate networks of ``summary["precision"]``.
+
+    It shows predicted and measured sums of kernels, whole networks timed in alternation, and the chosen one. Raises
+    ``OutputError`` if the file cannot be written.
     """
     points = precision["choice"]["frontier"]
     with picture(path, 6.4, 4.2) as (axes,):
@@ -56,7 +59,7 @@ def draw_frontier(precision: Mapping[str, Any], path: Path) -> None:
             axes.set_ylim(bottom=0.6 * min(times))
         else:
             axes.set_ylim(bottom=0.0, top=1.08 * axes.get_ylim()[1])
-        # Neighbours at three heights: they may be close.
+        # Annotations at three heights: points may be close.
         for index, point in enumerate(sorted(points, key=lambda each: each["error"])):
             axes.annotate(str(point["layers"]), (point["error"], 0.0), xytext=(0, 3 + 9 * (index % 3)), ha="center",
                           xycoords=("data", "axes fraction"), textcoords="offset points", fontsize=7, color="0.35",
@@ -70,8 +73,10 @@ def draw_frontier(precision: Mapping[str, Any], path: Path) -> None:
 
 
 def draw_roofline(machine: Machine, threads: int, analyses: Sequence[NetworkAnalysis], path: Path) -> None:
-    """The roofline of ``machine`` in each precision of ``analyses``, and their sites before and after fusion, as
-    predicted: flop per byte that enters or leaves kernels, and flop/s. ``OutputError`` where it cannot be written.
+    """Draw the roofline of ``machine`` in each precision of ``analyses``, and the predicted sites before and after
+    fusion.
+
+    Axes: flop per byte read or written by kernels, and flop/s. Raises ``OutputError`` if the file cannot be written.
     """
     low, high = 0.5, 512.0
     with picture(path, 4.2 * len(analyses) + 0.4, 4.4, len(analyses), sharey=True) as panels:
@@ -81,7 +86,7 @@ def draw_roofline(machine: Machine, threads: int, analyses: Sequence[NetworkAnal
                 rate = level.bandwidth.at(threads) / 1e9
                 axes.plot([low, peak / rate], [rate * low, peak], color="0.6", linewidth=1)
                 place = low * 1.3 ** (index + 0.5)
-                if rate * place < 0.85 * peak:  # on the line, one further out than the other
+                if rate * place < 0.85 * peak:  # labels on the lines, at increasing distances
                     axes.text(place, rate * place, level.name, ha="center", va="center", fontsize=8, color="0.3",
                               bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6})  # fmt: skip
             axes.axhline(peak, color="black", linewidth=1.5)

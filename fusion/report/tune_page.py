@@ -1,4 +1,4 @@
-"""``report.html`` of a build: what ``summary.json`` says, as one self-contained page that can be made again later."""
+"""``report.html`` of a build: the content of ``summary.json`` as one self-contained page, which can be regenerated."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from fusion.report.network_picture import FUSED, network_picture
 _OURS, _APART, _PEER, _SOFT = "#228833", "#4477aa", "#aa3377", "#9aa3ad"
 _OLDER = "This build is older than what is shown here; `tune` makes it anew from its records."
 _LABELLED_SITES = 12
-# Below the slowest kernel of the network the roofline goes on by this factor.
+# Extend the roofline below the slowest kernel of the network by this factor.
 _ROOM_BELOW = 2.0
 
 
 def write_reports(build: Path) -> list[Path]:
-    """Writes ``report.html`` into ``build``, and into the folder of every profile, from their ``summary.json``.
+    """Write ``report.html`` into ``build`` and into the folder of every profile, from their ``summary.json``.
 
-    Raises ``InputError`` where there is no such summary, ``OutputError`` where a page cannot be written.
+    Raises ``InputError`` without a valid summary, ``OutputError`` if a page cannot be written.
     """
     summary = read_summary(build)
     try:
@@ -48,14 +48,14 @@ def write_reports(build: Path) -> list[Path]:
 
 
 def remove_reports(build: Path) -> None:
-    """Takes away pages of an earlier build in this folder, which say nothing of what is there now."""
+    """Delete the pages of an earlier build in this folder, which would be outdated."""
     folders = [build, *(build / Path(each["folder"]).name for each in read_summary(build).get("profiles", ()))]
     for folder in folders:
         (folder / REPORT).unlink(missing_ok=True)
 
 
 def read_summary(build: Path) -> dict[str, Any]:
-    """``summary.json`` of a build folder; ``InputError`` names the file."""
+    """Read ``summary.json`` of a build folder; raise ``InputError`` that names the file."""
     path = build / SUMMARY
     try:
         found = json.loads(read_text(path, "record"))
@@ -69,7 +69,7 @@ def read_summary(build: Path) -> dict[str, Any]:
 
 
 def page(summary: Mapping[str, Any]) -> str:
-    """The page of one build, all names escaped. What a summary of an older version lacks is left out."""
+    """Page of one build, with all names escaped. Fields missing in summaries of older versions are left out."""
     short = _short(summary)
     parts: list[tuple[str, str, Html | None]] = [
         ("engines", "Beside other engines", _engines(summary)),
@@ -93,14 +93,14 @@ def page(summary: Mapping[str, Any]) -> str:
 
 
 def _short(summary: Mapping[str, Any]) -> dict[str, str]:
-    """What layers are called: those of sites among themselves, which have most words in common, then the others."""
+    """Displayed layer names: shortened separately for layers of sites, which share most words, and for others."""
     sites = {layer["name"] for site in summary["sites"] for layer in site["layers"]}
     others = {layer["name"] for layer in (summary.get("network") or {}).get("layers", ())} - sites
     return {**short_names(others), **short_names(sites)}
 
 
 def _together(names: Sequence[str]) -> str:
-    """Several layers as one name, with what all begin with said once: ``layer_3: conv_3x3 + reduce_1x1``."""
+    """Join layer names, with their common beginning once: ``layer_3: conv_3x3 + reduce_1x1``."""
     head = commonprefix(list(names))
     head = head[: max(head.rfind(mark) for mark in "_/.") + 1]
     if len(names) < 2 or not head:
@@ -109,7 +109,7 @@ def _together(names: Sequence[str]) -> str:
 
 
 def _index(summary: Mapping[str, Any]) -> str:
-    """The page of several profiles: a row and a link for each."""
+    """Page of several profiles, with a row and a link for each."""
     rows: list[Sequence[Cell]] = []
     for profile in summary["profiles"]:
         latency = profile["latency_seconds"]
@@ -199,7 +199,7 @@ def _network(summary: Mapping[str, Any], short: Mapping[str, str]) -> Html | Non
 
 
 def _roofline(summary: Mapping[str, Any], short: Mapping[str, str]) -> Html | None:
-    """Every site before and after, over the machine's ceilings; kernels of the rest as faint dots."""
+    """Chart of every site before and after fusion under the machine's ceilings; other kernels as faint dots."""
     network = summary.get("network")
     if not network or not network["ceilings"]["flops"]:
         return None
@@ -228,7 +228,7 @@ def _roofline(summary: Mapping[str, Any], short: Mapping[str, str]) -> Html | No
     ceilings, bandwidths = network["ceilings"]["flops"], network["ceilings"]["bandwidths"]
     highest = max(ceilings.values())
     up = [*up, highest * 1.15]
-    # A fused kernel that was given up may be a hundred times as slow: such dots lie on the lower edge.
+    # A rejected fused kernel may be a hundred times as slow: such dots are drawn at the lower edge.
     worth_room = [
         rate for _, before, after, site in moves for rate in (before[1], after[1])[: 1 + site["fused_in_model"]]
     ]
@@ -257,7 +257,7 @@ def _roofline(summary: Mapping[str, Any], short: Mapping[str, str]) -> Html | No
     )
     moves = [(name, (before[0], max(before[1], low)), (after[0], max(after[1], low)), site)
              for name, before, after, site in moves]  # fmt: skip
-    moves.sort(key=lambda move: (move[3]["fused_in_model"], _gain(move[3])))  # what matters most lies on top
+    moves.sort(key=lambda move: (move[3]["fused_in_model"], _gain(move[3])))  # most important sites on top
     for name, before, after, site in moves:
         colour = _OURS if site["fused_in_model"] else _PEER
         told = (f"{name}: {seconds_text(site['measured']['unfused_seconds'])} -> "
@@ -279,7 +279,7 @@ def _roofline(summary: Mapping[str, Any], short: Mapping[str, str]) -> Html | No
 
 
 def _gain(site: Mapping[str, Any]) -> float:
-    """Seconds that fusing saves."""
+    """Seconds saved by fusing."""
     return float(site["measured"]["unfused_seconds"] - site["measured"]["fused_seconds"])
 
 
@@ -308,7 +308,7 @@ def _sites(summary: Mapping[str, Any], short: Mapping[str, str]) -> Html | None:
 
 
 def _layers(summary: Mapping[str, Any], short: Mapping[str, str]) -> Html | None:
-    """Kernels of the network by what they take, and the layers beside those of the engine that was asked."""
+    """Table of the network's kernels by time, and of layers in comparison with the requested engine."""
     network, beside = summary.get("network"), summary.get("layers")
     if not network and not beside:
         return None
@@ -456,7 +456,7 @@ def _fused(summary: Mapping[str, Any]) -> int:
 
 
 def _is_peer(name: str) -> bool:
-    """Whether a latency is another engine's and not one of our own networks'."""
+    """True if a latency is that of another engine, not of one of our networks."""
     return name != "tuned" and not name.startswith(("tuned_", "float32"))
 
 

@@ -1,1 +1,1 @@
-"""Tunes a network's kernels, and chooses among them and the fusions inside the network."""
+"""Tuning of a network's kernels, and selection of kernels and fusions inside the network."""
