@@ -1,11 +1,10 @@
-"""Which kernels of a model are tuned, in which order and for how long, and what is known of them afterwards.
+"""Tuning schedule of a model's kernels: selection, order, time limits and results.
 
-First every kernel gets a few trials, which tells the sites that cannot win; the rest of the budget goes to the
-others. Then the best configurations and fusions are compared inside the network (:mod:`fusion.search.rehearsal`). What
-that leaves of a limited time goes into trials again, and what they found is compared again.
-
-Kernels come in the order of what they are predicted to take, sites in that of what they are predicted to save: where
-the time does not do for all, it is spent on those that matter.
+First every kernel gets a few trials, which identifies sites that cannot win; the rest of the budget goes to the others.
+Then the best configurations and fusions are compared inside the network (:mod:`fusion.search.rehearsal`). Remaining
+time
+goes into further trials, followed by another comparison. Kernels are ordered by predicted time, sites by predicted
+savings, so that a short budget is spent on the most important ones.
 """
 
 from __future__ import annotations
@@ -32,49 +31,50 @@ from schedules.tuning.kernel_tuner import MeasuringRunner, SearchSettings, Tuner
 from schedules.tuning.trial_search import Ranker
 from schedules.tuning.tuning_session import TuningProgress
 
-# Trials of every kernel before sites are dropped, and the share of the time they may take.
+# Trials of every kernel before sites are dropped, and their maximum share of the time.
 SCREENING_TRIALS = 4
 SCREENING_SHARE = 0.5
-# A site whose best fused kernel is slower than this, relative to its kernels apart, is given up after screening.
+# After screening, drop a site whose best fused kernel is slower than its separate kernels by more than this factor.
 HOPELESS = 1.4
-# Of every kernel so many configurations are run in the network, if they are no slower than this relative to the best;
-# and fusions that are no slower than this relative to their kernels apart.
+# Run at most this many configurations per kernel in the network, each within this factor of the best; and fusions
+# within this factor of their separate kernels.
 REHEARSED_CONFIGS = 4
 REHEARSED_RATIO = 1.15
-# The fastest configuration of another way to share the work is run as well, up to so many times slower.
+# Also run the fastest configuration of every other work split within this factor of the best.
 OTHER_SPLIT_RATIO = 1.5
 REHEARSAL_SHARE = 0.2
-# Of the time that is left for comparisons in the network, what trials of other ways to share the work may take.
+# Maximum share of the remaining comparison time for trials of other work splits.
 SPLITS_SHARE = 0.3
-# Less than this share of the time is not worth another round of trials and comparisons; of what turns out to be left
-# at the end (``TuningBudget.spare``) no fewer seconds are.
+# Start another round of trials and comparisons only with this share of the time left, or with at least so many
+# seconds if they were found to be left at the end (``TuningBudget.spare``).
 WORTHWHILE_SHARE = 0.15
 LEAST_SECONDS = 4.0
-# A kernel that is found so much faster by itself after the last comparison in the network takes its new configuration.
+# Use a new configuration found after the last comparison if its separate time is below this fraction of the old one.
 FOUND_LATER = 0.9
 
 
 @dataclass(frozen=True)
 class TuningBudget:
-    """``trials`` per kernel; ``seconds`` in all (``None``: until the trials are done).
+    """Limits of tuning."""
 
-    ``spare``: asked when these are over, with what is known by then, for how many more there are after all: what
-    comes after tuning is known better than before.
-    """
-
+    # Per kernel.
     trials: int
+    # Total time; None: until the trials are done.
     seconds: float | None = None
+    # Called when the time is over, with the results so far; returns additional seconds. The time needed after tuning is
+    # known better then.
     spare: Callable[[TunedKernels], float | None] | None = None
 
 
 class NetworkRunner(MeasuringRunner, Rehearsing, Protocol):
-    """Measures kernels by themselves and in networks."""
+    """Measures kernels alone and in networks."""
 
 
 @dataclass(frozen=True, slots=True)
 class CurvePoint:
-    """``elapsed_seconds`` after tuning began, ``trials`` measured: the best kernels by themselves then summed to
-    ``network_seconds``.
+    """A point of the tuning curve: ``elapsed_seconds`` after the start, with ``trials`` measured, the best kernels,
+    each
+    measured alone, summed to ``network_seconds``.
     """
 
     elapsed_seconds: float
@@ -84,41 +84,41 @@ class CurvePoint:
 
 @dataclass(frozen=True)
 class TunedKernels:
-    """Best configuration and seconds of every measured kernel, each by itself, and the network made of them.
-
-    ``trials``: measured in this run; ``unsolved``: kernels of single nodes that failed in every configuration tried;
-    ``rehearsed``: ``None`` if it was interrupted before, there was no time for it, or nothing could be run.
-    ``careful``: the best configurations that round no more than a sum of products one by one; ``expected``: seconds of
-    kernels that were not measured, where records or a ranking tell. ``curve``: how this run came to it.
-    """
+    """Best configuration and seconds of every measured kernel, each alone, and the network built from them."""
 
     configs: Mapping[Operator, Config]
     seconds: Mapping[Operator, float]
+    # None if interrupted before, without time for it, or if nothing could be run.
     rehearsed: Rehearsed | None
+    # Kernels of single nodes that failed in every configuration tried.
     unsolved: tuple[Operator, ...]
+    # Measured in this run.
     trials: int
     failures: int
     interrupted: bool
+    # Best configurations with rounding errors no larger than those of a plain sum of products.
     careful: Mapping[Operator, Config] = field(default_factory=dict)
+    # Expected seconds of unmeasured kernels, from records or a ranking.
     expected: Mapping[Operator, float] = field(default_factory=dict)
+    # Progress of this run.
     curve: tuple[CurvePoint, ...] = ()
 
     def plan(self, graph: Graph, sites: Sequence[Site]) -> FusionPlan:
-        """The fastest network known."""
+        """Fastest network known."""
         if self.rehearsed is not None:
             return self.rehearsed.plan
         return select(graph, sites, {**self.expected, **self.seconds})
 
     def unfused_configs(self) -> dict[Operator, Config]:
-        """The configurations of the network without fusion."""
+        """Configurations of the network without fusion."""
         return dict(self.configs if self.rehearsed is None else {**self.configs, **self.rehearsed.unfused_configs})
 
     def chosen_configs(self) -> dict[Operator, Config]:
-        """The configurations of that network."""
+        """Configurations of the fastest network."""
         return {**self.configs, **(self.rehearsed.configs if self.rehearsed is not None else {})}
 
     def comparable_seconds(self) -> dict[Operator, float]:
-        """Seconds in the network. A fused kernel that was not run there stands to its parts as it did by itself."""
+        """Seconds in the network. A fused kernel that was not run there is scaled like its separate kernels."""
         if self.rehearsed is None:
             return dict(self.seconds)
         seconds = {**self.seconds, **self.rehearsed.seconds}
@@ -131,15 +131,15 @@ class TunedKernels:
 
 @dataclass(frozen=True)
 class _Compared:
-    """The last comparison inside the network, and what kernels took by themselves when it was made."""
+    """The last comparison inside the network, and the separate times of kernels at that time."""
 
     rehearsed: Rehearsed
     seconds: Mapping[Operator, float]
 
     def with_later(self, tuned: TunedKernels) -> Rehearsed:
-        """The same network, with the configurations of ``tuned`` where trials since then have found much faster ones.
+        """The same network with configurations of ``tuned`` that later trials found to be much faster.
 
-        Little says how those do inside the network: a smaller gain by themselves is not taken for one.
+        Their time inside the network is unknown, so smaller gains of separate kernels are ignored.
         """
         found = {
             operator: tuned.configs[operator]
@@ -155,7 +155,8 @@ class _Compared:
 
 
 class NetworkTuner:
-    """Tunes the kernels of one graph. ``report`` receives the tuner's progress and the best network time so far."""
+    """Tunes the kernels of one graph. ``report`` is called with the tuner's progress and the best network time so
+    far."""
 
     def __init__(
         self,
@@ -170,7 +171,7 @@ class NetworkTuner:
         guesses: KernelGuesses | None = None,
         predicted: Mapping[Operator, float] | None = None,
     ) -> None:
-        """``predicted``: seconds of kernels before any is measured, where somebody knows."""
+        """``predicted``: predicted seconds of kernels, if available."""
         self._graph = graph
         self._sites = sites
         self._store = store
@@ -186,9 +187,9 @@ class NetworkTuner:
         self._curve: list[CurvePoint] = []
 
     def tune(self, budget: TuningBudget) -> TunedKernels:
-        """Screens, tunes, rehearses. Ctrl-C ends it early with what is known; the records are on disk at any time."""
+        """Screen, tune and rehearse. Ctrl-C ends it early with the results so far; records are always on disk."""
         end = math.inf if budget.seconds is None else time.monotonic() + budget.seconds
-        if budget.seconds == 0:  # what is known must do
+        if budget.seconds == 0:  # use the existing records
             tuned = self.known()
             return self._rehearsed(tuned, self._sites, budget.trials, end) if tuned.seconds else tuned
         screening = TuningBudget(
@@ -236,16 +237,16 @@ class NetworkTuner:
         )
         try:
             result = tuner.tune(self._tasks(sites, budget.trials), seconds=budget.seconds)
-        except KeyboardInterrupt:  # before its first trial, while it enumerates the spaces
+        except KeyboardInterrupt:  # before the first trial, while spaces are enumerated
             result = TuningResult({}, (), 0, 0, 0.0, interrupted=True)
         return replace(
             self.known(), trials=result.trials, failures=result.failures, interrupted=result.interrupted
         )  # fmt: skip
 
     def known(self, interrupted: bool = False) -> TunedKernels:
-        """What the records say, and of kernels without one what is expected of them; nothing is measured.
+        """Results from records, and expectations for kernels without one; nothing is measured.
 
-        ``interrupted``: the job was stopped before it came to this network.
+        ``interrupted``: the job was stopped before it reached this network.
         """
         alone = dict.fromkeys(node.operator for node in self._graph.nodes)
         seconds = self._seconds()
@@ -264,7 +265,7 @@ class NetworkTuner:
         )
 
     def _tasks(self, sites: Sequence[Site], trials: int) -> list[TuningTask]:
-        """The layers' kernels, the longest first, then those of ``sites``, those first that are to save most."""
+        """Tasks for kernels of layers, longest first, then of ``sites``, largest predicted saving first."""
         layers: Counter[Operator] = Counter(node.operator for node in self._graph.nodes)
         fused: Counter[Operator] = Counter(site.operator for site in sites)
         saved: dict[Operator, float] = {site.operator: self._predicted_gain(site) for site in sites}
@@ -273,12 +274,13 @@ class NetworkTuner:
         return [TuningTask(operator, trials, (layers + fused)[operator]) for operator in ordered]
 
     def _predicted_gain(self, site: Site) -> float:
-        """Seconds that it is predicted to save; zero where nobody knows."""
+        """Predicted seconds saved by the site, 0 if unknown."""
         apart = unfused_seconds(site, self._predicted)
         return 0.0 if apart is None else apart - self._predicted.get(site.operator, apart)
 
     def _promising(self, site: Site, limit: float = HOPELESS) -> bool:
-        """Whether the fused kernel is at most ``limit`` times as slow as its kernels apart, or not known yet."""
+        """True if the fused kernel takes at most ``limit`` times as long as its separate kernels, or is not measured
+        yet."""
         seconds = self._seconds()
         fused, unfused = seconds.get(site.operator), unfused_seconds(site, seconds)
         return fused is None or unfused is None or fused <= limit * unfused
@@ -307,7 +309,7 @@ class NetworkTuner:
         return replace(tuned, rehearsed=rehearsed, interrupted=rehearsed is not None and rehearsed.interrupted)
 
     def _rehearsal_configs(self, operator: Operator) -> list[Config]:
-        """The fastest few by themselves, and the fastest of every way to share the work among threads."""
+        """The fastest few configurations, and the fastest of every work split among threads."""
         configs = self._store.near_best(operator, REHEARSED_RATIO, REHEARSED_CONFIGS)
         splits = {self._work_split(operator, config) for config in configs}
         if configs and (best := self._store.best(operator)) is not None:
@@ -319,10 +321,9 @@ class NetworkTuner:
         return configs
 
     def _measure_missing_splits(self, operators: Sequence[Operator], trials: int, end: float = math.inf) -> list[bool]:
-        """One trial of every way to share the work that a kernel of the chosen network has not been measured in.
+        """Measure one configuration of every untried work split of the kernels; return the success of each trial.
 
-        For each trial whether it succeeded; the longest kernels come first. None beyond ``trials`` of a kernel, none
-        after ``end``.
+        The longest kernels come first. The number of trials per kernel is limited by ``trials``, the time by ``end``.
         """
         succeeded: list[bool] = []
         seconds = self._seconds()
@@ -339,7 +340,7 @@ class NetworkTuner:
         return succeeded
 
     def _missing_splits(self, operator: Operator, trials: int) -> list[Config]:
-        """The most promising configuration of each untried way to share the work; none of an unmeasured kernel."""
+        """Most promising configuration of each untried work split; empty for an unmeasured kernel."""
         template = template_for(operator, self._cpu)
         tried = [record.config for record in self._store.all(operator)]
         tried += [failure.config for failure in self._store.failures(operator)]
@@ -387,12 +388,12 @@ class NetworkTuner:
 
 
 def network_seconds(graph: Graph, sites: Sequence[Site], seconds: Mapping[Operator, float]) -> float | None:
-    """Sum of the kernels of the best plan; ``None`` before every node's kernel has been measured once."""
+    """Sum of the kernel times of the best plan, or None until every node's kernel has been measured."""
     if any(node.operator not in seconds for node in graph.nodes):
         return None
     return plan_seconds(select(graph, sites, seconds), seconds)
 
 
 def plan_seconds(plan: FusionPlan, seconds: Mapping[Operator, float]) -> float:
-    """Sum of the kernels of ``plan``."""
+    """Sum of the kernel times of ``plan``."""
     return sum(seconds[group.operator] for group in plan.groups)

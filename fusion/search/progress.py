@@ -1,4 +1,4 @@
-"""Progress of ``tune`` for people: a live bar on a terminal, plain lines elsewhere; always on standard error."""
+"""Progress display of ``tune``: a live bar on a terminal, plain lines elsewhere; always on standard error."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ PLAIN_INTERVAL_SECONDS = 10.0
 
 
 class TuningDisplay:
-    """Stages of the command and the tuner's trials. A context manager. ``told``: who gets the lines instead, plain.
+    """Context manager that displays stages of the command and trials of the tuner.
 
-    With an end that was set (:meth:`ends_at`) lines say what is left of the whole job; a search knows only its own.
+    ``told``: callback that receives plain lines instead. If an end is set (:meth:`ends_at`), lines show the time left
+    of the
+    whole job, otherwise that of the search.
     """
 
     def __init__(self, console: Console | None = None, told: Say | None = None) -> None:
@@ -32,23 +34,23 @@ class TuningDisplay:
         self._end = math.inf
 
     def ends_at(self, end: float) -> None:
-        """When the job must have ended, on the clock of ``time.monotonic``; infinite: nobody knows."""
+        """Set the end of the job as a time of ``time.monotonic``; infinite: unknown."""
         self._end = end
 
     def stage(self, name: str) -> None:
-        """A stage of the job begins."""
+        """Show the start of a stage."""
         left = self._end - time.monotonic()
         self.say(f"{name} ({clock(left)} left)" if math.isfinite(left) and left > 0 else name)
 
     def say(self, message: str) -> None:
-        """One line that the user should know."""
+        """Show one line."""
         if self._told is None:
             self._console.print(message, markup=False, soft_wrap=True)
         else:
             self._told(message)
 
     def trial(self, state: TuningProgress, network_seconds: float | None) -> None:
-        """After every trial of the tuner; ``network_seconds``: sum of the best kernels so far."""
+        """Show a trial of the tuner; ``network_seconds``: sum of the best kernels so far."""
         line = describe(state, network_seconds, self._end - time.monotonic())
         if self._told is not None or not self._console.is_terminal:
             now = time.monotonic()
@@ -65,7 +67,7 @@ class TuningDisplay:
         self._bar.update(self._task, description=line, completed=state.trial, total=state.trials)
 
     def finish_trials(self) -> None:
-        """Takes the bar away."""
+        """Remove the bar."""
         if self._bar is not None:
             self._bar.stop()
             self._bar, self._task = None, None
@@ -82,7 +84,7 @@ class TuningDisplay:
 def describe(state: TuningProgress, network_seconds: float | None, left: float = math.inf) -> str:
     """``tuning 47 kernels, trial 120/2000, best kernels so far 2.310 ms, 1:20 left``.
 
-    ``left``: seconds of the whole job; without an end those of the search.
+    ``left``: seconds left of the whole job; if infinite, those of the search are shown.
     """
     doing = "comparing finalists" if state.stage == "compare" else f"tuning {state.tasks} kernels"
     best = "" if network_seconds is None else f", best kernels so far {network_seconds * 1e3:.3f} ms"
@@ -91,7 +93,7 @@ def describe(state: TuningProgress, network_seconds: float | None, left: float =
 
 
 def clock(seconds: float) -> str:
-    """Minutes and seconds."""
+    """Format seconds as minutes and seconds, with hours if needed."""
     minutes, rest = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

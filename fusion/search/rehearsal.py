@@ -1,10 +1,9 @@
-"""Kernels measured inside the network: which configuration, and which fusion, is fastest where it will run.
+"""Measurement of kernels inside the network, to select the configurations and fusions that are fastest there.
 
-A kernel that is timed by itself finds its input in the cache of the core that reads it. In the network the kernel
-before has left it, perhaps in another core's cache, and the order of the best configurations changes; so does the gain
-of a fusion. The network is run in variants that together contain every configuration and every fusion in question; all
-take turns, each kernel is timed in each. What comes out best is then refined where it runs
-(:func:`refine`).
+A kernel timed alone finds its input in the cache of the core that reads it. In the network the input comes from the
+previous kernel, possibly in another core's cache, which changes the order of the best configurations and the gain of a
+fusion. The network is run in variants that together contain every configuration and fusion in question; variants
+alternate, and every kernel is timed in each. The best result is refined inside the network (:func:`refine`).
 """
 
 from __future__ import annotations
@@ -36,29 +35,29 @@ from schedules.measuring.measure_messages import KernelCandidate, KernelProgram,
 from schedules.records.tuning_records import environment
 
 FILE = "rehearsals.jsonl"
-# Networks take turns for about so long, in so many rounds: a machine with other users is slow for seconds at a time,
-# and of each kernel the undisturbed round counts.
+# Duration of alternating runs, divided into rounds: a shared machine is slow for seconds at a time, and the
+# fastest round of each kernel counts.
 TURNS_SECONDS = 8.0
-# Of the time that is left, at most: the networks that are refined, and the last few, take turns too.
+# Maximum share of the remaining time: refined and final networks are timed too.
 TURNS_SHARE = 0.25
 LEAST_ROUNDS, MOST_ROUNDS = 3, 20
-# Of each network in a round; fewer of networks so slow that the least rounds would take longer than that.
+# Runs of each network per round; fewer for slow networks, so that the minimum number of rounds fits.
 RUNS, LEAST_RUNS = 12, 3
 
-# Compared at the end of a rehearsal: the refined networks with and without fusion, and the one it began with.
+# Number of networks compared at the end: the refined ones with and without fusion, and the initial one.
 _LAST_NETWORKS = 3
-# Changes that are found good are made and tried together with others again, so often at most.
+# Maximum number of times that accepted changes are applied and further ones tried.
 SWEEPS = 3
-# A change must save this share of the kernels that it concerns; what is less may be chance.
+# Minimum relative saving of a change over the affected kernels; smaller ones may be noise.
 LEAST_GAIN = 0.01
 
-# Outcomes of networks that take turns, in their order; and whether there is time for that.
+# Outcomes of networks in alternating runs, in order; and whether there is time for them.
 Measure = Callable[[Sequence[Variant]], Sequence[MeasureOutcome]]
 Affordable = Callable[[Sequence[Variant]], bool]
 
 
 class Rehearsing(Protocol):
-    """What a rehearsal asks of :class:`schedules.measuring.measure_runner.Runner`."""
+    """Interface of :class:`schedules.measuring.measure_runner.Runner` used by a rehearsal."""
 
     def rehearse(
         self, programs: Sequence[KernelProgram], rounds: int = 5, runs: int = RUNS
@@ -69,18 +68,17 @@ class Rehearsing(Protocol):
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """The fastest network found: its ``plan`` and the configurations of all kernels.
-
-    ``unfused_configs``: those of the network without fusion, refined with the same care. ``seconds``: of every kernel
-    that was run in a network, in its best configuration there; ``total``: of the whole network, if it was run.
-    ``interrupted``: with Ctrl-C, before it was refined.
-    """
+    """The fastest network found: its ``plan`` and the configurations of all kernels."""
 
     plan: FusionPlan
     configs: Mapping[Operator, Config]
+    # Configurations of the network without fusion, refined likewise.
     unfused_configs: Mapping[Operator, Config]
+    # Time of every kernel run in a network, in its best configuration there.
     seconds: Mapping[Operator, float]
+    # Interrupted with Ctrl-C before it was refined.
     interrupted: bool = False
+    # Time of the whole network, None if it was not run.
     total: float | None = None
 
 
@@ -92,10 +90,11 @@ def rehearse(
     store: RehearsalStore,
     runner: Rehearsing,
 ) -> Rehearsed | None:
-    """The fastest network of the configurations in ``pool`` (best first) and the fusions in ``sites``.
+    """Find the fastest network of the configurations in ``pool`` (best first) and the fusions in ``sites``.
 
-    ``first``: the choice by kernels measured alone; it stays unless another is faster as a whole. ``None`` if no
-    network could be run at all, or no time is left for it. Ctrl-C once all have been run ends it with the best of them.
+    ``first``: the choice by kernels measured alone; it is kept unless another network is faster. None if no network
+    could be
+    run, or if there is no time for it. Ctrl-C after all variants have run returns the best result so far.
     """
     tried = list(variants(graph, sites, pool))
     if not tried or not store.affordable(tried):  # the time may be over before any kernel has been measured
@@ -130,9 +129,9 @@ def affordable_pool(
     pool: Mapping[Operator, Sequence[Config]],
     affordable: Callable[[Sequence[Variant]], bool],
 ) -> Mapping[Operator, Sequence[Config]]:
-    """As many configurations of each kernel as there is time to run in a network, one at least.
+    """Reduce the configurations of each kernel to the number that fits into the time, at least one.
 
-    With one of each there are only a few networks: the layers apart, and sites that do not overlap fused together.
+    With one each, only a few networks remain: separate layers, and non-overlapping sites fused together.
     """
     depth = max(map(len, pool.values()), default=0)
     while depth > 1 and not affordable(list(variants(graph, sites, pool))):
@@ -142,7 +141,7 @@ def affordable_pool(
 
 
 def variants(graph: Graph, sites: Sequence[Site], pool: Mapping[Operator, Sequence[Config]]) -> Iterator[Variant]:
-    """Networks that together contain every kernel of ``pool``; best configurations come first."""
+    """Yield networks that together contain every kernel of ``pool``, best configurations first."""
     wanted = {operator: list(configs) for operator, configs in pool.items()}
     usable = [site for site in sites if site.operator in pool]
     while any(wanted.values()):
@@ -171,8 +170,9 @@ def kernel_times(
 
 
 def _disjoint(sites: Iterable[Site], wanted: Mapping[Operator, Sequence[Config]]) -> list[Site]:
-    """Sites that do not overlap, those with most configurations left first. A site without any left is not taken, so
-    that its layers get their turn apart.
+    """Non-overlapping sites, those with most remaining configurations first.
+
+    Sites without remaining configurations are excluded, so that their layers run as separate kernels.
     """
     taken: set[str] = set()
     chosen = []
@@ -185,20 +185,20 @@ def _disjoint(sites: Iterable[Site], wanted: Mapping[Operator, Sequence[Config]]
 
 
 def rounds(turn_seconds: float, seconds: float = TURNS_SECONDS) -> int:
-    """Rounds within ``seconds`` for networks that take ``turn_seconds`` together to run once."""
+    """Number of rounds within ``seconds`` if one run of all networks takes ``turn_seconds``."""
     wanted = seconds / (RUNS * turn_seconds) if turn_seconds else MOST_ROUNDS
     return int(min(max(wanted, LEAST_ROUNDS), MOST_ROUNDS))
 
 
 def runs(turn_seconds: float, seconds: float = TURNS_SECONDS) -> int:
-    """Runs of each network in a round, likewise."""
+    """Number of runs of each network per round within ``seconds``."""
     wanted = seconds / (LEAST_ROUNDS * turn_seconds) if turn_seconds else RUNS
     return int(min(max(wanted, LEAST_RUNS), RUNS))
 
 
 @dataclass(frozen=True)
 class ConfigChange:
-    """``operator`` in ``config`` saves ``seconds`` of the network, its readers included."""
+    """Setting ``operator`` to ``config`` saves ``seconds`` of the network, including its readers."""
 
     operator: Operator
     config: Config
@@ -211,9 +211,9 @@ def refine(
     measure: Measure,
     affordable: Affordable = lambda tried: True,
 ) -> Variant:
-    """``chosen`` with other configurations of ``pool`` where they save time; itself if it is no slower as a whole.
+    """``chosen`` with other configurations of ``pool`` that save time; ``chosen`` itself if it is not slower.
 
-    Nothing more is tried once a trial is not ``affordable``.
+    Stops once a trial is not ``affordable``.
     """
     best = chosen
     for _ in range(SWEEPS):
@@ -234,7 +234,7 @@ def improvements(
     measure: Measure,
     affordable: Affordable = lambda tried: True,
 ) -> list[ConfigChange]:
-    """Changes that save time and do not concern each other, the largest first."""
+    """Independent changes that save time, largest saving first."""
     neighbours = Neighbours(chosen.program())
     tried = list(trials(chosen, pool, neighbours))
     networks = [chosen, *(Variant(chosen.plan, {**chosen.configs, **changed}) for changed in tried)]
@@ -263,7 +263,7 @@ def improvements(
 def trials(
     chosen: Variant, pool: Mapping[Operator, Sequence[Config]], neighbours: Neighbours
 ) -> Iterator[dict[Operator, Config]]:
-    """Sets of changes that do not concern each other; together every other configuration of ``pool``."""
+    """Sets of independent changes that together contain every other configuration of ``pool``."""
     left = {
         operator: [config for config in pool.get(operator, ()) if config_key(config) != config_key(own)]
         for operator, own in chosen.configs.items()
@@ -278,7 +278,7 @@ def trials(
 
 
 class Neighbours:
-    """Which kernels of a program read what others write."""
+    """Data dependencies between the kernels of a program."""
 
     def __init__(self, program: KernelProgram) -> None:
         self._places: dict[Operator, set[int]] = {}
@@ -297,16 +297,16 @@ class Neighbours:
         return operator in self._places
 
     def concerned(self, operator: Operator) -> set[int]:
-        """Steps whose time a change of ``operator`` may alter: its own and those that read its output."""
+        """Steps whose time depends on ``operator``: its own and those that read its output."""
         return self._concerned[operator]
 
     def interact(self, one: Operator, other: Operator) -> bool:
-        """Whether some step is concerned by a change of either. A kernel interacts with itself."""
+        """True if a step depends on both kernels. A kernel interacts with itself."""
         return not self._concerned[one].isdisjoint(self._concerned[other])
 
 
 class RehearsalStore:
-    """Outcomes in ``directory``, keyed by all networks that took turns, CPU and TVM version."""
+    """Outcomes in ``directory``, keyed by the networks of a measurement, CPU and TVM version."""
 
     def __init__(
         self,
@@ -316,21 +316,24 @@ class RehearsalStore:
         end: float = math.inf,
         compilation: Callable[[Collection[KernelCandidate]], float] = lambda candidates: 0.0,
     ) -> None:
-        """``network_seconds``: about what one run of the network takes, for the number of rounds; ``end``: of the time
-        that may be spent, on the clock of ``time.monotonic``; ``compilation``: seconds to compile kernels beforehand.
+        """Open the store.
+
+        - ``network_seconds``: approximate time of one run of the network, for the number of rounds
+        - ``end``: time limit (``time.monotonic``)
+        - ``compilation``: estimates the seconds of compiling kernels beforehand
         """
         self._path = directory / FILE
         self._network_seconds = network_seconds
         self._end = end
         self._compilation = compilation
-        # Of the narrow dtypes: networks of float32 alone are rehearsed anew where only those changed.
+        # Includes the shorter types: float32 networks are measured again if only those changed.
         self._environment = environment(cpu, "bfloat16")
-        # Seconds of the longest preparation so far, by network: weights are made, the worker is started.
+        # Longest preparation per network so far in seconds: creating weights, starting the worker.
         self._preparation = 0.0
         self._known = dict(_read(self._path))
 
     def outcomes(self, tried: Sequence[Variant], runner: Rehearsing) -> list[MeasureOutcome]:
-        """Of every variant, in turns; known from an earlier run if it ran exactly these."""
+        """Outcomes of all variants in alternating runs, or the stored ones of the same measurement."""
         programs = [variant.program() for variant in tried]
         key = self._key(programs)
         if key not in self._known:
@@ -347,9 +350,9 @@ class RehearsalStore:
         return self._known[key]
 
     def affordable(self, tried: Sequence[Variant]) -> bool:
-        """Whether their outcomes are known, or there is time left to measure them, and the last few after them.
+        """True if the outcomes are stored, or if there is time to measure them and the final networks.
 
-        A later run without any time left thus comes to the same network.
+        A later run without any time left thus produces the same network.
         """
         programs = [variant.program() for variant in tried]
         if self._key(programs) in self._known:
@@ -364,11 +367,11 @@ class RehearsalStore:
 
     @property
     def _turns_seconds(self) -> float:
-        """How long networks take turns: less where a longer time would not leave any for what comes after."""
+        """Duration of alternating runs in seconds, limited to a share of the remaining time."""
         return min(TURNS_SECONDS, TURNS_SHARE * max(0.0, self._end - time.monotonic()))
 
     def _expected(self, networks: int, seconds: float) -> float:
-        """Seconds in which so many networks take turns for about ``seconds``, warm-up included."""
+        """Expected seconds for ``networks`` networks in alternation with a limit of ``seconds``, including warm-up."""
         turn_seconds = networks * self._network_seconds
         each = runs(turn_seconds, seconds) + WARMUP_RUNS
         return rounds(turn_seconds, seconds) * each * turn_seconds
@@ -382,7 +385,7 @@ class RehearsalStore:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def _keep(self, key: str, outcomes: list[MeasureOutcome]) -> None:
-        """Writes the file anew: it is small, and so it is whole at any time."""
+        """Store outcomes. The file is small and rewritten as a whole, so that it is always complete."""
         known = {**self._known, key: outcomes}
         lines = [json.dumps([each, [asdict(outcome) for outcome in kept]]) for each, kept in known.items()]
         try:
@@ -396,7 +399,7 @@ class RehearsalStore:
 
 
 def _read(path: Path) -> list[tuple[str, list[MeasureOutcome]]]:
-    """All results; a damaged line is measured again."""
+    """Read all results; damaged lines are skipped and measured again."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:

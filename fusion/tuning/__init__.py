@@ -1,1 +1,1 @@
-"""The road of ``tune``: from an ONNX file to a build, stage by stage."""
+"""Stages of ``tune``: from an ONNX file to a build."""

@@ -1,7 +1,7 @@
-"""``tune`` for a CPU that is not this one: its kernels are measured on servers there, or its records are read.
+"""``tune`` for another CPU: kernels are measured on remote servers, or taken from records.
 
-What runs there is compared here only where this CPU has the features. Whole networks are not timed against each other:
-fusions are chosen by the times of kernels, those without a record by the cost model. The build says both.
+Outputs are compared here only if this CPU has the required features. Whole networks are not timed: fusions are selected
+by kernel times, those without a record by the cost model. The summary of the build states both.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ MACHINE_FILE = "machine.yaml"
 
 @dataclass(frozen=True, eq=False)
 class PredictedNetwork:
-    """The network of the kernels' times: its plan, the configurations of all kernels, and those without a record."""
+    """Network selected by kernel times: its plan, the configurations of all kernels, and the kernels without a
+    record."""
 
     plan: FusionPlan
     configs: dict[Operator, Config]
@@ -66,13 +67,14 @@ class AnotherCpuJob(TuningJob):
     ) -> None:
         super().__init__(network, scratch, clock, display)
         self.runner = runner
-        self.checked: NetworkCheck | None = None  # `None`: what is built does not run here
+        self.checked: NetworkCheck | None = None  # None: the build does not run here
         self.choice: PredictedNetwork
-        self.verdict: Verdict  # of the worse one of both networks, where they run here
+        self.verdict: Verdict  # of the worse of both networks, if they run here
         self.built: dict[str, CompiledModule] = {}
 
     def check_first(self) -> None:
-        """As on this CPU where code for that one runs here; ONNX Runtime tells errors of rounded layers in any case."""
+        """Check as for this CPU if the code runs here; errors of rounded layers are measured by ONNX Runtime in any
+        case."""
         plan, rounded = self.plan, layers_in(self.network.graph, BFLOAT16)
         if plan is not None and plan.settled_limit is not None and (runs := plan.limit.runs) is not None:
             plan.limit.require(self.network.request.model, "rounded", lambda inputs: runs.outputs(inputs, rounded))
@@ -96,13 +98,13 @@ class AnotherCpuJob(TuningJob):
                 if self.checked is not None:
                     self.checked = self.checked.with_rounded(layers_in(self.network.graph, BFLOAT16), plan.limit)
         if plan is not None:
-            # As ONNX Runtime computes it here; of a quantised model its quantiser has told it.
+            # Errors by ONNX Runtime here; for a quantised model its quantiser has measured them.
             rounded = layers_in(self.network.graph, BFLOAT16)
             errors = plan.limit.measured.errors_of(rounded) if rounded and plan.limit.runs is not None else None
             self.report = PrecisionReport(plan, errors, choice)
 
     def time_limit(self) -> TimeLimit:
-        """Both final networks are built here, nothing is raced."""
+        """Time limit with the compilation of both final networks, without a race."""
         cost = CheckCost(0.0, 0.0) if self.checked is None else self.checked.cost
         return TimeLimit(self.end, cost.other_seconds, most_compile_seconds=FINAL_COMPILATION * cost.compile_seconds)
 
@@ -112,14 +114,14 @@ class AnotherCpuJob(TuningJob):
         seconds: float | None,
         spare: Callable[[TunedKernels], float | None] | None = None,
     ) -> TunedKernels:
-        """What is known of the kernels: measured on the servers, for ``seconds`` at most, or from the records."""
+        """Results for the kernels: measured on the servers for at most ``seconds``, or from the records."""
         from fusion.search.network_tuning import TuningBudget
         from schedules.measuring.measure_runner import Runner
         from schedules.records.record_store import RecordStore
 
         request = network.request
         with RecordStore(request.output / RECORDS, network.cpu, network.guesses.allows) as store:
-            runner = self.runner or Runner(network.cpu)  # that one is never started
+            runner = self.runner or Runner(network.cpu)  # the local runner is never started
             tuner = self.tuner(network, store, network.ranking_model(), runner)
             if self.runner is None or self.stopped:
                 return tuner.known(interrupted=self.stopped)
@@ -129,7 +131,7 @@ class AnotherCpuJob(TuningJob):
         return tuned
 
     def finals(self) -> None:
-        """Build the chosen network and the one without fusion; check them where they run here."""
+        """Build the chosen network and the one without fusion; check them if they run here."""
         from fusion.relax.kernel_objects import KernelObjects
 
         self.display.stage("building")
@@ -151,7 +153,7 @@ class AnotherCpuJob(TuningJob):
             )
 
     def _verdict(self, check: NetworkCheck, built: CompiledModule) -> Verdict:
-        """``TuningError`` if outputs of ``built`` are wrong."""
+        """Check the outputs of ``built``; raise ``TuningError`` if they are wrong."""
         network = self.network
         with (
             tempfile.TemporaryDirectory(prefix="final-", dir=self.scratch) as directory,
@@ -210,7 +212,7 @@ class AnotherCpuJob(TuningJob):
 
 
 def choose(network: Network, tuned: TunedKernels) -> PredictedNetwork:
-    """The network of the kernels' times; of kernels without a record the time and the configuration are predicted."""
+    """Network selected by kernel times; for kernels without a record, time and configuration are predicted."""
     from costmodel.model.measurements import Measurement
     from schedules.kernels.template_table import template_for
 
@@ -235,8 +237,10 @@ def choose(network: Network, tuned: TunedKernels) -> PredictedNetwork:
 
 
 def another_cpu(request: TuneRequest, stack: ExitStack, display: TuningDisplay) -> tuple[Target, RemoteRunner | None]:
-    """The CPU of ``request.target``, or that of the servers at ``request.tracker`` and what measures there until
-    ``stack`` ends. ``InputError`` for options that do not go together.
+    """CPU of ``request.target``, or of the servers at ``request.tracker`` with a runner that is open until ``stack``
+    ends.
+
+    Raises ``InputError`` for incompatible options.
     """
     runner = None if request.tracker is None else stack.enter_context(_servers(request, display))
     target = _named(request, display) if runner is None else _remote(request, runner, display)
@@ -257,7 +261,7 @@ def _servers(request: TuneRequest, display: TuningDisplay) -> RemoteRunner:
 
 
 def _remote(request: TuneRequest, runner: RemoteRunner, display: TuningDisplay) -> Target:
-    """The servers' CPU, and its machine: named, calibrated there before, or now."""
+    """CPU of the servers, and its machine model: named, calibrated there before, or calibrated now."""
     cpu, host = runner.cpu, runner.host
     file = request.output / MACHINE_FILE
 
@@ -277,7 +281,7 @@ def _remote(request: TuneRequest, runner: RemoteRunner, display: TuningDisplay) 
 
 
 def _named(request: TuneRequest, display: TuningDisplay) -> Target:
-    """The CPU of ``--target``, and the machine that predicts for it."""
+    """CPU of ``--target``, and its machine model."""
     from schedules.contract.named_target import machine_target, parse_target
     from schedules.records.recorded_cpus import recorded_cpus
 

@@ -1,8 +1,8 @@
-"""The whole networks that tuning leaves in question, timed in turns: the fastest is shipped.
+"""Final comparison of whole networks in alternating runs: the fastest is shipped.
 
-Which fusions pay is found kernel by kernel, inside rehearsals of the network. What the compiled network takes is
-decided by all of it: what TVM makes of the rest, layout conversions, the memory plan. So the network with the selected
-fusions, the one without any, and the one with those alone that gained clearly are all built, and take turns.
+Tuning selects fusions by kernel times inside rehearsals. The time of the compiled network also depends on the other
+operators compiled by TVM, layout conversions and the memory plan. So the network with the selected fusions, the one
+without any, and the one with only the clearly gaining ones are all built and timed in alternation.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
     from schedules.contract.template import Config
 
 FUSED, PARTLY, UNFUSED_NETWORK = "fused", "partly fused", "unfused"
-# The one that everything is stored in float32 in, among networks with layers in a shorter type.
+# Name of the network stored entirely in float32, among networks with layers in a shorter type.
 FLOAT32_NETWORK = "float32"
-# A fused kernel gained clearly if it takes less than this share of its kernels apart.
+# A fused kernel gains clearly if it takes less than this fraction of its separate kernels.
 CLEAR_GAIN = 0.95
-# Networks that cannot be told apart are timed so often at most.
+# Maximum number of comparisons of networks without a significant difference.
 MOST_REPEATS = 3
-# Engines that are timed in any case, as what they are here.
+# Engines that are timed in any case.
 _OWN = (TUNED, UNFUSED_ENGINE, REFERENCE)
 PLANNED_BYTES = ("activation_bytes", "weight_bytes", "scratch_bytes")
 
@@ -59,11 +59,11 @@ class FinalNetwork:
 
     @property
     def fused_sites(self) -> int:
-        """Groups of more than one layer."""
+        """Number of groups with more than one layer."""
         return sum(group.is_fused for group in self.plan.groups)
 
     def same_as(self, other: FinalNetwork) -> bool:
-        """Whether both are the same kernels in the same configurations."""
+        """True if both have the same kernels in the same configurations."""
         return self._kernels() == other._kernels()
 
     def _kernels(self) -> list[tuple[tuple[str, ...], dict[str, int]]]:
@@ -75,7 +75,7 @@ class FinalNetwork:
 
 @dataclass(frozen=True)
 class Entry:
-    """One network in the finals. ``ratio_to_unfused``: median over the rounds, below 1 where it is faster."""
+    """One network in the finals. ``ratio_to_unfused``: median over the rounds, below 1 if it is faster."""
 
     name: str
     fused_sites: int
@@ -88,12 +88,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class Finals:
-    """All networks that took turns, the fastest first; ``told_apart``: whether it is more often the faster one of each
-    pair than chance explains. ``others``: median seconds of engines that are no candidates.
-    """
+    """All networks of the comparison, fastest first."""
 
     entries: tuple[Entry, ...]
+    # True if the fastest wins significantly more rounds than each other network.
     told_apart: bool
+    # Median seconds of engines that are no candidates.
     others: Mapping[str, float]
 
     @property
@@ -102,11 +102,11 @@ class Finals:
         return self.entries[0].name
 
     def entry(self, name: str) -> Entry:
-        """The network called ``name``."""
+        """Entry of the network ``name``."""
         return next(entry for entry in self.entries if entry.name == name)
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-able, for ``summary.json``."""
+        """Return a JSON-able dictionary for ``summary.json``."""
         return {
             "shipped": self.winner,
             "decided": self.told_apart,
@@ -117,7 +117,7 @@ class Finals:
 def finalists(
     graph: Graph, sites: Sequence[Site], tuned: TunedKernels, with_partly: bool = True, with_unfused: bool = True
 ) -> tuple[FinalNetwork, ...]:
-    """Distinct networks, the one without fusion first; without time for that one (``with_unfused``) the best alone."""
+    """Distinct networks, the one without fusion first; only the best one without time for both (``with_unfused``)."""
     selected, chosen, apart = tuned.plan(graph, sites), tuned.chosen_configs(), tuned.unfused_configs()
     networks = [FinalNetwork(UNFUSED_NETWORK, unfused_plan(graph), apart), FinalNetwork(FUSED, selected, chosen)]
     if not with_unfused:
@@ -142,12 +142,13 @@ def race(
     sampling: Sampling | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Finals:
-    """Times all engines in turns, in fewer rounds near ``end`` (``time.monotonic``); networks that stay close again
-    before it.
+    """Time all engines in alternation, with fewer rounds near ``end`` (``time.monotonic``).
 
-    ``networks``: name -> (fused sites, engine). The one called ``unfused`` (the only one, if there is just one) is what
-    all are compared with round by round. The lowest median ratio wins even where the networks cannot be told apart
-    (``Finals.told_apart``); of equal ratios the one with fewer fused sites. Raises ``EngineFailed``.
+    Networks without a significant difference are timed again if there is time. ``networks``: name -> (fused sites,
+    engine);
+    ``unfused`` (or the only one) is the baseline in each round. The smallest median ratio wins even without a
+    significant
+    difference (``Finals.told_apart``); ties are resolved in favour of fewer fused sites. Raises ``EngineFailed``.
     """
     sampling = sampling or Sampling()
     engines = {name: engine for name, (_, engine) in networks.items()}
@@ -173,7 +174,7 @@ def race(
 
 
 def told_apart(rounds: Mapping[str, Sequence[float]]) -> bool:
-    """Whether the fastest network wins more rounds against each other than two standard deviations of a coin."""
+    """True if the fastest network beats each other one in more rounds than two standard deviations of a fair coin."""
     if len(rounds) == 1:
         return True
     fastest = min(rounds, key=lambda name: float(np.median(np.divide(rounds[name], rounds[UNFUSED_NETWORK]))))
@@ -204,33 +205,32 @@ def _median(timings: Mapping[str, EngineTiming], name: str) -> float | None:
 
 @dataclass(frozen=True)
 class HiredPeers:
-    """Engines that are loaded; ``rows``: how each runs the model, and the errors of its outputs; ``absent``: why others
-    are not.
-    """
+    """Engines that are loaded."""
 
     workers: Mapping[str, Worker] = field(default_factory=dict)
+    # Execution mode of each engine, and the errors of its outputs.
     rows: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    # Engines that could not be loaded, with reasons.
     absent: Sequence[NotMeasured] = ()
 
     @property
     def notes(self) -> list[str]:
-        """Why engines that were asked for have no time."""
+        """Reasons for requested engines without a time."""
         return [f"{entry.engine} {entry.status}: {entry.reason}" for entry in self.absent]
 
     def to_json(self, seconds: Mapping[str, float]) -> dict[str, Any]:
-        """JSON-able, for ``summary.json``: those that have ``seconds``."""
+        """Return a JSON-able dictionary for ``summary.json`` with the engines in ``seconds``."""
         return {name: {"median_seconds": seconds[name], **row} for name, row in self.rows.items() if name in seconds}
 
 
 def peer_names(against: Sequence[str]) -> list[str]:
-    """Names of the engines to load besides ours and ONNX Runtime. ``InputError`` for an unknown one."""
+    """Names of the engines to load besides ours and ONNX Runtime. Raises ``InputError`` for an unknown one."""
     return [spec.name for spec in select_engines(against) if spec.name not in _OWN]
 
 
 def check_peers(workload: EngineWorkload, against: Sequence[str], quantized: Path | None) -> None:
-    """``ProjectError`` for what is known before anything is tuned: an unknown engine, a ``quantized`` file of another
-    model or none at all.
-    """
+    """Raise ``ProjectError`` before tuning for an unknown engine, or a ``quantized`` file missing or of another
+    model."""
     peer_names(against)
     if quantized is not None:
         quantized_file(workload.model, workload.inputs, workload.outputs, quantized, workload.cache)
@@ -239,7 +239,7 @@ def check_peers(workload: EngineWorkload, against: Sequence[str], quantized: Pat
 def hire_peers(
     stack: ExitStack, workload: EngineWorkload, against: Sequence[str], quantized: Path | None, say: Say
 ) -> HiredPeers:
-    """Loads the engines called ``against``, and ONNX Runtime beside them for their errors; they end with ``stack``.
+    """Load the engines ``against`` until ``stack`` ends, with ONNX Runtime as the reference of their errors.
 
     ``quantized``: as for ``compare``.
     """
@@ -268,20 +268,22 @@ def hire_peers(
 
 @dataclass(frozen=True, eq=False)
 class TuneResult:
-    """The finals of a job: networks by name, their libraries, and what was found."""
+    """Result of a job: networks by name, their libraries, and the finals."""
 
     networks: Mapping[str, FinalNetwork]
     libraries: Mapping[str, Path]
     finals: Finals
     verdict: Verdict
     errors: OutputErrors  # of the winner, against ONNX Runtime on random inputs
-    memory: Mapping[str, MemoryPlan | None]  # planned for each network
-    growth: Mapping[str, int | None]  # bytes that each engine's process took more when it first ran, if it told
-    careful: bool = False  # built without fast algorithms, which round too much for this model
-    peers: HiredPeers = HiredPeers()  # other engines that were asked for
-    rounded_errors: OutputErrors | None = None  # of the winner with layers in a shorter type, on the inputs that count
-    lost: LostLayers = LostLayers()  # by which layers another engine is faster than the winner
-    unkept: Sequence[str] = ()  # where NaN goes in and does not come out
+    memory: Mapping[str, MemoryPlan | None]  # of each network
+    growth: Mapping[str, int | None]  # memory growth of each engine's process at its first run in bytes, if known
+    careful: bool = False  # built without fast algorithms whose rounding errors are too large for this model
+    peers: HiredPeers = HiredPeers()  # other requested engines
+    rounded_errors: OutputErrors | None = (
+        None  # of the winner with layers in a shorter type, on the inputs used for errors
+    )
+    lost: LostLayers = LostLayers()  # layers in which another engine is faster than the winner
+    unkept: Sequence[str] = ()  # outputs that lose NaNs of the input
 
     @property
     def shipped(self) -> FinalNetwork:
@@ -290,13 +292,13 @@ class TuneResult:
 
     @property
     def separate_name(self) -> str | None:
-        """Name of the network without fusion: without a fused site the winner; ``None`` where it was not built."""
+        """Name of the network without fusion (the winner if nothing is fused), or None if it was not built."""
         if not self.shipped.fused_sites:
             return self.finals.winner
         return UNFUSED_NETWORK if UNFUSED_NETWORK in self.networks else None
 
     def memory_rows(self) -> dict[str, dict[str, int | None]]:
-        """Bytes that the shipped network, the one without fusion and ONNX Runtime take."""
+        """Memory in bytes of the shipped network, the one without fusion and ONNX Runtime."""
         apart = UNFUSED_NETWORK if self.shipped.fused_sites else self.finals.winner
         rows: dict[str, dict[str, int | None]] = {}
         for row, name in (("tuned", self.finals.winner), ("tuned_without_fusion", apart), (REFERENCE, REFERENCE)):
