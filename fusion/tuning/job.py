@@ -1,4 +1,4 @@
-"""A network on its way through ``tune``; the stages of the road are the methods of its job, in their order."""
+"""Tuning job of one network; its stages are methods, in order of execution."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ STOPPED_EARLY = "tuning was stopped early; run the same command again to go on f
 
 
 class TuningJob:
-    """One network tuned for this CPU, in float32 or in a precision that is settled before kernels are measured.
+    """One network tuned for this CPU, in float32 or in a precision settled before kernels are measured.
 
     The stages, in order: :meth:`prepare`, :meth:`check_first`, :meth:`search`, :meth:`finals`, :meth:`build`.
     """
@@ -78,8 +78,8 @@ class TuningJob:
         self.scratch = scratch
         self.clock = clock
         self.display = display
-        self.end = 0.0  # of the whole job, on the clock of `time.monotonic`; set by `search`
-        self.stopped = False  # Ctrl-C came while another network was tuned: nothing is measured any more
+        self.end = 0.0  # end of the whole job (`time.monotonic`); set by `search`
+        self.stopped = False  # Ctrl-C came while another network was tuned: measure nothing more
         self.plan: PrecisionPlan | None = None
         self.report: PrecisionReport | None = None
         self.check: NetworkCheck
@@ -87,14 +87,15 @@ class TuningJob:
         self.result: TuneResult
 
     def announce(self) -> None:
-        """Say the shapes of this network where there are several."""
+        """Show the input shapes of this network if there are several profiles."""
         if self.network.folder != self.network.request.output:
             self.display.say(f"profile {describe_inputs(self.network.model.inputs)}")
 
-    # --- before anything is measured: what is refused here costs seconds ---------------------------
+    # --- before measurements: a rejection here costs only seconds -------------------------------------
 
     def prepare(self, stack: ExitStack, asked: TuneRequest, quantised: Quantised | None) -> None:
-        """Find out what number types do to the outputs. ``asked``: by the user, whose model was ``quantised`` since."""
+        """Prepare measuring the errors of number types. ``asked``: the user's request, before its model was
+        ``quantised``."""
         request = self.network.request
         stack.enter_context(batch_file(self.network))
         check_peers(self.workload(), request.against, request.quantized)
@@ -116,7 +117,7 @@ class TuningJob:
     # --- kernels -----------------------------------------------------------------------------------
 
     def search(self, end: float) -> None:
-        """Measure kernels, by themselves and inside the network, until the finals need what is left before ``end``."""
+        """Measure kernels, alone and inside the network, until the time reserved for the finals before ``end``."""
         self.end = end
         self.announce()
         self.avoid_rounding()
@@ -128,7 +129,7 @@ class TuningJob:
         self.clock.ended("tuning")
 
     def avoid_rounding(self) -> None:
-        """Try no algorithm that the first check refused: no trial is spent on what cannot be shipped."""
+        """Exclude algorithms that the first check rejected, so that no trials are spent on them."""
         if self.check.careful:
             self.network = self.network.carefully()
 
@@ -138,8 +139,9 @@ class TuningJob:
         seconds: float | None,
         spare: Callable[[TunedKernels], float | None] | None = None,
     ) -> TunedKernels:
-        """Measure kernels of ``network``, fused and separate, for ``seconds`` at most; every result is in the build
-        folder's records at once. ``spare``: as of a :class:`fusion.search.network_tuning.TuningBudget`.
+        """Measure kernels of ``network``, fused and separate, for at most ``seconds``; results are stored at once.
+
+        ``spare``: see :class:`fusion.search.network_tuning.TuningBudget`.
         """
         from fusion.search.network_tuning import TuningBudget
         from schedules.measuring.measure_runner import Runner
@@ -162,7 +164,7 @@ class TuningJob:
         return tuned
 
     def tuner(self, network: Network, store: RecordStore, cost_model: Ranker, runner: NetworkRunner) -> NetworkTuner:
-        """What tunes the kernels of ``network``."""
+        """Create the tuner of the kernels of ``network``."""
         from fusion.search.network_tuning import NetworkTuner
 
         return NetworkTuner(
@@ -179,7 +181,8 @@ class TuningJob:
         )
 
     def time_limit(self) -> TimeLimit:
-        """What the finals may need at most, as far as the first network tells: every kernel is another one by then."""
+        """Time limit with the maximum needs of the finals, estimated from the first network with all kernels
+        changed."""
         cost, fusable = self.check.cost, bool(plausible_sites(self.network))
         return TimeLimit(
             end=self.end,
@@ -191,7 +194,8 @@ class TuningJob:
         )
 
     def finals_limit(self, tuned: TunedKernels) -> TimeLimit:
-        """The same for the finals of what is known by now: so many networks, of so many kernels to compile."""
+        """Time limit with the needs of the finals for the present results: their networks, and the kernels to
+        compile."""
         networks = finalists(self.network.graph, self.network.sites, tuned)
         compilation = self.check.compilation_seconds((each.plan, each.configs) for each in networks)
         return replace(self.time_limit(), compile_seconds=compilation, finalists=len(networks))
@@ -199,7 +203,7 @@ class TuningJob:
     # --- whole networks ----------------------------------------------------------------------------
 
     def finals(self) -> None:
-        """Build the networks that are left in question and time them in turns: the fastest ships."""
+        """Build the candidate networks and time them in alternation: the fastest is shipped."""
         limit = self.finals_limit(self.tuned)
         networks = finalists(
             self.network.graph,
@@ -215,9 +219,9 @@ class TuningJob:
             self.report = PrecisionReport(self.plan, self.result.rounded_errors, choice)
 
     def race(self, networks: Sequence[FinalNetwork], end: float) -> TuneResult:
-        """Build ``networks``, check the outputs of each, and time them and ONNX Runtime in turns, until ``end``.
+        """Build ``networks``, check the outputs of each, and time them and ONNX Runtime in alternation, until ``end``.
 
-        Without fast algorithms where one of them errs too much.
+        If one has too large errors, all are built without fast algorithms.
         """
         networks = [replace(each, configs=self._complete(each)) for each in networks]
         failure: TuningError | None = None
@@ -236,7 +240,7 @@ class TuningJob:
         return self._race(careful, end, careful=True)
 
     def _race(self, networks: Sequence[FinalNetwork], end: float, careful: bool) -> TuneResult:
-        """:meth:`race` of these ``networks`` alone; ``TuningError`` if outputs of one are wrong."""
+        """Do :meth:`race` for these ``networks`` once; raise ``TuningError`` if outputs of one are wrong."""
         request, check = self.network.request, self.check
         self.display.stage("building")
         with ExitStack() as stack:
@@ -265,7 +269,7 @@ class TuningJob:
             self.clock.ended("final comparison")
         verdict = verdicts[winner.name]
         own = check.of(winner.name)
-        if own.exposes:  # what saturates at the end hides the rest: look before it as well
+        if own.exposes:  # saturated final functions hide errors: also compare their arguments
             groups = {tuple(node.name for node in group.nodes) for group in winner.plan.groups}
             plan = own.subject.plan(lambda site: tuple(node.name for node in site.nodes) in groups)
             configs = self._complete(replace(winner, plan=plan))
@@ -289,7 +293,7 @@ class TuningJob:
         )
 
     def _complete(self, network: FinalNetwork) -> Mapping[Any, Any]:
-        """A configuration for every kernel of ``network`` that has not failed."""
+        """Configurations for every kernel of ``network`` that has not failed."""
         return complete_configs(network.plan, self.network.guesses, network.configs, self.tuned.unsolved)
 
     def _careful(self, configs: Mapping[Any, Any]) -> Mapping[Any, Any]:
@@ -299,7 +303,7 @@ class TuningJob:
     def _load(self, stack: ExitStack, networks: Sequence[FinalNetwork]) -> _Loaded:
         """Build ``networks``, and load them and ONNX Runtime in processes that end with ``stack``."""
         file, model, target, check = self.network.file, self.network.model, self.network.target, self.check
-        # Processes are started by this thread: they end with the one that made them.
+        # Start the processes in this thread: they end with the thread that started them.
         loading = stack.enter_context(ThreadPoolExecutor(len(networks) + 1))
         runtime, load = stack.enter_context(started_reference(file, model, target, check.scratch))
         pending = [loading.submit(load)]
@@ -328,8 +332,9 @@ class TuningJob:
         rivals: Mapping[str, Worker],
         end: float,
     ) -> tuple[Finals, dict[str, Any]]:
-        """The finals, among ``rivals`` that are no candidates, and what every network and ONNX Runtime compute on
-        random inputs. ``TuningError`` if one of these fails.
+        """Finals of the networks with ``rivals``, and outputs of all networks and ONNX Runtime on random inputs.
+
+        Raises ``TuningError`` if one fails.
         """
         inputs = random_arrays(self.network.model.inputs)
         everyone = {**workers, REFERENCE: rivals[REFERENCE]}
@@ -345,7 +350,7 @@ class TuningJob:
             ) from error
 
     def _lost_values(self, winner: Worker, runtime: Worker) -> list[str]:
-        """Where the winner has a number and ONNX Runtime NaN, on inputs with NaN or infinity in them."""
+        """Warnings for numbers in outputs of the winner where ONNX Runtime has NaN, on inputs with NaN or infinity."""
         try:
             return [
                 line
@@ -355,10 +360,10 @@ class TuningJob:
         except EngineFailed as error:
             return [f"on an input with NaN or infinity an engine failed: {error}"]
 
-    # --- what is written ---------------------------------------------------------------------------
+    # --- output ---------------------------------------------------------------------------------------
 
     def build(self) -> ProfileBuild:
-        """The checked modules, manifest and summary."""
+        """Return the checked modules, manifest and summary."""
         import tvm
 
         network, result = self.network, self.result
@@ -370,11 +375,11 @@ class TuningJob:
         if UNFUSED_NETWORK in result.libraries:
             modules[UNFUSED_MODULE] = BuiltLibrary(result.libraries[UNFUSED_NETWORK])
         if not result.shipped.fused_sites:
-            modules[UNFUSED_MODULE] = modules[MODEL]  # the faster one of two networks without fusion
+            modules[UNFUSED_MODULE] = modules[MODEL]  # the faster of two networks without fusion
         return ProfileBuild(network.folder.name, manifest, modules, self.summary())
 
     def summary(self) -> dict[str, Any]:
-        """The content of ``summary.json``."""
+        """Content of ``summary.json``."""
         network, tuned, result = self.network, self.tuned, self.result
         finals = result.finals
         seconds = {entry.name: entry.median_seconds for entry in finals.entries}
@@ -405,7 +410,7 @@ class TuningJob:
         return {**found, "stage_seconds": dict(self.clock.seconds)}
 
     def notes(self) -> list[str]:
-        """What the user should know about this result."""
+        """Messages about this result."""
         network, tuned, result = self.network, self.tuned, self.result
         found = [*self.tuning_notes()]
         untuned = [node.name for node in network.graph.nodes if node.operator not in {*tuned.configs, *tuned.unsolved}]
@@ -439,7 +444,7 @@ class TuningJob:
         return found
 
     def tuning_notes(self) -> list[str]:
-        """What the user should know about the search."""
+        """Messages about the search."""
         found = [STOPPED_EARLY] if self.tuned.interrupted else []
         failed = [node.name for node in self.network.graph.nodes if node.operator in self.tuned.unsolved]
         if failed:
@@ -449,11 +454,11 @@ class TuningJob:
     # --- helpers -----------------------------------------------------------------------------------
 
     def workload(self) -> EngineWorkload:
-        """The model as other engines see it."""
+        """Workload of the model for other engines."""
         return workload(self.network.file, self.network.model, self.network.target, self.scratch)
 
     def of(self, network: Network, tuned: TunedKernels, check: NetworkCheck) -> TuningJob:
-        """The same job for ``network``, the model with other layers in a shorter type."""
+        """This job for ``network``, the model with other layers in a shorter type."""
         other = copy.copy(self)
         other.network, other.tuned, other.check = network, tuned, check
         return other
@@ -461,7 +466,7 @@ class TuningJob:
 
 @dataclass(frozen=True, eq=False)
 class _Loaded:
-    """Networks of the finals by name: their processes, libraries and planned memory; and ONNX Runtime's process."""
+    """Loaded networks of the finals by name: processes, libraries and planned memory; and ONNX Runtime's process."""
 
     runtime: Worker
     workers: dict[str, Worker]
@@ -471,14 +476,14 @@ class _Loaded:
 
 @dataclass(frozen=True)
 class BuiltLibrary:
-    """A library that exists already, as an :class:`fusion.artifact.build_folder.Executable`."""
+    """An existing library, as a :class:`fusion.artifact.build_folder.Executable`."""
 
     path: Path
     memory: MemoryPlan | None = None
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """What its kernels compute, from the manifest beside it."""
+        """Layers computed by its kernels, from the manifest beside it."""
         return read_artifact(self.path.parent).manifest.layers.get(self.path.name, ())
 
     def export_library(self, file_name: str) -> None:
@@ -487,7 +492,7 @@ class BuiltLibrary:
 
 @contextmanager
 def batch_file(network: Network) -> Iterator[None]:
-    """The copy of the model for another batch, which the build's comparisons read; taken away again by a failure."""
+    """Write the copy of the model for another batch, which the build's comparisons read; delete it on failure."""
     from fusion.relax.onnx.onnx_prepare import static_model
 
     if network.file == network.request.model:
@@ -495,7 +500,7 @@ def batch_file(network: Network) -> Iterator[None]:
         return
     static = static_model(network.request.model, network.profile.shapes, network.profile.batch)
     with output_directory(network.folder):
-        known = network.file.exists()  # then a build that is there already may need it
+        known = network.file.exists()  # an existing build may need it
         write_whole(network.file, static.SerializeToString())
         try:
             yield

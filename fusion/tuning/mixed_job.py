@@ -1,7 +1,8 @@
-"""``tune --precision auto``: layers in bfloat16 as far as an error budget lets them, raced against float32.
+"""``tune --precision auto``: layers in bfloat16 within an error budget, compared with float32.
 
-What every layer costs in exactness is measured, kernels of both number types are tuned, layers are chosen by measured
-times under the budget, and what comes out races the network in float32: it is never slower.
+The error of every layer is measured, kernels of both number types are tuned, layers are selected by measured times
+within
+the budget, and the result is timed against the float32 network: it is never slower.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ if TYPE_CHECKING:
     from fusion.search.network_tuning import TunedKernels
 
 STAY = "all layers stay in float32; give it more --minutes"
-# Networks of the finals: of mixed layers with the selected fusions and without any, and the best in float32.
+# Networks of the finals: mixed with the selected fusions, mixed without fusion, and the best in float32.
 MIXED_FINALISTS = 3
-# Of the time for kernels those of bfloat16.
+# Share of bfloat16 kernels in the kernel tuning time.
 ROUNDED_SHARE = 0.6
 
 
@@ -49,7 +50,7 @@ class MixedNetwork:
 
 @dataclass(frozen=True)
 class MixedSearch:
-    """Kernels in float32 (``plain``), the mixed network (``None`` where no layer gains), and the choice behind it."""
+    """Kernels in float32 (``plain``), the mixed network (None if no layer gains), and the precision choice."""
 
     mixed: MixedNetwork | None
     plain: TunedKernels
@@ -59,15 +60,16 @@ class MixedSearch:
 class MixedJob(TuningJob):
     """One network tuned for this CPU in the number types that are fastest within the error budget.
 
-    A network that errs more than allowed is built again with fewer layers in bfloat16, a few times at most; then, or
-    where its outputs are wrong, float32 is left. So it is where there is no time to build and race two networks.
+    A network with too large errors is built again with fewer layers in bfloat16, a limited number of times. After that,
+    with
+    wrong outputs, or without time to build and compare two networks, float32 is used.
     """
 
-    found: MixedSearch | None = None  # `None`: there is no time for a mixed network
+    found: MixedSearch | None = None  # None: no time for a mixed network
 
     @property
     def precision(self) -> PrecisionPlan:
-        """What is asked for."""
+        """The precision plan of the request."""
         assert self.plan is not None, "prepare() comes first"
         return self.plan
 
@@ -101,7 +103,7 @@ class MixedJob(TuningJob):
             except BudgetExceeded as error:
                 count = len(choice.rounded)
                 self.display.say(f"{count} layers in bfloat16 err by {error.error:.2g}, more than is allowed")
-                # Kernels that were compiled for these networks are there for the next.
+                # Kernels compiled for these networks are reused for the next.
                 if rebuilds >= MOST_REBUILDS or not self._allows(MIXED_FINALISTS, draws=True):
                     self.display.say(f"no time to try fewer of them: {STAY}")
                     break
@@ -119,10 +121,12 @@ class MixedJob(TuningJob):
         self.report = PrecisionReport(self.precision, None, _in_float32(choice))
 
     def mixed_limit(self) -> TimeLimit:
-        """What the finals of mixed networks and the one in float32 need at most, as far as the first network tells.
+        """Time limit with the maximum needs of the finals of mixed networks and float32, estimated from the first
+        network.
 
-        Besides three networks to build and check: draws of what rounding does to the outputs, and float32 by itself
-        once more, should the mixed ones err more than is allowed.
+        Besides building and checking three networks, it includes the runs that estimate rounding errors, and another
+        check of
+        float32 in case the mixed networks have too large errors.
         """
         cost, runs = self.check.cost, self.precision.limit.runs
         draws = 0.0 if runs is None else len(self.check.outputs.expected) * runs.draw_seconds
@@ -130,7 +134,7 @@ class MixedJob(TuningJob):
             end=self.end - draws - cost.other_seconds,
             check_seconds=cost.other_seconds,
             extra_checks=len(self.check.exposes[:1]),
-            compile_seconds=cost.compile_seconds,  # no kernel in bfloat16 is there yet
+            compile_seconds=cost.compile_seconds,  # no bfloat16 kernel is compiled yet
             run_seconds=cost.run_seconds,
             finalists=MIXED_FINALISTS,
             most_compile_seconds=2.0 * FINAL_COMPILATION * cost.compile_seconds,
@@ -141,17 +145,19 @@ class MixedJob(TuningJob):
         return replace(self.mixed_limit(), end=self.end).race_end
 
     def _fits(self) -> bool:
-        """Whether there is time for a mixed network and float32; who measures nothing waits for both."""
+        """True if there is time for a mixed network and float32; always if nothing is measured."""
         limit = replace(self.mixed_limit(), end=self.end)
         return self.network.request.minutes == 0 or limit.allows(LEAST_FINALISTS)
 
     def _allows(self, networks: int, draws: bool = False) -> bool:
-        """Whether there is time for so many networks whose kernels are compiled, and for ``draws`` of roundings."""
+        """True if there is time for ``networks`` networks with compiled kernels, and for ``draws`` of rounding
+        errors."""
         limit = replace(self.mixed_limit(), compile_seconds=0.0)
         return (limit if draws else replace(limit, end=self.end)).allows(networks)
 
     def _race_mixed(self, mixed: MixedNetwork, plain: FinalNetwork) -> TuneResult:
-        """The finals of the mixed networks and ``plain``, the best one in float32, which is checked as such."""
+        """Finals of the mixed networks and ``plain``, the best one in float32, which is checked with float32
+        tolerances."""
         network, limit = mixed.network, self.precision.limit
         own = finalists(network.graph, network.sites, mixed.tuned, with_partly=False)
         alone = replace(self.check, rounded=replace(limit, max_error=None))
@@ -165,7 +171,7 @@ class MixedJob(TuningJob):
         return self.of(network, tuned, check).race([*own, replace(plain, name=FLOAT32_NETWORK)], self._race_end)
 
     def _ship(self, mixed: MixedNetwork, result: TuneResult) -> None:
-        """Take the fastest network of ``result``, mixed or in float32."""
+        """Ship the fastest network of ``result``, mixed or in float32."""
         entries = result.finals.entries
         fastest = min(entry.median_seconds for entry in entries if entry.name != FLOAT32_NETWORK)
         choice = with_raced(mixed.choice, fastest, result.finals.entry(FLOAT32_NETWORK).median_seconds)
@@ -181,8 +187,9 @@ class MixedJob(TuningJob):
 
 
 def search_mixed(job: TuningJob, plan: PrecisionPlan, left: Callable[[], float | None]) -> MixedSearch:
-    """Measure kernels of the layers that the budget lets into bfloat16 and those of float32, and take the best of both
-    by their times. ``left()``: seconds that there are for that from now on.
+    """Tune kernels of the layers allowed in bfloat16 and in float32, and select the best by their times.
+
+    ``left()``: seconds available from now on.
     """
     network, display, clock = job.network, job.display, job.clock
     seconds = error_seconds(network.request.minutes, left())
@@ -225,9 +232,9 @@ def search_mixed(job: TuningJob, plan: PrecisionPlan, left: Callable[[], float |
 
 
 def tightened(job: TuningJob, plan: PrecisionPlan, mixed: MixedNetwork, error: float) -> MixedNetwork | None:
-    """The choice once more, for a budget as much smaller as the network built erred more than was expected.
+    """New choice with a smaller budget, reduced by the ratio of measured to expected error of the built network.
 
-    ``job``: of float32; ``None`` where no layer is left.
+    ``job``: the float32 job. None if no layer remains.
     """
     limit = plan.limit.max_error
     assert limit is not None, "without a limit no error exceeds it"
@@ -252,7 +259,7 @@ def tightened(job: TuningJob, plan: PrecisionPlan, mixed: MixedNetwork, error: f
 
 
 def _in_float32(choice: PrecisionChoice) -> PrecisionChoice:
-    """``choice``, of which nothing is shipped in the end."""
+    """``choice`` without layers in the shorter type."""
     points = tuple(replace(each, chosen=not each.rounded) for each in choice.frontier)
     return replace(choice, rounded=frozenset(), kept=tuple(choice.sensitivity), error=0.0, frontier=points)
 
@@ -265,15 +272,15 @@ def _announced(choice: PrecisionChoice, layers: int) -> str:
 
 
 def _stored(network: Network, chooser: PrecisionChooser, rounded: Collection[str]) -> Network:
-    """``network`` with the layers ``rounded``, and what follows them, in the shorter type."""
+    """``network`` with the layers ``rounded`` and their followers in the shorter type."""
     return network.stored(chooser.with_followers(rounded), chooser.plan.dtype)
 
 
 def _share(left: float | None, kept: float, share: float = 1.0) -> float | None:
-    """``share`` of the seconds that are ``left`` for kernels, but those ``kept`` for the choice behind them."""
+    """``share`` of the remaining seconds for kernels, without those ``kept`` for the choice after them."""
     return None if left is None else share * max(0.0, left - kept)
 
 
 def _no_more(limit: float | None) -> float | None:
-    """Seconds for a network all of whose kernels are measured: without a limit as long as the comparisons take."""
+    """Seconds for a network whose kernels are all measured: 0 with a limit, None without."""
     return None if limit is None else 0.0

@@ -1,4 +1,4 @@
-"""What ``tune`` is asked for, and a network as it is known before anything is measured."""
+"""Request of ``tune``, and the data of a network before measurements."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class InputProfile:
-    """Input shapes that a network is built for: those of open inputs by name, and the leading dimension of all."""
+    """Input shapes of a network: shapes of open inputs by name, and the leading dimension of all inputs."""
 
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     batch: int | None = None
@@ -42,31 +42,33 @@ class InputProfile:
 
 @dataclass(frozen=True)
 class TuneRequest:
-    """What the user asks for."""
+    """Options of the user."""
 
     model: Path
     output: Path
-    profiles: Sequence[InputProfile] = (InputProfile(),)  # every one gets a network of its own
+    profiles: Sequence[InputProfile] = (InputProfile(),)  # every profile gets its own network
     trials: int = 64  # per kernel
-    minutes: float | None = None  # of the whole job; `None`: until the trials are done
+    minutes: float | None = None  # of the whole job; None: until the trials are done
     threads: int | None = None
     machine: str | None = None
-    target: str | None = None  # another CPU to build for, from its records and without measuring
-    tracker: str | None = None  # `HOST:PORT` of servers of TVM's RPC on whose CPU kernels are measured
+    target: str | None = None  # another CPU to build for from its records, without measuring
+    tracker: str | None = None  # `HOST:PORT` of servers of TVM's RPC that measure kernels on their CPU
     key: str | None = None  # of those servers
-    precision: Precision = "float32"  # number types that layers are stored in
-    max_error: float | None = None  # how far outputs may be off then, relative to the largest value of each
-    calibration: Path | None = None  # NPZ file of inputs on which that is measured
-    against: Sequence[str] = ()  # names of engines to time at the end beside ONNX Runtime
-    quantized: Path | None = None  # what those of INT8 run
+    precision: Precision = "float32"  # number types of layers
+    max_error: float | None = (
+        None  # allowed output error of shorter types, relative to the largest value of each output
+    )
+    calibration: Path | None = None  # NPZ file of inputs for measuring errors
+    against: Sequence[str] = ()  # engines to time at the end besides ONNX Runtime
+    quantized: Path | None = None  # file run by INT8 engines
 
     @property
     def elsewhere(self) -> bool:
-        """Whether the build is for another CPU than this one."""
+        """True if the build is for another CPU."""
         return self.target is not None or self.tracker is not None
 
     def require_valid(self) -> None:
-        """``InputError`` for a precision that there is not, or options that do not go together."""
+        """Raise ``InputError`` for an unknown precision, or for incompatible options."""
         if self.minutes is not None and not 0 <= self.minutes < math.inf:
             raise InputError(f"--minutes {self.minutes}: must be 0 or more")
         if self.against and self.elsewhere:
@@ -102,8 +104,9 @@ class TuneRequest:
             raise InputError("--precision int8: quantising needs samples, some hundred of them: --calibration DATA.npz")
 
     def on_cpu(self, cpu: CpuTarget, say: Say) -> TuneRequest:
-        """The same in a precision that ``cpu`` has kernels for; ``InputError`` if it lacks the one that was asked for,
-        where ``auto`` goes on in float32.
+        """Return the request with a precision supported by ``cpu``.
+
+        Raises ``InputError`` if ``cpu`` lacks the requested one; ``auto`` falls back to float32.
         """
         reason = cpu.lacks(INT8 if self.precision == INT8 else BFLOAT16)
         if reason is None or self.precision == FLOAT32:
@@ -116,11 +119,11 @@ class TuneRequest:
 
 @dataclass(frozen=True, eq=False)
 class Network:
-    """One input profile's network, and what is known of it before anything is measured."""
+    """The network of one input profile, with the data known before measurements."""
 
     request: TuneRequest
     profile: InputProfile
-    folder: Path  # where its build goes
+    folder: Path  # build folder
     target: Target
     model: ImportedModel
     graph: Graph
@@ -130,28 +133,28 @@ class Network:
 
     @property
     def cpu(self) -> CpuTarget:
-        """The CPU that its kernels are built for."""
+        """Target CPU of its kernels."""
         return self.target.cpu
 
     @property
     def machine(self) -> Machine:
-        """The machine that predicts their times."""
+        """Machine model that predicts their times."""
         return self.target.machine
 
     @property
     def file(self) -> Path:
-        """The ONNX file that other engines run: the user's, or a copy of it for another batch."""
+        """ONNX file run by other engines: the user's, or a copy of it for another batch."""
         batch = self.profile.batch
         return self.request.model if batch is None else self.folder / f"model-batch{batch}.onnx"
 
     @property
     def operators(self) -> list[Operator]:
-        """Every kernel in question once: those of layers, then those of sites."""
+        """Distinct kernels in question: those of layers, then those of sites."""
         found = [node.operator for node in self.graph.nodes] + [site.operator for site in self.sites]
         return list(dict.fromkeys(found))
 
     def stored(self, names: Collection[str], dtype: str) -> Network:
-        """The same with the layers called ``names`` stored in ``dtype``."""
+        """This network with the layers ``names`` in ``dtype``."""
         from fusion.analysis.analyzer import analyze
         from fusion.model.candidates import find_sites
 
@@ -160,35 +163,36 @@ class Network:
         return replace(self, graph=graph, sites=sites, analysis=analysis)
 
     def carefully(self) -> Network:
-        """The same without algorithms that round more than sums of products one by one."""
+        """This network without algorithms whose rounding errors exceed those of a plain sum of products."""
         return replace(self, guesses=self.guesses.carefully())
 
     def roofline(self) -> RooflineModel:
-        """What predicts its kernels."""
+        """Roofline model of its kernels."""
         from costmodel.cpu.roofline import RooflineModel
         from fusion.analysis.analyzer import network_bytes
 
         return RooflineModel(self.machine, self.cpu.threads, network_bytes(self.graph))
 
     def predicted_seconds(self) -> dict[Operator, float]:
-        """The roofline of every kernel in question: with which ones to begin, before any is measured."""
+        """Roofline prediction of every kernel in question, for their initial order."""
         operators = self.operators
         estimates = self.roofline().estimate(operators)
         return {operator: estimate.seconds for operator, estimate in zip(operators, estimates, strict=True)}
 
     def ranking_model(self) -> ResidualModel:
-        """The cost model that says which configurations to try first, and learns from those that were."""
+        """Cost model that ranks configurations, trained on the measured ones."""
         from costmodel.cpu.learned_residual import ResidualModel
         from schedules.kernels.template_table import config_terms
 
-        # One training thread: a pool of them would still spin while a kernel is timed.
+        # One training thread: a pool would still spin while kernels are timed.
         terms = partial(config_terms, cpu=self.cpu)
         return ResidualModel(self.roofline(), key=self.cpu.key, config_terms=terms, before=self.guesses.ranking)
 
 
 def read_networks(request: TuneRequest, target: Target, display: TuningDisplay) -> list[Network]:
-    """Import the model and find and price its sites for ``target``: one network for every profile. ``InputError`` for
-    two alike.
+    """Import the model, and find and predict its sites for ``target``: one network per profile.
+
+    Raises ``InputError`` for two equal profiles.
     """
     from fusion.analysis.analyzer import analyze
     from fusion.model.candidates import find_sites
@@ -222,7 +226,7 @@ def read_networks(request: TuneRequest, target: Target, display: TuningDisplay) 
 
 
 def plausible_sites(network: Network) -> list[Site]:
-    """The sites worth measuring: none without hope, and with a time limit none predicted to lose clearly."""
+    """Sites worth measuring: not hopeless, and with a time limit not predicted to lose clearly."""
     unhurried = network.request.minutes is None
     pairs = zip(network.sites, network.analysis.sites, strict=True)
     return [site for site, report in pairs if not report.hopeless and (unhurried or not report.loses_clearly)]
@@ -234,9 +238,9 @@ def complete_configs(
     chosen: Mapping[Operator, Config],
     unsolved: Collection[Operator] = (),
 ) -> dict[Operator, Config]:
-    """``chosen``, and the best guess for every kernel of ``plan`` that has not been measured.
+    """``chosen``, plus the best guess for every unmeasured kernel of ``plan``.
 
-    Kernels that failed in every trial (``unsolved``) have none: their layers are left to TVM.
+    Kernels that failed in every trial (``unsolved``) get none: TVM compiles their layers.
     """
     from schedules.kernels.template_table import template_for
 
@@ -251,9 +255,9 @@ def complete_configs(
 def careful_configs(
     configs: Mapping[Operator, Config], cpu: CpuTarget, measured: Mapping[Operator, Config] | None = None
 ) -> dict[Operator, Config]:
-    """``configs`` without algorithms that round more than a sum of products one by one.
+    """``configs`` without algorithms whose rounding errors exceed those of a plain sum of products.
 
-    In their place the configuration in ``measured``, or the first of the space that does not.
+    Replacements are taken from ``measured``, or are the first suitable configuration of the space.
     """
     from schedules.kernels.template_table import template_for
 

@@ -1,7 +1,7 @@
-"""Networks of ours built, run on all probes and compared with the reference: before tuning, and at the end.
+"""Check of our networks on all probes against the reference, before tuning and at the end.
 
-A sigmoid or softmax at the end hides what happens before it once it is saturated. So a copy of the model is checked
-that gives away its argument too.
+A saturated sigmoid or softmax at the end hides errors before it. So a copy of the model with its argument as a further
+output is checked.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ if TYPE_CHECKING:
     from schedules.contract.cpu_target import CpuTarget
     from schedules.contract.template import Config
 
-# Functions whose result says little of their argument once that is large.
+# Functions whose result is insensitive to large arguments.
 SATURATING = frozenset({"Sigmoid", "HardSigmoid", "Tanh", "Softmax"})
 _MOVE = frozenset({"Identity", "Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze", "Cast"})
-# Protobuf cannot hold a file of 2 GiB.
+# Protobuf is limited to files below 2 GiB.
 _LARGEST_COPY = 2**31 - 2**20
 CAREFUL = "outputs err too much with fast convolution algorithms: it is built without them"
 
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """What is built and run: the user's model, or a copy of it in ``path`` with more outputs."""
+    """Model to build and run: the user's, or a copy of it in ``path`` with more outputs."""
 
     path: Path
     model: ImportedModel
@@ -67,20 +67,20 @@ class Subject:
     sites: list[Site]
 
     def stored(self, names: Collection[str], dtype: str, cpu: CpuTarget) -> Subject:
-        """The same with the layers called ``names`` stored in ``dtype``."""
+        """This subject with the layers ``names`` in ``dtype``."""
         from fusion.model.candidates import find_sites
 
         graph = stored_in(self.graph, names, dtype)
         return replace(self, graph=graph, sites=find_sites(graph, cpu))
 
     def plan(self, fused: Callable[[Site], bool]) -> FusionPlan:
-        """Every site fused that ``fused`` chooses; they must not overlap."""
+        """Plan that fuses every site selected by ``fused``; they must not overlap."""
         return cover(self.graph, [site for site in self.sites if fused(site)])
 
 
 @dataclass(frozen=True, eq=False)
 class CheckedNetwork:
-    """A network whose outputs were found right: its library, what it was made of, and what a run takes at most."""
+    """A network with correct outputs: its library, plan and configurations, memory plan, and maximum time of a run."""
 
     library: Path
     plan: FusionPlan
@@ -89,49 +89,49 @@ class CheckedNetwork:
     run_seconds: float = 0.0
 
     def is_made_of(self, plan: FusionPlan, configs: Mapping[Operator, Config]) -> bool:
-        """Whether a build of ``plan`` with ``configs`` would be the same."""
+        """True if a build of ``plan`` with ``configs`` would be identical."""
         return _parts(self.plan, self.configs) == _parts(plan, configs)
 
 
 @dataclass(frozen=True)
 class CheckCost:
-    """Seconds that a network takes from its plan to checked outputs: to compile all of its kernels, and the rest.
+    """Seconds from the plan of a network to checked outputs."""
 
-    ``run_seconds``: of one run among them, at most.
-    """
-
+    # To compile all of its kernels.
     compile_seconds: float
+    # For everything else.
     other_seconds: float
+    # Maximum time of one run.
     run_seconds: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
 class NetworkCheck:
-    """Checks networks of one model. ``subject`` has more outputs than the model, if any are hidden.
+    """Checks networks of one model."""
 
-    ``objects``: the kernels of all networks that were built; ``cost``: of building a network and comparing its outputs,
-    as measured; ``careful``: fast algorithms round more than this model bears; ``first``: that network, if it is the
-    model's own and can be shipped as it is. ``rounded``: how far layers in bfloat16 may take the outputs; ``apart``:
-    checks of networks, by their names, that are compared with something else.
-    """
-
+    # Has more outputs than the model if arguments of saturating functions are exposed.
     subject: Subject
     outputs: OutputCheck
     target: Target
     scratch: Path
+    # Compiled kernels of all networks built so far.
     objects: KernelObjects
+    # Measured cost of building a network and comparing its outputs.
     cost: CheckCost = CheckCost(0.0, 0.0)
+    # True if fast algorithms have too large rounding errors for this model.
     careful: bool = False
     checked: tuple[Verdict, CheckedNetwork] | None = None
+    # Error limit of layers in bfloat16.
     rounded: RoundedLimit | None = None
+    # Network name -> check, for networks compared with another reference.
     apart: Mapping[str, NetworkCheck] = field(default_factory=dict)
 
     def of(self, network: str) -> NetworkCheck:
-        """The check of the network called so."""
+        """Check of the network ``network``."""
         return self.apart.get(network, self)
 
     def with_rounded(self, names: Collection[str], limit: RoundedLimit) -> NetworkCheck:
-        """The check of networks with the layers called ``names`` in bfloat16, none of which has been checked yet."""
+        """Check of networks with the layers ``names`` in bfloat16, with no network checked yet."""
         runs = limit.runs
         assert runs is not None, "layers are rounded by a model that rounds them"
         outputs = self.outputs.with_rounded_layers(lambda inputs: runs.draws(inputs, names))
@@ -139,8 +139,9 @@ class NetworkCheck:
         return replace(self, subject=subject, outputs=outputs, rounded=limit, checked=None, careful=False)
 
     def require_budget(self, network: str, worker: Worker) -> OutputErrors | None:
-        """How far the outputs of the network that ``worker`` has loaded are off on the inputs that count;
-        :class:`BudgetExceeded` if that is more than the user allows, ``None`` where nobody limits it.
+        """Errors of the network loaded in ``worker`` on the inputs used for errors; None without a limit.
+
+        Raises :class:`BudgetExceeded` if they are above the user's limit.
         """
         if self.rounded is None:
             return None
@@ -154,7 +155,7 @@ class NetworkCheck:
 
     @property
     def first(self) -> CheckedNetwork | None:
-        """The network that was checked first, if it is the model's own and can be shipped as it is."""
+        """The network that was checked first, if it is the unmodified model and can be shipped."""
         return None if self.checked is None or self.exposes else self.checked[1]
 
     @property
@@ -164,7 +165,7 @@ class NetworkCheck:
         return tuple(info.name for info in self.subject.model.outputs if info.name not in own)
 
     def compilation_seconds(self, networks: Iterable[tuple[FusionPlan, Mapping[Operator, Config]]]) -> float:
-        """About what it takes to compile the kernels of ``networks`` that the first one does not have."""
+        """Estimated seconds to compile the kernels of ``networks`` that the first network does not contain."""
         if self.checked is None:
             return 0.0
         first = self.checked[1]
@@ -175,8 +176,9 @@ class NetworkCheck:
     def require_plan(
         self, network: str, plan: FusionPlan, configs: Mapping[Operator, Config]
     ) -> tuple[Verdict, CheckedNetwork]:
-        """Builds the subject as planned, unless that is what was checked first; ``TuningError`` if its outputs are
-        wrong, ``ModelError`` if TVM fails.
+        """Build and check the subject as planned, unless it is the network checked first.
+
+        Raises ``TuningError`` if its outputs are wrong, ``ModelError`` if TVM fails.
         """
         if self.checked is not None and self.checked[1].is_made_of(plan, configs):
             return self.checked
@@ -186,7 +188,7 @@ class NetworkCheck:
     def require_built(
         self, network: str, plan: FusionPlan, configs: Mapping[Operator, Config], executable: CompiledModule
     ) -> tuple[Verdict, CheckedNetwork]:
-        """The same of a build of the subject as planned."""
+        """Check a given build of the subject as planned."""
         directory = Path(tempfile.mkdtemp(prefix="network-", dir=self.scratch))
         with loaded(self.subject.path, self.subject.model, executable, directory, self.target) as worker:
             computed, run_seconds = self._computed(network, worker)
@@ -195,11 +197,11 @@ class NetworkCheck:
         return verdict, CheckedNetwork(directory / MODEL, plan, configs, executable.memory, run_seconds)
 
     def require(self, network: str, worker: Worker) -> Verdict:
-        """``TuningError`` if outputs of the network that ``worker`` has loaded are wrong, or it fails."""
+        """Raise ``TuningError`` if outputs of the network loaded in ``worker`` are wrong, or if it fails."""
         return self.outputs.require(network, self._computed(network, worker)[0])
 
     def _computed(self, network: str, worker: Worker) -> tuple[list[Arrays], float]:
-        """The outputs on every input, and seconds of the last run."""
+        """Outputs on every input, and seconds of the last run."""
         computed, seconds = [], 0.0
         try:
             for expected in self.outputs.expected:
@@ -217,11 +219,13 @@ class NetworkCheck:
 def first_check(
     network: Network, scratch: Path, display: TuningDisplay, limit: RoundedLimit | None = None
 ) -> NetworkCheck:
-    """The reference, and a first network checked against it: a refusal costs seconds, not the tuning. ``limit``: of a
-    network with layers in a shorter type.
+    """Evaluate the reference and check a first network before tuning, so that a rejection costs only seconds.
 
-    Fused are the sites that are expected to gain, by records and ranking or else by the roofline; every kernel has the
-    configuration that is guessed to be its fastest. The network is compiled while the reference is evaluated.
+    ``limit``: error limit of a network with layers in a shorter type. The first network fuses the sites expected to
+    gain, by
+    records and ranking or else by the roofline; every kernel has the configuration guessed to be fastest. It is
+    compiled
+    while the reference is evaluated.
     """
     from fusion.relax.kernel_objects import KernelObjects
 
@@ -235,7 +239,7 @@ def first_check(
         try:
             check = network_check(network, subject, static, objects, scratch, display)
             if limit is not None and limit.runs is None:
-                check = replace(check, rounded=limit)  # the file itself says how layers round
+                check = replace(check, rounded=limit)  # the model file defines the rounding of layers
             elif limit is not None:
                 check = check.with_rounded(layers_in(network.graph, BFLOAT16), limit)
         except BaseException:
@@ -250,7 +254,7 @@ def first_check(
     build_seconds = 0.0
     try:
         if error is not None:
-            # Perhaps one kernel cannot be built in its first configuration; the tuner finds others.
+            # Possibly one kernel cannot be built in its first configuration; the tuner finds others.
             checked = check.require_plan("first", plan, {})
         else:
             executable, build_seconds = building.result()
@@ -276,9 +280,9 @@ def _timed_build(
 
 
 def expected_sites(network: Network) -> set[str]:
-    """Names of the sites that are worth fusing: by what is expected of every kernel, else by the roofline.
+    """Names of the sites worth fusing by expected kernel times, else by the roofline.
 
-    None by the roofline alone where nothing will be measured: that network is shipped.
+    Empty with the roofline only and no measurements to come: that network is shipped.
     """
     seconds: dict[Operator, float | None] = {}
     seconds.update((node.operator, network.guesses.seconds(node.operator)) for node in network.graph.nodes)
@@ -298,7 +302,7 @@ def _kernels(plan: FusionPlan, configs: Mapping[Operator, Config]) -> set[tuple[
 
 
 def _parts(plan: FusionPlan, configs: Mapping[Operator, Config]) -> list[tuple[object, ...]]:
-    """What decides the code of a network: its groups and their configurations."""
+    """Groups and configurations of a network, which determine its code."""
     return [
         (
             tuple(node.name for node in group.nodes),
@@ -309,7 +313,7 @@ def _parts(plan: FusionPlan, configs: Mapping[Operator, Config]) -> list[tuple[o
 
 
 def subject_of(network: Network, scratch: Path) -> tuple[Subject, ModelProto]:
-    """What is checked, and the ONNX model of it."""
+    """Subject of the check, and its ONNX model."""
     from fusion.relax.onnx.onnx_prepare import static_model
 
     static = static_model(network.request.model, network.profile.shapes, network.profile.batch)
@@ -328,7 +332,7 @@ def network_check(
     scratch: Path,
     display: TuningDisplay,
 ) -> NetworkCheck:
-    """Evaluates the reference, which is the model ``static`` of ``subject``. ``TuningError`` without ONNX Runtime."""
+    """Evaluate the reference, the model ``static`` of ``subject``. Raises ``TuningError`` without ONNX Runtime."""
     path, model, target = network.file, network.model, network.target
     file = _in_whole_numbers(network, subject, static, scratch)
     with reference_worker(path, subject.model, target, scratch, file) as worker:
@@ -348,7 +352,7 @@ def network_check(
                 raise NoReference("between layers that round to whole numbers no digits are left to compare")
             return DoubleModel(static)
 
-        # A value that rounding takes to the next of 256 steps is off by all of a step.
+        # A value rounded to the next of 256 steps has an error of a whole step.
         tolerance = HALF_TOLERANCE if quantised or holds_half(static.graph) else TOLERANCE
         outputs = prepare_check(
             path,
@@ -364,8 +368,11 @@ def network_check(
 
 
 def rounds_otherwise(graph: Graph) -> bool:
-    """Whether ONNX Runtime may round a value of a quantised ``graph`` to the byte beside ours: it sums floats where an
-    activation is rounded with its layer alone, and in another order what is computed in floats here too.
+    """True if ONNX Runtime may round values of a quantised ``graph`` to another byte than our kernels.
+
+    It sums floats where an activation is rounded only with its layer, and computes operators that are floats here too
+    in
+    another order.
     """
     from costmodel.operators.layers import Conv2d, Dense
     from fusion.relax.bindings import is_float32
@@ -378,7 +385,7 @@ def rounds_otherwise(graph: Graph) -> bool:
 
 
 def _in_whole_numbers(network: Network, subject: Subject, static: ModelProto, scratch: Path) -> Path:
-    """What ONNX Runtime runs to check a model with layers in whole numbers: one that it computes in these too."""
+    """Model file for ONNX Runtime in the check: for integer layers an equivalent one that it computes in integers."""
     from fusion.relax.onnx.whole_number_model import in_whole_numbers
 
     if not layers_in(network.graph, INT8) or static.ByteSize() > _LARGEST_COPY:
@@ -392,7 +399,7 @@ def _in_whole_numbers(network: Network, subject: Subject, static: ModelProto, sc
 
 
 def exposed_subject(model: ModelProto, path: Path, cpu: CpuTarget) -> Subject:
-    """``model`` written to ``path`` and imported."""
+    """Write ``model`` to ``path`` and import it."""
     from fusion.model.candidates import find_sites
     from fusion.relax.extract import extract_graph
     from fusion.relax.onnx.importer import import_onnx
@@ -404,7 +411,7 @@ def exposed_subject(model: ModelProto, path: Path, cpu: CpuTarget) -> Subject:
 
 
 def expose(static: ModelProto) -> ModelProto | None:
-    """A copy with the arguments of saturating functions before its outputs as outputs; ``None`` if there are none."""
+    """Copy with the arguments of final saturating functions as further outputs, or None if there are none."""
     from onnx import ModelProto, helper
 
     if static.ByteSize() > _LARGEST_COPY:
@@ -435,9 +442,9 @@ def build_network(
     cpu: CpuTarget,
     objects: KernelObjects | None = None,
 ) -> CompiledModule:
-    """The model as planned; groups without a configuration are TVM's. ``ModelError`` if it cannot compile them.
+    """Build the model as planned; TVM compiles groups without a configuration.
 
-    ``objects``: kernels that other networks were built of, and where those of this one are added.
+    Raises ``ModelError`` if it cannot. ``objects``: compiled kernels of other networks, to which new ones are added.
     """
     from fusion.relax.layout_lowering import lower
     from fusion.relax.machine_code import build
@@ -455,7 +462,7 @@ def build_network(
 def loaded(
     path: Path, model: ImportedModel, executable: Executable, directory: Path, target: Target
 ) -> Iterator[Worker]:
-    """A build in ``directory``, loaded in a process of its own."""
+    """A build in ``directory``, loaded in its own process."""
     with started(path, model, executable, directory, target) as (worker, load):
         load()
         yield worker
@@ -465,7 +472,7 @@ def loaded(
 def started(
     path: Path, model: ImportedModel, executable: Executable, directory: Path, target: Target
 ) -> Iterator[tuple[Worker, Callable[[], None]]]:
-    """A build in ``directory`` and a process for it, which the second of the two loads it into; any thread may ask."""
+    """A build in ``directory``, its process, and a function that loads it there and can be called from any thread."""
     import tvm
 
     manifest = describe(path, model.inputs, model.outputs, target.cpu, tvm.__version__)
@@ -488,8 +495,9 @@ def started(
 def reference_worker(
     path: Path, model: ImportedModel, target: Target, scratch: Path, file: Path | None = None
 ) -> Iterator[Worker]:
-    """ONNX Runtime with the model (in ``file``, if not in ``path``) loaded, as exact as it computes; ``TuningError`` if
-    it does not run it.
+    """ONNX Runtime with the model (in ``file`` or ``path``) loaded, in its most exact mode.
+
+    Raises ``TuningError`` if it cannot run the model.
     """
     with started_reference(path, model, target, scratch, file, exact=True) as (worker, load):
         load()
@@ -500,8 +508,9 @@ def reference_worker(
 def started_reference(
     path: Path, model: ImportedModel, target: Target, scratch: Path, file: Path | None = None, exact: bool = False
 ) -> Iterator[tuple[Worker, Callable[[], None]]]:
-    """A process of ONNX Runtime, which the second of the two loads the model into; any thread may ask. ``exact`` as of
-    its workload: where it is timed it computes as it does for its users.
+    """A process of ONNX Runtime, and a function that loads the model there and can be called from any thread.
+
+    ``exact``: see :class:`EngineWorkload`; off for timing, to compute as for its users.
     """
     spec = ENGINES[REFERENCE]
     reason = spec.missing()
@@ -524,7 +533,7 @@ def _not_run(path: Path, reason: str) -> str:
 
 
 def workload(path: Path, model: ImportedModel, target: Target, build: Path) -> EngineWorkload:
-    """The model as an engine sees it."""
+    """Engine workload of the model."""
     return EngineWorkload(
         model=path,
         model_sha256="",

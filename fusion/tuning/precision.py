@@ -1,4 +1,4 @@
-"""Which layers of a network are stored in a shorter number type, in the time that there is to find that out."""
+"""Choice of the layers stored in a shorter number type, within a time limit."""
 
 from __future__ import annotations
 
@@ -44,40 +44,40 @@ if TYPE_CHECKING:
     from fusion.search.progress import TuningDisplay
     from fusion.tuning.network import Network
 
-# What errors of single layers may take of a limited job, and so those of networks in each choice among them; never less
-# than it takes to be of use. Of so many networks errors are asked in a choice.
+# Share of a limited job for errors of single layers, and the same for errors of networks in each choice, with
+# lower and upper limits in seconds; and the usual number of networks evaluated in a choice.
 ERROR_SHARE = 0.05
 LEAST_ERROR_SECONDS, MOST_ERROR_SECONDS = 3.0, 60.0
 USUAL_SETS = 12
-# But no more of what is left for that and for kernels: errors are measured in three turns.
+# Maximum share of the time left for errors and kernels: errors are measured three times.
 MOST_SHARE_LEFT = 0.1
-# A choice that turns out to err more than it is allowed to is made again for a smaller budget, so often at most.
+# Maximum number of times that a choice with a too large measured error is repeated with a smaller budget.
 MOST_REBUILDS = 2
 
 
 @dataclass(frozen=True, eq=False)
 class PrecisionPlan:
-    """What is asked of one job: ``layers`` could be stored in ``dtype``, within ``limit``. ``choice``: among them,
-    where it is made already; ``told``: what ``summary.json`` says besides.
-    """
+    """Precision request of one job."""
 
     asked: Precision
+    # Layers that can be stored in ``dtype``.
     layers: frozenset[str]
     limit: RoundedLimit
     dtype: str = BFLOAT16
+    # Choice among them, if already made.
     choice: PrecisionChoice | None = None
+    # Further entries of ``summary.json``.
     told: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def settled_limit(self) -> RoundedLimit | None:
-        """The limit of a network whose layers are settled before any kernel is measured; ``None`` where they are chosen
-        by measured times.
-        """
+        """Limit of a network whose layers are settled before measurements; None if they are chosen by measured
+        times."""
         return None if self.asked == "auto" else self.limit
 
 
 class PrecisionChooser:
-    """Chooses layers of one network by times and errors. ``seconds``: what measuring errors may take in each choice."""
+    """Chooses layers of one network by times and errors. ``seconds``: time for measuring errors in each choice."""
 
     def __init__(self, graph: Graph, target: Target, plan: PrecisionPlan, seconds: float) -> None:
         """``graph``: with all its layers in float32."""
@@ -85,19 +85,19 @@ class PrecisionChooser:
         self._graph, self._target = graph, target
         self._predicted = predicted_in(graph, target.machine, target.cpu.threads, plan.dtype)
         self._seconds = seconds
-        # Of few inputs where a run takes long: the whole is measured on all of them in the end.
+        # On few inputs if a run is slow: the final choice is measured on all of them.
         self._first = plan.limit.measured.fitting(seconds, USUAL_SETS)
 
     def within(self, plan: PrecisionPlan) -> PrecisionChooser:
-        """The same for another budget."""
+        """A chooser with another budget."""
         return PrecisionChooser(self._graph, self._target, plan, self._seconds)
 
     def with_followers(self, rounded: Collection[str]) -> set[str]:
-        """As of :class:`fusion.analysis.mixed_times.MixedTimes`."""
+        """See :class:`fusion.analysis.mixed_times.MixedTimes`."""
         return self._times({}).with_followers(rounded)
 
     def chosen(self, sensitivity: Mapping[str, float], measured: Mapping[Operator, float]) -> PrecisionChoice:
-        """The fastest network within the budget, by times ``measured`` where there are such in both number types."""
+        """Fastest network within the budget, by ``measured`` times of layers measured in both number types."""
         errors, limit = self.plan.limit.measured, self.plan.limit.max_error
         allowed = float("inf") if limit is None else limit
         for _ in range(MOST_REBUILDS + 1):
@@ -113,8 +113,9 @@ class PrecisionChooser:
     def frontier(
         self, sensitivity: Mapping[str, float], measured: Mapping[Operator, float], chosen: PrecisionChoice
     ) -> tuple[FrontierPoint, ...]:
-        """From no layer to all of them, whatever the budget is, with what was ``chosen``: by how much a layer gains for
-        its error, and at last those that gain nothing.
+        """Frontier from no layer to all layers regardless of the budget, including the choice ``chosen``.
+
+        Layers are ordered by time saved per error; layers without a gain come last.
         """
         whole = self._choice(sensitivity, measured, float("inf"), FRONTIER_POINTS)
         wanted = dict.fromkeys(point.rounded for point in whole.frontier)
@@ -141,7 +142,7 @@ class PrecisionChooser:
         return MixedTimes(self._graph, target.machine, target.cpu, dtype, self.plan.layers, seconds)
 
     def point(self, rounded: frozenset[str], chosen: bool, measured: Mapping[Operator, float]) -> FrontierPoint:
-        """The network with these layers in the shorter type; errors of what is ``chosen`` are those on all inputs."""
+        """Frontier point of these layers in the shorter type; the errors of a ``chosen`` point are on all inputs."""
         times = self._times(measured)
         errors = self.plan.limit.measured.errors_of(rounded, None if chosen else self._first)
         return FrontierPoint(
@@ -157,13 +158,14 @@ class PrecisionChooser:
 
 
 def ordered(points: Iterable[FrontierPoint]) -> tuple[FrontierPoint, ...]:
-    """Fewest layers first."""
+    """Points with fewest layers first."""
     return tuple(sorted(points, key=lambda each: (each.layers, each.error)))
 
 
 def error_seconds(minutes: float | None, left: float | None = None) -> float:
-    """What errors of layers, and what errors of networks in each choice, may take in a job of ``minutes`` that has so
-    many seconds ``left`` for that and for kernels.
+    """Seconds for errors of layers, and for errors of networks in each choice, in a job of ``minutes``.
+
+    ``left``: seconds available for errors and kernels.
     """
     wanted = MOST_ERROR_SECONDS if minutes is None else ERROR_SHARE * 60.0 * minutes
     if left is not None:
@@ -173,7 +175,7 @@ def error_seconds(minutes: float | None, left: float | None = None) -> float:
 
 @contextmanager
 def precision_plan(network: Network, scratch: Path, display: TuningDisplay) -> Iterator[PrecisionPlan | None]:
-    """What ``network`` is asked for, with ONNX Runtime ready to tell errors; ``None`` for float32 alone."""
+    """Precision plan of ``network``, with ONNX Runtime ready to measure errors; None for float32."""
     request = network.request
     if request.precision == FLOAT32:
         yield None
@@ -208,7 +210,7 @@ def precision_plan(network: Network, scratch: Path, display: TuningDisplay) -> I
 
 
 def budget_inputs(network: Network) -> dict[str, Arrays]:
-    """What errors are measured on: the user's inputs, else random ones and pictures."""
+    """Inputs for measuring errors: the user's, or random ones and pictures."""
     path = network.request.calibration
     if path is None:
         return error_inputs(network.model.inputs)
@@ -219,7 +221,7 @@ def budget_inputs(network: Network) -> dict[str, Arrays]:
 
 @dataclass(frozen=True, eq=False)
 class PrecisionReport:
-    """What became of a :class:`PrecisionPlan`: ``errors`` of the shipped network, on the inputs of the plan."""
+    """Result of a :class:`PrecisionPlan`; ``errors`` of the shipped network, on the inputs of the plan."""
 
     plan: PrecisionPlan
     errors: OutputErrors | None
@@ -228,11 +230,11 @@ class PrecisionReport:
 
     @property
     def notes(self) -> list[str]:
-        """What the user should know of the errors that are told."""
+        """Messages about the reported errors."""
         return [ONE_SAMPLE] if self.plan.told.get("held_out_samples") == 0 else []
 
     def to_json(self, network: Network) -> dict[str, Any]:
-        """JSON-able, for ``summary.json``; ``network``: what was shipped."""
+        """Return a JSON-able dictionary for ``summary.json``; ``network``: the shipped one."""
         rounded = layers_in(network.graph, self.plan.dtype)
         kept = [node.name for node in network.graph.nodes if node.name not in rounded]
         return {
@@ -250,7 +252,7 @@ class PrecisionReport:
 
 
 def with_raced(choice: PrecisionChoice, chosen: float, float32: float | None = None) -> PrecisionChoice:
-    """``choice`` with the seconds of whole networks timed in turns: the ``chosen`` one's, and that in ``float32``."""
+    """``choice`` with the seconds of whole networks: of the ``chosen`` one, and of the ``float32`` one."""
 
     def of(point: FrontierPoint) -> FrontierPoint:
         if point.chosen:

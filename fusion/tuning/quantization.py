@@ -1,7 +1,7 @@
-"""A float ONNX file to a quantised one: by itself, or on the way of ``tune --precision int8``.
+"""Quantisation of a float ONNX file, as a command or as part of ``tune --precision int8``.
 
-ONNX Runtime's quantiser makes the file. Where ``tune`` has a budget that its outputs do not keep, every layer's share
-in the error is measured, and those that cost most for the time they save stay in float32.
+ONNX Runtime's quantiser makes the file. If ``tune`` has an error budget that the outputs exceed, every layer's error is
+measured, and the layers with the largest error per time saved stay in float32.
 """
 
 from __future__ import annotations
@@ -46,30 +46,32 @@ if TYPE_CHECKING:
     from fusion.analysis.target_machine import Target
 
 RANDOM_CALLS = 10
-QUANTISING = ".quantising-"  # how the name of a temporary folder begins
+QUANTISING = ".quantising-"  # name prefix of a temporary folder
 _ADVICE = "allow more, or calibrate with more samples"
 
 
 @dataclass(frozen=True)
 class QuantizeSummary:
-    """What was written. ``quantised_layers`` of ``layers`` convolutions and products; ``errors``: of the quantised file
-    against the float one, both by ONNX Runtime, on ``held_out`` calls that were not calibrated with (on the calibrated
-    ones where there are none); ``calibration``: where the samples are from.
-    """
+    """Result of a quantisation."""
 
     model: str
     output: str
+    # Origin of the samples.
     calibration: str
+    # Number of calls used for calibration.
     calibrated: int
+    # Number of calls not used for calibration; ``errors`` are measured on them, or on the calibration calls if 0.
     held_out: int
+    # Number of quantised convolutions and products among ``layers``.
     quantised_layers: int
     layers: int
     size_bytes: int
+    # Errors of the quantised file against the float one, both run by ONNX Runtime.
     errors: OutputErrors
     wall_seconds: float
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-able, as documented for ``--json``."""
+        """Return a JSON-able dictionary, as documented for ``--json``."""
         document = asdict(self)
         return {**{name: value for name, value in document.items() if name != "errors"}, **self.errors.to_json()}
 
@@ -83,10 +85,11 @@ def quantize_model(
     options: QuantizationOptions | None = None,
     say: Say = lambda _: None,
 ) -> QuantizeSummary:
-    """Quantises the float file ``model`` into ``output`` (default: beside it), whole or not at all.
+    """Quantise the float file ``model`` into ``output`` (default: beside it), atomically.
 
-    ``calibration``: ``.npz`` with an array per input, first axis samples; ``random``: random numbers instead, of inputs
-    whose open dimensions ``shapes`` gives. Raises ``ModelError``, ``InputError``, ``OutputError``.
+    ``calibration``: ``.npz`` with one array per input, first axis samples; ``random``: random inputs instead, with
+    ``shapes``
+    for open dimensions. Raises ``ModelError``, ``InputError``, ``OutputError``.
     """
     started = time.monotonic()
     target = output or quantized_path(model)
@@ -125,7 +128,7 @@ def quantize_model(
 def compared(model: Path, quantised: bytes, data: CalibrationData, calls: Sequence[int]) -> OutputErrors:
     """Errors of the ``quantised`` model against the float one in ``model`` on ``calls`` of ``data``, by ONNX Runtime.
 
-    ``ModelError`` where it runs one of the two not at all.
+    Raises ``ModelError`` if it cannot run one of them.
     """
     import onnxruntime
 
@@ -151,7 +154,7 @@ def compared(model: Path, quantised: bytes, data: CalibrationData, calls: Sequen
 
 
 def render_quantized(summary: QuantizeSummary) -> str:
-    """A few lines for people."""
+    """Format the summary as a few lines of text."""
     errors = summary.errors
     where = f"{summary.held_out} held-out" if summary.held_out else f"the {summary.calibrated} calibration"
     figures = [
@@ -170,7 +173,7 @@ def render_quantized(summary: QuantizeSummary) -> str:
 
 
 def _check_target(model: Path, target: Path) -> None:
-    """Before anything is computed."""
+    """Check the output file before any computation."""
     check_writable(target, "--output")
     if target.exists() and model.exists() and target.samefile(model):
         raise OutputError(f"--output {target}: is the model itself; name another file")
@@ -208,7 +211,7 @@ def _told(shape: Sequence[int | None]) -> str:
 
 
 def _random_input(model: Path, declared: DeclaredInput, shapes: Mapping[str, tuple[int, ...]]) -> TensorInfo:
-    """Of the shape asked for; one sample where that is open."""
+    """Random input of the requested shape; one sample if the dimension is open."""
     shape: tuple[int | None, ...] = declared.shape and (declared.shape[0] or 1, *declared.shape[1:])
     shape = shapes.get(declared.name, shape)
     fits = len(shape) == len(declared.shape) and all(
@@ -230,8 +233,9 @@ def _random_input(model: Path, declared: DeclaredInput, shapes: Mapping[str, tup
 
 @dataclass(frozen=True)
 class Quantised:
-    """A float ``model`` and the quantised one that is tuned in its place. ``choice``: which layers of it were left in
-    float32, if not all could be quantised.
+    """A float ``model`` and the quantised one that is tuned instead.
+
+    ``choice``: layers left in float32, if not all could be quantised.
     """
 
     model: Path
@@ -240,7 +244,7 @@ class Quantised:
     choice: PrecisionChoice | None = None
 
     def to_json(self) -> dict[str, object]:
-        """JSON-able, for ``summary.json``."""
+        """Return a JSON-able dictionary for ``summary.json``."""
         return {
             "float_model": str(self.model),
             "quantised_nodes": self.summary.quantised_layers,
@@ -255,8 +259,9 @@ class Quantised:
 def quantised_request(
     request: TuneRequest, target: Target, display: TuningDisplay
 ) -> Iterator[tuple[TuneRequest, Quantised | None]]:
-    """``request`` for the quantised file, where that is asked for: ``request.output`` holds it then. ``InputError``
-    where the budget cannot be kept.
+    """``request`` for the quantised file, written into ``request.output``, if quantisation is requested.
+
+    Raises ``InputError`` if the budget cannot be kept.
     """
     if request.precision != INT8:
         yield request, None
@@ -277,7 +282,7 @@ def quantised_request(
 def quantised_plan(
     network: Network, asked: TuneRequest, quantised: Quantised, scratch: Path
 ) -> Iterator[PrecisionPlan]:
-    """By how much ``network``, whose model is quantised, may be off from the float one. ``asked``: by the user."""
+    """Error limit of ``network``, whose model is quantised, against the float model. ``asked``: the user's request."""
     from fusion.relax.onnx.onnx_prepare import static_model
 
     assert asked.calibration is not None, "who quantises has samples"
@@ -297,14 +302,14 @@ def quantised_plan(
 
 
 def _samples(path: Path, tensors: Sequence[TensorInfo]) -> dict[str, Arrays]:
-    """What errors are told on: calls that nothing was calibrated with, where there are such."""
+    """Inputs for measuring errors: calls not used for calibration if there are any."""
     data = read_calibration(path, [DeclaredInput(info.name, info.shape, info.dtype) for info in tensors])
     calibrated, held_out = data.split()
     return data.named(held_out or calibrated)
 
 
 def _within_budget(request: TuneRequest, file: Path, target: Target, display: TuningDisplay) -> Quantised:
-    """Quantise into ``file`` as many layers as the budget lets."""
+    """Quantise as many layers as the budget allows into ``file``."""
 
     def quantised(exclude: tuple[str, ...] = ()) -> QuantizeSummary:
         options = QuantizationOptions(per_channel=True, exclude=exclude)
@@ -345,7 +350,7 @@ def _within_budget(request: TuneRequest, file: Path, target: Target, display: Tu
 def _choosing(
     request: TuneRequest, quantised: Path, target: Target, limit: float
 ) -> Iterator[tuple[PrecisionChooser, dict[str, float], Callable[[Collection[str]], tuple[str, ...]]]]:
-    """Who chooses among the layers, each one's own error, and which nodes to exclude for layers to stay in float32."""
+    """Precision chooser, error of each layer, and a function from layers kept in float32 to the nodes to exclude."""
     from fusion.relax.extract import extract_graph
     from fusion.relax.onnx.importer import import_onnx
     from fusion.relax.onnx.onnx_file import load_model

@@ -1,4 +1,4 @@
-"""The road of ``tune``: from what a user asks to a build folder."""
+"""Procedure of ``tune``: from a request to a build folder."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from fusion.tuning.summary import profiles_document
 from fusion.tuning.time_limit import StageClock, end_of
 from schedules.contract.lean_import import tvm_threads
 
-CHECKING = ".checking-"  # how the name of a temporary folder begins
+CHECKING = ".checking-"  # name prefix of a temporary folder
 
 
 def tune_model(request: TuneRequest, display: TuningDisplay) -> dict[str, Any]:
     """Tune ``request.model`` into ``request.output``; return the content of its ``summary.json``.
 
-    Ctrl-C while kernels are tuned builds the best found so far (``interrupted`` in the summary says so). Raises
-    ``ProjectError``: nothing but the tuning records is left then.
+    Ctrl-C while kernels are tuned builds the best network found so far (``interrupted`` in the summary). Raises
+    ``ProjectError``: only the tuning records are kept then.
     """
     clock = StageClock(time.monotonic())
     end = end_of(request.minutes, clock.started)
@@ -43,7 +43,7 @@ def tune_model(request: TuneRequest, display: TuningDisplay) -> dict[str, Any]:
         if request.elsewhere:
             target, runner = another_cpu(request, stack, display)
         else:
-            threads_to_use(request.threads, 1)  # refuses more than can be measured, whatever machine is named
+            threads_to_use(request.threads, 1)  # reject a number of threads that cannot be measured, for any machine
             target, runner = this_cpu(request.machine, request.threads, display.say), None
         asked = request.on_cpu(target.cpu, display.say)
         stack.enter_context(tvm_threads(target.threads_here))
@@ -63,7 +63,7 @@ def tune_model(request: TuneRequest, display: TuningDisplay) -> dict[str, Any]:
                 jobs.append(MixedJob(*place) if asked.precision == "auto" else TuningJob(*place))
         for job in jobs:
             job.prepare(stack, asked, quantised)
-        for job in jobs:  # all of them before any is tuned: a refusal costs seconds
+        for job in jobs:  # check all of them before tuning: a rejection costs only seconds
             job.check_first()
         clock.ended("first check")
         builds: list[ProfileBuild] = []
@@ -71,7 +71,7 @@ def tune_model(request: TuneRequest, display: TuningDisplay) -> dict[str, Any]:
             if done:
                 job.clock = StageClock(time.monotonic())
             job.stopped = any(build.summary["interrupted"] for build in builds)
-            # What one profile leaves of its share goes to the others.
+            # Time left over by one profile is shared by the others.
             job.search(job.clock.started + (end - job.clock.started) / (len(jobs) - done))
             job.finals()
             builds.append(job.build())
@@ -88,7 +88,7 @@ def scratch_folder(scratch: Path, network: Network) -> Path:
 
 
 def write_builds(request: TuneRequest, builds: Sequence[ProfileBuild], started: float) -> dict[str, Any]:
-    """Write one build, or several profiles and what they have in common; return the content of ``summary.json``."""
+    """Write one build, or several profiles and their index; return the content of ``summary.json``."""
     if len(builds) == 1:
         write_single(request.output, builds[0])
         draw_frontiers({request.output: builds[0].summary})
@@ -101,8 +101,10 @@ def write_builds(request: TuneRequest, builds: Sequence[ProfileBuild], started: 
 
 @contextmanager
 def claimed_directory(directory: Path) -> Iterator[None]:
-    """:func:`output_directory` for this process alone: ``OutputError`` names another one that tunes into it. Temporary
-    folders of those that were killed are taken away.
+    """:func:`output_directory` locked for this process; raises ``OutputError`` that names another process tuning into
+    it.
+
+    Temporary folders of killed processes are deleted.
     """
     with output_directory(directory), lock_folder(directory, "a build") as lock:
         lock.clear(f"{CHECKING}*", f"{STAGING}*", f"{QUANTISING}*")

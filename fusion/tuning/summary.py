@@ -1,4 +1,4 @@
-"""``summary.json``: what tuning found, predicted and measured beside each other, and the shipped network as data."""
+"""``summary.json``: predictions and measurements of tuning, and the shipped network as data."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _VERSIONED = ("apache-tvm", "onnx", "onnxruntime", "numpy", "fusion-costmodel")
 def site_rows(
     analysis: NetworkAnalysis, sites: Sequence[Site], tuned: TunedKernels, selected: FusionPlan, shipped: FusionPlan
 ) -> list[dict[str, Any]]:
-    """One row per site. ``selected``: by measured kernels; ``shipped``: what the model runs."""
+    """One row per site. ``selected``: plan by measured kernels; ``shipped``: plan of the shipped model."""
     seconds = tuned.comparable_seconds()
     return [
         _site_row(report, site, tuned, seconds, selected, shipped)
@@ -77,7 +77,7 @@ def _site_row(
 
 
 def _decision(fused: float | None, unfused: float | None, selected: bool, shipped: bool) -> str:
-    """In words, from the measurements."""
+    """Decision in words, from the measurements."""
     if fused is None or unfused is None:
         if shipped:
             return "fused: predicted to be faster: not all of its kernels have been measured"
@@ -111,14 +111,17 @@ def document(
     peers: Mapping[str, Mapping[str, Any]] | None = None,
     layers: LayerTable | None = None,
 ) -> dict[str, Any]:
-    """The JSON document of a build of ``network``.
+    """JSON document of a build of ``network``.
 
-    ``selected``: by measured kernels; ``shipped``: what the model runs; ``seconds``: of its kernels. ``finals``:
-    networks that were timed in turns at the end; ``check``: what the outputs were compared with; ``memory``: bytes by
-    network: planned activations, weights and tile buffers of ours, and what a process of each took more when it first
-    ran. ``precision``: what storing layers in other number types than float32 costs. ``errors``: against ONNX Runtime
-    on random inputs (``None``: nothing was run); ``peers``: other engines that were asked for, how they run and how
-    exact they are; ``layers``: by which layers another engine is faster.
+    - ``selected``: plan by measured kernels; ``shipped``: plan of the shipped model; ``seconds``: of its kernels
+    - ``finals``: networks timed in alternation at the end
+    - ``check``: reference of the outputs, and result
+    - ``memory``: bytes by network: planned activations, weights and tile buffers of ours, and the memory growth of each
+      process at its first run
+    - ``precision``: errors of number types other than float32
+    - ``errors``: against ONNX Runtime on random inputs (None: nothing was run)
+    - ``peers``: other requested engines, with their modes and errors
+    - ``layers``: layers in which another engine is faster
     """
     machine, cpu = network.machine, network.cpu
     return {
@@ -153,7 +156,7 @@ def document(
 
 
 def profiles_document(summaries: Mapping[str, Mapping[str, Any]], wall_seconds: float) -> dict[str, Any]:
-    """The JSON document of a build for several input shapes; ``summaries``: that of each profile by its folder."""
+    """JSON document of a build for several input shapes; ``summaries``: folder -> summary of the profile."""
     each = list(summaries.values())
     return {
         "model": each[0]["model"],
@@ -166,7 +169,7 @@ def profiles_document(summaries: Mapping[str, Mapping[str, Any]], wall_seconds: 
 
 
 def versions() -> dict[str, str]:
-    """Python and the packages that decide the result."""
+    """Versions of Python and of the packages that affect the result."""
     found = {"python": platform.python_version()}
     for package in _VERSIONED:
         try:
@@ -179,10 +182,13 @@ def versions() -> dict[str, str]:
 def network_record(
     graph: Graph, plan: FusionPlan, seconds: Mapping[Operator, float], machine: Machine, threads: int
 ) -> dict[str, Any]:
-    """``layers`` in program order, each with the names of those that it reads; ``kernels`` of ``plan``, with measured
-    ``seconds`` (``None`` where there are none) beside the roofline's; ``ceilings``: flop/s by dtype, bytes/s by level.
+    """Shipped network as data.
 
-    A layer that no template covers has no ``kernel``; ``kind`` is then TVM's operator.
+    - ``layers``: in program order, each with the names of the layers it reads; a layer without a template has no
+      ``kernel``,
+      and its ``kind`` is TVM's operator
+    - ``kernels``: of ``plan``, with measured ``seconds`` (or None) and the roofline's prediction
+    - ``ceilings``: flop/s by dtype, bytes/s by level
     """
     roofline = RooflineModel(machine, threads, network_bytes(graph))
     reads = _reads(graph)
@@ -225,14 +231,14 @@ def network_record(
 
 
 def layer_kind(operator: Layer) -> str:
-    """``depthwise``, ``pointwise``, ``conv``, ``pool``, ``dense``, ``norm`` ..."""
+    """Kind of a layer: ``depthwise``, ``pointwise``, ``conv``, ``pool``, ``dense``, ``norm`` ..."""
     if isinstance(operator, Conv2d):
         return conv_kind(operator)
     return {Pool2d: "pool", Dense: "dense", ChannelNorm: "norm"}[type(operator)]
 
 
 def layer_text(operator: Layer) -> str:
-    """Window and output, such as ``3x3/2 -> 32x112x112``; the image before its channels is left out where it is one."""
+    """Window and output, such as ``3x3/2 -> 32x112x112``; a batch of one is left out."""
     window = ""
     if isinstance(operator, Conv2d | Pool2d):
         window = window_text(operator.kernel, operator.stride, getattr(operator, "dilation", (1, 1)))
@@ -244,7 +250,7 @@ def layer_text(operator: Layer) -> str:
 
 
 def _reads(graph: Graph) -> dict[str, list[str]]:
-    """Layer -> names of the layers whose results it reads, through variables that belong to none."""
+    """Layer -> names of the layers whose results it reads, also through variables outside layers."""
     owner: dict[relax.Var, str] = {var: node.name for node in graph.nodes for var in node.covered}
     owner.update({other.output: other.name for other in graph.others})
 
@@ -266,7 +272,7 @@ def _reads(graph: Graph) -> dict[str, list[str]]:
 
 
 def _in_order(reads: Mapping[str, Sequence[str]]) -> list[str]:
-    """Names in an order in which each comes behind those that it reads; else as they are given."""
+    """Names in topological order, otherwise in the given order."""
     found: dict[str, None] = {}
     for name in reads:
         waiting = [name]
