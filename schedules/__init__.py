@@ -1,1 +1,1 @@
-"""Kernels for CPUs: what they compute, templates with knobs, measuring and tuning them. Imports ``costmodel`` alone."""
+"""Kernels for CPUs: specifications, templates with knobs, measurement and tuning. Imports only ``costmodel``."""

@@ -1,1 +1,1 @@
-"""What templates, search and lowering agree on: CPU, layouts, signatures, and the reference in NumPy."""
+"""Interfaces shared by templates, search and lowering: CPU, layouts, signatures, and the NumPy reference."""

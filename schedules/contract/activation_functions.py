@@ -1,4 +1,4 @@
-"""Activations in NumPy: what kernels of them compute, and by what a graph's are recognised."""
+"""Activation functions in NumPy: the reference of kernels, also used to recognise activations in a graph."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _hard_sigmoid(x: np.ndarray, slope: float = 1.0 / 6.0) -> np.ndarray:
     return np.clip(x * slope + 0.5, 0.0, 1.0)
 
 
-# Those of ``costmodel.operators.layers.ACTIVATIONS`` that need no number of a graph's own.
+# Functions of ``costmodel.operators.layers.ACTIVATIONS`` without a parameter.
 ACTIVATION_FUNCTIONS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "relu": lambda x: np.maximum(x, 0.0),
     "relu6": lambda x: np.clip(x, 0.0, 6.0),
@@ -46,7 +46,7 @@ ACTIVATION_FUNCTIONS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "selu": lambda x: SELU_SCALE * _elu(x, SELU_SLOPE),
     "softplus": lambda x: np.logaddexp(0.0, x),
 }
-# Those of an ``Epilogue`` with a slope.
+# Functions of an ``Epilogue`` with a slope.
 SLOPED_FUNCTIONS: Mapping[str, Callable[[np.ndarray, float], np.ndarray]] = {
     "leaky_relu": lambda x, slope: np.maximum(x, x * slope),
     "elu": _elu,

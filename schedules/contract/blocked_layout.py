@@ -6,7 +6,7 @@ import numpy as np
 
 
 def blocks(channels: int, lanes: int) -> int:
-    """Channel blocks that hold ``channels``."""
+    """Number of channel blocks that hold ``channels``."""
     return -(-channels // lanes)
 
 
@@ -17,7 +17,7 @@ def blocked_shape(shape: tuple[int, ...], lanes: int) -> tuple[int, int, int, in
 
 
 def block(array: np.ndarray, lanes: int) -> np.ndarray:
-    """NCHW to blocked; lanes beyond the channels are zero."""
+    """Convert NCHW to blocked; lanes beyond the channels are zero."""
     batch, channels, height, width = array.shape
     count = blocks(channels, lanes)
     padded = np.zeros((batch, count * lanes, height, width), array.dtype)
@@ -26,7 +26,7 @@ def block(array: np.ndarray, lanes: int) -> np.ndarray:
 
 
 def unblock(array: np.ndarray, channels: int) -> np.ndarray:
-    """Blocked to NCHW with the first ``channels`` channels."""
+    """Convert blocked to NCHW with the first ``channels`` channels."""
     batch, count, height, width, lanes = array.shape
     plain = array.transpose(0, 1, 4, 2, 3).reshape(batch, count * lanes, height, width)
     return np.ascontiguousarray(plain[:, :channels])

@@ -1,4 +1,4 @@
-"""The CPU that kernels are generated for: vector width, registers, caches, threads.
+"""Target CPU of kernels: vector width, registers, caches, threads.
 
 Derived from the CPU's feature flags, because the reported model name is wrong on virtual machines.
 """
@@ -16,7 +16,7 @@ from costmodel.base.cores import usable_cores
 from costmodel.base.errors import MachineError
 from schedules.contract.tile_permission import tiles_refused
 
-# (LLVM CPU name, flags of /proc/cpuinfo that it needs), best first.
+# (LLVM CPU name, required flags of /proc/cpuinfo), best first.
 _MICROARCHITECTURES = (
     (
         "sapphirerapids",
@@ -29,20 +29,20 @@ _MICROARCHITECTURES = (
     ("nehalem", ("sse4_2",)),
 )
 BASELINE = "x86-64"
-# Whose vectors are shorter than single flags may say: those of AVX-512 without its 32 registers for shorter vectors.
+# Vector widths of CPU names, whatever single flags say: AVX-512 vectors without its 32 registers for shorter ones.
 _NARROW = {"haswell": 8, "nehalem": 4, BASELINE: 4}
 _ARCHITECTURES = ("x86_64", "AMD64")
 _KEYED_FEATURES = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_bf16", "amx_int8")
-# Of dtypes narrower than float32: the feature that kernels need.
+# Narrower dtypes than float32 and the CPU feature required by their kernels.
 _DOT_PRODUCTS = {"bfloat16": "avx512_bf16", "int8": "avx512_vnni"}
-# The one that products in tile registers need, which all need the tiles besides.
+# Feature required by products in tile registers, in addition to the tiles.
 _TILE_PRODUCTS = {"bfloat16": "amx_bf16", "int8": "amx_int8"}
 TILE_FLAG = "amx_tile"
 
 
 @dataclass(frozen=True)
 class CpuTarget:
-    """What the templates ask of a CPU. ``lanes``: FP32 values of one vector register."""
+    """CPU description used by templates. ``lanes``: FP32 values per vector register."""
 
     lanes: int
     registers: int
@@ -54,20 +54,21 @@ class CpuTarget:
 
     @property
     def dot_products(self) -> tuple[str, ...]:
-        """Dtypes narrower than float32 that it multiplies and adds up in 32 bits by one instruction of whole vectors:
-        those that there are kernels for beside float32.
+        """Dtypes narrower than float32 with a vector instruction for products accumulated in 32 bits.
+
+        These have kernels, besides float32.
         """
         known = dict(_MICROARCHITECTURES).get(self.mcpu)
         return tuple(
             dtype
             for dtype, feature in _DOT_PRODUCTS.items()
-            # LLVM makes no instruction that the CPU of this name lacks, whatever else the machine says.
+            # LLVM generates no instruction that the CPU of this name lacks, whatever the flags say.
             if self.lanes == 16 and feature in self.features and (known is None or feature in known)
         )
 
     @property
     def tile_products(self) -> tuple[str, ...]:
-        """Those of :attr:`dot_products` that it multiplies in tiles too (AMX)."""
+        """Dtypes of :attr:`dot_products` that are also multiplied in tiles (AMX)."""
         known = dict(_MICROARCHITECTURES).get(self.mcpu)
         return tuple(
             dtype
@@ -76,7 +77,7 @@ class CpuTarget:
         )
 
     def lacks(self, dtype: str) -> str | None:
-        """Why there are no kernels for ``dtype`` on this CPU, for people; ``None`` where there are."""
+        """Reason for the lack of kernels for ``dtype`` on this CPU, or None."""
         if dtype == "float32" or dtype in self.dot_products:
             return None
         if dtype not in _DOT_PRODUCTS:
@@ -85,21 +86,22 @@ class CpuTarget:
 
     @property
     def key(self) -> str:
-        """Identifies tuning records: microarchitecture, features and threads."""
+        """Key of tuning records: microarchitecture, features, caches and threads."""
         return f"{self.mcpu}/{'+'.join(self.features)}/l1={self.l1_bytes}/l2={self.l2_bytes}/threads={self.threads}"
 
     def tvm_target(self):
-        """The ``tvm.target.Target`` of this CPU."""
+        """``tvm.target.Target`` of this CPU."""
         import tvm
 
         return tvm.target.Target({"kind": "llvm", "mcpu": self.mcpu, "num-cores": self.threads})
 
 
 def host_target(threads: int | None = None) -> CpuTarget:
-    """The CPU this process runs on; ``threads`` defaults to the cores it may use. Without AMX where the operating
-    system refuses it, which a warning says.
+    """CPU of this process; ``threads`` defaults to the usable cores.
 
-    ``MachineError`` on another architecture than x86-64.
+    AMX is left out, with a warning, if the operating system refuses it. Raises ``MachineError`` on architectures other
+    than
+    x86-64.
     """
     architecture = platform.machine()
     if architecture not in _ARCHITECTURES:
@@ -109,7 +111,7 @@ def host_target(threads: int | None = None) -> CpuTarget:
 
 
 def _permitted(flags: frozenset[str]) -> frozenset[str]:
-    """``flags`` of this CPU that this process may use."""
+    """``flags`` of this CPU without those that this process may not use."""
     if TILE_FLAG not in flags or (refused := tiles_refused()) is None:
         return flags
     warnings.warn(f"kernels are made without AMX: {refused}", stacklevel=3)
@@ -117,14 +119,14 @@ def _permitted(flags: frozenset[str]) -> frozenset[str]:
 
 
 def without_tiles(flags: frozenset[str]) -> frozenset[str]:
-    """``flags`` but for those of AMX, which LLVM's name of the CPU then does not have either."""
+    """``flags`` without those of AMX, so that the derived LLVM name has no AMX either."""
     return frozenset(flag for flag in flags if not flag.startswith("amx"))
 
 
 def target_with(
     flags: Collection[str], threads: int, l1_bytes: int, l2_bytes: int, mcpu: str | None = None
 ) -> CpuTarget:
-    """The x86-64 CPU with these flags of /proc/cpuinfo; ``mcpu``: LLVM's name of it (default: by the flags)."""
+    """x86-64 CPU with these flags of /proc/cpuinfo; ``mcpu``: its LLVM name (default: derived from the flags)."""
     name = mcpu or next((name for name, needs in _MICROARCHITECTURES if all(flag in flags for flag in needs)), BASELINE)
     lanes = _NARROW.get(name, 16 if "avx512f" in flags else 8 if {"avx2", "fma"} <= set(flags) else 4)
     return CpuTarget(
@@ -139,7 +141,7 @@ def target_with(
 
 
 def required_flags(mcpu: str) -> tuple[str, ...]:
-    """Flags of /proc/cpuinfo that a CPU needs to run code generated for ``mcpu``; empty for the baseline."""
+    """Flags of /proc/cpuinfo that code generated for ``mcpu`` requires; empty for the baseline."""
     known = dict(_MICROARCHITECTURES).get(mcpu)
     if known is not None or mcpu == BASELINE:
         return known or ()
@@ -149,7 +151,7 @@ def required_flags(mcpu: str) -> tuple[str, ...]:
 
 
 def cpu_flags() -> frozenset[str]:
-    """Feature flags of this machine's CPU; empty where the kernel does not tell."""
+    """Feature flags of this machine's CPU; empty if the kernel does not report them."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
@@ -164,7 +166,7 @@ def flags_of(cpuinfo: str) -> frozenset[str]:
 
 
 def _cache_bytes(level: int, default: int) -> int:
-    """Data-cache size of CPU 0 from sysfs, or ``default`` where the kernel does not say."""
+    """Data-cache size of CPU 0 from sysfs, or ``default`` if the kernel does not report it."""
     for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
         try:
             kind = (index / "type").read_text().strip()

@@ -1,4 +1,4 @@
-"""Machine code of template kernels."""
+"""Compilation of template kernels to machine code."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ if TYPE_CHECKING:
     import tvm
     from tvm import tirx
 
-# Of a function that a template made: its family. Nothing of it is left to schedule.
+# Attribute of functions made by a template, with its family. They are completely scheduled.
 TEMPLATE_ATTRIBUTE = "fusion.template"
-# Of a function that calls operations of :mod:`schedules.contract.vector_operations`, which are linked into its module:
-# their dtypes, separated by commas, and ``tiles`` if it calls those of :mod:`schedules.contract.tile_operations`.
+# Attribute of functions that call operations of :mod:`schedules.contract.vector_operations`, which are linked
+# into their module: dtypes separated by commas, and ``tiles`` for :mod:`schedules.contract.tile_operations`.
 VECTOR_ATTRIBUTE = "fusion.vector_operations"
 _PIPELINE = "fusion.kernels"
 
 
 def pass_context() -> AbstractContextManager[Any]:
-    """TVM's settings under which template kernels are compiled.
+    """TVM settings for compiling template kernels.
 
-    ``StorageRewrite`` drops the annotation that keeps registers out of the workspace pool
-    (:func:`schedules.loops.emit.registers`). What it would merge are a kernel's two or three tile buffers, which
-    are in use at the same time anyway.
+    ``StorageRewrite`` would drop the annotation that keeps registers out of the workspace pool
+    (:func:`schedules.loops.emit.registers`). It would only merge the two or three tile buffers of a kernel, which are
+    in use
+    at the same time anyway.
     """
     import tvm
 
@@ -36,14 +37,14 @@ def pass_context() -> AbstractContextManager[Any]:
 
 
 def compile_kernel(function: tirx.PrimFunc, cpu: CpuTarget, emulated: bool = False) -> Any:
-    """``function`` as something that is called with TVM tensors. ``emulated`` as of :func:`compile_function`."""
+    """Compile ``function`` into a callable on TVM tensors. ``emulated``: see :func:`compile_function`."""
     return compile_function(function, cpu, emulated)["main"]
 
 
 def compile_function(function: tirx.PrimFunc, cpu: CpuTarget, emulated: bool = False) -> Any:
-    """A module with the kernel ``function`` of a template under the name ``main``.
+    """Compile the template kernel ``function`` into a module, with the name ``main``.
 
-    ``emulated``: with a slow emulation of the instructions that ``cpu`` may lack, to check kernels made for others.
+    ``emulated``: emulate instructions that ``cpu`` may lack (slow), to check kernels for other CPUs.
     """
     import tvm
 
@@ -54,12 +55,13 @@ def compile_function(function: tirx.PrimFunc, cpu: CpuTarget, emulated: bool = F
 
 @cache
 def tir_pipeline(emulated: bool = False) -> str:
-    """The name under which TVM knows how to lower a module of template kernels and other functions.
-    ``emulated`` as of :func:`compile_function`.
+    """Name of the registered TVM pipeline for modules of template kernels and other functions.
 
-    Others go through TVM's own pipeline. Template kernels go through what of it they need:
-    ``CompactBufferAllocation``, a third of a compilation, would only cut the padding that spreads a buffer over the
-    sets of a cache, and for what ``HoistIfThenElse`` and ``RemoveNoOp`` look there is nothing.
+    ``emulated``: see :func:`compile_function`. Other functions use TVM's own pipeline, template kernels only the
+    required
+    passes: ``CompactBufferAllocation``, a third of the compilation time, would only remove padding that spreads a
+    buffer over
+    cache sets, and ``HoistIfThenElse`` and ``RemoveNoOp`` have no effect on them.
     """
     import tvm
 
@@ -85,7 +87,7 @@ def tir_pipeline(emulated: bool = False) -> str:
 
 
 def _with_vector_operations(function: Any, emulated: bool) -> Any:
-    """``function`` with the definitions of what it calls, if it calls any."""
+    """``function`` with the definitions of the vector operations it calls, if any."""
     from tvm import ir, tirx
 
     if VECTOR_ATTRIBUTE not in (function.attrs or {}):
@@ -95,17 +97,18 @@ def _with_vector_operations(function: Any, emulated: bool) -> Any:
     if TILE_ATTRIBUTE in dtypes:
         source += tile_definitions(emulated)
         if not emulated:
-            tiles_refused()  # asks: it may run in this process, as no library that would ask by itself
+            tiles_refused()  # request permission: the function may run in this process, without a library that requests it
             source += LIBRARY_REQUEST
     text = ir.StringImm(source)
     return function.with_body(tirx.AttrStmt(tirx.const(0, "int32"), "pragma_import_llvm", text, function.body))
 
 
 def _kernel_passes() -> tvm.transform.Sequential:
-    """TVM's ``s_tir`` pipeline for a CPU without what does nothing to a kernel whose loops and buffers are final.
+    """TVM's ``s_tir`` pipeline for a CPU without passes that have no effect on final loops and buffers.
 
-    ``BF16ComputeLegalize`` is left out too: kernels compute in no 16-bit type by themselves, and it would turn the
-    buffers of a task that hold one into buffers of FP32.
+    ``BF16ComputeLegalize`` is left out too: kernels do no arithmetic in 16-bit types, and it would convert task buffers
+    of
+    such types to FP32.
     """
     import tvm
     from tvm import s_tir, tirx

@@ -1,5 +1,6 @@
-"""Importing TVM: without PyTorch, which ``tvm_ffi`` imports wherever it is installed (it doubles the time of a start),
-whole, whatever happens meanwhile, and with how many threads it runs kernels.
+"""Import of TVM without PyTorch and protected from interruption, and its number of threads.
+
+``tvm_ffi`` imports an installed PyTorch, which doubles the start-up time.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ _THREADS = "TVM_NUM_THREADS"
 
 
 def import_tvm_alone() -> None:
-    """Imports ``tvm``; for processes that never use PyTorch, which they may import afterwards all the same."""
+    """Import ``tvm`` without PyTorch, which can still be imported afterwards."""
     with uninterrupted():
         if "torch" in sys.modules or "tvm" in sys.modules:
             import tvm
 
             _let_through()
             return
-        sys.modules["torch"] = None  # type: ignore[assignment]  # Python's way to hide a module
+        sys.modules["torch"] = None  # type: ignore[assignment]  # hides a module from imports
         try:
             import tvm  # noqa: F401
         finally:
@@ -35,8 +36,9 @@ def import_tvm_alone() -> None:
 
 
 def _let_through() -> None:
-    """Ctrl-C, SIGTERM and a full disk in what TVM calls back (its passes that are written in Python) stay what they are
-    on their way through C++, which otherwise makes errors of a compilation of them.
+    """Register exceptions that must pass unchanged through C++ from Python callbacks of TVM (passes in Python).
+
+    Ctrl-C, SIGTERM and a full disk would otherwise be converted into compilation errors.
     """
     from tvm_ffi import register_error
 
@@ -45,20 +47,21 @@ def _let_through() -> None:
 
 
 def lacks_compiler() -> bool:
-    """Whether this process has loaded TVM's runtime alone, as ``fusion.load`` does: its compiler cannot follow."""
+    """True if this process loaded only TVM's runtime, as ``fusion.load`` does: the compiler cannot be added later."""
     return bool(getattr(sys.modules.get("tvm.base"), "_RUNTIME_ONLY", False))
 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ctrl-C waits for the end of the block.
+    """Delay Ctrl-C to the end of the block.
 
-    An import of TVM that it ends leaves modules behind that no later import in the same process completes: a notebook
-    would have to be started anew.
+    An interrupted import of TVM leaves modules that no later import in the same process can complete: a notebook would
+    have
+    to be restarted.
     """
     before = signal.getsignal(signal.SIGINT)
     if before is None or threading.current_thread() is not threading.main_thread():
-        yield  # nothing of Python's is asked, or signals do not come here
+        yield  # the signal handler is not Python's, or this thread receives no signals
         return
     waiting: list[FrameType | None] = []
     signal.signal(signal.SIGINT, lambda _, frame: waiting.append(frame))
@@ -72,7 +75,7 @@ def uninterrupted() -> Iterator[None]:
 
 @contextmanager
 def tvm_threads(count: int) -> Iterator[None]:
-    """TVM's thread pool, which takes half of the cores by default, made in this context has ``count`` threads."""
+    """Set the size of a TVM thread pool created in this context to ``count`` (TVM's default: half of the cores)."""
     before = os.environ.get(_THREADS)
     os.environ[_THREADS] = str(count)
     try:

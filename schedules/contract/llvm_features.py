@@ -1,4 +1,4 @@
-"""What LLVM's name of a CPU stands for, in the flags of /proc/cpuinfo."""
+"""Flags of /proc/cpuinfo implied by LLVM's CPU names."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from functools import lru_cache
 
 from costmodel.base.errors import InputError
 
-# LLVM's name -> flags of the kernel, of features that code generation uses by itself. Others (clzero, rdpru, shstk ...)
-# are for instructions that no kernel of ours contains.
+# LLVM feature -> kernel flags, for features that code generation uses without request. Others (clzero, rdpru,
+# shstk ...) are for instructions that our kernels do not contain.
 _FLAGS: dict[str, tuple[str, ...]] = {
     "sse4.1": ("sse4_1",), "sse4.2": ("sse4_2",), "popcnt": ("popcnt",), "lzcnt": ("abm",), "movbe": ("movbe",),
     "adx": ("adx",), "bmi": ("bmi1",), "bmi2": ("bmi2",), "avx": ("avx",), "avx2": ("avx2",), "fma": ("fma",),
@@ -22,7 +22,8 @@ _FLAGS: dict[str, tuple[str, ...]] = {
 
 @lru_cache(maxsize=16)
 def flags_of_mcpu(mcpu: str) -> frozenset[str]:
-    """Flags of /proc/cpuinfo that code for the x86-64 CPU ``mcpu`` may need; ``InputError`` if LLVM knows none so."""
+    """Flags of /proc/cpuinfo that code for the x86-64 CPU ``mcpu`` may need; raises ``InputError`` for an unknown
+    name."""
     import tvm
     from tvm.target import codegen
 

@@ -1,4 +1,4 @@
-"""CPUs that are not this one, by name: LLVM's, or a machine file's."""
+"""Target CPUs other than this one, by LLVM name or machine file."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from costmodel.machines.machine_records import Machine
 from schedules.contract.cpu_target import CpuTarget, target_with
 from schedules.contract.llvm_features import flags_of_mcpu
 
-# What a level holds where no machine file says it: the least of current x86-64 CPUs.
+# Default cache sizes without a machine file: the smallest of current x86-64 CPUs.
 _L1_BYTES, _L2_BYTES = 32 * 1024, 512 * 1024
 
 
 def parse_target(text: str, threads: int | None, machine: Machine, recorded: Sequence[CpuTarget]) -> CpuTarget:
-    """The CPU of ``llvm -mcpu=znver4 -num-cores 8``. ``threads`` take the place of ``-num-cores``.
+    """Parse a target such as ``llvm -mcpu=znver4 -num-cores 8``; ``threads`` override ``-num-cores``.
 
-    Its caches are those of a CPU with records (``recorded``) of the same name and threads, else those of ``machine``.
-    ``InputError`` for anything else than such words.
+    Caches are taken from a CPU with records (``recorded``) of the same name and threads, otherwise from ``machine``.
+    Raises
+    ``InputError`` for other options.
     """
     options = _options(text)
     mcpu = options["mcpu"]
@@ -32,7 +33,7 @@ def parse_target(text: str, threads: int | None, machine: Machine, recorded: Seq
 
 
 def machine_target(machine: Machine, threads: int | None) -> CpuTarget:
-    """The CPU that a machine file describes; ``MachineError`` if it does not say which features that has."""
+    """CPU described by a machine file; raises ``MachineError`` if its features are missing."""
     host = machine.host
     if host is None:
         raise MachineError(f"{machine.source}: has no `host`, so that kernels cannot be built for it; add its features")
@@ -45,7 +46,7 @@ def machine_target(machine: Machine, threads: int | None) -> CpuTarget:
 
 
 def _with_unlisted(features: Collection[str]) -> frozenset[str]:
-    """Machine files list vector and matrix features; bit manipulation came with AVX2."""
+    """Add features that machine files do not list: bit manipulation, introduced with AVX2."""
     return frozenset(features) | (frozenset(("bmi1", "bmi2")) if "avx2" in features else frozenset())
 
 
@@ -58,7 +59,7 @@ def _options(text: str) -> dict[str, str]:
     wanted = f'--target {text}: expected "llvm -mcpu=NAME -num-cores N" or the name of a machine file'
     try:
         words = shlex.split(text.replace("=", " "))
-    except ValueError:  # a quotation that does not end
+    except ValueError:  # unterminated quotation
         raise InputError(wanted) from None
     if len(words) % 2 == 0 or words[0] != "llvm":
         raise InputError(wanted)

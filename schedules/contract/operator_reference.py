@@ -1,4 +1,4 @@
-"""The operators in NumPy, framework layouts: the specification that every kernel is checked against."""
+"""Operators in NumPy with framework layouts: the specification for checking every kernel."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from costmodel.operators.layers import (
 from schedules.contract.activation_functions import ACTIVATION_FUNCTIONS, SLOPED_FUNCTIONS
 from schedules.contract.template import Parameters, Requantisation, numpy_dtype
 
-# Values of the matrix of windows that is made at a time: that of a whole image of a megapixel has gigabytes.
+# Maximum size of the window matrix made at a time: for a whole megapixel image it has gigabytes.
 _COLUMNS = 2**24
 
 
@@ -30,19 +30,21 @@ def reference(
     gate: np.ndarray | None = None,
     rounded: bool = True,
 ) -> np.ndarray:
-    """``operator`` on ``data`` of ``operator.input_shape``; one ``Parameters`` per layer, none for pooling.
+    """Compute ``operator`` on ``data`` of ``operator.input_shape``; one ``Parameters`` per layer, none for pooling.
 
-    ``gate``: the factors of a gated convolution, of its ``gate_shape``. The result is of FP32 and holds values of the
-    dtype of ``operator``, unless ``rounded`` is false: then those that are rounded as they are stored.
+    ``gate``: factors of a gated convolution, of its ``gate_shape``. The result is FP32 with values of the dtype of
+    ``operator``, or unrounded ones if ``rounded`` is false.
 
-    Of a narrow dtype are data, gate, residual, the weights of convolutions and dense layers, and whatever a dense
-    convolution reads: behind a gate or a prologue, or in the middle of a chain, it is rounded once more (a kernel that
-    multiplies in FP32, as Winograd's do, may leave it as it was computed). Everything else is computed in FP32, and
-    what is read per channel stays of FP32.
+    For a narrow dtype, data, gate, residual, weights of convolutions and dense layers, and all inputs of dense
+    convolutions
+    are rounded: after a gate or a prologue, or inside a chain, they are rounded again (kernels that multiply in FP32,
+    like
+    Winograd's, may omit this). All arithmetic is FP32, and per-channel constants stay FP32.
 
-    Of ``int8`` everything is exact: bytes, their sums of 32 bits, and the bytes that these become as ONNX Runtime's
-    QLinearConv and QLinearAdd round them (:class:`schedules.contract.template.Requantisation`); but for an activation
-    between sums and bytes, which kernels approximate as in FP32.
+    For ``int8`` everything is exact: bytes, their 32-bit sums, and the requantised bytes as rounded by ONNX Runtime's
+    QLinearConv and QLinearAdd (:class:`schedules.contract.template.Requantisation`); except an activation between sums
+    and
+    bytes, which kernels approximate as in FP32.
     """
     dtype = operator.dtype
     data = rounded_to(data, dtype)
@@ -52,7 +54,7 @@ def reference(
 
 
 def rounded_to(array: np.ndarray, dtype: str) -> np.ndarray:
-    """``array`` in FP32, each value the nearest one of ``dtype``; bytes are whole numbers already."""
+    """``array`` in FP32, with values rounded to ``dtype``; bytes are integers already."""
     return array if dtype in ("float32", "int8") else array.astype(numpy_dtype(dtype)).astype(np.float32)
 
 
@@ -97,7 +99,7 @@ def _layer(
 def _quantised_layer(
     operator: Conv2d | Dense, data: np.ndarray, parameters: Parameters, residual: np.ndarray | None
 ) -> np.ndarray:
-    """Sums of whole numbers are exact in FP64; then they become FP32 and are multiplied, as in ONNX Runtime."""
+    """Compute an int8 layer: exact integer sums in FP64, then FP32 multiplication as in ONNX Runtime."""
     requantisation = parameters.requantisation
     assert requantisation is not None
     centred, weight = data.astype(np.float64) - requantisation.input_zero, parameters.weight.astype(np.float64)
@@ -123,7 +125,7 @@ def _leaking(x: np.ndarray, slopes: np.ndarray) -> np.ndarray:
 
 
 def requantised(scaled: np.ndarray, requantisation: Requantisation, residual: np.ndarray | None = None) -> np.ndarray:
-    """Sums times their multiplier, of FP32, as the bytes that they become, in FP32."""
+    """Bytes, as FP32, of FP32 sums that are already multiplied."""
     if (addition := requantisation.addition) is not None:
         assert residual is not None
         own = np.clip(np.rint(scaled) + addition.zero, addition.low, addition.high) - addition.offset
@@ -136,12 +138,12 @@ def requantised(scaled: np.ndarray, requantisation: Requantisation, residual: np
 
 
 def _multiply_add(factor: np.ndarray, other: float, summand: np.ndarray | np.float32) -> np.ndarray:
-    """A product and an addition of FP32, rounded once: the product is exact in FP64."""
+    """FP32 multiply-add with one rounding: the product is exact in FP64."""
     return (factor.astype(np.float64) * np.float64(np.float32(other)) + np.float64(summand)).astype(np.float32)
 
 
 def _prepared(conv: Conv2d, x: np.ndarray, parameters: Parameters) -> np.ndarray:
-    """The input of ``conv`` behind its prologue."""
+    """Input of ``conv`` after its prologue."""
     if conv.prologue is None:
         return x
     if conv.prologue.affine:
@@ -216,7 +218,7 @@ def _channel_norm(norm: ChannelNorm, data: np.ndarray, parameters: Parameters) -
 
 
 def _windows(data: np.ndarray, operator: Conv2d | Pool2d, fill: float) -> np.ndarray:
-    """Sliding windows (N, C, OH, OW, KH, KW) of the padded input, without copying them."""
+    """Sliding windows (N, C, OH, OW, KH, KW) of the padded input, as a view."""
     top, left, bottom, right = operator.padding
     padded = np.pad(data, ((0, 0), (0, 0), (top, bottom), (left, right)), constant_values=fill)
     dilation = operator.dilation if isinstance(operator, Conv2d) else (1, 1)

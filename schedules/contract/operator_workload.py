@@ -1,7 +1,8 @@
 """Operators as tensor expressions in framework layout: the workloads of tuning records and of MetaSchedule.
 
-Our templates emit their loops directly and do not schedule these; :mod:`schedules.contract.operator_reference` is the
-specification of the values, this is the specification that TVM's own tools can read.
+Our templates emit their loops directly and do not schedule these; :mod:`schedules.contract.operator_reference`
+specifies
+the values, this module is the specification for TVM's own tools.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from schedules.contract.template import QuantisedAddition, Requantisation, tenso
 
 
 def workload(operator: Operator) -> IRModule:
-    """One function ``main(data, [gate], [input scale, input shift], weight, [bias], [slopes], [scale, shift], ...,
-    [residual],
-    output)`` in S-TIR. Layouts are the framework's. Arithmetic is in FP32, what is read per channel of that dtype too,
-    whatever the operator stores.
+    """Create the module of ``operator``, with one function in S-TIR and framework layouts.
 
-    Of ``int8``: ``main(data, weight, bias, multiplier, integers, factors, ..., [residual], output)``, the last two of
-    each layer those of :func:`requantisation_arrays`; weights are of int8, biases of int32, or of float32 before an
-    activation.
+    Its signature is ``main(data, [gate], [input scale, input shift], weight, [bias], [slopes], [scale, shift], ...,
+    [residual], output)``. Arithmetic and per-channel constants are FP32, whatever the dtype of the tensors.
+
+    For ``int8``: ``main(data, weight, bias, multiplier, integers, factors, ..., [residual], output)``, the last two of
+    each
+    layer from :func:`requantisation_arrays`; weights are int8, biases int32, or float32 before an activation.
     """
     arguments: list[Any] = []
     if operator.dtype == "int8" and not isinstance(operator, Pool2d):
@@ -62,12 +63,12 @@ def workload(operator: Operator) -> IRModule:
 
 
 def _arithmetic(dtype: str) -> str:
-    """In what values stored as ``dtype`` are computed."""
+    """Dtype of the arithmetic on values stored as ``dtype``."""
     return "float32" if dtype in ("bfloat16", "int8") else dtype
 
 
 def _stored(shape: tuple[int, ...], dtype: str, name: str, arguments: list[Any]) -> Any:
-    """A placeholder of ``dtype``, appended to ``arguments``, as values to compute with."""
+    """Append a placeholder of ``dtype`` to ``arguments``; return its values for arithmetic."""
     tensor = te.placeholder(shape, tensor_dtype(dtype), name=name)
     arguments.append(tensor)
     if _arithmetic(dtype) == dtype:
@@ -76,14 +77,14 @@ def _stored(shape: tuple[int, ...], dtype: str, name: str, arguments: list[Any])
 
 
 def _narrowed(result: Any, dtype: str) -> Any:
-    """``result`` as it is stored."""
+    """``result`` in the dtype of stored values."""
     if _arithmetic(dtype) == dtype:
         return result
     return te.compute(result.shape, lambda *at: result[at].astype(tensor_dtype(dtype)), name="stored")
 
 
 def _prologue(conv: Conv2d, prologue: Prologue, data: Any, arguments: list[Any]) -> Any:
-    """The input as the convolution reads it; appends the placeholders it needs to ``arguments``."""
+    """Input of the convolution after the prologue; appends its placeholders to ``arguments``."""
     affine: list[Any] = []
     if prologue.affine:
         names = ("input_scale", "input_shift")
@@ -108,8 +109,11 @@ def _module(arguments: list[Any]) -> IRModule:
 
 
 def requantisation_arrays(requantisation: Requantisation) -> tuple[np.ndarray, np.ndarray]:
-    """Zero point of the data, bounds and zero point of the result, the same of a sum's own summand, and their offset;
-    its ratios and the fixed part of that sum, and the scale of the result behind an activation.
+    """Integers and factors of a requantisation as arrays.
+
+    Integers: zero point of the data; bounds and zero point of the result; bounds, zero point and offset of the own
+    summand
+    of an addition. Factors: ratios and fixed part of the addition, and the scale of the result after an activation.
     """
     given, addition = requantisation, requantisation.addition or QuantisedAddition(0, 0, 0, 0.0, 0.0, 0.0)
     own = (addition.low, addition.high, addition.zero, addition.offset)
@@ -123,7 +127,7 @@ def requantisation_arrays(requantisation: Requantisation) -> tuple[np.ndarray, n
 def requantisation_of(
     multiplier: np.ndarray, integers: np.ndarray, factors: np.ndarray, residual: bool
 ) -> Requantisation:
-    """The inverse of :func:`requantisation_arrays`."""
+    """Inverse of :func:`requantisation_arrays`."""
     input_zero, low, high, zero, own_low, own_high, own_zero, offset = (int(value) for value in integers)
     first, other, fixed, last, *step = (float(value) for value in factors)
     addition = QuantisedAddition(own_low, own_high, own_zero, first or last, other, fixed, offset, bool(last))
@@ -131,7 +135,7 @@ def requantisation_of(
 
 
 def _quantised_layer(layer: Conv2d | Dense, data: Any, arguments: list[Any], suffix: str) -> Any:
-    """The layer on ``data``, bytes; appends the placeholders it needs to ``arguments``."""
+    """The layer on 8-bit ``data``; appends its placeholders to ``arguments``."""
     outputs = layer.weight_shape[0]
     weight = te.placeholder(layer.weight_shape, "int8", name=f"weight{suffix}")
     activation = layer.epilogue.activation
@@ -173,7 +177,7 @@ def _quantised_layer(layer: Conv2d | Dense, data: Any, arguments: list[Any], suf
 
 
 def _layer(layer: Conv2d | Dense, data: Any, arguments: list[Any], suffix: str) -> Any:
-    """The layer on ``data``; appends the placeholders it needs to ``arguments``."""
+    """The layer on ``data``; appends its placeholders to ``arguments``."""
     if layer.dtype == "int8":
         return _quantised_layer(layer, data, arguments, suffix)
     dtype = _arithmetic(layer.dtype)
@@ -252,7 +256,7 @@ def _pool2d(pool: Pool2d, data: Any) -> Any:
 
 
 def _channel_norm(norm: ChannelNorm, data: Any, arguments: list[Any]) -> Any:
-    """The norm of ``data``; appends weight and bias to ``arguments``."""
+    """Normalisation of ``data``; appends weight and bias to ``arguments``."""
     dtype = _arithmetic(norm.dtype)
     weight, bias = (te.placeholder((norm.channels,), dtype, name=name) for name in ("weight", "bias"))
     arguments += [weight, bias]
@@ -278,7 +282,7 @@ def _channel_norm(norm: ChannelNorm, data: Any, arguments: list[Any]) -> Any:
 
 
 def window_count(pool: Pool2d, y: Any, x: Any) -> Any:
-    """Elements of the window at output (y, x) that count."""
+    """Number of elements averaged by the window at output (y, x)."""
     if pool.count_include_pad:
         return tirx.const(pool.kernel[0] * pool.kernel[1], "int32")
     counts = []

@@ -1,6 +1,6 @@
-"""What a kernel template is: the contract between templates, tuner and lowering.
+"""Interface of kernel templates, used by templates, tuner and lowering.
 
-A template is one file (its signature, its knobs and their legal values, its analytic cost, its kernel) and one line in
+A template is one file (signature, knobs and their legal values, analytic cost, kernel) and one line in
 :mod:`schedules.kernels.template_table`.
 """
 
@@ -20,20 +20,20 @@ from schedules.contract.cpu_target import CpuTarget
 if TYPE_CHECKING:
     from tvm import tirx
 
-# Part of the key of every record. To be raised with any change of a template that makes other code of a configuration;
-# the second where it does so of values narrower than float32 alone.
+# Part of the key of every record. Increase it with any change of a template that changes the code of a
+# configuration; the second if only code for values narrower than float32 changes.
 TEMPLATE_REVISION = 5
 NARROW_REVISION = 1
 
 
 def template_revision(dtype: str = "float32") -> str:
-    """Of the kernels of operators of ``dtype``."""
+    """Revision of the kernels of operators of ``dtype``."""
     return str(TEMPLATE_REVISION) if dtype == "float32" else f"{TEMPLATE_REVISION}.{NARROW_REVISION}"
 
 
-# The one knob that is known outside of a template: into how many parts its parallel tasks divide the output channels.
+# The only knob known outside of templates: number of parts of the output channels in the parallel tasks.
 CHANNEL_TASKS = "channel_tasks"
-# By what the threads share the output of a kernel.
+# Division of a kernel's output among threads.
 WorkSplit = Literal["channels", "pixels", "both"]
 
 
@@ -41,7 +41,7 @@ WorkSplit = Literal["channels", "pixels", "both"]
 class TensorSpec:
     """Shape, layout and dtype of one kernel argument; ``blocked`` is ``(N, ceil(C/V), H, W, V)``.
 
-    That of a quantised layer (``int8``) holds bytes without a sign: ``uint8``.
+    Tensors of a quantised layer (``int8``) are ``uint8``.
     """
 
     shape: tuple[int, ...]
@@ -53,17 +53,17 @@ class TensorSpec:
 
     @property
     def size_bytes(self) -> int:
-        """Memory of it."""
+        """Size in bytes."""
         return math.prod(self.shape) * numpy_dtype(self.dtype).itemsize
 
 
 def tensor_dtype(dtype: str) -> str:
-    """Of the tensors of an operator of ``dtype``."""
+    """Dtype of the tensors of an operator of ``dtype``."""
     return "uint8" if dtype == "int8" else dtype
 
 
 def numpy_dtype(name: str) -> np.dtype:
-    """NumPy's dtype of this name, or that of ``ml_dtypes`` for those that NumPy alone lacks (``bfloat16``)."""
+    """NumPy dtype of this name, from ``ml_dtypes`` for those that NumPy lacks (``bfloat16``)."""
     if name == "bfloat16":
         import ml_dtypes
 
@@ -73,7 +73,7 @@ def numpy_dtype(name: str) -> np.dtype:
 
 @dataclass(frozen=True)
 class Signature:
-    """Arguments of a kernel, in the order data, gate (if any), constants, residual (if any), output."""
+    """Arguments of a kernel, in the order data, gate (optional), constants, residual (optional), output."""
 
     data: TensorSpec
     constants: tuple[TensorSpec, ...]
@@ -83,14 +83,14 @@ class Signature:
 
     @property
     def arguments(self) -> tuple[TensorSpec, ...]:
-        """All tensors of the kernel in the order in which it takes them."""
+        """All tensors of the kernel in argument order."""
         gate = () if self.gate is None else (self.gate,)
         residual = () if self.residual is None else (self.residual,)
         return (self.data, *gate, *self.constants, *residual, self.output)
 
 
 def stored(array: np.ndarray, dtype: str) -> np.ndarray:
-    """``array`` as tensors of kernels of ``dtype`` hold it: whole numbers of 8 bits become bytes, signed or not."""
+    """``array`` as stored in kernel tensors of ``dtype``: 8-bit integers become bytes, signed or unsigned."""
     if dtype in ("int8", "uint8"):
         return np.ascontiguousarray(array).astype(np.int16).astype(np.uint8)  # modulo 256: the bits of a signed byte
     return np.ascontiguousarray(array, dtype=numpy_dtype(dtype))
@@ -98,12 +98,12 @@ def stored(array: np.ndarray, dtype: str) -> np.ndarray:
 
 @dataclass(frozen=True)
 class QuantisedAddition:
-    """A residual as ONNX Runtime adds it: the layer's own result is rounded to ``low .. high`` around ``zero`` first.
+    """Residual addition as in ONNX Runtime: the layer's result is first rounded to ``low .. high`` around ``zero``.
 
-    With ``a`` this result and ``b`` the residual, both as stored but for ``offset``, which is taken off, the sum is ``b
-    residual_ratio + (a own_ratio + fixed)``, each product rounded together with its addition; ``own_last``: ``a
-    own_ratio + (b residual_ratio + fixed)``. The offset is 128 where the model's bytes have a sign, whose sums FP32
-    rounds otherwise.
+    With ``a`` this result and ``b`` the residual, both minus ``offset``, the sum is ``b residual_ratio + (a own_ratio +
+    fixed)``, each product rounded together with its addition; with ``own_last`` it is ``a own_ratio + (b residual_ratio
+    +
+    fixed)``. The offset is 128 for models with signed bytes, whose sums are rounded differently in FP32.
     """
 
     low: int
@@ -117,73 +117,71 @@ class QuantisedAddition:
 
     @property
     def own_ratios(self) -> tuple[float, float]:
-        """By what this result is multiplied before the residual is added, and behind it: one of the two is zero, which
-        changes nothing.
-        """
+        """Factors of this result before and after the addition of the residual: one is zero, which has no effect."""
         return (0.0, self.own_ratio) if self.own_last else (self.own_ratio, 0.0)
 
 
 @dataclass(frozen=True, eq=False)
 class Requantisation:
-    """How sums of 32 bits become bytes, of layers of ``int8``.
+    """Conversion of 32-bit sums to bytes in ``int8`` layers.
 
-    ``multiplier``, (out,) of float32: the scales of data and weights over that of the result. ``input_zero``: the zero
-    point of the data, which stands in the padding too. A result is ``sum * multiplier``, rounded to the nearest, ties
-    to even, plus ``zero``, within ``low .. high`` (an activation that only cuts off is part of these).
-
-    ``addition``: of a layer with a residual; the zero point is then in its fixed part, and ``zero`` is its offset.
-
-    ``step``: of a layer whose epilogue has an activation, the scale of the result; ``multiplier`` is then the scales of
-    data and weights alone, and what the activation makes of ``sum * multiplier + bias`` is divided by ``step`` before
-    it is rounded.
+    The result is ``sum * multiplier``, rounded to nearest, ties to even, plus ``zero``, clipped to ``low .. high``
+    (which
+    include clipping activations).
     """
 
+    # Shape (out,), float32: scale of data times scale of weights divided by scale of the result.
     multiplier: np.ndarray
+    # Zero point of the data, also used as padding.
     input_zero: int = 0
     low: int = 0
     high: int = 255
     zero: int = 0
+    # For a layer with a residual; the zero point is then in its fixed part, and ``zero`` is its offset.
     addition: QuantisedAddition | None = None
+    # For a layer with an activation in its epilogue: scale of the result. ``multiplier`` is then scale of data times
+    # scale
+    # of weights, and the activation of ``sum * multiplier + bias`` is divided by ``step`` before rounding.
     step: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
 class Parameters:
-    """Weights of one layer in the framework's layout (OIHW, or (out, in)); ``bias``, ``scale``, ``shift`` are (out,).
+    """Weights of one layer in the framework's layout."""
 
-    ``scale`` and ``shift`` are those of an epilogue's affine, and ``None`` where it has none; ``input_scale`` and
-    ``input_shift``, (in,), those of a prologue; ``slopes``, (out,), those of a ``prelu``.
-
-    Of a layer of ``int8`` weights are whole numbers of 8 bits with a sign, the bias is one of 32 bits, in units
-    of the sums (before an activation it is of float32, no part of them), and ``requantisation`` says what becomes of
-    them.
-    """
-
+    # OIHW, or (out, in); for ``int8`` layers signed 8-bit integers.
     weight: np.ndarray
+    # (out,); for ``int8`` 32-bit integers in units of the sums, or float32 added after scaling if an activation
+    # follows.
     bias: np.ndarray | None = None
+    # (out,): affine of the epilogue, or None.
     scale: np.ndarray | None = None
     shift: np.ndarray | None = None
+    # (in,): affine of the prologue, or None.
     input_scale: np.ndarray | None = None
     input_shift: np.ndarray | None = None
+    # (out,): slopes of a ``prelu``.
     slopes: np.ndarray | None = None
+    # For ``int8`` layers.
     requantisation: Requantisation | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class SummedBuild:
-    """``function`` has, behind its output, sums of what it wrote: (N, blocks of channels, parts of the image, V)."""
+    """Kernel with an additional result, sums of its output: (N, channel blocks, parts of the image, V)."""
 
     function: tirx.PrimFunc
     sums_shape: tuple[int, int, int, int]
 
 
 class Template(Protocol):
-    """A family of kernels for one kind of operator. ``operator`` is one that it covers, in all but :meth:`covers`."""
+    """A family of kernels for one kind of operator. All methods except :meth:`covers` require a covered
+    ``operator``."""
 
     family: str
 
     def covers(self, operator: Operator, cpu: CpuTarget) -> bool:
-        """Whether it makes kernels for ``operator``, whose dtype is one that ``cpu`` has kernels for."""
+        """True if there are kernels for ``operator``; ``cpu`` must support its dtype."""
         ...
 
     def signature(self, operator: Any, cpu: CpuTarget) -> Signature:
@@ -191,42 +189,44 @@ class Template(Protocol):
         ...
 
     def space(self, operator: Any, cpu: CpuTarget) -> Sequence[Config]:
-        """All legal configurations after pruning, the one of least :meth:`cost` first; deterministic, never empty."""
+        """All legal configurations after pruning, the one of smallest :meth:`cost` first; deterministic, never
+        empty."""
         ...
 
     def cost(self, operator: Any, config: Config, cpu: CpuTarget) -> float:
-        """An analytic guess above zero, in cycles, that tells configurations of one operator apart."""
+        """Analytic cost estimate in cycles, above zero, for comparing configurations of one operator."""
         ...
 
     def build(self, operator: Any, config: Config, cpu: CpuTarget) -> tirx.PrimFunc:
-        """The kernel of one configuration, with the parameters of :meth:`signature`."""
+        """Build the kernel of one configuration, with the parameters of :meth:`signature`."""
         ...
 
     def pack(self, operator: Any, parameters: Sequence[Parameters], cpu: CpuTarget) -> list[np.ndarray]:
-        """The constants of :meth:`signature` from the framework's weights."""
+        """Convert the framework's weights to the constants of :meth:`signature`."""
         ...
 
     def build_summed(self, operator: Any, config: Config, cpu: CpuTarget) -> SummedBuild | None:
-        """The same kernel with one more result, from which a global average of the first is made without reading that
-        (squeeze-and-excite); ``None`` where there is none.
+        """Build the kernel with sums of its output as a further result, for a global average (squeeze-and-excite).
+
+        None if the template has no such kernel.
         """
         return None
 
     def for_config(self, config: Config) -> Template:
-        """The template that makes the kernel of ``config`` and knows its constants: itself, unless it has several."""
+        """Template that builds the kernel of ``config`` and its constants: itself, unless it combines several."""
         return self
 
     def relative_rounding(self, config: Config) -> float:
-        """The rounding error to be expected, relative to that of a sum of products one by one.
+        """Expected rounding error relative to that of a plain sum of products.
 
-        A network that errs too much is built once more without what is above one.
+        A network with too large errors is built again without configurations above one.
         """
         return 1.0
 
     def work_split(self, config: Config, cpu: CpuTarget) -> WorkSplit:
-        """By what the threads share the output: each takes consecutive tasks, pixels counted fastest.
+        """Division of the output among threads: each takes consecutive tasks, with pixels innermost.
 
-        A kernel that splits otherwise than the one before it reads what another core has in its cache.
+        A kernel with another division than its predecessor reads data in another core's cache.
         """
         channel_tasks = config.get(CHANNEL_TASKS, 1)
         if channel_tasks == 1:

@@ -1,11 +1,11 @@
-"""Operations on the tile registers of AMX: functions in LLVM's own language, linked into the modules of kernels that
-call them, as :mod:`schedules.contract.vector_operations` are.
+"""Operations on the tile registers of AMX, as LLVM IR functions linked into the modules of kernels that call them.
 
-Eight tiles of up to 16 rows of 64 bytes. A kernel configures the shape of each, then a product of ``C += A B`` takes a
-tile of sums (rows x 16 of 32 bits), one of data (rows x groups of neighbours) and one of weights (a row for each group:
-16 outputs x neighbours). Natively each function is one instruction; which tiles it names is part of its name, since
-instructions have no tiles that are known at run time. The emulation keeps the tiles in ``state``, a buffer of the
-kernel's task, in which natively only the configuration is read.
+See also :mod:`schedules.contract.vector_operations`. There are eight tiles of up to 16 rows of 64 bytes. A kernel
+configures the shape of each, then a product ``C += A B`` takes a tile of sums (rows x 16 of 32 bits), one of data (rows
+x
+groups of neighbours) and one of weights (a row for each group: 16 outputs x neighbours). Natively each function is one
+instruction; tile numbers are part of its name, since instructions have no run-time tile operands. The emulation keeps
+the tiles in ``state``, a buffer of the kernel's task, of which native code only reads the configuration.
 """
 
 from __future__ import annotations
@@ -17,55 +17,55 @@ TILES = 8
 TILE_ROWS = 16
 ROW_BYTES = 64
 TILE_BYTES = TILE_ROWS * ROW_BYTES
-# Of ``state``: the tiles, then the configuration as the CPU reads it.
+# Layout of ``state``: the tiles, then the configuration in the format of the CPU.
 CONFIGURATION_BYTES = 64
 STATE_BYTES = TILES * TILE_BYTES + CONFIGURATION_BYTES
 _CONFIGURATION = TILES * TILE_BYTES
 _COLUMNS_AT, _ROWS_AT = 16, 48
-# What stands among the dtypes of a kernel's vector operations if it uses tiles.
+# Entry among the dtypes of a kernel's vector operations if it uses tiles.
 TILE_ATTRIBUTE = "tiles"
 _INSTRUCTIONS = {"bfloat16": "tdpbf16ps", "int8": "tdpbusd"}
 
 
 @dataclass(frozen=True)
 class TileNumbers:
-    """Which tiles a block of ``row_tiles`` x ``out_blocks`` sums has, and its operands.
+    """Tile numbers of a block of ``row_tiles`` x ``out_blocks`` sums and its operands.
 
-    ``order``: (row tile, output block) as they are multiplied; an operand is loaded when a product first needs it.
+    ``order``: (row tile, output block) in the order of multiplication; an operand is loaded before its first product.
     """
 
     row_tiles: int
     out_blocks: int
 
     def sums(self, row_tile: int, out_block: int) -> int:
-        """Of a tile of sums."""
+        """Number of a tile of sums."""
         return row_tile * self.out_blocks + out_block
 
     def data(self, row_tile: int) -> int:
-        """Of a tile of data; where there is one output block, tiles of data take turns in three registers."""
+        """Number of a tile of data; with one output block, tiles of data alternate between three registers."""
         if self.out_blocks == 1 and self.row_tiles > 1:
             return 5 + row_tile % 3
         return 4 + row_tile
 
     def weights(self, out_block: int) -> int:
-        """Of a tile of weights; they take turns likewise where there is one tile of data."""
+        """Number of a tile of weights; with one tile of data they alternate likewise."""
         if self.row_tiles == 1:
             return 5 + out_block % 3
         return 4 if self.out_blocks == 1 else 6 + out_block
 
     @property
     def order(self) -> list[tuple[int, int]]:
-        """Products as they follow one another: no two in a row add to one tile."""
+        """Order of the products: consecutive ones add to different tiles."""
         return [(row, block) for row in range(self.row_tiles) for block in range(self.out_blocks)]
 
 
-# Blocks of sums that there are products for: four tiles of sums hide the latency of a product, and two by two need the
-# fewest loads.
+# Supported blocks of sums: four tiles of sums hide the latency of a product, and two by two need the fewest
+# loads.
 TILE_BLOCKS = ((2, 2), (1, 4), (4, 1), (1, 3), (3, 1), (1, 2), (2, 1), (1, 1))
 
 
 def _products() -> list[tuple[int, int, int]]:
-    """(sums, data, weights) of every product that some block has."""
+    """(sums, data, weights) of all products that occur in a block."""
     found = set()
     for rows, outs in TILE_BLOCKS:
         numbers = TileNumbers(rows, outs)
@@ -74,8 +74,10 @@ def _products() -> list[tuple[int, int, int]]:
 
 
 def configuration(numbers: TileNumbers, rows: int, depth_bytes: int) -> list[int]:
-    """The configuration of a block's tiles as 16 words of 32 bits: ``rows`` of data and sums, ``depth_bytes`` of data
-    in each. ``ValueError`` if no tile holds that.
+    """Tile configuration of a block as 16 words of 32 bits: ``rows`` of data and sums, with ``depth_bytes`` of data
+    each.
+
+    Raises ``ValueError`` if a tile cannot hold that.
     """
     if not 1 <= rows <= TILE_ROWS or not 4 <= depth_bytes <= ROW_BYTES or depth_bytes % 4:
         most = f"at most {TILE_ROWS} rows of {ROW_BYTES} bytes, in words"
@@ -94,33 +96,36 @@ def configuration(numbers: TileNumbers, rows: int, depth_bytes: int) -> list[int
     return [int.from_bytes(raw[at : at + 4], "little") for at in range(0, CONFIGURATION_BYTES, 4)]
 
 
-# Names by which TIR calls them. All take the address of ``state`` first; loads and stores the address of the first row
-# and the distance of the next in bytes.
+# Function names in TIR. All take the address of ``state`` first; loads and stores also the address of the first
+# row and the row stride in bytes.
 CONFIGURE, RELEASE = "fusion_tiles_configure", "fusion_tiles_release"
 
 
 def zero_symbol(tile: int) -> str:
-    """Sets a tile to zeros."""
+    """Name of the function that sets a tile to zero."""
     return f"fusion_tile_zero_{tile}"
 
 
 def load_symbol(tile: int) -> str:
-    """Reads a tile."""
+    """Name of the function that reads a tile."""
     return f"fusion_tile_load_{tile}"
 
 
 def store_symbol(tile: int) -> str:
-    """Writes a tile."""
+    """Name of the function that writes a tile."""
     return f"fusion_tile_store_{tile}"
 
 
 def product_symbol(dtype: str, sums: int, data: int, weights: int) -> str:
-    """Adds a product of two tiles of ``dtype`` (data of ``int8`` without a sign, weights with one) to a third."""
+    """Name of the function that adds a product of two tiles of ``dtype`` to a third.
+
+    For ``int8`` data are unsigned and weights signed.
+    """
     return f"fusion_tile_{_INSTRUCTIONS[dtype]}_{sums}_{data}_{weights}"
 
 
 def tile_definitions(emulated: bool) -> str:
-    """LLVM's text of all of them: the CPU's instructions, or ``emulated`` in plain arithmetic."""
+    """LLVM IR of all tile functions: the CPU's instructions, or ``emulated`` in plain arithmetic."""
     if emulated:
         return _EMULATION + "\n".join(_emulated_functions()) + "\n"
     return "\n".join([*_native_functions(), _NATIVE_DECLARED]) + "\n"
@@ -188,7 +193,7 @@ def _emulated_functions() -> list[str]:
 
 
 def _checked(condition: str, good: str) -> str:
-    """What the CPU answers with an exception ends the process here too."""
+    """Trap unless ``condition`` holds, like the exception of the CPU."""
     return f"""  br i1 {condition}, label %{good}, label %wrong
 wrong:
   call void @llvm.trap()
@@ -196,7 +201,7 @@ wrong:
 {good}:"""
 
 
-# A product of one row of data with one of weights; the loops around it are those of every product.
+# Product of one row of data with one of weights; the surrounding loops are common to all products.
 _PRODUCTS = {
     "tdpbf16ps": """
   %x0.up = shl i32 %x, 16
@@ -229,7 +234,7 @@ _PRODUCTS = {
 
 
 def _emulated_product(instruction: str) -> str:
-    """The shapes have to fit one another, and every tile has to be configured."""
+    """LLVM IR of an emulated product; shapes must match, and every tile must be configured."""
     return f"""
 define void @fusion_emulated_{instruction}(ptr %state, i64 %sums, i64 %data, i64 %weights) {{
 start:
@@ -289,7 +294,8 @@ done:
 
 
 def _emulated_move(name: str, copy: str, clear: str) -> str:
-    """``copy``: the bytes of one row, between ``%inside`` and ``%outside``."""
+    """LLVM IR of an emulated load or store; ``copy``: arguments that copy one row between ``%inside`` and
+    ``%outside``."""
     return f"""
 define void @fusion_emulated_{name}(ptr %state, i64 %tile, ptr %address, i32 %stride) {{
 start:

@@ -1,8 +1,8 @@
-"""The operating system's permission to use the tile registers of AMX, which a process has to ask for once.
+"""Permission of the operating system to use the tile registers of AMX, requested once per process.
 
-Linux keeps the 8 KiB of them for no process that did not ask. Libraries with kernels that use them ask by themselves
-when they are loaded, whoever loads them (:data:`LIBRARY_REQUEST`): Python, a server of TVM's RPC, a program in C++. For
-kernels that run where they are compiled, and to know beforehand, :func:`tiles_refused` asks.
+Linux saves these 8 KiB only for processes that request it. Libraries with kernels that use tiles request it when loaded
+(:data:`LIBRARY_REQUEST`), from Python, a server of TVM's RPC, or a C++ program. :func:`tiles_refused` requests it for
+kernels that run where they are compiled, and tells whether it is granted.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import platform
 import sys
 from functools import lru_cache
 
-# Of Linux on x86-64: the system call, what it is asked, and the part of a thread's state that is meant.
+# Linux on x86-64: system call, request code, and component of the thread state.
 _ARCH_PRCTL = 158
 _REQUEST_PERMISSION = 0x1023
 _TILE_DATA = 18
@@ -32,9 +32,9 @@ _LIBRARY_SYMBOL = "fusion_request_tiles"
 
 @lru_cache(maxsize=1)
 def tiles_refused() -> str | None:
-    """Asks for this process and those that it forks later; why it may not use the tile registers, ``None`` if it may.
+    """Request the tile registers for this process and its later forks; return the reason of a refusal, or None.
 
-    Harmless where there are none: the answer is no.
+    Harmless on CPUs without tiles, where the request is refused.
     """
     if not sys.platform.startswith("linux") or platform.machine() not in ("x86_64", "AMD64"):
         return "the tile registers of AMX are asked for on Linux on x86-64 alone"
@@ -47,8 +47,9 @@ def tiles_refused() -> str | None:
 
 
 def _assembly() -> str:
-    """A function that runs when a library is loaded, once however many of its kernels bring it: it asks, and says so on
-    the standard error where the answer is no (the first tile instruction would end the process with SIGILL).
+    """Assembly of a function that requests the tiles when a library is loaded, once per library.
+
+    On refusal it prints a message to standard error (the first tile instruction would end the process with SIGILL).
     """
     group = f"{_LIBRARY_SYMBOL},comdat"
     lines = (
@@ -82,9 +83,9 @@ def _assembly() -> str:
 
 
 def _escaped(line: str) -> str:
-    """In LLVM's text quotes and backslashes are written by their codes."""
+    """Escape quotes and backslashes for LLVM IR."""
     return line.replace("\\", "\\5C").replace('"', "\\22")
 
 
-# LLVM's text of what a library with tile instructions brings, to be linked into the module of each of its kernels.
+# LLVM IR that a library with tile instructions needs, linked into the module of each of its kernels.
 LIBRARY_REQUEST = _assembly()

@@ -1,9 +1,10 @@
-"""Operations on vectors that TIR has no word for: calls of functions in LLVM's own language, linked into every module.
+"""Vector operations that TIR lacks, as calls of LLVM IR functions linked into every module.
 
-A kernel calls them by name; compilation brings their bodies (:func:`definitions`), which LLVM inlines: those of the
-CPU's own instructions, or a slow emulation in plain arithmetic that runs anywhere, so that the TIR of a kernel can be
-checked on a CPU without them. TIR has no value of LLVM's type ``bfloat``, so operands are words of 32 bits, each of
-which holds neighbouring values, the first in the lowest bits.
+A kernel calls them by name; compilation adds their bodies (:func:`definitions`), which LLVM inlines: the CPU's
+instructions, or a slow emulation in plain arithmetic that runs anywhere, so that the TIR of a kernel can be checked on
+a
+CPU without them. TIR has no value of LLVM's type ``bfloat``, so operands are 32-bit words that each hold neighbouring
+values, the first in the lowest bits.
 """
 
 from __future__ import annotations
@@ -13,52 +14,53 @@ import struct
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-# Lanes of 32 bits that vectors have: of a whole register and of half of one.
+# Supported numbers of 32-bit lanes: half a register and a whole one.
 _LANES = (8, 16)
 
 
 @dataclass(frozen=True)
 class VectorOperation:
-    """``name`` for each number of lanes; kernels that read or write the dtype ``of``, or say :data:`TABLES`, may call
-    it. ``result``, ``parameters``: dtypes of one lane, ``uint8x2`` where there are two for each lane of 32 bits.
-    ``native``, ``emulated``: its body for a number of lanes, with parameters %0, %1 ... and the value %r;
-    ``declared``: what the native one calls, and the emulated one too where that is ``shared``.
-    """
+    """A vector operation, available for each number of lanes."""
 
+    # Base of the function name.
     name: str
+    # Kernels that read or write this dtype, or declare :data:`TABLES`, may call it.
     of: str
+    # Dtypes of one lane, ``uint8x2`` if there are two values for each 32-bit lane.
     result: str
     parameters: tuple[str, ...]
+    # Declarations for the native body (and the emulated one if ``shared``), by number of lanes.
     declared: Callable[[int], str]
+    # Bodies by number of lanes, with parameters %0, %1 ... and the value %r.
     native: Callable[[int], str]
     emulated: Callable[[int], str]
     shared: bool = False
 
     @property
     def joined(self) -> int:
-        """Vectors of values that the result is, one behind the other."""
+        """Number of concatenated vectors in the result."""
         return int(self.result.partition("x")[2] or 1)
 
     def result_type(self, lanes: int) -> str:
-        """TIR's name of the type of the result."""
+        """TIR name of the result type."""
         return f"{self.result.partition('x')[0]}x{lanes * self.joined}"
 
     def symbol(self, lanes: int) -> str:
-        """The name by which TIR calls it; ``ValueError`` for a number of lanes that it does not have."""
+        """Function name in TIR; raises ``ValueError`` for an unsupported number of lanes."""
         if lanes not in _LANES:
             raise ValueError(f"{self.name} of {lanes} lanes: there are {_LANES}")
         return f"fusion_{self.name}_{lanes}"
 
 
-# What kernels say that look bytes up in tables; others need not compile that.
+# Declared by kernels that look up bytes in tables, so that others need not compile the operation.
 TABLES = "tables"
-# A parameter of 32 words of 16 bits, whatever the number of lanes.
+# A parameter of 32 16-bit words, independent of the number of lanes.
 _TABLE = "table"
 _LLVM = {"float32": "float", "int32": "i32", "uint16": "i16", "uint8": "i8"}
 
 
 def _operand(lanes: int, dtype: str) -> str:
-    """LLVM's type of a vector of ``dtype``, as :class:`VectorOperation` writes it."""
+    """LLVM type of a vector of ``dtype`` in the notation of :class:`VectorOperation`."""
     if dtype == _TABLE:
         return _vector(32, "i16")
     element, _, times = dtype.partition("x")
@@ -70,12 +72,12 @@ def _vector(lanes: int, element: str) -> str:
 
 
 def _all(lanes: int, element: str, value: int) -> str:
-    """The constant that holds ``value`` in every lane."""
+    """Constant vector with ``value`` in every lane."""
     return "<" + ", ".join([f"{element} {value}"] * lanes) + ">"
 
 
 def _floats(lanes: int, value: float) -> str:
-    """Likewise of float32, whose value LLVM wants as the bits of the nearest double."""
+    """Constant float32 vector; LLVM writes a value as the bits of the equal double."""
     (single,) = struct.unpack("f", struct.pack("f", value))
     (bits,) = struct.unpack("Q", struct.pack("d", single))
     return "<" + ", ".join([f"float 0x{bits:016X}"] * lanes) + ">"
@@ -95,8 +97,9 @@ def _dot_bfloat16_declared(lanes: int) -> str:
 
 
 def _dot_bfloat16_emulated(lanes: int) -> str:
-    """The upper 16 bits of a float32 are a bfloat16. Products of two are exact; so are the sums' roundings those of the
-    instruction but for their order.
+    """Emulated dot product of bfloat16 pairs: the upper 16 bits of a float32 are a bfloat16.
+
+    Products of two are exact, so sums are rounded as by the instruction, except for their order.
     """
     floats, words = _vector(lanes, "float"), _vector(lanes, "i32")
     sixteen, upper = _all(lanes, "i32", 16), _all(lanes, "i32", -65536)
@@ -129,7 +132,10 @@ def _round_bfloat16_declared(lanes: int) -> str:
 
 
 def _round_bfloat16_emulated(lanes: int) -> str:
-    """To nearest, ties to even: half a unit in the last place less one is added, and one where the last bit is set."""
+    """Emulated rounding to nearest, ties to even: add half a unit in the last place minus one, plus one if the last bit
+    is
+    set.
+    """
     floats, words, shorts = _vector(lanes, "float"), _vector(lanes, "i32"), _vector(lanes, "i16")
     sixteen = _all(lanes, "i32", 16)
     return f"""
@@ -143,7 +149,7 @@ def _round_bfloat16_emulated(lanes: int) -> str:
 
 
 def _round_pair_bfloat16(lanes: int) -> str:
-    """The instruction leaves its second operand in the lower half."""
+    """Native rounding of two vectors; the instruction places its second operand in the lower half."""
     floats, halves, words = _vector(lanes, "float"), _vector(2 * lanes, "bfloat"), _vector(2 * lanes, "i16")
     return f"""
   %h = call {halves} @llvm.x86.avx512bf16.cvtne2ps2bf16.{32 * lanes}({floats} %1, {floats} %0)
@@ -161,13 +167,13 @@ def _round_pair_bfloat16_emulated(lanes: int) -> str:
     return "".join(parts) + _joined([f"%r{index}" for index in range(2)], lanes, "i16", "%r")
 
 
-# 2^f for f from 0 to 1, of the highest power first, by Remez's exchange: the relative error is at most 7.5e-5, a
-# twentieth of half a unit in the last place of bfloat16.
+# Coefficients of 2^f for f from 0 to 1, highest power first, by Remez's exchange: the relative error is at most
+# 7.5e-5, a twentieth of half a unit in the last place of bfloat16.
 _POWER_OF_TWO = (0.078024523, 0.22606716, 0.69583354, 0.99992522)
 
 
 def _cubic(lanes: int) -> str:
-    """The polynomial of %f as %p; products and sums may be rounded once."""
+    """Polynomial of %f as %p; multiply and add may be contracted."""
     floats = _vector(lanes, "float")
     first, *others = _POWER_OF_TWO
     lines, value = [], _floats(lanes, first)
@@ -180,7 +186,7 @@ def _cubic(lanes: int) -> str:
 
 
 def _power_of_two(lanes: int) -> str:
-    """What is left of x above the next whole number below, and that number as an exponent: without limits of x."""
+    """Native 2^x: polynomial of the fraction of x, scaled by the integer part as exponent, for any x."""
     floats, rounding = _vector(lanes, "float"), ", i32 4" if lanes == 16 else ""
     mask = f"{floats} zeroinitializer, i{lanes} -1{rounding}"
     return (
@@ -198,7 +204,7 @@ def _power_of_two_declared(lanes: int) -> str:
 
 
 def _power_of_two_emulated(lanes: int) -> str:
-    """The exponent is added to the bits; x is cut off where that would leave the normal numbers."""
+    """Emulated 2^x: add the exponent to the bits; x is clipped to the range of normal numbers."""
     floats, words, flags = (_vector(lanes, each) for each in ("float", "i32", "i1"))
     least, most = _floats(lanes, -126.0), _floats(lanes, 127.0)
     lines = [
@@ -252,7 +258,7 @@ def _dot_uint8_declared(lanes: int) -> str:
 
 
 def _dot_uint8_emulated(lanes: int) -> str:
-    """Byte by byte: a shift to the top and back down leaves one, without or with its sign."""
+    """Emulated dot product byte by byte: shifts up and down extract a byte, zero- or sign-extended."""
     words, top = _vector(lanes, "i32"), _all(lanes, "i32", 24)
     lines = []
     for byte in range(4):
@@ -287,7 +293,8 @@ def _round_int32_declared(lanes: int) -> str:
 
 
 def _round_int32_emulated(lanes: int) -> str:
-    """By adding and subtracting 1.5 * 2^23, whose unit in the last place is one: values are below 2^22."""
+    """Emulated rounding by adding and subtracting 1.5 * 2^23, whose unit in the last place is one: values are below
+    2^22."""
     floats, words = _vector(lanes, "float"), _vector(lanes, "i32")
     large = "<" + ", ".join(["float 1.2582912e+07"] * lanes) + ">"
     return f"""
@@ -297,8 +304,9 @@ def _round_int32_emulated(lanes: int) -> str:
 
 
 def _pack_uint8(lanes: int) -> str:
-    """Words of 32 bits saturate to 16 bits, to which the last parameter is added, and these to bytes: four of each
-    vector by turns, which a permutation brings together.
+    """Native packing: 32-bit words saturate to 16 bits, the last parameter is added, and the sums saturate to bytes.
+
+    The instructions interleave the vectors in groups of four values; a permutation restores the order.
     """
     shorts, narrow, words = _vector(2 * lanes, "i16"), _vector(4 * lanes, "i8"), _vector(lanes, "i32")
     to_shorts, to_bytes = _PACKS[lanes]
@@ -330,7 +338,7 @@ def _pack_uint8_declared(lanes: int) -> str:
 
 
 def _pack_uint8_emulated(lanes: int) -> str:
-    """Bounds before and behind the addition, of 32 bits."""
+    """Emulated packing: saturation before and after the addition, in 32 bits."""
     words, flags, narrow = _vector(lanes, "i32"), _vector(lanes, "i1"), _vector(lanes, "i8")
     lines = []
 
@@ -351,7 +359,7 @@ def _pack_uint8_emulated(lanes: int) -> str:
 
 
 def _joined(vectors: Sequence[str], lanes: int, element: str, result: str) -> str:
-    """The shuffles that put two or four vectors one behind the other."""
+    """Shuffles that concatenate two or four vectors."""
     if len(vectors) == 4:
         left = _joined(vectors[:2], lanes, element, f"{result}a")
         right = _joined(vectors[2:], lanes, element, f"{result}b")
@@ -373,7 +381,7 @@ def _multiply_add_declared(lanes: int) -> str:
 
 
 def _add_product(lanes: int) -> str:
-    """The fence keeps LLVM from rounding once."""
+    """Multiply and add with two roundings; the fence prevents contraction by LLVM."""
     floats = _vector(lanes, "float")
     return f"""
   %p = fmul {floats} %0, %1
@@ -387,8 +395,9 @@ def _add_product_declared(lanes: int) -> str:
 
 
 def _look_up(lanes: int) -> str:
-    """The table as words of two bytes: one permutation of registers finds each of 64 words, and the lowest bit of the
-    index says which byte of its word it is.
+    """Native table lookup, with the table as two-byte words.
+
+    Two register permutations look up 64 words each, and the lowest bit of the index selects the byte.
     """
     if lanes != 16:
         return _look_up_emulated(lanes)
@@ -412,7 +421,7 @@ def _look_up_declared(lanes: int) -> str:
 
 
 def _look_up_emulated(lanes: int) -> str:
-    """Byte by byte from the table as one vector."""
+    """Emulated table lookup, byte by byte from one concatenated vector."""
     count, words, table = 2 * lanes, _vector(32, "i16"), _vector(128, "i16")
     halves = ", ".join(f"i32 {index}" for index in range(64))
     whole = ", ".join(f"i32 {index}" for index in range(128))
@@ -435,7 +444,7 @@ def _look_up_emulated(lanes: int) -> str:
     return "".join(f"\n  {line}" for line in lines)
 
 
-# Sums of float32 plus the products of the two bfloat16 of each word.
+# float32 sums plus the products of the two bfloat16 of each word.
 DOT_BFLOAT16 = VectorOperation(
     "dot_bfloat16",
     "bfloat16",
@@ -455,7 +464,7 @@ ROUND_BFLOAT16 = VectorOperation(
     _round_bfloat16,
     _round_bfloat16_emulated,
 )
-# Two vectors likewise, one behind the other.
+# The same for two vectors, concatenated.
 ROUND_PAIR_BFLOAT16 = VectorOperation(
     "round_pair_bfloat16",
     "bfloat16",
@@ -465,7 +474,7 @@ ROUND_PAIR_BFLOAT16 = VectorOperation(
     _round_pair_bfloat16,
     _round_pair_bfloat16_emulated,
 )
-# 2^x and 1/x of float32 that are to be rounded to bfloat16: to 13 and 14 bits.
+# 2^x and 1/x in float32, accurate to 13 and 14 bits, for results that are rounded to bfloat16.
 POWER_OF_TWO = VectorOperation(
     "power_of_two",
     "bfloat16",
@@ -484,7 +493,7 @@ RECIPROCAL = VectorOperation(
     _reciprocal,
     _reciprocal_emulated,
 )
-# Sums of int32 plus the products of the four bytes of each word: of data without a sign, of weights with one.
+# int32 sums plus the products of the four bytes of each word: unsigned data, signed weights.
 DOT_UINT8 = VectorOperation(
     "dot_uint8",
     "uint8",
@@ -504,7 +513,7 @@ ROUND_INT32 = VectorOperation(
     _round_int32,
     _round_int32_emulated,
 )
-# Four vectors of int32 plus a fifth, one behind the other as bytes: sums below 0 become 0, those above 255 become 255.
+# Four int32 vectors plus a fifth, concatenated as bytes with saturation to 0 .. 255.
 PACK_UINT8 = VectorOperation(
     "pack_uint8",
     "uint8",
@@ -514,7 +523,7 @@ PACK_UINT8 = VectorOperation(
     _pack_uint8,
     _pack_uint8_emulated,
 )
-# A product and an addition of float32, rounded once.
+# float32 multiply-add with one rounding.
 MULTIPLY_ADD = VectorOperation(
     "multiply_add",
     "uint8",
@@ -525,7 +534,7 @@ MULTIPLY_ADD = VectorOperation(
     _multiply_add,
     shared=True,
 )
-# The same, the product rounded by itself before it is added.
+# float32 multiply and add with two roundings.
 ADD_PRODUCT = VectorOperation(
     "add_product",
     "uint8",
@@ -536,7 +545,7 @@ ADD_PRODUCT = VectorOperation(
     _add_product,
     shared=True,
 )
-# Bytes looked up in a table of 256, which is given as four vectors of 32 words of two bytes.
+# Byte lookup in a table of 256, given as four vectors of 32 two-byte words.
 LOOK_UP = VectorOperation(
     "look_up",
     TABLES,
@@ -553,9 +562,9 @@ VECTOR_OPERATIONS = (
 
 
 def definitions(dtypes: Collection[str], emulated: bool) -> str:
-    """LLVM's text of the operations of ``dtypes``: of the CPU's instructions, or ``emulated`` in plain arithmetic.
+    """LLVM IR of the operations of ``dtypes``: the CPU's instructions, or ``emulated`` in plain arithmetic.
 
-    No others: LLVM cannot compile instructions that a CPU lacks, called or not.
+    Other operations are omitted: LLVM cannot compile instructions that a CPU lacks, even if they are not called.
     """
     parts = []
     for operation in VECTOR_OPERATIONS:

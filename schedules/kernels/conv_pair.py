@@ -1,9 +1,9 @@
 """Fused pairs with a dense k x k convolution, on a window of rows that slides down the image.
 
 k x k -> 1x1 (bottlenecks, detection heads), 1x1 -> k x k (bottlenecks, fire modules), k x k -> k x k (basic blocks,
-U-Nets, stems) and k x k -> depthwise (stems). A task walks down its rows of the output; the rows in between that the
-second convolution still needs stay in a ring buffer of the task with all their channels, so each is computed once, but
-for the halo between two tasks. Either all layers are direct sums, or those that can are Winograd's.
+U-Nets, stems) and k x k -> depthwise (stems). A task processes its output rows from top to bottom; intermediate rows
+needed again stay in a ring buffer of the task with all channels, so each is computed once, except for the halo between
+two tasks. Either all layers are direct sums, or those that support it use Winograd's algorithm.
 """
 
 from __future__ import annotations
@@ -40,42 +40,45 @@ from schedules.loops.space_pruning import cheapest_first
 from schedules.loops.task_splits import is_small, task_splits
 from schedules.loops.winograd_transforms import relative_rounding
 
-# Register tiles of a layer that are combined with those of the other: the cheapest by its own cycles.
+# Number of register tiles of a layer that are combined with those of the other: the cheapest by its own cycles.
 _TILES = 6
-# Output rows of a step.
+# Output rows per step.
 _ROWS = (1, 2, 3, 4, 7, 8, 12, 14, 16)
-# Winograd tiles that are transformed together: all of a step, or one or half of the widest register tile.
+# Winograd tiles transformed together: all of a step, or one or half of the widest register tile.
 _BLOCK_TILES = (0, 28, 14)
-# Rows in between computed over rows that exist, beyond which a split into tasks is not worth measuring.
+# Do not measure task splits with more computed intermediate rows than this multiple of the existing ones.
 _MOST_RECOMPUTATION = 1.6
 
 
 class ConvPairKnobs(NamedTuple):
-    """Register tiles of the first (``middle_blocks`` x ``middle_columns``) and of the last convolution (``out_blocks``
-    x ``columns``; one block where it is depthwise), ``unroll`` of both, output ``rows`` of a step, ``row_tasks``
-    parallel tasks. ``winograd_outputs``: along each side of a tile of the layers that are not direct sums, of which
-    ``block_tiles`` at most go through the steps of the algorithm together (0: all of a step).
-    """
+    """Knobs of a fused pair."""
 
+    # Register tile of the first convolution.
     middle_blocks: int
     middle_columns: int
+    # Register tile of the last convolution; one block if it is depthwise.
     out_blocks: int
     columns: int
+    # For both convolutions.
     unroll: int
+    # Output rows of a step.
     rows: int
+    # Number of parallel tasks.
     row_tasks: int
+    # Outputs along each side of a Winograd tile, 0 for direct sums.
     winograd_outputs: int = 0
+    # Maximum number of Winograd tiles transformed together (0: all of a step).
     block_tiles: int = 0
 
     @property
     def config(self) -> Config:
-        """The knobs that the algorithm has."""
+        """Knobs that the algorithm uses."""
         last = len(self) if self.winograd_outputs else self._fields.index(WINOGRAD_OUTPUTS)
         return dict(zip(self._fields[:last], self[:last], strict=True))
 
     @property
     def tiles(self) -> tuple[RegisterTile, RegisterTile]:
-        """Of the first and of the last convolution."""
+        """Register tiles of the first and of the last convolution."""
         return (
             RegisterTile(self.middle_blocks, self.middle_columns, self.unroll),
             RegisterTile(self.out_blocks, self.columns, self.unroll),
@@ -83,9 +86,9 @@ class ConvPairKnobs(NamedTuple):
 
 
 class ConvPair(FusedTemplate):
-    """Per step of ``rows`` output rows: the new rows in between with all their channels, then the output.
+    """Per step of ``rows`` output rows: compute new intermediate rows with all channels, then the output.
 
-    ``kind``: of the chain; ``outputs`` along each side of a Winograd tile, 0 for direct sums everywhere.
+    ``kind``: kind of the chain; ``outputs`` along each side of a Winograd tile, 0 for direct sums.
     """
 
     def __init__(self, kind: str, outputs: int = 0) -> None:
@@ -119,7 +122,7 @@ class ConvPair(FusedTemplate):
         window = RowWindow(last, knobs.rows, knobs.row_tasks)
         one, other = self._layers(operator, knobs, cpu)
         resident, new_rows = _resident_bytes(operator, knobs.rows, cpu), _new_rows(operator, knobs.rows)
-        # Steps of the first layer: the halo of a task is part of them.
+        # Steps of the first layer, including the halo of a task.
         opening = source_rows(last, window.steps * knobs.rows) / new_rows
         cycles = opening * one.cycles(cpu, new_rows, resident) + window.steps * other.cycles(cpu, knobs.rows, resident)
         return parallel_cycles(cpu, operator.batch * window.tasks, cycles)
@@ -143,7 +146,7 @@ class ConvPair(FusedTemplate):
                     new_rows = window.new_sources(first_row, step)
 
                     def position(row: Expr) -> Expr:
-                        # A 1x1 has no rows to keep: those of a step lie one behind the other.
+                        # A 1x1 keeps no rows: those of a step are consecutive.
                         return (row - first_row if last.is_pointwise else window.slot(row)) * width
 
                     one.rows(layers[0], transformed[0], source, image, new_rows, middle, position)
@@ -183,14 +186,12 @@ class ConvPair(FusedTemplate):
                 yield ConvPairKnobs(*tiles[0], *tiles[1], unroll, rows, row_tasks, self.outputs, block_tiles).config
 
     def _fitting_rows(self, fused: FusedConvs, cpu: CpuTarget) -> list[int]:
-        """Rows of a step whose rows in between, and tiles where there are any, stay in half of L2; at least the
-        smallest.
-        """
+        """Rows per step with intermediate rows and Winograd tiles within half of L2; at least the smallest number."""
         steps = [rows for rows in _ROWS if self._divides(fused, rows, cpu)]
         return [rows for rows in steps if self._held_bytes(fused, rows, cpu) <= cpu.l2_bytes // 2] or steps[:1]
 
     def _divides(self, fused: FusedConvs, rows: int, cpu: CpuTarget) -> bool:
-        """Whether whole bands of Winograd tiles make up the rows of a step, and the buffer holds a band."""
+        """True if the rows of a step are whole bands of Winograd tiles, and the buffer holds a band."""
         last = fused.convs[1]
         one, other = self._layers(fused, _any_tiles(rows, self.outputs), cpu)
         whole = rows % (other.outputs or 1) == 0 and rows * last.stride[0] % (one.outputs or 1) == 0
@@ -205,7 +206,7 @@ class ConvPair(FusedTemplate):
         return _resident_bytes(fused, rows, cpu) + tiles
 
     def _smallest(self, fused: FusedConvs, cpu: CpuTarget) -> Config:
-        """One block and as few rows as can be at a time, as many tasks as there are such steps: fits any image."""
+        """Configuration that fits any image: one block, the fewest rows per step, and a task per step."""
         first, last = fused.convs
         rows = self._least_rows(fused, cpu)
         assert rows is not None, "else it is not covered"
@@ -221,37 +222,37 @@ class ConvPair(FusedTemplate):
 
 
 def conv_pairs(kind: str) -> ConvAlgorithms:
-    """The pairs of one ``kind`` by every algorithm."""
+    """Pairs of one ``kind`` by every algorithm."""
     return ConvAlgorithms(kind, ConvPair(kind), {outputs: ConvPair(kind, outputs) for outputs in OUTPUTS})
 
 
 def _resident_rows(last: Conv2d, rows: int) -> int:
-    """Rows in between that the buffer of a task holds."""
+    """Number of intermediate rows in the buffer of a task."""
     return rows if last.is_pointwise else RowWindow(last, rows, 1).ring
 
 
 def _resident_bytes(fused: FusedConvs, rows: int, cpu: CpuTarget) -> int:
-    """Bytes of that buffer."""
+    """Size of that buffer in bytes."""
     first, last = fused.convs
     pixels = _resident_rows(last, rows) * first.out_width
     return element_bytes(middle_dtype(last)) * pixels * blocks(first.out_channels, cpu.lanes) * cpu.lanes
 
 
 def _new_rows(fused: FusedConvs, rows: int) -> int:
-    """Rows in between that a step adds."""
+    """Number of intermediate rows added by a step."""
     first, last = fused.convs
     return min(first.out_height, rows * last.stride[0])
 
 
 def _any_tiles(rows: int, outputs: int, block_tiles: int = 0) -> ConvPairKnobs:
-    """Knobs for what does not depend on register tiles."""
+    """Knobs for computations that do not depend on register tiles."""
     return ConvPairKnobs(1, 1, 1, 1, 4, rows, 1, outputs, block_tiles)
 
 
 def _cheapest(
     layer: FirstLayer | LastLayer, shapes: Sequence[tuple[int, int]], cpu: CpuTarget, rows: int, resident: int
 ) -> list[tuple[int, int]]:
-    """The few register tiles of least cycles for ``layer``; equals in their order."""
+    """The few register tiles with the fewest cycles for ``layer``, with stable order."""
 
     def cycles(shape: tuple[int, int]) -> float:
         return replace(layer, tile=RegisterTile(*shape, 4)).cycles(cpu, rows, resident)
@@ -260,7 +261,7 @@ def _cheapest(
 
 
 def _worth(fused: FusedConvs, rows: int, row_tasks: int, cpu: CpuTarget) -> bool:
-    """Whether the tasks compute few rows twice; as many tasks as threads are always worth it."""
+    """True if the tasks compute few rows twice, or if there are no more tasks than threads."""
     first, last = fused.convs
     computed = row_tasks * source_rows(last, RowWindow(last, rows, row_tasks).steps * rows)
     return row_tasks <= cpu.threads or computed <= _MOST_RECOMPUTATION * first.out_height

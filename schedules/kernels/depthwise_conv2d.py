@@ -21,19 +21,20 @@ from schedules.loops.space_pruning import cheapest_first
 from schedules.loops.task_splits import is_small, task_splits
 from schedules.loops.weight_packing import depthwise_weight_shape, pack_channel_constants, pack_depthwise_of
 
-# Of a wider window no registers hold the taps of a row beside the sums; the rows of a taller one are not written out.
+# A wider window has too many taps per row for the registers; the rows of a taller one are not unrolled.
 _WIDE = 7
 _TAPS = (4, 8)
 
 
 class DepthwiseKnobs(NamedTuple):
-    """``columns`` of the register tile, ``channel_tasks`` x ``row_tasks`` parallel tasks; ``taps`` of a row of a wide
-    or tall window at a time.
-    """
+    """Knobs of a depthwise convolution."""
 
+    # Of the register tile.
     columns: int
+    # Parallel tasks: ``channel_tasks`` x ``row_tasks``.
     channel_tasks: int
     row_tasks: int
+    # Taps of a row at a time, for a wide or tall window.
     taps: int | None = None
 
 
@@ -68,7 +69,7 @@ class DepthwiseConv2d(Template):
         return self._kernel(operator, config, cpu, summed=False)
 
     def build_summed(self, operator: Conv2d, config: Config, cpu: CpuTarget) -> SummedBuild | None:
-        """The parts are the rows of each task. None of bytes: their average is rounded as one of whole numbers."""
+        """The parts are the rows of each task. None for bytes: their average is rounded as integers."""
         if operator.dtype == "int8":
             return None
         function = self._kernel(operator, config, cpu, summed=True)
@@ -77,7 +78,7 @@ class DepthwiseConv2d(Template):
     def _kernel(self, operator: Conv2d, config: Config, cpu: CpuTarget, summed: bool) -> tirx.PrimFunc:
         conv, lanes, knobs = operator, cpu.lanes, DepthwiseKnobs(**config)
         channels, bands = _extents(conv, knobs, cpu)
-        # Rows that two tasks compute are counted by the first.
+        # Rows computed by two tasks are counted by the first.
         shared = bands.size * bands.tasks != conv.out_height
 
         def body(*buffers: Any) -> None:
@@ -129,7 +130,7 @@ def _sums_shape(conv: Conv2d, knobs: DepthwiseKnobs, cpu: CpuTarget) -> tuple[in
 
 
 def _extents(conv: Conv2d, knobs: DepthwiseKnobs, cpu: CpuTarget) -> tuple[TiledExtent, TiledExtent]:
-    """Channel blocks, and the rows in one band for each task."""
+    """Channel blocks, and one band of rows per task."""
     rows = -(-conv.out_height // knobs.row_tasks)
     return (
         TiledExtent(blocks(conv.in_channels, cpu.lanes), 1, knobs.channel_tasks),
@@ -138,7 +139,7 @@ def _extents(conv: Conv2d, knobs: DepthwiseKnobs, cpu: CpuTarget) -> tuple[Tiled
 
 
 def _taps(conv: Conv2d) -> tuple[int | None, ...]:
-    """Of a row at a time; ``None``: all of the window is written out."""
+    """Taps of a row at a time; None: the whole window is unrolled."""
     if conv.kernel[1] > _WIDE:
         return _TAPS
     return (conv.kernel[1],) if conv.kernel[0] > _WIDE else (None,)

@@ -31,13 +31,13 @@ from schedules.loops.task_splits import is_small, task_splits
 
 
 class DepthwisePointwise(FusedTemplate):
-    """Knobs: :class:`PairKnobs`. Every task along the channels computes the depthwise part of its rows again."""
+    """Knobs: :class:`PairKnobs`. Every task along the channels repeats the depthwise part of its rows."""
 
     family = "depthwise-pointwise"
 
     def space(self, operator: FusedConvs, cpu: CpuTarget) -> Sequence[Config]:
         found = cheapest_first(_candidates(operator, cpu), partial(self.cost, operator, cpu=cpu))
-        # An image of few rows, whose depthwise part is most of the work, cannot be shared without doing that twice.
+        # With few rows and a dominant depthwise part, no division avoids computing that part twice.
         depthwise, pointwise = operator.convs
         return found or (smallest_tiles(pointwise, depthwise, cpu)._asdict(),)
 
@@ -109,7 +109,7 @@ class DepthwisePointwise(FusedTemplate):
 
 
 def _extents(fused: FusedConvs, knobs: PairKnobs, cpu: CpuTarget) -> tuple[TiledExtent, TiledExtent]:
-    """Output blocks and rows of the 1x1, each dealt out to tasks."""
+    """Output blocks and rows of the 1x1, each distributed over tasks."""
     pointwise = fused.convs[1]
     return (
         TiledExtent(blocks(pointwise.out_channels, cpu.lanes), knobs.out_blocks, knobs.channel_tasks),
@@ -130,10 +130,10 @@ def _candidates(fused: FusedConvs, cpu: CpuTarget) -> Iterator[Config]:
 
 
 def pair_splits(fused: FusedConvs, groups: int, bands: int, cpu: CpuTarget) -> list[tuple[int, int]]:
-    """Tasks along channels and rows that do not repeat a depthwise part which is half of the work or more."""
+    """Divisions along channels and rows that do not repeat a depthwise part of half of the work or more."""
     splits = [*task_splits(groups, bands, cpu, is_small(fused.flops))]
     if bands < cpu.threads < 2 * bands:
-        splits.append((1, bands))  # most threads busy, and nothing done twice
+        splits.append((1, bands))  # most threads busy, and nothing computed twice
     depthwise = fused.convs[0]
     return [
         (channel_tasks, row_tasks)
@@ -143,5 +143,5 @@ def pair_splits(fused: FusedConvs, groups: int, bands: int, cpu: CpuTarget) -> l
 
 
 def fitting_rows(rows: list[int], row_bytes: int, cpu: CpuTarget) -> list[int]:
-    """Row tiles whose intermediate stays in half of L2; at least the smallest."""
+    """Row tiles whose intermediate fits into half of L2; at least the smallest."""
     return [count for count in rows if count * row_bytes <= cpu.l2_bytes // 2] or rows[:1]
