@@ -97,7 +97,7 @@ def _with_vector_operations(function: Any, emulated: bool) -> Any:
     if TILE_ATTRIBUTE in dtypes:
         source += tile_definitions(emulated)
         if not emulated:
-            tiles_refused()  # request permission: the function may run in this process, without a library that requests it
+            tiles_refused()  # request permission for kernels that run in this process, outside a library
             source += LIBRARY_REQUEST
     text = ir.StringImm(source)
     return function.with_body(tirx.AttrStmt(tirx.const(0, "int32"), "pragma_import_llvm", text, function.body))

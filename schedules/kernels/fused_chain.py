@@ -1,5 +1,5 @@
-"""What the fused templates share: arguments of a chain of convolutions, knobs of a pair, a row of its first layer and
-the rows of its last.
+"""Code shared by the fused templates: arguments of a chain of convolutions, knobs of a pair, and loops of the first and
+the last layer.
 
 V is the number of lanes of a vector.
 """
@@ -28,21 +28,19 @@ from schedules.loops.register_tiling import RegisterTile, depthwise_widths
 
 
 class FusedTemplate(Template):
-    """A chain of convolutions whose constants are those that each of them has in a kernel of its own.
-
-    ``family`` is the kind of the chain.
-    """
+    """A chain of convolutions with the same constants as in their separate kernels. ``family`` is the kind of the
+    chain."""
 
     def covers(self, operator: Operator, cpu: CpuTarget) -> bool:
         return isinstance(operator, FusedConvs) and operator.kind == self.family
 
     def layer_templates(self, operator: FusedConvs, cpu: CpuTarget) -> list[Template]:
-        """The template of each convolution alone, which says how its weights are packed."""
-        # Not that of `template_for`: a 1x1 of a chain reads blocked data, however few channels it has.
+        """Templates of the separate convolutions, which define how weights are packed."""
+        # Not `template_for`: a 1x1 inside a chain reads blocked data even with few channels.
         return [DepthwiseConv2d() if conv.is_depthwise else Pointwise() for conv in operator.convs]
 
     def signature(self, operator: FusedConvs, cpu: CpuTarget) -> Signature:
-        """Data of the first convolution, weight and bias of each in order, residual (if any) and output of the last."""
+        """Data of the first convolution, weight and bias of each, residual (optional) and output of the last."""
         templates = self.layer_templates(operator, cpu)
         layers = [template.signature(conv, cpu) for template, conv in zip(templates, operator.convs, strict=True)]
         return Signature(
@@ -53,14 +51,14 @@ class FusedTemplate(Template):
         )
 
     def pack(self, operator: FusedConvs, parameters: Sequence[Parameters], cpu: CpuTarget) -> list[np.ndarray]:
-        """The constants of :meth:`signature`; ``ValueError`` unless ``parameters`` has one entry per convolution."""
+        """Constants of :meth:`signature`; raises ``ValueError`` unless ``parameters`` has one entry per convolution."""
         layers = zip(self.layer_templates(operator, cpu), operator.convs, parameters, strict=True)
         return [array for template, conv, own in layers for array in template.pack(conv, [own], cpu)]
 
 
 @dataclass(frozen=True)
 class ChainLayer:
-    """A convolution of the chain and the kernel's buffers of its packed weight and bias."""
+    """A convolution of the chain, and the buffers of its packed weight and bias."""
 
     conv: Conv2d
     weight: Any
@@ -68,15 +66,18 @@ class ChainLayer:
 
 
 class PairKnobs(NamedTuple):
-    """Of a 1x1 and a depthwise convolution: register tile of the 1x1 (``out_blocks`` x ``columns``, ``unroll``), output
-    ``rows`` of a tile, ``depthwise_columns``, ``channel_tasks`` x ``row_tasks`` parallel tasks.
-    """
+    """Knobs of a pair of a 1x1 and a depthwise convolution."""
 
+    # Register tile of the 1x1: ``out_blocks`` x ``columns``.
     out_blocks: int
     columns: int
+    # Of the reduction of the 1x1.
     unroll: int
+    # Output rows of a tile.
     rows: int
+    # Columns of the register tile of the depthwise convolution.
     depthwise_columns: int
+    # Parallel tasks: ``channel_tasks`` x ``row_tasks``.
     channel_tasks: int
     row_tasks: int
 
@@ -86,7 +87,7 @@ class PairKnobs(NamedTuple):
 
 
 def smallest_tiles(pointwise: Conv2d, depthwise: Conv2d, cpu: CpuTarget) -> PairKnobs:
-    """One block and one row at a time: legal for any pair, whatever its candidates waste."""
+    """Knobs that are legal for any pair: one block and one row at a time."""
     return PairKnobs(
         out_blocks=1,
         columns=min(8, pointwise.width),
@@ -99,9 +100,9 @@ def smallest_tiles(pointwise: Conv2d, depthwise: Conv2d, cpu: CpuTarget) -> Pair
 
 
 def split_arguments(operator: FusedConvs, buffers: Sequence[Any]) -> tuple[Any, list[ChainLayer], Any | None, Any]:
-    """(data, layers, residual or ``None``, output) of a kernel's ``buffers``, which have the signature's order.
+    """Split a kernel's ``buffers`` into (data, layers, residual or None, output).
 
-    ``ValueError`` where their number is not that of the signature.
+    Raises ``ValueError`` if their number differs from the signature.
     """
     data, *constants, output = buffers
     residual = constants.pop() if operator.epilogue.residual else None
@@ -110,15 +111,15 @@ def split_arguments(operator: FusedConvs, buffers: Sequence[Any]) -> tuple[Any, 
 
 
 def is_matrix(conv: Conv2d, lanes: int) -> bool:
-    """A 1x1 on blocked data."""
+    """True for a 1x1 convolution on blocked data."""
     return conv.is_pointwise and not reads_plain_input(conv, lanes)
 
 
 class ChainInput:
-    """What the first, dense convolution of a chain reads: ``data``, blocked, or plain where it has few channels."""
+    """Input of the first, dense convolution of a chain: blocked ``data``, or plain with few channels."""
 
     def __init__(self, conv: Conv2d, data: Any, lanes: int) -> None:
-        """To be made inside the task, which may need a buffer for it."""
+        """Construct inside the task, which may need a buffer."""
         self.data = data
         self._conv, self._lanes = conv, lanes
         self._dot = dot_product(conv.dtype)
@@ -133,7 +134,7 @@ class ChainInput:
         first_block: Expr,
         sink: Callable[[Expr, Expr, Any], None],
     ) -> None:
-        """Output blocks from ``first_block`` of one output ``row``; ``sink(block, column, sums)``."""
+        """Emit the output blocks from ``first_block`` of one output ``row``; ``sink(block, column, sums)`` stores."""
         conv, lanes, dot, data, plain = self._conv, self._lanes, self._dot, self.data, self._plain
         if is_matrix(conv, lanes):
             pointwise_phase(
@@ -190,10 +191,11 @@ def conv_output_phase(
     residual: Any | None,
     output: Any,
 ) -> None:
-    """The last k x k convolution of a chain: ``rows`` rows from ``first_row``, all output blocks.
+    """Emit the last k x k convolution of a chain: ``rows`` rows from ``first_row``, all output blocks.
 
-    ``tile``, (input blocks, pixels, V), holds its input, each row from ``position(row)`` on; ``residual`` and
-    ``output`` are blocked.
+    ``tile``, (input blocks, pixels, V), holds its input, each row starting at ``position(row)``; ``residual`` and
+    ``output``
+    are blocked.
     """
     conv, dot = layer.conv, dot_product(layer.conv.dtype)
 
@@ -232,7 +234,7 @@ def pointwise_output_phase(
     residual: Any | None,
     output: Any,
 ) -> None:
-    """The last 1x1 of a chain: ``rows`` rows from ``first_row``, for the output blocks of ``task``.
+    """Emit the last 1x1 of a chain: ``rows`` rows from ``first_row``, for the output blocks of ``task``.
 
     ``tile``, (input blocks, rows x width, V), holds its input; ``residual`` and ``output`` are blocked.
     """

@@ -25,13 +25,14 @@ from schedules.loops.row_window import source_rows
 from schedules.loops.space_pruning import cheapest_first
 from schedules.loops.task_splits import is_small, task_splits
 
-# Rows of the 1x1 computed over rows that exist, beyond which tiles of rows are not worth measuring.
+# Do not measure row tiles with more computed rows of the 1x1 than this multiple of the existing ones.
 MOST_RECOMPUTATION = 1.6
 
 
 class PointwiseDepthwise(FusedTemplate):
-    """Knobs: :class:`PairKnobs`. The halo of every tile of rows is computed again; a depthwise filter needs only its
-    own channels, so tasks along the channels repeat nothing.
+    """Knobs: :class:`PairKnobs`. The halo of every row tile is computed again.
+
+    A depthwise filter needs only its own channels, so tasks along the channels repeat nothing.
     """
 
     family = "pointwise-depthwise"
@@ -123,7 +124,7 @@ class PointwiseDepthwise(FusedTemplate):
 
 
 def _extents(fused: FusedConvs, knobs: PairKnobs, cpu: CpuTarget) -> tuple[TiledExtent, TiledExtent]:
-    """Blocks of the channels between the two and output rows, each dealt out to tasks."""
+    """Blocks of the intermediate channels and output rows, each distributed over tasks."""
     pointwise, depthwise = fused.convs
     return (
         TiledExtent(blocks(pointwise.out_channels, cpu.lanes), knobs.out_blocks, knobs.channel_tasks),
@@ -147,6 +148,6 @@ def _candidates(fused: FusedConvs, cpu: CpuTarget) -> Iterator[Config]:
 
 
 def recomputation(fused: FusedConvs, rows: int) -> float:
-    """Rows of the 1x1 computed over rows that exist, with tiles of ``rows`` output rows."""
+    """Number of computed rows of the 1x1 divided by existing rows, with tiles of ``rows`` output rows."""
     depthwise = fused.convs[1]
     return source_rows(depthwise, rows) * -(-depthwise.out_height // rows) / depthwise.height

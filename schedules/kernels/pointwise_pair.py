@@ -1,6 +1,6 @@
-"""Fused 1x1 -> 1x1: a tile of pixels with all channels in between stays in the caches of one core.
+"""Fused 1x1 -> 1x1: a tile of pixels with all intermediate channels stays in the caches of one core.
 
-As in the blocks of ConvNeXt, where what lies in between is four times as wide as what goes in and out.
+Used in the blocks of ConvNeXt, whose intermediate is four times as wide as input and output.
 """
 
 from __future__ import annotations
@@ -30,20 +30,22 @@ _UNROLL = 4
 
 
 class PointwisePairKnobs(NamedTuple):
-    """``pixels`` of a tile; register tiles of the first (``middle_blocks`` x ``middle_columns``) and of the last
-    convolution (``out_blocks`` x ``columns``); ``pixel_tasks`` parallel tasks.
-    """
+    """Knobs of a fused pair of 1x1 convolutions."""
 
+    # Pixels of a tile.
     pixels: int
+    # Register tile of the first convolution.
     middle_blocks: int
     middle_columns: int
+    # Register tile of the last convolution.
     out_blocks: int
     columns: int
+    # Number of parallel tasks.
     pixel_tasks: int
 
     @property
     def tiles(self) -> tuple[RegisterTile, RegisterTile]:
-        """Of the first and of the last convolution."""
+        """Register tiles of the first and of the last convolution."""
         return (
             RegisterTile(self.middle_blocks, self.middle_columns, _UNROLL),
             RegisterTile(self.out_blocks, self.columns, _UNROLL),
@@ -140,7 +142,7 @@ def _pixel_tiles(fused: FusedConvs, knobs: PointwisePairKnobs) -> TiledExtent:
 
 
 def _groups(fused: FusedConvs, knobs: PointwisePairKnobs, cpu: CpuTarget) -> tuple[TiledExtent, TiledExtent]:
-    """Output blocks of both convolutions in their register tiles; a task computes all of them."""
+    """Output blocks of both convolutions in register tiles; a task computes all of them."""
     first, last = (blocks(conv.out_channels, cpu.lanes) for conv in fused.convs)
     return TiledExtent(first, knobs.middle_blocks, 1), TiledExtent(last, knobs.out_blocks, 1)
 
@@ -158,15 +160,16 @@ def _candidates(fused: FusedConvs, cpu: CpuTarget) -> Iterator[Config]:
 
 
 def _dividing_tiles(conv: Conv2d, pixels: int, cpu: CpuTarget) -> list[tuple[int, int]]:
-    """Register tiles of which whole ones hold the output blocks; if there are none, all that fit."""
+    """Register tiles that divide the output blocks evenly, or all fitting ones if there are none."""
     count = blocks(conv.out_channels, cpu.lanes)
     tiles = register_tiles(count, pixels, cpu)
     return [tile for tile in tiles if count % tile[0] == 0] or tiles
 
 
 def _tile_pixels(fused: FusedConvs, pixels: int, cpu: CpuTarget) -> list[int]:
-    """Pixels of a tile: its channels in between fill an eighth, a quarter or half of L2, and are no fewer than fill
-    two register tiles where the image has them.
+    """Pixels of a tile: intermediate channels fill a fraction of L2, from a thirty-second to a half.
+
+    Tiles have at least as many pixels as two register tiles, if the image has them.
     """
     middle_bytes = element_bytes(fused.dtype) * blocks(fused.convs[0].out_channels, cpu.lanes) * cpu.lanes
     share = -(-pixels // cpu.threads)

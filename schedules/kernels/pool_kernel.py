@@ -24,13 +24,13 @@ from schedules.loops.register_tiling import tile_widths
 from schedules.loops.space_pruning import cheapest_first
 from schedules.loops.task_splits import task_splits
 
-# Loads of a row of windows that are written out.
+# Maximum number of unrolled loads in a row of windows.
 _WRITTEN_OUT = 256
 _LOWEST = float(np.finfo(np.float32).min)
 
 
 class PoolKnobs(NamedTuple):
-    """``columns`` of the register tile, ``channel_tasks`` x ``row_tasks`` parallel tasks."""
+    """Knobs: ``columns`` of the register tile, ``channel_tasks`` x ``row_tasks`` parallel tasks."""
 
     columns: int
     channel_tasks: int
@@ -38,12 +38,12 @@ class PoolKnobs(NamedTuple):
 
 
 class Pool(Template):
-    """Tasks of channel blocks x rows. Global pooling emits NCHW."""
+    """Pooling with tasks of channel blocks x rows. Global pooling writes NCHW."""
 
     family = "pool2d"
 
     def covers(self, operator: Operator, cpu: CpuTarget) -> bool:
-        # An average of bytes is not one of them.
+        # Averages of bytes are not covered.
         return isinstance(operator, Pool2d) and (operator.kind == "max" or operator.dtype != "int8")
 
     def signature(self, operator: Pool2d, cpu: CpuTarget) -> Signature:
@@ -80,7 +80,7 @@ class Pool(Template):
 
 
 def _extents(pool: Pool2d, knobs: PoolKnobs, cpu: CpuTarget) -> tuple[TiledExtent, TiledExtent]:
-    """Channel blocks, and the rows in one band for each task."""
+    """Channel blocks, and one band of rows per task."""
     rows = -(-pool.out_height // knobs.row_tasks)
     return (
         TiledExtent(blocks(pool.channels, cpu.lanes), 1, knobs.channel_tasks),
@@ -104,7 +104,7 @@ def _combine(pool: Pool2d, left: Any, right: Any) -> Any:
 def _global_body(pool: Pool2d, knobs: PoolKnobs, cpu: CpuTarget) -> Any:
     lanes, pixels = cpu.lanes, pool.height * pool.width
     channels, _ = _extents(pool, knobs, cpu)
-    # Several running values hide the latency of the additions.
+    # Several accumulators hide the latency of the additions.
     ways = next(ways for ways in (8, 7, 5, 4, 3, 2, 1) if pixels % ways == 0)
 
     def body(data: Any, output: Any) -> None:
@@ -132,8 +132,9 @@ def _global_body(pool: Pool2d, knobs: PoolKnobs, cpu: CpuTarget) -> Any:
 
 
 def average_of_sums(pool: Pool2d, parts: int, cpu: CpuTarget) -> tirx.PrimFunc:
-    """The global average ``pool`` from FP32 sums over ``parts`` of an image: (N, blocks, parts, V) to plain (N, C, 1,
-    1).
+    """Global average ``pool`` from FP32 sums over ``parts`` of an image.
+
+    Input (N, blocks, parts, V), plain output (N, C, 1, 1).
     """
     lanes, count = cpu.lanes, blocks(pool.channels, cpu.lanes)
     sums = TensorSpec((pool.batch, count, parts, lanes))
@@ -151,10 +152,10 @@ def average_of_sums(pool: Pool2d, parts: int, cpu: CpuTarget) -> tirx.PrimFunc:
 
 
 def _store_channels(pool: Pool2d, output: Any, image: Any, block: Any, value: Any, lanes: int) -> None:
-    """One block of channels into a plain (N, C, 1, 1) tensor."""
+    """Store one block of channels into a plain (N, C, 1, 1) tensor."""
     scratch = T.alloc_buffer((lanes,), tensor_dtype(pool.dtype), scope="local")
     emit.store(scratch, value, lanes=lanes)
-    # Of several blocks with a partial one at the end, only the kernel knows which one this is.
+    # The block index is known at run time only, so a partial last block needs a check.
     partial = pool.channels > lanes and pool.channels % lanes != 0
     for lane in range(min(lanes, pool.channels)):
         channel = block * lanes + lane
@@ -167,12 +168,13 @@ def _store_channels(pool: Pool2d, output: Any, image: Any, block: Any, value: An
 
 @dataclass(frozen=True)
 class WindowArithmetic:
-    """What a window does with vectors of FP32: ``first`` in every lane, then ``add(value, pixel)`` for each of its
-    pixels, row by row, and ``finish(value, count)`` of the pixels that count, a number or an expression.
-    """
+    """Arithmetic of a window on FP32 vectors."""
 
+    # Initial value of every lane.
     first: float
+    # ``add(value, pixel)`` for each pixel of the window, row by row.
     add: Callable[[Any, Any], Any]
+    # ``finish(value, count)`` with the number of averaged pixels, a number or an expression.
     finish: Callable[[Any, Any], Any]
 
 
@@ -187,7 +189,7 @@ def _arithmetic(pool: Pool2d, lanes: int) -> WindowArithmetic:
 def window_body(
     pool: Pool2d, knobs: PoolKnobs, cpu: CpuTarget, arithmetic: Callable[..., WindowArithmetic]
 ) -> Callable[..., None]:
-    """The body of a kernel (data, constants, output), blocked; ``arithmetic(*constants)`` is asked for in each task."""
+    """Body of a kernel (data, constants, output), blocked; ``arithmetic(*constants)`` is called in each task."""
     lanes = cpu.lanes
     vertical = Axis(pool.height, pool.kernel[0], pool.stride[0], pool.padding[0])
     horizontal = Axis(pool.width, pool.kernel[1], pool.stride[1], pool.padding[1])
@@ -236,7 +238,7 @@ def _window_tile(
 
 
 def _counted(pool: Pool2d, taps: Any, segment: emit.ColumnSegment, start: Any, column: int, horizontal: Axis) -> Any:
-    """How many pixels are averaged."""
+    """Number of averaged pixels."""
     if pool.count_include_pad:
         return pool.kernel[0] * pool.kernel[1]
     columns = pool.kernel[1]

@@ -1,9 +1,9 @@
 """Fused convolution -> depthwise -> 1x1 on a sliding window of rows.
 
-The first convolution is a 1x1 (an inverted residual) or any dense k x k (the stem of a network). A task walks down its
-rows of the output; the widened rows that the depthwise filter still needs stay in a ring buffer, so each is computed
-once, but for the halo between two tasks, and never leaves the core's caches. (Storage folding and sliding windows:
-Ragan-Kelley et al., PLDI 2013.)
+The first convolution is a 1x1 (an inverted residual) or any dense k x k (the stem of a network). A task processes its
+output rows from top to bottom; expanded rows that the depthwise filter needs again stay in a ring buffer, so each is
+computed once, except for the halo between two tasks, and never leaves the core's caches. (Storage folding and sliding
+windows: Ragan-Kelley et al., PLDI 2013.)
 """
 
 from __future__ import annotations
@@ -40,17 +40,21 @@ from schedules.loops.task_splits import is_small, task_splits
 
 
 class SlidingWindowKnobs(NamedTuple):
-    """Register tiles of the first and the last convolution (``expand_blocks`` x ``expand_columns``, ``out_blocks`` x
-    ``columns``), ``unroll`` of both, output ``rows`` of a step, ``depthwise_columns``, ``row_tasks`` parallel tasks.
-    """
+    """Knobs of the sliding window."""
 
+    # Register tile of the first convolution.
     expand_blocks: int
     expand_columns: int
+    # Register tile of the last convolution.
     out_blocks: int
     columns: int
+    # Of both convolutions.
     unroll: int
+    # Output rows of a step.
     rows: int
+    # Columns of the register tile of the depthwise convolution.
     depthwise_columns: int
+    # Number of parallel tasks.
     row_tasks: int
 
     @property
@@ -63,7 +67,7 @@ class SlidingWindowKnobs(NamedTuple):
 
 
 class SlidingWindow(FusedTemplate):
-    """Per step of ``rows`` output rows: the new source rows are widened (all channel blocks), filtered, projected."""
+    """Per step of ``rows`` output rows: new source rows are expanded (all channel blocks), filtered, and projected."""
 
     def __init__(self, family: str) -> None:
         self.family = family
@@ -163,7 +167,7 @@ class SlidingWindow(FusedTemplate):
 
 
 def _extents(fused: FusedConvs, knobs: SlidingWindowKnobs, cpu: CpuTarget) -> tuple[TiledExtent, TiledExtent]:
-    """Output blocks of the first and of the last convolution: every task computes all of them."""
+    """Output blocks of the first and of the last convolution, all of which every task computes."""
     expand, _, project = fused.convs
     return (
         TiledExtent(blocks(expand.out_channels, cpu.lanes), knobs.expand_blocks, 1),
@@ -172,7 +176,7 @@ def _extents(fused: FusedConvs, knobs: SlidingWindowKnobs, cpu: CpuTarget) -> tu
 
 
 def _row_cycles(expand: Conv2d, knobs: SlidingWindowKnobs, wide: TiledExtent, ring_bytes: int, cpu: CpuTarget) -> float:
-    """Cycles of one widened row, all channel blocks; ``ring_bytes`` are used before its weights are read again."""
+    """Cycles of one expanded row, all channel blocks; ``ring_bytes`` are used before its weights are read again."""
     depth = expand.in_channels * expand.kernel[0] * expand.kernel[1]
     size = element_bytes(expand.dtype)
     row = dense_cycles(
@@ -209,7 +213,7 @@ def _candidates(fused: FusedConvs, cpu: CpuTarget) -> Iterator[Config]:
 
 
 def _fitting_rows(fused: FusedConvs, cpu: CpuTarget) -> list[int]:
-    """Rows of a step whose intermediates stay in half of L2; at least the smallest."""
+    """Rows per step with intermediates within half of L2; at least the smallest number."""
     expand, depthwise, project = fused.convs
 
     def resident(rows: int) -> int:
@@ -222,7 +226,7 @@ def _fitting_rows(fused: FusedConvs, cpu: CpuTarget) -> list[int]:
 
 
 def _one_row_at_a_time(fused: FusedConvs, cpu: CpuTarget) -> SlidingWindowKnobs:
-    """By a single task: walks down any image."""
+    """Knobs that fit any image: a single task, one row per step."""
     expand, depthwise, project = fused.convs
     return SlidingWindowKnobs(
         expand_blocks=1,

@@ -1,4 +1,4 @@
-"""Fully connected layer in the tile registers of AMX: rows of a tile are rows of the matrix, where they lie."""
+"""Fully connected layer in the tile registers of AMX: rows of a tile are rows of the matrix, read in place."""
 
 from __future__ import annotations
 
@@ -23,30 +23,31 @@ from schedules.loops.space_pruning import cheapest_first
 from schedules.loops.task_splits import is_small, task_splits
 from schedules.loops.tile_products import TileShape, block_cycles, has_tile_products, tile_product, tile_shapes
 
-# Below, a tile does no more than a vector: every row of weights is read for as few products.
+# Minimum number of rows: with fewer, each row of weights is used by too few products.
 _LEAST_ROWS = 4
 
 
 class TileDenseKnobs(NamedTuple):
-    """``row_tiles`` x ``out_blocks`` tiles of sums of ``tile_rows`` rows each, ``row_block`` rows per pass over the
-    weights, ``channel_tasks`` x ``row_tasks``.
-    """
+    """Knobs of the tile layer."""
 
+    # Tiles of sums: ``row_tiles`` x ``out_blocks``, of ``tile_rows`` rows each.
     row_tiles: int
     out_blocks: int
     tile_rows: int
+    # Rows per pass over the weights.
     row_block: int
+    # Parallel tasks: ``channel_tasks`` x ``row_tasks``.
     channel_tasks: int
     row_tasks: int
 
 
 class TileDense(Template):
-    """Tasks of output blocks x rows. Features that do not fill a tile's row are copied beside zeros first."""
+    """Tasks of output blocks x rows. Features that do not fill a tile's row are first copied and padded with zeros."""
 
     family = "tile-dense"
 
     def __init__(self, vectors: Template) -> None:
-        """``vectors``: the template that makes kernels without tiles, of the same layers."""
+        """``vectors``: template of the kernels in vector registers for the same layers."""
         self._vectors = vectors
 
     def covers(self, operator: Operator, cpu: CpuTarget) -> bool:
@@ -69,7 +70,7 @@ class TileDense(Template):
         passes = -(-knobs.row_block // shape.all_rows)
         one = passes * block_cycles(shape, _runs(layer))
         one += passes * exposed_traffic(cpu, weight_bytes, weight_bytes + shape.all_rows * row_bytes)
-        # The first pass over weights that come from beyond L2, as they do where rows are few.
+        # First pass over weights from beyond L2, as for few rows.
         one += exposed_traffic(cpu, weight_bytes, layer.weight_bytes / groups.tasks)
         one += exposed_traffic(cpu, data_bytes, data_bytes + weight_bytes)
         return parallel_cycles(cpu, groups.tasks * bands.tasks, groups.per_task * bands.per_task * one)
@@ -90,7 +91,7 @@ class TileDense(Template):
             residual, output = (more[0], more[1]) if layer.epilogue.residual else (None, more[0])
             with emit.tasks(groups.tasks * bands.tasks) as task:
                 channel_task, row_task = task_index(task, groups.tasks, bands.tasks)
-                # Nothing is read behind a row: what follows the last one belongs to nobody.
+                # Never read beyond a row: memory after the last one is not ours.
                 ends = T.alloc_buffer((knobs.row_block, depth), tensor_dtype(layer.dtype)) if rest else None
                 with tile_product(shape, layer.dtype) as product, emit.loop(bands.per_task) as band:
                     first_row = bands.start(row_task, band)
@@ -124,7 +125,7 @@ class TileDense(Template):
 
 
 def _copy_ends(data: Any, ends: Any, first_row: Any, first: int, count: int) -> None:
-    """The last ``count`` features of the rows of ``ends``, from feature ``first`` on, and zeros behind them."""
+    """Copy the last ``count`` features of the rows of ``ends``, from feature ``first`` on, padded with zeros."""
     zero = (
         tirx.const(0, str(ends.dtype))
         if ends.dtype != "bfloat16"
@@ -143,7 +144,7 @@ def _runs(layer: Dense) -> int:
 
 
 def _steps(layer: Dense) -> int:
-    """Rows of the weights of an output block, those of whole tiles."""
+    """Rows of the weights of an output block, padded to whole tiles."""
     return _runs(layer) * (ROW_BYTES // 4)
 
 
@@ -152,7 +153,7 @@ def _shape(knobs: TileDenseKnobs) -> TileShape:
 
 
 def _extents(layer: Dense, knobs: TileDenseKnobs, cpu: CpuTarget) -> tuple[TiledExtent, TiledExtent]:
-    """Output blocks and rows, each dealt out to tasks."""
+    """Output blocks and rows, each distributed over tasks."""
     return (
         TiledExtent(blocks(layer.out_features, cpu.lanes), knobs.out_blocks, knobs.channel_tasks),
         TiledExtent(layer.rows, knobs.row_block, knobs.row_tasks),

@@ -33,27 +33,28 @@ from schedules.loops.weight_packing import pack_channel_constants, pack_prologue
 
 
 class TilePointwiseKnobs(NamedTuple):
-    """``row_tiles`` x ``out_blocks`` tiles of sums of ``tile_rows`` pixels each; ``depth_blocks`` blocks of input
-    channels at a step, ``pixel_block`` pixels per pass over the weights, ``channel_tasks`` x ``pixel_tasks`` parallel
-    tasks.
-    """
+    """Knobs of the tile kernel."""
 
+    # Tiles of sums: ``row_tiles`` x ``out_blocks``, of ``tile_rows`` pixels each.
     row_tiles: int
     out_blocks: int
     tile_rows: int
+    # Blocks of input channels per step.
     depth_blocks: int
+    # Pixels per pass over the weights.
     pixel_block: int
+    # Parallel tasks: ``channel_tasks`` x ``pixel_tasks``.
     channel_tasks: int
     pixel_tasks: int
 
 
 class TileConvolution(Template):
-    """A convolution in tiles: its weights lie as ``depth``, the blocks of input channels at a step, says."""
+    """A convolution in tiles; the layout of its weights depends on ``depth``, the blocks of input channels per step."""
 
     kind: ClassVar[str]
 
     def __init__(self, depth: int) -> None:
-        """``depth``: blocks of input channels at a step, on which depends how weights lie."""
+        """``depth``: blocks of input channels per step."""
         self._depth = depth
         self.family = f"{self.kind}-{depth}"
 
@@ -67,11 +68,13 @@ class TileConvolution(Template):
 
 
 class TilePointwise(TileConvolution):
-    """As :class:`schedules.kernels.pointwise_kernel.Pointwise`, in tiles, behind a gate or a prologue too.
+    """:class:`schedules.kernels.pointwise_kernel.Pointwise` in tiles, also with a gate or a prologue.
 
-    With one block of input channels at a step tiles are read where the image lies, though a row of them is then half
-    full (of bytes a quarter). With more, a block of pixels is first laid out in rows, in a buffer of the task that
-    stays in its caches; so is what is prepared.
+    With one block of input channels per step tiles are read directly from the image, although a row of them is then
+    half
+    full (a quarter for bytes). With more, or with a gate or prologue, a block of pixels is first copied into rows, in a
+    task
+    buffer that stays in the caches.
     """
 
     kind = "tile-pointwise"
@@ -166,7 +169,7 @@ class TilePointwise(TileConvolution):
 
 
 def _extents(conv: Conv2d, knobs: TilePointwiseKnobs, cpu: CpuTarget) -> tuple[TiledExtent, TiledExtent]:
-    """Output blocks and pixels, each dealt out to tasks."""
+    """Output blocks and pixels, each distributed over tasks."""
     return (
         TiledExtent(blocks(conv.out_channels, cpu.lanes), knobs.out_blocks, knobs.channel_tasks),
         TiledExtent(conv.height * conv.width, knobs.pixel_block, knobs.pixel_tasks),

@@ -1,8 +1,10 @@
-"""3x3 convolution, stride 1, by Winograd's minimal filtering: a matrix product over the channels at each of the n * n
-positions of a transformed tile, for m * m outputs with n = m + 2.
+"""3x3 convolution, stride 1, by Winograd's minimal filtering.
 
-A block of tiles goes through all three steps on one core, so that what was transformed never leaves its caches (Jia et
-al., PPoPP 2018). Lanes are channels in every step, so that the transforms are additions of vectors.
+It is a matrix product over the channels at each of the n * n positions of a transformed tile, for m * m outputs with n
+=
+m + 2. A block of tiles goes through all three steps on one core, so that transformed data stay in its caches (Jia et
+al.,
+PPoPP 2018). Lanes are channels in every step, so that the transforms are vector additions.
 """
 
 from __future__ import annotations
@@ -34,22 +36,24 @@ from schedules.loops.winograd_block import WinogradBlock
 from schedules.loops.winograd_tiles import WinogradTiles
 from schedules.loops.winograd_transforms import relative_rounding, transformed_weight
 
-# The knob that no other algorithm has.
+# Knob of this algorithm only.
 WINOGRAD_OUTPUTS = "winograd_outputs"
 _UNROLL = 4
-# Share of L2 that the transformed input of a block of tiles may take: the weights stream through the rest.
+# Maximum share of L2 for the transformed input of a block of tiles: the weights stream through the rest.
 _L2_SHARE = 0.6
 
 
 class WinogradKnobs(NamedTuple):
-    """``winograd_outputs`` along each side of a tile, ``out_blocks`` x ``columns`` register tile of the products,
-    ``tiles`` of a block, ``channel_tasks`` x ``tile_tasks`` parallel tasks.
-    """
+    """Knobs of the algorithm."""
 
+    # Outputs along each side of a tile.
     winograd_outputs: int
+    # Register tile of the products: ``out_blocks`` x ``columns``.
     out_blocks: int
     columns: int
+    # Tiles of a block.
     tiles: int
+    # Parallel tasks: ``channel_tasks`` x ``tile_tasks``.
     channel_tasks: int
     tile_tasks: int
 
@@ -59,9 +63,9 @@ class WinogradKnobs(NamedTuple):
 
 
 class WinogradConv2d(Template):
-    """Tasks of output blocks x tiles, by tiles of ``outputs`` x ``outputs``.
+    """Tasks of output blocks x tiles of ``outputs`` x ``outputs``.
 
-    What is stored as bfloat16 is widened as it is read; transformed weights and tiles are of float32.
+    bfloat16 data are widened when read; transformed weights and tiles are float32.
     """
 
     def __init__(self, outputs: int) -> None:
@@ -135,7 +139,7 @@ class WinogradConv2d(Template):
         return WinogradBlock(WinogradTiles(conv, self.outputs), knobs.tile, knobs.tiles, cpu.lanes)
 
     def _extents(self, conv: Conv2d, knobs: WinogradKnobs, cpu: CpuTarget) -> tuple[TiledExtent, TiledExtent]:
-        """Output blocks and tiles, each dealt out to tasks."""
+        """Output blocks and tiles, each distributed over tasks."""
         return (
             TiledExtent(blocks(conv.out_channels, cpu.lanes), knobs.out_blocks, knobs.channel_tasks),
             TiledExtent(WinogradTiles(conv, self.outputs).count, knobs.tiles, knobs.tile_tasks),
@@ -153,7 +157,7 @@ class WinogradConv2d(Template):
 
 
 def _block_sizes(total: int, fitting: int) -> list[int]:
-    """Tiles of a block: what fits into L2, halves of it, and equal shares near them."""
+    """Tiles of a block: as many as fit into L2, halves of it, and equal parts near these sizes."""
     found = set()
     size = min(total, fitting)
     while size >= 1:

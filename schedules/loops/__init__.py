@@ -1,1 +1,1 @@
-"""Loop nests in TIR that templates are made of, and the tiles and tasks they choose from."""
+"""Loop nests in TIR used by templates, and the candidates for tiles and tasks."""

@@ -1,8 +1,11 @@
-"""Rows of a depthwise window by dot products: words of 32 bits of neighbouring columns, of one channel in each lane.
+"""Rows of a depthwise window by dot products: 32-bit words of neighbouring columns, one channel per lane.
 
-A vector of bfloat16 and that of the next column are interleaved to words of two, four of bytes to words of four. Which
-bytes of a word are taps of which output is said by the weights, which are shifted to where the taps lie: one word then
-serves several outputs, and nothing is read beside the row: at its ends a word moves inwards and the weights move along.
+A bfloat16 vector and that of the next column are interleaved to words of two values, four vectors of bytes to words of
+four. The weights define which bytes of a word are taps of which output: they are shifted to the position of the taps,
+so
+that one word serves several outputs. Nothing is read beyond the row: at its ends words are shifted inwards, with
+weights
+shifted accordingly.
 """
 
 from __future__ import annotations
@@ -21,26 +24,24 @@ from schedules.loops.dot_products import INT8
 from schedules.loops.emit import Axis, Expr
 
 _BYTES = INT8.group
-# Of wider windows no registers hold the weights of a row.
+# Wider windows have too many weights per row for the registers.
 _WIDEST = 7
 
 
 def sums_pairs(conv: Conv2d) -> bool:
-    """Whether a depthwise convolution of bfloat16 has neighbouring columns in its window, two of which one dot product
-    takes.
-    """
+    """True if a bfloat16 depthwise convolution has adjacent columns in its window, two of which form a dot product."""
     return conv.dtype == "bfloat16" and conv.kernel[1] > 1 and conv.dilation[1] == 1
 
 
 def sums_quads(conv: Conv2d) -> bool:
-    """Whether a depthwise convolution of bytes takes up to four neighbouring columns at a time: a row holds as many."""
+    """True if an int8 depthwise convolution uses words of four adjacent columns: rows are long enough."""
     small = max(conv.kernel) <= _WIDEST and conv.width >= _BYTES
     return conv.dtype == "int8" and conv.is_depthwise and small and conv.kernel[1] > 1 and conv.dilation[1] == 1
 
 
 @dataclass(frozen=True)
 class TapPlaces:
-    """Where taps of a row lie in a word: ``count`` of them from ``first`` on, that one at byte ``place``."""
+    """Position of a row's taps in a word: ``count`` of them from ``first`` on, the first at byte ``place``."""
 
     place: int
     first: int
@@ -49,11 +50,11 @@ class TapPlaces:
 
 @dataclass(frozen=True)
 class QuadWord:
-    """The word that begins ``offset`` columns from the first that the first output of the tile reads; ``users``: what
-    outputs of the tile take of it.
-    """
+    """A word and its users."""
 
+    # First column, relative to the first column read by the first output of the tile.
     offset: int
+    # (Output of the tile, taps that it reads from the word).
     users: tuple[tuple[int, TapPlaces], ...]
 
 
@@ -68,17 +69,18 @@ class QuadPlan:
 
     @property
     def reach(self) -> int:
-        """Columns from the first tap of an output on that a word may hold of it."""
+        """Columns, from the first tap of an output on, that its words may cover."""
         return _BYTES * self.words
 
     @property
     def products(self) -> float:
-        """Dot products of an output."""
+        """Dot products per output."""
         return sum(len(word.users) for word in self.tile(self.outputs)) / self.outputs
 
     def tile(self, width: int, start: int | None = None, axis: Axis | None = None) -> list[QuadWord]:
-        """The words of ``width`` outputs: inside the row (``start``: ``None``), or from the output ``start`` of
-        ``axis`` on, where they stay within its columns.
+        """Words of ``width`` outputs, inside the row (``start`` None) or from output ``start`` of ``axis`` on.
+
+        In the latter case they stay within the columns of ``axis``.
         """
         found = []
         for group in range(0, width, self.outputs):
@@ -99,15 +101,14 @@ class QuadPlan:
         return [word for word in found if word.users]
 
     def _places(self, window: int, columns: range, offset: int) -> TapPlaces | None:
-        """Of the output whose window begins at column ``window``, what lies in ``columns`` of the word at
-        ``offset``.
-        """
+        """Taps in ``columns`` of the word at ``offset`` for the output whose window begins at column ``window``, or
+        None."""
         begin, end = max(window, columns.start), min(window + self.kernel, columns.stop)
         return TapPlaces(begin - offset, begin - window, end - begin) if begin < end else None
 
 
 def quad_plan(conv: Conv2d) -> QuadPlan:
-    """The groups of the least words and products per output."""
+    """Plan with the fewest words and products per output."""
     kernel, stride = conv.kernel[1], conv.stride[1]
 
     def plans() -> Iterator[tuple[float, int, QuadPlan]]:
@@ -120,8 +121,9 @@ def quad_plan(conv: Conv2d) -> QuadPlan:
 
 
 def pack_depthwise_quads(weight: np.ndarray, lanes: int) -> np.ndarray:
-    """(C, 1, KH, KW) of whole numbers to (ceil(C/V), KH, ceil(KW/4), V x 4) of int8: the taps of a row, four to a word,
-    zeros behind them.
+    """Pack (C, 1, KH, KW) integers to int8 (ceil(C/V), KH, ceil(KW/4), V x 4).
+
+    The taps of a row are packed four to a word, padded with zeros.
     """
     channels, _, kernel_height, kernel_width = weight.shape
     count, words = blocks(channels, lanes), -(-kernel_width // _BYTES)
@@ -132,17 +134,18 @@ def pack_depthwise_quads(weight: np.ndarray, lanes: int) -> np.ndarray:
 
 
 def quad_weights_shape(conv: Conv2d, lanes: int) -> tuple[int, ...]:
-    """Of :func:`pack_depthwise_quads`."""
+    """Shape of the result of :func:`pack_depthwise_quads`."""
     count, words = blocks(conv.in_channels, lanes), -(-conv.kernel[1] // _BYTES)
     return (count, conv.kernel[0], words, lanes * _BYTES)
 
 
 def quads(buffer: Any, *indices: Expr, lanes: int) -> Any:
-    """The vectors of bytes at ``indices``, the last of them a column, and at the three next, as words of 32 bits: the
-    first in the lowest bits.
+    """32-bit words of four adjacent byte vectors, starting at ``indices`` with the column last.
+
+    The first vector is in the lowest bits.
     """
     vector = buffer[(*indices, tirx.Ramp(0, 1, _BYTES * lanes))]
-    # Four channels of each column at a time change places with their columns, first as words, then inside them.
+    # Transpose four channels x four columns at a time, first as words, then inside them.
     groups = lanes // _BYTES
     words = tirx.reinterpret(f"int32x{lanes}", vector)
     words = emit.shuffle([words], [column * groups + group for group in range(groups) for column in range(_BYTES)])
@@ -157,8 +160,9 @@ def quads(buffer: Any, *indices: Expr, lanes: int) -> Any:
 
 
 def quad_weights(vector: Callable[[int], Any], taps: TapPlaces, kernel: int, lanes: int) -> Any:
-    """The words of weights that have ``taps`` where they are asked for, and zeros elsewhere. ``vector(index)``: those
-    of the taps from 4 x ``index`` on, as :func:`pack_depthwise_quads` leaves them.
+    """Words of weights with ``taps`` at their positions, and zeros elsewhere.
+
+    ``vector(index)``: weights of the taps from 4 x ``index`` on, from :func:`pack_depthwise_quads`.
     """
     total: Any = None
     inside = set(range(taps.place, taps.place + taps.count))
