@@ -1,9 +1,9 @@
-"""Small steps for emitting TIR: vectors, loops, row and column borders, epilogues.
+"""Helpers for emitting TIR: vectors, loops, row and column borders, epilogues.
 
-The templates emit TIR directly instead of scheduling a naive loop nest. A border is then a shorter
-loop or a tile of its own, never a predicate, and which value lives in a register is decided here: a
-``local`` buffer of one vector with constant indices is one register after LLVM's promotion of memory
-to registers (larger ``local`` buffers would exceed TVM's 1 KiB stack limit and stay in memory).
+The templates emit TIR directly instead of scheduling a naive loop nest. A border is then a shorter loop or a separate
+tile, never a predicate, and register allocation is decided here: a ``local`` buffer of one vector with constant indices
+is one register after LLVM's promotion of memory to registers (larger ``local`` buffers would exceed TVM's 1 KiB stack
+limit and stay in memory).
 """
 
 from __future__ import annotations
@@ -41,8 +41,10 @@ def kernel(
     more: Sequence[TensorSpec] = (),
     tiles: bool = False,
 ) -> tirx.PrimFunc:
-    """A PrimFunc with the parameters of ``signature`` and ``more`` results; ``body`` gets their buffers in order.
-    ``tiles``: it uses the tile registers of AMX.
+    """Create a PrimFunc with the parameters of ``signature`` and ``more`` results; ``body`` gets their buffers in
+    order.
+
+    ``tiles``: the kernel uses the tile registers of AMX.
     """
     residual = () if signature.residual is None else ("residual",)
     gate = () if signature.gate is None else ("gate",)
@@ -60,23 +62,23 @@ def kernel(
 
 # --- vectors -------------------------------------------------------------------------------------
 
-# Arithmetic is in FP32; what a buffer holds of fewer bits is widened as it is read and rounded as it is written.
+# Arithmetic is FP32; narrower values are widened when loaded and rounded when stored.
 _BFLOAT16, _UINT8 = "bfloat16", "uint8"
 
 
 def load(buffer: Any, *indices: Expr, lanes: int) -> Any:
-    """One vector at ``indices`` of the outer dimensions, from the start of the last one, as FP32."""
+    """Load one vector at ``indices`` of the outer dimensions, from the start of the last one, as FP32."""
     return load_at(buffer, *indices, tirx.Ramp(0, 1, lanes), lanes=lanes)
 
 
 def load_at(buffer: Any, *indices: Any, lanes: int) -> Any:
-    """:func:`load`, the last of ``indices`` a ramp."""
+    """Load one vector as :func:`load`, with a ramp as the last index."""
     value = buffer[indices]
     return widened(value, lanes) if buffer.dtype in (_BFLOAT16, _UINT8) else value
 
 
 def widened(vector: Any, lanes: int) -> Any:
-    """A vector of bytes as FP32; one of bfloat16 likewise, which it is the upper half of."""
+    """Vector of bytes or bfloat16 as FP32; a bfloat16 is the upper half of a float32."""
     if str(vector.ty.dtype).startswith(_UINT8):
         return vector.astype(f"int32x{lanes}").astype(f"float32x{lanes}")
     bits = tirx.reinterpret(f"uint16x{lanes}", vector).astype(f"uint32x{lanes}")
@@ -85,8 +87,9 @@ def widened(vector: Any, lanes: int) -> Any:
 
 
 def interleaved(buffer: Any, *indices: Expr, lanes: int) -> Any:
-    """The vector at ``indices`` of bfloat16, the last of them a position, and that at the next position, as words of 32
-    bits: the first in the lower halves.
+    """32-bit words of the bfloat16 vector at ``indices`` (the last is a position) and that at the next position.
+
+    The first vector is in the lower halves.
     """
     both = tirx.reinterpret(f"uint16x{2 * lanes}", buffer[(*indices, tirx.Ramp(0, 1, 2 * lanes))])
     order = [each for lane in range(lanes) for each in (lane, lanes + lane)]
@@ -94,39 +97,40 @@ def interleaved(buffer: Any, *indices: Expr, lanes: int) -> Any:
 
 
 def lower_halves(vector: Any, lanes: int) -> Any:
-    """A vector of bfloat16 as FP32 (:func:`widened`) as words whose lower halves it is."""
+    """Words with a bfloat16 vector, given as FP32 (:func:`widened`), in the lower halves and zeros above."""
     bits = tirx.reinterpret(f"uint32x{lanes}", vector)
     sixteen = tirx.Broadcast(tirx.const(16, "uint32"), lanes)
     return tirx.reinterpret(f"int32x{lanes}", tirx.shift_right(bits, sixteen))
 
 
 def upper_halves(words: Any, lanes: int) -> Any:
-    """``words`` of 32 bits, or FP32, with zeros in their lower halves."""
+    """32-bit words or FP32 values with the lower halves set to zero."""
     words = tirx.reinterpret(f"uint32x{lanes}", words)
     mask = tirx.Broadcast(tirx.const(0xFFFF0000, "uint32"), lanes)
     return tirx.reinterpret(f"int32x{lanes}", tirx.bitwise_and(words, mask))
 
 
 def rounded(vector: Any, lanes: int) -> Any:
-    """A vector of FP32 as bfloat16, to nearest, ties to even."""
+    """Round an FP32 vector to bfloat16, to nearest, ties to even."""
     return tirx.reinterpret(f"bfloat16x{lanes}", operation(ROUND_BFLOAT16, lanes, vector))
 
 
 def nearest(vector: Any, lanes: int) -> Any:
-    """A vector of FP32 as int32, to nearest, ties to even."""
+    """Round an FP32 vector to int32, to nearest, ties to even."""
     return operation(ROUND_INT32, lanes, vector)
 
 
 def operation(of: VectorOperation, lanes: int, *operands: Any) -> Any:
-    """A call of a vector operation that TIR has no word for."""
+    """Call a vector operation that TIR lacks."""
     return tirx.call_pure_extern(of.result_type(lanes), of.symbol(lanes), *operands)
 
 
 def ask_ahead(buffer: Any, *indices: Expr, ahead: int) -> None:
-    """A request for the vector that lies ``ahead`` vectors further on than that at ``indices`` (0: none).
+    """Prefetch the vector ``ahead`` vectors after that at ``indices`` (0: no prefetch).
 
-    For weights that are used few times and come from L3: the hardware's prefetcher stops at every page. What lies
-    behind the end of the buffer is asked for too, which does no harm.
+    For weights from L3 that are used few times: the hardware prefetcher stops at page boundaries. Prefetching beyond
+    the end
+    of the buffer is harmless.
     """
     if ahead:
         address = T.address_of(buffer[(*indices[:-1], indices[-1] + ahead, 0)])
@@ -134,12 +138,12 @@ def ask_ahead(buffer: Any, *indices: Expr, ahead: int) -> None:
 
 
 def store(buffer: Any, value: Any, *indices: Expr, lanes: int) -> None:
-    """Stores ``value``, a vector of ``lanes``, from ``indices`` of ``buffer`` on; FP32 is rounded to what it holds."""
+    """Store a vector of ``lanes`` at ``indices`` of ``buffer``, rounding FP32 to the dtype of the buffer."""
     store_at(buffer, value, *indices, tirx.Ramp(0, 1, lanes), lanes=lanes)
 
 
 def store_at(buffer: Any, value: Any, *indices: Any, lanes: int) -> None:
-    """:func:`store`, the last of ``indices`` a ramp."""
+    """Store as :func:`store`, with a ramp as the last index."""
     if buffer.dtype == _BFLOAT16:
         value = rounded(value, lanes)
     elif buffer.dtype == _UINT8 and "float" in str(value.ty.dtype):
@@ -148,25 +152,25 @@ def store_at(buffer: Any, value: Any, *indices: Any, lanes: int) -> None:
 
 
 def store_pair(buffer: Any, first: Any, second: Any, *indices: Expr, lanes: int) -> None:
-    """Stores two vectors of FP32, one behind the other, as bfloat16."""
+    """Store two FP32 vectors, concatenated, as bfloat16."""
     value = tirx.reinterpret(f"bfloat16x{2 * lanes}", operation(ROUND_PAIR_BFLOAT16, lanes, first, second))
     T.buffer_store(buffer, value, [*indices, tirx.Ramp(0, 1, 2 * lanes)])
 
 
 def splat(value: Any, lanes: int) -> Any:
-    """A scalar, expression or number, in every lane; of one lane the scalar itself."""
+    """Broadcast a scalar, expression or number, to all lanes; for one lane return the scalar."""
     if isinstance(value, (int, float)):
         value = tirx.FloatImm("float32", float(value))
     return tirx.Broadcast(value, lanes) if lanes > 1 else value
 
 
 def first_lanes(vector: Any, lanes: int, used: int) -> Any:
-    """The first ``used`` of ``lanes`` lanes. LLVM loads no more where ``vector`` is a load."""
+    """First ``used`` of ``lanes`` lanes. If ``vector`` is a load, LLVM loads only these."""
     return vector if used == lanes else tirx.Shuffle([vector], list(range(used)))
 
 
 def zero_extended(vector: Any, used: int, lanes: int, dtype: str = "float32") -> Any:
-    """A vector of ``used`` lanes, continued by zeros; ``dtype``: of a lane."""
+    """Extend a vector of ``used`` lanes with zeros; ``dtype``: of a lane."""
     if used == lanes:
         return vector
     assert lanes == 2 * used, "a shuffle joins vectors of one length"
@@ -174,17 +178,18 @@ def zero_extended(vector: Any, used: int, lanes: int, dtype: str = "float32") ->
 
 
 def shuffle(vectors: Sequence[Any], lanes: Sequence[int]) -> Any:
-    """A vector of the given ``lanes`` of ``vectors``, which are counted through."""
+    """Vector of the given ``lanes`` of the concatenated ``vectors``."""
     return tirx.Shuffle(list(vectors), [tirx.const(lane, "int32") for lane in lanes])
 
 
 def total(vector: Any, lanes: int, group: int | None = None) -> Any:
-    """The sum over all lanes, in every lane; over each ``group`` of neighbours, a power of two, where one is given."""
+    """Sum over all lanes, or over each ``group`` of neighbours (a power of two), in every lane."""
     return across(vector, lanes, lambda left, right: left + right, group)
 
 
 def across(vector: Any, lanes: int, combine: Callable[[Any, Any], Any], group: int | None = None) -> Any:
-    """Likewise by another operation: halves of each group change places, then quarters, and so on."""
+    """Reduction over lanes by ``combine``, as :func:`total`: exchange halves of each group, then quarters, and so
+    on."""
     step = (group or lanes) // 2
     while step:
         vector = T.bind(vector)
@@ -194,13 +199,13 @@ def across(vector: Any, lanes: int, combine: Callable[[Any, Any], Any], group: i
 
 
 def registers(rows: int, columns: int, lanes: int, dtype: str = "float32") -> list[list[Any]]:
-    """``rows`` x ``columns`` vector registers."""
+    """Allocate ``rows`` x ``columns`` vector registers."""
     return [[_register(lanes, dtype) for _ in range(columns)] for _ in range(rows)]
 
 
 def _register(lanes: int, dtype: str) -> Any:
-    # Without the annotation TVM takes even these few bytes from the workspace pool: the sums then live in memory
-    # between two loops, and every task calls the allocator once for each.
+    # Without the annotation TVM allocates even these few bytes from the workspace pool: the sums would then be in
+    # memory between two loops, and every task would call the allocator for each.
     return T.alloc_buffer((lanes,), dtype, scope="local", annotations={"disable_lower_builtin": True})
 
 
@@ -209,7 +214,7 @@ def _register(lanes: int, dtype: str) -> Any:
 
 @contextmanager
 def loop(extent: int) -> Iterator[Expr]:
-    """A serial loop; no loop at all for one trip."""
+    """Serial loop; no loop for one iteration."""
     if extent == 1:
         yield 0
     else:
@@ -219,7 +224,7 @@ def loop(extent: int) -> Iterator[Expr]:
 
 @contextmanager
 def span(begin: Expr, end: Expr) -> Iterator[Expr]:
-    """A serial loop over [begin, end)."""
+    """Serial loop over [begin, end)."""
     if isinstance(begin, int) and isinstance(end, int) and end - begin == 1:
         yield begin
     else:
@@ -229,7 +234,7 @@ def span(begin: Expr, end: Expr) -> Iterator[Expr]:
 
 @contextmanager
 def tasks(count: int) -> Iterator[Expr]:
-    """The parallel loop of a kernel; no parallel region for a single task."""
+    """Parallel loop of a kernel; no parallel region for a single task."""
     if count == 1:
         yield 0
     else:
@@ -238,7 +243,7 @@ def tasks(count: int) -> Iterator[Expr]:
 
 
 def bind(value: Expr) -> Expr:
-    """Names a value so that it is computed once; numbers stay numbers."""
+    """Bind an expression to a variable so that it is computed once; numbers are returned as they are."""
     return value if isinstance(value, int) else T.bind(value)
 
 
@@ -276,21 +281,21 @@ class Axis:
     size: int
     kernel: int
     stride: int
-    before: int  # padding in front
+    before: int  # padding before the data
     dilation: int = 1
 
     def source(self, output: Expr, tap: Expr) -> Expr:
-        """Input position that ``tap`` reads for ``output``; outside [0, size) in the padding."""
+        """Input position read by ``tap`` for ``output``; outside [0, size) in the padding."""
         return output * self.stride + tap * self.dilation - self.before
 
     def inside(self, output: int, tap: int) -> bool:
-        """Whether the input of ``output`` and ``tap`` lies in the data, not in its padding."""
+        """True if the input of ``output`` and ``tap`` is in the data, not in the padding."""
         return 0 <= self.source(output, tap) < self.size
 
     def taps(self, output: Expr, outputs: int) -> tuple[Expr, Expr]:
-        """The taps [lo, hi) that read inside the input for a row known only at run time.
+        """Taps [lo, hi) that read inside the input, for a row known at run time.
 
-        Python numbers where every one of the ``outputs`` rows reads all taps.
+        Python numbers if all ``outputs`` rows read all taps.
         """
         rows = range(outputs)
         if all(self.inside(row, tap) for row in (rows[0], rows[-1]) for tap in range(self.kernel)):
@@ -303,7 +308,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class ColumnSegment:
-    """``count`` tiles of ``width`` columns from ``start``; a border tile stands alone."""
+    """``count`` tiles of ``width`` columns from ``start``; border tiles are separate segments."""
 
     start: int
     width: int
@@ -312,7 +317,7 @@ class ColumnSegment:
 
 
 def segments(extent: int, width: int, axis: Axis | None = None) -> list[ColumnSegment]:
-    """``extent`` columns in tiles of ``width`` and a rest; tiles that touch the padding apart."""
+    """Split ``extent`` columns into tiles of ``width`` and a remainder; tiles that touch the padding are separate."""
     found: list[ColumnSegment] = []
     for start in range(0, extent, width):
         size = min(width, extent - start)
@@ -329,19 +334,19 @@ def segments(extent: int, width: int, axis: Axis | None = None) -> list[ColumnSe
 
 @contextmanager
 def column_tile(segment: ColumnSegment) -> Iterator[Expr]:
-    """The first column of each tile of the segment: a number for a tile that stands alone."""
+    """First column of each tile of the segment: a number for a single tile."""
     with loop(segment.count) as index:
         yield segment.start if segment.count == 1 else segment.start + index * segment.width
 
 
 def clamp_start(start: Expr, width: int, extent: int) -> Expr:
-    """Moves a tile back so that it ends inside ``extent``: what two tiles share is computed twice, alike."""
+    """Shift a tile to end inside ``extent``: the overlap of two tiles is computed twice, identically."""
     assert width <= extent
     return bind(smaller(start, extent - width))
 
 
 def clamp_rows(first: Expr, count: int, extent: int) -> Expr:
-    """Moves ``count`` rows from ``first`` into [0, ``extent``): what they hold of it, they hold afterwards too."""
+    """Shift ``count`` rows from ``first`` into [0, ``extent``), keeping all rows of the range that exist."""
     return larger(0, smaller(first, extent - count))
 
 
@@ -352,29 +357,30 @@ _LOG2_E = 1.44269504088896341
 
 
 def within(x: Any, low: Any = None, high: Any = None) -> Any:
-    """``x`` cut off at ``low`` and ``high``; NaN stays NaN.
+    """Clip ``x`` to ``low`` and ``high``; NaN is preserved.
 
-    TIR's maximum and the CPU's instruction alike give their second operand where a comparison with NaN is false, so the
-    bounds come first.
+    TIR's maximum and the CPU's instruction return their second operand if a comparison with NaN is false, so the bounds
+    are
+    the first operands.
     """
     x = x if low is None else tirx.max(low, x)
     return x if high is None else tirx.min(high, x)
 
 
 def _named(value: Any) -> Any:
-    """``value``, which is used more than once: a variable of the kernel that is written, if one is."""
+    """Bind ``value``, which is used repeatedly, to a variable if a kernel is being emitted."""
     return T.bind(value) if IRBuilder.is_in_scope() else value
 
 
 def exp(x: Any, lanes: int, coarse: bool = False) -> Any:
     """e^x on a vector, 2 ulp over [-87, 88]: Cephes' range reduction and degree-5 polynomial.
 
-    LLVM turns its own ``exp`` intrinsic into one library call per lane. ``coarse`` as of :func:`activate`.
+    LLVM converts its own ``exp`` intrinsic into one library call per lane. ``coarse``: see :func:`activate`.
     """
     if coarse:
         return operation(POWER_OF_TWO, lanes, x * splat(_LOG2_E, lanes))
     x = _named(within(x, splat(-87.3, lanes), splat(88.3, lanes)))
-    # Not the trick of adding and subtracting 1.5 * 2^23: LLVM may reassociate and remove it.
+    # Adding and subtracting 1.5 * 2^23 is not possible: LLVM may reassociate and remove it.
     power = _named(tirx.floor(x * splat(_LOG2_E, lanes) + splat(0.5, lanes)))
     rest = _named(x - power * splat(0.693359375, lanes) + power * splat(2.12194440e-4, lanes))
     coefficients = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)
@@ -388,14 +394,14 @@ def exp(x: Any, lanes: int, coarse: bool = False) -> Any:
     return tirx.reinterpret(real, tirx.reinterpret(integer, mantissa) + exponent)
 
 
-# A half turn in parts of few digits, whose products with small numbers of turns are exact.
+# Pi in parts with few digits, whose products with small integers are exact.
 _HALF_TURN = (3.140625, 9.6702575683593750e-4, 6.2771141529083252e-7, 1.2154201256553421e-10)
-# (sin(r) - r) / r^3 over the square of r, up to half of that: SLEEF's sinf_u35 (Shibata and Petrogalli 2020).
+# (sin(r) - r) / r^3 as a polynomial in r^2, for |r| up to pi/2: SLEEF's sinf_u35 (Shibata and Petrogalli 2020).
 _SINE = (2.6083159809786594e-6, -1.9810690719168633e-4, 8.3330785855650902e-3, -0.16666659712791443)
 
 
 def sine(x: Any, lanes: int) -> Any:
-    """The sine of a vector, within 4e-7 of it up to a thousand, and then by as much more as ``x`` is."""
+    """Sine of a vector, with an error of 4e-7 up to |x| = 1000, growing in proportion to |x| beyond."""
     turns = _named(tirx.floor(x * splat(1.0 / math.pi, lanes) + splat(0.5, lanes)))
     rest = x
     for size in _HALF_TURN:
@@ -406,8 +412,10 @@ def sine(x: Any, lanes: int) -> Any:
     return sign * (rest + rest * square * _polynomial(_SINE, square, lanes))
 
 
-# erf(x) / x over 2 (x / 3.7)^2 - 1, of the highest power first: least squares on Chebyshev nodes weighted by x. Beyond
-# 3.7, where erf is one within 2e-7, x is cut off. A rational form of fewer terms costs a division, as much as 16 terms.
+# erf(x) / x as a polynomial in 2 (x / 3.7)^2 - 1, highest power first: least squares on Chebyshev nodes weighted
+# by x. x is clipped at 3.7, where erf is one within 2e-7. A rational form of fewer terms needs a division, which costs
+# as
+# much as 16 terms.
 _ERF_END = 3.7
 _ERF = (
     *(-0.00144068437, 0.00389593527, -0.00383966798, 0.00530986709, -0.0139308683, 0.0250574504, -0.0363209883),
@@ -416,19 +424,20 @@ _ERF = (
 
 
 def erf(x: Any, lanes: int) -> Any:
-    """The error function on a vector, within 4e-7 of it."""
+    """Error function on a vector, with an error of 4e-7."""
     x = _named(within(x, splat(-_ERF_END, lanes), splat(_ERF_END, lanes)))
     square = _named(x * x * splat(2.0 / _ERF_END**2, lanes) - splat(1.0, lanes))
     return x * _polynomial(_ERF, square, lanes)
 
 
-# The normal distribution is 1 / (1 + e^(x p(x^2))) but for 5.5e-5 of x in the mean: p of the highest power first, by
-# Remez's exchange, weighted by what an error of it changes of the result over the result and 0.02. Beyond the end of
-# the square p would turn back; there it is constant.
+# The normal distribution is 1 / (1 + e^(x p(x^2))) with a mean error of 5.5e-5 of x: p with the highest power
+# first, by Remez's exchange, with weights for the relative error of the result plus 0.02. Beyond the end of the square
+# p
+# would turn back; there it is constant.
 _GELU = (0.00076619345, -0.074467323, -1.5944453)
 _GELU_END = 45.0
 
-# 2 atanh(s) / s over the square of s = y / (2 + y), which is at most 1/3: what is left out is below 2e-8 of it.
+# 2 atanh(s) / s as a polynomial in s^2 with s = y / (2 + y), at most 1/3: the truncation error is below 2e-8.
 _LOG1P = tuple(2.0 / power for power in range(15, 0, -2))
 
 
@@ -440,7 +449,7 @@ def _log1p(y: Any, lanes: int) -> Any:
 
 
 def _polynomial(coefficients: Sequence[float], x: Any, lanes: int) -> Any:
-    """Of the highest power first."""
+    """Polynomial by Horner's scheme, highest power first."""
     value = splat(coefficients[0], lanes)
     for coefficient in coefficients[1:]:
         value = _named(value * x + splat(coefficient, lanes))
@@ -448,10 +457,11 @@ def _polynomial(coefficients: Sequence[float], x: Any, lanes: int) -> Any:
 
 
 def activate(x: Any, activation: str | None, lanes: int, slope: float = 0.0, coarse: bool = False) -> Any:
-    """An activation of ``costmodel.operators.layers.ACTIVATIONS``, but for ``prelu``, of this ``slope`` on a vector.
+    """Apply an activation of ``costmodel.operators.layers.ACTIVATIONS``, except ``prelu``, with ``slope`` to a vector.
 
-    ``coarse``: of a layer stored as bfloat16, by operations for such: those that divide by an exponential are within
-    1e-4 of the value (GELU: 4e-4), where rounding is within 2e-3. Others, which subtract from it, are computed as ever.
+    ``coarse``: for layers stored as bfloat16, use approximate operations: activations that divide by an exponential
+    have an
+    error of 1e-4 (GELU: 4e-4), while rounding has 2e-3. Others, which subtract from an exponential, are unaffected.
     """
     zero, six = splat(0.0, lanes), splat(6.0, lanes)
     if activation is None:
@@ -509,7 +519,7 @@ def _over_one_and_exp(x: Any, exponent: Any, lanes: int, coarse: bool) -> Any:
 
 
 def leaking(x: Any, slopes: Any, lanes: int) -> Any:
-    """What is below zero times ``slopes``: a ``prelu``, whose slopes are vectors."""
+    """Apply a ``prelu``, with a vector of slopes."""
     zero = splat(0.0, lanes)
     return within(x, zero) + within(x, high=zero) * slopes
 
@@ -522,9 +532,9 @@ def finish(
     constant: Callable[[str], Any] | None = None,
     coarse: bool = False,
 ) -> Any:
-    """Residual, activation and affine on an accumulator that already holds the bias.
+    """Apply residual, activation and affine to an accumulator that includes the bias.
 
-    ``constant(name)`` is the vector of one of :func:`schedules.loops.weight_packing.channel_vectors`; ``coarse`` as of
+    ``constant(name)``: vector named in :func:`schedules.loops.weight_packing.channel_vectors`; ``coarse``: see
     :func:`activate`.
     """
     if epilogue.residual == "before_activation":

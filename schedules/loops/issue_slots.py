@@ -1,8 +1,8 @@
-"""Cycles of the loop nests that kernels are made of: issue slots of the register tiles and exposed cache traffic.
+"""Cycle estimates of the kernels' loop nests: issue slots of the register tiles and exposed cache traffic.
 
-The terms of every template's analytic cost, which orders its space. They need no measurement and know nothing of the
-machine but its vectors and caches; the learned model of the tuner corrects them. Costs are cycles of a core that issues
-two vector FMAs and two vector loads per cycle, as every AVX2 and AVX-512 server core since Haswell does; only their
+These are the terms of every template's analytic cost, which orders its space. They need no measurement and depend only
+on vectors and caches of the machine; the learned model of the tuner corrects them. Costs are cycles of a core that
+issues two vector FMAs and two vector loads per cycle, as every AVX2 and AVX-512 server core since Haswell; only their
 ratios are used.
 """
 
@@ -18,15 +18,15 @@ from schedules.loops.dot_products import BFLOAT16, FLOAT32, INT8, dot_product
 from schedules.loops.register_tiling import RegisterTile
 
 PORTS = 2.0
-# Filling and draining the pipeline of a tile: a mispredicted loop exit and the dependent stores.
+# Pipeline fill and drain of a tile: a mispredicted loop exit and the dependent stores.
 TILE_CYCLES = 24.0
-# Of a product, what storing an operand or reading it again takes.
+# Issue slots of a spilled operand per product, for storing or reloading it.
 SPILL_SLOTS = 1.0
-# Share of cache traffic that out-of-order execution and hardware prefetchers do not hide.
+# Share of cache traffic not hidden by out-of-order execution and hardware prefetchers.
 _EXPOSED = 0.35
 _L2_BYTES_PER_CYCLE = 32.0
 _L3_BYTES_PER_CYCLE = 8.0
-# A parallel task costs about as much as its start.
+# Approximate cost of starting a parallel task.
 _TASK_CYCLES = 600.0
 
 
@@ -39,7 +39,7 @@ class EqualTiles:
 
 
 def equal_tiles(extent: int, width: int) -> Iterator[EqualTiles]:
-    """``extent`` columns in tiles of ``width``, and the narrower one that is left."""
+    """Split ``extent`` columns into tiles of ``width``, and a narrower remainder."""
     full, rest = divmod(extent, width)
     if full:
         yield EqualTiles(width, full)
@@ -57,12 +57,14 @@ class TapRow:
 
     @staticmethod
     def of(conv: Conv2d) -> TapRow:
-        """Of ``conv``."""
+        """Taps along a row of ``conv``."""
         return TapRow(conv.kernel[1], conv.stride[1], conv.dilation[1])
 
     def spilled(self, cpu: CpuTarget, out_blocks: int, columns: int) -> int:
-        """Operands of a tile that no register is left for, beside its sums and weights: the compiler reads a column
-        once for all taps that multiply it, and keeps it from the first of them to the last. None where no two taps
+        """Number of operands of a tile that do not fit into registers besides its sums and weights.
+
+        The compiler loads a column once for all taps that multiply it, and keeps it from the first to the last. 0 if no
+        two taps
         read the same column.
         """
         read = {column * self.stride + tap * self.dilation for column in range(columns) for tap in range(self.kernel)}
@@ -82,13 +84,16 @@ def dense_cycles(
     dtype: str = "float32",
     taps: TapRow | None = None,
 ) -> float:
-    """Cycles of one pass of ``tile.out_blocks`` output blocks over ``extent`` columns, ``depth`` multiply-adds each of
-    values stored as ``dtype``.
+    """Cycles of one pass of ``tile.out_blocks`` output blocks over ``extent`` columns, with ``depth`` multiply-adds
+    each.
 
-    ``data_bytes``: what the pass reads; ``weight_bytes``: of these output blocks, read again for every tile; ``taps``:
-    of a row of the window, in a layer with one. Each operand that is spilled takes a slot of every step: it is stored
-    once for a row of taps, and read again for each of the others. Of float32 that is not counted: the shipped ranking
-    has learned it there, over costs without it.
+    ``dtype``: of stored values; ``data_bytes``: read by the pass; ``weight_bytes``: of these output blocks, read again
+    for
+    every tile; ``taps``: along a row of the window, if there is one. Each spilled operand takes a slot of every step:
+    it is
+    stored once per row of taps, and reloaded for each of the others. Not counted for float32, where the shipped ranking
+    was
+    trained on costs without it.
     """
     dot, cycles = dot_product(dtype), 0.0
     for tiles in equal_tiles(extent, tile.columns):
@@ -106,13 +111,13 @@ def depthwise_cycles(
 ) -> float:
     """Cycles of one channel block for ``rows`` output rows in tiles of ``columns``, ``taps`` of a row at a time.
 
-    ``source``: dtype of what it reads, if not that of ``conv``.
+    ``source``: dtype of the input, if not that of ``conv``.
     """
     narrow = (source or conv.dtype) != "float32"
     if sums_quads(conv):
         return rows * _quad_cycles(conv, columns)
     paired = narrow and taps is None and sums_pairs(conv)
-    # A vector of a narrow dtype takes two operations to become FP32, one to be paired with its neighbour.
+    # A narrow vector needs two operations for conversion to FP32, or one for pairing with its neighbour.
     preparing = (1 if paired else 2) if narrow else 0
     kernel_height, kernel_width = conv.kernel
     steps = -(-kernel_width // 2) if paired else kernel_width
@@ -127,7 +132,7 @@ def depthwise_cycles(
 
 
 def _quad_cycles(conv: Conv2d, columns: int) -> float:
-    """Of a row of bytes: two operations make the words that a group of outputs shares."""
+    """Cycles of a row of bytes: two operations create the words shared by a group of outputs."""
     plan, cycles = quad_plan(conv), 0.0
     for tiles in equal_tiles(conv.out_width, columns):
         words = plan.words * -(-tiles.width // plan.outputs)
@@ -145,5 +150,5 @@ def exposed_traffic(cpu: CpuTarget, bytes_moved: float, working_set: float) -> f
 
 
 def parallel_cycles(cpu: CpuTarget, tasks: int, cycles: float) -> float:
-    """Cycles until the last thread is done with ``tasks`` of ``cycles`` each, dealt out evenly."""
+    """Cycles until the last thread finishes ``tasks`` of ``cycles`` each, evenly distributed."""
     return -(-tasks // cpu.threads) * (cycles + (_TASK_CYCLES if tasks > 1 else 0.0))

@@ -1,4 +1,4 @@
-"""The input of a convolution as its kernel reads it: behind a gate, a scale and a shift, an activation."""
+"""Input of a convolution as read by its kernel: after gate, scale and shift, and activation."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from schedules.loops.emit import Expr
 
 @dataclass(frozen=True)
 class PreparedInput:
-    """``data`` (blocked) and what a kernel of ``conv`` has beside it: ``gate`` (blocked, of one pixel), and
-    ``constants``, the scales and then the shifts of a prologue (:func:`schedules.loops.weight_packing.pack_prologue`);
-    either is ``None`` where the convolution has none.
-    """
+    """Blocked ``data`` and the operands that prepare it for a kernel of ``conv``."""
 
     conv: Conv2d
     data: Any
+    # Blocked, one pixel per image; None without a gate.
     gate: Any | None
+    # Scales, then shifts of a prologue (:func:`schedules.loops.weight_packing.pack_prologue`), or None.
     constants: Any | None
     lanes: int
 
     def block(self, image: Expr, block: Expr) -> Callable[[Expr, Expr], Any]:
-        """``pixel(row, column)``: the vectors of one block of channels; what all of them share is read here, once."""
+        """Return ``pixel(row, column)`` for one block of channels; operands shared by all pixels are loaded here,
+        once."""
         lanes, prologue = self.lanes, self.conv.prologue
         factor = scale = shift = None
         if self.gate is not None:
@@ -50,6 +50,6 @@ class PreparedInput:
 
 
 def preparing_operations(conv: Conv2d) -> int:
-    """Vector operations that each vector of the input costs, its load apart: for analytic costs."""
+    """Vector operations per input vector without its load, for analytic costs."""
     prologue = conv.prologue
     return int(conv.gated) + (0 if prologue is None else int(prologue.affine) + (prologue.activation is not None))

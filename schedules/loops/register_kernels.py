@@ -1,4 +1,4 @@
-"""The two register tiles that every convolution is made of: dense and depthwise."""
+"""The two register tiles used by all convolutions: dense and depthwise."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from schedules.loops.emit import Expr
 
 
 def _runs(width: int, joined: int) -> Iterator[range]:
-    """``width`` columns, ``joined`` at a time; those of a last run that they do not fill one by one."""
+    """Split ``width`` columns into runs of ``joined``, and single columns for the rest."""
     whole = width // joined * joined
     yield from (range(column, column + joined) for column in range(0, whole, joined))
     yield from (range(column, column + 1) for column in range(whole, width))
@@ -25,31 +25,33 @@ def _runs(width: int, joined: int) -> Iterator[range]:
 class DenseTile:
     """``out_blocks`` blocks of output channels x ``width`` columns, summed over channels and taps.
 
-    A step takes as many neighbouring input channels as a group of ``dot`` has. ``x(block, lane, ky, kx, column)`` is
-    the operand of the group that begins at ``lane`` (a value, of float32), ``None`` in the padding; ``weight(o, block,
-    step, ky, kx)`` the vector of output block ``o`` for a step of a block; ``initial(o, column)`` the bias; ``finish(o,
-    column, sums)`` stores the vectors of ``joined`` columns from ``column`` on, of one where fewer are left. Steps are
-    walked ``unroll`` at a time.
-
-    ``last_lanes``: lanes of the last output block that hold channels; the others end as zeros. Fewer of them are
-    cheaper where a CPU splits its widest vectors in halves (Zen 4), and never dearer.
+    A step takes as many neighbouring input channels as a group of ``dot``.
     """
 
     out_blocks: int
     width: int
     lanes: int
+    # Steps unrolled in the loop.
     unroll: int
+    # ``x(block, lane, ky, kx, column)``: operand of the group that begins at ``lane`` (a value for float32), or None in
+    # the padding.
     x: Callable[[Expr, Expr, Expr, int, int], Any | None]
+    # ``weight(o, block, step, ky, kx)``: vector of output block ``o`` for a step of a block.
     weight: Callable[[int, Expr, Expr, Expr, int], Any]
+    # ``initial(o, column)``: bias.
     initial: Callable[[int, int], Any]
+    # ``finish(o, column, sums)``: store the vectors of ``joined`` columns from ``column`` on, or of one for the rest.
     finish: Callable[[int, int, Sequence[Any]], None]
+    # Lanes of the last output block that contain channels; the others become zeros. Fewer lanes are faster on CPUs that
+    # split their widest vectors (Zen 4), and never slower.
     last_lanes: int | None = None
     dot: DotProduct = FLOAT32
     joined: int = 1
 
     def emit(self, in_channels: int, rows: tuple[Expr, Expr], columns: int, block_lanes: int) -> None:
-        """``in_channels`` in blocks of ``block_lanes``; taps ``rows`` x ``columns``. Blocks of one lane are blocks of
-        one operand: that of a whole group.
+        """Emit the loops: ``in_channels`` in blocks of ``block_lanes``; taps ``rows`` x ``columns``.
+
+        Blocks of one lane have one operand, of a whole group.
         """
         sums = [emit.registers(1, self.width, self._used(o), self.dot.sums)[0] for o in range(self.out_blocks)]
         for o in range(self.out_blocks):
@@ -72,11 +74,11 @@ class DenseTile:
                 self.finish(o, run.start, whole)
 
     def _used(self, o: int) -> int:
-        """Lanes of output block ``o`` that are computed."""
+        """Number of computed lanes of output block ``o``."""
         return self.last_lanes if self.last_lanes and o == self.out_blocks - 1 else self.lanes
 
     def _channels(self, sums: Any, block: Expr, count: int, group: int, ky: Expr, columns: int) -> None:
-        """``count`` channels of a block; those of a last group that they do not fill stand alone, at known places."""
+        """Emit ``count`` channels of a block; an incomplete last group is separate, with constant indices."""
         whole, part = divmod(count, group)
         rounds, rest = divmod(whole, self.unroll)
         if rounds:
@@ -108,23 +110,23 @@ class DenseTile:
 
 @dataclass(frozen=True)
 class ColumnPairs:
-    """Words of two neighbouring columns: ``x(ky, column)`` of the input at ``column`` and the next one, zero where one
-    of them lies in the padding, ``None`` where both do; ``weight(ky, tap, both)`` of two taps, of the second alone
-    unless ``both``.
-    """
+    """Words of two neighbouring columns."""
 
+    # ``x(ky, column)``: input at ``column`` and the next one, zero for one in the padding, None if both are.
     x: Callable[[Expr, int], Any | None]
+    # ``weight(ky, tap, both)``: weights of two taps, or of the second one only unless ``both``.
     weight: Callable[[Expr, int, bool], Any]
 
 
 @dataclass(frozen=True)
 class ColumnQuads:
-    """Words of four neighbouring columns of bytes: what outputs take of ``words`` (:class:`QuadWord`); ``x(ky,
-    offset)`` that at ``offset``, ``weight(ky, taps)`` the words of weights that have ``taps`` where they lie in it.
-    """
+    """Words of four neighbouring columns of bytes."""
 
+    # Words and the taps that outputs take from them.
     words: Sequence[QuadWord]
+    # ``x(ky, offset)``: word at ``offset``.
     x: Callable[[Expr, int], Any]
+    # ``weight(ky, taps)``: words of weights with ``taps`` at their positions in the word.
     weight: Callable[[Expr, TapPlaces], Any]
 
 
@@ -132,26 +134,25 @@ class ColumnQuads:
 class DepthwiseTile:
     """``width`` output columns of one channel block.
 
-    ``x(ky, column)`` is the input vector at ``column`` of tap row ``ky``, ``None`` in the padding; the
-    columns are input positions relative to the tile. Each is loaded once and used by every tap.
-
-    ``taps``: so many of a row at a time, for wide windows, whose taps and inputs no registers hold; each row of the
-    window is then a trip of a loop. ``None``: all of a row.
-
-    ``pairs``: of values stored as bfloat16, the words of two neighbouring columns, so that a dot product takes two taps
-    of a row at a time (:class:`ColumnPairs`); ``quads``: of bytes, words of four, which are summed as whole numbers;
-    ``None``: taps are taken one by one, in FP32. ``finish`` and ``joined`` as of a :class:`DenseTile`.
+    Columns are input positions relative to the tile; each is loaded once and used by every tap.
     """
 
     width: int
     lanes: int
     axis: emit.Axis
+    # ``x(ky, column)``: input vector at ``column`` of tap row ``ky``, or None in the padding.
     x: Callable[[Expr, int], Any | None]
     weight: Callable[[Expr, int], Any]
     initial: Callable[[int], Any]
+    # As in :class:`DenseTile`, like ``joined``.
     finish: Callable[[int, Sequence[Any]], None]
+    # Taps of a row at a time, for wide windows that exceed the registers; rows of the window are then a loop. None: all
+    # of a row.
     taps: int | None = None
+    # For bfloat16: words of two neighbouring columns, so that a dot product takes two taps of a row. None: one tap at a
+    # time in FP32.
     pairs: ColumnPairs | None = None
+    # For bytes: words of four, summed as integers.
     quads: ColumnQuads | None = None
     joined: int = 1
 
@@ -182,7 +183,7 @@ class DepthwiseTile:
     def _pairs(self, sums: Any, ky: Expr, pairs: ColumnPairs) -> None:
         loaded: dict[int, Any] = {}
         for tap in range(0, self.axis.kernel, 2):
-            # An odd last tap is the second of a pair: what lies behind the window may not be there.
+            # An odd last tap is the second of a pair: the column after the window may not exist.
             first = min(tap, self.axis.kernel - 2)
             weights = T.bind(pairs.weight(ky, first, first == tap))
             for column in range(self.width):

@@ -1,4 +1,4 @@
-"""Register tiles and row blocks that templates choose from: what fits the registers and the caches.
+"""Candidates of register tiles and row blocks that fit into registers and caches.
 
 Every function returns a deterministic, non-empty list.
 """
@@ -11,19 +11,20 @@ from typing import NamedTuple
 from costmodel.operators.layers import Conv2d
 from schedules.contract.cpu_target import CpuTarget
 
-# FMA units have a latency of 4 and 2 ports: fewer accumulators than this leave them idle.
+# FMA units have a latency of 4 and 2 ports: with fewer accumulators they are idle.
 _LATENCY_HIDING = 8
 # Registers for the inputs in flight of a depthwise tile.
 _INPUTS = 4
-# Steps of a reduction that are written out in the inner loop.
+# Numbers of unrolled steps of a reduction in the inner loop.
 UNROLLS = (2, 4, 8)
-# Taps of a row times steps that are written out for a register tile: what a 7x7 has in eight steps. A window of 3x39 in
-# eight steps took 21 s to compile, for a loop that needs no more than a few steps to hide what it costs.
+# Maximum number of unrolled taps of a row times steps of a register tile: that of a 7x7 in eight steps. A
+# window of 3x39 in eight steps took 21 s to compile, for a loop that needs only a few unrolled steps to hide its
+# overhead.
 _WRITTEN_OUT = 56
 
 
 class RegisterTile(NamedTuple):
-    """Sums of ``out_blocks`` output blocks x ``columns`` in registers, ``unroll`` steps of the sum written out."""
+    """Sums of ``out_blocks`` output blocks x ``columns`` in registers, ``unroll`` steps of the sum unrolled."""
 
     out_blocks: int
     columns: int
@@ -33,9 +34,9 @@ class RegisterTile(NamedTuple):
 def register_tiles(
     out_blocks: int, extent: int, cpu: CpuTarget, most: int = 8, sizes: Collection[int] | None = None
 ) -> list[tuple[int, int]]:
-    """(output blocks, columns) whose accumulators, weights and one broadcast input fit the registers; never empty.
+    """(Output blocks, columns) whose accumulators, weights and one broadcast input fit into the registers; never empty.
 
-    ``sizes``: the numbers of output blocks that a tile may have, 1 among them (``None``: all up to ``most``).
+    ``sizes``: allowed numbers of output blocks, including 1 (None: all up to ``most``).
     """
     found: list[tuple[int, int]] = []
     for size in range(1, min(most, out_blocks) + 1):
@@ -58,19 +59,18 @@ def tile_widths(extent: int, widest: int) -> list[int]:
 
 
 def depthwise_widths(conv: Conv2d, cpu: CpuTarget, taps: int | None = None) -> list[int]:
-    """Columns of the depthwise register tile: sums, ``taps`` (``None``: those of one row) and the inputs in flight."""
+    """Columns of the depthwise register tile, with ``taps`` (None: those of one row) and inputs in flight in
+    registers."""
     widest = max(1, cpu.registers - (taps or conv.kernel[1]) - _INPUTS)
     return sorted({*tile_widths(conv.out_width, widest), *tile_widths(conv.out_width, max(1, widest // 2))})
 
 
 def window_unrolls(columns: int, unrolls: Sequence[int] = UNROLLS) -> list[int]:
-    """Those of ``unrolls``, steps over input channels, that are written out where each has the ``columns`` taps of a
-    row; never empty.
-    """
+    """Allowed elements of ``unrolls``, steps over input channels with ``columns`` taps of a row each; never empty."""
     return [unroll for unroll in unrolls if unroll * columns <= _WRITTEN_OUT] or [1]
 
 
 def row_blocks(height: int) -> list[int]:
-    """Row tiles: powers of two, the divisors of the height and the whole image."""
+    """Row tiles: powers of two, divisors of the height, and the whole image."""
     small = {rows for rows in (1, 2, 4, 8, 14, 16, 28) if rows <= height}
     return sorted({rows for rows in small if height % rows == 0 or rows <= 4} | {height, -(-height // 2)})

@@ -1,4 +1,4 @@
-"""The rows that a fused kernel keeps while it walks down an image."""
+"""Window of rows that a fused kernel keeps while it processes an image from top to bottom."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from schedules.loops.emit import Expr
 
 @dataclass(frozen=True)
 class RowWindow:
-    """``tasks`` tasks each walk down their rows of the output of ``conv``, ``rows`` at a step.
+    """Rows of ``conv``: ``tasks`` tasks each process their output rows from top to bottom, ``rows`` per step.
 
-    Source rows lie in a ring of :attr:`ring` rows. Tasks may overlap at the end of the image: what two of them share
-    is computed twice, alike.
+    Source rows are in a ring of :attr:`ring` rows. Tasks may overlap at the end of the image: the overlap is computed
+    twice,
+    identically.
     """
 
     conv: Conv2d
@@ -25,12 +26,12 @@ class RowWindow:
 
     @property
     def steps(self) -> int:
-        """Steps of one task."""
+        """Number of steps of one task."""
         return -(-(-(-self.conv.out_height // self.rows)) // self.tasks)
 
     @property
     def ring(self) -> int:
-        """Rows of the ring: those that a step reads, as a power of two, so that the remainder is a mask."""
+        """Rows of the ring: those read by a step, rounded up to a power of two, so that the remainder is a mask."""
         return 1 << (_extent(self.conv, self.rows) - 1).bit_length()
 
     def first_row(self, task: Expr, step: Expr) -> Expr:
@@ -39,13 +40,13 @@ class RowWindow:
         return emit.bind(emit.clamp_start(task * count, count, self.conv.out_height) + step * self.rows)
 
     def new_sources(self, first_row: Expr, step: Expr) -> tuple[Expr, Expr]:
-        """Source rows [begin, end) that no step of this task had before."""
+        """Source rows [begin, end) not used in earlier steps of this task."""
         stride, extent = self.conv.stride[0], _extent(self.conv, 1)
         top = first_row * stride - self.conv.padding[0]
         end = emit.smaller(self.conv.height, top + (self.rows - 1) * stride + extent)
         begin = emit.larger(0, top)
         if not isinstance(step, int):
-            # The step before ended where its last row's filter did; with wide strides, before this one begins.
+            # The previous step ended at the end of its last row's window; with wide strides, before this step's begin.
             following = top if stride > extent else top - stride + extent
             if self.rows * stride - self.conv.padding[0] - stride + extent < 0:  # whole rows of padding
                 following = emit.larger(0, following)
@@ -53,15 +54,15 @@ class RowWindow:
         return emit.bind(begin), emit.bind(emit.larger(begin, end))
 
     def slot(self, row: Expr) -> Expr:
-        """Where source ``row`` lies in the ring."""
+        """Position of source ``row`` in the ring."""
         return emit.remainder(row, self.ring)
 
 
 def source_rows(conv: Conv2d, rows: int) -> int:
-    """Input rows that ``rows`` output rows read, at most the image."""
+    """Input rows read by ``rows`` output rows, at most the image."""
     return min(conv.height, _extent(conv, rows))
 
 
 def _extent(conv: Conv2d, rows: int) -> int:
-    """Rows from the first to the last that ``rows`` output rows read, the padding included."""
+    """Number of rows, padding included, read by ``rows`` output rows."""
     return (rows - 1) * conv.stride[0] + (conv.kernel[0] - 1) * conv.dilation[0] + 1

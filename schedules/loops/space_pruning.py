@@ -1,4 +1,4 @@
-"""From a template's candidates to its space: distinct, cheapest first, the hopeless left out."""
+"""Pruning of a template's candidates to its space: distinct, cheapest first, without hopeless ones."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from costmodel.model.measurements import Config, ConfigKey, config_key
 
-# The analytic cost is a guess: only what it puts this far behind is given up unmeasured.
+# The analytic cost is approximate: drop only candidates above this multiple of the smallest cost.
 _FAR = 2.0
 
 
