@@ -1,4 +1,4 @@
-"""Pixels of an image as tiles of AMX read them: neighbouring blocks of channels side by side, zeros in the padding."""
+"""Pixels of an image in the layout of AMX tiles: neighbouring channel blocks side by side, zeros in the padding."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from schedules.loops.prepared_input import PreparedInput, preparing_operations
 
 
 class TileRows:
-    """A buffer of a task, (runs, ``rows``, ``columns``, ``together``, V): of ``conv``'s input as many pixels.
+    """Task buffer (runs, ``rows``, ``columns``, ``together``, V) for pixels of the input of ``conv``.
 
-    A blocked tensor holds 16 channels of a pixel behind one another, a quarter or a half of a tile's row; here a run of
-    ``together`` blocks makes up a row. What the input is behind a gate or a prologue is computed on the way.
+    A blocked tensor has 16 contiguous channels per pixel, a quarter or a half of a tile's row; here a run of
+    ``together``
+    blocks forms a row. Gate and prologue are applied while copying.
     """
 
     def __init__(self, conv: Conv2d, lanes: int, together: int, rows: int, columns: int) -> None:
@@ -32,12 +33,13 @@ class TileRows:
         self._buffer = T.alloc_buffer((runs, rows, columns, together, lanes), tensor_dtype(conv.dtype))
 
     def first(self, run: Expr, row: Expr, column: Expr) -> Any:
-        """The first element of a pixel's run."""
+        """First element of a pixel's run."""
         return self._buffer[run, row, column, 0, 0]
 
     def fill(self, source: PreparedInput, image: Expr, top: Expr, left: Expr, width: int) -> None:
-        """With the pixels from row ``top`` and column ``left`` of the image on, whose rows are ``width`` wide (of a 1x1
-        all of it is one row). Either may lie in the padding; where ``left`` may it is a number.
+        """Copy the pixels from row ``top`` and column ``left`` of the image, whose rows are ``width`` wide.
+
+        For a 1x1 the whole image is one row. Both positions may be in the padding; ``left`` must then be a number.
         """
         full, rest = divmod(blocks(self._conv.in_channels, self._lanes), self._together)
         before = max(0, -left) if isinstance(left, int) else 0
@@ -61,9 +63,8 @@ class TileRows:
         left: Expr,
         columns: tuple[int, int],
     ) -> None:
-        """The first ``used`` blocks of a run, those of its ``columns`` [begin, end) that lie in the image; all else
-        becomes zeros.
-        """
+        """Copy the first ``used`` blocks of a run for the ``columns`` [begin, end) inside the image; zeros
+        elsewhere."""
         first = emit.bind(run * self._together)
         readers = [self._reader(source, image, first + index) for index in range(used)]
         low, high = self._inside_rows(top)
@@ -79,7 +80,7 @@ class TileRows:
         self._zeros(run, high, self._rows, 0, self._columns)
 
     def _inside_rows(self, top: Expr) -> tuple[Expr, Expr]:
-        """The rows of the buffer that lie in the image."""
+        """Rows of the buffer that are inside the image."""
         above, _, below, _ = self._conv.padding
         if not above and not below:
             return 0, self._rows
@@ -95,7 +96,7 @@ class TileRows:
         return lambda row, column: emit.rounded(prepared(row, column), lanes)
 
     def _zero(self) -> Any:
-        """A vector of zeros in the dtype of the buffer."""
+        """Zero vector in the dtype of the buffer."""
         lanes = self._lanes
         if self._buffer.dtype == "uint8":
             return tirx.Broadcast(tirx.const(0, "uint8"), lanes)
@@ -113,15 +114,16 @@ class TileRows:
 
 
 def laying_out_cycles(conv: Conv2d, cpu: CpuTarget, pixels: int, source_bytes: float) -> float:
-    """Cycles of :meth:`TileRows.fill` for ``pixels``, read from a tensor of which this core reads ``source_bytes``: a
-    load, a store and what is done between them for each vector.
+    """Cycles of :meth:`TileRows.fill` for ``pixels`` of a tensor of which this core reads ``source_bytes``.
+
+    Each vector takes a load, a store and the preparing operations.
     """
     vectors = pixels * blocks(conv.in_channels, cpu.lanes)
     moved = vectors * cpu.lanes * element_bytes(conv.dtype)
-    # A store takes the place of two operations.
+    # A store counts as two operations.
     return vectors * (2 + preparing_operations(conv)) / PORTS + exposed_traffic(cpu, moved, source_bytes)
 
 
 def is_copied(conv: Conv2d) -> bool:
-    """Whether the input is read as it lies."""
+    """True if the input is read without gate and prologue."""
     return not conv.gated and conv.prologue is None

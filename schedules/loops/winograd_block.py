@@ -23,7 +23,7 @@ from schedules.loops.winograd_tiles import WinogradTiles
 
 
 class WinogradBuffers(NamedTuple):
-    """Of one task: transformed input, products of a group of output blocks, a tile at the border."""
+    """Buffers of one task: transformed input, products of a group of output blocks, a tile at the border."""
 
     inputs: Any
     sums: Any
@@ -48,10 +48,10 @@ class WinogradBlock:
         return blocks(self.grid.conv.in_channels, self.lanes)
 
     def allocate(self) -> WinogradBuffers:
-        """Buffers of the task that is being emitted."""
+        """Allocate buffers in the task that is being emitted."""
         positions, grid = self._positions, self.grid
         return WinogradBuffers(
-            # An odd number of lines between two positions: they fall into different sets of the cache.
+            # An odd number of lines between two positions, so that they fall into different cache sets.
             inputs=T.alloc_buffer((positions, self._in_blocks * self.tiles | 1, self.lanes), "float32"),
             sums=T.alloc_buffer((self.tile.out_blocks, self.tiles, positions | 1, self.lanes), "float32"),
             border=T.alloc_buffer((max(grid.size, grid.outputs) ** 2, self.lanes), "float32"),
@@ -69,10 +69,11 @@ class WinogradBlock:
         bias: Any,
         finish: Callable[[tuple[Expr, ...], Sequence[Any]], None],
     ) -> None:
-        """All three steps for the output blocks of ``channel_task``.
+        """Emit all three steps for the output blocks of ``channel_task``.
 
-        ``place(index)``: image, and row and column of the first output of a tile; ``source(image,
-        block)(row, column)``: a vector of the input; ``finish(indices of the output, its sums with bias, one vector)``.
+        ``place(index)``: image, and row and column of the first output of a tile; ``source(image, block)(row,
+        column)``: a vector
+        of the input; ``finish(indices of the output, its sums with bias, one vector)`` stores.
         """
         inputs, sums, border = buffers
         lanes = self.lanes
@@ -99,7 +100,7 @@ class WinogradBlock:
                 )
 
     def _products(self, inputs: Any, weight: Any, sums: Any, position: Expr, first: Expr) -> None:
-        """The matrix product at one ``position`` for the output blocks of a group from ``first``: ``sums``."""
+        """Compute ``sums``, the matrix product at one ``position`` for a group of output blocks from ``first``."""
         lanes = self.lanes
         for segment in emit.segments(self.tiles, self.tile.columns):
             with emit.column_tile(segment) as start:
@@ -121,8 +122,9 @@ class WinogradBlock:
                 ).emit(self.grid.conv.in_channels, (0, 1), 1, lanes)
 
     def cycles(self, cpu: CpuTarget, groups: int, beside: float = 0.0) -> float:
-        """Cycles of :meth:`emit` for ``groups`` groups of output blocks; ``beside``: bytes used between two blocks of
-        tiles by what else the kernel does.
+        """Cycles of :meth:`emit` for ``groups`` groups of output blocks.
+
+        ``beside``: bytes used by other parts of the kernel between two blocks of tiles.
         """
         outputs, positions, channels = self.grid.outputs, self._positions, self.grid.conv.in_channels
         into, out_of = (operations / PORTS for operations in transform_operations(outputs))

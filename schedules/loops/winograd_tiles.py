@@ -1,4 +1,4 @@
-"""Tiles of a Winograd convolution: read from the image through one transform, written to it through the other."""
+"""Tiles of a Winograd convolution: input and output transforms between image and tiles."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from schedules.loops.winograd_transforms import input_transform, output_transfor
 
 
 class WinogradTiles:
-    """Tiles of ``outputs`` x ``outputs`` over the output of ``conv``, image by image; those at its end hold fewer."""
+    """Tiles of ``outputs`` x ``outputs`` over the output of ``conv``, image by image; tiles at the end are partial."""
 
     def __init__(self, conv: Conv2d, outputs: int) -> None:
         self.conv = conv
@@ -38,9 +38,9 @@ class WinogradTiles:
         lanes: int,
         keep: Callable[[int, Any], None],
     ) -> None:
-        """Transforms the input of the tile whose outputs begin at ``row`` and ``column``: ``keep(position, vector)``.
+        """Transform the input of the tile with the first output at ``row`` and ``column``: ``keep(position, vector)``.
 
-        ``load(row, column)`` is a vector of the input. What lies in the padding goes by ``border``.
+        ``load(row, column)`` is a vector of the input. Tiles that touch the padding use the buffer ``border``.
         """
         conv, size = self.conv, self.size
         top, left = emit.bind(row - conv.padding[0]), emit.bind(column - conv.padding[1])
@@ -77,7 +77,8 @@ class WinogradTiles:
         lanes: int,
         finish: Callable[[Expr, Expr, Any], None],
     ) -> None:
-        """Outputs of the tile at ``row`` and ``column`` from its ``sums(position)``: ``finish(row, column, value)``."""
+        """Transform ``sums(position)`` of the tile at ``row`` and ``column`` to outputs: ``finish(row, column,
+        value)``."""
         conv, size, outputs = self.conv, self.size, self.outputs
         values = [[T.bind(sums(y * size + x)) for x in range(size)] for y in range(size)]
         result = output_transform(values, outputs, lanes)
@@ -105,17 +106,17 @@ class WinogradTiles:
 
     @property
     def _even(self) -> bool:
-        """Whether every tile is full."""
+        """True if every tile is full."""
         return self.conv.out_height % self.outputs == 0 and self.conv.out_width % self.outputs == 0
 
     def place(self, tile: Expr) -> tuple[Expr, Expr, Expr]:
-        """Image, and row and column of the first output."""
+        """Image, and row and column of the first output of a tile."""
         image, row, column = task_index(tile, self.conv.batch, self.rows, self.columns)
         return image, emit.bind(row * self.outputs), emit.bind(column * self.outputs)
 
 
 def _either(conditions: Sequence[Any], then: Callable[[], None], otherwise: Callable[[], None]) -> None:
-    """``then`` where all ``conditions`` hold; no branch where that is known."""
+    """Emit ``then`` if all ``conditions`` hold, otherwise ``otherwise``; without a branch if known at compile time."""
     if any(condition is False for condition in conditions):
         otherwise()
         return

@@ -1,8 +1,8 @@
 """Winograd's minimal filtering of 3-tap windows: its matrices, and their products with vectors in registers.
 
-m outputs of a 3-tap filter cost n = m + 2 multiplications instead of 3 m: y = A^T [(G g) * (B^T d)] (Winograd 1980;
-for convolutions Lavin and Gray, CVPR 2016). The matrices are Toom and Cook's: values of polynomials at n - 1 points and
-their leading coefficient. All points but zero come in pairs of both signs, so that even and odd parts are shared.
+m outputs of a 3-tap filter need n = m + 2 multiplications instead of 3 m: y = A^T [(G g) * (B^T d)] (Winograd 1980; for
+convolutions Lavin and Gray, CVPR 2016). The matrices are those of Toom and Cook: values of polynomials at n - 1 points
+and their leading coefficient. All points except zero are pairs of both signs, so that even and odd parts are shared.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from tvm.script.ir_builder import tirx as T
 from costmodel.cpu.winograd_work import TAPS
 from schedules.loops import emit
 
-# Positive points of each pair, by the outputs of a tile: those of least error among the candidates of Barabasz et al.
-# (ACM TOMS 2020, arXiv:1803.10986) and Alam et al. (ACM TECS 2022: c and 1/c). What the matrices hold of them is exact
-# in FP32. Mean error over 128 channels against FP64, relative to direct summation: 2 outputs 0.7; 4 outputs 1.7, at 1
-# and 2 3.2, at 1 and 1/2 3.1, at 2/3 and 3/2 1.8; 6 outputs 6.6 at best for at most 1.3 times fewer products: left out.
+# Positive point of each pair, by the outputs of a tile: those of smallest error among the candidates of Barabasz
+# et al. (ACM TOMS 2020, arXiv:1803.10986) and Alam et al. (ACM TECS 2022: c and 1/c). Their matrix elements are exact
+# in
+# FP32. Mean error over 128 channels against FP64, relative to direct summation: 2 outputs 0.7; 4 outputs 1.7, at 1 and
+# 2
+# 3.2, at 1 and 1/2 3.1, at 2/3 and 3/2 1.8; 6 outputs 6.6 at best for at most 1.3 times fewer products: not used.
 _POINTS: dict[int, tuple[float, ...]] = {2: (1.0,), 4: (0.625, 1.5)}
 
 
 class WinogradMatrices(NamedTuple):
-    """``input`` is B^T (n, n), ``weight`` G (n, taps), ``output`` A^T (m, n), in FP64."""
+    """Matrices in FP64: ``input`` is B^T (n, n), ``weight`` G (n, taps), ``output`` A^T (m, n)."""
 
     input: np.ndarray
     weight: np.ndarray
@@ -34,13 +36,13 @@ class WinogradMatrices(NamedTuple):
 
 @lru_cache
 def winograd_matrices(outputs: int) -> WinogradMatrices:
-    """Of tiles of ``outputs``, one of those that have points; rows of the points 0, +p, -p, +q, -q ..., infinity."""
+    """Matrices for tiles of ``outputs`` with known points; rows of the points 0, +p, -p, +q, -q ..., infinity."""
     points = [0.0, *(sign * point for point in _POINTS[outputs] for sign in (1.0, -1.0))]
     return toom_cook(points, outputs, TAPS)
 
 
 def toom_cook(points: Sequence[float], outputs: int, taps: int) -> WinogradMatrices:
-    """Of ``outputs`` of a window of ``taps`` by finite ``points``, one fewer than products; the last is infinity."""
+    """Matrices for ``outputs`` of a window of ``taps``; the finite ``points`` are followed by infinity."""
     count = outputs + taps - 1
     inputs, weights, sums = np.zeros((count, count)), np.zeros((count, taps)), np.zeros((outputs, count))
     for row, point in enumerate(points):
@@ -54,7 +56,7 @@ def toom_cook(points: Sequence[float], outputs: int, taps: int) -> WinogradMatri
 
 
 def transformed_weight(weight: np.ndarray, outputs: int) -> np.ndarray:
-    """(O, I, 3, 3) to FP64 (O, I, n * n): G g G^T."""
+    """Transform (O, I, 3, 3) to FP64 (O, I, n * n): G g G^T."""
     matrix = winograd_matrices(outputs).weight
     return np.einsum("ay,oiyx,bx->oiab", matrix, weight.astype(np.float64), matrix).reshape(*weight.shape[:2], -1)
 
@@ -62,9 +64,12 @@ def transformed_weight(weight: np.ndarray, outputs: int) -> np.ndarray:
 def relative_rounding(outputs: int) -> float:
     """RMS error of the sums over many channels, relative to that of direct summation.
 
-    The k-th partial sum of terms of variance v errs by eps^2 k v. Direct: 9 C terms of variance 1; here C terms at each
-    position, of variance |G_i|^2 |G_j|^2 |B_i|^2 |B_j|^2, and then weighted by the squares of A: norms of rows, as in
-    the bound of Barabasz et al., but of independent errors instead of the worst. What the transforms round is left out.
+    The k-th partial sum of terms of variance v has an error variance of eps^2 k v. Direct: 9 C terms of variance 1;
+    here C
+    terms at each position, of variance |G_i|^2 |G_j|^2 |B_i|^2 |B_j|^2, weighted by the squares of A: norms of rows, as
+    in
+    the bound of Barabasz et al., but of independent errors instead of the worst case. Rounding in the transforms is
+    ignored.
     """
     inputs, weights, sums = (matrix**2 for matrix in winograd_matrices(outputs))
     return float((sums @ (weights.sum(axis=1) * inputs.sum(axis=1))).mean()) / TAPS**2
@@ -81,7 +86,7 @@ def output_transform(tile: Sequence[Sequence[Any]], outputs: int, lanes: int) ->
 
 
 def _both_axes(tile: Sequence[Sequence[Any]], line: Any) -> list[list[Any]]:
-    """``line`` on every column, then on every row."""
+    """Apply ``line`` to every column, then to every row."""
     columns = [line([row[x] for row in tile]) for x in range(len(tile[0]))]
     return [line([column[y] for column in columns]) for y in range(len(columns[0]))]
 
@@ -115,7 +120,7 @@ def _output_line(values: Sequence[Any], outputs: int, lanes: int) -> list[Any]:
 
 
 def combination(factors: Sequence[float], values: Sequence[Any], lanes: int) -> Any:
-    """Sum of ``factors`` times ``values``; factors of zero cost nothing."""
+    """Sum of ``factors`` times ``values``; zero factors are skipped."""
     terms = [(float(factor), value) for factor, value in zip(factors, values, strict=True) if factor]
     terms.sort(key=lambda term: (abs(term[0]) != 1.0, term[0] < 0.0))
     result = _scaled(*terms[0], lanes)

@@ -1,1 +1,1 @@
-"""Measures kernels and programs of kernels: built, verified and timed in a process of their own."""
+"""Measurement of kernels and kernel programs: built, verified and timed in a separate process."""

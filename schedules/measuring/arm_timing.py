@@ -1,7 +1,7 @@
-"""The timing protocol: how one kernel, or several against each other, are timed.
+"""Timing protocol of one kernel, or of several against each other.
 
-All competitors ("arms") are sampled in turn, A B C A B C, so that a slow phase of a shared machine hits every one
-of them. A sample is the mean over a short burst of calls; the minimum over the samples estimates the undisturbed time.
+All competitors ("arms") are sampled alternately, A B C A B C, so that a slow phase of a shared machine affects all of
+them. A sample is the mean over a short burst of calls; the minimum over the samples estimates the undisturbed time.
 """
 
 from __future__ import annotations
@@ -20,34 +20,32 @@ KernelCall = tuple[Callable[..., object], tuple[object, ...]]
 
 @dataclass(frozen=True)
 class TimingProtocol:
-    """Seconds are wall time of one arm.
+    """Parameters of timing; seconds are wall time of one arm."""
 
-    ``sample_seconds``: one burst; long against the clock's resolution, short against a scheduling disturbance.
-    ``budget_seconds``: sampling time per arm after ``min_samples``.
-    ``abandon_ratio``: an arm slower than the best known time by this factor stops after ``min_samples``; one slower
-    by ``suspicious_ratio`` only after ``patience`` pauses of ``pause_seconds``: another process on one of the cores
-    makes every parallel region as long as a time slice of the scheduler, for as long as it runs.
-    ``copies``: copies of the constants that the calls rotate over; ``None``: see :func:`rotation_copies`.
-    """
-
+    # Duration of a burst: long against the clock's resolution, short against scheduling disturbances.
     sample_seconds: float = 1e-3
+    # Sampling time per arm after ``min_samples``.
     budget_seconds: float = 20e-3
     warmup_seconds: float = 2e-3
     min_samples: int = 3
+    # An arm slower than the best known time by this factor stops after ``min_samples``.
     abandon_ratio: float = 1.5
+    # An arm slower by this factor stops only after ``patience`` pauses of ``pause_seconds``: another process on one of
+    # the cores makes every parallel region as long as a time slice of the scheduler.
     suspicious_ratio: float = 3.0
     patience: int = 3
     pause_seconds: float = 20e-3
+    # Copies of the constants that the calls alternate between; None: see :func:`rotation_copies`.
     copies: int | None = None
 
 
 def rotation_copies(constant_bytes: int, cpu: CpuTarget) -> int:
-    """Copies of the weights that together are twice the L2 caches of all threads.
+    """Number of copies of the weights that together are twice the L2 caches of all threads.
 
-    In a network every other layer runs between two calls, so a layer's weights come from the level that holds the
-    whole model, mostly the last-level cache, whereas its input was just written. A kernel called again and again on
-    one copy would read its weights from L2. More than 256 copies (weights under about 32 KiB) change nothing that
-    can be measured.
+    In a network all other layers run between two calls, so a layer's weights come from the level that holds the whole
+    model,
+    mostly the last-level cache, whereas its input was just written. Repeated calls on one copy would read the weights
+    from
     """
     if constant_bytes == 0:
         return 1
@@ -59,7 +57,7 @@ def rotation_copies(constant_bytes: int, cpu: CpuTarget) -> int:
 class Arm:
     """Calls in rotation. One execution of the arm is ``steps`` consecutive calls.
 
-    ``overhead_seconds``: what the calls of one execution cost without any work; taken off every sample.
+    ``overhead_seconds``: cost of the calls of one execution without any work; subtracted from every sample.
     """
 
     calls: Sequence[KernelCall]
@@ -82,7 +80,7 @@ class Arm:
         return median(self.samples)
 
     def run(self, executions: int) -> float:
-        """Seconds of one execution, overhead included, mean over ``executions``."""
+        """Seconds of one execution including overhead, mean over ``executions``."""
         calls = itertools.islice(self._rotation, executions * self.steps)
         start = time.perf_counter()
         for function, arguments in calls:
@@ -90,7 +88,7 @@ class Arm:
         return (time.perf_counter() - start) / executions
 
     def sample(self, executions: int) -> float:
-        """Takes one sample; returns the wall seconds it took."""
+        """Take one sample; return its wall seconds."""
         seconds = self.run(executions)
         self.samples.append(max(seconds - self.overhead_seconds, 1e-9))
         return seconds * executions
@@ -102,7 +100,7 @@ def time_arms(
     best_seconds: float | None = None,
     before: Callable[[int], None] = lambda index: None,
 ) -> None:
-    """Fills ``samples`` of every arm, in turn; ``before`` hears which one is run next."""
+    """Fill ``samples`` of all arms alternately; ``before`` is called with the index of the next arm."""
     bursts = [_warm_up(arm, protocol, partial(before, index)) for index, arm in enumerate(arms)]
     spent = [0.0] * len(arms)
     pauses = 0
@@ -125,7 +123,7 @@ def time_arms(
 
 
 def _warm_up(arm: Arm, protocol: TimingProtocol, before: Callable[[], None]) -> int:
-    """Runs the arm for the warm-up time; returns the executions that fill one sample."""
+    """Run the arm for the warm-up time; return the number of executions that fill one sample."""
     spent, seconds = 0.0, float("inf")
     while spent < protocol.warmup_seconds or seconds == float("inf"):
         before()

@@ -1,4 +1,4 @@
-"""Seeded random arguments of one operator's kernels, what they must compute, and whether they did."""
+"""Seeded random arguments of an operator's kernels, expected outputs, and their verification."""
 
 from __future__ import annotations
 
@@ -26,17 +26,15 @@ from schedules.measuring.arm_timing import rotation_copies
 
 _GUARD_BYTES = 4096
 _GUARD = 0xA5
-_ALIGNMENT = 64  # of TVM's own allocations
+_ALIGNMENT = 64  # alignment of TVM's allocations
 
 
 class WrongValues(Exception):
-    """A kernel wrote other values than the reference, or outside its output."""
+    """Raised if a kernel wrote wrong values, or outside its output."""
 
 
 def unwritten_value(dtype: np.dtype) -> float:
-    """What an output of ``dtype`` is filled with, so that an element left out is noticed: NaN, or a byte as improbable
-    as any.
-    """
+    """Initial value of outputs of ``dtype``, for detecting unwritten elements: NaN, or an arbitrary byte."""
     return _GUARD if dtype == np.uint8 else float("nan")
 
 
@@ -52,42 +50,41 @@ class GuardedOutput:
         self.reset()
 
     def reset(self) -> None:
-        """Fills the guards anew and the output with :func:`unwritten_value`, before a run."""
+        """Fill the guards, and the output with :func:`unwritten_value`, before a run."""
         self._raw[: self._start] = _GUARD
         self._raw[self._stop :] = _GUARD
         self.array[...] = unwritten_value(self.array.dtype)
 
     @property
     def guards_intact(self) -> bool:
-        """Whether the kernel wrote nothing outside its output."""
+        """True if the kernel wrote nothing outside its output."""
         return bool((self._raw[: self._start] == _GUARD).all() and (self._raw[self._stop :] == _GUARD).all())
 
 
 @dataclass(frozen=True, eq=False)
 class VerificationCase:
-    """What the kernels of one operator are run on.
+    """Arguments and expected output of the kernels of one operator."""
 
-    ``rotation``: argument tuples that differ in their copy of the constants; ``expected`` in framework layout, before
-    it is rounded to the dtype of the output. ``tolerance``, ``margin``: of the functions of these names.
-    """
-
+    # Argument tuples with different copies of the constants.
     rotation: tuple[tuple[Any, ...], ...]
     output: GuardedOutput
     output_spec: TensorSpec
+    # In framework layout, before rounding to the dtype of the output.
     expected: np.ndarray
+    # See the functions of the same names.
     tolerance: float
     margin: float = 0.0
 
     @property
     def size_bytes(self) -> int:
-        """Memory of the arguments and of the expected values."""
+        """Memory of the arguments and of the expected values in bytes."""
         tensors = {id(tensor): tensor for arguments in self.rotation for tensor in arguments}
         return self.expected.nbytes + sum(
             numpy_dtype(str(tensor.dtype)).itemsize * math.prod(tensor.shape) for tensor in tensors.values()
         )
 
     def verify(self) -> None:
-        """``WrongValues`` unless the output holds the expected values."""
+        """Raise ``WrongValues`` unless the output has the expected values."""
         if not self.output.guards_intact:
             raise WrongValues("wrote outside its output")
         actual = self.output.array.astype(np.float32)
@@ -107,10 +104,10 @@ class VerificationCase:
 
 
 def make_case(operator: Operator, template: Template, cpu: CpuTarget, copies: int | None = None) -> VerificationCase:
-    """Random arguments of ``operator`` as TVM tensors; ``copies`` of the constants (``None``: the default rule)."""
+    """Random arguments of ``operator`` as TVM tensors, with ``copies`` of the constants (None: default rule)."""
     rng = np.random.default_rng(0)
     signature = template.signature(operator, cpu)
-    # A spread of 2 reaches both ends of ReLU6 and of the hard activations.
+    # A standard deviation of 2 reaches both ends of ReLU6 and of the hard activations.
     data = _normal(rng, operator.input_shape, 2.0) if operator.dtype != "int8" else _bytes(rng, operator.input_shape)
     parameters = random_parameters(operator, rng)
     has_residual = signature.residual is not None
@@ -133,20 +130,20 @@ def make_case(operator: Operator, template: Template, cpu: CpuTarget, copies: in
 
 
 def _gate(operator: Operator, rng: np.random.Generator) -> np.ndarray | None:
-    """Factors of a gated convolution between zero and one, as a sigmoid gives them."""
+    """Factors of a gated convolution between zero and one, like those of a sigmoid."""
     if not isinstance(operator, Conv2d) or not operator.gated:
         return None
     return rng.random(operator.gate_shape, dtype=np.float32)
 
 
 def input_tensor(shape: tuple[int, ...], spec: TensorSpec, cpu: CpuTarget) -> Any:
-    """Random values of framework ``shape`` as a TVM tensor laid out as ``spec``."""
+    """Random values of framework ``shape`` as a TVM tensor in the layout of ``spec``."""
     rng = np.random.default_rng(0)
     return _tensor(_laid_out(_normal(rng, shape, 1.0), spec, cpu, rng))
 
 
 def random_parameters(operator: Operator, rng: np.random.Generator) -> list[Parameters]:
-    """Weights scaled by the square root of the reduction length, so that no layer changes the spread."""
+    """Weights scaled by the square root of the reduction length, so that layers preserve the standard deviation."""
     parameters = []
     for layer in layers(operator):
         if layer.dtype == "int8":
@@ -164,16 +161,16 @@ def random_parameters(operator: Operator, rng: np.random.Generator) -> list[Para
 
 
 def _bytes(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """All bytes alike, as FP32."""
+    """Uniformly distributed bytes, as FP32."""
     return rng.integers(0, 256, shape).astype(np.float32)
 
 
 def _quantised_parameters(layer: Conv2d | Dense | ChannelNorm, rng: np.random.Generator) -> Parameters:
-    """Whole numbers, whose sums reach both ends of the bytes that they become; no zero point is zero."""
+    """Integer parameters whose results cover the whole range of bytes; no zero point is zero."""
     outputs = layer.weight_shape[0]
     weight = rng.integers(-127, 128, layer.weight_shape)
     bias = rng.integers(-4000, 4001, outputs) if layer.epilogue.bias else None
-    # A byte and a weight spread by about 74 each.
+    # Bytes and weights have a standard deviation of about 74 each.
     spread = 74.0**2 * math.sqrt(math.prod(layer.weight_shape[1:]))
     multiplier = (80.0 / spread * rng.uniform(0.5, 1.5, outputs)).astype(np.float32)
     zero, addition, step = 131, None, 0.0
@@ -193,7 +190,7 @@ def _quantised_parameters(layer: Conv2d | Dense | ChannelNorm, rng: np.random.Ge
 
 
 def layers(operator: Operator) -> Sequence[Conv2d | Dense | ChannelNorm]:
-    """The layers with weights, in execution order."""
+    """Layers with weights, in execution order."""
     if isinstance(operator, Pool2d):
         return ()
     return operator.convs if isinstance(operator, FusedConvs) else (operator,)
@@ -202,12 +199,13 @@ def layers(operator: Operator) -> Sequence[Conv2d | Dense | ChannelNorm]:
 def tolerance(operator: Operator) -> float:
     """Allowed error, relative to ``1 + |expected|``.
 
-    FP32 summation of K terms in any order errs by at most ``K * eps * sum(|terms|)``, in practice by about its
-    square root; ``4 * K * eps`` lies between, and far under the ``1 / sqrt(K)`` that one lost term changes.
-
-    A result of bfloat16 is rounded by up to 2^-8 of it. What lies between two convolutions, or behind a prologue, is
-    rounded too: where sums differ in their last bits, now and then the other way, so that as much is allowed again.
-    Of bytes every one is known, but for a :func:`margin`.
+    FP32 summation of K terms in any order has an error of at most ``K * eps * sum(|terms|)``, typically about its
+    square
+    root; ``4 * K * eps`` is between them, and far below the ``1 / sqrt(K)`` of one lost term. A bfloat16 result has a
+    relative rounding error of up to 2^-8. Values between two convolutions, or after a prologue, are rounded too: if
+    sums
+    differ in their last bits, occasionally the other way, so the same is added again. Bytes are exact, except for a
+    :func:`margin`.
     """
     twice = isinstance(operator, FusedConvs) or (isinstance(operator, Conv2d) and operator.prologue is not None)
     if operator.dtype == "int8":
@@ -223,8 +221,9 @@ def tolerance(operator: Operator) -> float:
 
 
 def margin(operator: Operator) -> float:
-    """What is allowed besides: of bytes behind an activation, which kernels approximate, a value half-way between two
-    may become either, and in a chain what depends on it moves by as much.
+    """Additional absolute tolerance: 1 for bytes after an activation, which kernels approximate, otherwise 0.
+
+    A value halfway between two integers may be rounded to either, and in a chain dependent values change as much.
     """
     if operator.dtype != "int8" or isinstance(operator, Pool2d):
         return 0.0
@@ -238,7 +237,7 @@ def _normal(rng: np.random.Generator, shape: tuple[int, ...], spread: float) -> 
 
 
 def _laid_out(array: np.ndarray, spec: TensorSpec, cpu: CpuTarget, rng: np.random.Generator) -> np.ndarray:
-    """``array`` in the layout of ``spec``; lanes beyond the channels hold values that a kernel must not use."""
+    """``array`` in the layout of ``spec``; lanes beyond the channels get values that a kernel must not use."""
     if spec.layout == "plain":
         return stored(array.reshape(spec.shape), spec.dtype)
     blocked = block(array, cpu.lanes)
@@ -256,10 +255,10 @@ def _tensor(array: np.ndarray) -> Any:
 
 
 def tensor_over(array: np.ndarray) -> Any:
-    """The memory of ``array`` as a TVM tensor."""
+    """Wrap the memory of ``array`` as a TVM tensor."""
     import tvm
 
     if array.dtype != numpy_dtype("bfloat16"):
         return tvm.runtime.from_dlpack(array)
-    bits = tvm.runtime.from_dlpack(array.view(np.uint16))  # NumPy hands on no type of another package
+    bits = tvm.runtime.from_dlpack(array.view(np.uint16))  # NumPy does not export dtypes of other packages
     return bits._create_view(array.shape, "bfloat16")

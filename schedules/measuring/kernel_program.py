@@ -1,7 +1,7 @@
-"""A network's kernels on buffers as the network has them: weights of their own, intermediates reused.
+"""A network's kernels on buffers as in the network: separate weights, reused buffers of intermediates.
 
-Between two runs of a layer all the others run. So its weights come from whatever cache level holds the model, its
-input from the caches of the cores that wrote it: what a kernel costs there is not what it costs by itself.
+All other layers run between two runs of a layer. So its weights come from the cache level that holds the model, its
+input from the caches of the cores that wrote it: the time of a kernel differs from its time alone.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from schedules.contract.template import Signature, Template, TensorSpec, numpy_d
 from schedules.measuring.kernel_arguments import input_tensor, random_parameters, tensor_over
 from schedules.measuring.measure_messages import KernelProgram, KernelStep, MeasureOutcome
 
-_ALIGNMENT = 64  # of TVM's own allocations
-# A free buffer is taken for a tensor up to so many times smaller, as TVM's memory planner does.
+_ALIGNMENT = 64  # alignment of TVM's allocations
+# A free buffer is used for a tensor smaller by at most this factor, as in TVM's memory planner.
 _WASTE = 16
 WARMUP_RUNS = 2
 
@@ -37,7 +37,7 @@ class LoadedProgram:
     _blocks: list[np.ndarray] = field(default_factory=list)
 
     def sample(self, runs: int, before: Callable[[], None] = lambda: None) -> None:
-        """Runs the whole ``runs`` times in a row, after a warm-up; keeps the median of each step.
+        """Run the whole ``runs`` times after a warm-up; store the median of each step.
 
         ``before`` is called before every run.
         """
@@ -48,7 +48,7 @@ class LoadedProgram:
         self._blocks.append(np.median(block[WARMUP_RUNS:], axis=0))
 
     def outcome(self) -> MeasureOutcome:
-        """Of each step the least of its medians: the undisturbed round; of the whole likewise."""
+        """Minimum of the medians of each step (the undisturbed round), and likewise of the whole."""
         totals = [float(block.sum()) for block in self._blocks]
         steps = tuple(float(seconds) for seconds in np.min(self._blocks, axis=0))
         return MeasureOutcome(min(totals), None, "", median(totals), len(totals), steps)
@@ -63,15 +63,17 @@ class LoadedProgram:
 
 
 class ProgramBuffers:
-    """Buffers of several programs. Intermediates of all of them share one arena; equal layers share their weights,
-    which are kept for programs that are loaded later.
+    """Buffers of several programs.
+
+    Intermediates of all programs share one arena; equal layers share their weights, which are kept for programs loaded
+    later.
     """
 
     def __init__(self, templates: Callable[[Operator, CpuTarget], Template | None], cpu: CpuTarget) -> None:
         self._templates = templates
         self._cpu = cpu
         self._capacities: list[int] = []
-        # By operator, template (how weights are laid out is its own affair) and layer.
+        # By operator, template (which defines the layout of weights) and layer.
         self._constants: dict[tuple[Operator, str, int], tuple[Any, ...]] = {}
         self._packed: dict[tuple[Operator, str], list[np.ndarray]] = {}
         self._inputs: dict[tuple[Operator, str], Any] = {}
@@ -80,7 +82,7 @@ class ProgramBuffers:
     def load(
         self, program: KernelProgram, functions: Sequence[Callable[..., object]], overhead: Callable[[int], float]
     ) -> LoadedProgram:
-        """Plans the buffers of ``program``; :meth:`allocate` gives them to it."""
+        """Plan the buffers of ``program``; :meth:`allocate` creates them."""
         signatures = [self._template(step).signature(step.candidate[0], self._cpu) for step in program]
         slots = plan_buffers([signature.output.size_bytes for signature in signatures], last_uses(program))
         for slot, signature in zip(slots, signatures, strict=True):
@@ -92,12 +94,12 @@ class ProgramBuffers:
 
     @property
     def kept_bytes(self) -> int:
-        """Memory of the weights that are kept."""
+        """Memory of the kept weights in bytes."""
         sizes = {key: sum(array.nbytes for array in packed) for key, packed in self._packed.items()}
         return sum(sizes.values()) + sum(sizes[operator, family] for operator, family, _ in self._constants)
 
     def allocate(self) -> None:
-        """Makes the arena and the arguments of all programs that were loaded."""
+        """Create the arena and the arguments of all loaded programs."""
         arena = [np.zeros(capacity + _ALIGNMENT, np.uint8) for capacity in self._capacities]
         for loaded, program, signatures, slots in self._pending:
             outputs = [_view(arena[slot], signature.output) for slot, signature in zip(slots, signatures, strict=True)]
@@ -130,7 +132,7 @@ class ProgramBuffers:
         signatures: Sequence[Signature],
         outputs: Sequence[Any],
     ) -> Any:
-        """The output of step ``index`` where it is laid out as ``spec``; else values of its own."""
+        """Output of step ``index`` if it has the layout of ``spec``; otherwise a separate tensor."""
         if index is not None and signatures[index].output == spec:
             return outputs[index]
         if (operator, name) not in self._inputs:
@@ -157,7 +159,7 @@ class ProgramBuffers:
 
 
 def last_uses(program: KernelProgram) -> list[int]:
-    """Index of the last step that reads the output of each step; its own where none does."""
+    """Index of the last step that reads the output of each step; its own index if there is none."""
     last = list(range(len(program)))
     for index, step in enumerate(program):
         for source in step.sources:
@@ -167,9 +169,10 @@ def last_uses(program: KernelProgram) -> list[int]:
 
 
 def plan_buffers(sizes: Sequence[int], last: Sequence[int]) -> list[int]:
-    """A buffer for every output, none used twice at a time: the smallest free one that fits, else the largest grows.
+    """Buffer number for every output, without overlapping uses: the smallest free one that fits, or the largest grows.
 
-    As ``relax.transform.StaticPlanBlockMemory`` reuses memory, so that outputs lie as they will in the network.
+    As ``relax.transform.StaticPlanBlockMemory`` reuses memory, so that outputs have the same placement as in the
+    network.
     """
     capacities: list[int] = []
     free: set[int] = set()
@@ -192,7 +195,7 @@ def plan_buffers(sizes: Sequence[int], last: Sequence[int]) -> list[int]:
 
 
 def _shape(operator: Operator, name: str) -> tuple[int, ...]:
-    """Of the tensor that a kernel knows as ``name``, in the layout of the framework."""
+    """Framework shape of the kernel argument ``name``."""
     if name == "gate":
         assert isinstance(operator, Conv2d)
         return operator.gate_shape

@@ -1,4 +1,4 @@
-"""What runner and worker say to each other, and the outcome of a measurement."""
+"""Messages between runner and worker, and the outcome of a measurement."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ KernelCandidate = tuple[Operator, Mapping[str, int]]
 
 @dataclass(frozen=True)
 class KernelStep:
-    """One kernel of a program. ``data``, ``residual``, ``gate``: the earlier step whose output it reads (``None``: own
-    input).
-    """
+    """One kernel of a program."""
 
+    # Earlier step whose output is the data, None for a separate input; likewise for the others.
     candidate: KernelCandidate
     data: int | None = None
     residual: int | None = None
@@ -27,11 +26,11 @@ class KernelStep:
 
     @property
     def sources(self) -> tuple[int | None, ...]:
-        """Whose outputs it reads: those of data, residual and gate."""
+        """Steps whose outputs it reads: those of data, residual and gate."""
         return (self.data, self.residual, self.gate)
 
 
-# A network's kernels in the order it runs them.
+# A network's kernels in execution order.
 KernelProgram = tuple[KernelStep, ...]
 
 
@@ -39,8 +38,9 @@ KernelProgram = tuple[KernelStep, ...]
 class MeasureOutcome:
     """Result of measuring one candidate: ``seconds``, or the kind and message of a failure.
 
-    ``seconds`` is the minimum and ``median_seconds`` the median over ``samples`` bursts of calls. Of a program:
-    seconds of the whole, and ``step_seconds`` of each step in it.
+    ``seconds`` is the minimum and ``median_seconds`` the median over ``samples`` bursts of calls. For a program:
+    seconds of
+    the whole, and ``step_seconds`` of each step in it.
     """
 
     seconds: float | None
@@ -52,7 +52,7 @@ class MeasureOutcome:
 
     @property
     def ok(self) -> bool:
-        """Whether there is a time."""
+        """True if there is a time."""
         return self.seconds is not None
 
 
@@ -69,7 +69,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class MeasureRequest:
-    """Time these arms against each other; an arm is one candidate or several run one after the other."""
+    """Time these arms against each other; an arm is one candidate or several run consecutively."""
 
     arms: tuple[tuple[KernelCandidate, ...], ...]
     best_seconds: float | None = None
@@ -77,9 +77,9 @@ class MeasureRequest:
 
 @dataclass(frozen=True)
 class CompileRequest:
-    """Compile these candidates, several at a time, for the requests that follow; nothing is timed meanwhile.
+    """Compile these candidates in parallel for later requests; nothing is timed meanwhile.
 
-    One that cannot be compiled is no failure yet: it is met again by itself, when it is to be measured.
+    A compilation failure is reported only when the candidate is measured.
     """
 
     candidates: tuple[KernelCandidate, ...]
@@ -87,7 +87,7 @@ class CompileRequest:
 
 @dataclass(frozen=True)
 class ProgramRequest:
-    """Time these programs in turns, each ``runs`` times in a row, ``rounds`` times over."""
+    """Time these programs alternately, each ``runs`` times in a row, in ``rounds`` rounds."""
 
     programs: tuple[KernelProgram, ...]
     rounds: int
@@ -96,7 +96,7 @@ class ProgramRequest:
 
 @dataclass(frozen=True)
 class WorkerPhase:
-    """The worker starts this phase with this arm (or program); the deadline of the runner starts anew."""
+    """Start of a phase of the worker for this arm (or program); the runner's time limit restarts."""
 
     name: Literal["ready", "preparing", "building", "running", "timing"]
     arm: int = 0

@@ -1,4 +1,4 @@
-"""Measures candidates in a worker process that may crash, hang or compute wrong values without hurting the tuner."""
+"""Measurement in a worker process, which may crash, hang or compute wrong values without affecting the tuner."""
 
 from __future__ import annotations
 
@@ -37,19 +37,21 @@ from schedules.measuring.measure_messages import (
 __all__ = ["KernelCandidate", "MeasureOutcome", "Runner"]
 
 _ROOT = Path(__file__).resolve().parents[2]
-# Candidates that are compiled before the first of them is timed; a search that ends between them has compiled the rest
-# for nothing.
+# Number of candidates compiled before the first of them is timed; if a search ends in between, the compilation of
+# the rest was wasted.
 COMPILED_TOGETHER = 4
-# What one takes, before any has been compiled here.
+# Estimated seconds per candidate before any has been compiled here.
 COMPILE_SECONDS = 0.2
 
 
 class Runner:
-    """One long-lived worker process, started when first needed; a context manager.
+    """Context manager with one long-lived worker process, started on first use.
 
     ``timeout_seconds``: limit of each phase (building, running, timing) of a candidate; a worker that exceeds it is
-    killed and replaced. ``templates``: ``module:function`` that gives the template of (operator, cpu).
-    ``TuningError`` when no worker can be started at all.
+    killed
+    and replaced. ``templates``: ``module:function`` that returns the template of (operator, cpu). Raises
+    ``TuningError`` if
+    no worker can be started.
     """
 
     def __init__(
@@ -67,21 +69,21 @@ class Runner:
         self._templates = templates
         self._startup_seconds = startup_seconds
         self._worker: _WorkerProcess | None = None
-        self._compiled: set[tuple[Operator, ConfigKey]] = set()  # by the worker at hand
+        self._compiled: set[tuple[Operator, ConfigKey]] = set()  # by the current worker
         self._compilations, self._compiling_seconds = 0, 0.0
 
     def measure(
         self, operator: Operator, config: Mapping[str, int], best_seconds: float | None = None
     ) -> MeasureOutcome:
-        """Builds, verifies and times one candidate; clearly slower than ``best_seconds``: timed briefly."""
+        """Build, verify and time one candidate; stop timing early if it is clearly slower than ``best_seconds``."""
         return self._answer(MeasureRequest((((operator, dict(config)),),), best_seconds))[0]
 
     def measure_batch(
         self, operator: Operator, configs: Sequence[Mapping[str, int]], best_seconds: float | None = None
     ) -> Iterator[tuple[Mapping[str, int], MeasureOutcome]]:
-        """Measures several candidates of one operator; yields each as it is done, in any order.
+        """Measure several candidates of one operator; yield each result when it is done, in any order.
 
-        A few at a time are compiled on all cores, then each is timed alone on them.
+        A few at a time are compiled on all cores, then each is timed alone.
         """
         for index, config in enumerate(configs):
             if index % COMPILED_TOGETHER == 0 and len(configs) > 1:
@@ -92,9 +94,9 @@ class Runner:
             yield config, outcome
 
     def compile_together(self, candidates: Sequence[KernelCandidate]) -> None:
-        """Compiles candidates on all cores, for measurements that follow.
+        """Compile candidates on all cores for later measurements.
 
-        One that cannot be compiled, or that takes the worker along, is met again when it is measured by itself.
+        A candidate that fails to compile, or crashes the worker, is reported when it is measured.
         """
         fresh = [candidate for candidate in candidates if _key(candidate) not in self._compiled]
         if not fresh:
@@ -106,17 +108,18 @@ class Runner:
         self._compiling_seconds += time.monotonic() - started
 
     def compilation_seconds(self, candidates: Collection[KernelCandidate]) -> float:
-        """About what it takes to compile those of ``candidates`` that the worker has not compiled yet."""
+        """Estimated seconds to compile those of ``candidates`` that the worker has not compiled yet."""
         pace = COMPILE_SECONDS
         if self._compilations:
             pace = self._compiling_seconds / self._compilations
         return pace * len({_key(candidate) for candidate in candidates} - self._compiled)
 
     def compare(self, arms: Sequence[Sequence[KernelCandidate]]) -> list[MeasureOutcome]:
-        """Times the arms in turn, A B C A B C; an arm is a sequence of candidates run one after the other.
+        """Time the arms alternately, A B C A B C; an arm is a sequence of candidates run consecutively.
 
-        An arm of two layers against an arm of their fusion compares what a network would run. An arm that fails
-        does not disturb the others.
+        An arm of two layers against an arm of their fusion compares the alternatives of a network. An arm that fails
+        does not
+        affect the others.
         """
         return self._survivors(
             len(arms),
@@ -126,11 +129,11 @@ class Runner:
         )
 
     def rehearse(self, programs: Sequence[KernelProgram], rounds: int = 5, runs: int = 12) -> list[MeasureOutcome]:
-        """Times whole networks in turns, kernel by kernel, on buffers that are reused as in a network.
+        """Time whole networks alternately, kernel by kernel, on buffers that are reused as in a network.
 
-        A kernel finds its input where the one before left it, and its weights where the run before left them: its
-        time differs from the time by itself. The kernels are taken for verified. A program that fails does not
-        disturb the others.
+        A kernel finds its input where the previous one left it, and its weights where the previous run left them, so
+        its time
+        differs from that alone. Kernels are not verified again. A program that fails does not affect the others.
         """
         return self._survivors(
             len(programs),
@@ -140,7 +143,7 @@ class Runner:
     def _survivors(
         self, count: int, request: Callable[[Sequence[int]], MeasureRequest | ProgramRequest]
     ) -> list[MeasureOutcome]:
-        """Outcomes of all arms or programs, asked for again without those that crashed or hung the worker."""
+        """Outcomes of all arms or programs; the request is repeated without those that crashed or hung the worker."""
         outcomes: dict[int, MeasureOutcome] = {}
         while len(outcomes) < count:
             left = [index for index in range(count) if index not in outcomes]
@@ -152,7 +155,7 @@ class Runner:
         return [outcomes[index] for index in range(count)]
 
     def close(self) -> None:
-        """Ends the worker; a later call starts a new one."""
+        """End the worker; a later call starts a new one."""
         self._compiled.clear()
         if self._worker is not None:
             self._worker.kill()
@@ -170,8 +173,8 @@ class Runner:
     def _try(
         self, request: MeasureRequest | ProgramRequest | CompileRequest
     ) -> tuple[Sequence[MeasureOutcome], int | None]:
-        """Outcomes of all arms; or the failure alone and the arm that crashed or hung the worker."""
-        worker = self._started()  # what keeps it from starting is no fault of the candidate
+        """Outcomes of all arms; or only the failure, and the arm that crashed or hung the worker."""
+        worker = self._started()  # start-up failures are not the candidate's
         phase = WorkerPhase("preparing")
         try:
             worker.connection.send(request)
@@ -186,7 +189,7 @@ class Runner:
             return self._failed("hang", f"no answer within {self._timeout_seconds:g} s while {phase.name}", phase)
         except (EOFError, OSError):
             return self._failed("crash", f"while {phase.name}: {worker.post_mortem()}", phase)
-        except BaseException:  # Ctrl-C among them: the worker is in the middle of something, it cannot be kept
+        except BaseException:  # Ctrl-C included: the worker is in an undefined state and cannot be kept
             self.close()
             raise
 
@@ -203,7 +206,7 @@ class Runner:
             try:
                 self._worker = _WorkerProcess(setup)
                 self._worker.wait_until_ready(self._startup_seconds)
-            except OSError as error:  # no process, no pipe or no temporary file to be had
+            except OSError as error:  # no process, pipe or temporary file available
                 raise TuningError(
                     f"the measuring process cannot start: {error}; `python -m fusion doctor` looks for what is missing"
                 ) from error
@@ -214,7 +217,7 @@ class Runner:
 
 
 def _candidates(request: MeasureRequest | ProgramRequest | CompileRequest) -> Iterator[KernelCandidate]:
-    """What the worker compiles to answer ``request``."""
+    """Candidates that the worker compiles for ``request``."""
     if isinstance(request, CompileRequest):
         yield from request.candidates
     elif isinstance(request, MeasureRequest):
@@ -228,10 +231,11 @@ def _key(candidate: KernelCandidate) -> tuple[Operator, ConfigKey]:
 
 
 class _WorkerProcess:
-    """A running ``python -m schedules.measuring.measure_worker``, its pipe and what it wrote to stderr.
+    """A running ``python -m schedules.measuring.measure_worker``, its pipe and its stderr.
 
-    A fresh interpreter, not a fork (TVM's threads do not survive one) nor ``multiprocessing``'s spawn (which runs
-    the caller's main module again). Its own process group, so that Ctrl-C reaches the tuner alone.
+    A new interpreter, not a fork (TVM's threads do not survive one) nor ``multiprocessing``'s spawn (which runs the
+    caller's
+    main module again). It has its own process group, so that Ctrl-C is sent only to the tuner.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -240,7 +244,7 @@ class _WorkerProcess:
         self._process = _spawn(theirs, self._stderr, setup.cpu.threads)
         theirs.close()
         self._finalizer = weakref.finalize(self, _kill, self._process)
-        with contextlib.suppress(OSError):  # it died at once: wait_until_ready says why
+        with contextlib.suppress(OSError):  # died immediately: wait_until_ready reports why
             self.connection.send(setup)
 
     @property
@@ -261,7 +265,7 @@ class _WorkerProcess:
         )
 
     def post_mortem(self) -> str:
-        """How the process ended, with the last line it wrote."""
+        """How the process ended, with the last line of its stderr."""
         try:
             code = self._process.wait(5.0)
         except subprocess.TimeoutExpired:
@@ -277,11 +281,11 @@ class _WorkerProcess:
         return f"{cause} ({lines[-1][:300]})" if lines else cause
 
     def kill_process(self) -> None:
-        """Kills and reaps it; whoever reads from its pipe meets the end."""
+        """Kill and reap the process; readers of its pipe get an EOF."""
         self._finalizer()
 
     def kill(self) -> None:
-        """Kills and reaps it, and closes the pipe."""
+        """Kill and reap the process, and close the pipe."""
         self.kill_process()
         self.connection.close()
         self._stderr.close()
@@ -291,8 +295,8 @@ def _spawn(connection: Connection, stderr: IO[bytes], threads: int) -> subproces
     environment = {
         **os.environ,
         "TVM_NUM_THREADS": str(threads),
-        # Kernels are verified by NumPy. Threads of its BLAS go on spinning for some 30 ms behind a product, on the
-        # cores where a kernel is timed next: every parallel region then takes a time slice of the scheduler.
+        # Kernels are verified with NumPy. Threads of its BLAS spin for some 30 ms after a product, on the cores where a
+        # kernel is timed next: every parallel region then takes a time slice of the scheduler.
         **dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
         "PYTHONPATH": os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH")))),
     }
