@@ -1,8 +1,10 @@
-"""The measuring process: builds, verifies and times kernels. May crash or hang; the runner then starts another.
+"""Measuring process: builds, verifies and times kernels. It may crash or hang; the runner then starts another.
 
-Run as ``python -m schedules.measuring.measure_worker FD PARENT`` by the process PARENT's
-:class:`schedules.measuring.measure_runner.Runner`, which talks to it over that descriptor. Building and timing take
-turns: beside a build, threads of TVM's pool (which spin for 15 ms behind a task) make kernels 2 to 4 times too slow.
+Run as ``python -m schedules.measuring.measure_worker FD PARENT`` by the
+:class:`schedules.measuring.measure_runner.Runner` of process PARENT, which communicates over that descriptor. Building
+and timing alternate: during a build, threads of TVM's pool (which spin for 15 ms after a task) make kernels 2 to 4
+times
+too slow.
 """
 
 from __future__ import annotations
@@ -41,16 +43,16 @@ from schedules.measuring.measure_messages import (
 )
 from schedules.measuring.verified_kernel import KernelFailure, VerifiedKernel, one_line, verified
 
-# Operators whose arguments are kept, and their memory together: a tuner works on a few in turn.
+# Maximum number and memory of operators whose arguments are kept: a tuner alternates between a few.
 _CACHED_CASES = 16
 _CACHED_BYTES = 2**30
-_CACHED_KERNELS = 1024  # compiled candidates that are kept: the best are compared again, and with others
-# So often the runner hears that timing goes on. More often would wake it on cores that are being timed.
+_CACHED_KERNELS = 1024  # compiled candidates that are kept: the best are compared again
+# Interval of progress messages during timing. Shorter ones would wake the runner on cores that are being timed.
 _PULSE_SECONDS = 0.5
 
 
 class MeasureWorker:
-    """Answers requests, one after the other: nothing is compiled while something is timed."""
+    """Answers requests sequentially: nothing is compiled while something is timed."""
 
     def __init__(self, setup: Setup, report: Callable[[WorkerPhase], None]) -> None:
         self._setup = setup
@@ -59,11 +61,11 @@ class MeasureWorker:
         self._cases: OrderedDict[tuple[Operator, str], VerificationCase] = OrderedDict()
         self._kernels: OrderedDict[tuple[object, ...], Callable[..., object]] = OrderedDict()
         self._overheads: dict[int, float] = {}
-        # Weights of a network take a second to make, and rehearsals follow one another.
+        # Creating the weights of a network takes a second, and rehearsals follow one another.
         self._buffers = ProgramBuffers(self._templates, setup.cpu)
 
     def answer(self, request: MeasureRequest | ProgramRequest | CompileRequest) -> Answer:
-        """Measures what one request asks for."""
+        """Execute one request."""
         if isinstance(request, ProgramRequest):
             return Answer(tuple(self._rehearse(request)))
         if isinstance(request, CompileRequest):
@@ -72,9 +74,10 @@ class MeasureWorker:
         return self._measure(request)
 
     def _compile_together(self, candidates: Iterable[tuple[int, KernelCandidate]]) -> None:
-        """Candidates, each with its arm or program, on all cores: TVM and LLVM hold no lock of Python meanwhile.
+        """Compile candidates, each with the index of its arm or program, on all cores: TVM and LLVM release Python's
+        lock.
 
-        What cannot be compiled is left to whoever needs it.
+        Compilation failures are ignored here and reported when the kernel is needed.
         """
         with ThreadPoolExecutor(self._setup.cpu.threads) as pool:
             compiling: dict[tuple[object, ...], tuple[int, Future[Callable[..., object]]]] = {}
@@ -109,7 +112,7 @@ class MeasureWorker:
         return Answer(tuple(outcomes[index] for index in range(len(request.arms))), tainted)
 
     def _rehearse(self, request: ProgramRequest) -> Iterator[MeasureOutcome]:
-        """Outcomes of whole networks; their kernels are compiled as they were when they were verified."""
+        """Outcomes of whole networks; their kernels are compiled as when they were verified."""
         buffers = self._buffers
         self._compile_together(
             (index, step.candidate) for index, program in enumerate(request.programs) for step in program
@@ -134,8 +137,10 @@ class MeasureWorker:
         return (one.outcome() if isinstance(one, LoadedProgram) else one for one in loaded)
 
     def _pulse(self) -> Callable[[int], None]:
-        """Tells the runner which arm (or program) is timed, now and then: only one that stands still is a hang, not
-        many slow ones."""
+        """Return a function that reports the arm (or program) being timed at intervals, so that many slow ones are not
+        taken
+        for a hang.
+        """
         last = time.monotonic()
 
         def pulse(index: int) -> None:
@@ -161,7 +166,7 @@ class MeasureWorker:
     def _time(
         self, arms: Mapping[int, tuple[list[VerifiedKernel], Arm]], best_seconds: float | None
     ) -> tuple[dict[int, MeasureOutcome], bool]:
-        """Outcomes of the arms, each verified once more; whether memory may be corrupt."""
+        """Outcomes of the arms, each verified once more, and whether memory may be corrupt."""
         first = next(iter(arms))
         outcomes: dict[int, MeasureOutcome] = {}
         tainted = False
@@ -225,7 +230,7 @@ class MeasureWorker:
             self._kernels.popitem(last=False)
 
     def _arm(self, kernels: list[VerifiedKernel]) -> Arm:
-        """The calls of all kernels in rotation; a kernel reads the output of the one before where it fits."""
+        """Calls of all kernels in rotation; a kernel reads the output of the previous one if shapes match."""
         calls: list[KernelCall] = []
         for turn in range(max(len(kernel.case.rotation) for kernel in kernels)):
             previous: Any = None
@@ -247,7 +252,7 @@ class MeasureWorker:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Whether two tensors are of one shape and dtype."""
+    """True if two tensors have the same shape and dtype."""
     return tuple(one.shape) == tuple(other.shape) and one.dtype == other.dtype
 
 
@@ -272,23 +277,23 @@ def _load(reference: str) -> Callable[..., Template | None]:
 
 
 def _prefer_as_out_of_memory_victim() -> None:
-    """A candidate that eats all memory must not take the tuner with it."""
+    """Prefer this process as out-of-memory victim: a candidate that uses all memory must not kill the tuner."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
 
 
 def serve(connection: Connection) -> None:
-    """Answers until the other side closes."""
+    """Answer requests until the other side closes."""
     _prefer_as_out_of_memory_victim()
     setup: Setup = connection.recv()
     sys.path[:] = setup.search_path
 
     def report(phase: WorkerPhase) -> None:
-        # The runner kills a worker that hangs; should the runner be gone, the timer does (its default action).
+        # The runner kills a hanging worker; without a runner the timer does (its default action).
         signal.setitimer(signal.ITIMER_REAL, 2.0 * setup.phase_seconds + 5.0)
         connection.send(phase)
 
-    import_tvm_alone()  # takes seconds: before "ready", so that it counts for no candidate
+    import_tvm_alone()  # takes seconds: before "ready", so that it is not part of a candidate's time
 
     worker = MeasureWorker(setup, report)
     report(WorkerPhase("ready"))

@@ -1,4 +1,4 @@
-"""Which CPU a server of TVM's RPC has, and what it can do: read and measured there."""
+"""Identity and capabilities of the CPU of a server of TVM's RPC, read and measured there."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from costmodel.machines.machine_records import Host, Machine
 from schedules.contract.cpu_target import TILE_FLAG, CpuTarget, flags_of, target_with, without_tiles
 from schedules.measuring.remote_server import RemoteServer
 
-_CACHES = 8  # indices that a CPU may have, more than there are
+_CACHES = 8  # upper bound of the number of cache indices of a CPU
 _CACHE_FILES = ("type", "level", "size", "shared_cpu_list")
 _QUOTAS = ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")
 
 
 def remote_facts(server: RemoteServer) -> tuple[CpuFacts, frozenset[str]]:
-    """What the server's operating system tells of its CPU, and all the CPU's flags, but for those of AMX where it
-    refuses that. ``MachineError``: not x86-64.
+    """CPU description from the server's operating system, and all CPU flags, without AMX if the system refuses it.
+
+    Raises ``MachineError`` if it is not x86-64.
     """
     cpuinfo = server.read("/proc/cpuinfo")
     flags = flags_of(cpuinfo)
@@ -46,14 +47,15 @@ def remote_facts(server: RemoteServer) -> tuple[CpuFacts, frozenset[str]]:
 
 
 def remote_target(facts: CpuFacts, flags: frozenset[str], threads: int | None) -> CpuTarget:
-    """The server's CPU as kernels see it."""
+    """Target description of the server's CPU."""
     sizes = {cache.level: cache.capacity_bytes for cache in facts.caches}
     return target_with(flags, threads or facts.host.threads, sizes.get(1, 32 * 1024), sizes.get(2, 1024 * 1024))
 
 
 def calibrate_remote(server: RemoteServer, facts: CpuFacts, cpu: CpuTarget, say: Say) -> Machine:
-    """The server's machine, measured quickly with the microbenchmarks of ``python -m costmodel calibrate``, which are
-    compiled here for its CPU.
+    """Machine model of the server, measured quickly with the microbenchmarks of ``python -m costmodel calibrate``.
+
+    They are compiled here for its CPU.
     """
     with tempfile.TemporaryDirectory(prefix="remote-") as directory:
         say("compiling the microbenchmarks")
@@ -68,7 +70,7 @@ def calibrate_remote(server: RemoteServer, facts: CpuFacts, cpu: CpuTarget, say:
 
 
 class _RemoteMicrobenchmarks(Microbenchmarks):
-    """The program on a server."""
+    """The microbenchmark program on a server."""
 
     def __init__(self, server: RemoteServer, fields: dict[str, object]) -> None:
         super().__init__(**fields)  # type: ignore[arg-type]
@@ -79,7 +81,7 @@ class _RemoteMicrobenchmarks(Microbenchmarks):
 
 
 def _caches(server: RemoteServer, root: Path) -> list[Cache]:
-    """Those of the server's first CPU, by way of a copy of the files that say them."""
+    """Caches of the server's first CPU, from a local copy of its system files."""
     for index in range(_CACHES):
         folder = f"/sys/devices/system/cpu/cpu0/cache/index{index}"
         if not server.read(f"{folder}/type"):
@@ -87,13 +89,13 @@ def _caches(server: RemoteServer, root: Path) -> list[Cache]:
         for name in _CACHE_FILES:
             _mirror(server, root, f"{folder}/{name}")
     _mirror(server, root, "/sys/devices/system/cpu/cpu0/topology/thread_siblings_list")
-    # Never those of this machine: what is asked for elsewhere has to be found there.
+    # Never those of this machine: the files must have been found on the server.
     caches = find_caches(root / "sys/devices/system/cpu") if (root / "sys").is_dir() else ()
     return [replace(cache, origin=cache.origin.replace(str(root), "")) for cache in caches]
 
 
 def _cores(server: RemoteServer, root: Path) -> int:
-    """As :func:`costmodel.base.cores.usable_cores` counts those of this process."""
+    """Number of usable cores, counted as by :func:`costmodel.base.cores.usable_cores` for this process."""
     allowed = re.search(r"^Cpus_allowed_list:\s*(.*)$", server.read("/proc/self/status"), re.MULTILINE)
     cores = 1 if allowed is None else len(parse_cpu_list(allowed.group(1)))
     groups = _mirror(server, root, "/proc/self/cgroup")
@@ -107,7 +109,7 @@ def _cores(server: RemoteServer, root: Path) -> int:
 
 
 def _mirror(server: RemoteServer, root: Path, path: str) -> str:
-    """The text of a file there, which lies under ``root`` then; empty if there is none."""
+    """Read a file on the server and copy it below ``root``; empty if there is none."""
     text = server.read(path)
     if text:
         copy = root / path.lstrip("/")

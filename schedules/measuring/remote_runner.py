@@ -1,9 +1,9 @@
-"""Measures kernels on the CPUs of a tracker's servers: built here, uploaded, verified and timed there.
+"""Measurement of kernels on the CPUs of a tracker's servers: built here, uploaded, verified and timed there.
 
-As :class:`schedules.measuring.measure_runner.Runner`, with the same turns, bursts and rotating weights. What differs: a
-candidate has a session of its own, which the server ends if it hangs; guard bands around the output are not looked at;
-a crash may end the server of TVM's RPC itself, then the others go on, and what crashed is not tried again. Whole
-networks are not run there.
+Like :class:`schedules.measuring.measure_runner.Runner`, with the same alternation, bursts and rotating weights.
+Differences: each candidate has a separate session, which the server ends if it hangs; guard bands around the output are
+not checked; a crash may end the server of TVM's RPC itself, then the others continue and the crashed candidate is not
+tried again. Whole networks are not run there.
 """
 
 from __future__ import annotations
@@ -34,16 +34,18 @@ from schedules.measuring.remote_identity import calibrate_remote, remote_facts, 
 from schedules.measuring.remote_server import RemoteServer, Tracker
 from schedules.measuring.verified_kernel import one_line
 
-_SESSION_SECONDS = 60.0  # of one candidate, or of one comparison
+_SESSION_SECONDS = 60.0  # limit of one candidate, or of one comparison
 _CALIBRATION_SECONDS = 600.0
 _CACHED_CASES = 4
 
 
 class RemoteRunner:
-    """``cpu``: that of the servers, on ``threads`` threads (default: their cores); ``host``: its identity in machine
-    files; ``servers``: how many measure at the same time. A context manager.
+    """Context manager for measurements on all free servers of a key.
 
-    ``InputError``: no tracker there, no server of ``key``, more threads than cores, or servers with different CPUs.
+    ``cpu``: CPU of the servers, on ``threads`` threads (default: their cores); ``host``: its identity in machine files;
+    ``servers``: number of servers that measure at the same time. Raises ``InputError``: no tracker at the address, no
+    server
+    of ``key``, more threads than cores, or servers with different CPUs.
     """
 
     def __init__(self, tracker: str, key: str, threads: int | None = None, say: Say = lambda _: None) -> None:
@@ -51,7 +53,7 @@ class RemoteRunner:
         self._cases: OrderedDict[Operator, VerificationCase] = OrderedDict()
         self._lock = threading.Lock()
         self._protocol = TimingProtocol()
-        # All at once, so that no server is asked twice.
+        # Connect to all at once, so that each session is with another server.
         sessions = [self._tracker.connect(_SESSION_SECONDS) for _ in range(self._tracker.servers)]
         found = [self._identify(session, threads) for session in sessions]
         (self.cpu, self._facts), *others = found
@@ -70,14 +72,15 @@ class RemoteRunner:
         return self._facts.host
 
     def calibrate(self, say: Say) -> Machine:
-        """The servers' machine, measured quickly on one of them."""
+        """Machine model of the servers, measured quickly on one of them."""
         server = self._tracker.connect(_CALIBRATION_SECONDS)
         return calibrate_remote(server, self._facts, self.cpu, say)
 
     def measure_batch(
         self, operator: Operator, configs: Sequence[Mapping[str, int]], best_seconds: float | None = None
     ) -> Iterator[tuple[Mapping[str, int], MeasureOutcome]]:
-        """Measures several candidates of one operator, one at a time on every server; yields each as it is done."""
+        """Measure several candidates of one operator, one at a time on every server; yield each result when it is
+        done."""
         with ThreadPoolExecutor(self.servers) as pool:
             waiting = list(configs)
             running: dict[Future[list[MeasureOutcome]], Mapping[str, int]] = {}
@@ -98,22 +101,22 @@ class RemoteRunner:
                 raise
 
     def compare(self, arms: Sequence[Sequence[KernelCandidate]]) -> list[MeasureOutcome]:
-        """Times candidates of one operator in turn on one server, A B C A B C; each arm is one of them."""
+        """Time candidates of one operator alternately on one server, A B C A B C; each arm is one candidate."""
         operators = {operator for arm in arms for operator, _ in arm}
         if len(operators) != 1 or any(len(arm) != 1 for arm in arms):
             raise ValueError("a remote comparison is of configurations of one operator")
         return self._measure(operators.pop(), [arm[0][1] for arm in arms], None)
 
     def rehearse(self, programs: Sequence[KernelProgram], rounds: int = 5, runs: int = 12) -> list[MeasureOutcome]:
-        """Whole networks are not run on servers: none has a time."""
+        """Return failures: whole networks are not run on servers."""
         return [MeasureOutcome(None, "run", "whole networks are not run on a tracker's servers") for _ in programs]
 
     def compilation_seconds(self, candidates: Collection[KernelCandidate]) -> float:
-        """Nothing: no network is compiled for servers."""
+        """Return 0: no network is compiled for servers."""
         return 0.0
 
     def close(self) -> None:
-        """Ends the connection to the tracker."""
+        """Close the connection to the tracker."""
         self._tracker.close()
 
     def __enter__(self) -> RemoteRunner:
@@ -131,7 +134,7 @@ class RemoteRunner:
     def _measure(
         self, operator: Operator, configs: Sequence[Mapping[str, int]], best_seconds: float | None
     ) -> list[MeasureOutcome]:
-        """Outcomes of all configurations, in turns; a session that is lost fails those that were not done before."""
+        """Outcomes of all configurations, timed alternately; a lost session fails the unfinished ones."""
         template = template_for(operator, self.cpu)
         outcomes: dict[int, MeasureOutcome] = {}
         libraries: dict[int, bytes] = {}
@@ -144,7 +147,7 @@ class RemoteRunner:
                 outcomes[index] = MeasureOutcome(None, "build", one_line(error))
         if libraries:
             assert template is not None
-            server = self._tracker.connect(_SESSION_SECONDS)  # what it raises is no fault of a candidate
+            server = self._tracker.connect(_SESSION_SECONDS)  # connection failures are not the candidate's
             try:
                 outcomes.update(self._time(server, template, operator, libraries, best_seconds))
             except (RuntimeError, OSError, ValueError) as error:
@@ -165,7 +168,7 @@ class RemoteRunner:
         rotation = remote_rotation(server, case, template, operator, self.cpu)
         outcomes: dict[int, MeasureOutcome] = {}
         arms: dict[int, RemoteArm] = {}
-        modules = []  # a kernel goes with the module that it is in
+        modules = []  # keep the modules alive with their kernels
         for index, library in libraries.items():
             module, handle = server.load_kernel(library, f"kernel{index}.so")
             modules.append(module)
@@ -186,12 +189,12 @@ class RemoteRunner:
         return outcomes
 
     def _verified(self, arm: RemoteArm, case: VerificationCase) -> str | None:
-        """What is wrong with the output of one run; ``None`` if nothing is."""
+        """Error message on the output of one run, or None if it is correct."""
         output = arm.rotation[0][-1]
         output.copyfrom(_unwritten(case.output_spec))
         arm.restart()
         arm.run(1)
-        with self._lock:  # the case's output is one buffer
+        with self._lock:  # the case has a single output buffer
             case.output.reset()
             case.output.array[...] = output.numpy()
             try:
@@ -222,7 +225,7 @@ class RemoteArm(Arm):
         self._turn = 0
 
     def restart(self) -> None:
-        """The next call takes the first arguments."""
+        """Start the rotation at the first arguments."""
         self._turn = 0
 
     def run(self, executions: int) -> float:
@@ -235,7 +238,7 @@ class RemoteArm(Arm):
 def remote_rotation(
     server: RemoteServer, case: VerificationCase, template: Template, operator: Operator, cpu: CpuTarget
 ) -> list[tuple[Any, ...]]:
-    """The arguments of ``case`` on the server, as many copies of the constants as local measurements have."""
+    """Arguments of ``case`` on the server, with as many copies of the constants as in local measurements."""
     signature = template.signature(operator, cpu)
     (arguments,) = case.rotation
     first = 1 if signature.gate is None else 2
@@ -252,13 +255,13 @@ def remote_rotation(
 
 
 def _unwritten(spec: TensorSpec) -> np.ndarray:
-    """An output before a kernel has run."""
+    """Initial output before a kernel has run."""
     dtype = numpy_dtype(spec.dtype)
     return np.full(spec.shape, unwritten_value(dtype), dtype)
 
 
 def kernel_library(template: Template, operator: Operator, config: Mapping[str, int], cpu: CpuTarget) -> bytes:
-    """A candidate as a shared library with the function ``main``."""
+    """Compile a candidate into a shared library with the function ``main``."""
     compiled = compile_function(template.build(operator, config, cpu), cpu)
     with tempfile.TemporaryDirectory(prefix="kernel-") as directory:
         path = Path(directory) / "kernel.so"

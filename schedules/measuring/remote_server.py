@@ -1,6 +1,6 @@
-"""A server of TVM's RPC as this project uses it: files read, programs run, kernels loaded and timed.
+"""Operations on a server of TVM's RPC: read files, run programs, load and time kernels.
 
-The server needs TVM alone. What else is done there is in ``remote_probe.c``, which is compiled here and uploaded.
+The server needs only TVM. Other operations are in ``remote_probe.c``, which is compiled here and uploaded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CONNECT_SECONDS = 5.0
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """``HOST:PORT``; ``InputError`` for anything else."""
+    """Parse ``HOST:PORT``; raise ``InputError`` for other text."""
     host, _, port = text.rpartition(":")
     number = whole_number(port)
     if not host or not number or number > 65535:
@@ -34,7 +34,7 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 class Tracker:
-    """A tracker and those of its servers that have ``key``. ``InputError`` if it cannot be reached or has none."""
+    """A tracker and its servers with ``key``. Raises ``InputError`` if it is unreachable or has none."""
 
     def __init__(self, address: str, key: str) -> None:
         self.address = address
@@ -61,9 +61,9 @@ class Tracker:
             raise InputError(f"--key {key}: the tracker at {address} has no such server free; start `{server}`")
 
     def connect(self, seconds: float) -> RemoteServer:
-        """A session with a free server, ended by it after ``seconds``. ``TuningError`` if there is none left."""
+        """Open a session with a free server, limited to ``seconds``. Raises ``TuningError`` if there is none."""
         try:
-            with self._lock:  # one question at a time
+            with self._lock:  # one request at a time
                 session = self._session.request(self.key, session_timeout=seconds, max_retry=3)
             return RemoteServer(session)
         except (RuntimeError, OSError) as error:
@@ -74,16 +74,16 @@ class Tracker:
             ) from error
 
     def close(self) -> None:
-        """Ends the connection."""
+        """Close the connection."""
         self._session.close()
 
     def _count(self) -> int:
-        """Servers that nobody else has."""
+        """Number of free servers."""
         return int(self._session.summary()["queue_info"].get(self.key, {}).get("free", 0))
 
 
 class RemoteServer:
-    """One session. Errors of the connection are the RPC's own: ``RuntimeError`` and ``OSError``."""
+    """One session. Connection errors are those of the RPC: ``RuntimeError`` and ``OSError``."""
 
     def __init__(self, session: Any) -> None:
         self.session = session
@@ -92,25 +92,25 @@ class RemoteServer:
         self._probe = session.load_module("probe.so")
 
     def read(self, path: str) -> str:
-        """The text of a file there; empty if it cannot be read."""
+        """Read a text file on the server; empty if it cannot be read."""
         return self._text("probe_read", path)
 
     def run(self, command: str) -> str:
-        """What a shell command prints there; empty if it fails."""
+        """Output of a shell command on the server; empty if it fails."""
         return self._text("probe_run", command)
 
     def may_use_tiles(self) -> bool:
-        """Whether the operating system there lets this session use the tile registers of AMX."""
+        """True if the server's operating system permits the tile registers of AMX in this session."""
         return int(self._probe["probe_tiles"]()) == 0
 
     def tensor(self, array: np.ndarray) -> Any:
-        """``array`` in the server's memory."""
+        """Copy ``array`` into the server's memory."""
         import tvm
 
         return tvm.runtime.tensor(array, self.device)
 
     def copy(self, tensor: Any) -> Any:
-        """Another copy of a tensor that is there; its values do not travel."""
+        """Copy a tensor on the server, without transferring its values."""
         import tvm
 
         twin = tvm.runtime.empty(tuple(tensor.shape), str(tensor.dtype), self.device)
@@ -118,12 +118,12 @@ class RemoteServer:
         return twin
 
     def use_threads(self, threads: int) -> None:
-        """How many threads the session's kernels run on."""
+        """Set the number of threads of the session's kernels."""
         big_cores = 1  # as ``tvm::runtime::threading::ThreadGroup::AffinityMode``
         self.session.get_function("runtime.config_threadpool")(big_cores, threads)
 
     def load_kernel(self, library: bytes, name: str) -> tuple[Any, int]:
-        """The module of a kernel's library (to be kept), and the handle that :meth:`seconds` takes."""
+        """Load a kernel's library; return its module (to be kept), and the handle for :meth:`seconds`."""
         self.session.upload(bytearray(library), name)
         module = self.session.load_module(name)
         handle = int(self._probe["probe_kernel"](self.tensor(_zero_terminated(f"./{name}"))))
@@ -132,7 +132,7 @@ class RemoteServer:
         return module, handle
 
     def seconds(self, handle: int, calls: int, first: int, rotation: list[tuple[Any, ...]]) -> float:
-        """Of ``calls`` calls in a row on the argument tuples in ``rotation``, from number ``first`` on."""
+        """Seconds of ``calls`` consecutive calls on the argument tuples in ``rotation``, from index ``first`` on."""
         flat = [tensor for arguments in rotation for tensor in arguments]
         found = float(self._probe["probe_time"](handle, calls, first, len(rotation[0]), *flat))
         if found < 0:
@@ -153,7 +153,7 @@ def _zero_terminated(text: str) -> np.ndarray:
 
 @lru_cache(maxsize=1)
 def _probe_library() -> bytes:
-    """``remote_probe.c`` as a library for any x86-64 CPU."""
+    """Compile ``remote_probe.c`` into a library for any x86-64 CPU."""
     import tvm_ffi
 
     compiler = find_compiler()

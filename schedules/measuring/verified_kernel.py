@@ -1,4 +1,4 @@
-"""A compiled kernel whose output was right, before and after it was timed."""
+"""A compiled kernel whose output was correct before and after timing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from schedules.measuring.measure_messages import FailureKind
 
 
 class KernelFailure(Exception):
-    """A kernel cannot be built, run or trusted. ``tainted``: memory may be corrupt."""
+    """Raised if a kernel cannot be built or run, or computes wrong values. ``tainted``: memory may be corrupt."""
 
     def __init__(self, kind: FailureKind, message: str, tainted: bool = False) -> None:
         super().__init__(message)
@@ -28,7 +28,8 @@ class VerifiedKernel:
     first: Any
 
     def verify_again(self) -> None:
-        """``KernelFailure`` for a kernel that was right once: one with a race, or that overwrites its inputs."""
+        """Raise ``KernelFailure`` if a kernel that was correct is no longer: it has a race, or overwrites its
+        inputs."""
         try:
             _run_and_verify(self.function, self.case, -1)
         except KernelFailure as failure:
@@ -39,7 +40,7 @@ class VerifiedKernel:
 
 
 def verified(function: Callable[..., object], case: VerificationCase) -> VerifiedKernel:
-    """Runs ``function`` on the first arguments of ``case``; ``KernelFailure`` unless its output is right."""
+    """Run ``function`` on the first arguments of ``case``; raise ``KernelFailure`` unless its output is correct."""
     _run_and_verify(function, case, 0)
     return VerifiedKernel(function, case, case.output.array.copy())
 

@@ -1,1 +1,1 @@
-"""TVM's own MetaSchedule: tuned for comparison, and with this project's cost model inside."""
+"""TVM's own MetaSchedule: tuned for comparison, and with this project's cost model."""

@@ -1,4 +1,4 @@
-"""Builds that may take too long: LLVM needs many minutes for some candidates of a search (large bodies, all unrolled).
+"""Builds with a time limit: LLVM needs many minutes for some candidates of a search (large bodies, fully unrolled).
 
 Each build runs in a forked child, which is cheap (no import, no copy of the module), and is killed at its limit.
 """
@@ -17,12 +17,12 @@ import tvm
 from costmodel.base.errors import TuningError
 from costmodel.base.termination import end_with_parent
 
-# What MetaSchedule's own LocalBuilder allows.
+# Limit of MetaSchedule's own LocalBuilder.
 BUILD_SECONDS = 30.0
 
 
 def build_bounded(module: tvm.IRModule, target: tvm.target.Target, seconds: float = BUILD_SECONDS) -> Any:
-    """``tvm.compile(module)``, loaded from a library; ``TuningError`` if it fails or takes more than ``seconds``."""
+    """``tvm.compile(module)``, loaded from a library; raises ``TuningError`` on failure or after ``seconds``."""
     with tempfile.TemporaryDirectory(prefix="candidate-") as folder:
         library = Path(folder) / "candidate.so"
         failure = _in_child(lambda: tvm.compile(module, target=target).export_library(str(library)), seconds)
@@ -32,7 +32,7 @@ def build_bounded(module: tvm.IRModule, target: tvm.target.Target, seconds: floa
 
 
 def _in_child(work: Any, seconds: float) -> str | None:
-    """Runs ``work`` in a forked child: what went wrong, ``None`` if nothing did."""
+    """Run ``work`` in a forked child; return an error message, or None on success."""
     read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
@@ -45,9 +45,9 @@ def _in_child(work: Any, seconds: float) -> str | None:
 
 
 def _report(work: Any, write_end: int) -> None:
-    """The child: never returns; its last word is the error, or ``done``."""
+    """Run the child, which never returns; its message is the error, or ``done``."""
     word = "done"
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who forked this process ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     end_with_parent()
     try:
         work()
@@ -62,7 +62,7 @@ def _await(child: int, read_end: int, seconds: float) -> str | None:
     readable: list[int] = []
     try:
         readable, _, _ = select.select([read_end], [], [], seconds)
-    finally:  # Ctrl-C too
+    finally:  # also on Ctrl-C
         if not readable:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)

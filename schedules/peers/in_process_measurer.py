@@ -1,9 +1,9 @@
-"""MetaSchedule's builder (in forks) and runner (in this process), and what it needs imported, without the waits.
+"""MetaSchedule's builder (in forks) and runner (in this process), and its imports, without long waits.
 
 MetaSchedule's own ``LocalBuilder`` starts new processes for every batch, and each imports
 ``tvm.s_tir.tensor_intrin`` first. That takes 20 s and more, because TVMScript inspects the whole stack for every
-intrinsic; on busy cores it exceeds the time limit of a build, and all candidates of the batch are lost with no more
-than a line in a log.
+intrinsic; on busy cores it exceeds the time limit of a build, and all candidates of the batch are lost with only a line
+in a log.
 """
 
 from __future__ import annotations
@@ -24,23 +24,24 @@ from schedules.peers.bounded_build import build_bounded
 
 
 def import_tensor_intrinsics() -> None:
-    """Imports ``tvm.s_tir.tensor_intrin``, in 3 s instead of 20.
+    """Import ``tvm.s_tir.tensor_intrin``, in 3 s instead of 20.
 
-    ``inspect.getmodule`` walks all modules for every frame of the import machinery; TVMScript, which asks for the
-    stack once per intrinsic, uses nothing of what it finds.
+    ``inspect.getmodule`` searches all modules for every frame of the import machinery; TVMScript, which inspects the
+    stack
+    once per intrinsic, does not use the result.
     """
     with _without_module_lookup():
         import tvm.s_tir.tensor_intrin  # noqa: F401
 
 
 def log_to_files_only() -> None:
-    """Keeps MetaSchedule's steps off the terminal: its console handler takes over the level set here.
+    """Keep MetaSchedule's messages off the terminal: its console handler uses the level set here.
 
-    Its log files, in the directory of the records, keep everything.
+    Its log files, in the directory of the records, are complete.
     """
     logger = logging.getLogger("tvm.s_tir.meta_schedule")
     logger.setLevel(logging.CRITICAL)
-    logger.handlers.clear()  # made anew for every search; one without a name, such as of a test runner, breaks that
+    logger.handlers.clear()  # created again for every search; a handler without a name, e.g. of a test runner, would break that
 
 
 @contextmanager
@@ -54,7 +55,7 @@ def _without_module_lookup() -> Iterator[None]:
 
 
 class InProcessMeasurer:
-    """A builder and a runner that share the built modules. ``failures``: messages, builds and runs apart."""
+    """A builder and a runner that share built modules. Failure messages of builds and runs are kept separately."""
 
     def __init__(self, evaluator: ms.runner.EvaluatorConfig | None = None) -> None:
         self.evaluator = evaluator or ms.runner.EvaluatorConfig()
@@ -65,11 +66,11 @@ class InProcessMeasurer:
         self._names = itertools.count()
         self.builder = _Builder(self)
         self.runner = _Runner(self)
-        # The default ones without RemoveBuildArtifact, which deletes the directory of what it takes for a path.
+        # The defaults without RemoveBuildArtifact, which would delete the directory of the artifact's supposed path.
         self.callbacks = [ms.measure_callback.AddToDatabase(), ms.measure_callback.UpdateCostModel()]
 
     def build(self, module: tvm.IRModule, target: tvm.target.Target) -> ms.builder.BuilderResult:
-        """Builds one candidate; the artifact's path is a key of this object."""
+        """Build one candidate; the artifact's path is a key of this object."""
         self.measured += 1
         try:
             module = tvm.s_tir.transform.RemoveWeightLayoutRewriteBlock(skip_tensor_rewrite=True)(module)
@@ -82,7 +83,7 @@ class InProcessMeasurer:
         return ms.builder.BuilderResult(name, None)
 
     def run(self, name: str, arguments: Sequence[Any]) -> ms.runner.RunnerResult:
-        """Times one built candidate on random arguments and forgets it."""
+        """Time one built candidate on random arguments and discard it."""
         built = self._modules.pop(name)
         fill = tvm.get_global_func("tvm.contrib.random.random_fill_for_measure")
         try:

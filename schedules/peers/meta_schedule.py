@@ -3,12 +3,13 @@
     model = ResidualModel(RooflineModel(machine, cpu.threads), key=cpu.key)
     kernel = tune_kernel(operator, cpu, CostModelAdapter(model, [operator]), trials=64, directory=records)
 
-``examples/meta_schedule_cost_model.py`` is this for two layers. The adapter is what TVM's own ``tune_tir`` and
-``tune_tasks`` take as their ``cost_model``, for workloads of :func:`schedules.contract.operator_workload.workload`.
+See ``examples/meta_schedule_cost_model.py`` for two layers. TVM's own ``tune_tir`` and ``tune_tasks`` accept the
+adapter
+as their ``cost_model``, for workloads of :func:`schedules.contract.operator_workload.workload`.
 
-A candidate of MetaSchedule is a sketch and the decisions of its sampling instructions, and these determine it. They
-are the configuration that the cost model sees; its knobs are not those of our templates, so give the adapter a
-:class:`costmodel.cpu.learned_residual.ResidualModel` of its own.
+A candidate of MetaSchedule is determined by a sketch and the decisions of its sampling instructions. They are the
+configuration given to the cost model; as its knobs are not those of our templates, the adapter needs a separate
+:class:`costmodel.cpu.learned_residual.ResidualModel`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from schedules.peers.in_process_measurer import (
 
 
 class PredictingModel(Protocol):
-    """What the adapter asks of a cost model; :class:`costmodel.cpu.learned_residual.ResidualModel` has it."""
+    """Cost model interface of the adapter, e.g. :class:`costmodel.cpu.learned_residual.ResidualModel`."""
 
     def predict(self, operator: Operator, configs: Sequence[Config]) -> Sequence[Estimate]: ...
 
@@ -57,7 +58,7 @@ class CostModelAdapter(ms.cost_model.PyCostModel):
     """``model`` as the cost model of MetaSchedule for the workloads of ``operators``.
 
     The score of a candidate is the reciprocal of its predicted seconds, divided by the best of its batch: 1 is best.
-    Workloads of other operators get equal scores. Failed candidates teach nothing.
+    Workloads of other operators get equal scores. Failed candidates are ignored.
     """
 
     def __init__(self, model: PredictingModel, operators: Sequence[Operator]) -> None:
@@ -75,7 +76,7 @@ class CostModelAdapter(ms.cost_model.PyCostModel):
         return seconds.min() / seconds
 
     def update(self, context: ms.TuneContext, candidates: list[Any], results: list[Any]) -> None:
-        """Gives the measured candidates to the model."""
+        """Train the model on the measured candidates."""
         operator = self._operators.get(_key(context.mod))
         if operator is None:
             return
@@ -88,25 +89,25 @@ class CostModelAdapter(ms.cost_model.PyCostModel):
         )
 
     def save(self, path: str) -> None:
-        """Saves the model into the directory ``path``."""
+        """Save the model into the directory ``path``."""
         self._model.save(Path(path))
 
     def load(self, path: str) -> None:
-        """Loads the model from the directory ``path``."""
+        """Load the model from the directory ``path``."""
         self._model.load(Path(path))
 
 
 def knobs(trace: Any) -> dict[str, int]:
-    """The sketch and all decisions of a schedule's trace, alike in every process that reads a saved model.
+    """Sketch and all decisions of a schedule's trace, identical in every process that reads a saved model.
 
-    Sketches are numbered by their instructions, from 0 to 65535; two of one workload hardly ever share a number.
+    Sketches are numbered by a hash of their instructions, from 0 to 65535; collisions within a workload are rare.
     """
     kinds = "\n".join(instruction.kind.name for instruction in trace.insts)
     return {"sketch": crc32(kinds.encode()) & 0xFFFF, **decisions(trace)}
 
 
 def decisions(trace: Any) -> dict[str, int]:
-    """The sampling decisions of a schedule's trace: tile extents, choices and compute locations as knobs."""
+    """Sampling decisions of a schedule's trace: tile extents, choices and compute locations as knobs."""
     found: dict[str, int] = {}
     sampling = (instruction for instruction in trace.insts if instruction in trace.decisions)
     for number, instruction in enumerate(sampling):
@@ -138,9 +139,9 @@ def tune_kernel(
     strategy: Any = "evolutionary",
     batch: int = 16,
 ) -> MetaScheduleKernel:
-    """Tunes the workload of ``operator`` with MetaSchedule, ``cost_model`` (an adapter) ranking its candidates.
+    """Tune the workload of ``operator`` with MetaSchedule, with ``cost_model`` (an adapter) ranking its candidates.
 
-    Its records are kept in ``directory``. ``TuningError`` if no candidate runs.
+    Its records are kept in ``directory``. Raises ``TuningError`` if no candidate runs.
     """
     import_tensor_intrinsics()
     log_to_files_only()
@@ -179,5 +180,5 @@ def tune_kernel(
 
 
 def _key(module: tvm.IRModule) -> int:
-    """Of the function alone: MetaSchedule adds attributes to the module."""
+    """Hash of the function only: MetaSchedule adds attributes to the module."""
     return tvm_ffi.structural_hash(module["main"].without_attr("global_symbol").body)

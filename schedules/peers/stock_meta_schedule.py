@@ -1,8 +1,9 @@
-"""A whole Relax module tuned by MetaSchedule as its users do today: the peer ``tvm-metaschedule``, nothing of ours.
+"""A whole Relax module tuned by stock MetaSchedule: the peer ``tvm-metaschedule``, without our code.
 
-The flow is that of ``relax.pipeline.static_shape_tuning_pipeline`` with its advice for CPUs taken (weights are laid
-out at compile time), one task after the other so that an interrupted run goes on where it stopped. Failed builds and
-runs are counted and reported: they would silently make the peer look slow.
+The flow is that of ``relax.pipeline.static_shape_tuning_pipeline`` with its advice for CPUs (weight layouts are changed
+at compile time), one task after the other so that an interrupted run can continue. Failed builds and runs are counted
+and
+reported: otherwise they would make the peer look slow.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from schedules.peers.in_process_measurer import (
 )
 
 DONE = "tasks.json"
-_BATCH = 64  # the default of MetaSchedule
+_BATCH = 64  # MetaSchedule's default
 
 
 @dataclass(frozen=True)
 class TaskReport:
-    """What tuning one task took. ``measured`` candidates may be fewer than the ``trials`` asked for: a small space.
+    """Statistics of tuning one task. In a small space fewer than ``trials`` candidates may be ``measured``.
 
-    ``weight``: how often the module calls it.
+    ``weight``: number of calls in the module.
     """
 
     name: str
@@ -58,10 +59,10 @@ def tune_stock(
     *,
     strategy: str = "evolutionary",
 ) -> Any:
-    """``mod`` (static shapes, weights as constants) tuned with ``trials_per_task`` for every task, then built.
+    """Tune ``mod`` (static shapes, weights as constants) with ``trials_per_task`` for every task, and build it.
 
-    Records and the list of finished tasks are kept in ``directory``; a second call goes on from there. ``progress``
-    receives lines of text. ``TuningError`` when no task can be extracted.
+    Records and the list of finished tasks are kept in ``directory``; a second call continues from there. ``progress``
+    receives lines of text. Raises ``TuningError`` if no task can be extracted.
     """
     say = progress or (lambda text: None)
     target = cpu.tvm_target()
@@ -85,7 +86,7 @@ def task_reports(directory: Path) -> dict[str, TaskReport]:
 
 
 def _prepare(mod: tvm.IRModule, target: tvm.target.Target) -> tvm.IRModule:
-    """Fused TIR functions, the constants among their arguments marked as free to be laid out anew."""
+    """Fused TIR functions, with constant arguments marked as layout-free."""
     passes = [
         transform.DecomposeOpsForInference(),
         transform.CanonicalizeBindings(),
@@ -100,8 +101,10 @@ def _prepare(mod: tvm.IRModule, target: tvm.target.Target) -> tvm.IRModule:
 def _tune_tasks(
     mod: tvm.IRModule, cpu: CpuTarget, trials: int, directory: Path, say: Callable[[str], None], strategy: str
 ) -> list[TaskReport]:
-    """Tunes what is not done yet. One search after the other: with equal trials for every task the order is all that
-    MetaSchedule's own task scheduler would add."""
+    """Tune the unfinished tasks one after the other: with equal trials for every task, MetaSchedule's own task
+    scheduler
+    would only change the order.
+    """
     tasks = ms.relax_integration.extract_tasks(mod, cpu.tvm_target())
     if not tasks:
         raise TuningError(
@@ -184,8 +187,8 @@ def _summary(reports: Sequence[TaskReport]) -> str:
 
 
 def _build(mod: tvm.IRModule, target: tvm.target.Target, directory: Path) -> Any:
-    """The tuned module: weights transformed to their layouts now, functions without a record scheduled by DLight."""
-    with target:  # MetaScheduleApplyDatabase asks for it when it is made
+    """Build the tuned module: weights in their final layouts, functions without a record scheduled by DLight."""
+    with target:  # the constructor of MetaScheduleApplyDatabase reads it
         passes = [
             transform.MetaScheduleApplyDatabase(str(directory)),
             transform.SplitLayoutRewritePreproc(),

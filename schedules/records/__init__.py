@@ -1,1 +1,1 @@
-"""Tuning records on disk: what was measured, and what failed."""
+"""Tuning records on disk: measurements and failures."""

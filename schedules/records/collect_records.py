@@ -1,4 +1,4 @@
-"""From the folders that `tune` wrote to the records that are shipped."""
+"""Collection of records to be shipped from the folders that `tune` wrote."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from schedules.records.record_store import RECORDS, read_lines
 from schedules.records.shipped_records import CpuRecords, KernelRecords, merged
 from schedules.records.tuning_records import Record, environment, parse_line
 
-# Configurations of a kernel that are kept: more teach little, and the file is part of the package.
+# Configurations kept per kernel: more add little information, and the file is part of the package.
 ROWS_PER_KERNEL = 200
 
 
 @dataclass(frozen=True)
 class Collected:
-    """``content`` to be shipped; ``left_out``: reason -> number of records that are not in it."""
+    """Records to be shipped; ``left_out``: reason -> number of records not included."""
 
     content: CpuRecords
     left_out: Counter[str] = field(default_factory=Counter)
@@ -39,10 +39,11 @@ def collect(
     keep: Callable[[str], bool] = lambda network: True,
     rows: int = ROWS_PER_KERNEL,
 ) -> Collected:
-    """The records of ``cpu``, on any number of threads, in the build folders of ``tune`` (or folders of records).
+    """Collect the records of ``cpu``, on any number of threads, in build folders of ``tune`` (or folders of records).
 
-    ``keep``: whether a network is taken. Those of another CPU, TVM or revision of the templates are left out and
-    counted. ``InputError`` for a folder without records, or when nothing is left.
+    ``keep``: selects networks by name. Records of another CPU, TVM or revision of the templates are left out and
+    counted.
+    Raises ``InputError`` for a folder without records, or if nothing is left.
     """
     own = environment(cpu)
     identity = identity_of(cpu)
@@ -77,7 +78,7 @@ def collect(
 
 
 def network_name(folder: Path) -> str:
-    """Stem of the ONNX file that the folder's summary names; without one the name of the folder."""
+    """Stem of the ONNX file in the folder's summary; without a summary the name of the folder."""
     try:
         return Path(decoded(read_text(folder / "summary.json", "record"))["model"]).stem
     except (OSError, ValueError, KeyError, TypeError):
@@ -85,7 +86,7 @@ def network_name(folder: Path) -> str:
 
 
 def records_folder(folder: Path) -> Path:
-    """Where the records of a build folder lie, or of a folder of records; ``InputError`` without any."""
+    """Records folder of a build folder, or the folder itself if it has records; raises ``InputError`` without any."""
     for path in (folder / "records", folder):
         if (path / RECORDS).is_file():
             return path
@@ -101,7 +102,7 @@ def _ours(path: Path, left_out: Counter[str]) -> Iterator[tuple[Record, dict[str
 
 
 def _reason(made: dict[str, str], own: dict[str, str], key: Callable[[int], str]) -> str | None:
-    """Why records made in the environment ``made`` do not count here."""
+    """Reason why records of the environment ``made`` are not valid here, or None."""
     if made["templates"] != own["templates"]:
         return f"of revision {made['templates']} of the templates, not {own['templates']}"
     if made["tvm"] != own["tvm"]:

@@ -1,4 +1,4 @@
-"""Which CPU a time was measured on: what decides the code that runs there, and the name of the chip."""
+"""Identity of the CPU of a measurement: the properties that determine its code, and the name of the chip."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ _NAMED_BY = ("vendor_id", "cpu family", "model", "stepping")
 
 @dataclass(frozen=True)
 class CpuIdentity:
-    """``chip``: vendor, family, model and stepping as CPUID gives them, which a virtual machine does not rename; the
-    others are those of :class:`schedules.contract.cpu_target.CpuTarget`.
-    """
+    """Identity of a CPU; the fields after ``chip`` are those of :class:`schedules.contract.cpu_target.CpuTarget`."""
 
+    # Vendor, family, model and stepping from CPUID, which virtual machines do not change.
     chip: str
     mcpu: str
     features: tuple[str, ...]
@@ -26,13 +25,14 @@ class CpuIdentity:
     l2_bytes: int
 
     def runs_alike(self, other: CpuIdentity) -> bool:
-        """Whether both get the same code, with the same caches to fit into."""
+        """True if both get the same code, with the same cache sizes."""
         return replace(self, chip=other.chip) == other
 
     def distance(self, other: CpuIdentity) -> float:
-        """How unlike the code of both is; infinite where vectors or registers differ, so that spaces do.
+        """Dissimilarity of the code of both; infinite with other vectors or registers, whose configuration spaces
+        differ.
 
-        A feature of one alone counts as much as caches twice as large.
+        A feature of only one CPU counts as much as caches twice as large.
         """
         if (self.lanes, self.registers) != (other.lanes, other.registers):
             return math.inf
@@ -41,21 +41,21 @@ class CpuIdentity:
         return features + sum(abs(math.log2(one / two)) for one, two in caches)
 
     def target(self, threads: int) -> CpuTarget:
-        """This CPU with so many threads."""
+        """This CPU with ``threads`` threads."""
         return CpuTarget(
             self.lanes, self.registers, self.mcpu, self.features, threads, self.l1_bytes, self.l2_bytes
         )  # fmt: skip
 
 
 def identity_of(cpu: CpuTarget) -> CpuIdentity:
-    """The identity of ``cpu``, which is the CPU this process runs on."""
+    """Identity of ``cpu``, which must be the CPU of this process."""
     return CpuIdentity(
         chip_name(), cpu.mcpu, cpu.features, cpu.lanes, cpu.registers, cpu.l1_bytes, cpu.l2_bytes
     )  # fmt: skip
 
 
 def chip_name(cpuinfo: str | None = None) -> str:
-    """Vendor, family, model and stepping, such as ``AuthenticAMD 25/17/1``; empty where the kernel does not tell."""
+    """Vendor, family, model and stepping, e.g. ``AuthenticAMD 25/17/1``; empty if unknown."""
     if cpuinfo is None:
         try:
             cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8")

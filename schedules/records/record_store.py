@@ -1,7 +1,8 @@
 """Tuning records on disk: a MetaSchedule ``JSONDatabase`` that survives Ctrl-C, a kill and a full disk.
 
-Reading needs no TVM. Lines are appended whole; a line that a killed process left unfinished is cut off with a
-warning when the next writer opens the store.
+Reading needs no TVM. Lines are appended as a whole; a line left unfinished by a killed process is removed with a
+warning
+by the next writer.
 """
 
 from __future__ import annotations
@@ -41,11 +42,12 @@ _log = logging.getLogger(__name__)
 
 
 class RecordStore:
-    """Records of one CPU, version of TVM and revision of the templates in ``directory``; others stay there, unseen.
+    """Records of one CPU, version of TVM and revision of the templates in ``directory``; others are kept but ignored.
 
-    ``allows``: records of other configurations stay unseen too. One writer at a time (the lock is taken by
-    :meth:`claim`, or at the first write); any number of readers. ``InputError`` for a directory or file that cannot be
-    read, ``OutputError`` for one that cannot be written.
+    ``allows``: records of other configurations are ignored too. One writer at a time (the lock is taken by
+    :meth:`claim`, or
+    at the first write); any number of readers. Raises ``InputError`` for a directory or file that cannot be read,
+    ``OutputError`` for one that cannot be written.
     """
 
     def __init__(
@@ -71,19 +73,20 @@ class RecordStore:
         self._read()
 
     def claim(self) -> None:
-        """Keeps other writers out from now on, before time is spent on what they may be measuring; what they have
-        written since this store was read is read as well. ``OutputError`` names the one that is there.
+        """Lock out other writers before measurements, and read what they have written since this store was read.
+
+        Raises ``OutputError`` that names the present writer.
         """
         self._open_for_writing()
         if self._seen_bytes != self._present_bytes():
             self._read()
 
     def best(self, operator: Operator) -> Record | None:
-        """The fastest record; the winner of the last comparison outranks all that were measured before it."""
+        """Fastest record; the winner of the last comparison takes precedence over all earlier measurements."""
         return self._best.get(operator)
 
     def all(self, operator: Operator) -> list[Record]:
-        """The last record of every configuration, in the order of their first measurement."""
+        """Last record of every configuration, in the order of their first measurement."""
         return list(self._records.get(operator, {}).values())
 
     def near_best(self, operator: Operator, ratio: float, count: int) -> list[Mapping[str, int]]:
@@ -96,7 +99,7 @@ class RecordStore:
         return [best.config, *near[: count - 1]]
 
     def failures(self, operator: Operator) -> list[Failure]:
-        """Configurations that cannot be used."""
+        """Failed configurations."""
         return list(self._failures.get(operator, {}).values())
 
     def operators(self) -> list[Operator]:
@@ -104,16 +107,16 @@ class RecordStore:
         return list(self._records)
 
     def add(self, operator: Operator, config: Mapping[str, int], seconds: float) -> None:
-        """Keeps a measurement."""
+        """Store a measurement."""
         self._append([Record(operator, dict(config), seconds)])
 
     def confirm(self, operator: Operator, results: Sequence[tuple[Mapping[str, int], float]]) -> None:
-        """Keeps the results of a comparison of the best candidates; its fastest becomes :meth:`best`."""
+        """Store the results of a comparison of the best candidates; its fastest becomes :meth:`best`."""
         slowest_first = sorted(results, key=lambda result: -result[1])
         self._append([Record(operator, dict(config), seconds, confirmed=True) for config, seconds in slowest_first])
 
     def add_failure(self, operator: Operator, config: Mapping[str, int], error: str, message: str) -> None:
-        """Keeps a failure, so that it is not tried again."""
+        """Store a failure, so that it is not tried again."""
         self._open_for_writing()
         failure = Failure(operator, dict(config), error, message)
         content = {
@@ -127,14 +130,14 @@ class RecordStore:
         self._failures.setdefault(operator, {})[config_key(config)] = failure
 
     def database(self) -> Any:
-        """The ``tvm.s_tir.meta_schedule.database.JSONDatabase`` over the same files."""
+        """Open a ``tvm.s_tir.meta_schedule.database.JSONDatabase`` on the same files."""
         from tvm.s_tir.meta_schedule.database import JSONDatabase
 
         self._open_for_writing()
         return JSONDatabase(work_dir=str(self.directory))
 
     def close(self) -> None:
-        """Lets another process write."""
+        """Release the lock for other writers."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -156,7 +159,7 @@ class RecordStore:
                 self._failures.setdefault(failed[0].operator, {})[config_key(failed[0].config)] = failed[0]
 
     def _present_bytes(self) -> tuple[int, ...]:
-        """Sizes of the files that are read; lines are only ever added to them."""
+        """Sizes of the files read; lines are only ever appended to them."""
         paths = (self.directory / RECORDS, self.directory / FAILURES)
         return tuple(path.stat().st_size if path.is_file() else 0 for path in paths)
 
@@ -176,7 +179,7 @@ class RecordStore:
             self._best[record.operator] = record
 
     def _append(self, records: Sequence[Record]) -> None:
-        """All of them in one write."""
+        """Append all records in one write."""
         self._open_for_writing()
         if self._target is None:
             self._target = self._cpu.tvm_target()
@@ -220,7 +223,7 @@ def _parse_failure(line: str) -> tuple[Failure, dict[str, str]] | None:
 
 
 def read_lines(path: Path, parse: Callable[[str], T]) -> Iterator[T]:
-    """Every line parsed. An unfinished last line is left out; any other malformed line is an ``InputError``."""
+    """Yield every parsed line. An unfinished last line is skipped; any other malformed line raises ``InputError``."""
     try:
         content = read_bytes(path, "table")
     except FileNotFoundError:
@@ -241,7 +244,7 @@ def read_lines(path: Path, parse: Callable[[str], T]) -> Iterator[T]:
 
 
 def _cut_unfinished_line(path: Path) -> None:
-    """Leaves ``path`` with whole lines only, so that the next one can be appended."""
+    """Remove an unfinished last line of ``path``, so that the next one can be appended."""
     if not path.exists():
         return
     try:
@@ -266,7 +269,7 @@ def _cut_unfinished_line(path: Path) -> None:
 
 
 def _append_lines(path: Path, lines: Sequence[str]) -> None:
-    """Appends all the lines, or nothing and ``OutputError``."""
+    """Append all the lines, or nothing and raise ``OutputError``."""
     data = "".join(f"{line}\n" for line in lines).encode()
     try:
         with open(path, "ab", buffering=0) as file:

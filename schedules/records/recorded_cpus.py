@@ -1,4 +1,4 @@
-"""Which CPUs a folder of tuning records has times of."""
+"""CPUs with times in a folder of tuning records."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _KEY = re.compile(r"([^/]+)/([^/]*)/l1=(\d+)/l2=(\d+)/threads=(\d+)")
 
 
 def recorded_cpus(directory: Path) -> list[CpuTarget]:
-    """The CPUs in the order of their first record; lines that are none of ours, and unfinished ones, say nothing."""
+    """CPUs in the order of their first record; foreign and unfinished lines are ignored."""
     try:
         lines = read_text(directory / RECORDS, "table").splitlines()
     except (OSError, UnicodeDecodeError):
@@ -31,7 +31,7 @@ def recorded_cpus(directory: Path) -> list[CpuTarget]:
 
 
 def _from_key(key: str) -> CpuTarget | None:
-    """The CPU whose :attr:`schedules.contract.cpu_target.CpuTarget.key` this is."""
+    """CPU with this :attr:`schedules.contract.cpu_target.CpuTarget.key`, or None."""
     match = _KEY.fullmatch(key)
     if match is None:
         return None

@@ -1,8 +1,9 @@
-"""Measured kernels of one CPU in one small file: what the project ships, and a run on that CPU starts from.
+"""Measured kernels of one CPU in one small file, shipped with the project as the starting point of tuning on that CPU.
 
-``schedules/records/shipped/CPU/records.jsonl.gz``: a line with the CPU, the versions and where the measurements are
-from, then a line for every (operator, threads) with all its configurations, losers included: a ranking is learned from
-those too. Beside it lie ``machine.yaml``, the rates of that CPU, and ``ranking.json.gz``, what was learned
+``schedules/records/shipped/CPU/records.jsonl.gz``: a line with the CPU, the versions and the origin of the
+measurements,
+then a line for every (operator, threads) with all its configurations, slow ones included, as the ranking is trained on
+them too. In the same folder are ``machine.yaml``, the rates of that CPU, and ``ranking.json.gz``, the trained ranking
 (:mod:`schedules.tuning.kernel_ranking`).
 """
 
@@ -36,32 +37,32 @@ SHIPPED_DIRECTORY = Path(__file__).parent / "shipped"
 RECORDS_FILE = "records.jsonl.gz"
 MACHINE_FILE = "machine.yaml"
 RANKING_FILE = "ranking.json.gz"
-# Names a folder that is used in place of the shipped one.
+# Environment variable with a folder that replaces the shipped one.
 DIRECTORY_VARIABLE = "FUSION_RECORDS"
 _FORMAT = 1
 
 
 @dataclass(frozen=True)
 class KernelRecords:
-    """All measured configurations of ``operator`` on ``threads`` threads. ``networks``: where it occurs; ``measured``:
-    the day of the last measurement, ISO 8601.
-    """
+    """All measured configurations of ``operator`` on ``threads`` threads."""
 
     operator: Operator
     threads: int
+    # Networks in which the operator occurs.
     networks: tuple[str, ...]
+    # Day of the last measurement, ISO 8601.
     measured: str
     records: tuple[Record, ...]
 
     @property
     def best(self) -> Record:
-        """The fastest of those that won a comparison; without any, the fastest."""
+        """Fastest record that won a comparison, or the fastest of all if there is none."""
         confirmed = [record for record in self.records if record.confirmed]
         return min(confirmed or self.records, key=lambda record: record.seconds)
 
     @property
     def measurements(self) -> list[Measurement]:
-        """The same for a cost model to learn from."""
+        """Records as measurements for training a cost model."""
         return [Measurement(record.operator, record.config, record.seconds) for record in self.records]
 
     def near_best(self, ratio: float, count: int) -> list[Config]:
@@ -74,7 +75,8 @@ class KernelRecords:
 
 @dataclass(frozen=True)
 class CpuRecords:
-    """What was measured on ``cpu`` with one version of TVM and one revision of the templates. ``note``: in words."""
+    """Measurements on ``cpu`` with one version of TVM and one revision of the templates; ``note``: description in
+    words."""
 
     cpu: CpuIdentity
     tvm: str
@@ -88,29 +90,29 @@ class CpuRecords:
         return tuple(sorted({network for kernel in self.kernels for network in kernel.networks}))
 
     def without(self, network: str) -> CpuRecords:
-        """All operators that do not occur in ``network``."""
+        """Records without the operators of ``network``."""
         kept = tuple(kernel for kernel in self.kernels if network not in kernel.networks)
         return CpuRecords(self.cpu, self.tvm, self.templates, self.note, kept)
 
     def of(self, threads: int) -> Mapping[Operator, KernelRecords]:
-        """By operator, on ``threads`` threads."""
+        """Records on ``threads`` threads by operator."""
         return {kernel.operator: kernel for kernel in self.kernels if kernel.threads == threads}
 
 
 @dataclass(frozen=True)
 class FoundRecords:
-    """Records that fit the CPU at hand. ``same_chip``: measured on a chip of its name, so that their times hold; else
-    their configurations are guesses. ``same_code``: of a CPU with the same features and caches, not just the nearest.
-    """
+    """Records that fit the present CPU."""
 
     directory: Path
     content: CpuRecords
+    # Measured on a chip of the same name, so that times are valid; otherwise configurations are only guesses.
     same_chip: bool
+    # From a CPU with the same features and caches; otherwise from the nearest one.
     same_code: bool = True
 
 
 def write_records(path: Path, content: CpuRecords) -> None:
-    """Writes the file, the same bytes for the same content; ``OutputError`` if it cannot."""
+    """Write the file, deterministically; raise ``OutputError`` on failure."""
     header = {
         "format": _FORMAT,
         "cpu": asdict(content.cpu),
@@ -128,8 +130,9 @@ def write_records(path: Path, content: CpuRecords) -> None:
 
 
 def read_records(path: Path) -> CpuRecords:
-    """What :func:`write_records` wrote, but for kernels of narrow dtypes that are made otherwise today; ``InputError``
-    names the file and what to do.
+    """Read a file of :func:`write_records`, without kernels of narrow dtypes from an outdated template revision.
+
+    Raises ``InputError`` that names the file and the remedy.
     """
     header, lines = _header(path)
     try:
@@ -140,17 +143,19 @@ def read_records(path: Path) -> CpuRecords:
 
 
 def records_directory() -> Path:
-    """``$FUSION_RECORDS``, else the folder of the package."""
+    """``$FUSION_RECORDS`` if set, otherwise the folder of the package."""
     override = os.environ.get(DIRECTORY_VARIABLE)
     return Path(override) if override else SHIPPED_DIRECTORY
 
 
 @lru_cache(maxsize=4)
 def find_records(cpu: CpuTarget, directory: Path | None = None, nearest: bool = False) -> FoundRecords | None:
-    """The records in ``directory`` (default: :func:`records_directory`) of a CPU that runs the same code as ``cpu``,
-    made by this version of TVM and of the templates; of its own chip, if there are any. ``None`` without.
+    """Find the records in ``directory`` (default: :func:`records_directory`) of a CPU that runs the same code as
+    ``cpu``.
 
-    ``nearest``: rather those of another CPU with such vectors than none.
+    They must be made with this version of TVM and of the templates; those of the same chip are preferred. None without
+    any.
+    ``nearest``: if there are none, use those of another CPU with the same vectors.
     """
     here, own = identity_of(cpu), environment(cpu)
     fitting: list[tuple[float, bool, Path, bool]] = []
@@ -173,7 +178,7 @@ def find_records(cpu: CpuTarget, directory: Path | None = None, nearest: bool = 
 
 
 def thinned(records: Sequence[Record], limit: int) -> list[Record]:
-    """At most ``limit`` of them: all that won a comparison, the fastest half, and the others evenly over the rest."""
+    """At most ``limit`` records: all winners of comparisons, the fastest half, and an even selection of the others."""
     ordered = sorted(records, key=lambda each: (not each.confirmed, each.seconds, config_key(each.config)))
     if len(ordered) <= limit:
         return ordered
@@ -183,13 +188,14 @@ def thinned(records: Sequence[Record], limit: int) -> list[Record]:
 
 
 def _is_current(line: Mapping[str, Any]) -> bool:
-    """Whether kernels of its dtype are those of today; of float32 that is said by the header."""
+    """True if the template revision of its dtype is current; for float32 the header has been checked."""
     dtype = from_record(line["operator"]).dtype
     return dtype == "float32" or line["templates"] == template_revision(dtype)
 
 
 def _kernel_line(kernel: KernelRecords) -> dict[str, Any]:
-    """Times in nanoseconds; a row is the values of the knobs, the time, and 1 for a winner of a comparison."""
+    """Record line: times in nanoseconds; a row is the values of the knobs, the time, and 1 for a winner of a
+    comparison."""
     dtype = kernel.operator.dtype
     knobs = sorted({knob for record in kernel.records for knob in record.config})
     rows = [
@@ -224,7 +230,7 @@ def _kernel(line: Mapping[str, Any]) -> KernelRecords:
 
 
 def _header(path: Path) -> tuple[Mapping[str, Any], Iterator[str]]:
-    """The first line, and the others, which are not read before they are asked for."""
+    """Parsed first line, and an iterator over the others, which are read on demand."""
     lines = _lines(path)
     try:
         header = decoded(next(lines, "null"))
@@ -250,8 +256,9 @@ def _damaged(path: Path, error: Exception) -> InputError:
 
 
 def merged(kernels: Iterable[KernelRecords], limit: int) -> tuple[KernelRecords, ...]:
-    """Equal (operator, threads) as one, with at most ``limit`` configurations; of a configuration that was measured in
-    several, a winner of a comparison counts before others, then the least time.
+    """Merge equal (operator, threads), with at most ``limit`` configurations each.
+
+    For a configuration measured several times, a winner of a comparison is preferred, then the smallest time.
     """
     together: dict[tuple[Operator, int], list[KernelRecords]] = {}
     for kernel in kernels:

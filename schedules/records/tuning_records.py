@@ -1,9 +1,9 @@
-"""Tuning records, and their line in a MetaSchedule database.
+"""Tuning records, and their lines in a MetaSchedule database.
 
 A line of ``database_tuning_record.json`` is ``[workload index, [[trace, decisions], [seconds], target, arguments]]``.
-Our templates emit loops directly, they do not schedule the naive ones, so the configuration *is* the decision: the
-trace annotates the root block of the workload with it, as JSON text, and replaying the trace yields a function from
-whose annotation it can be read back.
+Our templates emit loops directly and do not schedule the naive ones, so the configuration *is* the decision: the trace
+annotates the root block of the workload with it, as JSON text, and replaying the trace yields a function from whose
+annotation it can be read.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Failure:
-    """``config`` of ``operator`` cannot be used: kind and message of
+    """``config`` of ``operator`` failed, with kind and message of
     :class:`schedules.measuring.measure_messages.MeasureOutcome`.
     """
 
@@ -47,14 +47,15 @@ class Failure:
 
 
 def environment(cpu: CpuTarget, dtype: str = "float32") -> dict[str, str]:
-    """What a measured time of an operator of ``dtype`` depends on besides operator and configuration: part of the key
-    of everything kept.
+    """Conditions of a measured time of an operator of ``dtype`` besides operator and configuration.
+
+    They are part of the key of all stored data.
     """
     return {"cpu": cpu.key, "tvm": version("apache-tvm"), "templates": template_revision(dtype)}
 
 
 def annotation(record: Record, environment: Mapping[str, str]) -> str:
-    """The text that the trace carries: operator, configuration and the environment it was measured in."""
+    """Text of the trace annotation: operator, configuration and the environment of the measurement."""
     content = {
         "operator": to_record(record.operator),
         "config": dict(record.config),
@@ -62,24 +63,24 @@ def annotation(record: Record, environment: Mapping[str, str]) -> str:
         **environment,
     }
     text = json.dumps(content, sort_keys=True)
-    # TVM wraps the text in quotes without escaping it and unescapes nothing when it reads it.
+    # TVM quotes the text without escaping it, and does not unescape it when reading.
     assert "\\" not in text, text
     return text
 
 
 def recorded_operator(record: Any) -> Operator:
-    """The operator of a line; ``ValueError`` or ``TypeError`` for what is none that kernels are made for."""
+    """Operator of a line; raises ``ValueError`` or ``TypeError`` if it is not a kernel's operator."""
     operator = from_record(record)
     if not isinstance(operator, Operator):
         raise ValueError("not an operator of a kernel")
-    hash(operator)  # TypeError of one whose sizes are mappings
+    hash(operator)  # TypeError if its sizes are mappings
     return operator
 
 
 def parse_line(line: str) -> tuple[Record, dict[str, str]] | None:
-    """The record of a line and its environment; ``None``: not ours, or of another version of ours.
+    """Record of a line and its environment, or None for a foreign line or another version of ours.
 
-    ``ValueError`` when it is not even JSON.
+    Raises ``ValueError`` if it is not JSON.
     """
     content = decoded(line)
     try:
@@ -125,7 +126,7 @@ def _workload(operator: Operator) -> Any:
 
 
 def read_config(function: Any) -> tuple[Operator, dict[str, int]] | None:
-    """Operator and configuration annotated on ``function``'s root block; ``None`` where there is none."""
+    """Operator and configuration annotated on ``function``'s root block, or None."""
     root = function.body
     annotations = getattr(getattr(root, "block", None), "annotations", {})
     if ANNOTATION not in annotations:
@@ -135,7 +136,7 @@ def read_config(function: Any) -> tuple[Operator, dict[str, int]] | None:
 
 
 def _plain(value: Any) -> Any:
-    """TVM's containers and numbers as Python's own."""
+    """Convert TVM's containers and numbers to Python's."""
     if isinstance(value, str):
         return str(value)
     if isinstance(value, bool) or value is None:

@@ -1,1 +1,1 @@
-"""Decides which configuration to measure next, and when the budget ends."""
+"""Selection of the next configuration to measure, and budget of a tuning run."""

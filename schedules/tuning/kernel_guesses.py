@@ -1,4 +1,4 @@
-"""What is known of a kernel before it is measured here: shipped records of its operator, or the learned ranking."""
+"""Guesses for unmeasured kernels: shipped records of the same operator, or the trained ranking."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from schedules.records.cpu_identity import chip_name
 from schedules.records.shipped_records import FoundRecords, KernelRecords, find_records
 from schedules.tuning.kernel_ranking import read_ranking
 
-# Of a recorded operator so many configurations are tried before others, if they are no slower than this to its best.
+# Number of recorded configurations tried first, if they are within this factor of the best.
 RECORDED_FIRST = 3
 RECORDED_RATIO = 1.05
-# The ranking looks at so many of a space, whose order is that of the analytic cost.
+# Number of configurations of a space, in the order of analytic cost, that are ranked.
 RANKED = 160
 
 
 @dataclass(frozen=True)
 class KernelGuess:
-    """A configuration without a measurement here, and what it is expected to take (``None``: nobody knows)."""
+    """A configuration not measured here, and its expected time (None: unknown)."""
 
     config: Config
     seconds: float | None
@@ -33,31 +33,33 @@ class KernelGuess:
 
 @dataclass
 class KernelGuesses:
-    """Guesses for one CPU. ``ranking``: ``None`` without a learned one; ``recorded``: by operator, on the same threads;
-    ``trusted``: measured on a chip of this name, so that their seconds hold here. ``origin``: where it is from.
-    ``careful``: configurations that round more than a sum of products one by one are neither guessed nor searched.
-    """
+    """Guesses for one CPU."""
 
     cpu: CpuTarget
+    # Trained ranking, or None.
     ranking: ResidualModel | None = None
+    # Records by operator, on the same number of threads.
     recorded: Mapping[Operator, KernelRecords] = field(default_factory=dict)
+    # Records are from a chip of the same name, so that their times are valid here.
     trusted: bool = False
+    # Origin of the records in words.
     origin: str = ""
+    # Exclude configurations with larger rounding errors than a plain sum of products.
     careful: bool = False
     _known: dict[Operator, KernelGuess] = field(default_factory=dict, repr=False)
     _spaces: dict[Operator, Sequence[Config]] = field(default_factory=dict, repr=False)
 
     def carefully(self) -> KernelGuesses:
-        """The same for a network that does not bear fast algorithms."""
+        """Guesses for a network whose errors are too large with fast algorithms."""
         return KernelGuesses(self.cpu, self.ranking, self.recorded, self.trusted, self.origin, careful=True)
 
     def allows(self, operator: Operator, config: Config) -> bool:
-        """Whether a network may be built with it."""
+        """True if a network may be built with ``config``."""
         template = template_for(operator, self.cpu) if self.careful else None
         return template is None or template.relative_rounding(config) <= 1.0
 
     def first(self, operator: Operator) -> list[Config]:
-        """What is tried before anything else: the best recorded configurations of this very operator."""
+        """Configurations to try first: the best recorded ones of the same operator."""
         kernel = self.recorded.get(operator)
         if kernel is None:
             return []
@@ -66,7 +68,7 @@ class KernelGuesses:
         return [config for config in near if config_key(config) in legal]
 
     def space(self, operator: Operator) -> Sequence[Config]:
-        """The space of its template, or what is allowed of it, enumerated once."""
+        """Allowed space of the operator's template, enumerated once."""
         if operator not in self._spaces:
             template = template_for(operator, self.cpu)
             assert template is not None, "only kernels of a template are guessed"
@@ -77,16 +79,16 @@ class KernelGuesses:
         return self._spaces[operator]
 
     def trials(self, operator: Operator) -> int:
-        """Configurations of the operator that were measured on such a chip before."""
+        """Number of configurations of the operator measured on the same kind of chip before."""
         return len(self.recorded[operator].records) if self.trusted and operator in self.recorded else 0
 
     def seconds(self, operator: Operator) -> float | None:
-        """What the operator is expected to take; where nobody knows its space is not enumerated for that."""
+        """Expected time of the operator, or None; the space is not enumerated if it is unknown."""
         ranked = self.ranking is not None and self.ranking.knows(operator)
         return self.guess(operator).seconds if ranked or (self.trusted and operator in self.recorded) else None
 
     def guess(self, operator: Operator) -> KernelGuess:
-        """The configuration to take without a measurement. ``operator`` has a template."""
+        """Configuration to use without a measurement. ``operator`` must have a template."""
         if operator not in self._known:
             self._known[operator] = self._guess(operator)
         return self._known[operator]
@@ -104,7 +106,8 @@ class KernelGuesses:
 
 
 def guesses_for(cpu: CpuTarget) -> KernelGuesses:
-    """What the project ships for ``cpu``, or for the CPU most like it; nothing, where vectors of none are as wide."""
+    """Guesses from the shipped records of ``cpu`` or of the most similar CPU; empty if none has vectors of the same
+    width."""
     found: FoundRecords | None = find_records(cpu, nearest=True)
     chip = chip_name() or cpu.mcpu
     if found is None:
@@ -112,7 +115,7 @@ def guesses_for(cpu: CpuTarget) -> KernelGuesses:
         return KernelGuesses(cpu, origin=origin)
     try:
         ranking = read_ranking(found, cpu.threads)
-    except MachineError:  # the machine was measured on fewer threads
+    except MachineError:  # the machine model has fewer threads
         ranking = None
     origin = f"starting from records of this CPU, {chip}"
     if not found.same_chip:

@@ -1,8 +1,8 @@
-"""The order in which configurations of a kernel never measured are tried: learned from the records of many networks.
+"""Order of trials for unmeasured kernels, trained on the records of many networks.
 
-The learner is :class:`costmodel.cpu.learned_residual.ResidualModel`, over the analytic cost of the templates; here it
-is fed with the records that are shipped (:mod:`schedules.records.shipped_records`), of all thread counts together. A
-run takes its trees as a first guess and corrects them by what it measures.
+The model is :class:`costmodel.cpu.learned_residual.ResidualModel` on the analytic cost of the templates; here it is
+trained on the shipped records (:mod:`schedules.records.shipped_records`), of all thread counts together. A tuning run
+uses its trees as a prior and corrects them by its measurements.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from schedules.records.shipped_records import MACHINE_FILE, RANKING_FILE, CpuRec
 
 
 def empty_ranking(machine: Machine, cpu: CpuTarget, before: ResidualModel | None = None) -> ResidualModel:
-    """A model that has learned nothing yet: ``before``, or the templates' analytic cost."""
+    """Untrained model on top of ``before``, or of the templates' analytic cost."""
     return ResidualModel(
         RooflineModel(machine, cpu.threads), key=cpu.key, config_terms=partial(config_terms, cpu=cpu), before=before
     )
 
 
 def train_ranking(content: CpuRecords, machine: Machine) -> dict[str, FamilyTrees]:
-    """Trees for every family of kernels with enough records. ``machine``: the rates of that CPU."""
+    """Train trees for every family of kernels with enough records. ``machine``: the rates of that CPU."""
     models = []
     for threads in sorted({kernel.threads for kernel in content.kernels}):
         cpu = content.cpu.target(threads)
@@ -42,7 +42,7 @@ def train_ranking(content: CpuRecords, machine: Machine) -> dict[str, FamilyTree
 
 
 def write_ranking(directory: Path, content: CpuRecords, trees: Mapping[str, FamilyTrees]) -> Path:
-    """Writes the trees beside the records that they were trained from; ``OutputError`` if it cannot."""
+    """Write the trees beside the records they were trained on; raise ``OutputError`` on failure."""
     path = directory / RANKING_FILE
     provenance = {
         "written": datetime.now(UTC).date().isoformat(),
@@ -54,7 +54,7 @@ def write_ranking(directory: Path, content: CpuRecords, trees: Mapping[str, Fami
 
 
 def read_ranking(found: FoundRecords, threads: int) -> ResidualModel:
-    """The shipped ranking for ``threads`` threads; ``InputError`` for a file that is missing, damaged or of others."""
+    """Shipped ranking for ``threads`` threads; raises ``InputError`` for a missing, damaged or foreign file."""
     machine = read_machine(found.directory / MACHINE_FILE)
     model = empty_ranking(machine, found.content.cpu.target(threads))
     model.install(read_trees(found.directory / RANKING_FILE, _key(found.content)))
@@ -62,6 +62,6 @@ def read_ranking(found: FoundRecords, threads: int) -> ResidualModel:
 
 
 def _key(content: CpuRecords) -> str:
-    """Trees are of one CPU (threads are a feature), TVM and revision of the templates."""
+    """Key of trees: one CPU (threads are a feature), TVM version and revision of the templates."""
     one = content.cpu.target(1).key.rpartition("/threads=")[0]
     return f"{content.cpu.chip}/{one}/tvm={content.tvm}/templates={content.templates}"

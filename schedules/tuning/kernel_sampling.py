@@ -1,9 +1,10 @@
-"""Configurations measured so that a ranking learns from them: some that should be fast, and some from all over.
+"""Sampling of configurations for training a ranking: some expected to be fast, some from the whole space.
 
-A tuner measures what it expects to be fast, and leaves a few configurations of a kernel that hardly differ: nothing
-tells an order that is learned from those what is slow. Here every kernel gets as many, half of them in the order of the
-template's analytic cost and half drawn from the rest of its space. Kernels take turns, so that a run that is stopped
-has as many of each.
+A tuner measures what it expects to be fast, which yields few and similar configurations per kernel; a ranking trained
+on
+those cannot recognise slow ones. Here every kernel gets the same number, half of them in the order of the template's
+analytic cost and half drawn from the rest of its space. Kernels alternate, so that an interrupted run has a similar
+number for each.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from schedules.kernels.template_table import template_for
 from schedules.records.record_store import RecordStore
 from schedules.tuning.kernel_tuner import MeasuringRunner
 
-# Configurations of a kernel in one turn: a machine drifts between turns, and what verifies a kernel is made anew.
+# Configurations of a kernel per turn: machines drift between turns, and verification data are created for each turn.
 TURN = 8
 
 
 @dataclass(frozen=True)
 class SamplingProgress:
-    """``measured`` of ``wanted`` configurations, those of earlier runs included; ``kernels`` have all of theirs."""
+    """``measured`` of ``wanted`` configurations including earlier runs; ``kernels``: number of complete kernels."""
 
     measured: int
     wanted: int
@@ -40,7 +41,7 @@ class SamplingProgress:
 
 @dataclass
 class SampledKernel:
-    """A kernel, what is still to be measured of it, and the stores of the networks that it occurs in.
+    """A kernel with its pending configurations, and the stores of the networks that contain it.
 
     ``done``: configurations of its sample that are measured or have failed.
     """
@@ -52,7 +53,7 @@ class SampledKernel:
 
 
 def sample(operator: Operator, space: Sequence[Config], count: int) -> list[Config]:
-    """At most ``count`` of ``space``: by turns the next in its order and a random one; always the same."""
+    """At most ``count`` of ``space``, alternating between the next in order and a random one; deterministic."""
     fast = list(space[: -(-count // 2)])
     others = list(space[len(fast) :])
     drawn = random.Random(_name(operator)).sample(others, min(count - len(fast), len(others))) if others else []
@@ -63,8 +64,9 @@ def sample(operator: Operator, space: Sequence[Config], count: int) -> list[Conf
 def sampled_kernels(
     stores: Iterable[tuple[RecordStore, Iterable[Operator]]], cpu: CpuTarget, count: int
 ) -> list[SampledKernel]:
-    """Every kernel of the networks once, with ``count`` configurations or all that there are. ``stores``: the records
-    of each network, and its kernels. Those without a template are left out.
+    """Distinct kernels of the networks, with ``count`` configurations each or the whole space.
+
+    ``stores``: the records of each network, and its kernels. Kernels without a template are left out.
     """
     found: dict[Operator, list[RecordStore]] = {}
     for store, operators in stores:
@@ -72,7 +74,7 @@ def sampled_kernels(
             if template_for(operator, cpu) is not None:
                 found.setdefault(operator, []).append(store)
     kernels = [_sampled(operator, tuple(own), cpu, count) for operator, own in found.items()]
-    # Whatever time there is, it is spent on kernels of all networks and kinds.
+    # Shuffle, so that limited time is spread over kernels of all networks and kinds.
     random.Random(0).shuffle(kernels)
     return kernels
 
@@ -93,8 +95,9 @@ def measure_samples(
     end: float = math.inf,
     progress: Callable[[SamplingProgress], None] = lambda _: None,
 ) -> SamplingProgress:
-    """Measures what is pending until ``end`` on the clock of ``time.monotonic``, the kernel of which least is known
-    next; every result is on disk at once. What a worker compiles is compiled on all cores and timed alone on them.
+    """Measure pending configurations until ``end`` (``time.monotonic``), kernels with the fewest results first.
+
+    Every result is on disk at once. Kernels are compiled on all cores and timed alone.
     """
     failures = 0
 

@@ -1,4 +1,4 @@
-"""Tunes kernels: a cost model ranks, a worker measures, every result is kept."""
+"""Kernel tuner: a cost model ranks, a worker measures, every result is stored."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from schedules.records.tuning_records import Record
 from schedules.tuning.trial_search import Ranker, TaskState, next_batch, next_task
 from schedules.tuning.tuning_session import TuningProgress, TuningSession
 
-# Finalists that all take so many times longer than when they were first measured were disturbed: they are compared
-# again, so often at most.
+# Repeat a comparison if all finalists are slower than in their first measurement by this factor, as they were
+# disturbed; and the maximum number of comparisons.
 DISTURBED = 1.25
 COMPARE_ATTEMPTS = 4
 
 
 class MeasuringRunner(Protocol):
-    """What the tuner asks of :class:`schedules.measuring.measure_runner.Runner`."""
+    """Interface of :class:`schedules.measuring.measure_runner.Runner` used by the tuner."""
 
     def measure_batch(
         self, operator: Operator, configs: Sequence[Config], best_seconds: float | None = None
@@ -38,7 +38,7 @@ class MeasuringRunner(Protocol):
 class TuningTask:
     """A kernel to tune with at most ``trials`` measured configurations, earlier runs included.
 
-    ``occurrences``: how often the network runs it; equal operators are merged and their occurrences added.
+    ``occurrences``: number of runs in the network; equal operators are merged and their occurrences added.
     """
 
     operator: Operator
@@ -60,7 +60,8 @@ class SearchSettings:
 
 @dataclass(frozen=True)
 class TuningResult:
-    """``best`` lacks the operators of ``unsolved``: no configuration of theirs could be built, run and verified."""
+    """Result of a run; ``unsolved`` operators, without a configuration that builds, runs and verifies, are not in
+    ``best``."""
 
     best: Mapping[Operator, Record]
     unsolved: tuple[Operator, ...]
@@ -71,7 +72,7 @@ class TuningResult:
 
 
 class Guessing(Protocol):
-    """What the tuner asks of :class:`schedules.tuning.kernel_guesses.KernelGuesses`."""
+    """Interface of :class:`schedules.tuning.kernel_guesses.KernelGuesses` used by the tuner."""
 
     def first(self, operator: Operator) -> Sequence[Config]: ...
 
@@ -81,7 +82,7 @@ class Guessing(Protocol):
 
 
 class Tuner:
-    """Tunes for one CPU into one store. ``progress`` is called after every trial; ``guesses``: known beforehand."""
+    """Tunes for one CPU into one store. ``progress`` is called after every trial; ``guesses``: prior knowledge."""
 
     def __init__(
         self,
@@ -107,10 +108,11 @@ class Tuner:
     def tune(
         self, tasks: Sequence[TuningTask], *, trials: int | None = None, seconds: float | None = None
     ) -> TuningResult:
-        """Measures up to ``trials`` new configurations in all, for up to ``seconds`` of wall time.
+        """Measure up to ``trials`` new configurations in total, for up to ``seconds`` of wall time.
 
-        Ctrl-C ends it early: the result says so, and holds the best so far. What the store holds already counts
-        as measured and is not measured again.
+        Ctrl-C ends it early: the result is marked, and has the best so far. Configurations in the store count as
+        measured and
+        are not measured again.
         """
         session = TuningSession(self._states(tasks), trials, seconds)
         interrupted = False
@@ -132,7 +134,7 @@ class Tuner:
         )
 
     def _states(self, tasks: Sequence[TuningTask]) -> list[TaskState]:
-        """One state per distinct operator, with what the store knows of it."""
+        """One state per distinct operator, with the results in the store."""
         merged: dict[Operator, TuningTask] = {}
         for task in tasks:
             known = merged.get(task.operator, TuningTask(task.operator, 0, 0))
@@ -207,7 +209,7 @@ class Tuner:
             self._cost_model.update(measured)
 
     def _compare_finalists(self, session: TuningSession) -> None:
-        """Times the best few of every task against each other: the fastest single measurement may be luck."""
+        """Time the best few of every task against each other: the fastest single measurement may be luck."""
         for state in session.states:
             if session.over:
                 return
@@ -226,7 +228,7 @@ class Tuner:
             self._progress(session.progress("compare", state, winner, outcome))
 
     def _compare(self, operator: Operator, finalists: Sequence[Config]) -> list[tuple[Config, MeasureOutcome]]:
-        """Each finalist that works with its least outcome; again while all are clearly slower than before."""
+        """Working finalists with their fastest outcomes; repeated while all are clearly slower than before."""
         known = {config_key(record.config): record.seconds for record in self._store.all(operator)}
         least: dict[int, MeasureOutcome] = {}
         for _ in range(COMPARE_ATTEMPTS):
@@ -241,7 +243,7 @@ class Tuner:
 
 
 def _seconds(outcome: MeasureOutcome | None) -> float:
-    """Its time; infinite where there is none."""
+    """Time of an outcome; infinite without one."""
     return math.inf if outcome is None or outcome.seconds is None else outcome.seconds
 
 

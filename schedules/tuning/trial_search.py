@@ -1,4 +1,4 @@
-"""Which configurations of one kernel to measure next, and which kernel to work on."""
+"""Selection of the next configurations of a kernel, and of the next kernel."""
 
 from __future__ import annotations
 
@@ -11,69 +11,69 @@ from costmodel.model.measurements import ConfigKey, Measurement, config_key
 from costmodel.operators.layers import Operator
 from schedules.contract.template import Config
 
-# Share of random configurations while nothing has been learned of a kernel family.
+# Share of random configurations while a kernel family is unknown to the model.
 UNINFORMED_EXPLORATION = 0.3
 
 
 @runtime_checkable
 class Ranker(Protocol):
-    """What the tuner asks of a cost model that learns."""
+    """Interface of a learned cost model used by the tuner."""
 
     def rank(self, operator: Operator, configs: Sequence[Config]) -> Sequence[int]:
-        """Indices into ``configs``, the one expected to be fastest first; the given order: no opinion."""
+        """Indices into ``configs``, expected fastest first; the given order means no prediction."""
         ...
 
     def update(self, measurements: Iterable[Measurement]) -> None:
-        """Learns from these measurements, and keeps what it learned before."""
+        """Train on these measurements, in addition to earlier ones."""
         ...
 
 
 @dataclass
 class TaskState:
-    """A kernel being tuned: its space, what has been measured, and how the best time came down.
-
-    ``history``: best seconds after every successful trial. ``trials``: how many may be measured in all, those of
-    earlier runs included. ``algorithm``: that of a configuration, where the space holds more than one. ``first``: what
-    is measured before anything is ranked; ``elsewhere``: configurations of the operator that were measured on such a
-    CPU before, so that less is to be gained here.
-    """
+    """A kernel being tuned: its space, measured configurations, and history."""
 
     operator: Operator
     occurrences: int
+    # Maximum number of measured configurations, earlier runs included.
     trials: int
     space: Sequence[Config]
     measured: set[ConfigKey] = field(default_factory=set)
+    # Best seconds after every successful trial.
     history: list[float] = field(default_factory=list)
+    # Algorithm of a configuration, if the space has several.
     algorithm: Callable[[Config], str] = lambda config: ""
+    # Configurations measured before any ranking.
     first: Sequence[Config] = ()
+    # Configurations of the operator measured on the same kind of CPU before, which reduces the expected gain.
     elsewhere: int = 0
 
     @property
     def best_seconds(self) -> float | None:
-        """The fastest time so far in seconds; ``None`` before the first."""
+        """Fastest time so far in seconds, or None before the first."""
         return self.history[-1] if self.history else None
 
     @property
     def left(self) -> int:
-        """Trials that may still be measured."""
+        """Number of remaining trials."""
         return max(0, min(self.trials, len(self.space)) - len(self.measured))
 
     def note(self, config: Mapping[str, int], seconds: float | None) -> None:
-        """A trial was measured; ``None``: it failed."""
+        """Record a trial; ``seconds`` None: it failed."""
         self.measured.add(config_key(config))
         if seconds is not None:
             self.history.append(min(seconds, self.history[-1] if self.history else seconds))
 
     def untried_algorithms(self) -> set[str]:
-        """Those of which no configuration has been measured; none where there is no choice."""
+        """Algorithms without a measured configuration; empty if there is only one."""
         known = {self.algorithm(config) for config in self.space}
         return known - {self.algorithm(dict(key)) for key in self.measured} if len(known) > 1 else set()
 
     def expected_gain(self, window: int = 16, trust: float = 0.5) -> float:
         """Seconds per network run that one more trial may save.
 
-        As the gradient scheduler of Ansor (Zheng et al., OSDI 2020, section 6): ``trust`` times the slope over the
-        last ``window`` trials, and for the rest the optimistic guess that the best time falls by ``1/n`` at trial n.
+        As in the gradient scheduler of Ansor (Zheng et al., OSDI 2020, section 6): ``trust`` times the slope over the
+        last
+        ``window`` trials, and for the rest the optimistic assumption that the best time falls by ``1/n`` at trial n.
         """
         if not self.history:
             return float("inf")
@@ -84,7 +84,7 @@ class TaskState:
 
 
 def next_task(states: Sequence[TaskState], minimum: int) -> TaskState | None:
-    """The kernel to work on: first those under ``minimum`` trials, then where most is to be gained."""
+    """Next kernel: first those with fewer than ``minimum`` trials, then the one with the largest expected gain."""
     open_states = [state for state in states if state.left]
     if not open_states:
         return None
@@ -95,13 +95,15 @@ def next_task(states: Sequence[TaskState], minimum: int) -> TaskState | None:
 
 
 def next_batch(state: TaskState, ranker: Ranker, size: int, exploration: float, rng: random.Random) -> list[Config]:
-    """Up to ``size`` unmeasured configurations: what the state names first, then the best ranked, and random ones at a
-    share of ``exploration``.
+    """Up to ``size`` unmeasured configurations: those of ``state.first``, then the best ranked, with a share of random
+    ones.
 
-    While the ranker has no opinion the order of the space stands (the template's analytic cost), explored more widely.
-    Configurations that differ from one already in the batch in a single knob are put off: measuring both before the
-    model has seen either tells little more than measuring one. An algorithm that has not been tried comes first, with
-    what is ranked best of it: how algorithms stand to each other is what an analytic cost tells worst.
+    While the ranker has no prediction, the order of the space is used (the template's analytic cost), with more random
+    ones.
+    Configurations that differ from one in the batch in a single knob are postponed: both together give the model little
+    more
+    information than one. An untried algorithm comes first, with its best ranked configuration: analytic costs are least
+    reliable between algorithms.
     """
     size = min(size, state.left)
     batch = [config for config in state.first if config_key(config) not in state.measured][:size]
@@ -113,7 +115,7 @@ def next_batch(state: TaskState, ranker: Ranker, size: int, exploration: float, 
     if order == list(range(len(fresh))):
         exploration = max(exploration, UNINFORMED_EXPLORATION)
     ranked = [fresh[index] for index in order]
-    # What is measured first has the best of each algorithm that the records know.
+    # The first configurations include the best of each algorithm in the records.
     untried = state.untried_algorithms() - {state.algorithm(config) for config in batch}
     while ranked and len(batch) < size:
         if untried:

@@ -1,4 +1,4 @@
-"""One run of the tuner: its budget, its counters, and what it tells after every trial."""
+"""One run of the tuner: its budget, its counters, and progress messages."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from schedules.contract.template import Config
 from schedules.measuring.measure_messages import MeasureOutcome
 from schedules.tuning.trial_search import TaskState
 
-# What a finalist takes to be compared: it is compiled already, sampled, and verified before and after.
+# Cost of comparing a finalist: it is already compiled, then sampled, and verified before and after.
 COMPARE_SECONDS = 0.05
 COMPARE_RUNS = 10
 
 
 @dataclass(frozen=True)
 class TuningProgress:
-    """State after one trial, or (``stage`` is ``compare``) after one comparison of finalists. Times in seconds.
+    """State after one trial, or after one comparison of finalists (``stage`` is ``compare``). Times in seconds.
 
-    ``trial`` of ``trials``: in this run. ``network_seconds``: sum over the tasks of occurrences times best, once
-    every task has a result. ``eta_seconds``: until the trials or the time run out.
+    ``trial`` of ``trials``: in this run. ``network_seconds``: sum over the tasks of occurrences times best, once every
+    task
+    has a result. ``eta_seconds``: until the trials or the time run out.
     """
 
     stage: Literal["search", "compare"]
@@ -62,21 +63,21 @@ class TuningSession:
 
     @property
     def over(self) -> bool:
-        """Whether its time is up."""
+        """True if the time is over."""
         return self._limit_seconds is not None and self.elapsed >= self._limit_seconds
 
     def may_continue(self, finalists: int) -> bool:
-        """Whether trials and time are left, the time of the comparisons at the end set aside."""
+        """True if trials and time are left, without the time reserved for the final comparisons."""
         if self.trial >= self.trials:
             return False
         reserved = self._compare_seconds(finalists)
-        # Every task needs its first result more than any needs a comparison.
+        # A first result for every task is more important than comparisons.
         if any(not state.history and state.left for state in self.states):
             reserved = 0.0
         return self._limit_seconds is None or self.elapsed + reserved < self._limit_seconds
 
     def _compare_seconds(self, finalists: int) -> float:
-        """Of all comparisons at the end: kernels with one result have nothing to be compared with."""
+        """Seconds of all final comparisons; kernels with one result need none."""
         found = 0.0
         for state in self.states:
             if state.operator in self.touched and state.best_seconds is not None:
@@ -86,7 +87,7 @@ class TuningSession:
         return found
 
     def count(self, state: TaskState, outcome: MeasureOutcome) -> None:
-        """Takes note of one trial of ``state`` and how it went."""
+        """Count one trial of ``state`` and its outcome."""
         self.trial += 1
         self.failures += not outcome.ok
         self.touched.add(state.operator)
@@ -94,7 +95,7 @@ class TuningSession:
     def progress(
         self, stage: Literal["search", "compare"], state: TaskState, config: Config, outcome: MeasureOutcome
     ) -> TuningProgress:
-        """What is told after a batch of trials."""
+        """Progress message after a trial."""
         best = [(task.occurrences, task.best_seconds) for task in self.states]
         network = sum(count * (seconds or 0.0) for count, seconds in best)
         eta = (self.trials - self.trial) * self._trial_seconds
