@@ -100,7 +100,7 @@ def export(
 ) -> Path:
     """Write the network as one ONNX file with static shapes (batch, 3, image_size, image_size).
 
-    The file appears whole or not at all. ``OutputError`` when it cannot be written.
+    The write is atomic. Raises ``OutputError`` if it fails.
     """
     if image_size < 1 or batch < 1:
         raise InputError(f"--image-size and --batch must be at least 1, not {image_size} and {batch}")

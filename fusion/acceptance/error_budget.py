@@ -148,7 +148,7 @@ class BudgetInputs:
         return self._known[key]
 
     def error_of(self, rounded: Collection[str], first: int | None = None) -> float:
-        """The largest relative error of :meth:`errors_of`."""
+        """Return the largest relative error of :meth:`errors_of`."""
         return self.errors_of(rounded, first).max_relative_error
 
     def fitting(self, seconds: float, sets: int) -> int:

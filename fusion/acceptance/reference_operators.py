@@ -51,7 +51,7 @@ class Conv(OpRun):
 
 
 def _depthwise(views: Iterator[np.ndarray], weight: np.ndarray) -> np.ndarray:
-    """``weight``: (channels, taps)."""
+    """Depthwise convolution from tap views; ``weight``: (channels, taps)."""
     total: Any = 0.0
     for view, factors in zip(views, weight.T, strict=True):
         total = total + view * factors.reshape(-1, *(1,) * (view.ndim - 2))
@@ -59,7 +59,7 @@ def _depthwise(views: Iterator[np.ndarray], weight: np.ndarray) -> np.ndarray:
 
 
 def _grouped(views: Iterator[np.ndarray], weight: np.ndarray) -> np.ndarray:
-    """``weight``: (groups, outputs of one, its inputs, taps)."""
+    """Grouped convolution from tap views; ``weight``: (groups, outputs per group, inputs per group, taps)."""
     groups, outputs, inputs, _ = weight.shape
     result: Any = 0.0
     done = 0

@@ -83,7 +83,7 @@ class MixedTimes:
         return found
 
     def __call__(self, rounded: Collection[str]) -> float:
-        """Seconds with the layers ``rounded`` in the shorter type."""
+        """Return the seconds with the layers ``rounded`` in the shorter type."""
         names = self.with_followers(rounded)
         own = sum(self._seconds[self._stored(node, names)] for node in self._graph.nodes)
         return own + sum(map(self._conversion_seconds, self.converted_values(rounded)))

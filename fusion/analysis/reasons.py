@@ -50,7 +50,7 @@ class LayerCost:
 def explain_decision(
     unfused: LayerCost, fused: LayerCost, unfused_seconds: float, fused_seconds: float, chosen: bool, rival: str | None
 ) -> str:
-    """One sentence: time saved or lost by fusing, the terms responsible, and the site chosen instead if there is one."""
+    """One sentence: time saved or lost by fusing, the terms responsible, and the site chosen instead, if any."""
     change = fused_seconds / unfused_seconds - 1.0
     gains, losses = _terms(unfused, fused, unfused_seconds)
     if change >= 0:

@@ -143,7 +143,7 @@ def describe(
 def write_artifact(
     directory: Path, manifest: Manifest, executables: Mapping[str, Executable], summary: Mapping[str, Any]
 ) -> Artifact:
-    """Write modules, summary and manifest; on failure nothing half-written is left and old files stay.
+    """Write modules, summary and manifest; on failure no partial files are left and old files stay.
 
     ``executables``: file name (``MODEL``, ``UNFUSED_MODULE``) -> executable. Raises ``OutputError``.
     """

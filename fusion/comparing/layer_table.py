@@ -158,7 +158,7 @@ def join_layers(
 
 
 class _Sets:
-    """Disjoint sets of numbers."""
+    """Disjoint sets of numbers (union-find)."""
 
     def __init__(self, count: int) -> None:
         self._parent = list(range(count))

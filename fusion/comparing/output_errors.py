@@ -108,7 +108,7 @@ def output_errors(outputs: Mapping[str, np.ndarray], reference: Mapping[str, np.
 def errors_over(
     outputs: Iterable[Mapping[str, np.ndarray]], references: Sequence[Mapping[str, np.ndarray]]
 ) -> OutputErrors:
-    """Errors of one network's outputs on each input in turn, in the order of ``references``."""
+    """Errors of one network's outputs on each input, in the order of ``references``."""
     tally = ErrorTally()
     for actual, expected in zip(outputs, references, strict=True):
         tally.add(actual, expected)

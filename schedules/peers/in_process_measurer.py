@@ -41,7 +41,7 @@ def log_to_files_only() -> None:
     """
     logger = logging.getLogger("tvm.s_tir.meta_schedule")
     logger.setLevel(logging.CRITICAL)
-    logger.handlers.clear()  # created again for every search; a handler without a name, e.g. of a test runner, would break that
+    logger.handlers.clear()  # created again for every search, which fails on handlers without a name
 
 
 @contextmanager

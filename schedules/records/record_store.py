@@ -269,7 +269,7 @@ def _cut_unfinished_line(path: Path) -> None:
 
 
 def _append_lines(path: Path, lines: Sequence[str]) -> None:
-    """Append all the lines, or nothing and raise ``OutputError``."""
+    """Append all the lines atomically; raise ``OutputError`` on failure."""
     data = "".join(f"{line}\n" for line in lines).encode()
     try:
         with open(path, "ab", buffering=0) as file:

@@ -44,7 +44,7 @@ SETTLE_LIMIT_SECONDS = 1.0
 BUSY_FRACTION = 0.1
 _STATUS = Path("/proc/self/status")
 _RESET = Path("/proc/self/clear_refs")
-_RESET_PEAK = "5"  # proc_pid_clear_refs(5): VmHWM becomes what is resident now
+_RESET_PEAK = "5"  # proc_pid_clear_refs(5): resets VmHWM to the current resident size
 
 
 class EngineFailed(Exception):
