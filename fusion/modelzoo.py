@@ -66,10 +66,8 @@ def build_model(name: str, *, width: float = 1.0, tf_padding: bool = False, seed
     """Create the network in evaluation mode; its forward maps images (N, 3, H, W) to logits (N, 1000).
 
     ``width`` scales the channels (depth multiplier); ``tf_padding`` gives MobileNets TensorFlow's asymmetric SAME
-    padding,
-    as separate Pad nodes, instead of the symmetric one of torchvision and timm. Raises ``InputError`` for an unknown
-    name or
-    a width that is not positive.
+    padding, as separate Pad nodes, instead of the symmetric one of torchvision and timm. Raises ``InputError`` for an
+    unknown name or a width that is not positive.
     """
     architecture = ARCHITECTURES.get(name)
     if architecture is None:
@@ -148,8 +146,7 @@ def _without_broken_torchvision() -> Iterator[None]:
     """Hide torchvision if it cannot be imported.
 
     `transformers` imports an installed torchvision, and fails if that was built for another torch. The networks here do
-    not
-    need it; ``None`` in ``sys.modules`` hides a module.
+    not need it; ``None`` in ``sys.modules`` hides a module.
     """
     try:
         import torchvision  # noqa: F401

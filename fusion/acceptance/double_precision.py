@@ -67,8 +67,7 @@ class Rounding:
 
     def _draw(self, array: np.ndarray) -> np.ndarray:
         """Return noise of the shape of ``array``, a slice of one precomputed vector: drawing new numbers would take
-        longer than
-        the network.
+        longer than the network.
         """
         start = int(self._generator.integers(_NOISE_LENGTH))
         row = self._noise[start : start + _NOISE_LENGTH]

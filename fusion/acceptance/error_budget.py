@@ -192,8 +192,7 @@ def sensitivities(measured: BudgetInputs, layers: Iterable[str], seconds: float)
     """Error of each layer alone in the shorter type, on as many of the inputs as fit into ``seconds``.
 
     If there is no time for one input per layer, consecutive layers are measured together, and each gets the error of
-    the
-    group.
+    the group.
     """
     names = list(layers)
     end = time.monotonic() + seconds

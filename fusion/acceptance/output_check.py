@@ -22,13 +22,12 @@ from fusion.comparing.output_errors import output_errors
 from fusion.model.named_arrays import Arrays
 from fusion.model.tensor_info import TensorInfo
 
-# Allowed multiples of the estimated rounding error: of one element, and in the mean of an output. Long sums have
-# more than one rounding error per term; ONNX Runtime's own outputs reach 3 in the mean, a layer with an error of 1 %
-# some thousands.
+# Allowed multiples of the estimated rounding error: of one element, and in the mean of an output. Long sums have more
+# than one rounding error per term; ONNX Runtime's own outputs reach 3 in the mean, a layer with an error of 1 % some
+# thousands.
 ELEMENT_FACTOR, MEAN_FACTOR = 64.0, 16.0
-# The same for layers in bfloat16, which are rounded where kernels round: our outputs differ from the estimate
-# only by chance. Where all outputs move together, one draw of six in a hundred and fifty is beyond four times their
-# mean.
+# The same for layers in bfloat16, which are rounded where kernels round: our outputs differ from the estimate only by
+# chance. Where all outputs move together, one draw of six in a hundred and fifty is beyond four times their mean.
 ROUNDED_ELEMENT_FACTOR, ROUNDED_MEAN_FACTOR = 16.0, 4.0
 # Relative error of one rounding to bfloat16, the type that outputs are stored in too.
 ROUNDED_UNIT = 2.0**-9
@@ -38,8 +37,8 @@ BELIEVED = 4.0
 ONE_STEP = 1.001
 # Integer outputs (classes, masks): share of elements that may differ, in addition to those changed by rounding.
 DIFFERENT_SHARE = 5e-4
-# Without an FP64 reference: largest difference from ONNX Runtime relative to the largest value of an output, and
-# the same if some tensor has 16 bits (one rounding is up to 1e-3, and sums are accumulated in other precisions).
+# Without an FP64 reference: largest difference from ONNX Runtime relative to the largest value of an output, and the
+# same if some tensor has 16 bits (one rounding is up to 1e-3, and sums are accumulated in other precisions).
 TOLERANCE, HALF_TOLERANCE = 5e-4, 5e-2
 # Default time limit of the reference in seconds; no reference is used if the first input takes this factor longer.
 REFERENCE_SECONDS = 20.0
@@ -95,10 +94,8 @@ class OutputCheck:
         """Return the check of a network with layers in bfloat16.
 
         ``draws`` returns pairs of ONNX Runtime outputs near an input: with layers that round their inputs and outputs,
-        and
-        without (:class:`fusion.acceptance.rounded_layers.RoundedRuns`). The allowed error is a multiple of their
-        difference.
-        Without an FP64 reference, outputs are compared with ONNX Runtime, with the same tolerances.
+        and without (:class:`fusion.acceptance.rounded_layers.RoundedRuns`). The allowed error is a multiple of their
+        difference. Without an FP64 reference, outputs are compared with ONNX Runtime, with the same tolerances.
         """
         expected = tuple(_expect_rounded(each, draws(each.inputs)) for each in self.expected)
         for info in self.interface:
@@ -226,10 +223,8 @@ def prepare_check(
     """Evaluate the reference and ONNX Runtime (``runtime``) on the ``probes``; the first probe is always used.
 
     ``seconds`` is the approximate time limit of the reference: inputs after the first are left out beyond it, and a
-    model
-    that takes ``LONGEST_FACTOR`` times as long on the first one is compared with ONNX Runtime only. ``in_steps`` is
-    passed
-    to an :class:`OutputCheck` without a reference.
+    model that takes ``LONGEST_FACTOR`` times as long on the first one is compared with ONNX Runtime only. ``in_steps``
+    is passed to an :class:`OutputCheck` without a reference.
     """
     try:
         expected, unit = _in_double(double, probes, runtime, seconds)

@@ -218,8 +218,7 @@ def _located(model: ModelProto, graph: Graph) -> dict[str, _Place]:
     """Positions of the layers with weights.
 
     Variables have the name of their ONNX node, possibly with a suffix; other layers, such as results of the function,
-    are
-    matched to the first remaining node with as many weights.
+    are matched to the first remaining node with as many weights.
     """
     from fusion.model.layer_names import identifier
 

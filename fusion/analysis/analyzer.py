@@ -227,10 +227,8 @@ def is_hopeless(site: Site, seconds: Mapping[Operator, float], explain: Explain)
     """True if ``site`` is a pair of dense convolutions whose fusion saves nothing significant by prediction.
 
     Both bounds must agree: full overlap of memory and arithmetic, and no overlap. A ResNet has dozens of such pairs;
-    sites
-    of other kinds are always measured. ``seconds``: predictions for its kernel and for those it replaces; ``explain``:
-    the
-    roofline.
+    sites of other kinds are always measured. ``seconds``: predictions for its kernel and for those it replaces;
+    ``explain``: the roofline.
     """
     if not has_dense_window(site.operator):
         return False

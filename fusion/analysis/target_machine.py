@@ -22,8 +22,7 @@ class Target:
 
     def __init__(self, cpu: CpuTarget, describe: Callable[[], Machine]) -> None:
         """``describe`` is called on first use of the machine: measuring takes seconds, and requests that are invalid
-        without it
-        are rejected first.
+        without it are rejected first.
         """
         self.cpu = cpu
         self._describe = describe

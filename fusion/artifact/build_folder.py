@@ -9,9 +9,9 @@
     ├── records/            tuning records (written during tuning, not here)
     └── cache/              compiled models of the peers of ``compare``
 
-With several input shapes, each has such a folder inside (:mod:`fusion.artifact.profile_folders`).
-Files are staged beside their destination and renamed; the manifest is moved last, so a directory whose manifest matches
-its files is complete.
+With several input shapes, each has such a folder inside (:mod:`fusion.artifact.profile_folders`). Files are staged
+beside their destination and renamed; the manifest is moved last, so a directory whose manifest matches its files is
+complete.
 """
 
 from __future__ import annotations
@@ -79,8 +79,7 @@ class Manifest:
     # have the types of the model.
     precision: str = "float32"
     # Module -> layer names of its kernels in execution order (:func:`fusion.relax.kernel_calls.kernel_layers`); empty
-    # in
-    # older builds.
+    # in older builds.
     layers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
@@ -105,8 +104,7 @@ def model_file(artifact: Artifact) -> Path | None:
     """Unchanged ONNX file that ``artifact`` was built from, or None.
 
     It is searched at its original path and in the build folder, which may have moved (models quantised during tuning
-    are
-    stored there).
+    are stored there).
     """
     path = Path(artifact.manifest.model_path)
     places = (path, artifact.directory / path.name, artifact.directory.parent / path.name)

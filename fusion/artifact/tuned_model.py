@@ -68,13 +68,10 @@ class TunedModel:
         """Return a dict of outputs by name for a mapping of inputs by name.
 
         Inputs are NumPy arrays, or CPU tensors of other libraries (DLPack). The latter are used in place if they are
-        contiguous
-        and aligned to 64 bytes; NumPy arrays, mostly not aligned so, are copied. Outputs are owned by the caller.
-        Raises
-        ``InputError`` with ``source`` (default: the folder) and the input that is missing, unknown, or of another shape
-        or
-        dtype; nothing is converted. The profile is selected by the input shapes; if no profile matches, the error lists
-        them.
+        contiguous and aligned to 64 bytes; NumPy arrays, mostly not aligned so, are copied. Outputs are owned by the
+        caller. Raises ``InputError`` with ``source`` (default: the folder) and the input that is missing, unknown, or
+        of another shape or dtype; nothing is converted. The profile is selected by the input shapes; if no profile
+        matches, the error lists them.
         """
         source = source or str(self.folder)
         if not isinstance(arrays, Mapping):
@@ -93,8 +90,7 @@ class TunedModel:
         """Profile for arrays of these shapes.
 
         With one profile, or with names other than those of the inputs, the first profile is returned; the check of the
-        arrays
-        reports the error.
+        arrays reports the error.
         """
         if len(self.profiles) == 1 or arrays.keys() != {info.name for info in self.inputs}:
             return self.profiles[0]
@@ -123,12 +119,10 @@ def load(folder: str | os.PathLike[str], threads: int | None = None) -> TunedMod
     """Load the tuned model in ``folder``, with only TVM's runtime, without its compiler.
 
     ``threads``: of the kernels (default: the number it was tuned for, limited by the available cores). TVM fixes the
-    number
-    at its first use. Networks of all profiles are loaded, each with its weights.
+    number at its first use. Networks of all profiles are loaded, each with its weights.
 
     Raises ``InputError``: build incomplete (names the file), other CPU or TVM version, or a number of threads other
-    than
-    that of TVM in this process.
+    than that of TVM in this process.
 
     >>> model = load("build/")                          # doctest: +SKIP
     >>> model(images).shape                             # doctest: +SKIP

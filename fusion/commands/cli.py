@@ -1,8 +1,8 @@
 """``python -m fusion analyze | tune | report | run | benchmark | compare | quantize | records | doctor``.
 
-Exit status: 0 done, 1 ``doctor`` found a problem, 2 error in the user's input or output (one line on stderr),
-130 stopped with Ctrl-C, 143 ended by SIGTERM.
-With ``--json`` standard output contains only JSON; progress and messages go to standard error.
+Exit status: 0 done, 1 ``doctor`` found a problem, 2 error in the user's input or output (one line on stderr), 130
+stopped with Ctrl-C, 143 ended by SIGTERM. With ``--json`` standard output contains only JSON; progress and messages go
+to standard error.
 """
 
 from __future__ import annotations
@@ -352,8 +352,7 @@ def parse_shapes(options: Sequence[str] | None) -> list[dict[str, tuple[int, ...
     """Parse ``name=1,3,224,224`` options into one mapping per profile; raise :class:`InputError` if malformed.
 
     The first occurrence of every input belongs to the first profile, the second to the second, and so on; an input
-    given
-    once is the same in all profiles.
+    given once is the same in all profiles.
     """
     shapes: dict[str, list[tuple[int, ...]]] = {}
     for option in options or ():

@@ -35,8 +35,7 @@ class TuneSummary:
     """Result of :func:`tune`.
 
     For a build for another CPU, times and errors are NaN: nothing was run. With several profiles, times, sites, errors
-    and
-    notes are those of the first profile; trials, failures and wall time are totals.
+    and notes are those of the first profile; trials, failures and wall time are totals.
     """
 
     output: Path
@@ -99,8 +98,7 @@ def analyze(
     - ``progress``: callback for progress messages of one line
 
     Seconds are predicted. Raises ``ModelError`` for a file that cannot be read or imported, ``InputError`` for wrong
-    shapes,
-    ``MachineError`` for an unknown machine.
+    shapes, ``MachineError`` for an unknown machine.
 
     >>> analysis = analyze("model.onnx", batch=1)                       # doctest: +SKIP
     >>> [site.name for site in analysis.sites if site.fuse]             # doctest: +SKIP
@@ -152,31 +150,23 @@ def tune(
     """Tune fused and separate kernels of the ONNX file ``model``, and write the fastest network into ``output``.
 
     Outputs are checked against ONNX Runtime; :func:`fusion.load` opens the build. A second call continues from the
-    records.
-    Options not listed are those of :func:`analyze`.
+    records. Options not listed are those of :func:`analyze`.
 
     - ``trials``: candidates per kernel; ``minutes``: limit of the whole job (``None``: until the trials are done)
     - ``shapes``, ``batch``: with several shapes (a list of mappings) or batches, every combination is a profile with
-      its own
-      network in ``output``; ``minutes`` are shared among them, and :func:`fusion.load` selects by input shape
+      its own network in ``output``; ``minutes`` are shared among them, and :func:`fusion.load` selects by input shape
     - ``target``: another CPU to build for from its records, without measuring: ``"llvm -mcpu=znver4 -num-cores 8"`` or
-      the
-      name of a machine file
+      the name of a machine file
     - ``tracker`` (``HOST:PORT``) and ``key``: servers of TVM's RPC; kernels are built for their CPU and measured there,
-      and
-      ``machine`` predicts for that CPU
+      and ``machine`` predicts for that CPU
     - ``against``: engines to time at the end in addition to ONNX Runtime, e.g. ``"openvino-bf16"``; loading them is not
-      part
-      of ``minutes``
+      part of ``minutes``
     - ``quantized``: file run by INT8 engines
     - ``precision``: ``"float32"``; ``"bfloat16"``: where kernels exist, inputs and outputs keep their types;
-      ``"auto"``:
-      bfloat16 where it saves time within ``max_error``, and float32 if that is not slower; ``"int8"``: the model is
-      quantised
-      as by :func:`quantize`, and layers with too large errors stay in float32
+      ``"auto"``: bfloat16 where it saves time within ``max_error``, and float32 if that is not slower; ``"int8"``: the
+      model is quantised as by :func:`quantize`, and layers with too large errors stay in float32
     - ``max_error``: relative to the largest value of each output (default for ``"auto"``: 0.01); with ``"bfloat16"``
-      and
-      ``"int8"`` larger errors are refused (default: limit by rounding)
+      and ``"int8"`` larger errors are refused (default: limit by rounding)
     - ``calibration``: ``.npz`` file of inputs for measuring errors, samples along the first dimension; required by
       ``"int8"``
     - ``report``: write ``report.html`` into ``output``
@@ -185,8 +175,7 @@ def tune(
 
     Ctrl-C while kernels are tuned builds the best network found so far. Raises ``ModelError`` and ``InputError`` as
     :func:`analyze`, ``OutputError`` for a folder that is not writable, ``TuningError`` if nothing could be built, run
-    and
-    verified: only the tuning records are kept then.
+    and verified: only the tuning records are kept then.
 
     >>> summary = tune("model.onnx", "build/", minutes=5, progress=print)    # doctest: +SKIP
     >>> summary.speedup_over_onnxruntime, summary.sites_fused                # doctest: +SKIP
@@ -234,12 +223,10 @@ def quantize(
 
     - ``output``: default ``MODEL-int8.onnx`` beside the model
     - ``calibration``: ``.npz`` file with one array per input, first axis samples, some hundred of them; every fifth
-      sample
-      is held out for measuring errors
+      sample is held out for measuring errors
     - ``random``: random inputs instead, with ``shapes`` for open inputs; the result is only useful for timing
     - ``format``: ``qdq`` or ``qoperator``; ``per_channel``: one weight scale per output channel; ``symmetric``:
-      activation
-      ranges symmetric around zero; ``exclude``: names of nodes that stay in floating point
+      activation ranges symmetric around zero; ``exclude``: names of nodes that stay in floating point
     - ``method``: derivation of ranges from samples, ``minmax``, ``entropy`` or ``percentile``
 
     Raises ``ModelError`` for a file that cannot be read or is quantised already, ``InputError`` for wrong samples,

@@ -230,8 +230,7 @@ def train_records(directory: Path | None, leave_out: Sequence[str], output: Path
     """Train the ranking on the records of this CPU; return its file and its kernel families.
 
     It is written beside the records. With ``leave_out``, the records without these networks and their ranking are
-    written
-    into ``output``. Raises ``InputError`` for a network without records.
+    written into ``output``. Raises ``InputError`` for a network without records.
     """
     from costmodel.machines.machine_file import read_machine
     from schedules.records.shipped_records import MACHINE_FILE, RECORDS_FILE, write_records

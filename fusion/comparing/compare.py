@@ -123,15 +123,12 @@ def compare_command(
     """Measure the tuned model of ``build_dir`` and the engines named in ``against``.
 
     - ``model``: ONNX file, if it moved; for a build that was quantised during tuning it may be the float model, which
-      is
-      run by engines of other precisions
+      is run by engines of other precisions
     - ``quantized``: file run by INT8 engines, which are added if none is named (default: the model itself if quantised,
-      the
-      quantised file of one of the builds, or the output of ``fusion quantize`` beside the model)
+      the quantised file of one of the builds, or the output of ``fusion quantize`` beside the model)
     - ``data``: samples for measuring errors, as for ``quantize`` (default: generated inputs)
     - ``beside``: row name -> further build of the network, in another precision or with other fusions; with
-      ``tvm-unfused``
-      named, they are timed with fusion off as well
+      ``tvm-unfused`` named, they are timed with fusion off as well
     - ``threads``: default is the number it was tuned for, limited by the cores
     - ``trials_per_task``: effort of ``tvm-metaschedule``
     - ``layers``: report layer times even if no peer is faster
@@ -196,8 +193,7 @@ def _further_builds(
     """Engine and build of each further row; with ``unfused`` also builds with fusion off, if they differ.
 
     Raises ``InputError`` if inputs and outputs differ from those of ``other``. Model files may differ, as a quantised
-    one
-    does.
+    one does.
     """
     found: dict[str, tuple[EngineSpec, Artifact]] = {}
     for name, folder in folders.items():

@@ -51,8 +51,7 @@ class Crew:
     """Starts the engines one after the other: compilation must not disturb an engine's choice of mode.
 
     ``inputs``: the first is timed; errors are computed on all. ``quantized``: returns the file for INT8 engines, or
-    raises
-    ``Unavailable``; called for the first of these engines.
+    raises ``Unavailable``; called for the first of these engines.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
 """Comparison of two engines layer by layer: times for the same nodes of the ONNX graph.
 
 Engines fuse differently, so a row is the smallest set of nodes that both sides compute in separate kernels: kernels
-that
-share a node are in one row. Missing information is inferred. Ours name the last node of a kernel: preceding nodes
+that share a node are in one row. Missing information is inferred. Ours name the last node of a kernel: preceding nodes
 without a kernel are inside it. Others name one or more nodes of a fused kernel: an activation or addition of ours that
 none of theirs names is inside the preceding kernel. Kernels without a node (mostly layout conversions) are in the row
 ``others``.
@@ -42,8 +41,7 @@ class LayerRow:
     """Nodes that both engines compute separately from others, products first.
 
     Seconds are scaled to the network's, None without a kernel. ``lost_seconds``: ours minus theirs, negative if ours
-    are
-    faster.
+    are faster.
     """
 
     layers: tuple[str, ...]
@@ -91,8 +89,7 @@ def graph_node(name: str, operator: str, inputs: Sequence[str], outputs: Sequenc
     """Node ``index`` of a graph with its aliases.
 
     An unnamed node has the name of its first output; ONNX Runtime names it by operator and index. The aliases include
-    the
-    names of Relax variables in our networks.
+    the names of Relax variables in our networks.
     """
     written = tuple(filter(None, outputs))
     called = name or next(iter(written), operator)

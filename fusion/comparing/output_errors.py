@@ -17,9 +17,8 @@ class OutputErrors:
     """Errors of all outputs over ``compared_inputs`` inputs.
 
     For integers and booleans both relative errors are the share of different elements: if two classes score almost
-    equally,
-    rounding decides, and their numbers may be far apart. An output that is missing, has another shape, or is not finite
-    where the reference is, has infinite errors, a cosine of 0 and no agreement.
+    equally, rounding decides, and their numbers may be far apart. An output that is missing, has another shape, or is
+    not finite where the reference is, has infinite errors, a cosine of 0 and no agreement.
     """
 
     # Largest absolute difference.

@@ -30,11 +30,9 @@ def quantized_file(
     """Return the quantised file of ``model``.
 
     It is ``given``; or ``model`` if quantised itself; or the first file in ``built`` that was quantised from it, which
-    our
-    builds run; or the file that ``python -m fusion quantize`` wrote beside it. A file for another batch is rewritten
-    for
-    that of ``inputs``, into ``cache``. Raises ``Unavailable`` if there is none, or if it was made from another file,
-    ``InputError`` for a file that is not quantised or not of the model.
+    our builds run; or the file that ``python -m fusion quantize`` wrote beside it. A file for another batch is
+    rewritten for that of ``inputs``, into ``cache``. Raises ``Unavailable`` if there is none, or if it was made from
+    another file, ``InputError`` for a file that is not quantised or not of the model.
     """
     path = given or _found(model, built)
     loaded = load_model(path)

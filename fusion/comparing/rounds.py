@@ -85,8 +85,7 @@ def measure(
     """Time the engines alternately. An engine that fails is left out of later rounds.
 
     After ``LEAST_ROUNDS``, no round starts that would end after ``end`` (``time.monotonic``). Raises ``EngineFailed``
-    if the
-    baseline fails.
+    if the baseline fails.
     """
     started = time.monotonic()
     warm: dict[str, list[np.ndarray]] = {name: [] for name in engines}
@@ -118,8 +117,7 @@ class CacheFlush:
     """Evicts all data caches: every core overwrites its share of a buffer twice the size of the last level.
 
     The buffer is limited to 512 MiB; on machines with a larger cache (shared ones report the whole socket's) the
-    private
-    levels are evicted, and the shared one in part.
+    private levels are evicted, and the shared one in part.
     """
 
     def __init__(self, size_bytes: int | None = None) -> None:

@@ -83,8 +83,7 @@ def read_calibration(path: Path, inputs: Sequence[DeclaredInput]) -> Calibration
     """Read the samples in ``path``.
 
     Raises ``InputError`` that names file and input: missing or unknown names, other shapes or dtypes, values that are
-    not
-    finite, fewer samples than the model takes at once, inputs with different numbers of samples.
+    not finite, fewer samples than the model takes at once, inputs with different numbers of samples.
     """
     arrays = read_npz(path)
     names = ", ".join(declared.name for declared in inputs)

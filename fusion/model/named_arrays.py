@@ -58,8 +58,7 @@ def to_tvm(array: Any) -> Any:
     """Convert to a TVM tensor.
 
     NumPy arrays are copied; tensors of other libraries (DLPack) are used in place if they are contiguous and aligned to
-    64
-    bytes.
+    64 bytes.
     """
     from tvm import runtime
 

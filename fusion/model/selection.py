@@ -1,10 +1,9 @@
 """Selection of the sites to fuse: the fastest cover of every chain by measured kernels.
 
 Intermediates of a site have one reader and a convolution has one data input, so the links between the nodes of all
-sites
-form disjoint simple chains, also in models with branches, and every site is an interval of one chain. Overlapping sites
-are weighted intervals; dynamic programming over the chain,
-``best[i] = min(best[i-1] + unfused[i], min over sites [s, i] of best[s-1] + fused[s, i])``, is exact.
+sites form disjoint simple chains, also in models with branches, and every site is an interval of one chain. Overlapping
+sites are weighted intervals; dynamic programming over the chain, ``best[i] = min(best[i-1] + unfused[i], min over sites
+[s, i] of best[s-1] + fused[s, i])``, is exact.
 """
 
 from __future__ import annotations
@@ -63,8 +62,7 @@ def select(graph: Graph, sites: Sequence[Site], seconds: Mapping[Operator, float
     """Plan with the smallest total ``seconds``; a fused site is never slower than its separate nodes.
 
     ``seconds``: measured time of each operator. A site is considered only if its own kernel and every kernel it
-    replaces
-    have been measured. Ties are resolved in favour of fewer fused nodes.
+    replaces have been measured. Ties are resolved in favour of fewer fused nodes.
     """
     candidates = [site for site in sites if _measured_faster(site, seconds)]
     ending: dict[str, list[Site]] = {}

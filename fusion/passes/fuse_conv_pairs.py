@@ -40,11 +40,9 @@ class FuseConvPairs:
     """Rewrites the pairs worth fusing in every Relax function; all other code is unchanged.
 
     A rewritten pair (or inverted residual) is a ``R.call_tir`` of a scheduled kernel on tensors of layout NCHW16c (8c
-    with
-    AVX2), between layout conversions that cancel between adjacent fused pairs. Weights must be constants
+    with AVX2), between layout conversions that cancel between adjacent fused pairs. Weights must be constants
     (``relax.transform.BindParams``) and batch norms folded: run :class:`fusion.relax.Canonicalize` before. Run it
-    before
-    ``LegalizeOps``.
+    before ``LegalizeOps``.
 
     - ``database``: tuning records (a directory, or an open ``RecordStore``): fuse exactly what *measured* faster than
       separate kernels, with its best configuration. Default: fuse what the cost model predicts to be faster.

@@ -148,8 +148,7 @@ def short_names(names: Collection[str]) -> dict[str, str]:
     """Map each name to itself without the words common to the beginning and the end of all.
 
     Words are separated by ``_``, ``/``, ``.``. Repeated scopes (``a_a_1_a_1_conv``, as PyTorch exports ``a.1.conv``)
-    are
-    written once if the names stay distinct.
+    are written once if the names stay distinct.
     """
     words = {name: re.findall(r"[^_/.]+|[_/.]", name) for name in names}
     once = {name: _once(each) for name, each in words.items()}

@@ -2,8 +2,7 @@
 
 First every kernel gets a few trials, which identifies sites that cannot win; the rest of the budget goes to the others.
 Then the best configurations and fusions are compared inside the network (:mod:`fusion.search.rehearsal`). Remaining
-time
-goes into further trials, followed by another comparison. Kernels are ordered by predicted time, sites by predicted
+time goes into further trials, followed by another comparison. Kernels are ordered by predicted time, sites by predicted
 savings, so that a short budget is spent on the most important ones.
 """
 
@@ -45,8 +44,8 @@ OTHER_SPLIT_RATIO = 1.5
 REHEARSAL_SHARE = 0.2
 # Maximum share of the remaining comparison time for trials of other work splits.
 SPLITS_SHARE = 0.3
-# Start another round of trials and comparisons only with this share of the time left, or with at least so many
-# seconds if they were found to be left at the end (``TuningBudget.spare``).
+# Start another round of trials and comparisons only with this share of the time left, or with at least so many seconds
+# if they were found to be left at the end (``TuningBudget.spare``).
 WORTHWHILE_SHARE = 0.15
 LEAST_SECONDS = 4.0
 # Use a new configuration found after the last comparison if its separate time is below this fraction of the old one.
@@ -73,8 +72,7 @@ class NetworkRunner(MeasuringRunner, Rehearsing, Protocol):
 @dataclass(frozen=True, slots=True)
 class CurvePoint:
     """A point of the tuning curve: ``elapsed_seconds`` after the start, with ``trials`` measured, the best kernels,
-    each
-    measured alone, summed to ``network_seconds``.
+    each measured alone, summed to ``network_seconds``.
     """
 
     elapsed_seconds: float

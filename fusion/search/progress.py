@@ -21,8 +21,7 @@ class TuningDisplay:
     """Context manager that displays stages of the command and trials of the tuner.
 
     ``told``: callback that receives plain lines instead. If an end is set (:meth:`ends_at`), lines show the time left
-    of the
-    whole job, otherwise that of the search.
+    of the whole job, otherwise that of the search.
     """
 
     def __init__(self, console: Console | None = None, told: Say | None = None) -> None:

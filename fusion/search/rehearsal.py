@@ -35,8 +35,8 @@ from schedules.measuring.measure_messages import KernelCandidate, KernelProgram,
 from schedules.records.tuning_records import environment
 
 FILE = "rehearsals.jsonl"
-# Duration of alternating runs, divided into rounds: a shared machine is slow for seconds at a time, and the
-# fastest round of each kernel counts.
+# Duration of alternating runs, divided into rounds: a shared machine is slow for seconds at a time, and the fastest
+# round of each kernel counts.
 TURNS_SECONDS = 8.0
 # Maximum share of the remaining time: refined and final networks are timed too.
 TURNS_SHARE = 0.25
@@ -93,8 +93,7 @@ def rehearse(
     """Find the fastest network of the configurations in ``pool`` (best first) and the fusions in ``sites``.
 
     ``first``: the choice by kernels measured alone; it is kept unless another network is faster. None if no network
-    could be
-    run, or if there is no time for it. Ctrl-C after all variants have run returns the best result so far.
+    could be run, or if there is no time for it. Ctrl-C after all variants have run returns the best result so far.
     """
     tried = list(variants(graph, sites, pool))
     if not tried or not store.affordable(tried):  # the time may be over before any kernel has been measured

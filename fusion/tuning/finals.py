@@ -145,10 +145,9 @@ def race(
     """Time all engines in alternation, with fewer rounds near ``end`` (``time.monotonic``).
 
     Networks without a significant difference are timed again if there is time. ``networks``: name -> (fused sites,
-    engine);
-    ``unfused`` (or the only one) is the baseline in each round. The smallest median ratio wins even without a
-    significant
-    difference (``Finals.told_apart``); ties are resolved in favour of fewer fused sites. Raises ``EngineFailed``.
+    engine); ``unfused`` (or the only one) is the baseline in each round. The smallest median ratio wins even without a
+    significant difference (``Finals.told_apart``); ties are resolved in favour of fewer fused sites. Raises
+    ``EngineFailed``.
     """
     sampling = sampling or Sampling()
     engines = {name: engine for name, (_, engine) in networks.items()}

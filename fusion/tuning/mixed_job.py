@@ -1,8 +1,7 @@
 """``tune --precision auto``: layers in bfloat16 within an error budget, compared with float32.
 
 The error of every layer is measured, kernels of both number types are tuned, layers are selected by measured times
-within
-the budget, and the result is timed against the float32 network: it is never slower.
+within the budget, and the result is timed against the float32 network: it is never slower.
 """
 
 from __future__ import annotations
@@ -61,8 +60,7 @@ class MixedJob(TuningJob):
     """One network tuned for this CPU in the number types that are fastest within the error budget.
 
     A network with too large errors is built again with fewer layers in bfloat16, a limited number of times. After that,
-    with
-    wrong outputs, or without time to build and compare two networks, float32 is used.
+    with wrong outputs, or without time to build and compare two networks, float32 is used.
     """
 
     found: MixedSearch | None = None  # None: no time for a mixed network
@@ -125,8 +123,7 @@ class MixedJob(TuningJob):
         network.
 
         Besides building and checking three networks, it includes the runs that estimate rounding errors, and another
-        check of
-        float32 in case the mixed networks have too large errors.
+        check of float32 in case the mixed networks have too large errors.
         """
         cost, runs = self.check.cost, self.precision.limit.runs
         draws = 0.0 if runs is None else len(self.check.outputs.expected) * runs.draw_seconds

@@ -222,10 +222,8 @@ def first_check(
     """Evaluate the reference and check a first network before tuning, so that a rejection costs only seconds.
 
     ``limit``: error limit of a network with layers in a shorter type. The first network fuses the sites expected to
-    gain, by
-    records and ranking or else by the roofline; every kernel has the configuration guessed to be fastest. It is
-    compiled
-    while the reference is evaluated.
+    gain, by records and ranking or else by the roofline; every kernel has the configuration guessed to be fastest. It
+    is compiled while the reference is evaluated.
     """
     from fusion.relax.kernel_objects import KernelObjects
 
@@ -371,8 +369,7 @@ def rounds_otherwise(graph: Graph) -> bool:
     """True if ONNX Runtime may round values of a quantised ``graph`` to another byte than our kernels.
 
     It sums floats where an activation is rounded only with its layer, and computes operators that are floats here too
-    in
-    another order.
+    in another order.
     """
     from costmodel.operators.layers import Conv2d, Dense
     from fusion.relax.bindings import is_float32

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from fusion.search.progress import TuningDisplay
     from fusion.tuning.network import Network
 
-# Share of a limited job for errors of single layers, and the same for errors of networks in each choice, with
-# lower and upper limits in seconds; and the usual number of networks evaluated in a choice.
+# Share of a limited job for errors of single layers, and the same for errors of networks in each choice, with lower and
+# upper limits in seconds; and the usual number of networks evaluated in a choice.
 ERROR_SHARE = 0.05
 LEAST_ERROR_SECONDS, MOST_ERROR_SECONDS = 3.0, 60.0
 USUAL_SETS = 12

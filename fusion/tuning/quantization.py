@@ -88,8 +88,7 @@ def quantize_model(
     """Quantise the float file ``model`` into ``output`` (default: beside it), atomically.
 
     ``calibration``: ``.npz`` with one array per input, first axis samples; ``random``: random inputs instead, with
-    ``shapes``
-    for open dimensions. Raises ``ModelError``, ``InputError``, ``OutputError``.
+    ``shapes`` for open dimensions. Raises ``ModelError``, ``InputError``, ``OutputError``.
     """
     started = time.monotonic()
     target = output or quantized_path(model)

@@ -185,8 +185,7 @@ def network_record(
     """Shipped network as data.
 
     - ``layers``: in program order, each with the names of the layers it reads; a layer without a template has no
-      ``kernel``,
-      and its ``kind`` is TVM's operator
+      ``kernel``, and its ``kind`` is TVM's operator
     - ``kernels``: of ``plan``, with measured ``seconds`` (or None) and the roofline's prediction
     - ``ceilings``: flop/s by dtype, bytes/s by level
     """

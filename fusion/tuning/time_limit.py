@@ -22,8 +22,8 @@ LEAST_CALLS, LEAST_WARMUP = 2, 1
 
 # Kernels compiled in the finals, relative to one network: those with changed configurations, fused and separate.
 FINAL_COMPILATION = 1.5
-# Lower bound for the share of trials in the remaining time: trials compile kernels too, so the time left suffices
-# to compile those that they change.
+# Lower bound for the share of trials in the remaining time: trials compile kernels too, so the time left suffices to
+# compile those that they change.
 TRIALS_SHARE = 0.5
 # Seconds by which the job may be late rather than omit the network without fusion.
 LATE_SECONDS = 5.0

@@ -29,7 +29,7 @@ _MICROARCHITECTURES = (
     ("nehalem", ("sse4_2",)),
 )
 BASELINE = "x86-64"
-# Vector widths of CPU names, whatever single flags say: AVX-512 vectors without its 32 registers for shorter ones.
+# Vector widths of CPU names narrower than single flags suggest, e.g. AVX-512F without AVX-512VL and its 32 registers.
 _NARROW = {"haswell": 8, "nehalem": 4, BASELINE: 4}
 _ARCHITECTURES = ("x86_64", "AMD64")
 _KEYED_FEATURES = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_bf16", "amx_int8")
@@ -100,8 +100,7 @@ def host_target(threads: int | None = None) -> CpuTarget:
     """CPU of this process; ``threads`` defaults to the usable cores.
 
     AMX is left out, with a warning, if the operating system refuses it. Raises ``MachineError`` on architectures other
-    than
-    x86-64.
+    than x86-64.
     """
     architecture = platform.machine()
     if architecture not in _ARCHITECTURES:

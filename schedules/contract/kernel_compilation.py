@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 # Attribute of functions made by a template, with its family. They are completely scheduled.
 TEMPLATE_ATTRIBUTE = "fusion.template"
-# Attribute of functions that call operations of :mod:`schedules.contract.vector_operations`, which are linked
-# into their module: dtypes separated by commas, and ``tiles`` for :mod:`schedules.contract.tile_operations`.
+# Attribute of functions that call operations of :mod:`schedules.contract.vector_operations`, which are linked into
+# their module: dtypes separated by commas, and ``tiles`` for :mod:`schedules.contract.tile_operations`.
 VECTOR_ATTRIBUTE = "fusion.vector_operations"
 _PIPELINE = "fusion.kernels"
 
@@ -28,8 +28,7 @@ def pass_context() -> AbstractContextManager[Any]:
 
     ``StorageRewrite`` would drop the annotation that keeps registers out of the workspace pool
     (:func:`schedules.loops.emit.registers`). It would only merge the two or three tile buffers of a kernel, which are
-    in use
-    at the same time anyway.
+    in use at the same time anyway.
     """
     import tvm
 
@@ -58,10 +57,8 @@ def tir_pipeline(emulated: bool = False) -> str:
     """Name of the registered TVM pipeline for modules of template kernels and other functions.
 
     ``emulated``: see :func:`compile_function`. Other functions use TVM's own pipeline, template kernels only the
-    required
-    passes: ``CompactBufferAllocation``, a third of the compilation time, would only remove padding that spreads a
-    buffer over
-    cache sets, and ``HoistIfThenElse`` and ``RemoveNoOp`` have no effect on them.
+    required passes: ``CompactBufferAllocation``, a third of the compilation time, would only remove padding that
+    spreads a buffer over cache sets, and ``HoistIfThenElse`` and ``RemoveNoOp`` have no effect on them.
     """
     import tvm
 
@@ -107,8 +104,7 @@ def _kernel_passes() -> tvm.transform.Sequential:
     """TVM's ``s_tir`` pipeline for a CPU without passes that have no effect on final loops and buffers.
 
     ``BF16ComputeLegalize`` is left out too: kernels do no arithmetic in 16-bit types, and it would convert task buffers
-    of
-    such types to FP32.
+    of such types to FP32.
     """
     import tvm
     from tvm import s_tir, tirx

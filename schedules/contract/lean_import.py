@@ -56,8 +56,7 @@ def uninterrupted() -> Iterator[None]:
     """Delay Ctrl-C to the end of the block.
 
     An interrupted import of TVM leaves modules that no later import in the same process can complete: a notebook would
-    have
-    to be restarted.
+    have to be restarted.
     """
     before = signal.getsignal(signal.SIGINT)
     if before is None or threading.current_thread() is not threading.main_thread():

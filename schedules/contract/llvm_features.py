@@ -6,8 +6,8 @@ from functools import lru_cache
 
 from costmodel.base.errors import InputError
 
-# LLVM feature -> kernel flags, for features that code generation uses without request. Others (clzero, rdpru,
-# shstk ...) are for instructions that our kernels do not contain.
+# LLVM feature -> kernel flags, for features that code generation uses without request. Others (clzero, rdpru, shstk
+# ...) are for instructions that our kernels do not contain.
 _FLAGS: dict[str, tuple[str, ...]] = {
     "sse4.1": ("sse4_1",), "sse4.2": ("sse4_2",), "popcnt": ("popcnt",), "lzcnt": ("abm",), "movbe": ("movbe",),
     "adx": ("adx",), "bmi": ("bmi1",), "bmi2": ("bmi2",), "avx": ("avx",), "avx2": ("avx2",), "fma": ("fma",),

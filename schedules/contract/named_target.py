@@ -19,8 +19,7 @@ def parse_target(text: str, threads: int | None, machine: Machine, recorded: Seq
     """Parse a target such as ``llvm -mcpu=znver4 -num-cores 8``; ``threads`` override ``-num-cores``.
 
     Caches are taken from a CPU with records (``recorded``) of the same name and threads, otherwise from ``machine``.
-    Raises
-    ``InputError`` for other options.
+    Raises ``InputError`` for other options.
     """
     options = _options(text)
     mcpu = options["mcpu"]

@@ -36,15 +36,12 @@ def reference(
     ``operator``, or unrounded ones if ``rounded`` is false.
 
     For a narrow dtype, data, gate, residual, weights of convolutions and dense layers, and all inputs of dense
-    convolutions
-    are rounded: after a gate or a prologue, or inside a chain, they are rounded again (kernels that multiply in FP32,
-    like
-    Winograd's, may omit this). All arithmetic is FP32, and per-channel constants stay FP32.
+    convolutions are rounded: after a gate or a prologue, or inside a chain, they are rounded again (kernels that
+    multiply in FP32, like Winograd's, may omit this). All arithmetic is FP32, and per-channel constants stay FP32.
 
     For ``int8`` everything is exact: bytes, their 32-bit sums, and the requantised bytes as rounded by ONNX Runtime's
     QLinearConv and QLinearAdd (:class:`schedules.contract.template.Requantisation`); except an activation between sums
-    and
-    bytes, which kernels approximate as in FP32.
+    and bytes, which kernels approximate as in FP32.
     """
     dtype = operator.dtype
     data = rounded_to(data, dtype)

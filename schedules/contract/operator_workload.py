@@ -1,8 +1,7 @@
 """Operators as tensor expressions in framework layout: the workloads of tuning records and of MetaSchedule.
 
 Our templates emit their loops directly and do not schedule these; :mod:`schedules.contract.operator_reference`
-specifies
-the values, this module is the specification for TVM's own tools.
+specifies the values, this module is the specification for TVM's own tools.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ def workload(operator: Operator) -> IRModule:
     [residual], output)``. Arithmetic and per-channel constants are FP32, whatever the dtype of the tensors.
 
     For ``int8``: ``main(data, weight, bias, multiplier, integers, factors, ..., [residual], output)``, the last two of
-    each
-    layer from :func:`requantisation_arrays`; weights are int8, biases int32, or float32 before an activation.
+    each layer from :func:`requantisation_arrays`; weights are int8, biases int32, or float32 before an activation.
     """
     arguments: list[Any] = []
     if operator.dtype == "int8" and not isinstance(operator, Pool2d):
@@ -112,8 +110,8 @@ def requantisation_arrays(requantisation: Requantisation) -> tuple[np.ndarray, n
     """Integers and factors of a requantisation as arrays.
 
     Integers: zero point of the data; bounds and zero point of the result; bounds, zero point and offset of the own
-    summand
-    of an addition. Factors: ratios and fixed part of the addition, and the scale of the result after an activation.
+    summand of an addition. Factors: ratios and fixed part of the addition, and the scale of the result after an
+    activation.
     """
     given, addition = requantisation, requantisation.addition or QuantisedAddition(0, 0, 0, 0.0, 0.0, 0.0)
     own = (addition.low, addition.high, addition.zero, addition.offset)

@@ -20,8 +20,8 @@ from schedules.contract.cpu_target import CpuTarget
 if TYPE_CHECKING:
     from tvm import tirx
 
-# Part of the key of every record. Increase it with any change of a template that changes the code of a
-# configuration; the second if only code for values narrower than float32 changes.
+# Part of the key of every record. Increase it with any change of a template that changes the code of a configuration;
+# the second if only code for values narrower than float32 changes.
 TEMPLATE_REVISION = 5
 NARROW_REVISION = 1
 
@@ -102,8 +102,7 @@ class QuantisedAddition:
 
     With ``a`` this result and ``b`` the residual, both minus ``offset``, the sum is ``b residual_ratio + (a own_ratio +
     fixed)``, each product rounded together with its addition; with ``own_last`` it is ``a own_ratio + (b residual_ratio
-    +
-    fixed)``. The offset is 128 for models with signed bytes, whose sums are rounded differently in FP32.
+    + fixed)``. The offset is 128 for models with signed bytes, whose sums are rounded differently in FP32.
     """
 
     low: int
@@ -126,8 +125,7 @@ class Requantisation:
     """Conversion of 32-bit sums to bytes in ``int8`` layers.
 
     The result is ``sum * multiplier``, rounded to nearest, ties to even, plus ``zero``, clipped to ``low .. high``
-    (which
-    include clipping activations).
+    (which include clipping activations).
     """
 
     # Shape (out,), float32: scale of data times scale of weights divided by scale of the result.
@@ -140,8 +138,7 @@ class Requantisation:
     # For a layer with a residual; the zero point is then in its fixed part, and ``zero`` is its offset.
     addition: QuantisedAddition | None = None
     # For a layer with an activation in its epilogue: scale of the result. ``multiplier`` is then scale of data times
-    # scale
-    # of weights, and the activation of ``sum * multiplier + bias`` is divided by ``step`` before rounding.
+    # scale of weights, and the activation of ``sum * multiplier + bias`` is divided by ``step`` before rounding.
     step: float = 0.0
 
 

@@ -2,10 +2,9 @@
 
 See also :mod:`schedules.contract.vector_operations`. There are eight tiles of up to 16 rows of 64 bytes. A kernel
 configures the shape of each, then a product ``C += A B`` takes a tile of sums (rows x 16 of 32 bits), one of data (rows
-x
-groups of neighbours) and one of weights (a row for each group: 16 outputs x neighbours). Natively each function is one
-instruction; tile numbers are part of its name, since instructions have no run-time tile operands. The emulation keeps
-the tiles in ``state``, a buffer of the kernel's task, of which native code only reads the configuration.
+x groups of neighbours) and one of weights (a row for each group: 16 outputs x neighbours). Natively each function is
+one instruction; tile numbers are part of its name, since instructions have no run-time tile operands. The emulation
+keeps the tiles in ``state``, a buffer of the kernel's task, of which native code only reads the configuration.
 """
 
 from __future__ import annotations
@@ -59,8 +58,7 @@ class TileNumbers:
         return [(row, block) for row in range(self.row_tiles) for block in range(self.out_blocks)]
 
 
-# Supported blocks of sums: four tiles of sums hide the latency of a product, and two by two need the fewest
-# loads.
+# Supported blocks of sums: four tiles of sums hide the latency of a product, and two by two need the fewest loads.
 TILE_BLOCKS = ((2, 2), (1, 4), (4, 1), (1, 3), (3, 1), (1, 2), (2, 1), (1, 1))
 
 
@@ -96,8 +94,8 @@ def configuration(numbers: TileNumbers, rows: int, depth_bytes: int) -> list[int
     return [int.from_bytes(raw[at : at + 4], "little") for at in range(0, CONFIGURATION_BYTES, 4)]
 
 
-# Function names in TIR. All take the address of ``state`` first; loads and stores also the address of the first
-# row and the row stride in bytes.
+# Function names in TIR. All take the address of ``state`` first; loads and stores also the address of the first row and
+# the row stride in bytes.
 CONFIGURE, RELEASE = "fusion_tiles_configure", "fusion_tiles_release"
 
 

@@ -2,8 +2,7 @@
 
 A kernel calls them by name; compilation adds their bodies (:func:`definitions`), which LLVM inlines: the CPU's
 instructions, or a slow emulation in plain arithmetic that runs anywhere, so that the TIR of a kernel can be checked on
-a
-CPU without them. TIR has no value of LLVM's type ``bfloat``, so operands are 32-bit words that each hold neighbouring
+a CPU without them. TIR has no value of LLVM's type ``bfloat``, so operands are 32-bit words that each hold neighbouring
 values, the first in the lowest bits.
 """
 
@@ -133,8 +132,7 @@ def _round_bfloat16_declared(lanes: int) -> str:
 
 def _round_bfloat16_emulated(lanes: int) -> str:
     """Emulated rounding to nearest, ties to even: add half a unit in the last place minus one, plus one if the last bit
-    is
-    set.
+    is set.
     """
     floats, words, shorts = _vector(lanes, "float"), _vector(lanes, "i32"), _vector(lanes, "i16")
     sixteen = _all(lanes, "i32", 16)
@@ -167,8 +165,8 @@ def _round_pair_bfloat16_emulated(lanes: int) -> str:
     return "".join(parts) + _joined([f"%r{index}" for index in range(2)], lanes, "i16", "%r")
 
 
-# Coefficients of 2^f for f from 0 to 1, highest power first, by Remez's exchange: the relative error is at most
-# 7.5e-5, a twentieth of half a unit in the last place of bfloat16.
+# Coefficients of 2^f for f from 0 to 1, highest power first, by Remez's exchange: the relative error is at most 7.5e-5,
+# a twentieth of half a unit in the last place of bfloat16.
 _POWER_OF_TWO = (0.078024523, 0.22606716, 0.69583354, 0.99992522)
 
 

@@ -1,11 +1,9 @@
 """k x k convolution to few output channels: vector lanes hold several neighbouring columns of each channel.
 
 The direct kernel gives every output channel a lane; with few channels most lanes are unused. Here A columns of a row
-are
-A times as many channels of a wider convolution, with A times the stride and a window that covers their windows. Its
+are A times as many channels of a wider convolution, with A times the stride and a window that covers their windows. Its
 weights are those of the window shifted by a column from lane to lane, with zeros beside them (a Toeplitz matrix), so
-that
-an input is multiplied once for all columns that read it.
+that an input is multiplied once for all columns that read it.
 """
 
 from __future__ import annotations

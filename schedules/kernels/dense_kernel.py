@@ -40,8 +40,7 @@ class DenseLayer(Template):
     """Tasks of output blocks x rows.
 
     The last block of output features is shifted to end with the row, so that every store is a full vector; fewer
-    features
-    than one vector go through a scratch vector.
+    features than one vector go through a scratch vector.
     """
 
     family = "dense"

@@ -194,8 +194,7 @@ def conv_output_phase(
     """Emit the last k x k convolution of a chain: ``rows`` rows from ``first_row``, all output blocks.
 
     ``tile``, (input blocks, pixels, V), holds its input, each row starting at ``position(row)``; ``residual`` and
-    ``output``
-    are blocked.
+    ``output`` are blocked.
     """
     conv, dot = layer.conv, dot_product(layer.conv.dtype)
 

@@ -1,8 +1,7 @@
 """k x k convolution in groups of few channels: vectors hold several groups, whose inputs are shuffled into place.
 
 The direct kernel multiplies a whole block of inputs by weights that are mostly zeros; here lane o of a block reads
-input
-j of its own group, so that a group of g channels needs g multiplications per tap.
+input j of its own group, so that a group of g channels needs g multiplications per tap.
 """
 
 from __future__ import annotations

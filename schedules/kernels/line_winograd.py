@@ -1,11 +1,10 @@
 """Convolutions with long windows along one axis, by Winograd's minimal filtering along that axis only.
 
 A window of many taps is split into pieces of r taps. r outputs of a piece need 2 r - 1 products instead of r * r.
-Pieces
-have the same distance as tiles of outputs, so that the transform for one piece is reused by all others: the products at
-each of the 2 r - 1 positions are a convolution of tiles, whose window has one tap per piece. A stride along the axis
-splits the input into phases: more channels with a shorter window, by the same factor. Lanes are output channels in the
-products, and input channels in the transforms (unused for plain input).
+Pieces have the same distance as tiles of outputs, so that the transform for one piece is reused by all others: the
+products at each of the 2 r - 1 positions are a convolution of tiles, whose window has one tap per piece. A stride along
+the axis splits the input into phases: more channels with a shorter window, by the same factor. Lanes are output
+channels in the products, and input channels in the transforms (unused for plain input).
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ from schedules.loops.winograd_transforms import WinogradMatrices, combination, t
 
 # Knobs of this algorithm only: taps of a piece, and the axis (0: rows, 1: columns) along which the pieces lie.
 PIECE_TAPS, LINE_AXIS = "piece_taps", "line_axis"
-# Finite points by the taps of a piece. RMS error over many channels relative to direct sums: 1.1 and 1.9; the
-# smallest among multiples of 1/8 and 1/3 between 1/4 and 3.
+# Finite points by the taps of a piece. RMS error over many channels relative to direct sums: 1.1 and 1.9; the smallest
+# among multiples of 1/8 and 1/3 between 1/4 and 3.
 _POINTS = {3: (0.0, 0.625, -1.0, 1.75), 4: (0.0, 1.0, -1.0, 2.0, -2.0, 0.375)}
 # Unrolled steps of the sums.
 _UNROLLS = (4, 8)

@@ -36,8 +36,7 @@ class ProloguePointwise(Pointwise):
     """As :class:`Pointwise`; a block of pixels is prepared in a task buffer before the pass over the weights.
 
     The prepared image is never written to memory: the buffer stays in L1 or L2, and is used by all groups of output
-    blocks.
-    It has the dtype of the image, so that narrow values are rounded again.
+    blocks. It has the dtype of the image, so that narrow values are rounded again.
     """
 
     family = "prologue-pointwise"

@@ -76,10 +76,8 @@ def config_terms(operator: Operator, configs: Sequence[Config], cpu: CpuTarget) 
     """Features of each configuration for a learned model, shape (len(configs), 8).
 
     The analytic cost; logarithms of its ratio to the cost with unlimited caches (traffic beyond L1), with an unlimited
-    L2
-    (traffic beyond L2) and with one core (idle threads, task starts); the number of threads; the work split, one-hot.
-    Raises
-    ``ValueError`` if no template covers the operator.
+    L2 (traffic beyond L2) and with one core (idle threads, task starts); the number of threads; the work split,
+    one-hot. Raises ``ValueError`` if no template covers the operator.
     """
     template = template_for(operator, cpu)
     if template is None:

@@ -56,8 +56,7 @@ class TileConv2d(TileConvolution):
     """:class:`schedules.kernels.direct_conv2d.DirectConv2d` in tiles, on blocked data without groups.
 
     The input rows of a block of output rows are first copied with padding into a task buffer. Without padding and with
-    one
-    block of input channels per step, tiles are read directly from the image.
+    one block of input channels per step, tiles are read directly from the image.
     """
 
     kind = "tile-conv2d"

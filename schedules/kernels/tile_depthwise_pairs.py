@@ -183,8 +183,7 @@ class TilePointwiseDepthwise(_TilePair):
     """:class:`schedules.kernels.pointwise_depthwise.PointwiseDepthwise` in tiles.
 
     With more than one block of input channels per step, the pixels of a tile are first copied into rows, for all groups
-    of
-    channels.
+    of channels.
     """
 
     kind = "pointwise-depthwise"

@@ -71,10 +71,8 @@ class TilePointwise(TileConvolution):
     """:class:`schedules.kernels.pointwise_kernel.Pointwise` in tiles, also with a gate or a prologue.
 
     With one block of input channels per step tiles are read directly from the image, although a row of them is then
-    half
-    full (a quarter for bytes). With more, or with a gate or prologue, a block of pixels is first copied into rows, in a
-    task
-    buffer that stays in the caches.
+    half full (a quarter for bytes). With more, or with a gate or prologue, a block of pixels is first copied into rows,
+    in a task buffer that stays in the caches.
     """
 
     kind = "tile-pointwise"

@@ -1,10 +1,8 @@
 """3x3 convolution, stride 1, by Winograd's minimal filtering.
 
 It is a matrix product over the channels at each of the n * n positions of a transformed tile, for m * m outputs with n
-=
-m + 2. A block of tiles goes through all three steps on one core, so that transformed data stay in its caches (Jia et
-al.,
-PPoPP 2018). Lanes are channels in every step, so that the transforms are vector additions.
+= m + 2. A block of tiles goes through all three steps on one core, so that transformed data stay in its caches (Jia et
+al., PPoPP 2018). Lanes are channels in every step, so that the transforms are vector additions.
 """
 
 from __future__ import annotations

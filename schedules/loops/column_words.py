@@ -2,10 +2,8 @@
 
 A bfloat16 vector and that of the next column are interleaved to words of two values, four vectors of bytes to words of
 four. The weights define which bytes of a word are taps of which output: they are shifted to the position of the taps,
-so
-that one word serves several outputs. Nothing is read beyond the row: at its ends words are shifted inwards, with
-weights
-shifted accordingly.
+so that one word serves several outputs. Nothing is read beyond the row: at its ends words are shifted inwards, with
+weights shifted accordingly.
 """
 
 from __future__ import annotations

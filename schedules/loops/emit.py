@@ -129,8 +129,7 @@ def ask_ahead(buffer: Any, *indices: Expr, ahead: int) -> None:
     """Prefetch the vector ``ahead`` vectors after that at ``indices`` (0: no prefetch).
 
     For weights from L3 that are used few times: the hardware prefetcher stops at page boundaries. Prefetching beyond
-    the end
-    of the buffer is harmless.
+    the end of the buffer is harmless.
     """
     if ahead:
         address = T.address_of(buffer[(*indices[:-1], indices[-1] + ahead, 0)])
@@ -360,8 +359,7 @@ def within(x: Any, low: Any = None, high: Any = None) -> Any:
     """Clip ``x`` to ``low`` and ``high``; NaN is preserved.
 
     TIR's maximum and the CPU's instruction return their second operand if a comparison with NaN is false, so the bounds
-    are
-    the first operands.
+    are the first operands.
     """
     x = x if low is None else tirx.max(low, x)
     return x if high is None else tirx.min(high, x)
@@ -412,9 +410,8 @@ def sine(x: Any, lanes: int) -> Any:
     return sign * (rest + rest * square * _polynomial(_SINE, square, lanes))
 
 
-# erf(x) / x as a polynomial in 2 (x / 3.7)^2 - 1, highest power first: least squares on Chebyshev nodes weighted
-# by x. x is clipped at 3.7, where erf is one within 2e-7. A rational form of fewer terms needs a division, which costs
-# as
+# erf(x) / x as a polynomial in 2 (x / 3.7)^2 - 1, highest power first: least squares on Chebyshev nodes weighted by x.
+# x is clipped at 3.7, where erf is one within 2e-7. A rational form of fewer terms needs a division, which costs as
 # much as 16 terms.
 _ERF_END = 3.7
 _ERF = (
@@ -430,9 +427,8 @@ def erf(x: Any, lanes: int) -> Any:
     return x * _polynomial(_ERF, square, lanes)
 
 
-# The normal distribution is 1 / (1 + e^(x p(x^2))) with a mean error of 5.5e-5 of x: p with the highest power
-# first, by Remez's exchange, with weights for the relative error of the result plus 0.02. Beyond the end of the square
-# p
+# The normal distribution is 1 / (1 + e^(x p(x^2))) with a mean error of 5.5e-5 of x: p with the highest power first, by
+# Remez's exchange, weighted by the change of the result divided by (result + 0.02). Beyond the end of the square p
 # would turn back; there it is constant.
 _GELU = (0.00076619345, -0.074467323, -1.5944453)
 _GELU_END = 45.0
@@ -460,8 +456,8 @@ def activate(x: Any, activation: str | None, lanes: int, slope: float = 0.0, coa
     """Apply an activation of ``costmodel.operators.layers.ACTIVATIONS``, except ``prelu``, with ``slope`` to a vector.
 
     ``coarse``: for layers stored as bfloat16, use approximate operations: activations that divide by an exponential
-    have an
-    error of 1e-4 (GELU: 4e-4), while rounding has 2e-3. Others, which subtract from an exponential, are unaffected.
+    have an error of 1e-4 (GELU: 4e-4), while rounding has 2e-3. Others, which subtract from an exponential, are
+    unaffected.
     """
     zero, six = splat(0.0, lanes), splat(6.0, lanes)
     if activation is None:

@@ -64,8 +64,7 @@ class TapRow:
         """Number of operands of a tile that do not fit into registers besides its sums and weights.
 
         The compiler loads a column once for all taps that multiply it, and keeps it from the first to the last. 0 if no
-        two taps
-        read the same column.
+        two taps read the same column.
         """
         read = {column * self.stride + tap * self.dilation for column in range(columns) for tap in range(self.kernel)}
         if len(read) == columns * self.kernel:
@@ -88,12 +87,9 @@ def dense_cycles(
     each.
 
     ``dtype``: of stored values; ``data_bytes``: read by the pass; ``weight_bytes``: of these output blocks, read again
-    for
-    every tile; ``taps``: along a row of the window, if there is one. Each spilled operand takes a slot of every step:
-    it is
-    stored once per row of taps, and reloaded for each of the others. Not counted for float32, where the shipped ranking
-    was
-    trained on costs without it.
+    for every tile; ``taps``: along a row of the window, if there is one. Each spilled operand takes a slot of every
+    step: it is stored once per row of taps, and reloaded for each of the others. Not counted for float32, where the
+    shipped ranking was trained on costs without it.
     """
     dot, cycles = dot_product(dtype), 0.0
     for tiles in equal_tiles(extent, tile.columns):

@@ -76,11 +76,9 @@ def store_finished(
     """Apply the epilogue of ``layer`` to vectors of ``sums`` of neighbouring pixels, store and return them.
 
     They are stored to ``buffer`` from the indices ``at`` on, the last of which is a pixel. ``residual`` is a buffer of
-    the
-    same shape, ``channel`` the buffer of the constants per channel
+    the same shape, ``channel`` the buffer of the constants per channel
     (:func:`schedules.loops.weight_packing.channel_constants_shape`) and the output block; raises ``AssertionError`` if
-    the
-    epilogue needs one that is None. For a buffer of bytes, sums are requantised after the activation.
+    the epilogue needs one that is None. For a buffer of bytes, sums are requantised after the activation.
     """
     places = [(*at[:-1], at[-1] + pixel if pixel else at[-1]) for pixel in range(len(sums))]
     reads = [None if residual is None else _reader(residual, place, lanes) for place in places]
@@ -193,8 +191,7 @@ def depthwise_phase(
 
     Its input is ``data``, where the vector at (row, column) of an image is at ``at(row, column)``, followed by the next
     column; ``sink(row of the tile, column, sums)`` stores. ``taps``: see :class:`DepthwiseTile`. For windows with
-    adjacent
-    columns, words of bfloat16 and of bytes contain several of them.
+    adjacent columns, words of bfloat16 and of bytes contain several of them.
     """
     vertical, horizontal = axes(conv)
     paired = taps is None and data.dtype == "bfloat16" and sums_pairs(conv)
@@ -350,8 +347,7 @@ def conv_phase(
     """Emit a k x k convolution for ``rows`` output rows and ``tile.out_blocks`` output blocks.
 
     ``source(block, lane, row, column)`` is the operand of the input channels from ``lane`` on, ``weight(output block,
-    block,
-    step, ky, kx)`` a vector, ``sink(output block, row of the tile, column, sums)`` stores.
+    block, step, ky, kx)`` a vector, ``sink(output block, row of the tile, column, sums)`` stores.
     """
     vertical, horizontal = axes(conv)
     with emit.loop(rows) as row:

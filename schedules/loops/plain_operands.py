@@ -18,8 +18,7 @@ class PlainOperands:
     """Plain ``data`` as read by a kernel of ``conv`` for ``rows`` output rows at a time.
 
     float32 values are operands themselves. For a narrower dtype an operand is a word of neighbouring channels, which
-    are not
-    contiguous: the words are assembled in a task buffer, (steps, rows, columns).
+    are not contiguous: the words are assembled in a task buffer, (steps, rows, columns).
     """
 
     def __init__(self, conv: Conv2d, data: Any, rows: int, lanes: int) -> None:

@@ -17,9 +17,8 @@ _LATENCY_HIDING = 8
 _INPUTS = 4
 # Numbers of unrolled steps of a reduction in the inner loop.
 UNROLLS = (2, 4, 8)
-# Maximum number of unrolled taps of a row times steps of a register tile: that of a 7x7 in eight steps. A
-# window of 3x39 in eight steps took 21 s to compile, for a loop that needs only a few unrolled steps to hide its
-# overhead.
+# Maximum number of unrolled taps of a row times steps of a register tile: that of a 7x7 in eight steps. A window of
+# 3x39 in eight steps took 21 s to compile, for a loop that needs only a few unrolled steps to hide its overhead.
 _WRITTEN_OUT = 56
 
 

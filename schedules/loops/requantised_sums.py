@@ -95,8 +95,7 @@ def pack_requantisation(
     """Pack the constants of a requantisation, (rows, V) of float32 that may hold the bits of 32-bit integers.
 
     They are: values per tensor; multipliers (with an activation followed by float biases and the slopes of a ``prelu``
-    per
-    block); initial sums of each class of outputs. ``firsts``: first output of each block, if blocks are not
+    per block); initial sums of each class of outputs. ``firsts``: first output of each block, if blocks are not
     consecutive.
     """
     requantisation = parameters.requantisation

@@ -16,8 +16,7 @@ class RowWindow:
     """Rows of ``conv``: ``tasks`` tasks each process their output rows from top to bottom, ``rows`` per step.
 
     Source rows are in a ring of :attr:`ring` rows. Tasks may overlap at the end of the image: the overlap is computed
-    twice,
-    identically.
+    twice, identically.
     """
 
     conv: Conv2d

@@ -27,8 +27,7 @@ def pixels_phase(
     """Emit :func:`schedules.loops.loop_nests.pointwise_phase` in tiles, for the output blocks from ``first_block``.
 
     ``source(run, pixel)`` is the first element of a row of data: a run of blocks of input channels of a pixel, followed
-    by
-    the next pixel's. ``weight`` is packed by :func:`schedules.loops.weight_packing.pack_tiles`.
+    by the next pixel's. ``weight`` is packed by :func:`schedules.loops.weight_packing.pack_tiles`.
     """
     shape = product.shape
     passes = TiledExtent(pixels, shape.all_rows, 1)

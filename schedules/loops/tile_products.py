@@ -101,8 +101,7 @@ class TileProduct:
         """Emit a step.
 
         ``data(row tile)`` is its first element, with rows ``stride_bytes`` apart; ``weights(output block)`` the first
-        element of a
-        run of rows.
+        element of a run of rows.
         """
         numbers = self.shape.numbers
         for row_tile, out_block in numbers.order:
@@ -138,8 +137,7 @@ def tile_product(shape: TileShape, dtype: str) -> Iterator[TileProduct]:
     """Tiles of a task, configured at its start and released at its end.
 
     Configured per task, not per thread: kernels need different shapes, a task cannot know the previous configuration of
-    its
-    thread, and the two instructions cost a few hundred cycles of the tens of thousands of a task.
+    its thread, and the two instructions cost a few hundred cycles of the tens of thousands of a task.
     """
     tiles = TileProduct(shape, dtype)
     tiles.configure()

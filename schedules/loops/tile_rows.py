@@ -22,8 +22,7 @@ class TileRows:
     """Task buffer (runs, ``rows``, ``columns``, ``together``, V) for pixels of the input of ``conv``.
 
     A blocked tensor has 16 contiguous channels per pixel, a quarter or a half of a tile's row; here a run of
-    ``together``
-    blocks forms a row. Gate and prologue are applied while copying.
+    ``together`` blocks forms a row. Gate and prologue are applied while copying.
     """
 
     def __init__(self, conv: Conv2d, lanes: int, together: int, rows: int, columns: int) -> None:

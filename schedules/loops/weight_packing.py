@@ -118,8 +118,7 @@ def pack_tiles(conv: Conv2d, weight: np.ndarray, lanes: int, together: int) -> n
     """Pack OIHW to (ceil(O/V), runs, KH, KW, steps, V x group).
 
     It is :func:`pack_conv` with the steps of ``together`` input blocks concatenated, as the rows of a tile. The last
-    run is
-    padded with zeros.
+    run is padded with zeros.
     """
     single = pack_conv(conv, weight, lanes)
     out_blocks, in_blocks, height, width, steps, values = single.shape
@@ -141,10 +140,8 @@ def pack_conv(conv: Conv2d, weight: np.ndarray, lanes: int) -> np.ndarray:
     """Pack OIHW to (ceil(O/V), input blocks of the window, KH, KW, V in, V out).
 
     The last two are packed as by :class:`schedules.loops.dot_products.DotProduct` of the dtype. With groups, the window
-    of an
-    output block is the run of input blocks that its groups read (:func:`group_window`); other elements of the window
-    are
-    zero.
+    of an output block is the run of input blocks that its groups read (:func:`group_window`); other elements of the
+    window are zero.
     """
     out_blocks = blocks(conv.out_channels, lanes)
     window = group_window_blocks(conv, lanes)

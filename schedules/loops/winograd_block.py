@@ -72,8 +72,7 @@ class WinogradBlock:
         """Emit all three steps for the output blocks of ``channel_task``.
 
         ``place(index)``: image, and row and column of the first output of a tile; ``source(image, block)(row,
-        column)``: a vector
-        of the input; ``finish(indices of the output, its sums with bias, one vector)`` stores.
+        column)``: a vector of the input; ``finish(indices of the output, its sums with bias, one vector)`` stores.
         """
         inputs, sums, border = buffers
         lanes = self.lanes

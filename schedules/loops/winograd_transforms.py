@@ -17,12 +17,10 @@ from tvm.script.ir_builder import tirx as T
 from costmodel.cpu.winograd_work import TAPS
 from schedules.loops import emit
 
-# Positive point of each pair, by the outputs of a tile: those of smallest error among the candidates of Barabasz
-# et al. (ACM TOMS 2020, arXiv:1803.10986) and Alam et al. (ACM TECS 2022: c and 1/c). Their matrix elements are exact
-# in
-# FP32. Mean error over 128 channels against FP64, relative to direct summation: 2 outputs 0.7; 4 outputs 1.7, at 1 and
-# 2
-# 3.2, at 1 and 1/2 3.1, at 2/3 and 3/2 1.8; 6 outputs 6.6 at best for at most 1.3 times fewer products: not used.
+# Positive point of each pair, by the outputs of a tile: those of smallest error among the candidates of Barabasz et al.
+# (ACM TOMS 2020, arXiv:1803.10986) and Alam et al. (ACM TECS 2022: c and 1/c). Their matrix elements are exact in FP32.
+# Mean error over 128 channels against FP64, relative to direct summation: 2 outputs 0.7; 4 outputs 1.7, at 1 and 2 3.2,
+# at 1 and 1/2 3.1, at 2/3 and 3/2 1.8; 6 outputs 6.6 at best for at most 1.3 times fewer products: not used.
 _POINTS: dict[int, tuple[float, ...]] = {2: (1.0,), 4: (0.625, 1.5)}
 
 
@@ -65,11 +63,9 @@ def relative_rounding(outputs: int) -> float:
     """RMS error of the sums over many channels, relative to that of direct summation.
 
     The k-th partial sum of terms of variance v has an error variance of eps^2 k v. Direct: 9 C terms of variance 1;
-    here C
-    terms at each position, of variance |G_i|^2 |G_j|^2 |B_i|^2 |B_j|^2, weighted by the squares of A: norms of rows, as
-    in
-    the bound of Barabasz et al., but of independent errors instead of the worst case. Rounding in the transforms is
-    ignored.
+    here C terms at each position, of variance |G_i|^2 |G_j|^2 |B_i|^2 |B_j|^2, weighted by the squares of A: norms of
+    rows, as in the bound of Barabasz et al., but of independent errors instead of the worst case. Rounding in the
+    transforms is ignored.
     """
     inputs, weights, sums = (matrix**2 for matrix in winograd_matrices(outputs))
     return float((sums @ (weights.sum(axis=1) * inputs.sum(axis=1))).mean()) / TAPS**2

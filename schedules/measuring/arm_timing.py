@@ -43,9 +43,8 @@ def rotation_copies(constant_bytes: int, cpu: CpuTarget) -> int:
     """Number of copies of the weights that together are twice the L2 caches of all threads.
 
     In a network all other layers run between two calls, so a layer's weights come from the level that holds the whole
-    model,
-    mostly the last-level cache, whereas its input was just written. Repeated calls on one copy would read the weights
-    from
+    model, mostly the last-level cache, whereas its input was just written. Repeated calls on one copy would read the
+    weights from
     """
     if constant_bytes == 0:
         return 1

@@ -200,12 +200,10 @@ def tolerance(operator: Operator) -> float:
     """Allowed error, relative to ``1 + |expected|``.
 
     FP32 summation of K terms in any order has an error of at most ``K * eps * sum(|terms|)``, typically about its
-    square
-    root; ``4 * K * eps`` is between them, and far below the ``1 / sqrt(K)`` of one lost term. A bfloat16 result has a
-    relative rounding error of up to 2^-8. Values between two convolutions, or after a prologue, are rounded too: if
-    sums
-    differ in their last bits, occasionally the other way, so the same is added again. Bytes are exact, except for a
-    :func:`margin`.
+    square root; ``4 * K * eps`` is between them, and far below the ``1 / sqrt(K)`` of one lost term. A bfloat16 result
+    has a relative rounding error of up to 2^-8. Values between two convolutions, or after a prologue, are rounded too:
+    if sums differ in their last bits, occasionally the other way, so the same is added again. Bytes are exact, except
+    for a :func:`margin`.
     """
     twice = isinstance(operator, FusedConvs) or (isinstance(operator, Conv2d) and operator.prologue is not None)
     if operator.dtype == "int8":

@@ -39,8 +39,7 @@ class MeasureOutcome:
     """Result of measuring one candidate: ``seconds``, or the kind and message of a failure.
 
     ``seconds`` is the minimum and ``median_seconds`` the median over ``samples`` bursts of calls. For a program:
-    seconds of
-    the whole, and ``step_seconds`` of each step in it.
+    seconds of the whole, and ``step_seconds`` of each step in it.
     """
 
     seconds: float | None

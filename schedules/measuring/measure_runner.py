@@ -37,8 +37,8 @@ from schedules.measuring.measure_messages import (
 __all__ = ["KernelCandidate", "MeasureOutcome", "Runner"]
 
 _ROOT = Path(__file__).resolve().parents[2]
-# Number of candidates compiled before the first of them is timed; if a search ends in between, the compilation of
-# the rest was wasted.
+# Number of candidates compiled before the first of them is timed; if a search ends in between, the compilation of the
+# rest was wasted.
 COMPILED_TOGETHER = 4
 # Estimated seconds per candidate before any has been compiled here.
 COMPILE_SECONDS = 0.2
@@ -48,10 +48,8 @@ class Runner:
     """Context manager with one long-lived worker process, started on first use.
 
     ``timeout_seconds``: limit of each phase (building, running, timing) of a candidate; a worker that exceeds it is
-    killed
-    and replaced. ``templates``: ``module:function`` that returns the template of (operator, cpu). Raises
-    ``TuningError`` if
-    no worker can be started.
+    killed and replaced. ``templates``: ``module:function`` that returns the template of (operator, cpu). Raises
+    ``TuningError`` if no worker can be started.
     """
 
     def __init__(
@@ -118,8 +116,7 @@ class Runner:
         """Time the arms alternately, A B C A B C; an arm is a sequence of candidates run consecutively.
 
         An arm of two layers against an arm of their fusion compares the alternatives of a network. An arm that fails
-        does not
-        affect the others.
+        does not affect the others.
         """
         return self._survivors(
             len(arms),
@@ -132,8 +129,8 @@ class Runner:
         """Time whole networks alternately, kernel by kernel, on buffers that are reused as in a network.
 
         A kernel finds its input where the previous one left it, and its weights where the previous run left them, so
-        its time
-        differs from that alone. Kernels are not verified again. A program that fails does not affect the others.
+        its time differs from that alone. Kernels are not verified again. A program that fails does not affect the
+        others.
         """
         return self._survivors(
             len(programs),
@@ -234,8 +231,7 @@ class _WorkerProcess:
     """A running ``python -m schedules.measuring.measure_worker``, its pipe and its stderr.
 
     A new interpreter, not a fork (TVM's threads do not survive one) nor ``multiprocessing``'s spawn (which runs the
-    caller's
-    main module again). It has its own process group, so that Ctrl-C is sent only to the tuner.
+    caller's main module again). It has its own process group, so that Ctrl-C is sent only to the tuner.
     """
 
     def __init__(self, setup: Setup) -> None:

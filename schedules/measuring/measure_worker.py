@@ -3,8 +3,7 @@
 Run as ``python -m schedules.measuring.measure_worker FD PARENT`` by the
 :class:`schedules.measuring.measure_runner.Runner` of process PARENT, which communicates over that descriptor. Building
 and timing alternate: during a build, threads of TVM's pool (which spin for 15 ms after a task) make kernels 2 to 4
-times
-too slow.
+times too slow.
 """
 
 from __future__ import annotations
@@ -138,8 +137,7 @@ class MeasureWorker:
 
     def _pulse(self) -> Callable[[int], None]:
         """Return a function that reports the arm (or program) being timed at intervals, so that many slow ones are not
-        taken
-        for a hang.
+        taken for a hang.
         """
         last = time.monotonic()
 

@@ -44,8 +44,7 @@ class RemoteRunner:
 
     ``cpu``: CPU of the servers, on ``threads`` threads (default: their cores); ``host``: its identity in machine files;
     ``servers``: number of servers that measure at the same time. Raises ``InputError``: no tracker at the address, no
-    server
-    of ``key``, more threads than cores, or servers with different CPUs.
+    server of ``key``, more threads than cores, or servers with different CPUs.
     """
 
     def __init__(self, tracker: str, key: str, threads: int | None = None, say: Say = lambda _: None) -> None:

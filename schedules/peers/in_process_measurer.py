@@ -1,9 +1,8 @@
 """MetaSchedule's builder (in forks) and runner (in this process), and its imports, without long waits.
 
-MetaSchedule's own ``LocalBuilder`` starts new processes for every batch, and each imports
-``tvm.s_tir.tensor_intrin`` first. That takes 20 s and more, because TVMScript inspects the whole stack for every
-intrinsic; on busy cores it exceeds the time limit of a build, and all candidates of the batch are lost with only a line
-in a log.
+MetaSchedule's own ``LocalBuilder`` starts new processes for every batch, and each imports ``tvm.s_tir.tensor_intrin``
+first. That takes 20 s and more, because TVMScript inspects the whole stack for every intrinsic; on busy cores it
+exceeds the time limit of a build, and all candidates of the batch are lost with only a line in a log.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ def import_tensor_intrinsics() -> None:
     """Import ``tvm.s_tir.tensor_intrin``, in 3 s instead of 20.
 
     ``inspect.getmodule`` searches all modules for every frame of the import machinery; TVMScript, which inspects the
-    stack
-    once per intrinsic, does not use the result.
+    stack once per intrinsic, does not use the result.
     """
     with _without_module_lookup():
         import tvm.s_tir.tensor_intrin  # noqa: F401

@@ -4,8 +4,7 @@
     kernel = tune_kernel(operator, cpu, CostModelAdapter(model, [operator]), trials=64, directory=records)
 
 See ``examples/meta_schedule_cost_model.py`` for two layers. TVM's own ``tune_tir`` and ``tune_tasks`` accept the
-adapter
-as their ``cost_model``, for workloads of :func:`schedules.contract.operator_workload.workload`.
+adapter as their ``cost_model``, for workloads of :func:`schedules.contract.operator_workload.workload`.
 
 A candidate of MetaSchedule is determined by a sketch and the decisions of its sampling instructions. They are the
 configuration given to the cost model; as its knobs are not those of our templates, the adapter needs a separate

@@ -2,8 +2,7 @@
 
 The flow is that of ``relax.pipeline.static_shape_tuning_pipeline`` with its advice for CPUs (weight layouts are changed
 at compile time), one task after the other so that an interrupted run can continue. Failed builds and runs are counted
-and
-reported: otherwise they would make the peer look slow.
+and reported: otherwise they would make the peer look slow.
 """
 
 from __future__ import annotations
@@ -102,8 +101,7 @@ def _tune_tasks(
     mod: tvm.IRModule, cpu: CpuTarget, trials: int, directory: Path, say: Callable[[str], None], strategy: str
 ) -> list[TaskReport]:
     """Tune the unfinished tasks one after the other: with equal trials for every task, MetaSchedule's own task
-    scheduler
-    would only change the order.
+    scheduler would only change the order.
     """
     tasks = ms.relax_integration.extract_tasks(mod, cpu.tvm_target())
     if not tasks:

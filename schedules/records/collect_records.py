@@ -42,8 +42,7 @@ def collect(
     """Collect the records of ``cpu``, on any number of threads, in build folders of ``tune`` (or folders of records).
 
     ``keep``: selects networks by name. Records of another CPU, TVM or revision of the templates are left out and
-    counted.
-    Raises ``InputError`` for a folder without records, or if nothing is left.
+    counted. Raises ``InputError`` for a folder without records, or if nothing is left.
     """
     own = environment(cpu)
     identity = identity_of(cpu)

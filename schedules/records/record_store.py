@@ -1,8 +1,7 @@
 """Tuning records on disk: a MetaSchedule ``JSONDatabase`` that survives Ctrl-C, a kill and a full disk.
 
 Reading needs no TVM. Lines are appended as a whole; a line left unfinished by a killed process is removed with a
-warning
-by the next writer.
+warning by the next writer.
 """
 
 from __future__ import annotations
@@ -45,9 +44,8 @@ class RecordStore:
     """Records of one CPU, version of TVM and revision of the templates in ``directory``; others are kept but ignored.
 
     ``allows``: records of other configurations are ignored too. One writer at a time (the lock is taken by
-    :meth:`claim`, or
-    at the first write); any number of readers. Raises ``InputError`` for a directory or file that cannot be read,
-    ``OutputError`` for one that cannot be written.
+    :meth:`claim`, or at the first write); any number of readers. Raises ``InputError`` for a directory or file that
+    cannot be read, ``OutputError`` for one that cannot be written.
     """
 
     def __init__(

@@ -1,10 +1,9 @@
 """Measured kernels of one CPU in one small file, shipped with the project as the starting point of tuning on that CPU.
 
 ``schedules/records/shipped/CPU/records.jsonl.gz``: a line with the CPU, the versions and the origin of the
-measurements,
-then a line for every (operator, threads) with all its configurations, slow ones included, as the ranking is trained on
-them too. In the same folder are ``machine.yaml``, the rates of that CPU, and ``ranking.json.gz``, the trained ranking
-(:mod:`schedules.tuning.kernel_ranking`).
+measurements, then a line for every (operator, threads) with all its configurations, slow ones included, as the ranking
+is trained on them too. In the same folder are ``machine.yaml``, the rates of that CPU, and ``ranking.json.gz``, the
+trained ranking (:mod:`schedules.tuning.kernel_ranking`).
 """
 
 from __future__ import annotations
@@ -154,8 +153,7 @@ def find_records(cpu: CpuTarget, directory: Path | None = None, nearest: bool = 
     ``cpu``.
 
     They must be made with this version of TVM and of the templates; those of the same chip are preferred. None without
-    any.
-    ``nearest``: if there are none, use those of another CPU with the same vectors.
+    any. ``nearest``: if there are none, use those of another CPU with the same vectors.
     """
     here, own = identity_of(cpu), environment(cpu)
     fitting: list[tuple[float, bool, Path, bool]] = []

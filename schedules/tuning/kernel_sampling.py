@@ -1,8 +1,7 @@
 """Sampling of configurations for training a ranking: some expected to be fast, some from the whole space.
 
 A tuner measures what it expects to be fast, which yields few and similar configurations per kernel; a ranking trained
-on
-those cannot recognise slow ones. Here every kernel gets the same number, half of them in the order of the template's
+on those cannot recognise slow ones. Here every kernel gets the same number, half of them in the order of the template's
 analytic cost and half drawn from the rest of its space. Kernels alternate, so that an interrupted run has a similar
 number for each.
 """

@@ -111,8 +111,7 @@ class Tuner:
         """Measure up to ``trials`` new configurations in total, for up to ``seconds`` of wall time.
 
         Ctrl-C ends it early: the result is marked, and has the best so far. Configurations in the store count as
-        measured and
-        are not measured again.
+        measured and are not measured again.
         """
         session = TuningSession(self._states(tasks), trials, seconds)
         interrupted = False

@@ -72,8 +72,8 @@ class TaskState:
         """Seconds per network run that one more trial may save.
 
         As in the gradient scheduler of Ansor (Zheng et al., OSDI 2020, section 6): ``trust`` times the slope over the
-        last
-        ``window`` trials, and for the rest the optimistic assumption that the best time falls by ``1/n`` at trial n.
+        last ``window`` trials, and for the rest the optimistic assumption that the best time falls by ``1/n`` at trial
+        n.
         """
         if not self.history:
             return float("inf")
@@ -99,11 +99,9 @@ def next_batch(state: TaskState, ranker: Ranker, size: int, exploration: float, 
     ones.
 
     While the ranker has no prediction, the order of the space is used (the template's analytic cost), with more random
-    ones.
-    Configurations that differ from one in the batch in a single knob are postponed: both together give the model little
-    more
-    information than one. An untried algorithm comes first, with its best ranked configuration: analytic costs are least
-    reliable between algorithms.
+    ones. Configurations that differ from one in the batch in a single knob are postponed: both together give the model
+    little more information than one. An untried algorithm comes first, with its best ranked configuration: analytic
+    costs are least reliable between algorithms.
     """
     size = min(size, state.left)
     batch = [config for config in state.first if config_key(config) not in state.measured][:size]

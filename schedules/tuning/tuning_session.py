@@ -21,8 +21,7 @@ class TuningProgress:
     """State after one trial, or after one comparison of finalists (``stage`` is ``compare``). Times in seconds.
 
     ``trial`` of ``trials``: in this run. ``network_seconds``: sum over the tasks of occurrences times best, once every
-    task
-    has a result. ``eta_seconds``: until the trials or the time run out.
+    task has a result. ``eta_seconds``: until the trials or the time run out.
     """
 
     stage: Literal["search", "compare"]

@@ -238,9 +238,8 @@ def start_of_growth() -> int | None:
     """Reset the memory peak and return the resident bytes, or None if the system does not support it.
 
     Engines report arenas differently (ONNX Runtime and OpenVINO not at all from Python), so one measure is used for
-    all:
-    peak resident memory minus resident memory after loading the model. Freed memory is returned to the system first: an
-    arena taken from it would not be counted.
+    all: peak resident memory minus resident memory after loading the model. Freed memory is returned to the system
+    first: an arena taken from it would not be counted.
     """
     gc.collect()
     with suppress(OSError, AttributeError):

@@ -94,8 +94,7 @@ def node_times(
 
     ``outputs`` maps nodes of the optimised graph to the tensors they write. A node has the same name in the profile; an
     unnamed one is named by its operator and its number in the model's file. Fused and blocked nodes have their former
-    name
-    with a suffix, and write tensors of new names.
+    name with a suffix, and write tensors of new names.
     """
     found: dict[str, list[float]] = {}
     operators: dict[str, str] = {}

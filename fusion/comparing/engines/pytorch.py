@@ -127,8 +127,7 @@ def _inductor(graph: Any, examples: list[Any]) -> TorchModel:
     """Inductor with weights as constants packed for oneDNN, and a C++ wrapper that calls the kernels.
 
     Freezing is enabled for the whole process: as an option of ``torch.compile`` it takes effect too late to pack
-    weights,
-    and the model is 1.7 times slower.
+    weights, and the model is 1.7 times slower.
     """
     import torch
     from torch._inductor import config

@@ -1,10 +1,9 @@
 """An ONNX model as one flat ``torch.fx.GraphModule`` of ATen calls: converted, traced, simplified, cast to BF16.
 
 onnx2fx's graph calls helpers that read shapes, pads and limits from tensors at run time. Traced on example inputs,
-these
-become constants. Exporters and converters also leave empty pads, limits as tensors and separate batch norms; eager
-PyTorch executes them all, and oneDNN fuses a ReLU6 into its convolution only if the limits are numbers. The simplified
-graph corresponds to a native PyTorch model for eager, TorchScript and Inductor.
+these become constants. Exporters and converters also leave empty pads, limits as tensors and separate batch norms;
+eager PyTorch executes them all, and oneDNN fuses a ReLU6 into its convolution only if the limits are numbers. The
+simplified graph corresponds to a native PyTorch model for eager, TorchScript and Inductor.
 """
 
 from __future__ import annotations
