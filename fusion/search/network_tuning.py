@@ -153,8 +153,8 @@ class _Compared:
 
 
 class NetworkTuner:
-    """Tunes the kernels of one graph. ``report`` is called with the tuner's progress and the best network time so
-    far."""
+    """Tunes the kernels of one graph. ``report`` is called with the tuner's progress and the best network time so far.
+    """
 
     def __init__(
         self,
@@ -278,7 +278,8 @@ class NetworkTuner:
 
     def _promising(self, site: Site, limit: float = HOPELESS) -> bool:
         """True if the fused kernel takes at most ``limit`` times as long as its separate kernels, or is not measured
-        yet."""
+        yet.
+        """
         seconds = self._seconds()
         fused, unfused = seconds.get(site.operator), unfused_seconds(site, seconds)
         return fused is None or unfused is None or fused <= limit * unfused

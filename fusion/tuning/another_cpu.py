@@ -46,8 +46,8 @@ MACHINE_FILE = "machine.yaml"
 
 @dataclass(frozen=True, eq=False)
 class PredictedNetwork:
-    """Network selected by kernel times: its plan, the configurations of all kernels, and the kernels without a
-    record."""
+    """Network selected by kernel times: its plan, the configurations of all kernels, and the kernels without a record.
+    """
 
     plan: FusionPlan
     configs: dict[Operator, Config]
@@ -74,7 +74,8 @@ class AnotherCpuJob(TuningJob):
 
     def check_first(self) -> None:
         """Check as for this CPU if the code runs here; errors of rounded layers are measured by ONNX Runtime in any
-        case."""
+        case.
+        """
         plan, rounded = self.plan, layers_in(self.network.graph, BFLOAT16)
         if plan is not None and plan.settled_limit is not None and (runs := plan.limit.runs) is not None:
             plan.limit.require(self.network.request.model, "rounded", lambda inputs: runs.outputs(inputs, rounded))

@@ -95,7 +95,8 @@ class TuningJob:
 
     def prepare(self, stack: ExitStack, asked: TuneRequest, quantised: Quantised | None) -> None:
         """Prepare measuring the errors of number types. ``asked``: the user's request, before its model was
-        ``quantised``."""
+        ``quantised``.
+        """
         request = self.network.request
         stack.enter_context(batch_file(self.network))
         check_peers(self.workload(), request.against, request.quantized)
@@ -181,8 +182,8 @@ class TuningJob:
         )
 
     def time_limit(self) -> TimeLimit:
-        """Time limit with the maximum needs of the finals, estimated from the first network with all kernels
-        changed."""
+        """Time limit with the maximum needs of the finals, estimated from the first network with all kernels changed.
+        """
         cost, fusable = self.check.cost, bool(plausible_sites(self.network))
         return TimeLimit(
             end=self.end,
@@ -194,8 +195,8 @@ class TuningJob:
         )
 
     def finals_limit(self, tuned: TunedKernels) -> TimeLimit:
-        """Time limit with the needs of the finals for the present results: their networks, and the kernels to
-        compile."""
+        """Time limit with the needs of the finals for the present results: their networks, and the kernels to compile.
+        """
         networks = finalists(self.network.graph, self.network.sites, tuned)
         compilation = self.check.compilation_seconds((each.plan, each.configs) for each in networks)
         return replace(self.time_limit(), compile_seconds=compilation, finalists=len(networks))

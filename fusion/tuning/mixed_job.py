@@ -147,14 +147,15 @@ class MixedJob(TuningJob):
         return self.network.request.minutes == 0 or limit.allows(LEAST_FINALISTS)
 
     def _allows(self, networks: int, draws: bool = False) -> bool:
-        """True if there is time for ``networks`` networks with compiled kernels, and for ``draws`` of rounding
-        errors."""
+        """True if there is time for ``networks`` networks with compiled kernels, and for ``draws`` of rounding errors.
+        """
         limit = replace(self.mixed_limit(), compile_seconds=0.0)
         return (limit if draws else replace(limit, end=self.end)).allows(networks)
 
     def _race_mixed(self, mixed: MixedNetwork, plain: FinalNetwork) -> TuneResult:
         """Finals of the mixed networks and ``plain``, the best one in float32, which is checked with float32
-        tolerances."""
+        tolerances.
+        """
         network, limit = mixed.network, self.precision.limit
         own = finalists(network.graph, network.sites, mixed.tuned, with_partly=False)
         alone = replace(self.check, rounded=replace(limit, max_error=None))

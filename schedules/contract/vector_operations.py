@@ -292,7 +292,8 @@ def _round_int32_declared(lanes: int) -> str:
 
 def _round_int32_emulated(lanes: int) -> str:
     """Emulated rounding by adding and subtracting 1.5 * 2^23, whose unit in the last place is one: values are below
-    2^22."""
+    2^22.
+    """
     floats, words = _vector(lanes, "float"), _vector(lanes, "i32")
     large = "<" + ", ".join(["float 1.2582912e+07"] * lanes) + ">"
     return f"""

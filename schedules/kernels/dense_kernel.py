@@ -119,7 +119,8 @@ class DenseLayer(Template):
 
 def dense_signature(layer: Dense, lanes: int, steps: int) -> Signature:
     """Signature of a kernel on plain (rows, features), with weights (blocks, ``steps``, V x group) from
-    :func:`pack_dense`."""
+    :func:`pack_dense`.
+    """
     count = blocks(layer.out_features, lanes)
     weight_shape = (count, steps, lanes * dot_product(layer.dtype).group)
     output = TensorSpec(layer.output_shape, dtype=layer.dtype)

@@ -29,7 +29,8 @@ from schedules.loops.register_tiling import RegisterTile, depthwise_widths
 
 class FusedTemplate(Template):
     """A chain of convolutions with the same constants as in their separate kernels. ``family`` is the kind of the
-    chain."""
+    chain.
+    """
 
     def covers(self, operator: Operator, cpu: CpuTarget) -> bool:
         return isinstance(operator, FusedConvs) and operator.kind == self.family

@@ -100,7 +100,8 @@ class QuadPlan:
 
     def _places(self, window: int, columns: range, offset: int) -> TapPlaces | None:
         """Taps in ``columns`` of the word at ``offset`` for the output whose window begins at column ``window``, or
-        None."""
+        None.
+        """
         begin, end = max(window, columns.start), min(window + self.kernel, columns.stop)
         return TapPlaces(begin - offset, begin - window, end - begin) if begin < end else None
 

@@ -284,7 +284,8 @@ def _column_pairs(
     lanes: int,
 ) -> ColumnPairs:
     """Column pairs of a tile by column offset: ``pair(ky, column)`` inside the image, a ``single`` vector at its
-    border."""
+    border.
+    """
 
     def words(ky: Expr, offset: int) -> Any | None:
         column = start * axis.stride - axis.before + offset

@@ -78,7 +78,8 @@ class WinogradTiles:
         finish: Callable[[Expr, Expr, Any], None],
     ) -> None:
         """Transform ``sums(position)`` of the tile at ``row`` and ``column`` to outputs: ``finish(row, column,
-        value)``."""
+        value)``.
+        """
         conv, size, outputs = self.conv, self.size, self.outputs
         values = [[T.bind(sums(y * size + x)) for x in range(size)] for y in range(size)]
         result = output_transform(values, outputs, lanes)

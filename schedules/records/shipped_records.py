@@ -75,7 +75,8 @@ class KernelRecords:
 @dataclass(frozen=True)
 class CpuRecords:
     """Measurements on ``cpu`` with one version of TVM and one revision of the templates; ``note``: description in
-    words."""
+    words.
+    """
 
     cpu: CpuIdentity
     tvm: str
@@ -193,7 +194,8 @@ def _is_current(line: Mapping[str, Any]) -> bool:
 
 def _kernel_line(kernel: KernelRecords) -> dict[str, Any]:
     """Record line: times in nanoseconds; a row is the values of the knobs, the time, and 1 for a winner of a
-    comparison."""
+    comparison.
+    """
     dtype = kernel.operator.dtype
     knobs = sorted({knob for record in kernel.records for knob in record.config})
     rows = [

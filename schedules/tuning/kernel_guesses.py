@@ -107,7 +107,8 @@ class KernelGuesses:
 
 def guesses_for(cpu: CpuTarget) -> KernelGuesses:
     """Guesses from the shipped records of ``cpu`` or of the most similar CPU; empty if none has vectors of the same
-    width."""
+    width.
+    """
     found: FoundRecords | None = find_records(cpu, nearest=True)
     chip = chip_name() or cpu.mcpu
     if found is None:

@@ -61,7 +61,8 @@ class SearchSettings:
 @dataclass(frozen=True)
 class TuningResult:
     """Result of a run; ``unsolved`` operators, without a configuration that builds, runs and verifies, are not in
-    ``best``."""
+    ``best``.
+    """
 
     best: Mapping[Operator, Record]
     unsolved: tuple[Operator, ...]

@@ -82,7 +82,8 @@ class Worker:
 
     def prepare(self, workload: EngineWorkload, timeout: float | None, progress: Say = lambda _: None) -> None:
         """Load, compile, tune; ``timeout`` is the limit in seconds between messages. Raises ``Unavailable``,
-        ``EngineFailed``."""
+        ``EngineFailed``.
+        """
         self._ask("prepare", self.spec, workload, timeout=timeout, progress=progress)
 
     def bind(self, inputs: Arrays) -> tuple[str, Arrays]:

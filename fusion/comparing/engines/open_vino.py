@@ -68,7 +68,8 @@ class OpenVinoSession:
 
     def layers(self, inputs: Mapping[str, np.ndarray], seconds: float) -> list[LayerTime]:
         """Times of every executed node, by the plug-in's counters in whole microseconds: means without the warm-up
-        runs."""
+        runs.
+        """
         compiled, clock = self.profiled(self.chosen), time.perf_counter
         request = self._request(compiled, inputs)
         for _ in range(_WARMUP_RUNS):
