@@ -51,8 +51,8 @@ class CalibrationData:
         return found
 
     def split(self) -> tuple[list[int], list[int]]:
-        """(Calls for calibration, held-out calls): every fifth is held out; of fewer the last one, but never the only
-        one.
+        """(Calls for calibration, held-out calls): every fifth is held out; of fewer the last one, but never the
+        only one.
         """
         held_out = [index for index in range(self.calls) if index % HELD_OUT == HELD_OUT - 1]
         held_out = held_out or list(range(1, self.calls))[-1:]

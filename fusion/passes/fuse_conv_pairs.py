@@ -104,8 +104,8 @@ class FuseConvPairs:
         return RooflineModel(machine, self.cpu.threads, network_bytes(graph))
 
     def _config(self, operator: Operator) -> Config:
-        """Best measured configuration, or the best ranked one; by default the first of the space, which is ordered by
-        quality.
+        """Best measured configuration, or the best ranked one; by default the first of the space, which is ordered
+        by quality.
         """
         record = None if self.store is None else self.store.best(operator)
         if record is not None:

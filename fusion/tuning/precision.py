@@ -72,6 +72,7 @@ class PrecisionPlan:
     @property
     def settled_limit(self) -> RoundedLimit | None:
         """Limit of a network whose layers are settled before measurements; None if they are chosen by measured times.
+
         """
         return None if self.asked == "auto" else self.limit
 

@@ -131,8 +131,8 @@ def _round_bfloat16_declared(lanes: int) -> str:
 
 
 def _round_bfloat16_emulated(lanes: int) -> str:
-    """Emulated rounding to nearest, ties to even: add half a unit in the last place minus one, plus one if the last bit
-    is set.
+    """Emulated rounding to nearest, ties to even: add half a unit in the last place minus one, plus one if the last
+    bit is set.
     """
     floats, words, shorts = _vector(lanes, "float"), _vector(lanes, "i32"), _vector(lanes, "i16")
     sixteen = _all(lanes, "i32", 16)

@@ -166,6 +166,7 @@ class LineWinograd(Template):
 
     def relative_rounding(self, config: Config) -> float:
         """Estimate from the norms of the matrices, see :func:`schedules.loops.winograd_transforms.relative_rounding`.
+
         """
         inputs, weights, sums = (matrix**2 for matrix in piece_matrices(self.taps))
         return float((sums @ (weights.sum(axis=1) * inputs.sum(axis=1))).mean()) ** 0.5 / self.taps

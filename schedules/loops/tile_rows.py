@@ -63,6 +63,7 @@ class TileRows:
         columns: tuple[int, int],
     ) -> None:
         """Copy the first ``used`` blocks of a run for the ``columns`` [begin, end) inside the image; zeros elsewhere.
+
         """
         first = emit.bind(run * self._together)
         readers = [self._reader(source, image, first + index) for index in range(used)]

@@ -136,8 +136,8 @@ class MeasureWorker:
         return (one.outcome() if isinstance(one, LoadedProgram) else one for one in loaded)
 
     def _pulse(self) -> Callable[[int], None]:
-        """Return a function that reports the arm (or program) being timed at intervals, so that many slow ones are not
-        taken for a hang.
+        """Return a function that reports the arm (or program) being timed at intervals, so that many slow ones are
+        not taken for a hang.
         """
         last = time.monotonic()
 

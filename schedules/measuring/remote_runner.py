@@ -79,6 +79,7 @@ class RemoteRunner:
         self, operator: Operator, configs: Sequence[Mapping[str, int]], best_seconds: float | None = None
     ) -> Iterator[tuple[Mapping[str, int], MeasureOutcome]]:
         """Measure several candidates of one operator, one at a time on every server; yield each result when it is done.
+
         """
         with ThreadPoolExecutor(self.servers) as pool:
             waiting = list(configs)

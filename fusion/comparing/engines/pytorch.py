@@ -1,5 +1,5 @@
-"""PyTorch on the CPU: eager, and the best of channels-last eager, frozen TorchScript and frozen Inductor, in FP32 and
-BF16.
+"""PyTorch on the CPU: eager, and the best of channels-last eager, frozen TorchScript and frozen Inductor, in FP32
+and BF16.
 """
 
 from __future__ import annotations

@@ -62,8 +62,8 @@ class BuildEngine:
     mode: str
 
     def prepare(self, workload: EngineWorkload, progress: Say) -> CompiledSession:
-        """Load the module; ``mode`` names precisions other than float32. Raises ``Unavailable`` if the build lacks the
-        file.
+        """Load the module; ``mode`` names precisions other than float32. Raises ``Unavailable`` if the build lacks
+        the file.
         """
         artifact = read_artifact(workload.build)
         if artifact.library(self.file) is None:
