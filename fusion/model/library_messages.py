@@ -17,8 +17,8 @@ _CHECK = re.compile(r"(\w*Error: )?Check failed: ?\(.*?\) is false:? ?")
 
 
 def sentence(error: BaseException | str) -> str:
-    """Message of ``error`` as one line, or its type without a message. Stack traces and failed conditions are removed.
-
+    """Message of ``error`` as one line, or its type without a message. Stack traces and failed conditions are
+    removed.
     """
     lines: list[str] = []
     quoted = False  # source line that a stack trace shows below "File ..."

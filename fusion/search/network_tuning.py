@@ -153,8 +153,8 @@ class _Compared:
 
 
 class NetworkTuner:
-    """Tunes the kernels of one graph. ``report`` is called with the tuner's progress and the best network time so far.
-
+    """Tunes the kernels of one graph. ``report`` is called with the tuner's progress and the best network time so
+    far.
     """
 
     def __init__(

@@ -46,8 +46,8 @@ MACHINE_FILE = "machine.yaml"
 
 @dataclass(frozen=True, eq=False)
 class PredictedNetwork:
-    """Network selected by kernel times: its plan, the configurations of all kernels, and the kernels without a record.
-
+    """Network selected by kernel times: its plan, the configurations of all kernels, and the kernels without a
+    record.
     """
 
     plan: FusionPlan

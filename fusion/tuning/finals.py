@@ -228,8 +228,8 @@ def peer_names(against: Sequence[str]) -> list[str]:
 
 
 def check_peers(workload: EngineWorkload, against: Sequence[str], quantized: Path | None) -> None:
-    """Raise ``ProjectError`` before tuning for an unknown engine, or a ``quantized`` file missing or of another model.
-
+    """Raise ``ProjectError`` before tuning for an unknown engine, or a ``quantized`` file missing or of another
+    model.
     """
     peer_names(against)
     if quantized is not None:

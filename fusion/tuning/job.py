@@ -182,8 +182,8 @@ class TuningJob:
         )
 
     def time_limit(self) -> TimeLimit:
-        """Time limit with the maximum needs of the finals, estimated from the first network with all kernels changed.
-
+        """Time limit with the maximum needs of the finals, estimated from the first network with all kernels
+        changed.
         """
         cost, fusable = self.check.cost, bool(plausible_sites(self.network))
         return TimeLimit(
@@ -196,8 +196,8 @@ class TuningJob:
         )
 
     def finals_limit(self, tuned: TunedKernels) -> TimeLimit:
-        """Time limit with the needs of the finals for the present results: their networks, and the kernels to compile.
-
+        """Time limit with the needs of the finals for the present results: their networks, and the kernels to
+        compile.
         """
         networks = finalists(self.network.graph, self.network.sites, tuned)
         compilation = self.check.compilation_seconds((each.plan, each.configs) for each in networks)

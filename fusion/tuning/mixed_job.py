@@ -147,8 +147,8 @@ class MixedJob(TuningJob):
         return self.network.request.minutes == 0 or limit.allows(LEAST_FINALISTS)
 
     def _allows(self, networks: int, draws: bool = False) -> bool:
-        """True if there is time for ``networks`` networks with compiled kernels, and for ``draws`` of rounding errors.
-
+        """True if there is time for ``networks`` networks with compiled kernels, and for ``draws`` of rounding
+        errors.
         """
         limit = replace(self.mixed_limit(), compile_seconds=0.0)
         return (limit if draws else replace(limit, end=self.end)).allows(networks)

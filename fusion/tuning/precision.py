@@ -71,8 +71,8 @@ class PrecisionPlan:
 
     @property
     def settled_limit(self) -> RoundedLimit | None:
-        """Limit of a network whose layers are settled before measurements; None if they are chosen by measured times.
-
+        """Limit of a network whose layers are settled before measurements; None if they are chosen by measured
+        times.
         """
         return None if self.asked == "auto" else self.limit
 

@@ -22,8 +22,8 @@ _FLAGS: dict[str, tuple[str, ...]] = {
 
 @lru_cache(maxsize=16)
 def flags_of_mcpu(mcpu: str) -> frozenset[str]:
-    """Flags of /proc/cpuinfo that code for the x86-64 CPU ``mcpu`` may need; raises ``InputError`` for an unknown name.
-
+    """Flags of /proc/cpuinfo that code for the x86-64 CPU ``mcpu`` may need; raises ``InputError`` for an unknown
+    name.
     """
     import tvm
     from tvm.target import codegen

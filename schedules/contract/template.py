@@ -172,8 +172,8 @@ class SummedBuild:
 
 
 class Template(Protocol):
-    """A family of kernels for one kind of operator. All methods except :meth:`covers` require a covered ``operator``.
-
+    """A family of kernels for one kind of operator. All methods except :meth:`covers` require a covered
+    ``operator``.
     """
 
     family: str
@@ -187,8 +187,8 @@ class Template(Protocol):
         ...
 
     def space(self, operator: Any, cpu: CpuTarget) -> Sequence[Config]:
-        """All legal configurations after pruning, the one of smallest :meth:`cost` first; deterministic, never empty.
-
+        """All legal configurations after pruning, the one of smallest :meth:`cost` first; deterministic, never
+        empty.
         """
         ...
 

@@ -292,8 +292,8 @@ done:
 
 
 def _emulated_move(name: str, copy: str, clear: str) -> str:
-    """LLVM IR of an emulated load or store; ``copy``: arguments that copy one row between ``%inside`` and ``%outside``.
-
+    """LLVM IR of an emulated load or store; ``copy``: arguments that copy one row between ``%inside`` and
+    ``%outside``.
     """
     return f"""
 define void @fusion_emulated_{name}(ptr %state, i64 %tile, ptr %address, i32 %stride) {{

@@ -165,8 +165,8 @@ class LineWinograd(Template):
         return emit.kernel("line_winograd", self.signature(conv, cpu), body)
 
     def relative_rounding(self, config: Config) -> float:
-        """Estimate from the norms of the matrices, see :func:`schedules.loops.winograd_transforms.relative_rounding`.
-
+        """Estimate from the norms of the matrices, see
+        :func:`schedules.loops.winograd_transforms.relative_rounding`.
         """
         inputs, weights, sums = (matrix**2 for matrix in piece_matrices(self.taps))
         return float((sums @ (weights.sum(axis=1) * inputs.sum(axis=1))).mean()) ** 0.5 / self.taps

@@ -187,8 +187,8 @@ def total(vector: Any, lanes: int, group: int | None = None) -> Any:
 
 
 def across(vector: Any, lanes: int, combine: Callable[[Any, Any], Any], group: int | None = None) -> Any:
-    """Reduction over lanes by ``combine``, as :func:`total`: exchange halves of each group, then quarters, and so on.
-
+    """Reduction over lanes by ``combine``, as :func:`total`: exchange halves of each group, then quarters, and so
+    on.
     """
     step = (group or lanes) // 2
     while step:

@@ -27,8 +27,8 @@ class PreparedInput:
     lanes: int
 
     def block(self, image: Expr, block: Expr) -> Callable[[Expr, Expr], Any]:
-        """Return ``pixel(row, column)`` for one block of channels; operands shared by all pixels are loaded here, once.
-
+        """Return ``pixel(row, column)`` for one block of channels; operands shared by all pixels are loaded here,
+        once.
         """
         lanes, prologue = self.lanes, self.conv.prologue
         factor = scale = shift = None

@@ -58,8 +58,8 @@ def tile_widths(extent: int, widest: int) -> list[int]:
 
 
 def depthwise_widths(conv: Conv2d, cpu: CpuTarget, taps: int | None = None) -> list[int]:
-    """Columns of the depthwise register tile, with ``taps`` (None: those of one row) and inputs in flight in registers.
-
+    """Columns of the depthwise register tile, with ``taps`` (None: those of one row) and inputs in flight in
+    registers.
     """
     widest = max(1, cpu.registers - (taps or conv.kernel[1]) - _INPUTS)
     return sorted({*tile_widths(conv.out_width, widest), *tile_widths(conv.out_width, max(1, widest // 2))})

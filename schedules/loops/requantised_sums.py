@@ -84,8 +84,8 @@ def requantisation_rows(layer: Conv2d | Dense, lanes: int) -> int:
 
 
 def _per_block(epilogue: Epilogue) -> int:
-    """Vectors per block for scaling sums: multipliers; with an activation also the bias, and the slopes of a ``prelu``.
-
+    """Vectors per block for scaling sums: multipliers; with an activation also the bias, and the slopes of a
+    ``prelu``.
     """
     return 1 if epilogue.activation is None else 3 if epilogue.activation == "prelu" else 2
 
@@ -184,8 +184,8 @@ def initial_sums(layer: Conv2d | Dense, constants: Any, block: Expr, lanes: int,
 def requantised(
     sums: Any, residual: Callable[[], Any] | None, constants: Any, block: Expr, lanes: int, epilogue: Epilogue
 ) -> Any:
-    """``sums`` (int32, or integers as float32) of an output ``block`` as int32 between 0 and 255, after the activation.
-
+    """``sums`` (int32, or integers as float32) of an output ``block`` as int32 between 0 and 255, after the
+    activation.
     """
     shared = _Shared(constants, lanes)
     value = _scaled(sums, residual, shared, block, epilogue)

@@ -62,8 +62,8 @@ class TileRows:
         left: Expr,
         columns: tuple[int, int],
     ) -> None:
-        """Copy the first ``used`` blocks of a run for the ``columns`` [begin, end) inside the image; zeros elsewhere.
-
+        """Copy the first ``used`` blocks of a run for the ``columns`` [begin, end) inside the image; zeros
+        elsewhere.
         """
         first = emit.bind(run * self._together)
         readers = [self._reader(source, image, first + index) for index in range(used)]

@@ -78,8 +78,8 @@ class RemoteRunner:
     def measure_batch(
         self, operator: Operator, configs: Sequence[Mapping[str, int]], best_seconds: float | None = None
     ) -> Iterator[tuple[Mapping[str, int], MeasureOutcome]]:
-        """Measure several candidates of one operator, one at a time on every server; yield each result when it is done.
-
+        """Measure several candidates of one operator, one at a time on every server; yield each result when it is
+        done.
         """
         with ThreadPoolExecutor(self.servers) as pool:
             waiting = list(configs)

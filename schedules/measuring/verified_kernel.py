@@ -28,8 +28,8 @@ class VerifiedKernel:
     first: Any
 
     def verify_again(self) -> None:
-        """Raise ``KernelFailure`` if a kernel that was correct is no longer: it has a race, or overwrites its inputs.
-
+        """Raise ``KernelFailure`` if a kernel that was correct is no longer: it has a race, or overwrites its
+        inputs.
         """
         try:
             _run_and_verify(self.function, self.case, -1)
