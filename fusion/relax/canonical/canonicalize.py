@@ -73,19 +73,19 @@ from fusion.relax.canonical.rewriter import RewriteRule, rewrite, rule_key
 
 RuleTable: TypeAlias = dict[str, tuple[RewriteRule, ...]]
 Naming: TypeAlias = Callable[[str], str]
-# Ends every name while rules work. The builder numbers a name that a dead variable still holds, so that a copy of
-# ``Conv_1`` would be ``Conv_11``, which may be another's.
+# Suffix of every name while rules work. The builder numbers a name that a dead variable still holds: a copy of
+# ``Conv_1`` would be ``Conv_11``, which may be the name of another variable.
 _MARK = "__itself"
 
 
 def canonicalize(mod: tvm.IRModule) -> tvm.IRModule:
-    """``mod`` in canonical form: shorthand for ``Canonicalize()(mod)``."""
+    """Return ``mod`` in canonical form: shorthand for ``Canonicalize()(mod)``."""
     transform: tvm.transform.Pass = Canonicalize()
     return transform(mod)
 
 
 def merge(tables: Sequence[RuleTable]) -> RuleTable:
-    """Rules per operator, earlier tables first."""
+    """Merge tables of rules per operator; rules of earlier tables come first."""
     merged: RuleTable = {}
     for table in tables:
         for operator, rules in table.items():
@@ -118,9 +118,9 @@ RULES = merge(
 
 @tvm.transform.module_pass(opt_level=0, name="Canonicalize")
 class Canonicalize:
-    """Ordinary module pass: every Relax function in the canonical form of this file.
+    """Module pass that brings every Relax function to the canonical form of this file.
 
-    Parameters must be bound as constants first (``relax.transform.BindParams``); what stays variable is left as it is.
+    Parameters must be bound as constants first (``relax.transform.BindParams``); variable operands are left unchanged.
     """
 
     def transform_module(self, mod: tvm.IRModule, context: tvm.transform.PassContext) -> tvm.IRModule:
@@ -132,7 +132,7 @@ class Canonicalize:
         )
         mod, simpler = _rewrite_all(prepare(mod))
         mod = clean(mod)
-        # Constants that only TVM can evaluate, and users that are gone, may complete a pattern.
+        # Constants that only TVM can evaluate, and users that were removed, may complete a pattern.
         folded = _folded(mod)
         if simpler or folded is not mod:
             mod = clean(_rewrite_all(folded)[0])
@@ -145,7 +145,7 @@ def _relax_functions(mod: tvm.IRModule) -> dict[tvm.ir.GlobalVar, relax.Function
 
 
 def _rewrite_all(mod: tvm.IRModule) -> tuple[tvm.IRModule, bool]:
-    """``mod`` after all rules, and whether one of them fitted."""
+    """Apply all rules; return the new module, and True if one of them matched."""
     simpler = False
     rewritten = tvm.IRModule(mod.functions, attrs=mod.attrs, global_infos=mod.global_infos)
     for variable, function in _relax_functions(mod).items():
@@ -156,9 +156,9 @@ def _rewrite_all(mod: tvm.IRModule) -> tuple[tvm.IRModule, bool]:
 
 
 def _folded(mod: tvm.IRModule) -> tvm.IRModule:
-    """``mod`` with what is computed from constants alone evaluated; itself where there is nothing of the kind.
+    """Return ``mod`` with constant sub-graphs evaluated, or ``mod`` itself if there are none.
 
-    TVM's pass lowers every call that it meets to see whether it can be evaluated, so it gets the constant ones alone.
+    TVM's pass lowers every call that it meets to see if it can be evaluated, so it is given only the constant ones.
     """
     folded = mod
     for variable, function in _relax_functions(mod).items():
@@ -179,7 +179,7 @@ def _folded(mod: tvm.IRModule) -> tvm.IRModule:
 
 
 def _constant_bindings(function: relax.Function) -> list[relax.VarBinding]:
-    """Bindings in dataflow that read nothing but each other, constants and shapes."""
+    """Return the dataflow bindings that read only each other, constants and shapes."""
     found: dict[relax.Var, relax.VarBinding] = {}
     for block in function.body.blocks:
         for binding in block.bindings if isinstance(block, relax.DataflowBlock) else ():
@@ -191,7 +191,7 @@ def _constant_bindings(function: relax.Function) -> list[relax.VarBinding]:
 
 
 def _known_shape(value: relax.Expr) -> relax.Expr:
-    """The shape itself in place of a call that asks for one without unknown sizes."""
+    """Return the shape in place of a ``shape_of`` call without unknown sizes; other values unchanged."""
     if rule_key(value) != "relax.shape_of":
         return value
     shape = value.args[0].ty.shape
@@ -200,7 +200,7 @@ def _known_shape(value: relax.Expr) -> relax.Expr:
 
 
 def _with_values(function: relax.Function, values: Mapping[relax.Var, relax.Expr]) -> relax.Function:
-    """``function`` with other ``values`` of the variables that have one there."""
+    """Return ``function`` with the values of some variables replaced."""
     blocks = []
     for block in function.body.blocks:
         bindings = [
@@ -229,7 +229,8 @@ def _mark(name: str) -> str:
 
 
 class _Unmarked:
-    """Original names for marked ones. A numbered copy gets the name of the one it replaced if that one is gone."""
+    """Mapping from marked names to original names. A numbered copy gets the name of the variable it replaced if that is
+    gone."""
 
     def __init__(self, function: relax.Function, original: frozenset[str]) -> None:
         names = _variable_names(function)
@@ -250,17 +251,19 @@ class _Unmarked:
         return found
 
     def _is_free(self, name: str, exact: bool, own: bool) -> bool:
-        """``exact``: the variable of this very name itself; ``own``: it, or a copy of it."""
+        """True if ``name`` may be used; ``exact``: for the original variable itself; ``own``: for it or
+        a copy of it.
+        """
         if name in self._taken:
             return False
         if name in self._original and not own:
-            return False  # made of another's name: it may still come
+            return False  # This name was derived from another variable's, and its original owner may still follow.
         return exact or name not in self._present
 
 
 @relax.expr_functor.mutator
 class _Renamer(PyExprMutator):
-    """Gives every variable the name that ``naming`` has for its own."""
+    """Mutator that renames every variable by ``naming``."""
 
     def __init__(self, mod: tvm.IRModule, naming: Naming) -> None:
         super().__init__(mod)
