@@ -29,7 +29,8 @@ class Program:
 
     def value(self, expr: relax.Expr) -> relax.Expr | None:
         """Return the value bound to a variable, through aliases; None for a parameter. Other expressions are returned
-        unchanged."""
+        unchanged.
+        """
         while isinstance(expr, relax.Var):
             if expr not in self.position:
                 return None

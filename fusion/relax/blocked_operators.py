@@ -92,7 +92,8 @@ class BlockedOperators:
 
     def _stored(self, arguments: Sequence[relax.Expr], shape: Sequence[int] | None = None) -> str:
         """Return the dtype in which a result of ``arguments`` is stored; with ``shape``, only arguments of that shape
-        count."""
+        count.
+        """
         computed = (each for each in arguments if isinstance(each, relax.Var) and self.constant(each) is None)
         values = [self.lookup(argument) for argument in computed]
         kept = {
@@ -115,7 +116,8 @@ class BlockedOperators:
 
     def _is_reason(self, argument: relax.Expr, shape: Sequence[int] | None, wanted: bool) -> bool:
         """True if ``argument`` has the full ``shape`` and is blocked: only blocked, or also plain if the result is
-        wanted blocked."""
+        wanted blocked.
+        """
         value = self.lookup(argument) if isinstance(argument, relax.Var) else None
         if value is None or not value.is_blocked or (value.is_plain and not wanted):
             return False
@@ -123,7 +125,8 @@ class BlockedOperators:
 
     def _operand(self, argument: relax.Expr, shape: tuple[int, ...]) -> Callable[[], relax.Expr] | None:
         """Return a function that emits ``argument`` in a form that broadcasts over the blocked result; None if there is
-        no such form."""
+        no such form.
+        """
         if isinstance(argument, tirx.IntImm | tirx.FloatImm):
             return lambda: argument
         array = self.constant(argument)
@@ -167,7 +170,8 @@ class BlockedOperators:
 
     def _prelu(self, call: relax.Expr, shape: tuple[int, ...], wanted: bool) -> relax.Expr | None:
         """Rewrite PReLU as element-wise operators: TVM's own operator reads its slopes along a dimension of the plain
-        tensor."""
+        tensor.
+        """
         data, slopes = call.args[0], self.constant(call.args[1])
         value = self.lookup(data) if isinstance(data, relax.Var) else None
         if value is None or slopes is None or not self._is_reason(data, shape, wanted):
@@ -204,7 +208,8 @@ class BlockedOperators:
 
     def _resize(self, call: relax.Expr, wanted: bool) -> relax.Expr | None:
         """Rewrite a resize as one kernel with tables. An image that fills less than half a block stays plain unless it
-        is read blocked."""
+        is read blocked.
+        """
         data, resize = call.args[0], resize_of(call)
         if resize is None or not (wanted or 2 * resize.shape[1] >= self.layouts.lanes):
             return None
@@ -220,7 +225,8 @@ class BlockedOperators:
 
     def _pad(self, call: relax.Call, wanted: bool) -> relax.Expr | None:
         """Rewrite a constant pad of height, width or batch, or after the last channel (in whole blocks), as TVM's
-        operator."""
+        operator.
+        """
         data, attrs, lanes = call.args[0], call.attrs, self.layouts.lanes
         if operator_name(call) != "relax.nn.pad" or attrs.pad_mode != "constant":
             return None
@@ -248,7 +254,8 @@ class BlockedOperators:
 
     def _gather(self, move: ChannelMove, shape: tuple[int, ...], wanted: bool) -> relax.Expr | None:
         """Rewrite a move of channels as one kernel that reads the tensors the channels come from, skipping all tensors
-        in between."""
+        in between.
+        """
         values = [self.lookup(source) for source in move.sources]
         known = [value for value in values if value is not None]
         if len(known) < len(values) or not any(self._is_reason(source, None, wanted) for source in move.sources):
@@ -280,7 +287,8 @@ def group_norm_of(
 
 def resize_of(call: relax.Expr) -> PixelTable | None:
     """Return ``call`` as a table of pixels (a resize, a non-constant pad, or a slice of rows and columns); None for any
-    other call and for those without a kernel. Bytes are only moved, never interpolated."""
+    other call and for those without a kernel. Bytes are only moved, never interpolated.
+    """
     if operator_name(call) not in _PIXEL_TABLES or not (is_float32(call) or is_bytes(call)):
         return None
     source, result, attrs = static_shape(call.args[0]), static_shape(call), call.attrs
@@ -326,7 +334,8 @@ def _mirror_pad(call: relax.Call, shape: tuple[int, int, int, int]) -> MirrorPad
 
 def _blocked_constant(array: np.ndarray, shape: tuple[int, ...], lanes: int) -> np.ndarray | None:
     """Return ``array``, which broadcasts over the NCHW ``shape``, in a form that broadcasts over the blocked result, or
-    None."""
+    None.
+    """
     if array.size == 1:
         return array.reshape(())
     if array.ndim > 4 or array.dtype != np.float32:

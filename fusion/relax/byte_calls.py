@@ -53,7 +53,8 @@ class ByteTable:
 @dataclass(frozen=True)
 class BytePair:
     """Sum or product: (left, right, factors of :func:`addition_factors` or :func:`product_factors`) -> result of the
-    ``shape`` of left."""
+    ``shape`` of left.
+    """
 
     kind: PairKind
     shape: tuple[int, ...]
@@ -74,7 +75,8 @@ class BytePair:
 @dataclass(frozen=True)
 class ByteMean:
     """Global average: (data of NCHW ``shape``, factors of :func:`mean_factors`) -> the mean over the pixels, (N, C, 1,
-    1)."""
+    1).
+    """
 
     shape: tuple[int, int, int, int]
 
@@ -132,7 +134,8 @@ class Quantisation:
 
 def addition_factors(left: Quantisation, right: Quantisation, result: Quantisation) -> np.ndarray:
     """Return the factors of :func:`paired` for a sum: two ratios of scales, the constant term, bounds, 0, and the
-    offset."""
+    offset.
+    """
     offset = _common_offset(left, right, result)
     first, second = (np.float32(each.scale / result.scale) for each in (left, right))
     zeros = _multiply_add(np.float32(left.zero - offset), first, second * np.float32(right.zero - offset))
@@ -142,7 +145,8 @@ def addition_factors(left: Quantisation, right: Quantisation, result: Quantisati
 
 def product_factors(left: Quantisation, right: Quantisation, result: Quantisation) -> np.ndarray:
     """Return the factors of :func:`paired` for a product: zero points, result zero point, bounds, ratio of scales,
-    offset."""
+    offset.
+    """
     offset = _common_offset(left, right, result)
     ratio = np.float32(left.scale * right.scale) / result.scale
     bounds = (result.low - offset, result.high - offset)
@@ -151,14 +155,16 @@ def product_factors(left: Quantisation, right: Quantisation, result: Quantisatio
 
 def _common_offset(*quantisations: Quantisation) -> int:
     """Return the offset that all quantisations share, or 0. Signed bytes are computed as such: FP32 would round their
-    sums otherwise."""
+    sums otherwise.
+    """
     offsets = {each.offset for each in quantisations}
     return offsets.pop() if len(offsets) == 1 else 0
 
 
 def mean_factors(data: Quantisation, result: Quantisation, pixels: int) -> np.ndarray:
     """Return the factors of :func:`averaged`: sum of the zero points, ratio of scales, result zero point, bounds
-    relative to it."""
+    relative to it.
+    """
     ratio = data.scale / np.float32(result.scale * np.float32(pixels))
     bounds = (result.low - result.zero, result.high - result.zero)
     return np.array([data.zero * pixels, ratio, result.zero, *bounds], np.float32)
@@ -166,7 +172,8 @@ def mean_factors(data: Quantisation, result: Quantisation, pixels: int) -> np.nd
 
 def window_factors(data: Quantisation, result: Quantisation) -> np.ndarray:
     """Return the factors of :func:`windows_averaged`: zero point and scale of the data, scale and zero point of the
-    result, bounds, and the offset."""
+    result, bounds, and the offset.
+    """
     offset = _common_offset(data, result)
     bounds = (result.low - offset, result.high - offset)
     return np.array([data.zero, data.scale, result.scale, result.zero - offset, *bounds, offset], np.float32)
@@ -174,7 +181,8 @@ def window_factors(data: Quantisation, result: Quantisation) -> np.ndarray:
 
 def resize_factors(data: Quantisation, result: Quantisation) -> np.ndarray:
     """Return the factors of :func:`fusion.relax.byte_resize.resized`: zero point and scale of the data, scale and zero
-    point of the result, and its bounds."""
+    point of the result, and its bounds.
+    """
     return np.array([data.zero, data.scale, result.scale, result.zero, result.low, result.high], np.float32)
 
 
@@ -207,7 +215,8 @@ def averaged(data: np.ndarray, factors: np.ndarray) -> np.ndarray:
 def windows_averaged(data: np.ndarray, step: ByteWindow, factors: np.ndarray) -> np.ndarray:
     """Compute a :class:`ByteWindow` in NumPy: ``(byte - f0) f1`` is summed pixel by pixel, row by row; the sum is
     divided by the number of pixels and by ``f2``, and ``f3`` is added, each operation rounded to FP32. The result is
-    clipped to ``f4 .. f5``, rounded to nearest, ties to even, and the offset ``f6`` is added."""
+    clipped to ``f4 .. f5``, rounded to nearest, ties to even, and the offset ``f6`` is added.
+    """
     zero, scale, result_scale, result_zero, low, high, offset = (np.float32(each) for each in factors)
     top, left, bottom, right = step.padding
     around = ((0, 0), (0, 0), (top, bottom), (left, right))

@@ -49,7 +49,8 @@ def table_kernel(count: int, cpu: CpuTarget) -> tirx.PrimFunc:
 
 def pair_kernel(kind: PairKind, count: int, cpu: CpuTarget) -> tirx.PrimFunc:
     """Build the kernel of a sum or product: (``count`` bytes, ``count`` bytes, factors, result), ``count`` at least a
-    vector."""
+    vector.
+    """
     lanes, data = cpu.lanes, TensorSpec((count,), dtype="uint8")
 
     def body(left: Any, right: Any, factors: Any, output: Any) -> None:
@@ -133,7 +134,8 @@ def window_kernel(step: ByteWindow, cpu: CpuTarget) -> tirx.PrimFunc:
 
 def resize_kernel(step: ByteResize, cpu: CpuTarget) -> tirx.PrimFunc:
     """Build the resize kernel: (blocked image, row pixels, column pixels, row weights, column weights, factors, blocked
-    result)."""
+    result).
+    """
     lanes = cpu.lanes
     data = TensorSpec(blocked_shape(step.shape, lanes), "blocked", "uint8")
     target = TensorSpec(blocked_shape(step.result, lanes), "blocked", "uint8")
@@ -233,7 +235,8 @@ def _bytes(value: Any, low: Any, high: Any, added: Any, lanes: int) -> Any:
 @contextmanager
 def _pixels(shape: tuple[int, ...], cpu: CpuTarget) -> Iterator[tuple[Any, Any, tuple[Any, Any]]]:
     """Open parallel tasks over a blocked image of ``shape``; yield sample, block, and (first pixel, end pixel) of the
-    task."""
+    task.
+    """
     batch, count, height, width, lanes = shape
     pixels = height * width
     size = max(1, -(-pixels * batch * count // (_TASKS_PER_THREAD * cpu.threads)))

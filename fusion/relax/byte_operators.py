@@ -33,7 +33,8 @@ class ByteOperators:
 
     def rewrite(self, binding: relax.VarBinding) -> LaidOutValue | None:
         """Return the value of ``binding`` computed by a kernel; None if it is not a byte step, or too small for a
-        vector."""
+        vector.
+        """
         found = step_of(self.module, binding.value)
         if found is None:
             return None
@@ -68,8 +69,7 @@ class ByteOperators:
     def _flat(
         self, values: list[LaidOutValue], given: relax.Expr, step: ByteTable | BytePair, name: str
     ) -> LaidOutValue:
-        """Compute element by element: blocked if one of the tensors exists only blocked, else plain where all exist
-        plain."""
+        """Compute byte by byte: blocked if all tensors exist blocked, or one exists only blocked; else plain."""
         layout: Layout = "blocked" if any(value.is_blocked for value in values) else "plain"
         if all(value.is_plain for value in values) and not all(value.is_blocked for value in values):
             layout = "plain"

@@ -71,7 +71,8 @@ class ByteResize:
 def resized(data: np.ndarray, step: ByteResize, factors: np.ndarray) -> np.ndarray:
     """Compute a :class:`ByteResize` in NumPy: the specification. ``v = (byte - f0) f1`` is weighted and summed pixel by
     pixel; the sum over ``f2`` is rounded to nearest, ties to even (with ``cut_off``: the sum is rounded towards zero),
-    ``f3`` is added, and the result is clipped to ``f4 .. f5``."""
+    ``f3`` is added, and the result is clipped to ``f4 .. f5``.
+    """
     zero, scale, result_scale, result_zero, low, high = (np.float32(each) for each in factors)
     rows, columns, down, across = step.tables()
     values = (data.astype(np.float32) - zero) * scale

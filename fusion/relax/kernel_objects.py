@@ -61,9 +61,7 @@ class KernelObjects:
         return self._seconds
 
     def stop(self) -> None:
-        """Cancel the kernels that are waiting to be compiled, because the job ends; called by any thread that waits for
-        them.
-        """
+        """Cancel the kernels that are not started yet, as the job ends; their futures raise ``CancelledError``."""
         self._stopped = True
 
     def compile(self, functions: Mapping[str, tirx.PrimFunc]) -> dict[str, KernelObject]:

@@ -24,7 +24,7 @@ SCHEDULE_ATTRIBUTE = "fusion.schedule"
 # One thread computes fewer values than this faster than a parallel region starts.
 _PARALLEL_VALUES = 8192
 _SHORTEST_VECTOR = 4
-# Limit of reads of an inlined producer, which is computed again for each read of its consumer; never doubled.
+# An inlined producer is computed once per read of its consumer: limit of the total number of its own reads.
 _REPEATED_READS = 64
 
 
@@ -187,8 +187,8 @@ def _schedule_reduction(schedule: s_tir.Schedule, block: SBlockInfo, lanes: int)
 def _reduce_across(
     schedule: s_tir.Schedule, block: SBlockInfo, spatial: Sequence[Any], reduced: Sequence[Any], values: int, lanes: int
 ) -> None:
-    """Vectorise over adjacent results, with the reduction outside; a number of results without a vector length is left
-    to LLVM.
+    """Vectorise over adjacent results, with the reduction outside; a row of results that is not a multiple of a vector
+    length is left to LLVM.
     """
     outside, inner = [loop.loop_rv for loop in spatial[:-1]], spatial[-1].loop_rv
     vector = _vector(_extent(spatial[-1].dom), lanes)

@@ -1,44 +1,44 @@
-"""Canonical Relax: one form for everything that a kernel of ours may compute.
+"""Canonical form of Relax modules: one form for all operators that a template kernel may compute.
 
-Modules from ONNX (:func:`fusion.relax.import_onnx`) and from ``torch.export`` reach the same form. In it
+Modules from ONNX (:func:`fusion.relax.import_onnx`) and from ``torch.export`` reach the same form, in which
 
-- convolutions are ``R.nn.conv2d(x, const)`` in NCHW x OIHW; their padding (top, left, bottom, right) includes pads that
-  stood before them; a bias is ``R.add(conv, const)`` directly after, of shape (1, C, 1, 1);
+- convolutions are ``R.nn.conv2d(x, const)`` in NCHW x OIHW; their padding (top, left, bottom, right) includes pads
+  before them; a bias is ``R.add(conv, const)`` directly after, of shape (1, C, 1, 1);
 - dense layers are ``R.matmul(x, const)``, the weight (in, out), already transposed; a bias is ``R.add(matmul, const)``
   of shape (out,);
-- the variable operand of ``R.add`` and ``R.multiply`` stands left of a constant one; ``x - const`` is an addition;
-- batch norms, constant scales and shifts are folded into the convolution or product before them when nothing else reads
-  its result, else into the one after them (before a convolution with padding, whose zeros stay zeros, only scales);
+- the variable operand of ``R.add`` and ``R.multiply`` is left of a constant one; ``x - const`` is an addition;
+- batch norms, constant scales and shifts are folded into the convolution or product before them if nothing else reads
+  its result, else into the one after them (only scales before a convolution with padding, whose zeros stay zeros);
   otherwise a batch norm is ``R.multiply`` then ``R.add`` with constants of shape (1, C, 1, 1);
-- convolutions of one tensor that are summed, and a batch norm of that tensor beside them, are one convolution; a gate
+- convolutions of one tensor that are summed, and a batch norm of that tensor in the sum, are one convolution; a gate
   with a bypass, ``x + x g``, is ``R.multiply(x, R.add(g, 1))``;
-- convolutions of the parts of a split that are concatenated again are the groups of one, mixed depthwise windows the
-  largest of them; convolutions of one tensor with one window are one; what else is concatenated from convolutions has
-  scales, shifts and activations in its parts;
+- convolutions of the parts of a split that are concatenated again are the groups of one, mixed depthwise windows become
+  the largest of them; convolutions of one tensor with one window are one; other concatenations of convolutions have
+  scales, shifts and activations in their parts;
 - activations of ``x``:
   relu ``R.nn.relu(x)``; relu6 ``R.clip(x, 0, 6)``; sigmoid ``R.sigmoid(x)``; silu ``R.nn.silu(x)``;
   gelu ``R.nn.gelu(x)``, its approximation by tanh ``R.nn.gelu_tanh(x)``;
   hard_sigmoid ``h = R.multiply(R.clip(R.add(x, 3), 0, 6), 1/6)``, each step a binding of its own and the constants
   scalars; hard_swish ``R.multiply(x, h)`` (``x`` on the left); hard sigmoids of another slope stay generic;
-- layer norms are ``R.nn.layer_norm`` with their scale and shift, also where an exporter took them apart; instance norms
-  and group norms are ``R.nn.group_norm`` of images, those that an exporter wrote as rows of groups too;
+- layer norms are ``R.nn.layer_norm`` with their scale and shift, also if an exporter wrote them as single operators;
+  instance norms and group norms are ``R.nn.group_norm`` of images, also if an exporter wrote them as rows of groups;
 - convolutions and pools of one dimension are those of images of one row, between views;
 - images that an exporter holds channels-last are NCHW again, as far as element-wise operators, layer norms, products
   of the channels, pads, slices, concatenations and reductions reach: layer norms are ``R.nn.layer_norm`` along axis 1,
   products 1x1 convolutions; an input is brought to NCHW before it is padded or scaled;
-- what is stacked along a new axis and summed along it is ``R.add`` of the parts;
+- a stack along a new axis that is summed along it is ``R.add`` of the parts;
 - convolutions with computed weights are ``R.matmul`` with the pixels that their windows read;
 - convolutions along one axis or three and pools along one are those of images, seen as ``R.reshape`` (sequences, and
-  volumes whose rows are frames) or ``R.permute_dims(R.reshape)`` (frames behind channels); what follows per channel or
-  per value stands before that;
+  volumes whose rows are frames) or ``R.permute_dims(R.reshape)`` (frames after channels); subsequent operators per
+  channel or per value come before that;
 - transposed convolutions are ``R.nn.conv2d`` whose channels hold the phases of the stride (of several, one for each
-  phase, ``R.concat``), then depth-to-space: ``R.reshape``, ``R.permute_dims``, ``R.reshape``; what follows per channel
-  or per value stands before that;
+  phase, ``R.concat``), then depth-to-space: ``R.reshape``, ``R.permute_dims``, ``R.reshape``; subsequent operators per
+  channel or per value come before that;
 - global average pooling is ``R.mean(x, axis=[2, 3], keepdims=True)``; a model that drops the dimensions does so with a
   reshape after it; other pools are ``R.nn.max_pool2d`` and ``R.nn.avg_pool2d``, their padding includes pads before them
   and what ``ceil_mode`` adds;
-- flatten, squeeze and expand_dims are ``R.reshape`` to a static shape; dropout, identities and casts that do nothing
-  are gone; constant sub-graphs are constants.
+- flatten, squeeze and expand_dims are ``R.reshape`` to a static shape; dropout, identities and casts without effect
+  are removed; constant sub-graphs are constants.
 
 Variables keep their names (from ONNX: the name of the node; ``_bias`` is appended for the bias of one node).
 """
@@ -230,7 +230,8 @@ def _mark(name: str) -> str:
 
 class _Unmarked:
     """Mapping from marked names to original names. A numbered copy gets the name of the variable it replaced if that is
-    gone."""
+    gone.
+    """
 
     def __init__(self, function: relax.Function, original: frozenset[str]) -> None:
         names = _variable_names(function)

@@ -143,7 +143,8 @@ RewriteRule: TypeAlias = Callable[[relax.Expr, Definitions], relax.Expr | None]
 
 def rule_key(expr: object) -> str | None:
     """Return the key of the rules for an expression: ``relax.nn.conv2d`` for a call to it, ``TupleGetItem`` for a
-    projection, None for anything else."""
+    projection, None for anything else.
+    """
     if isinstance(expr, relax.TupleGetItem):
         return "TupleGetItem"
     if isinstance(expr, relax.Call) and isinstance(expr.op, tvm.ir.Op) and expr.op.name.startswith("relax."):
@@ -170,7 +171,8 @@ def rewrite(
     function: relax.Function, mod: tvm.IRModule, rules: Mapping[str, Sequence[RewriteRule]]
 ) -> tuple[relax.Function, bool]:
     """Apply rules until none matches; of an operator's rules the first that matches wins. Return the new function, and
-    True if a rule matched."""
+    True if a rule matched.
+    """
     rewriter = _Rewriter(mod, rules, _count_users(function))
     return rewriter.visit_expr(function), rewriter.fitted
 

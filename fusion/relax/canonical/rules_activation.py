@@ -141,7 +141,8 @@ def hard_sigmoid_of_division(call: relax.Call, graph: Definitions) -> relax.Expr
 
 def hard_sigmoid_of_clip(call: relax.Call, graph: Definitions) -> relax.Expr | None:
     """Rewrite ``clip(x / 6 + 0.5, 0, 1)``, ONNX's form with alpha = 1/6, as the canonical hard sigmoid; not for other
-    slopes."""
+    slopes.
+    """
     if clip_bounds(call, graph) != (0, 1):
         return None
     total = graph.call(call.args[0], "relax.add")

@@ -75,7 +75,8 @@ def has_plain_weight(call: relax.Call, weight: np.ndarray) -> bool:
 
 def per_channel(expr: relax.Expr, affine: Affine, graph: Definitions) -> np.ndarray | None:
     """Return a constant with one value per output channel (or one for all) as (channels,) in double precision; else
-    None."""
+    None.
+    """
     array = graph.constant(expr)
     shape = static_shape(affine.call)
     if array is None or shape is None or array.ndim > len(shape):
@@ -132,7 +133,8 @@ def fold_subtraction(call: relax.Call, graph: Definitions) -> relax.Expr | None:
 
 def negate_subtrahend(call: relax.Call, graph: Definitions) -> relax.Expr | None:
     """Rewrite ``x - (op(y, w) + b) -> x + (op(y, -w) - b)``: kernels add a second tensor to their result, none
-    subtracts."""
+    subtracts.
+    """
     affine = match_affine(call.args[1], graph)
     if affine is None:
         return None
@@ -162,7 +164,8 @@ def fold_division(call: relax.Call, graph: Definitions) -> relax.Expr | None:
 
 def fold_batch_norm(item: relax.TupleGetItem, graph: Definitions) -> relax.Expr | None:
     """Fold an inference batch norm into the preceding affine operator, else rewrite it as one multiplication and one
-    addition."""
+    addition.
+    """
     call = graph.call(item.tuple_value, "relax.nn.batch_norm")
     if call is None or call.attrs.training or not is_float(call.args[0]):
         return None

@@ -29,7 +29,8 @@ class Branch:
 
 def merge_convolutions(call: relax.Call, graph: Definitions) -> relax.Expr | None:
     """Rewrite ``conv(x, v) + conv(x, w) -> conv(x, v + w)``, the smaller window inside the larger one (RepVGG,
-    MobileOne)."""
+    MobileOne).
+    """
     affines = [convolution_of(arg, graph) for arg in call.args]
     if affines[0] is None or affines[1] is None:
         return None
@@ -114,7 +115,8 @@ def _summed(affine: Affine, large: Branch, weight: np.ndarray, bias: np.ndarray,
 
 def factor_gate(call: relax.Call, graph: Definitions) -> relax.Expr | None:
     """Rewrite ``x + x g -> x (g + 1)`` if the gate ``g`` is smaller than ``x``: this saves one pass over ``x``. A
-    constant summand stays after it: ``x + (x g + c)`` as in ConvNeXt V2."""
+    constant summand stays after it: ``x + (x g + c)`` as in ConvNeXt V2.
+    """
     for data, rest in (call.args, reversed(call.args)):
         total = graph.call(rest, "relax.add") if graph.has_single_user(rest) else None
         shift = None if total is None or graph.constant(total.args[1]) is None else total.args[1]

@@ -41,7 +41,8 @@ def _axes(call: relax.Call) -> tuple[int, ...] | None:
 
 def _image(expr: relax.Expr, graph: Definitions) -> relax.Expr | None:
     """Return ``x`` in NCHW if ``expr`` is its NHWC form: a transposition, or a reshape where both orders are the same
-    in memory; else None."""
+    in memory; else None.
+    """
     call = graph.call(expr, "relax.permute_dims", "relax.reshape")
     shape = None if call is None else static_shape(call.args[0])
     if call is None or shape is None or len(shape) != 4 or static_shape(call) != _moved(shape, _LAST):
@@ -83,7 +84,8 @@ def sink_unary(call: relax.Call, graph: Definitions) -> relax.Expr | None:
 
 def sink_binary(call: relax.Call, graph: Definitions) -> relax.Expr | None:
     """Move transpositions after an operator on two transposed images, on one and a constant, or on one and a factor per
-    channel of an image or per pixel."""
+    channel of an image or per pixel.
+    """
     shape = static_shape(call)
     sides = [_image(arg, graph) for arg in call.args]
     if shape is None or not any(side is not None and static_shape(arg) == shape for side, arg in _zip(sides, call)):
@@ -224,7 +226,8 @@ def sink_split(item: relax.TupleGetItem, graph: Definitions) -> relax.Expr | Non
 
 def lift(call: relax.Call, graph: Definitions) -> relax.Expr | None:
     """Move a pad, or an operator on one tensor and a constant, after the transposition to NCHW, where the next layer
-    can absorb it."""
+    can absorb it.
+    """
     if _axes(call) != _FIRST or static_shape(call) is None or not graph.has_single_user(call.args[0]):
         return None
     before = graph.call(call.args[0], "relax.nn.pad", *_BINARY)

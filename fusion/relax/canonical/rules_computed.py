@@ -18,7 +18,8 @@ MOST_TAPS = 64
 
 def product_of_columns(call: relax.Call, graph: Definitions) -> relax.Expr | None:
     """Rewrite ``conv2d(x, w)`` with a computed ``w`` as ``matmul(w, columns of x)``, a product for each image and
-    group."""
+    group.
+    """
     data, weight = call.args
     shape, taps, result = static_shape(data), static_shape(weight), static_shape(call)
     attrs = call.attrs

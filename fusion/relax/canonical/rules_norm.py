@@ -1,5 +1,6 @@
 """Rules that bring normalisation to one form: ``R.nn.layer_norm`` along one axis, ``R.nn.group_norm`` of images, each
-with its scale and shift."""
+with its scale and shift.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ class _Centred:
 
 def assemble_norm(call: relax.Call, graph: Definitions) -> relax.Expr | None:
     """Rewrite ``d / sqrt(mean(d d) + e)`` with ``d = x - mean(x)``, written as single operators by an exporter, as a
-    layer norm."""
+    layer norm.
+    """
     difference, root = call.args
     centred = _centred(difference, graph)
     epsilon = None if centred is None else _root_of_variance(root, difference, centred, graph)
@@ -47,7 +49,8 @@ def _centred(expr: relax.Expr, graph: Definitions) -> _Centred | None:
 
 def _mean_of(expr: relax.Expr, data: relax.Expr, graph: Definitions) -> int | None:
     """Return the axis, counted from the front, if ``expr`` is the mean of ``data`` along one axis with its dimension
-    kept; else None."""
+    kept; else None.
+    """
     call, shape = graph.call(expr, "relax.mean"), static_shape(data)
     if call is None or shape is None or not graph.same(call.args[0], data) or not call.attrs.keepdims:
         return None

@@ -109,7 +109,8 @@ def _widened(branches: Sequence[Branch], graph: Definitions) -> Branch | None:
 
 def _stacked(branches: Sequence[Branch], source: relax.Expr, groups: int, most: float) -> Branch | None:
     """Return the weights stacked, small windows inside the largest; None if this takes more than ``most`` times the
-    work."""
+    work.
+    """
     large = max(branches, key=lambda branch: branch.weight.shape[2] * branch.weight.shape[3])
     weights = []
     for branch in branches:
@@ -149,7 +150,8 @@ def _convolution(merged: Branch, large: Affine, graph: Definitions) -> relax.Exp
 
 def scale_parts(call: relax.Call, graph: Definitions) -> relax.Expr | None:
     """Rewrite ``concat(parts) * c`` and ``concat(parts) + c`` as operators on the parts if all are convolutions, which
-    absorb them."""
+    absorb them.
+    """
     fields = _affine_fields(call.args[0], graph)
     constant, shape = graph.constant(call.args[1]), static_shape(call)
     if fields is None or constant is None or shape is None or constant.ndim > 4:
@@ -169,7 +171,8 @@ def scale_parts(call: relax.Call, graph: Definitions) -> relax.Expr | None:
 
 def activate_parts(call: relax.Call, graph: Definitions) -> relax.Expr | None:
     """Rewrite ``f(concat(parts))`` as ``concat(f(parts))`` if all parts are convolutions, whose kernels apply ``f`` at
-    the end."""
+    the end.
+    """
     fields = _affine_fields(call.args[0], graph)
     if fields is None:
         return None

@@ -48,7 +48,8 @@ def match_scaled(expr: relax.Expr, axis: int, graph: Definitions, shared: bool =
 
 def _is_bias(call: relax.Call, graph: Definitions) -> bool:
     """True if ``call`` adds to or scales a layer with constant weights, whose kernel does it at no cost: it stays with
-    that layer."""
+    that layer.
+    """
     layer = graph.call(call.args[0], MATMUL, *CONVOLUTIONS)
     return layer is not None and graph.constant(layer.args[1]) is not None and graph.has_single_user(call.args[0])
 

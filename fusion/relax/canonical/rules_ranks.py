@@ -173,7 +173,8 @@ def pool_of_a_sequence(call: relax.Call, graph: Definitions) -> relax.Expr | Non
 
 def pad_of_a_sequence(call: relax.Call, graph: Definitions) -> relax.Expr | None:
     """Rewrite a pad along the sequence as one of an image: a later convolution absorbs zeros, and there is a kernel for
-    mirrored pads."""
+    mirrored pads.
+    """
     shape, result = static_shape(call.args[0]), static_shape(call)
     widths = [int(width) for width in call.attrs.pad_width]
     if shape is None or result is None or len(shape) != 3 or any(widths[:4]):
@@ -193,7 +194,8 @@ def _image_along(expr: relax.Expr, axis: int) -> relax.Expr:
 
 def _along(axis: int, value: int, other: int) -> tuple[int, int]:
     """Return ``value`` for ``axis`` of an image (2: rows, 3: columns) and ``other`` for the other axis, as (rows,
-    columns)."""
+    columns).
+    """
     return (value, other) if axis == 2 else (other, value)
 
 
@@ -284,7 +286,8 @@ def _frames(data: relax.Expr, shape: tuple[int, ...]) -> relax.Expr:
 
 def _gathered_frames(data: relax.Expr, shape: tuple[int, ...], window: _Depth) -> relax.Expr:
     """Return images (N ``count``, C ``taps``, H, W): the frames that each window along the depth reads, tap by tap
-    within a channel."""
+    within a channel.
+    """
     batch, channels, _, height, width = shape
     frames = relax.op.permute_dims(data, _FRAMES_BEHIND_CHANNELS)
     if any(window.padding):
@@ -316,7 +319,7 @@ def maximum_of_a_volume(call: relax.Call, graph: Definitions) -> relax.Expr | No
     return view.of(graph.named_here(largest), result)
 
 
-# --- what follows them ---------------------------------------------------------------------------
+# --- subsequent operators ------------------------------------------------------------------------
 
 
 def sink_unary(call: relax.Call, graph: Definitions) -> relax.Expr | None:
@@ -330,7 +333,8 @@ def sink_unary(call: relax.Call, graph: Definitions) -> relax.Expr | None:
 
 def sink_binary(call: relax.Call, graph: Definitions) -> relax.Expr | None:
     """Apply an operator on two views of images of one kind, or on one view and a constant along the channels, to the
-    images."""
+    images.
+    """
     left, right = (_view(arg, graph) for arg in call.args)
     shape = static_shape(call)
     view = left if left is not None and left.shape == shape else right
@@ -344,7 +348,8 @@ def sink_binary(call: relax.Call, graph: Definitions) -> relax.Expr | None:
 
 def _operand(expr: relax.Expr, own: _View | None, view: _View, graph: Definitions) -> relax.Expr | None:
     """Return ``expr`` in a form that broadcasts over the image of ``view``; None if it does not, or would have to be
-    moved."""
+    moved.
+    """
     if own is not None and own.frames == view.frames:
         alike = own.image_shape == view.image_shape and own.shape == view.shape
         gate = not view.frames and own.image_shape == (*view.image_shape[:2], 1, 1)
@@ -363,7 +368,8 @@ def _operand(expr: relax.Expr, own: _View | None, view: _View, graph: Definition
 
 def _constant(array: np.ndarray, rank: int) -> relax.Expr | None:
     """Return a constant of at most ``rank`` dimensions that varies only along the channels in its form for an image, or
-    None."""
+    None.
+    """
     if array.size == 1 and array.ndim <= rank:
         return constant_of(array.reshape(()))
     if array.ndim > rank:

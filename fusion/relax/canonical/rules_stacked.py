@@ -1,5 +1,6 @@
 """Rules for tensors that are stacked along a new axis, then weighted and summed along it (split attention, selective
-kernels, weighted pyramids): the parts are summed directly, and no stack is written."""
+kernels, weighted pyramids): the parts are summed directly, and no stack is written.
+"""
 
 from __future__ import annotations
 

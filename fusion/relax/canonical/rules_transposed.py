@@ -39,7 +39,8 @@ class Phase:
 
 def split_into_phases(call: relax.Call, graph: Definitions) -> relax.Expr | None:
     """Rewrite ``conv2d_transpose`` as one convolution per phase; as a single one if there is one phase, or if all
-    phases of one group read the same pixels (a kernel as large as the stride)."""
+    phases of one group read the same pixels (a kernel as large as the stride).
+    """
     weight, shape, result = graph.constant(call.args[1]), static_shape(call.args[0]), static_shape(call)
     attrs = call.attrs
     strides = (int(attrs.strides[0]), int(attrs.strides[1]))
@@ -83,7 +84,8 @@ def outputs_first(weight: np.ndarray, groups: int) -> np.ndarray:
 
 def phases_along(kernel: int, stride: int, padding: int, size: int, result: int) -> list[Phase] | None:
     """Return the phases along an axis of a ``result`` in whole strides; None if they are not convolutions of equal
-    length."""
+    length.
+    """
     length = result // stride
     if kernel < stride:
         return None
@@ -118,7 +120,8 @@ def _depth_to_space(
 
 def _spread(expr: relax.Expr, graph: Definitions) -> tuple[relax.Expr, tuple[int, int], Sequence[int]] | None:
     """Return the input of the depth-to-space that computes ``expr``, its strides and order; None if it is something
-    else or read twice."""
+    else or read twice.
+    """
     merged = graph.call(expr, "relax.reshape") if graph.has_single_user(expr) else None
     permuted = None if merged is None else graph.call(merged.args[0], "relax.permute_dims")
     order = () if permuted is None else tuple(map(int, permuted.attrs.axes or ()))
@@ -138,7 +141,8 @@ def _spread(expr: relax.Expr, graph: Definitions) -> tuple[relax.Expr, tuple[int
 
 def apply_before_spreading(call: relax.Call, graph: Definitions) -> relax.Expr | None:
     """Rewrite ``f(depth_to_space(x)) -> depth_to_space(f(x))`` for functions that do not depend on the position of a
-    pixel."""
+    pixel.
+    """
     found, result = _spread(call.args[0], graph), static_shape(call)
     if found is None or result is None or static_shape(call.args[0]) != result:
         return None

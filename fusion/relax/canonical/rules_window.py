@@ -18,7 +18,8 @@ from fusion.relax.canonical.rules_activation import clip_bounds
 
 def _zero_padding(expr: relax.Expr, graph: Definitions) -> tuple[relax.Expr, tuple[int, ...], float] | None:
     """Return (data, (top, left, bottom, right), value) if ``expr`` pads H and W of an NCHW tensor with a constant; else
-    None."""
+    None.
+    """
     call = graph.call(expr, "relax.nn.pad")
     if call is None or call.attrs.pad_mode != "constant":
         return None
@@ -60,7 +61,8 @@ def fold_pad_into_conv(call: relax.Call, graph: Definitions) -> relax.Expr | Non
 
 def fold_pad_into_max_pool(call: relax.Call, graph: Definitions) -> relax.Expr | None:
     """Fold a pad into a max pool if it cannot be the maximum: minus infinity, or zero below values that are not
-    negative."""
+    negative.
+    """
     padding = _zero_padding(call.args[0], graph)
     attrs = call.attrs
     if padding is None or attrs.layout != "NCHW" or attrs.ceil_mode:

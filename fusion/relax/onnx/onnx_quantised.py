@@ -49,7 +49,9 @@ def quantised_share(graph: GraphProto) -> tuple[int, int]:
 
 
 def quantized_path(model: Path) -> Path:
-    """Return the default path of the quantised file of ``model`` that ``python -m fusion quantize`` writes."""
+    """Return the default path of the quantised file of ``model``: ``python -m fusion quantize`` writes it, and other
+    commands look for it there.
+    """
     return model.with_name(f"{model.stem}-int8.onnx")
 
 
