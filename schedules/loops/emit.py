@@ -436,8 +436,8 @@ def erf(x: Any, lanes: int) -> Any:
 
 
 # The normal distribution function is 1 / (1 + e^(x p(x^2))), with a mean error of 5.5e-5 of x: p with the highest power
-# first, by Remez's exchange, weighted by the change of the result per error over the result plus 0.02. Beyond the end
-# of the interval p would turn back; there it is constant.
+# first, by Remez's exchange, weighted by the sensitivity of the result to p over (the result + 0.02). x^2 is clipped at
+# the end of the interval, beyond which p would turn back.
 _GELU = (0.00076619345, -0.074467323, -1.5944453)
 _GELU_END = 45.0
 

@@ -25,7 +25,7 @@ def clip_bounds(call: relax.Call, graph: Definitions) -> tuple[float, float] | N
 
 
 def relu6(call: relax.Call, graph: Definitions) -> relax.Expr:
-    """``nn.relu6(x) -> clip(x, 0, 6)``."""
+    """Rewrite ``nn.relu6(x) -> clip(x, 0, 6)``."""
     return relax.op.clip(call.args[0], 0, 6)
 
 
@@ -64,7 +64,7 @@ def maximum_to_clip(call: relax.Call, graph: Definitions) -> relax.Expr | None:
 
 
 def minimum_to_clip(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """``minimum(x, c) -> clip(x, -inf, c)``."""
+    """Rewrite ``minimum(x, c) -> clip(x, -inf, c)``."""
     return _bound(call, graph, lambda data, value: relax.op.clip(data, -math.inf, value))
 
 
@@ -95,7 +95,7 @@ def relu_of_clip(call: relax.Call, graph: Definitions) -> relax.Expr | None:
 
 
 def silu(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """``x * sigmoid(x) -> nn.silu(x)``."""
+    """Rewrite ``x * sigmoid(x) -> nn.silu(x)``."""
     for data, gate in (call.args, reversed(call.args)):
         inner = graph.call(gate, "relax.sigmoid")
         if inner is not None and graph.same(inner.args[0], data) and graph.has_single_user(gate):

@@ -195,8 +195,8 @@ def is_of_channels(numbers: np.ndarray, channels: int) -> bool:
 class Padding:
     """Padding of a Pad node with constant widths."""
 
+    # Widths at the start (``before``) and at the end (``behind``) of each of ``axes``.
     before: tuple[int, ...]
-    # Widths at the end of each of ``axes``; ``before``: at the start.
     behind: tuple[int, ...]
     # Padded axes; empty: all.
     axes: tuple[int, ...]
