@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def bring_steps_to_layers(model: ModelProto) -> bool:
     """Insert pairs in ``model`` (in place) after moves of dequantised tensors that are read as floats, and before moves
-    of floats that are quantised afterwards. Return True if any.
+    of floats that are quantised afterwards. Return True if ``model`` changed.
     """
     tensors, before = QuantisedTensors(model), len(model.graph.node)
     for name in _moves(tensors):
@@ -33,7 +33,7 @@ def bring_steps_to_layers(model: ModelProto) -> bool:
 
 def share_equal_steps(model: ModelProto) -> bool:
     """Merge QuantizeLinear nodes of ``model`` (in place) that round one value in the same way. Some tools write one
-    pair per reader; a layer is computed in integers only if one step reads it. Return True if any.
+    pair per reader; a layer is computed in integers only if one step reads it. Return True if ``model`` changed.
     """
     tensors = QuantisedTensors(model)
     kept: dict[tuple[object, ...], str] = {}
@@ -63,7 +63,7 @@ def share_equal_steps(model: ModelProto) -> bool:
 def transpose_weights(model: ModelProto) -> bool:
     """Replace each Transpose of dequantised constants in ``model`` (in place) by a DequantizeLinear of transposed
     constants. Tools that round weights in the layout of training, (out, in), write such a Transpose before products.
-    Return True if any.
+    Return True if ``model`` changed.
     """
     from onnx import helper, numpy_helper
 

@@ -42,7 +42,7 @@ def in_whole_numbers(model: ModelProto) -> ModelProto | None:
 
 
 def _pool_means(model: ModelProto) -> bool:
-    """Replace means over pixels in ``model`` (in place) by GlobalAveragePool; return True if any."""
+    """Replace means over pixels in ``model`` (in place) by GlobalAveragePool; return True if it changed."""
     from onnx import helper, numpy_helper, shape_inference
 
     shapes = QuantisedTensors(shape_inference.infer_shapes(model)).shapes()
