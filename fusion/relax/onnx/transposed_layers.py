@@ -62,7 +62,7 @@ class _Transposed:
 
 
 def split_transposed(model: ModelProto) -> bool:
-    """Replace the transposed convolutions of ``model`` (in place), whose shapes are static; return True if it changed."""
+    """Replace the transposed convolutions of the static ``model`` (in place); return True if it changed."""
     from onnx import shape_inference
 
     if opset_of(model) < _OLDEST_OPSET or not any(node.op_type == "ConvTranspose" for node in model.graph.node):
