@@ -1,1 +1,1 @@
-"""The kernel templates, one file each, and the table of them."""
+"""Kernel templates, one file each, and the table of them."""

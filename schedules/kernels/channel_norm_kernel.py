@@ -1,4 +1,4 @@
-"""Layer normalisation over the channels of every pixel, on blocked tensors."""
+"""Kernel template for layer normalisation over the channels of every pixel, on blocked tensors."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _PASSES = 3  # over the channels of a tile: mean, variance, result
 
 
 class ChannelNormKnobs(NamedTuple):
-    """``columns`` pixels of the register tile, ``pixel_tasks`` parallel tasks."""
+    """Knobs: ``columns`` pixels of the register tile, ``pixel_tasks`` parallel tasks."""
 
     columns: int
     pixel_tasks: int
 
 
 class ChannelNormKernel(Template):
-    """Tasks of pixels; a tile of them passes three times over its channels, which the first pass leaves in L1.
+    """Layer norm with tasks of pixels; three passes over the channels of a tile, which the first pass brings into L1.
 
-    The variance is that of the differences to the mean: that of a sum of squares loses the digits that matter.
+    The variance is computed from the differences from the mean: a sum of squares would lose the significant digits.
     """
 
     family = "channel-norm"
@@ -56,13 +56,13 @@ class ChannelNormKernel(Template):
         tile_bytes = element_bytes(operator.dtype) * operator.channels * knobs.columns
         count = blocks(operator.channels, cpu.lanes)
         one = _PASSES * (count * knobs.columns * 2 / PORTS + TILE_CYCLES)
-        # Four shuffles and additions of a sum take turns; several pixels hide them.
+        # The four shuffles and additions of a sum depend on each other; several pixels hide their latency.
         one += 2 * 4 * cpu.lanes.bit_length() * max(1.0, knobs.columns / PORTS)
         one += exposed_traffic(cpu, tile_bytes, 2 * operator.input_bytes / cpu.threads)
         return parallel_cycles(cpu, operator.batch * tiles.tasks, tiles.per_task * one)
 
     def pack(self, operator: ChannelNorm, parameters: Sequence[Parameters], cpu: CpuTarget) -> list[np.ndarray]:
-        """One array: weights, biases, and ones for the lanes that hold channels."""
+        """Return one array: weights, biases, and ones in the lanes that hold channels."""
         (layer,) = parameters
         count = blocks(operator.channels, cpu.lanes)
         packed = np.zeros((3, count * cpu.lanes), np.float32)
@@ -96,7 +96,7 @@ def _emit_tile(
         return emit.load(data, image, block, 0, first + column, lanes=lanes)
 
     def over_channels(value: Any) -> None:
-        """``sums`` of ``value(block, column)``, without the lanes of the last block that hold no channel."""
+        """Compute ``sums`` of ``value(block, column)``, excluding lanes of the last block beyond the channels."""
         for column in range(columns):
             emit.store(sums[column], emit.splat(0.0, lanes), lanes=lanes)
         with emit.loop(count) as block:

@@ -1,8 +1,8 @@
-"""k x k convolution to few output channels: the lanes of a vector hold several neighbouring columns of each of them.
+"""k x k convolution to few output channels: the lanes of a vector hold several adjacent columns of each channel.
 
-The direct kernel gives every output channel a lane; where they are few, most lanes idle. Here A columns of a row are A
-times as many channels of a wider convolution, whose stride is A times as long and whose window is as wide as theirs
-together. Its weights are those of the window, moved on by a column from lane to lane, zeros beside them (a Toeplitz
+The direct kernel gives every output channel a lane; with few channels, most lanes are idle. Here A columns of a row are
+A times as many channels of a wider convolution, with A times the stride and a window as wide as those of the A columns
+together. Its weights are those of the window, shifted by a column from lane to lane, with zeros beside them (a Toeplitz
 matrix), so that an input is multiplied once for all columns that read it.
 """
 
@@ -37,15 +37,15 @@ from schedules.loops.weight_packing import (
     plain_weight_shape,
 )
 
-# The knob that no other algorithm has: neighbouring columns of a vector. There are templates for so many of them.
+# Knob of this algorithm only: adjacent columns in a vector. There is one template per value.
 LANE_COLUMNS = "lane_columns"
 COLUMNS_OF_A_VECTOR = (2, 4, 8, 16)
 
 
 class ColumnLanes(Template):
-    """The direct kernel of the wider convolution of ``columns`` at a time (:func:`widened`).
+    """Direct kernel of the convolution widened to ``columns`` columns at a time (:func:`widened`).
 
-    An output of few channels lies plain, as kernels of few channels read it; one of more is blocked, as theirs do.
+    An output of few channels is plain, the layout that kernels of few channels read; other outputs are blocked.
     """
 
     def __init__(self, columns: int) -> None:
@@ -57,7 +57,7 @@ class ColumnLanes(Template):
         return isinstance(operator, Conv2d) and self.columns in lane_columns(operator, cpu.lanes)
 
     def signature(self, operator: Conv2d, cpu: CpuTarget) -> Signature:
-        """Behind the constants of a convolution: those with which the lanes of a vector of sums begin."""
+        """Signature of a convolution with one more constant: the initial sums of the lanes of a vector."""
         lanes, wide, plain = cpu.lanes, widened(operator, self.columns), reads_plain_input(operator, cpu.lanes)
         shape = plain_weight_shape(wide, lanes) if plain else conv_weight_shape(wide, lanes)
         signature = conv_signature(operator, lanes, shape, plain_input=plain)
@@ -139,9 +139,9 @@ class ColumnLanes(Template):
         residual: Any | None,
         output: Any,
     ) -> None:
-        """The epilogue of a vector of ``sums``, which hold the bias, and its store; ``at``: image, row, place in a row.
-
-        The last vector of a row, if the row does not fill it, reads beyond the image: it stands alone, its place known.
+        """Emit the epilogue of a vector of ``sums``, which include the bias, and its store; ``at``: image, row, place
+        in a row. The last vector of a partially filled row reaches beyond the image: it is emitted separately, with a
+        constant place.
         """
         image, row, place = at
         count = min(self.columns, conv.out_width - place * self.columns) if isinstance(place, int) else self.columns
@@ -164,7 +164,7 @@ class ColumnLanes(Template):
 
 
 def widened(conv: Conv2d, columns: int) -> Conv2d:
-    """``conv`` with ``columns`` neighbouring columns as so many channels, those of one channel together."""
+    """Return ``conv`` with ``columns`` adjacent columns as that many channels, those of one channel together."""
     stride, left = conv.stride[1], conv.padding[1]
     width, kernel = -(-conv.out_width // columns), columns_reach(conv, columns)
     right = (width - 1) * columns * stride + kernel - conv.width - left
@@ -178,12 +178,12 @@ def widened(conv: Conv2d, columns: int) -> Conv2d:
 
 
 def _writes_plain(conv: Conv2d, lanes: int) -> bool:
-    """Few channels, as :func:`reads_plain_input` has it of a reader."""
+    """True if the output has few channels, by the same limit as in :func:`reads_plain_input`."""
     return conv.out_channels < lanes // 2
 
 
 def _powers_of_two(count: int) -> Iterator[tuple[int, int]]:
-    """``count`` columns in runs of (first, length), the longest first."""
+    """Yield ``count`` columns in runs of (first, length), with lengths that are powers of two, the longest first."""
     start = 0
     for power in reversed(range(count.bit_length())):
         if count >> power & 1:
@@ -194,7 +194,7 @@ def _powers_of_two(count: int) -> Iterator[tuple[int, int]]:
 def _store_plain(
     conv: Conv2d, part: Any, size: int, at: tuple[Expr, ...], constants: Any, residual: Any | None, output: Any
 ) -> None:
-    """The epilogue of ``size`` columns of one channel and their store, from the indices ``at`` on."""
+    """Emit the epilogue of ``size`` columns of one channel and their store, from the indices ``at`` on."""
     index = (*at[:-1], at[-1] if size == 1 else tirx.Ramp(at[-1], 1, size))
     names = channel_vectors(conv.epilogue)
 

@@ -1,5 +1,5 @@
-"""Convolutions by whichever algorithm a configuration names: direct sums, or where they apply Winograd's, that of
-groups of few channels or that of few output channels.
+"""Convolutions by the algorithm that a configuration selects: direct sums, or where they apply Winograd's algorithm,
+the one for groups of few channels or the one for few output channels.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from schedules.kernels.winograd_conv2d import WINOGRAD_OUTPUTS, WinogradConv2d
 
 
 class ConvAlgorithms(Template):
-    """Its space is that of all algorithms; each was pruned by itself, so that none lacks a configuration.
+    """Template whose space is that of all algorithms; each was pruned separately, so that none lacks a configuration.
 
-    ``direct`` covers all that it covers; ``winograd``: templates by the outputs along each side of their tiles. Without
-    them those of a k x k convolution by itself.
+    ``direct`` covers all operators of the template; ``winograd``: templates by the outputs along each side of their
+    tiles. The defaults are those of a single k x k convolution.
     """
 
     def __init__(
@@ -52,11 +52,11 @@ class ConvAlgorithms(Template):
         return self._direct if outputs is None else self._winograd[outputs]
 
     def signature(self, operator: Operator, cpu: CpuTarget) -> Signature:
-        """Raises ``TypeError``: the weights of a configuration are laid out as its algorithm wants them."""
+        """Raise ``TypeError``: the layout of weights depends on the algorithm of a configuration."""
         raise TypeError("each algorithm has constants of its own: ask for_config(config)")
 
     def pack(self, operator: Operator, parameters: Sequence[Parameters], cpu: CpuTarget) -> list[Any]:
-        """Raises ``TypeError``, as :meth:`signature`."""
+        """Raise ``TypeError``, as :meth:`signature` does."""
         raise TypeError("each algorithm has constants of its own: ask for_config(config)")
 
     def space(self, operator: Operator, cpu: CpuTarget) -> Sequence[Config]:

@@ -1,9 +1,10 @@
 """Fused pairs with a dense k x k convolution, on a window of rows that slides down the image.
 
 k x k -> 1x1 (bottlenecks, detection heads), 1x1 -> k x k (bottlenecks, fire modules), k x k -> k x k (basic blocks,
-U-Nets, stems) and k x k -> depthwise (stems). A task walks down its rows of the output; the rows in between that the
-second convolution still needs stay in a ring buffer of the task with all their channels, so each is computed once, but
-for the halo between two tasks. Either all layers are direct sums, or those that can are Winograd's.
+U-Nets, stems) and k x k -> depthwise (stems). A task computes its rows of the output from top to bottom; the
+intermediate rows that the second convolution still needs stay in a ring buffer of the task with all their channels, so
+each is computed once, except for the halo between two tasks. Either all layers are direct sums, or all that can use
+Winograd's algorithm.
 """
 
 from __future__ import annotations
@@ -40,42 +41,45 @@ from schedules.loops.space_pruning import cheapest_first
 from schedules.loops.task_splits import is_small, task_splits
 from schedules.loops.winograd_transforms import relative_rounding
 
-# Register tiles of a layer that are combined with those of the other: the cheapest by its own cycles.
+# Register tiles of a layer, the cheapest by its own cycles, that are combined with those of the other layer.
 _TILES = 6
 # Output rows of a step.
 _ROWS = (1, 2, 3, 4, 7, 8, 12, 14, 16)
-# Winograd tiles that are transformed together: all of a step, or one or half of the widest register tile.
+# Winograd tiles that are transformed together: all of a step (0), or one or half of the widest register tile.
 _BLOCK_TILES = (0, 28, 14)
-# Rows in between computed over rows that exist, beyond which a split into tasks is not worth measuring.
+# Limit of intermediate rows computed relative to rows that exist; splits into more tasks are not worth measuring.
 _MOST_RECOMPUTATION = 1.6
 
 
 class ConvPairKnobs(NamedTuple):
-    """Register tiles of the first (``middle_blocks`` x ``middle_columns``) and of the last convolution (``out_blocks``
-    x ``columns``; one block where it is depthwise), ``unroll`` of both, output ``rows`` of a step, ``row_tasks``
-    parallel tasks. ``winograd_outputs``: along each side of a tile of the layers that are not direct sums, of which
-    ``block_tiles`` at most go through the steps of the algorithm together (0: all of a step).
-    """
+    """Knobs of a pair."""
 
+    # Register tile of the first convolution: ``middle_blocks`` x ``middle_columns``.
     middle_blocks: int
     middle_columns: int
+    # Register tile of the last convolution: ``out_blocks`` (1 for depthwise) x ``columns``.
     out_blocks: int
     columns: int
+    # Unrolling of both.
     unroll: int
+    # Output rows of a step.
     rows: int
+    # Parallel tasks.
     row_tasks: int
+    # Outputs along each side of a Winograd tile; 0: direct sums.
     winograd_outputs: int = 0
+    # Limit of Winograd tiles that go through the steps of the algorithm together; 0: all of a step.
     block_tiles: int = 0
 
     @property
     def config(self) -> Config:
-        """The knobs that the algorithm has."""
+        """Knobs that the algorithm has."""
         last = len(self) if self.winograd_outputs else self._fields.index(WINOGRAD_OUTPUTS)
         return dict(zip(self._fields[:last], self[:last], strict=True))
 
     @property
     def tiles(self) -> tuple[RegisterTile, RegisterTile]:
-        """Of the first and of the last convolution."""
+        """Register tiles of the first and of the last convolution."""
         return (
             RegisterTile(self.middle_blocks, self.middle_columns, self.unroll),
             RegisterTile(self.out_blocks, self.columns, self.unroll),
@@ -83,7 +87,8 @@ class ConvPairKnobs(NamedTuple):
 
 
 class ConvPair(FusedTemplate):
-    """Per step of ``rows`` output rows: the new rows in between with all their channels, then the output.
+    """Pair of convolutions; each step computes the new intermediate rows with all their channels, then ``rows`` output
+    rows.
 
     ``kind``: of the chain; ``outputs`` along each side of a Winograd tile, 0 for direct sums everywhere.
     """
@@ -119,7 +124,7 @@ class ConvPair(FusedTemplate):
         window = RowWindow(last, knobs.rows, knobs.row_tasks)
         one, other = self._layers(operator, knobs, cpu)
         resident, new_rows = _resident_bytes(operator, knobs.rows, cpu), _new_rows(operator, knobs.rows)
-        # Steps of the first layer: the halo of a task is part of them.
+        # Steps of the first layer, including the halo of a task.
         opening = source_rows(last, window.steps * knobs.rows) / new_rows
         cycles = opening * one.cycles(cpu, new_rows, resident) + window.steps * other.cycles(cpu, knobs.rows, resident)
         return parallel_cycles(cpu, operator.batch * window.tasks, cycles)
@@ -143,7 +148,7 @@ class ConvPair(FusedTemplate):
                     new_rows = window.new_sources(first_row, step)
 
                     def position(row: Expr) -> Expr:
-                        # A 1x1 has no rows to keep: those of a step lie one behind the other.
+                        # A 1x1 keeps no rows: those of a step are stored one after the other.
                         return (row - first_row if last.is_pointwise else window.slot(row)) * width
 
                     one.rows(layers[0], transformed[0], source, image, new_rows, middle, position)
@@ -183,14 +188,14 @@ class ConvPair(FusedTemplate):
                 yield ConvPairKnobs(*tiles[0], *tiles[1], unroll, rows, row_tasks, self.outputs, block_tiles).config
 
     def _fitting_rows(self, fused: FusedConvs, cpu: CpuTarget) -> list[int]:
-        """Rows of a step whose rows in between, and tiles where there are any, stay in half of L2; at least the
+        """Return step sizes for which intermediate rows, and Winograd tiles if any, stay in half of L2; at least the
         smallest.
         """
         steps = [rows for rows in _ROWS if self._divides(fused, rows, cpu)]
         return [rows for rows in steps if self._held_bytes(fused, rows, cpu) <= cpu.l2_bytes // 2] or steps[:1]
 
     def _divides(self, fused: FusedConvs, rows: int, cpu: CpuTarget) -> bool:
-        """Whether whole bands of Winograd tiles make up the rows of a step, and the buffer holds a band."""
+        """True if the rows of a step are whole bands of Winograd tiles, and the buffer holds a band."""
         last = fused.convs[1]
         one, other = self._layers(fused, _any_tiles(rows, self.outputs), cpu)
         whole = rows % (other.outputs or 1) == 0 and rows * last.stride[0] % (one.outputs or 1) == 0
@@ -205,7 +210,7 @@ class ConvPair(FusedTemplate):
         return _resident_bytes(fused, rows, cpu) + tiles
 
     def _smallest(self, fused: FusedConvs, cpu: CpuTarget) -> Config:
-        """One block and as few rows as can be at a time, as many tasks as there are such steps: fits any image."""
+        """Return a configuration for any image: one block and the fewest rows at a time, one task per step."""
         first, last = fused.convs
         rows = self._least_rows(fused, cpu)
         assert rows is not None, "else it is not covered"
@@ -221,37 +226,37 @@ class ConvPair(FusedTemplate):
 
 
 def conv_pairs(kind: str) -> ConvAlgorithms:
-    """The pairs of one ``kind`` by every algorithm."""
+    """Return the template of pairs of one ``kind`` with all algorithms."""
     return ConvAlgorithms(kind, ConvPair(kind), {outputs: ConvPair(kind, outputs) for outputs in OUTPUTS})
 
 
 def _resident_rows(last: Conv2d, rows: int) -> int:
-    """Rows in between that the buffer of a task holds."""
+    """Return the number of intermediate rows that the buffer of a task holds."""
     return rows if last.is_pointwise else RowWindow(last, rows, 1).ring
 
 
 def _resident_bytes(fused: FusedConvs, rows: int, cpu: CpuTarget) -> int:
-    """Bytes of that buffer."""
+    """Return the bytes of the buffer of intermediate rows."""
     first, last = fused.convs
     pixels = _resident_rows(last, rows) * first.out_width
     return element_bytes(middle_dtype(last)) * pixels * blocks(first.out_channels, cpu.lanes) * cpu.lanes
 
 
 def _new_rows(fused: FusedConvs, rows: int) -> int:
-    """Rows in between that a step adds."""
+    """Return the number of intermediate rows that a step adds."""
     first, last = fused.convs
     return min(first.out_height, rows * last.stride[0])
 
 
 def _any_tiles(rows: int, outputs: int, block_tiles: int = 0) -> ConvPairKnobs:
-    """Knobs for what does not depend on register tiles."""
+    """Return knobs for quantities that do not depend on register tiles."""
     return ConvPairKnobs(1, 1, 1, 1, 4, rows, 1, outputs, block_tiles)
 
 
 def _cheapest(
     layer: FirstLayer | LastLayer, shapes: Sequence[tuple[int, int]], cpu: CpuTarget, rows: int, resident: int
 ) -> list[tuple[int, int]]:
-    """The few register tiles of least cycles for ``layer``; equals in their order."""
+    """Return the ``_TILES`` register tiles of fewest cycles for ``layer``, in order; the sort is stable."""
 
     def cycles(shape: tuple[int, int]) -> float:
         return replace(layer, tile=RegisterTile(*shape, 4)).cycles(cpu, rows, resident)
@@ -260,7 +265,7 @@ def _cheapest(
 
 
 def _worth(fused: FusedConvs, rows: int, row_tasks: int, cpu: CpuTarget) -> bool:
-    """Whether the tasks compute few rows twice; as many tasks as threads are always worth it."""
+    """True if the tasks compute few rows twice; as many tasks as threads are always accepted."""
     first, last = fused.convs
     computed = row_tasks * source_rows(last, RowWindow(last, rows, row_tasks).steps * rows)
     return row_tasks <= cpu.threads or computed <= _MOST_RECOMPUTATION * first.out_height

@@ -27,7 +27,7 @@ from schedules.loops.task_splits import is_small, task_splits
 
 
 class DenseKnobs(NamedTuple):
-    """``out_blocks`` x ``rows`` register tile, ``unroll``, ``channel_tasks`` x ``row_tasks``."""
+    """Knobs: ``out_blocks`` x ``rows`` register tile, ``unroll``, ``channel_tasks`` x ``row_tasks`` parallel tasks."""
 
     out_blocks: int
     rows: int
@@ -37,10 +37,10 @@ class DenseKnobs(NamedTuple):
 
 
 class DenseLayer(Template):
-    """Tasks of output blocks x rows.
+    """Fully connected layer with tasks of output blocks x rows.
 
-    The last block of output features is moved back to end with the row, so that every store is a full
-    vector; fewer features than one vector go through a scratch vector.
+    The last block of output features is moved back to end with the row, so that every store is a full vector; fewer
+    features than one vector go through a scratch vector.
     """
 
     family = "dense"
@@ -88,7 +88,8 @@ class DenseLayer(Template):
 
                     def operand(block: Any, lane: Any, row: int) -> Any:
                         feature = block * lanes + lane
-                        # Only the last group of a row may be a part of one, and it stands alone, at a known place.
+                        # Only the last group of a row may be partial; it is emitted separately, with a constant
+                        # position.
                         rest = layer.in_features - feature if isinstance(feature, int) else dot.group
                         return dot.last_operand(data, first_row + row, feature, count=min(dot.group, rest))
 
@@ -117,7 +118,9 @@ class DenseLayer(Template):
 
 
 def dense_signature(layer: Dense, lanes: int, steps: int) -> Signature:
-    """Of a kernel on plain (rows, features) whose weights, (blocks, ``steps``, V x group), :func:`pack_dense` makes."""
+    """Return the signature of a kernel on plain (rows, features) with weights (blocks, ``steps``, V x group) from
+    :func:`pack_dense`.
+    """
     count = blocks(layer.out_features, lanes)
     weight_shape = (count, steps, lanes * dot_product(layer.dtype).group)
     output = TensorSpec(layer.output_shape, dtype=layer.dtype)
@@ -133,7 +136,7 @@ def dense_signature(layer: Dense, lanes: int, steps: int) -> Signature:
 
 
 def pack_dense(layer: Dense, parameters: Parameters, lanes: int, steps: int) -> list[np.ndarray]:
-    """Weights and bias of :func:`dense_signature`; zeros beyond the features."""
+    """Return weights and bias of :func:`dense_signature`; zeros beyond the features."""
     count, dot = blocks(layer.out_features, lanes), dot_product(layer.dtype)
     weight = np.zeros((count, steps * dot.group, lanes), np.float32)
     bias = np.zeros((count, lanes), np.float32)
@@ -158,7 +161,7 @@ def _first_feature(layer: Dense, block: Any, lanes: int) -> Any:
 def store_features(
     layer: Dense, output: Any, residual: Any, constants: Any, row: Any, block: Any, sums: Any, lanes: int
 ) -> None:
-    """What a sink does with a vector of ``sums`` of output ``block`` in ``row``: the epilogue and the store."""
+    """Emit the epilogue and the store of a vector of ``sums`` of output ``block`` in ``row``."""
 
     def finished(read: Callable[[], Any] | None) -> Any:
         if layer.dtype == "int8":
@@ -182,7 +185,7 @@ def store_features(
 
 
 def _extents(layer: Dense, knobs: DenseKnobs, cpu: CpuTarget) -> tuple[TiledExtent, TiledExtent]:
-    """Output blocks and rows, each dealt out to tasks."""
+    """Return output blocks and rows, each divided among tasks."""
     return (
         TiledExtent(blocks(layer.out_features, cpu.lanes), knobs.out_blocks, knobs.channel_tasks),
         TiledExtent(layer.rows, knobs.rows, knobs.row_tasks),

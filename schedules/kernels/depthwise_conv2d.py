@@ -1,4 +1,4 @@
-"""Depthwise convolution, any window, stride and dilation, on blocked tensors."""
+"""Depthwise convolution with any window, stride and dilation, on blocked tensors."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from schedules.loops.space_pruning import cheapest_first
 from schedules.loops.task_splits import is_small, task_splits
 from schedules.loops.weight_packing import depthwise_weight_shape, pack_channel_constants, pack_depthwise_of
 
-# Of a wider window no registers hold the taps of a row beside the sums; the rows of a taller one are not written out.
+# For wider windows the registers cannot hold the taps of a row and the sums; the rows of taller windows are not
+# unrolled.
 _WIDE = 7
 _TAPS = (4, 8)
 
 
 class DepthwiseKnobs(NamedTuple):
-    """``columns`` of the register tile, ``channel_tasks`` x ``row_tasks`` parallel tasks; ``taps`` of a row of a wide
-    or tall window at a time.
+    """Knobs: ``columns`` of the register tile, ``channel_tasks`` x ``row_tasks`` parallel tasks; ``taps``: taps of a
+    row of a wide or tall window at a time.
     """
 
     columns: int
@@ -38,7 +39,7 @@ class DepthwiseKnobs(NamedTuple):
 
 
 class DepthwiseConv2d(Template):
-    """Tasks of channel blocks x rows, one channel block after the other."""
+    """Depthwise convolution with tasks of channel blocks x rows, one channel block after the other."""
 
     family = "depthwise"
 
@@ -68,7 +69,9 @@ class DepthwiseConv2d(Template):
         return self._kernel(operator, config, cpu, summed=False)
 
     def build_summed(self, operator: Conv2d, config: Config, cpu: CpuTarget) -> SummedBuild | None:
-        """The parts are the rows of each task. None of bytes: their average is rounded as one of whole numbers."""
+        """Build the kernel that also writes one sum per task of rows. None for bytes: their average is rounded as one
+        of integers.
+        """
         if operator.dtype == "int8":
             return None
         function = self._kernel(operator, config, cpu, summed=True)
@@ -77,7 +80,7 @@ class DepthwiseConv2d(Template):
     def _kernel(self, operator: Conv2d, config: Config, cpu: CpuTarget, summed: bool) -> tirx.PrimFunc:
         conv, lanes, knobs = operator, cpu.lanes, DepthwiseKnobs(**config)
         channels, bands = _extents(conv, knobs, cpu)
-        # Rows that two tasks compute are counted by the first.
+        # Rows that two tasks compute are summed by the first.
         shared = bands.size * bands.tasks != conv.out_height
 
         def body(*buffers: Any) -> None:
@@ -129,7 +132,7 @@ def _sums_shape(conv: Conv2d, knobs: DepthwiseKnobs, cpu: CpuTarget) -> tuple[in
 
 
 def _extents(conv: Conv2d, knobs: DepthwiseKnobs, cpu: CpuTarget) -> tuple[TiledExtent, TiledExtent]:
-    """Channel blocks, and the rows in one band for each task."""
+    """Return channel blocks and rows, each divided among tasks; one band of rows per task."""
     rows = -(-conv.out_height // knobs.row_tasks)
     return (
         TiledExtent(blocks(conv.in_channels, cpu.lanes), 1, knobs.channel_tasks),
@@ -138,7 +141,7 @@ def _extents(conv: Conv2d, knobs: DepthwiseKnobs, cpu: CpuTarget) -> tuple[Tiled
 
 
 def _taps(conv: Conv2d) -> tuple[int | None, ...]:
-    """Of a row at a time; ``None``: all of the window is written out."""
+    """Return choices of taps of a row at a time; None: the whole window is unrolled."""
     if conv.kernel[1] > _WIDE:
         return _TAPS
     return (conv.kernel[1],) if conv.kernel[0] > _WIDE else (None,)

@@ -31,13 +31,16 @@ from schedules.loops.task_splits import is_small, task_splits
 
 
 class DepthwisePointwise(FusedTemplate):
-    """Knobs: :class:`PairKnobs`. Every task along the channels computes the depthwise part of its rows again."""
+    """Pair depthwise -> 1x1 with knobs :class:`PairKnobs`. Every task along the channels repeats the depthwise part of
+    its rows.
+    """
 
     family = "depthwise-pointwise"
 
     def space(self, operator: FusedConvs, cpu: CpuTarget) -> Sequence[Config]:
         found = cheapest_first(_candidates(operator, cpu), partial(self.cost, operator, cpu=cpu))
-        # An image of few rows, whose depthwise part is most of the work, cannot be shared without doing that twice.
+        # Fallback: an image of few rows whose depthwise part is most of the work cannot be divided without repeating
+        # that part.
         depthwise, pointwise = operator.convs
         return found or (smallest_tiles(pointwise, depthwise, cpu)._asdict(),)
 
@@ -109,7 +112,7 @@ class DepthwisePointwise(FusedTemplate):
 
 
 def _extents(fused: FusedConvs, knobs: PairKnobs, cpu: CpuTarget) -> tuple[TiledExtent, TiledExtent]:
-    """Output blocks and rows of the 1x1, each dealt out to tasks."""
+    """Return output blocks and rows of the 1x1, each divided among tasks."""
     pointwise = fused.convs[1]
     return (
         TiledExtent(blocks(pointwise.out_channels, cpu.lanes), knobs.out_blocks, knobs.channel_tasks),
@@ -130,10 +133,12 @@ def _candidates(fused: FusedConvs, cpu: CpuTarget) -> Iterator[Config]:
 
 
 def pair_splits(fused: FusedConvs, groups: int, bands: int, cpu: CpuTarget) -> list[tuple[int, int]]:
-    """Tasks along channels and rows that do not repeat a depthwise part which is half of the work or more."""
+    """Return splits into tasks along channels and rows; several along channels only if the repeated depthwise part is
+    at most half of the work.
+    """
     splits = [*task_splits(groups, bands, cpu, is_small(fused.flops))]
     if bands < cpu.threads < 2 * bands:
-        splits.append((1, bands))  # most threads busy, and nothing done twice
+        splits.append((1, bands))  # most threads busy, and nothing computed twice
     depthwise = fused.convs[0]
     return [
         (channel_tasks, row_tasks)
@@ -143,5 +148,5 @@ def pair_splits(fused: FusedConvs, groups: int, bands: int, cpu: CpuTarget) -> l
 
 
 def fitting_rows(rows: list[int], row_bytes: int, cpu: CpuTarget) -> list[int]:
-    """Row tiles whose intermediate stays in half of L2; at least the smallest."""
+    """Return row tiles whose intermediate stays in half of L2; at least the smallest."""
     return [count for count in rows if count * row_bytes <= cpu.l2_bytes // 2] or rows[:1]

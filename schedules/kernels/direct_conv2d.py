@@ -37,13 +37,13 @@ from schedules.loops.weight_packing import (
 
 
 def reads_plain_input(conv: Conv2d, lanes: int) -> bool:
-    """Few channels: blocking them would mostly move zeros. What is prepared is prepared in blocks."""
+    """True if the input has few channels: blocking them would mostly move zeros. A prologue needs a blocked input."""
     return conv.groups == 1 and conv.in_channels < lanes // 2 and conv.prologue is None
 
 
 class DirectConv2dKnobs(NamedTuple):
-    """``out_blocks`` x ``columns`` register tile, ``unroll`` over input channels, ``rows`` per pass over the weights,
-    ``channel_tasks`` x ``row_tasks`` parallel tasks.
+    """Knobs: ``out_blocks`` x ``columns`` register tile, ``unroll`` over input channels, ``rows`` per pass over the
+    weights, ``channel_tasks`` x ``row_tasks`` parallel tasks.
     """
 
     out_blocks: int
@@ -59,15 +59,15 @@ class DirectConv2dKnobs(NamedTuple):
 
 
 class DirectConv2d(Template):
-    """Tasks of output blocks x rows; each passes over its weights once for every block of rows.
+    """Direct convolution with tasks of output blocks x rows; each passes over its weights once per block of rows.
 
-    With a prologue, the rows that a block of them reads are prepared in a buffer of the task first.
+    With a prologue, the input rows of a block are prepared in a buffer of the task first.
     """
 
     family = "conv2d"
 
     def __init__(self, inside_chain: bool = False) -> None:
-        """``inside_chain``: its input is blocked, however few channels it has."""
+        """Create the template; ``inside_chain``: its input is blocked even if it has few channels."""
         self._inside_chain = inside_chain
 
     def covers(self, operator: Operator, cpu: CpuTarget) -> bool:
@@ -177,7 +177,7 @@ class DirectConv2d(Template):
 
 
 class _PreparedRows:
-    """A buffer of a task: the input of ``rows`` output rows behind its prologue, without the padding."""
+    """Buffer of a task: the input of ``rows`` output rows with the prologue applied, without the padding."""
 
     def __init__(self, conv: Conv2d, rows: int, lanes: int) -> None:
         self._conv, self._count, self._lanes = conv, source_rows(conv, rows), lanes
@@ -186,7 +186,7 @@ class _PreparedRows:
         self._begin: Any = 0
 
     def fill(self, source: PreparedInput, image: Any, first_row: Any) -> None:
-        """With what the output rows from ``first_row`` on read."""
+        """Fill the buffer with the input of the output rows from ``first_row`` on."""
         conv, lanes = self._conv, self._lanes
         top = first_row * conv.stride[0] - conv.padding[0]
         self._begin = emit.bind(emit.clamp_rows(top, self._count, conv.height))
@@ -196,18 +196,18 @@ class _PreparedRows:
                 emit.store(self._buffer, pixel(self._begin + row, column), block, row, column, lanes=lanes)
 
     def value(self, block: Any, row: Any, column: Any, lane: Any) -> Any:
-        """The operand of the input channels from ``lane`` on; ``row`` as of the image."""
+        """Return the operand of the input channels from ``lane`` on; ``row`` of the image."""
         return dot_product(self._conv.dtype).operand(self._buffer, block, row - self._begin, column, lane)
 
 
 def _prepared_bytes(conv: Conv2d, rows: int, cpu: CpuTarget) -> int:
-    """What the input of ``rows`` output rows takes, prepared."""
+    """Return the bytes of the prepared input of ``rows`` output rows."""
     pixels = source_rows(conv, rows) * conv.width
     return element_bytes(conv.dtype) * cpu.lanes * blocks(conv.in_channels, cpu.lanes) * pixels
 
 
 def _window(conv: Conv2d, out_block: Any, lanes: int) -> Any:
-    """First input block that ``out_block`` reads: ``packing.group_window`` as an expression."""
+    """Return the first input block that ``out_block`` reads: ``packing.group_window`` as an expression."""
     if conv.groups == 1:
         return 0
     group = emit.quotient(out_block * lanes, conv.out_channels // conv.groups)
@@ -216,7 +216,7 @@ def _window(conv: Conv2d, out_block: Any, lanes: int) -> Any:
 
 
 def _extents(conv: Conv2d, knobs: DirectConv2dKnobs, cpu: CpuTarget) -> tuple[TiledExtent, TiledExtent]:
-    """Output blocks and rows, each dealt out to tasks."""
+    """Return output blocks and rows, each divided among tasks."""
     return (
         TiledExtent(blocks(conv.out_channels, cpu.lanes), knobs.out_blocks, knobs.channel_tasks),
         TiledExtent(conv.out_height, knobs.rows, knobs.row_tasks),
@@ -235,6 +235,6 @@ def _candidates(conv: Conv2d, cpu: CpuTarget) -> Iterator[Config]:
 
 
 def _shares_window(conv: Conv2d, size: int, lanes: int) -> bool:
-    """Whether ``size`` output blocks of a grouped convolution read the same input blocks."""
+    """True if ``size`` output blocks of a grouped convolution read the same input blocks."""
     per_group = conv.out_channels // conv.groups
     return conv.groups == 1 or size == 1 or per_group % (lanes * size) == 0

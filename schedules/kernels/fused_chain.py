@@ -1,5 +1,5 @@
-"""What the fused templates share: arguments of a chain of convolutions, knobs of a pair, a row of its first layer and
-the rows of its last.
+"""Common parts of the fused templates: arguments of a chain of convolutions, knobs of a pair, a row of its first layer
+and the rows of its last.
 
 V is the number of lanes of a vector.
 """
@@ -28,7 +28,7 @@ from schedules.loops.register_tiling import RegisterTile, depthwise_widths
 
 
 class FusedTemplate(Template):
-    """A chain of convolutions whose constants are those that each of them has in a kernel of its own.
+    """Chain of convolutions, each with the constants that it has in its own kernel.
 
     ``family`` is the kind of the chain.
     """
@@ -37,12 +37,14 @@ class FusedTemplate(Template):
         return isinstance(operator, FusedConvs) and operator.kind == self.family
 
     def layer_templates(self, operator: FusedConvs, cpu: CpuTarget) -> list[Template]:
-        """The template of each convolution alone, which says how its weights are packed."""
-        # Not that of `template_for`: a 1x1 of a chain reads blocked data, however few channels it has.
+        """Return the template of each single convolution, which determines how its weights are packed."""
+        # Not `template_for`: a 1x1 of a chain reads blocked data, even with few channels.
         return [DepthwiseConv2d() if conv.is_depthwise else Pointwise() for conv in operator.convs]
 
     def signature(self, operator: FusedConvs, cpu: CpuTarget) -> Signature:
-        """Data of the first convolution, weight and bias of each in order, residual (if any) and output of the last."""
+        """Signature: data of the first convolution, weight and bias of each in order, residual (if any) and output of
+        the last.
+        """
         templates = self.layer_templates(operator, cpu)
         layers = [template.signature(conv, cpu) for template, conv in zip(templates, operator.convs, strict=True)]
         return Signature(
@@ -53,14 +55,16 @@ class FusedTemplate(Template):
         )
 
     def pack(self, operator: FusedConvs, parameters: Sequence[Parameters], cpu: CpuTarget) -> list[np.ndarray]:
-        """The constants of :meth:`signature`; ``ValueError`` unless ``parameters`` has one entry per convolution."""
+        """Return the constants of :meth:`signature`; ``ValueError`` unless ``parameters`` has one entry per
+        convolution.
+        """
         layers = zip(self.layer_templates(operator, cpu), operator.convs, parameters, strict=True)
         return [array for template, conv, own in layers for array in template.pack(conv, [own], cpu)]
 
 
 @dataclass(frozen=True)
 class ChainLayer:
-    """A convolution of the chain and the kernel's buffers of its packed weight and bias."""
+    """Convolution of the chain, and the kernel's buffers of its packed weight and bias."""
 
     conv: Conv2d
     weight: Any
@@ -68,8 +72,8 @@ class ChainLayer:
 
 
 class PairKnobs(NamedTuple):
-    """Of a 1x1 and a depthwise convolution: register tile of the 1x1 (``out_blocks`` x ``columns``, ``unroll``), output
-    ``rows`` of a tile, ``depthwise_columns``, ``channel_tasks`` x ``row_tasks`` parallel tasks.
+    """Knobs of a 1x1 and a depthwise convolution: register tile of the 1x1 (``out_blocks`` x ``columns``, ``unroll``),
+    output ``rows`` of a tile, ``depthwise_columns``, ``channel_tasks`` x ``row_tasks`` parallel tasks.
     """
 
     out_blocks: int
@@ -86,7 +90,7 @@ class PairKnobs(NamedTuple):
 
 
 def smallest_tiles(pointwise: Conv2d, depthwise: Conv2d, cpu: CpuTarget) -> PairKnobs:
-    """One block and one row at a time: legal for any pair, whatever its candidates waste."""
+    """Return knobs for one block and one row at a time: legal for any pair, however inefficient."""
     return PairKnobs(
         out_blocks=1,
         columns=min(8, pointwise.width),
@@ -94,14 +98,14 @@ def smallest_tiles(pointwise: Conv2d, depthwise: Conv2d, cpu: CpuTarget) -> Pair
         rows=1,
         depthwise_columns=depthwise_widths(depthwise, cpu)[0],
         channel_tasks=1,
-        row_tasks=min(cpu.threads, depthwise.out_height),  # either order: a 1x1 keeps the height
+        row_tasks=min(cpu.threads, depthwise.out_height),  # in either order of the pair: a 1x1 keeps the height
     )
 
 
 def split_arguments(operator: FusedConvs, buffers: Sequence[Any]) -> tuple[Any, list[ChainLayer], Any | None, Any]:
-    """(data, layers, residual or ``None``, output) of a kernel's ``buffers``, which have the signature's order.
+    """Split the ``buffers`` of a kernel, in the order of the signature, into (data, layers, residual or None, output).
 
-    ``ValueError`` where their number is not that of the signature.
+    ``ValueError`` if their number is not that of the signature.
     """
     data, *constants, output = buffers
     residual = constants.pop() if operator.epilogue.residual else None
@@ -110,15 +114,15 @@ def split_arguments(operator: FusedConvs, buffers: Sequence[Any]) -> tuple[Any, 
 
 
 def is_matrix(conv: Conv2d, lanes: int) -> bool:
-    """A 1x1 on blocked data."""
+    """True for a 1x1 on blocked data."""
     return conv.is_pointwise and not reads_plain_input(conv, lanes)
 
 
 class ChainInput:
-    """What the first, dense convolution of a chain reads: ``data``, blocked, or plain where it has few channels."""
+    """Input of the first, dense convolution of a chain: ``data``, blocked, or plain if it has few channels."""
 
     def __init__(self, conv: Conv2d, data: Any, lanes: int) -> None:
-        """To be made inside the task, which may need a buffer for it."""
+        """Create the input inside the task, which may need a buffer for it."""
         self.data = data
         self._conv, self._lanes = conv, lanes
         self._dot = dot_product(conv.dtype)
@@ -133,7 +137,9 @@ class ChainInput:
         first_block: Expr,
         sink: Callable[[Expr, Expr, Any], None],
     ) -> None:
-        """Output blocks from ``first_block`` of one output ``row``; ``sink(block, column, sums)``."""
+        """Emit the output blocks from ``first_block`` of one output ``row``, passed to ``sink(block,
+        column, sums)``.
+        """
         conv, lanes, dot, data, plain = self._conv, self._lanes, self._dot, self.data, self._plain
         if is_matrix(conv, lanes):
             pointwise_phase(
@@ -190,7 +196,7 @@ def conv_output_phase(
     residual: Any | None,
     output: Any,
 ) -> None:
-    """The last k x k convolution of a chain: ``rows`` rows from ``first_row``, all output blocks.
+    """Emit the last k x k convolution of a chain: ``rows`` rows from ``first_row``, all output blocks.
 
     ``tile``, (input blocks, pixels, V), holds its input, each row from ``position(row)`` on; ``residual`` and
     ``output`` are blocked.
@@ -232,7 +238,7 @@ def pointwise_output_phase(
     residual: Any | None,
     output: Any,
 ) -> None:
-    """The last 1x1 of a chain: ``rows`` rows from ``first_row``, for the output blocks of ``task``.
+    """Emit the last 1x1 of a chain: ``rows`` rows from ``first_row``, for the output blocks of ``task``.
 
     ``tile``, (input blocks, rows x width, V), holds its input; ``residual`` and ``output`` are blocked.
     """

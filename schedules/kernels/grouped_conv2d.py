@@ -1,7 +1,7 @@
 """k x k convolution in groups of few channels: vectors hold several groups, whose inputs are shuffled into place.
 
 The direct kernel multiplies a whole block of inputs by weights that are mostly zeros; here lane o of a block reads
-input j of its own group, so that a group of g channels costs g multiplications for each tap.
+input j of its own group, so that a group of g channels costs g multiplications per tap.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from schedules.loops.space_pruning import cheapest_first
 from schedules.loops.task_splits import is_small, task_splits
 from schedules.loops.weight_packing import pack_channel_constants
 
-# The knob that no other algorithm has: channels of a group.
+# Knob of this algorithm only: channels of a group.
 GROUP_CHANNELS = "group_channels"
 # Registers for an input, its shuffles and weights in flight.
 _IN_FLIGHT = 8
 
 
 class GroupedConv2dKnobs(NamedTuple):
-    """``group_channels``, ``columns`` of the register tile, ``channel_tasks`` x ``row_tasks`` parallel tasks."""
+    """Knobs: ``group_channels``, ``columns`` of the register tile, ``channel_tasks`` x ``row_tasks`` parallel tasks."""
 
     group_channels: int
     columns: int
@@ -43,7 +43,9 @@ class GroupedConv2dKnobs(NamedTuple):
 
 
 class GroupedConv2d(Template):
-    """Tasks of channel blocks x rows; as many inputs as outputs in every group, and whole groups in a vector."""
+    """Grouped convolution with tasks of channel blocks x rows; groups have as many inputs as outputs, and vectors whole
+    groups.
+    """
 
     family = "grouped-conv2d"
 
@@ -69,7 +71,7 @@ class GroupedConv2d(Template):
         for tiles in equal_tiles(conv.out_width, knobs.columns):
             inputs = min((tiles.width - 1) * conv.stride[1] + conv.kernel[1], tiles.width * conv.kernel[1])
             products = knobs.group_channels * conv.kernel[1] * tiles.width
-            # A shuffle takes the port of a multiplication; every product loads its weight.
+            # A shuffle uses the port of a multiplication; every product loads its weight.
             slots = max(products + knobs.group_channels * inputs, products + inputs) / PORTS
             row += tiles.count * (conv.kernel[0] * slots + 1.5 * tiles.width + TILE_CYCLES)
         tasks = conv.batch * channels.tasks * bands.tasks
@@ -127,8 +129,8 @@ def _emit_row(
     initial: Callable[[], Any],
     sink: Callable[[Any, Any], None],
 ) -> None:
-    """One output row of a channel block. ``source(row, column)`` is an input vector, ``weight(ky, kx, j)`` that of
-    input ``j`` of every group, ``sink(column, sums)`` stores.
+    """Emit one output row of a channel block. ``source(row, column)`` returns an input vector, ``weight(ky, kx, j)``
+    the weights of input ``j`` of every group; ``sink(column, sums)`` stores the result.
     """
     vertical, horizontal = axes(conv)
     taps = vertical.taps(out_row, conv.out_height)
@@ -155,7 +157,7 @@ def _emit_row(
 
 
 def _readers(conv: Conv2d, width: int) -> dict[int, list[tuple[int, int]]]:
-    """For each input column of a tile, counted from its first: (output column, tap) that read it."""
+    """Return for each input column of a tile, counted from its first, the (output column, tap) pairs that read it."""
     found: dict[int, list[tuple[int, int]]] = {}
     for column in range(width):
         for kx in range(conv.kernel[1]):
@@ -164,7 +166,7 @@ def _readers(conv: Conv2d, width: int) -> dict[int, list[tuple[int, int]]]:
 
 
 def _extents(conv: Conv2d, knobs: GroupedConv2dKnobs, cpu: CpuTarget) -> tuple[TiledExtent, TiledExtent]:
-    """Channel blocks, and the rows in one band for each task."""
+    """Return channel blocks and rows, each divided among tasks; one band of rows per task."""
     rows = -(-conv.out_height // knobs.row_tasks)
     return (
         TiledExtent(blocks(conv.out_channels, cpu.lanes), 1, knobs.channel_tasks),

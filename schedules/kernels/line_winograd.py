@@ -1,11 +1,11 @@
-"""Convolutions with long windows along one axis, by Winograd's minimal filtering along that axis alone.
+"""Convolutions with long windows along one axis, by Winograd's minimal filtering along that axis only.
 
-A window of many taps is a row of pieces of r taps. r outputs of a piece cost 2 r - 1 products instead of r * r. Pieces
-lie as far apart as tiles of outputs, so that what is transformed for one piece serves all others: the products at each
-of the 2 r - 1 positions are a convolution of tiles, whose window has a tap for each piece. A stride along the axis
-makes phases of the input: as many times more channels of so many times shorter a window.
+A window of many taps is a row of pieces of r taps. r outputs of a piece cost 2 r - 1 products instead of r * r. The
+distance between pieces is that between tiles of outputs, so that the input transformed for one piece serves all others:
+the products at each of the 2 r - 1 positions are a convolution of tiles, whose window has one tap per piece. A stride s
+along the axis divides the input into s phases: s times the channels, with windows 1/s as long.
 
-Lanes are output channels in the products; in the transforms input channels, or nothing where the input is plain.
+Lanes are output channels in the products; in the transforms they are input channels, or scalars if the input is plain.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from schedules.loops.task_splits import is_small, task_splits
 from schedules.loops.weight_packing import pack_channel_constants, pack_conv, pack_plain_input
 from schedules.loops.winograd_transforms import WinogradMatrices, combination, toom_cook
 
-# The knobs that no other algorithm has: taps of a piece, and the axis (0: rows, 1: columns) that the pieces lie along.
+# Knobs of this algorithm only: taps of a piece, and the axis (0: rows, 1: columns) of the pieces.
 PIECE_TAPS, LINE_AXIS = "piece_taps", "line_axis"
-# Finite points by the taps of a piece. RMS error over many channels relative to direct sums: 1.1 and 1.9; least of
-# those among multiples of 1/8 and 1/3 between 1/4 and 3.
+# Finite points by the taps of a piece. RMS error over many channels relative to direct sums: 1.1 and 1.9, the least
+# among multiples of 1/8 and 1/3 between 1/4 and 3.
 _POINTS = {3: (0.0, 0.625, -1.0, 1.75), 4: (0.0, 1.0, -1.0, 2.0, -2.0, 0.375)}
-# Steps of the sums that are written out.
+# Unrolled steps of the sums.
 _UNROLLS = (4, 8)
-# Share of L2 that the transformed input of a block and its products may take.
+# Share of L2 for the transformed input of a block and its products.
 _L2_SHARE = 0.6
 
 
 class LineWinogradKnobs(NamedTuple):
-    """``piece_taps`` along ``line_axis``; ``out_blocks`` x ``columns`` register tile and ``unroll`` of the products;
-    blocks of ``lines`` x ``tiles``; ``channel_tasks`` x ``line_tasks`` x ``tile_tasks`` parallel tasks.
+    """Knobs: ``piece_taps`` along ``line_axis``; ``out_blocks`` x ``columns`` register tile and ``unroll`` of the
+    products; blocks of ``lines`` x ``tiles``; ``channel_tasks`` x ``line_tasks`` x ``tile_tasks`` parallel tasks.
     """
 
     piece_taps: int
@@ -72,12 +72,14 @@ class LineWinogradKnobs(NamedTuple):
 
 @lru_cache
 def piece_matrices(taps: int) -> WinogradMatrices:
-    """Of as many outputs as taps."""
+    """Return the matrices for as many outputs as taps."""
     return toom_cook(_POINTS[taps], taps, taps)
 
 
 class LineWinograd(Template):
-    """Tasks of output blocks x blocks of lines x tiles; each block is transformed, multiplied and transformed back."""
+    """Convolution with tasks of output blocks x blocks of lines x tiles; each block is transformed, multiplied and
+    transformed back.
+    """
 
     def __init__(self, taps: int, axis: int) -> None:
         self.taps, self.axis = taps, axis
@@ -123,7 +125,7 @@ class LineWinograd(Template):
 
     def pack(self, operator: Conv2d, parameters: Sequence[Parameters], cpu: CpuTarget) -> list[Any]:
         (layer,), lines, lanes = parameters, self._lines(operator), cpu.lanes
-        # (O, I, taps across, taps along), the last in whole pieces of every phase.
+        # (O, I, taps across, taps along), the last axis in whole pieces of every phase.
         along = np.moveaxis(layer.weight.astype(np.float64), 2 + self.axis, 3)
         padded = np.zeros((*along.shape[:3], lines.pieces * self.taps * lines.phases))
         padded[..., : along.shape[3]] = along
@@ -163,7 +165,9 @@ class LineWinograd(Template):
         return emit.kernel("line_winograd", self.signature(conv, cpu), body)
 
     def relative_rounding(self, config: Config) -> float:
-        """By the norms of the matrices, as of tiles (:func:`schedules.loops.winograd_transforms.relative_rounding`)."""
+        """Return the rounding error from the norms of the matrices
+        (:func:`schedules.loops.winograd_transforms.relative_rounding`).
+        """
         inputs, weights, sums = (matrix**2 for matrix in piece_matrices(self.taps))
         return float((sums @ (weights.sum(axis=1) * inputs.sum(axis=1))).mean()) ** 0.5 / self.taps
 
@@ -193,10 +197,10 @@ class LineWinograd(Template):
 
 
 class _Block:
-    """``lines`` x ``tiles`` of one task: its transformed input and its products."""
+    """Block of ``lines`` x ``tiles`` of one task: its transformed input and its products."""
 
     def __init__(self, lines: Lines, knobs: LineWinogradKnobs, lanes: int, width: int) -> None:
-        """``width``: lanes of the input, of a plain one 1."""
+        """Allocate the buffers; ``width``: lanes of the input, 1 for a plain one."""
         self._lines, self._knobs, self._lanes, self._width = lines, knobs, lanes, width
         self._channels = blocks(lines.conv.in_channels, width)
         self._sources = lines.source_lines(knobs.lines)
@@ -213,7 +217,7 @@ class _Block:
         return ((channel * self._lines.phases + phase) * self._sources + line) * self._reach + tile
 
     def fill(self, pixel: Callable[[Expr, Expr, Expr], Any]) -> None:
-        """Transforms what the block reads; ``pixel(channel block, row, column)``: of the input."""
+        """Transform the input of the block; ``pixel(channel block, row, column)``: of the input."""
         lines, conv = self._lines, self._lines.conv
         axis, phases, width = lines.axis, lines.phases, self._width
         size = (conv.height, conv.width)
@@ -253,7 +257,7 @@ class _Block:
                     transform([T.bind(_load(self._border, (index,), width)) for index in range(lines.positions)])
 
     def multiply(self, weight: Any, first_block: Expr) -> None:
-        """The products of a group of output blocks from ``first_block``, position by position."""
+        """Compute the products of a group of output blocks from ``first_block``, position by position."""
         lines, knobs, lanes, conv = self._lines, self._knobs, self._lanes, self._lines.conv
         stride, dilation = conv.stride[1 - lines.axis], conv.dilation[1 - lines.axis]
         plain = self._width == 1
@@ -287,7 +291,7 @@ class _Block:
                     ).emit(conv.in_channels, (0, lines.across * lines.pieces), lines.phases, self._width)
 
     def write(self, first_block: Expr, finish: Callable[[Expr, Expr, Expr, Any], None]) -> None:
-        """``finish(output block, row, column, sums)`` for every output of the block."""
+        """Emit ``finish(output block, row, column, sums)`` for every output of the block."""
         lines, knobs, lanes = self._lines, self._knobs, self._lanes
         matrix, length = piece_matrices(lines.taps).output, lines.outputs[0]
         with emit.loop(knobs.out_blocks) as o, emit.loop(knobs.lines) as line, emit.loop(knobs.tiles) as tile:
@@ -308,12 +312,12 @@ class _Block:
 
 
 def _store(buffer: Any, value: Any, at: tuple[Expr, ...], width: int) -> None:
-    """A vector of ``width`` lanes, of one the value itself."""
+    """Store a vector of ``width`` lanes; a scalar for one lane."""
     T.buffer_store(buffer, value, [*at, 0 if width == 1 else tirx.Ramp(0, 1, width)])
 
 
 def _load(buffer: Any, at: tuple[Expr, ...], width: int) -> Any:
-    """Likewise."""
+    """Load a vector of ``width`` lanes; a scalar for one lane."""
     return buffer[(*at, 0 if width == 1 else tirx.Ramp(0, 1, width))]
 
 
@@ -322,7 +326,7 @@ def _pixel(data: Any, image: Expr, channel: Expr, row: Expr, column: Expr, plain
 
 
 def _extents(lines: Lines, knobs: LineWinogradKnobs, cpu: CpuTarget) -> tuple[TiledExtent, TiledExtent, TiledExtent]:
-    """Output blocks, lines and tiles, each dealt out to tasks."""
+    """Return output blocks, lines and tiles, each divided among tasks."""
     return (
         TiledExtent(blocks(lines.conv.out_channels, cpu.lanes), knobs.out_blocks, knobs.channel_tasks),
         TiledExtent(lines.outputs[1], knobs.lines, knobs.line_tasks),
@@ -335,12 +339,12 @@ def _line_counts(count: int) -> list[int]:
 
 
 def _tile_counts(count: int) -> list[int]:
-    """All tiles of a line, and equal shares of them."""
+    """Return choices of tiles per block: all tiles of a line, and equal shares of them."""
     return sorted({-(-count // parts) for parts in (1, 2, 4, 8)})
 
 
 def _split(tasks: int, lines: int, runs: int) -> Iterator[tuple[int, int]]:
-    """``tasks`` by lines where there are enough, else by tiles too."""
+    """Yield ``tasks`` divided among lines if there are enough, else among tiles too."""
     for line_tasks in range(min(tasks, lines), 0, -1):
         if tasks % line_tasks == 0 and tasks // line_tasks <= runs:
             yield line_tasks, tasks // line_tasks

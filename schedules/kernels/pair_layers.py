@@ -1,6 +1,6 @@
 """The two convolutions of a fused pair, each by direct sums or by Winograd's algorithm: their loops and their cycles.
 
-Between them lies a buffer of rows, (channel blocks, pixels, V), in which a row begins at ``position(row)``.
+Between them is a buffer of rows, (channel blocks, pixels, V), in which a row begins at ``position(row)``.
 """
 
 from __future__ import annotations
@@ -32,42 +32,43 @@ Position = Callable[[Expr], Expr]
 
 
 def has_winograd(conv: Conv2d, outputs: int, lanes: int) -> bool:
-    """Whether ``conv`` is computed in tiles of ``outputs`` x ``outputs`` (0: none is): bands of tiles fit its rows."""
+    """True if ``conv`` is computed in tiles of ``outputs`` x ``outputs`` (0: no Winograd): bands of tiles must fit its
+    rows.
+    """
     return outputs > 0 and winograd_applies(conv, lanes) and conv.out_height >= outputs
 
 
 @dataclass(frozen=True)
 class PairLayer:
-    """``conv`` with the register tile ``tile``; ``outputs`` along each side of a Winograd tile, 0 for direct sums.
-
-    ``block_tiles``: at most so many Winograd tiles of a step go through the three steps together, 0 for all.
-    """
+    """Convolution ``conv`` of a pair with the register tile ``tile``."""
 
     conv: Conv2d
     tile: RegisterTile
+    # Outputs along each side of a Winograd tile; 0: direct sums.
     outputs: int
     lanes: int
+    # Limit of Winograd tiles of a step that go through the three steps together; 0: all.
     block_tiles: int = 0
 
     @property
     def groups(self) -> TiledExtent:
-        """Its output blocks: every task computes all of them."""
+        """Output blocks of the layer: every task computes all of them."""
         return TiledExtent(blocks(self.conv.out_channels, self.lanes), self.tile.out_blocks, 1)
 
     def block(self, rows: int) -> WinogradBlock | None:
-        """A block of the tiles of ``rows`` rows; ``None`` with direct sums."""
+        """Return a block of the Winograd tiles of ``rows`` rows; None with direct sums."""
         if not self.outputs:
             return None
         return WinogradBlock(WinogradTiles(self.conv, self.outputs), self.tile, self.shares(rows).size, self.lanes)
 
     def shares(self, rows: int) -> TiledExtent:
-        """The Winograd tiles of ``rows`` rows in equal blocks."""
+        """Return the Winograd tiles of ``rows`` rows in equal blocks."""
         count = rows // self.outputs * WinogradTiles(self.conv, self.outputs).columns
         parts = -(-count // (self.block_tiles or count))
         return TiledExtent(count, -(-count // parts), 1)
 
     def transformed_bytes(self, rows: int) -> int:
-        """Of the input of these tiles; 0 with direct sums."""
+        """Return the bytes of the transformed input of a block of ``rows`` rows; 0 with direct sums."""
         block = self.block(rows)
         count = 0 if block is None else block.tiles * block.grid.size**2
         return element_bytes("float32") * count * blocks(self.conv.in_channels, self.lanes) * self.lanes
@@ -85,13 +86,13 @@ class PairLayer:
         return element_bytes(self.conv.dtype) * self.tile.out_blocks * self.lanes * self._depth
 
     def _exposed_weights(self, cpu: CpuTarget, resident: int) -> float:
-        """Every step passes over all weights once more."""
+        """Return the cycles of reading all weights once per step."""
         size = blocks(self.conv.out_channels, self.lanes) * self.lanes * self._depth * element_bytes(self.conv.dtype)
         return exposed_traffic(cpu, size, size + resident)
 
 
 class FirstLayer(PairLayer):
-    """Fills rows of the buffer."""
+    """First layer of a pair, which fills rows of the buffer."""
 
     def rows(
         self,
@@ -103,7 +104,7 @@ class FirstLayer(PairLayer):
         middle: Any,
         position: Position,
     ) -> None:
-        """Rows [begin, end) of its output, all channel blocks."""
+        """Emit the rows [begin, end) of its output, all channel blocks."""
         conv, lanes = self.conv, self.lanes
 
         def keep(block: Expr, start: Expr, sums: Any) -> None:
@@ -121,7 +122,7 @@ class FirstLayer(PairLayer):
         tiles = self.block(self.outputs)
         assert tiles is not None, "buffers are allocated for its tiles"
         with emit.span(0, emit.quotient(end - begin + self.outputs - 1, self.outputs)) as band:
-            # The last band moves back where the rows end: what two bands share is computed twice.
+            # The last band is moved back to end with the rows: the overlap of two bands is computed twice.
             row = emit.bind(emit.larger(0, emit.smaller(begin + band * self.outputs, end - self.outputs)))
             shares = self.shares(self.outputs)
             with emit.loop(shares.per_task) as part:
@@ -138,13 +139,15 @@ class FirstLayer(PairLayer):
                 )
 
     def shapes(self, cpu: CpuTarget) -> list[tuple[int, int]]:
-        """Register tiles to choose from."""
+        """Return the candidate register tiles."""
         block = self.block(self.outputs)
         columns = self.conv.out_width if block is None else block.tiles
         return register_tiles(self.groups.extent, columns, cpu, most=6)
 
     def cycles(self, cpu: CpuTarget, rows: int, resident: int) -> float:
-        """Cycles of ``rows`` new rows; ``resident`` bytes are used before its weights are read again."""
+        """Return the cycles of ``rows`` new rows; ``resident``: bytes that are used before its weights are
+        read again.
+        """
         filling = exposed_traffic(cpu, resident, resident)
         block = self.block(self.outputs)
         if block is not None:
@@ -160,7 +163,7 @@ class FirstLayer(PairLayer):
 
 
 class LastLayer(PairLayer):
-    """Computes rows of the output from the buffer."""
+    """Last layer of a pair, which computes rows of the output from the buffer."""
 
     def rows(
         self,
@@ -174,7 +177,7 @@ class LastLayer(PairLayer):
         residual: Any | None,
         output: Any,
     ) -> None:
-        """``rows`` rows from ``first_row``, all output blocks, with the epilogue."""
+        """Emit ``rows`` rows from ``first_row``, all output blocks, with the epilogue."""
         conv, lanes, tiles = self.conv, self.lanes, self.block(rows)
         if tiles is not None:
             assert buffers is not None, "buffers are allocated for its tiles"
@@ -238,7 +241,7 @@ class LastLayer(PairLayer):
             )  # fmt: skip
 
     def shapes(self, cpu: CpuTarget, rows: int) -> list[tuple[int, int]]:
-        """Register tiles to choose from, with steps of ``rows`` rows."""
+        """Return the candidate register tiles for steps of ``rows`` rows."""
         conv, block = self.conv, self.block(rows)
         if conv.is_depthwise:
             return [(1, width) for width in depthwise_widths(conv, cpu)[-2:]]
@@ -246,7 +249,7 @@ class LastLayer(PairLayer):
         return register_tiles(self.groups.extent, columns if block is None else block.tiles, cpu, most=6)
 
     def cycles(self, cpu: CpuTarget, rows: int, resident: int) -> float:
-        """Cycles of a step of ``rows`` rows, of which ``resident`` bytes of rows in between are read."""
+        """Return the cycles of a step of ``rows`` rows that reads ``resident`` bytes of intermediate rows."""
         conv, groups, block = self.conv, self.groups, self.block(rows)
         if block is not None:
             return self.shares(rows).per_task * block.cycles(cpu, groups.per_task, resident)

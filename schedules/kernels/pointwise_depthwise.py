@@ -25,13 +25,13 @@ from schedules.loops.row_window import source_rows
 from schedules.loops.space_pruning import cheapest_first
 from schedules.loops.task_splits import is_small, task_splits
 
-# Rows of the 1x1 computed over rows that exist, beyond which tiles of rows are not worth measuring.
+# Limit of rows of the 1x1 computed relative to rows that exist; smaller tiles of rows are not worth measuring.
 MOST_RECOMPUTATION = 1.6
 
 
 class PointwiseDepthwise(FusedTemplate):
-    """Knobs: :class:`PairKnobs`. The halo of every tile of rows is computed again; a depthwise filter needs only its
-    own channels, so tasks along the channels repeat nothing.
+    """Pair 1x1 -> depthwise with knobs :class:`PairKnobs`. The halo of every tile of rows is computed again; a
+    depthwise filter needs only its own channels, so tasks along the channels repeat nothing.
     """
 
     family = "pointwise-depthwise"
@@ -123,7 +123,7 @@ class PointwiseDepthwise(FusedTemplate):
 
 
 def _extents(fused: FusedConvs, knobs: PairKnobs, cpu: CpuTarget) -> tuple[TiledExtent, TiledExtent]:
-    """Blocks of the channels between the two and output rows, each dealt out to tasks."""
+    """Return intermediate channel blocks and output rows, each divided among tasks."""
     pointwise, depthwise = fused.convs
     return (
         TiledExtent(blocks(pointwise.out_channels, cpu.lanes), knobs.out_blocks, knobs.channel_tasks),
@@ -147,6 +147,6 @@ def _candidates(fused: FusedConvs, cpu: CpuTarget) -> Iterator[Config]:
 
 
 def recomputation(fused: FusedConvs, rows: int) -> float:
-    """Rows of the 1x1 computed over rows that exist, with tiles of ``rows`` output rows."""
+    """Return rows of the 1x1 computed relative to rows that exist, with tiles of ``rows`` output rows."""
     depthwise = fused.convs[1]
     return source_rows(depthwise, rows) * -(-depthwise.out_height // rows) / depthwise.height

@@ -30,17 +30,18 @@ from schedules.loops.weight_packing import (
     prologue_shapes,
 )
 
-# A prefetcher starts anew for every run of pixels of a channel block.
+# The hardware prefetcher restarts for every run of pixels of a channel block.
 _STREAM_CYCLES = 40.0
 
 
 def conv_signature(
     conv: Conv2d, lanes: int, weight_shape: tuple[int, ...], plain_input: bool = False, weight_dtype: str | None = None
 ) -> Signature:
-    """Blocked in and out; packed weights, bias, and what a prologue reads; the first layer reads plain NCHW.
+    """Return the signature: input and output blocked (``plain_input``: NCHW input, as in the first layer); packed
+    weights, bias, and the parameters of a prologue.
 
-    What is read per channel is of float32, everything else of the dtype of ``conv``; weights of ``weight_dtype``, if it
-    is told.
+    Parameters per channel are float32, the weights ``weight_dtype`` (default: packed for the dtype of ``conv``), and
+    all other tensors of the dtype of ``conv``.
     """
     output = TensorSpec(blocked_shape(conv.output_shape, lanes), "blocked", conv.dtype)
     data = (
@@ -57,7 +58,7 @@ def conv_signature(
 
 
 class ConvBuffers(NamedTuple):
-    """The buffers of a kernel with the arguments of :func:`conv_signature`; ``None`` for those that it lacks."""
+    """Buffers of a kernel with the arguments of :func:`conv_signature`; None for those that it lacks."""
 
     data: Any
     gate: Any | None
@@ -69,7 +70,7 @@ class ConvBuffers(NamedTuple):
 
 
 def conv_buffers(conv: Conv2d, buffers: Sequence[Any]) -> ConvBuffers:
-    """``buffers`` by what they are; they come in the order of :func:`conv_signature`."""
+    """Return ``buffers``, in the order of :func:`conv_signature`, by name."""
     rest = list(buffers)
     data = rest.pop(0)
     gate = rest.pop(0) if conv.gated else None
@@ -81,13 +82,13 @@ def conv_buffers(conv: Conv2d, buffers: Sequence[Any]) -> ConvBuffers:
 
 
 def is_prepared(conv: Conv2d) -> bool:
-    """Whether something is done to the input as it is read."""
+    """True if the input has a gate or a prologue."""
     return conv.gated or conv.prologue is not None
 
 
 class PointwiseKnobs(NamedTuple):
-    """``out_blocks`` x ``columns`` register tile, ``unroll`` of the reduction, ``pixel_block`` pixels per pass over the
-    weights, ``channel_tasks`` x ``pixel_tasks`` parallel tasks.
+    """Knobs: ``out_blocks`` x ``columns`` register tile, ``unroll`` of the reduction, ``pixel_block`` pixels per pass
+    over the weights, ``channel_tasks`` x ``pixel_tasks`` parallel tasks.
     """
 
     out_blocks: int
@@ -103,12 +104,12 @@ class PointwiseKnobs(NamedTuple):
 
 
 class Pointwise(Template):
-    """Tasks of output blocks x pixels; each passes over its weights once for every block of pixels."""
+    """1x1 convolution with tasks of output blocks x pixels; each passes over its weights once per block of pixels."""
 
     family = "pointwise"
 
     def covers(self, operator: Operator, cpu: CpuTarget) -> bool:
-        # Few input channels are read as plain NCHW, which only the k x k template does.
+        # Few input channels are read as plain NCHW, which only the k x k template supports.
         if not isinstance(operator, Conv2d) or is_prepared(operator) or not operator.is_pointwise:
             return False
         return operator.in_channels >= cpu.lanes // 2
@@ -184,10 +185,9 @@ def finished_pixels(
     residual: Any | None,
     output: Any,
 ) -> None:
-    """A block of pixels from ``first``, for the output blocks of ``task``, with the epilogue.
+    """Emit a block of pixels from ``first``, for the output blocks of ``task``, with the epilogue.
 
-    ``source(block, pixel of the block, lane)`` is as of :func:`pointwise_phase`; ``residual`` and ``output`` are
-    blocked.
+    ``source(block, pixel of the block, lane)`` as in :func:`pointwise_phase`; ``residual`` and ``output`` are blocked.
     """
 
     def sink(block: Any, pixel: Any, sums: Any) -> None:
@@ -209,7 +209,7 @@ def finished_pixels(
 
 
 def pointwise_extents(conv: Conv2d, knobs: PointwiseKnobs, cpu: CpuTarget) -> tuple[TiledExtent, TiledExtent]:
-    """Output blocks and pixels, each dealt out to tasks."""
+    """Return output blocks and pixels, each divided among tasks."""
     return (
         TiledExtent(blocks(conv.out_channels, cpu.lanes), knobs.out_blocks, knobs.channel_tasks),
         TiledExtent(conv.height * conv.width, knobs.pixel_block, knobs.pixel_tasks),
@@ -217,7 +217,7 @@ def pointwise_extents(conv: Conv2d, knobs: PointwiseKnobs, cpu: CpuTarget) -> tu
 
 
 def pointwise_candidates(conv: Conv2d, cpu: CpuTarget) -> Iterator[Config]:
-    """Every legal configuration of a 1x1 convolution, in no order."""
+    """Yield every legal configuration of a 1x1 convolution, in no order."""
     pixels, count = conv.height * conv.width, blocks(conv.out_channels, cpu.lanes)
     in_bytes = blocks(conv.in_channels, cpu.lanes) * cpu.lanes * element_bytes(conv.dtype)
     for (size, width), unroll in product(register_tiles(count, pixels, cpu), UNROLLS):
@@ -228,11 +228,11 @@ def pointwise_candidates(conv: Conv2d, cpu: CpuTarget) -> Iterator[Config]:
 
 
 def pixel_blocks(pixels: int, width: int, in_bytes: int, cpu: CpuTarget) -> list[int]:
-    """Pixels per pass over the weights: all, one share per thread, and what L1 and L2 hold."""
+    """Return choices of pixels per pass over the weights: all, one share per thread, and the capacity of L1 and L2."""
     found = {pixels, -(-pixels // cpu.threads)}
     for capacity in (cpu.l1_bytes // 2, cpu.l2_bytes // 4):
         fitting = max(1, min(pixels, capacity // in_bytes) // width) * width
-        # Even blocks: the last one would overlap its neighbour otherwise.
+        # Even blocks: otherwise the last one would overlap the one before it.
         count = -(-pixels // min(fitting, pixels))
         share = -(-pixels // count)
         found.add(min(pixels, -(-share // width) * width))

@@ -1,6 +1,6 @@
-"""Fused 1x1 -> 1x1: a tile of pixels with all channels in between stays in the caches of one core.
+"""Fused 1x1 -> 1x1: a tile of pixels with all intermediate channels stays in the caches of one core.
 
-As in the blocks of ConvNeXt, where what lies in between is four times as wide as what goes in and out.
+As in the blocks of ConvNeXt, whose intermediate is four times as wide as input and output.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _UNROLL = 4
 
 
 class PointwisePairKnobs(NamedTuple):
-    """``pixels`` of a tile; register tiles of the first (``middle_blocks`` x ``middle_columns``) and of the last
+    """Knobs: ``pixels`` of a tile; register tiles of the first (``middle_blocks`` x ``middle_columns``) and of the last
     convolution (``out_blocks`` x ``columns``); ``pixel_tasks`` parallel tasks.
     """
 
@@ -43,7 +43,7 @@ class PointwisePairKnobs(NamedTuple):
 
     @property
     def tiles(self) -> tuple[RegisterTile, RegisterTile]:
-        """Of the first and of the last convolution."""
+        """Register tiles of the first and of the last convolution."""
         return (
             RegisterTile(self.middle_blocks, self.middle_columns, _UNROLL),
             RegisterTile(self.out_blocks, self.columns, _UNROLL),
@@ -51,7 +51,7 @@ class PointwisePairKnobs(NamedTuple):
 
 
 class PointwisePair(FusedTemplate):
-    """Tasks of pixel tiles; each tile passes over the weights of both layers."""
+    """Pair 1x1 -> 1x1 with tasks of pixel tiles; each tile passes over the weights of both layers."""
 
     family = "pointwise-pointwise"
 
@@ -140,7 +140,7 @@ def _pixel_tiles(fused: FusedConvs, knobs: PointwisePairKnobs) -> TiledExtent:
 
 
 def _groups(fused: FusedConvs, knobs: PointwisePairKnobs, cpu: CpuTarget) -> tuple[TiledExtent, TiledExtent]:
-    """Output blocks of both convolutions in their register tiles; a task computes all of them."""
+    """Return output blocks of both convolutions in their register tiles; a task computes all of them."""
     first, last = (blocks(conv.out_channels, cpu.lanes) for conv in fused.convs)
     return TiledExtent(first, knobs.middle_blocks, 1), TiledExtent(last, knobs.out_blocks, 1)
 
@@ -158,15 +158,15 @@ def _candidates(fused: FusedConvs, cpu: CpuTarget) -> Iterator[Config]:
 
 
 def _dividing_tiles(conv: Conv2d, pixels: int, cpu: CpuTarget) -> list[tuple[int, int]]:
-    """Register tiles of which whole ones hold the output blocks; if there are none, all that fit."""
+    """Return register tiles whose blocks divide the output blocks evenly; if there are none, all that fit."""
     count = blocks(conv.out_channels, cpu.lanes)
     tiles = register_tiles(count, pixels, cpu)
     return [tile for tile in tiles if count % tile[0] == 0] or tiles
 
 
 def _tile_pixels(fused: FusedConvs, pixels: int, cpu: CpuTarget) -> list[int]:
-    """Pixels of a tile: its channels in between fill an eighth, a quarter or half of L2, and are no fewer than fill
-    two register tiles where the image has them.
+    """Return choices of pixels per tile: the intermediate channels fill at most 1/32, 1/8, 1/4 or 1/2 of L2, but at
+    least 24 pixels are taken where the image has them.
     """
     middle_bytes = element_bytes(fused.dtype) * blocks(fused.convs[0].out_channels, cpu.lanes) * cpu.lanes
     share = -(-pixels // cpu.threads)
@@ -174,5 +174,5 @@ def _tile_pixels(fused: FusedConvs, pixels: int, cpu: CpuTarget) -> list[int]:
     for part in (32, 8, 4, 2):
         fitting = min(share, max(24, cpu.l2_bytes // part // middle_bytes))
         count = -(-share // fitting)
-        found.add(-(-share // count))  # equal tiles: the last one would overlap its neighbour otherwise
+        found.add(-(-share // count))  # equal tiles: otherwise the last one would overlap the one before it
     return sorted(found)

@@ -24,13 +24,13 @@ from schedules.loops.register_tiling import tile_widths
 from schedules.loops.space_pruning import cheapest_first
 from schedules.loops.task_splits import task_splits
 
-# Loads of a row of windows that are written out.
+# Limit of unrolled loads of a row of windows.
 _WRITTEN_OUT = 256
 _LOWEST = float(np.finfo(np.float32).min)
 
 
 class PoolKnobs(NamedTuple):
-    """``columns`` of the register tile, ``channel_tasks`` x ``row_tasks`` parallel tasks."""
+    """Knobs: ``columns`` of the register tile, ``channel_tasks`` x ``row_tasks`` parallel tasks."""
 
     columns: int
     channel_tasks: int
@@ -38,12 +38,12 @@ class PoolKnobs(NamedTuple):
 
 
 class Pool(Template):
-    """Tasks of channel blocks x rows. Global pooling emits NCHW."""
+    """Pooling with tasks of channel blocks x rows. Global pooling writes NCHW."""
 
     family = "pool2d"
 
     def covers(self, operator: Operator, cpu: CpuTarget) -> bool:
-        # An average of bytes is not one of them.
+        # Averages of bytes are rounded in their own way, by other kernels.
         return isinstance(operator, Pool2d) and (operator.kind == "max" or operator.dtype != "int8")
 
     def signature(self, operator: Pool2d, cpu: CpuTarget) -> Signature:
@@ -80,7 +80,7 @@ class Pool(Template):
 
 
 def _extents(pool: Pool2d, knobs: PoolKnobs, cpu: CpuTarget) -> tuple[TiledExtent, TiledExtent]:
-    """Channel blocks, and the rows in one band for each task."""
+    """Return channel blocks and rows, each divided among tasks; one band of rows per task."""
     rows = -(-pool.out_height // knobs.row_tasks)
     return (
         TiledExtent(blocks(pool.channels, cpu.lanes), 1, knobs.channel_tasks),
@@ -132,8 +132,8 @@ def _global_body(pool: Pool2d, knobs: PoolKnobs, cpu: CpuTarget) -> Any:
 
 
 def average_of_sums(pool: Pool2d, parts: int, cpu: CpuTarget) -> tirx.PrimFunc:
-    """The global average ``pool`` from FP32 sums over ``parts`` of an image: (N, blocks, parts, V) to plain (N, C, 1,
-    1).
+    """Build the global average ``pool`` from FP32 sums over ``parts`` of an image: (N, blocks, parts, V) to plain (N,
+    C, 1, 1).
     """
     lanes, count = cpu.lanes, blocks(pool.channels, cpu.lanes)
     sums = TensorSpec((pool.batch, count, parts, lanes))
@@ -151,10 +151,10 @@ def average_of_sums(pool: Pool2d, parts: int, cpu: CpuTarget) -> tirx.PrimFunc:
 
 
 def _store_channels(pool: Pool2d, output: Any, image: Any, block: Any, value: Any, lanes: int) -> None:
-    """One block of channels into a plain (N, C, 1, 1) tensor."""
+    """Store one block of channels to a plain (N, C, 1, 1) tensor."""
     scratch = T.alloc_buffer((lanes,), tensor_dtype(pool.dtype), scope="local")
     emit.store(scratch, value, lanes=lanes)
-    # Of several blocks with a partial one at the end, only the kernel knows which one this is.
+    # With several blocks and a partial last one, the block index is known only at run time.
     partial = pool.channels > lanes and pool.channels % lanes != 0
     for lane in range(min(lanes, pool.channels)):
         channel = block * lanes + lane
@@ -167,12 +167,13 @@ def _store_channels(pool: Pool2d, output: Any, image: Any, block: Any, value: An
 
 @dataclass(frozen=True)
 class WindowArithmetic:
-    """What a window does with vectors of FP32: ``first`` in every lane, then ``add(value, pixel)`` for each of its
-    pixels, row by row, and ``finish(value, count)`` of the pixels that count, a number or an expression.
-    """
+    """Arithmetic of a window on FP32 vectors, pixel by pixel, row by row."""
 
+    # Initial value of every lane.
     first: float
+    # ``add(value, pixel)``: the value with one more pixel of the window.
     add: Callable[[Any, Any], Any]
+    # ``finish(value, count)``: the result; ``count`` of the pixels in the average, a number or an expression.
     finish: Callable[[Any, Any], Any]
 
 
@@ -187,7 +188,7 @@ def _arithmetic(pool: Pool2d, lanes: int) -> WindowArithmetic:
 def window_body(
     pool: Pool2d, knobs: PoolKnobs, cpu: CpuTarget, arithmetic: Callable[..., WindowArithmetic]
 ) -> Callable[..., None]:
-    """The body of a kernel (data, constants, output), blocked; ``arithmetic(*constants)`` is asked for in each task."""
+    """Return the body of a kernel (data, constants, output), blocked; each task calls ``arithmetic(*constants)``."""
     lanes = cpu.lanes
     vertical = Axis(pool.height, pool.kernel[0], pool.stride[0], pool.padding[0])
     horizontal = Axis(pool.width, pool.kernel[1], pool.stride[1], pool.padding[1])
@@ -236,7 +237,7 @@ def _window_tile(
 
 
 def _counted(pool: Pool2d, taps: Any, segment: emit.ColumnSegment, start: Any, column: int, horizontal: Axis) -> Any:
-    """How many pixels are averaged."""
+    """Return the number of pixels that are averaged."""
     if pool.count_include_pad:
         return pool.kernel[0] * pool.kernel[1]
     columns = pool.kernel[1]

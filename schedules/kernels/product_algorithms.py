@@ -1,4 +1,4 @@
-"""Products in vector registers or, on CPUs with AMX, in tile registers: whichever a configuration names."""
+"""Products in vector registers or, on CPUs with AMX, in tile registers, as the configuration selects."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from costmodel.operators.layers import Operator
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import Config, Parameters, Signature, SummedBuild, Template, WorkSplit
 
-# Knobs that kernels in vector registers do not have: rows of a tile; blocks of input channels that a row of data holds.
+# Knobs of kernels in tile registers only: rows of a tile; blocks of input channels per row of data.
 TILE_ROWS, DEPTH_BLOCKS = "tile_rows", "depth_blocks"
 
 
 class ProductAlgorithms(Template):
-    """What ``vectors`` covers, by its kernels, and by those of ``tiles`` that cover it too: one template for every
-    depth that a tile may have (0 where that is no knob). On a CPU without AMX it is ``vectors`` and nothing else.
+    """Template for all operators that ``vectors`` covers, with its kernels and those of ``tiles`` that also cover the
+    operator: one template per depth of a tile (0 if depth is no knob). On a CPU without AMX it is equivalent to
+    ``vectors``.
     """
 
     def __init__(self, vectors: Template, tiles: Mapping[int, Template]) -> None:
@@ -33,15 +34,17 @@ class ProductAlgorithms(Template):
         return self._vectors.for_config(config)
 
     def signature(self, operator: Operator, cpu: CpuTarget) -> Signature:
-        """Of kernels in vector registers; tiles lay weights out otherwise (:meth:`for_config`)."""
+        """Signature of kernels in vector registers; kernels in tiles have other weight layouts (:meth:`for_config`)."""
         return self._vectors.signature(operator, cpu)
 
     def pack(self, operator: Operator, parameters: Sequence[Parameters], cpu: CpuTarget) -> list[Any]:
-        """As :meth:`signature`."""
+        """Pack weights for kernels in vector registers; for tiles use :meth:`for_config`."""
         return self._vectors.pack(operator, parameters, cpu)
 
     def space(self, operator: Operator, cpu: CpuTarget) -> Sequence[Config]:
-        """Of all of them, each pruned by itself: how fast tiles are is a guess until they are measured."""
+        """Return the configurations of all templates, each pruned separately: the speed of tiles is uncertain before
+        they are measured.
+        """
         configs = list(self._vectors.space(operator, cpu))
         for template in self._tiles.values():
             if template.covers(operator, cpu):

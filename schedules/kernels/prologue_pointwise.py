@@ -1,5 +1,5 @@
-"""1x1 convolution of an image that is prepared as it is read: behind a squeeze-and-excite gate, or a batch norm and an
-activation that stand before it (pre-activation).
+"""1x1 convolution with operators applied to its input as it is read: a squeeze-and-excite gate, or a batch norm and an
+activation before the convolution (pre-activation).
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ from schedules.loops.space_pruning import cheapest_first
 
 
 class ProloguePointwise(Pointwise):
-    """As :class:`Pointwise`; a block of pixels is prepared in a buffer of the task before the weights pass over it.
+    """1x1 convolution as :class:`Pointwise`, with a block of pixels prepared in a buffer of the task before the weights
+    pass over it.
 
-    The prepared image is never written: the buffer stays in L1 or L2, and serves all groups of output blocks. It holds
-    the dtype of the image, so that a narrow one is rounded once more.
+    The prepared image is never written to memory: the buffer stays in L1 or L2, and serves all groups of output blocks.
+    It has the dtype of the image, so that a narrow one is rounded once more.
     """
 
     family = "prologue-pointwise"
@@ -54,7 +55,7 @@ class ProloguePointwise(Pointwise):
         knobs = PointwiseKnobs(**config)
         groups, tiles = pointwise_extents(operator, knobs, cpu)
         vectors = knobs.pixel_block * blocks(operator.in_channels, cpu.lanes)
-        # A store for each, and a load, which goes beside the arithmetic.
+        # A store for each vector, and a load, which is executed in parallel with the arithmetic.
         preparing = vectors * (1 + max(1, preparing_operations(operator))) / PORTS
         preparing += exposed_traffic(
             cpu, element_bytes(operator.dtype) * cpu.lanes * vectors, operator.input_bytes / cpu.threads

@@ -1,9 +1,9 @@
 """Fused convolution -> depthwise -> 1x1 on a sliding window of rows.
 
-The first convolution is a 1x1 (an inverted residual) or any dense k x k (the stem of a network). A task walks down its
-rows of the output; the widened rows that the depthwise filter still needs stay in a ring buffer, so each is computed
-once, but for the halo between two tasks, and never leaves the core's caches. (Storage folding and sliding windows:
-Ragan-Kelley et al., PLDI 2013.)
+The first convolution is a 1x1 (an inverted residual) or any dense k x k (the stem of a network). A task computes its
+rows of the output from top to bottom; the expanded rows that the depthwise filter still needs stay in a ring buffer, so
+each is computed once, except for the halo between two tasks, and never leaves the core's caches. (Storage folding and
+sliding windows: Ragan-Kelley et al., PLDI 2013.)
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ from schedules.loops.task_splits import is_small, task_splits
 
 
 class SlidingWindowKnobs(NamedTuple):
-    """Register tiles of the first and the last convolution (``expand_blocks`` x ``expand_columns``, ``out_blocks`` x
-    ``columns``), ``unroll`` of both, output ``rows`` of a step, ``depthwise_columns``, ``row_tasks`` parallel tasks.
+    """Knobs: register tiles of the first and the last convolution (``expand_blocks`` x ``expand_columns``,
+    ``out_blocks`` x ``columns``), ``unroll`` of both, output ``rows`` of a step, ``depthwise_columns``, ``row_tasks``
+    parallel tasks.
     """
 
     expand_blocks: int
@@ -63,7 +64,9 @@ class SlidingWindowKnobs(NamedTuple):
 
 
 class SlidingWindow(FusedTemplate):
-    """Per step of ``rows`` output rows: the new source rows are widened (all channel blocks), filtered, projected."""
+    """Fused chain; each step of ``rows`` output rows expands the new source rows (all channel blocks), filters and
+    projects.
+    """
 
     def __init__(self, family: str) -> None:
         self.family = family
@@ -163,7 +166,7 @@ class SlidingWindow(FusedTemplate):
 
 
 def _extents(fused: FusedConvs, knobs: SlidingWindowKnobs, cpu: CpuTarget) -> tuple[TiledExtent, TiledExtent]:
-    """Output blocks of the first and of the last convolution: every task computes all of them."""
+    """Return output blocks of the first and of the last convolution: every task computes all of them."""
     expand, _, project = fused.convs
     return (
         TiledExtent(blocks(expand.out_channels, cpu.lanes), knobs.expand_blocks, 1),
@@ -172,7 +175,9 @@ def _extents(fused: FusedConvs, knobs: SlidingWindowKnobs, cpu: CpuTarget) -> tu
 
 
 def _row_cycles(expand: Conv2d, knobs: SlidingWindowKnobs, wide: TiledExtent, ring_bytes: int, cpu: CpuTarget) -> float:
-    """Cycles of one widened row, all channel blocks; ``ring_bytes`` are used before its weights are read again."""
+    """Return the cycles of one expanded row, all channel blocks; ``ring_bytes`` are used before its weights are read
+    again.
+    """
     depth = expand.in_channels * expand.kernel[0] * expand.kernel[1]
     size = element_bytes(expand.dtype)
     row = dense_cycles(
@@ -209,7 +214,7 @@ def _candidates(fused: FusedConvs, cpu: CpuTarget) -> Iterator[Config]:
 
 
 def _fitting_rows(fused: FusedConvs, cpu: CpuTarget) -> list[int]:
-    """Rows of a step whose intermediates stay in half of L2; at least the smallest."""
+    """Return step sizes in rows whose intermediates stay in half of L2; at least the smallest."""
     expand, depthwise, project = fused.convs
 
     def resident(rows: int) -> int:
@@ -222,7 +227,7 @@ def _fitting_rows(fused: FusedConvs, cpu: CpuTarget) -> list[int]:
 
 
 def _one_row_at_a_time(fused: FusedConvs, cpu: CpuTarget) -> SlidingWindowKnobs:
-    """By a single task: walks down any image."""
+    """Return knobs for one row at a time and a single task, which suit any image."""
     expand, depthwise, project = fused.convs
     return SlidingWindowKnobs(
         expand_blocks=1,

@@ -1,4 +1,4 @@
-"""Which template makes the kernel of an operator."""
+"""Table of the templates, and the choice of the template of an operator."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from schedules.kernels.tile_pointwise import TilePointwise
 from schedules.loops.tile_products import DEPTHS
 
 _TILE_POINTWISE = {depth: TilePointwise(depth) for depth in DEPTHS}
-# The first that covers an operator makes its kernels.
+# The first template that covers an operator makes its kernels.
 TEMPLATES: tuple[Template, ...] = (
     ProductAlgorithms(DepthwisePointwise(), {depth: TileDepthwisePointwise(depth) for depth in DEPTHS}),
     ProductAlgorithms(PointwiseDepthwise(), {depth: TilePointwiseDepthwise(depth) for depth in DEPTHS}),
@@ -53,31 +53,32 @@ TEMPLATES: tuple[Template, ...] = (
 
 
 def template_for(operator: Operator, cpu: CpuTarget) -> Template | None:
-    """The template of ``operator``, or ``None`` where none covers it."""
+    """Return the template of ``operator``, or None if none covers it."""
     if operator.dtype != "float32" and operator.dtype not in cpu.dot_products:
-        return None  # why: `cpu.lacks(operator.dtype)`
+        return None  # reason: `cpu.lacks(operator.dtype)`
     return next((template for template in TEMPLATES if template.covers(operator, cpu)), None)
 
 
 def config_cost(operator: Operator, config: Config, cpu: CpuTarget) -> float:
-    """The analytic cost of ``config`` by the template of ``operator``; ``ValueError`` where none covers it."""
+    """Return the analytic cost of ``config`` by the template of ``operator``; ``ValueError`` if none covers it."""
     template = template_for(operator, cpu)
     if template is None:
         raise ValueError(f"no template covers {operator}")
     return template.cost(operator, config, cpu)
 
 
-# Caches that everything fits into: without them, what a cost says is the work of the core alone.
+# Caches of unlimited size: with them, a cost is the work of the core alone.
 _ENDLESS_BYTES = 2**50
 _SPLITS = ("channels", "pixels", "both")
 
 
 def config_terms(operator: Operator, configs: Sequence[Config], cpu: CpuTarget) -> np.ndarray:
-    """What the template of ``operator`` says of each configuration, shape (len(configs), 8), for a model that learns.
+    """Return features of each configuration from the template of ``operator`` for a learned model, shape (len(configs),
+    8).
 
-    First its analytic cost. Then logarithms of what that cost comes to against a CPU with endless caches (traffic
-    beyond L1), one with an endless L2 (traffic beyond it) and one core (threads that wait, starts of tasks); the
-    threads; by what they share the work. ``ValueError`` where no template covers the operator.
+    First the analytic cost. Then logarithms of the ratio of that cost to the cost on a CPU with unlimited caches
+    (traffic beyond L1), with an unlimited L2 (traffic beyond it) and with one core (idle threads, starts of tasks); the
+    number of threads; the kind of division of the work, one-hot. ``ValueError`` if no template covers the operator.
     """
     template = template_for(operator, cpu)
     if template is None:

@@ -1,4 +1,4 @@
-"""k x k convolution in the tile registers of AMX: rows of a tile are neighbouring columns of an output row."""
+"""k x k convolution in the tile registers of AMX: rows of a tile are adjacent columns of an output row."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from schedules.loops.tile_rows import TileRows, is_copied, laying_out_cycles
 
 
 class TileConv2dKnobs(NamedTuple):
-    """``row_tiles`` x ``out_blocks`` tiles of sums of ``tile_rows`` columns each, next to one another or, where an
-    output row is shorter, one below the other; ``depth_blocks`` blocks of input channels at a step, ``rows`` per pass
-    over the weights, ``channel_tasks`` x ``row_tasks`` parallel tasks.
+    """Knobs: ``row_tiles`` x ``out_blocks`` tiles of sums of ``tile_rows`` columns each, side by side or, if an output
+    row is too short, one below the other; ``depth_blocks`` blocks of input channels per step, ``rows`` per pass over
+    the weights, ``channel_tasks`` x ``row_tasks`` parallel tasks.
     """
 
     row_tiles: int
@@ -51,10 +51,10 @@ class TileConv2dKnobs(NamedTuple):
 
 
 class TileConv2d(TileConvolution):
-    """As :class:`schedules.kernels.direct_conv2d.DirectConv2d`, in tiles, on blocked data without groups.
+    """Convolution as :class:`schedules.kernels.direct_conv2d.DirectConv2d`, in tiles, on blocked data without groups.
 
-    The rows that a block of output rows reads are first laid out in a buffer of the task, the padding with them; but
-    for a window without padding and one block of input channels at a step, whose tiles are read where the image lies.
+    The input rows of a block of output rows are first laid out in a buffer of the task, including the padding; except
+    for a window without padding and one block of input channels per step, whose tiles are read directly from the image.
     """
 
     kind = "tile-conv2d"
@@ -158,7 +158,7 @@ class TileConv2d(TileConvolution):
         return TileShape(knobs.row_tiles, knobs.out_blocks, knobs.tile_rows, depth_bytes)
 
     def _buffer_bytes(self, conv: Conv2d, rows: int, cpu: CpuTarget) -> int:
-        """What the pixels that ``rows`` output rows read take, laid out or where they lie."""
+        """Return the bytes of the input pixels of ``rows`` output rows, laid out or read directly."""
         height, width = _window(conv, rows)
         runs = -(-blocks(conv.in_channels, cpu.lanes) // self._depth)
         return runs * self._depth * cpu.lanes * element_bytes(conv.dtype) * height * width
@@ -177,8 +177,8 @@ class TileConv2d(TileConvolution):
 
 @dataclass(frozen=True)
 class _Parts:
-    """How blocks of sums cover a band of output rows: in steps of one row, their tiles side by side, or where a row is
-    too short for that in steps of as many rows as they have tiles.
+    """Division of a band of output rows into blocks of sums: in steps of one row, with the tiles side by side, or if a
+    row is too short for that in steps of as many rows as there are tiles.
     """
 
     rows: TiledExtent
@@ -188,11 +188,11 @@ class _Parts:
 
     @property
     def count(self) -> int:
-        """Blocks of sums for each group of output blocks."""
+        """Number of blocks of sums for each group of output blocks."""
         return self.rows.per_task * self.columns.per_task
 
     def place(self, tile: int) -> tuple[int, int]:
-        """Row and column of a tile, counted from the first one's."""
+        """Return row and column of a tile, relative to the first tile."""
         return (0, tile * self.tile_rows) if self.beside else (tile, 0)
 
 
@@ -204,7 +204,7 @@ def _parts(conv: Conv2d, knobs: TileConv2dKnobs) -> _Parts:
 
 
 def _window(conv: Conv2d, rows: int) -> tuple[int, int]:
-    """Rows and columns of the input, with the padding, that ``rows`` output rows read."""
+    """Return rows and columns of the input, including the padding, that ``rows`` output rows read."""
     counts = (rows, conv.out_width)
     height, width = (
         (count - 1) * stride + (kernel - 1) * dilation + 1
@@ -214,7 +214,7 @@ def _window(conv: Conv2d, rows: int) -> tuple[int, int]:
 
 
 def _extents(conv: Conv2d, knobs: TileConv2dKnobs, cpu: CpuTarget) -> tuple[TiledExtent, TiledExtent]:
-    """Output blocks and rows, each dealt out to tasks."""
+    """Return output blocks and rows, each divided among tasks."""
     return (
         TiledExtent(blocks(conv.out_channels, cpu.lanes), knobs.out_blocks, knobs.channel_tasks),
         TiledExtent(conv.out_height, knobs.rows, knobs.row_tasks),

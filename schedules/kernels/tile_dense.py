@@ -1,4 +1,4 @@
-"""Fully connected layer in the tile registers of AMX: rows of a tile are rows of the matrix, where they lie."""
+"""Fully connected layer in the tile registers of AMX: rows of a tile are rows of the matrix, read directly."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from schedules.loops.space_pruning import cheapest_first
 from schedules.loops.task_splits import is_small, task_splits
 from schedules.loops.tile_products import TileShape, block_cycles, has_tile_products, tile_product, tile_shapes
 
-# Below, a tile does no more than a vector: every row of weights is read for as few products.
+# With fewer rows, a tile is no faster than a vector: every row of weights is read for that few products.
 _LEAST_ROWS = 4
 
 
 class TileDenseKnobs(NamedTuple):
-    """``row_tiles`` x ``out_blocks`` tiles of sums of ``tile_rows`` rows each, ``row_block`` rows per pass over the
-    weights, ``channel_tasks`` x ``row_tasks``.
+    """Knobs: ``row_tiles`` x ``out_blocks`` tiles of sums of ``tile_rows`` rows each, ``row_block`` rows per pass over
+    the weights, ``channel_tasks`` x ``row_tasks`` parallel tasks.
     """
 
     row_tiles: int
@@ -41,12 +41,14 @@ class TileDenseKnobs(NamedTuple):
 
 
 class TileDense(Template):
-    """Tasks of output blocks x rows. Features that do not fill a tile's row are copied beside zeros first."""
+    """Fully connected layer with tasks of output blocks x rows. A partial row of a tile is first copied and filled up
+    with zeros.
+    """
 
     family = "tile-dense"
 
     def __init__(self, vectors: Template) -> None:
-        """``vectors``: the template that makes kernels without tiles, of the same layers."""
+        """Create the template; ``vectors``: the template of kernels without tiles for the same layers."""
         self._vectors = vectors
 
     def covers(self, operator: Operator, cpu: CpuTarget) -> bool:
@@ -69,7 +71,7 @@ class TileDense(Template):
         passes = -(-knobs.row_block // shape.all_rows)
         one = passes * block_cycles(shape, _runs(layer))
         one += passes * exposed_traffic(cpu, weight_bytes, weight_bytes + shape.all_rows * row_bytes)
-        # The first pass over weights that come from beyond L2, as they do where rows are few.
+        # First pass over weights from beyond L2, which dominates if rows are few.
         one += exposed_traffic(cpu, weight_bytes, layer.weight_bytes / groups.tasks)
         one += exposed_traffic(cpu, data_bytes, data_bytes + weight_bytes)
         return parallel_cycles(cpu, groups.tasks * bands.tasks, groups.per_task * bands.per_task * one)
@@ -90,7 +92,7 @@ class TileDense(Template):
             residual, output = (more[0], more[1]) if layer.epilogue.residual else (None, more[0])
             with emit.tasks(groups.tasks * bands.tasks) as task:
                 channel_task, row_task = task_index(task, groups.tasks, bands.tasks)
-                # Nothing is read behind a row: what follows the last one belongs to nobody.
+                # Nothing is read after a row: memory after the last row is not part of the tensor.
                 ends = T.alloc_buffer((knobs.row_block, depth), tensor_dtype(layer.dtype)) if rest else None
                 with tile_product(shape, layer.dtype) as product, emit.loop(bands.per_task) as band:
                     first_row = bands.start(row_task, band)
@@ -124,7 +126,7 @@ class TileDense(Template):
 
 
 def _copy_ends(data: Any, ends: Any, first_row: Any, first: int, count: int) -> None:
-    """The last ``count`` features of the rows of ``ends``, from feature ``first`` on, and zeros behind them."""
+    """Copy the last ``count`` features, from feature ``first`` on, of each row to ``ends``, followed by zeros."""
     zero = (
         tirx.const(0, str(ends.dtype))
         if ends.dtype != "bfloat16"
@@ -138,12 +140,12 @@ def _copy_ends(data: Any, ends: Any, first_row: Any, first: int, count: int) -> 
 
 
 def _runs(layer: Dense) -> int:
-    """Steps of a block of sums."""
+    """Return the steps of a block of sums."""
     return -(-layer.in_features * element_bytes(layer.dtype) // ROW_BYTES)
 
 
 def _steps(layer: Dense) -> int:
-    """Rows of the weights of an output block, those of whole tiles."""
+    """Return the rows of the weights of an output block, rounded up to whole tiles."""
     return _runs(layer) * (ROW_BYTES // 4)
 
 
@@ -152,7 +154,7 @@ def _shape(knobs: TileDenseKnobs) -> TileShape:
 
 
 def _extents(layer: Dense, knobs: TileDenseKnobs, cpu: CpuTarget) -> tuple[TiledExtent, TiledExtent]:
-    """Output blocks and rows, each dealt out to tasks."""
+    """Return output blocks and rows, each divided among tasks."""
     return (
         TiledExtent(blocks(layer.out_features, cpu.lanes), knobs.out_blocks, knobs.channel_tasks),
         TiledExtent(layer.rows, knobs.row_block, knobs.row_tasks),

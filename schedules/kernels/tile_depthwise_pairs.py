@@ -1,4 +1,4 @@
-"""Fused depthwise -> 1x1 and 1x1 -> depthwise whose 1x1 is computed in the tile registers of AMX."""
+"""Fused depthwise -> 1x1 and 1x1 -> depthwise with the 1x1 in the tile registers of AMX."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from schedules.loops.tile_rows import TileRows, laying_out_cycles
 
 
 class TilePairKnobs(NamedTuple):
-    """``row_tiles`` x ``out_blocks`` tiles of sums of the 1x1, of ``tile_rows`` pixels each, ``depth_blocks`` blocks of
-    its input channels at a step; output ``rows`` of a tile of the image, ``depthwise_columns``, ``channel_tasks`` x
-    ``row_tasks`` parallel tasks.
+    """Knobs: ``row_tiles`` x ``out_blocks`` tiles of sums of the 1x1, of ``tile_rows`` pixels each, ``depth_blocks``
+    blocks of its input channels per step; output ``rows`` of a tile of the image, ``depthwise_columns``,
+    ``channel_tasks`` x ``row_tasks`` parallel tasks.
     """
 
     row_tiles: int
@@ -50,7 +50,7 @@ class TilePairKnobs(NamedTuple):
 
 
 class _TilePair(FusedTemplate):
-    """What both have: a 1x1 with weights for ``depth`` blocks of input channels at a step."""
+    """Base of both pairs: a 1x1 with weights for ``depth`` blocks of input channels per step."""
 
     kind: str
 
@@ -68,7 +68,7 @@ class _TilePair(FusedTemplate):
         return [DepthwiseConv2d() if conv.is_depthwise else TilePointwise(self._depth) for conv in operator.convs]
 
     def space(self, operator: FusedConvs, cpu: CpuTarget) -> Sequence[Config]:
-        """May be empty: kernels in vector registers are beside these."""
+        """Return the space, which may be empty: there are also kernels in vector registers."""
         return cheapest_first(self._candidates(operator, cpu), partial(self.cost, operator, cpu=cpu))
 
     def _candidates(self, fused: FusedConvs, cpu: CpuTarget) -> Iterator[Config]:
@@ -79,7 +79,7 @@ class _TilePair(FusedTemplate):
         return TileShape(knobs.row_tiles, knobs.out_blocks, knobs.tile_rows, depth_bytes)
 
     def _product_cycles(self, conv: Conv2d, shape: TileShape, pixels: int, cpu: CpuTarget) -> float:
-        """Of one group of output blocks over ``pixels``."""
+        """Return the cycles of one group of output blocks over ``pixels``."""
         runs = -(-blocks(conv.in_channels, cpu.lanes) // self._depth)
         row_bytes = runs * shape.depth_bytes
         data_bytes, weight_bytes = pixels * row_bytes, shape.out_blocks * cpu.lanes * row_bytes
@@ -88,8 +88,8 @@ class _TilePair(FusedTemplate):
 
 
 class TileDepthwisePointwise(_TilePair):
-    """As :class:`schedules.kernels.depthwise_pointwise.DepthwisePointwise`: the depthwise layer leaves its results as
-    rows of tiles.
+    """Pair as :class:`schedules.kernels.depthwise_pointwise.DepthwisePointwise`: the depthwise layer writes its results
+    as rows of tiles.
     """
 
     kind = "depthwise-pointwise"
@@ -128,7 +128,7 @@ class TileDepthwisePointwise(_TilePair):
                         )
 
                         def keep(row: Any, column: Any, sums: Sequence[Any]) -> None:
-                            # Neighbouring pixels are as far apart as a run of blocks is deep.
+                            # The distance of adjacent pixels is the depth of a run of blocks.
                             for offset, each in enumerate(sums):
                                 at = (place[0], row * width + column + offset, place[1])
                                 store_finished(tile, [each], at, first, lanes, channel=(depthwise.bias, block))
@@ -169,7 +169,7 @@ class TileDepthwisePointwise(_TilePair):
         depthwise, pointwise = fused.convs
         in_blocks, count = blocks(pointwise.in_channels, cpu.lanes), blocks(pointwise.out_channels, cpu.lanes)
         if self._depth < depths(in_blocks, pointwise.dtype, cpu.lanes)[-1]:
-            return  # rows that are as full as can be cost nothing here
+            return  # full rows cost nothing here: smaller depths have no benefit
         size = element_bytes(pointwise.dtype)
         row_bytes = pointwise.width * in_blocks * cpu.lanes * size
         for rows in fitting_rows(row_blocks(pointwise.height), row_bytes, cpu):
@@ -180,8 +180,8 @@ class TileDepthwisePointwise(_TilePair):
 
 
 class TilePointwiseDepthwise(_TilePair):
-    """As :class:`schedules.kernels.pointwise_depthwise.PointwiseDepthwise`. With more than one block of input channels
-    at a step the pixels of a tile are laid out in rows first, for all groups of channels.
+    """Pair as :class:`schedules.kernels.pointwise_depthwise.PointwiseDepthwise`. With several blocks of input channels
+    per step the pixels of a tile are first laid out in rows, for all groups of channels.
     """
 
     kind = "pointwise-depthwise"
@@ -296,7 +296,7 @@ def _knobs(shape: TileShape, depth: int, rows: int, columns: int, channel_tasks:
 def _extents(
     pointwise: Conv2d, out_height: int, knobs: TilePairKnobs, cpu: CpuTarget
 ) -> tuple[TiledExtent, TiledExtent]:
-    """Output blocks of the 1x1 and output rows of the pair, each dealt out to tasks."""
+    """Return output blocks of the 1x1 and output rows of the pair, each divided among tasks."""
     return (
         TiledExtent(blocks(pointwise.out_channels, cpu.lanes), knobs.out_blocks, knobs.channel_tasks),
         TiledExtent(out_height, knobs.rows, knobs.row_tasks),

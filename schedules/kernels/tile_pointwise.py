@@ -33,9 +33,9 @@ from schedules.loops.weight_packing import pack_channel_constants, pack_prologue
 
 
 class TilePointwiseKnobs(NamedTuple):
-    """``row_tiles`` x ``out_blocks`` tiles of sums of ``tile_rows`` pixels each; ``depth_blocks`` blocks of input
-    channels at a step, ``pixel_block`` pixels per pass over the weights, ``channel_tasks`` x ``pixel_tasks`` parallel
-    tasks.
+    """Knobs: ``row_tiles`` x ``out_blocks`` tiles of sums of ``tile_rows`` pixels each; ``depth_blocks`` blocks of
+    input channels per step, ``pixel_block`` pixels per pass over the weights, ``channel_tasks`` x ``pixel_tasks``
+    parallel tasks.
     """
 
     row_tiles: int
@@ -48,12 +48,14 @@ class TilePointwiseKnobs(NamedTuple):
 
 
 class TileConvolution(Template):
-    """A convolution in tiles: its weights lie as ``depth``, the blocks of input channels at a step, says."""
+    """Base of convolutions in tiles, whose weight layout depends on ``depth``, the blocks of input channels
+    per step.
+    """
 
     kind: ClassVar[str]
 
     def __init__(self, depth: int) -> None:
-        """``depth``: blocks of input channels at a step, on which depends how weights lie."""
+        """Create the template; ``depth``: blocks of input channels per step, which determines the layout of weights."""
         self._depth = depth
         self.family = f"{self.kind}-{depth}"
 
@@ -67,11 +69,12 @@ class TileConvolution(Template):
 
 
 class TilePointwise(TileConvolution):
-    """As :class:`schedules.kernels.pointwise_kernel.Pointwise`, in tiles, behind a gate or a prologue too.
+    """1x1 convolution as :class:`schedules.kernels.pointwise_kernel.Pointwise`, in tiles, optionally with a gate or a
+    prologue.
 
-    With one block of input channels at a step tiles are read where the image lies, though a row of them is then half
-    full (of bytes a quarter). With more, a block of pixels is first laid out in rows, in a buffer of the task that
-    stays in its caches; so is what is prepared.
+    With one block of input channels per step tiles are read directly from the image, though their rows are only half
+    full (a quarter for bytes). With more, or with a gate or prologue, a block of pixels is first laid out in rows, in a
+    buffer of the task that stays in its caches.
     """
 
     kind = "tile-pointwise"
@@ -166,7 +169,7 @@ class TilePointwise(TileConvolution):
 
 
 def _extents(conv: Conv2d, knobs: TilePointwiseKnobs, cpu: CpuTarget) -> tuple[TiledExtent, TiledExtent]:
-    """Output blocks and pixels, each dealt out to tasks."""
+    """Return output blocks and pixels, each divided among tasks."""
     return (
         TiledExtent(blocks(conv.out_channels, cpu.lanes), knobs.out_blocks, knobs.channel_tasks),
         TiledExtent(conv.height * conv.width, knobs.pixel_block, knobs.pixel_tasks),

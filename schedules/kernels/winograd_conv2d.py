@@ -1,7 +1,7 @@
 """3x3 convolution, stride 1, by Winograd's minimal filtering: a matrix product over the channels at each of the n * n
 positions of a transformed tile, for m * m outputs with n = m + 2.
 
-A block of tiles goes through all three steps on one core, so that what was transformed never leaves its caches (Jia et
+A block of tiles goes through all three steps on one core, so that the transformed data never leave its caches (Jia et
 al., PPoPP 2018). Lanes are channels in every step, so that the transforms are additions of vectors.
 """
 
@@ -34,16 +34,16 @@ from schedules.loops.winograd_block import WinogradBlock
 from schedules.loops.winograd_tiles import WinogradTiles
 from schedules.loops.winograd_transforms import relative_rounding, transformed_weight
 
-# The knob that no other algorithm has.
+# Knob of this algorithm only.
 WINOGRAD_OUTPUTS = "winograd_outputs"
 _UNROLL = 4
-# Share of L2 that the transformed input of a block of tiles may take: the weights stream through the rest.
+# Share of L2 for the transformed input of a block of tiles: the weights stream through the rest.
 _L2_SHARE = 0.6
 
 
 class WinogradKnobs(NamedTuple):
-    """``winograd_outputs`` along each side of a tile, ``out_blocks`` x ``columns`` register tile of the products,
-    ``tiles`` of a block, ``channel_tasks`` x ``tile_tasks`` parallel tasks.
+    """Knobs: ``winograd_outputs`` along each side of a tile, ``out_blocks`` x ``columns`` register tile of the
+    products, ``tiles`` of a block, ``channel_tasks`` x ``tile_tasks`` parallel tasks.
     """
 
     winograd_outputs: int
@@ -59,9 +59,9 @@ class WinogradKnobs(NamedTuple):
 
 
 class WinogradConv2d(Template):
-    """Tasks of output blocks x tiles, by tiles of ``outputs`` x ``outputs``.
+    """Convolution with tasks of output blocks x tiles, in tiles of ``outputs`` x ``outputs``.
 
-    What is stored as bfloat16 is widened as it is read; transformed weights and tiles are of float32.
+    Tensors stored as bfloat16 are converted as they are read; transformed weights and tiles are float32.
     """
 
     def __init__(self, outputs: int) -> None:
@@ -135,7 +135,7 @@ class WinogradConv2d(Template):
         return WinogradBlock(WinogradTiles(conv, self.outputs), knobs.tile, knobs.tiles, cpu.lanes)
 
     def _extents(self, conv: Conv2d, knobs: WinogradKnobs, cpu: CpuTarget) -> tuple[TiledExtent, TiledExtent]:
-        """Output blocks and tiles, each dealt out to tasks."""
+        """Return output blocks and tiles, each divided among tasks."""
         return (
             TiledExtent(blocks(conv.out_channels, cpu.lanes), knobs.out_blocks, knobs.channel_tasks),
             TiledExtent(WinogradTiles(conv, self.outputs).count, knobs.tiles, knobs.tile_tasks),
@@ -153,7 +153,7 @@ class WinogradConv2d(Template):
 
 
 def _block_sizes(total: int, fitting: int) -> list[int]:
-    """Tiles of a block: what fits into L2, halves of it, and equal shares near them."""
+    """Return choices of tiles per block: as many as fit into L2, halves of that, and equal shares close to them."""
     found = set()
     size = min(total, fitting)
     while size >= 1:

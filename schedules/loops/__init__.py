@@ -1,1 +1,1 @@
-"""Loop nests in TIR that templates are made of, and the tiles and tasks they choose from."""
+"""TIR loop nests for the templates, and their choices of tiles and tasks."""

@@ -1,8 +1,9 @@
-"""Rows of a depthwise window by dot products: words of 32 bits of neighbouring columns, of one channel in each lane.
+"""Rows of a depthwise window by dot products: 32-bit words of adjacent columns, one channel per lane.
 
-A vector of bfloat16 and that of the next column are interleaved to words of two, four of bytes to words of four. Which
-bytes of a word are taps of which output is said by the weights, which are shifted to where the taps lie: one word then
-serves several outputs, and nothing is read beside the row: at its ends a word moves inwards and the weights move along.
+A vector of bfloat16 and that of the next column are interleaved to words of two, four of bytes to words of four. The
+weights, shifted to the positions of the taps, select which bytes of a word belong to which output: one word serves
+several outputs, and nothing is read outside the row: at its ends a word is moved inwards and the weights are shifted
+with it.
 """
 
 from __future__ import annotations
@@ -21,26 +22,28 @@ from schedules.loops.dot_products import INT8
 from schedules.loops.emit import Axis, Expr
 
 _BYTES = INT8.group
-# Of wider windows no registers hold the weights of a row.
+# Limit of the window width: for wider windows the registers cannot hold the weights of a row.
 _WIDEST = 7
 
 
 def sums_pairs(conv: Conv2d) -> bool:
-    """Whether a depthwise convolution of bfloat16 has neighbouring columns in its window, two of which one dot product
-    takes.
+    """True if a depthwise convolution of bfloat16 has adjacent columns in its window, two of which one dot product
+    multiplies.
     """
     return conv.dtype == "bfloat16" and conv.kernel[1] > 1 and conv.dilation[1] == 1
 
 
 def sums_quads(conv: Conv2d) -> bool:
-    """Whether a depthwise convolution of bytes takes up to four neighbouring columns at a time: a row holds as many."""
+    """True if a depthwise convolution of bytes multiplies up to four adjacent columns at a time; the row must hold
+    four.
+    """
     small = max(conv.kernel) <= _WIDEST and conv.width >= _BYTES
     return conv.dtype == "int8" and conv.is_depthwise and small and conv.kernel[1] > 1 and conv.dilation[1] == 1
 
 
 @dataclass(frozen=True)
 class TapPlaces:
-    """Where taps of a row lie in a word: ``count`` of them from ``first`` on, that one at byte ``place``."""
+    """Position of taps of a row in a word: ``count`` taps from ``first`` on, the first at byte ``place``."""
 
     place: int
     first: int
@@ -49,17 +52,19 @@ class TapPlaces:
 
 @dataclass(frozen=True)
 class QuadWord:
-    """The word that begins ``offset`` columns from the first that the first output of the tile reads; ``users``: what
-    outputs of the tile take of it.
-    """
+    """Word of four columns that is used by several outputs of a tile."""
 
+    # Start of the word in columns from the first column that the first output of the tile reads.
     offset: int
+    # Outputs of the tile that use the word, and their taps in it.
     users: tuple[tuple[int, TapPlaces], ...]
 
 
 @dataclass(frozen=True)
 class QuadPlan:
-    """Outputs of a window of ``kernel`` taps along a row in groups of ``outputs``, which share ``words`` words."""
+    """Division of the outputs of a row, with a window of ``kernel`` taps, into groups of ``outputs`` that share
+    ``words`` words.
+    """
 
     kernel: int
     stride: int
@@ -68,17 +73,17 @@ class QuadPlan:
 
     @property
     def reach(self) -> int:
-        """Columns from the first tap of an output on that a word may hold of it."""
+        """Columns from the first tap of an output on that its words may cover."""
         return _BYTES * self.words
 
     @property
     def products(self) -> float:
-        """Dot products of an output."""
+        """Dot products per output."""
         return sum(len(word.users) for word in self.tile(self.outputs)) / self.outputs
 
     def tile(self, width: int, start: int | None = None, axis: Axis | None = None) -> list[QuadWord]:
-        """The words of ``width`` outputs: inside the row (``start``: ``None``), or from the output ``start`` of
-        ``axis`` on, where they stay within its columns.
+        """Return the words of ``width`` outputs: inside the row (``start`` None), or from the output ``start`` of
+        ``axis`` on, where the words stay within its columns.
         """
         found = []
         for group in range(0, width, self.outputs):
@@ -99,15 +104,15 @@ class QuadPlan:
         return [word for word in found if word.users]
 
     def _places(self, window: int, columns: range, offset: int) -> TapPlaces | None:
-        """Of the output whose window begins at column ``window``, what lies in ``columns`` of the word at
-        ``offset``.
+        """Return the taps of the output whose window begins at column ``window`` in ``columns`` of the word at
+        ``offset``, or None.
         """
         begin, end = max(window, columns.start), min(window + self.kernel, columns.stop)
         return TapPlaces(begin - offset, begin - window, end - begin) if begin < end else None
 
 
 def quad_plan(conv: Conv2d) -> QuadPlan:
-    """The groups of the least words and products per output."""
+    """Return the groups with the fewest words and products per output."""
     kernel, stride = conv.kernel[1], conv.stride[1]
 
     def plans() -> Iterator[tuple[float, int, QuadPlan]]:
@@ -120,8 +125,8 @@ def quad_plan(conv: Conv2d) -> QuadPlan:
 
 
 def pack_depthwise_quads(weight: np.ndarray, lanes: int) -> np.ndarray:
-    """(C, 1, KH, KW) of whole numbers to (ceil(C/V), KH, ceil(KW/4), V x 4) of int8: the taps of a row, four to a word,
-    zeros behind them.
+    """Pack integers (C, 1, KH, KW) to int8 (ceil(C/V), KH, ceil(KW/4), V x 4): the taps of a row, four to a word,
+    followed by zeros.
     """
     channels, _, kernel_height, kernel_width = weight.shape
     count, words = blocks(channels, lanes), -(-kernel_width // _BYTES)
@@ -132,17 +137,17 @@ def pack_depthwise_quads(weight: np.ndarray, lanes: int) -> np.ndarray:
 
 
 def quad_weights_shape(conv: Conv2d, lanes: int) -> tuple[int, ...]:
-    """Of :func:`pack_depthwise_quads`."""
+    """Return the shape of the result of :func:`pack_depthwise_quads`."""
     count, words = blocks(conv.in_channels, lanes), -(-conv.kernel[1] // _BYTES)
     return (count, conv.kernel[0], words, lanes * _BYTES)
 
 
 def quads(buffer: Any, *indices: Expr, lanes: int) -> Any:
-    """The vectors of bytes at ``indices``, the last of them a column, and at the three next, as words of 32 bits: the
-    first in the lowest bits.
+    """Return the byte vectors at ``indices`` (the last of them a column) and at the next three columns as 32-bit words,
+    the first in the lowest bits.
     """
     vector = buffer[(*indices, tirx.Ramp(0, 1, _BYTES * lanes))]
-    # Four channels of each column at a time change places with their columns, first as words, then inside them.
+    # Transpose four channels by four columns at a time, first as words, then inside the words.
     groups = lanes // _BYTES
     words = tirx.reinterpret(f"int32x{lanes}", vector)
     words = emit.shuffle([words], [column * groups + group for group in range(groups) for column in range(_BYTES)])
@@ -157,8 +162,8 @@ def quads(buffer: Any, *indices: Expr, lanes: int) -> Any:
 
 
 def quad_weights(vector: Callable[[int], Any], taps: TapPlaces, kernel: int, lanes: int) -> Any:
-    """The words of weights that have ``taps`` where they are asked for, and zeros elsewhere. ``vector(index)``: those
-    of the taps from 4 x ``index`` on, as :func:`pack_depthwise_quads` leaves them.
+    """Return the words of weights with ``taps`` in their places, and zeros elsewhere. ``vector(index)``: the words of
+    the taps from 4 x ``index`` on, packed by :func:`pack_depthwise_quads`.
     """
     total: Any = None
     inside = set(range(taps.place, taps.place + taps.count))

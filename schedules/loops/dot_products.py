@@ -1,8 +1,8 @@
-"""How the dense register tile multiplies and adds, by the dtype in which data and weights are stored.
+"""Multiply-add of the dense register tile, by the dtype in which data and weights are stored.
 
-A step of it takes a group of neighbouring input channels: one of float32, or as many of a narrower dtype as fill 32
-bits, whose products one instruction adds to a lane of 32 bits. Neighbours lie together in a blocked tensor, and the
-weights of a step are packed lane by lane: (.., steps, V x group), all of a group for an output, then the next output.
+A step takes a group of adjacent input channels: one of float32, or as many of a narrower dtype as fill 32 bits, whose
+products one instruction adds to a 32-bit lane. A blocked tensor stores them together, and the weights of a step are
+packed lane by lane: (.., steps, V x group), all of a group for an output, then the next output.
 """
 
 from __future__ import annotations
@@ -23,44 +23,50 @@ from schedules.loops.emit import Expr
 
 @dataclass(frozen=True)
 class DotProduct:
-    """``storage``: dtype of data and weights; ``group``: channels of a step; ``word``: dtype of one operand, a value or
-    a word of neighbours; ``sums``: dtype of the accumulators. ``multiply_add(sums, x, weights, lanes)`` of vectors.
+    """Dot product instruction and its dtypes."""
 
-    ``latency``: cycles until its result can be added to.
-    """
-
+    # Dtype of data and weights.
     storage: str
+    # Channels of a step.
     group: int
+    # Dtype of one operand: a value, or a word of adjacent values.
     word: str
+    # Dtype of the accumulators.
     sums: str
+    # Cycles until its result can be added to.
     latency: float
+    # ``multiply_add(sums, x, weights, lanes)`` of vectors.
     multiply_add: Callable[[Any, Any, Any, int], Any]
 
     def steps(self, channels: int) -> int:
-        """Steps that ``channels`` input channels take."""
+        """Return the number of steps for ``channels`` input channels."""
         return -(-channels // self.group)
 
     def operand(self, buffer: Any, *indices: Expr) -> Any:
-        """What a step multiplies the weights of all outputs by: the group that begins at ``indices``."""
+        """Return the operand that a step multiplies the weights of all outputs by: the group that begins at
+        ``indices``.
+        """
         if self.group == 1:
             return buffer[indices]
         return tirx.reinterpret(self.word, buffer[(*indices[:-1], tirx.Ramp(indices[-1], 1, self.group))])
 
     def last_operand(self, buffer: Any, *indices: Expr, count: int) -> Any:
-        """Likewise of the first ``count`` of a group, where nothing may be read behind them; zeros follow."""
+        """Return the operand of a partial group: its first ``count`` values, followed by zeros; nothing after them is
+        read.
+        """
         if count == self.group:
             return self.operand(buffer, *indices)
         return self.neighbours([buffer[(*indices[:-1], indices[-1] + index)] for index in range(count)], 1)
 
     def weights(self, buffer: Any, *indices: Expr, lanes: int, ahead: int = 0) -> Any:
-        """The weights of one step, packed by :func:`pack_steps`; ``ahead`` as of :func:`emit.ask_ahead`."""
+        """Return the weights of one step, packed by :func:`pack_steps`; ``ahead`` as in :func:`emit.ask_ahead`."""
         emit.ask_ahead(buffer, *indices, ahead=ahead)
         vector = buffer[(*indices, tirx.Ramp(0, 1, lanes * self.group))]
         return vector if self.group == 1 else tirx.reinterpret(f"{self.word}x{lanes}", vector)
 
     def neighbours(self, values: Sequence[Any], lanes: int) -> Any:
-        """A vector of ``lanes`` words (a scalar, of one) from up to ``group`` such vectors of storage, one for each
-        neighbour; zeros for the others.
+        """Return a vector of ``lanes`` words (a scalar for one lane) from up to ``group`` vectors of storage, one per
+        position in a word; zeros for the others.
         """
         size = 8 * element_bytes(self.storage)
         suffix = "" if lanes == 1 else f"x{lanes}"
@@ -76,7 +82,7 @@ class DotProduct:
         return total
 
     def pack_steps(self, weight: np.ndarray) -> np.ndarray:
-        """FP32 (.., inputs, V) to storage (.., steps, V x group); inputs that fill up the last group are zeros."""
+        """Pack FP32 (.., inputs, V) to storage (.., steps, V x group); the last group is filled up with zeros."""
         if self.group == 1:
             return stored(weight, self.storage)
         *outer, inputs, lanes = weight.shape
@@ -106,5 +112,5 @@ _BY_STORAGE = {each.storage: each for each in (FLOAT32, BFLOAT16, INT8)}
 
 
 def dot_product(dtype: str) -> DotProduct:
-    """Of data and weights stored as ``dtype``; ``KeyError`` for one that there are no kernels for."""
+    """Return the dot product of data and weights stored as ``dtype``; ``KeyError`` for a dtype without kernels."""
     return _BY_STORAGE[dtype]

@@ -1,9 +1,9 @@
-"""Small steps for emitting TIR: vectors, loops, row and column borders, epilogues.
+"""Building blocks for emitting TIR: vectors, loops, row and column borders, epilogues.
 
-The templates emit TIR directly instead of scheduling a naive loop nest. A border is then a shorter
-loop or a tile of its own, never a predicate, and which value lives in a register is decided here: a
-``local`` buffer of one vector with constant indices is one register after LLVM's promotion of memory
-to registers (larger ``local`` buffers would exceed TVM's 1 KiB stack limit and stay in memory).
+The templates emit TIR directly instead of scheduling a naive loop nest. A border is a shorter loop or a separate tile,
+never a predicate, and registers are assigned here: a ``local`` buffer of one vector with constant indices is one
+register after LLVM's promotion of memory to registers (larger ``local`` buffers would exceed TVM's 1 KiB stack limit
+and stay in memory).
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def kernel(
     more: Sequence[TensorSpec] = (),
     tiles: bool = False,
 ) -> tirx.PrimFunc:
-    """A PrimFunc with the parameters of ``signature`` and ``more`` results; ``body`` gets their buffers in order.
-    ``tiles``: it uses the tile registers of AMX.
+    """Return a PrimFunc with the parameters of ``signature`` and ``more`` results; ``body`` gets their buffers in
+    order. ``tiles``: it uses the tile registers of AMX.
     """
     residual = () if signature.residual is None else ("residual",)
     gate = () if signature.gate is None else ("gate",)
@@ -60,23 +60,23 @@ def kernel(
 
 # --- vectors -------------------------------------------------------------------------------------
 
-# Arithmetic is in FP32; what a buffer holds of fewer bits is widened as it is read and rounded as it is written.
+# Arithmetic is in FP32; narrower values of a buffer are converted as they are read, and rounded as they are written.
 _BFLOAT16, _UINT8 = "bfloat16", "uint8"
 
 
 def load(buffer: Any, *indices: Expr, lanes: int) -> Any:
-    """One vector at ``indices`` of the outer dimensions, from the start of the last one, as FP32."""
+    """Return one vector at ``indices`` of the outer dimensions, from the start of the last one, as FP32."""
     return load_at(buffer, *indices, tirx.Ramp(0, 1, lanes), lanes=lanes)
 
 
 def load_at(buffer: Any, *indices: Any, lanes: int) -> Any:
-    """:func:`load`, the last of ``indices`` a ramp."""
+    """Return one vector as :func:`load` does, with a ramp as the last of ``indices``."""
     value = buffer[indices]
     return widened(value, lanes) if buffer.dtype in (_BFLOAT16, _UINT8) else value
 
 
 def widened(vector: Any, lanes: int) -> Any:
-    """A vector of bytes as FP32; one of bfloat16 likewise, which it is the upper half of."""
+    """Return a vector of bytes or bfloat16 as FP32; a bfloat16 is the upper half of an FP32."""
     if str(vector.ty.dtype).startswith(_UINT8):
         return vector.astype(f"int32x{lanes}").astype(f"float32x{lanes}")
     bits = tirx.reinterpret(f"uint16x{lanes}", vector).astype(f"uint32x{lanes}")
@@ -85,8 +85,8 @@ def widened(vector: Any, lanes: int) -> Any:
 
 
 def interleaved(buffer: Any, *indices: Expr, lanes: int) -> Any:
-    """The vector at ``indices`` of bfloat16, the last of them a position, and that at the next position, as words of 32
-    bits: the first in the lower halves.
+    """Return the bfloat16 vector at ``indices``, the last of them a position, and that at the next position, as 32-bit
+    words with the first in the lower halves.
     """
     both = tirx.reinterpret(f"uint16x{2 * lanes}", buffer[(*indices, tirx.Ramp(0, 1, 2 * lanes))])
     order = [each for lane in range(lanes) for each in (lane, lanes + lane)]
@@ -94,39 +94,39 @@ def interleaved(buffer: Any, *indices: Expr, lanes: int) -> Any:
 
 
 def lower_halves(vector: Any, lanes: int) -> Any:
-    """A vector of bfloat16 as FP32 (:func:`widened`) as words whose lower halves it is."""
+    """Return a vector of bfloat16, given as FP32 (:func:`widened`), as the lower halves of words."""
     bits = tirx.reinterpret(f"uint32x{lanes}", vector)
     sixteen = tirx.Broadcast(tirx.const(16, "uint32"), lanes)
     return tirx.reinterpret(f"int32x{lanes}", tirx.shift_right(bits, sixteen))
 
 
 def upper_halves(words: Any, lanes: int) -> Any:
-    """``words`` of 32 bits, or FP32, with zeros in their lower halves."""
+    """Return 32-bit ``words``, or FP32, with their lower halves cleared."""
     words = tirx.reinterpret(f"uint32x{lanes}", words)
     mask = tirx.Broadcast(tirx.const(0xFFFF0000, "uint32"), lanes)
     return tirx.reinterpret(f"int32x{lanes}", tirx.bitwise_and(words, mask))
 
 
 def rounded(vector: Any, lanes: int) -> Any:
-    """A vector of FP32 as bfloat16, to nearest, ties to even."""
+    """Return an FP32 vector as bfloat16, rounded to nearest, ties to even."""
     return tirx.reinterpret(f"bfloat16x{lanes}", operation(ROUND_BFLOAT16, lanes, vector))
 
 
 def nearest(vector: Any, lanes: int) -> Any:
-    """A vector of FP32 as int32, to nearest, ties to even."""
+    """Return an FP32 vector as int32, rounded to nearest, ties to even."""
     return operation(ROUND_INT32, lanes, vector)
 
 
 def operation(of: VectorOperation, lanes: int, *operands: Any) -> Any:
-    """A call of a vector operation that TIR has no word for."""
+    """Return a call of a vector operation that TIR has no expression for."""
     return tirx.call_pure_extern(of.result_type(lanes), of.symbol(lanes), *operands)
 
 
 def ask_ahead(buffer: Any, *indices: Expr, ahead: int) -> None:
-    """A request for the vector that lies ``ahead`` vectors further on than that at ``indices`` (0: none).
+    """Emit a prefetch of the vector that is ``ahead`` vectors after that at ``indices`` (0: none).
 
-    For weights that are used few times and come from L3: the hardware's prefetcher stops at every page. What lies
-    behind the end of the buffer is asked for too, which does no harm.
+    For weights that are used few times and come from L3: the hardware prefetcher stops at every page. Addresses after
+    the end of the buffer are prefetched too, which is harmless.
     """
     if ahead:
         address = T.address_of(buffer[(*indices[:-1], indices[-1] + ahead, 0)])
@@ -134,12 +134,14 @@ def ask_ahead(buffer: Any, *indices: Expr, ahead: int) -> None:
 
 
 def store(buffer: Any, value: Any, *indices: Expr, lanes: int) -> None:
-    """Stores ``value``, a vector of ``lanes``, from ``indices`` of ``buffer`` on; FP32 is rounded to what it holds."""
+    """Store ``value``, a vector of ``lanes``, from ``indices`` of ``buffer`` on; FP32 is rounded to the dtype of the
+    buffer.
+    """
     store_at(buffer, value, *indices, tirx.Ramp(0, 1, lanes), lanes=lanes)
 
 
 def store_at(buffer: Any, value: Any, *indices: Any, lanes: int) -> None:
-    """:func:`store`, the last of ``indices`` a ramp."""
+    """Store a vector as :func:`store` does, with a ramp as the last of ``indices``."""
     if buffer.dtype == _BFLOAT16:
         value = rounded(value, lanes)
     elif buffer.dtype == _UINT8 and "float" in str(value.ty.dtype):
@@ -148,25 +150,25 @@ def store_at(buffer: Any, value: Any, *indices: Any, lanes: int) -> None:
 
 
 def store_pair(buffer: Any, first: Any, second: Any, *indices: Expr, lanes: int) -> None:
-    """Stores two vectors of FP32, one behind the other, as bfloat16."""
+    """Store two FP32 vectors, one after the other, as bfloat16."""
     value = tirx.reinterpret(f"bfloat16x{2 * lanes}", operation(ROUND_PAIR_BFLOAT16, lanes, first, second))
     T.buffer_store(buffer, value, [*indices, tirx.Ramp(0, 1, 2 * lanes)])
 
 
 def splat(value: Any, lanes: int) -> Any:
-    """A scalar, expression or number, in every lane; of one lane the scalar itself."""
+    """Return a scalar, expression or number, in every lane; for one lane the scalar itself."""
     if isinstance(value, (int, float)):
         value = tirx.FloatImm("float32", float(value))
     return tirx.Broadcast(value, lanes) if lanes > 1 else value
 
 
 def first_lanes(vector: Any, lanes: int, used: int) -> Any:
-    """The first ``used`` of ``lanes`` lanes. LLVM loads no more where ``vector`` is a load."""
+    """Return the first ``used`` of ``lanes`` lanes. LLVM loads no more if ``vector`` is a load."""
     return vector if used == lanes else tirx.Shuffle([vector], list(range(used)))
 
 
 def zero_extended(vector: Any, used: int, lanes: int, dtype: str = "float32") -> Any:
-    """A vector of ``used`` lanes, continued by zeros; ``dtype``: of a lane."""
+    """Return a vector of ``used`` lanes, extended by zeros; ``dtype``: of a lane."""
     if used == lanes:
         return vector
     assert lanes == 2 * used, "a shuffle joins vectors of one length"
@@ -174,17 +176,21 @@ def zero_extended(vector: Any, used: int, lanes: int, dtype: str = "float32") ->
 
 
 def shuffle(vectors: Sequence[Any], lanes: Sequence[int]) -> Any:
-    """A vector of the given ``lanes`` of ``vectors``, which are counted through."""
+    """Return a vector of the given ``lanes`` of ``vectors``, numbered consecutively through all vectors."""
     return tirx.Shuffle(list(vectors), [tirx.const(lane, "int32") for lane in lanes])
 
 
 def total(vector: Any, lanes: int, group: int | None = None) -> Any:
-    """The sum over all lanes, in every lane; over each ``group`` of neighbours, a power of two, where one is given."""
+    """Return the sum over all lanes, in every lane; with ``group``, a power of two, the sum over each group of adjacent
+    lanes.
+    """
     return across(vector, lanes, lambda left, right: left + right, group)
 
 
 def across(vector: Any, lanes: int, combine: Callable[[Any, Any], Any], group: int | None = None) -> Any:
-    """Likewise by another operation: halves of each group change places, then quarters, and so on."""
+    """Reduce lanes as :func:`total` does, with the operation ``combine``: exchange halves of each group, then quarters,
+    and so on.
+    """
     step = (group or lanes) // 2
     while step:
         vector = T.bind(vector)
@@ -194,13 +200,13 @@ def across(vector: Any, lanes: int, combine: Callable[[Any, Any], Any], group: i
 
 
 def registers(rows: int, columns: int, lanes: int, dtype: str = "float32") -> list[list[Any]]:
-    """``rows`` x ``columns`` vector registers."""
+    """Allocate ``rows`` x ``columns`` vector registers."""
     return [[_register(lanes, dtype) for _ in range(columns)] for _ in range(rows)]
 
 
 def _register(lanes: int, dtype: str) -> Any:
-    # Without the annotation TVM takes even these few bytes from the workspace pool: the sums then live in memory
-    # between two loops, and every task calls the allocator once for each.
+    # Without the annotation TVM allocates even these few bytes from the workspace pool: the sums would live in memory
+    # between two loops, and every task would call the allocator once for each.
     return T.alloc_buffer((lanes,), dtype, scope="local", annotations={"disable_lower_builtin": True})
 
 
@@ -209,7 +215,7 @@ def _register(lanes: int, dtype: str) -> Any:
 
 @contextmanager
 def loop(extent: int) -> Iterator[Expr]:
-    """A serial loop; no loop at all for one trip."""
+    """Open a serial loop; no loop for one iteration."""
     if extent == 1:
         yield 0
     else:
@@ -219,7 +225,7 @@ def loop(extent: int) -> Iterator[Expr]:
 
 @contextmanager
 def span(begin: Expr, end: Expr) -> Iterator[Expr]:
-    """A serial loop over [begin, end)."""
+    """Open a serial loop over [begin, end)."""
     if isinstance(begin, int) and isinstance(end, int) and end - begin == 1:
         yield begin
     else:
@@ -229,7 +235,7 @@ def span(begin: Expr, end: Expr) -> Iterator[Expr]:
 
 @contextmanager
 def tasks(count: int) -> Iterator[Expr]:
-    """The parallel loop of a kernel; no parallel region for a single task."""
+    """Open the parallel loop of a kernel; no parallel region for a single task."""
     if count == 1:
         yield 0
     else:
@@ -238,29 +244,29 @@ def tasks(count: int) -> Iterator[Expr]:
 
 
 def bind(value: Expr) -> Expr:
-    """Names a value so that it is computed once; numbers stay numbers."""
+    """Bind a value to a variable so that it is computed once; numbers stay numbers."""
     return value if isinstance(value, int) else T.bind(value)
 
 
 def smaller(left: Expr, right: Expr) -> Expr:
-    """The smaller of two index expressions."""
+    """Return the smaller of two index expressions."""
     return min(left, right) if isinstance(left, int) and isinstance(right, int) else tirx.min(left, right)
 
 
 def larger(left: Expr, right: Expr) -> Expr:
-    """The larger of two index expressions."""
+    """Return the larger of two index expressions."""
     return max(left, right) if isinstance(left, int) and isinstance(right, int) else tirx.max(left, right)
 
 
 def quotient(value: Expr, divisor: int) -> Expr:
-    """``value // divisor`` of numbers or index expressions."""
+    """Return ``value // divisor`` of numbers or index expressions."""
     if divisor == 1:
         return value
     return value // divisor if isinstance(value, int) else tirx.floordiv(value, divisor)
 
 
 def remainder(value: Expr, divisor: int) -> Expr:
-    """``value % divisor`` of numbers or index expressions."""
+    """Return ``value % divisor`` of numbers or index expressions."""
     if divisor == 1:
         return 0
     return value % divisor if isinstance(value, int) else tirx.floormod(value, divisor)
@@ -276,21 +282,21 @@ class Axis:
     size: int
     kernel: int
     stride: int
-    before: int  # padding in front
+    before: int  # padding at the start
     dilation: int = 1
 
     def source(self, output: Expr, tap: Expr) -> Expr:
-        """Input position that ``tap`` reads for ``output``; outside [0, size) in the padding."""
+        """Return the input position that ``tap`` reads for ``output``; outside [0, size) in the padding."""
         return output * self.stride + tap * self.dilation - self.before
 
     def inside(self, output: int, tap: int) -> bool:
-        """Whether the input of ``output`` and ``tap`` lies in the data, not in its padding."""
+        """True if the input of ``output`` and ``tap`` is in the data, not in its padding."""
         return 0 <= self.source(output, tap) < self.size
 
     def taps(self, output: Expr, outputs: int) -> tuple[Expr, Expr]:
-        """The taps [lo, hi) that read inside the input for a row known only at run time.
+        """Return the taps [lo, hi) that read inside the input for a row known only at run time.
 
-        Python numbers where every one of the ``outputs`` rows reads all taps.
+        Python numbers if each of the ``outputs`` rows reads all taps.
         """
         rows = range(outputs)
         if all(self.inside(row, tap) for row in (rows[0], rows[-1]) for tap in range(self.kernel)):
@@ -303,7 +309,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class ColumnSegment:
-    """``count`` tiles of ``width`` columns from ``start``; a border tile stands alone."""
+    """``count`` tiles of ``width`` columns from ``start``; a border tile is a segment of its own."""
 
     start: int
     width: int
@@ -312,7 +318,9 @@ class ColumnSegment:
 
 
 def segments(extent: int, width: int, axis: Axis | None = None) -> list[ColumnSegment]:
-    """``extent`` columns in tiles of ``width`` and a rest; tiles that touch the padding apart."""
+    """Divide ``extent`` columns into tiles of ``width`` and a rest; tiles that touch the padding are
+    separate segments.
+    """
     found: list[ColumnSegment] = []
     for start in range(0, extent, width):
         size = min(width, extent - start)
@@ -329,19 +337,21 @@ def segments(extent: int, width: int, axis: Axis | None = None) -> list[ColumnSe
 
 @contextmanager
 def column_tile(segment: ColumnSegment) -> Iterator[Expr]:
-    """The first column of each tile of the segment: a number for a tile that stands alone."""
+    """Loop over the first column of each tile of the segment: a number for a single tile."""
     with loop(segment.count) as index:
         yield segment.start if segment.count == 1 else segment.start + index * segment.width
 
 
 def clamp_start(start: Expr, width: int, extent: int) -> Expr:
-    """Moves a tile back so that it ends inside ``extent``: what two tiles share is computed twice, alike."""
+    """Move a tile back so that it ends inside ``extent``: the overlap of two tiles is computed twice, with equal
+    results.
+    """
     assert width <= extent
     return bind(smaller(start, extent - width))
 
 
 def clamp_rows(first: Expr, count: int, extent: int) -> Expr:
-    """Moves ``count`` rows from ``first`` into [0, ``extent``): what they hold of it, they hold afterwards too."""
+    """Move ``count`` rows from ``first`` into [0, ``extent``); the rows of that range that they contain are kept."""
     return larger(0, smaller(first, extent - count))
 
 
@@ -352,9 +362,9 @@ _LOG2_E = 1.44269504088896341
 
 
 def within(x: Any, low: Any = None, high: Any = None) -> Any:
-    """``x`` cut off at ``low`` and ``high``; NaN stays NaN.
+    """Clip ``x`` to ``low`` and ``high``; NaN stays NaN.
 
-    TIR's maximum and the CPU's instruction alike give their second operand where a comparison with NaN is false, so the
+    Both TIR's maximum and the CPU's instruction return their second operand if a comparison with NaN is false, so the
     bounds come first.
     """
     x = x if low is None else tirx.max(low, x)
@@ -362,14 +372,14 @@ def within(x: Any, low: Any = None, high: Any = None) -> Any:
 
 
 def _named(value: Any) -> Any:
-    """``value``, which is used more than once: a variable of the kernel that is written, if one is."""
+    """Bind ``value``, which is used more than once, to a variable if a kernel is being built."""
     return T.bind(value) if IRBuilder.is_in_scope() else value
 
 
 def exp(x: Any, lanes: int, coarse: bool = False) -> Any:
-    """e^x on a vector, 2 ulp over [-87, 88]: Cephes' range reduction and degree-5 polynomial.
+    """Return e^x of a vector, within 2 ulp over [-87, 88]: Cephes' range reduction and degree-5 polynomial.
 
-    LLVM turns its own ``exp`` intrinsic into one library call per lane. ``coarse`` as of :func:`activate`.
+    LLVM lowers its own ``exp`` intrinsic to one library call per lane. ``coarse`` as in :func:`activate`.
     """
     if coarse:
         return operation(POWER_OF_TWO, lanes, x * splat(_LOG2_E, lanes))
@@ -388,14 +398,16 @@ def exp(x: Any, lanes: int, coarse: bool = False) -> Any:
     return tirx.reinterpret(real, tirx.reinterpret(integer, mantissa) + exponent)
 
 
-# A half turn in parts of few digits, whose products with small numbers of turns are exact.
+# Pi in parts of few digits, whose products with small integers are exact.
 _HALF_TURN = (3.140625, 9.6702575683593750e-4, 6.2771141529083252e-7, 1.2154201256553421e-10)
-# (sin(r) - r) / r^3 over the square of r, up to half of that: SLEEF's sinf_u35 (Shibata and Petrogalli 2020).
+# (sin(r) - r) / r^3 as a polynomial in r^2, for r up to half of pi: SLEEF's sinf_u35 (Shibata and Petrogalli 2020).
 _SINE = (2.6083159809786594e-6, -1.9810690719168633e-4, 8.3330785855650902e-3, -0.16666659712791443)
 
 
 def sine(x: Any, lanes: int) -> Any:
-    """The sine of a vector, within 4e-7 of it up to a thousand, and then by as much more as ``x`` is."""
+    """Return the sine of a vector, with an error within 4e-7 for arguments up to a thousand; beyond, the error grows in
+    proportion to ``x``.
+    """
     turns = _named(tirx.floor(x * splat(1.0 / math.pi, lanes) + splat(0.5, lanes)))
     rest = x
     for size in _HALF_TURN:
@@ -406,8 +418,9 @@ def sine(x: Any, lanes: int) -> Any:
     return sign * (rest + rest * square * _polynomial(_SINE, square, lanes))
 
 
-# erf(x) / x over 2 (x / 3.7)^2 - 1, of the highest power first: least squares on Chebyshev nodes weighted by x. Beyond
-# 3.7, where erf is one within 2e-7, x is cut off. A rational form of fewer terms costs a division, as much as 16 terms.
+# erf(x) / x as a polynomial in 2 (x / 3.7)^2 - 1, highest power first: least squares on Chebyshev nodes weighted by x.
+# x is clipped at 3.7, beyond which erf is one within 2e-7. A rational form with fewer terms needs a division, which
+# costs as much as 16 terms.
 _ERF_END = 3.7
 _ERF = (
     *(-0.00144068437, 0.00389593527, -0.00383966798, 0.00530986709, -0.0139308683, 0.0250574504, -0.0363209883),
@@ -416,31 +429,32 @@ _ERF = (
 
 
 def erf(x: Any, lanes: int) -> Any:
-    """The error function on a vector, within 4e-7 of it."""
+    """Return the error function of a vector, with an error within 4e-7."""
     x = _named(within(x, splat(-_ERF_END, lanes), splat(_ERF_END, lanes)))
     square = _named(x * x * splat(2.0 / _ERF_END**2, lanes) - splat(1.0, lanes))
     return x * _polynomial(_ERF, square, lanes)
 
 
-# The normal distribution is 1 / (1 + e^(x p(x^2))) but for 5.5e-5 of x in the mean: p of the highest power first, by
-# Remez's exchange, weighted by what an error of it changes of the result over the result and 0.02. Beyond the end of
-# the square p would turn back; there it is constant.
+# The normal distribution function is 1 / (1 + e^(x p(x^2))), with a mean error of 5.5e-5 of x: p with the highest power
+# first, by Remez's exchange, weighted by the sensitivity of the result to p over (the result + 0.02). x^2 is clipped at
+# the end of the interval, beyond which p would turn back.
 _GELU = (0.00076619345, -0.074467323, -1.5944453)
 _GELU_END = 45.0
 
-# 2 atanh(s) / s over the square of s = y / (2 + y), which is at most 1/3: what is left out is below 2e-8 of it.
+# 2 atanh(s) / s as a polynomial in s^2 for s = y / (2 + y), which is at most 1/3: the truncation error is below 2e-8 of
+# it.
 _LOG1P = tuple(2.0 / power for power in range(15, 0, -2))
 
 
 def _log1p(y: Any, lanes: int) -> Any:
-    """log(1 + y) of a vector between zero and one."""
+    """Return log(1 + y) of a vector between zero and one."""
     y = _named(y)
     ratio = _named(y / (y + splat(2.0, lanes)))
     return ratio * _polynomial(_LOG1P, _named(ratio * ratio), lanes)
 
 
 def _polynomial(coefficients: Sequence[float], x: Any, lanes: int) -> Any:
-    """Of the highest power first."""
+    """Evaluate a polynomial with the coefficient of the highest power first."""
     value = splat(coefficients[0], lanes)
     for coefficient in coefficients[1:]:
         value = _named(value * x + splat(coefficient, lanes))
@@ -448,10 +462,11 @@ def _polynomial(coefficients: Sequence[float], x: Any, lanes: int) -> Any:
 
 
 def activate(x: Any, activation: str | None, lanes: int, slope: float = 0.0, coarse: bool = False) -> Any:
-    """An activation of ``costmodel.operators.layers.ACTIVATIONS``, but for ``prelu``, of this ``slope`` on a vector.
+    """Return an activation of ``costmodel.operators.layers.ACTIVATIONS`` (except ``prelu``) with ``slope`` on a vector.
 
-    ``coarse``: of a layer stored as bfloat16, by operations for such: those that divide by an exponential are within
-    1e-4 of the value (GELU: 4e-4), where rounding is within 2e-3. Others, which subtract from it, are computed as ever.
+    ``coarse``: for a layer stored as bfloat16, with less accurate operations: activations that divide by an exponential
+    have an error within 1e-4 of the value (GELU: 4e-4), against 2e-3 for the rounding. Activations that subtract from
+    the exponential are computed in full accuracy.
     """
     zero, six = splat(0.0, lanes), splat(6.0, lanes)
     if activation is None:
@@ -503,13 +518,13 @@ def activate(x: Any, activation: str | None, lanes: int, slope: float = 0.0, coa
 
 
 def _over_one_and_exp(x: Any, exponent: Any, lanes: int, coarse: bool) -> Any:
-    """x / (1 + e^exponent)."""
+    """Return x / (1 + e^exponent)."""
     below = splat(1.0, lanes) + exp(exponent, lanes, coarse)
     return x * operation(RECIPROCAL, lanes, below) if coarse else x / below
 
 
 def leaking(x: Any, slopes: Any, lanes: int) -> Any:
-    """What is below zero times ``slopes``: a ``prelu``, whose slopes are vectors."""
+    """Return ``x`` with negative values multiplied by ``slopes``: a ``prelu`` whose slopes are vectors."""
     zero = splat(0.0, lanes)
     return within(x, zero) + within(x, high=zero) * slopes
 
@@ -522,10 +537,10 @@ def finish(
     constant: Callable[[str], Any] | None = None,
     coarse: bool = False,
 ) -> Any:
-    """Residual, activation and affine on an accumulator that already holds the bias.
+    """Apply residual, activation and affine to an accumulator that already includes the bias.
 
-    ``constant(name)`` is the vector of one of :func:`schedules.loops.weight_packing.channel_vectors`; ``coarse`` as of
-    :func:`activate`.
+    ``constant(name)`` returns the vector of one of :func:`schedules.loops.weight_packing.channel_vectors`; ``coarse``
+    as in :func:`activate`.
     """
     if epilogue.residual == "before_activation":
         assert residual is not None

@@ -1,9 +1,9 @@
-"""Cycles of the loop nests that kernels are made of: issue slots of the register tiles and exposed cache traffic.
+"""Cycles of the loop nests of kernels: issue slots of the register tiles and exposed cache traffic.
 
-The terms of every template's analytic cost, which orders its space. They need no measurement and know nothing of the
-machine but its vectors and caches; the learned model of the tuner corrects them. Costs are cycles of a core that issues
-two vector FMAs and two vector loads per cycle, as every AVX2 and AVX-512 server core since Haswell does; only their
-ratios are used.
+These are the terms of every template's analytic cost, which orders its space. They need no measurement and no
+information about the machine except its vectors and caches; the learned model of the tuner corrects them. Costs are
+cycles of a core that issues two vector FMAs and two vector loads per cycle, as every AVX2 and AVX-512 server core since
+Haswell does; only their ratios are used.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from schedules.loops.dot_products import BFLOAT16, FLOAT32, INT8, dot_product
 from schedules.loops.register_tiling import RegisterTile
 
 PORTS = 2.0
-# Filling and draining the pipeline of a tile: a mispredicted loop exit and the dependent stores.
+# Cycles of filling and draining the pipeline of a tile: a mispredicted loop exit and the dependent stores.
 TILE_CYCLES = 24.0
-# Of a product, what storing an operand or reading it again takes.
+# Issue slots, in multiples of a product, of storing an operand or reading it again.
 SPILL_SLOTS = 1.0
 # Share of cache traffic that out-of-order execution and hardware prefetchers do not hide.
 _EXPOSED = 0.35
 _L2_BYTES_PER_CYCLE = 32.0
 _L3_BYTES_PER_CYCLE = 8.0
-# A parallel task costs about as much as its start.
+# Cycles of starting a parallel task.
 _TASK_CYCLES = 600.0
 
 
@@ -39,7 +39,7 @@ class EqualTiles:
 
 
 def equal_tiles(extent: int, width: int) -> Iterator[EqualTiles]:
-    """``extent`` columns in tiles of ``width``, and the narrower one that is left."""
+    """Yield ``extent`` columns in tiles of ``width``, and the narrower tile of the rest."""
     full, rest = divmod(extent, width)
     if full:
         yield EqualTiles(width, full)
@@ -49,7 +49,7 @@ def equal_tiles(extent: int, width: int) -> Iterator[EqualTiles]:
 
 @dataclass(frozen=True)
 class TapRow:
-    """The taps of a window along a row."""
+    """Taps of a window along a row."""
 
     kernel: int
     stride: int
@@ -57,13 +57,13 @@ class TapRow:
 
     @staticmethod
     def of(conv: Conv2d) -> TapRow:
-        """Of ``conv``."""
+        """Return the taps of a row of ``conv``."""
         return TapRow(conv.kernel[1], conv.stride[1], conv.dilation[1])
 
     def spilled(self, cpu: CpuTarget, out_blocks: int, columns: int) -> int:
-        """Operands of a tile that no register is left for, beside its sums and weights: the compiler reads a column
-        once for all taps that multiply it, and keeps it from the first of them to the last. None where no two taps
-        read the same column.
+        """Return the number of operands of a tile that do not fit in the registers with its sums and weights: the
+        compiler reads a column once for all taps that multiply it, and keeps it from the first of them to the last. 0
+        if no two taps read the same column.
         """
         read = {column * self.stride + tap * self.dilation for column in range(columns) for tap in range(self.kernel)}
         if len(read) == columns * self.kernel:
@@ -82,13 +82,13 @@ def dense_cycles(
     dtype: str = "float32",
     taps: TapRow | None = None,
 ) -> float:
-    """Cycles of one pass of ``tile.out_blocks`` output blocks over ``extent`` columns, ``depth`` multiply-adds each of
-    values stored as ``dtype``.
+    """Return the cycles of one pass of ``tile.out_blocks`` output blocks over ``extent`` columns, ``depth``
+    multiply-adds each of values stored as ``dtype``.
 
-    ``data_bytes``: what the pass reads; ``weight_bytes``: of these output blocks, read again for every tile; ``taps``:
-    of a row of the window, in a layer with one. Each operand that is spilled takes a slot of every step: it is stored
-    once for a row of taps, and read again for each of the others. Of float32 that is not counted: the shipped ranking
-    has learned it there, over costs without it.
+    ``data_bytes``: read by the pass; ``weight_bytes``: of these output blocks, read again for every tile; ``taps``: of
+    a row of the window, if the layer has one. Each spilled operand takes a slot of every step: it is stored once for a
+    row of taps, and read again for each of the others. This is not counted for float32, for which the shipped ranking
+    was trained on costs without it.
     """
     dot, cycles = dot_product(dtype), 0.0
     for tiles in equal_tiles(extent, tile.columns):
@@ -104,15 +104,16 @@ def dense_cycles(
 def depthwise_cycles(
     conv: Conv2d, columns: int, rows: int, taps: int | None = None, source: str | None = None
 ) -> float:
-    """Cycles of one channel block for ``rows`` output rows in tiles of ``columns``, ``taps`` of a row at a time.
+    """Return the cycles of one channel block for ``rows`` output rows in tiles of ``columns``, ``taps`` of a row at a
+    time.
 
-    ``source``: dtype of what it reads, if not that of ``conv``.
+    ``source``: dtype of the input, if not that of ``conv``.
     """
     narrow = (source or conv.dtype) != "float32"
     if sums_quads(conv):
         return rows * _quad_cycles(conv, columns)
     paired = narrow and taps is None and sums_pairs(conv)
-    # A vector of a narrow dtype takes two operations to become FP32, one to be paired with its neighbour.
+    # A vector of a narrow dtype takes two operations to become FP32, one to be paired with the next column.
     preparing = (1 if paired else 2) if narrow else 0
     kernel_height, kernel_width = conv.kernel
     steps = -(-kernel_width // 2) if paired else kernel_width
@@ -127,7 +128,7 @@ def depthwise_cycles(
 
 
 def _quad_cycles(conv: Conv2d, columns: int) -> float:
-    """Of a row of bytes: two operations make the words that a group of outputs shares."""
+    """Return the cycles of a row of bytes: two operations make the words that a group of outputs shares."""
     plan, cycles = quad_plan(conv), 0.0
     for tiles in equal_tiles(conv.out_width, columns):
         words = plan.words * -(-tiles.width // plan.outputs)
@@ -137,7 +138,7 @@ def _quad_cycles(conv: Conv2d, columns: int) -> float:
 
 
 def exposed_traffic(cpu: CpuTarget, bytes_moved: float, working_set: float) -> float:
-    """Exposed cycles of reading ``bytes_moved`` that were last used ``working_set`` bytes ago."""
+    """Return the exposed cycles of reading ``bytes_moved`` that were last used ``working_set`` bytes ago."""
     if working_set <= 0.6 * cpu.l1_bytes:
         return 0.0
     rate = _L2_BYTES_PER_CYCLE if working_set <= 0.6 * cpu.l2_bytes else _L3_BYTES_PER_CYCLE
@@ -145,5 +146,5 @@ def exposed_traffic(cpu: CpuTarget, bytes_moved: float, working_set: float) -> f
 
 
 def parallel_cycles(cpu: CpuTarget, tasks: int, cycles: float) -> float:
-    """Cycles until the last thread is done with ``tasks`` of ``cycles`` each, dealt out evenly."""
+    """Return the cycles until the last thread finishes ``tasks`` of ``cycles`` each, divided evenly."""
     return -(-tasks // cpu.threads) * (cycles + (_TASK_CYCLES if tasks > 1 else 0.0))

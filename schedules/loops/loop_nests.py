@@ -1,6 +1,6 @@
-"""The loop nests that kernels are composed of: one layer over a tile, from an accessor to an accessor.
+"""Loop nests of kernels: one layer over a tile, from an accessor of its input to a sink of its output.
 
-A fused kernel is two or three phases that meet in a buffer of one task; an unfused one is one phase.
+A fused kernel is two or three phases that share a buffer of one task; an unfused one is one phase.
 """
 
 from __future__ import annotations
@@ -26,16 +26,19 @@ from schedules.loops.weight_packing import channel_vectors
 # (output block, pixel of the tile, vectors of sums with bias of that pixel and the next ones) -> None
 Sink = Callable[[Expr, Expr, Sequence[Any]], None]
 
-# How far ahead weights that are used once or a few times are asked for. Of 16 and 48, tried on 7x7 layers inside
-# MobileNetV2 (Zen 4), both gain 5 to 10 %, 48 a little more.
+# Prefetch distance of weights that are used once or a few times. Of 16 and 48, tried on 7x7 layers inside MobileNetV2
+# (Zen 4), both gain 5 to 10 %, 48 a little more.
 PREFETCH_VECTORS = 48
-# Up to this many column tiles of an image, the first of which finds the weights in L3, share that wait.
+# Limit of column tiles of an image for prefetching: the first tile waits for weights from L3, and with more tiles the
+# wait is negligible.
 _FEW_TILES = 8
 
 
 @dataclass(frozen=True)
 class TiledExtent:
-    """An ``extent`` (output blocks, rows, pixels) in tiles of ``size``, shared by ``tasks``; the last may overlap."""
+    """``extent`` (output blocks, rows, pixels) in tiles of ``size``, divided among ``tasks``; the last tile may overlap
+    another.
+    """
 
     extent: int
     size: int
@@ -48,12 +51,12 @@ class TiledExtent:
         return -(-tiles // self.tasks)
 
     def start(self, task: Expr, index: Expr) -> Expr:
-        """Where the ``index``-th tile of ``task`` begins."""
+        """Return the start of the ``index``-th tile of ``task``."""
         return emit.clamp_start((task * self.per_task + index) * self.size, self.size, self.extent)
 
 
 def task_index(task: Expr, *extents: int) -> list[Expr]:
-    """Splits a task number into one index per extent, the last one fastest."""
+    """Split a task number into one index per extent, the last one fastest."""
     indices: list[Expr] = []
     for extent in reversed(extents):
         if extent == 1:
@@ -73,12 +76,12 @@ def store_finished(
     residual: Any | None = None,
     channel: tuple[Any, Expr] | None = None,
 ) -> list[Any]:
-    """What a sink does: the epilogue of ``layer`` on the vectors of ``sums``, of neighbouring pixels, then their store
-    to ``buffer`` from the indices ``at`` on, the last of which is a pixel. Returns what it stores.
+    """Apply the epilogue of ``layer`` to the vectors of ``sums`` of adjacent pixels, store them to ``buffer`` from the
+    indices ``at`` on (the last is a pixel), and return the stored vectors.
 
     ``residual`` is a buffer of the same shape, ``channel`` the buffer of the constants per channel
-    (:func:`schedules.loops.weight_packing.channel_constants_shape`) and the output block; ``AssertionError`` where the
-    epilogue reads one and it is ``None``. Into bytes sums are requantised, behind the activation.
+    (:func:`schedules.loops.weight_packing.channel_constants_shape`) and the output block; ``AssertionError`` if the
+    epilogue reads one and it is None. For a buffer of bytes the sums are requantised after the activation.
     """
     places = [(*at[:-1], at[-1] + pixel if pixel else at[-1]) for pixel in range(len(sums))]
     reads = [None if residual is None else _reader(residual, place, lanes) for place in places]
@@ -128,7 +131,9 @@ def _channel_vector(name: str, epilogue: Epilogue, constants: Any, block: Expr, 
 
 
 def last_lanes(conv: Conv2d, out_blocks: int, first_block: Expr, lanes: int) -> int | None:
-    """Half of ``lanes`` where one group holds all output blocks and half of the last one is enough."""
+    """Return half of ``lanes`` if one group has all output blocks and the channels of the last one fit in half a block;
+    else None.
+    """
     known = isinstance(first_block, int) and first_block + out_blocks == blocks(conv.out_channels, lanes)
     rest = conv.out_channels % lanes
     return lanes // 2 if known and lanes >= 16 and 0 < rest <= lanes // 2 else None
@@ -146,9 +151,9 @@ def pointwise_phase(
     bias: Any,
     sink: Sink,
 ) -> None:
-    """A 1x1 convolution over ``pixels`` for ``tile.out_blocks`` output blocks from ``first_block``.
+    """Emit a 1x1 convolution over ``pixels`` for ``tile.out_blocks`` output blocks from ``first_block``.
 
-    ``source(block, pixel, lane)`` is the operand of the input channels from ``lane`` on.
+    ``source(block, pixel, lane)`` returns the operand of the input channels from ``lane`` on.
     """
     dot = dot_product(conv.dtype)
     count = -(-conv.out_height * conv.out_width // tile.columns)
@@ -187,16 +192,16 @@ def depthwise_phase(
     sink: Callable[[Expr, Expr, Sequence[Any]], None],
     taps: int | None = None,
 ) -> None:
-    """A depthwise convolution of one channel block for ``rows`` output rows from ``first_row``.
+    """Emit a depthwise convolution of one channel block for ``rows`` output rows from ``first_row``.
 
-    Its input is ``data``, where the vector of an image's (row, column) lies at ``at(row, column)``, the next column
-    behind it; ``sink(row of the tile, column, sums)``. ``taps`` as of a :class:`DepthwiseTile`. Where windows have
-    neighbouring columns, words of bfloat16 and of bytes hold several of them.
+    Its input is ``data``; the vector of (row, column) is at ``at(row, column)``, followed by the next column; the
+    output goes to ``sink(row of the tile, column, sums)``. ``taps`` as in :class:`DepthwiseTile`. If windows have
+    adjacent columns, words of bfloat16 and of bytes hold several of them.
     """
     vertical, horizontal = axes(conv)
     paired = taps is None and data.dtype == "bfloat16" and sums_pairs(conv)
     plan = quad_plan(conv) if sums_quads(conv) else None
-    # A word may reach beyond the window of its last output, not beyond the row.
+    # A word may reach beyond the window of its last output, but not beyond the row.
     reach = horizontal if plan is None else replace(horizontal, kernel=max(plan.reach, horizontal.kernel))
 
     def source(row: Expr, column: Expr) -> Any:
@@ -218,7 +223,7 @@ def depthwise_phase(
                         lambda ky, column: source(vertical.source(out_row, ky), column), horizontal, start, segment
                     ),
                     weight=lambda ky, kx: emit.load(weight, block, ky, kx, lanes=lanes),
-                    # Columns of tiles inside the row are alike.
+                    # Columns of tiles inside the row have equal initial sums.
                     initial=lambda column, segment=segment: initial_sums(  # type: ignore[misc]
                         conv, bias, block, lanes, (out_row, segment.start + column)
                     ),
@@ -253,7 +258,7 @@ def depthwise_phase(
 
 
 def axes(conv: Conv2d) -> tuple[Axis, Axis]:
-    """Vertical and horizontal axis of a convolution."""
+    """Return the vertical and horizontal axis of a convolution."""
     vertical = Axis(conv.height, conv.kernel[0], conv.stride[0], conv.padding[0], conv.dilation[0])
     horizontal = Axis(conv.width, conv.kernel[1], conv.stride[1], conv.padding[1], conv.dilation[1])
     return vertical, horizontal
@@ -262,7 +267,9 @@ def axes(conv: Conv2d) -> tuple[Axis, Axis]:
 def _padded(
     source: Callable[[Expr, Expr], Any], axis: Axis, start: Expr, segment: emit.ColumnSegment
 ) -> Callable[[Expr, int], Any | None]:
-    """Input of a tile by column offset; ``None`` in the padding, known because border tiles stand alone."""
+    """Return the input of a tile by column offset; None in the padding, whose position is constant as border tiles are
+    separate.
+    """
 
     def value(ky: Expr, offset: int) -> Any | None:
         column = start * axis.stride - axis.before + offset
@@ -283,7 +290,9 @@ def _column_pairs(
     block: Expr,
     lanes: int,
 ) -> ColumnPairs:
-    """Of a tile by column offset: ``pair(ky, column)`` inside the image, a ``single`` vector at its border."""
+    """Return the column pairs of a tile by column offset: ``pair(ky, column)`` inside the image, a ``single`` vector at
+    its border.
+    """
 
     def words(ky: Expr, offset: int) -> Any | None:
         column = start * axis.stride - axis.before + offset
@@ -310,7 +319,7 @@ def _column_quads(
     block: Expr,
     lanes: int,
 ) -> ColumnQuads:
-    """Of a tile of ``segment`` by column offset: ``words(ky, column)`` of the input."""
+    """Return the column quads of a tile of ``segment`` by column offset; ``words(ky, column)``: of the input."""
     border = (segment.start, axis) if segment.border else (None, None)
 
     def weights(ky: Expr, taps: TapPlaces) -> Any:
@@ -343,10 +352,10 @@ def conv_phase(
     bias: Any,
     sink: Callable[[Expr, Expr, Expr, Sequence[Any]], None],
 ) -> None:
-    """A k x k convolution for ``rows`` output rows and ``tile.out_blocks`` output blocks.
+    """Emit a k x k convolution for ``rows`` output rows and ``tile.out_blocks`` output blocks.
 
-    ``source(block, lane, row, column)`` is the operand of the input channels from ``lane`` on, ``weight(output block,
-    block, step, ky, kx)`` a vector, ``sink(output block, row of the tile, column, sums)``.
+    ``source(block, lane, row, column)`` returns the operand of the input channels from ``lane`` on, ``weight(output
+    block, block, step, ky, kx)`` a vector; the output goes to ``sink(output block, row of the tile, column, sums)``.
     """
     vertical, horizontal = axes(conv)
     with emit.loop(rows) as row:
@@ -370,7 +379,7 @@ def conv_phase(
                     unroll=tile.unroll,
                     x=x,
                     weight=lambda o, block, step, ky, kx: weight(first_block + o, block, step, ky, kx),
-                    # Columns of tiles inside the row are alike.
+                    # Columns of tiles inside the row have equal initial sums.
                     initial=lambda o, column, segment=segment: initial_sums(  # type: ignore[misc]
                         conv, bias, first_block + o, lanes, (out_row, segment.start + column)
                     ),

@@ -1,4 +1,4 @@
-"""A plain NCHW image, of few channels, as the operands of a dense register tile."""
+"""Operands of a dense register tile from a plain NCHW image with few channels."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from schedules.loops.row_window import source_rows
 
 
 class PlainOperands:
-    """``data``, plain, as a kernel of ``conv`` reads it for ``rows`` output rows at a time.
+    """Operands from ``data``, plain, for a kernel of ``conv`` that computes ``rows`` output rows at a time.
 
-    Values of float32 are operands as they lie. Of a narrower dtype an operand is a word of neighbouring channels, which
-    do not lie together: the words of the rows are put together in a buffer of the task, (steps, rows, columns).
+    Values of float32 are operands without conversion. For a narrower dtype an operand is a word of adjacent channels,
+    which are not contiguous in memory: the words of the rows are assembled in a buffer of the task, (steps, rows,
+    columns).
     """
 
     def __init__(self, conv: Conv2d, data: Any, rows: int, lanes: int) -> None:
@@ -32,11 +33,11 @@ class PlainOperands:
 
     @property
     def channels(self) -> int:
-        """Operands that make up a pixel."""
+        """Number of operands per pixel."""
         return self._dot.steps(self._conv.in_channels)
 
     def fill(self, image: Expr, first_row: Expr) -> None:
-        """Makes the operands that the output rows from ``first_row`` on read."""
+        """Assemble the operands that the output rows from ``first_row`` on read."""
         if self._words is None:
             return
         conv, lanes = self._conv, self._lanes
@@ -48,13 +49,13 @@ class PlainOperands:
                     with emit.loop(whole) as column:
                         self._fill(image, step, row, column * lanes, lanes)
                 if rest and whole:
-                    self._fill(image, step, row, conv.width - lanes, lanes)  # again a part of the vector before
+                    self._fill(image, step, row, conv.width - lanes, lanes)  # overlaps the vector before it
                 elif rest:
                     with emit.loop(rest) as column:
                         self._fill(image, step, row, column, 1)
 
     def _fill(self, image: Expr, step: int, row: Expr, column: Expr, lanes: int) -> None:
-        """``lanes`` words from ``column`` on."""
+        """Assemble ``lanes`` words from ``column`` on."""
         at = column if lanes == 1 else tirx.Ramp(column, 1, lanes)
         group = self._dot.group
         channels = range(step * group, min((step + 1) * group, self._conv.in_channels))
@@ -62,7 +63,7 @@ class PlainOperands:
         T.buffer_store(self._words, self._dot.neighbours(values, lanes), [step, row, at])
 
     def value(self, image: Expr, step: Expr, row: Expr, column: Expr) -> Any:
-        """The operand of a pixel of the image; its rows are those of the last :meth:`fill`."""
+        """Return the operand of a pixel of the image, in one of the rows of the last :meth:`fill`."""
         if self._words is None:
             return self._data[image, step, row, column]
         return self._words[step, row - self._begin, column]

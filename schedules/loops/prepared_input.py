@@ -1,4 +1,6 @@
-"""The input of a convolution as its kernel reads it: behind a gate, a scale and a shift, an activation."""
+"""Input of a convolution with the operators that its kernel applies as it reads it: a gate, a scale and a shift, an
+activation.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +18,20 @@ from schedules.loops.emit import Expr
 
 @dataclass(frozen=True)
 class PreparedInput:
-    """``data`` (blocked) and what a kernel of ``conv`` has beside it: ``gate`` (blocked, of one pixel), and
-    ``constants``, the scales and then the shifts of a prologue (:func:`schedules.loops.weight_packing.pack_prologue`);
-    either is ``None`` where the convolution has none.
-    """
+    """Blocked input ``data`` of ``conv`` and the parameters of its gate and prologue."""
 
     conv: Conv2d
     data: Any
+    # Blocked, of one pixel; None if there is no gate.
     gate: Any | None
+    # Scales, then shifts, of a prologue (:func:`schedules.loops.weight_packing.pack_prologue`); None if there are none.
     constants: Any | None
     lanes: int
 
     def block(self, image: Expr, block: Expr) -> Callable[[Expr, Expr], Any]:
-        """``pixel(row, column)``: the vectors of one block of channels; what all of them share is read here, once."""
+        """Return ``pixel(row, column)``, the vectors of one block of channels; parameters common to all pixels are read
+        here, once.
+        """
         lanes, prologue = self.lanes, self.conv.prologue
         factor = scale = shift = None
         if self.gate is not None:
@@ -50,6 +53,6 @@ class PreparedInput:
 
 
 def preparing_operations(conv: Conv2d) -> int:
-    """Vector operations that each vector of the input costs, its load apart: for analytic costs."""
+    """Return the vector operations per vector of the input, without its load, for analytic costs."""
     prologue = conv.prologue
     return int(conv.gated) + (0 if prologue is None else int(prologue.affine) + (prologue.activation is not None))

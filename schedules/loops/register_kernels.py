@@ -1,4 +1,4 @@
-"""The two register tiles that every convolution is made of: dense and depthwise."""
+"""The two register tiles of all convolutions: dense and depthwise."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from schedules.loops.emit import Expr
 
 
 def _runs(width: int, joined: int) -> Iterator[range]:
-    """``width`` columns, ``joined`` at a time; those of a last run that they do not fill one by one."""
+    """Yield ``width`` columns, ``joined`` at a time; the columns of an incomplete last run one by one."""
     whole = width // joined * joined
     yield from (range(column, column + joined) for column in range(0, whole, joined))
     yield from (range(column, column + 1) for column in range(whole, width))
@@ -25,31 +25,33 @@ def _runs(width: int, joined: int) -> Iterator[range]:
 class DenseTile:
     """``out_blocks`` blocks of output channels x ``width`` columns, summed over channels and taps.
 
-    A step takes as many neighbouring input channels as a group of ``dot`` has. ``x(block, lane, ky, kx, column)`` is
-    the operand of the group that begins at ``lane`` (a value, of float32), ``None`` in the padding; ``weight(o, block,
-    step, ky, kx)`` the vector of output block ``o`` for a step of a block; ``initial(o, column)`` the bias; ``finish(o,
-    column, sums)`` stores the vectors of ``joined`` columns from ``column`` on, of one where fewer are left. Steps are
-    walked ``unroll`` at a time.
-
-    ``last_lanes``: lanes of the last output block that hold channels; the others end as zeros. Fewer of them are
-    cheaper where a CPU splits its widest vectors in halves (Zen 4), and never dearer.
+    A step takes as many adjacent input channels as a group of ``dot`` has; the loop over steps is unrolled ``unroll``
+    times.
     """
 
     out_blocks: int
     width: int
     lanes: int
     unroll: int
+    # ``x(block, lane, ky, kx, column)``: operand of the group that begins at ``lane`` (a value for float32); None in
+    # the padding.
     x: Callable[[Expr, Expr, Expr, int, int], Any | None]
+    # ``weight(o, block, step, ky, kx)``: vector of output block ``o`` for a step of a block.
     weight: Callable[[int, Expr, Expr, Expr, int], Any]
+    # ``initial(o, column)``: the bias.
     initial: Callable[[int, int], Any]
+    # ``finish(o, column, sums)``: stores the vectors of ``joined`` columns from ``column`` on, of one column in an
+    # incomplete run.
     finish: Callable[[int, int, Sequence[Any]], None]
+    # Lanes of the last output block that hold channels; the others become zeros. Fewer of them are cheaper on CPUs that
+    # split their widest vectors in halves (Zen 4), and never more expensive.
     last_lanes: int | None = None
     dot: DotProduct = FLOAT32
     joined: int = 1
 
     def emit(self, in_channels: int, rows: tuple[Expr, Expr], columns: int, block_lanes: int) -> None:
-        """``in_channels`` in blocks of ``block_lanes``; taps ``rows`` x ``columns``. Blocks of one lane are blocks of
-        one operand: that of a whole group.
+        """Emit the sums over ``in_channels`` in blocks of ``block_lanes`` and taps ``rows`` x ``columns``. Blocks of
+        one lane hold one operand, of a whole group.
         """
         sums = [emit.registers(1, self.width, self._used(o), self.dot.sums)[0] for o in range(self.out_blocks)]
         for o in range(self.out_blocks):
@@ -72,11 +74,13 @@ class DenseTile:
                 self.finish(o, run.start, whole)
 
     def _used(self, o: int) -> int:
-        """Lanes of output block ``o`` that are computed."""
+        """Return the lanes of output block ``o`` that are computed."""
         return self.last_lanes if self.last_lanes and o == self.out_blocks - 1 else self.lanes
 
     def _channels(self, sums: Any, block: Expr, count: int, group: int, ky: Expr, columns: int) -> None:
-        """``count`` channels of a block; those of a last group that they do not fill stand alone, at known places."""
+        """Emit ``count`` channels of a block; the channels of an incomplete last group are emitted separately, at
+        constant positions.
+        """
         whole, part = divmod(count, group)
         rounds, rest = divmod(whole, self.unroll)
         if rounds:
@@ -108,23 +112,23 @@ class DenseTile:
 
 @dataclass(frozen=True)
 class ColumnPairs:
-    """Words of two neighbouring columns: ``x(ky, column)`` of the input at ``column`` and the next one, zero where one
-    of them lies in the padding, ``None`` where both do; ``weight(ky, tap, both)`` of two taps, of the second alone
-    unless ``both``.
-    """
+    """Words of two adjacent columns."""
 
+    # ``x(ky, column)``: input at ``column`` and the next one, zero for a column in the padding; None if both are in the
+    # padding.
     x: Callable[[Expr, int], Any | None]
+    # ``weight(ky, tap, both)``: weights of two taps; of the second alone unless ``both``.
     weight: Callable[[Expr, int, bool], Any]
 
 
 @dataclass(frozen=True)
 class ColumnQuads:
-    """Words of four neighbouring columns of bytes: what outputs take of ``words`` (:class:`QuadWord`); ``x(ky,
-    offset)`` that at ``offset``, ``weight(ky, taps)`` the words of weights that have ``taps`` where they lie in it.
-    """
+    """Words of four adjacent columns of bytes, shared by outputs (:class:`QuadWord`)."""
 
     words: Sequence[QuadWord]
+    # ``x(ky, offset)``: the word at ``offset``.
     x: Callable[[Expr, int], Any]
+    # ``weight(ky, taps)``: words of weights with ``taps`` at their places in the word.
     weight: Callable[[Expr, TapPlaces], Any]
 
 
@@ -132,26 +136,26 @@ class ColumnQuads:
 class DepthwiseTile:
     """``width`` output columns of one channel block.
 
-    ``x(ky, column)`` is the input vector at ``column`` of tap row ``ky``, ``None`` in the padding; the
-    columns are input positions relative to the tile. Each is loaded once and used by every tap.
-
-    ``taps``: so many of a row at a time, for wide windows, whose taps and inputs no registers hold; each row of the
-    window is then a trip of a loop. ``None``: all of a row.
-
-    ``pairs``: of values stored as bfloat16, the words of two neighbouring columns, so that a dot product takes two taps
-    of a row at a time (:class:`ColumnPairs`); ``quads``: of bytes, words of four, which are summed as whole numbers;
-    ``None``: taps are taken one by one, in FP32. ``finish`` and ``joined`` as of a :class:`DenseTile`.
+    ``finish`` and ``joined`` as in :class:`DenseTile`. Without ``pairs`` and ``quads``, taps are multiplied one by one,
+    in FP32.
     """
 
     width: int
     lanes: int
     axis: emit.Axis
+    # ``x(ky, column)``: input vector at ``column`` of tap row ``ky``, None in the padding; columns are input positions
+    # relative to the tile. Each is loaded once and used by every tap.
     x: Callable[[Expr, int], Any | None]
     weight: Callable[[Expr, int], Any]
     initial: Callable[[int], Any]
     finish: Callable[[int, Sequence[Any]], None]
+    # Taps of a row at a time, for wide windows whose taps and inputs do not fit the registers; each row of the window
+    # is then one iteration of a loop. None: all of a row.
     taps: int | None = None
+    # Values stored as bfloat16, as words of two adjacent columns, so that a dot product takes two taps of a row at a
+    # time.
     pairs: ColumnPairs | None = None
+    # Bytes, as words of four columns, which are summed as integers.
     quads: ColumnQuads | None = None
     joined: int = 1
 
@@ -182,7 +186,7 @@ class DepthwiseTile:
     def _pairs(self, sums: Any, ky: Expr, pairs: ColumnPairs) -> None:
         loaded: dict[int, Any] = {}
         for tap in range(0, self.axis.kernel, 2):
-            # An odd last tap is the second of a pair: what lies behind the window may not be there.
+            # An odd last tap is the second of a pair: the column after the window may not exist.
             first = min(tap, self.axis.kernel - 2)
             weights = T.bind(pairs.weight(ky, first, first == tap))
             for column in range(self.width):

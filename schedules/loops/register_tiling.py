@@ -1,4 +1,4 @@
-"""Register tiles and row blocks that templates choose from: what fits the registers and the caches.
+"""Choices of register tiles and row blocks that fit the registers and the caches.
 
 Every function returns a deterministic, non-empty list.
 """
@@ -15,15 +15,15 @@ from schedules.contract.cpu_target import CpuTarget
 _LATENCY_HIDING = 8
 # Registers for the inputs in flight of a depthwise tile.
 _INPUTS = 4
-# Steps of a reduction that are written out in the inner loop.
+# Unrolled steps of a reduction in the inner loop.
 UNROLLS = (2, 4, 8)
-# Taps of a row times steps that are written out for a register tile: what a 7x7 has in eight steps. A window of 3x39 in
-# eight steps took 21 s to compile, for a loop that needs no more than a few steps to hide what it costs.
+# Limit of unrolled taps of a row times steps for a register tile: that of a 7x7 window in eight steps. A 3x39 window in
+# eight steps took 21 s to compile, though a few steps are enough to hide the overhead of the loop.
 _WRITTEN_OUT = 56
 
 
 class RegisterTile(NamedTuple):
-    """Sums of ``out_blocks`` output blocks x ``columns`` in registers, ``unroll`` steps of the sum written out."""
+    """Sums of ``out_blocks`` output blocks x ``columns`` in registers, with ``unroll`` steps of the sum unrolled."""
 
     out_blocks: int
     columns: int
@@ -33,9 +33,10 @@ class RegisterTile(NamedTuple):
 def register_tiles(
     out_blocks: int, extent: int, cpu: CpuTarget, most: int = 8, sizes: Collection[int] | None = None
 ) -> list[tuple[int, int]]:
-    """(output blocks, columns) whose accumulators, weights and one broadcast input fit the registers; never empty.
+    """Return (output blocks, columns) whose accumulators, weights and one broadcast input fit the registers; never
+    empty.
 
-    ``sizes``: the numbers of output blocks that a tile may have, 1 among them (``None``: all up to ``most``).
+    ``sizes``: allowed numbers of output blocks of a tile, including 1 (None: all up to ``most``).
     """
     found: list[tuple[int, int]] = []
     for size in range(1, min(most, out_blocks) + 1):
@@ -48,7 +49,7 @@ def register_tiles(
 
 
 def tile_widths(extent: int, widest: int) -> list[int]:
-    """The widest tile, the widest that divides ``extent``, and the widest balanced one."""
+    """Return the widest tile, the widest that divides ``extent``, and the widest balanced one."""
     if widest < 1:
         return []
     widest = min(widest, extent)
@@ -58,19 +59,21 @@ def tile_widths(extent: int, widest: int) -> list[int]:
 
 
 def depthwise_widths(conv: Conv2d, cpu: CpuTarget, taps: int | None = None) -> list[int]:
-    """Columns of the depthwise register tile: sums, ``taps`` (``None``: those of one row) and the inputs in flight."""
+    """Return columns of the depthwise register tile: sums, ``taps`` (None: those of one row) and the inputs in flight
+    must fit.
+    """
     widest = max(1, cpu.registers - (taps or conv.kernel[1]) - _INPUTS)
     return sorted({*tile_widths(conv.out_width, widest), *tile_widths(conv.out_width, max(1, widest // 2))})
 
 
 def window_unrolls(columns: int, unrolls: Sequence[int] = UNROLLS) -> list[int]:
-    """Those of ``unrolls``, steps over input channels, that are written out where each has the ``columns`` taps of a
-    row; never empty.
+    """Return those of ``unrolls``, steps over input channels, whose code size is acceptable if each step has the
+    ``columns`` taps of a row; never empty.
     """
     return [unroll for unroll in unrolls if unroll * columns <= _WRITTEN_OUT] or [1]
 
 
 def row_blocks(height: int) -> list[int]:
-    """Row tiles: powers of two, the divisors of the height and the whole image."""
+    """Return row tiles: powers of two, the divisors of the height and the whole image."""
     small = {rows for rows in (1, 2, 4, 8, 14, 16, 28) if rows <= height}
     return sorted({rows for rows in small if height % rows == 0 or rows <= 4} | {height, -(-height // 2)})

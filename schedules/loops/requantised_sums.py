@@ -1,8 +1,8 @@
-"""Sums of 32 bits to bytes, as ONNX Runtime's quantised operators round them, and the constants that this takes.
+"""Requantisation of 32-bit sums to bytes with the rounding of ONNX Runtime's quantised operators, and its constants.
 
 A byte stands for ``scale * (byte - zero point)``. The zero point of the data is folded into the bias, so that kernels
-multiply bytes as they lie: ``sum (x - z) w = sum x w - z sum w``. In the padding stands the zero point, where a kernel
-computes nothing: the outputs whose window reaches into it have a bias of their own, which lacks these weights
+multiply bytes without conversion: ``sum (x - z) w = sum x w - z sum w``. The padding holds the zero point, and a kernel
+computes nothing there: outputs whose window reaches into it have a separate bias without these weights
 (:class:`EdgeClasses`).
 """
 
@@ -24,7 +24,7 @@ from schedules.loops import emit
 from schedules.loops.column_words import sums_quads
 from schedules.loops.emit import Axis, Expr
 
-# Places in the first row of the constants, which holds what is read once per tensor.
+# Positions in the first row of the constants, which holds values that are read once per tensor.
 _LOW, _HIGH, _ZERO, _FLOOR, _FIXED, _OFFSET = range(6)
 _OWN_LOW, _OWN_HIGH, _OWN_ZERO, _OWN_FIRST, _OWN_LAST, _RESIDUAL_RATIO, _PER_STEP = range(6, 13)
 # Columns whose bytes are packed together (:func:`requantised_bytes`).
@@ -33,8 +33,8 @@ JOINED = PACK_UINT8.joined
 
 @dataclass(frozen=True)
 class EdgeClasses:
-    """The outputs along an axis by what of their window lies in the padding: near either end each is a class of its
-    own, all between are one.
+    """Classes of the outputs along an axis by the part of their window in the padding: near either end each output is a
+    class, all between are one class.
     """
 
     axis: Axis
@@ -42,7 +42,7 @@ class EdgeClasses:
 
     @property
     def _whole(self) -> list[int]:
-        """Outputs whose window lies in the data."""
+        """Outputs whose window is inside the data."""
         taps = (0, self.axis.kernel - 1)
         return [o for o in range(self.outputs) if all(self.axis.inside(o, tap) for tap in taps)]
 
@@ -55,7 +55,7 @@ class EdgeClasses:
         return [*range(whole[0] + 1), *range(whole[-1] + 1, self.outputs)]
 
     def of(self, output: Expr) -> Expr:
-        """The class of an output."""
+        """Return the class of an output."""
         whole = self._whole
         if len(whole) == self.outputs:
             return 0
@@ -68,14 +68,14 @@ class EdgeClasses:
 
 
 def edge_classes(conv: Conv2d) -> tuple[EdgeClasses, EdgeClasses]:
-    """Along rows and along columns."""
+    """Return the edge classes along rows and along columns."""
     vertical = Axis(conv.height, conv.kernel[0], conv.stride[0], conv.padding[0], conv.dilation[0])
     horizontal = Axis(conv.width, conv.kernel[1], conv.stride[1], conv.padding[1], conv.dilation[1])
     return EdgeClasses(vertical, conv.out_height), EdgeClasses(horizontal, conv.out_width)
 
 
 def requantisation_rows(layer: Conv2d | Dense, lanes: int) -> int:
-    """Rows of V values that :func:`pack_requantisation` makes."""
+    """Return the number of rows of V values that :func:`pack_requantisation` returns."""
     classes = 1
     if isinstance(layer, Conv2d):
         rows, columns = edge_classes(layer)
@@ -84,8 +84,8 @@ def requantisation_rows(layer: Conv2d | Dense, lanes: int) -> int:
 
 
 def _per_block(epilogue: Epilogue) -> int:
-    """Vectors that turn the sums of a block into steps: the multipliers; before an activation the bias too, and the
-    slopes of a ``prelu``.
+    """Return the number of vectors per block that convert sums to steps: the multipliers; before an activation also the
+    bias, and the slopes of a ``prelu``.
     """
     return 1 if epilogue.activation is None else 3 if epilogue.activation == "prelu" else 2
 
@@ -93,11 +93,10 @@ def _per_block(epilogue: Epilogue) -> int:
 def pack_requantisation(
     layer: Conv2d | Dense, parameters: Parameters, lanes: int, firsts: Sequence[int] | None = None
 ) -> np.ndarray:
-    """(rows, V): what is read once, the multipliers (before an activation each with the bias, of floats, and the slopes
-    of a ``prelu``), what the sums of each class of outputs begin with; float32 that may hold the bits of whole numbers
-    of 32 bits.
+    """Return (rows, V): the values read once, the multipliers (before an activation each with the float bias, and the
+    slopes of a ``prelu``), and the initial sums of each class of outputs; float32 that may hold the bits of int32.
 
-    ``firsts``: the first output of each block, where they do not follow one another.
+    ``firsts``: the first output of each block, if they are not consecutive.
     """
     requantisation = parameters.requantisation
     assert requantisation is not None
@@ -136,8 +135,8 @@ def pack_requantisation(
 
 
 def _biases(layer: Conv2d | Dense, parameters: Parameters) -> list[np.ndarray]:
-    """What the sums of each class begin with, rows before columns: as float32 where that is what is summed, else as its
-    bits.
+    """Return the initial sums of each class, rows before columns: as float32 if the sums are float32, else as the bits
+    of int32.
     """
     assert parameters.requantisation is not None
     weight = parameters.weight.astype(np.int64)
@@ -160,7 +159,7 @@ def _biases(layer: Conv2d | Dense, parameters: Parameters) -> list[np.ndarray]:
 
 
 def _sums_floats(layer: Conv2d) -> bool:
-    """Whether a layer of bytes is summed in FP32, in which sums of so few products are exact."""
+    """True if a layer of bytes is summed in FP32, which is exact for its few products."""
     return layer.is_depthwise and not sums_quads(layer)
 
 
@@ -169,7 +168,7 @@ def _bits(values: np.ndarray) -> np.ndarray:
 
 
 def initial_sums(layer: Conv2d | Dense, constants: Any, block: Expr, lanes: int, at: tuple[Expr, Expr] = (0, 0)) -> Any:
-    """The bias of an output ``block``, with which its sums begin; ``at``: row and column of the output."""
+    """Return the bias of an output ``block``, the initial value of its sums; ``at``: row and column of the output."""
     if layer.dtype != "int8":
         return emit.load(constants, block, lanes=lanes)
     number: Expr = 0
@@ -186,7 +185,7 @@ def initial_sums(layer: Conv2d | Dense, constants: Any, block: Expr, lanes: int,
 def requantised(
     sums: Any, residual: Callable[[], Any] | None, constants: Any, block: Expr, lanes: int, epilogue: Epilogue
 ) -> Any:
-    """``sums`` of an output ``block``, int32 or whole numbers of float32, as int32 between 0 and 255; behind the
+    """Return ``sums`` of an output ``block`` (int32, or integers as float32) as int32 between 0 and 255, after the
     activation of ``epilogue``.
     """
     shared = _Shared(constants, lanes)
@@ -202,11 +201,11 @@ def requantised_bytes(
     lanes: int,
     epilogue: Epilogue,
 ) -> Any:
-    """Likewise :data:`JOINED` vectors, one behind the other as bytes. Bounds of bytes are those of the saturating
-    conversions; what an activation cuts off below is cut off from all of them at once.
+    """Return :data:`JOINED` vectors of sums, requantised, one after the other as bytes. The bounds of bytes come from
+    the saturating conversions; the lower bound of an activation is applied to all of them at once.
     """
     shared = _Shared(constants, lanes)
-    high = shared.value(_HIGH)  # what is larger than any whole number would be the least
+    high = shared.value(_HIGH)  # values above the int32 range would convert to the least integer
     values = [
         emit.nearest(tirx.min(_scaled(each, read, shared, block, epilogue), high), lanes)
         for each, read in zip(sums, residuals, strict=True)
@@ -218,7 +217,7 @@ def requantised_bytes(
 
 @dataclass(frozen=True)
 class _Shared:
-    """What is read once per tensor, in every lane."""
+    """Constants that are read once per tensor, in every lane."""
 
     constants: Any
     lanes: int
@@ -233,7 +232,7 @@ class _Shared:
 def _scaled(
     sums: Any, residual: Callable[[], Any] | None, shared: _Shared, block: Expr, epilogue: Epilogue
 ) -> Any:  # fmt: skip
-    """``sums`` in steps of the result, before they are rounded; with the residual, if there is one."""
+    """Return ``sums`` in steps of the result before rounding, including the residual, if there is one."""
     lanes = shared.lanes
     value = sums if "float" in str(sums.ty.dtype) else sums.astype(f"float32x{lanes}")
     first = 1 + _per_block(epilogue) * block

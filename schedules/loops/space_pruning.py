@@ -1,4 +1,4 @@
-"""From a template's candidates to its space: distinct, cheapest first, the hopeless left out."""
+"""Pruning of a template's candidates to its space: distinct, cheapest first, without hopeless ones."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from collections.abc import Callable, Iterable
 
 from costmodel.model.measurements import Config, ConfigKey, config_key
 
-# The analytic cost is a guess: only what it puts this far behind is given up unmeasured.
+# Limit relative to the cheapest: the analytic cost is an estimate, so only candidates far behind are dropped
+# unmeasured.
 _FAR = 2.0
 
 
 def cheapest_first(configs: Iterable[Config], cost: Callable[[Config], float]) -> tuple[Config, ...]:
-    """Distinct configurations, the cheapest first; those far from the cheapest are dropped. Empty if ``configs`` is."""
+    """Return distinct configurations, the cheapest first, without those far from the cheapest. Empty if
+    ``configs`` is.
+    """
     seen: dict[ConfigKey, Config] = {}
     for config in configs:
         seen.setdefault(config_key(config), config)

@@ -1,4 +1,4 @@
-"""Parallel tasks that templates choose from: a few per thread, little imbalance, little done twice."""
+"""Choices of parallel tasks: a few per thread, with little imbalance and little repeated work."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Iterator
 
 from schedules.contract.cpu_target import CpuTarget
 
-# Work of overlapping tiles and groups that may be done twice before a split is dropped.
+# Limit of total work relative to the work without overlap of tiles and groups; splits beyond it are dropped.
 _MAX_WASTE = 1.25
-# Flops under which a parallel region may cost more than it saves.
+# Below this number of flops a parallel region may cost more than it saves.
 _SMALL_FLOPS = 4_000_000
 
 
 def task_splits(first: int, second: int, cpu: CpuTarget, small: bool = False) -> Iterator[tuple[int, int]]:
-    """Parallel tasks along two axes of ``first`` and ``second`` units: a few per thread, little imbalance.
+    """Yield parallel tasks along two axes of ``first`` and ``second`` units: a few per thread, with little imbalance.
 
-    Where there are fewer units than threads, as many tasks as there can be. ``small``: a single task is one of them.
+    With fewer units than threads, as many tasks as possible. ``small``: a single task is one of the choices.
     """
     counts = sorted({factor * cpu.threads for factor in (1, 2, 4)} | ({1} if small or cpu.threads == 1 else set()))
     found = []
@@ -33,11 +33,11 @@ def task_splits(first: int, second: int, cpu: CpuTarget, small: bool = False) ->
 
 
 def _most_tasks(first: int, second: int, threads: int) -> tuple[int, int]:
-    """The split into most tasks that is none of more than ``threads``."""
+    """Return the split with the most tasks, at most ``threads``."""
     splits = ((left, min(second, threads // left)) for left in range(1, min(first, threads) + 1))
     return max(splits, key=lambda split: split[0] * split[1])
 
 
 def is_small(flops: int) -> bool:
-    """So little work that a parallel region may cost more than it saves."""
+    """True if the work is so small that a parallel region may cost more than it saves."""
     return flops < _SMALL_FLOPS

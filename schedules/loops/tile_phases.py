@@ -1,4 +1,4 @@
-"""A 1x1 convolution over a run of pixels in tile registers: what kernels of it, alone or fused, are composed of."""
+"""1x1 convolution over a run of pixels in tile registers, a part of unfused and fused kernels."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ def pixels_phase(
     bias: Any,
     sink: Sink,
 ) -> None:
-    """As :func:`schedules.loops.loop_nests.pointwise_phase`, for the output blocks of ``product`` from ``first_block``.
+    """Emit a 1x1 convolution as :func:`schedules.loops.loop_nests.pointwise_phase` does, for the output blocks of
+    ``product`` from ``first_block``.
 
-    ``source(run, pixel)`` is the first element of a row of data: a run of blocks of input channels of a pixel, the next
-    pixel's behind it. ``weight`` is packed by :func:`schedules.loops.weight_packing.pack_tiles`.
+    ``source(run, pixel)`` returns the first element of a row of data: a run of blocks of input channels of a pixel,
+    followed by that of the next pixel. ``weight`` is packed by :func:`schedules.loops.weight_packing.pack_tiles`.
     """
     shape = product.shape
     passes = TiledExtent(pixels, shape.all_rows, 1)

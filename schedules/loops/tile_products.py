@@ -1,8 +1,8 @@
-"""Products of matrices in the tile registers of AMX, as steps of TIR: what a task does with its eight tiles.
+"""Matrix products in the tile registers of AMX as TIR: the use of its eight tiles by a task.
 
-A tile of data has up to 16 rows (pixels of an image, rows of a matrix), each of up to 64 bytes of neighbouring input
-channels; a tile of weights a row for every group of neighbours, 16 outputs wide: the weights of as many steps of a dot
-product as :mod:`schedules.loops.weight_packing` and :mod:`schedules.loops.dot_products` lay behind one another.
+A tile of data has up to 16 rows (pixels of an image, rows of a matrix), each of up to 64 bytes of adjacent input
+channels; a tile of weights has one row per group of adjacent channels, 16 outputs wide: the weights of consecutive
+steps of a dot product, as packed by :mod:`schedules.loops.weight_packing` and :mod:`schedules.loops.dot_products`.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from schedules.loops.emit import Expr
 from schedules.loops.issue_slots import PORTS, TILE_CYCLES
 from schedules.loops.register_tiling import tile_widths
 
-# Outputs of a tile: 64 bytes of sums of 32 bits.
+# Outputs of a tile: 64 bytes of 32-bit sums.
 TILE_OUTPUTS = ROW_BYTES // 4
-# How many blocks of 16 input channels a row of data may hold: of bfloat16 up to two, of bytes four.
+# Blocks of 16 input channels that a row of data may hold: up to two of bfloat16, up to four of bytes.
 DEPTHS = (1, 2, 3, 4)
-# Of a product: cycles until its sums can be added to; a row of data enters each cycle (Intel's optimization manual).
+# Cycles until the sums of a product can be added to; a row of data enters each cycle (Intel's optimization manual).
 _LATENCY = 52.0
 # Vector operations on each row of sums: stored as a tile, loaded, biased, activated, rounded, stored.
 _FINISHING = 4.0
@@ -51,8 +51,8 @@ _FINISHING = 4.0
 
 @dataclass(frozen=True)
 class TileShape:
-    """A block of ``row_tiles`` x ``out_blocks`` tiles of sums, of ``rows`` rows each; ``depth_bytes`` of a row of data
-    are multiplied at a step.
+    """Block of ``row_tiles`` x ``out_blocks`` tiles of sums, of ``rows`` rows each; a step multiplies ``depth_bytes``
+    of each row of data.
     """
 
     row_tiles: int
@@ -62,7 +62,7 @@ class TileShape:
 
     @property
     def numbers(self) -> TileNumbers:
-        """Its tiles."""
+        """Tile registers of the block."""
         return TileNumbers(self.row_tiles, self.out_blocks)
 
     @property
@@ -72,18 +72,18 @@ class TileShape:
 
 
 class TileProduct:
-    """The tiles of one task, by :func:`tile_product`. A block of sums is made by :meth:`zero`, :meth:`add` for every
+    """Tiles of one task, from :func:`tile_product`. A block of sums is computed by :meth:`zero`, :meth:`add` for every
     step, and :meth:`finish`.
     """
 
     def __init__(self, shape: TileShape, dtype: str) -> None:
         self.shape, self._dtype, self._dot = shape, dtype, dot_product(dtype)
-        kept = {"disable_lower_builtin": True}  # on the stack, natively 64 bytes of it: never from the workspace pool
+        kept = {"disable_lower_builtin": True}  # on the stack, natively 64 bytes of it: never in the workspace pool
         self._state = T.alloc_buffer((STATE_BYTES // 4,), "int32", scope="local", annotations=kept)
         self._sums = T.alloc_buffer((shape.out_blocks, shape.all_rows, TILE_OUTPUTS), self._dot.sums)
 
     def configure(self) -> None:
-        """Of this thread, whose tiles another kernel had before."""
+        """Configure the tiles of this thread, which another kernel may have used before."""
         shape = self.shape
         words = configuration(shape.numbers, shape.rows, shape.depth_bytes)
         for index, word in enumerate(words):
@@ -91,22 +91,22 @@ class TileProduct:
         self._call(CONFIGURE)
 
     def release(self) -> None:
-        """Threads that hold no tiles are switched without saving 8 KiB."""
+        """Release the tiles: context switches of threads without tiles need not save 8 KiB."""
         self._call(RELEASE)
 
     def zero(self) -> None:
-        """All sums become zeros."""
+        """Set all sums to zero."""
         for row_tile, out_block in self.shape.numbers.order:
             self._call(zero_symbol(self.shape.numbers.sums(row_tile, out_block)))
 
     def add(self, data: Callable[[int], Any], weights: Callable[[int], Any], stride_bytes: int) -> None:
-        """A step: ``data(row tile)`` is its first element, rows ``stride_bytes`` apart; ``weights(output block)`` the
-        first of a run of rows.
+        """Emit a step: ``data(row tile)`` is its first element, with rows ``stride_bytes`` apart; ``weights(output
+        block)`` the first element of a run of rows.
         """
         numbers = self.shape.numbers
         for row_tile, out_block in numbers.order:
             left, right = numbers.data(row_tile), numbers.weights(out_block)
-            # What is used by several products stays in its register until the last of them.
+            # An operand of several products stays in its register until the last of them.
             if out_block == 0:
                 self._move(load_symbol(left), data(row_tile), stride_bytes)
             if row_tile == 0:
@@ -114,7 +114,7 @@ class TileProduct:
             self._call(product_symbol(self._dtype, numbers.sums(row_tile, out_block), left, right))
 
     def finish(self, sink: Callable[[int, Expr, int, Any], None]) -> None:
-        """``sink(row tile, row of it, output block, vector of sums)`` for all of them."""
+        """Emit ``sink(row tile, row of it, output block, vector of sums)`` for all sums."""
         shape = self.shape
         for row_tile, out_block in shape.numbers.order:
             symbol = store_symbol(shape.numbers.sums(row_tile, out_block))
@@ -134,10 +134,10 @@ class TileProduct:
 
 @contextmanager
 def tile_product(shape: TileShape, dtype: str) -> Iterator[TileProduct]:
-    """The tiles of a task, configured at its beginning and given back at its end.
+    """Configure the tiles of a task at its beginning, and release them at its end.
 
-    Once for each task, not for each thread: kernels want different shapes, a task cannot tell what its thread had
-    before, and the two instructions cost a few hundred cycles of the tens of thousands of a task.
+    Per task, not per thread: kernels need different shapes, a task does not know the previous configuration of its
+    thread, and the two instructions cost a few hundred cycles of the tens of thousands of a task.
     """
     tiles = TileProduct(shape, dtype)
     tiles.configure()
@@ -146,19 +146,19 @@ def tile_product(shape: TileShape, dtype: str) -> Iterator[TileProduct]:
 
 
 def has_tile_products(dtype: str, cpu: CpuTarget) -> bool:
-    """Whether kernels may multiply values stored as ``dtype`` in tiles."""
+    """True if kernels may multiply values stored as ``dtype`` in tiles."""
     return dtype in cpu.tile_products and cpu.lanes == TILE_OUTPUTS
 
 
 def depths(in_blocks: int, dtype: str, lanes: int) -> range:
-    """How many blocks of input channels a row of data may hold: one up to what fills it."""
+    """Return the possible numbers of blocks of input channels in a row of data: from one to those that fill it."""
     return range(1, min(in_blocks, ROW_BYTES // (lanes * element_bytes(dtype))) + 1)
 
 
 def tile_shapes(out_blocks: int, columns: int, depth_bytes: int, rows: int = 1) -> list[TileShape]:
-    """Shapes for ``out_blocks`` output blocks and ``rows`` output rows of ``columns`` each; never empty.
+    """Return shapes for ``out_blocks`` output blocks and ``rows`` output rows of ``columns`` each; never empty.
 
-    Tiles of data stand side by side in a row that is long enough for them, else below one another.
+    Tiles of data are side by side in a row that is long enough for them, else below one another.
     """
     found = []
     for row_tiles, outputs in TILE_BLOCKS:
@@ -171,9 +171,9 @@ def tile_shapes(out_blocks: int, columns: int, depth_bytes: int, rows: int = 1) 
 
 
 def block_cycles(shape: TileShape, steps: int) -> float:
-    """Cycles of one block of sums in ``steps`` steps, as :func:`schedules.loops.issue_slots.dense_cycles` counts: a
-    row of data enters the multiplier each cycle, two rows of tiles are loaded, and a product waits for the sums of the
-    step before.
+    """Return the cycles of one block of sums in ``steps`` steps, in the units of
+    :func:`schedules.loops.issue_slots.dense_cycles`: a row of data enters the multiplier each cycle, two rows of tiles
+    are loaded, and a product waits for the sums of the previous step.
     """
     sums = shape.row_tiles * shape.out_blocks
     loads = shape.all_rows + shape.out_blocks * shape.depth_bytes // 4

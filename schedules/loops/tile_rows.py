@@ -1,4 +1,4 @@
-"""Pixels of an image as tiles of AMX read them: neighbouring blocks of channels side by side, zeros in the padding."""
+"""Pixels of an image laid out for the tiles of AMX: adjacent blocks of channels side by side, zeros in the padding."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from schedules.loops.prepared_input import PreparedInput, preparing_operations
 
 
 class TileRows:
-    """A buffer of a task, (runs, ``rows``, ``columns``, ``together``, V): of ``conv``'s input as many pixels.
+    """Buffer of a task with ``rows`` x ``columns`` pixels of the input of ``conv``: (runs, ``rows``, ``columns``,
+    ``together``, V).
 
-    A blocked tensor holds 16 channels of a pixel behind one another, a quarter or a half of a tile's row; here a run of
-    ``together`` blocks makes up a row. What the input is behind a gate or a prologue is computed on the way.
+    A blocked tensor stores 16 channels of a pixel contiguously, a quarter or a half of a tile's row; here a run of
+    ``together`` blocks makes up a row. A gate or prologue of the input is applied on the way.
     """
 
     def __init__(self, conv: Conv2d, lanes: int, together: int, rows: int, columns: int) -> None:
@@ -32,12 +33,13 @@ class TileRows:
         self._buffer = T.alloc_buffer((runs, rows, columns, together, lanes), tensor_dtype(conv.dtype))
 
     def first(self, run: Expr, row: Expr, column: Expr) -> Any:
-        """The first element of a pixel's run."""
+        """Return the first element of a pixel's run."""
         return self._buffer[run, row, column, 0, 0]
 
     def fill(self, source: PreparedInput, image: Expr, top: Expr, left: Expr, width: int) -> None:
-        """With the pixels from row ``top`` and column ``left`` of the image on, whose rows are ``width`` wide (of a 1x1
-        all of it is one row). Either may lie in the padding; where ``left`` may it is a number.
+        """Fill the buffer with the pixels from row ``top`` and column ``left`` of the image on, whose rows are
+        ``width`` wide (for a 1x1 the whole image is one row). Either may be in the padding; if ``left`` may be, it is a
+        number.
         """
         full, rest = divmod(blocks(self._conv.in_channels, self._lanes), self._together)
         before = max(0, -left) if isinstance(left, int) else 0
@@ -61,7 +63,7 @@ class TileRows:
         left: Expr,
         columns: tuple[int, int],
     ) -> None:
-        """The first ``used`` blocks of a run, those of its ``columns`` [begin, end) that lie in the image; all else
+        """Fill the first ``used`` blocks of a run, in those ``columns`` [begin, end) that are in the image; all else
         becomes zeros.
         """
         first = emit.bind(run * self._together)
@@ -79,7 +81,7 @@ class TileRows:
         self._zeros(run, high, self._rows, 0, self._columns)
 
     def _inside_rows(self, top: Expr) -> tuple[Expr, Expr]:
-        """The rows of the buffer that lie in the image."""
+        """Return the rows [begin, end) of the buffer that are in the image."""
         above, _, below, _ = self._conv.padding
         if not above and not below:
             return 0, self._rows
@@ -87,7 +89,9 @@ class TileRows:
         return low, emit.bind(emit.smaller(self._rows, emit.larger(low, self._conv.height - top)))
 
     def _reader(self, source: PreparedInput, image: Expr, block: Expr) -> Callable[[Expr, Expr], Any]:
-        """Vectors of a block by row and column of the image, in the dtype of the buffer."""
+        """Return a function of row and column of the image that returns vectors of a block in the dtype of
+        the buffer.
+        """
         lanes = self._lanes
         if is_copied(self._conv):
             return lambda row, column: source.data[image, block, row, column, tirx.Ramp(0, 1, lanes)]
@@ -95,7 +99,7 @@ class TileRows:
         return lambda row, column: emit.rounded(prepared(row, column), lanes)
 
     def _zero(self) -> Any:
-        """A vector of zeros in the dtype of the buffer."""
+        """Return a vector of zeros in the dtype of the buffer."""
         lanes = self._lanes
         if self._buffer.dtype == "uint8":
             return tirx.Broadcast(tirx.const(0, "uint8"), lanes)
@@ -113,8 +117,8 @@ class TileRows:
 
 
 def laying_out_cycles(conv: Conv2d, cpu: CpuTarget, pixels: int, source_bytes: float) -> float:
-    """Cycles of :meth:`TileRows.fill` for ``pixels``, read from a tensor of which this core reads ``source_bytes``: a
-    load, a store and what is done between them for each vector.
+    """Return the cycles of :meth:`TileRows.fill` for ``pixels``, from a tensor of which this core reads
+    ``source_bytes``: a load, a store and the operations between them for each vector.
     """
     vectors = pixels * blocks(conv.in_channels, cpu.lanes)
     moved = vectors * cpu.lanes * element_bytes(conv.dtype)
@@ -123,5 +127,5 @@ def laying_out_cycles(conv: Conv2d, cpu: CpuTarget, pixels: int, source_bytes: f
 
 
 def is_copied(conv: Conv2d) -> bool:
-    """Whether the input is read as it lies."""
+    """True if the input is copied without a gate or prologue."""
     return not conv.gated and conv.prologue is None

@@ -1,4 +1,4 @@
-"""Weights in the order in which kernels read them. Lanes and rows beyond the channels are zero."""
+"""Packing of weights in the order in which kernels read them. Lanes and rows beyond the channels are zero."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from schedules.loops.requantised_sums import pack_requantisation, requantisation
 
 
 def channel_vectors(epilogue: Epilogue) -> tuple[str, ...]:
-    """What an epilogue reads per output channel, as names of :class:`Parameters`, in the order in which it lies."""
+    """Return the vectors that an epilogue reads per output channel, as names of :class:`Parameters`, in the packed
+    order.
+    """
     slopes = ("slopes",) if epilogue.activation == "prelu" else ()
     return ("bias", *slopes, *(("scale", "shift") if epilogue.affine else ()))
 
 
 def channel_constants_shape(conv: Conv2d, lanes: int) -> tuple[int, int]:
-    """Of what an epilogue reads per channel: all biases, then all of each other vector. Of a convolution of bytes: what
-    :func:`schedules.loops.requantised_sums.pack_requantisation` makes.
+    """Return the shape of the constants that an epilogue reads per channel: all biases, then all of each other vector.
+    For a convolution of bytes: the result of :func:`schedules.loops.requantised_sums.pack_requantisation`.
     """
     if conv.dtype == "int8":
         return (requantisation_rows(conv, lanes), lanes)
@@ -28,7 +30,7 @@ def channel_constants_shape(conv: Conv2d, lanes: int) -> tuple[int, int]:
 
 
 def pack_channel_constants(conv: Conv2d, parameters: Parameters, lanes: int) -> np.ndarray:
-    """Vectors (O,) to :func:`channel_constants_shape`; a layer without bias adds zero."""
+    """Pack vectors (O,) to :func:`channel_constants_shape`; a layer without bias adds zero."""
     if conv.dtype == "int8":
         return pack_requantisation(conv, parameters, lanes)
     packed = np.zeros(channel_constants_shape(conv, lanes), np.float32)
@@ -40,13 +42,13 @@ def pack_channel_constants(conv: Conv2d, parameters: Parameters, lanes: int) -> 
 
 
 def prologue_shapes(conv: Conv2d, lanes: int) -> tuple[tuple[int, int], ...]:
-    """Of the constants that a prologue reads: none, or one array of all scales, then all shifts."""
+    """Return the shapes of the constants of a prologue: none, or one array of all scales, then all shifts."""
     affine = conv.prologue is not None and conv.prologue.affine
     return ((2 * blocks(conv.in_channels, lanes), lanes),) if affine else ()
 
 
 def pack_prologue(conv: Conv2d, parameters: Parameters, lanes: int) -> list[np.ndarray]:
-    """Vectors (I,) to :func:`prologue_shapes`; lanes beyond the channels become zero, whatever they held."""
+    """Pack vectors (I,) to :func:`prologue_shapes`; lanes beyond the channels become zero."""
     arrays = []
     for shape in prologue_shapes(conv, lanes):
         assert parameters.input_scale is not None and parameters.input_shift is not None
@@ -58,7 +60,7 @@ def pack_prologue(conv: Conv2d, parameters: Parameters, lanes: int) -> list[np.n
 
 
 def pack_depthwise(weight: np.ndarray, lanes: int, dtype: str = "float32") -> np.ndarray:
-    """(C, 1, KH, KW) to (ceil(C/V), KH, KW, V) of ``dtype``."""
+    """Pack (C, 1, KH, KW) to (ceil(C/V), KH, KW, V) of ``dtype``."""
     channels, _, kernel_height, kernel_width = weight.shape
     count = blocks(channels, lanes)
     packed = np.zeros((count * lanes, kernel_height, kernel_width), np.float32)
@@ -68,35 +70,35 @@ def pack_depthwise(weight: np.ndarray, lanes: int, dtype: str = "float32") -> np
 
 
 def packed_dtype(conv: Conv2d) -> str:
-    """In what its weights are packed: those that bytes are multiplied with one by one as float32, in which sums of so
-    few products are exact.
+    """Return the dtype of packed weights: float32 for bytes that are multiplied one by one, as sums of so few products
+    are exact in it.
     """
     return "float32" if conv.dtype == "int8" and conv.is_depthwise and not sums_quads(conv) else conv.dtype
 
 
 def depthwise_weight_shape(conv: Conv2d, lanes: int) -> tuple[int, ...]:
-    """Of :func:`pack_depthwise_of`."""
+    """Return the shape of the result of :func:`pack_depthwise_of`."""
     if sums_quads(conv):
         return quad_weights_shape(conv, lanes)
     return (blocks(conv.in_channels, lanes), *conv.kernel, lanes)
 
 
 def pack_depthwise_of(conv: Conv2d, weight: np.ndarray, lanes: int) -> np.ndarray:
-    """(C, 1, KH, KW) as the kernels of ``conv`` read it: tap by tap, or four taps of a row to a word of bytes."""
+    """Pack (C, 1, KH, KW) for the kernels of ``conv``: tap by tap, or four taps of a row to a word of bytes."""
     if sums_quads(conv):
         return stored(pack_depthwise_quads(weight, lanes), conv.dtype)
     return pack_depthwise(weight, lanes, packed_dtype(conv))
 
 
 def plain_weight_shape(conv: Conv2d, lanes: int) -> tuple[int, ...]:
-    """Of :func:`pack_plain_input`."""
+    """Return the shape of the result of :func:`pack_plain_input`."""
     dot = dot_product(conv.dtype)
     return (blocks(conv.out_channels, lanes), dot.steps(conv.in_channels), *conv.kernel, lanes * dot.group)
 
 
 def pack_plain_input(conv: Conv2d, weight: np.ndarray, lanes: int) -> np.ndarray:
-    """OIHW to (ceil(O/V), steps, KH, KW, V x group), for kernels that read a plain NCHW input: a step for each I of
-    float32, for each group of them of a narrower dtype.
+    """Pack OIHW to (ceil(O/V), steps, KH, KW, V x group), for kernels that read a plain NCHW input: a step per input
+    channel of float32, or per group of input channels of a narrower dtype.
     """
     out_channels, in_channels, kernel_height, kernel_width = weight.shape
     count = blocks(out_channels, lanes)
@@ -108,15 +110,15 @@ def pack_plain_input(conv: Conv2d, weight: np.ndarray, lanes: int) -> np.ndarray
 
 
 def tile_weight_shape(conv: Conv2d, lanes: int, together: int) -> tuple[int, ...]:
-    """Of :func:`pack_tiles`."""
+    """Return the shape of the result of :func:`pack_tiles`."""
     dot = dot_product(conv.dtype)
     runs = -(-blocks(conv.in_channels, lanes) // together)
     return (blocks(conv.out_channels, lanes), runs, *conv.kernel, together * dot.steps(lanes), lanes * dot.group)
 
 
 def pack_tiles(conv: Conv2d, weight: np.ndarray, lanes: int, together: int) -> np.ndarray:
-    """OIHW to (ceil(O/V), runs, KH, KW, steps, V x group): :func:`pack_conv` with the steps of ``together`` input
-    blocks behind one another, which are the rows of a tile. Blocks that fill up the last run are zeros.
+    """Pack OIHW to (ceil(O/V), runs, KH, KW, steps, V x group): :func:`pack_conv` with the steps of ``together`` input
+    blocks after one another, which are the rows of a tile. The last run is filled up with zero blocks.
     """
     single = pack_conv(conv, weight, lanes)
     out_blocks, in_blocks, height, width, steps, values = single.shape
@@ -128,18 +130,18 @@ def pack_tiles(conv: Conv2d, weight: np.ndarray, lanes: int, together: int) -> n
 
 
 def conv_weight_shape(conv: Conv2d, lanes: int) -> tuple[int, ...]:
-    """Of :func:`pack_conv`."""
+    """Return the shape of the result of :func:`pack_conv`."""
     dot = dot_product(conv.dtype)
     window = group_window_blocks(conv, lanes)
     return (blocks(conv.out_channels, lanes), window, *conv.kernel, dot.steps(lanes), lanes * dot.group)
 
 
 def pack_conv(conv: Conv2d, weight: np.ndarray, lanes: int) -> np.ndarray:
-    """OIHW to (ceil(O/V), input blocks of the window, KH, KW, V in, V out), the last two as
-    :class:`schedules.loops.dot_products.DotProduct` of the dtype packs them.
+    """Pack OIHW to (ceil(O/V), input blocks of the window, KH, KW, V in, V out), the last two packed by
+    :class:`schedules.loops.dot_products.DotProduct` of the dtype.
 
-    With groups, the window of an output block is the run of input blocks that its groups read
-    (:func:`group_window`); everything else inside the window is zero.
+    With groups, the window of an output block is the run of input blocks that its groups read (:func:`group_window`);
+    everything else inside the window is zero.
     """
     out_blocks = blocks(conv.out_channels, lanes)
     window = group_window_blocks(conv, lanes)
@@ -161,14 +163,14 @@ def pack_conv(conv: Conv2d, weight: np.ndarray, lanes: int) -> np.ndarray:
 
 
 def group_window_blocks(conv: Conv2d, lanes: int) -> int:
-    """Input blocks that any one output block reads: all of them without groups."""
+    """Return the number of input blocks that any one output block reads: all of them without groups."""
     if conv.groups == 1:
         return blocks(conv.in_channels, lanes)
     return max(_last_block(conv, b, lanes) - _first_block(conv, b, lanes) + 1 for b in _out_blocks(conv, lanes))
 
 
 def group_window(conv: Conv2d, out_block: int, lanes: int) -> int:
-    """First input block of the window of ``out_block``."""
+    """Return the first input block of the window of ``out_block``."""
     if conv.groups == 1:
         return 0
     limit = blocks(conv.in_channels, lanes) - group_window_blocks(conv, lanes)

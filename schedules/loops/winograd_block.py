@@ -1,4 +1,4 @@
-"""A block of Winograd tiles on one core: transformed, multiplied position by position, transformed back."""
+"""Block of Winograd tiles on one core: transformed, multiplied position by position, transformed back."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from schedules.loops.winograd_tiles import WinogradTiles
 
 
 class WinogradBuffers(NamedTuple):
-    """Of one task: transformed input, products of a group of output blocks, a tile at the border."""
+    """Buffers of one task: transformed input, products of a group of output blocks, a tile at the border."""
 
     inputs: Any
     sums: Any
@@ -32,7 +32,7 @@ class WinogradBuffers(NamedTuple):
 
 @dataclass(frozen=True)
 class WinogradBlock:
-    """``tiles`` tiles of ``grid`` at a time, with ``tile`` as the register tile of the products."""
+    """Block of ``tiles`` tiles of ``grid``, with ``tile`` as the register tile of the products."""
 
     grid: WinogradTiles
     tile: RegisterTile
@@ -48,7 +48,7 @@ class WinogradBlock:
         return blocks(self.grid.conv.in_channels, self.lanes)
 
     def allocate(self) -> WinogradBuffers:
-        """Buffers of the task that is being emitted."""
+        """Allocate the buffers of the task that is being emitted."""
         positions, grid = self._positions, self.grid
         return WinogradBuffers(
             # An odd number of lines between two positions: they fall into different sets of the cache.
@@ -69,10 +69,10 @@ class WinogradBlock:
         bias: Any,
         finish: Callable[[tuple[Expr, ...], Sequence[Any]], None],
     ) -> None:
-        """All three steps for the output blocks of ``channel_task``.
+        """Emit all three steps for the output blocks of ``channel_task``.
 
-        ``place(index)``: image, and row and column of the first output of a tile; ``source(image,
-        block)(row, column)``: a vector of the input; ``finish(indices of the output, its sums with bias, one vector)``.
+        ``place(index)``: image, and row and column of the first output of a tile; ``source(image, block)(row,
+        column)``: a vector of the input; ``finish(indices of the output, its sums with bias, one vector)``.
         """
         inputs, sums, border = buffers
         lanes = self.lanes
@@ -99,7 +99,9 @@ class WinogradBlock:
                 )
 
     def _products(self, inputs: Any, weight: Any, sums: Any, position: Expr, first: Expr) -> None:
-        """The matrix product at one ``position`` for the output blocks of a group from ``first``: ``sums``."""
+        """Compute the matrix product at one ``position`` for the output blocks of a group from ``first``
+        into ``sums``.
+        """
         lanes = self.lanes
         for segment in emit.segments(self.tiles, self.tile.columns):
             with emit.column_tile(segment) as start:
@@ -121,8 +123,8 @@ class WinogradBlock:
                 ).emit(self.grid.conv.in_channels, (0, 1), 1, lanes)
 
     def cycles(self, cpu: CpuTarget, groups: int, beside: float = 0.0) -> float:
-        """Cycles of :meth:`emit` for ``groups`` groups of output blocks; ``beside``: bytes used between two blocks of
-        tiles by what else the kernel does.
+        """Return the cycles of :meth:`emit` for ``groups`` groups of output blocks; ``beside``: bytes used by other
+        parts of the kernel between two blocks of tiles.
         """
         outputs, positions, channels = self.grid.outputs, self._positions, self.grid.conv.in_channels
         into, out_of = (operations / PORTS for operations in transform_operations(outputs))
@@ -144,7 +146,7 @@ class WinogradBlock:
             data_bytes=4 * self.tiles * channels,
             weight_bytes=weights / positions,
         )
-        # The weights of a position were last used a block of tiles ago, its input a group of output blocks ago.
+        # The weights of a position were last used one block of tiles ago, its input one group of output blocks ago.
         one += exposed_traffic(cpu, weights / positions, weights * groups + inputs + sums + beside)
         one += exposed_traffic(cpu, inputs / positions, inputs + weights + sums)
         return transform + groups * (positions * one + finish)

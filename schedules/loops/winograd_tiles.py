@@ -1,4 +1,4 @@
-"""Tiles of a Winograd convolution: read from the image through one transform, written to it through the other."""
+"""Tiles of a Winograd convolution: read from the image with the input transform, written with the output transform."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from schedules.loops.winograd_transforms import input_transform, output_transfor
 
 
 class WinogradTiles:
-    """Tiles of ``outputs`` x ``outputs`` over the output of ``conv``, image by image; those at its end hold fewer."""
+    """Tiles of ``outputs`` x ``outputs`` over the output of ``conv``, image by image; tiles at the end hold fewer."""
 
     def __init__(self, conv: Conv2d, outputs: int) -> None:
         self.conv = conv
@@ -38,9 +38,11 @@ class WinogradTiles:
         lanes: int,
         keep: Callable[[int, Any], None],
     ) -> None:
-        """Transforms the input of the tile whose outputs begin at ``row`` and ``column``: ``keep(position, vector)``.
+        """Transform the input of the tile whose outputs begin at ``row`` and ``column``; emits ``keep(position,
+        vector)``.
 
-        ``load(row, column)`` is a vector of the input. What lies in the padding goes by ``border``.
+        ``load(row, column)`` returns a vector of the input. Tiles that reach into the padding are copied to ``border``
+        first.
         """
         conv, size = self.conv, self.size
         top, left = emit.bind(row - conv.padding[0]), emit.bind(column - conv.padding[1])
@@ -77,7 +79,9 @@ class WinogradTiles:
         lanes: int,
         finish: Callable[[Expr, Expr, Any], None],
     ) -> None:
-        """Outputs of the tile at ``row`` and ``column`` from its ``sums(position)``: ``finish(row, column, value)``."""
+        """Write the outputs of the tile at ``row`` and ``column`` from its ``sums(position)``: ``finish(row, column,
+        value)``.
+        """
         conv, size, outputs = self.conv, self.size, self.outputs
         values = [[T.bind(sums(y * size + x)) for x in range(size)] for y in range(size)]
         result = output_transform(values, outputs, lanes)
@@ -105,17 +109,17 @@ class WinogradTiles:
 
     @property
     def _even(self) -> bool:
-        """Whether every tile is full."""
+        """True if every tile is full."""
         return self.conv.out_height % self.outputs == 0 and self.conv.out_width % self.outputs == 0
 
     def place(self, tile: Expr) -> tuple[Expr, Expr, Expr]:
-        """Image, and row and column of the first output."""
+        """Return image, and row and column of the first output."""
         image, row, column = task_index(tile, self.conv.batch, self.rows, self.columns)
         return image, emit.bind(row * self.outputs), emit.bind(column * self.outputs)
 
 
 def _either(conditions: Sequence[Any], then: Callable[[], None], otherwise: Callable[[], None]) -> None:
-    """``then`` where all ``conditions`` hold; no branch where that is known."""
+    """Emit ``then`` if all ``conditions`` hold, else ``otherwise``; without a branch if that is known."""
     if any(condition is False for condition in conditions):
         otherwise()
         return

@@ -1,8 +1,8 @@
 """Winograd's minimal filtering of 3-tap windows: its matrices, and their products with vectors in registers.
 
-m outputs of a 3-tap filter cost n = m + 2 multiplications instead of 3 m: y = A^T [(G g) * (B^T d)] (Winograd 1980;
-for convolutions Lavin and Gray, CVPR 2016). The matrices are Toom and Cook's: values of polynomials at n - 1 points and
-their leading coefficient. All points but zero come in pairs of both signs, so that even and odd parts are shared.
+m outputs of a 3-tap filter cost n = m + 2 multiplications instead of 3 m: y = A^T [(G g) * (B^T d)] (Winograd 1980; for
+convolutions Lavin and Gray, CVPR 2016). The matrices are those of Toom and Cook: values of polynomials at n - 1 points
+and their leading coefficient. All points but zero come in pairs of both signs, so that even and odd parts are shared.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from costmodel.cpu.winograd_work import TAPS
 from schedules.loops import emit
 
 # Positive points of each pair, by the outputs of a tile: those of least error among the candidates of Barabasz et al.
-# (ACM TOMS 2020, arXiv:1803.10986) and Alam et al. (ACM TECS 2022: c and 1/c). What the matrices hold of them is exact
+# (ACM TOMS 2020, arXiv:1803.10986) and Alam et al. (ACM TECS 2022: c and 1/c). Their values in the matrices are exact
 # in FP32. Mean error over 128 channels against FP64, relative to direct summation: 2 outputs 0.7; 4 outputs 1.7, at 1
-# and 2 3.2, at 1 and 1/2 3.1, at 2/3 and 3/2 1.8; 6 outputs 6.6 at best for at most 1.3 times fewer products: left out.
+# and 2 3.2, at 1 and 1/2 3.1, at 2/3 and 3/2 1.8; 6 outputs, left out, 6.6 at best for at most 1.3 times fewer
+# products.
 _POINTS: dict[int, tuple[float, ...]] = {2: (1.0,), 4: (0.625, 1.5)}
 
 
 class WinogradMatrices(NamedTuple):
-    """``input`` is B^T (n, n), ``weight`` G (n, taps), ``output`` A^T (m, n), in FP64."""
+    """Matrices in FP64: ``input`` is B^T (n, n), ``weight`` G (n, taps), ``output`` A^T (m, n)."""
 
     input: np.ndarray
     weight: np.ndarray
@@ -34,13 +35,17 @@ class WinogradMatrices(NamedTuple):
 
 @lru_cache
 def winograd_matrices(outputs: int) -> WinogradMatrices:
-    """Of tiles of ``outputs``, one of those that have points; rows of the points 0, +p, -p, +q, -q ..., infinity."""
+    """Return the matrices of tiles of ``outputs``, a key of the table of points; rows of the points 0, +p, -p, +q, -q
+    ..., infinity.
+    """
     points = [0.0, *(sign * point for point in _POINTS[outputs] for sign in (1.0, -1.0))]
     return toom_cook(points, outputs, TAPS)
 
 
 def toom_cook(points: Sequence[float], outputs: int, taps: int) -> WinogradMatrices:
-    """Of ``outputs`` of a window of ``taps`` by finite ``points``, one fewer than products; the last is infinity."""
+    """Return the matrices for ``outputs`` of a window of ``taps`` with finite ``points``, one fewer than products; the
+    last point is infinity.
+    """
     count = outputs + taps - 1
     inputs, weights, sums = np.zeros((count, count)), np.zeros((count, taps)), np.zeros((outputs, count))
     for row, point in enumerate(points):
@@ -54,34 +59,35 @@ def toom_cook(points: Sequence[float], outputs: int, taps: int) -> WinogradMatri
 
 
 def transformed_weight(weight: np.ndarray, outputs: int) -> np.ndarray:
-    """(O, I, 3, 3) to FP64 (O, I, n * n): G g G^T."""
+    """Transform (O, I, 3, 3) to FP64 (O, I, n * n): G g G^T."""
     matrix = winograd_matrices(outputs).weight
     return np.einsum("ay,oiyx,bx->oiab", matrix, weight.astype(np.float64), matrix).reshape(*weight.shape[:2], -1)
 
 
 def relative_rounding(outputs: int) -> float:
-    """RMS error of the sums over many channels, relative to that of direct summation.
+    """Return the RMS error of the sums over many channels, relative to that of direct summation.
 
-    The k-th partial sum of terms of variance v errs by eps^2 k v. Direct: 9 C terms of variance 1; here C terms at each
-    position, of variance |G_i|^2 |G_j|^2 |B_i|^2 |B_j|^2, and then weighted by the squares of A: norms of rows, as in
-    the bound of Barabasz et al., but of independent errors instead of the worst. What the transforms round is left out.
+    The k-th partial sum of terms of variance v has an error of eps^2 k v. Direct: 9 C terms of variance 1; here C terms
+    at each position, of variance |G_i|^2 |G_j|^2 |B_i|^2 |B_j|^2, weighted by the squares of A: norms of rows, as in
+    the bound of Barabasz et al., but for independent errors instead of the worst case. Rounding in the transforms is
+    not included.
     """
     inputs, weights, sums = (matrix**2 for matrix in winograd_matrices(outputs))
     return float((sums @ (weights.sum(axis=1) * inputs.sum(axis=1))).mean()) / TAPS**2
 
 
 def input_transform(tile: Sequence[Sequence[Any]], outputs: int, lanes: int) -> list[list[Any]]:
-    """B^T d B of n rows of n vectors."""
+    """Return B^T d B of n rows of n vectors."""
     return _both_axes(tile, lambda line: _input_line(line, outputs, lanes))
 
 
 def output_transform(tile: Sequence[Sequence[Any]], outputs: int, lanes: int) -> list[list[Any]]:
-    """A^T M A: m rows of m vectors from n rows of n."""
+    """Return A^T M A: m rows of m vectors from n rows of n."""
     return _both_axes(tile, lambda line: _output_line(line, outputs, lanes))
 
 
 def _both_axes(tile: Sequence[Sequence[Any]], line: Any) -> list[list[Any]]:
-    """``line`` on every column, then on every row."""
+    """Apply ``line`` to every column, then to every row."""
     columns = [line([row[x] for row in tile]) for x in range(len(tile[0]))]
     return [line([column[y] for column in columns]) for y in range(len(columns[0]))]
 
@@ -91,7 +97,7 @@ def _input_line(values: Sequence[Any], outputs: int, lanes: int) -> list[Any]:
     result = [combination(matrix[0], values, lanes)]
     for pair, point in enumerate(_POINTS[outputs]):
         row = matrix[1 + 2 * pair]
-        # (x + p) E(x) and (x - p) E(x), E of odd powers only: x E(x) is even and shared, as p E(x) is.
+        # (x + p) E(x) and (x - p) E(x), E of odd powers only: x E(x) is even and shared, as is p E(x).
         even = combination(row[::2].tolist(), values[::2], lanes)
         odd = combination((row[1::2] / point).tolist(), values[1::2], lanes)
         result += _sum_and_difference(even, odd, point, lanes)
@@ -115,7 +121,7 @@ def _output_line(values: Sequence[Any], outputs: int, lanes: int) -> list[Any]:
 
 
 def combination(factors: Sequence[float], values: Sequence[Any], lanes: int) -> Any:
-    """Sum of ``factors`` times ``values``; factors of zero cost nothing."""
+    """Return the sum of ``factors`` times ``values``; factors of zero cost nothing."""
     terms = [(float(factor), value) for factor, value in zip(factors, values, strict=True) if factor]
     terms.sort(key=lambda term: (abs(term[0]) != 1.0, term[0] < 0.0))
     result = _scaled(*terms[0], lanes)
