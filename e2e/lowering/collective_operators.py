@@ -54,7 +54,9 @@ class Communicators:
         return name, self.groups.get(name) or tuple(range(self.world_size))
 
     def stream(self, call: OperatorCall) -> int:
-        """Return the stream of the call's NCCL communicator: of the group, or of two ranks for a call outside a batch."""
+        """Return the stream of the call's NCCL communicator: of the group, or of two ranks for a call outside a
+        batch.
+        """
         name = self.group(call)[0]
         alone = "peer" in call.attributes and "batch" not in call.attributes
         return self._number((name, call.attributes["peer"]) if alone else name)

@@ -47,7 +47,9 @@ def with_measured(graph: RankGraph, linked: LinkedTrace) -> MeasuredRank:
 
 
 def _launched(graph: RankGraph, linked: LinkedTrace) -> Mapping[tuple[int, str], list[DeviceSpan]]:
-    """Return (call, kind) -> device spans of the call and its nested calls, for the nearest enclosing call with tasks."""
+    """Return (call, kind) -> device spans of the call and its nested calls, for the nearest enclosing call with
+    tasks.
+    """
     parents: dict[int, OperatorCall] = {call.id: call for call in linked.trace.calls}
     spans = {span.id: span for span in linked.kineto.device}
     own = {task.call for task in graph.tasks if task.call is not None}

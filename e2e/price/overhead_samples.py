@@ -165,7 +165,9 @@ class _Walk:
             self.waited += call.seconds
 
     def _synchronize(self, call: HostSpan) -> None:
-        """Add a synchronising call: it is not part of any piece, and its cost without waiting is a separate T4 sample."""
+        """Add a synchronising call: it is not part of any piece, and its cost without waiting is a separate T4
+        sample.
+        """
         self.values["T4", call.name].append(OverheadSample(max(call.seconds - self.waits[call.id], 0.0), 0.0, 1.0))
         self.waited += call.seconds
 

@@ -152,7 +152,9 @@ def band_of(machine: Machine, *, older_libraries: bool = False) -> SpeedBand | N
 
 
 def slowed(graph: ExecutionGraph, slowdown: float) -> ExecutionGraph:
-    """Return the priced ``graph`` with kernels ``1 + slowdown`` times as long; transfers and host work are unchanged."""
+    """Return the priced ``graph`` with kernels ``1 + slowdown`` times as long; transfers and host work are
+    unchanged.
+    """
     if not slowdown:
         return graph
     return replace(graph, ranks=tuple(_slowed_rank(rank, 1.0 + slowdown) for rank in graph.ranks))

@@ -131,7 +131,9 @@ def _sort(indices: Tensor, rows: int, pair_bytes: int = 16, name: str = "cub::De
 
 
 def _shifted(call: OperatorCall) -> OperatorCall:
-    """Return the call without its first argument: the backward operator has the gradient before the forward arguments."""
+    """Return the call without its first argument: the backward operator has the gradient before the forward
+    arguments.
+    """
     return OperatorCall(call.id, call.name, call.parent, call.thread, call.inputs[1:], call.outputs)
 
 
