@@ -75,7 +75,7 @@ class PartMemory:
 
     def coarse(self) -> PartMemory:
         """Return the events with all temporary storages of a pass merged into one of their peak size, freed in the
-        backward pass before the gradients.
+        backward pass after the gradients are allocated.
         """
         cast = tuple(event for event in self.forward if event.cast_weight and event.size)
         if cast:
@@ -241,7 +241,7 @@ class _PartWriter:
         last = life.last
         other = end[1:] if end is not None and end[0] == 0 else home
         if other not in (home, (True, home[1])):
-            # Another part may have freed a storage without using it: a Python name was rebound there.
+            # Another part may have freed a storage without using it, when a Python name was rebound there.
             user = self.at[life.used]
             last, other = life.used, user[1:] if user is not None and user[0] == 0 else home
         if other == home:
