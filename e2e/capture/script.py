@@ -41,7 +41,7 @@ class Fallback(int):
 
 
 def load_script(script: StepFunction, options: StepOptions | None = None, **parameters: Any) -> CapturedWorkload:
-    """The workload that ``script`` (``FILE.py:FUNCTION``, or the function itself) makes.
+    """Make the workload of ``script`` (``FILE.py:FUNCTION``, or the function itself).
 
     The function is called with those of ``parameters`` that it takes (``batch_size``, ``sequence_length`` ...; any
     that it requires must be given) and returns ``(module, step)``: an ``nn.Module`` and a function without arguments
@@ -60,9 +60,9 @@ def load_script(script: StepFunction, options: StepOptions | None = None, **para
             return model, step
 
     Nothing needs a GPU or memory: it runs with the meta device as default, ``cuda`` means the meta device, and
-    ``torch.cuda.is_available()`` is true. Values do not exist: ``.item()`` gives 1, a flag is true, a result of
-    ``any()`` false. ``InputError`` for a wrong reference or result; a script that fails shows its own traceback on
-    standard error and raises ``ModelError``.
+    ``torch.cuda.is_available()`` is true. There are no values: ``.item()`` returns 1, a flag is true, a result of
+    ``any()`` false. Raise ``InputError`` for a wrong reference or result; a script that fails prints its own traceback
+    on standard error and raises ``ModelError``.
     """
     options = options or StepOptions()
     found: list[str] = []

@@ -1,25 +1,25 @@
-"""How a model is spread over GPUs: the text ``dp=2,tp=4,pp=2,micro-batches=8`` and what it means.
+"""Parallel layout of a model: the text ``dp=2,tp=4,pp=2,micro-batches=8`` and its keys.
 
 ================== ====================================================================================================
 ``dp``             replicas that average their gradients (DistributedDataParallel)
-``fsdp``           ranks that share parameters, gradients and optimizer state (``zero=3``), or less with ``zero=1|2``
+``fsdp``           ranks that shard parameters, gradients and optimizer state (``zero=3``), or less with ``zero=1|2``
 ``cp``             ranks that share every sequence (context parallel): each computes a part of its tokens and gathers
-                   keys and values for the attention (Llama 3, arXiv 2407.21783, section 3.3.2); with ``fsdp`` they
-                   share parameters too, with ``zero`` they do alone
+                   keys and values for the attention (Llama 3, arXiv 2407.21783, section 3.3.2); they also shard
+                   parameters with ``fsdp``, or without it with ``zero``
 ``cp-form``        ``gather`` (default), ``ring``: block by block, merged in FP32, as in PyTorch's context_parallel, or
                    ``a2a``: tokens are exchanged for heads around the attention (DeepSpeed-Ulysses, arXiv 2309.14509),
                    ``a2a+gather`` and ``a2a+ring``: among ``cp-inside`` neighbours, the other form among the rest
 ``tp``             ranks that share every layer: column and row splits, vocabulary split (Megatron-LM)
 ``ep``             ranks, of those with other tokens, among which the experts of a layer are divided (expert parallel):
-                   tokens go to the ranks of their experts and back; ``--routing`` says how evenly
+                   tokens are sent to the ranks of their experts and back; ``--routing`` gives their distribution
 ``etp``            ranks of ``tp`` that share an expert: all (default), or 1: experts are whole, and with ``sp`` each
                    rank sends its own part of the sequence (``expert_tensor_parallel_size`` of Megatron-LM)
 ``ep-dispatch``    ``alltoall`` (default): a row for every token and expert is exchanged; ``deepep``: a token once per
                    rank, over the network once per node
-``ep-overlap``     ``yes``: tokens travel to experts and back beside the computation of another micro-batch
+``ep-overlap``     ``yes``: the exchange of tokens with experts overlaps the computation of another micro-batch
 ``sp``             ``yes``: sequence parallel, activations between tensor-parallel parts are split along the sequence
-``pp``             pipeline stages, of equally many layers but for the ends
-``first-layers``   layers of the first part of the model, where the others have more; ``last-layers``: of the last part
+``pp``             pipeline stages, with the same number of layers except at the ends
+``first-layers``   layers of the first part of the model, if different from the others; ``last-layers``: of the last
 ``micro-batches``  micro-batches of one step; without a pipeline the gradients accumulate
 ``schedule``       ``1f1b`` (default), ``gpipe``, ``interleaved``, or ``zero-bubble``: gradients of weights are computed
                    where a stage would wait (ZB-H1, which keeps as many activations as ``1f1b`` on its first stage), or
@@ -28,26 +28,26 @@
 ``recompute``      ``none`` (default), ``selective`` (attention scores), ``operators`` (all but attention and every
                    second product, as torchtitan's selective op, which ``selective`` means with ``--recipe
                    torchtitan``) or ``full`` (whole layers)
-``recompute-modules`` of ``recompute=selective``: which parts of a layer, joined by +: ``core_attn`` (default),
+``recompute-modules`` for ``recompute=selective``: parts of a layer, joined by +: ``core_attn`` (default),
                    ``mla_up_proj``, ``layernorm``, ``mlp``, ``moe_act``, as Megatron-Core names them
-``recompute-every`` of ``recompute=full``: every so many layers one, the others keep their activations
-``zero``           what ``fsdp`` and ``cp`` ranks share: 1 optimizer state, as Megatron-LM's distributed optimizer does
+``recompute-every`` for ``recompute=full``: recompute one in this number of layers; the others keep their activations
+``zero``           sharding among ``fsdp`` and ``cp`` ranks: 1 optimizer state, as Megatron-LM's distributed optimizer
                    (whole gradients, scattered once a step), 2 gradients too (scattered in every pass), 3 (default with
                    ``fsdp``) parameters too
-``overlap-gather`` ``yes``: parameters of ``zero=1|2`` are gathered layer by layer while the next forward pass goes on
-``prefetch``       layers that ``zero=3`` gathers ahead of the one that runs (default 1)
-``reduce-dtype``   ``float32``: 16-bit gradients are summed over the ranks in FP32; ``same`` (default): as they are
+``overlap-gather`` ``yes``: parameters of ``zero=1|2`` are gathered layer by layer during the next forward pass
+``prefetch``       layers that ``zero=3`` gathers ahead of the running one (default 1)
+``reduce-dtype``   ``float32``: 16-bit gradients are summed over the ranks in FP32; ``same`` (default): in 16 bits
 ``bucket-mb``      size of a gradient bucket in MiB (default 25, as DistributedDataParallel)
 ``master-weights`` ``yes``: 16-bit parameters with FP32 master weights; with FP16 the loss is scaled. With ``zero=3``
-                   the shards are FP32, and what is gathered of them is 16-bit (mixed precision of FSDP)
-``clip``           ``yes``: gradients are clipped by their norm over all ranks; ``no``. Default: as the stack does
+                   the shards are FP32, and gathered in 16 bits (mixed precision of FSDP)
+``clip``           ``yes``: gradients are clipped by their norm over all ranks; ``no``. Default: that of the stack
 ``overlap``        ``no``: gradients are reduced after the backward pass instead of during it
-``tp-overlap``     ``yes``: what ``sp`` gathers and scatters goes piece by piece beside the product it is for
+``tp-overlap``     ``yes``: gathers and scatters of ``sp`` overlap their products, piece by piece
 ``gather-dtype``   ``float8``: ``zero=3`` gathers the weights of linear layers in 8 bits (torchao, with ``--precision
                    fp8-tensorwise``); ``same`` (default): in the type of the passes
-``offload-layers`` layers from the first on whose activations go to the host and come back beside the passes
-``offload-optimizer`` share of the optimizer's state that is on the host, and updated there; 1 with ``zero=3``: shards
-                   and gradients too, which are copied for every gather and from every scatter (CPUOffloadPolicy)
+``offload-layers`` number of leading layers whose activations are offloaded to the host during the passes
+``offload-optimizer`` fraction of the optimizer's state that is on the host, and updated there; 1 with ``zero=3``: shards
+                   and gradients too, which are copied before every gather and after every scatter (CPUOffloadPolicy)
 ================== ====================================================================================================
 """
 

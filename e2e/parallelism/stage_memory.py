@@ -1,36 +1,36 @@
 """Peak memory of a pipeline stage: its passes replayed, with every allocation, through PyTorch's caching allocator.
 
-The parts of the stage allocate and free what their captures did (:mod:`e2e.parallelism.layers.part_memory`), in the
-order of the schedule, beside what is held throughout. What each way to share adds:
+The parts of the stage allocate and free as in their captures (:mod:`e2e.parallelism.layers.part_memory`), in the order
+of the schedule, in addition to the permanent storages. Additions of each form of parallelism:
 
-* FSDP (``zero=3``; torch/distributed/fsdp/_fully_shard): a layer is gathered into a buffer of its own stream and copied
-  out, the next one's buffer being there already; what is before and behind the layers is one group, gathered until the
-  backward pass ends; gradients are copied into a buffer in the type of the reduction, which is the passes' own stream's
-  (``foreach_reduce``); its result, the share, is that of the reduction.
+* FSDP (``zero=3``; torch/distributed/fsdp/_fully_shard): a layer is gathered into a buffer on a separate stream and
+  copied out, while the buffer of the next layer exists already; the parts before and after the layers are one group,
+  gathered until the backward pass ends; gradients are copied into a buffer in the type of the reduction, on the stream
+  of the passes (``foreach_reduce``); its result, the share, is on the stream of the reduction.
 * FSDP in stages of torch.distributed.pipelining (``zero=1``): parameters are gathered before the first micro-batch and
-  whole, as are gradients in the type of the reduction, until a part of the model has had its last one
-  (``backward_maybe_with_nosync`` of stage.py). Every micro-batch has buffers of its own that activations and their
-  gradients are received into, and what a part gives to the next is kept until the step ends (``output_chunks``).
+  stay whole, as do gradients in the type of the reduction, until the last micro-batch of a part of the model
+  (``backward_maybe_with_nosync`` of stage.py). Every micro-batch has separate receive buffers for activations and their
+  gradients, and the output of a part to the next is kept until the step ends (``output_chunks``).
 * The distributed optimizer of Megatron-LM: parameters and FP32 gradients in one buffer each, FP32 masters and moments
-  of the share. Products add weight gradients to that buffer and hand autograd an empty one, which Transformer Engine
-  keeps for every shape (``get_dummy_wgrad``); those of embedding and head live until their part ends.
-* DistributedDataParallel: buckets besides the gradients.
-* ``zero=1|2`` without such a buffer (DeepSpeed's stages, which share one way to reduce): a gradient is copied into a
-  bucket; of ``zero=2`` it is free then, and the rank's share alone stays.
-* Inference: after its forward pass nothing of a part is left.
-* Offloading: what a layer leaves goes to the host while the next layer runs, and comes back one layer before it is
-  needed; the host's share of the optimizer's state is not on the GPU, with ``zero=3`` gradients neither, nor shards but
-  DeepSpeed's, in the type of the passes.
-* Transformer Engine casts weights to 8 bits once per step: both copies, of the weight and of its transpose, are there
-  throughout, whatever micro-batches are in flight (``get_weight_workspace`` of its module/base.py). With Megatron's
+  of the share. Products add weight gradients to that buffer and return an empty one to autograd, which Transformer
+  Engine keeps for every shape (``get_dummy_wgrad``); those of embedding and head live until their part ends.
+* DistributedDataParallel: buckets in addition to the gradients.
+* ``zero=1|2`` without such a buffer (DeepSpeed's stages, which reduce in the same way): a gradient is copied into a
+  bucket; with ``zero=2`` it is then freed, and only the rank's share stays.
+* Inference: all storages of a part are freed after its forward pass.
+* Offloading: the activations kept by a layer are copied to the host while the next layer runs, and back one layer
+  before they are needed; the host's share of the optimizer's state is not on the GPU, with ``zero=3`` neither are
+  gradients nor shards, except DeepSpeed's shards, in the type of the passes.
+* Transformer Engine casts weights to 8 bits once per step: both copies, of the weight and of its transpose, are
+  permanent, whatever micro-batches are in flight (``get_weight_workspace`` of its module/base.py). With Megatron's
   distributed optimizer and FP32 masters they are the parameters (``fp8_params`` of NeMo's, ``fp8_param_gather`` of
-  Megatron-Bridge's recipes): nothing of 16 bits is beside them. What ``zero=3``
-  gathers is cast when it is there and gone with it.
-* Recomputation: at the end of a layer's forward pass nothing is left but what is kept; before its backward pass the
+  Megatron-Bridge's recipes), without 16-bit copies. With ``zero=3`` weights are cast after they are gathered, and freed
+  together with the gathered weights.
+* Recomputation: at the end of a layer's forward pass only the kept storages remain; before its backward pass the
   forward pass is replayed.
 
-The optimizer's state appears in the first step, where activations have been: steps are replayed until that is past.
-Not counted are the CUDA context, NCCL's buffers and whatever else is not PyTorch's.
+The optimizer's state is allocated in the first step, in memory left by activations; steps are replayed until the effect
+of that is over. Not counted are the CUDA context, NCCL's buffers and other memory outside PyTorch.
 """
 
 from __future__ import annotations
