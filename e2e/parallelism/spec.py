@@ -46,7 +46,7 @@
 ``gather-dtype``   ``float8``: ``zero=3`` gathers the weights of linear layers in 8 bits (torchao, with ``--precision
                    fp8-tensorwise``); ``same`` (default): in the type of the passes
 ``offload-layers`` number of leading layers whose activations are offloaded to the host during the passes
-``offload-optimizer`` fraction of the optimizer's state that is on the host, and updated there; 1 with ``zero=3``: shards
+``offload-optimizer`` fraction of the optimizer state that is on the host, and updated there; 1 with ``zero=3``: shards
                    and gradients too, which are copied before every gather and after every scatter (CPUOffloadPolicy)
 ================== ====================================================================================================
 """
