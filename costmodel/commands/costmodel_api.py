@@ -1,4 +1,4 @@
-"""The Python API of ``costmodel``: what operators cost on a machine. Errors are :class:`costmodel.ProjectError`."""
+"""Python API of ``costmodel``: cost of operators on a machine. Errors are :class:`costmodel.ProjectError`."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def machine_names() -> tuple[str, ...]:
 
 
 def _name(machine: str | os.PathLike[str]) -> str | Path:
-    """A name stays one; a path is one even where it has no folder."""
+    """Return a name unchanged, and a path as :class:`Path` even if it has no folder part."""
     return machine if isinstance(machine, str) else Path(machine)
 
 

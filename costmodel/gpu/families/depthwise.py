@@ -21,13 +21,13 @@ from costmodel.machines.machine_records import Machine
 from costmodel.operators.layers import Conv2d
 
 _CUDNN_WINDOWS, _CUDNN_CHANNELS, _CUDNN_WIDTH = (1, 3, 5), 32, 7
-# Of stride 2, for more than one picture: from so many channels on at any width, and at this one.
+# For stride 2 and more than one picture: fewest channels at any width, and at this width.
 _STRIDED_CHANNELS, _STRIDED_CHANNELS_WIDE, _STRIDED_WIDTH = 512, 256, 28
 _WARP, _GRADIENT_WARPS = 32, 8  # getGradParamsNumThreads: a warp per picture, 256 threads at most
 
 
 def asks_cudnn(conv: Conv2d) -> bool:
-    """Whether PyTorch has cuDNN compute the depthwise ``conv`` and its gradients, rather than its own kernels."""
+    """True if PyTorch computes the depthwise ``conv`` and its gradients by cuDNN rather than by its own kernels."""
     if conv.channels_last:
         return True
     plane = conv.depth is None and conv.dilation == (1, 1)
@@ -51,9 +51,9 @@ def _asks_strided(conv: Conv2d) -> bool:
 
 
 def own_gradient_seconds(conv: Conv2d, machine: Machine) -> float:
-    """Seconds that the loads of PyTorch's own gradient of the weights of ``conv`` take, before any factor.
+    """Load time, before any factor, of PyTorch's own gradient of the weights of ``conv``, in seconds.
 
-    Of a window's passes over the tensors the first finds them in DRAM, the others, which run beside it, in L2.
+    Of a window's passes over the tensors the first reads DRAM, the others, which run concurrently, read L2.
     """
     chip = machine.chip()
     window = conv.kernel[0] * conv.kernel[1] * (1 if conv.depth is None else conv.depth[0])
