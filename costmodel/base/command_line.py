@@ -74,7 +74,7 @@ def version_command(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and end.")
     ] = False,
 ) -> None:
-    """Options of the program itself."""
+    """The options of a program itself."""
 
 
 def guarded(stopped: str = "stopped") -> Callable[[Callable[P, None]], Callable[P, None]]:
