@@ -33,13 +33,13 @@ from lab.steps.training_runs import BareStep, teaches
 WIDTHS = np.linspace(0.0, 0.3, 601)
 KEPT = np.linspace(0.0, 1.0, 21)
 CONFIDENCE = 0.8
-# Of 182 dense steps in 16 bits that were kept from the makers of version 1.0 the mean error was 9.2 %: of a normal
+# Of 182 dense steps in 16 bits that were withheld during the work on version 1.0 the mean error was 9.2 %: of a normal
 # distribution 80 % then lie within 1.606 times as much.
 UNSEEN = 1.606 * 0.092
 
 
 def fit_speed_band(steps: Sequence[BareStep]) -> SpeedBand | None:
-    """The band that those of ``steps`` tell which teach; ``None`` where they are of fewer than two sources."""
+    """Band fitted to those of ``steps`` that qualify; ``None`` if they are from fewer than two sources."""
     taught = [step for step in steps if step.teaches]
     rows = Counter(step.asked.row.family for step in taught)
     if len(rows) < 2:
@@ -56,7 +56,7 @@ def fit_speed_band(steps: Sequence[BareStep]) -> SpeedBand | None:
 
 
 def left_out_bands(steps: Sequence[BareStep]) -> dict[str, SpeedBand | None]:
-    """Source -> the band that the steps of all others tell."""
+    """Bands by source, each fitted to the steps of all other sources."""
     sources = dict.fromkeys(step.asked.row.family for step in steps)
     return {name: fit_speed_band([step for step in steps if step.asked.row.family != name]) for name in sources}
 
@@ -72,7 +72,7 @@ def _width(steps: Sequence[BareStep], weights: np.ndarray) -> float:
 
 
 def _errors(steps: Sequence[BareStep], weights: np.ndarray, band: SpeedBand) -> StepErrors:
-    """What the steps still differ by: the share ``kept`` of the kernels' errors with the least score, and the rest."""
+    """Remaining errors of the steps: the share ``kept`` of the kernels' errors with the least score, and the rest."""
     slowed = [step.predicted.slowed(band.slowdown(step.asked.row.gpus)) for step in steps]
     logs = np.array([np.log(s.asked.row.seconds / p.seconds) for s, p in zip(steps, slowed, strict=True)])
     found: list[tuple[float, float, float]] = []

@@ -1,4 +1,6 @@
-"""What ``predict`` is asked for a published training step, and why some cannot be asked.
+"""Requests to ``predict`` for published training steps, and the reasons why some have none.
+
+Settings missing in a table are taken from its source and listed in ``assumed`` of the row:
 
 What a table leaves out is taken from its source; such a figure is said in the ``assumed`` of the row:
 
@@ -51,7 +53,7 @@ from e2e.step.choices import AttentionForm
 from e2e.step.precision import Precision
 from lab.steps.training_rows import TrainingRow
 
-# Names in the table -> built-in model, longest first where one begins another.
+# Names in the table -> built-in model; longer names before their prefixes.
 MODELS = {
     "llama3.1-8b": "llama-3.1-8b",
     "llama3.1-70b": "llama-3-70b",
@@ -72,7 +74,7 @@ MODELS = {
     "gpt oss 120b": "gpt-oss-120b",
     "grok 1 314b dev": "grok-1",
 }
-# Of SimuMax: model -> built-in model and its changes, as run_pretrain_llama3.sh and run_pretrain_deepseekv2.sh have it.
+# SimuMax: model -> built-in model and its changes, according to run_pretrain_llama3.sh and run_pretrain_deepseekv2.sh.
 SIMUMAX_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-3-70b": ("llama-3-70b", {}),
     "llama-3-405b": ("llama-3.1-405b", {"num_key_value_heads": 16}),
@@ -91,11 +93,11 @@ LENGTHS = {"llama-3.1-8b": 8192, "nemotron-4-15b": 4096, "llama-3-8b": 4096}
 LORA_RANK = 8
 # Fine-tuning packs SQuAD into sequences (see the module). An example of its training split has 906 bytes (dataset card:
 # 79,346,108 bytes, 87,599 examples), 40 of them names and numbers; the prompt adds 27 letters. English text has 4.7
-# letters to a token of Llama 3.
+# letters per token of Llama 3.
 SQUAD_TOKENS = 190
 BF16 = ("bf16", "amp_bf16")
 # Source and precision -> recipe. Composer's amp_fp8 and NeMo's FP8 are Transformer Engine's DelayedScaling; -CS is its
-# current scaling, which Megatron-Bridge's recipes for H100 have where they say FP8 alone.
+# current scaling, which Megatron-Bridge's recipes for H100 use where they only say FP8.
 RECIPES_OF: dict[tuple[str, str], Precision] = {
     ("llm-foundry", "amp_fp8"): "fp8-delayed",
     ("dgxc-benchmarking", "fp8"): "fp8-delayed",
@@ -113,13 +115,13 @@ Kind = Literal["dense BF16", "8 bits", "mixtures", "adapters", "fine-tuning", "o
 
 
 def is_mixture(model: str) -> bool:
-    """Whether the built-in ``model`` has experts."""
+    """True if the built-in ``model`` has experts."""
     return any(key in PRESETS[model] for key in ("num_experts", "num_local_experts")) or "deepseek" in model
 
 
 @dataclass(frozen=True)
 class AskedStep:
-    """A row and what is asked for it. ``config``: changes to the configuration of the built-in ``model``."""
+    """Row and the settings of its request. ``config``: changes to the configuration of the built-in ``model``."""
 
     row: TrainingRow
     model: str
@@ -138,7 +140,7 @@ class AskedStep:
 
     @property
     def kind(self) -> Kind:
-        """What is new in it beside a dense model that trains in 16 bits on its GPUs alone."""
+        """Main difference from dense 16-bit training entirely on GPUs."""
         if self.spec.offloaded_state or self.spec.offloaded_layers:
             return "offload"
         if self.lora is not None:
@@ -151,10 +153,10 @@ class AskedStep:
 
     @property
     def attention(self) -> AttentionForm:
-        """The kernel of attention that ran: llm-foundry's is Triton's FlashAttention 1; Transformer Engine takes
-        cuDNN's on Hopper and FlashAttention 2 before; torchtitan's PyTorch of 2024 has FlashAttention 2. Megatron-LM's
-        tests write it out, but for sequences that are shared. ml-engineering's is Tri Dao's newest.
-        """
+        """Attention kernel of the measured run: Triton's FlashAttention 1 for llm-foundry; cuDNN's on Hopper and
+        FlashAttention 2 before for Transformer Engine; FlashAttention 2 for torchtitan's PyTorch of 2024. Megatron-LM's
+        tests use separate operations, except for sequences split by context parallelism. ml-engineering's is Tri Dao's
+        newest."""
         if self.row.family == ML_ENGINEERING:
             return "flash3" if self.row.gpu == "dgx-h200" else "flash4"
         if self.row.family == "Megatron-LM" and self.spec.cp == 1:
@@ -165,7 +167,7 @@ class AskedStep:
 
 
 def asked_step(row: TrainingRow) -> AskedStep | str:
-    """The question for ``row``, or the reason why there is none."""
+    """Request for ``row``, or the reason why there is none."""
     told = row.precision.lower()
     if told and told not in BF16 and (row.family, told) not in RECIPES_OF:
         return f"precision {row.precision}: which casts and scales that is, is not known"
@@ -186,8 +188,7 @@ def asked_step(row: TrainingRow) -> AskedStep | str:
 
 def _nemo_flops(asked: AskedStep) -> float:
     """Model FLOPs of a step as NeMo counts them (``llama2`` of nemo/utils/flops_formulas.py): a multiplication and an
-    addition each, all keys of a sequence for every token.
-    """
+    addition each, all keys of a sequence for every token."""
     config = PRESETS[asked.model]
     width, layers = config.get("hidden_size", 4096), config.get("num_hidden_layers", 32)
     inner, words = config.get("intermediate_size", 11008), config.get("vocab_size", 32000)
@@ -215,7 +216,7 @@ def _llm_foundry(row: TrainingRow) -> AskedStep:
     return AskedStep(row, row.model, config, row.micro_batch, row.sequence_length, spec, "llm-foundry")
 
 
-# "selective layer" checkpoints every second layer (torchtitan's default selective_ac_option of then).
+# "selective layer" checkpoints every second layer (torchtitan's default selective_ac_option at that time).
 TITAN_CHECKPOINTING: dict[str, tuple[Recompute, int]] = {
     "no": ("none", 1),
     "full": ("full", 1),
@@ -250,10 +251,9 @@ def _torchtitan(row: TrainingRow) -> AskedStep:
 
 
 def _in_stages(spec: ParallelSpec, layers: int, virtual_stages: int) -> ParallelSpec:
-    """A pipeline of torchtitan: weights stay gathered and gradients whole from the first micro-batch to the last
+    """Pipeline of torchtitan: weights stay gathered and gradients unsharded from the first micro-batch to the last
     (``reshard_after_forward`` of apply_fsdp in parallelize_llama.py, ``set_requires_gradient_sync`` of the stages). The
-    first part has the layers that every part has, those beyond go to the parts behind it (``generate_split_points``).
-    """
+    first part has the base number of layers, additional ones go to the following parts (``generate_split_points``)."""
     if virtual_stages > 1:
         spec = replace(spec, schedule="interleaved", virtual_stages=virtual_stages)
     fewest, beyond = divmod(layers, spec.stages)
@@ -267,7 +267,7 @@ TOKEN_DROP = ExpertRouting(capacity=1.0)
 # that has four sequences a micro-batch.
 HYBRID_EP = {"dgx-h100": "26.04", "dgx-b200": "26.02.01"}
 # Mixtures whose recipe sends rows to experts without DeepEP or HybridEP (gpt_oss_workload_base_configs.py: none is set
-# for B200), and those that hide it behind the other half of a micro-batch (moe_a2a_overlap of
+# for B200), and those that overlap it with the other half of a micro-batch (moe_a2a_overlap of
 # deepseek_workload_base_configs.py, B200, MXFP8 with a batch of 4096).
 ALL_TO_ALL = (("gpt-oss-120b", "dgx-b200"),)
 OVERLAPPED = (("deepseek-v3", "dgx-b200"),)
@@ -295,7 +295,7 @@ def _nvidia(row: TrainingRow) -> AskedStep:
             pp, assumed = 1, ("pp=1: the table's 41 is a slip",)
         assumed += (f"examples of {SQUAD_TOKENS} tokens",)
     if row.task == "lora":
-        lora, stack = LORA_RANK, "te"  # which differs by the loss
+        lora, stack = LORA_RANK, "te"  # differs by the loss
     replicas = row.gpus // (tp * pp * cp)
     spec = ParallelSpec(
         fsdp=replicas, cp=cp, tp=tp, pp=pp, micro_batches=batch // (micro * replicas), master_weights=True
@@ -324,7 +324,8 @@ def _nvidia(row: TrainingRow) -> AskedStep:
 
 
 def _interleaved(spec: ParallelSpec, virtual_stages: int, layers: int) -> ParallelSpec:
-    """Where ``layers`` do not divide into the parts, the ends have fewer, the last one the fewest: it has the head."""
+    """Interleaved schedule; if ``layers`` do not divide evenly, the ends have fewer, the last part (with the head) the
+    fewest."""
     spec = replace(spec, schedule="interleaved", virtual_stages=virtual_stages)
     most = -(-layers // spec.stages)
     ends = layers - most * (spec.stages - 2)
@@ -332,7 +333,7 @@ def _interleaved(spec: ParallelSpec, virtual_stages: int, layers: int) -> Parall
 
 
 def _grok(row: TrainingRow) -> AskedStep:
-    """As its recipe has it (see the module)."""
+    """Request for Grok 1 by its recipe (see the module)."""
     tp, pp, cp, ep = 4, 8, 2, 8
     replicas, batch = row.gpus // (tp * pp * cp), 2 * row.gpus
     spec = ParallelSpec(
@@ -352,7 +353,7 @@ def _ml_engineering(row: TrainingRow) -> AskedStep:
 
 
 def _longer(model: str, length: int) -> dict[str, Any]:
-    """The change that lets ``model`` take sequences of ``length`` tokens."""
+    """Configuration change that lets ``model`` take sequences of ``length`` tokens."""
     known = PRESETS[model].get("max_position_embeddings", 0)
     return {"max_position_embeddings": length} if length > known else {}
 
