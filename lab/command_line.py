@@ -31,7 +31,8 @@ def run(app: typer.Typer, name: str, arguments: Sequence[str] | None = None) -> 
 
 def chosen(names: Sequence[str], known: Sequence[str]) -> list[str]:
     """Those of ``known`` that are in ``names``, in their order; all for empty ``names``; ``InputError`` for an unknown
-    one."""
+    one.
+    """
     for name in names:
         if name not in known:
             raise InputError(f"{name}: not known; choose of {', '.join(known)}")

@@ -32,7 +32,8 @@ _COMPLETION = ("--install-completion", "--show-completion")
 
 class ProgramGroup(TyperGroup):
     """Command group of one program. Reports an invalid command line in one line, like every other user error, and exits
-    with status 2."""
+    with status 2.
+    """
 
     def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, *rest: Any, **options: Any) -> Any:
         """Run the command named by ``args`` (default: ``sys.argv``)."""
@@ -127,7 +128,8 @@ def _require_finite(values: Mapping[str, Any]) -> None:
 
 def _require_names(values: Mapping[str, Any], words: Sequence[str]) -> None:
     """Raise ``InputError`` for a path given as an empty string in ``words``, such as an unset shell variable: it would
-    be taken for the current folder, and written to."""
+    be taken for the current folder, and written to.
+    """
     given = [*words, *(word.partition("=")[2] for word in words if word.startswith("-") and "=" in word)]
     if "" not in given or any(word and Path(word) == Path() for word in given):
         return
@@ -194,6 +196,7 @@ def _give_up_output() -> None:
 
 def _close_output() -> None:
     """Redirect standard output to the null device, so that its buffer does not raise again at interpreter exit (Python
-    docs, SIGPIPE)."""
+    docs, SIGPIPE).
+    """
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, sys.stdout.fileno())

@@ -28,7 +28,8 @@ class FolderLock:
 
     def clear(self, *patterns: str) -> None:
         """Remove files and folders that match ``patterns`` from the folder: temporary files of earlier writers that
-        were killed (this process is the only writer)."""
+        were killed (this process is the only writer).
+        """
         for pattern in patterns:
             for path in self._path.parent.glob(pattern):
                 if path.is_dir() and not path.is_symlink():

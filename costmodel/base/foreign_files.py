@@ -115,7 +115,8 @@ def open_tar(path: Path | str) -> Iterator[tarfile.TarFile]:
 
 def check_file(path: Path | str, kind: Kind) -> None:
     """Raise ``OSError`` for a file that :func:`open_file` refuses; for readers of other libraries, which open files
-    themselves."""
+    themselves.
+    """
     descriptor = _descriptor(path)
     try:
         _check(descriptor, kind)
@@ -125,7 +126,8 @@ def check_file(path: Path | str, kind: Kind) -> None:
 
 def find_refusal(path: Path | str, kind: Kind, missing: str = "no such file") -> str | None:
     """Reason why :func:`open_file` refuses ``path``, worded to follow its name, or ``None`` if it is accepted.
-    ``missing``: the reason for a missing file."""
+    ``missing``: the reason for a missing file.
+    """
     try:
         check_file(path, kind)
     except FileNotFoundError:

@@ -27,7 +27,8 @@ def can_draw() -> bool:
 
 def check_picture(path: Path, option: str) -> None:
     """Raise ``InputError`` for an unsupported file type, before anything is computed. ``option``: option that names the
-    file."""
+    file.
+    """
     if path.suffix not in PICTURE_SUFFIXES:
         raise InputError(f"{path}: a plot is one of {', '.join(PICTURE_SUFFIXES)}; name such a file")
     if not can_draw():

@@ -15,7 +15,8 @@ MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeE
 
 def decoded(text: str | bytes, *, once: bool = False) -> Any:
     """Parse ``text`` as JSON. Raises ``ValueError`` for invalid JSON, also if it is nested deeper than Python allows,
-    is not UTF-8, or has a number of more than 300 digits. ``once``: also for a key that occurs twice in an object."""
+    is not UTF-8, or has a number of more than 300 digits. ``once``: also for a key that occurs twice in an object.
+    """
     told = text.decode("utf-8") if isinstance(text, bytes) else text
     if _ENDLESS_NUMBER.search(told):
         raise ValueError("a number of more than 300 digits")

@@ -52,7 +52,8 @@ class StagedFiles:
 
     def once(self, name: str, make: Callable[[], object]) -> bool:
         """Run ``make``, which must write ``name``, a path within :attr:`folder`, atomically, unless an interrupted job
-        had finished that file. Returns True if it was made now."""
+        had finished that file. Returns True if it was made now.
+        """
         if (self.folder / name).is_file():
             return False
         make()
@@ -60,7 +61,8 @@ class StagedFiles:
 
     def install(self, names: Sequence[str]) -> list[Path]:
         """Move the files ``names`` to their final places and return their paths; remaining files were only
-        intermediate."""
+        intermediate.
+        """
         try:
             for name in names:
                 (self.output / name).parent.mkdir(parents=True, exist_ok=True)

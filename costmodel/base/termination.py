@@ -19,7 +19,8 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 class Terminated(BaseException):
     """Request to terminate this process. Like ``KeyboardInterrupt`` it is not caught by handlers of errors; resources
-    are released as it propagates, and the process ends. Its text is the signal's name."""
+    are released as it propagates, and the process ends. Its text is the signal's name.
+    """
 
     @property
     def status(self) -> int:
@@ -31,7 +32,8 @@ class Terminated(BaseException):
 def terminable() -> Iterator[None]:
     """Raise :class:`Terminated` in the main thread, once, on SIGTERM and SIGHUP within the block, so that children are
     ended and temporary folders removed, unlike with a signal's default action. Does nothing in other threads, and for a
-    signal that is already handled or ignored (``nohup``)."""
+    signal that is already handled or ignored (``nohup``).
+    """
     ours: list[signal.Signals] = []
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -53,7 +55,8 @@ def terminable() -> Iterator[None]:
 
 def ending_behind(error: BaseException) -> KeyboardInterrupt | Terminated | None:
     """The termination request that ``error`` is or was caused by, or ``None``: an extension module that is being loaded
-    when a signal arrives fails with ``SystemError`` or ``ImportError``, caused by the signal's exception."""
+    when a signal arrives fails with ``SystemError`` or ``ImportError``, caused by the signal's exception.
+    """
     seen: BaseException | None = error
     for _ in range(_LONGEST_CHAIN):
         if seen is None or isinstance(seen, KeyboardInterrupt | Terminated):
@@ -64,7 +67,8 @@ def ending_behind(error: BaseException) -> KeyboardInterrupt | Terminated | None
 
 def pass_ending(error: BaseException) -> None:
     """Raise the termination request that caused ``error``, if any: for handlers that treat any error as a result or as
-    a fault of an input."""
+    a fault of an input.
+    """
     end = ending_behind(error)
     if end is not None:
         raise end from None
@@ -73,7 +77,8 @@ def pass_ending(error: BaseException) -> None:
 @contextmanager
 def interruptible_start() -> Iterator[None]:
     """End the program on Ctrl-C in one line with status 130 while it is being loaded, as its commands do later. After
-    the block, Ctrl-C ends the process silently: during interpreter shutdown it would be reported as an error."""
+    the block, Ctrl-C ends the process silently: during interpreter shutdown it would be reported as an error.
+    """
     try:
         yield
     except BaseException as error:
@@ -102,7 +107,8 @@ def end_with_parent(parent: int | None = None) -> None:
 @contextmanager
 def interrupts_held() -> Iterator[None]:
     """Defer Ctrl-C to the end of the block, and block it for good in processes that are started within: a process that
-    is still loading when the whole process group gets it would print a traceback."""
+    is still loading when the whole process group gets it would print a traceback.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

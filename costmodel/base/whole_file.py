@@ -87,7 +87,8 @@ def check_outputs(
     makes_folder: bool = False,
 ) -> None:
     """Apply :func:`check_writable` to the files of ``written`` by option, which must differ from the files that are
-    ``read`` and from each other."""
+    ``read`` and from each other.
+    """
     there = {os.path.realpath(path): option for option, path in read.items() if path is not None}
     for option, path in written.items():
         if path is None:
@@ -106,7 +107,8 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 def append_whole(stream: IO[bytes], data: bytes) -> None:
     """Append all of ``data`` to a file opened unbuffered for appending, or nothing; raises ``OSError`` on failure, such
-    as a disk that fills up midway."""
+    as a disk that fills up midway.
+    """
     before = stream.seek(0, os.SEEK_END)
     try:
         if stream.write(data) != len(data):

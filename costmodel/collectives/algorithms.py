@@ -45,7 +45,8 @@ class AlgorithmPlan:
 
 def plans(transfer: CollectiveTransfer, in_switch: bool, aggregated: bool = True) -> list[AlgorithmPlan]:
     """Algorithms available for ``transfer`` (two ranks or more). ``in_switch``: the switches can reduce;
-    ``aggregated``: the library has PAT, which it uses only with one GPU per node."""
+    ``aggregated``: the library has PAT, which it uses only with one GPU per node.
+    """
     kind, ranks, nodes = transfer.kind, transfer.ranks, transfer.nodes
     size = _BARRIER_BYTES if kind == "barrier" else transfer.size_bytes
     if kind == "send_recv":

@@ -34,7 +34,8 @@ _FORMAT = 1
 @dataclass(frozen=True)
 class CollectiveSweep:
     """Measured times of one kind of collective among ``ranks`` ranks on ``nodes`` nodes, with one NCCL version (empty:
-    unknown)."""
+    unknown).
+    """
 
     nccl: str
     kind: str
@@ -46,7 +47,8 @@ class CollectiveSweep:
 @dataclass(frozen=True)
 class Margins:
     """Half-widths, in logarithms, of intervals that cover 80 % of the errors: for held-out sizes and held-out rank
-    counts."""
+    counts.
+    """
 
     size: float
     ranks: float
@@ -134,7 +136,8 @@ def calibrations_for(cluster: Cluster, directory: Path | None = None) -> list[li
 
 def tiers_of(measured: Sequence[Calibration], cluster: Cluster) -> list[list[Calibration]]:
     """Group ``measured`` into tiers: the cluster itself, then its GPU in the same topology; a GPU of the same
-    architecture in that topology; any other GPU in it. Within a tier, one calibration fills the gaps of another."""
+    architecture in that topology; any other GPU in it. Within a tier, one calibration fills the gaps of another.
+    """
     known = [each for each in measured if each.sweeps]
     alike = [each for each in known if each.topology == cluster.topology]
     own = [each for each in known if each.machine == cluster.name]

@@ -83,7 +83,8 @@ class _Source:
 class CollectiveModel(CostModel):
     """Cost model of :class:`CollectiveTransfer` on ``cluster``; analytic if ``tiers`` hold no usable curves. Tiers with
     measurements of the cluster come first (:func:`calibrations_for`). ``known``: analytic constants that replace the
-    shipped ones."""
+    shipped ones.
+    """
 
     def __init__(
         self, cluster: Cluster, tiers: Sequence[Sequence[Calibration]] = (), known: Constants | None = None
@@ -135,7 +136,8 @@ class CollectiveModel(CostModel):
 
     def _find(self, kind: str, across: bool) -> _Source | None:
         """Find the source in the nearest tier, the kind itself before similar kinds. Across nodes, where measurements
-        are few: the kind itself in any tier, then similar kinds across nodes, then single-node measurements."""
+        are few: the kind itself in any tier, then similar kinds across nodes, then single-node measurements.
+        """
         names = (kind, *RELATIVES[kind])
         if across:
             found = self._first([kind], True, self._tiers) or self._first(names, True, self._tiers)
@@ -157,7 +159,8 @@ class CollectiveModel(CostModel):
     def _same_algorithms(self, asked: str, kind: str, calibration: Calibration) -> bool:
         """True if measurements of ``kind`` use the same algorithms as the requested kind ``asked``: in-switch
         reductions have their own latency, so in-switch all-reduces across nodes do not predict trees, nor the rings of
-        other kinds."""
+        other kinds.
+        """
         if kind not in _ADDED:
             return True
         return adds(calibration) == (asked in _ADDED and can_reduce(self.cluster))
@@ -265,7 +268,8 @@ def _measured_cluster(calibration: Calibration, cluster: Cluster) -> Cluster:
 def _versions(known: set[str], asked: str, own: bool) -> list[str]:
     """NCCL versions to use: the newest that is not newer than the requested version ``asked``, else the oldest. Without
     a requested version, the newest; for another system (not ``own``) all known ones, since start times differ by a
-    fifth between versions two years apart and the version that will run is unknown."""
+    fifth between versions two years apart and the version that will run is unknown.
+    """
     ordered = sorted(known, key=version_key)
     if not asked and not own:
         return [each for each in ordered if each] or ordered

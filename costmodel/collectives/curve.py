@@ -43,7 +43,8 @@ class Knots:
 
 def smooth(sizes: Sequence[float], seconds: Sequence[float]) -> Knots:
     """Knots from measurements in any order, with repeated sizes: the median of each size, single-size spikes removed
-    (median of three, which leaves increasing data unchanged), then isotonic regression of the logarithms."""
+    (median of three, which leaves increasing data unchanged), then isotonic regression of the logarithms.
+    """
     known = np.unique(np.asarray(sizes, dtype=float))
     groups: dict[float, list[float]] = {size: [] for size in known.tolist()}
     for size, time in zip(sizes, seconds, strict=True):
@@ -170,7 +171,8 @@ def _mean(low: float, high: float, weight: float) -> float:
 
 def bracket(curves: Sequence[Curve], ranks: int, nodes: int) -> tuple[Curve, Curve, float]:
     """Curves of the nearest rank counts below and above, and the weight of the upper one. Among curves of the same rank
-    count, the one with the nearest number of nodes is used."""
+    count, the one with the nearest number of nodes is used.
+    """
     chosen: dict[int, Curve] = {}
     for each in sorted(curves, key=lambda curve: abs(math.log(curve.nodes / nodes)), reverse=True):
         chosen[each.ranks] = each

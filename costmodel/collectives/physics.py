@@ -109,7 +109,8 @@ def smooth_minimum(values: Sequence[float]) -> float:
 
 def _within_reach(transfer: CollectiveTransfer, cluster: Cluster) -> Cluster:
     """``cluster`` as seen by ranks that are not neighbours: bridges between pairs and switches of a few cards do not
-    connect them, so they reach at most the rate of all GPUs between the first and the last of them."""
+    connect them, so they reach at most the rate of all GPUs between the first and the last of them.
+    """
     if transfer.span <= transfer.ranks_per_node:
         return cluster
     most = cluster.usable_share(transfer.span)
@@ -139,7 +140,8 @@ def slowness(cluster: Cluster) -> float:
 
 def rates_of(transfer: CollectiveTransfer, cluster: Cluster) -> Rates:
     """Bandwidths available to ``transfer``. Inside a node ``sharing`` transfers use the same links. Transfers across
-    nodes from different GPUs (as many as fit the node) share only the network cards."""
+    nodes from different GPUs (as many as fit the node) share only the network cards.
+    """
     full, memory = cluster.intra_node.bandwidth, cluster.machine.memory[-1].bandwidth.at(1)
     if transfer.nodes == 1:
         gpu = full * cluster.usable_share(transfer.ranks) / transfer.sharing

@@ -266,7 +266,8 @@ def _made(name: str, size: float, seconds: float, run: _Run, given: Given, where
 
 def _transfer(kind: CollectiveKind, size: float, ranks: int, nodes: int) -> CollectiveTransfer:
     """Transfer of a log row. ``sendrecv_perf`` sends around a ring: a message between two ranks, the slowest pair of
-    which is on two nodes."""
+    which is on two nodes.
+    """
     transfer = whole_buffer(kind, size, ranks, nodes)
     return dataclasses.replace(transfer, ranks=2, nodes=min(nodes, 2)) if kind == "send_recv" else transfer
 
@@ -295,7 +296,8 @@ class CollectiveRow:
 
 def read_own_table(path: Path) -> list[CollectiveRow]:
     """Read the rows of a table of ``python -m costmodel measure --suite collectives``, plain or ``.gz``; rows with an
-    error are skipped. ``InputError`` for another file."""
+    error are skipped. ``InputError`` for another file.
+    """
     return read_sweep(_own_rows, path)
 
 

@@ -89,7 +89,8 @@ def report(tool: str, checks: Sequence[Check], as_json: bool) -> None:
 
 def packages(required: str, optional: Mapping[str, str], pairs: Sequence[BadPair]) -> list[Finding]:
     """Findings on the packages of the project and its extra ``required``, and on missing packages of the ``optional``
-    extras (extra -> purpose)."""
+    extras (extra -> purpose).
+    """
     found = [Finding("Python", *_python())]
     for extra in ("", required):
         found += [_declared(each, extra) for each in declared(extra)]
@@ -207,7 +208,8 @@ def shipped(name: str, files: Iterable[Path]) -> Finding:
 
 def declared(extra: str) -> list[Declared]:
     """Dependencies that ``pyproject.toml`` declares for ``extra`` (empty: for all), from installed metadata or the
-    checkout."""
+    checkout.
+    """
     try:
         lines = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
@@ -255,7 +257,8 @@ def satisfies(version: str, condition: str) -> bool:
 
 def _ordered(version: str) -> tuple[tuple[int, ...], int, int]:
     """Sort key of a version: release, pre-releases before it, post-releases after it; a local part (``+cpu``) is
-    ignored."""
+    ignored.
+    """
     text = version.partition("+")[0]
     release = re.match(r"[\d.]+", text)
     numbers = [int(each) for each in (release[0] if release else "0").split(".") if each]

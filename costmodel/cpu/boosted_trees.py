@@ -1,5 +1,6 @@
 """Gradient-boosted trees for the logarithm of measured / analytic time, with a calibrated interval, and for ranking the
-configurations of an operator."""
+configurations of an operator.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +80,8 @@ class BoostedResidual:
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> BoostedResidual:
         """Trees from :meth:`to_record`: they predict and rank, but have no interval. ``ValueError`` for an invalid
-        record."""
+        record.
+        """
         trees = cls(np.empty((0, 0)), np.empty(0), np.empty(0))
         trees._mean = _booster_of(record["residual"])
         trees._order = _booster_of(record["order"]) if "order" in record else None
@@ -116,7 +118,8 @@ class BoostedResidual:
 
     def _train_order(self) -> Any:
         """Train ranking trees on pairs of rows of one operator with the logistic loss of their score difference
-        (RankNet: Burges et al., ICML 2005), starting from the order of the guesses."""
+        (RankNet: Burges et al., ICML 2005), starting from the order of the guesses.
+        """
         import xgboost
 
         assert self.groups is not None and self.guesses is not None

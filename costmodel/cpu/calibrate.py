@@ -37,7 +37,8 @@ from costmodel.machines.machine_records import (
 @dataclass(frozen=True)
 class CalibrationEffort:
     """Effort of a calibration: rounds of the whole sweep, repetitions (of about 3 ms or one pass, whichever is longer),
-    and the largest buffer."""
+    and the largest buffer.
+    """
 
     rounds: int = 2
     repetitions: int = 30
@@ -68,7 +69,8 @@ def calibrate(
 @dataclass(frozen=True)
 class CpuFacts:
     """Properties of the measured CPU as reported by the operating system. ``memory_bytes``: available memory, ``None``
-    if unknown."""
+    if unknown.
+    """
 
     name: str
     host: Host
@@ -113,7 +115,8 @@ def dram_bytes(caches: Sequence[Cache], threads: int, available: int | None, lar
 @dataclass(frozen=True)
 class _Step:
     """One quantity to sweep over the thread counts. ``measure(threads)`` returns ``None`` if this CPU does not support
-    it."""
+    it.
+    """
 
     label: str
     unit: str
@@ -215,7 +218,8 @@ class _Calibration:
 
     def measure(self, plan: Mapping[str, _Step]) -> dict[str, ThreadSamples]:
         """Samples of every step that this CPU supports. Each round runs all steps, so that a slow phase of the machine
-        (clock, other tenants) does not affect the same quantity in every round."""
+        (clock, other tenants) does not affect the same quantity in every round.
+        """
         results: dict[str, ThreadSamples] = {}
         missing: set[str] = set()
         for index in range(self.effort.rounds):

@@ -47,7 +47,8 @@ def tunable(operator: AnyOperator) -> Operator:
 
 def operator_family(operator: AnyOperator) -> str:
     """Family name shared by operators of one kernel template, hence the same knobs: one learned model each, for all
-    dtypes."""
+    dtypes.
+    """
     if isinstance(operator, FusedConvs):
         return operator.kind
     if isinstance(operator, Conv2d):

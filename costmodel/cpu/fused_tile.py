@@ -91,7 +91,8 @@ def input_rows(conv: Conv2d, start: int, stop: int) -> tuple[int, int]:
 
 def _intermediate_bytes(conv: Conv2d, rows: int, consumer: Conv2d, lanes: int, slides: bool) -> int:
     """Bytes of an intermediate's tile. A depthwise consumer of a pair takes one block of channels at a time; any other
-    needs all channels."""
+    needs all channels.
+    """
     channels = min(lanes, conv.out_channels) if consumer.is_depthwise and not slides else conv.out_channels
     return rows * conv.out_width * channels * element_bytes(middle_dtype(consumer))
 
@@ -99,7 +100,8 @@ def _intermediate_bytes(conv: Conv2d, rows: int, consumer: Conv2d, lanes: int, s
 def middle_dtype(consumer: Conv2d) -> str:
     """Data type of the intermediate read by ``consumer``: a depthwise convolution of a narrow dtype computes in FP32
     and reads unrounded values, a dense one takes operands of its own dtype. Quantised layers (``int8``) round as they
-    would alone, so the intermediate is ``int8``."""
+    would alone, so the intermediate is ``int8``.
+    """
     narrow = element_bytes(consumer.dtype) < 4 and consumer.dtype != "int8"
     return "float32" if consumer.is_depthwise and narrow else consumer.dtype
 

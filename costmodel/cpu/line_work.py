@@ -27,7 +27,8 @@ _MOST_PRODUCTS = 0.8
 @dataclass(frozen=True)
 class Lines:
     """Decomposition of ``conv`` into lines along ``axis`` (0: down the rows) and pieces of ``taps``: a line is computed
-    in tiles of ``taps`` outputs. A stride along the line gives phases, each with its own window."""
+    in tiles of ``taps`` outputs. A stride along the line gives phases, each with its own window.
+    """
 
     conv: Conv2d
     taps: int
@@ -106,7 +107,8 @@ def lines_of(conv: Conv2d) -> Iterator[Lines]:
 
 def line_work(lines: Lines, machine: Machine) -> WinogradWork:
     """Work of ``lines``; ``ValueError`` on a machine without a vector unit. Transforms are priced as dense matrices;
-    with few channels, stored unblocked, they run value by value."""
+    with few channels, stored unblocked, they run value by value.
+    """
     if machine.vector is None:
         raise ValueError(f"{machine.name} has no vector unit: transforms cannot be priced")
     conv, lanes, size = lines.conv, vector_lanes(machine, lines.conv.dtype), machine.vector.register_bytes

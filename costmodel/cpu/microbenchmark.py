@@ -79,7 +79,8 @@ def compile_microbenchmarks(directory: Path) -> Microbenchmarks:
 
 def build_program(directory: Path, machine_flags: Sequence[Sequence[str]]) -> tuple[Path, str]:
     """Path of the program built in ``directory`` and the command that built it, with the first of ``machine_flags``
-    that the compiler accepts. :class:`MissingDependencyError` without a working C compiler."""
+    that the compiler accepts. :class:`MissingDependencyError` without a working C compiler.
+    """
     compiler = find_compiler()
     program = directory / "microbenchmarks"
     reason = "no message"

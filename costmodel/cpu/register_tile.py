@@ -85,7 +85,8 @@ def core_work(operator: UnfusedLayer, machine: Machine, tiles: bool = True) -> C
 def _narrow_operations(operator: UnfusedLayer, operations: float, loads: float, outputs: int) -> float:
     """Vector operations on narrow values equivalent to ``operations`` on FP32: a depthwise convolution processes as
     many neighbouring taps of a row at a time as fill a 32-bit word. As in `winograd_work.py`, each takes the slot of a
-    multiply-add."""
+    multiply-add.
+    """
     preparing, group = _WIDENING, _WORD_BYTES // element_bytes(operator.dtype)
     if isinstance(operator, Conv2d) and operator.kernel[1] > 1 and operator.dilation[1] == 1:
         preparing, operations = _PAIRING, operations * -(-operator.kernel[1] // group) / operator.kernel[1]
@@ -112,7 +113,8 @@ def _blocks(channels: int, lanes: int) -> tuple[int, float]:
 
 def lane_columns(conv: Conv2d, lanes: int) -> tuple[int, ...]:
     """Numbers of neighbouring columns that one vector of sums can hold when output channels are few, limited to those
-    that need fewer products than separate columns (kernels: ``schedules/kernels/column_lanes.py``)."""
+    that need fewer products than separate columns (kernels: ``schedules/kernels/column_lanes.py``).
+    """
     plain = conv.dtype == "float32" and conv.groups == 1 and not conv.gated and conv.prologue is None
     if not plain or conv.dilation[1] > 1:
         return ()
@@ -205,7 +207,8 @@ def _loads_per_output(operator: UnfusedLayer, blocks: int, vector: VectorUnit, t
 
 def multiplies_in_tiles(operator: UnfusedLayer, vector: VectorUnit) -> bool:
     """True if the product uses the tile registers of AMX: narrow dtype, no groups, more channels than an image has, and
-    more rows than vectors handle equally well."""
+    more rows than vectors handle equally well.
+    """
     if _TILE_FEATURES.get(operator.dtype) not in vector.features or not is_product(operator):
         return False
     if isinstance(operator, Dense):
@@ -215,7 +218,8 @@ def multiplies_in_tiles(operator: UnfusedLayer, vector: VectorUnit) -> bool:
 
 def tile_loads(steps: int, blocks: int, columns: int) -> float:
     """Tile rows loaded per row of sums in ``steps`` steps of 32 bits: a tile takes sixteen at once, and a block of up
-    to four tiles of sums loads each of its tiles of data and of weights once."""
+    to four tiles of sums loads each of its tiles of data and of weights once.
+    """
     tiles = -(-columns // _TILE_ROWS)
     rows = columns / tiles
     shapes = ((b, c) for b in range(1, _TILE_SUMS + 1) for c in range(1, _TILE_SUMS // b + 1))

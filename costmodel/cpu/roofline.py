@@ -90,7 +90,8 @@ class RooflineReport:
     @property
     def core_seconds(self) -> float:
         """Seconds in the cores. The stages are sequential in every tile: each takes the larger of arithmetic and
-        operands."""
+        operands.
+        """
         return sum(stage.seconds for stage in self.stages)
 
     @property
@@ -257,7 +258,8 @@ class _Setting:
         self, work: WinogradWork, between: MemoryLevel, imbalance: float = 1.0, recomputation: float = 1.0
     ) -> list[RooflineStage]:
         """The three steps of Winograd's algorithm; intermediate values are written to and read from the level
-        ``between``."""
+        ``between``.
+        """
         steps = ((work.transform, between), (work.products, None), (work.finish, between))
         return [
             self.stage(step, max(imbalance, _imbalance(step.units, self.threads)), recomputation, level)
@@ -327,7 +329,8 @@ def _explain_fused(operator: FusedConvs, setting: _Setting) -> RooflineReport:
 @dataclass(frozen=True)
 class _FusedLayers:
     """Fused operator with the work of its convolutions: direct, or Winograd's with tiles of ``outputs`` where ``fast``
-    has an entry."""
+    has an entry.
+    """
 
     operator: FusedConvs
     setting: _Setting
@@ -342,7 +345,8 @@ class _FusedLayers:
 
     def tiles(self) -> list[FusedTile]:
         """Row tiles; with Winograd's algorithm only whole bands of Winograd tiles, including the bytes of their
-        transforms."""
+        transforms.
+        """
         setting, operator = self.setting, self.operator
         tiles = fused_tiles(operator, vector_lanes(setting.machine, operator.dtype), setting.threads)
         if not self.outputs:

@@ -27,7 +27,8 @@ _BINS_PER_DOUBLING = 8
 @dataclass(frozen=True)
 class IndexBatch:
     """Lookups of one table: ``indices`` (lookups,) into ``rows`` rows; bag b spans ``offsets[b]`` to ``offsets[b +
-    1]``."""
+    1]``.
+    """
 
     indices: np.ndarray
     offsets: np.ndarray

@@ -84,7 +84,8 @@ def _bin_chances(bins: Sequence[CountBin], rates: np.ndarray) -> np.ndarray:
 
 def _expectation_maximisation(likely: np.ndarray, observed: np.ndarray) -> np.ndarray:
     """Rows of each component, with the same sum as ``observed``; ``likely`` (bins, components) has probabilities as
-    columns."""
+    columns.
+    """
     weight = np.full(likely.shape[1], observed.sum() / likely.shape[1])
     for _ in range(_ROUNDS):
         expected = np.maximum(likely @ weight, 1e-300)

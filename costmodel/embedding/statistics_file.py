@@ -29,7 +29,8 @@ _WANTED = f"every table needs {', '.join(_FIELDS)}, or indices and offsets of it
 
 def save_statistics(statistics: Mapping[str, IndexStatistics], path: Path) -> None:
     """Write the tables' statistics in the format of the suffix of ``path``; ``OutputError`` on failure, ``InputError``
-    for another suffix."""
+    for another suffix.
+    """
     check_suffix(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

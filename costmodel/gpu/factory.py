@@ -96,7 +96,8 @@ def gpu_cost_model(machine: Machine, directory: Path = DIRECTORY) -> CostModel:
 class _Products(KernelModel):
     """Kernel model of matrix products. A batched product is never faster than one dense product of all its rows, unless
     it was measured: on the GPUs of the FP32 tables libraries have better kernels for batched products than for single
-    ones."""
+    ones.
+    """
 
     def estimate(self, operators: Sequence[AnyOperator]) -> list[Estimate]:
         found = super().estimate(operators)
@@ -116,7 +117,8 @@ class _Products(KernelModel):
 
 class _Experts(_Products):
     """Kernel model of expert products, bounded even where measured; :attr:`dense` prices dense products, which may be
-    scaled."""
+    scaled.
+    """
 
     dense: Callable[[Gemm | ScaledGemm], Estimate]
 
@@ -147,7 +149,8 @@ def _dense(product: GroupedGemm) -> Gemm | ScaledGemm:
 
 def _with_inverted(known: LevelTransfer) -> LevelTransfer:
     """``known`` with levels added for families whose factors are inverted from whole steps: a level of 0, with the
-    spread that these steps show."""
+    spread that these steps show.
+    """
     shares = inverted_shares()
     if not shares.factors:
         return known

@@ -44,7 +44,8 @@ FACTOR_OF_THREE = float(np.log(3))  # for unidentified operators
 
 class KernelModel(CostModel):
     """Cost model of the operators of several families. ``family_of``: function from operator to family. ``residuals``:
-    of the machine or its relatives, by family."""
+    of the machine or its relatives, by family.
+    """
 
     def __init__(
         self,
@@ -183,7 +184,8 @@ class KernelModel(CostModel):
         moved: np.ndarray,
     ) -> Iterator[tuple[int, Estimate]]:
         """Estimates of the operators at ``places`` by the residual, evaluated at the analysis ``seen`` on the GPU on
-        which it was learned; ``moved`` (operators,) is added to its logarithms."""
+        which it was learned; ``moved`` (operators,) is added to its logarithms.
+        """
         fitted_on, residual = self._residuals[family.name]
         features = seen.matrix()[places]
         known = fitted_on == self._name
@@ -198,7 +200,8 @@ class KernelModel(CostModel):
     def _learned_bounds(self, family: Family[Any], logs: np.ndarray, known: bool, outside: bool) -> np.ndarray:
         """Middle, lower and upper log ratio from those of a residual: for the GPU's own tables, widened by the spread
         between laboratories (grade ``source``); for a relative, by the grade of relatives, but never narrower than for
-        the measured GPU."""
+        the measured GPU.
+        """
         own = logs + np.array([0.0, *self._transfer.grades.get(family.name, {}).get("source", (0.0, 0.0))])
         range_ = self._transfer.grade(family.name, "relative") if not known else None
         if range_ is not None:

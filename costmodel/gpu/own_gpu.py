@@ -75,7 +75,8 @@ def fit_to_tables(files: Sequence[Path], machine_name: str, output: Path | None,
 
 def adaptations_of(measurements: Sequence[Measurement], machine: Machine) -> dict[str, Adaptation]:
     """Adaptations of the models of ``machine`` to ``measurements``, by family and dtype; operators without a model are
-    skipped."""
+    skipped.
+    """
     priced = gpu_cost_model(machine)
     assert isinstance(priced, GpuCostModel)
     groups: dict[int, tuple[KernelModel, list[Measurement]]] = {}
@@ -130,7 +131,8 @@ def step_levels(
     steps: Sequence[CountedStep], machine: Machine, model: GpuCostModel | None = None
 ) -> Mapping[str, Adaptation]:
     """Levels by name of family and dtype, added to those that a model already has; empty if holding out each of
-    ``steps`` shows no improvement."""
+    ``steps`` shows no improvement.
+    """
     priced = model or gpu_cost_model(machine)
     assert isinstance(priced, GpuCostModel)
     seconds, examples = family_seconds(steps, priced)
@@ -149,7 +151,8 @@ def step_levels(
 
 def level_logs(seconds: np.ndarray, measured: np.ndarray) -> np.ndarray:
     """Log level of each family, from predicted ``seconds`` (steps, families) and measured log times ``measured``
-    (steps,)."""
+    (steps,).
+    """
     families = seconds.shape[1]
     mapping = np.column_stack([np.ones(families), np.eye(families)])
     precision = np.array([_SHARED_SIGMA**-2, *[_OWN_SIGMA**-2] * families])

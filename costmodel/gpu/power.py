@@ -105,7 +105,8 @@ def drawn_power(estimate: Estimate) -> float | None:
     """Power above idle of the kernel of an estimate of :meth:`GpuCostModel.settle`, as a share of (limit - idle);
     ``None`` for a GPU whose clock never drops: its distance from the limit is unknown. Kernels that neither compute nor
     wait for memory, such as short ones dominated by their launch, are assumed to draw the power of memory-bound
-    kernels."""
+    kernels.
+    """
     known = estimate.breakdown.get(DRAWN_POWER)
     return None if known is None else float(known)
 

@@ -90,7 +90,8 @@ class TableSeconds:
     def forward_stages(self) -> tuple[np.ndarray, np.ndarray]:
         """Seconds that each table adds to each stage of the forward kernel, and lower bounds of the stage by each
         table, (stages, tables); :meth:`kernel` is the sum over stages of the larger of the sum and the maximum over
-        tables."""
+        tables.
+        """
         return self.forward_pass.added, self.forward_pass.longest
 
     @property

@@ -199,7 +199,8 @@ def read_network(path: Path) -> NetworkFile:
 
 def find_cluster(name_or_path: str | Path) -> ClusterFile | None:
     """Cluster of a name or file, or the node that :func:`cluster_of_gpu` names after its GPU; ``None`` for an unknown
-    name and for files of another kind."""
+    name and for files of another kind.
+    """
     if _is_path(name_or_path):
         path = Path(name_or_path)
         return read_cluster(path) if _kind(path) == "cluster" else None

@@ -27,7 +27,8 @@ _FEATURES = r"(avx|amx|sse4|asimd|sve).*|fma|f16c|fphp|i8mm|bf16|sme2?"
 
 def user_directory() -> Path:
     """Folder of the user's machines: ``$COSTMODEL_MACHINES``, else ``$XDG_CONFIG_HOME/costmodel/machines``, else
-    ``~/.config/costmodel/machines``."""
+    ``~/.config/costmodel/machines``.
+    """
     override = os.environ.get("COSTMODEL_MACHINES")
     if override:
         return Path(override)
@@ -79,7 +80,8 @@ def offered(text: str, names: Iterable[str]) -> str:
 
 def longer_names(text: str, names: Iterable[str]) -> list[str]:
     """Those of ``names`` that continue ``text`` with a hyphen, such as ``h100-sxm`` for ``h100``, but do not continue
-    another of them."""
+    another of them.
+    """
     found = sorted(name for name in names if name.startswith(f"{text}-"))
     return [name for name in found if not any(name.startswith(f"{other}-") for other in found)]
 

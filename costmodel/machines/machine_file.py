@@ -23,7 +23,8 @@ from costmodel.machines.variant_file import variant_file, with_what_follows
 
 def read_machine(path: Path) -> Machine:
     """Read the machine described by the YAML file ``path``, which may be a variant of another
-    (:mod:`costmodel.machines.variant_file`); :class:`MachineError` names the file and the key."""
+    (:mod:`costmodel.machines.variant_file`); :class:`MachineError` names the file and the key.
+    """
     document = read_mapping(
         path, MachineError, "not a machine file; it must be a mapping with name, kind, compute, memory ..."
     )

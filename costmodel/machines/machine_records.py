@@ -28,7 +28,6 @@ from costmodel.machines.file_fields import (
     Written,
 )
 
-# Of a cache, what a working set may fill before it is evicted by its own conflicts and by everything else: the rule
 # Share of a cache that a working set can fill before it is evicted by conflicts and by other data: the rule of thumb of
 # layer conditions (Stengel et al., ICS 2015). `calibrate` measures each level at this working set.
 USABLE_SHARE = 0.5
@@ -141,7 +140,8 @@ class MemoryLevel(FileRecord):
     @property
     def usable(self) -> float:
         """Bytes available to a process: by default the share that cards with HBM report (A100 0.985, H100 0.989, B200
-        0.991) and GeForce cards without ECC (0.98 to 0.99); cards with ECC in GDDR report 0.91 to 0.93."""
+        0.991) and GeForce cards without ECC (0.98 to 0.99); cards with ECC in GDDR report 0.91 to 0.93.
+        """
         return self.capacity_bytes * _SHOWN_SHARE if self.usable_bytes is None else self.usable_bytes
 
     def share_bytes(self, threads: int) -> float:
@@ -211,13 +211,15 @@ class GpuChip(FileRecord):
     @property
     def schedulers(self) -> int:
         """Warp instructions that one multiprocessor issues per cycle: four, or two on Pascal's P100, whose
-        multiprocessors are smaller (CUDA C++ Programming Guide, architecture chapters)."""
+        multiprocessors are smaller (CUDA C++ Programming Guide, architecture chapters).
+        """
         return 2 if self.architecture == "pascal" and self.lanes == 64 else 4
 
     @property
     def compute_capability(self) -> tuple[int, int]:
         """CUDA compute capability, major and minor; graphics chips of Pascal and Ampere have 128 lanes, datacenter
-        chips 64 (CUDA C++ Programming Guide, compute capabilities)."""
+        chips 64 (CUDA C++ Programming Guide, compute capabilities).
+        """
         large = {"pascal": (6, 0), "volta": (7, 0), "turing": (7, 5), "ampere": (8, 0), "ada": (8, 9), "hopper": (9, 0)}
         small = {"pascal": (6, 1), "ampere": (8, 6), "ada": (8, 9), "hopper": (9, 0), "blackwell": (10, 0)}
         return (large if self.lanes == 64 else small).get(self.architecture, (12, 0))
@@ -275,7 +277,8 @@ class Machine(FileRecord):
     @property
     def half_rate(self) -> bool:
         """True if the tensor cores of a GPU reach twice the FP32 rate by datasheet, as on GeForce cards; elsewhere four
-        times and more."""
+        times and more.
+        """
         single, half = self.compute.get("float32"), self.compute.get("float16")
         if single is None or half is None or not single.datasheet or not half.datasheet or self.chip().lanes <= 64:
             return False

@@ -22,7 +22,8 @@ RELAYED_SHARE = 0.9
 @lru_cache(maxsize=256)
 def ring_links(links: tuple[tuple[int, int, int], ...], gpus: tuple[int, ...], relays: bool = True) -> float:
     """Bandwidth of one GPU of ``gpus`` (two or more) in the rings of this group, one direction, in units of links; 0 if
-    links form no ring. ``links``: (GPU, GPU, links between them). ``relays``: hops may pass through a third GPU."""
+    links form no ring. ``links``: (GPU, GPU, links between them). ``relays``: hops may pass through a third GPU.
+    """
     room = {_pair(a, b): count for a, b, count in links if a in gpus and b in gpus}
     if len(gpus) == 2:
         return float(room.get(_pair(*gpus), 0))

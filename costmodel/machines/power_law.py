@@ -32,7 +32,8 @@ _HOLDS = 0.97
 
 def unthrottled_share(dtype: str, lanes: int) -> float:
     """Share of the datasheet rate of ``dtype`` that the best products reach at the boost clock, on multiprocessors with
-    ``lanes`` FP32 lanes."""
+    ``lanes`` FP32 lanes.
+    """
     if dtype in ("tf32", "float16", "bfloat16"):
         return TENSOR_CEILING
     return WIDE_CEILING if lanes > 64 else CEILING
@@ -68,5 +69,6 @@ def share_at_limit(share: float, limit: float, other: float, size: float = 1.0, 
 
 def clock_holds(held: float) -> bool:
     """True if a sustained rate of ``held`` times :func:`unthrottled_share` of the datasheet is reached at the boost
-    clock, so that the limit is not met and there is power to spare (:data:`HELD_DRAW`)."""
+    clock, so that the limit is not met and there is power to spare (:data:`HELD_DRAW`).
+    """
     return held >= _HOLDS

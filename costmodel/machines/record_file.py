@@ -31,7 +31,8 @@ class StrictModel(BaseModel):
 
 def read_mapping(path: Path, failure: type[ProjectError], otherwise: str) -> dict[str, Any]:
     """Read the mapping in the YAML file ``path``; ``failure`` names the file if it cannot be read, is not YAML, repeats
-    a key, or is no mapping (then with the text ``otherwise``)."""
+    a key, or is no mapping (then with the text ``otherwise``).
+    """
     try:
         document = yaml.load(read_text(path, "settings"), Loader=UniqueKeyLoader)
     except OSError as error:
@@ -66,7 +67,8 @@ def _written_out(value: Any, known: dict[int, float]) -> float:
 
 def to_record(document: Mapping[str, Any], schema: type[Content], path: Path, failure: type[ProjectError]) -> Content:
     """Convert ``document``, the content of ``path``, to ``schema`` (a record of :mod:`costmodel.machines.file_fields`
-    or a :class:`StrictModel`); ``failure`` names file and key."""
+    or a :class:`StrictModel`); ``failure`` names file and key.
+    """
     if schema not in _ADAPTERS:
         _ADAPTERS[schema] = TypeAdapter(schema)
     adapter: TypeAdapter[Content] = _ADAPTERS[schema]

@@ -35,7 +35,8 @@ _TENSOR = ("bfloat16", "float16", "tf32", "float8", "int8")
 @dataclass(frozen=True)
 class VariantFile:
     """Variant file: its own content (``own``), the content of the file of its base machine (``base``, read from
-    ``path``), and both merged (``merged``)."""
+    ``path``), and both merged (``merged``).
+    """
 
     name: str
     path: Path
@@ -158,7 +159,8 @@ def _rate(
 
 def _burst(rate: ComputeRate, best: float) -> tuple[float, float, float]:
     """Rate at the clock of a burst, the share of it that is sustained, and the power of a burst relative to the limit
-    that is met at the sustained rate."""
+    that is met at the sustained rate.
+    """
     sustained = rate.sustained.at(1)
     if rate.burst is not None:
         return rate.burst, min(1.0, sustained / rate.burst), 1.0

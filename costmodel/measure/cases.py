@@ -67,7 +67,8 @@ def cases_left(
 
 def _size(rng: random.Random, low: int, high: int, multiple: int = 1) -> int:
     """Log-uniform size between ``low`` and ``high``, rounded to ``multiple`` three times out of four (as widths usually
-    are)."""
+    are).
+    """
     value = round(low * (high / low) ** rng.random())
     if multiple > 1 and rng.random() < 0.75:
         value = round(value / multiple) * multiple

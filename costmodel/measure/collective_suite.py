@@ -122,7 +122,8 @@ def _join(device: Any) -> _World:
 
 def groups_of(size: int, per_node: int) -> list[RankGroup]:
     """Groups whose collectives are measured: 2, 4, 8 ... ranks of the first node, then all ranks of 2, 4 ... nodes, and
-    one rank of each node. Includes the full number of ranks if it is no power of two."""
+    one rank of each node. Includes the full number of ranks if it is no power of two.
+    """
     nodes = size // per_node
     first = [tuple(range(count)) for count in _doubling(min(per_node, size))]
     groups = [RankGroup(ranks, 1) for ranks in first]
@@ -140,7 +141,8 @@ def _doubling(largest: int) -> list[int]:
 
 def cases(groups: list[RankGroup], dtype: str, largest_bytes: int) -> Iterator[tuple[CollectiveTransfer, RankGroup]]:
     """Every kind among every group, first sizes in powers of four, then those between them: a suite that runs out of
-    time has covered the whole range. The uneven all-to-all follows the even one; send and receive use two ranks."""
+    time has covered the whole range. The uneven all-to-all follows the even one; send and receive use two ranks.
+    """
     powers = range(SMALLEST_BYTES.bit_length() - 1, largest_bytes.bit_length())
     for power in [*powers[::2], *powers[1::2]]:
         for kind in KINDS:

@@ -20,7 +20,8 @@ _MOST_LAUNCHES = 100  # a full launch queue (about 1,000 entries) would block th
 @dataclass(frozen=True)
 class TimingEffort:
     """Effort of a timing: ``repeats`` samples, each of calls for ``sample_seconds``, but at most ``call_seconds`` in
-    all."""
+    all.
+    """
 
     repeats: int = 7
     sample_seconds: float = 1e-3
@@ -40,7 +41,8 @@ class KernelTiming:
 @dataclass(frozen=True)
 class Profile:
     """Profile of one call: ``kernel_seconds`` on the device and ``launches`` of kernels, copies and memsets; 0 on a
-    CPU."""
+    CPU.
+    """
 
     kernel_seconds: float
     launches: int
@@ -92,7 +94,8 @@ def _event_sample(call: Callable[[], Any], calls: int, host: float) -> float:
 
 def profile_call(call: Callable[[], Any], device: Any, calls: int = 3) -> Profile:
     """Device time and launches of ``call`` by the torch profiler. A profiler session takes tens of milliseconds; on a
-    CPU, where it gives no device times, it is skipped."""
+    CPU, where it gives no device times, it is skipped.
+    """
     if device.type != "cuda":
         return Profile(0.0, 0)
     import torch

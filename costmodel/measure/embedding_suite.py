@@ -96,7 +96,8 @@ def _measure(operator: EmbeddingLookup, device: Any) -> dict[str, Any]:
 
 def _batch_statistics(lookups: Iterable[Any]) -> dict[str, Any]:
     """Statistics of a batch, all tables together: lookups, distinct rows, lookups of the most popular row, and the
-    share of the distinct rows in each of the 17 bins of the reuse factor."""
+    share of the distinct rows in each of the 17 bins of the reuse factor.
+    """
     counts = [each.unique(return_counts=True)[1].cpu().numpy() for each in lookups]
     together = np.concatenate(counts)
     edges = np.array(REUSE_EDGES) + 0.5

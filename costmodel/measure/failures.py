@@ -14,7 +14,8 @@ _CONTEXT_LOST = ("illegal memory access", "device-side assert", "launch failure"
 
 def failure_line(what: object, error: Exception, device: Any) -> str:
     """One line about ``error``; memory is released. ``InputError`` if the CUDA context is lost: every later case would
-    fail too."""
+    fail too.
+    """
     text = str(error)
     if any(words in text for words in _CONTEXT_LOST):
         raise InputError(f"{what}: the device failed ({text.splitlines()[0]}); run again with --resume") from None

@@ -46,7 +46,8 @@ def measure_cases(
     report: Say,
 ) -> int:
     """Measure each case that is not in ``done``; returns their number. A family's first case is profiled, then every
-    eighth."""
+    eighth.
+    """
     progress, counts = SuiteProgress(budget, report), dict.fromkeys(DRAWS, 0)
     for case, text in cases_left(cases, done, budget):
         profiled = counts[case.family] % _PROFILED_EVERY == 0

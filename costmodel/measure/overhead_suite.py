@@ -59,7 +59,8 @@ def _add(table: Table, quantity: str, samples: Seconds, trace: str = "") -> None
 
 def _primitives(device: Any, done: set[str]) -> Iterator[tuple[str, Seconds]]:
     """Seconds of primitives: ``host launch`` is the host time of an in-place operator of one element, ``kernel floor``
-    its device time, ``synchronize`` a wait for an idle device, ``item`` a launch, a copy and a wait."""
+    its device time, ``synchronize`` a wait for an idle device, ``item`` a launch, a copy and a wait.
+    """
     import torch
 
     one = torch.ones(1, device=device)

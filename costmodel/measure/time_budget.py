@@ -14,7 +14,8 @@ _REPORT_SECONDS = 10.0
 
 class TimeBudget:
     """Budget of ``minutes`` from construction; ``InputError`` unless above zero. ``clock`` (seconds) is replaced in
-    tests."""
+    tests.
+    """
 
     def __init__(self, minutes: float, clock: Callable[[], float] = time.monotonic) -> None:
         if not 0 < minutes < math.inf:

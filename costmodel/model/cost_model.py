@@ -67,7 +67,8 @@ class CostModel(ABC):
 
     def settle(self, estimates: Sequence[Estimate], counts: Sequence[int]) -> list[Estimate]:
         """Adjust ``estimates`` of this model to a mixture in which each runs ``counts`` times; unchanged if the
-        machine's rates do not depend on the mixture."""
+        machine's rates do not depend on the mixture.
+        """
         return list(estimates)
 
     def fit(self, measurements: Sequence[Measurement]) -> None:  # noqa: B027

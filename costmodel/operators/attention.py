@@ -82,7 +82,7 @@ class Attention(CountedWork):
 
     @property
     def pairs(self) -> int:
-        """Queries x keys that they see, of one head and one row of the batch."""
+        """Number of visible query-key pairs of one head and one row of the batch."""
         return sum(seen_pairs(*piece, self.causal, self.window, self.placed) for piece in self.pieces)
 
     @property

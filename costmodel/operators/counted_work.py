@@ -13,12 +13,12 @@ class CountedWork:
 
     @property
     def read_bytes(self) -> int:
-        """Bytes that must come into the chip at least once if nothing is cached from before."""
+        """Bytes that must be read into the chip at least once, with cold caches."""
         raise NotImplementedError
 
     @property
     def write_bytes(self) -> int:
-        """Bytes that must leave the chip at least once."""
+        """Bytes that must be written out of the chip at least once."""
         raise NotImplementedError
 
 

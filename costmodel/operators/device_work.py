@@ -114,7 +114,8 @@ class Elementwise(CountedWork):
 class Normalization(CountedWork):
     """Normalisation. ``kind``: ``layer_norm``, ``rms_norm`` over the last ``columns`` of ``rows``; ``batch_norm`` over
     ``rows`` = N x H x W of ``columns`` = C channels. ``training``: batch statistics are computed. ``channels_last``:
-    memory layout of a batch of images."""
+    memory layout of a batch of images.
+    """
 
     kind: str
     rows: int
@@ -337,7 +338,8 @@ class OptimizerStep(CountedWork):
 @dataclass(frozen=True)
 class Loss(CountedWork):
     """Loss ``kind`` (``nll``, ``cross_entropy``, ``bce``, ``mse``) over ``rows`` of ``columns`` classes. ``nll`` picks
-    one value of each row, and reads nothing backward."""
+    one value of each row, and reads nothing backward.
+    """
 
     kind: str
     rows: int

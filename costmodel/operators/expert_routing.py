@@ -15,7 +15,8 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class ExpertRouting:
     """Routing of tokens. ``alpha``: exponent of the power law, ``None`` for equal shares. ``capacity``: multiple of the
-    equal share beyond which an expert drops rows, ``None`` without dropping."""
+    equal share beyond which an expert drops rows, ``None`` without dropping.
+    """
 
     alpha: float | None = None
     capacity: float | None = None
@@ -28,7 +29,8 @@ class ExpertRouting:
 
     def slowest(self, rows: int, experts: int, ranks: int) -> tuple[int, ...]:
         """Rows of each expert of the busiest rank, if ``ranks`` hold ``experts / ranks`` each and share ``rows`` in
-        all: the mean over several orders of the experts, largest expert first."""
+        all: the mean over several orders of the experts, largest expert first.
+        """
         from costmodel.operators.expert_shares import slowest_shares
 
         return slowest_shares(rows, experts, ranks, self.alpha, self.capacity)

@@ -69,7 +69,8 @@ class GroupedGemm(CountedWork):
 class ExpertLayer(CountedWork):
     """Fused layer of experts as in inference engines: rows gathered, first product, activation, second product, results
     summed. ``tokens``: inputs, of which ``sum(counts)`` rows are computed; ``inner``: width between the products;
-    ``gated``: the first product gives gate and value."""
+    ``gated``: the first product gives gate and value.
+    """
 
     counts: tuple[int, ...]
     tokens: int

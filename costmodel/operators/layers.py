@@ -440,7 +440,8 @@ Operator = Conv2d | FusedConvs | Pool2d | Dense | ChannelNorm
 
 def conv_kind(conv: Conv2d) -> str:
     """Kind of a convolution: ``depthwise``, ``pointwise``, ``grouped`` or ``conv`` (any other dense convolution),
-    prefixed by ``gated-`` for a gated input and ``preactivated-`` for a prologue."""
+    prefixed by ``gated-`` for a gated input and ``preactivated-`` for a prologue.
+    """
     if conv.prologue is not None:
         return f"preactivated-{conv_kind(replace(conv, prologue=None))}"
     if conv.gated:

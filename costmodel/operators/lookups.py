@@ -35,7 +35,8 @@ class TableLookup:
 @dataclass(frozen=True)
 class EmbeddingLookup(CountedWork):
     """Lookup of table rows by index: ``indices`` lookups into ``rows`` x ``dim``; ``bags`` pooled outputs (``bags ==
-    indices``: not pooled, ``nn.Embedding``)."""
+    indices``: not pooled, ``nn.Embedding``).
+    """
 
     rows: int
     dim: int

@@ -24,8 +24,8 @@ _PRODUCTS = (Gemm, ScaledGemm, GroupedGemm, ExpertLayer, Conv2d, ConvolutionBack
 
 @dataclass(frozen=True, slots=True)
 class CountedFlops:
-    """Of one run of an operator: ``model``: what its result takes; ``executed``: with what the kernel computes again
-    for the backward pass, as fused attention does with its scores.
+    """FLOPs of one run of an operator. ``model``: needed for its result; ``executed``: including the kernel's
+    recomputation for the backward pass, such as the scores of fused attention.
     """
 
     model: int

@@ -31,7 +31,7 @@ SHAPES = (
 
 
 def pair(shape: str, batch: int) -> FusedConvs:
-    """The two convolutions of ``shape``, half the window of padding, with bias and ReLU."""
+    """The two convolutions of ``shape``, with half the window as padding, bias and ReLU."""
     image, *layers = shape.split(",")
     side, channels = (int(value) for value in image.split("x"))
     height, convs = side, []

@@ -32,7 +32,8 @@ FEW = (
 
 def layer(shape: str, batch: int) -> Conv2d:
     """Convolution of ``shape`` with bias and ReLU: ``SIDExCHANNELS``, or ``SIDExCHANNELS:OUTPUTS`` with another number
-    of output channels. Any window is ``CHANNELSxHEIGHTxWIDTH:OUTPUTS/ROWSxCOLUMNS/STRIDES``."""
+    of output channels. Any window is ``CHANNELSxHEIGHTxWIDTH:OUTPUTS/ROWSxCOLUMNS/STRIDES``.
+    """
     if "/" in shape:
         return _window(shape, batch)
     side, _, channels = shape.partition("x")

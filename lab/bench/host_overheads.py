@@ -85,7 +85,8 @@ def main(data: Path) -> None:
 
 def _floors(data: Path, tables: Mapping[str, OverheadTable]) -> None:
     """Print NeuSight's floors: it timed single calls by events, and small ones take the host's time, on four other
-    hosts."""
+    hosts.
+    """
     print("host's time for one aten::add, us, without the profiler: by each table, and the floor of NeuSight's hosts")
     shipped = {name: load_overheads(Path(name)) for name in (SHARED_NAME, H100_NAME)}
     inflation = load_inflation(INFLATION)
@@ -114,7 +115,8 @@ def _table(name: str, paths: Sequence[Path]) -> OverheadTable:
 
 def _candidates(others: Mapping[str, OverheadTable]) -> dict[str, OverheadTable]:
     """Candidate tables: each other one alone; all pooled with equal weight per sample, and per workload; the same
-    without the A100."""
+    without the A100.
+    """
     found = dict(others)
     usual = {name: table for name, table in others.items() if name != "a100-resnet50-ddp"}
     found["pooled by sample"] = merge("pooled", list(usual.values()))
@@ -163,7 +165,8 @@ def _priced(step: Recorded, table: OverheadTable) -> tuple[float, float]:
 
 def _has_name(action: object, rank: RankGraph) -> bool:
     """True for actions priced by a table: launches, and pieces of known operators (the rest of a step is the script's
-    own)."""
+    own).
+    """
     if isinstance(action, HostWork):
         return action.kind != "host" and action.call in rank.calls
     return isinstance(action, Launch)

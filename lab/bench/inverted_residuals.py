@@ -60,7 +60,8 @@ def ways(whole: FusedConvs) -> dict[str, list[Operator]]:
 
 def measure(name: str, dtype: str, cpu: CpuTarget, machine: Machine, trials: int) -> float | None:
     """Print a row; returns the time of three kernels over that of the best way, ``None`` if a kernel could not be
-    measured."""
+    measured.
+    """
     from schedules.kernels.template_table import template_for
     from schedules.measuring.measure_runner import Runner
 

@@ -87,7 +87,8 @@ def export_with_statistics(name: str, path: Path, *, from_timm: bool) -> None:
 def picture(shape: tuple[int, ...], index: int) -> np.ndarray:
     """Synthetic input of ``shape``, float64, a different one for each ``index`` and none of those on which errors are
     measured: in turns a picture from 0 to 1, one with mean 0 and deviation 1, and random numbers, which cover the range
-    of those inputs."""
+    of those inputs.
+    """
     seed = FIRST_SEED + index
     if index % 3 == 2:
         return np.random.default_rng(seed).standard_normal(shape)

@@ -103,7 +103,8 @@ def quantised(setting: Setting, per_channel: bool) -> Path:
 
 def tuned(setting: Setting, precision: str, model: Path, folder: Path, minutes: float) -> Path:
     """Build in ``folder``, tuned in a separate process. ``InputError`` if this version does not support it, or it
-    fails."""
+    fails.
+    """
     if precision == BFLOAT16 and "precision" not in inspect.signature(fusion.tune).parameters:
         raise InputError("this version of fusion.tune takes no precision: nothing of ours computes in bfloat16")
     words = [sys.executable, "-m", "fusion", "tune", str(model), "-o", str(folder), "--minutes", str(minutes)]

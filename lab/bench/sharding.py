@@ -47,7 +47,8 @@ class Errors:
     """Standard deviation of the logarithm of true over predicted time. A deviation s is a mean error of about 0.8 s: by
     default 22 % of a lookup (forward kernels of the recorded DLRM step, ``python -m lab.bench.embedding_kernels``;
     backward passes are more accurate) and 11 % of a collective (A100 from 1 MiB up, with the whole system left out of
-    the fit, docs/collectives.md)."""
+    the fit, docs/collectives.md).
+    """
 
     lookup: float = 0.275
     collective: float = 0.14
@@ -99,7 +100,8 @@ def random_tables(
     generator: np.random.Generator, count: int, popularity: Sequence[IndexStatistics]
 ) -> list[EmbeddingTable]:
     """Random tables with production-like sizes: rows log-uniform, pooling lognormal; popularity of a random data set
-    each."""
+    each.
+    """
     tables = []
     for place in range(count):
         rows = int(10 ** generator.uniform(3.5, 7.3))
@@ -130,7 +132,8 @@ def random_task(seed: int, gpu: str, popularity: Sequence[IndexStatistics]) -> S
 
 def run_task(task: ShardingTask, errors: Errors, effort: SearchEffort, seed: int, truths: int = 1) -> list[Outcome]:
     """Plans by all sharders, and their times for ``truths`` draws of true costs. They plan before the draws; the oracle
-    plans only with the first draw."""
+    plans only with the first draw.
+    """
     problem = make_problem(task)
     planning = find_plan(problem, effort)
     plans: dict[str, State | None] = {

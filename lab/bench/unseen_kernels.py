@@ -75,7 +75,8 @@ def _liger_kernels(row: Mapping[str, str]) -> tuple[Any, ...]:
 
 def frontier_rows(data: Path) -> Iterator[Row]:
     """Rows of Frontier: attention of new tokens over a cache on A100 and H100, products in 8 bits on H800 (H100's
-    chip)."""
+    chip).
+    """
     for gpu, machine in (("a100", "a100-sxm-80gb"), ("h100", "h100-sxm")):
         for row in _thinned(_read(data / "frontier" / gpu / "qwen2_moe_example" / "attention.csv.gz")):
             seconds = float(row["time_stats.attn_prefill.median"] or 0) * 1e-3

@@ -1,5 +1,6 @@
 """Command line ``python -m lab.data fetch | list``: fetch the public measurements from their repositories into a
-folder."""
+folder.
+"""
 
 from __future__ import annotations
 

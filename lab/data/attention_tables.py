@@ -89,7 +89,8 @@ def read_attention(data: Path, wanted: Wanted = everything) -> Iterator[KernelTa
 
 def read_served(path: Path, machine: str, eight_bits: bool = False) -> Iterator[KernelTable]:
     """Yield the tables of one file of aiconfigurator: rows in BF16, or of FlashAttention 3 over a cache in
-    ``eight_bits``."""
+    ``eight_bits``.
+    """
     columns = _columns(path)
     names = [_KERNELS.get(name) for name in columns["kernel_source"]]
     if eight_bits:

@@ -23,7 +23,8 @@ def user_data_directory() -> Path:
 
 def data_folder(given: Path | None = None) -> Path:
     """Folder of the measurements: ``given``, else ``$COSTMODEL_DATA``, else the user's own if it exists, else
-    ``../shared/data`` beside the checkout; the user's own if none exists."""
+    ``../shared/data`` beside the checkout; the user's own if none exists.
+    """
     chosen = os.environ.get(ENVIRONMENT)
     if given is not None or chosen:
         return given if given is not None else Path(str(chosen))

@@ -42,7 +42,8 @@ _COMPUTE_STREAM = 7
 @dataclass(frozen=True)
 class RankKernels:
     """Lookups of one rank and seconds of their kernels: ``forward``; in the backward pass ``linearize`` (row numbers
-    made global), ``sort`` (and runs found), ``update`` (gradients summed, rows updated)."""
+    made global), ``sort`` (and runs found), ``update`` (gradients summed, rows updated).
+    """
 
     rank: int
     tables: tuple[TableLookup, ...]

@@ -44,7 +44,8 @@ class KernelTable:
 
 def split_of(operator: AnyOperator) -> Split:
     """Split of an operator: 70 % ``fit``, 15 % ``select``, 15 % ``report``, by a checksum of the shape: the same on
-    every GPU."""
+    every GPU.
+    """
     place = zlib.crc32(repr(operator).encode()) % 100
     return next(name for name, end in _SHARES if place < end)
 

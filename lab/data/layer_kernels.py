@@ -66,7 +66,8 @@ def layer_files(data: Path) -> list[Path]:
 
 def read_layer_kernels(data: Path, wanted: Wanted = everything) -> Iterator[KernelTable]:
     """Yield tables of the wanted ones of :func:`layer_files`, one per file and kind of operator; empty if there are
-    none."""
+    none.
+    """
     for path in layer_files(data):
         if wanted(path):
             parts = path.relative_to(data).parts
@@ -165,7 +166,8 @@ def _embedding(columns: int, dtype: str) -> Layer:
 
 def _vidur(records: list[dict[str, str]]) -> Rows:
     """Rows of Vidur. Norms, rotary and additions are not split by the tensor-parallel degree of the products; kernels
-    ran in FP16."""
+    ran in FP16.
+    """
     rows: dict[str, list[tuple[Any, float]]] = defaultdict(list)
     for record in records:
         for layer, (name, make) in _vidur_layers(record).items():

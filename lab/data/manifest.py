@@ -32,7 +32,8 @@ _FILE = ("sha256", "from", "commit", "how", "checked", "keep", "repository")
 @dataclass(frozen=True)
 class SourceFile:
     """File of a dataset. ``path``: within the data folder; ``origin``: path at ``commit`` of ``repository``;
-    ``sha256``: of the content (:func:`costmodel.base.foreign_files.digest`)."""
+    ``sha256``: of the content (:func:`costmodel.base.foreign_files.digest`).
+    """
 
     path: str
     sha256: str

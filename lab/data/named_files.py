@@ -29,7 +29,8 @@ def everything(path: Path) -> bool:
 @dataclass(frozen=True)
 class Selection:
     """Files within the folder ``data``: ``used`` are named and unchanged; ``new`` are not named; named ones are
-    ``missing`` or ``different`` (in content)."""
+    ``missing`` or ``different`` (in content).
+    """
 
     data: Path
     used: Sequence[str]

@@ -44,7 +44,8 @@ _NAMES: Mapping[type, Callable[[Any], str]] = {
 
 def read_measured(directory: Path = DIRECTORY) -> Iterator[KernelTable]:
     """Yield the tables of every machine under ``directory``, by the name of their family; empty if there are none.
-    ``InputError`` for a malformed file."""
+    ``InputError`` for a malformed file.
+    """
     for path in sorted([*directory.glob("*/measured/*.csv.gz"), *directory.glob("*/measured/*.csv")]):
         yield from read_table(path, path.parent.parent.name)
 

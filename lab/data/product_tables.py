@@ -77,7 +77,8 @@ def read_table(path: Path, machine: str) -> KernelTable:
 def disturbed(m: np.ndarray, n: np.ndarray, k: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     """Mask (rows,) of the products of a grid of sizes that took more than twice as long for their arithmetic as the
     median of their neighbours, the next sizes along each axis. Short products, and those with few neighbours, are never
-    marked."""
+    marked.
+    """
     on_axes = [np.unique(each, return_inverse=True)[1].tolist() for each in (m, n, k)]
     places = list(zip(*on_axes, strict=True))
     rates = m.astype(float) * n * k / seconds

@@ -27,7 +27,8 @@ _CARDS = {"rtx3090": "rtx-3090", "rtx4090": "rtx-4090", "3090": "rtx-3090", "409
 @dataclass(frozen=True)
 class TimmStep:
     """One measured step of ``seconds``. ``side``: of the pictures in pixels; ``version``: of PyTorch, such as 112;
-    ``parameters``: of the measured model, 0 if the table lacks them."""
+    ``parameters``: of the measured model, 0 if the table lacks them.
+    """
 
     model: str
     machine: str

@@ -52,7 +52,7 @@ MOST_SIZES = 128
 def fit_collectives(
     data: Path, output: Path, progress: Callable[[str], None], wanted: Wanted = everything
 ) -> list[Path]:
-    """Writes ``output/collectives.json`` (the constants) and a calibration per machine below; returns the files.
+    """Write ``output/collectives.json`` (the constants) and a calibration per machine below; returns the files.
 
     Some ten seconds; nothing where ``data`` has no wanted sweeps. Each file names the sweeps it came from, the
     constants' all of them.
@@ -96,7 +96,8 @@ def by_machine(tables: Sequence[CollectiveTable]) -> dict[str, list[CollectiveTa
 
 def rows_of(tables: Sequence[CollectiveTable]) -> tuple[CollectiveRow, ...]:
     """Rows of ``tables``. From a sweep in even steps of the size, ``MOST_SIZES`` spread evenly over its logarithm: a
-    thousand sizes of hundreds of megabytes add little to ten, and would dominate every mean."""
+    thousand sizes of hundreds of megabytes add little to ten, and would dominate every mean.
+    """
     groups: dict[Any, list[CollectiveRow]] = defaultdict(list)
     for row in (row for table in tables for row in table.rows):
         groups[row.nccl, dataclasses.replace(row.transfer, size_bytes=0)].append(row)

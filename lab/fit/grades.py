@@ -150,7 +150,8 @@ def _layer_errors(rows: KernelRows, fitted: Mapping[str, Fitted], transfer: Leve
 
 def _own_misses(rows: KernelRows, fitted: Mapping[str, Fitted], transfer: LevelTransfer) -> np.ndarray | None:
     """Distance (log units, below zero inside) of rows from the interval of the GPU's own tables; ``None`` without
-    tables."""
+    tables.
+    """
     own = _own(rows, fitted)
     if not own or not all(rows.family.covers(each) for each in rows.operators):
         return None

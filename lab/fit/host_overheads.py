@@ -75,7 +75,8 @@ def fit_shared_tables(data: Path, output: Path) -> list[OverheadTable]:
 
 def with_newer_host(servers: OverheadTable, recorded: OverheadTable) -> tuple[OverheadTable, OverheadTable]:
     """``servers`` with the operators only in the newer host's ``recorded`` table, at the level of ``servers``; and the
-    newer host's table with those only in ``servers``, at its own level. T1 comes only from ``servers``."""
+    newer host's table with those only in ``servers``, at its own level. T1 comes only from ``servers``.
+    """
     level = level_of(recorded, servers)
     theirs: dict[OverheadPart, dict[str, Mean]] = {}
     newer: dict[OverheadPart, dict[str, Mean]] = {}
@@ -90,7 +91,8 @@ def with_newer_host(servers: OverheadTable, recorded: OverheadTable) -> tuple[Ov
 
 def level_of(host: OverheadTable, other: OverheadTable) -> float:
     """Ratio of the times of ``host`` to those of ``other`` inside operators that both contain: the ratio of the sums
-    over the samples of ``host``, without profiler overhead."""
+    over the samples of ``host``, without profiler overhead.
+    """
     sums = [0.0, 0.0]
     for kind in KINDS:
         if kind == "T1":
@@ -104,7 +106,8 @@ def level_of(host: OverheadTable, other: OverheadTable) -> float:
 
 def hosts_differ(data: Path, tables: Sequence[OverheadTable], servers: OverheadTable) -> float:
     """Factor around ``servers`` within which 80 % of the known hosts lie: one small operator on the hosts of ``tables``
-    and, as the floor of its timings, on those of NeuSight."""
+    and, as the floor of its timings, on those of NeuSight.
+    """
     known = [*(small_operator_seconds(table) for table in tables), *neusight_floors(data).values()]
     ratios = [abs(math.log(each / small_operator_seconds(servers))) for each in known]
     return round(math.exp(float(np.quantile(ratios, 0.8))), 2)

@@ -99,7 +99,8 @@ def disturbed(rows: KernelRows, twins: Sequence[KernelRows]) -> np.ndarray:
 
 def transfer_of(rows: Sequence[KernelRows]) -> LevelTransfer:
     """Levels and shape corrections that transfer from the machines of ``rows`` to others; machines weigh equally in a
-    level."""
+    level.
+    """
     shapes = {family: shape for family in SHAPED if (shape := _shape([r for r in rows if r.family.name == family]))}
     return LevelTransfer(levels_of(rows, shapes), shapes, {})
 

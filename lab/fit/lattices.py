@@ -34,7 +34,8 @@ _WORTH_OF_RISING = 0.01
 
 def lattice_if_as_good(rows: KernelRows, twins: Sequence[KernelRows]) -> Lattice | None:
     """Lattice of the GPU of ``rows``, or ``None`` if trees of each GPU's own rows, both trained on the fit split, are
-    clearly nearer to the select split of it and its ``twins`` (rows of the same family), equally weighted."""
+    clearly nearer to the select split of it and its ``twins`` (rows of the same family), equally weighted.
+    """
     everyone = [rows, *twins]
     lost = [
         _missed_by_lattice(each, [other for other in everyone if other is not each]) - _missed_by_trees(each)

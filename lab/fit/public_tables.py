@@ -1,5 +1,6 @@
 """Fits to public tables, part by part: GPU kernels, linear attention and serving engines separately, collectives, and
-factors from whole steps of image models."""
+factors from whole steps of image models.
+"""
 
 from __future__ import annotations
 

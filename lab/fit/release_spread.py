@@ -1,4 +1,4 @@
-"""How much whole steps change with the release of PyTorch and its libraries: the same models, timed twice on one card.
+"""Spread of whole steps between releases of PyTorch and its libraries: the same models, timed twice on one card.
 
 ``python -m lab.fit.release_spread [--data FOLDER] [-o FILE]`` writes
 ``costmodel/calibration/release_spread.json`` (:mod:`e2e.price.release_spread`) from timm's results and from products

@@ -1,4 +1,4 @@
-"""Fits the one number that whole steps tell: the band of speeds of GPUs that wait for each other.
+"""Fit of the one parameter taken from whole steps: the band of speeds of GPUs that wait for each other.
 
 ``python -m lab.fit.speed_band [--data FOLDER] [-o FILE]`` predicts the published training steps of
 :mod:`lab.steps.training_rows` with nothing fitted to them, and writes ``costmodel/calibration/speed_band.json``.

@@ -1,4 +1,4 @@
-"""The kernels of measured image models, counted: what ``python -m lab.fit`` inverts whole steps with.
+"""Counts of the kernels of measured image models, with which ``python -m lab.fit`` inverts whole steps.
 
 ``python -m lab.fit.step_inventory --data FOLDER -o FILE`` writes it anew. Capturing needs timm and PyTorch, which
 the fit does without: calibration/vision/steps.json.gz is its result. With ``--held-out N`` it draws steps that no
@@ -32,7 +32,8 @@ def inventory_steps(
     steps: Iterable[TimmStep], most: int = MODELS_OF_A_FAMILY, training: int = TRAINED_MODELS
 ) -> list[TimmStep]:
     """From each family, ``most`` models with all of their steps, and training steps of ``training`` models, which cover
-    more classes of kernels; both spread evenly by time."""
+    more classes of kernels; both spread evenly by time.
+    """
     by_family: dict[str, list[TimmStep]] = {}
     for step in sorted(steps, key=lambda step: (not step.training, step.channels_last, step.seconds / step.batch)):
         by_family.setdefault(family_of(step.model), []).append(step)

@@ -83,7 +83,8 @@ def _has_plain_norm(step: TimmStep) -> bool:
 @contextmanager
 def _unfused_attention_of(version: int) -> Iterator[None]:
     """Select the dtype of attention without a fused kernel (five dimensions, as in NesT and Twins): FP32 from PyTorch
-    2.5 on (``allow_fp16_bf16_reduction_math_sdp``), before that the type of its operands."""
+    2.5 on (``allow_fp16_bf16_reduction_math_sdp``), before that the type of its operands.
+    """
     before = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(version < _FP32_ATTENTION_FROM)
     try:
@@ -94,7 +95,8 @@ def _unfused_attention_of(version: int) -> Iterator[None]:
 
 def _check_same_model(step: TimmStep, module: torch.nn.Module) -> None:
     """Compare the number of parameters with the table's, given in millions with two digits; ``ModelError`` if it
-    differs."""
+    differs.
+    """
     here = sum(each.numel() for each in module.parameters())
     if step.parameters and abs(here - step.parameters) > _PARAMETERS_WITHIN * step.parameters + 1e4:
         raise ModelError(

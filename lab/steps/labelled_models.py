@@ -130,7 +130,8 @@ def _opt(batch: int, length: int) -> LabelledAttention:
 
 def _switch(batch: int, length: int) -> LabelledAttention:
     """Attention without a scale; the bias of relative positions and the mask are added to each other once per stack, as
-    in T5."""
+    in T5.
+    """
     masks = {
         True: torch.zeros((batch, 1, length, length), device="meta"),
         False: torch.zeros((batch, 1, 1, length), device="meta"),

@@ -102,7 +102,8 @@ def scripted_workload(
     mixed_precision: bool,
 ) -> CapturedWorkload:
     """Workload of ``run.batches`` batches of ``batch`` pictures of ``side`` pixels and one step of the optimizer if
-    ``training``; else of one validated batch. ``model`` is on the meta device."""
+    ``training``; else of one validated batch. ``model`` is on the meta device.
+    """
     layout = torch.channels_last if channels_last else torch.contiguous_format
     model = model.to(memory_format=layout)  # type: ignore[call-overload]
     model.train(training)
@@ -263,7 +264,8 @@ def _trained(
     machine: str, precision: Precision, batch: int, rate: float, model: str = _RESNET, optimizer_batch: int = 2048
 ) -> PublishedStep:
     """Training step by ``launch.py``; ``optimizer_batch``: pictures per optimizer step (``resnet_params_2k`` and
-    others)."""
+    others).
+    """
     run = ScriptRun("pytorch", mixup=True, batches=optimizer_batch // batch)
     return PublishedStep(model, machine, True, precision, batch, rate, run)
 

@@ -156,7 +156,8 @@ class AskedStep:
         """Attention kernel of the measured run: Triton's FlashAttention 1 for llm-foundry; cuDNN's on Hopper and
         FlashAttention 2 before for Transformer Engine; FlashAttention 2 for torchtitan's PyTorch of 2024. Megatron-LM's
         tests use separate operations, except for sequences split by context parallelism. ml-engineering's is Tri Dao's
-        newest."""
+        newest.
+        """
         if self.row.family == ML_ENGINEERING:
             return "flash3" if self.row.gpu == "dgx-h200" else "flash4"
         if self.row.family == "Megatron-LM" and self.spec.cp == 1:
@@ -188,7 +189,8 @@ def asked_step(row: TrainingRow) -> AskedStep | str:
 
 def _nemo_flops(asked: AskedStep) -> float:
     """Model FLOPs of a step as NeMo counts them (``llama2`` of nemo/utils/flops_formulas.py): a multiplication and an
-    addition each, all keys of a sequence for every token."""
+    addition each, all keys of a sequence for every token.
+    """
     config = PRESETS[asked.model]
     width, layers = config.get("hidden_size", 4096), config.get("num_hidden_layers", 32)
     inner, words = config.get("intermediate_size", 11008), config.get("vocab_size", 32000)
@@ -253,7 +255,8 @@ def _torchtitan(row: TrainingRow) -> AskedStep:
 def _in_stages(spec: ParallelSpec, layers: int, virtual_stages: int) -> ParallelSpec:
     """Pipeline of torchtitan: weights stay gathered and gradients unsharded from the first micro-batch to the last
     (``reshard_after_forward`` of apply_fsdp in parallelize_llama.py, ``set_requires_gradient_sync`` of the stages). The
-    first part has the base number of layers, additional ones go to the following parts (``generate_split_points``)."""
+    first part has the base number of layers, additional ones go to the following parts (``generate_split_points``).
+    """
     if virtual_stages > 1:
         spec = replace(spec, schedule="interleaved", virtual_stages=virtual_stages)
     fewest, beyond = divmod(layers, spec.stages)
@@ -325,7 +328,8 @@ def _nvidia(row: TrainingRow) -> AskedStep:
 
 def _interleaved(spec: ParallelSpec, virtual_stages: int, layers: int) -> ParallelSpec:
     """Interleaved schedule; if ``layers`` do not divide evenly, the ends have fewer, the last part (with the head) the
-    fewest."""
+    fewest.
+    """
     spec = replace(spec, schedule="interleaved", virtual_stages=virtual_stages)
     most = -(-layers // spec.stages)
     ends = layers - most * (spec.stages - 2)

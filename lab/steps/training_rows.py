@@ -149,7 +149,8 @@ def read_simumax_rows() -> list[TrainingRow]:
 def read_torchtitan_rows() -> list[TrainingRow]:
     """Rows of ``torchtitan_h100.csv``. Pipelines run as many micro-batches as they have stages of GPUs
     (``build_pipeline_schedule`` of torchtitan's pipelining_utils.py at that time), interleaved ones two parts on each
-    (``generate_split_points``)."""
+    (``generate_split_points``).
+    """
     return [_torchtitan_row(place, cells) for place, cells in _own_table(TORCHTITAN_FILE)]
 
 

@@ -36,14 +36,15 @@ class PredictedStep:
     seconds: float = 0.0
     interval_seconds: tuple[float, float] = (0.0, 0.0)
     peak_memory_bytes: int | None = None
-    # Peak without the allocator's reserve, below; memory that does not fit.
     memory_capacity_bytes: int = 0
+    # Memory that does not fit.
     shortage: str | None = None
     coverage: Mapping[str, float] | None = None
     # Seconds of the critical path by kind.
     parts: Mapping[str, float] | None = None
     # Error message of `predict`.
     failure: str | None = None
+    # Peak without the allocator's reserve.
     allocated_bytes: int | None = None
     # By family of kernels on the critical path: how much faster and slower they may be, and their time, in seconds
     # (:class:`e2e.explain.intervals.Deviations`).
@@ -69,8 +70,8 @@ class PredictedStep:
 
     def slowed(self, slowdown: float) -> PredictedStep:
         """The step with kernels that take ``1 + slowdown`` times as long: from the simulation with that slowdown if
-        available, else with an unchanged critical path, so that transfers hidden behind slower kernels are not
-        accounted for."""
+        available, else with an unchanged critical path, so that transfers that slower kernels would hide stay exposed.
+        """
         if self.banded is not None and math.isclose(slowdown, self.lost, abs_tol=1e-9):
             return replace(self, **self.banded)
         factor = 1.0 + slowdown * self.kernel_share
@@ -88,7 +89,8 @@ def predict_steps(
     steps: Sequence[AskedStep], kept: Path, workers: int | None = None, *, banded: bool = True
 ) -> Iterator[PredictedStep]:
     """Predictions of every step, in their order. ``kept``: folder for captures and results of this version of the
-    program; ``workers``: processes (``None``: one per core); ``banded``: with the band of speeds too."""
+    program; ``workers``: processes (``None``: one per core); ``banded``: with the band of speeds too.
+    """
     from e2e.sweeps.workers import each_in_processes
 
     known = ((place, _known(step, kept, banded)) for place, step in enumerate(steps))
@@ -239,7 +241,8 @@ def predicted_steps(
     rows: Sequence[TrainingRow], only: str = "", *, banded: bool = True
 ) -> tuple[list[BareStep], dict[str, str], dict[str, str]]:
     """Selected rows with their predictions; reasons for rows without a request; errors of ``predict``, by row.
-    ``banded``: with the band of speeds too."""
+    ``banded``: with the band of speeds too.
+    """
     chosen = [row for row in rows if only in f"{row.gpu}/{row.name}"]
     asked = [(row, asked_step(row)) for row in chosen]
     steps = [step for _, step in asked if isinstance(step, AskedStep)]
@@ -255,5 +258,6 @@ def predicted_steps(
 
 def answers_folder() -> Path:
     """Cache folder, ``$XDG_CACHE_HOME/costmodel/validate``, else below ``~/.cache``; results are keyed by a digest of
-    this program."""
+    this program.
+    """
     return user_folder("XDG_CACHE_HOME", ".cache") / "validate"

@@ -94,7 +94,8 @@ def _marked(rows: KernelRows, is_left_out: Callable[[Attention], bool]) -> np.nd
 
 def without_rows(rows: KernelRows, name: str, out: np.ndarray, least: int = _LEAST_ROWS) -> Predicted | None:
     """Predict the rows marked by ``out`` with trees trained on the others; ``None`` if fewer than ``least`` are marked,
-    or few are left."""
+    or few are left.
+    """
     if out.sum() < least or (~out).sum() < _LEAST_ROWS:
         return None
     seen, asked = _only(rows, ~out), _only(rows, out)

@@ -106,7 +106,8 @@ def validate(
     data: Path, directory: Path = DIRECTORY, wanted: Wanted = everything, read: ReadTables = read_tables
 ) -> list[KernelErrors]:
     """All results of the tables from ``read``, machines of a family before their total; ``InputError`` if ``data`` has
-    no wanted ones."""
+    no wanted ones.
+    """
     rows, aside = told_apart(rows_by_family(read(data, wanted)))
     if not rows:
         raise InputError(f"{data}: no rows to validate on; give the folder of the data with --data")

@@ -92,7 +92,8 @@ class MemoryCase:
     @property
     def error(self) -> float | None:
         """(predicted - published) / published of the peak in use if published, else of the reserved peak; ``None``
-        without either."""
+        without either.
+        """
         asked, found = self.asked, self.found
         if asked.allocated:
             return found.allocated / asked.allocated - 1.0
@@ -113,7 +114,8 @@ class MemorySection:
 
     def figures(self) -> list[dict[str, Any]]:
         """Figures by source, and of all: steps that ran and number of them refused, failed batches and number of them
-        accepted, peaks and their errors."""
+        accepted, peaks and their errors.
+        """
         sources = dict.fromkeys(case.asked.source for case in self.cases)
         groups = [(name, [case for case in self.cases if case.asked.source == name]) for name in sources]
         return [_figures(name, cases) for name, cases in [*groups, ("all", list(self.cases))]]
@@ -362,7 +364,8 @@ def timm_memory(data: Path) -> tuple[list[AskedMemory], dict[str, str]]:
 
 def tried_before(batch: int, first: int) -> int:
     """Batch after which timm's ``benchmark.py`` tries ``batch``, starting with ``first`` (``decay_batch_step``: halves,
-    and one step between two of them)."""
+    and one step between two of them).
+    """
     tried = first
     while (following := _smaller(tried)) > batch:
         tried = following

@@ -89,7 +89,8 @@ class Validation:
     @property
     def batches(self) -> Mapping[str, float]:
         """Error by ``GPU/case from B`` of ``--what-if batch=`` applied to the step measured with batch ``B``: its time
-        multiplied by the predicted ratio of the two. For every two batches of one model, in both directions."""
+        multiplied by the predicted ratio of the two. For every two batches of one model, in both directions.
+        """
         found = {}
         for known in self.results:
             for asked in self.results:
@@ -134,7 +135,8 @@ def _coverage(results: Sequence[CaseResult]) -> dict[str, float]:
 
 def cases(data: Path) -> Iterator[LabelledCase]:
     """Yield the measured cases in ``data`` of the GPUs in ``MACHINES``. ``InputError`` if the folder does not exist, or
-    for a malformed file."""
+    for a malformed file.
+    """
     labels = data / LABELS
     if not labels.is_dir():
         raise InputError(f"{labels}: no measured models there; {BROUGHT}")

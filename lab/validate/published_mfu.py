@@ -24,7 +24,8 @@ from lab.steps.training_runs import prepared
 @dataclass(frozen=True)
 class ComparedMfu:
     """``published`` and ``counted`` MFU of ``row``, as shares; ``hfu``: as counted. ``embeddings``: share of the
-    published MFU for embeddings that are only looked up."""
+    published MFU for embeddings that are only looked up.
+    """
 
     row: TrainingRow
     published: float
@@ -50,7 +51,7 @@ def published_rows(data: Path) -> list[AskedStep]:
 
 
 def compared(steps: Sequence[AskedStep], kept: Path) -> Iterator[ComparedMfu]:
-    """Of each of ``steps``; captures are kept in ``kept``. All micro-batches compute alike: one is counted."""
+    """Compare each of ``steps``; captures are cached in ``kept``. All micro-batches are the same: one is counted."""
     for step in steps:
         micro_batches = step.spec.micro_batches
         once = prepared(replace(step, spec=replace(step.spec, micro_batches=1)), kept)

@@ -50,7 +50,8 @@ from lab.fit.host_overheads import NOT_SHARED, STACKS
 @dataclass(frozen=True)
 class PredictedJob:
     """Recorded job. ``name``: that of the stack in :data:`lab.fit.host_overheads.STACKS` with its profiles; ``traces``:
-    its execution traces; ``ranks``: of the job."""
+    its execution traces; ``ranks``: of the job.
+    """
 
     name: str
     gpu: str
@@ -78,7 +79,8 @@ JOBS = (
 @dataclass(frozen=True)
 class RankResult:
     """Seconds of one rank's step. ``own`` and ``left_out``: predicted with the two tables, as profiled;
-    ``profiler_seconds``: overhead of the profiler's operator records in the former."""
+    ``profiler_seconds``: overhead of the profiler's operator records in the former.
+    """
 
     job: str
     gpu: str

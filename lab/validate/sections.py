@@ -70,7 +70,8 @@ class _Replayed:
 class Asked:
     """Request of a validation: the cases of the folder ``data`` whose GPU/case contains ``only``; kernels are predicted
     by the fitted files of the folder ``models`` (default: the shipped ones), with ``all_files`` on every existing
-    table."""
+    table.
+    """
 
     data: Path
     only: str = ""

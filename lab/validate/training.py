@@ -31,7 +31,8 @@ LENGTH_CLASSES = ((2048, "to 2k tokens"), (4096, "4k tokens"), (8192, "8k tokens
 @dataclass(frozen=True)
 class TrainingCase:
     """One row, its request and its prediction without parameters fitted to whole steps; ``band``: fitted to those of
-    other sources (``None``: there are none)."""
+    other sources (``None``: there are none).
+    """
 
     asked: AskedStep
     predicted: PredictedStep
@@ -58,7 +59,8 @@ class TrainingCase:
     @cached_property
     def interval_seconds(self) -> tuple[float, float]:
         """Interval of :attr:`left_out`; treats all families as unknown if no step of the row's chip was fitted to;
-        wider if its libraries are older than the tables'."""
+        wider if its libraries are older than the tables'.
+        """
         if self.band is None or self.left_out is self.predicted:
             return self.predicted.interval_seconds
         errors = self.band.errors

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class VisionResult:
     """Measured step and its prediction. ``held_out``: no factor was fitted on it or on similar ones; ``error``:
-    (predicted - measured) / measured."""
+    (predicted - measured) / measured.
+    """
 
     step: MeasuredStep
     family: str
@@ -51,14 +52,15 @@ class VisionResult:
 @dataclass(frozen=True)
 class VisionSection:
     """All cases; ``left_out``: reason for a missing prediction by name; ``skipped``: reason for skipped cases, or
-    empty."""
+    empty.
+    """
 
     results: Sequence[VisionResult]
     left_out: Mapping[str, str]
     skipped: str = ""
 
     def figures(self) -> list[tuple[str, str, Accuracy]]:
-        """Yield (group, fitted on or held out, errors) by card, mode, layout and PyTorch, then of all."""
+        """(group, fitted on or held out, errors) by card, mode, layout and PyTorch, then of all."""
         groups: dict[tuple[str, str], list[VisionResult]] = {}
         for each in self.results:
             kind = "held out" if each.held_out else "fitted on"
@@ -113,7 +115,8 @@ def _how(step: MeasuredStep) -> str:
 
 def vision_section(data: Path, only: str = "") -> VisionSection | None:
     """Section of the image models; ``None`` if no case contains ``only``; without timm a section that states the
-    requirement."""
+    requirement.
+    """
     from e2e.capture.models.catalog import IMAGES
     from e2e.capture.models.timm_models import timm_library
     from lab.steps.image_steps import all_steps, chosen
@@ -139,7 +142,8 @@ def vision_section(data: Path, only: str = "") -> VisionSection | None:
 
 def validate_vision(steps: Iterable[MeasuredStep]) -> VisionSection:
     """Predict ``steps`` one by one by the public interface (``predict`` of a script); one that cannot be captured is
-    skipped with the reason."""
+    skipped with the reason.
+    """
     from e2e.sources.predict_request import predict_request
 
     results: list[VisionResult] = []

@@ -265,7 +265,8 @@ class _Host:
 def regularity(cases: Iterable[VtrainCase]) -> float:
     """Largest deviation, as a fraction, of the published times of one node from ``a + b L + c m + d L m`` (layers L,
     micro-batches m) within one choice of all other settings without replicas: zero for figures that were composed, not
-    measured."""
+    measured.
+    """
     groups: dict[Any, list[VtrainCase]] = {}
     for case in cases:
         if case.dp == 1 and case.nodes == 1:
@@ -323,7 +324,8 @@ def vtrain_section(data: Path, only: str = "") -> VtrainSection | None:
 @dataclass
 class Profiler:
     """Profiler of parts. ``overheads``: of the profiled host; ``collectives``: prices of transfers among ``tp`` ranks
-    on ``nodes`` nodes."""
+    on ``nodes`` nodes.
+    """
 
     model: CostModel
     overheads: HostOverheads

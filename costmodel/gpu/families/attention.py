@@ -98,7 +98,8 @@ _FAMILIES: dict[tuple[AttentionKernel, AttentionPhase], FusedAttention] = {}
 
 def attention_family(operator: AnyOperator, machine: Machine) -> FusedAttention:
     """Family of the kernel that computes ``operator`` on ``machine``; always the same object for one kernel and phase.
-    ``MachineError`` if ``machine`` is no GPU."""
+    ``MachineError`` if ``machine`` is no GPU.
+    """
     if not isinstance(operator, Attention):
         raise UnsupportedOperatorError(
             f"no attention: {type(operator).__name__}; ask gpu_cost_model, which prices all kinds"
@@ -144,7 +145,8 @@ _ONE_WIDTH = ("flash1", "flash2", "cudnn")
 
 def _features(operators: Sequence[Attention], works: Sequence[TiledWork], sms: int) -> dict[str, np.ndarray]:
     """Features: shapes and their ratios to the number of multiprocessors, but no rate of the machine, so that a faster
-    machine is never priced slower because of the learned residual."""
+    machine is never priced slower because of the learned residual.
+    """
     sparse = [each.pairs / max(each.query_length * each.key_length, 1) for each in operators]
     columns: dict[str, list[float]] = {
         "queries": [each.query_length for each in operators],
@@ -162,7 +164,8 @@ def _features(operators: Sequence[Attention], works: Sequence[TiledWork], sms: i
 
 def _unfused(operators: Sequence[Attention], machine: Machine) -> KernelAnalysis:
     """Analysis of the unfused form: products of all pairs, masked ones too, and the passes over the scores between
-    them."""
+    them.
+    """
     floor = kernel_floor(machine)
     compute, dram, launches = [], [], []
     for each in operators:

@@ -26,9 +26,9 @@ EIGHT_BITS: AttentionKernel = "flash3-fp8"
 
 
 def kernel_of(operator: Attention, machine: Machine, release: Release = LATEST) -> AttentionKernel:
-    """The kernel that ``operator`` names, or the one that PyTorch ``release`` takes for it on ``machine``.
+    """Kernel named by ``operator``, or the one that PyTorch ``release`` selects for it on ``machine``.
 
-    ``MachineError`` where a named kernel does not run there.
+    ``MachineError`` if a named kernel does not run there.
     """
     if operator.dtype == "float8" and operator.kernel != EIGHT_BITS:
         raise UnsupportedOperatorError(
@@ -55,7 +55,8 @@ def kernel_of(operator: Attention, machine: Machine, release: Release = LATEST) 
 
 def generation_of(machine: Machine) -> str:
     """Architecture whose kernels a GPU runs: its own, except that consumer Blackwell (capability 12.0: no tensor
-    memory, and PyTorch does not prefer cuDNN there) runs those of Ada."""
+    memory, and PyTorch does not prefer cuDNN there) runs those of Ada.
+    """
     architecture = machine.chip().architecture
     return "ada" if architecture == "blackwell-rtx" else architecture
 
@@ -85,7 +86,8 @@ def _flash(release: Release) -> AttentionKernel:
 
 def _fits_cudnn(widths: tuple[int, int], machine: Machine, release: Release) -> bool:
     """True if ``check_cudnn_tensor_shapes`` accepts the head dimensions of queries and values, which may differ. Above
-    128 on Hopper with cuDNN 9.10, on Blackwell for latent attention only."""
+    128 on Hopper with cuDNN 9.10, on Blackwell for latent attention only.
+    """
     wide = release >= _CUDNN_AGAIN and (generation_of(machine) == "hopper" or widths == _LATENT)
     return max(widths) <= (_WIDEST if wide else _WIDEST // 2) and all(width % 8 == 0 for width in widths)
 

@@ -117,7 +117,8 @@ def tiled(operator: Attention, kernel: str, sms: int, generation: str) -> TiledW
 
 def _split(operator: Attention, shape: tuple[int, int], sms: int) -> TiledWork:
     """Work of decode: one block per key-value head, sequence and tile of queries, or more if multiprocessors are left
-    over."""
+    over.
+    """
     queries = operator.query_length * operator.heads // operator.kv_heads
     pairs = operator.batch * operator.kv_heads * -(-queries // shape[0])
     seen = operator.window if 0 < operator.window < operator.key_length else operator.key_length

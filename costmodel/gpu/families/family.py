@@ -47,7 +47,8 @@ Grade = Literal["measured", "dtype", "kind", "unknown"]
 @runtime_checkable
 class Gridded(Protocol):
     """Family whose tables are grids of sizes, so that its residual can be a lattice
-    (:mod:`costmodel.gpu.residuals.lattice`). ``axes``: grid points that exist even without table rows."""
+    (:mod:`costmodel.gpu.residuals.lattice`). ``axes``: grid points that exist even without table rows.
+    """
 
     name: str
     axes: tuple[np.ndarray, ...]
@@ -67,7 +68,8 @@ FamilyOperator = TypeVar("FamilyOperator", bound=AnyOperator)
 
 class Family(ABC, Generic[FamilyOperator]):
     """One kernel family. ``name``: also that of its fitted model; ``clock_bound``: True if its time depends on the
-    clock of the multiprocessors, which drops on power-limited cards, more than on the memory's."""
+    clock of the multiprocessors, which drops on power-limited cards, more than on the memory's.
+    """
 
     name: str
     clock_bound: bool = True
@@ -86,14 +88,16 @@ class Family(ABC, Generic[FamilyOperator]):
 
     def grade(self, operator: FamilyOperator) -> Grade:
         """Similarity of the measured kernels of this family to ``operator``: "measured" if it is one of them, "dtype"
-        for the same kernels in another dtype, "kind" for another kind, "unknown" if it is unidentified."""
+        for the same kernels in another dtype, "kind" for another kind, "unknown" if it is unidentified.
+        """
         return "measured" if self.covers(operator) else "kind"
 
 
 def least_seconds(operators: Sequence[AnyOperator], machine: Machine, spared: Sequence[float] = ()) -> np.ndarray:
     """Lower bound in seconds by the datasheet of ``machine``: operations at the rate of their dtype, divided by the
     savings factor ``spared`` (empty: 1), and bytes beyond L2's capacity at the DRAM bandwidth. Figures missing from the
-    machine file count as no time."""
+    machine file count as no time.
+    """
     peaks = {dtype: dense_peak(machine, dtype) or np.inf for dtype in {dtype_of(each) for each in operators}}
     times = spared if len(spared) else [1.0] * len(operators)
     computed: np.ndarray = np.array(
@@ -110,7 +114,8 @@ def _operations(operator: AnyOperator) -> float:
 
 def _moved_bytes(operator: AnyOperator) -> float:
     """Bytes that ``operator`` reads and writes at least once, excluding rows skipped between the windows of a
-    convolution."""
+    convolution.
+    """
     if isinstance(operator, LayerWork):
         rows = min(operator.kernel[0] / operator.stride[0], 1.0) if isinstance(operator, Conv2d) else 1.0
         return rows * operator.input_bytes + operator.weight_bytes + operator.output_bytes

@@ -139,7 +139,8 @@ class Products:
 @dataclass(frozen=True)
 class TileTimes:
     """Times of every candidate, shape (operators, tiles): seconds with the best split, their terms, waves, and that
-    split."""
+    split.
+    """
 
     seconds: np.ndarray
     compute: np.ndarray
@@ -242,7 +243,8 @@ def analyse_products(
 
 def accumulating_seconds(operators: Sequence[Gemm | ScaledGemm], machine: Machine) -> np.ndarray:
     """Additional seconds of products that accumulate into their output, relative to products that write 16 bits: the
-    previous values are read, and in FP32 twice as many bytes are written."""
+    previous values are read, and in FP32 twice as many bytes are written.
+    """
     narrow = element_bytes("bfloat16")
     more = [
         each.m * each.n * (2 * element_bytes(each.accumulates) - narrow) if each.accumulates else 0

@@ -159,7 +159,8 @@ _WARM = 0.25
 def _between_bytes(operator: LinearAttention) -> float:
     """Bytes of intermediate tensors between the kernels of one call. ``ssd``: states of every chunk in FP32 and, passed
     on, in the dtype of the operands; scores within chunks by group. Delta rules: keys and values after the inverse,
-    values less the states' predictions, states of every chunk, scores and the inverse by head."""
+    values less the states' predictions, states of every chunk, scores and the inverse by head.
+    """
     size, tokens = element_bytes(operator.dtype), operator.batch * operator.length
     within = min(operator.chunk, operator.length)
     states = operator.states * operator.chunks

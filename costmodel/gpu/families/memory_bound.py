@@ -40,7 +40,8 @@ MemoryBoundOperator = Elementwise | Reduction | Rearrangement | OptimizerStep | 
 
 class MemoryBound(Family[MemoryBoundOperator]):
     """Element-wise kernels, optimizers, reductions, rearrangements, copies within a device, losses, and the CPU
-    records' pooling."""
+    records' pooling.
+    """
 
     name = "elementwise"
     clock_bound = False
@@ -73,7 +74,8 @@ def memory_analysis(
     spilled: np.ndarray | float = 0.0,
 ) -> KernelAnalysis:
     """Analysis of kernels that move ``traffic`` bytes and do ``flops`` in ``blocks`` thread blocks, whose bandwidth is
-    limited by their bytes in flight (Little's law), even for data in L2. ``spilled`` bytes of registers stay in L2."""
+    limited by their bytes in flight (Little's law), even for data in L2. ``spilled`` bytes of registers stay in L2.
+    """
     floor = kernel_floor(machine)
     dram = np.maximum(traffic - WARM_SHARE * l2_bytes(machine), 0.0) / dram_bandwidth(machine)
     dram = np.maximum(dram, traffic * latency(machine, 1) / (np.array(blocks, dtype=float) * _BLOCK_BYTES))
@@ -90,7 +92,8 @@ def memory_analysis(
 
 def _blocks(operator: MemoryBoundOperator) -> float:
     """Number of 1,024-thread blocks of a kernel that gives half of one to each pair of moments (``RowwiseMoments`` of
-    group_norm_kernel.cu); infinite for other kernels."""
+    group_norm_kernel.cu); infinite for other kernels.
+    """
     moments = isinstance(operator, Reduction) and operator.kind == "moments"
     return operator.outputs / 4 if moments else np.inf  # type: ignore[union-attr]
 
@@ -124,7 +127,8 @@ def _sector_loss(operator: Rearrangement) -> float:
 
 def _loss_bytes(operator: Loss) -> float:
     """Bytes of a loss. ``nll`` reads one value per row forward and writes zeros and one value backward; other losses
-    read all."""
+    read all.
+    """
     if operator.kind != "nll":
         return (operator.read_bytes + operator.write_bytes) * _LOSS_PASSES
     return operator.rows * (_SECTOR_BYTES + 8.0) + operator.write_bytes

@@ -23,7 +23,8 @@ def matrix_rate(machine: Machine, dtype: str) -> float:
 
 def _on_double_tensor_cores(machine: Machine, dtype: str) -> float:
     """Ratio of the FP64 rate of matrix products to that of the vector units: 2 on datacenter chips of Ampere and Hopper
-    (19.5 for 9.7 TFLOP/s on A100, 67 for 33.5 on H100, by their datasheets), 1 on Blackwell and others."""
+    (19.5 for 9.7 TFLOP/s on A100, 67 for 33.5 on H100, by their datasheets), 1 on Blackwell and others.
+    """
     single = machine.compute.get("float32")
     double = machine.compute.get("float64")
     if dtype != "float64" or machine.gpu is None or single is None or double is None:
@@ -39,7 +40,8 @@ def stand_in(machine: Machine, dtype: str) -> str:
 
 def dense_peak(machine: Machine, dtype: str) -> float | None:
     """Flop/s of dense products of ``dtype``, or of its substitute, in the vendor's datasheet; ``None`` if the machine
-    file has no datasheet rate."""
+    file has no datasheet rate.
+    """
     known = machine.compute.get(stand_in(machine, dtype))
     if known is None or known.datasheet is None:
         return None

@@ -92,5 +92,6 @@ class ScaledCasts(Family[ScaledCast]):
 
     def covers(self, operator: ScaledCast) -> bool:
         """True for measured casts: one output, static or by rows. Casts with a transposed copy, and the search alone,
-        are extrapolated by their bytes."""
+        are extrapolated by their bytes.
+        """
         return operator.dtype in ("bfloat16", "float16")

@@ -214,7 +214,8 @@ def _traffic(operator: AnyConvolution) -> int:
 
 def _turned_bytes(operator: AnyConvolution) -> int:
     """Bytes of transposing NCHW tensors: the whole image, read and written once; depthwise kernels need no
-    transposition."""
+    transposition.
+    """
     conv = _forward(operator)
     if conv.channels_last or conv.is_depthwise:
         return 0
@@ -286,6 +287,7 @@ _TENSOR, _SIMT = TensorConvolution(), Convolution()
 
 def convolution_family(operator: AnyConvolution, machine: Machine) -> Family[AnyConvolution]:
     """Family whose kernels compute ``operator`` on ``machine``: by its dtype, except that depthwise convolutions use
-    the same kernels in all types."""
+    the same kernels in all types.
+    """
     tensor = uses_tensor_cores(machine, operator.dtype) or _forward(operator).is_depthwise
     return _TENSOR if tensor else _SIMT

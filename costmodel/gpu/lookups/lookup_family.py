@@ -34,7 +34,8 @@ class LookupKernels(Family[EmbeddingLookup]):
 
     def covers(self, operator: EmbeddingLookup) -> bool:
         """True for operators that `costmodel measure --suite embedding` times: forward calls, and whole backward
-        passes."""
+        passes.
+        """
         whole = operator.direction == "forward" or operator.whole_pass
         return whole and all(table.dtype in _MEASURED for table, _ in operator.parts)
 

@@ -71,7 +71,8 @@ class LookupStage:
 @dataclass(frozen=True)
 class Reuse:
     """Reuse in caches, per entry: distinct rows, misses of the rows in L2 and in the L1 caches, of the gradients of the
-    bags in L2, and lookups of the most popular row."""
+    bags in L2, and lookups of the most popular row.
+    """
 
     unique: np.ndarray
     misses: np.ndarray

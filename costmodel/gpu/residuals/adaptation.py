@@ -21,7 +21,8 @@ _LEAST_SPREAD, _REACH, _SWEEPS = 0.3, 3.0, 6
 @dataclass(frozen=True)
 class Adaptation:
     """Adaptation of a family. ``weights``: level, then a slope per feature in units of ``scale`` around ``centre``;
-    ``points``: number of measurements."""
+    ``points``: number of measurements.
+    """
 
     names: tuple[str, ...]
     centre: np.ndarray
@@ -40,7 +41,8 @@ class Adaptation:
 
 def adapt(names: tuple[str, ...], features: np.ndarray, log_errors: np.ndarray) -> Adaptation | None:
     """Fit an adaptation to ``log_errors`` (points,), log(measured / predicted), at ``features``; ``None`` for too few
-    points."""
+    points.
+    """
     points = len(log_errors)
     if points < MINIMUM_POINTS:
         return None

@@ -59,7 +59,8 @@ class Fitted:
 @dataclass(frozen=True)
 class Level:
     """log(measured / analytic) of a class of GPUs: median over the GPUs, and the interval that holds 80 % of the rows
-    of each."""
+    of each.
+    """
 
     middle: float
     lower: float
@@ -70,7 +71,8 @@ class Level:
 @dataclass(frozen=True)
 class LevelTransfer:
     """Levels by family and power class (:func:`power_class`; ``any`` for families that hardly depend on the clock),
-    plus corrections by the trees of ``shapes``. ``grades``: see :mod:`lab.fit.grades`."""
+    plus corrections by the trees of ``shapes``. ``grades``: see :mod:`lab.fit.grades`.
+    """
 
     levels: Mapping[str, Mapping[str, Level]]
     shapes: Mapping[str, Forest]
@@ -79,7 +81,8 @@ class LevelTransfer:
 
     def grade(self, family: str, name: str) -> tuple[float, float] | None:
         """Range of log(measured / predicted) of the grade ``name`` of :mod:`lab.fit.grades`: for ``family``, else for
-        all families together; ``None`` without measurements."""
+        all families together; ``None`` without measurements.
+        """
         return self.grades.get(family, {}).get(name) or self.grades.get(ANY_FAMILY, {}).get(name)
 
     def level(self, family: str, machine: Machine) -> Level | None:
@@ -91,7 +94,8 @@ class LevelTransfer:
 
 def power_class(machine: Machine) -> str:
     """Power class: ``power-limited`` for cards of 75 W and less; ``half-rate`` for GeForce cards, whose tensor cores
-    reach twice the FP32 rate where others reach four times and more, and are easier to feed; else ``open``."""
+    reach twice the FP32 rate where others reach four times and more, and are easier to feed; else ``open``.
+    """
     if machine.chip().power_limited:
         return LIMITED
     return HALF_RATE if machine.half_rate else OPEN
@@ -99,7 +103,8 @@ def power_class(machine: Machine) -> str:
 
 def is_relative(known: Fitted, machine: Machine) -> bool:
     """True if residuals learned on the GPU of ``known`` apply to ``machine``: the same architecture, lanes per
-    multiprocessor (A100 and RTX 3090 are both Ampere) and, where power limits, power class."""
+    multiprocessor (A100 and RTX 3090 are both Ampere) and, where power limits, power class.
+    """
     chip = machine.chip()
     there = packaged_machine(known.machine)
     lanes = chip.lanes if there is None else there.chip().lanes
@@ -108,7 +113,8 @@ def is_relative(known: Fitted, machine: Machine) -> bool:
 
 def _unlike(known: Fitted, machine: Machine) -> tuple[bool, float, float]:
     """Distance of a relative for sorting: another class, then the ratio of multiprocessors, then that of the memory's
-    rate."""
+    rate.
+    """
     there = packaged_machine(known.machine)
     if there is None:
         return True, 0.0, 0.0
@@ -146,7 +152,8 @@ def own_directory() -> Path:
 
 def all_fitted(directory: Path = DIRECTORY) -> Mapping[str, Fitted]:
     """All fitted machines by name; shipped models are adapted by the user's own points. ``InputError`` names a corrupt
-    file."""
+    file.
+    """
     if directory != DIRECTORY:
         return fitted_in(directory)
     found = dict(fitted_in(directory))

@@ -16,7 +16,8 @@ _LARGEST_BASE = 50.0  # largest base, as a logarithm
 class Forest:
     """Complete binary trees of equal depth d. ``columns`` and ``thresholds``: (trees, 2^d - 1) in heap order, a row
     goes right if its value is not below the threshold; ``leaves``: (trees, 2^d). The prediction is the sum of leaves
-    plus ``base``."""
+    plus ``base``.
+    """
 
     columns: np.ndarray
     thresholds: np.ndarray

@@ -30,7 +30,8 @@ def packaged_machine(name: str) -> Machine | None:
 def known_as(machine: Machine) -> str:
     """Name under which models know ``machine``: its own if a packaged GPU has it, else that of a packaged GPU that
     differs only in names, texts, the power limit (whose effect the rates include) and memory capacity (equal capacity
-    preferred); its own if there is none."""
+    preferred); its own if there is none.
+    """
     if packaged_machine(machine.name):
         return machine.name
     same = [

@@ -27,7 +27,8 @@ class RankGroup:
 
 def sendable(transfer: CollectiveTransfer, dtype: str) -> CollectiveTransfer | None:
     """``transfer`` with its size rounded down so that the ranks can divide it into elements of ``dtype``; ``None`` if
-    empty."""
+    empty.
+    """
     parts = transfer.ranks if transfer.kind in ("reduce_scatter", "all_to_all") else 1
     unit = parts * element_bytes(dtype)
     size = transfer.size_bytes // unit * unit
@@ -40,7 +41,8 @@ def sendable(transfer: CollectiveTransfer, dtype: str) -> CollectiveTransfer | N
 
 def splits(elements: int, ranks: int) -> list[int]:
     """Elements that each rank sends to rank 0, 1 ...: a larger share to the first, equal parts of the rest, no
-    remainder."""
+    remainder.
+    """
     rest = (elements - int(elements * HOT_SHARE)) // (ranks - 1)
     return [elements - rest * (ranks - 1), *[rest] * (ranks - 1)]
 
@@ -53,7 +55,8 @@ def uneven(size_bytes: float, ranks: int, nodes: int, dtype: str) -> CollectiveT
 
 def make_call(transfer: CollectiveTransfer, group: RankGroup, rank: int, dtype: str, device: Any) -> Callable[[], Any]:
     """Function by which rank ``rank`` takes part. Uses zeros: sums of random values would overflow after some
-    repetitions."""
+    repetitions.
+    """
     import torch
     import torch.distributed as dist
 

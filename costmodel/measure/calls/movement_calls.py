@@ -1,5 +1,6 @@
 """Calls of operators that move data, and of optimizers; other operators are in
-:mod:`costmodel.measure.calls.operator_calls`."""
+:mod:`costmodel.measure.calls.operator_calls`.
+"""
 
 from __future__ import annotations
 
