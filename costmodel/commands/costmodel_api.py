@@ -30,8 +30,8 @@ def estimate(
 ) -> Estimate | list[Estimate]:
     """The time of one operator, or of each of several, in seconds with interval, bound, breakdown and source.
 
-    ``operators``: records of :mod:`costmodel.operators.layers` (``Conv2d``, ``Pool2d``; for CPUs alone ``Dense``,
-    ``FusedConvs``), for GPUs alone of :mod:`costmodel.operators.device_work` (``Gemm``, ``Attention``, ``Elementwise``
+    ``operators``: records of :mod:`costmodel.operators.layers` (``Conv2d``, ``Pool2d``; only for CPUs ``Dense``,
+    ``FusedConvs``), only for GPUs of :mod:`costmodel.operators.device_work` (``Gemm``, ``Attention``, ``Elementwise``
     ...) and :mod:`costmodel.operators.lookups`. Each runs by itself, back to back.
     ``machine``: a name of :func:`machine_names`, a file, or a record. A CPU's come from the roofline, on ``threads``
     threads (default: as many as the machine was measured with); a GPU's from the fitted models of kernels.

@@ -5,7 +5,7 @@ Unfused:  max(core, memory) + parallel region
     memory  sum over the tensors of bytes / bandwidth of the level in which the tensor lives
 Fused:    the same with core = sum of rho_i * core_i over the convolutions (rho: recomputation of the halo) and the
     intermediate in the private cache that holds its tile and the tile's weights; the best tile is chosen.
-A 3x3 of stride 1, by itself or in a pair of dense convolutions, is the better of direct sums and Winograd's algorithm,
+A 3x3 of stride 1, alone or in a pair of dense convolutions, is the better of direct sums and Winograd's algorithm,
 whose three steps follow each other; what lies between them goes through the private cache that holds a block of tiles.
 So is a layer with a long window, along one axis; where output channels are few, lanes hold columns.
 

@@ -12,7 +12,7 @@ intra_node:                             cards_per_node: 1    # optional: of `--n
   topology: switch     # switch | mesh | pairs | host
   bandwidth: 360 GB/s  # optional: instead of the GPU's own
   latency: 2 us        # optional
-  usable: {2: 1.0, 8: 0.25}   # optional: share of the bandwidth that so many GPUs of the node reach
+  usable: {2: 1.0, 8: 0.25}   # optional: share of the bandwidth reached by that number of GPUs
   links: [[0, 1, 1], [0, 3, 2]]   # instead, of a mesh: GPU, GPU, links between them; of `bandwidth` all of one GPU's
   origin: ...
 network:               # optional

@@ -32,7 +32,7 @@ class Gemm(CountedWork):
     transpose_b: bool = False
     # A row of n values is added (``addmm``, ``linear``).
     bias: bool = False
-    # Not shown: which operators of a table fits may read is drawn by how they are written (`split_of`).
+    # Not in the repr, whose checksum assigns the rows of a table to splits (`split_of`).
     # Dtype of existing values to which the result is added, as for gradients of weights
     # (``gradient_accumulation_fusion`` of Megatron-LM); empty: none.
     accumulates: str = field(default="", repr=False)

@@ -29,7 +29,7 @@ class ScaledGemm(CountedWork):
     dtype: str = "float8"
     scaling: str = "tensor"
     output_dtype: str = "bfloat16"
-    # Not shown: which operators of a table fits may read is drawn by how they are written (`split_of`).
+    # Not in the repr, whose checksum assigns the rows of a table to splits (`split_of`).
     # Dtype of existing values to which the result is added; empty: none.
     accumulates: str = field(default="", repr=False)
     # Partial sums are promoted to FP32 outside the tensor cores, the default for gradients (``use_split_accumulator``

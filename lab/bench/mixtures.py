@@ -1,13 +1,13 @@
 """Published throughput of large mixtures of experts against ``predict``: ``python -m lab.bench.mixtures [TEXT]``.
 
 Megatron-Bridge's performance summary (docs/performance-summary.md of each release; degrees and tokens per second and
-GPU) on DGX H100, tokens shared evenly, none dropped, none of it in any fit. ``etp=2`` beside it: experts split as the
-layers are, which nobody ran. What the summary does not tell is from the releases' recipes
+GPU) on DGX H100, tokens shared evenly without dropping, not used in any fit. ``etp=2`` in addition: experts split as the
+layers are, which was not measured. Settings missing in the summary are from the releases' recipes
 (scripts/performance/configs): ``expert_tensor_parallel_size`` 1, the distributed optimizer, gradients
 reduced in BF16; Qwen3-235B overlaps tokens with another micro-batch (``moe_a2a_overlap``), DeepSeek-V3 sends them by
 DeepEP and computes what up-projects its latent keys and its dense MLP twice (not asked here), gpt-oss norms and
 activations of experts (not asked here either). FP8 is that of the present tensor's scale. Mixtral: Megatron-Core's
-README of mixtures (its batch is not told). DeepSeek-V3's layer of multi-token prediction is left out, of 61 others.
+README of mixtures (without its batch). DeepSeek-V3's layer of multi-token prediction is left out, of 61 others.
 
 In BF16: Qwen3-30B of Megatron-Bridge's guide to expert-parallel overlap (pull requests 3862 and 5094; rows unfused and
 without CUDA graphs, tokens by HybridEP with graphs of the router; a profile of the third had 8.25 s of exchange and

@@ -8,11 +8,11 @@ BF16 cache. A table of each file is thinned to :data:`MOST_ROWS`, evenly.
 LLMServingSim's tables are not read: decode rows of its H100 would need up to 48 TB/s of the card's memory, so that the
 sequences must share the pages of one cache.
 
-**Kernels that serving engines have and training has not**: latent attention in the space of the latents, and
+**Kernels only used in serving**: latent attention in the latent space, and
 FlashAttention 3 in 8 bits.
 
 ``mla/trtllm/*/generation_mla_perf.parquet``: milliseconds of kernel time in a CUDA graph; one token of ``batch_size``
-sequences behind a cache of ``step`` tokens, ``num_heads`` of this GPU, ranks of 512 and 64 (DeepSeek), the rotary
+sequences with a cache of ``step`` tokens, ``num_heads`` of this GPU, ranks of 512 and 64 (DeepSeek), the rotary
 embedding and the writing of the cache with it. TensorRT-LLM runs FlashMLA on Hopper (its 668 TFLOP/s there are those
 that FlashMLA publishes) and a kernel of its own elsewhere, which splits no sequence. vLLM's tables were taken launch by
 launch, with the projections around the kernel: 0.1 to 0.3 ms at least.
@@ -20,7 +20,7 @@ launch, with the projections around the kernel: 0.1 to 0.3 ms at least.
 ``attention``: rows of FlashAttention 3 over a cache in 8 bits, with queries in 8 bits but for single tokens.
 
 **Linear attention**, ``linear_attention/<engine>/<version>/{mamba2,gdn}_perf.parquet``: milliseconds in BF16 of whole
-sequences (``context``) and of one token behind a cache (``generation``). What is taken, and why the rest is not:
+sequences (``context``) and of one token with a cache (``generation``). Rows used, and reasons for skipping the others:
 
 * ``chunk_gated_delta_rule`` of TensorRT-LLM, which agrees with what flash-linear-attention itself takes on H800
   (PaddlePaddle/flash-attention pull request 133: 2.6 ns per token and head of 128, here 2.5 on H100). The forks of

@@ -1,12 +1,12 @@
 """Errors of estimates by knowledge of the kernel and the GPU: the intervals of everything except a GPU's own tables.
 
 =============  ==========================================================================================
-``points``     a few measurements of the GPU moved the model of the others
+``points``     the model of other GPUs adapted to a few measurements
 ``relative``   the learned model of a relative, times the ratio of the analytic times
 ``physics``    the analytic time at the level of other GPUs
 ``dtype``      kernels of a measured kind in another dtype
 ``kind``       kernels of a family of which another kind was measured
-``unknown``    nobody knows what the kernel does: a factor of three
+``unknown``    unidentified kernels: a factor of three
 =============  ==========================================================================================
 
 A grade is the range of log(measured / predicted) that holds 80 % of the rows of each GPU that was left out, averaged

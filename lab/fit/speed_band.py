@@ -7,7 +7,7 @@ The width makes the sum of |log(predicted / measured)| least over steps of dense
 weighing the same. What is left says how wide intervals are: with k the share of the kernels' own errors that a step
 keeps and r the rest, k is what makes the interval score of Gneiting and Raftery (2007) least (width, and ten times what
 is missed at 80 %), r then holds 80 % of the steps. All models were developed with these steps in view, so their errors
-are not those of steps that nobody has seen: r is at least :data:`UNSEEN`. ``lab.validate training`` repeats all
+are not those of unseen steps: r is at least :data:`UNSEEN`. ``lab.validate training`` repeats all
 of it without the source that it asks about.
 """
 

@@ -13,7 +13,7 @@ Beside the network a step there
   instead of taking the place of nothing (PyTorch before 2.0); the optimizer runs tensor by tensor, as there was no
   other form of it;
 * scales the loss, and unscales the gradients, where precision is mixed;
-* waits for the GPU behind every batch, so that the next one's first kernels wait for the host.
+* waits for the GPU after every batch, so that the next one's first kernels wait for the host.
 
 Validation adds the loss and the two accuracies. What is left out: labels and loss as they travel, logging (outside
 the time that is measured).

@@ -10,19 +10,19 @@ What a table leaves out is taken from its source; such a figure is said in the `
   gathered beside the forward pass, and tensor-parallel communication beside products; 8,192 tokens for Llama 3.1
   8B, 4,096 for Nemotron-4 15B and the fine-tuning of Llama 3 8B (tokens per step over sequences). Those of 25.04
   name neither batch nor degrees: as the recipe of 25.02. Fine-tuning is on SQuAD, packed in performance mode
-  (llama3_finetune.py of the recipe; ``packed_sequence = performance_mode`` of NeMo's finetune recipes): examples see
-  themselves alone. With LoRA the loss is not fused (``cross_entropy_loss_fusion = False`` there).
+  (llama3_finetune.py of the recipe; ``packed_sequence = performance_mode`` of NeMo's finetune recipes): attention is
+  limited to each example. With LoRA the loss is not fused (``cross_entropy_loss_fusion = False`` there).
 * Megatron-Bridge (scripts/performance of each release; docs/performance-summary.md) reduces gradients in BF16, shares
   tokens evenly among experts (``moe_router_force_load_balancing``, before 25.11 by dropping tokens beyond an equal
   share and padding to it) and repeats nothing in the backward pass but what :data:`REPEATED` names. FSDP = 1 is
   Megatron-FSDP, which shards parameters too. Virtual stages are in its table. Tokens go by ``alltoall``, since 26.04 on
   H100 by HybridEP: once to every node, as DeepEP's do. Its table of 25.09 has no column of precision, but a footnote on
   the scales of FP8 and figures (Llama 3 8B: 725 model TFLOP/s on H100) that BF16 cannot reach. FP8 keeps the first and
-  the last layer in BF16, which is not asked for: 2 of 32 or 48 layers. What the table does not tell: whether 25.11 and
+  the last layer in BF16, which the request omits: 2 of 32 or 48 layers. The table does not state whether 25.11 and
   26.02 overlapped tokens with computation, whether processes were bound to the cores near their GPU, and why 26.02.01
   takes 0.56 of the time of 26.02 with the same degrees (issue 1998: "2X slower with dropless than with token drop",
   still open).
-* torchtitan trains with FSDP2 alone where the table says nothing else, among the ranks of context parallel too
+* torchtitan trains only with FSDP2 unless the table states otherwise, among the ranks of context parallel too
   (``dp_shard_cp`` of its parallel_dims.py), and sums gradients in FP32 (``mixed_precision_reduce`` of its
   job_config.py).
 * SimuMax ran Megatron-LM with Transformer Engine (simu_tools/megatron_scripts): distributed optimizer, FP32 gradients
@@ -30,14 +30,14 @@ What a table leaves out is taken from its source; such a figure is said in the `
   Its context parallel exchanges heads for tokens (``cp_comm_type=a2a``).
 * Grok 1 (dgxc-benchmarking, grok1/grok1_314b.yaml): tp=4, pp=8 of 8 virtual stages, cp=2, ep=8, two sequences for a
   GPU, tokens beyond an equal share dropped and the rest padded to it, a product for every expert, tensor parallel
-  messages not overlapped. How many layers its proxies have is not told there.
+  messages not overlapped. The number of layers of its proxies is not given.
 * NeMo's document of performance (2024): rates of sequences from 4k to 1M are model TFLOP/s by its own count
   (:func:`_nemo_flops`: attention as if it were not causal).
-* ml-engineering (insights/when-to-upgrade-gpus/benchmark.py): DeepSpeed's ZeRO 3 with the optimizer alone on the host
+* ml-engineering (insights/when-to-upgrade-gpus/benchmark.py): DeepSpeed's ZeRO 3 with only the optimizer on the host
   (``offload_optimizer``), gradients clipped, whole layers recomputed, Liger's kernels, every GPU a sequence of its own;
   FlashAttention 3 on H200 and 4 on B200.
-* CUDA graphs of whole steps (``full_iteration``) are asked for where the recipe of that model and GPU has them
-  (llama3_workload_base_configs.py: Llama 3 8B on B200). Graphs of parts of a layer are not asked for.
+* CUDA graphs of whole steps (``full_iteration``) are requested if the recipe of that model and GPU has them
+  (llama3_workload_base_configs.py: Llama 3 8B on B200). Graphs of parts of a layer are not requested.
 """
 
 from __future__ import annotations

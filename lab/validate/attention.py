@@ -1,12 +1,12 @@
-"""Errors of the models of attention where they have to reach beyond their rows.
+"""Errors of the models of attention when extrapolating beyond their training rows.
 
-``lengths from 16k left out``   trees of a GPU that saw shorter queries and keys alone, on the longer ones
-``head counts left out``        trees that saw powers of two alone, on 3, 5, 6, 10, 12 ... heads
+``lengths from 16k left out``   trees trained only on a GPU's shorter queries and keys, tested on longer
+``head counts left out``        trees trained only on powers of two, tested on 3, 5, 6, 10, 12 ... heads
 ``one head count left out``     trees that saw all numbers of heads but one, on that one, each in turn (serving
                                 engines)
 ``published, longest left out``  kernels known from a few published figures (training's forward and backward): pace
                                 and level fitted without the lengths from 8k on, or without every third row where all
-                                lengths are alike
+                                lengths are equal
 
 Random rows and whole GPUs are left out of the same tables by :mod:`lab.validate.kernels`.
 
@@ -17,7 +17,7 @@ up to 300 cycles per 1,000 scores, the launches of one or two kernels (four wher
 Of linear attention, on random rows, on GPUs, and on lengths and shapes left out:
 
 ``held-out shapes``, ``left-out GPU``: as :mod:`lab.validate.kernels` says
-``lengths from 8k left out``     trees of a GPU that saw shorter sequences alone, on the longer ones
+``lengths from 8k left out``     trees trained only on a GPU's shorter sequences, tested on longer
 ``one width left out``           trees that saw every size of a model but one (heads x widths), on that one, each
                                  in turn
 """

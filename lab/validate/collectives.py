@@ -2,7 +2,7 @@
 
 ``held-out sizes``   every third size of each sweep left out in turn, its outermost ones excepted
 ``held-out ranks``   the inner numbers of ranks (4 of 2, 4, 8) left out: curves of the others, by the analytic model
-``left-out system``  constants fitted to the other systems, curves of none of its own; the system's datasheet and files.
+``left-out system``  constants fitted to the other systems, no curves of its own; the system's datasheet and files.
                      Others with the same GPU stay: a log of two nodes is a system, sweeps of one node are another
 
 Intervals are those of an estimate whose margins are not fitted yet.

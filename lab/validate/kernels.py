@@ -1,8 +1,8 @@
-"""Errors of the GPU models by split, family and machine, on rows that no fit has seen.
+"""Errors of the GPU models by split, family and machine, on rows not used in any fit.
 
 ``held-out shapes``       the shipped model of a GPU on the report split of its own tables
 ``..., >= 0.4 TFLOP``     of them those of products of so much work
-``..., disturbed``        those that a twin's table shows to be, which stand in no other line and are in no fit
+``..., disturbed``        those that a twin's table shows to be disturbed, excluded from all other lines and fits
 ``left-out GPU``          the same rows as if that GPU had never been measured: no residual, levels of the other GPUs;
                           sustained rates and DRAM bandwidth are its datasheet x what the others reach of theirs
 ``..., 20 points``        as before, after twenty measurements of the GPU, drawn at random, have moved the family to it

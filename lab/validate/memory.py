@@ -1,5 +1,5 @@
-"""The section ``memory`` of ``python -m lab.validate``: peaks of GPU memory that were published, predicted; and whether
-steps that ran are said to fit, and batches that did not run are said not to.
+"""The section ``memory`` of ``python -m lab.validate``: predictions of published peaks of GPU memory, and
+whether steps that ran are predicted to fit and batches that failed are not.
 
 * Steps of language models (:mod:`lab.steps.training_rows`): each ran, some tell their peak.
 * Megatron-LM's own functional tests on 8 A100 (``megatron_golden/a100.csv.gz``): the most that was in use on the last

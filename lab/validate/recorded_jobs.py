@@ -1,15 +1,15 @@
 """The section ``dlrm`` of ``python -m lab.validate``: recorded jobs predicted, beside the figures of the papers.
 
-Operators alone give the step, models its kernels and transfers, tables the host.
+The step is given only by operators, its kernels and transfers by models, the host by tables.
 
-The papers' own question (Lin et al., HiPC 2022; ISPASS 2025), on the recorded jobs that are public. Nothing of the
-recording but its operators goes in: not one kernel's time. Two tables of host overheads: (a) the job's own T1 to T5 by
+The papers' own question (Lin et al., HiPC 2022; ISPASS 2025), on the recorded jobs that are public. Only the
+operators of the recording are used, no kernel times. Two tables of host overheads: (a) the job's own T1 to T5 by
 operator; (b) those of the other jobs, this one left out. Both as profiled, since the recorded steps are profiled too;
 what the operator records of the profiler cost is then predicted once more without them. A job of several ranks begins
 as late on each rank as it was recorded to begin: what happened before is no part of the step.
 
 The profiles of ResNet-50 and its execution traces were recorded in different runs of one script, whose operators are
-the same one by one; of the job of two ranks one rank is recorded, and the other is taken as alike.
+the same one by one; of the job of two ranks one rank is recorded, and the other is assumed equal.
 """
 
 from __future__ import annotations

@@ -207,7 +207,7 @@ def _training(asked: Asked) -> Section | None:
     published = read_held_out_rows()
     if (data / KINDS_FILE).exists():
         published += read_kinds_rows(data)
-    # Rows of the project do without the data; where others are asked for, an absent table is named.
+    # The project's own rows need no data; if other rows are requested, an absent table is named.
     asked_for = bool(only) and any(only in f"{row.gpu}/{row.name}" for row in published)
     table = read_training_rows(data) if (data / TRAINING_FILE).exists() or not asked_for else []
     return training_section([*table, *published], only, anew=not only)

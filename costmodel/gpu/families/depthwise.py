@@ -1,6 +1,6 @@
-"""Depthwise convolutions: which library computes one; PyTorch's gradient of weights.
+"""Depthwise convolutions: the library that computes one; PyTorch's own gradient of weights.
 
-PyTorch asks cuDNN for all of them in NHWC. In NCHW it asks for those in FP16 with square windows of 1, 3 or 5 elements
+PyTorch uses cuDNN for all of them in NHWC. In NCHW it does so for those in FP16 with square windows of 1, 3 or 5 elements
 from 32 channels on, of stride 1, or of stride 2 with many channels (``use_cudnn_depthwise`` and
 ``check_cudnn_depthwise_workload_with_filter`` in aten/src/ATen/native/Convolution.cpp, cuDNN 8.2 and later). The rest
 are kernels of its own (aten/src/ATen/native/cuda/DepthwiseConv2d.cu): forward and the gradient of the data take a
@@ -10,8 +10,8 @@ of the window, whose warps go over the pictures one by one,
     seconds = factor * max(bytes / DRAM bandwidth, waves * loads of a thread * latency of a load)
 
 so that it costs as many passes over both tensors as the window has elements, and few channels leave most of the GPU
-without work. Forward and data kernels of either library are not told apart: steps of families left out are not met
-better with classes of their own.
+idle. Forward and data kernels of the two libraries share classes: separate classes do not improve the predictions of
+held-out families.
 """
 
 from __future__ import annotations

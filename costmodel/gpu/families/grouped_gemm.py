@@ -10,8 +10,8 @@ the depth c_e. Operands come from DRAM as in :mod:`costmodel.gpu.families.gemm`,
 expert that gets rows is read once at least. A fused layer is both products, the activation, the gathering of rows and
 the sum of results.
 
-Features are shares and logarithms of what these add up to, the same for a product alone as for a layer, so that what is
-learned of measured layers serves the products of training steps.
+Features are shares and logarithms of these terms, the same for single products and for layers, so that a residual
+learned on measured layers applies to the products of training steps.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ implementations do better (persistent kernels of cuDNN that keep a channel on th
 direction and layout, inverted from whole steps (:mod:`costmodel.gpu.families.inverted_shares`).
 
 In NCHW one block of threads takes one channel (``bn_fw_tr_1C11`` of cuDNN, ``batch_norm_collect_statistics`` of
-PyTorch) and has so many bytes on their way; with few channels that, not DRAM, is the limit:
+PyTorch) with a fixed number of bytes in flight; with few channels that, not DRAM, is the limit:
 
-    bandwidth = min(DRAM bandwidth, channels * bytes on their way / latency)
+    bandwidth = min(DRAM bandwidth, channels * bytes in flight / latency)
 
 The gradient of max pooling in NCHW (``max_pool_backward_nchw``, a thread per pixel of the image) is built for eight
 blocks of 256 threads on a multiprocessor. Chips that hold 2,048 threads have 32 registers for each, and on three of

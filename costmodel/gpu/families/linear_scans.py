@@ -10,7 +10,7 @@ walk has a block per sequence, head and part of the values, and each of its bloc
 
     seconds = launches * floor + |products, bytes|_2 + chunks * ceil(blocks / multiprocessors) * cycles / clock
 
-Mamba 1 computes token by token outside the tensor cores: an exponential and two multiply-adds per state. A token behind
+Mamba 1 computes token by token outside the tensor cores: an exponential and two multiply-adds per state. One token with
 a cache, and the convolutions, are bound by the bytes that they move.
 
 No table has a backward pass. That of the gated delta rule is published for flash-linear-attention 0.5.1 in a CUDA graph

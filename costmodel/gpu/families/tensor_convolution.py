@@ -22,7 +22,7 @@ The gradient of the weights of a grouped convolution has tensor-core kernels for
     seconds = factor * (bytes / DRAM bandwidth + flops of the padded width / (0.05 * FP32 rate)) + launch
 
 Factors by class (stem, pointwise, spatial, grouped by width, depthwise by window), direction and layout are inverted
-from whole steps (:mod:`costmodel.gpu.families.inverted_shares`): they hold what implementations lose, such as second
+from whole steps (:mod:`costmodel.gpu.families.inverted_shares`): they include losses of implementations, such as second
 readings of the operands by the gradient of the weights.
 """
 

@@ -4,7 +4,7 @@ calibration/gpu/<machine>.json    residuals by family, and which tables they wer
 calibration/gpu/transfer.json     how far measured GPUs are from their analytic model, per family and power class,
                                   and for some families how that depends on the shape
 
-What a user measured (``python -m costmodel fit --table``) lies in :func:`own_directory`: points alone, which move what
+What a user measured (``python -m costmodel fit --table``) lies in :func:`own_directory`: only points, which adapt what
 is shipped.
 """
 
