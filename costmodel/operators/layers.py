@@ -121,8 +121,8 @@ class Conv2d(LayerWork):
     gated: bool = False
     # Tensors are stored as NHWC and OHWI, which matters only on GPUs.
     channels_last: bool = False
-    # Operations on the input, after the gate. Not in the repr (like `depth`), whose checksum assigns the rows of a table
-    # to splits (`split_of`).
+    # Operations on the input, after the gate. Not in the repr (like `depth`), whose checksum assigns the rows of a
+    # table to splits (`split_of`).
     prologue: Prologue | None = field(default=None, repr=False)
     # For a three-dimensional convolution, its window along the depth and the planes of its input. The record then
     # describes the equivalent work: ``batch`` counts the planes of its output, ``in_channels`` the channels of all

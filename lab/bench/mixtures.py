@@ -1,8 +1,8 @@
 """Published throughput of large mixtures of experts against ``predict``: ``python -m lab.bench.mixtures [TEXT]``.
 
 Megatron-Bridge's performance summary (docs/performance-summary.md of each release; degrees and tokens per second and
-GPU) on DGX H100, tokens shared evenly without dropping, not used in any fit. ``etp=2`` in addition: experts split as the
-layers are, which was not measured. Settings missing in the summary are from the releases' recipes
+GPU) on DGX H100, tokens shared evenly without dropping, not used in any fit. ``etp=2`` in addition: experts split like
+the layers, which was not measured. Settings missing in the summary are from the releases' recipes
 (scripts/performance/configs): ``expert_tensor_parallel_size`` 1, the distributed optimizer, gradients
 reduced in BF16; Qwen3-235B overlaps tokens with another micro-batch (``moe_a2a_overlap``), DeepSeek-V3 sends them by
 DeepEP and computes what up-projects its latent keys and its dense MLP twice (not asked here), gpt-oss norms and

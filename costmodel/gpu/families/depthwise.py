@@ -1,6 +1,6 @@
 """Depthwise convolutions: the library that computes one; PyTorch's own gradient of weights.
 
-PyTorch uses cuDNN for all of them in NHWC. In NCHW it does so for those in FP16 with square windows of 1, 3 or 5 elements
+PyTorch uses cuDNN for all of them in NHWC, in NCHW for those in FP16 with square windows of 1, 3 or 5 elements
 from 32 channels on, of stride 1, or of stride 2 with many channels (``use_cudnn_depthwise`` and
 ``check_cudnn_depthwise_workload_with_filter`` in aten/src/ATen/native/Convolution.cpp, cuDNN 8.2 and later). The rest
 are kernels of its own (aten/src/ATen/native/cuda/DepthwiseConv2d.cu): forward and the gradient of the data take a
