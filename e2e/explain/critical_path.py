@@ -63,7 +63,7 @@ class CriticalPath:
 
     @property
     def seconds(self) -> float:
-        """The sum of the segments: the length of the window."""
+        """Sum of the segments: the length of the window."""
         return math.fsum(segment.seconds for segment in self.segments)
 
     @property

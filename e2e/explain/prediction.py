@@ -95,7 +95,7 @@ class CollectiveFigures:
 
     @property
     def skew_seconds(self) -> float:
-        """Between the first and the last arrival."""
+        """Seconds between the first and the last arrival."""
         return max(self.waiting_seconds.values(), default=0.0)
 
 
@@ -178,7 +178,7 @@ class Prediction:
     # Optional answers: other settings; the step as it is and with the change of each what-if question.
     advice: Advice | None = None
     what_if: Sequence[WhatIfRow] = ()
-    # Parts that a script named, on the rank that computes longest, and on the critical path of that rank.
+    # Ranges named by the script, on the rank that computes longest and on its critical path.
     ranges: Sequence[RangeFigures] = ()
     # True if the host launches all `kernels` of a rank as one CUDA graph.
     cuda_graph: bool = False

@@ -1,6 +1,6 @@
 """Utilisation of the GPUs' peak compute rate by a step: MFU and HFU.
 
-MFU = (FLOPs in 8 bits / peak rate of 8 bits + all other FLOPs of the model / peak rate of the step) / (GPUs x time)
+    MFU = (FLOPs in 8 bits / peak rate of 8 bits + all other FLOPs of the model / peak rate of the step) / (GPUs x time)
 
 FLOPs are those of the captured operators, counted by :mod:`costmodel.operators.model_work`; the rate is the dense one
 of the vendor's datasheet. Forward and backward pass count, recomputation in the backward pass does not: HFU includes

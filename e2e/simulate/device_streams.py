@@ -112,8 +112,8 @@ class Streams:
             self._wait(slot, mark)
 
     def put(self, slot: int, mark: Mark, called: float, action: int) -> None:
-        """Put ``mark`` at the present end of the stream; ``called``: time of the call, ``action``: the host's action.
-        """
+        """Put ``mark`` at the present end of the stream; ``called``: time of the call, ``action``: the host's
+        action."""
         mark.recorded = True
         if self.blocked[slot]:
             self.queues[slot].append((_MARK, mark, called, action))

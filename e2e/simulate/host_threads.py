@@ -106,8 +106,8 @@ class HostThreads:
                 thread.bound = bound
 
     def settle(self) -> bool:
-        """Run all work that is no longer blocked and wake the threads that waited for it; return ``True`` if any woke.
-        """
+        """Run all work that is no longer blocked and wake the threads that waited for it; return ``True`` if any
+        woke."""
         self.streams.settle()
         reached = self.streams.reached
         woken = False
@@ -300,8 +300,8 @@ class HostThreads:
     # --- diagnosis of deadlocks --------------------------------------------------------------------------
 
     def stuck(self) -> tuple[str, int] | None:
-        """Return name of the thread and place of the first action that never ends, ``None`` if all threads have ended.
-        """
+        """Return name of the thread and place of the first action that never ends, ``None`` if all threads have
+        ended."""
         for thread in self.threads:
             if thread.status in (Status.FLAG, Status.DEVICE):
                 return thread.program.name, thread.place - 1

@@ -69,7 +69,10 @@ class Rendezvous:
     def arrive(
         self, iteration: int, collective: Collective, rank: int, arrival: Arrival, seconds: float
     ) -> Meeting | None:
-        """The meeting once it is complete, ``None`` before; :class:`SimulationError` if the ranks disagree."""
+        """Register an arrival; return the meeting if it is now complete, else ``None``.
+
+        Raises :class:`SimulationError` if the ranks disagree.
+        """
         key = (iteration, collective.group, collective.sequence)
         meeting = self.open.get(key)
         if meeting is None:
@@ -105,8 +108,8 @@ class Rendezvous:
         return meeting
 
     def _make_group(self, collective: Collective, rank: int) -> _Group:
-        """Make the group of a collective: its members and how many the graph has; the others must be folded into these.
-        """
+        """Make the group of a collective: its members and how many the graph has; the others must be folded into
+        these."""
         members = frozenset(collective.ranks)
         if len(members) != len(collective.ranks):
             raise self._error(
@@ -138,8 +141,8 @@ class Rendezvous:
             self._check_message(first, other, collective, rank)
 
     def _check_message(self, first: Collective, other: int, collective: Collective, rank: int) -> None:
-        """Check that the sizes of send and receive agree; the receive may give 0 if its source does not record a size.
-        """
+        """Check that the sizes of send and receive agree; the receive may give 0 if its source does not record a
+        size."""
         ends = {first.kind: (other, first.size_bytes), collective.kind: (rank, collective.size_bytes)}
         (sender, sent), (receiver, received) = ends["send"], ends["recv"]
         if received and sent != received:
