@@ -61,7 +61,8 @@ class Setting:
 @dataclass(frozen=True)
 class RecordedSite:
     """Site of recorded ranks, of which only name and node count are known
-    (:class:`e2e.explain.explanation.RankSite`)."""
+    (:class:`e2e.explain.explanation.RankSite`).
+    """
 
     name: str
     nodes: int = 1

@@ -110,7 +110,8 @@ def calls_around(rank: RankGraph, call: int | None) -> Chain:
 
 def _signalled(rank: RankGraph) -> Iterator[tuple[int, Chain]]:
     """Yield each flag with the ranges in which another thread worked before signalling it, without forward calls'
-    ranges."""
+    ranges.
+    """
     for actions in rank.threads.values():
         last: Chain = ()
         for action in actions:

@@ -66,7 +66,8 @@ def operator_rows(rank: RankGraph, path: CriticalPath) -> list[OperatorRow]:
 
 def module_seconds(rank: RankGraph) -> Mapping[str, float]:
     """Device time by module, identical layers merged (``h.*.mlp``), in descending order; empty if no module is
-    known."""
+    known.
+    """
 
     def module(call: int | None) -> str:
         return "" if call is None or call not in rank.calls else _NUMBER.sub("*", rank.calls[call].module)

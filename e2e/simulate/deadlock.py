@@ -93,7 +93,8 @@ class _Deadlock:
 
     def _reason(self, rank: int, meeting: Meeting, before: list[int]) -> str:
         """Reason why ``rank`` does not arrive at ``meeting``; ``before``: ranks that wait for it, directly or
-        indirectly."""
+        indirectly.
+        """
         calls = self._calls(rank, meeting.collective.group)
         if not any(call.sequence == meeting.collective.sequence for call in calls):
             last = max(calls, key=lambda call: call.sequence, default=None)

@@ -80,7 +80,8 @@ class Streams:
 
     def finish_collective(self, task: int, slot: int, transfer: float, end: float, last: tuple[int, int]) -> None:
         """End a collective whose transfer runs from ``transfer`` to ``end``; ``last``: position and task of the last
-        rank."""
+        rank.
+        """
         self.transfers.append((task, transfer, *last))
         self.finish(task, slot, end)
 
@@ -113,7 +114,8 @@ class Streams:
 
     def put(self, slot: int, mark: Mark, called: float, action: int) -> None:
         """Put ``mark`` at the present end of the stream; ``called``: time of the call, ``action``: the host's
-        action."""
+        action.
+        """
         mark.recorded = True
         if self.blocked[slot]:
             self.queues[slot].append((_MARK, mark, called, action))

@@ -107,7 +107,8 @@ class HostThreads:
 
     def settle(self) -> bool:
         """Run all work that is no longer blocked and wake the threads that waited for it; return ``True`` if any
-        woke."""
+        woke.
+        """
         self.streams.settle()
         reached = self.streams.reached
         woken = False
@@ -139,7 +140,8 @@ class HostThreads:
 
     def _run(self, thread: Thread, limit: float) -> None:
         """Inner loop: executes host work and launches on free streams inline, every other instruction by its own
-        method."""
+        method.
+        """
         streams, program = self.streams, self.program
         ready, last, blocked = streams.ready, streams.last, streams.blocked
         starts, task_ends, causes = streams.starts, streams.ends, streams.causes
@@ -301,7 +303,8 @@ class HostThreads:
 
     def stuck(self) -> tuple[str, int] | None:
         """Return name of the thread and place of the first action that never ends, ``None`` if all threads have
-        ended."""
+        ended.
+        """
         for thread in self.threads:
             if thread.status in (Status.FLAG, Status.DEVICE):
                 return thread.program.name, thread.place - 1

@@ -109,7 +109,8 @@ class Rendezvous:
 
     def _make_group(self, collective: Collective, rank: int) -> _Group:
         """Make the group of a collective: its members and how many the graph has; the others must be folded into
-        these."""
+        these.
+        """
         members = frozenset(collective.ranks)
         if len(members) != len(collective.ranks):
             raise self._error(
@@ -142,7 +143,8 @@ class Rendezvous:
 
     def _check_message(self, first: Collective, other: int, collective: Collective, rank: int) -> None:
         """Check that the sizes of send and receive agree; the receive may give 0 if its source does not record a
-        size."""
+        size.
+        """
         ends = {first.kind: (other, first.size_bytes), collective.kind: (rank, collective.size_bytes)}
         (sender, sent), (receiver, received) = ends["send"], ends["recv"]
         if received and sent != received:

@@ -131,7 +131,8 @@ class _Simulation:
 
     def _earliest_held(self) -> tuple[int, float]:
         """Position of the rank whose held thread acts first in the whole graph, and the time of that; infinity if
-        none."""
+        none.
+        """
         held = [
             (host.held.bound, host.program.rank, at) for at, host in enumerate(self._hosts) if host.held is not None
         ]
@@ -164,7 +165,8 @@ class _Simulation:
 
     def _transfer(self, meeting: Meeting) -> list[int]:
         """Start the transfer of a complete meeting; its end is known now, or depends on the other users of its
-        links."""
+        links.
+        """
         start = meeting.last().start
         links: dict[str, float] = {}
         held: dict[str, float] = {}

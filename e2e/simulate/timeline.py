@@ -188,7 +188,8 @@ class Timeline:
 
     def locate(self, node: int) -> tuple[int, int]:
         """Return the position of the node's rank in the graph, and the node's index within one iteration of that
-        rank."""
+        rank.
+        """
         position = bisect_right(self._offsets, node) - 1
         layout = self.layouts[position]
         return position, (node - layout.offset) % layout.nodes

@@ -128,7 +128,8 @@ def _reduction(dims: int, keep: int) -> Rule:
 
 def _product(left: int, right: int) -> Rule:
     """Make the rule of ``mm``, ``bmm``, ``matmul``: rows of the left, columns of the right, aligned leading
-    dimensions."""
+    dimensions.
+    """
 
     def rule(call: ShapedCall, output: Tensor) -> Extents:
         first, second = call.tensor(left), call.tensor(right)

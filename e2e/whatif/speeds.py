@@ -34,7 +34,8 @@ class SpeedChange:
 
     def check(self, graph: ExecutionGraph) -> None:
         """Raise ``InputError`` for kernels that the graph, priced or not, does not have; lists the existing
-        families."""
+        families.
+        """
         for change in self.changes:
             if isinstance(change, FasterKernels) and not any(
                 self._of(change, rank) for rank in graph.ranks
@@ -126,7 +127,8 @@ class SpeedChange:
 
 def _is_of(family: str, wanted: str) -> bool:
     """True if ``family`` is selected by ``wanted``: ``gemm`` includes all number types and experts, ``gemm in
-    float32`` only one."""
+    float32`` only one.
+    """
     return family == wanted or family.startswith((f"{wanted} in ", f"{wanted} of "))
 
 
