@@ -218,7 +218,7 @@ def _sizes(module: nn.Module) -> list[int]:
 
 
 def _buckets(parts: Sequence[Sequence[int]]) -> list[dict[int, int]]:
-    """For each part, map the number of gradients after which a bucket is full to its bytes.
+    """Map, for each part, the number of gradients after which a bucket is full to its bytes.
 
     Follows DDP's `compute_bucket_assignment_by_size`; the last bucket is sent when all gradients are ready.
     """
