@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 PathLike = str | os.PathLike[str]
 T = TypeVar("T")
-# A capture changes what PyTorch does in the whole process: threads that ask take turns.
+# A capture patches PyTorch for the whole process: threads take turns.
 _TURN = RLock()
 
 
@@ -74,7 +74,7 @@ def predict(
     from e2e.sources.prepared_step import told
 
     request = _request(asked, options)
-    # What is wrong with a price, and files that cannot be written, are told before long work.
+    # Invalid prices and unwritable files are reported before long work.
     priced = None if price is None else asked_price(str(price), request)
     check_outputs({"--timeline": timeline, "--report": report}, _files_of(request))
     with _TURN, captures_kept() if advice else nullcontext():
@@ -96,7 +96,7 @@ def predict(
 
 
 def _request(asked: Sequence[str | Options], options: Mapping[str, Any]) -> Request:
-    """What names, records and single options ask together."""
+    """Combine names, records and single options to one request."""
     from e2e.sources.registry import all_options, request_of
     from e2e.sources.request import Request
 
@@ -115,7 +115,7 @@ def _request(asked: Sequence[str | Options], options: Mapping[str, Any]) -> Requ
 
 
 def _files_of(request: Request) -> dict[str, Path]:
-    """Files that the request reads, by option."""
+    """Return the files that the request reads, by option."""
     options = options_of(type(request)).values()
     return {each.flag: value for each in options if isinstance(value := getattr(request, each.name), Path)}
 
@@ -188,7 +188,7 @@ def sweep(
     counts = [gpus] if isinstance(gpus, int) else gpus
     for count in counts:
         check_count("gpus", count)
-    for text in ways:  # what no number of GPUs makes right is an error, not a row
+    for text in ways:  # options that are invalid for any number of GPUs are errors, not rows
         if text != "auto":
             parse_parallel(text)
     experts, layers = _sizes(model)
@@ -211,7 +211,7 @@ def sweep(
 
 
 def _sizes(model: PathLike) -> tuple[int, int]:
-    """Experts of a layer, and layers; one error for an unknown model, not one per row."""
+    """Return the experts of a layer and the number of layers; an unknown model is one error, not one per row."""
     from e2e.parallelism.parallel_graph import configuration, layer_count
     from e2e.sweeps.sweep_space import experts_of
 
