@@ -23,13 +23,13 @@ _LARGER = (2, 4)
 class Change:
     """One change of a request."""
 
-    # only one of several changes of a kind can be chosen
+    # Only one of several changes of a kind can be chosen.
     kind: str
-    # as on the command line
+    # As on the command line.
     change: str
-    # requirements, in words
+    # Requirements, in words.
     needs: str
-    # function that makes the changed request
+    # Function that makes the changed request.
     apply: Callable[[Request], Request]
 
 

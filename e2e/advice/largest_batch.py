@@ -47,15 +47,15 @@ class _Search:
     """State of the search: root finding by regula falsi."""
 
     capacity: int
-    # largest batch that is known to fit
+    # Largest batch that is known to fit.
     fitting: Point | None = None
-    # smallest batch that is known not to fit
+    # Smallest batch that is known not to fit.
     failing: Point | None = None
-    # the latest point; `before`: the one before it
+    # The latest point; `before`: the one before it.
     last: Point | None = None
     before: Point | None = None
-    # distance of both bounds from `capacity`; that of a bound that does not move is halved each time (Illinois
-    # algorithm), so that the other one moves too
+    # Distance of both bounds from `capacity`; that of a bound that does not move is halved each time (Illinois
+    # algorithm), so that the other one moves too.
     room: float = 0.0
     excess: float = 0.0
 

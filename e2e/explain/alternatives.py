@@ -16,19 +16,19 @@ TOGETHER = "together"
 class Alternative:
     """One alternative setting and its prediction; without times, but with a ``problem``, if it cannot be predicted."""
 
-    # the changed option
+    # The changed option.
     change: str
-    # requirements of the change, in words
+    # Requirements of the change, in words.
     needs: str
     iteration_seconds: float | None = None
     samples: int | None = None
-    # time per sample now, divided by that with the change
+    # Time per sample now, divided by that with the change.
     gain: float | None = None
     peak_memory_bytes: int | None = None
-    # as in `e2e.explain.prediction.Prediction`
+    # As in `e2e.explain.prediction.Prediction`.
     fits: bool | None = None
     problem: str = ""
-    # only one of several alternatives of one kind can be chosen; `TOGETHER`: several changes combined
+    # Only one of several alternatives of one kind can be chosen; `TOGETHER`: several changes combined.
     kind: str = ""
 
     @property
@@ -42,9 +42,9 @@ class LargestBatch:
     """Largest ``batch_size`` (per GPU and micro-batch) whose estimated memory fits; 0: not even one sample fits."""
 
     batch_size: int
-    # at the peak, without the optional reserve of the caching allocator
+    # At the peak, without the optional reserve of the caching allocator.
     allocated_bytes: int
-    # the search ended at its limit: larger batches may fit
+    # The search ended at its limit: larger batches may fit.
     at_least: bool = False
 
 
@@ -52,12 +52,12 @@ class LargestBatch:
 class Advice:
     """All predicted alternatives and the largest batch."""
 
-    # by decreasing gain
+    # By decreasing gain.
     alternatives: Sequence[Alternative]
     largest_batch: LargestBatch | None = None
-    # alternatives skipped for lack of time
+    # Alternatives skipped for lack of time.
     left: Sequence[str] = ()
-    # reason for skipping them; empty: none was skipped
+    # Reason for skipping them; empty: none was skipped.
     stopped: str = ""
 
     @property

@@ -41,16 +41,16 @@ class Segment:
     start: float
     seconds: float
     rank: int
-    # the task, or the host's work
+    # The task, or the host's work.
     name: str
-    # operator call that issued it
+    # Operator call that issued it.
     operator: str
-    # reason why it did not begin earlier
+    # Reason why it did not begin earlier.
     edge: Edge
     waits_for: str
-    # task id, for device work
+    # Task id, for device work.
     task: int | None = None
-    # number of the operator call that issued it
+    # Number of the operator call that issued it.
     call: int | None = None
 
 

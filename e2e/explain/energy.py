@@ -24,11 +24,11 @@ JOULES_OF_A_KILOWATT_HOUR = 3.6e6
 class StepEnergy:
     """Energy of one step."""
 
-    # of all boards
+    # Of all boards.
     joules: float
-    # of one board
+    # Of one board.
     mean_watts: float
-    # power limit of one board
+    # Power limit of one board.
     limit_watts: float
 
 
@@ -38,7 +38,7 @@ class GpuPrice:
 
     per_gpu_hour: float
     currency: str = "USD"
-    # vendor and date of the price; both may be empty
+    # Vendor and date of the price; both may be empty.
     origin: str = ""
     date: str = ""
 
@@ -48,7 +48,7 @@ class StepCost:
     """Cost of one step."""
 
     price: GpuPrice
-    # of all GPUs, in the currency of `price`
+    # Of all GPUs, in the currency of `price`.
     per_step: float
 
 

@@ -37,14 +37,14 @@ class ComparedStep:
     """One step of a comparison."""
 
     result: PredictionResult
-    # identifies the table of its host times, which may be `host_factor` times as fast or slow
+    # Identifies the table of its host times, which may be `host_factor` times as fast or slow.
     host: Hashable = ""
     host_factor: float = 1.0
-    # share of the kernels' errors that remains in it
+    # Share of the kernels' errors that remains in it.
     errors: StepErrors | None = None
-    # identifies its shapes
+    # Identifies its shapes.
     batch: Hashable = None
-    # what-if questions that only make kernels or the host faster; `changed`: all others
+    # What-if questions that only make kernels or the host faster; `changed`: all others.
     faster: frozenset[Hashable] = frozenset()
     changed: frozenset[Hashable] = frozenset()
 

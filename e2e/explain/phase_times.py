@@ -18,7 +18,7 @@ class PhaseSeconds:
     forward: float
     backward: float
     optimizer: float
-    # work outside the passes, such as reading the loss
+    # Work outside the passes, such as reading the loss.
     other: float
 
 

@@ -25,7 +25,7 @@ class PathPart:
     name: str
     seconds: float
     count: int
-    # the most frequent thing that they waited for
+    # The most frequent thing that they waited for.
     waits_for: str
 
 
@@ -34,30 +34,30 @@ class RankFigures:
     """Figures of one rank of the graph within one step."""
 
     rank: int
-    # number of identical ranks that it represents
+    # Number of identical ranks that it represents.
     multiplicity: int
-    # from its end of the previous step to its end of this one
+    # From its end of the previous step to its end of this one.
     step_seconds: float
-    # some kernel runs
+    # Some kernel runs.
     compute_seconds: float
-    # some collective is on a stream, waiting included
+    # Some collective is on a stream, waiting included.
     communication_seconds: float
-    # a transfer is under way and no kernel runs
+    # A transfer is under way and no kernel runs.
     exposed_transfer_seconds: float
-    # no kernel runs and no transfer is under way: held up by other ranks in a collective
+    # No kernel runs and no transfer is under way: held up by other ranks in a collective.
     exposed_wait_seconds: float
-    # the same, held up by its neighbours in a pipeline
+    # The same, held up by its neighbours in a pipeline.
     bubble_seconds: float
-    # the same, with nothing launched by its own host
+    # The same, with nothing launched by its own host.
     idle_seconds: float
-    # the rank's own critical path by kind, waits included (e2e/explain/rank_attribution.py); sums to the step's window
+    # The rank's own critical path by kind, waits included (e2e/explain/rank_attribution.py); sums to the step's window.
     attribution: Mapping[str, float]
-    # part of the critical path across ranks on this rank; 0 if the step never waits for it
+    # Part of the critical path across ranks on this rank; 0 if the step never waits for it.
     path_seconds: float = 0.0
-    # launches and operator calls of one step
+    # Launches and operator calls of one step.
     kernels: int = 0
     operators: int = 0
-    # with the `reserve` of the caching allocator, where that is simulated; `memory_breakdown` sums to it
+    # With the `reserve` of the caching allocator, where that is simulated; `memory_breakdown` sums to it.
     peak_memory_bytes: int | None = None
     memory_breakdown: Mapping[str, int] | None = None
     fits: bool | None = None
@@ -78,17 +78,17 @@ class CollectiveFigures:
     kind: str
     group: str
     sequence: int
-    # number of ranks that take part
+    # Number of ranks that take part.
     ranks: int
-    # the largest contribution of a rank
+    # The largest contribution of a rank.
     size_bytes: int
-    # from the last arrival to the end, of which `sharing_seconds` are due to other users of the same links
+    # From the last arrival to the end, of which `sharing_seconds` are due to other users of the same links.
     transfer_seconds: float
     sharing_seconds: float
-    # rank of the graph -> time from its arrival to the last one
+    # Rank of the graph -> time from its arrival to the last one.
     waiting_seconds: Mapping[int, float]
     last_rank: int
-    # begin and end of the transfer, from the start of the step
+    # Begin and end of the transfer, from the start of the step.
     start_seconds: float
     end_seconds: float
     source: str

@@ -45,11 +45,11 @@ class Setting:
     overheads: HostOverheads
     # `None`: the fitted models of `machine`
     cost_model: CostModel | None = None
-    # the step is replayed as one CUDA graph
+    # The step is replayed as one CUDA graph.
     cuda_graph: bool = False
-    # forward and backward pass run by `torch.compile`
+    # Forward and backward pass run by `torch.compile`.
     compiled: bool = False
-    # see `e2e.price.release_spread.OfOlderLibraries`
+    # See `e2e.price.release_spread.OfOlderLibraries`.
     older_libraries: bool = False
 
     def prices(self) -> CostModel:
@@ -75,16 +75,16 @@ class PredictionResult:
     prediction: Prediction
     graph: ExecutionGraph
     timeline: Timeline
-    # the explained iteration
+    # The explained iteration.
     iteration: int
     path: CriticalPath
-    # path of each rank alone
+    # Path of each rank alone.
     paths: Mapping[int, CriticalPath]
-    # of the ranks for which it is known
+    # Of the ranks for which it is known.
     memory: Memory = field(default_factory=dict)
-    # start times of a recorded iteration that is run once; `None`: a steady step
+    # Start times of a recorded iteration that is run once; `None`: a steady step.
     starts: Mapping[int, float] | None = None
-    # as in `e2e.explain.simulated_step.SimulatedStep`
+    # As in `e2e.explain.simulated_step.SimulatedStep`.
     host_factor: float = 1.0
     errors: StepErrors | None = None
 

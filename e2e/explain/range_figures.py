@@ -23,16 +23,16 @@ class RangeFigures:
     """
 
     name: str
-    # number of times that the script entered the range
+    # Number of times that the script entered the range.
     entered: int
-    # of kernels, copies and fills
+    # Of kernels, copies and fills.
     launches: int
     forward_seconds: float
     backward_seconds: float
-    # optimizer, data, or no pass
+    # Optimizer, data, or no pass.
     other_seconds: float
     host_seconds: float
-    # on the critical path
+    # On the critical path.
     path_seconds: float
 
     @property

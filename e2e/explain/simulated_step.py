@@ -19,13 +19,13 @@ class SimulatedStep:
     graph: ExecutionGraph
     timeline: Timeline
     iteration: int
-    # time of a step
+    # Time of a step.
     seconds: float
-    # rank -> seconds by which it began late
+    # Rank -> seconds by which it began late.
     starts: Mapping[int, float] = field(default_factory=dict)
-    # factor by which the host's times may be shorter or longer
+    # Factor by which the host's times may be shorter or longer.
     host_factor: float = 1.0
-    # error figures learned from measured steps of its kind
+    # Error figures learned from measured steps of its kind.
     errors: StepErrors | None = None
 
     @property

@@ -13,7 +13,7 @@ class AskedValue:
 
     option: str
     value: str
-    # the user gave it; otherwise it is the default
+    # The user gave it; otherwise it is the default.
     given: bool
 
 
@@ -32,16 +32,16 @@ class Board:
 class Throughput:
     """Throughput of a step."""
 
-    # on all GPUs together
+    # On all GPUs together.
     samples: int
-    # tokens of a sample; `None`: samples are not sequences
+    # Tokens of a sample; `None`: samples are not sequences.
     sequence_length: int | None
     samples_per_second: float
     tokens_per_second: float | None
     tokens_per_second_per_gpu: float | None
-    # sizes whose product `samples` is, in words; may be empty
+    # Sizes whose product `samples` is, in words; may be empty.
     made_of: str = ""
-    # for scripts: samples of one pass on one GPU
+    # For scripts: samples of one pass on one GPU.
     batch_size: int | None = None
 
     @property

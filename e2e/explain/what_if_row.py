@@ -21,25 +21,25 @@ class WhatIfRow:
 
     question: str
     iteration_seconds: float
-    # interval of the step time itself
+    # Interval of the step time itself.
     interval_seconds: tuple[float, float]
-    # time of the unchanged step divided by this one (1.25: a fifth less time)
+    # Time of the unchanged step divided by this one (1.25: a fifth less time).
     gain: float
-    # the same for the time per sample, where the question changes a known number of samples
+    # The same for the time per sample, where the question changes a known number of samples.
     gain_per_sample: float | None
-    # critical path on the `host`, the `device`, in `communication` and `other`; `longest`: its longest part
+    # Critical path on the `host`, the `device`, in `communication` and `other`; `longest`: its longest part.
     path_seconds: Mapping[str, float]
     longest: PathPart
-    # of a pass on one GPU, as `--batch-size` counts them, if the question is about them
+    # Of a pass on one GPU, as `--batch-size` counts them, if the question is about them.
     samples: int | None = None
-    # whether it fits the memory (`None`: unknown)
+    # Whether it fits the memory (`None`: unknown).
     fits: bool | None = None
-    # those that the unchanged step does not have
+    # Those that the unchanged step does not have.
     warnings: Sequence[str] = ()
     # 80 % interval of the gain, without errors common to both steps (e2e/explain/paired_intervals.py); `None` if the
     # step is too large to simulate again
     gain_interval: tuple[float, float] | None = None
-    # other rows that cannot be told apart from this one: which is faster per sample is unknown
+    # Other rows that cannot be told apart from this one: which is faster per sample is unknown.
     alike: Sequence[str] = ()
 
     @property

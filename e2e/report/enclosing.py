@@ -15,11 +15,11 @@ class Around:
     """Entry of a named range, or an outer call, that encloses something."""
 
     name: str
-    # entry of the named range
+    # Entry of the named range.
     entry: int | None = None
-    # number of the outer call
+    # Number of the outer call.
     call: int | None = None
-    # it encloses the forward operator of a backward call
+    # It encloses the forward operator of a backward call.
     of_forward: bool = False
 
 

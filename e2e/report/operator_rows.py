@@ -20,13 +20,13 @@ class OperatorRow:
 
     name: str
     launches: int = 0
-    # regardless of overlap
+    # Regardless of overlap.
     device_seconds: float = 0.0
     host_seconds: float = 0.0
-    # on the critical path; `path_host_seconds`: the part of it on the host
+    # On the critical path; `path_host_seconds`: the part of it on the host.
     path_seconds: float = 0.0
     path_host_seconds: float = 0.0
-    # seconds by limiting resource
+    # Seconds by limiting resource.
     bounds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     @property

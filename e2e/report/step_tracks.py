@@ -51,11 +51,11 @@ MOST_DEPTHS = 4
 class TimelineData:
     """Data of the timeline."""
 
-    # input of `timeline.js`
+    # Input of `timeline.js`.
     document: dict[str, Any]
-    # the shown ranks
+    # The shown ranks.
     ranks: tuple[int, ...]
-    # number of slices of all tracks
+    # Number of slices of all tracks.
     slices: int
 
 

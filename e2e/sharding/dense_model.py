@@ -42,9 +42,9 @@ class DensePiece:
 class CapturedDense:
     """Captured pieces of the dense part."""
 
-    # by name: `bottom forward`, `top forward`, `top backward`, `interaction backward`, `bottom backward`, `optimizer`
+    # By name: `bottom forward`, `top forward`, `top backward`, `interaction backward`, `bottom backward`, `optimizer`.
     pieces: dict[str, tuple[DensePiece, ...]]
-    # peak memory of the dense part, without tables
+    # Peak memory of the dense part, without tables.
     memory: MemoryUsage
 
     def bottom_forward(self, rank: ShardedRank) -> None:

@@ -20,13 +20,13 @@ NAMED_TABLES = 3
 class SlowestRank:
     """Rank with the most of one load."""
 
-    # name of the load
+    # Name of the load.
     load: str
     rank: int
-    # time of the load on this rank; `ratio`: relative to the mean over ranks
+    # Time of the load on this rank; `ratio`: relative to the mean over ranks.
     seconds: float
     ratio: float
-    # tables of the rank with the largest part of the load
+    # Tables of the rank with the largest part of the load.
     tables: tuple[str, ...]
 
 
@@ -34,14 +34,14 @@ class SlowestRank:
 class Explanation:
     """Explanation of a plan."""
 
-    # number of tables by kind of placement
+    # Number of tables by kind of placement.
     kinds: dict[str, int]
     bottlenecks: tuple[SlowestRank, ...]
-    # greedy generator -> relative reduction of the step time against its plan; `None`: that does not fit
+    # Greedy generator -> relative reduction of the step time against its plan; `None`: that does not fit.
     gains: dict[str, float | None]
-    # seconds of the step's pieces on the slowest rank; pieces overlap
+    # Seconds of the step's pieces on the slowest rank; pieces overlap.
     parts: dict[str, float]
-    # rank -> seconds of waiting for others in exchanges
+    # Rank -> seconds of waiting for others in exchanges.
     waiting: tuple[float, ...]
 
 

@@ -45,20 +45,20 @@ class TablePlan:
     machine: str
     gpus: int
     nodes: int
-    # samples per GPU
+    # Samples per GPU.
     batch_size: int
     tables: tuple[PlannedTable, ...]
     ranks: tuple[RankLoad, ...]
-    # name of the generator that made the plan
+    # Name of the generator that made the plan.
     generator: str
-    # simulated step of lookups, exchanges and the dense part
+    # Simulated step of lookups, exchanges and the dense part.
     step_seconds: float
     dense_seconds: float
-    # lower bound of the step of any plan; 0: unknown
+    # Lower bound of the step of any plan; 0: unknown.
     bound_seconds: float
-    # for tables and buffers on a rank
+    # For tables and buffers on a rank.
     memory_limit_bytes: int
-    # step of each greedy plan; `None`: does not fit
+    # Step of each greedy plan; `None`: does not fit.
     greedy_seconds: Mapping[str, float | None] = field(default_factory=dict)
 
     @property

@@ -43,15 +43,15 @@ PREMIUM = 0.029
 class SearchEffort:
     """Limits of the search."""
 
-    # wall-clock time of the search; a search that ends earlier is repeatable; the scenario search may take a fifth more
+    # Wall-clock time of the search; a search that ends earlier is repeatable; the scenario search may take a fifth more
     seconds: float = 15.0
-    # of the local search
+    # Of the local search.
     kicks: int = 60
-    # work limit of CP-SAT, in its own measure; 0: without CP-SAT
+    # Work limit of CP-SAT, in its own measure; 0: without CP-SAT.
     deterministic: float = 0.5
-    # number of plans that are re-ranked by simulation, besides the greedy ones
+    # Number of plans that are re-ranked by simulation, besides the greedy ones.
     simulated: int = 4
-    # of the search over scenarios; 0: without it
+    # Of the search over scenarios; 0: without it.
     rebuilds: int = 4_000
     seed: int = 0
 
@@ -62,10 +62,10 @@ class Candidate:
 
     generator: str
     state: State
-    # step time by the closed form; `simulated`: by the simulator
+    # Step time by the closed form; `simulated`: by the simulator.
     seconds: float
     simulated: float
-    # step times under perturbed models, shape (draws,); the first is the nominal one
+    # Step times under perturbed models, shape (draws,); the first is the nominal one.
     scenarios: Floats
 
     @property
@@ -79,15 +79,15 @@ class Planning:
     """Result of the search."""
 
     problem: Problem
-    # least expected regret among the plans that are fast in simulation; `fastest`: the fastest in simulation
+    # Least expected regret among the plans that are fast in simulation; `fastest`: the fastest in simulation.
     best: Candidate
     fastest: Candidate
     others: tuple[Candidate, ...]
-    # generator -> candidate; `None`: does not fit
+    # Generator -> candidate; `None`: does not fit.
     greedy: Mapping[str, Candidate | None]
-    # lower bound of the step of any plan by the closed form; 0: unknown
+    # Lower bound of the step of any plan by the closed form; 0: unknown.
     bound: float
-    # status of CP-SAT, empty if it was not run
+    # Status of CP-SAT, empty if it was not run.
     solver: str
     search_seconds: float
 

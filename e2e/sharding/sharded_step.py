@@ -50,11 +50,11 @@ class ShardedModel:
     """Graph of a sharded model with its memory."""
 
     graph: ExecutionGraph
-    # rank -> peak memory
+    # Rank -> peak memory.
     memory: Mapping[int, MemoryUsage]
-    # differences between the plan's setting and this one
+    # Differences between the plan's setting and this one.
     warnings: tuple[str, ...] = ()
-    # of all GPUs in a step
+    # Of all GPUs in a step.
     samples: int = 0
 
 

@@ -29,16 +29,16 @@ def action_cause(action: int) -> int:
 class Mark:
     """Point on a stream: an event, or the end of the work that a synchronising call waits for."""
 
-    # slot of the event, `None` if this is no event
+    # Slot of the event, `None` if this is no event.
     event: int | None = None
-    # whether it has been put on a stream
+    # Whether it has been put on a stream.
     recorded: bool = False
-    # time at which it was reached, `None` before
+    # Time at which it was reached, `None` before.
     seconds: float | None = None
     cause: int = LAUNCHED
-    # slots of the streams that it blocks
+    # Slots of the streams that it blocks.
     streams: list[int] = field(default_factory=list)
-    # host threads that wait for it
+    # Host threads that wait for it.
     threads: list[Any] = field(default_factory=list)
 
 

@@ -36,7 +36,7 @@ class Thread:
         # Lower bound of the time at which the next call takes effect.
         self.bound = start
         self.status = Status.READY if program.code else Status.DONE
-        # end of each action
+        # End of each action.
         self.ends: list[float] = []
         # (action, end of the wait, cause) of each wait
         self.waits: list[tuple[int, float, int]] = []

@@ -43,7 +43,7 @@ class ThreadProgram:
     """Instructions of one host thread."""
 
     name: str
-    # place of the thread's first action among all actions of its rank
+    # Place of the thread's first action among all actions of its rank.
     first: int
     code: list[Instruction]
 
@@ -55,18 +55,18 @@ class RankProgram:
     rank: int
     threads: tuple[ThreadProgram, ...]
     actions: int
-    # slot -> stream number in the graph
+    # Slot -> stream number in the graph.
     streams: tuple[int, ...]
     task_streams: list[int]
-    # task -> place of its launch among the actions
+    # Task -> place of its launch among the actions.
     launches: list[int]
-    # task -> collective and its transfer seconds
+    # Task -> collective and its transfer seconds.
     collectives: dict[int, tuple[Collective, float]]
-    # task -> (link, share used) pairs
+    # Task -> (link, share used) pairs.
     links: dict[int, tuple[tuple[str, float], ...]]
-    # task -> load on its GPU, for collectives and the kernels that run beside some
+    # Task -> load on its GPU, for collectives and the kernels that run beside some.
     loads: dict[int, GpuLoad]
-    # seconds of every task running alone
+    # Seconds of every task running alone.
     seconds: list[float]
     events: tuple[int, ...]
     flags: tuple[int, ...]

@@ -33,18 +33,18 @@ Links = Mapping[str, float]
 class LinkTransfer:
     """Transfer or kernel that begins at ``start`` and would take ``seconds`` alone."""
 
-    # sequence number of its arrival
+    # Sequence number of its arrival.
     order: int
-    # caller's object
+    # Caller's object.
     what: Any
     start: float
     seconds: float
     links: Links
-    # share of multiprocessors that it keeps, by the memory names of their GPUs
+    # Share of multiprocessors that it keeps, by the memory names of their GPUs.
     held: Links
-    # kernels only: the GPU memory that is its only link; it needs the multiprocessors for the same share of its time
+    # Kernels only: the GPU memory that is its only link; it needs the multiprocessors for the same share of its time.
     gpu: str = ""
-    # speed since `since`, when `rest` seconds (at speed 1) were left; `end`: predicted end at that speed
+    # Speed since `since`, when `rest` seconds (at speed 1) were left; `end`: predicted end at that speed.
     speed: float = 0.0
     since: float = 0.0
     rest: float = 0.0

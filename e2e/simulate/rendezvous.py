@@ -24,11 +24,11 @@ MeetingKey = tuple[int, str, int]
 class Arrival:
     """Task of a rank that is ready for its collective."""
 
-    # position of the rank in the graph
+    # Position of the rank in the graph.
     position: int
     task: int
     stream: int
-    # time at which it began to wait
+    # Time at which it began to wait.
     start: float
 
 
@@ -44,9 +44,9 @@ class Meeting:
 
     collective: Collective
     group: _Group
-    # longest given duration of the transfer
+    # Longest given duration of the transfer.
     seconds: float = 0.0
-    # by rank
+    # By rank.
     arrivals: dict[int, Arrival] = field(default_factory=dict)
 
     def last(self) -> Arrival:

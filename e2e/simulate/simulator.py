@@ -42,9 +42,9 @@ class SteadyState:
     """Result of simulating consecutive iterations."""
 
     timeline: Timeline
-    # mean seconds of one iteration, over the second half without the last one
+    # Mean seconds of one iteration, over the second half without the last one.
     period_seconds: float
-    # difference between the longest and the shortest of these iterations, relative to the longest
+    # Difference between the longest and the shortest of these iterations, relative to the longest.
     spread: float
 
     @property

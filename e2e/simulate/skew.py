@@ -28,11 +28,11 @@ MOST_DEVIATION, MOST_LATE_SECONDS = 1.0, 3600.0
 class Skew:
     """Parameters of ``--skew``. ``spread`` and ``jitter`` are relative standard deviations."""
 
-    # rank -> seconds by which it begins late
+    # Rank -> seconds by which it begins late.
     starts: Mapping[int, float] = field(default_factory=dict)
-    # of the speed of GPUs; `None`: not given, no spread
+    # Of the speed of GPUs; `None`: not given, no spread.
     spread: float | None = None
-    # of every duration of a rank
+    # Of every duration of a rank.
     jitter: float = 0.0
     seed: int = 0
 

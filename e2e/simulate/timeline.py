@@ -45,12 +45,12 @@ class RankLayout:
 
     rank: int
     offset: int
-    # name -> (first action, count)
+    # Name -> (first action, count).
     threads: Mapping[str, tuple[int, int]]
     actions: int
-    # of every task
+    # Of every task.
     streams: Integers
-    # of every task, as index into `KINDS`
+    # Of every task, as index into `KINDS`.
     kinds: NDArray[np.uint8]
 
     @property
@@ -74,10 +74,10 @@ class Span:
     start: float
     ready: float
     end: float
-    # node whose end was this one's start; `None`: start of the simulation
+    # Node whose end was this one's start; `None`: start of the simulation.
     start_cause: int | None
     start_edge: Edge
-    # node whose end ended the wait
+    # Node whose end ended the wait.
     ready_cause: int | None
     ready_edge: Edge
 
@@ -86,7 +86,7 @@ class Span:
 class TaskPlace:
     """Identity of a node: an action of a rank or a task of a rank; the other one is ``None``."""
 
-    # position of the rank in the graph
+    # Position of the rank in the graph.
     position: int
     iteration: int
     action: int | None
@@ -98,19 +98,19 @@ class RankActivity:
     """Seconds of one rank within a window; every figure is a union over its streams."""
 
     window: float
-    # some task is on the device, waiting collectives included
+    # Some task is on the device, waiting collectives included.
     active: float
-    # no task is on the device, which waits for the host
+    # No task is on the device, which waits for the host.
     idle: float
-    # some kernel runs
+    # Some kernel runs.
     compute: float
-    # some collective is on a stream
+    # Some collective is on a stream.
     communication: float
-    # some collective is on a stream and no kernel runs
+    # Some collective is on a stream and no kernel runs.
     exposed_communication: float
-    # some collective waits for its transfer to begin
+    # Some collective waits for its transfer to begin.
     collective_wait: float
-    # some transfer is under way and no kernel runs
+    # Some transfer is under way and no kernel runs.
     exposed_transfer: float
 
 

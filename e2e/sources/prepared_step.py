@@ -28,13 +28,13 @@ REPLAY_ERROR = 0.03
 class Batch:
     """Samples that a step processes."""
 
-    # on all GPUs
+    # On all GPUs.
     samples: int
-    # tokens of a sample; `None`: samples are not sequences
+    # Tokens of a sample; `None`: samples are not sequences.
     sequence_length: int | None = None
-    # factors of `samples`, in words
+    # Factors of `samples`, in words.
     made_of: str = ""
-    # value of `--batch-size` for scripts: samples of one pass on one GPU
+    # Value of `--batch-size` for scripts: samples of one pass on one GPU.
     batch_size: int | None = None
 
     @property
@@ -47,34 +47,34 @@ class Batch:
 class PreparedStep:
     """Step prepared by a source from its request."""
 
-    # existing durations are kept, missing ones are filled in
+    # Existing durations are kept, missing ones are filled in.
     graph: ExecutionGraph
     setting: Setting
     cluster: Cluster | RecordedSite
-    # rank of the graph -> its usage
+    # Rank of the graph -> its usage.
     memory: Mapping[int, MemoryUsage]
     warnings: Sequence[str] = ()
-    # where durations come from
+    # Where durations come from.
     notes: Sequence[str] = ()
     skew: Skew | None = None
-    # variation of the GPU speeds in a synchronised training step, learned from whole steps
+    # Variation of the GPU speeds in a synchronised training step, learned from whole steps.
     band: SpeedBand | None = None
-    # rank -> seconds by which it begins late, in a recorded iteration that is run once; `None`: a steady step
+    # Rank -> seconds by which it begins late, in a recorded iteration that is run once; `None`: a steady step.
     starts: Mapping[int, float] | None = None
-    # with `starts`: the recorded iteration is a steady one
+    # With `starts`: the recorded iteration is a steady one.
     steady: bool = False
-    # step time of a recording that is replayed
+    # Step time of a recording that is replayed.
     recorded_seconds: float | None = None
-    # samples of the step, if known
+    # Samples of the step, if known.
     batch: Batch | None = None
-    # by option, the source's default where no value was given
+    # By option, the source's default where no value was given.
     taken: Mapping[str, str] = field(default_factory=dict)
-    # rank of the graph -> operators of its tasks, where known
+    # Rank of the graph -> operators of its tasks, where known.
     traced: Mapping[int, TracedRank] = field(default_factory=dict)
-    # changes of kernel and host speeds by a what-if question
+    # Changes of kernel and host speeds by a what-if question.
     speeds: SpeedChange | None = None
-    # the step with tokens balanced among experts, if they are not; used for the utilisation, since the model's FLOPs
-    # are the same
+    # The step with tokens balanced among experts, if they are not; used for the utilisation, since the model's FLOPs
+    # are the same.
     balanced: ExecutionGraph | None = None
 
 

@@ -31,26 +31,26 @@ class TrainingRecipe:
     """Defaults of a training or inference library."""
 
     about: str
-    # source of kernels and optimizer (`e2e.capture.models.stacks.STACKS`)
+    # Source of kernels and optimizer (`e2e.capture.models.stacks.STACKS`).
     stack: str | None = None
-    # attention kernel; on GPUs of the architectures in `newer_attention` the kernel given there
+    # Attention kernel; on GPUs of the architectures in `newer_attention` the kernel given there.
     attention: AttentionForm = "flash"
     newer_attention: Mapping[str, AttentionForm] = field(default_factory=dict)
     # FP32 weights and states beside 16-bit copies
     master_weights: bool = True
-    # number type in which gradients are summed
+    # Number type in which gradients are summed.
     reduce_dtype: ReduceDtype = "same"
-    # with `tp`; `tp_overlap`: its gathers overlap with matrix products
+    # With `tp`; `tp_overlap`: its gathers overlap with matrix products.
     sequence_parallel: bool = False
     tp_overlap: bool = False
-    # what `fsdp` ranks share (ZeRO stage), and in a pipeline
+    # What `fsdp` ranks share (ZeRO stage), and in a pipeline.
     sharing: int = 3
     pipeline_sharing: int | None = None
-    # parameters that stay whole during the passes are gathered beside the forward pass
+    # Parameters that stay whole during the passes are gathered beside the forward pass.
     overlap_gather: bool = False
-    # only for inference
+    # Only for inference.
     serves: bool = False
-    # words of `recompute=` with another meaning in this recipe
+    # Words of `recompute=` with another meaning in this recipe.
     recompute_words: Mapping[str, Recompute] = field(default_factory=dict)
 
     def recompute(self, word: Recompute) -> Recompute:

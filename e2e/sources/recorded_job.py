@@ -47,7 +47,7 @@ class _Recorded:
     request: Recording
     # GPU of the recording; `None`: unknown, and not needed
     recorded: Machine | None
-    # requested GPU
+    # Requested GPU.
     machine: Machine
 
     @property

@@ -72,7 +72,7 @@ def _first_that_fits(task: SweepTask) -> SweepRow:
     row = None
     for spec in cell.specs():
         try:
-            # validated as given, so that errors do not show values of the recipe
+            # Validated as given, so that errors do not show values of the recipe.
             parse_parallel(text_of(spec), cell.gpus)
             row = _evaluate(task, spec)
         except InputError as error:

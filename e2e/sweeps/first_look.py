@@ -37,14 +37,14 @@ class ModelSizes:
     """Sizes of a model."""
 
     layers: int
-    # parameters of a layer
+    # Parameters of a layer.
     layer: int
-    # parameters of a layer's experts; `used`: the share of them that a token uses
+    # Parameters of a layer's experts; `used`: the share of them that a token uses.
     experts: int
     used: float
-    # parameters before and after the layers
+    # Parameters before and after the layers.
     ends: int
-    # features of a token; `inner`: inside a layer
+    # Features of a token; `inner`: inside a layer.
     width: int
     inner: int
 

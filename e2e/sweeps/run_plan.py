@@ -22,9 +22,9 @@ _TIMES = {"h": 3600.0, "d": DAY, "w": 7 * DAY}
 class RunPlan:
     """Plan of a run; ``None``: not requested."""
 
-    # tokens to train on
+    # Tokens to train on.
     tokens: float | None = None
-    # limit of the duration, in seconds
+    # Limit of the duration, in seconds.
     deadline: float | None = None
     prices: GpuPrices | None = None
 

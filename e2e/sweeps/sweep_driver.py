@@ -32,15 +32,15 @@ class SweepResult:
     """Ranked result of a sweep."""
 
     request: SweepRequest
-    # one per cell, by `ranking_key`: rows that run first, by samples per second of the whole job (not per GPU)
+    # One per cell, by `ranking_key`: rows that run first, by samples per second of the whole job (not per GPU).
     rows: tuple[SweepRow, ...]
-    # number of rows computed in this run, not before
+    # Number of rows computed in this run, not before.
     computed: int
-    # the training run asked about
+    # The training run asked about.
     plan: RunPlan = field(default_factory=RunPlan)
-    # number of further ways of `auto` that cannot fit
+    # Number of further ways of `auto` that cannot fit.
     too_large: int = 0
-    # number of further ways of `auto` that look slower and were not predicted
+    # Number of further ways of `auto` that look slower and were not predicted.
     left: int = 0
 
     def __len__(self) -> int:

@@ -27,25 +27,25 @@ class SweepRow:
     gpu: str
     gpus: int
     nodes: int
-    # the way that was built, recomputation included, as `--parallel` takes it
+    # The way that was built, recomputation included, as `--parallel` takes it.
     parallel: str
     # `failed` (error of the program, lost worker) is not stored: the next run tries again
     status: CellStatus
-    # reason why there is no step, in words
+    # Reason why there is no step, in words.
     reason: str = ""
     iteration_seconds: float | None = None
     interval_seconds: tuple[float, float] | None = None
     samples: int | None = None
     samples_per_second: float | None = None
     tokens_per_second_per_gpu: float | None = None
-    # communication that no kernel overlaps, on the rank that computes longest
+    # Communication that no kernel overlaps, on the rank that computes longest.
     exposed_seconds: float | None = None
-    # its waits for neighbours of a pipeline
+    # Its waits for neighbours of a pipeline.
     bubble_seconds: float | None = None
     peak_memory_bytes: int | None = None
     memory_capacity_bytes: int | None = None
     mfu: float | None = None
-    # of the cell, if different from the request; so are `recipe` and `precision`
+    # Of the cell, if different from the request; so are `recipe` and `precision`.
     batch_size: int | None = None
     recipe: str | None = None
     precision: str | None = None

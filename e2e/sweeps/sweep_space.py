@@ -46,22 +46,22 @@ class SweepRequest:
     """Model and step of a sweep; fields without a comment are as in ``predict``."""
 
     model: str
-    # sequences of one micro-batch on one replica; `None`: 1, or the best size if a global batch is given
+    # Sequences of one micro-batch on one replica; `None`: 1, or the best size if a global batch is given.
     batch_size: int | None = None
-    # sequences of all replicas in a step; `None`: determined by the micro-batches
+    # Sequences of all replicas in a step; `None`: determined by the micro-batches.
     global_batch: int | None = None
     sequence_length: int | None = None
     dtype: Dtype | None = None
     attention: AttentionForm | None = None
-    # as for `costmodel.machines.cluster.load_cluster`
+    # As for `costmodel.machines.cluster.load_cluster`.
     network: str | None = None
-    # of a layer, 0 without experts
+    # Of a layer, 0 without experts.
     experts: int = 0
     recipe: str | None = None
     stack: str | None = None
     precision: Precision | None = None
     compiled: bool = False
-    # of the model, 0 if unknown
+    # Of the model, 0 if unknown.
     layers: int = 0
 
     @property
@@ -83,9 +83,9 @@ class SweepCell:
     gpu: str
     gpus: int
     parallel: ParallelSpec
-    # recomputations to try in this order until one fits; empty: that of `parallel`
+    # Recomputations to try in this order until one fits; empty: that of `parallel`.
     recompute: tuple[Recompute, ...] = ()
-    # if different from the request; so are `recipe` and `precision`
+    # If different from the request; so are `recipe` and `precision`.
     batch_size: int | None = None
     recipe: str | None = None
     precision: Precision | None = None

@@ -17,7 +17,7 @@ class HostInterval:
     """Piece of host time."""
 
     kind: OverheadKind
-    # id of a top-level span; for a gap (T1) the operator after it, `None` at the end
+    # Id of a top-level span; for a gap (T1) the operator after it, `None` at the end.
     operator: int | None
     start: float
     end: float

@@ -39,11 +39,11 @@ from e2e.traces.synchronization import Synchronizations, TimedActions
 class Removed:
     """Host waiting time that was removed, in seconds."""
 
-    # in synchronising calls
+    # In synchronising calls.
     synchronization: float = 0.0
-    # in launches while the queue was full
+    # In launches while the queue was full.
     full_queue: float = 0.0
-    # of the main thread for another thread
+    # Of the main thread for another thread.
     other_thread: float = 0.0
 
     @staticmethod
@@ -59,7 +59,7 @@ class RecordedTimes:
 
     start: float
     end: float
-    # end of each task of the rank's graph
+    # End of each task of the rank's graph.
     tasks: tuple[float, ...]
 
     @property

@@ -26,20 +26,20 @@ class RecordedStep:
 
     graph: ExecutionGraph
     window: StepWindow
-    # from its start to the start of the next one on the host
+    # From its start to the start of the next one on the host.
     period_seconds: float
-    # from its start to the end of the last work launched in it, or of the host's part if that is later; comparable with
-    # a simulation from an idle start if the backlog is small
+    # From its start to the end of the last work launched in it, or of the host's part if that is later; comparable with
+    # a simulation from an idle start if the backlog is small.
     span_seconds: float
-    # time that earlier work still ran into the window
+    # Time that earlier work still ran into the window.
     backlog_seconds: float
-    # device events launched in the window, covered by `len(graph.ranks[i].tasks)` tasks (a graph launch is one task)
+    # Device events launched in the window, covered by `len(graph.ranks[i].tasks)` tasks (a graph launch is one task).
     device_events: int
-    # waiting time removed from the host, by reason
+    # Waiting time removed from the host, by reason.
     removed: Removed
-    # of several ranks: begin and end of each, and ends of its device work
+    # Of several ranks: begin and end of each, and ends of its device work.
     ranks: Mapping[int, RecordedTimes] = field(default_factory=dict)
-    # it is one of several iterations of one rank: the backlog is that of an identical iteration
+    # It is one of several iterations of one rank: the backlog is that of an identical iteration.
     repeated: bool = False
 
     @property

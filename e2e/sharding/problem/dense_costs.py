@@ -26,9 +26,9 @@ class DenseModel:
     Vectors are multiplied pairwise if all have the same width, otherwise concatenated.
     """
 
-    # from the dense features to the embedding width
+    # From the dense features to the embedding width.
     bottom: tuple[int, ...]
-    # hidden widths and the output
+    # Hidden widths and the output.
     top: tuple[int, ...]
 
     def interacts(self, tables: Sequence[EmbeddingTable]) -> bool:

@@ -15,13 +15,13 @@ GIB = 2**30
 class Shortage:
     """Memory shortage, in bytes of all GPUs together."""
 
-    # lower bound of the needed memory
+    # Lower bound of the needed memory.
     needed: float
     available: float
-    # a table none of whose options fits on a rank, empty if there is none; `table_bytes`: the least bytes of its shards
+    # A table none of whose options fits on a rank, empty if there is none; `table_bytes`: the least bytes of its shards
     table: str
     table_bytes: float
-    # the fewest GPUs for which the sum fits; 0: no number does
+    # The fewest GPUs for which the sum fits; 0: no number does.
     gpus: int
 
 

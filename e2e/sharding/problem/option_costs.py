@@ -70,23 +70,23 @@ class OptionCosts:
     """Arrays over options."""
 
     options: tuple[Option, ...]
-    # load that one shard adds to its rank (FORWARD ... MEMORY), or to each rank for kinds on all ranks, shape (options,
-    # 6)
+    # Load that one shard adds to its rank (FORWARD ... MEMORY), or to each rank for kinds on all ranks, shape (options,
+    # 6).
     shard: Floats
-    # further bytes of memory on every rank, shape (options,)
+    # Further bytes of memory on every rank, shape (options,).
     everywhere: Floats
-    # seconds for the gradients of a data-parallel table, shape (options,)
+    # Seconds for the gradients of a data-parallel table, shape (options,).
     all_reduce: Floats
-    # fixed cost of the kernels of a group of tables, forward and backward, shape (2,)
+    # Fixed cost of the kernels of a group of tables, forward and backward, shape (2,).
     launch: Floats
-    # seconds of a shard alone, a lower bound of its group's, shape (options, 2)
+    # Seconds of a shard alone, a lower bound of its group's, shape (options, 2).
     alone: Floats
-    # exact times of groups, by the numbers in `pieces`, shape (options,)
+    # Exact times of groups, by the numbers in `pieces`, shape (options,).
     lookups: TableLookups
     pieces: Integers
-    # seconds of dense updates in the backward pass, shape (options,)
+    # Seconds of dense updates in the backward pass, shape (options,).
     update: Floats
-    # of the 80 % interval of a shard's forward and backward lookup, in log units, shape (options, 2)
+    # Of the 80 % interval of a shard's forward and backward lookup, in log units, shape (options, 2).
     half_width: Floats
 
     def kernel(self, options: Sequence[int]) -> tuple[float, float]:

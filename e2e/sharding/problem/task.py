@@ -20,17 +20,17 @@ class DensePart:
 
     # MLP of the dense features
     bottom_forward: float = 0.0
-    # interaction, top MLP, loss
+    # Interaction, top MLP, loss.
     top_forward: float = 0.0
-    # ends before the backward pass of the interaction
+    # Ends before the backward pass of the interaction.
     top_backward: float = 0.0
     interaction_backward: float = 0.0
     bottom_backward: float = 0.0
     optimizer: float = 0.0
-    # of the gradients of the MLP of that name
+    # Of the gradients of the MLP of that name.
     top_all_reduce: float = 0.0
     bottom_all_reduce: float = 0.0
-    # of the dense part on a rank
+    # Of the dense part on a rank.
     memory_bytes: int = 0
     details: Mapping[str, object] = field(default_factory=dict, compare=False)
 
@@ -47,10 +47,10 @@ class ShardingTask:
 
     tables: tuple[EmbeddingTable, ...]
     cluster: Cluster
-    # samples per GPU, as in TorchRec's `Topology`; a step trains `gpus` times as many
+    # Samples per GPU, as in TorchRec's `Topology`; a step trains `gpus` times as many.
     batch_size: int
     dense: DensePart = field(default_factory=DensePart)
-    # share of the memory that is kept free
+    # Share of the memory that is kept free.
     reserve: float = RESERVE
     rules: Rules = field(default_factory=Rules)
 

@@ -23,9 +23,9 @@ from e2e.step.arrays import Floats
 class Relaxation:
     """Solution of the relaxation."""
 
-    # lower bound of any plan's step
+    # Lower bound of any plan's step.
     seconds: float
-    # option of each table with the largest share in the fractional plan
+    # Option of each table with the largest share in the fractional plan.
     options: tuple[int, ...]
 
 

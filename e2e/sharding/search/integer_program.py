@@ -34,9 +34,9 @@ _PATIENCE_SECONDS = 0.1
 class Limits:
     """Limits of a search."""
 
-    # in CP-SAT's own measure of work, about seconds of one core
+    # In CP-SAT's own measure of work, about seconds of one core.
     deterministic: float = 4.0
-    # wall-clock
+    # Wall-clock.
     seconds: float = 20.0
     seed: int = 0
 
@@ -45,11 +45,11 @@ class Limits:
 class Solution:
     """Result of a search."""
 
-    # the better of the given plan and the one found, by the closed form
+    # The better of the given plan and the one found, by the closed form.
     state: State
-    # lower bound of plans of the free tables; 0: unknown
+    # Lower bound of plans of the free tables; 0: unknown.
     bound: float
-    # the solver's status
+    # The solver's status.
     status: str
 
 

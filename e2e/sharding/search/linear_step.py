@@ -62,14 +62,14 @@ class Inequalities:
 class Variables:
     """Variables of the program, and the loads of fixed tables."""
 
-    # binary variable -> its option, for totals
+    # Binary variable -> its option, for totals.
     chosen: Mapping[int, int]
-    # of each rank (or of their mean): variable -> (option, part of a shard)
+    # Of each rank (or of their mean): variable -> (option, part of a shard).
     held: Sequence[Mapping[int, tuple[int, float]]]
     any_placed: int
     any_rows: int
     any_copies: int
-    # of fixed tables, shapes (ranks, 6) and (17,)
+    # Of fixed tables, shapes (ranks, 6) and (17,).
     loads: Floats
     totals: Floats
 

@@ -40,7 +40,7 @@ class Aim:
     A nominal time (first scenario) above ``limit`` seconds is penalised strongly.
     """
 
-    # seconds of the best simple plan in each scenario, shape (draws,)
+    # Seconds of the best simple plan in each scenario, shape (draws,).
     rivals: Floats
     limit: float = sys.float_info.max
 

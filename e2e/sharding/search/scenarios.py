@@ -32,13 +32,13 @@ class Scenarios:
     """Drawn scenarios, ``draws`` of them; the first is the nominal one."""
 
     draws: int
-    # seconds that a shard adds to each stage of its kernels, and the least time of the stage with it, shapes (options,
-    # stages, draws)
+    # Seconds that a shard adds to each stage of its kernels, and the least time of the stage with it, shapes (options,
+    # stages, draws).
     added: Floats
     longest: Floats
-    # number of stages of the forward pass
+    # Number of stages of the forward pass.
     forward: int
-    # kind -> factors of its times, shape (draws,)
+    # Kind -> factors of its times, shape (draws,).
     transfers: Mapping[str, Floats]
 
 

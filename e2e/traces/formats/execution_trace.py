@@ -37,10 +37,10 @@ class TraceNode:
     parent: int
     scope: int
     thread: int
-    # of a backward operator: thread and sequence number of its forward one
+    # Of a backward operator: thread and sequence number of its forward one.
     forward_thread: int
     sequence: int
-    # id of the record function
+    # Id of the record function.
     function: int
     schema: str
     inputs: tuple[Value, ...]
@@ -143,7 +143,7 @@ def trace_of_nodes(nodes: list[TraceNode], header: Mapping[str, Any], source: st
     threads = {tid: place for place, tid in enumerate(sorted({node.thread for node in nodes if node.thread > 0}))}
     groups = _process_groups(nodes, source)
     calls: dict[int, OperatorCall] = {}
-    # node -> (annotations around it, operator around it)
+    # Node -> (annotations around it, operator around it).
     annotations: dict[int, tuple[tuple[str, ...], int | None]] = {}
     for node in nodes:
         if node.id in annotations:  # a repeated id could make a call its own ancestor

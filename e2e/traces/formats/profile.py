@@ -19,12 +19,12 @@ class CollectiveInfo:
 
     kind: str
     group: str
-    # empty if unknown
+    # Empty if unknown.
     ranks: tuple[int, ...]
-    # in elements of `dtype`
+    # In elements of `dtype`.
     input_elements: int
     dtype: str
-    # for a send or receive: the other rank of the job; `None`: unknown
+    # For a send or receive: the other rank of the job; `None`: unknown.
     peer: int | None = None
 
 
@@ -35,20 +35,20 @@ class HostSpan:
     id: int
     name: str
     kind: HostKind
-    # the system's thread id
+    # The system's thread id.
     thread: int
     start: float
     end: float
-    # links to device work
+    # Links to device work.
     external: int | None = None
-    # links to an execution trace
+    # Links to an execution trace.
     function: int | None = None
-    # for runtime calls: links to device work
+    # For runtime calls: links to device work.
     correlation: int | None = None
     # `sequence` and `forward_thread` link a backward operator with its forward one
     sequence: int | None = None
     forward_thread: int = 0
-    # of the inputs, if recorded
+    # Of the inputs, if recorded.
     shapes: tuple[object, ...] = ()
     dtypes: tuple[str, ...] = ()
     collective: CollectiveInfo | None = None
@@ -86,11 +86,11 @@ class Synchronization:
     """Target of a synchronising runtime call, as recorded by newer profilers."""
 
     kind: Literal["stream", "event", "stream_wait", "device"]
-    # of the runtime call
+    # Of the runtime call.
     correlation: int
-    # of a `stream_wait` the waiting stream, of a `stream` the awaited one
+    # Of a `stream_wait` the waiting stream, of a `stream` the awaited one.
     stream: int | None = None
-    # correlation of the awaited `cudaEventRecord`, if recorded; `record_stream`: its stream
+    # Correlation of the awaited `cudaEventRecord`, if recorded; `record_stream`: its stream.
     record: int | None = None
     record_stream: int | None = None
 
@@ -109,7 +109,7 @@ class KinetoTrace:
     process_groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     gpu: str = ""
     pid: int = 0
-    # system id of the thread that runs the training loop
+    # System id of the thread that runs the training loop.
     main_thread: int = 0
     base_seconds: float = 0.0
     source: str = ""

@@ -24,7 +24,7 @@ class Burst:
     thread: int
     start: float
     end: float
-    # interval in which the main thread waited for it, `None` if it did not
+    # Interval in which the main thread waited for it, `None` if it did not.
     awaited: tuple[float, float] | None
 
 

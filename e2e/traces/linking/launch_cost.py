@@ -24,11 +24,11 @@ _BLOCKING_NAMES = ("cudaMemcpy", "cudaMemset", "hipMemcpy")
 class Waited:
     """Seconds of a launch call that were waiting."""
 
-    # for room in the queue
+    # For room in the queue.
     full_queue: float = 0.0
-    # for the copy itself
+    # For the copy itself.
     blocking: float = 0.0
-    # host work (copying into pinned memory) after that wait and before the copy began, while the stream was idle
+    # Host work (copying into pinned memory) after that wait and before the copy began, while the stream was idle.
     idle: float = 0.0
 
     @property

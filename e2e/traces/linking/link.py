@@ -33,12 +33,12 @@ class LinkedTrace:
 
     trace: OperatorTrace
     kineto: KinetoTrace
-    # call id -> profiled operator
+    # Call id -> profiled operator.
     spans: Mapping[int, int]
-    # call id -> device work launched by the call itself, not by its children
+    # Call id -> device work launched by the call itself, not by its children.
     device: Mapping[int, tuple[int, ...]]
     method: Method
-    # number of device spans that belong to linked operators, of the `total_device` launched while these ran
+    # Number of device spans that belong to linked operators, of the `total_device` launched while these ran.
     linked_device: int
     total_device: int
 

@@ -12,11 +12,11 @@ from e2e.traces.formats.profile import HostSpan, KinetoTrace
 class Nesting:
     """Nesting of a profile."""
 
-    # operator or runtime call -> operator directly around it, `None` at the top level
+    # Operator or runtime call -> operator directly around it, `None` at the top level.
     parent: Mapping[int, int | None]
-    # operator -> outermost operator around it, or itself
+    # Operator -> outermost operator around it, or itself.
     top: Mapping[int, int]
-    # thread -> its operators and runtime calls in the order they began, the outer one first if two began together
+    # Thread -> its operators and runtime calls in the order they began, the outer one first if two began together.
     threads: Mapping[int, tuple[HostSpan, ...]]
 
 
