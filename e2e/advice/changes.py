@@ -25,7 +25,7 @@ class Change:
 
     # Only one of several changes of a kind can be chosen.
     kind: str
-    # As on the command line.
+    # Text of the change, as on the command line.
     change: str
     # Requirements, in words.
     needs: str

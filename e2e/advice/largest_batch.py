@@ -73,12 +73,12 @@ class _Search:
 
     @property
     def low(self) -> int:
-        """Largest batch that need not be tried from below."""
+        """Lower limit of the search: no batch up to this one needs to be tried."""
         return self.fitting[0] if self.fitting else 0
 
     @property
     def high(self) -> int:
-        """Smallest batch that need not be tried from above."""
+        """Upper limit of the search: no batch from this one on needs to be tried."""
         return self.failing[0] if self.failing else LARGEST + 1
 
     @property

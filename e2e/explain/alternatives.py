@@ -25,7 +25,7 @@ class Alternative:
     # Time per sample now, divided by that with the change.
     gain: float | None = None
     peak_memory_bytes: int | None = None
-    # As in `e2e.explain.prediction.Prediction`.
+    # Verdict as in `e2e.explain.prediction.Prediction`.
     fits: bool | None = None
     problem: str = ""
     # Only one of several alternatives of one kind can be chosen; `TOGETHER`: several changes combined.
@@ -52,7 +52,7 @@ class LargestBatch:
 class Advice:
     """All predicted alternatives and the largest batch."""
 
-    # By decreasing gain.
+    # All alternatives, by decreasing gain.
     alternatives: Sequence[Alternative]
     largest_batch: LargestBatch | None = None
     # Alternatives skipped for lack of time.

@@ -24,9 +24,9 @@ JOULES_OF_A_KILOWATT_HOUR = 3.6e6
 class StepEnergy:
     """Energy of one step."""
 
-    # Of all boards.
+    # Energy of all boards.
     joules: float
-    # Of one board.
+    # Mean power of one board.
     mean_watts: float
     # Power limit of one board.
     limit_watts: float
@@ -48,7 +48,7 @@ class StepCost:
     """Cost of one step."""
 
     price: GpuPrice
-    # Of all GPUs, in the currency of `price`.
+    # Cost of all GPUs, in the currency of `price`.
     per_step: float
 
 

@@ -52,7 +52,7 @@ class Deviations:
         above: Mapping[str, float] | None = None,
         taken: Mapping[str, float] | None = None,
     ) -> None:
-        # By how much each family may be faster (`below`) and slower (`above`), and its time (`taken`).
+        # Seconds by which each family may be faster (`below`) or slower (`above`), and its time (`taken`).
         self.below: dict[str, float] = defaultdict(float, below or {})
         self.above: dict[str, float] = defaultdict(float, above or {})
         self.taken: dict[str, float] = defaultdict(float, taken or {})

@@ -25,7 +25,7 @@ class PathPart:
     name: str
     seconds: float
     count: int
-    # The most frequent thing that they waited for.
+    # What the segments mostly waited for.
     waits_for: str
 
 
@@ -36,19 +36,19 @@ class RankFigures:
     rank: int
     # Number of identical ranks that it represents.
     multiplicity: int
-    # From its end of the previous step to its end of this one.
+    # Time from its end of the previous step to its end of this one.
     step_seconds: float
-    # Some kernel runs.
+    # Time in which some kernel runs.
     compute_seconds: float
-    # Some collective is on a stream, waiting included.
+    # Time in which some collective is on a stream, waiting included.
     communication_seconds: float
-    # A transfer is under way and no kernel runs.
+    # Time in which a transfer is under way and no kernel runs.
     exposed_transfer_seconds: float
-    # No kernel runs and no transfer is under way: held up by other ranks in a collective.
+    # Time without kernels and transfers, held up by other ranks in a collective.
     exposed_wait_seconds: float
-    # The same, held up by its neighbours in a pipeline.
+    # Time without kernels and transfers, held up by its neighbours in a pipeline.
     bubble_seconds: float
-    # The same, with nothing launched by its own host.
+    # Time without kernels and transfers, held up by its own host, which has nothing ready.
     idle_seconds: float
     # The rank's own critical path by kind, waits included (e2e/explain/rank_attribution.py); sums to the step's window.
     attribution: Mapping[str, float]
@@ -57,7 +57,7 @@ class RankFigures:
     # Launches and operator calls of one step.
     kernels: int = 0
     operators: int = 0
-    # With the `reserve` of the caching allocator, where that is simulated; `memory_breakdown` sums to it.
+    # Peak with the `reserve` of the caching allocator, where that is simulated; `memory_breakdown` sums to it.
     peak_memory_bytes: int | None = None
     memory_breakdown: Mapping[str, int] | None = None
     fits: bool | None = None
@@ -82,7 +82,7 @@ class CollectiveFigures:
     ranks: int
     # The largest contribution of a rank.
     size_bytes: int
-    # From the last arrival to the end, of which `sharing_seconds` are due to other users of the same links.
+    # Time from the last arrival to the end, of which `sharing_seconds` are due to other users of the same links.
     transfer_seconds: float
     sharing_seconds: float
     # Rank of the graph -> time from its arrival to the last one.

@@ -1,4 +1,4 @@
-"""From an execution graph to the time of a step: price, simulate, explain. A single GPU is one rank."""
+"""Prediction of a step from its execution graph: price, simulate, explain. A single GPU is one rank."""
 
 from __future__ import annotations
 
@@ -80,11 +80,11 @@ class PredictionResult:
     path: CriticalPath
     # Path of each rank alone.
     paths: Mapping[int, CriticalPath]
-    # Of the ranks for which it is known.
+    # Memory of the ranks for which it is known.
     memory: Memory = field(default_factory=dict)
     # Start times of a recorded iteration that is run once; `None`: a steady step.
     starts: Mapping[int, float] | None = None
-    # As in `e2e.explain.simulated_step.SimulatedStep`.
+    # Error figures as in `e2e.explain.simulated_step.SimulatedStep`.
     host_factor: float = 1.0
     errors: StepErrors | None = None
 

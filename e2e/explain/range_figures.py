@@ -25,14 +25,14 @@ class RangeFigures:
     name: str
     # Number of times that the script entered the range.
     entered: int
-    # Of kernels, copies and fills.
+    # Number of launched kernels, copies and fills.
     launches: int
     forward_seconds: float
     backward_seconds: float
     # Optimizer, data, or no pass.
     other_seconds: float
     host_seconds: float
-    # On the critical path.
+    # Part of the critical path.
     path_seconds: float
 
     @property

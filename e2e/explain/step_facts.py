@@ -13,7 +13,7 @@ class AskedValue:
 
     option: str
     value: str
-    # The user gave it; otherwise it is the default.
+    # True if the user gave it; otherwise it is the default.
     given: bool
 
 
@@ -32,7 +32,7 @@ class Board:
 class Throughput:
     """Throughput of a step."""
 
-    # On all GPUs together.
+    # Samples on all GPUs together.
     samples: int
     # Tokens of a sample; `None`: samples are not sequences.
     sequence_length: int | None
@@ -41,7 +41,7 @@ class Throughput:
     tokens_per_second_per_gpu: float | None
     # Sizes whose product `samples` is, in words; may be empty.
     made_of: str = ""
-    # For scripts: samples of one pass on one GPU.
+    # Samples of one pass on one GPU, for scripts.
     batch_size: int | None = None
 
     @property

@@ -32,13 +32,13 @@ EIGHT_BITS = ("float8", "int8")
 class Utilisation:
     """FLOPs of one step and their share of the peak."""
 
-    # On all GPUs together.
+    # FLOPs on all GPUs together.
     model_flops: float
     executed_flops: float
     # Fractions of the peak; `None` if the machine file has no datasheet rate.
     mfu: float | None
     hfu: float | None
-    # Of one GPU, by dtype of the products.
+    # Peak of one GPU, by dtype of the products.
     peak_flops_per_second: Mapping[str, float]
 
 

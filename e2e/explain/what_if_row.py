@@ -25,16 +25,16 @@ class WhatIfRow:
     interval_seconds: tuple[float, float]
     # Time of the unchanged step divided by this one (1.25: a fifth less time).
     gain: float
-    # The same for the time per sample, where the question changes a known number of samples.
+    # Ratio of the times per sample, if the question changes a known number of samples.
     gain_per_sample: float | None
     # Critical path on the `host`, the `device`, in `communication` and `other`; `longest`: its longest part.
     path_seconds: Mapping[str, float]
     longest: PathPart
-    # Of a pass on one GPU, as `--batch-size` counts them, if the question is about them.
+    # Samples of a pass on one GPU, as counted by `--batch-size`; only if the question changes them.
     samples: int | None = None
-    # Whether it fits the memory (`None`: unknown).
+    # True if it fits the memory; `None`: unknown.
     fits: bool | None = None
-    # Those that the unchanged step does not have.
+    # Warnings that the unchanged step does not have.
     warnings: Sequence[str] = ()
     # 80 % interval of the gain, without errors common to both steps (e2e/explain/paired_intervals.py); `None` if the
     # step is too large to simulate again

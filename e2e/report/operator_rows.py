@@ -20,10 +20,10 @@ class OperatorRow:
 
     name: str
     launches: int = 0
-    # Regardless of overlap.
+    # Device time, regardless of overlap.
     device_seconds: float = 0.0
     host_seconds: float = 0.0
-    # On the critical path; `path_host_seconds`: the part of it on the host.
+    # Time on the critical path; `path_host_seconds`: the part of it on the host.
     path_seconds: float = 0.0
     path_host_seconds: float = 0.0
     # Seconds by limiting resource.

@@ -42,7 +42,8 @@ class DensePiece:
 class CapturedDense:
     """Captured pieces of the dense part."""
 
-    # By name: `bottom forward`, `top forward`, `top backward`, `interaction backward`, `bottom backward`, `optimizer`.
+    # Pieces by name: `bottom forward`, `top forward`, `top backward`, `interaction backward`, `bottom backward`,
+    # `optimizer`.
     pieces: dict[str, tuple[DensePiece, ...]]
     # Peak memory of the dense part, without tables.
     memory: MemoryUsage

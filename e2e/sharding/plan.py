@@ -56,7 +56,7 @@ class TablePlan:
     dense_seconds: float
     # Lower bound of the step of any plan; 0: unknown.
     bound_seconds: float
-    # For tables and buffers on a rank.
+    # Memory for tables and buffers on a rank.
     memory_limit_bytes: int
     # Step of each greedy plan; `None`: does not fit.
     greedy_seconds: Mapping[str, float | None] = field(default_factory=dict)

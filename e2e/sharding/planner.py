@@ -1,4 +1,4 @@
-"""From a task to a plan: enumerate, price, generate, improve, re-rank by simulation."""
+"""Planner from a task to a plan: enumerate, price, generate, improve, re-rank by simulation."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ class SearchEffort:
 
     # Wall-clock time of the search; a search that ends earlier is repeatable; the scenario search may take a fifth more
     seconds: float = 15.0
-    # Of the local search.
+    # Number of kicks of the local search.
     kicks: int = 60
     # Work limit of CP-SAT, in its own measure; 0: without CP-SAT.
     deterministic: float = 0.5
     # Number of plans that are re-ranked by simulation, besides the greedy ones.
     simulated: int = 4
-    # Of the search over scenarios; 0: without it.
+    # Number of rebuilds of the search over scenarios; 0: without it.
     rebuilds: int = 4_000
     seed: int = 0
 

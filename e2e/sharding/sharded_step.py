@@ -54,7 +54,7 @@ class ShardedModel:
     memory: Mapping[int, MemoryUsage]
     # Differences between the plan's setting and this one.
     warnings: tuple[str, ...] = ()
-    # Of all GPUs in a step.
+    # Samples of all GPUs in a step.
     samples: int = 0
 
 

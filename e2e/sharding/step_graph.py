@@ -221,7 +221,7 @@ class _Exchange:
     def next_inputs(self) -> None:
         """Add the inputs of the next batch: sizes first, then lengths and indices of each group.
 
-        They depend on no kernel of this step and no kernel of it on them; the next step's lookups and gradients follow
+        No kernel of this step depends on them, nor they on any; the next step's lookups and gradients follow
         them.
         """
         totals, load = self.state.totals, self.state.loads

@@ -31,7 +31,7 @@ class Mark:
 
     # Slot of the event, `None` if this is no event.
     event: int | None = None
-    # Whether it has been put on a stream.
+    # True once it has been put on a stream.
     recorded: bool = False
     # Time at which it was reached, `None` before.
     seconds: float | None = None

@@ -46,7 +46,7 @@ class Meeting:
     group: _Group
     # Longest given duration of the transfer.
     seconds: float = 0.0
-    # By rank.
+    # Arrivals by rank.
     arrivals: dict[int, Arrival] = field(default_factory=dict)
 
     def last(self) -> Arrival:

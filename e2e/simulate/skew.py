@@ -30,9 +30,9 @@ class Skew:
 
     # Rank -> seconds by which it begins late.
     starts: Mapping[int, float] = field(default_factory=dict)
-    # Of the speed of GPUs; `None`: not given, no spread.
+    # Deviation of the speed of GPUs; `None`: not given, no spread.
     spread: float | None = None
-    # Of every duration of a rank.
+    # Deviation of every duration of a rank.
     jitter: float = 0.0
     seed: int = 0
 

@@ -48,9 +48,9 @@ class RankLayout:
     # Name -> (first action, count).
     threads: Mapping[str, tuple[int, int]]
     actions: int
-    # Of every task.
+    # Stream of every task.
     streams: Integers
-    # Of every task, as index into `KINDS`.
+    # Kind of every task, as index into `KINDS`.
     kinds: NDArray[np.uint8]
 
     @property

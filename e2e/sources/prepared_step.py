@@ -28,7 +28,7 @@ REPLAY_ERROR = 0.03
 class Batch:
     """Samples that a step processes."""
 
-    # On all GPUs.
+    # Samples on all GPUs.
     samples: int
     # Tokens of a sample; `None`: samples are not sequences.
     sequence_length: int | None = None
@@ -54,20 +54,20 @@ class PreparedStep:
     # Rank of the graph -> its usage.
     memory: Mapping[int, MemoryUsage]
     warnings: Sequence[str] = ()
-    # Where durations come from.
+    # Sources of the durations.
     notes: Sequence[str] = ()
     skew: Skew | None = None
     # Variation of the GPU speeds in a synchronised training step, learned from whole steps.
     band: SpeedBand | None = None
     # Rank -> seconds by which it begins late, in a recorded iteration that is run once; `None`: a steady step.
     starts: Mapping[int, float] | None = None
-    # With `starts`: the recorded iteration is a steady one.
+    # True if the recorded iteration of `starts` is a steady one.
     steady: bool = False
     # Step time of a recording that is replayed.
     recorded_seconds: float | None = None
     # Samples of the step, if known.
     batch: Batch | None = None
-    # By option, the source's default where no value was given.
+    # Defaults of the source by option, where no value was given.
     taken: Mapping[str, str] = field(default_factory=dict)
     # Rank of the graph -> operators of its tasks, where known.
     traced: Mapping[int, TracedRank] = field(default_factory=dict)

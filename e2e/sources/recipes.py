@@ -40,15 +40,15 @@ class TrainingRecipe:
     master_weights: bool = True
     # Number type in which gradients are summed.
     reduce_dtype: ReduceDtype = "same"
-    # With `tp`; `tp_overlap`: its gathers overlap with matrix products.
+    # Sequence parallelism with `tp`; `tp_overlap`: its gathers overlap with matrix products.
     sequence_parallel: bool = False
     tp_overlap: bool = False
-    # What `fsdp` ranks share (ZeRO stage), and in a pipeline.
+    # ZeRO stage of `fsdp` ranks, without and with a pipeline.
     sharing: int = 3
     pipeline_sharing: int | None = None
     # Parameters that stay whole during the passes are gathered beside the forward pass.
     overlap_gather: bool = False
-    # Only for inference.
+    # True for a recipe of inference only.
     serves: bool = False
     # Words of `recompute=` with another meaning in this recipe.
     recompute_words: Mapping[str, Recompute] = field(default_factory=dict)

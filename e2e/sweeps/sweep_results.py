@@ -40,12 +40,12 @@ class SweepRow:
     tokens_per_second_per_gpu: float | None = None
     # Communication that no kernel overlaps, on the rank that computes longest.
     exposed_seconds: float | None = None
-    # Its waits for neighbours of a pipeline.
+    # Waits of that rank for its neighbours in a pipeline.
     bubble_seconds: float | None = None
     peak_memory_bytes: int | None = None
     memory_capacity_bytes: int | None = None
     mfu: float | None = None
-    # Of the cell, if different from the request; so are `recipe` and `precision`.
+    # The cell's batch size, recipe and precision, if different from the request's.
     batch_size: int | None = None
     recipe: str | None = None
     precision: str | None = None

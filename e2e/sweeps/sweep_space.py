@@ -53,15 +53,15 @@ class SweepRequest:
     sequence_length: int | None = None
     dtype: Dtype | None = None
     attention: AttentionForm | None = None
-    # As for `costmodel.machines.cluster.load_cluster`.
+    # Network as for `costmodel.machines.cluster.load_cluster`.
     network: str | None = None
-    # Of a layer, 0 without experts.
+    # Number of experts of a layer, 0 without experts.
     experts: int = 0
     recipe: str | None = None
     stack: str | None = None
     precision: Precision | None = None
     compiled: bool = False
-    # Of the model, 0 if unknown.
+    # Number of layers of the model, 0 if unknown.
     layers: int = 0
 
     @property
@@ -85,7 +85,7 @@ class SweepCell:
     parallel: ParallelSpec
     # Recomputations to try in this order until one fits; empty: that of `parallel`.
     recompute: tuple[Recompute, ...] = ()
-    # If different from the request; so are `recipe` and `precision`.
+    # Batch size, recipe and precision, if different from the request's.
     batch_size: int | None = None
     recipe: str | None = None
     precision: Precision | None = None

@@ -39,11 +39,11 @@ from e2e.traces.synchronization import Synchronizations, TimedActions
 class Removed:
     """Host waiting time that was removed, in seconds."""
 
-    # In synchronising calls.
+    # Waiting in synchronising calls.
     synchronization: float = 0.0
-    # In launches while the queue was full.
+    # Waiting in launches while the queue was full.
     full_queue: float = 0.0
-    # Of the main thread for another thread.
+    # Waiting of the main thread for another thread.
     other_thread: float = 0.0
 
     @staticmethod

@@ -26,10 +26,10 @@ class RecordedStep:
 
     graph: ExecutionGraph
     window: StepWindow
-    # From its start to the start of the next one on the host.
+    # Time from its start to the start of the next one on the host.
     period_seconds: float
-    # From its start to the end of the last work launched in it, or of the host's part if that is later; comparable with
-    # a simulation from an idle start if the backlog is small.
+    # Time from its start to the end of the last work launched in it, or of the host's part if that is later; comparable
+    # with a simulation from an idle start if the backlog is small.
     span_seconds: float
     # Time that earlier work still ran into the window.
     backlog_seconds: float
@@ -37,7 +37,7 @@ class RecordedStep:
     device_events: int
     # Waiting time removed from the host, by reason.
     removed: Removed
-    # Of several ranks: begin and end of each, and ends of its device work.
+    # Begin and end of each of several ranks, and the ends of its device work.
     ranks: Mapping[int, RecordedTimes] = field(default_factory=dict)
     # It is one of several iterations of one rank: the backlog is that of an identical iteration.
     repeated: bool = False

@@ -26,9 +26,9 @@ class DenseModel:
     Vectors are multiplied pairwise if all have the same width, otherwise concatenated.
     """
 
-    # From the dense features to the embedding width.
+    # Widths from the dense features to the embedding width.
     bottom: tuple[int, ...]
-    # Hidden widths and the output.
+    # Hidden widths and the output width.
     top: tuple[int, ...]
 
     def interacts(self, tables: Sequence[EmbeddingTable]) -> bool:

@@ -86,7 +86,7 @@ class OptionCosts:
     pieces: Integers
     # Seconds of dense updates in the backward pass, shape (options,).
     update: Floats
-    # Of the 80 % interval of a shard's forward and backward lookup, in log units, shape (options, 2).
+    # Half-width of the 80 % interval of a shard's forward and backward lookup, in log units, shape (options, 2).
     half_width: Floats
 
     def kernel(self, options: Sequence[int]) -> tuple[float, float]:

@@ -27,10 +27,10 @@ class DensePart:
     interaction_backward: float = 0.0
     bottom_backward: float = 0.0
     optimizer: float = 0.0
-    # Of the gradients of the MLP of that name.
+    # All-reduces of the gradients of the top and the bottom MLP.
     top_all_reduce: float = 0.0
     bottom_all_reduce: float = 0.0
-    # Of the dense part on a rank.
+    # Memory of the dense part on a rank.
     memory_bytes: int = 0
     details: Mapping[str, object] = field(default_factory=dict, compare=False)
 

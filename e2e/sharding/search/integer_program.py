@@ -34,9 +34,9 @@ _PATIENCE_SECONDS = 0.1
 class Limits:
     """Limits of a search."""
 
-    # In CP-SAT's own measure of work, about seconds of one core.
+    # Work limit in CP-SAT's own measure, about seconds of one core.
     deterministic: float = 4.0
-    # Wall-clock.
+    # Wall-clock limit.
     seconds: float = 20.0
     seed: int = 0
 

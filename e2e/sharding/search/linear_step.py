@@ -64,12 +64,12 @@ class Variables:
 
     # Binary variable -> its option, for totals.
     chosen: Mapping[int, int]
-    # Of each rank (or of their mean): variable -> (option, part of a shard).
+    # Shards of each rank (or of the mean rank): variable -> (option, part of a shard).
     held: Sequence[Mapping[int, tuple[int, float]]]
     any_placed: int
     any_rows: int
     any_copies: int
-    # Of fixed tables, shapes (ranks, 6) and (17,).
+    # Loads and totals of fixed tables, shapes (ranks, 6) and (17,).
     loads: Floats
     totals: Floats
 

@@ -37,7 +37,7 @@ class TraceNode:
     parent: int
     scope: int
     thread: int
-    # Of a backward operator: thread and sequence number of its forward one.
+    # Thread and sequence number of the forward operator, for a backward one.
     forward_thread: int
     sequence: int
     # Id of the record function.

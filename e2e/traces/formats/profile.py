@@ -21,10 +21,10 @@ class CollectiveInfo:
     group: str
     # Empty if unknown.
     ranks: tuple[int, ...]
-    # In elements of `dtype`.
+    # Size in elements of `dtype`.
     input_elements: int
     dtype: str
-    # For a send or receive: the other rank of the job; `None`: unknown.
+    # Other rank of a send or receive, by its number in the job; `None`: unknown.
     peer: int | None = None
 
 
@@ -43,12 +43,12 @@ class HostSpan:
     external: int | None = None
     # Links to an execution trace.
     function: int | None = None
-    # For runtime calls: links to device work.
+    # Correlation id of a runtime call, which links it to device work.
     correlation: int | None = None
     # `sequence` and `forward_thread` link a backward operator with its forward one
     sequence: int | None = None
     forward_thread: int = 0
-    # Of the inputs, if recorded.
+    # Shapes and dtypes of the inputs, if recorded.
     shapes: tuple[object, ...] = ()
     dtypes: tuple[str, ...] = ()
     collective: CollectiveInfo | None = None
@@ -86,9 +86,9 @@ class Synchronization:
     """Target of a synchronising runtime call, as recorded by newer profilers."""
 
     kind: Literal["stream", "event", "stream_wait", "device"]
-    # Of the runtime call.
+    # Correlation id of the runtime call.
     correlation: int
-    # Of a `stream_wait` the waiting stream, of a `stream` the awaited one.
+    # Waiting stream of a `stream_wait`, awaited stream of a `stream`.
     stream: int | None = None
     # Correlation of the awaited `cudaEventRecord`, if recorded; `record_stream`: its stream.
     record: int | None = None

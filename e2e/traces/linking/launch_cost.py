@@ -24,9 +24,9 @@ _BLOCKING_NAMES = ("cudaMemcpy", "cudaMemset", "hipMemcpy")
 class Waited:
     """Seconds of a launch call that were waiting."""
 
-    # For room in the queue.
+    # Waiting for room in the queue.
     full_queue: float = 0.0
-    # For the copy itself.
+    # Waiting for the copy itself.
     blocking: float = 0.0
     # Host work (copying into pinned memory) after that wait and before the copy began, while the stream was idle.
     idle: float = 0.0
