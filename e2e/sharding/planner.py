@@ -43,7 +43,7 @@ PREMIUM = 0.029
 class SearchEffort:
     """Limits of the search."""
 
-    # Wall-clock time of the search; a search that ends earlier is repeatable; the scenario search may take a fifth more
+    # Wall-clock time of the search; a search that ends earlier is repeatable; the scenario search may add a fifth.
     seconds: float = 15.0
     # Number of kicks of the local search.
     kicks: int = 60

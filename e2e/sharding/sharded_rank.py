@@ -61,7 +61,7 @@ class ShardedRank:
     ) -> int:
         """Add a collective of all ranks; return the event of its end.
 
-        ``behind``: it waits for all work submitted to the compute stream so far.
+        ``behind``: True if it waits for all work submitted to the compute stream so far.
         """
         writer = self._writer
         taken = None if received is None else round(received)

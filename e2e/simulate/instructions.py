@@ -30,7 +30,7 @@ from e2e.step.execution_graph import (
 )
 
 # Operation codes. Those up to SHARED take effect after their host time, the others at once. SHARED launches tasks that
-# others may slow down: collectives, and kernels that run beside them.
+# others may slow down: collectives, and kernels that overlap with them.
 HOST, LAUNCH, SHARED, RECORD, WAIT, SYNCHRONIZE_STREAM, SYNCHRONIZE_EVENT, SYNCHRONIZE_DEVICE, SIGNAL, AWAIT = range(10)
 NO_SLOT = -1
 
@@ -64,7 +64,7 @@ class RankProgram:
     collectives: dict[int, tuple[Collective, float]]
     # Task -> (link, share used) pairs.
     links: dict[int, tuple[tuple[str, float], ...]]
-    # Task -> load on its GPU, for collectives and the kernels that run beside some.
+    # Task -> load on its GPU, for collectives and the kernels that overlap with some.
     loads: dict[int, GpuLoad]
     # Seconds of every task running alone.
     seconds: list[float]
@@ -223,7 +223,7 @@ class _Compiler:
 
 
 def _loads(tasks: Sequence[Task]) -> dict[int, GpuLoad]:
-    """Return the load of each task; empty where no kernels run beside collectives that slow them."""
+    """Return the load of each task; empty if no kernel can overlap with a collective."""
     loads = {task.id: task.load for task in tasks if task.load is not None and task.load.memory > 0}
     of_collectives = sum(task.id in loads and task.collective is not None for task in tasks)
     return loads if 0 < of_collectives < len(loads) else {}

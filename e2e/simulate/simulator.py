@@ -2,7 +2,7 @@
 
 A thread runs on through its program, the times of a task are known as soon as it is launched on a free stream, and
 ranks interact only in collectives; so a work-list of ranks is enough, without a calendar of all events. Only transfers
-that use links (:attr:`Task.links`) and kernels that run beside collectives (:attr:`Task.load`) have a calendar: it
+that use links (:attr:`Task.links`) and kernels that overlap with collectives (:attr:`Task.load`) have a calendar: it
 advances when no rank can, so that nothing begins before its present moment.
 
 Semantics:

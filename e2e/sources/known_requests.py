@@ -109,7 +109,7 @@ class Model(LinearAttention, AloneOnGpu, _Modelled, Gpu):
 
     panel = MODEL_PANEL
 
-    # FP32 weights and optimizer states beside 16-bit weights; set by the recipe.
+    # FP32 weights and optimizer states in addition to 16-bit weights; set by the recipe.
     master_weights: bool = False
 
     def check(self) -> None:

@@ -36,7 +36,7 @@ class TrainingRecipe:
     # Attention kernel; on GPUs of the architectures in `newer_attention` the kernel given there.
     attention: AttentionForm = "flash"
     newer_attention: Mapping[str, AttentionForm] = field(default_factory=dict)
-    # FP32 weights and states beside 16-bit copies
+    # FP32 weights and states, in addition to 16-bit copies.
     master_weights: bool = True
     # Number type in which gradients are summed.
     reduce_dtype: ReduceDtype = "same"
@@ -46,7 +46,7 @@ class TrainingRecipe:
     # ZeRO stage of `fsdp` ranks, without and with a pipeline.
     sharing: int = 3
     pipeline_sharing: int | None = None
-    # Parameters that stay whole during the passes are gathered beside the forward pass.
+    # Parameters that stay whole during the passes are gathered during the forward pass.
     overlap_gather: bool = False
     # True for a recipe of inference only.
     serves: bool = False

@@ -45,7 +45,7 @@ class _Recorded:
 
     run: RecordedRun
     request: Recording
-    # GPU of the recording; `None`: unknown, and not needed
+    # GPU of the recording; `None`: unknown, and not needed.
     recorded: Machine | None
     # Requested GPU.
     machine: Machine

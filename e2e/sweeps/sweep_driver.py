@@ -36,7 +36,7 @@ class SweepResult:
     rows: tuple[SweepRow, ...]
     # Number of rows computed in this run, not before.
     computed: int
-    # The training run asked about.
+    # Plan of the training run.
     plan: RunPlan = field(default_factory=RunPlan)
     # Number of further ways of `auto` that cannot fit.
     too_large: int = 0

@@ -18,7 +18,7 @@ class Shortage:
     # Lower bound of the needed memory.
     needed: float
     available: float
-    # A table none of whose options fits on a rank, empty if there is none; `table_bytes`: the least bytes of its shards
+    # A table without an option that fits on a rank, or empty; `table_bytes`: the least bytes of its shards.
     table: str
     table_bytes: float
     # The fewest GPUs for which the sum fits; 0: no number does.

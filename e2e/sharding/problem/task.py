@@ -18,7 +18,7 @@ RESERVE = 0.15
 class DensePart:
     """Seconds on every rank of the work outside embeddings, in the order of a DLRM step; zero by default."""
 
-    # MLP of the dense features
+    # MLP of the dense features.
     bottom_forward: float = 0.0
     # Interaction, top MLP, loss.
     top_forward: float = 0.0

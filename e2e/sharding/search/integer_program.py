@@ -24,7 +24,7 @@ from e2e.sharding.search.linear_step import Inequalities, Variables, step_rows
 # Resolution of time and memory in the program: parts of the start plan's time, and of a rank's memory.
 TIME_STEPS = 10_000_000
 MEMORY_STEPS = 10_000_000
-# Upper limit of times in wanted plans; longer times are clipped to _NEVER.
+# Upper limit of the time variables, and value to which longer durations are clipped.
 _LONGEST, _NEVER = 4 * TIME_STEPS, 5 * TIME_STEPS
 # Poll interval for Ctrl-C: the system may deliver the signal to another thread, which does not wake this one.
 _PATIENCE_SECONDS = 0.1

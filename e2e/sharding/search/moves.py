@@ -61,7 +61,7 @@ def critical_ranks(state: State, weights: Floats) -> list[int]:
 
 
 def improve(state: State, weights: Floats, deadline: float = math.inf) -> bool:
-    """Move and swap shards until none of a critical rank helps, or until ``deadline`` of :func:`time.monotonic`.
+    """Move and swap shards until no change of a critical rank helps, or until ``deadline`` of :func:`time.monotonic`.
 
     Returns ``True`` if any change was made.
     """

@@ -107,7 +107,7 @@ def _number(text: str) -> float | Decimal:
 
 
 def _cut(rest: str, message: str) -> bool:
-    """True if a decoder that stopped before ``rest``, the end of the buffer, may have stopped for lack of text."""
+    """True if ``rest``, where a decoder stopped, may be the beginning of a value truncated by the end of the file."""
     rest = rest.strip()
     begun = any(literal.startswith(rest) for literal in _LITERALS) or _NUMBER_END.fullmatch(rest) is not None
     return begun or message.startswith(("Unterminated", "Invalid \\"))

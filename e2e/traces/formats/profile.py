@@ -39,9 +39,9 @@ class HostSpan:
     thread: int
     start: float
     end: float
-    # Links to device work.
+    # Id that links it to device work.
     external: int | None = None
-    # Links to an execution trace.
+    # Id that links it to an execution trace.
     function: int | None = None
     # Correlation id of a runtime call, which links it to device work.
     correlation: int | None = None
