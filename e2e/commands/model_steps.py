@@ -20,8 +20,9 @@ Forward = Callable[[], torch.Tensor]
 
 
 def real_step(case: ModelCase, device: Any) -> Callable[[], Any]:
-    """Return one step of ``case`` on ``device`` with random weights and data; raises ``InputError`` for unknown
-    models.
+    """Return one step of ``case`` on ``device`` with random weights and data.
+
+    Raises ``InputError`` for unknown models.
     """
     options = StepOptions(mode=case.mode, dtype=case.dtype, attention=case.attention)  # type: ignore[arg-type]
     if case.model in catalog.IMAGES:

@@ -85,8 +85,9 @@ class ShardingRequest:
     minimum_columns: int = MINIMUM_COLUMNS
 
     def task(self) -> ShardingTask:
-        """Make the task with the dense part of ``tables.yaml``; raises ``InputError`` or ``MachineError`` for
-        invalid options.
+        """Make the task with the dense part of ``tables.yaml``.
+
+        Raises ``InputError`` or ``MachineError`` for invalid options.
         """
         from costmodel.collectives import collective_cost_model
         from costmodel.embedding.embedding_tables import read_table_file

@@ -60,8 +60,9 @@ class Setting:
 
 @dataclass(frozen=True)
 class RecordedSite:
-    """Site of recorded ranks, of which only name and node count are known
-    (:class:`e2e.explain.explanation.RankSite`).
+    """Site of recorded ranks, with only a name and a number of nodes.
+
+    A :class:`e2e.explain.explanation.RankSite`.
     """
 
     name: str

@@ -69,8 +69,9 @@ def what_if_row(
     samples: int | None = None,
     samples_before: int | None = None,
 ) -> WhatIfRow:
-    """Make the row of ``answer``, compared with ``as_it_is``. ``samples``: of its step, ``samples_before``: of the
-    latter.
+    """Make the row of ``answer``, compared with ``as_it_is``.
+
+    ``samples``: of its step, ``samples_before``: of the latter.
     """
     gain = as_it_is.iteration_seconds / answer.iteration_seconds
     known = samples is not None and samples_before is not None and samples != samples_before

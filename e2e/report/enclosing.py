@@ -109,8 +109,9 @@ def calls_around(rank: RankGraph, call: int | None) -> Chain:
 
 
 def _signalled(rank: RankGraph) -> Iterator[tuple[int, Chain]]:
-    """Yield each flag with the ranges in which another thread worked before signalling it, without forward calls'
-    ranges.
+    """Yield each flag with the ranges in which another thread worked before signalling it.
+
+    Ranges of forward calls are left out.
     """
     for actions in rank.threads.values():
         last: Chain = ()

@@ -35,8 +35,9 @@ _NAMESPACES = re.compile(r"\bvoid |\bat::(?:native|detail|cuda)::|\(anonymous na
 
 
 def short_name(name: str) -> str:
-    """Shorten ``name`` to one line of a table: the beginning of C++ templates, without namespaces; JSON has all of
-    it.
+    """Shorten ``name`` to one line of a table: the beginning of C++ templates, without namespaces.
+
+    JSON has all of it.
     """
     if len(name) <= _MOST_LETTERS:
         return name

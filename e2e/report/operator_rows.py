@@ -65,8 +65,9 @@ def operator_rows(rank: RankGraph, path: CriticalPath) -> list[OperatorRow]:
 
 
 def module_seconds(rank: RankGraph) -> Mapping[str, float]:
-    """Device time by module, identical layers merged (``h.*.mlp``), in descending order; empty if no module is
-    known.
+    """Device time by module, identical layers merged (``h.*.mlp``), in descending order.
+
+    Empty if no module is known.
     """
 
     def module(call: int | None) -> str:

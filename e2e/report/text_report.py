@@ -35,8 +35,10 @@ SMALLEST_PART = 10 << 20
 
 
 def render(prediction: Prediction, console: Console | None = None) -> None:
-    """Print a prediction: options, step time, throughput and utilisation, composition, memory, advice, critical
-    path, coverage and warnings; for several ranks also every rank, the collectives and stragglers.
+    """Print a prediction.
+
+    Options, step time, throughput and utilisation, composition, memory, advice, critical path, coverage and warnings.
+    For several ranks also every rank, the collectives and stragglers.
     """
     out = console or plain_console()
     several = prediction.gpus > 1

@@ -50,8 +50,9 @@ def write_trace(
     graph: ExecutionGraph, timeline: Timeline, path: Path, critical: CriticalPath | None = None,
     iteration: int | None = None,
 ) -> None:  # fmt: skip
-    """Write Chrome trace JSON, compressed if ``path`` ends in ``.gz``; raises :class:`OutputError` if it cannot be
-    written.
+    """Write Chrome trace JSON, compressed if ``path`` ends in ``.gz``.
+
+    Raises :class:`OutputError` if it cannot be written.
 
     ``critical``: the path of the explained step, which gets a track; ``iteration``: the simulated iteration to write
     (``None``: all).

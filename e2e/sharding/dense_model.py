@@ -181,8 +181,9 @@ def _piece(graph: RankGraph, phase: str) -> DensePiece:
 
 
 def _with_buckets(trace: OperatorTrace, graph: RankGraph, buckets: dict[int, int]) -> Iterator[DensePiece]:
-    """Yield the backward pass, split after each gradient that fills a bucket. ``buckets``: number of gradients ->
-    bytes.
+    """Yield the backward pass, split after each gradient that fills a bucket.
+
+    ``buckets``: number of gradients -> bytes.
     """
     done = _accumulating(trace)
     actions: list[Action] = []
@@ -236,9 +237,7 @@ def _buckets(parts: Sequence[Sequence[int]]) -> list[dict[int, int]]:
 
 
 def _memory(traces: dict[str, OperatorTrace], parameters: Sequence[nn.Parameter]) -> MemoryUsage:
-    """Memory of parameters, gradients, activations kept by the forward passes, and the largest temporary memory of a
-    piece.
-    """
+    """Memory of parameters, gradients, kept activations, and the largest temporary memory of a piece."""
     weights = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
     usages = [peak_memory(traces[name]) for name in ("bottom", "interaction", "top")]
     kept = sum(usage.breakdown["activations"] for usage in usages)

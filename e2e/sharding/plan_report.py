@@ -46,8 +46,9 @@ _SOLVER = {
 
 
 def _exact_search(word: str) -> str:
-    """Describe the result of the exact search; ``word``: CP-SAT's status, or the number of subproblems it was run
-    on.
+    """Describe the result of the exact search.
+
+    ``word``: CP-SAT's status, or the number of subproblems it was run on.
     """
     if not word:
         return ""

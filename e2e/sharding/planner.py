@@ -98,8 +98,9 @@ class Planning:
 
     @property
     def confidence(self) -> float | None:
-        """Share of the scenarios in which the best plan is faster than every greedy one; ``None`` without scenarios
-        or rivals.
+        """Share of the scenarios in which the best plan is faster than every greedy one.
+
+        ``None`` without scenarios or rivals.
         """
         rivals = [each.scenarios[1:] for each in self.greedy.values() if each is not None and each is not self.best]
         if not rivals or not rivals[0].size:
@@ -166,8 +167,9 @@ def _candidate(name: str, state: State, scenarios: Scenarios) -> Candidate:
 
 
 def _chosen(every: list[Candidate], greedy: list[Candidate]) -> tuple[Candidate, Candidate]:
-    """Choose the plan and the fastest plan; the former is at most ``PREMIUM`` slower and not slower than a greedy
-    one.
+    """Choose the plan and the fastest plan.
+
+    The former is at most ``PREMIUM`` slower and not slower than a greedy one.
     """
     fastest = min(every, key=lambda candidate: candidate.simulated)
     if len(fastest.scenarios) == 1:

@@ -25,8 +25,9 @@ class ExactTimes:
         self._kernels: dict[tuple[int, ...], tuple[float, float]] = {}
 
     def seconds(self, state: State) -> float:
-        """Return the time of a step; an upper bound if different ranks have the most forward and the most backward
-        work.
+        """Return the time of a step.
+
+        An upper bound if different ranks have the most forward and the most backward work.
         """
         groups = [options_of_rank(state, rank) for rank in range(state.problem.ranks)]
         placed = np.array([self._kernel(state, group["placed"]) for group in groups]).max(axis=0)
@@ -65,8 +66,9 @@ def kick_polish(state: State, rounds: int, deadline: float, seed: int) -> State:
 
 
 def polish(state: State, deadline: float, exact: ExactTimes | None = None) -> State:
-    """Return a copy of ``state``, improved until no single change helps or until ``deadline`` of
-    :func:`time.monotonic`.
+    """Return a copy of ``state``, improved until no single change helps.
+
+    Stops at ``deadline`` of :func:`time.monotonic`.
     """
     state, exact = state.copy(), exact or ExactTimes()
     best, improved = exact.seconds(state), True

@@ -89,8 +89,9 @@ def sharded_dlrm(
 
 
 def _differences(plan: TablePlan, path: Path, cluster: Cluster, batch_size: int) -> Iterator[str]:
-    """Yield a warning for each difference between the plan's setting and the predicted one: another plan may be
-    better.
+    """Yield a warning for each difference between the plan's setting and the predicted one.
+
+    Another plan may be better there.
     """
     for what, planned, now in (
         ("machine", plan.machine, cluster.machine.name),

@@ -237,8 +237,9 @@ class _Exchange:
             self._input("row indices", totals[ROW_INDICES])
 
     def output(self, gradient: bool) -> int:
-        """Exchange the outputs of placed tables: a rank sends its lookups and receives its samples'; gradients the
-        reverse.
+        """Exchange the outputs of placed tables: a rank sends its lookups and receives its samples'.
+
+        Gradients the reverse.
         """
         mine = self.state.loads[self.rank.rank, OUTPUT]
         share = self.state.loads[:, OUTPUT].sum() / self.rank.ranks

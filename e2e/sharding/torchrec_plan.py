@@ -49,8 +49,9 @@ def save_torchrec(plan: TablePlan, path: Path, module: str = MODULE) -> None:
 
 
 def torchrec_plan(plan: TablePlan, module: str = MODULE, device: str = "cuda") -> ShardingPlan:
-    """Return the object for ``DistributedModelParallel(plan=...)``; raises ``MissingDependencyError`` without
-    TorchRec.
+    """Return the object for ``DistributedModelParallel(plan=...)``.
+
+    Raises ``MissingDependencyError`` without TorchRec.
     """
     try:
         from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata

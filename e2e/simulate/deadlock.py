@@ -92,8 +92,9 @@ class _Deadlock:
         return [rank for rank in missing if all(call.sequence != sequence for call in self._calls(rank, group))]
 
     def _reason(self, rank: int, meeting: Meeting, before: list[int]) -> str:
-        """Reason why ``rank`` does not arrive at ``meeting``; ``before``: ranks that wait for it, directly or
-        indirectly.
+        """Reason why ``rank`` does not arrive at ``meeting``.
+
+        ``before``: ranks that wait for it, directly or indirectly.
         """
         calls = self._calls(rank, meeting.collective.group)
         if not any(call.sequence == meeting.collective.sequence for call in calls):

@@ -79,8 +79,9 @@ class Streams:
             self._arrive(task, slot, launched)
 
     def finish_collective(self, task: int, slot: int, transfer: float, end: float, last: tuple[int, int]) -> None:
-        """End a collective whose transfer runs from ``transfer`` to ``end``; ``last``: position and task of the last
-        rank.
+        """End a collective whose transfer runs from ``transfer`` to ``end``.
+
+        ``last``: position and task of the last rank.
         """
         self.transfers.append((task, transfer, *last))
         self.finish(task, slot, end)
@@ -113,8 +114,9 @@ class Streams:
             self._wait(slot, mark)
 
     def put(self, slot: int, mark: Mark, called: float, action: int) -> None:
-        """Put ``mark`` at the present end of the stream; ``called``: time of the call, ``action``: the host's
-        action.
+        """Put ``mark`` at the present end of the stream.
+
+        ``called``: time of the call, ``action``: the host's action.
         """
         mark.recorded = True
         if self.blocked[slot]:

@@ -106,8 +106,9 @@ class HostThreads:
                 thread.bound = bound
 
     def settle(self) -> bool:
-        """Run all work that is no longer blocked and wake the threads that waited for it; return ``True`` if any
-        woke.
+        """Run all work that is no longer blocked and wake the threads that waited for it.
+
+        Return ``True`` if any woke.
         """
         self.streams.settle()
         reached = self.streams.reached
@@ -139,8 +140,9 @@ class HostThreads:
         return thread, limit
 
     def _run(self, thread: Thread, limit: float) -> None:
-        """Inner loop: executes host work and launches on free streams inline, every other instruction by its own
-        method.
+        """Inner loop: executes host work and launches on free streams inline.
+
+        Every other instruction has its own method.
         """
         streams, program = self.streams, self.program
         ready, last, blocked = streams.ready, streams.last, streams.blocked
@@ -302,9 +304,7 @@ class HostThreads:
     # --- diagnosis of deadlocks --------------------------------------------------------------------------
 
     def stuck(self) -> tuple[str, int] | None:
-        """Return name of the thread and place of the first action that never ends, ``None`` if all threads have
-        ended.
-        """
+        """Return thread name and place of the first action that never ends, ``None`` if all threads have ended."""
         for thread in self.threads:
             if thread.status in (Status.FLAG, Status.DEVICE):
                 return thread.program.name, thread.place - 1

@@ -81,9 +81,7 @@ class LinkSharing:
         heapq.heappush(self._waiting, (start, order, transfer))
 
     def add_kernel(self, what: Any, start: float, seconds: float, gpu: str, busy: float) -> None:
-        """Add a kernel on ``gpu`` that keeps its memory and multiprocessors busy for the share ``busy`` of its time
-        alone.
-        """
+        """Add a kernel on ``gpu`` that uses its memory and multiprocessors for the share ``busy`` of its time alone."""
         order = next(self._order)
         kernel = LinkTransfer(order, what, start, seconds, {gpu: busy}, {}, gpu)
         heapq.heappush(self._waiting, (start, order, kernel))

@@ -108,8 +108,9 @@ class Rendezvous:
         return meeting
 
     def _make_group(self, collective: Collective, rank: int) -> _Group:
-        """Make the group of a collective: its members and how many the graph has; the others must be folded into
-        these.
+        """Make the group of a collective: its members and how many the graph has.
+
+        The others must be folded into these.
         """
         members = frozenset(collective.ranks)
         if len(members) != len(collective.ranks):
@@ -142,8 +143,9 @@ class Rendezvous:
             self._check_message(first, other, collective, rank)
 
     def _check_message(self, first: Collective, other: int, collective: Collective, rank: int) -> None:
-        """Check that the sizes of send and receive agree; the receive may give 0 if its source does not record a
-        size.
+        """Check that the sizes of send and receive agree.
+
+        The receive may give 0 if its source does not record a size.
         """
         ends = {first.kind: (other, first.size_bytes), collective.kind: (rank, collective.size_bytes)}
         (sender, sent), (receiver, received) = ends["send"], ends["recv"]

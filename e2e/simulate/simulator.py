@@ -130,8 +130,9 @@ class _Simulation:
             self._work.append(position)
 
     def _earliest_held(self) -> tuple[int, float]:
-        """Position of the rank whose held thread acts first in the whole graph, and the time of that; infinity if
-        none.
+        """Position of the rank whose held thread acts first in the whole graph, and the time of that.
+
+        Infinity if none.
         """
         held = [
             (host.held.bound, host.program.rank, at) for at, host in enumerate(self._hosts) if host.held is not None
@@ -164,8 +165,9 @@ class _Simulation:
         return self._rendezvous.arrive(iteration, collective, program.rank, arrival, seconds)
 
     def _transfer(self, meeting: Meeting) -> list[int]:
-        """Start the transfer of a complete meeting; its end is known now, or depends on the other users of its
-        links.
+        """Start the transfer of a complete meeting.
+
+        Its end is known now, or depends on the other users of its links.
         """
         start = meeting.last().start
         links: dict[str, float] = {}

@@ -187,9 +187,7 @@ class Timeline:
         return TaskPlace(position, iteration, None, local - layout.actions)
 
     def locate(self, node: int) -> tuple[int, int]:
-        """Return the position of the node's rank in the graph, and the node's index within one iteration of that
-        rank.
-        """
+        """Return the position of the node's rank in the graph, and the node's index within one iteration."""
         position = bisect_right(self._offsets, node) - 1
         layout = self.layouts[position]
         return position, (node - layout.offset) % layout.nodes

@@ -129,8 +129,9 @@ class Model(LinearAttention, AloneOnGpu, _Modelled, Gpu):
 @source("model spread over GPUs", "parallel")
 @dataclass(frozen=True, kw_only=True)
 class SpreadModel(_Modelled, Cluster):
-    """Request for a transformer spread over GPUs; without ``parallel`` the fastest of several predicted ways is
-    used.
+    """Request for a transformer spread over GPUs.
+
+    Without ``parallel`` the fastest of several predicted ways is used.
     """
 
     panel = MODEL_PANEL

@@ -87,8 +87,9 @@ class _Recorded:
 
 
 def prepare(request: Recording) -> PreparedStep:
-    """Prepare one rank's steady step, or one iteration of all ranks of a job; raises ``InputError`` for mismatched
-    files.
+    """Prepare one rank's steady step, or one iteration of all ranks of a job.
+
+    Raises ``InputError`` for mismatched files.
     """
     run = read_recorded_run(request.kineto, request.traces)
     if not run.links and not any(profile.device for profile in run.profiles):
@@ -136,8 +137,9 @@ def _single(found: _Recorded) -> PreparedStep:
 
 
 def _several(found: _Recorded) -> PreparedStep:
-    """Prepare a job with kernels, transfers and host times as recorded; on another GPU kernels are scaled, transfers
-    predicted.
+    """Prepare a job with kernels, transfers and host times as recorded.
+
+    On another GPU kernels are scaled, transfers predicted.
     """
     run, machine = found.run, found.machine
     if found.recorded is not None and not found.moved and found.recorded.name != machine.name:
@@ -187,8 +189,9 @@ def _linked(run: RecordedRun) -> list[str]:
 
 
 def _recorded(run: RecordedRun, moved: bool) -> tuple[RecordedStep, list[str]]:
-    """Return the recorded step and warnings. ``moved``: to another GPU, where transfers are predicted without
-    waiting.
+    """Return the recorded step and warnings.
+
+    ``moved``: to another GPU, where transfers are predicted without waiting.
     """
     if len(run.profiles) > 1:
         recorded = recorded_ranks(run.profiles, links=run.links)

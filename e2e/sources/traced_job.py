@@ -1,5 +1,6 @@
-"""Steps from ``--trace``: the last step of an execution trace of one GPU, of one rank of a job with identical ranks,
-or of the traces of all ranks.
+"""Steps from ``--trace``: the last step of an execution trace.
+
+The trace is of one GPU, of one rank of a job with identical ranks, or there are traces of all ranks.
 """
 
 from __future__ import annotations

@@ -102,8 +102,9 @@ def _seen(machine: Machine) -> SeenGpu:
 
 
 def _key(request: Script | ScriptJob, options: StepOptions) -> Hashable:
-    """Cache key of a capture: everything that it depends on, without what only affects its price (TF32, graphs,
-    compilers).
+    """Cache key of a capture: everything that it depends on.
+
+    Options that only affect its price (TF32, graphs, compilers) are left out.
 
     A function object is identified by the request that holds it: callables need not be hashable.
     """

@@ -50,8 +50,9 @@ class ModelSizes:
 
     @staticmethod
     def of(config: dict[str, Any], name: str) -> ModelSizes:
-        """Count the sizes of a Hugging Face configuration on models of one and two layers, without allocating
-        weights.
+        """Count the sizes of a Hugging Face configuration.
+
+        Models of one and two layers are built for that, without allocating weights.
         """
         from e2e.capture.models.transformer import build_transformer
         from e2e.parallelism.parallel_graph import LAYER_KEYS, layer_count, layer_key

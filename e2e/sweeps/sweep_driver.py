@@ -114,8 +114,9 @@ def _content(path: Path) -> str:
 
 
 def ranking_key(row: SweepRow, plan: RunPlan | None = None) -> tuple[int, bool, float, float, int, str]:
-    """Sort key: steps that run first, then by deadline of ``plan``, cost, samples per second (descending), fewest
-    GPUs.
+    """Sort key of rows.
+
+    Steps that run first, then those in time for ``plan``, by cost, samples per second (descending), fewest GPUs.
     """
     order = ("ok", "may not fit", "does not fit", "not possible", "failed")
     runs = plan is not None and row.tokens_per_second_per_gpu is not None

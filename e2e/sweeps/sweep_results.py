@@ -52,8 +52,9 @@ class SweepRow:
 
     @property
     def way(self) -> str:
-        """Way as given on the command line: ``parallel``, and the values in which this row differs from others of
-        the sweep.
+        """Way as given on the command line.
+
+        ``parallel``, and the values in which this row differs from others of the sweep.
         """
         more = (("--batch-size", self.batch_size), ("--recipe", self.recipe), ("--precision", self.precision))
         return " ".join([self.parallel, *(f"{option} {value}" for option, value in more if value is not None)])

@@ -124,8 +124,9 @@ def _without_main() -> Iterator[None]:
 
 
 class RayWorkers:
-    """Workers on a Ray cluster at ``address`` (``auto``, ``local`` or ``HOST:PORT``); each task takes one of its
-    CPUs.
+    """Workers on a Ray cluster at ``address`` (``auto``, ``local`` or ``HOST:PORT``).
+
+    Each task takes one of its CPUs.
     """
 
     def __init__(self, address: str) -> None:

@@ -1,5 +1,6 @@
-"""Host time of a thread by the overhead kinds of the papers: T1 between operators; T2, T3 and T5 within, around
-launches.
+"""Host time of a thread by the overhead kinds of the papers: T1 between operators.
+
+T2, T3 and T5 within, around launches.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ class TopOperator:
 
 
 def top_operators(spans: Iterable[HostSpan], launches: Container[int]) -> list[TopOperator]:
-    """Return the outermost operators of one thread's ordered ``spans``; ``launches``: ids of launching runtime
-    calls.
+    """Return the outermost operators of one thread's ordered ``spans``.
+
+    ``launches``: ids of launching runtime calls.
     """
     found: list[TopOperator] = []
     for span in spans:

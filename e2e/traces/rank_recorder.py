@@ -1,5 +1,6 @@
-"""Conversion of one rank's window of a profile to a :class:`RankGraph`: threads of host work, launches, waits;
-tasks; calls.
+"""Conversion of one rank's window of a profile to a :class:`RankGraph`: threads of host work, launches, waits.
+
+Tasks; calls.
 """
 
 from __future__ import annotations

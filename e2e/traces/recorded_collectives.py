@@ -78,8 +78,9 @@ def is_collective(span: DeviceSpan) -> bool:
 
 
 def transfer_seconds(durations: Sequence[float]) -> float:
-    """Transfer time of one collective from its kernel times on all ranks: the shortest, that of the last rank to
-    arrive.
+    """Transfer time of one collective: the shortest of its kernel times on all ranks.
+
+    That is the time of the last rank to arrive.
 
     All others wait for that rank inside their kernels; the transfer itself takes equally long on all of them.
     """

@@ -44,8 +44,9 @@ class RecordedStep:
 
     @property
     def recorded_seconds(self) -> float:
-        """Time that a replay must reproduce: to the start of the next iteration if repeated, else to the end of the
-        last work.
+        """Time that a replay must reproduce.
+
+        If repeated the time to the start of the next iteration, else to the end of the last work.
         """
         return self.period_seconds if self.repeated else self.span_seconds
 

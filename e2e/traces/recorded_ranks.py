@@ -102,8 +102,9 @@ def _size(details: OperatorCall) -> int:
 
 
 def _rank(trace: OperatorTrace) -> int:
-    """Rank of a trace: its place in groups of known ranks; else named by a wait; else inferred from the tensors'
-    devices.
+    """Rank of a trace: its place in groups of known ranks.
+
+    Else named by a wait; else inferred from the tensors' devices.
     """
     details = [call.inputs for call in trace.calls if call.name == DETAILS]
     told = Counter(_places(details, trace)) or Counter(_waiting(details))

@@ -33,8 +33,7 @@ class RecordedRun:
 
 
 def expand_files(values: Sequence[Path | str]) -> list[Path]:
-    """Expand paths, quoted patterns (``"rank*.json.gz"``) and archives with several traces to files, without
-    repetition.
+    """Expand paths, patterns (``"rank*.json.gz"``) and archives with several traces to files, without repetition.
 
     Raises ``InputError`` for a pattern without matches.
     """

@@ -20,8 +20,9 @@ _WAIT = frozenset({"cudaStreamWaitEvent", "cuStreamWaitEvent", "hipStreamWaitEve
 
 @dataclass(frozen=True, slots=True)
 class TimedActions:
-    """Actions that represent ``start .. end`` of a host thread; ``order``: the lower one is first if times are
-    equal.
+    """Actions that represent ``start ..
+
+    End`` of a host thread; ``order``: the lower one is first if times are equal.
     """
 
     start: float
@@ -30,8 +31,9 @@ class TimedActions:
     actions: tuple[Action, ...]
 
     def begun_at(self, now: float) -> tuple[Action, ...]:
-        """Return the actions for a thread that reaches them at ``now``: a launch that overlaps by rounding is
-        shortened.
+        """Return the actions for a thread that reaches them at ``now``.
+
+        A launch that overlaps by rounding is shortened.
         """
         first = self.actions[0]
         if now <= self.start or not isinstance(first, Launch) or first.duration is None:

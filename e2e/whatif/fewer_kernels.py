@@ -53,8 +53,10 @@ def _lookup(rank: TracedRank, call: int) -> EmbeddingLookup | None:
 
 
 def _in_order(rank: TracedRank, calls: Sequence[int]) -> list[MergedCalls]:
-    """Merge the calls at the first one if all their inputs are ready there, else at the last one if no result is
-    used before, else merge those before the first use.
+    """Merge the calls into one at a place that keeps data dependencies.
+
+    At the first one if all their inputs are ready there, else at the last one if no result is used before, else only
+    those before the first use.
     """
     if len(calls) < 2:
         return []

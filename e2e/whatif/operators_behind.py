@@ -55,8 +55,9 @@ class TracedRank:
         return found
 
     def matching(self, pattern: str) -> set[int]:
-        """Return the launching calls that match ``pattern`` by their name, the name of an enclosing call, or module
-        path.
+        """Return the launching calls that match ``pattern``.
+
+        Names of the call and of enclosing calls and the module path are searched.
         """
         search = re.compile(pattern, re.IGNORECASE).search
         return {call for call in self.work if call in self.calls and any(search(name) for name in self._names(call))}
@@ -95,8 +96,9 @@ def read_by(call: OperatorCall) -> set[int]:
 
 
 def written_by(call: OperatorCall) -> set[int]:
-    """Return the storages that the call writes: its outputs; its inputs too for collectives and calls without
-    outputs.
+    """Return the storages that the call writes: its outputs.
+
+    Its inputs too for collectives and calls without outputs.
     """
     values = (*call.outputs, *call.inputs) if kind_of(call.name) or not call.outputs else call.outputs
     return {tensor.storage for tensor in tensors(values) if tensor.device != "cpu"}

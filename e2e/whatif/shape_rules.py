@@ -127,8 +127,9 @@ def _reduction(dims: int, keep: int) -> Rule:
 
 
 def _product(left: int, right: int) -> Rule:
-    """Make the rule of ``mm``, ``bmm``, ``matmul``: rows of the left, columns of the right, aligned leading
-    dimensions.
+    """Make the rule of ``mm``, ``bmm``, ``matmul``.
+
+    Rows of the left, columns of the right, aligned leading dimensions.
     """
 
     def rule(call: ShapedCall, output: Tensor) -> Extents:

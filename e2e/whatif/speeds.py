@@ -33,8 +33,9 @@ class SpeedChange:
     traced: Mapping[int, TracedRank]
 
     def check(self, graph: ExecutionGraph) -> None:
-        """Raise ``InputError`` for kernels that the graph, priced or not, does not have; lists the existing
-        families.
+        """Raise ``InputError`` for kernels that the graph, priced or not, does not have.
+
+        Lists the existing families.
         """
         for change in self.changes:
             if isinstance(change, FasterKernels) and not any(
@@ -126,8 +127,9 @@ class SpeedChange:
 
 
 def _is_of(family: str, wanted: str) -> bool:
-    """True if ``family`` is selected by ``wanted``: ``gemm`` includes all number types and experts, ``gemm in
-    float32`` only one.
+    """True if ``family`` is selected by ``wanted``.
+
+    ``gemm`` includes products of all number types and of experts, ``gemm in float32`` only those.
     """
     return family == wanted or family.startswith((f"{wanted} in ", f"{wanted} of "))
 

@@ -138,8 +138,9 @@ def option_costs(
 
 
 def piece_of(table: EmbeddingTable, option: Option) -> EmbeddingTable:
-    """Return one shard as a table of its own. Rows of a block are assumed to be a random part of all: hot ones
-    spread evenly.
+    """Return one shard as a table of its own.
+
+    Rows of a block are assumed to be a random part of all: hot ones spread evenly.
     """
     if option.kind == "column-wise":
         return replace(table, dim=table.dim // option.shards)
@@ -180,9 +181,7 @@ def _all_reduce_seconds(table: EmbeddingTable, times: TransferTimes) -> float:
 
 
 def _dense_updates(task: ShardingTask, options: Sequence[Option], gpu: CostModel | None) -> Floats:
-    """Seconds to clear a data-parallel table's dense gradient and to update all its rows, in each step, shape
-    (options,).
-    """
+    """Seconds to clear a data-parallel table's gradient and to update all its rows, shape (options,)."""
     update = np.zeros(len(options))
     places = [place for place, option in enumerate(options) if option.kind == "data-parallel"]
     if not places:

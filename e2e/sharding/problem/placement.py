@@ -36,8 +36,9 @@ class Rules:
 
 @dataclass(frozen=True)
 class Option:
-    """``table`` (by number) cut into ``shards`` pieces, without a choice of ranks (one per rank if all ranks have
-    one).
+    """``table`` (by number) cut into ``shards`` pieces, without a choice of ranks.
+
+    One piece per rank for kinds on all ranks.
     """
 
     table: int

@@ -39,8 +39,9 @@ TOTALS = 17
 
 
 def option_totals(costs: OptionCosts) -> Floats:
-    """Contribution of each option to the totals, shape (options, 17); columns from ``SUMS`` on are combined by
-    maximum.
+    """Contribution of each option to the totals, shape (options, 17).
+
+    Columns from ``SUMS`` on are combined by maximum.
     """
     totals = np.zeros((len(costs.options), TOTALS))
     for place, option in enumerate(costs.options):
@@ -89,8 +90,9 @@ class StepModel:
     ranks: int
 
     def pieces(self, peak: Floats, totals: Floats) -> StepTimes:
-        """Return the pieces. ``peak`` (..., 5 or 6): largest load of any rank by placed tables; ``totals`` (...,
-        17).
+        """Return the pieces.
+
+        ``peak`` (..., 5 or 6): largest load of any rank by placed tables; ``totals`` (..., 17).
         """
         placed, rows, copies = (totals[..., place] > 0 for place in (PLACED, ROWS, COPIES))
         forward, backward = self.launch

@@ -99,8 +99,9 @@ def _stoppable(solver: cp_model.CpSolver, model: cp_model.CpModel) -> Any:
 
 
 class _Program:
-    """Program with binary variables: option of a free table; shard of an option on a rank. Unit of time: see
-    ``unit``.
+    """Program with binary variables: option of a free table.
+
+    Shard of an option on a rank. Unit of time: see ``unit``.
     """
 
     def __init__(self, state: State, free: list[int], ranks: list[int]) -> None:
@@ -172,9 +173,7 @@ class _Program:
         common = []
 
         def steps(size: float) -> int:
-            """Convert bytes to steps, rounded up and clipped (far beyond the limit) to keep the solver's integers
-            small.
-            """
+            """Convert bytes to steps, rounded up, and clipped to keep the solver's integers small."""
             return int(min(np.ceil(size / step), 2 * MEMORY_STEPS))
 
         for choice, number in self.chosen.items():

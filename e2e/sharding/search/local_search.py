@@ -39,8 +39,9 @@ def construct(problem: Problem, options: Sequence[int] | None = None) -> State |
 
 
 def _excess(problem: Problem, choice: Choice, weights: Floats, share: float) -> tuple[float, int, int]:
-    """Sort key of a choice: excess of a shard over an even ``share``, then kind (whole, columns, rows, copies),
-    shards.
+    """Sort key of a choice: excess of a shard over an even ``share``, kind, number of shards.
+
+    Kinds are ordered whole, columns, rows, copies.
     """
     option = problem.costs.options[choice[0]]
     seconds = float(problem.costs.shard[choice[0]] @ weights)

@@ -149,9 +149,7 @@ class _Rivals:
         self.seconds, self.total, self.squares = seconds, float(seconds.sum()), float((seconds**2).sum())
 
     def scores(self, given: Floats, taken: Floats, target: Integers) -> Floats:
-        """Scores (given, taken) of giving each ``given`` shard to its ``target`` rank in exchange for each ``taken``
-        shard.
-        """
+        """Scores of exchanges of shards between ``rank`` and the ranks ``target``, shape (given, taken)."""
         state, problem = self.state, self.state.problem
         change = given[:, None, :] - taken[None, :, :]
         mine = state.loads[self.rank] - change

@@ -34,8 +34,9 @@ MARGIN, _MEAN = 0.05, 0.1
 
 @dataclass(frozen=True, eq=False)
 class Aim:
-    """Objective to minimise, over all scenarios but the first: expected regret against the rivals, plus a little of the
-    mean.
+    """Objective to minimise: expected regret against the rivals, plus a little of the mean step.
+
+    Both are taken over all scenarios but the first.
 
     A nominal time (first scenario) above ``limit`` seconds is penalised strongly.
     """
@@ -139,8 +140,9 @@ class _Search:
         return self.plan.state.choices[table][1]
 
     def _places(self, table: int, now: Choice | None = None) -> list[Choice]:
-        """Choices of an unplaced table: whole on any rank, blocks of columns on the least loaded ranks, or ``now``
-        with one block moved elsewhere.
+        """Choices of an unplaced table: whole on any rank, or blocks of columns on the least loaded ranks.
+
+        With ``now`` also those in which one of its blocks is elsewhere.
         """
         options, ranks = self.problem.costs.options, self.problem.ranks
         calm = np.argsort(self.plan.rank_seconds(), kind="stable").tolist()

@@ -77,8 +77,9 @@ class ScenarioState:
         return self._step(state.loads.max(axis=0)[None], state.totals[None], placed[None], kernels[None, -2:])[0]
 
     def with_table(self, choices: Sequence[Choice]) -> Floats:
-        """Step times with an unplaced table at each of ``choices``, shape (choices, draws); infinite if memory is
-        exceeded.
+        """Step times with an unplaced table at each of ``choices``, shape (choices, draws).
+
+        Infinite if memory is exceeded.
         """
         state, costs = self.state, self.problem.costs
         numbers = np.array([option for option, _ in choices])

@@ -32,8 +32,9 @@ _SPACE = " \t\r\n"
 
 
 def archive_members(path: Path | str) -> tuple[str, ...]:
-    """Return the JSON files inside the tar archive ``path``, in archive order; raises :class:`InputError` if
-    unreadable.
+    """Return the JSON files inside the tar archive ``path``, in archive order.
+
+    Raises :class:`InputError` if unreadable.
     """
     with _reading(Path(path)), open_tar(path) as archive:
         return tuple(info.name for info in archive if info.isfile() and info.name.endswith(".json"))
@@ -173,8 +174,9 @@ class _Decoder:
                 raise self._truncated()
 
     def _value(self) -> Any:
-        """Return the next whole value; decoding is retried with twice the text while it does not end inside the
-        buffer.
+        """Return the next whole value.
+
+        Decoding is retried with twice the text while it does not end inside the buffer.
         """
         self._peek()
         size = _CHUNK

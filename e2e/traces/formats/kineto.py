@@ -273,8 +273,9 @@ def _gpu(header: Mapping[str, Any], device: list[DeviceSpan]) -> str:
 
 
 def _main_thread(host: list[HostSpan], pid: int) -> int:
-    """Return the process's first thread if it runs operators, else the one with the profiler's steps or most
-    operators.
+    """Return the main thread.
+
+    The process's first thread if it runs operators, else the one with the profiler's steps or most operators.
     """
     operators = Counter(span.thread for span in host if span.kind == "operator")
     steps = Counter(span.thread for span in host if span.name.startswith("ProfilerStep#"))

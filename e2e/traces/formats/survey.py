@@ -21,8 +21,9 @@ from e2e.traces.formats.steps import is_optimizer_step, last_step, of_last_step,
 
 
 def read_last_step(path: Path | str) -> OperatorTrace:
-    """Return :func:`last_step` of :func:`read_execution_trace`, with memory for that step alone; same errors as
-    both.
+    """Return :func:`last_step` of :func:`read_execution_trace`, with memory for that step alone.
+
+    Same errors as both.
     """
     survey = _Survey()
     for key, value in read_members(path):
@@ -60,8 +61,9 @@ class _Survey:
                 self.marks[number] = mark
 
     def last_step(self) -> set[int] | None:
-        """Ids of the calls of the last step, of the annotations around them and of process groups; ``None``: all
-        nodes.
+        """Ids of the calls of the last step, of the annotations around them and of process groups.
+
+        ``None``: all nodes.
         """
         if not self.marks:
             return None

@@ -1,5 +1,6 @@
-"""Arguments of execution-trace nodes: converts recorded (value, shape, type, stride) to values of
-:mod:`e2e.step.operator_trace`.
+"""Reader of the arguments of execution-trace nodes.
+
+Converts recorded (value, shape, type, stride) to values of :mod:`e2e.step.operator_trace`.
 """
 
 from __future__ import annotations

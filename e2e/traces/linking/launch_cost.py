@@ -52,8 +52,9 @@ class LaunchCosts:
         self._typical = {name: median(seconds) for name, seconds in free.items()}
 
     def of(self, place: int, work: LaunchedWork) -> tuple[float, tuple[Action, ...], Waited]:
-        """Return the seconds of the call, the host's actions after it (wait for a blocking copy), and the waiting
-        time.
+        """Return the seconds of the call, the host's actions after it, and the waiting time.
+
+        A blocking copy is followed by a wait.
         """
         call = work.launch
         assert call is not None
@@ -75,8 +76,9 @@ class LaunchCosts:
         return reach, (HostWork("T4", self._call_of(call), Duration.measured(call.seconds - reach)),), Waited()
 
     def _blocking(self, work: LaunchedWork, call: HostSpan) -> tuple[float, tuple[Action, ...], Waited]:
-        """Convert a blocking copy to a launch and a wait for its stream; time after the copy's end is the wait's own
-        cost.
+        """Convert a blocking copy to a launch and a wait for its stream.
+
+        Time after the copy's end is the wait's own cost.
 
         The copy is delayed by earlier work on its stream, or by what that stream waits for: work of another stream that
         ended just when the copy could begin.
@@ -97,8 +99,9 @@ class LaunchCosts:
 
 
 def _blocks(work: LaunchedWork) -> bool:
-    """True for a copy from or to pageable memory, or by a call without a stream, that was done when the call
-    returned.
+    """True for a blocking copy that was done when the call returned.
+
+    Blocking: from or to pageable memory, or by a call without a stream.
     """
     call, span = work.launch, work.spans[0]
     assert call is not None

@@ -142,8 +142,9 @@ def _agreeing(calls: Iterable[OperatorCall], numbered: Mapping[int, HostSpan], s
 
 
 def _by_order(trace: OperatorTrace, kineto: KinetoTrace) -> dict[int, HostSpan]:
-    """Match each thread's sequence of names in that of a profiled thread, at the last place that begins with thread
-    0.
+    """Match each thread's sequence of names in that of a profiled thread.
+
+    The last place is used that begins with thread 0.
     """
     codes: dict[str, str] = {}
     threads = {
@@ -218,8 +219,9 @@ def _check_shapes(trace: OperatorTrace, kineto: KinetoTrace, matched: Mapping[in
 
 
 def _device_work(kineto: KinetoTrace, calls: Mapping[int, int]) -> tuple[dict[int, tuple[int, ...]], int, int]:
-    """Return the device spans of each call (by the innermost linked operator around the launch), their number, and
-    the total.
+    """Return the device spans of each call, their number, and the total.
+
+    A span belongs to the innermost linked operator around its launch.
     """
     parent = nest(kineto).parent
     launches = launches_by_correlation(kineto)

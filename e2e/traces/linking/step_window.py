@@ -211,8 +211,9 @@ def _outermost(spans: Sequence[HostSpan]) -> list[HostSpan]:
 
 
 def _repeated(spans: Sequence[HostSpan]) -> list[HostSpan]:
-    """Return the spans that begin the iterations: the first name of the longest regular repetition, at least three
-    times.
+    """Return the spans that begin the iterations.
+
+    They are the first name of the longest regular repetition, at least three times.
 
     Regular: between two of them the same outermost spans follow each time (except the last, which may be truncated).
     """
