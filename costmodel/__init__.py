@@ -1,4 +1,4 @@
-"""What operators cost on a machine, and the machines.
+"""Cost models of operators, and descriptions of machines.
 
 ::
 

@@ -6,7 +6,7 @@ from costmodel.base.termination import interruptible_start
 
 
 def start() -> int:
-    """Loads the command line and runs it; its exit status. The entry point of the console script too."""
+    """Load the command line, run it and return its exit status. Entry point of the console script too."""
     with interruptible_start():
         from costmodel.commands.cli import main
 

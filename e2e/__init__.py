@@ -44,18 +44,23 @@ if TYPE_CHECKING:
     from e2e.sweeps.sweep_driver import SweepResult
     from e2e.sweeps.sweep_results import SweepRow
 else:
-    _REQUESTS = ("Model", "Recording", "Script", "ScriptJob", "ShardedTables", "SpreadModel", "Trace")
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
             "Cluster": "e2e.sources.request",
+            "Model": "e2e.sources.known_requests",
             "ParallelSpec": "e2e.parallelism.spec",
             "Prediction": "e2e.explain.prediction",
+            "Recording": "e2e.sources.known_requests",
+            "Script": "e2e.sources.known_requests",
+            "ScriptJob": "e2e.sources.known_requests",
+            "ShardedTables": "e2e.sources.known_requests",
+            "SpreadModel": "e2e.sources.known_requests",
             "Stack": "e2e.step.options",
             "SweepResult": "e2e.sweeps.sweep_driver",
             "SweepRow": "e2e.sweeps.sweep_results",
+            "Trace": "e2e.sources.known_requests",
             "predict": "e2e.commands.e2e_api",
             "sweep": "e2e.commands.e2e_api",
-            **dict.fromkeys(_REQUESTS, "e2e.sources.known_requests"),
         },
     )

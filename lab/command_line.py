@@ -1,4 +1,4 @@
-"""Programs of the laboratory: one command each, with the manners of the tools' command lines."""
+"""Programs of the laboratory: one command each, with the conventions of the tools' command lines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from costmodel.base.errors import InputError
 
 
 def program(command: Callable[..., None], stopped: str = "stopped") -> typer.Typer:
-    """Make the command line of one command. ``stopped``: what Ctrl-C prints."""
+    """Make the command line of one command. ``stopped``: text printed on Ctrl-C."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(guarded(stopped)(command))
     return app
@@ -30,7 +30,9 @@ def run(app: typer.Typer, name: str, arguments: Sequence[str] | None = None) -> 
 
 
 def chosen(names: Sequence[str], known: Sequence[str]) -> list[str]:
-    """Those of ``known`` that ``names`` say, in their order; all for no name; ``InputError`` for an unknown one."""
+    """Those of ``known`` that are in ``names``, in their order; all for empty ``names``; ``InputError`` for an unknown
+    one.
+    """
     for name in names:
         if name not in known:
             raise InputError(f"{name}: not known; choose of {', '.join(known)}")

@@ -1,1 +1,1 @@
-"""What every package stands on: errors, units, files written whole, cores, the manners of command lines."""
+"""Utilities used by every package: errors, units, atomic file writes, core counts, command-line conventions."""

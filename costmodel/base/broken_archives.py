@@ -1,4 +1,4 @@
-"""What reading a damaged archive raises, beside ``OSError``."""
+"""Exceptions, besides ``OSError``, that reading a damaged archive raises."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import tokenize
 import zipfile
 import zlib
 
-# Of ``.gz`` and of ``.npz``, whose members say in Python how their arrays are stored. ``RuntimeError`` and
-# ``NotImplementedError``: members that are encrypted, or packed as no reader here knows.
+# For ``.gz`` and ``.npz`` files; the members of the latter describe their arrays by Python literals. ``RuntimeError``
+# and ``NotImplementedError``: members that are encrypted or use an unsupported compression.
 BROKEN_ARCHIVE = (
     EOFError,
     MemoryError,

@@ -1,7 +1,7 @@
-"""What all command lines of the project do alike: errors of the user are one line, exit statuses are fixed.
+"""Conventions shared by all command lines of the project: one-line user errors and fixed exit statuses.
 
-Exit status: 0 done, 1 ``doctor`` found something broken, 2 the user's input or output is at fault (one line on standard
-error), 130 stopped with Ctrl-C, 143 ended by SIGTERM, 129 by SIGHUP.
+Exit status: 0 success, 1 ``doctor`` found something broken, 2 invalid input or output of the user (one line on standard
+error), 130 stopped with Ctrl-C, 143 terminated by SIGTERM, 129 by SIGHUP.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from costmodel.base.termination import Terminated, pass_ending, terminable
 from costmodel.base.version import version_line
 
 P = ParamSpec("P")
-_LONGEST_LINE = 1_200  # of an error: a damaged file may hold a name of megabytes
-_CLOSE = 0.8  # of two options' letters that are alike
+_LONGEST_LINE = 1_200  # longest error line, in characters: a damaged file may hold a name of megabytes
+_CLOSE = 0.8  # least similarity of option names that are suggested for an unknown one
 _COMPLETION = ("--install-completion", "--show-completion")
 
 
 class ProgramGroup(TyperGroup):
-    """The commands of one program. A wrong command line is told in one line, as every other error of the user is, and
-    ends with status 2.
+    """Command group of one program. Reports an invalid command line in one line, like every other user error, and exits
+    with status 2.
     """
 
     def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, *rest: Any, **options: Any) -> Any:
-        """Runs the command that ``args`` (default: those of the process) name."""
+        """Run the command named by ``args`` (default: ``sys.argv``)."""
         if options.get("standalone_mode") is False:
             return super().main(args, prog_name, *rest, **options)
-        if sys.stdout is None:  # closed by who started the program
+        if sys.stdout is None:  # closed by the parent process
             sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (as long as the process)
         asked = sys.argv[1:] if args is None else args
         if " " in (prog_name or "") and any(each.startswith(_COMPLETION) for each in asked):
@@ -60,7 +60,7 @@ class ProgramGroup(TyperGroup):
 
 
 def program_name(tool: str) -> str | None:
-    """How ``tool`` is called: ``python -m TOOL``, or by the name of its console script (``None``: as it was)."""
+    """Program name in usage texts: ``python -m TOOL``, or ``None`` (the default) for the console script."""
     return f"python -m {tool}" if Path(sys.argv[0]).name == "__main__.py" else None
 
 
@@ -79,7 +79,7 @@ def version_command(
 
 
 def guarded(stopped: str = "stopped") -> Callable[[Callable[P, None]], Callable[P, None]]:
-    """Decorator of a command. ``stopped``: what Ctrl-C, and a signal that ends the process, print."""
+    """Decorate a command with error handling. ``stopped``: text printed on Ctrl-C or a terminating signal."""
 
     def decorate(command: Callable[P, None]) -> Callable[P, None]:
         @functools.wraps(command)
@@ -97,7 +97,7 @@ def guarded(stopped: str = "stopped") -> Callable[[Callable[P, None]], Callable[
             except ProjectError as error:
                 fail(str(error), error.status)
             except BrokenPipeError:
-                _close_output()  # the reader of a pipe left: nobody to tell
+                _close_output()  # the reader of the pipe has exited
                 raise typer.Exit(0) from None
             except OSError as error:
                 if error.filename is None:
@@ -118,15 +118,17 @@ def guarded(stopped: str = "stopped") -> Callable[[Callable[P, None]], Callable[
 
 
 def _require_finite(values: Mapping[str, Any]) -> None:
-    """``InputError`` for an option that is ``nan`` or infinite, which typer refuses only where there is a range."""
+    """Raise ``InputError`` for an option that is ``nan`` or infinite, which typer refuses only where there is a
+    range.
+    """
     for name, value in values.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise InputError(f"--{name.replace('_', '-')} {value}: give a finite number")
 
 
 def _require_names(values: Mapping[str, Any], words: Sequence[str]) -> None:
-    """``InputError`` for a path that is an empty text in ``words``, such as a variable of a shell that is not set: it
-    would be taken for this folder, and written to.
+    """Raise ``InputError`` for a path given as an empty string in ``words``, such as an unset shell variable: it would
+    be taken for the current folder, and written to.
     """
     given = [*words, *(word.partition("=")[2] for word in words if word.startswith("-") and "=" in word)]
     if "" not in given or any(word and Path(word) == Path() for word in given):
@@ -137,10 +139,10 @@ def _require_names(values: Mapping[str, Any], words: Sequence[str]) -> None:
 
 
 def repeated(arguments: Sequence[str], options: Collection[str]) -> list[str]:
-    """Arguments in which each of ``options`` may have several values, as a shell makes of ``--trace rank*.json``.
+    """Expand arguments so that each of ``options`` may take several values, as a shell makes of ``--trace rank*.json``.
 
-    The option is put before every value, as typer wants it; so what follows such an option up to the next one that
-    begins with a dash is a value of it.
+    The option is repeated before every value, as typer expects; all words between such an option and the next word that
+    begins with a dash are its values.
     """
     found: list[str] = []
     current: str | None = None
@@ -154,7 +156,7 @@ def repeated(arguments: Sequence[str], options: Collection[str]) -> list[str]:
 
 
 def fail(message: str, status: int = 2) -> NoReturn:
-    """Prints one line and ends with ``status``."""
+    """Print one line and exit with ``status``."""
     _one_line(message)
     raise typer.Exit(status)
 
@@ -163,14 +165,14 @@ def _one_line(message: str) -> None:
     line = " ".join(message.split())
     if len(line) > _LONGEST_LINE:
         line = f"{line[: _LONGEST_LINE // 2]} ... {line[-_LONGEST_LINE // 2 :]}"
-    # Names may hold what no terminal shows: half of a surrogate, an escape sequence.
+    # Names may hold unprintable characters: lone surrogates, escape sequences.
     shown = "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in line)
     typer.echo(f"error: {shown}", err=True)
 
 
 def _tell_usage(error: TyperException) -> None:
-    """What is wrong with a command line; help, where nothing was asked, is shown as it is."""
-    if getattr(error, "possibilities", None):  # typer offers what shares a few letters
+    """Print the error of a command line in one line; print help, where no command was given, unchanged."""
+    if getattr(error, "possibilities", None):  # typer suggests names that share a few letters
         error.possibilities = get_close_matches(error.option_name, error.possibilities, cutoff=_CLOSE)  # type: ignore[attr-defined]
     message = error.format_message().strip()
     if not message:
@@ -184,7 +186,7 @@ def _tell_usage(error: TyperException) -> None:
 
 
 def _give_up_output() -> None:
-    """Where standard output cannot be written (a full disk), what waits in its buffer is dropped."""
+    """Drop buffered standard output that cannot be written (a full disk)."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -193,6 +195,8 @@ def _give_up_output() -> None:
 
 
 def _close_output() -> None:
-    """What is still in the buffer must not raise again when the interpreter ends (Python docs, SIGPIPE)."""
+    """Redirect standard output to the null device, so that its buffer does not raise again at interpreter exit (Python
+    docs, SIGPIPE).
+    """
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, sys.stdout.fileno())

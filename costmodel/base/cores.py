@@ -1,4 +1,4 @@
-"""Cores that this process may use: those it may run on, and no more than its container is granted time of.
+"""CPU cores available to this process: its affinity mask, limited by the CPU quota of its container.
 
 ``docker run --cpus 2`` and Kubernetes limits leave all cores of the host in the affinity mask and stop the whole
 process as soon as its share of a period of 100 ms is used up: threads beyond the quota only make all of them wait.
@@ -17,16 +17,19 @@ _GROUPS = PurePosixPath("sys/fs/cgroup")
 
 
 def usable_cores(root: Path = _ROOT) -> int:
-    """Cores of the affinity mask, at most the whole ones in the quota of every control group above this process."""
+    """Number of cores in the affinity mask, at most the whole cores of the CPU quota of every enclosing control
+    group.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = core_quota(root)
     return cores if quota is None else max(1, min(cores, int(quota)))
 
 
 def threads_to_use(asked: int | None, default: int) -> int:
-    """``asked``, or as many of ``default`` threads as there are cores for: more would wait for each other, spinning.
+    """Return ``asked``, or ``default`` limited to the number of usable cores: more threads would spin waiting for each
+    other.
 
-    ``InputError`` where so many cores are not to be had.
+    Raises ``InputError`` if ``asked`` exceeds the usable cores.
     """
     cores = usable_cores()
     if asked is not None and asked > cores:
@@ -35,16 +38,16 @@ def threads_to_use(asked: int | None, default: int) -> int:
 
 
 def core_quota(root: Path = _ROOT) -> float | None:
-    """Processor seconds per second that the control groups (version 1 or 2) grant; ``None``: without a limit.
+    """CPU quota of the control groups (version 1 or 2), in processor seconds per second; ``None`` if unlimited.
 
-    ``root``: where ``proc`` and ``sys`` are mounted.
+    ``root``: folder that holds ``proc`` and ``sys``.
     """
     quotas = [quota for folder in _folders(root) if (quota := _quota(folder)) is not None]
     return min(quotas, default=None)
 
 
 def _folders(root: Path) -> Iterator[Path]:
-    """Folders of the control groups of this process that may limit its time, the hierarchy's root included."""
+    """Folders of this process's control groups that may limit its CPU time, up to the root of the hierarchy."""
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -58,7 +61,7 @@ def _folders(root: Path) -> Iterator[Path]:
             mounts = [_GROUPS / controllers, _GROUPS / "cpu"]
         else:
             continue
-        # Inside a container the path may be the host's, of which only the end, or nothing, is mounted here.
+        # Inside a container the path may be the host's; then only its end, or nothing of it, is mounted here.
         inside = PurePosixPath(group.lstrip("/"))
         for mount in mounts:
             yield from (root / mount / each for each in (inside, *inside.parents))

@@ -1,4 +1,4 @@
-"""Counts and sizes that a user gives: whole numbers from 1, and none that libraries multiply beyond 64 bits."""
+"""Validation of counts and sizes given by users: whole numbers from 1 that do not overflow 64 bits when multiplied."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ MOST_COUNT = 2**31 - 1  # libraries hold counts and sizes in 64 bits, and multip
 
 
 def check_count(option: str, number: int | None) -> None:
-    """``InputError`` where ``--option`` is no whole number from 1 to :data:`MOST_COUNT`; ``None`` was not given."""
+    """Raise ``InputError`` unless ``number`` is a whole number from 1 to :data:`MOST_COUNT` or ``None`` (not given)."""
     if number is None:
         return
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:

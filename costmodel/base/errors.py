@@ -16,7 +16,7 @@ Command lines print ``str(error)`` and exit with status 2; the message names the
 
 
 class ProjectError(Exception):
-    """Base of all errors that a user can cause. ``status``: what a command ends with."""
+    """Base of all errors that a user can cause. ``status``: exit status of the command."""
 
     status = 2
 
@@ -38,7 +38,7 @@ class InputError(ProjectError):
 
 
 class ShortageError(InputError):
-    """A step was predicted, and needs more memory than its GPU has."""
+    """A predicted step needs more memory than its GPU has."""
 
     status = 4
 

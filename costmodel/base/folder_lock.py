@@ -1,4 +1,4 @@
-"""One writer at a time in a folder, whoever starts it; readers are not kept out."""
+"""Folder lock: one writer at a time per folder, across processes; readers are not blocked."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from typing import IO
 from costmodel.base.errors import OutputError
 
 LOCK = ".lock"
-_LONGEST_COMMAND = 120  # of what is told about the process that holds a lock
+_LONGEST_COMMAND = 120  # characters of the command shown for the process that holds a lock
 
 
 class FolderLock:
-    """A lock that is held until :meth:`close`, or until the process ends in whatever way; a context manager."""
+    """Lock held until :meth:`close` or the end of the process, however it ends; a context manager."""
 
     def __init__(self, path: Path, file: IO[bytes], made: bool) -> None:
         self._path, self._file, self._made = path, file, made
 
     def clear(self, *patterns: str) -> None:
-        """Takes away what matches ``patterns`` in the folder: the temporary files and folders of writers before this
-        one, which were killed, as nobody else may write here.
+        """Remove files and folders that match ``patterns`` from the folder: temporary files of earlier writers that
+        were killed (this process is the only writer).
         """
         for pattern in patterns:
             for path in self._path.parent.glob(pattern):
@@ -39,11 +39,12 @@ class FolderLock:
                         path.unlink()
 
     def close(self) -> None:
-        """Lets others write; harmless a second time. A folder that was made for the lock and is still empty goes."""
+        """Release the lock; safe to call twice. Removes a folder that was created for the lock and is still empty."""
         if self._file.closed:
             return
         with suppress(OSError):
-            self._path.unlink()  # while it is held: who waits for this very file finds it gone and makes another
+            # while it is held: a process waiting for this very file finds it gone and creates another
+            self._path.unlink()
         self._file.close()
         if self._made:
             with suppress(OSError):
@@ -57,10 +58,10 @@ class FolderLock:
 
 
 def lock_folder(folder: Path, what: str, name: str = LOCK) -> FolderLock:
-    """Makes ``folder`` and takes its lock, the file ``name`` in it.
+    """Create ``folder`` and acquire its lock, the file ``name`` in it.
 
-    ``what``: what is written there, for the ``OutputError`` where another process holds the lock, which it names, or
-    where the folder cannot be written. What a process that was killed left behind locks nothing.
+    ``what``: description of the data written there, for the ``OutputError`` raised if another process holds the lock
+    (which it names) or the folder cannot be written. A lock file left by a killed process does not block.
     """
     path, made = folder / name, not folder.exists()
     while True:
@@ -80,8 +81,8 @@ def lock_folder(folder: Path, what: str, name: str = LOCK) -> FolderLock:
             ) from error
         if _is_at(path, file):
             break
-        file.close()  # its holder took it away between the two calls
-    with suppress(OSError):  # on a full disk it locks all the same
+        file.close()  # its holder removed it between the two calls
+    with suppress(OSError):  # on a full disk the lock holds all the same
         file.truncate(0)
         file.write(f"{os.getpid()} {socket.gethostname()} {_command()}\n".encode(errors="replace"))
     return FolderLock(path, file, made)
@@ -107,16 +108,16 @@ def _is_at(path: Path, file: IO[bytes]) -> bool:
 
 
 def _command() -> str:
-    """What this process was started as, as somebody would type it."""
+    """Command line that started this process, as a user would type it."""
     program = Path(sys.argv[0] if sys.argv else "")
     name = f"python -m {program.parent.name}" if program.name == "__main__.py" else program.name or "python"
     return " ".join([name, *(shlex.quote(each) for each in sys.argv[1:])])[:_LONGEST_COMMAND]
 
 
 def _holder(file: IO[bytes]) -> str:
-    """Who wrote itself into the lock; nothing where that cannot be told."""
+    """Process named in the lock file; empty if unreadable."""
     try:
-        for _ in range(10):  # between its lock and its name there is a moment
+        for _ in range(10):  # the holder writes its name a moment after locking
             file.seek(0)
             text = file.read(1_000).decode(errors="replace").strip()
             if text:

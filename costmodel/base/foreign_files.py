@@ -1,8 +1,8 @@
-"""Files that others wrote, opened in one way: regular files alone, and none larger than its kind ever is.
+"""Safe opening of user files: regular files only, up to a size limit per kind of file.
 
-A pipe or a device has no end, a socket and a folder have no content, and what is read whole must fit into memory; so
-all of these are refused before the first byte is read. What is compressed is counted as it is unpacked. Every refusal
-is an ``OSError`` whose ``strerror`` says why in words that go after "cannot be read".
+A pipe or a device has no end, a socket and a folder have no content, and files read whole must fit into memory; all of
+these are refused before the first byte is read. Compressed data is counted as it is unpacked. Every refusal is an
+``OSError`` whose ``strerror`` is worded to follow "cannot be read".
 """
 
 from __future__ import annotations
@@ -27,29 +27,31 @@ from costmodel.base.errors import InputError
 Kind = Literal["settings", "configuration", "record", "table", "log", "trace", "arrays", "model", "library"]
 
 _MIB = 1 << 20
-# Bytes of the largest file of a kind, unpacked, with which reading and what follows stays below 20 s of a processor and
-# 2 GiB (docs/robustness.md): YAML takes 15 us a byte, JSON that is kept whole some 10 bytes of memory for each of its
-# own, a trace of 512 MiB some 1.5 million events.
+# Largest unpacked file of each kind, in bytes, for which reading and processing stay below 20 s of a processor and 2
+# GiB (docs/robustness.md): YAML takes 15 us a byte, JSON that is kept whole some 10 bytes of memory per byte, a trace
+# of 512 MiB has some 1.5 million events.
 MOST_BYTES: dict[Kind, int] = {
     "settings": 1 * _MIB,  # YAML of machines, clusters, networks, embedding tables, prices
     "configuration": 8 * _MIB,  # a model's config.json, some of which name 22,000 classes; a script
     "record": 64 * _MIB,  # JSON that is read whole: manifests, plans, host overheads, fitted models, summaries
     "table": 128 * _MIB,  # measured kernels, tuning records, results of sweeps: lines that are kept as records
-    "log": 64 * _MIB,  # what a benchmark printed
+    "log": 64 * _MIB,  # output of a benchmark
     "trace": 512 * _MIB,  # events one after another
     "arrays": 1024 * _MIB,  # samples and outputs; an archive's members together
-    "model": 2048 * _MIB,  # what protobuf can hold
+    "model": 2048 * _MIB,  # limit of protobuf
     "library": 2048 * _MIB,
 }
-# Parts of a file that is read part by part, of which small ones would be many more in so many bytes: an event of a
-# trace takes 8 us and 0.6 KB, a row of a table of measured operators 150 us, with the fit to it.
+# Limits on the number of parts of a file that is read part by part, since small parts could be many more in as many
+# bytes: an event of a trace takes 8 us and 0.6 KB, a row of a table of measured operators 150 us, fit included.
 MOST_PARTS: dict[Kind, tuple[int, str]] = {"trace": (1_500_000, "events"), "table": (100_000, "rows")}
 _Part = TypeVar("_Part")
 
 
 @contextmanager
 def open_file(path: Path | str, kind: Kind) -> Iterator[io.BufferedReader]:
-    """The bytes of the regular file ``path``; ``OSError`` for anything else and for more than :data:`MOST_BYTES`."""
+    """Open the regular file ``path`` for reading; ``OSError`` for anything else and for more than
+    :data:`MOST_BYTES`.
+    """
     stream = os.fdopen(_descriptor(path), "rb")
     with stream:
         _check(stream.fileno(), kind)
@@ -58,7 +60,9 @@ def open_file(path: Path | str, kind: Kind) -> Iterator[io.BufferedReader]:
 
 @contextmanager
 def open_unpacked(path: Path | str, kind: Kind) -> Iterator[io.BufferedReader]:
-    """As :func:`open_file`, unpacked where it is gzipped: reading ends with ``OSError`` where that is too large."""
+    """Open a file like :func:`open_file`, unpacking gzip; reading raises ``OSError`` if the unpacked data is
+    too large.
+    """
     with open_file(path, kind) as stream:
         packed = stream.read(2) == b"\x1f\x8b"
         stream.seek(0)
@@ -70,19 +74,19 @@ def open_unpacked(path: Path | str, kind: Kind) -> Iterator[io.BufferedReader]:
 
 
 def read_bytes(path: Path | str, kind: Kind) -> bytes:
-    """The whole content, unpacked where it is gzipped."""
+    """Return the whole content, unpacked if gzipped."""
     with open_unpacked(path, kind) as stream:
         return stream.read()
 
 
 def read_text(path: Path | str, kind: Kind, errors: str = "strict") -> str:
-    """The whole content as UTF-8, unpacked where it is gzipped."""
+    """Return the whole content as UTF-8 text, unpacked if gzipped."""
     return read_bytes(path, kind).decode("utf-8", errors=errors)
 
 
 @contextmanager
 def open_arrays(path: Path | str) -> Iterator[Any]:
-    """What ``numpy.load`` makes of ``path``, without Python objects: an archive of arrays, or one array."""
+    """Open ``path`` with ``numpy.load``, without pickled objects: an archive of arrays, or one array."""
     import numpy as np
 
     with open_file(path, "arrays") as stream:
@@ -98,8 +102,8 @@ def open_arrays(path: Path | str) -> Iterator[Any]:
 
 @contextmanager
 def open_tar(path: Path | str) -> Iterator[tarfile.TarFile]:
-    """The archive of traces ``path``, packed or not; what is inside of it is counted as it is unpacked."""
-    most = 4 * MOST_BYTES["trace"]  # one member after another is looked at to list them
+    """Open the archive of traces ``path``, compressed or not; its unpacked size is limited."""
+    most = 4 * MOST_BYTES["trace"]  # listing the members reads through all of them
     with open_file(path, "trace") as stream, tarfile.open(fileobj=stream) as archive:
         total = 0
         for member in archive:
@@ -110,7 +114,9 @@ def open_tar(path: Path | str) -> Iterator[tarfile.TarFile]:
 
 
 def check_file(path: Path | str, kind: Kind) -> None:
-    """``OSError`` for what :func:`open_file` refuses; for readers of other libraries, which open files themselves."""
+    """Raise ``OSError`` for a file that :func:`open_file` refuses; for readers of other libraries, which open files
+    themselves.
+    """
     descriptor = _descriptor(path)
     try:
         _check(descriptor, kind)
@@ -119,8 +125,8 @@ def check_file(path: Path | str, kind: Kind) -> None:
 
 
 def find_refusal(path: Path | str, kind: Kind, missing: str = "no such file") -> str | None:
-    """Why :func:`open_file` refuses ``path``, in words that go after its name (``missing``: where there is nothing);
-    ``None`` if it does not.
+    """Reason why :func:`open_file` refuses ``path``, worded to follow its name, or ``None`` if it is accepted.
+    ``missing``: the reason for a missing file.
     """
     try:
         check_file(path, kind)
@@ -132,7 +138,7 @@ def find_refusal(path: Path | str, kind: Kind, missing: str = "no such file") ->
 
 
 def counted(parts: Iterable[_Part], kind: Kind) -> Iterator[_Part]:
-    """``parts`` of a file; ``OSError`` instead of the first beyond :data:`MOST_PARTS`."""
+    """Yield the ``parts`` of a file; raise ``OSError`` at the first beyond :data:`MOST_PARTS`."""
     most, name = MOST_PARTS[kind]
     for number, part in enumerate(parts):
         if number >= most:
@@ -141,7 +147,7 @@ def counted(parts: Iterable[_Part], kind: Kind) -> Iterator[_Part]:
 
 
 class Bounded(io.RawIOBase):
-    """A stream of which no more than ``most`` bytes are read; then ``OSError``."""
+    """Stream that raises ``OSError`` after ``most`` bytes."""
 
     def __init__(self, stream: IO[bytes], most: int) -> None:
         self._stream, self._most, self._read = stream, most, 0
@@ -159,12 +165,12 @@ class Bounded(io.RawIOBase):
 
 
 def too_large(what: str, most: int) -> OSError:
-    """``OSError`` that says what is more than ``most`` bytes."""
+    """``OSError`` for data larger than ``most`` bytes, described by ``what``."""
     return OSError(errno.EFBIG, f"{what} the {most / _MIB:,.0f} MiB that such a file may have")
 
 
 def _descriptor(path: Path | str) -> int:
-    # Without O_NONBLOCK opening a pipe waits for somebody who writes.
+    # Without O_NONBLOCK opening a pipe waits for a writer.
     return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
@@ -182,9 +188,9 @@ _BLOCK = 1 << 20
 
 
 def digest(path: Path) -> str:
-    """SHA-256 of what ``path`` holds; of a ``.gz`` file, of what it decompresses to, for compressors differ.
+    """SHA-256 of the content of ``path``; for a ``.gz`` file, of the decompressed content, since compressors differ.
 
-    :class:`InputError` where it cannot be read or is cut short.
+    Raises :class:`InputError` if the file cannot be read or is truncated.
     """
     try:
         state = path.stat()

@@ -1,4 +1,4 @@
-"""What a package offers under its own name, imported when it is first used (PEP 562)."""
+"""Lazy imports of a package's public names (PEP 562)."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """``__getattr__`` and ``__dir__`` of ``package``. ``homes``: name -> the module that defines it.
+    """``__getattr__`` and ``__dir__`` for ``package``. ``homes``: mapping from name to defining module.
 
-    ``import package`` then loads none of those modules, and so no framework. Any other name is an ``AttributeError``.
+    ``import package`` then loads none of those modules, hence no framework. Any other name is an ``AttributeError``.
     """
 
     def get(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         found = getattr(import_module(homes[name]), name)
-        setattr(sys.modules[package], name, found)  # asked once
+        setattr(sys.modules[package], name, found)  # looked up only once
         return found
 
     def names() -> list[str]:

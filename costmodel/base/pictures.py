@@ -1,4 +1,4 @@
-"""Pictures of results: one way of drawing for all packages. matplotlib is imported when something is drawn."""
+"""Plots of results, in one style for all packages. matplotlib is imported only when something is drawn."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from costmodel.base.errors import InputError, OutputError
 from costmodel.base.whole_file import whole_file
 
 PICTURE_SUFFIXES = (".svg", ".png", ".pdf")
-_DPI = 144  # of pixels, where there are any: clouds of points inside a drawing too
-# The same numbers give the same file: no date in it, names inside it that do not change.
+_DPI = 144  # resolution of raster output, and of rasterised point clouds inside vector output
+# Reproducible files: no date, fixed identifiers.
 _SETTINGS: Any = {"svg.hashsalt": "fusion-costmodel", "font.size": 9}
 
 
 def can_draw() -> bool:
-    """Whether the package that draws is installed."""
+    """True if matplotlib is installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -26,7 +26,9 @@ def can_draw() -> bool:
 
 
 def check_picture(path: Path, option: str) -> None:
-    """``InputError`` for a kind of file that is not drawn, before anything is computed. ``option``: who asks for it."""
+    """Raise ``InputError`` for an unsupported file type, before anything is computed. ``option``: option that names the
+    file.
+    """
     if path.suffix not in PICTURE_SUFFIXES:
         raise InputError(f"{path}: a plot is one of {', '.join(PICTURE_SUFFIXES)}; name such a file")
     if not can_draw():
@@ -35,10 +37,10 @@ def check_picture(path: Path, option: str) -> None:
 
 @contextmanager
 def picture(path: Path, width: float, height: float, columns: int = 1, **options: Any) -> Iterator[list[Any]]:
-    """The axes of a picture of ``columns`` beside each other, which is written to ``path`` once they are drawn on.
+    """Axes of a figure with ``columns`` plots side by side, saved to ``path`` at the end of the block.
 
     ``width`` and ``height`` in inches; ``options``: of matplotlib's ``subplots``, such as ``sharey=True``. Raises
-    ``OutputError`` where ``path`` cannot be written.
+    ``OutputError`` if ``path`` cannot be written.
     """
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg

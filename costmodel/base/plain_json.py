@@ -1,4 +1,4 @@
-"""JSON from files that others wrote: whatever is wrong with it is one kind of error."""
+"""JSON from user files: every defect raises the same kind of error."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import json
 import re
 from typing import Any
 
-# No float holds such a number, and converting it raises what no reader expects.
+# Such a number exceeds the range of floats, and converting it raises an unexpected error.
 _ENDLESS_NUMBER = re.compile(r"\d{301}")
 
-# What taking a malformed document apart raises: names that are missing, other types, numbers that are none.
+# Exceptions raised while parsing a malformed document: missing names, wrong types, invalid numbers.
 MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 def decoded(text: str | bytes, *, once: bool = False) -> Any:
-    """What ``text`` says. ``ValueError`` for what is no JSON, also where it is nested deeper than Python goes, is no
-    UTF-8, or has a number of more than 300 digits. ``once``: for a key that stands twice in an object too.
+    """Parse ``text`` as JSON. Raises ``ValueError`` for invalid JSON, also if it is nested deeper than Python allows,
+    is not UTF-8, or has a number of more than 300 digits. ``once``: also for a key that occurs twice in an object.
     """
     told = text.decode("utf-8") if isinstance(text, bytes) else text
     if _ENDLESS_NUMBER.search(told):

@@ -1,4 +1,4 @@
-"""How long work tells what it is doing: a function that takes one line."""
+"""Progress callback: takes one line of text."""
 
 from __future__ import annotations
 

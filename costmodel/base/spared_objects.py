@@ -1,4 +1,4 @@
-"""What is there already, out of the garbage collector's sight while much is made that lives."""
+"""Exclusion of existing objects from garbage collection while many long-lived objects are created."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def old_objects_spared() -> Iterator[None]:
-    """Inside, collections look at objects made since alone; behind it at all again, what was made inside included.
+    """Freeze existing objects for the block, so that collections scan new objects only; afterwards all objects are
+    scanned again.
 
-    Libraries leave hundreds of thousands of objects, among which a full collection finds nothing to free. Where
-    somebody else has frozen objects nothing is done, for they would be thawed at the end.
+    Libraries leave hundreds of thousands of objects, among which a full collection finds nothing to free. Does nothing
+    if other code has frozen objects, since they would be unfrozen at the end.
     """
     if gc.get_freeze_count():
         yield

@@ -1,5 +1,5 @@
-"""Files that belong together: they appear in their folder when all of them are made, and a job that was stopped goes on
-with those it had.
+"""Sets of output files that appear together once all are complete; an interrupted job resumes with those
+already made.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from costmodel.base.errors import OutputError
 from costmodel.base.folder_lock import lock_folder
 from costmodel.base.whole_file import remove_partials
 
-UNFINISHED = ".unfinished-"  # how the name of the folder begins that they are made in
+UNFINISHED = ".unfinished-"  # prefix of the name of the staging folder
 PACKAGE = Path(__file__).parents[1]
 
 
 class StagedFiles:
-    """Files of ``output`` that are made in :attr:`folder` first; a context manager, one at a time for an ``output``.
+    """Files of ``output`` that are first written to :attr:`folder`; a context manager, one at a time per ``output``.
 
-    ``made_from``: all that the files depend on, as JSON has it. What a job from the same, of the same program, had
-    finished when it was stopped is taken over; what one from something else had is taken away. ``what`` is written, for
-    the ``OutputError`` where that cannot be, or another process is at it.
+    ``made_from``: all inputs of the files, as JSON data. Files finished by an interrupted job with the same inputs and
+    the same program are reused; those of other inputs are removed. ``what``: description of the files for the
+    ``OutputError`` raised if they cannot be written or another process is writing them.
     """
 
     def __init__(self, output: Path, what: str, made_from: Any) -> None:
@@ -51,8 +51,8 @@ class StagedFiles:
         self._lock.close()
 
     def once(self, name: str, make: Callable[[], object]) -> bool:
-        """Lets ``make`` write ``name``, a path within :attr:`folder`, whole, unless a job that was stopped had finished
-        it; whether it was made now.
+        """Run ``make``, which must write ``name``, a path within :attr:`folder`, atomically, unless an interrupted job
+        had finished that file. Returns True if it was made now.
         """
         if (self.folder / name).is_file():
             return False
@@ -60,7 +60,9 @@ class StagedFiles:
         return True
 
     def install(self, names: Sequence[str]) -> list[Path]:
-        """Moves the files ``names`` to their places; where they are now. Others were only needed to make these."""
+        """Move the files ``names`` to their final places and return their paths; remaining files were only
+        intermediate.
+        """
         try:
             for name in names:
                 (self.output / name).parent.mkdir(parents=True, exist_ok=True)
@@ -74,12 +76,12 @@ class StagedFiles:
 
 
 def _program() -> str:
-    """Of this package's modules and machines: another program makes other files."""
+    """Digest of this package's modules and machine files: another program version makes other files."""
     return digest_of(path for path in PACKAGE.rglob("*") if path.suffix in (".py", ".yaml"))
 
 
 def digest_of(paths: Iterable[Path], root: Path = PACKAGE.parent) -> str:
-    """Of the names within ``root`` and the contents of ``paths``, in hexadecimal."""
+    """Hexadecimal SHA-256 of the names within ``root`` and the contents of ``paths``."""
     found = hashlib.sha256()
     for path in sorted(paths):
         found.update(path.relative_to(root).as_posix().encode())

@@ -1,4 +1,4 @@
-"""How processes end before they are done: asked to by a signal, or because the process that started them has ended."""
+"""Early ends of processes: termination by a signal, or because the parent process has ended."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-# What asks a process to end, besides Ctrl-C: `kill`, schedulers and `timeout`; a terminal that was closed.
+# Signals, besides Ctrl-C, that request termination: `kill`, schedulers and `timeout`; a closed terminal.
 ASKING = (signal.SIGTERM, signal.SIGHUP)
-_LONGEST_CHAIN = 20  # of causes, which may go round
+_LONGEST_CHAIN = 20  # longest chain of exception causes to follow, since it may be cyclic
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class Terminated(BaseException):
-    """This process was asked to end. Like ``KeyboardInterrupt`` it passes handlers of errors, but nothing goes on
-    after it: what is held is released on its way up. Its text is the signal's name.
+    """Request to terminate this process. Like ``KeyboardInterrupt`` it is not caught by handlers of errors; resources
+    are released as it propagates, and the process ends. Its text is the signal's name.
     """
 
     @property
     def status(self) -> int:
-        """The exit status that shells give to such an end."""
+        """Exit status that shells report for such an end."""
         return 128 + signal.Signals[str(self)]
 
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """In the block, SIGTERM and SIGHUP raise :class:`Terminated` in the main thread, once: children are ended then, and
-    temporary folders taken away, which a signal's default action would leave. In other threads, and where somebody else
-    handles or ignores a signal (``nohup``), nothing changes.
+    """Raise :class:`Terminated` in the main thread, once, on SIGTERM and SIGHUP within the block, so that children are
+    ended and temporary folders removed, unlike with a signal's default action. Does nothing in other threads, and for a
+    signal that is already handled or ignored (``nohup``).
     """
     ours: list[signal.Signals] = []
 
     def end(number: int, frame: FrameType | None) -> None:
-        for each in ours:  # `timeout` sends two; the way up is not to be cut short
+        for each in ours:  # `timeout` sends two; the clean-up must not be interrupted
             signal.signal(each, signal.SIG_IGN)
         raise Terminated(signal.Signals(number).name)
 
@@ -54,8 +54,8 @@ def terminable() -> Iterator[None]:
 
 
 def ending_behind(error: BaseException) -> KeyboardInterrupt | Terminated | None:
-    """The end that was asked for, where ``error`` is one or was made of one: an extension module that is being loaded
-    when a signal comes fails with ``SystemError`` or ``ImportError``, whose cause it is.
+    """The termination request that ``error`` is or was caused by, or ``None``: an extension module that is being loaded
+    when a signal arrives fails with ``SystemError`` or ``ImportError``, caused by the signal's exception.
     """
     seen: BaseException | None = error
     for _ in range(_LONGEST_CHAIN):
@@ -66,8 +66,8 @@ def ending_behind(error: BaseException) -> KeyboardInterrupt | Terminated | None
 
 
 def pass_ending(error: BaseException) -> None:
-    """Raises the end that was asked for where ``error`` was made of one: for those that take any error for a result, or
-    for the fault of an input.
+    """Raise the termination request that caused ``error``, if any: for handlers that treat any error as a result or as
+    a fault of an input.
     """
     end = ending_behind(error)
     if end is not None:
@@ -76,9 +76,8 @@ def pass_ending(error: BaseException) -> None:
 
 @contextmanager
 def interruptible_start() -> Iterator[None]:
-    """Ctrl-C while a program is being loaded ends it in one line, with status 130, as its commands do later. After the
-    block it ends the process without a word: what is left is the interpreter's own end, where it would be told as an
-    error of whatever it meets.
+    """End the program on Ctrl-C in one line with status 130 while it is being loaded, as its commands do later. After
+    the block, Ctrl-C ends the process silently: during interpreter shutdown it would be reported as an error.
     """
     try:
         yield
@@ -94,10 +93,10 @@ def interruptible_start() -> Iterator[None]:
 
 
 def end_with_parent(parent: int | None = None) -> None:
-    """Asks Linux to kill this process when the thread that started it ends, in whatever way: deep in a compiler, or in
-    a kernel that is timed, it would not notice for minutes.
+    """Ask Linux to kill this process when the thread that started it ends, however it ends: inside a compiler or a
+    timed kernel it would not notice for minutes.
 
-    ``parent``: the process that started it, where it may have ended before this call.
+    ``parent``: process ID of the parent, which may have ended before this call.
     """
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -107,8 +106,8 @@ def end_with_parent(parent: int | None = None) -> None:
 
 @contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Ctrl-C waits for the end of the block, and processes that are started in it wait for ever: one that is still
-    being loaded when the whole group of a terminal gets it would show where it was.
+    """Defer Ctrl-C to the end of the block, and block it for good in processes that are started within: a process that
+    is still loading when the whole process group gets it would print a traceback.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

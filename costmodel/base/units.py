@@ -1,4 +1,4 @@
-"""Quantities with units: ``"160 GFLOP/s"`` <-> ``1.6e11``. Everything inside the project is SI (seconds, bytes)."""
+"""Quantities with units: ``"160 GFLOP/s"`` <-> ``1.6e11``. All internal values are SI (seconds, bytes)."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z
 
 
 def whole_number(text: str) -> int | None:
-    """The whole number from 0 that ``text`` is, in the ten ASCII digits and below 10**18; ``None`` for anything else.
+    r"""Parse ``text`` as a whole number from 0 to below 10**18 in ASCII digits; ``None`` for anything else.
 
-    ``str.isdigit`` and ``int`` disagree about what a digit is (``"\u00b2"``), and ``int`` refuses thousands of them.
+    ``str.isdigit`` and ``int`` disagree about digits (``"\u00b2"``), and ``int`` refuses thousands of them.
     """
     digits = text.strip()
     return int(digits) if _WHOLE.fullmatch(digits) else None
 
 
 def parse_quantity(text: object, base_unit: str) -> float:
-    """The value of ``text`` in ``base_unit`` (a key of :data:`UNITS`).
+    """Value of ``text`` in ``base_unit`` (a key of :data:`UNITS`).
 
     Raises ``ValueError`` for a bare number, another unit or a value that is not finite and non-negative.
     """

@@ -10,12 +10,13 @@ DISTRIBUTION = "fusion-costmodel"
 
 
 def project_version(packages: Path = Path(__file__).parents[2]) -> str:
-    """The version of the code: in a checkout what ``pyproject.toml`` says, elsewhere what is installed."""
+    """Version of the code: from ``pyproject.toml`` in a checkout, else from the installed metadata."""
     import tomllib
 
     try:
         project = tomllib.loads((packages / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-        if project["name"] == DISTRIBUTION:  # an editable install goes on with the version that it was made of
+        # the metadata of an editable install keep the version at the time of installation
+        if project["name"] == DISTRIBUTION:
             return str(project["version"])
     except (OSError, KeyError, ValueError):
         pass
@@ -26,5 +27,5 @@ def project_version(packages: Path = Path(__file__).parents[2]) -> str:
 
 
 def version_line() -> str:
-    """``fusion-costmodel 1.0.0, Python 3.11.9``."""
+    """Version line, such as ``fusion-costmodel 1.0.0, Python 3.11.9``."""
     return f"{DISTRIBUTION} {project_version()}, Python {platform.python_version()}"

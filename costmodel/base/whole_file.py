@@ -1,6 +1,4 @@
-"""Files that are there whole or not at all: written beside their place under another name, then renamed. And lines that
-are.
-"""
+"""Atomic file writes: files are written under a temporary name in the same folder, then renamed. Atomic appends too."""
 
 from __future__ import annotations
 
@@ -23,18 +21,18 @@ _PARTIAL = ".partial"
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[IO[bytes]]:
-    """A stream whose bytes are the file ``path`` once the block has ended; ``OSError`` where that cannot be.
+    """Open a stream whose bytes become the file ``path`` at the end of the block; ``OSError`` if that fails.
 
-    If the block raises, nothing is left of them, and an older file stays as it was. A replaced file keeps its mode, a
-    new one gets that of any new file. Several processes may write the same ``path``: the last one's file remains. What
-    is no file (``/dev/null``, a pipe) is written to as it is.
+    If the block raises, nothing is left behind and an older file stays unchanged. A replaced file keeps its mode, a new
+    one gets the default mode. Several processes may write the same ``path``: the last one wins. Anything but a regular
+    file (``/dev/null``, a pipe) is written to directly.
     """
     mode = _mode(path)
     if mode is not None and not stat.S_ISREG(mode):
         with path.open("wb") as stream:
             yield stream
         return
-    target = Path(os.path.realpath(path))  # a link stays one
+    target = Path(os.path.realpath(path))  # a symbolic link stays one
     staged = target.with_name(f".{target.name[:40]}.{secrets.token_hex(8)}{_PARTIAL}")
     try:
         with staged.open("xb") as stream:
@@ -49,7 +47,7 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _mode(path: Path) -> int | None:
-    """Kind and permissions of what is there, ``None`` for nothing."""
+    """File type and permissions of ``path``, or ``None`` if it does not exist."""
     try:
         return path.stat().st_mode
     except FileNotFoundError:
@@ -57,10 +55,10 @@ def _mode(path: Path) -> int | None:
 
 
 def check_writable(path: Path, option: str, makes_folder: bool = False) -> None:
-    """``OutputError`` now for a file that could not be written later, when what goes into it has been computed.
+    """Raise ``OutputError`` early for a file that could not be written after its content has been computed.
 
-    ``option``: who asks for it. ``makes_folder``: its folder is made where it does not exist, else it must be there.
-    Nothing is left of the attempt but that folder, and what is in ``path`` stays.
+    ``option``: option that names the file. ``makes_folder``: the parent folder is created if missing, else it must
+    exist. The check leaves nothing but that folder, and does not change existing content.
     """
     told = f"{option} {path}"
     try:
@@ -78,7 +76,7 @@ def check_writable(path: Path, option: str, makes_folder: bool = False) -> None:
             raise OutputError(f"{told}: there is no folder {folder}; make it, or name another file")
         with tempfile.TemporaryFile(dir=folder):
             pass
-    except (OSError, ValueError) as error:  # ValueError: a name with a zero byte, told in other words by each Python
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
         reason = error.strerror if isinstance(error, OSError) else "a zero byte in the name"
         raise OutputError(f"{told}: cannot be written ({reason}); name another file") from None
 
@@ -88,8 +86,8 @@ def check_outputs(
     read: Mapping[str, Paths | None] = MappingProxyType({}),
     makes_folder: bool = False,
 ) -> None:
-    """:func:`check_writable` for the files of ``written`` by option, which must be others than those that are ``read``
-    and than one another.
+    """Apply :func:`check_writable` to the files of ``written`` by option, which must differ from the files that are
+    ``read`` and from each other.
     """
     there = {os.path.realpath(path): option for option, path in read.items() if path is not None}
     for option, path in written.items():
@@ -102,14 +100,14 @@ def check_outputs(
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Writes ``content`` (text as UTF-8) as :func:`whole_file` does."""
+    """Write ``content`` (text as UTF-8) atomically by :func:`whole_file`."""
     with whole_file(path) as stream:
         stream.write(content.encode() if isinstance(content, str) else content)
 
 
 def append_whole(stream: IO[bytes], data: bytes) -> None:
-    """Appends all of ``data`` to a file that was opened unbuffered for that, or nothing: ``OSError`` then, also of a
-    disk that is full in the middle.
+    """Append all of ``data`` to a file opened unbuffered for appending, or nothing; raises ``OSError`` on failure, such
+    as a disk that fills up midway.
     """
     before = stream.seek(0, os.SEEK_END)
     try:
@@ -122,9 +120,7 @@ def append_whole(stream: IO[bytes], data: bytes) -> None:
 
 
 def remove_partials(*folders: Path) -> None:
-    """Takes away what processes that were killed had written of files in ``folders``: nobody else may write there now,
-    or need what he writes.
-    """
+    """Remove partial files left in ``folders`` by killed processes; no other process may be writing there."""
     for folder in folders:
         for path in folder.glob(f".*{_PARTIAL}"):
             with suppress(OSError):

@@ -1,4 +1,4 @@
-"""What communication between GPUs costs once all ranks are there; waiting for them is no part of it."""
+"""Cost of communication between GPUs once all ranks are ready; excludes waiting for other ranks."""
 
 from costmodel.collectives.collective_model import CollectiveModel, collective_cost_model
 

@@ -1,9 +1,10 @@
-"""How a collective is run: the hops that follow one another and the bytes over the busiest link, per algorithm.
+"""Collective algorithms: number of sequential hops and bytes over the busiest link, per algorithm.
 
-Ring, tree, direct, in-switch (NVLS) and parallel aggregated tree (PAT) algorithms as NCCL has them; volumes after
+Ring, tree, direct, in-switch (NVLS) and parallel aggregated tree (PAT) algorithms of NCCL; volumes after
 doc/PERFORMANCE.md of nccl-tests and Sanders, Speck, Traeff, "Two-tree algorithms for full bandwidth broadcast,
-reduction and scan" (2009). Which kind has which is in NCCL's src/graph/tuning.cc: trees are for all-reduces alone;
-gathers and scatters of several GPUs to a node have nothing but rings, whose latency grows with the ranks.
+reduction and scan" (2009). The algorithms available per kind are in NCCL's src/graph/tuning.cc: trees only for
+all-reduces; all-gathers and reduce-scatters with several GPUs per node only have rings, whose latency grows with the
+ranks.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from costmodel.operators.collective_transfer import CollectiveTransfer, volume_f
 
 IN_SWITCH = "in-switch"
 AGGREGATED_TREES = "aggregated trees"
-# PAT in NCCL's own model (2.23 and later): of a network hop's latency, what a level and what a rank add (14 us / 3.5,
-# 2.8 us of 14), and the share of the bandwidth.
+# PAT in NCCL's own model (2.23 and later): latency per tree level and per rank as shares of a network hop's latency (14
+# us / 3.5, 2.8 us of 14), and the share of the bandwidth.
 _LEVEL_HOPS, _RANK_HOPS, _AGGREGATED_SHARE = 1 / 3.5, 0.2, 0.75
 _BARRIER_BYTES = 4.0  # NCCL has no barrier; torch runs an all-reduce of one element
-# Hops that each further peer of an all-to-all adds: its messages are posted one after the other and travel together.
+# Hops added per further peer of an all-to-all: its messages are posted one after the other and travel together.
 # aiconfigurator's all-to-all of 512 B takes 6.4 us among 2 and 7.3 to 10 us among 8 H100 and H200, a hop 0.8 us.
 PEER_HOPS = 0.25
 
@@ -43,8 +44,8 @@ class AlgorithmPlan:
 
 
 def plans(transfer: CollectiveTransfer, in_switch: bool, aggregated: bool = True) -> list[AlgorithmPlan]:
-    """The algorithms that may run ``transfer`` (two ranks or more). ``in_switch``: the switches can reduce;
-    ``aggregated``: the library has PAT, which it uses with one GPU of a node alone.
+    """Algorithms available for ``transfer`` (two ranks or more). ``in_switch``: the switches can reduce;
+    ``aggregated``: the library has PAT, which it uses only with one GPU per node.
     """
     kind, ranks, nodes = transfer.kind, transfer.ranks, transfer.nodes
     size = _BARRIER_BYTES if kind == "barrier" else transfer.size_bytes
@@ -56,7 +57,8 @@ def plans(transfer: CollectiveTransfer, in_switch: bool, aggregated: bool = True
         return [_chain(ranks, nodes, size)]
     if kind in ("all_reduce", "barrier"):
         ring = _ring(ranks, nodes, volume_factor("all_reduce", ranks) * size, sweeps=2)
-        inside = [_in_switch(ranks, nodes, size)] if in_switch and ranks > nodes else []  # a lone GPU has no peer there
+        # a single GPU of a node has no peer there
+        inside = [_in_switch(ranks, nodes, size)] if in_switch and ranks > nodes else []
         return [ring, *_trees(ranks, nodes, size), *inside]
     volume = volume_factor(kind, ranks) * size
     trees = [_aggregated_trees(nodes, volume)] if aggregated and ranks == nodes else []
@@ -64,7 +66,7 @@ def plans(transfer: CollectiveTransfer, in_switch: bool, aggregated: bool = True
 
 
 def _ring(ranks: int, nodes: int, volume: float, sweeps: int) -> AlgorithmPlan:
-    """Every GPU sends ``volume`` to the next one; the step across nodes carries the same bytes out of the node."""
+    """Ring: every GPU sends ``volume`` to the next one; the hop across nodes carries the same bytes out of the node."""
     across = nodes if nodes > 1 else 0
     steps = sweeps * (ranks - 1)
     network_steps = steps * across / ranks
@@ -77,7 +79,7 @@ def _chain(ranks: int, nodes: int, size: float) -> AlgorithmPlan:
 
 
 def _trees(ranks: int, nodes: int, size: float) -> list[AlgorithmPlan]:
-    """Chains inside nodes, two binary trees across them, up and down. Of one node: the ring."""
+    """Double binary tree across nodes with chains inside them, up and down; empty for one node (equal to the ring)."""
     if nodes == 1:
         return []
     return [AlgorithmPlan("tree", 2 * (ranks / nodes - 1), 2 * math.log2(nodes), 2 * size, 2 * size)]
@@ -89,7 +91,8 @@ def _aggregated_trees(nodes: int, volume: float) -> AlgorithmPlan:
 
 
 def _in_switch(ranks: int, nodes: int, size: float) -> AlgorithmPlan:
-    """NVLS: switches add what all GPUs of a node put in and send the sum to all, (n + 1) / n of the buffer per GPU.
+    """NVLS: switches sum the contributions of all GPUs of a node and broadcast the sum, (n + 1) / n of the buffer per
+    GPU.
 
     Across nodes only the nodes' sums travel: nccl-tests on two nodes of 8 B200 with 400 GB/s each reach 371 GB/s.
     """
@@ -103,7 +106,9 @@ def _message(size: float, nodes: int) -> AlgorithmPlan:
 
 
 def _direct(transfer: CollectiveTransfer) -> AlgorithmPlan:
-    """Every rank sends to every other one at once; those outside the node share its cards."""
+    """All-to-all: every rank sends to every other one at once; messages to other nodes share the node's network
+    cards.
+    """
     ranks, nodes, sent = transfer.ranks, transfer.nodes, transfer.wire_bytes
     local = ranks / nodes
     outside = (ranks - local) / (ranks - 1)

@@ -1,7 +1,8 @@
-"""Files of measured collectives, ``<folder>/<machine>/collectives.json``: knots by NCCL version, kind and ranks.
+"""Calibration files of measured collectives, ``<folder>/<machine>/collectives.json``: knots by NCCL version, kind,
+ranks.
 
-Shipped ones lie in ``costmodel/calibration``, the user's in the folder ``calibration`` of the user's directory
-(:func:`costmodel.machines.machine_catalog.user_directory`); those come first.
+Shipped files are in ``costmodel/calibration``, the user's in the folder ``calibration`` of the user's directory
+(:func:`costmodel.machines.machine_catalog.user_directory`); the user's take precedence.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class CollectiveSweep:
-    """One kind among ``ranks`` ranks on ``nodes`` nodes, with one NCCL version (empty: not known)."""
+    """Measured times of one kind of collective among ``ranks`` ranks on ``nodes`` nodes, with one NCCL version (empty:
+    unknown).
+    """
 
     nccl: str
     kind: str
@@ -43,7 +46,9 @@ class CollectiveSweep:
 
 @dataclass(frozen=True)
 class Margins:
-    """Interval in logarithms, 80 % of the errors: of sizes left out, and of ranks left out."""
+    """Half-widths, in logarithms, of intervals that cover 80 % of the errors: for held-out sizes and held-out rank
+    counts.
+    """
 
     size: float
     ranks: float
@@ -51,7 +56,7 @@ class Margins:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was measured on ``machine`` (a cluster's name, or a GPU's). ``margins`` by kind."""
+    """Measurements of ``machine`` (name of a cluster or a GPU). ``margins`` by kind."""
 
     machine: str
     gpu: str
@@ -61,17 +66,17 @@ class Calibration:
     provenance: Mapping[str, Any]
 
     def versions(self) -> list[str]:
-        """NCCL versions, oldest first; unknown ones before all others."""
+        """NCCL versions, oldest first; unknown ones come first."""
         return sorted({each.nccl for each in self.sweeps}, key=version_key)
 
 
 def version_key(version: str) -> tuple[int, ...]:
-    """``2.27.3`` as numbers; words count as 0."""
+    """Sort key of a version: ``2.27.3`` as numbers; words count as 0."""
     return tuple(int(part) if part.isdigit() else 0 for part in version.replace("-", ".").split(".")) if version else ()
 
 
 def write_calibration(calibration: Calibration, directory: Path) -> Path:
-    """Writes ``directory/<machine>/collectives.json``; ``OutputError`` if it cannot."""
+    """Write ``directory/<machine>/collectives.json``; raises ``OutputError`` on failure."""
     path = directory / calibration.machine / NAME
     record = {
         "format": _FORMAT,
@@ -92,12 +97,12 @@ def write_calibration(calibration: Calibration, directory: Path) -> Path:
 
 
 def forget_calibrations() -> None:
-    """Files were written: what was read of them is read again."""
+    """Clear the cache of calibrations after files were written."""
     _read_all.cache_clear()
 
 
 def read_calibration(path: Path) -> Calibration:
-    """The calibration in ``path``; ``InputError`` names the file."""
+    """Read the calibration in ``path``; raises ``InputError`` that names the file."""
     try:
         record = decoded(read_text(path, "record"))
         if record["format"] != _FORMAT:
@@ -125,13 +130,13 @@ def calibrations(directory: Path | None = None) -> list[Calibration]:
 
 
 def calibrations_for(cluster: Cluster, directory: Path | None = None) -> list[list[Calibration]]:
-    """What was measured (:func:`calibrations`), nearest to ``cluster`` first (:func:`tiers_of`)."""
+    """Calibrations (:func:`calibrations`) in tiers, nearest to ``cluster`` first (:func:`tiers_of`)."""
     return tiers_of(calibrations(directory), cluster)
 
 
 def tiers_of(measured: Sequence[Calibration], cluster: Cluster) -> list[list[Calibration]]:
-    """``measured`` in tiers: of the cluster itself, then its GPU in the same topology; of a GPU of the same
-    architecture there; of any GPU there. Within a tier, one calibration fills in what another lacks.
+    """Group ``measured`` into tiers: the cluster itself, then its GPU in the same topology; a GPU of the same
+    architecture in that topology; any other GPU in it. Within a tier, one calibration fills the gaps of another.
     """
     known = [each for each in measured if each.sweeps]
     alike = [each for each in known if each.topology == cluster.topology]
@@ -145,13 +150,15 @@ def tiers_of(measured: Sequence[Calibration], cluster: Cluster) -> list[list[Cal
 
 
 def _distance(other: Calibration, cluster: Cluster) -> tuple[bool, int]:
-    """Those whose switches add as the cluster's do first; then those with many kinds, which say most."""
+    """Sort key of another system: those with the same in-switch reduction capability first, then those with
+    most kinds.
+    """
     differs = adds(other) != can_reduce(cluster)
     return differs, -len({sweep.kind for sweep in other.sweeps})
 
 
 def adds(measured: Calibration) -> bool:
-    """Whether the switches of the system that was ``measured`` add."""
+    """True if the switches of the ``measured`` system can reduce."""
     path = cluster_files().get(measured.machine)
     allowed = path is None or read_cluster(path).in_switch
     return allowed and measured.topology == "switch" and architecture_adds(architecture_of(measured.gpu))
@@ -159,7 +166,7 @@ def adds(measured: Calibration) -> bool:
 
 @lru_cache(maxsize=64)
 def architecture_of(gpu: str) -> str:
-    """The architecture of the GPU of this name."""
+    """Architecture of the GPU ``gpu``."""
     from costmodel.machines.machine_catalog import load_machine
 
     return load_machine(gpu).chip().architecture
@@ -185,7 +192,7 @@ def _sweep(record: Mapping[str, Any]) -> CollectiveSweep:
 
 
 def _compact(record: Mapping[str, Any]) -> str:
-    """JSON with a line per sweep."""
+    """JSON text with one line per sweep."""
     head = {name: value for name, value in record.items() if name != "sweeps"}
     lines = ",\n".join("  " + json.dumps(each) for each in record["sweeps"])
     return json.dumps(head, indent=1)[:-2] + ',\n "sweeps": [\n' + lines + "\n ]\n}\n"

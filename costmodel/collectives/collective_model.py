@@ -1,9 +1,9 @@
-"""The cost model of collectives on one cluster.
+"""Cost model of collectives on one cluster.
 
-Where the system, or one like it, was measured: curves over the size, between and beyond their numbers of ranks by the
-analytic model (``fitted``). A kind that was not measured takes the curves of the kind nearest to it, and transfers
-across nodes those of one node, at the analytic bandwidth and with the analytic latency of the network (``analytic``, as
-is the analytic model alone where nothing like the system was measured).
+Where the system, or a similar one, was measured: curves over the size, with the analytic model interpolating between
+and extrapolating beyond the measured rank counts (``fitted``). A kind without measurements uses the curves of the most
+similar kind, and transfers across nodes use single-node curves with the analytic bandwidth and latency of the network
+(``analytic``, as is the pure analytic model where no similar system was measured).
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from costmodel.model.cost_model import CostModel, Estimate, PriceSource
 from costmodel.operators.any_operator import AnyOperator
 from costmodel.operators.collective_transfer import CollectiveTransfer
 
-# The kinds whose curves stand in for one that was not measured, nearest first: the same algorithm, half of it, twice.
+# Fallback kinds whose curves replace those of an unmeasured kind, most similar first: the same algorithm, half of it,
+# twice.
 RELATIVES: dict[str, tuple[str, ...]] = {
     "all_reduce": ("reduce_scatter", "all_gather"),
     "all_gather": ("reduce_scatter", "all_reduce"),
@@ -45,27 +46,28 @@ RELATIVES: dict[str, tuple[str, ...]] = {
     "send_recv": ("all_to_all", "all_gather", "all_reduce"),
     "barrier": ("all_reduce", "all_gather"),
 }
-# |log(measured / predicted)| that 80 % of rows stay below, each system left out in turn: by the analytic model alone
-# (L40S 0.31 to 0.40, V100 0.12, pairs of A100 0.06).
+# |log(measured / predicted)| of the analytic model alone that covers 80 % of rows, each system left out in turn (L40S
+# 0.31 to 0.40, V100 0.12, pairs of A100 0.06).
 UNMEASURED_MARGIN = 0.35
-# What widens an interval, so that the same holds: curves of a GPU of the same architecture (H100 and H200: 0.03 to 0.17
-# in all, most of it their own) or of another one (A100 0.06 to 0.16; rings of GB200, which nothing is fitted to, 0.26),
-# of another kind (send_recv by all_to_all 0.33), beyond what was measured, with another network.
+# Additions to the half-width of the interval that keep this coverage: curves of a GPU of the same architecture (H100
+# and H200: 0.03 to 0.17 in all, most of it their own) or of another one (A100 0.06 to 0.16; rings of GB200, to which
+# nothing is fitted, 0.26), of another kind (send_recv by all_to_all 0.33), beyond the measured range, with another
+# network.
 ALIKE_MARGIN, OTHER_MARGIN, KIND_MARGIN = 0.03, 0.15, 0.2
 EXTRAPOLATION_MARGIN, NETWORK_MARGIN = 0.2, 0.4
-# What a host passes on between more than two cards, where that server was not measured: repetitions on one differ by up
-# to 1.7 times (docs/collectives.md).
+# Transfers through the host among more than two cards, on a server without measurements: repetitions on one server
+# differ by up to 1.7 times (docs/collectives.md).
 HOST_MARGIN = 0.53
 NO_MARGINS = Margins(0.1, 0.2)
-_ADDED = ("all_reduce", "barrier")  # kinds that switches can add up
+_ADDED = ("all_reduce", "barrier")  # kinds that switches can reduce
 
 
 @dataclass(frozen=True)
 class _Source:
-    """Curves that price a kind: those of ``kind`` itself or of a relative, of one node or ``across`` nodes.
+    """Curves that price a kind: those of ``kind`` itself or of a similar one, within a node or ``across`` nodes.
 
-    ``own``: measured on the same GPU in the same topology, ``alike``: on one of its architecture; ``machine``: where.
-    ``curves``: of each NCCL version that counts.
+    ``own``: measured on the same GPU in the same topology, ``alike``: on a GPU of its architecture; ``machine``: the
+    measured system. ``curves``: one tuple per NCCL version that is averaged.
     """
 
     kind: str
@@ -79,8 +81,9 @@ class _Source:
 
 
 class CollectiveModel(CostModel):
-    """Prices :class:`CollectiveTransfer` on ``cluster``; analytic where ``tiers`` hold nothing, measurements of the
-    cluster first (:func:`calibrations_for`). ``known``: constants of the analytic model instead of the shipped ones.
+    """Cost model of :class:`CollectiveTransfer` on ``cluster``; analytic if ``tiers`` hold no usable curves. Tiers with
+    measurements of the cluster come first (:func:`calibrations_for`). ``known``: analytic constants that replace the
+    shipped ones.
     """
 
     def __init__(
@@ -105,7 +108,8 @@ class CollectiveModel(CostModel):
         return results
 
     def _estimate(self, transfer: CollectiveTransfer) -> Estimate:
-        if transfer.kind == "send_recv" and transfer.ranks > 2:  # a message has two ends, however large the group
+        # a message has two ends, whatever the size of the group
+        if transfer.kind == "send_recv" and transfer.ranks > 2:
             transfer = dataclasses.replace(transfer, ranks=2, nodes=min(transfer.nodes, 2))
         analysis = analyse(transfer, self.cluster, self._constants)
         library = transfer.ranks > 1 and not transfer.puts  # curves are of NCCL
@@ -118,7 +122,8 @@ class CollectiveModel(CostModel):
         versions = [between_curves(each, ranks, nodes, start, ideal, usable) for each in source.curves]
         seconds = math.prod(versions) ** (1 / len(versions))
         margin, notes = _margin(transfer, self.cluster, source, ideal)
-        # Of this kind, over as many nodes and ranks as were measured: else it is physics that carries the price there.
+        # The source is "fitted" only for this kind within the measured nodes and ranks; otherwise the price rests on
+        # physics.
         beyond = {"ranks", "nodes"} & set(_beyond(transfer, source, ideal))
         measured = source.own and source.kind == transfer.kind and not beyond
         return _record(analysis, seconds, margin, "fitted" if measured else "analytic", notes)
@@ -130,8 +135,8 @@ class CollectiveModel(CostModel):
         return self._sources[key]
 
     def _find(self, kind: str, across: bool) -> _Source | None:
-        """In the nearest tier, the kind itself before its relatives. Across nodes, little was measured: the kind itself
-        in any tier before its relatives, and those before anything measured in one node.
+        """Find the source in the nearest tier, the kind itself before similar kinds. Across nodes, where measurements
+        are few: the kind itself in any tier, then similar kinds across nodes, then single-node measurements.
         """
         names = (kind, *RELATIVES[kind])
         if across:
@@ -152,8 +157,9 @@ class CollectiveModel(CostModel):
         return None
 
     def _same_algorithms(self, asked: str, kind: str, calibration: Calibration) -> bool:
-        """Switches that add start their own way: in-switch all-reduces across nodes say nothing of trees, nor of the
-        rings that every other kind ``asked`` for runs by.
+        """True if measurements of ``kind`` use the same algorithms as the requested kind ``asked``: in-switch
+        reductions have their own latency, so in-switch all-reduces across nodes do not predict trees, nor the rings of
+        other kinds.
         """
         if kind not in _ADDED:
             return True
@@ -183,7 +189,7 @@ class CollectiveModel(CostModel):
 def _margin(
     transfer: CollectiveTransfer, cluster: Cluster, source: _Source, ideal: float
 ) -> tuple[float, dict[str, float | str]]:
-    """Half the width of the interval in logarithms, and why."""
+    """Half-width of the interval in logarithms, and notes that explain it."""
     below, above, _ = bracket(source.curves[-1], transfer.ranks, transfer.nodes)
     notes: dict[str, float | str] = {"nccl": source.nccl or "unknown"}
     width = source.margins.size if transfer.ranks in (below.ranks, above.ranks) else source.margins.ranks
@@ -193,7 +199,7 @@ def _margin(
         width += EXTRAPOLATION_MARGIN + (NETWORK_MARGIN if "nodes" in outside else 0.0)
     if source.kind != transfer.kind:
         notes["fitted_on_kind"] = source.kind
-        # What kinds have in common over a network (volumes) is known, how NCCL drives it is not.
+        # Volumes over a network are known for all kinds, NCCL's efficiency there is not.
         width += NETWORK_MARGIN if source.across else KIND_MARGIN
     if not source.own:
         notes["fitted_on"] = source.machine
@@ -204,7 +210,7 @@ def _margin(
 
 
 def _beyond(transfer: CollectiveTransfer, source: _Source, ideal: float) -> list[str]:
-    """In what ``transfer`` is outside of what ``source`` measured."""
+    """Names of the dimensions in which ``transfer`` is outside the measured range of ``source``."""
     below, above, _ = bracket(source.curves[-1], transfer.ranks, transfer.nodes)
     return [
         *(["ranks"] if not below.ranks <= transfer.ranks <= above.ranks else []),
@@ -214,7 +220,7 @@ def _beyond(transfer: CollectiveTransfer, source: _Source, ideal: float) -> list
 
 
 def curve_of(sweep: CollectiveSweep, cluster: Cluster, known: Constants | None = None) -> Curve:
-    """The curve of ``sweep`` in ideal seconds of ``cluster``, on which it was measured, with the version that ran."""
+    """Curve of ``sweep`` over ideal seconds of the measured ``cluster``, with the NCCL version that ran."""
     knots = sweep.knots
     kind: Any = sweep.kind
     cluster = dataclasses.replace(cluster, nccl=sweep.nccl or cluster.nccl)
@@ -225,25 +231,28 @@ def curve_of(sweep: CollectiveSweep, cluster: Cluster, known: Constants | None =
 
 
 def unknown_share(cluster: Cluster, ranks: int) -> float:
-    """Share of the links' rate that ``ranks`` GPUs of a node reach, where NCCL does not know of it: through a host.
+    """Share of the links' rate that ``ranks`` GPUs of a node reach and NCCL does not account for: transfers through a
+    host.
 
-    Links from GPU to GPU are in its topology.
+    Links between GPUs are part of NCCL's topology.
     """
     return cluster.usable_share(ranks) if cluster.topology == "host" else 1.0
 
 
 def collective_cost_model(cluster: Cluster, directory: Path | None = None) -> CostModel:
-    """Prices every :class:`CollectiveTransfer` on ``cluster``. ``directory``: calibrations instead of the shipped ones.
+    """Cost model of :class:`CollectiveTransfer` on ``cluster``. ``directory``: calibrations used instead of the shipped
+    ones.
 
-    ``InputError`` for a corrupt calibration.
+    Raises ``InputError`` for a corrupt calibration.
     """
     return CollectiveModel(cluster, calibrations_for(cluster, directory))
 
 
 def _measured_cluster(calibration: Calibration, cluster: Cluster) -> Cluster:
-    """The cluster that ``calibration`` was measured on: ``cluster`` where it is its own, or its file is gone.
+    """The cluster on which ``calibration`` was measured: ``cluster`` itself if it is the same or the file no longer
+    exists.
 
-    Across nodes with the network of its file: ``cluster`` may have been given another one.
+    Across nodes the network of the file is used: ``cluster`` may have been given another one.
     """
     nodes = max(each.nodes for each in calibration.sweeps)
     mine = calibration.machine == cluster.name
@@ -257,9 +266,9 @@ def _measured_cluster(calibration: Calibration, cluster: Cluster) -> Cluster:
 
 
 def _versions(known: set[str], asked: str, own: bool) -> list[str]:
-    """The version that counts: of the one ``asked`` for, the newest that is not newer, else the oldest. Where none is
-    asked for the newest, of another system (not ``own``) every one whose number is known, for starts differ by a
-    fifth between two years' and what will run there is not known.
+    """NCCL versions to use: the newest that is not newer than the requested version ``asked``, else the oldest. Without
+    a requested version, the newest; for another system (not ``own``) all known ones, since start times differ by a
+    fifth between versions two years apart and the version that will run is unknown.
     """
     ordered = sorted(known, key=version_key)
     if not asked and not own:
@@ -276,7 +285,7 @@ def _record(
 
 
 def _bound(analysis: TransferAnalysis) -> str:
-    """What limits: ``latency``, ``link:gpu`` or ``link:network``."""
+    """Dominant term: ``latency``, ``link:gpu`` or ``link:network``."""
     terms = {
         "latency": analysis.latency_seconds,
         "link:gpu": analysis.gpu_seconds,

@@ -1,6 +1,6 @@
-"""Constants of the analytic model: protocols, fitted to the measured systems by ``python -m lab.fit``.
+"""Constants of the analytic model of collectives: NCCL protocols, fitted to measured systems by ``python -m lab.fit``.
 
-calibration/collectives.json holds them with their provenance.
+Stored with their provenance in calibration/collectives.json.
 """
 
 from __future__ import annotations
@@ -20,21 +20,23 @@ FILE = Path(__file__).parent.parent / "calibration" / "collectives.json"
 
 @dataclass(frozen=True)
 class Protocol:
-    """``start``: seconds of the launch and the first flag. ``gpu_hop``, ``network_hop``: of a hop, as a share of the
-    latency that the link's file gives. ``share``: of the link's bandwidth. ``nvlink_only``: needs 128-byte stores.
-    """
+    """Constants of one NCCL protocol."""
 
     name: str
+    # Seconds of the launch and the first flag.
     start: float
+    # Hop latency as a share of the latency in the link's file: inside a node, and over the network.
     gpu_hop: float
     network_hop: float
+    # Share of the link's bandwidth.
     share: float
+    # Requires 128-byte stores.
     nvlink_only: bool = False
 
 
 @dataclass(frozen=True)
 class Constants:
-    """``chunk``: bytes that move through a GPU's memory per byte of its own part."""
+    """Constants of the analytic model. ``chunk``: bytes moved through a GPU's memory per byte of its own part."""
 
     protocols: tuple[Protocol, ...]
     in_switch: Protocol
@@ -43,7 +45,7 @@ class Constants:
 
 @lru_cache(maxsize=1)
 def constants() -> Constants:
-    """The constants that are shipped; ``InputError`` names a corrupt file."""
+    """Shipped constants; raises ``InputError`` that names a corrupt file."""
     try:
         record = json.loads(FILE.read_text(encoding="utf-8"))
         protocols = tuple(Protocol(**each) for each in record["protocols"])
@@ -55,7 +57,7 @@ def constants() -> Constants:
 
 
 def write_constants(values: Constants, provenance: dict[str, Any], path: Path = FILE) -> Path:
-    """Writes ``values`` into ``path``; ``OutputError`` if it cannot."""
+    """Write ``values`` to ``path``; raises ``OutputError`` on failure."""
     record = {
         "provenance": provenance,
         "protocols": [dataclasses.asdict(each) for each in values.protocols],

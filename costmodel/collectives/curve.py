@@ -1,7 +1,7 @@
-"""Time over size of one collective among one number of ranks, from measurements: increasing and continuous.
+"""Measured time of a collective as an increasing, continuous function of its size, for one number of ranks.
 
-t(size) = latency + excess. The excess is kept over the ideal seconds of :mod:`costmodel.collectives.physics`, in which
-curves of several rank counts, and of several systems, are alike; between measured sizes it follows a monotone cubic
+t(size) = latency + excess. The excess is a function of the ideal seconds of :mod:`costmodel.collectives.physics`, over
+which curves of different rank counts and systems nearly coincide; between measured sizes it follows a monotone cubic
 (Fritsch and Carlson, 1980) in logarithms, beyond them it is proportional to the size.
 """
 
@@ -17,15 +17,17 @@ import numpy as np
 from scipy.interpolate import PchipInterpolator
 from scipy.optimize import isotonic_regression
 
-# Knots are added until every measured size is met within this, or there are so many.
+# Knots are added until every measured size is met within this error, up to this many.
 KNOT_ERROR, MOST_KNOTS = 0.01, 24
-# Of the time of the smallest size, what may be latency.
+# Bounds on the share of latency in the time of the smallest size.
 _LEAST_LATENCY, _MOST_LATENCY = 0.05, 0.97
 
 
 @dataclass(frozen=True)
 class Knots:
-    """Smoothed measurements: ascending sizes in bytes (as ``CollectiveTransfer.size_bytes``), seconds that rise."""
+    """Smoothed measurements: ascending sizes in bytes (as ``CollectiveTransfer.size_bytes``), non-decreasing
+    seconds.
+    """
 
     sizes: tuple[float, ...]
     seconds: tuple[float, ...]
@@ -40,8 +42,8 @@ class Knots:
 
 
 def smooth(sizes: Sequence[float], seconds: Sequence[float]) -> Knots:
-    """Knots of measurements, any order, sizes more than once: the median of each size, spikes of a single size taken
-    off (median of three, which leaves rising data as it is), then the nearest rising sequence of logarithms.
+    """Knots from measurements in any order, with repeated sizes: the median of each size, single-size spikes removed
+    (median of three, which leaves increasing data unchanged), then isotonic regression of the logarithms.
     """
     known = np.unique(np.asarray(sizes, dtype=float))
     groups: dict[float, list[float]] = {size: [] for size in known.tolist()}
@@ -58,7 +60,7 @@ def smooth(sizes: Sequence[float], seconds: Sequence[float]) -> Knots:
 
 
 def _thin(places: np.ndarray, logs: np.ndarray) -> list[int]:
-    """Indices of the points that a monotone cubic needs to meet the others."""
+    """Indices of the points needed for a monotone cubic to approximate the others."""
     kept = sorted({0, len(places) - 1})
     while len(kept) < min(len(places), MOST_KNOTS):
         errors = np.abs(_between(places[kept], logs[kept], places) - logs)
@@ -77,21 +79,27 @@ def _between(places: np.ndarray, logs: np.ndarray, wanted: np.ndarray) -> np.nda
 
 @dataclass(frozen=True)
 class Curve:
-    """``ideal``: seconds of the bytes alone at each knot; ``start``, ``first``: the analytic time of the smallest
-    message and of the first knot. ``latency``: seconds that do not depend on the size. By as much as they are the first
-    knot's analytic time, they are off by what that knot is off: one of many bytes says little of them. ``usable``:
-    share of the links' rate that its ranks reach, in ``ideal`` already, where NCCL does not know of it (1 but through a
-    host). ``slower``: how many times longer starts and hops take where the curve is used than where it was measured.
+    """Time of a collective over its ideal seconds.
+
+    The latency is estimated from the first knot: the error of the analytic time at that knot is attributed to the
+    latency in proportion to its share of that time, since a large message says little about latency.
     """
 
     ranks: int
     nodes: int
+    # Seconds of the bytes alone, at each knot.
     ideal: tuple[float, ...]
+    # Measured seconds at each knot.
     seconds: tuple[float, ...]
+    # Analytic seconds of the smallest message, and of the first knot.
     start: float
     first: float
+    # Share of the links' rate that its ranks reach and NCCL does not account for, included in `ideal` (below 1 only
+    # through a host).
     usable: float = 1.0
+    # Ratio of start and hop times where the curve is used to those where it was measured.
     slower: float = 1.0
+    # Seconds that do not depend on the size.
     latency: float = field(init=False)
     _cubic: Any = field(init=False, compare=False, repr=False)
 
@@ -105,7 +113,7 @@ class Curve:
         object.__setattr__(self, "_cubic", cubic)
 
     def excess(self, ideal: float) -> float:
-        """Seconds beyond the latency for bytes that take ``ideal`` seconds alone."""
+        """Seconds beyond the latency for bytes that ideally take ``ideal`` seconds."""
         if ideal <= 0:
             return 0.0
         first, last = self.ideal[0], self.ideal[-1]
@@ -115,18 +123,19 @@ class Curve:
         return (time - self.latency) * (ideal / inside)
 
     def holds(self, ideal: float) -> bool:
-        """Whether ``ideal`` lies between the measured sizes, a factor of two beyond them included."""
+        """True if ``ideal`` lies between the measured sizes, extended by a factor of two on both sides."""
         return self.ideal[0] / 2 <= ideal <= self.ideal[-1] * 2
 
 
 def between_curves(
     curves: Sequence[Curve], ranks: int, nodes: int, start: float, ideal: float, usable: float = 1.0
 ) -> float:
-    """Seconds among ``ranks`` ranks from ``curves`` of other, or the same, numbers of ranks. ``usable``: as a curve's.
+    """Seconds among ``ranks`` ranks, from ``curves`` of the same or other rank counts. ``usable``: as in
+    :class:`Curve`.
 
-    The latency keeps its ratio to the analytic ``start``, the excess at equal ``ideal`` seconds is interpolated; both
-    geometrically over the logarithm of ranks. Beyond the outermost counts their ratios stay. Across nodes, curves of
-    one node keep their latency, and what the network adds to the analytic one is added.
+    The latency keeps its ratio to the analytic ``start``; the excess is interpolated at equal ``ideal`` seconds; both
+    geometrically over the logarithm of ranks. Beyond the outermost counts the ratios are constant. Across nodes,
+    single-node curves keep their latency, plus the analytic latency that the network adds.
     """
     below, above, weight = bracket(curves, ranks, nodes)
     if nodes > 1 and below.nodes == 1:
@@ -139,12 +148,12 @@ def between_curves(
 
 
 def _excess(curve: Curve, ranks: int, nodes: int, ideal: float, usable: float) -> float:
-    """What ``curve`` says of the excess among ``ranks`` ranks: where starts and hops take k times as long, bytes of k
-    times the ideal seconds have k times the excess.
+    """Excess of ``curve`` among ``ranks`` ranks: where starts and hops take k times as long, bytes of k times the ideal
+    seconds have k times the excess.
 
-    Fixed costs are over at equal seconds; NCCL changes its protocol at equal bytes, for it reckons with links that
-    nobody shares. Where the ranks share what the host passes on, these are two places; what is over at one of them is
-    not carried to other numbers of ranks, so that the lesser slowdown counts.
+    Fixed costs are amortised at equal seconds; NCCL changes its protocol at equal bytes, since it assumes unshared
+    links. Where the ranks share the host's bandwidth, these two points differ; an overhead that has ended at either of
+    them is not carried to other rank counts, so the smaller slowdown is used.
     """
     if curve.slower != 1.0:
         same = dataclasses.replace(curve, slower=1.0)
@@ -156,13 +165,13 @@ def _excess(curve: Curve, ranks: int, nodes: int, ideal: float, usable: float) -
 
 
 def _mean(low: float, high: float, weight: float) -> float:
-    """Geometric mean with ``weight`` on ``high``; zero only where both are, for both are as soon as one is."""
+    """Geometric mean with ``weight`` on ``high``; zero if either value is zero."""
     return low ** (1 - weight) * high**weight if low > 0 and high > 0 else 0.0
 
 
 def bracket(curves: Sequence[Curve], ranks: int, nodes: int) -> tuple[Curve, Curve, float]:
-    """The curves of the nearest counts below and above, and the weight of the upper one. Of curves with as many ranks,
-    the one whose number of nodes is nearest counts.
+    """Curves of the nearest rank counts below and above, and the weight of the upper one. Among curves of the same rank
+    count, the one with the nearest number of nodes is used.
     """
     chosen: dict[int, Curve] = {}
     for each in sorted(curves, key=lambda curve: abs(math.log(curve.nodes / nodes)), reverse=True):

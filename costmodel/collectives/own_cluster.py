@@ -1,6 +1,6 @@
-"""Calibration of a measured system: curves of its collectives, and margins by what the curves say of rows left out.
+"""Calibration of a measured system: curves of its collectives, and margins from the errors on held-out rows.
 
-:func:`fit_logs` makes that of the user's own cluster from logs (:mod:`costmodel.collectives.sweep_logs`).
+:func:`fit_logs` calibrates the user's own cluster from logs (:mod:`costmodel.collectives.sweep_logs`).
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from costmodel.machines.cluster import Cluster, load_cluster
 from costmodel.machines.machine_catalog import user_directory
 from costmodel.model.cost_model import Estimate
 
-FOLDS = 3  # every third size is left out in turn
-_LEAST_SIZES = 4  # of a sweep, before leaving every third out says anything
+FOLDS = 3  # every third size is held out in turn
+_LEAST_SIZES = 4  # sizes a sweep needs for holding out every third to be meaningful
 CollectiveRows = Sequence[CollectiveRow]
 
 
 @dataclass(frozen=True)
 class RowPrediction:
-    """``row``, and what a model says that has not seen it."""
+    """Row and its prediction by a model fitted without it."""
 
     row: CollectiveRow
     estimate: Estimate
@@ -48,7 +48,7 @@ class RowPrediction:
 
 @dataclass(frozen=True)
 class MeasuredRow:
-    """``rows`` of one machine (a cluster's name, or a GPU's); ``known``: constants of the analytic model."""
+    """Measured ``rows`` of one machine (name of a cluster or a GPU); ``known``: constants of the analytic model."""
 
     machine: str
     rows: tuple[CollectiveRow, ...]
@@ -56,14 +56,14 @@ class MeasuredRow:
 
     @cached_property
     def cluster(self) -> Cluster:
-        """With as many GPUs and nodes as the rows use."""
+        """The cluster with as many GPUs and nodes as the rows use."""
         nodes = max(row.transfer.nodes for row in self.rows)
         gpus = max(row.transfer.ranks_per_node for row in self.rows) * nodes
         return load_cluster(self.machine, gpus, nodes)
 
 
 def sweeps_of(rows: CollectiveRows) -> tuple[CollectiveSweep, ...]:
-    """Smoothed sweeps by NCCL version, oldest first, kind and ranks; rows of size 0 are left out."""
+    """Smoothed sweeps by NCCL version (oldest first), kind and ranks; rows of size 0 are skipped."""
     sweeps = []
     for (nccl, kind, ranks, nodes), members in sorted(_grouped(rows).items(), key=_order):
         known = [row for row in members if row.transfer.size_bytes > 0]
@@ -74,7 +74,7 @@ def sweeps_of(rows: CollectiveRows) -> tuple[CollectiveSweep, ...]:
 
 
 def held_out_sizes(measured: MeasuredRow) -> list[RowPrediction]:
-    """Every row that lies between the outermost sizes of its sweep, predicted from sweeps without every third size."""
+    """Predictions of every row between the outermost sizes of its sweep, from sweeps without every third size."""
     sweeps = _grouped(measured.rows).values()
     predictions: list[RowPrediction] = []
     for fold in range(FOLDS):
@@ -89,7 +89,7 @@ def held_out_sizes(measured: MeasuredRow) -> list[RowPrediction]:
 
 
 def held_out_ranks(measured: MeasuredRow) -> list[RowPrediction]:
-    """The rows of every number of ranks between the outermost ones, predicted without that number."""
+    """Predictions of the rows of every rank count between the outermost ones, from rows without that count."""
     groups: dict[tuple[str, str, int], list[CollectiveRow]] = defaultdict(list)
     for row in measured.rows:
         groups[row.nccl, row.transfer.kind, row.transfer.nodes].append(row)
@@ -102,7 +102,7 @@ def held_out_ranks(measured: MeasuredRow) -> list[RowPrediction]:
 
 
 def _predict(measured: MeasuredRow, kept: CollectiveRows, wanted: CollectiveRows) -> Iterator[RowPrediction]:
-    """Each version by a model of its own: another one must not stand in for it."""
+    """Predict ``wanted`` from ``kept``, each NCCL version by its own model, so that no other version replaces it."""
     cluster = measured.cluster
     for nccl in sorted({row.nccl for row in wanted}):
         rows = [row for row in wanted if row.nccl == nccl]
@@ -114,7 +114,7 @@ def _predict(measured: MeasuredRow, kept: CollectiveRows, wanted: CollectiveRows
 
 
 def _fold(members: CollectiveRows, fold: int) -> set[float]:
-    """Every third size of a sweep, its outermost ones excepted."""
+    """Every third size of a sweep, except its outermost ones."""
     sizes = sorted({row.transfer.size_bytes for row in members})
     return set() if len(sizes) < _LEAST_SIZES else set(sizes[1:-1][fold::FOLDS])
 
@@ -143,9 +143,9 @@ def fit_logs(
     output: Path | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Path:
-    """Writes the calibration of the user's own ``machine`` (a cluster's name or file, or a GPU's name), by default
-    where :func:`calibrations_for` finds it, instead of the one before; returns the file. ``logs``: output of nccl-tests
-    or PARAM, or tables (``.csv``) of the collectives suite. ``progress`` hears what was understood of each.
+    """Write the calibration of the user's own ``machine`` (a cluster's name or file, or a GPU's name), by default where
+    :func:`calibrations_for` finds it, replacing an earlier one; returns the file. ``logs``: output of nccl-tests or
+    PARAM, or tables (``.csv``) of the collectives suite. ``progress`` receives a summary of each log.
     """
     read = {str(log): _rows_of_log(log, given) for log in logs}
     measured = MeasuredRow(machine, tuple(row for rows in read.values() for row in rows))
@@ -175,7 +175,7 @@ def _check_nodes(log: str, rows: Sequence[CollectiveRow], cluster: Cluster) -> N
 
 
 def _understood(rows: Sequence[CollectiveRow]) -> list[str]:
-    """A line per sweep: what ran, among whom, how many sizes."""
+    """Summary lines, one per sweep: kind, ranks, nodes, number of sizes."""
     sizes: dict[tuple[str, int, int, str], set[float]] = defaultdict(set)
     for row in rows:
         transfer = row.transfer
@@ -191,7 +191,7 @@ def _rows_of_log(log: Path, given: Given) -> list[CollectiveRow]:
 
 
 def calibrate(measured: MeasuredRow, provenance: Mapping[str, Any]) -> Calibration:
-    """The calibration that the rows make, margins included; ``InputError`` where there are none of a size above 0."""
+    """Calibration from the measured rows, margins included; ``InputError`` if no row has a size above 0."""
     sweeps, cluster = sweeps_of(measured.rows), measured.cluster
     if not sweeps:
         raise InputError(

@@ -1,8 +1,8 @@
-"""Analytic time of a collective: a start, hops that follow one another, bytes over the busiest link.
+"""Analytic time of a collective: a start, sequential hops, bytes over the busiest link.
 
-Each algorithm runs in one of NCCL's protocols, which trade bandwidth for latency: LL (a flag beside every word),
-LL128 (a flag beside 120 bytes; NVLink alone) and Simple (whole buffers, then a flag). The library takes the fastest;
-the smooth minimum over all of them is continuous and increases with the size.
+Each algorithm runs in one of NCCL's protocols, which trade bandwidth for latency: LL (a flag beside every word), LL128
+(a flag beside 120 bytes; NVLink only) and Simple (whole buffers, then a flag). The library takes the fastest; the
+smooth minimum over all of them is continuous and increases with the size.
 """
 
 from __future__ import annotations
@@ -17,35 +17,36 @@ from costmodel.collectives.constants import Constants, Protocol, constants
 from costmodel.machines.cluster import Cluster
 from costmodel.operators.collective_transfer import CollectiveTransfer
 
-# Starts and hops inside a node are instructions of a kernel, one after the other: they take longer on a slower clock.
-# The constants are those of a GPU of this clock (H100's); of sweeps with one NCCL version (2.27.3) the smallest message
-# less a hop takes 11 us x GHz on A100, 10 on L40S, between 2.23 and 2.29 10 on H100.
+# Starts and hops inside a node are sequential instructions of a kernel: slower on a slower clock. The constants
+# hold for a GPU of this clock (H100's); in sweeps with one NCCL version (2.27.3) the smallest message less a hop takes
+# 11 us x GHz on A100, 10 on L40S, between 2.23 and 2.29 10 on H100.
 _CLOCK_HZ = 1.98e9
-# Of the rate that a card sustains (48 of 50 GB/s), what DeepEP's kernels reach: its README told 43, 44, 46 GB/s to 16,
-# 32 and 64 ranks and 43, 47, 45 back (H800, ConnectX-7).
+# Share of a card's sustained rate (48 of 50 GB/s) that DeepEP's kernels reach: its README reported 43, 44, 46 GB/s to
+# 16, 32 and 64 ranks and 43, 47, 45 back (H800, ConnectX-7).
 _PUT_SHARE = 0.93
-# Power of the smooth minimum: two equal times give 0.92 of either (a judgement).
+# Exponent of the smooth minimum: two equal times give 0.92 of either (a judgement).
 SHARPNESS = 8.0
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What one transfer may use: bytes/s of one GPU inside a node, and of all its ranks of a node together.
+    """Bandwidths available to one transfer, in bytes/s."""
 
-    ``memory``: bytes/s of a GPU's memory, through which its own part moves.
-    """
-
+    # One GPU inside a node.
     gpu: float
+    # All ranks of a node together, over the network.
     node: float
+    # A GPU's memory, through which its own part moves.
     memory: float
 
 
 @dataclass(frozen=True)
 class TransferAnalysis:
-    """``seconds``, and the terms of the fastest algorithm and protocol.
+    """Analytic time of a transfer, and the terms of the fastest algorithm and protocol.
 
-    ideal_seconds: of the bytes alone at the full rate of the links, by the algorithm that needs least.
-    start_seconds: what the smallest message would take.
+    ideal_seconds: the bytes alone at the full rate of the links, by the algorithm with the least time.
+
+    start_seconds: time of the smallest message.
     """
 
     seconds: float
@@ -68,12 +69,12 @@ class _Choice:
 
     @property
     def seconds(self) -> float:
-        # Both kinds of links work at the same time.
+        # Both kinds of links transfer at the same time.
         return self.latency + max(self.gpu, self.network)
 
 
 def analyse(transfer: CollectiveTransfer, cluster: Cluster, known: Constants | None = None) -> TransferAnalysis:
-    """The analytic time of ``transfer``; among one rank nothing is sent. ``known``: default, what is shipped."""
+    """Analytic time of ``transfer``; a single rank sends nothing. ``known``: constants (default: the shipped ones)."""
     known = known or constants()
     if transfer.ranks == 1:
         start = slowness(cluster) * min(each.start for each in known.protocols)
@@ -99,7 +100,7 @@ def analyse(transfer: CollectiveTransfer, cluster: Cluster, known: Constants | N
 
 
 def smooth_minimum(values: Sequence[float]) -> float:
-    """At most the least of ``values`` (not below zero), increasing in each of them."""
+    """Smooth minimum: at most the least of ``values`` (not below zero), increasing in each of them."""
     least = min(values)
     if least <= 0:
         return 0.0
@@ -107,8 +108,8 @@ def smooth_minimum(values: Sequence[float]) -> float:
 
 
 def _within_reach(transfer: CollectiveTransfer, cluster: Cluster) -> Cluster:
-    """``cluster`` as ranks see it that are not neighbours: bridges between pairs and switches of a few cards do not
-    help them, so that they reach no more than all GPUs between the first and the last of them would.
+    """``cluster`` as seen by ranks that are not neighbours: bridges between pairs and switches of a few cards do not
+    connect them, so they reach at most the rate of all GPUs between the first and the last of them.
     """
     if transfer.span <= transfer.ranks_per_node:
         return cluster
@@ -117,29 +118,29 @@ def _within_reach(transfer: CollectiveTransfer, cluster: Cluster) -> Cluster:
 
 
 def can_reduce(cluster: Cluster) -> bool:
-    """Whether the switches of a node add (NVLink SHARP)."""
+    """True if the switches of a node can reduce (NVLink SHARP)."""
     return cluster.in_switch and cluster.topology == "switch" and architecture_adds(cluster.machine.chip().architecture)
 
 
 def has_aggregated_trees(cluster: Cluster) -> bool:
-    """Whether NCCL has PAT: 2.23 and later ones, and any whose version is not given."""
+    """True if NCCL has PAT: version 2.23 or later, or unknown."""
     numbers = [int(part) for part in cluster.nccl.split(".")[:2] if part.isdigit()]
     return not numbers or numbers >= [2, 23]
 
 
 def architecture_adds(architecture: str) -> bool:
-    """Whether NVSwitches of GPUs of ``architecture`` add: Hopper's and later ones do."""
+    """True if NVSwitches of GPUs of ``architecture`` can reduce: Hopper and later."""
     return architecture in ("hopper", "blackwell")
 
 
 def slowness(cluster: Cluster) -> float:
-    """How many times longer starts and hops inside a node take than on the GPU that the constants are of."""
+    """Ratio of start and hop times inside a node to those of the GPU for which the constants hold."""
     return _CLOCK_HZ / cluster.machine.chip().clock_hz
 
 
 def rates_of(transfer: CollectiveTransfer, cluster: Cluster) -> Rates:
-    """Bandwidths left to ``transfer``. Inside one node ``sharing`` transfers use the same links. Of transfers across
-    nodes, those of different GPUs (as many as fit the node) meet on the network cards only.
+    """Bandwidths available to ``transfer``. Inside a node ``sharing`` transfers use the same links. Transfers across
+    nodes from different GPUs (as many as fit the node) share only the network cards.
     """
     full, memory = cluster.intra_node.bandwidth, cluster.machine.memory[-1].bandwidth.at(1)
     if transfer.nodes == 1:
@@ -148,7 +149,7 @@ def rates_of(transfer: CollectiveTransfer, cluster: Cluster) -> Rates:
     local = transfer.ranks / transfer.nodes
     on_gpu = max(1.0, transfer.sharing * local / cluster.node_gpus)
     card, cards = cluster.network_link().bandwidth, cluster.network_cards
-    # A GPU reaches the cards nearest to it; a node's cards are shared by all that leave it.
+    # A GPU uses the cards nearest to it; a node's cards are shared by all traffic that leaves it.
     reached = min(local * max(1.0, cards / cluster.node_gpus), cards)
     network = min(reached, cards / transfer.sharing) * card * (_PUT_SHARE if transfer.puts else 1.0)
     return Rates(full * cluster.usable_share(transfer.ranks_per_node) / on_gpu, network, memory / on_gpu)
@@ -174,7 +175,7 @@ def _choice(plan: AlgorithmPlan, protocol: Protocol, rates: Rates, cluster: Clus
     if plan.network_hops:
         latency += plan.network_hops * cluster.network_link().latency_seconds * protocol.network_hop
     gpu, network = _transfer_seconds(plan, rates, chunk)
-    # What switches lose by adding is lost on NVLink, not on the network.
+    # The loss of in-switch reductions occurs on NVLink, not on the network.
     network_share = 1.0 if plan.algorithm == IN_SWITCH else protocol.share
     return _Choice(plan.algorithm, protocol.name, latency, gpu / protocol.share, network / network_share)
 

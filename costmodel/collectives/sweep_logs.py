@@ -1,10 +1,10 @@
 """Readers of measured collectives: nccl-tests (``*_perf``), PARAM's ``comms.py``, tables of ``costmodel measure``.
 
 nccl-tests: the header names the columns (old: ``size count type redop time algbw busbw error``, new: with ``root`` and
-``#wrong``; out of place, then in place); ``# Rank`` lines tell ranks and hosts. PARAM: ``COMMS-RES-<collective>``
-lines, of which the median latency counts; ``[Rank n] host`` lines tell ranks and hosts. A file may hold several runs;
-what ``mpirun --tag-output`` and ``srun -l`` put before each line is taken off. Files that nccl-tests writes with ``-J``
-(JSON) are read too.
+``#wrong``; out of place, then in place); ``# Rank`` lines give ranks and hosts. PARAM: ``COMMS-RES-<collective>``
+lines, whose median latency is used; ``[Rank n] host`` lines give ranks and hosts. A file may hold several runs; line
+prefixes of ``mpirun --tag-output`` and ``srun -l`` are removed. Files that nccl-tests writes with ``-J`` (JSON) are
+read too.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ _WORLD = re.compile(r"world_size:?\s*(\d+)")
 _LIBRARY = re.compile(r"nccl-library=(\d+)")
 _VERSION = re.compile(r"NCCL version (\d+\.\d+(?:\.\d+)?)")
 _PARAM_ROW = re.compile(r"COMMS-RES-([A-Za-z_]+?)(?:-\S+)?\s+(\d+)\s+(\d+)\s+([\d.]+)\s")
-_PARAM_FORM = re.compile(r"(?:_?v|_single|_base)$")  # all_to_allv, all_to_all_single, all_gather_base: even ones all
+# all_to_allv, all_to_all_single, all_gather_base: all with even sizes
+_PARAM_FORM = re.compile(r"(?:_?v|_single|_base)$")
 _FIRST_COLUMNS = ("size", "count", "type")
 _BEFORE_LINES = re.compile(r"^\s*(?:\[\d+,\d+\]<std(?:out|err)>:|\d+:)")  # [1,0]<stdout>: of mpirun, 0: of srun
 
 _OUT_OF_BOUNDS = re.compile(r"#\s*Out of bounds values\s*:\s*(\d+)")
-# Names of nccl-tests' element types, and their bytes; those of one byte have had several names.
+# Names of nccl-tests' element types, and their bytes; one-byte types have had several names.
 _TYPE_BYTES = {
     "int8": 1,
     "uint8": 1,
@@ -66,7 +67,7 @@ _WRONG = "nccl-tests found wrong results in this run; repair the machine and run
 
 @dataclass(frozen=True)
 class Given:
-    """What a user adds where a log does not say it."""
+    """Values given by the user for facts that a log lacks."""
 
     kind: str | None = None
     ranks: int | None = None
@@ -76,7 +77,7 @@ class Given:
 
 @dataclass
 class _Run:
-    """What is known so far of the run whose rows come next."""
+    """State of the run whose rows come next, as parsed so far."""
 
     kind: str | None = None
     nccl: str = ""
@@ -86,12 +87,12 @@ class _Run:
     columns: tuple[str, ...] = ()
 
     def begin(self) -> None:
-        """Forgets the ranks and columns of the run before."""
+        """Reset ranks and columns at the start of a new run."""
         self.ranks, self.groups, self.world, self.columns = {}, set(), None, ()
 
 
 def read_log(path: Path, given: Given = Given()) -> list[CollectiveRow]:
-    """The rows of ``path``; ``InputError`` says what the log lacks and how to add it."""
+    """Read the rows of ``path``; the ``InputError`` names a missing fact and the option that adds it."""
     try:
         text = read_text(path, "log", errors="replace")
     except OSError as error:
@@ -120,7 +121,7 @@ def _rows_of_lines(text: str, given: Given, path: Path) -> list[CollectiveRow]:
 
 
 def _rows_of_json(text: str, given: Given, path: Path) -> list[CollectiveRow]:
-    """Of ``-J``: ``args``, ``nccl_version``, ``config`` (``devices``: one of each process), ``results``."""
+    """Read the JSON of ``-J``: ``args``, ``nccl_version``, ``config`` (``devices``: one per process), ``results``."""
     try:
         record = decoded(text)
         config, devices = record["config"], record["config"]["devices"]
@@ -152,14 +153,14 @@ def _json_row(record: Mapping[str, Any], run: _Run, given: Given, where: str) ->
 
 
 def _agreed(told: str, given: Given, where: str) -> str:
-    """The collective that a log names, which the user may name too; ``InputError`` where these are two."""
+    """Name of the collective in a log, which the user may give too; ``InputError`` if they differ."""
     if given.kind is not None and kind_of(told) not in (None, kind_of(given.kind)):
         raise InputError(f"{where}: {told} ran, and --collective says {given.kind}; leave --collective out")
     return given.kind or told
 
 
 def _note(line: str, run: _Run, given: Given, where: str) -> bool:
-    """Whether ``line`` tells about the run; notes what it says."""
+    """Parse ``line`` as a fact about the run and record it; returns False if it is none."""
     if match := _STARTING.search(line):
         run.kind = _agreed(match[1], given, where)
         run.begin()
@@ -185,7 +186,7 @@ def _note(line: str, run: _Run, given: Given, where: str) -> bool:
 
 
 def _version_of(code: int) -> str:
-    """NCCL_VERSION_CODE as text: 22703 is 2.27.3, 2708 (before 2.9) is 2.7.8."""
+    """Text of NCCL_VERSION_CODE: 22703 is 2.27.3, 2708 (before 2.9) is 2.7.8."""
     large = 10000 if code >= 10000 else 1000
     return f"{code // large}.{code % large // 100}.{code % 100}"
 
@@ -207,13 +208,13 @@ def _row(line: str, run: _Run, given: Given, where: str) -> CollectiveRow | None
 
 
 def _check_elements(size: float, count: str, kind: str, where: str) -> None:
-    """What nccl-tests prints of the elements of ``size`` bytes; a row of nothing has size 0."""
+    """Raise ``InputError`` unless nccl-tests' element count and type fit ``size`` bytes; an empty row has size 0."""
     if kind not in _TYPE_BYTES:
         raise InputError(
             f"{where}: element type {kind!r} is none of nccl-tests ({', '.join(_TYPE_BYTES)}); run it again"
         )
     elements = whole_number(count)
-    # Of an all-gather, what one rank puts in.
+    # An all-gather reports the input of one rank.
     if elements is None or (size > 0 and not 0 < elements * _TYPE_BYTES[kind] <= size):
         raise InputError(f"{where}: {count} elements of {kind} are not {size:.0f} bytes; run it again")
 
@@ -241,7 +242,7 @@ def _number(word: str) -> float:
 
 
 def _made(name: str, size: float, seconds: float, run: _Run, given: Given, where: str) -> CollectiveRow | None:
-    """The row; ``None`` for sizes too small for the ranks, which nccl-tests reports as 0."""
+    """Row of a measurement; ``None`` for sizes too small for the ranks, which nccl-tests reports as 0."""
     kind = kind_of(name)
     if kind is None:
         raise InputError(f"{where}: collective {name} is not modelled; known: {', '.join(COLLECTIVE_KINDS)}")
@@ -264,7 +265,9 @@ def _made(name: str, size: float, seconds: float, run: _Run, given: Given, where
 
 
 def _transfer(kind: CollectiveKind, size: float, ranks: int, nodes: int) -> CollectiveTransfer:
-    """``sendrecv_perf`` sends around a ring: a message between two ranks, the slowest of which are on two nodes."""
+    """Transfer of a log row. ``sendrecv_perf`` sends around a ring: a message between two ranks, the slowest pair of
+    which is on two nodes.
+    """
     transfer = whole_buffer(kind, size, ranks, nodes)
     return dataclasses.replace(transfer, ranks=2, nodes=min(nodes, 2)) if kind == "send_recv" else transfer
 
@@ -284,7 +287,7 @@ KINDS: Mapping[str, CollectiveKind] = {
 
 @dataclass(frozen=True)
 class CollectiveRow:
-    """``transfer`` took ``seconds`` with NCCL ``nccl`` (empty: not known)."""
+    """Measured time of ``transfer`` in seconds, with NCCL version ``nccl`` (empty: unknown)."""
 
     transfer: CollectiveTransfer
     seconds: float
@@ -292,8 +295,8 @@ class CollectiveRow:
 
 
 def read_own_table(path: Path) -> list[CollectiveRow]:
-    """The rows of a table of ``python -m costmodel measure --suite collectives``, plain or ``.gz``; those with an error
-    are left out. ``InputError`` for another file.
+    """Read the rows of a table of ``python -m costmodel measure --suite collectives``, plain or ``.gz``; rows with an
+    error are skipped. ``InputError`` for another file.
     """
     return read_sweep(_own_rows, path)
 
@@ -306,13 +309,13 @@ def _own_rows(path: Path) -> Iterator[CollectiveRow]:
                 transfer = from_record(decoded(row["operator"]))
                 if not isinstance(transfer, CollectiveTransfer):
                     raise ValueError(f"a {type(transfer).__name__}")
-                # Of an uneven all-to-all the even ones say all: its time is that of the busiest rank's bytes.
+                # Only even all-to-alls are used: the time of an uneven one is that of the busiest rank's bytes.
                 if transfer.busiest_bytes is None and transfer.kind != "barrier":
                     yield CollectiveRow(transfer, float(row["median_s"]), row["nccl"])
 
 
 def kind_of(name: str) -> CollectiveKind | None:
-    """The kind that nccl-tests, PARAM or NCCL call ``name``; ``None`` if none is meant."""
+    """Kind that nccl-tests, PARAM or NCCL call ``name``, or ``None`` if unknown."""
     words = re.sub(r"[\s\-]+", "_", name.strip().lower()).removesuffix("_perf")
     return KINDS.get(words) or KINDS.get(words.replace("_", "")) or _JOINED.get(words.replace("_", ""))
 
@@ -321,7 +324,7 @@ _JOINED: Mapping[str, CollectiveKind] = {name.replace("_", ""): kind for name, k
 
 
 def whole_buffer(kind: CollectiveKind, size_bytes: float, ranks: int, nodes: int = 1) -> CollectiveTransfer:
-    """The transfer that nccl-tests reports as ``size_bytes``: the larger of a rank's two buffers."""
+    """Transfer that nccl-tests reports with ``size_bytes``, the larger of a rank's two buffers."""
     size = size_bytes / ranks if kind == "all_gather" else size_bytes
     return CollectiveTransfer(kind, size, ranks, nodes)
 

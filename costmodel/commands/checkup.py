@@ -1,7 +1,7 @@
-"""What ``doctor`` looks at in every tool: packages against what the project declares, cores, folders, a compiler.
+"""Checks of ``doctor`` for every tool: installed packages against declared versions, cores, folders, a compiler.
 
-A check tells what was found and, where that is no good, what to do. Nothing is changed: what is written to try a folder
-is removed again.
+A check reports its finding and, if there is a problem, advice. Nothing is changed: files written to test a folder are
+removed again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _IMPORT_SECONDS = 180.0
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at. ``note``: it works, but something is worth knowing; ``advice``: what to do."""
+    """Result of one check. State ``note``: works, with a remark; ``advice``: suggested action."""
 
     name: str
     state: State
@@ -47,7 +47,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class BadPair:
-    """Versions that are known not to work together: name of a distribution -> condition (``==0.1.15``)."""
+    """Versions known to be incompatible: mapping from distribution to condition (``==0.1.15``)."""
 
     versions: Mapping[str, str]
     what: str
@@ -56,14 +56,14 @@ class BadPair:
 
 @dataclass(frozen=True)
 class Declared:
-    """One line of what the project declares: a distribution, the versions that are expected to work."""
+    """Declared dependency: a distribution and the versions expected to work."""
 
     name: str
     condition: str
 
     @property
     def exact(self) -> bool:
-        """Whether one build alone is known to work."""
+        """True if exactly one version is known to work."""
         return self.condition.startswith("==")
 
 
@@ -71,7 +71,7 @@ Check = Callable[[], Iterable[Finding]]
 
 
 def report(tool: str, checks: Sequence[Check], as_json: bool) -> None:
-    """Runs the checks, prints what they find, and ends with status 1 where something is broken."""
+    """Run the checks, print their findings, and exit with status 1 if anything is broken."""
     findings = [each for check in checks for each in _guarded(check)]
     broken = [each for each in findings if each.state == "broken"]
     if as_json:
@@ -88,8 +88,8 @@ def report(tool: str, checks: Sequence[Check], as_json: bool) -> None:
 
 
 def packages(required: str, optional: Mapping[str, str], pairs: Sequence[BadPair]) -> list[Finding]:
-    """The packages of the project and of its extra ``required``, and those of ``optional`` (extra -> what it is for)
-    where some are missing.
+    """Findings on the packages of the project and its extra ``required``, and on missing packages of the ``optional``
+    extras (extra -> purpose).
     """
     found = [Finding("Python", *_python())]
     for extra in ("", required):
@@ -104,7 +104,7 @@ def packages(required: str, optional: Mapping[str, str], pairs: Sequence[BadPair
 
 
 def modules_once(names: Iterable[str]) -> list[Finding]:
-    """Modules that several installed distributions bring: files of one overwrite those of the other."""
+    """Findings on modules provided by several installed distributions, whose files overwrite each other."""
     owners = metadata.packages_distributions()
     found = []
     for name in names:
@@ -116,12 +116,14 @@ def modules_once(names: Iterable[str]) -> list[Finding]:
 
 
 def imports(names: Sequence[str], advice: str) -> list[Finding]:
-    """Whether each module can be imported, each in a process of its own (a broken library may end that)."""
+    """Findings on whether each module can be imported, each in a separate process (which a broken library may
+    crash).
+    """
     return [_import(name, advice) for name in names]
 
 
 def cores() -> list[Finding]:
-    """Cores that there are, that this process may use, that its container grants, and what variables ask for."""
+    """Findings on cores: present, usable, granted by the container, and requested by environment variables."""
     there, usable, quota = os.cpu_count() or 1, usable_cores(), core_quota()
     told = f"{usable} of {there} usable"
     if quota is None:
@@ -141,7 +143,7 @@ def cores() -> list[Finding]:
 
 
 def memory() -> list[Finding]:
-    """Memory that is available."""
+    """Finding on available memory."""
     import psutil
 
     available = int(psutil.virtual_memory().available)
@@ -154,7 +156,7 @@ def memory() -> list[Finding]:
 
 
 def folder(name: str, path: Path) -> Finding:
-    """Whether ``path`` can be written, or made."""
+    """Finding on whether ``path`` can be written or created."""
     parent = next((each for each in (path, *path.parents) if each.exists()), path)
     try:
         if not parent.is_dir():
@@ -174,7 +176,7 @@ def folder(name: str, path: Path) -> Finding:
 
 
 def compiler(command: Sequence[str] | None, name: str, install: str) -> Finding:
-    """Whether ``command`` makes a library that can be loaded, as tuned kernels are."""
+    """Finding on whether ``command`` builds a loadable library, as tuned kernels require."""
     if command is None:
         return Finding(name, "broken", "none found", install)
     shown = " ".join(command)
@@ -196,7 +198,7 @@ def compiler(command: Sequence[str] | None, name: str, install: str) -> Finding:
 
 
 def shipped(name: str, files: Iterable[Path]) -> Finding:
-    """Whether files that the package brings are there and not empty."""
+    """Finding on whether files shipped with the package exist and are not empty."""
     present = [path for path in files if path.is_file() and path.stat().st_size]
     if present:
         return Finding(name, "ok", f"{len(present)} files")
@@ -205,7 +207,9 @@ def shipped(name: str, files: Iterable[Path]) -> Finding:
 
 
 def declared(extra: str) -> list[Declared]:
-    """What ``pyproject.toml`` declares for ``extra`` (empty: for all), by the installed metadata or the checkout."""
+    """Dependencies that ``pyproject.toml`` declares for ``extra`` (empty: for all), from installed metadata or the
+    checkout.
+    """
     try:
         lines = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
@@ -221,7 +225,7 @@ def declared(extra: str) -> list[Declared]:
 
 
 def installed(name: str) -> str | None:
-    """The version of the distribution ``name``."""
+    """Installed version of the distribution ``name``, or ``None``."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -229,7 +233,9 @@ def installed(name: str) -> str | None:
 
 
 def satisfies(version: str, condition: str) -> bool:
-    """Whether ``version`` is one of ``>=2.4,<3``; ``==`` compares every part, and missing ones are zero."""
+    """True if ``version`` meets a condition such as ``>=2.4,<3``; ``==`` compares every part, missing parts are
+    zero.
+    """
     for part in filter(None, condition.split(",")):
         match = re.fullmatch(r"(>=|<=|==|!=|<|>)(.+)", part)
         if match is None:
@@ -250,7 +256,9 @@ def satisfies(version: str, condition: str) -> bool:
 
 
 def _ordered(version: str) -> tuple[tuple[int, ...], int, int]:
-    """Release, then pre-releases before it and post-releases after it; a local part (``+cpu``) does not count."""
+    """Sort key of a version: release, pre-releases before it, post-releases after it; a local part (``+cpu``) is
+    ignored.
+    """
     text = version.partition("+")[0]
     release = re.match(r"[\d.]+", text)
     numbers = [int(each) for each in (release[0] if release else "0").split(".") if each]
@@ -262,7 +270,7 @@ def _ordered(version: str) -> tuple[tuple[int, ...], int, int]:
 
 
 def _guarded(check: Check) -> list[Finding]:
-    """A check that fails says so, and the others go on."""
+    """Run a check; turn its failure into a finding, so that the other checks still run."""
     try:
         return list(check())
     except (ProjectError, OSError) as error:
@@ -313,7 +321,7 @@ def _import(name: str, advice: str) -> Finding:
 
 
 def _memory_limit() -> int | None:
-    """Bytes that the control group of a container allows."""
+    """Memory limit of the container's control group in bytes, or ``None``."""
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             text = Path(path).read_text(encoding="ascii").strip()
@@ -325,7 +333,7 @@ def _memory_limit() -> int | None:
 
 
 def _lines_of_checkout() -> list[str]:
-    """As the metadata have them, from the ``pyproject.toml`` beside the packages; none where that is not there."""
+    """Dependencies in metadata format from the ``pyproject.toml`` beside the packages; empty if it does not exist."""
     import tomllib
 
     try:

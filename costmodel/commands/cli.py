@@ -1,6 +1,6 @@
-"""``python -m costmodel machines | calibrate | measure | fit``.
+"""Command line ``python -m costmodel machines | calibrate | measure | fit``.
 
-The same record feeds the text and ``--json``.
+Text output and ``--json`` are made from the same record.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def fit_command(
 
 
 def _require_none(what: str, options: Mapping[str, object]) -> None:
-    """``InputError`` for an option that is given and does not go with ``what``."""
+    """Raise ``InputError`` for a given option that is incompatible with ``what``."""
     for option, value in options.items():
         if value is not None:
             raise InputError(f"{option} {value}: does not go with {what}; leave one of them out")
@@ -158,7 +158,7 @@ def measure_command(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line; exit status 0, or 2 with one line on standard error for what a user can cause."""
+    """Run the command line; returns exit status 0, or 2 with one line on standard error for a user error."""
     try:
         return app(args=arguments, prog_name=program_name("costmodel"), standalone_mode=True) or 0
     except SystemExit as exit_:
@@ -169,7 +169,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _listing(name: str, path: Path) -> dict[str, str]:
-    """One row of the list. A malformed file is a row that says so: it must not hide the others."""
+    """Row of the machine list. A malformed file gives a row with its error, so that the others are still listed."""
     try:
         machine = load_machine(path)
     except ProjectError as error:
@@ -219,7 +219,7 @@ def _rows(record: dict[str, Any]) -> list[tuple[str, dict[int, str], str]]:
 
 
 def _gpu_rows(record: dict[str, Any]) -> list[tuple[str, dict[int, str], str]]:
-    """What only GPUs have; nothing for a CPU."""
+    """Rows for GPU-only properties; empty for a CPU."""
     gpu = record.get("gpu", {})
     rows = [(f"gpu {name}", {1: str(value)}, "") for name, value in gpu.items() if name != "origin"]
     links = record.get("links", [])
@@ -227,7 +227,7 @@ def _gpu_rows(record: dict[str, Any]) -> list[tuple[str, dict[int, str], str]]:
 
 
 def _console() -> Console:
-    """Plain, unwrapped lines when standard output is not a terminal."""
+    """Console that prints plain, unwrapped lines if standard output is not a terminal."""
     if sys.stdout.isatty():
         return Console(highlight=False, markup=False)
     return Console(highlight=False, markup=False, width=1000, no_color=True)

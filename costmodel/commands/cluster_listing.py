@@ -1,4 +1,4 @@
-"""Clusters and networks as records for people and ``--json``."""
+"""Clusters and networks as records for text output and ``--json``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _UNITS = {"bandwidth": "B/s", "datasheet": "B/s", "latency": "s"}
 
 
 def listing() -> list[dict[str, str]]:
-    """Name, kind, description and file of every cluster and network; a malformed file is a row that says so."""
+    """Name, kind, description and file of every cluster and network; a malformed file gives a row with its error."""
     rows = [_row(name, path, "cluster") for name, path in sorted(cluster_files().items())]
     return rows + [_row(name, path, "network") for name, path in sorted(network_files().items())]
 
@@ -37,7 +37,7 @@ def _row(name: str, path: Path, kind: str) -> dict[str, str]:
 
 
 def described(name_or_path: str) -> dict[str, Any] | None:
-    """The content of the cluster or network of a name, or a cluster's file; ``None`` for anything else."""
+    """Record of the cluster or network named ``name_or_path``, or of a cluster file; ``None`` for anything else."""
     if name_or_path in network_files():
         return _record(find_network(name_or_path), "network")
     file = find_cluster(name_or_path)

@@ -1,4 +1,4 @@
-"""The Python API of ``costmodel``: what operators cost on a machine. Errors are :class:`costmodel.ProjectError`."""
+"""Python API of ``costmodel``: cost of operators on a machine. Errors are :class:`costmodel.ProjectError`."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def estimate(
 ) -> Estimate | list[Estimate]:
     """The time of one operator, or of each of several, in seconds with interval, bound, breakdown and source.
 
-    ``operators``: records of :mod:`costmodel.operators.layers` (``Conv2d``, ``Pool2d``; for CPUs alone ``Dense``,
-    ``FusedConvs``), for GPUs alone of :mod:`costmodel.operators.device_work` (``Gemm``, ``Attention``, ``Elementwise``
+    ``operators``: records of :mod:`costmodel.operators.layers` (``Conv2d``, ``Pool2d``; only for CPUs ``Dense``,
+    ``FusedConvs``), only for GPUs of :mod:`costmodel.operators.device_work` (``Gemm``, ``Attention``, ``Elementwise``
     ...) and :mod:`costmodel.operators.lookups`. Each runs by itself, back to back.
     ``machine``: a name of :func:`machine_names`, a file, or a record. A CPU's come from the roofline, on ``threads``
     threads (default: as many as the machine was measured with); a GPU's from the fitted models of kernels.
@@ -60,7 +60,7 @@ def machine_names() -> tuple[str, ...]:
 
 
 def _name(machine: str | os.PathLike[str]) -> str | Path:
-    """A name stays one; a path is one even where it has no folder."""
+    """Return a name unchanged, and a path as :class:`Path` even if it has no folder part."""
     return machine if isinstance(machine, str) else Path(machine)
 
 

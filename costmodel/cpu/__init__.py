@@ -1,1 +1,1 @@
-"""What convolutions cost on a CPU: its calibration, the roofline, and the correction that is learned while tuning."""
+"""Cost of convolutions on a CPU: its calibration, the roofline model, and a residual learned while tuning."""

@@ -1,5 +1,5 @@
-"""Gradient-boosted trees for the logarithm of measured / analytic time, with an interval that holds its promise, and
-for the order of an operator's configurations.
+"""Gradient-boosted trees for the logarithm of measured / analytic time, with a calibrated interval, and for ranking the
+configurations of an operator.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import numpy as np
 INTERVAL = (0.1, 0.9)
 _ROUNDS = 120
 _PARAMETERS = {"max_depth": 6, "eta": 0.12, "min_child_weight": 0.5, "subsample": 0.9, "tree_method": "hist", "seed": 0}
-# Of trees that are asked about networks they have not seen: shallow ones that see half of the features each. Chosen by
+# For predicting networks absent from the training data: shallow trees that sample half of the features. Chosen by
 # leaving networks out (`python -m lab.validate.ranking`); trees of one tuning run see the very operators they rank.
 FOR_UNSEEN = {"max_depth": 4, "min_child_weight": 3.0, "colsample_bytree": 0.5}
-# What xgboost keeps of every node besides its split and its value.
+# Statistics that xgboost keeps of every node besides its split and its value.
 _STATISTICS = ("base_weights", "loss_changes", "sum_hessian")
-_HELD_OUT = 5  # every fifth row checks the interval
+_HELD_OUT = 5  # every fifth row is held out to calibrate the interval
 
 
 def xgboost_available() -> bool:
-    """Whether the optional package is installed."""
+    """True if the optional package xgboost is installed."""
     from importlib.util import find_spec
 
     return find_spec("xgboost") is not None
@@ -31,20 +31,22 @@ def xgboost_available() -> bool:
 
 @dataclass
 class BoostedResidual:
-    """Trees for one kernel family. The interval's trees are trained when an interval is first asked for.
+    """Trees for one kernel family. The interval's trees are trained when an interval is first requested.
 
-    ``parameters``: of xgboost, where they differ from the usual ones. ``groups``: how many rows each operator has, one
-    after the other, and ``guesses`` of all rows, the logarithms that targets are relative to: then there are trees of
-    their own for the order inside an operator. What tells its configurations apart is small against what tells
-    operators apart, which is all that trees for the targets see of few configurations of each.
+    With ``groups``, separate trees are trained to rank the configurations of one operator: differences between its
+    configurations are small against differences between operators, which dominate the trees for the targets when each
+    operator has few configurations.
     """
 
     features: np.ndarray
     targets: np.ndarray
     weights: np.ndarray
     threads: int = 1
+    # Parameters of xgboost that override the defaults.
     parameters: Mapping[str, float] = field(default_factory=dict)
+    # Number of consecutive rows of each operator.
     groups: Sequence[int] | None = None
+    # Guessed log times of all rows, to which the targets are relative.
     guesses: np.ndarray | None = None
     _mean: Any = field(default=None, init=False, repr=False)
     _order: Any = field(default=None, init=False, repr=False)
@@ -57,7 +59,9 @@ class BoostedResidual:
         return np.asarray(self._mean.inplace_predict(features))
 
     def scores(self, features: np.ndarray, guesses: np.ndarray) -> np.ndarray:
-        """The order of rows of one operator, whose targets are relative to ``guesses``: the least is the fastest."""
+        """Ranking scores of rows of one operator, whose targets are relative to ``guesses``; the lowest is the
+        fastest.
+        """
         if self._order is None and self.groups is not None:
             self._order = self._train_order()
         if self._order is None:
@@ -65,8 +69,8 @@ class BoostedResidual:
         return np.asarray(guesses - self._order.inplace_predict(features, predict_type="margin"))
 
     def to_record(self) -> dict[str, Any]:
-        """The trees of :meth:`predict` and of :meth:`scores` in xgboost's own JSON, as little of it as
-        :meth:`from_record` needs.
+        """The trees of :meth:`predict` and :meth:`scores` as xgboost JSON, reduced to what :meth:`from_record`
+        needs.
         """
         self.scores(self.features[:1], np.zeros(1))
         self.predict(self.features[:1])
@@ -75,16 +79,17 @@ class BoostedResidual:
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> BoostedResidual:
-        """Trees trained before: they predict and order, and have no interval. ``ValueError`` for anything else."""
+        """Trees from :meth:`to_record`: they predict and rank, but have no interval. ``ValueError`` for an invalid
+        record.
+        """
         trees = cls(np.empty((0, 0)), np.empty(0), np.empty(0))
         trees._mean = _booster_of(record["residual"])
         trees._order = _booster_of(record["order"]) if "order" in record else None
         return trees
 
     def interval(self, features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Lower and upper target of each row: the quantiles :data:`INTERVAL`, widened by what held-out rows missed.
-
-        Conformalised quantile regression (Romano, Patterson, Candes, NeurIPS 2019).
+        """Lower and upper target of each row: the quantiles :data:`INTERVAL`, widened by the errors of held-out
+        rows.
         """
         if self._interval is None:
             self._interval = self._train_interval()
@@ -112,15 +117,15 @@ class BoostedResidual:
         return xgboost.train(self._parameters(objective), data, num_boost_round=_ROUNDS)
 
     def _train_order(self) -> Any:
-        """Pairs of one operator's rows, by logistic loss of the difference of their scores (RankNet: Burges et al.,
-        ICML 2005), from the order of the guesses on.
+        """Train ranking trees on pairs of rows of one operator with the logistic loss of their score difference
+        (RankNet: Burges et al., ICML 2005), starting from the order of the guesses.
         """
         import xgboost
 
         assert self.groups is not None and self.guesses is not None
         ends = np.cumsum(self.groups)
         times = self.guesses + self.targets
-        # The higher the better; those of other operators are not compared with.
+        # Higher is better; rows of different operators are not compared.
         ranks = np.concatenate([np.argsort(np.argsort(-part)) for part in np.split(times, ends[:-1])])
         data = xgboost.DMatrix(self.features, ranks.astype(np.float32), nthread=self.threads)
         data.set_group(list(self.groups))
@@ -138,7 +143,8 @@ def _record_of(booster: Any) -> dict[str, Any]:
     for tree in model["learner"]["gradient_booster"]["model"]["trees"]:
         for statistic in _STATISTICS:
             tree[statistic] = [0.0] * len(tree[statistic])
-        # Of a leaf it is the value, a step of a logarithm: five digits are far below what a measurement repeats to.
+        # For a leaf this is the value, a step of a logarithm: five digits are far finer than the repeatability of
+        # measurements.
         tree["split_conditions"] = [
             float(f"{value:.5g}") if child < 0 else value
             for value, child in zip(tree["split_conditions"], tree["left_children"], strict=True)

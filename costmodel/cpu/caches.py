@@ -1,4 +1,4 @@
-"""Data caches of this machine, as the operating system reports them."""
+"""Data caches of this machine, as reported by the operating system."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SYSFS = Path("/sys/devices/system/cpu")
 
 @dataclass(frozen=True)
 class Cache:
-    """One level. ``shared``: by several cores (hardware threads of one core do not count)."""
+    """One cache level. ``shared``: by several cores (hardware threads of one core do not count)."""
 
     level: int
     capacity_bytes: int
@@ -26,9 +26,9 @@ class Cache:
 
 
 def find_caches(sysfs: Path = SYSFS) -> tuple[Cache, ...]:
-    """Data and unified caches from the core outwards; empty where nothing reports them.
+    """Data and unified caches from the core outwards; empty if none are reported.
 
-    Of another ``sysfs`` than this machine's, files alone are asked.
+    With ``sysfs`` other than this machine's, only its files are read.
     """
     caches = _from_sysfs(sysfs)
     if sysfs != SYSFS:
@@ -39,7 +39,7 @@ def find_caches(sysfs: Path = SYSFS) -> tuple[Cache, ...]:
 
 
 def memory_bytes() -> int | None:
-    """Memory available now (Linux), else all of it; ``None`` if unknown."""
+    """Available memory in bytes (Linux), else total memory; ``None`` if unknown."""
     try:
         for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("MemAvailable:"):
@@ -53,14 +53,14 @@ def memory_bytes() -> int | None:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a sysfs size such as ``48K`` or ``2M``; ``ValueError`` for anything else."""
+    """Parse a sysfs size such as ``48K`` or ``2M`` into bytes; ``ValueError`` for anything else."""
     text = text.strip()
     scale = {"K": 2**10, "M": 2**20, "G": 2**30}.get(text[-1:], 1)
     return int(text.rstrip("KMG")) * scale
 
 
 def parse_cpu_list(text: str) -> frozenset[int]:
-    """CPU numbers of a sysfs list such as ``0-3,8``."""
+    """Parse a sysfs list such as ``0-3,8`` into CPU numbers."""
     cpus: set[int] = set()
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
@@ -106,7 +106,7 @@ def _from_getconf() -> list[Cache]:
 
 
 def _command_number(command: list[str]) -> int:
-    """The number that ``command`` prints, or 0."""
+    """Number printed by ``command``, or 0 on failure."""
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
         return int(result.stdout.strip()) if result.returncode == 0 else 0

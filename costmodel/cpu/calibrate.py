@@ -1,8 +1,8 @@
-"""Measures the CPU this process runs on and describes it as a :class:`Machine`.
+"""Calibration: measures the CPU this process runs on and describes it as a :class:`Machine`.
 
-Rates and bandwidths are the best of many repetitions: other tenants of the machine only ever slow one down, and a
-ceiling is asked for. Parallel regions are medians: a kernel pays the usual cost, not the luckiest. Medians (or the
-best) stand beside them in each number's origin.
+Rates and bandwidths are the best of many repetitions, since other tenants only slow a machine down and a ceiling is
+wanted. Parallel regions are medians: a kernel pays the usual cost, not the luckiest. The other statistic (median or
+best) is part of each number's origin.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ from costmodel.machines.machine_records import (
 
 @dataclass(frozen=True)
 class CalibrationEffort:
-    """Rounds of the whole sweep, repetitions (of about 3 ms or one pass, whichever is longer), the largest buffer."""
+    """Effort of a calibration: rounds of the whole sweep, repetitions (of about 3 ms or one pass, whichever is longer),
+    and the largest buffer.
+    """
 
     rounds: int = 2
     repetitions: int = 30
@@ -50,7 +52,7 @@ QUICK = CalibrationEffort(rounds=1, repetitions=3, memory_repetitions=1, largest
 def calibrate(
     threads: int | None = None, effort: CalibrationEffort | None = None, progress: Say = lambda line: None
 ) -> Machine:
-    """Measures this CPU on 1 to ``threads`` threads (default: the cores this process may use).
+    """Measure this CPU on 1 to ``threads`` threads (default: the cores this process may use).
 
     ``progress`` receives one line per finished step. Raises :class:`InputError` for more threads than cores,
     :class:`MissingDependencyError` without a C compiler.
@@ -66,7 +68,9 @@ def calibrate(
 
 @dataclass(frozen=True)
 class CpuFacts:
-    """What the operating system tells of the CPU that is measured. ``memory_bytes``: available, ``None`` if unknown."""
+    """Properties of the measured CPU as reported by the operating system. ``memory_bytes``: available memory, ``None``
+    if unknown.
+    """
 
     name: str
     host: Host
@@ -75,34 +79,34 @@ class CpuFacts:
 
 
 def this_cpu() -> CpuFacts:
-    """The CPU that this process runs on."""
+    """Facts about the CPU that this process runs on."""
     return CpuFacts(_cpu_name(), host_identity(), find_caches(), memory_bytes())
 
 
 def calibrate_with(
     benchmarks: Microbenchmarks, threads: int, effort: CalibrationEffort, progress: Say, facts: CpuFacts
 ) -> Machine:
-    """Measures the CPU on which ``benchmarks`` run, this one or another, on 1 to ``threads`` threads."""
+    """Measure the CPU on which ``benchmarks`` run, this one or another, on 1 to ``threads`` threads."""
     return _Calibration(benchmarks, thread_counts(threads), effort, progress, facts).machine()
 
 
 def thread_counts(threads: int) -> tuple[int, ...]:
-    """1, 2, 4, ... and ``threads``; between them a machine interpolates."""
+    """Thread counts to measure: 1, 2, 4, ... and ``threads``; a machine interpolates between them."""
     powers = [2**exponent for exponent in range(threads.bit_length()) if 2**exponent <= threads]
     return tuple(sorted({*powers, threads}))
 
 
 def buffer_bytes(cache: Cache, inner: Cache | None, threads: int) -> int:
-    """Working set per thread that lives in ``cache``: its usable share, and clearly beyond the cache inside it."""
+    """Working set per thread that resides in ``cache``: its usable share, clearly larger than the next inner cache."""
     share = int(USABLE_SHARE * (cache.capacity_bytes / threads if cache.shared else cache.capacity_bytes))
     if inner is None:
         return _whole_lines(share)
-    # A large shared cache is not swept whole: other tenants use it too, and its near part is what kernels meet.
+    # A large shared cache is not swept whole: other tenants use it too, and kernels mostly use its near part.
     return _whole_lines(min(share, 8 * inner.capacity_bytes))
 
 
 def dram_bytes(caches: Sequence[Cache], threads: int, available: int | None, largest: int) -> int:
-    """Working set per thread for the memory itself: twice all caches together, at most a quarter of the memory."""
+    """Working set per thread that exceeds the caches: twice all caches together, at most a quarter of the memory."""
     cached = sum(cache.capacity_bytes * (1 if cache.shared else threads) for cache in caches)
     total = min(max(2 * cached, 2**28), largest, (available or 2**31) // 4)
     return _whole_lines(total // threads)
@@ -110,7 +114,9 @@ def dram_bytes(caches: Sequence[Cache], threads: int, available: int | None, lar
 
 @dataclass(frozen=True)
 class _Step:
-    """One quantity to sweep over the thread counts. ``measure(threads)`` is ``None`` where this CPU cannot."""
+    """One quantity to sweep over the thread counts. ``measure(threads)`` returns ``None`` if this CPU does not support
+    it.
+    """
 
     label: str
     unit: str
@@ -119,7 +125,7 @@ class _Step:
 
 @dataclass(frozen=True)
 class _Level:
-    """A cache or the memory, and the working set per thread with which it is measured."""
+    """A cache or the memory, with the working set per thread used to measure it."""
 
     name: str
     capacity: int
@@ -133,7 +139,7 @@ ThreadSamples = dict[int, KernelSample]  # by thread count
 
 
 class _Calibration:
-    """One run: the compiled program, what to sweep, where to report."""
+    """One calibration run: the compiled benchmarks, thread counts, effort and progress callback."""
 
     def __init__(
         self,
@@ -170,7 +176,7 @@ class _Calibration:
         )
 
     def cache_levels(self, caches: Sequence[Cache]) -> list[_Level]:
-        """Levels that a working set can single out."""
+        """Cache levels that can be isolated by a working set."""
         levels = []
         for inner, cache in zip([None, *caches], caches, strict=False):
             sizes = {threads: buffer_bytes(cache, inner, threads) for threads in self.counts}
@@ -211,8 +217,9 @@ class _Calibration:
         return self.benchmarks.region(threads, 5 * self.effort.repetitions)
 
     def measure(self, plan: Mapping[str, _Step]) -> dict[str, ThreadSamples]:
-        """Samples of every step that this CPU can do. All steps once, then all again: a slow spell of the machine
-        (its clock, other tenants) then meets no quantity in every round."""
+        """Samples of every step that this CPU supports. Each round runs all steps, so that a slow phase of the machine
+        (clock, other tenants) does not affect the same quantity in every round.
+        """
         results: dict[str, ThreadSamples] = {}
         missing: set[str] = set()
         for index in range(self.effort.rounds):
@@ -295,7 +302,7 @@ def _write(level: _Level) -> str:
 
 
 def _merged(before: ThreadSamples | None, now: ThreadSamples, smallest: bool) -> ThreadSamples:
-    """The better of two rounds, and the mean of their medians."""
+    """The better result of two rounds, and the mean of their medians."""
     if before is None:
         return now
     better = min if smallest else max
@@ -332,6 +339,6 @@ def _cpu_name() -> str:
 
 
 def model_name(cpuinfo: str) -> str:
-    """What /proc/cpuinfo calls the CPU; empty where it does not."""
+    """CPU model name in /proc/cpuinfo; empty if absent."""
     lines = (line for line in cpuinfo.splitlines() if line.startswith("model name"))
     return next((line.partition(":")[2].strip() for line in lines), "")

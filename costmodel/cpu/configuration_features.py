@@ -37,7 +37,7 @@ DTYPE_COLUMNS = ("dtype bytes", "dtype rate")
 
 
 def tunable(operator: AnyOperator) -> Operator:
-    """``operator``, if it is one that kernels are tuned for; else :class:`UnsupportedOperatorError`."""
+    """Return ``operator`` if kernels are tuned for its type, else raise :class:`UnsupportedOperatorError`."""
     if not isinstance(operator, Operator):
         raise UnsupportedOperatorError(
             f"no kernels are tuned for operator {type(operator).__name__}; give a convolution, pool or dense layer"
@@ -46,7 +46,9 @@ def tunable(operator: AnyOperator) -> Operator:
 
 
 def operator_family(operator: AnyOperator) -> str:
-    """Operators that share a kernel template, hence knobs: one learned model each, of all dtypes."""
+    """Family name shared by operators of one kernel template, hence the same knobs: one learned model each, for all
+    dtypes.
+    """
     if isinstance(operator, FusedConvs):
         return operator.kind
     if isinstance(operator, Conv2d):
@@ -57,12 +59,12 @@ def operator_family(operator: AnyOperator) -> str:
 
 
 def knob_names(configs: Sequence[Config]) -> tuple[str, ...]:
-    """All knobs that occur, sorted."""
+    """Names of all knobs in ``configs``, sorted."""
     return tuple(sorted({knob for config in configs for knob in config}))
 
 
 def column_names(operators: Sequence[Operator], configs: Sequence[Config]) -> tuple[str, ...]:
-    """All knobs of ``configs``, and :data:`DTYPE_COLUMNS` where ``operators`` are of several dtypes."""
+    """Names of all knobs of ``configs``, and :data:`DTYPE_COLUMNS` if ``operators`` have several dtypes."""
     several = len({dtype_of(operator) for operator in operators}) > 1
     return (*knob_names(configs), *(DTYPE_COLUMNS if several else ()))
 
@@ -92,14 +94,14 @@ def feature_matrix(
 
 
 def _dtype_values(operator: Operator, estimate: Estimate) -> list[float]:
-    """In the order of :data:`DTYPE_COLUMNS`."""
+    """Values of the columns :data:`DTYPE_COLUMNS`, in their order."""
     seconds = _number(estimate.breakdown.get("compute_seconds"))
     rate = operator.flops / seconds if seconds > 0 else math.nan
     return [float(element_bytes(dtype_of(operator))), math.log2(rate) if rate > 0 else math.nan]
 
 
 def _dimensions(operator: Operator) -> list[int]:
-    """Every extent that defines the operator; the same number for each operator of a family."""
+    """All extents that define the operator; the same number for each operator of a family."""
     if isinstance(operator, FusedConvs):
         return [size for conv in operator.convs for size in _dimensions(conv)]
     if isinstance(operator, Dense):

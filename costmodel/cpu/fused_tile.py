@@ -1,9 +1,9 @@
-"""Row tiles of fused convolutions: what a tile re-computes, and what it keeps in the caches.
+"""Row tiles of fused convolutions: recomputation per tile, and bytes it keeps in the caches.
 
 A fused kernel computes the last convolution in tiles of rows; for each tile it first computes the rows of every
-intermediate that the tile reads. Neighbouring tiles need overlapping rows (the halo of a window), which are
-computed twice: the recomputation factor rho is rows computed over rows that exist. Chains of three and pairs with a
-dense window keep the rows that neighbouring tiles share (``schedules/kernels/sliding_window.py``, ``conv_pair.py``).
+intermediate that the tile reads. Neighbouring tiles need overlapping rows (the halo of a window), which are computed
+twice: the recomputation factor rho is rows computed over rows that exist. Chains of three and pairs with a dense window
+keep the rows shared by neighbouring tiles (``schedules/kernels/sliding_window.py``, ``conv_pair.py``).
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ class FusedTile:
 
 
 def fused_tiles(operator: FusedConvs, lanes: int, threads: int = 1) -> list[FusedTile]:
-    """Every tile height that gives another number of tiles; ``lanes``: channels of one block."""
+    """Tiles of every height that gives a different number of tiles; ``lanes``: channels of one block."""
     height = operator.convs[-1].out_height
     heights = sorted({-(-height // count) for count in range(1, height + 1)})
     return [fused_tile(operator, rows, lanes, threads) for rows in heights]
 
 
 def has_dense_window(operator: FusedConvs) -> bool:
-    """Whether it is a pair of which one is a dense k x k convolution."""
+    """True for a pair in which one convolution is a dense k x k convolution."""
     return len(operator.convs) == 2 and any(conv_kind(conv) == "conv" for conv in operator.convs)
 
 
 def slides_a_window(operator: FusedConvs) -> bool:
-    """Whether its kernel walks down the rows and keeps what the next step needs."""
+    """True if the kernel slides down the rows and keeps the rows needed by the next step."""
     return len(operator.convs) > 2 or has_dense_window(operator)
 
 
 def fused_tile(operator: FusedConvs, rows: int, lanes: int, threads: int = 1) -> FusedTile:
-    """The tile of ``rows`` output rows (the last tile may be shorter).
+    """Tile of ``rows`` output rows (the last tile may be shorter).
 
-    A window slides down the rows of each of ``threads`` threads (:func:`slides_a_window`): only the halo between two
-    threads is computed twice, but all channels of the window stay resident.
+    If the kernel slides a window (:func:`slides_a_window`), each of ``threads`` threads does so over its own rows: only
+    the halo between two threads is computed twice, but all channels of the window stay resident.
     """
     height = operator.convs[-1].out_height
     slides = slides_a_window(operator)
@@ -82,7 +82,7 @@ def _bands(height: int, rows: int) -> list[tuple[int, int]]:
 
 
 def input_rows(conv: Conv2d, start: int, stop: int) -> tuple[int, int]:
-    """Rows of the input that output rows ``start`` to ``stop`` (exclusive) read, without the padding."""
+    """Range of input rows read by output rows ``start`` to ``stop`` (exclusive), padding excluded."""
     extent = conv.dilation[0] * (conv.kernel[0] - 1) + 1
     first = start * conv.stride[0] - conv.padding[0]
     last = (stop - 1) * conv.stride[0] - conv.padding[0] + extent
@@ -90,22 +90,26 @@ def input_rows(conv: Conv2d, start: int, stop: int) -> tuple[int, int]:
 
 
 def _intermediate_bytes(conv: Conv2d, rows: int, consumer: Conv2d, lanes: int, slides: bool) -> int:
-    """A depthwise consumer of a pair takes one block of channels at a time; any other needs all of them."""
+    """Bytes of an intermediate's tile. A depthwise consumer of a pair takes one block of channels at a time; any other
+    needs all channels.
+    """
     channels = min(lanes, conv.out_channels) if consumer.is_depthwise and not slides else conv.out_channels
     return rows * conv.out_width * channels * element_bytes(middle_dtype(consumer))
 
 
 def middle_dtype(consumer: Conv2d) -> str:
-    """Of what a fused kernel keeps for ``consumer``: a depthwise convolution of a narrow dtype computes in FP32 and
-    reads what was computed, a dense one takes operands of its own dtype. Quantised layers (``int8``) each round as they
-    would alone, and bytes lie between them.
+    """Data type of the intermediate read by ``consumer``: a depthwise convolution of a narrow dtype computes in FP32
+    and reads unrounded values, a dense one takes operands of its own dtype. Quantised layers (``int8``) round as they
+    would alone, so the intermediate is ``int8``.
     """
     narrow = element_bytes(consumer.dtype) < 4 and consumer.dtype != "int8"
     return "float32" if consumer.is_depthwise and narrow else consumer.dtype
 
 
 def _weight_bytes(operator: FusedConvs, index: int, lanes: int, slides: bool) -> int:
-    """Weights a tile needs: one block's when a pair ends in a depthwise convolution, else all."""
+    """Bytes of the weights that a tile needs: one channel block's if a pair ends in a depthwise convolution,
+    else all.
+    """
     conv = operator.convs[index]
     if slides or not operator.convs[-1].is_depthwise:
         return conv.weight_bytes

@@ -1,8 +1,8 @@
-"""What the analytic model misses, learned from measurements while tuning.
+"""Residual of the analytic model, learned from measurements while tuning.
 
 The target is log(measured / analytic) of each measured (operator, configuration). A family of kernels without enough
-measurements is priced by the analytic model alone, and every estimate says which of the two it came from. Models may
-stand on each other: one that was trained on many networks before is the guess that another corrects while it tunes.
+measurements is priced by the analytic model alone; every estimate records which of the two it came from. Models can be
+stacked: a model trained on many networks provides the guess that another corrects while it tunes.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ from costmodel.model.measurements import Config, ConfigKey, Measurement, config_
 from costmodel.operators.any_operator import AnyOperator, dtype_of
 from costmodel.operators.layers import Operator
 
-MIN_MEASUREMENTS = 8  # of a family, before its trees are trusted more than the analytic order
-RETRAIN_GROWTH = 1.15  # of a family's measurements, before its trees are trained again
-MIN_OPERATORS = 3  # of a family, before its best times say something about an operator never measured
+MIN_MEASUREMENTS = 8  # measurements of a family needed to trust its trees more than the analytic order
+RETRAIN_GROWTH = 1.15  # growth of a family's measurements that triggers retraining
+MIN_OPERATORS = 3  # measured operators of a family needed to predict the best time of an unmeasured one
 
-# Names of the columns that their features hold, knobs and those of several dtypes, and the trees of one family.
+# Names of the feature columns (knobs, and dtype columns), and the trees of one family.
 FamilyTrees = tuple[tuple[str, ...], BoostedResidual]
 
 
 class ResidualModel(CostModel):
     """The tuner's ranking model: ``analytic`` corrected by trees over operator, knobs and analytic terms.
 
-    ``key`` identifies what was measured on (CPU, threads); :meth:`load` refuses what was learned under another key.
-    ``threads``: of the training itself. Without the optional package ``xgboost`` the analytic model answers alone.
-    ``config_terms(operator, configs)``, shape (configs, terms): first an analytic guess, positive and in any unit, that
-    tells configurations of one operator apart, of which the trees then learn what it gets wrong; the others are
-    features. ``before``: a model of which the same holds, for the families that it has learned.
+    ``key`` identifies the measured platform (CPU, threads); :meth:`load` refuses data learned under another key.
+    ``threads``: used for training. Without the optional package ``xgboost`` the analytic model is used alone.
+
+    ``config_terms(operator, configs)``, shape (configs, terms): the first column is an analytic guess, positive and in
+    any unit, that ranks configurations of one operator and that the trees correct; the others are features. ``before``:
+    an earlier model with the same terms, which provides the guesses for the families it has learned.
     """
 
     def __init__(
@@ -66,11 +67,11 @@ class ResidualModel(CostModel):
 
     @property
     def measurements(self) -> list[Measurement]:
-        """Everything learned from; of repeated measurements the fastest."""
+        """All measurements learned from; the fastest of repeated ones."""
         return [each for configs in self._measured.values() for each in configs.values()]
 
     def update(self, measurements: Iterable[Measurement]) -> None:
-        """Adds measurements; their families are retrained when next asked."""
+        """Add measurements; their families are retrained on next use."""
         measurements = list(measurements)
         for each in measurements:
             known = self._measured.setdefault(tunable(each.operator), {})
@@ -82,24 +83,24 @@ class ResidualModel(CostModel):
                 self._trees.pop(family, None)
 
     def fit(self, measurements: Sequence[Measurement]) -> None:
-        """Forgets everything and learns from ``measurements``."""
+        """Replace all measurements by ``measurements``."""
         self._measured.clear()
         self._trees.clear()
         self._trained_on.clear()
         self.update(measurements)
 
     def rank(self, operator: Operator, configs: Sequence[Config]) -> list[int]:
-        """Indices into ``configs``, fastest first. The given order where nothing is learned, as among equals."""
+        """Indices into ``configs``, fastest first. Keeps the given order if nothing is learned, and among ties."""
         if not configs or not self.knows(operator):
             return list(range(len(configs)))
         return [int(index) for index in np.argsort(self.scores(operator, configs), kind="stable")]
 
     def knows(self, operator: Operator) -> bool:
-        """Whether something was learned of the operator's family, here or before."""
+        """True if the operator's family has been learned, here or in ``before``."""
         return self._family(operator) is not None or (self._before is not None and self._before.knows(operator))
 
     def seconds(self, operator: Operator, configs: Sequence[Config]) -> np.ndarray:
-        """Expected seconds of each configuration; the analytic guess in its own unit where nothing is learned."""
+        """Expected seconds of each configuration; the analytic guess in its own unit if nothing is learned."""
         guesses = self._priors(operator, configs)
         family = self._family(operator)
         if family is None or not configs:
@@ -108,9 +109,9 @@ class ResidualModel(CostModel):
         return np.asarray(guesses * np.exp(trees.predict(self._features(operator, configs, knobs))))
 
     def scores(self, operator: Operator, configs: Sequence[Config]) -> np.ndarray:
-        """What configurations of one operator are ranked by, the least first; of different operators it says nothing.
+        """Ranking score of each configuration of one operator, lowest first; not comparable between operators.
 
-        Where trees were trained for the order (:func:`train_together`) it is not that of :meth:`seconds`.
+        With trees trained for ranking (:func:`train_together`) the order may differ from that of :meth:`seconds`.
         """
         family = self._family(operator)
         if family is None and self._before is not None and self._before.knows(operator):
@@ -122,7 +123,7 @@ class ResidualModel(CostModel):
         return trees.scores(self._features(operator, configs, knobs), guesses)
 
     def predict(self, operator: Operator, configs: Sequence[Config]) -> list[Estimate]:
-        """Time of each configuration with an 80 % interval; analytic (the same for all) where nothing is learned."""
+        """Time of each configuration with an 80 % interval; analytic (the same for all) if nothing is learned."""
         base = self._base(operator)
         family = self._family(operator)
         if family is None or not configs:
@@ -136,22 +137,25 @@ class ResidualModel(CostModel):
         return [_scaled(base, *(float(value) for value in row)) for row in rows]
 
     def estimate(self, operators: Sequence[AnyOperator]) -> list[Estimate]:
-        """Time of each operator with the best configuration tuning would find.
+        """Time of each operator with the best configuration that tuning would find.
 
-        ``measured`` for a measured operator; ``fitted`` from the best times of its family and dtype; else ``analytic``.
+        Source ``measured`` for a measured operator; ``fitted`` from the best times of its family and dtype; else
+        ``analytic``.
         """
         return [self._estimate(tunable(operator)) for operator in operators]
 
     def install(self, trees: Mapping[str, FamilyTrees]) -> None:
-        """Takes trees that :func:`train_together` made of models like this one, for the families that they are of."""
+        """Use ``trees`` made by :func:`train_together` from models with the same terms, for the families they cover."""
         self._trees.update(trees)
 
     def save(self, directory: Path) -> None:
-        """Writes measurements and provenance; training again from them is exact and takes well under a second."""
+        """Write measurements and provenance; retraining from them is exact and takes well under a second."""
         write_measurements(directory, self.key, self.measurements)
 
     def load(self, directory: Path) -> None:
-        """Restores :meth:`save`; ``InputError`` for a missing or corrupt file, or one of another key."""
+        """Restore measurements from :meth:`save`; ``InputError`` for a missing or corrupt file, or one of
+        another key.
+        """
         self.fit(read_measurements(directory, self.key))
 
     def _estimate(self, operator: Operator) -> Estimate:
@@ -177,7 +181,7 @@ class ResidualModel(CostModel):
         return self._terms(operator, configs)[:, 0]
 
     def _terms(self, operator: Operator, configs: Sequence[Config]) -> np.ndarray:
-        """``config_terms``, asked once for every configuration: templates take their time."""
+        """Values of ``config_terms``, cached per configuration, since templates take time to evaluate."""
         if self._config_terms is None:
             return np.full((len(configs), 1), self._base(operator).seconds)
         known = self._known_terms.setdefault(operator, {})
@@ -221,7 +225,7 @@ class ResidualModel(CostModel):
         return _train([self], family, self._threads)
 
     def _groups(self, family: str) -> list[tuple[Operator, list[Measurement]]]:
-        """The measurements of every operator of ``family``."""
+        """Measurements of every operator of ``family``."""
         return [
             (operator, list(configs.values()))
             for operator, configs in self._measured.items()
@@ -229,23 +233,23 @@ class ResidualModel(CostModel):
         ]
 
     def _rows(self, family: str, knobs: Sequence[str]) -> list[tuple[np.ndarray, ...]]:
-        """Features, targets, weights and logarithms of the guesses of every operator of ``family``."""
+        """Features, targets, weights and log guesses of every operator of ``family``."""
         found: list[tuple[np.ndarray, ...]] = []
         for operator, group in self._groups(family):
             configs = [each.config for each in group]
             seconds = np.array([each.seconds for each in group])
             guesses = np.log(self._priors(operator, configs))
-            # Being right about the fast ones decides what is measured next.
+            # Accuracy on the fast configurations decides what is measured next.
             weights = seconds.min() / seconds
             found.append((self._features(operator, configs, knobs), np.log(seconds) - guesses, weights, guesses))
         return found
 
 
 def train_together(models: Sequence[ResidualModel], threads: int = 1) -> dict[str, FamilyTrees]:
-    """Trees for every family with enough measurements, from all ``models``: one CPU on several thread counts, say.
+    """Trees for every family with enough measurements, from all ``models``, such as one CPU with several thread counts.
 
-    They have trees for the order of an operator's configurations besides those for its time. The models have the same
-    terms; their own trees take no part. :meth:`ResidualModel.install` gives them to a model.
+    Includes trees for ranking an operator's configurations besides those for its time. The models must have the same
+    terms; their own trees are not used. :meth:`ResidualModel.install` adds the result to a model.
     """
     counts: Counter[str] = Counter()
     for model in models:
@@ -271,7 +275,7 @@ def _train(
 
 
 def _scaled(base: Estimate, middle: float, lower: float, upper: float) -> Estimate:
-    """``base`` times exp of the residual and of its interval."""
+    """``base`` multiplied by exp of the residual and of its interval."""
     low, mid, high = (base.seconds * math.exp(value) for value in (lower, middle, upper))
     breakdown = {**base.breakdown, "analytic_seconds": base.seconds}
     return Estimate(mid, min(low, mid), max(high, mid), base.bound, breakdown, "fitted")

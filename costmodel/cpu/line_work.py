@@ -1,7 +1,7 @@
 """Work of a convolution with a long window by Winograd's filtering along one axis, for the roofline.
 
 The window is a row of pieces of r taps. Tiles of r outputs take 2 r - 1 products for each piece instead of r * r, and
-the transformed input of one piece serves all others (kernels: ``schedules/kernels/line_winograd.py``).
+the transformed input of one piece is shared by all others (kernels: ``schedules/kernels/line_winograd.py``).
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from costmodel.cpu.winograd_work import WinogradWork
 from costmodel.machines.machine_records import Machine
 from costmodel.operators.layers import Conv2d
 
-# Taps of a piece that there are kernels for.
+# Supported numbers of taps of a piece.
 PIECES = (3, 4)
-# Fewer taps (of a phase) are better left to other algorithms, those of 3x3 windows to tiles with two sides; more phases
-# are too many to write out.
+# Windows with fewer taps (per phase) are left to other algorithms, 3x3 windows to two-dimensional tiles; with more
+# phases the generated code is too large.
 _LEAST_TAPS, _MOST_PHASES = 3, 8
-# Of the products of direct sums, those that have to be left for the transforms to pay.
+# Largest share of the products of direct sums for which the transforms pay off.
 _MOST_PRODUCTS = 0.8
 
 
 @dataclass(frozen=True)
 class Lines:
-    """``conv`` as lines along ``axis`` (0: of rows, one below the other) in pieces of ``taps``: along a line tiles of
-    ``taps`` outputs. A stride along it makes phases, each with a window of its own.
+    """Decomposition of ``conv`` into lines along ``axis`` (0: down the rows) and pieces of ``taps``: a line is computed
+    in tiles of ``taps`` outputs. A stride along the line gives phases, each with its own window.
     """
 
     conv: Conv2d
@@ -41,12 +41,12 @@ class Lines:
 
     @property
     def phases(self) -> int:
-        """Inputs between two neighbouring outputs of a line."""
+        """Number of phases: distance in inputs between neighbouring outputs of a line."""
         return self.conv.stride[self.axis]
 
     @property
     def pieces(self) -> int:
-        """Pieces of the window of a phase; what the last lacks are zeros."""
+        """Pieces of a phase's window; the last is padded with zeros."""
         return -(-self.conv.kernel[self.axis] // (self.phases * self.taps))
 
     @property
@@ -56,7 +56,7 @@ class Lines:
 
     @property
     def outputs(self) -> tuple[int, int]:
-        """Outputs along a line, and lines of them."""
+        """Outputs along a line, and number of lines."""
         size = (self.conv.out_height, self.conv.out_width)
         return size[self.axis], size[1 - self.axis]
 
@@ -67,21 +67,21 @@ class Lines:
 
     @property
     def steps(self) -> int:
-        """Products that each position of a tile sums up, for an output channel."""
+        """Products summed per position of a tile and output channel."""
         return self.conv.in_channels * self.phases * self.pieces * self.across
 
     def place(self, along: Any, across: Any) -> tuple[Any, Any]:
-        """Row and column."""
+        """Row and column from positions along and across the lines."""
         return (along, across) if self.axis == 0 else (across, along)
 
     def source_lines(self, lines: int) -> int:
-        """Lines of the input, padding included, that ``lines`` of the output read."""
+        """Input lines, padding included, read by ``lines`` output lines."""
         conv, other = self.conv, 1 - self.axis
         return (lines - 1) * conv.stride[other] + (self.across - 1) * conv.dilation[other] + 1
 
     @property
     def window(self) -> Conv2d:
-        """A convolution whose weights are those of one position: (taps across x pieces) x phases."""
+        """Convolution whose weights are those of one position: (taps across x pieces) x phases."""
         size = (self.across * self.pieces, self.phases)
         return replace(
             self.conv, kernel=size, stride=(1, 1), dilation=(1, 1), height=size[0], width=size[1], padding=(0, 0, 0, 0)
@@ -89,7 +89,7 @@ class Lines:
 
     @property
     def applies(self) -> bool:
-        """Whether there is a kernel of it, and products to be saved."""
+        """True if a kernel exists and saves products."""
         conv, axis = self.conv, self.axis
         plain = conv.dtype == "float32" and conv.groups == 1 and not conv.gated and conv.prologue is None
         if not plain or conv.dilation[axis] > 1 or conv.stride[axis] > _MOST_PHASES or self.tiles < 2:
@@ -100,14 +100,14 @@ class Lines:
 
 
 def lines_of(conv: Conv2d) -> Iterator[Lines]:
-    """Every way to compute ``conv`` so."""
+    """All decompositions of ``conv`` into lines that apply."""
     for taps in PIECES:
         yield from (lines for axis in (0, 1) if (lines := Lines(conv, taps, axis)).applies)
 
 
 def line_work(lines: Lines, machine: Machine) -> WinogradWork:
-    """Work of ``lines``; ``ValueError`` on a machine without a vector unit. Transforms are priced as dense matrices; of
-    few channels, which lie plain, they go value by value.
+    """Work of ``lines``; ``ValueError`` on a machine without a vector unit. Transforms are priced as dense matrices;
+    with few channels, stored unblocked, they run value by value.
     """
     if machine.vector is None:
         raise ValueError(f"{machine.name} has no vector unit: transforms cannot be priced")

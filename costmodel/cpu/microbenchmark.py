@@ -1,4 +1,4 @@
-"""Compiles and runs ``microbenchmarks.c`` with the system's C compiler."""
+"""Build and run ``microbenchmarks.c`` with the system's C compiler."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from costmodel.base.errors import MachineError, MissingDependencyError
 SOURCE = Path(__file__).with_name("microbenchmarks.c")
 # Without this flag the write benchmark may become a call of memset.
 _FLAGS = ("-std=gnu11", "-O3", "-pthread", "-fno-tree-loop-distribute-patterns")
-# The CPU at hand, as different compilers and architectures spell it; the last one always works.
+# Flags for the native CPU, as spelled by different compilers and architectures; the last one always works.
 _NATIVE = (("-march=native",), ("-mcpu=native",), ())
 
 
@@ -37,7 +37,7 @@ class Microkernel:
 
 @dataclass(frozen=True)
 class Microbenchmarks:
-    """The compiled program. ``compiler`` is the command line that made it, part of each number's origin."""
+    """The compiled program. ``compiler``: command line that built it, part of each number's origin."""
 
     program: Path
     compiler: str
@@ -46,11 +46,11 @@ class Microbenchmarks:
     kernels: tuple[Microkernel, ...]
 
     def rate(self, kernel: str, threads: int, repetitions: int) -> KernelSample | None:
-        """Operations/s of an arithmetic kernel; ``None`` where this CPU or its operating system refuses it."""
+        """Operations/s of an arithmetic kernel; ``None`` if this CPU or its operating system does not support it."""
         return self._sample("rate", kernel, str(threads), str(repetitions))
 
     def bandwidth(self, mode: str, bytes_per_thread: int, threads: int, repetitions: int) -> KernelSample | None:
-        """Bytes/s of all threads; ``mode`` is ``read`` or ``write``."""
+        """Bytes/s of all threads together; ``mode`` is ``read`` or ``write``."""
         return self._sample(mode, str(bytes_per_thread), str(threads), str(repetitions))
 
     def region(self, threads: int, repetitions: int) -> KernelSample | None:
@@ -65,21 +65,21 @@ class Microbenchmarks:
             return None
 
     def printed(self, *arguments: str) -> str:
-        """What the program prints; nothing where it fails."""
+        """Output of the program; empty on failure."""
         result = _run([str(self.program), *arguments], timeout=60)
         return result.stdout if result.returncode == 0 else ""
 
 
 def compile_microbenchmarks(directory: Path) -> Microbenchmarks:
-    """Compiles into ``directory``; :class:`MissingDependencyError` without a working C compiler."""
+    """Compile into ``directory``; :class:`MissingDependencyError` without a working C compiler."""
     program, compiler = build_program(directory, _NATIVE)
     result = _run([str(program), "list"], timeout=20)
     return described(program, compiler, result.stdout if result.returncode == 0 else "")
 
 
 def build_program(directory: Path, machine_flags: Sequence[Sequence[str]]) -> tuple[Path, str]:
-    """The program in ``directory`` and the command that made it, with the first of ``machine_flags`` that the compiler
-    takes. :class:`MissingDependencyError` without a working C compiler.
+    """Path of the program built in ``directory`` and the command that built it, with the first of ``machine_flags``
+    that the compiler accepts. :class:`MissingDependencyError` without a working C compiler.
     """
     compiler = find_compiler()
     program = directory / "microbenchmarks"
@@ -96,7 +96,7 @@ def build_program(directory: Path, machine_flags: Sequence[Sequence[str]]) -> tu
 
 
 def find_compiler() -> list[str]:
-    """The command of the C compiler: ``$CC``, else cc, gcc or clang on the path."""
+    """Command of the C compiler: ``$CC``, else cc, gcc or clang on the path."""
     if os.environ.get("CC", "").strip():
         command = shlex.split(os.environ["CC"])
         if shutil.which(command[0]):
@@ -111,13 +111,13 @@ def find_compiler() -> list[str]:
 
 
 def _version(compiler: list[str]) -> str:
-    """First line of ``--version``, which names the compiler better than its command does."""
+    """First line of ``--version``, which identifies the compiler better than its command."""
     lines = _run([*compiler, "--version"], timeout=20).stdout.splitlines()
     return lines[0].strip() if lines else Path(compiler[0]).name
 
 
 def described(program: Path, compiler: str, listing: str) -> Microbenchmarks:
-    """The compiled program by what it prints of itself (``listing``); ``MachineError`` if that is not whole."""
+    """The compiled program described by its own output (``listing``); ``MachineError`` if that is incomplete."""
     lines = [line.split() for line in listing.splitlines()]
     if len(lines) < 3:
         raise MachineError("the compiled microbenchmarks do not run on this CPU; set CC to a compiler for it")

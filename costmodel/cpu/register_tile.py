@@ -1,8 +1,8 @@
 """Work of one convolution, pooling or dense kernel inside a core: vector lanes and operands through L1.
 
 A multiply-accumulate needs its operands in registers or at a load port. A kernel keeps a tile of accumulators in
-registers, so that each loaded vector serves several of them; what is left goes through L1 and can bound the
-kernel well below the arithmetic peak, above all in depthwise convolutions, which reuse little.
+registers, so that each loaded vector serves several of them; the remaining loads go through L1 and can limit the kernel
+well below the arithmetic peak, above all in depthwise convolutions, which reuse little.
 """
 
 from __future__ import annotations
@@ -13,27 +13,30 @@ from costmodel.machines.machine_records import Machine, VectorUnit
 from costmodel.operators.layers import ChannelNorm, Conv2d, Dense, Pool2d, element_bytes
 
 UnfusedLayer = Conv2d | Pool2d | Dense | ChannelNorm
-# Registers that hold operands, broadcasts and addresses' companions rather than accumulators.
+# Registers used for operands, broadcasts and addresses rather than accumulators.
 _OPERAND_REGISTERS = 4
-# Of an accumulator, and of the neighbours that a dot product adds to one.
+# Bytes of an accumulator, and of the neighbouring values that a dot product adds to it.
 _WORD_BYTES = 4
-# A tile register has so many rows, one of weights is as deep; so many tiles of sums leave registers for operands.
+# Rows of a tile register, and depth of a tile of weights; number of tiles of sums that leaves registers for operands.
 _TILE_ROWS, _TILE_SUMS = 16, 4
 _LEAST_ROWS, _LEAST_CHANNELS = 4, 8
 _TILE_FEATURES = {"bfloat16": "amx_bf16", "int8": "amx_int8"}
-# Vector operations that make FP32 of a narrower value, that pair it with its neighbour, and that round.
+# Vector operations to widen a narrow value to FP32, to pair it with its neighbour, and to round.
 _WIDENING, _PAIRING, _ROUNDING = 2, 1, 1
 
 
 @dataclass(frozen=True)
 class CoreWork:
-    """What one run of an operator asks of the cores.
+    """Work of one run of an operator inside the cores.
 
-    flops: with the unused lanes of the last channel block, which are computed too; without the taps of a window that
-    lie in its padding, which are neither computed nor loaded.
+    flops: including the unused lanes of the last channel block, which are computed too; excluding the taps of a window
+    that lie in its padding, which are neither computed nor loaded.
+
     load_bytes, store_bytes: whole vector registers through L1's ports (a broadcast occupies one like a vector).
+
     units: equal pieces of work that threads can share (rows of channel blocks).
-    arithmetic: dtype that the flops are done in.
+
+    arithmetic: dtype in which the flops are computed.
     """
 
     flops: float
@@ -46,8 +49,8 @@ class CoreWork:
 def core_work(operator: UnfusedLayer, machine: Machine, tiles: bool = True) -> CoreWork:
     """Work of ``operator`` on ``machine``; without a vector unit there is neither padding nor operand traffic.
 
-    ``tiles``: its kernel may multiply in tile registers. On a CPU that has them they set the rate of their dtype; dot
-    products of vectors are priced there as so many multiply-adds of FP32 as there are words.
+    ``tiles``: the kernel may multiply in tile registers. On a CPU with tile registers the rate of their dtype is that
+    of the tiles; dot products of vectors are then priced as one FP32 multiply-add per 32-bit word.
     """
     lanes = vector_lanes(machine, operator.dtype)
     blocks, padding = _blocks(_vector_channels(operator), lanes)
@@ -62,7 +65,7 @@ def core_work(operator: UnfusedLayer, machine: Machine, tiles: bool = True) -> C
     flops = operator.flops * padding * inside
     products = is_product(operator)
     narrow = element_bytes(operator.dtype) < _WORD_BYTES
-    # There are dot products of narrow dtypes, and nothing else: everything else is computed in FP32.
+    # Narrow dtypes only have dot products; everything else is computed in FP32.
     arithmetic = "float32" if narrow and not products else operator.dtype
     if machine.vector is None:
         return CoreWork(flops, 0.0, 0.0, units, arithmetic)
@@ -80,8 +83,8 @@ def core_work(operator: UnfusedLayer, machine: Machine, tiles: bool = True) -> C
 
 
 def _narrow_operations(operator: UnfusedLayer, operations: float, loads: float, outputs: int) -> float:
-    """Vector operations on narrow values that would be ``operations`` on FP32: a depthwise convolution takes as many
-    neighbouring taps of a row at a time as fill a word. As in `winograd_work.py`, each takes the slot of a
+    """Vector operations on narrow values equivalent to ``operations`` on FP32: a depthwise convolution processes as
+    many neighbouring taps of a row at a time as fill a 32-bit word. As in `winograd_work.py`, each takes the slot of a
     multiply-add.
     """
     preparing, group = _WIDENING, _WORD_BYTES // element_bytes(operator.dtype)
@@ -91,7 +94,7 @@ def _narrow_operations(operator: UnfusedLayer, operations: float, loads: float, 
 
 
 def is_product(operator: UnfusedLayer) -> bool:
-    """Whether it sums over channels: a dense or a grouped convolution, or a fully connected layer."""
+    """True if the operator sums over channels: a dense or grouped convolution, or a fully connected layer."""
     return isinstance(operator, Dense) or (isinstance(operator, Conv2d) and not operator.is_depthwise)
 
 
@@ -103,14 +106,14 @@ def vector_lanes(machine: Machine, dtype: str) -> int:
 
 
 def _blocks(channels: int, lanes: int) -> tuple[int, float]:
-    """Vectors that hold ``channels`` values, and computed over useful lanes."""
+    """Number of vectors that hold ``channels`` values, and ratio of computed to useful lanes."""
     blocks = -(-channels // lanes)
     return blocks, blocks * lanes / channels
 
 
 def lane_columns(conv: Conv2d, lanes: int) -> tuple[int, ...]:
-    """Numbers of neighbouring columns that a vector of sums may hold where output channels are few, each with fewer
-    products than those columns one by one (kernels: ``schedules/kernels/column_lanes.py``).
+    """Numbers of neighbouring columns that one vector of sums can hold when output channels are few, limited to those
+    that need fewer products than separate columns (kernels: ``schedules/kernels/column_lanes.py``).
     """
     plain = conv.dtype == "float32" and conv.groups == 1 and not conv.gated and conv.prologue is None
     if not plain or conv.dilation[1] > 1:
@@ -125,12 +128,12 @@ def lane_columns(conv: Conv2d, lanes: int) -> tuple[int, ...]:
 
 
 def columns_reach(conv: Conv2d, columns: int) -> int:
-    """Inputs of a row from the first to the last that ``columns`` neighbouring outputs read."""
+    """Number of inputs of a row spanned by ``columns`` neighbouring outputs."""
     return (columns - 1) * conv.stride[1] + conv.kernel[1]
 
 
 def _columns_share(operator: UnfusedLayer, lanes: int) -> float:
-    """Products where vectors hold columns, relative to those where each has one; the least."""
+    """Least ratio of products with vectors of columns to products with one column per vector."""
     if not isinstance(operator, Conv2d):
         return 1.0
     shares = (columns_reach(operator, each) / (each * operator.kernel[1]) for each in lane_columns(operator, lanes))
@@ -159,7 +162,9 @@ def _pixels(operator: UnfusedLayer) -> int:
 
 
 def _inside(operator: UnfusedLayer) -> float:
-    """Share of the taps of all windows that read the image: a border is a shorter loop, not a sum with zeros."""
+    """Share of the taps of all windows that lie inside the image: at a border the loop is shorter, zeros are
+    not added.
+    """
     if not isinstance(operator, Conv2d):
         return 1.0
     top, left, _, _ = operator.padding
@@ -174,16 +179,16 @@ def _inside(operator: UnfusedLayer) -> float:
 
 
 def taps_inside(size: int, outputs: int, stride: int, offset: int) -> int:
-    """Of ``outputs`` positions ``stride * i + offset`` those in [0, ``size``)."""
+    """Number of the ``outputs`` positions ``stride * i + offset`` that lie in [0, ``size``)."""
     first = max(0, -(offset // stride))  # the least i with stride * i + offset >= 0
     last = (size - 1 - offset) // stride
     return max(0, min(outputs - 1, last) - first + 1)
 
 
 def _loads_per_output(operator: UnfusedLayer, blocks: int, vector: VectorUnit, tiled: bool) -> float:
-    """Vector loads behind one vector of outputs, with the best register tile.
+    """Vector loads per vector of outputs, with the best register tile.
 
-    Of values narrower than 32 bits a product takes as many neighbours at a step as fill them (dot products).
+    For values narrower than 32 bits a product takes as many neighbours per step as fill 32 bits (dot products).
     """
     sums, group = accumulators(vector), max(1, _WORD_BYTES // element_bytes(operator.dtype))
     if isinstance(operator, ChannelNorm):
@@ -201,8 +206,8 @@ def _loads_per_output(operator: UnfusedLayer, blocks: int, vector: VectorUnit, t
 
 
 def multiplies_in_tiles(operator: UnfusedLayer, vector: VectorUnit) -> bool:
-    """Whether it is a product that kernels make in the tile registers of AMX: of a narrow dtype, without groups, of
-    more channels than an image has, of more rows than a vector multiplies as well.
+    """True if the product uses the tile registers of AMX: narrow dtype, no groups, more channels than an image has, and
+    more rows than vectors handle equally well.
     """
     if _TILE_FEATURES.get(operator.dtype) not in vector.features or not is_product(operator):
         return False
@@ -212,8 +217,8 @@ def multiplies_in_tiles(operator: UnfusedLayer, vector: VectorUnit) -> bool:
 
 
 def tile_loads(steps: int, blocks: int, columns: int) -> float:
-    """Rows of tiles loaded behind one row of sums in ``steps`` steps of 32 bits: a tile takes sixteen at once, and a
-    block of up to four tiles of sums loads each of its tiles of data and of weights once.
+    """Tile rows loaded per row of sums in ``steps`` steps of 32 bits: a tile takes sixteen at once, and a block of up
+    to four tiles of sums loads each of its tiles of data and of weights once.
     """
     tiles = -(-columns // _TILE_ROWS)
     rows = columns / tiles
@@ -224,14 +229,14 @@ def tile_loads(steps: int, blocks: int, columns: int) -> float:
 
 
 def accumulators(vector: VectorUnit) -> int:
-    """Registers that a kernel keeps sums in."""
+    """Number of registers used as accumulators."""
     return max(vector.registers - _OPERAND_REGISTERS, 1)
 
 
 def product_loads(blocks: int, columns: int, sums: int) -> float:
     """Loads per multiply-accumulate of a tile of ``b`` weight vectors by ``c`` broadcasts: the least (b + c) / bc.
 
-    ``sums``: registers that hold them.
+    ``sums``: registers available as accumulators.
     """
     tiles = ((b, min(columns, sums // b)) for b in range(1, min(blocks, sums) + 1))
     return min((b + c) / (b * c) for b, c in tiles)

@@ -1,4 +1,4 @@
-"""The file behind :class:`costmodel.cpu.learned_residual.ResidualModel`: measurements, and where they come from."""
+"""File of :class:`costmodel.cpu.learned_residual.ResidualModel`: measurements and their provenance."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FORMAT = 1
 
 
 def write_measurements(directory: Path, key: str, measurements: Sequence[Measurement]) -> Path:
-    """Writes ``directory/residual-model.json``, whole or not at all; ``OutputError`` if it cannot."""
+    """Write ``directory/residual-model.json`` atomically; ``OutputError`` on failure."""
     record = {
         "format": _FORMAT,
         "key": key,
@@ -42,7 +42,7 @@ def write_measurements(directory: Path, key: str, measurements: Sequence[Measure
 
 
 def read_measurements(directory: Path, key: str) -> list[Measurement]:
-    """What :func:`write_measurements` wrote; ``InputError`` names the file and what to do."""
+    """Read measurements from :func:`write_measurements`; ``InputError`` names the file and the remedy."""
     path = directory / FILE_NAME
     try:
         record = decoded(read_text(path, "record"))

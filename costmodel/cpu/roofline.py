@@ -5,7 +5,7 @@ Unfused:  max(core, memory) + parallel region
     memory  sum over the tensors of bytes / bandwidth of the level in which the tensor lives
 Fused:    the same with core = sum of rho_i * core_i over the convolutions (rho: recomputation of the halo) and the
     intermediate in the private cache that holds its tile and the tile's weights; the best tile is chosen.
-A 3x3 of stride 1, by itself or in a pair of dense convolutions, is the better of direct sums and Winograd's algorithm,
+A 3x3 of stride 1, alone or in a pair of dense convolutions, is the better of direct sums and Winograd's algorithm,
 whose three steps follow each other; what lies between them goes through the private cache that holds a block of tiles.
 So is a layer with a long window, along one axis; where output channels are few, lanes hold columns.
 
@@ -35,7 +35,7 @@ from costmodel.operators.layers import ChannelNorm, Conv2d, Dense, FusedConvs, O
 
 @dataclass(frozen=True)
 class RooflineStage:
-    """The arithmetic of one convolution (or pooling, dense layer), or of one step of its algorithm.
+    """Arithmetic of one convolution (or pooling, dense layer), or of one step of its algorithm.
 
     Seconds include rho and idle threads.
     """
@@ -46,13 +46,13 @@ class RooflineStage:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the stage: those of its arithmetic or of loading operands, whichever are more."""
+        """Seconds of the stage: the larger of arithmetic and operand loading."""
         return max(self.compute_seconds, self.operand_seconds)
 
 
 @dataclass(frozen=True)
 class TensorTraffic:
-    """Bytes of a tensor (input, weights, residual, output, intermediate) that cross to or from its level."""
+    """Bytes of a tensor (input, weights, residual, output, intermediate) moved to or from its memory level."""
 
     tensor: str
     size_bytes: float
@@ -62,11 +62,7 @@ class TensorTraffic:
 
 @dataclass(frozen=True)
 class RooflineReport:
-    """Everything behind one roofline time. ``tile`` is ``None`` unless convolutions are fused.
-
-    ``winograd_outputs``: along a side of a tile where an algorithm of Winograd's is the fastest, else 0. ``spills``: of
-    a fused kernel, that no private cache holds its tile and the weights.
-    """
+    """Roofline time with all its terms."""
 
     operator: Operator
     machine: str
@@ -74,8 +70,11 @@ class RooflineReport:
     stages: tuple[RooflineStage, ...]
     traffic: tuple[TensorTraffic, ...]
     region_seconds: float
+    # Tile of a fused operator, else None.
     tile: FusedTile | None = None
+    # Outputs along a side of a tile if a Winograd algorithm is the fastest, else 0.
     winograd_outputs: int = 0
+    # True for a fused kernel whose tile and weights fit no private cache.
     spills: bool = False
 
     @property
@@ -90,17 +89,19 @@ class RooflineReport:
 
     @property
     def core_seconds(self) -> float:
-        """The stages follow each other in every tile: each takes the longer of arithmetic and operands."""
+        """Seconds in the cores. The stages are sequential in every tile: each takes the larger of arithmetic and
+        operands.
+        """
         return sum(stage.seconds for stage in self.stages)
 
     @property
     def memory_seconds(self) -> float:
-        """Seconds of the traffic of all levels of memory together."""
+        """Seconds of the traffic of all memory levels together."""
         return sum(traffic.seconds for traffic in self.traffic)
 
     @property
     def memory_seconds_by_level(self) -> dict[str, float]:
-        """Name of each level of memory -> seconds of its traffic."""
+        """Seconds of the traffic of each memory level, by its name."""
         levels: dict[str, float] = {}
         for traffic in self.traffic:
             levels[traffic.level] = levels.get(traffic.level, 0.0) + traffic.seconds
@@ -113,24 +114,24 @@ class RooflineReport:
 
     @property
     def seconds(self) -> float:
-        """Predicted seconds: the cores' or memory's, whichever are more, and those of the parallel region itself."""
+        """Predicted seconds: the larger of cores and memory, plus the parallel region itself."""
         return max(self.core_seconds, self.memory_seconds) + self.region_seconds
 
     @property
     def serial_seconds(self) -> float:
-        """Time if nothing overlaps."""
+        """Seconds without any overlap."""
         return self.compute_seconds + self.operand_seconds + self.memory_seconds + self.region_seconds
 
     @property
     def arithmetic_intensity(self) -> float:
-        """flop/B over the tensors that enter and leave the kernel, each once."""
+        """Flop per byte of the tensors that enter and leave the kernel, each counted once."""
         operator = self.operator
         size = operator.input_bytes + operator.weight_bytes + operator.output_bytes + operator.residual_bytes
         return operator.flops / size
 
     @property
     def recomputation(self) -> float:
-        """rho: arithmetic done over arithmetic needed (1 when nothing is fused), by flops."""
+        """rho: flops computed over flops needed (1 if nothing is fused)."""
         if not isinstance(self.operator, FusedConvs):
             return 1.0
         assert self.tile is not None, "fused operators are computed in tiles"
@@ -139,7 +140,7 @@ class RooflineReport:
 
     @property
     def bound(self) -> str:
-        """``compute``, ``operands`` (L1 ports), ``memory:LEVEL`` or ``parallel region``: the largest term."""
+        """Largest term: ``compute``, ``operands`` (L1 ports), ``memory:LEVEL`` or ``parallel region``."""
         levels = self.memory_seconds_by_level
         outer = max(levels, key=levels.__getitem__)
         core = "compute" if self.compute_seconds >= self.operand_seconds else "operands"
@@ -151,7 +152,7 @@ class RooflineReport:
         return max(terms, key=terms.__getitem__)
 
     def estimate(self) -> Estimate:
-        """The same as a cost record; the breakdown is flat and JSON-able."""
+        """The report as a cost record; the breakdown is flat and JSON-able."""
         breakdown: dict[str, float | str] = {
             "arithmetic_intensity": self.arithmetic_intensity,
             "compute_seconds": self.compute_seconds,
@@ -170,7 +171,7 @@ class RooflineReport:
 
 
 class RooflineModel(CostModel):
-    """The roofline of one machine and thread count. ``network_bytes`` as in :func:`explain`."""
+    """Roofline model of one machine and thread count. ``network_bytes`` as in :func:`explain`."""
 
     def __init__(self, machine: Machine, threads: int, network_bytes: float = 0.0) -> None:
         machine.check_threads(threads)
@@ -182,30 +183,29 @@ class RooflineModel(CostModel):
         return [self.explain(operator).estimate() for operator in operators]
 
     def explain(self, operator: AnyOperator) -> RooflineReport:
-        """The report behind :meth:`estimate`."""
+        """Report from which :meth:`estimate` is made."""
         return explain(operator, self.machine, self.threads, self.network_bytes)
 
 
 def explain(operator: AnyOperator, machine: Machine, threads: int, network_bytes: float = 0.0) -> RooflineReport:
     """Roofline of ``operator`` on ``threads`` threads of ``machine``, back-to-back runs with warm caches.
 
-    ``network_bytes``: all that a run of the whole network touches (weights above all), which decides where weights
-    are found again; 0 means the kernel runs alone, as in a benchmark.
-    Raises ``MachineError`` if the machine lacks the dtype or the thread count, ``UnsupportedOperatorError`` for an
-    operator of another kind.
+    ``network_bytes``: bytes touched by a run of the whole network (mainly weights), which decide the level in which
+    weights are found; 0 for a kernel that runs alone, as in a benchmark. Raises ``MachineError`` if the machine lacks
+    the dtype or the thread count, ``UnsupportedOperatorError`` for an operator of another kind.
     """
     if not isinstance(operator, Conv2d | Pool2d | Dense | ChannelNorm | FusedConvs):
         raise UnsupportedOperatorError(
             f"the roofline does not cover operator {type(operator).__name__}; give convolutions, pools and dense layers"
         )
-    # What is too small to be shared is one task, without a parallel region.
+    # An operator too small to be shared runs as one task, without a parallel region.
     counts = dict.fromkeys((threads, 1))
     reports = [_explain(operator, _Setting(machine, count, network_bytes)) for count in counts]
     return min(reports, key=lambda report: report.seconds)
 
 
 def _explain(operator: Operator, setting: _Setting) -> RooflineReport:
-    """The report of the fastest algorithm on all threads of ``setting``."""
+    """Report of the fastest algorithm on all threads of ``setting``."""
     if isinstance(operator, FusedConvs):
         return _explain_fused(operator, setting)
     machine, threads = setting.machine, setting.threads
@@ -235,7 +235,7 @@ class _Setting:
         recomputation: float = 1.0,
         operands: MemoryLevel | None = None,
     ) -> RooflineStage:
-        """``operands``: the level that loads come from and stores go to; L1 unless told."""
+        """Stage of ``work``. ``operands``: memory level of loads and stores (default: L1)."""
         scale = imbalance * recomputation
         ports = operands or self.machine.memory[0]
         loads = ports.seconds(work.load_bytes, self.threads)
@@ -245,11 +245,11 @@ class _Setting:
 
     @property
     def private_bytes(self) -> float:
-        """Working set that a core can keep to itself."""
+        """Bytes that fit the largest private memory level of a core."""
         return max((level.share_bytes(1) for level in self.machine.memory if not level.shared), default=0.0)
 
     def has_winograd(self, operator: Operator) -> bool:
-        """Whether there is a kernel of that algorithm; without vectors nothing is known of its transforms."""
+        """True if a Winograd kernel exists; without vectors its transforms cannot be priced."""
         if not isinstance(operator, Conv2d) or self.machine.vector is None:
             return False
         return winograd_applies(operator, vector_lanes(self.machine, operator.dtype))
@@ -257,7 +257,9 @@ class _Setting:
     def winograd_stages(
         self, work: WinogradWork, between: MemoryLevel, imbalance: float = 1.0, recomputation: float = 1.0
     ) -> list[RooflineStage]:
-        """Its three steps; what lies between them is written to the level ``between`` and read from it."""
+        """The three steps of Winograd's algorithm; intermediate values are written to and read from the level
+        ``between``.
+        """
         steps = ((work.transform, between), (work.products, None), (work.finish, between))
         return [
             self.stage(step, max(imbalance, _imbalance(step.units, self.threads)), recomputation, level)
@@ -272,9 +274,9 @@ class _Setting:
     def tensors(
         self, operator: Operator, working_set: float, input_factor: float = 1.0, weight_bytes: int | None = None
     ) -> tuple[TensorTraffic, ...]:
-        """Input, weights, residual and output, each once (the input with its halo).
+        """Traffic of input, weights, residual and output, each once (the input with its halo).
 
-        ``weight_bytes``: where they are laid out otherwise than the operator says.
+        ``weight_bytes``: overrides the operator's, for weights in another layout.
         """
         near = self.level(working_set)
         far = self.level(max(working_set, self.network_bytes / self.threads))
@@ -294,7 +296,7 @@ class _Setting:
 
 
 def _explain_winograd(conv: Conv2d, work: WinogradWork, setting: _Setting) -> RooflineReport:
-    """By tiles of ``work``, in blocks whose transformed input a private cache holds."""
+    """Report of ``conv`` by tiles of ``work``, in blocks whose transformed input fits a private cache."""
     machine, threads = setting.machine, setting.threads
     mine = -(-work.tiles // threads)
     block = min(mine, max(1, int(setting.private_bytes // work.tile_bytes)))
@@ -311,7 +313,7 @@ def _explain_winograd(conv: Conv2d, work: WinogradWork, setting: _Setting) -> Ro
 
 
 def _explain_fused(operator: FusedConvs, setting: _Setting) -> RooflineReport:
-    """The report of the fastest tile among those that a private cache holds (all tiles, if none does).
+    """Report of the fastest tile among those that fit a private cache (among all tiles if none fits).
 
     A pair with a dense window may compute its layers by Winograd's algorithm too.
     """
@@ -326,8 +328,8 @@ def _explain_fused(operator: FusedConvs, setting: _Setting) -> RooflineReport:
 
 @dataclass(frozen=True)
 class _FusedLayers:
-    """A fused operator with the work of its convolutions: direct, or Winograd's of tiles of ``outputs`` where there is
-    one in ``fast``.
+    """Fused operator with the work of its convolutions: direct, or Winograd's with tiles of ``outputs`` where ``fast``
+    has an entry.
     """
 
     operator: FusedConvs
@@ -342,7 +344,9 @@ class _FusedLayers:
         return sum(conv.weight_bytes if work is None else work.weight_bytes for conv, work in pairs)
 
     def tiles(self) -> list[FusedTile]:
-        """Its row tiles; with Winograd's algorithm whole bands of those, with what they are transformed to."""
+        """Row tiles; with Winograd's algorithm only whole bands of Winograd tiles, including the bytes of their
+        transforms.
+        """
         setting, operator = self.setting, self.operator
         tiles = fused_tiles(operator, vector_lanes(setting.machine, operator.dtype), setting.threads)
         if not self.outputs:
@@ -361,8 +365,8 @@ class _FusedLayers:
 
 
 def _fused_layers(operator: FusedConvs, setting: _Setting) -> Iterator[_FusedLayers]:
-    """By direct sums, and by every algorithm that there are kernels for."""
-    # Of the fused kernels those of one depthwise and one 1x1 layer multiply in tiles.
+    """The operator with direct sums, and with every algorithm that has kernels."""
+    # Among fused kernels only those of one depthwise and one 1x1 layer multiply in tile registers.
     tiles = operator.kind in ("depthwise-pointwise", "pointwise-depthwise")
     works = tuple(core_work(conv, setting.machine, tiles) for conv in operator.convs)
     yield _FusedLayers(operator, setting, works, 0, (None,) * len(works))
@@ -404,7 +408,7 @@ def _fused_report(layers: _FusedLayers, tile: FusedTile) -> RooflineReport:
 
 
 def _intermediates(operator: FusedConvs, tile: FusedTile, level: MemoryLevel, setting: _Setting) -> list[TensorTraffic]:
-    """Each intermediate is written and read once per tile, in the cache that holds the tile."""
+    """Traffic of the intermediates: each is written and read once per tile, in the cache that holds the tile."""
     size = sum(
         math.prod(conv.output_shape) * element_bytes(middle_dtype(consumer)) * rho
         for conv, consumer, rho in zip(operator.convs, operator.convs[1:], tile.recomputation, strict=False)
@@ -414,7 +418,8 @@ def _intermediates(operator: FusedConvs, tile: FusedTile, level: MemoryLevel, se
 
 
 def _tile_imbalance(operator: FusedConvs, tile: FusedTile, last: CoreWork, threads: int) -> float:
-    """Threads share row tiles; those of each channel block apart when a pair ends in a depthwise convolution.
+    """Load imbalance when threads share row tiles; if a pair ends in a depthwise convolution, each channel block has
+    its own.
 
     The last tile of an image may be shorter, so this counts rows, not tiles.
     """

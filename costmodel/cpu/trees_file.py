@@ -1,4 +1,4 @@
-"""The file of trees that were trained before: :func:`costmodel.cpu.learned_residual.train_together` made them."""
+"""File of pre-trained trees from :func:`costmodel.cpu.learned_residual.train_together`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FORMAT = 2
 
 
 def write_trees(path: Path, key: str, trees: Mapping[str, FamilyTrees], provenance: Mapping[str, Any]) -> None:
-    """Writes ``path``, whole or not at all; ``key`` says what they were trained for. ``OutputError``."""
+    """Write ``path`` atomically; ``key`` identifies the platform of the training data. ``OutputError`` on failure."""
     families = {family: {"knobs": list(knobs), "trees": each.to_record()} for family, (knobs, each) in trees.items()}
     content = {"format": _FORMAT, "key": key, "provenance": dict(provenance), "families": families}
     try:
@@ -30,7 +30,7 @@ def write_trees(path: Path, key: str, trees: Mapping[str, FamilyTrees], provenan
 
 
 def read_trees(path: Path, key: str) -> dict[str, FamilyTrees]:
-    """What :func:`write_trees` wrote for ``key``; ``InputError`` names the file and what to do."""
+    """Read trees written by :func:`write_trees` for ``key``; ``InputError`` names the file and the remedy."""
     try:
         content = decoded(read_bytes(path, "record"))
         if not isinstance(content, dict) or content.get("format") != _FORMAT:

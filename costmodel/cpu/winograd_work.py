@@ -15,32 +15,31 @@ from costmodel.machines.machine_records import Machine
 from costmodel.operators.layers import Conv2d, element_bytes
 
 TAPS = 3
-# Outputs along each side of a tile that there are kernels for.
+# Supported numbers of outputs along each side of a tile.
 OUTPUTS = (2, 4)
 
 
 @dataclass(frozen=True)
 class WinogradWork:
-    """One run of a convolution in ``tiles`` tiles of ``outputs`` x ``outputs``, all images together.
-
-    ``transform``, ``products``, ``finish``: the three steps. ``weight_bytes``: of the transformed weights and what the
-    epilogue reads; ``tile_bytes``: of one tile of the transformed input.
-    """
+    """Work of one run of a convolution in ``tiles`` tiles of ``outputs`` x ``outputs``, all images together."""
 
     outputs: int
     tiles: int
+    # The three steps.
     transform: CoreWork
     products: CoreWork
     finish: CoreWork
+    # Bytes of the transformed weights and of the epilogue's operands.
     weight_bytes: int
+    # Bytes of one tile of the transformed input.
     tile_bytes: int
 
 
 def winograd_applies(conv: Conv2d, lanes: int) -> bool:
-    """Whether a kernel may compute ``conv`` so; few channels are those of a first layer, which reads plain NCHW.
+    """True if a Winograd kernel may compute ``conv``; inputs with few channels (first layers) are read in plain NCHW.
 
-    It computes in float32, whatever is stored: transformed tiles of a narrower dtype would be rounded where they have
-    grown.
+    It computes in float32, whatever the storage dtype: in a narrower dtype, transformed values would be rounded where
+    they have grown.
     """
     plain = (conv.kernel, conv.stride, conv.dilation) == ((TAPS, TAPS), (1, 1), (1, 1))
     return (
@@ -53,16 +52,16 @@ def winograd_applies(conv: Conv2d, lanes: int) -> bool:
 
 
 def transform_operations(outputs: int) -> tuple[int, int]:
-    """Vector operations of the transform of a tile's input, and of that of its products to its outputs.
+    """Vector operations of the input transform of a tile, and of the output transform of its products.
 
-    The points are zero, infinity and pairs of both signs, of which even and odd parts are shared.
+    The points are zero, infinity and pairs of both signs, which share even and odd parts.
     """
     count, pairs = outputs + TAPS - 1, outputs // 2
     return 2 * count * 2 * pairs * (pairs + 1), (count + outputs) * pairs * (outputs + 2)
 
 
 def winograd_work(conv: Conv2d, machine: Machine, outputs: int) -> WinogradWork:
-    """Work of ``conv``, which :func:`winograd_applies` to; ``ValueError`` on a machine without a vector unit."""
+    """Work of ``conv``, for which :func:`winograd_applies`; ``ValueError`` on a machine without a vector unit."""
     if machine.vector is None:
         raise ValueError(f"{machine.name} has no vector unit: transforms cannot be priced")
     lanes, size = vector_lanes(machine, conv.dtype), machine.vector.register_bytes

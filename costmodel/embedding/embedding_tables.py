@@ -33,7 +33,7 @@ from costmodel.operators.index_statistics import IndexStatistics, uniform, zipf
 from costmodel.operators.layers import element_bytes
 
 Optimizer = Literal["sgd", "rowwise_adagrad", "adagrad", "adam"]
-# FP32 numbers of state per row and per element (FBGEMM's fused optimizers of the same names).
+# FP32 values of state per row and per element (FBGEMM's fused optimizers of the same names).
 OPTIMIZER_STATE: Mapping[str, tuple[int, int]] = {
     "sgd": (0, 0),
     "rowwise_adagrad": (1, 0),
@@ -41,19 +41,19 @@ OPTIMIZER_STATE: Mapping[str, tuple[int, int]] = {
     "adam": (0, 2),
 }
 DTYPES = ("float32", "float16", "bfloat16", "int8")
-_SCALE_AND_BIAS = 8  # bytes, FP32, with every row of int8 (FBGEMM: INT8_EMB_ROW_DIM_OFFSET)
+_SCALE_AND_BIAS = 8  # bytes, FP32, stored with every row of int8 (FBGEMM: INT8_EMB_ROW_DIM_OFFSET)
 
 
 def row_bytes(dim: int, dtype: str) -> int:
-    """Size of a row of ``dim`` values of ``dtype``, with what quantised ones keep besides."""
+    """Bytes of a row of ``dim`` values of ``dtype``, including scale and bias of quantised rows."""
     return dim * element_bytes(dtype) + (_SCALE_AND_BIAS if dtype == "int8" else 0)
 
 
 @dataclass(frozen=True)
 class EmbeddingTable:
-    """``rows`` x ``dim`` values of ``dtype``; ``pooling`` rows are summed per sample on average.
+    """Embedding table of ``rows`` x ``dim`` values of ``dtype``; ``pooling`` rows are summed per sample on average.
 
-    ``statistics``: which rows are looked up, evenly if ``None``. ``optimizer``: applied by the backward kernel.
+    ``statistics``: popularity of the rows, uniform if ``None``. ``optimizer``: applied by the backward kernel.
     ``ValueError`` for sizes below one, an unknown type or optimizer, statistics of another number of rows.
     """
 
@@ -84,12 +84,12 @@ class EmbeddingTable:
 
     @property
     def weight_bytes(self) -> int:
-        """Size of the rows."""
+        """Bytes of all rows."""
         return self.rows * row_bytes(self.dim, self.dtype)
 
     @property
     def optimizer_bytes(self) -> int:
-        """Size of the optimizer's state, FP32."""
+        """Bytes of the optimizer's state, FP32."""
         per_row, per_element = OPTIMIZER_STATE[self.optimizer]
         return 4 * self.rows * (per_row + per_element * self.dim)
 
@@ -98,13 +98,13 @@ class EmbeddingTable:
         return max(round(batch_size * self.pooling), 1)
 
     def popularity(self) -> IndexStatistics:
-        """The statistics, those of even lookups where there are none."""
+        """Row statistics of the table, uniform ones by default."""
         return uniform(self.rows) if self.statistics is None else self.statistics
 
 
 @dataclass(frozen=True)
 class TableFile:
-    """Content of a ``tables.yaml``. ``model``: the part that is not read here, as it stands in the file."""
+    """Content of a ``tables.yaml``. ``model``: the part that is not parsed here, as it stands in the file."""
 
     origin: str
     tables: tuple[EmbeddingTable, ...]
@@ -112,12 +112,12 @@ class TableFile:
 
 
 def load_tables(path: Path) -> tuple[EmbeddingTable, ...]:
-    """The tables of the file ``path``, those with a ``count`` repeated; ``InputError`` names the file and the key."""
+    """Read the tables of the file ``path``, with ``count`` expanded; ``InputError`` names the file and the key."""
     return read_table_file(path).tables
 
 
 def read_table_file(path: Path) -> TableFile:
-    """Everything in the file ``path``; ``InputError`` names the file and the key."""
+    """Read the whole file ``path``; ``InputError`` names the file and the key."""
     document = read_mapping(path, InputError, "not a file of tables; it must be a mapping with origin and tables")
     try:
         file = _File.model_validate(document)
@@ -134,8 +134,8 @@ def read_table_file(path: Path) -> TableFile:
     return TableFile(file.origin, tables, file.model)
 
 
-_Size = Annotated[int, Field(ge=1, le=2**53)]  # as whole as floating point holds them
-# More tables than any model has; a mistyped count shall not fill the memory.
+_Size = Annotated[int, Field(ge=1, le=2**53)]  # integers that floating point holds exactly
+# More tables than any model has; guards memory against a mistyped count.
 MOST_COPIES = 100_000
 
 
@@ -199,7 +199,7 @@ def _tables(entry: _Table, defaults: _Defaults, sources: _Sources) -> list[Embed
 
 
 class _Sources:
-    """Files that distributions name, relative to the folder of the tables' file; each is read once."""
+    """Files named by distributions, relative to the folder of the table file; each is read once."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -207,7 +207,7 @@ class _Sources:
         self._histograms: dict[str, dict[str, ReuseHistogram]] = {}
 
     def statistics(self, file: str, table: str, entry: str) -> IndexStatistics:
-        """Of ``table``, or of its ``entry`` in the list where the file knows that name alone."""
+        """Statistics of ``table``, or of its ``entry`` in the list if the file has only that name."""
         if file not in self._statistics:
             self._statistics[file] = load_statistics(self._directory / file)
         known = self._statistics[file]
@@ -217,7 +217,7 @@ class _Sources:
         return found
 
     def histogram(self, file: str, dataset: str | None) -> ReuseHistogram:
-        """The data set of that name, the first one if there is no name."""
+        """Histogram of the data set ``dataset``, by default the first one."""
         if file not in self._histograms:
             self._histograms[file] = read_histograms(self._directory / file)
         known = self._histograms[file]

@@ -1,8 +1,8 @@
-"""Index batches: the lookups of real batches, per table, and the statistics behind them.
+"""Index batches: the lookups of real batches, per table, and their statistics.
 
 File (``.npz``), arrays per table: ``NAME.indices`` (lookups,) integers, one or more batches after each other;
-``NAME.offsets`` where each bag begins in them, (bags,), or (bags + 1,) with the end, as ``nn.EmbeddingBag`` has them;
-optionally ``NAME.rows`` (), else the largest index + 1.
+``NAME.offsets`` first position of each bag, (bags,), or (bags + 1,) with the end, as in ``nn.EmbeddingBag``; optionally
+``NAME.rows`` (), default the largest index + 1.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from costmodel.base.plain_json import MALFORMED
 from costmodel.embedding.popularity_fit import CountBin, statistics_of_counts
 from costmodel.operators.index_statistics import IndexStatistics
 
-_SINGLE_COUNTS = 64  # counts up to here are bins of their own, then eight per doubling
+_SINGLE_COUNTS = 64  # counts up to here have bins of their own, then eight per doubling
 _BINS_PER_DOUBLING = 8
 
 
 @dataclass(frozen=True)
 class IndexBatch:
-    """``indices`` (lookups,) into ``rows`` rows; bag b has those from ``offsets[b]`` to ``offsets[b + 1]``."""
+    """Lookups of one table: ``indices`` (lookups,) into ``rows`` rows; bag b spans ``offsets[b]`` to ``offsets[b +
+    1]``.
+    """
 
     indices: np.ndarray
     offsets: np.ndarray
@@ -34,12 +36,12 @@ class IndexBatch:
 
     @property
     def pooling(self) -> float:
-        """Mean lookups of a bag."""
+        """Mean number of lookups per bag."""
         return len(self.indices) / max(len(self.offsets) - 1, 1)
 
 
 def load_batches(path: Path) -> dict[str, IndexBatch]:
-    """The batches of the file ``path`` by table; ``InputError`` names the file, the table and what is wrong."""
+    """Read the batches of the file ``path`` by table; ``InputError`` names the file, the table and the error."""
     try:
         with open_arrays(path) as content:
             arrays = {key: content[key] for key in content.files}
@@ -58,7 +60,7 @@ def load_batches(path: Path) -> dict[str, IndexBatch]:
 
 
 def statistics_of_batch(batch: IndexBatch, origin: str = "index batch") -> IndexStatistics:
-    """Popularity behind the lookups of ``batch``."""
+    """Row popularity estimated from the lookups of ``batch``."""
     counts = np.unique(batch.indices, return_counts=True)[1].astype(float)
     last = max(float(counts.max()), 2.0)
     octaves = max(int(np.ceil(_BINS_PER_DOUBLING * np.log2(last / _SINGLE_COUNTS))), 0) if last > _SINGLE_COUNTS else 0

@@ -1,10 +1,10 @@
-"""Popularity of rows from how often one batch touched them: a mixture of Poisson rates, by maximum likelihood.
+"""Row popularity from the access counts of one batch: a mixture of Poisson rates, by maximum likelihood.
 
-A row of rate r (lookups per batch) is touched a Poisson number of times. From the number of rows touched once, twice,
-... the rates' distribution follows (the nonparametric maximum likelihood estimate of Laird, JASA 73, 1978, on a grid,
-by expectation maximisation), and with it the distinct rows of a smaller or larger batch. Rows counted often tell their
-rate themselves. Where the table's size is known, the rows never touched count too; where it is not, only rows that
-could have been seen are found (zero-truncated), and larger batches are extrapolated by them alone.
+A row of rate r (lookups per batch) is accessed a Poisson number of times. The number of rows accessed once, twice, ...
+determines the distribution of rates (the nonparametric maximum likelihood estimate of Laird, JASA 73, 1978, on a grid,
+by expectation maximisation), and with it the distinct rows of a smaller or larger batch. For frequently accessed rows
+the count itself is the rate. If the table's size is known, rows never accessed count too; if not, only rows that could
+have been seen are found (zero-truncated), and larger batches are extrapolated from them alone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from costmodel.operators.index_statistics import IndexStatistics
 
-_MIXED_BELOW = 64  # counts up to here are explained by the mixture: above, a count is its rate within 13 %
+_MIXED_BELOW = 64  # counts up to here are modelled by the mixture: above, a count is its rate within 13 %
 _RATES_PER_DOUBLING, _SLOWEST, _SLOWEST_TRUNCATED = 4, 1 / 64, 1 / 8
 _ROUNDS = 4000
 _NEGLIGIBLE = 1e-9
@@ -24,7 +24,7 @@ _NEGLIGIBLE = 1e-9
 
 @dataclass(frozen=True)
 class CountBin:
-    """``rows`` that were touched ``above`` < count <= ``up_to`` times, ``mean`` times on average."""
+    """``rows`` rows that were accessed ``above`` < count <= ``up_to`` times, ``mean`` times on average."""
 
     above: float
     up_to: float
@@ -33,9 +33,9 @@ class CountBin:
 
 
 def statistics_of_counts(bins: Sequence[CountBin], rows: int | None, origin: str) -> IndexStatistics:
-    """Popularity behind the counts of one batch; ``rows`` of the table, ``None`` if unknown.
+    """Row popularity estimated from the counts of one batch; ``rows`` of the table, ``None`` if unknown.
 
-    ``ValueError`` where no row was touched, or more than the table has.
+    ``ValueError`` if no row was accessed, or more rows than the table has.
     """
     touched = [each for each in bins if each.rows > 0]
     unique = sum(each.rows for each in touched)
@@ -55,7 +55,7 @@ def statistics_of_counts(bins: Sequence[CountBin], rows: int | None, origin: str
 
 
 def _mixture(bins: Sequence[CountBin], unseen: float | None) -> tuple[np.ndarray, np.ndarray]:
-    """Rates and rows of each, so that lookups of the bins' rows are kept."""
+    """Rates and number of rows of each, preserving the total lookups of the bins."""
     slowest = _SLOWEST_TRUNCATED if unseen is None else _SLOWEST
     fastest = max(max(each.up_to for each in bins if np.isfinite(each.up_to)), 2.0)
     count = int(np.ceil(_RATES_PER_DOUBLING * np.log2(fastest / slowest))) + 1
@@ -66,7 +66,7 @@ def _mixture(bins: Sequence[CountBin], unseen: float | None) -> tuple[np.ndarray
     if unseen is None:
         weight = _expectation_maximisation(likely / (1 - missed), observed) / (1 - missed)
     else:
-        never = np.concatenate([[1.0], missed])  # a rate of 0: rows that nobody looks up
+        never = np.concatenate([[1.0], missed])  # a rate of 0: rows that are never accessed
         likely = np.vstack([never, np.hstack([np.zeros((len(bins), 1)), likely])])
         weight = _expectation_maximisation(likely, np.concatenate([[unseen], observed]))[1:]
     lookups = sum(each.rows * each.mean for each in bins)
@@ -76,14 +76,16 @@ def _mixture(bins: Sequence[CountBin], unseen: float | None) -> tuple[np.ndarray
 
 
 def _bin_chances(bins: Sequence[CountBin], rates: np.ndarray) -> np.ndarray:
-    """Chance that a row of each rate falls into each bin, (bins, rates)."""
+    """Probability that a row of each rate falls into each bin, (bins, rates)."""
     from scipy.special import pdtr
 
     return np.array([pdtr(each.up_to, rates) - pdtr(each.above, rates) for each in bins])
 
 
 def _expectation_maximisation(likely: np.ndarray, observed: np.ndarray) -> np.ndarray:
-    """Rows of each component, their sum that of ``observed``; ``likely`` (bins, components) columns are chances."""
+    """Rows of each component, with the same sum as ``observed``; ``likely`` (bins, components) has probabilities as
+    columns.
+    """
     weight = np.full(likely.shape[1], observed.sum() / likely.shape[1])
     for _ in range(_ROUNDS):
         expected = np.maximum(likely @ weight, 1e-300)

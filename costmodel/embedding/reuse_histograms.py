@@ -48,11 +48,11 @@ class ReuseHistogram:
 
     @property
     def pooling(self) -> float:
-        """Mean lookups of a sample in a table."""
+        """Mean number of lookups per sample and table."""
         return self.lookups / (self.tables * self.batch_size)
 
     def statistics(self, rows: int | None = None) -> IndexStatistics:
-        """Popularity in the mean table of the data set, over ``rows`` rows if given (the same shape, stretched)."""
+        """Row popularity in the mean table of the data set, stretched to ``rows`` rows if given."""
         bins = [each for each in map(self._bin, range(REUSE_BINS)) if each is not None]
         found = statistics_of_counts(bins, None, f"dlrm_datasets {self.name}")
         return found if rows is None else found.resized(rows)
@@ -70,7 +70,7 @@ class ReuseHistogram:
 
 
 def read_histograms(path: Path) -> dict[str, ReuseHistogram]:
-    """Every data set of the file ``path`` by name; ``InputError`` names a file that is missing or malformed."""
+    """Read every data set of the file ``path`` by name; ``InputError`` names a missing or malformed file."""
     try:
         lines = read_text(path, "table").splitlines()
     except OSError as error:

@@ -28,8 +28,8 @@ _WANTED = f"every table needs {', '.join(_FIELDS)}, or indices and offsets of it
 
 
 def save_statistics(statistics: Mapping[str, IndexStatistics], path: Path) -> None:
-    """Writes the tables' statistics, by the suffix of ``path``; ``OutputError`` if it cannot, ``InputError`` for
-    another suffix.
+    """Write the tables' statistics in the format of the suffix of ``path``; ``OutputError`` on failure, ``InputError``
+    for another suffix.
     """
     check_suffix(path)
     try:
@@ -49,7 +49,7 @@ def save_statistics(statistics: Mapping[str, IndexStatistics], path: Path) -> No
 
 
 def load_statistics(path: Path) -> dict[str, IndexStatistics]:
-    """What :func:`save_statistics` wrote, or the statistics of the batches in an ``.npz``, by the tables' names.
+    """Read statistics by table from a file of :func:`save_statistics`, or compute them from the batches in an ``.npz``.
 
     ``InputError`` names a file that is missing, malformed or of another kind.
     """
@@ -67,7 +67,7 @@ def load_statistics(path: Path) -> dict[str, IndexStatistics]:
 
 
 def to_record(statistics: IndexStatistics) -> dict[str, Any]:
-    """JSON-able content."""
+    """JSON-able content of ``statistics``."""
     return {name: getattr(statistics, name) for name in _FIELDS}
 
 
@@ -89,7 +89,7 @@ def _named(name: str, record: Any) -> IndexStatistics:
 
 
 def check_suffix(path: Path) -> None:
-    """``InputError`` unless the file is one of ``.json`` and ``.npz``."""
+    """Raise ``InputError`` unless the suffix is ``.json`` or ``.npz``."""
     if path.suffix not in (".json", ".npz"):
         raise InputError(f"{path}: statistics are kept in .json or .npz; give such a file")
 

@@ -1,4 +1,4 @@
-"""What kernels cost on a GPU: analytic models per family, corrected by what was measured."""
+"""Cost of kernels on a GPU: analytic models per family, corrected by measurements."""
 
 from costmodel.gpu.factory import gpu_cost_model
 

@@ -1,4 +1,4 @@
-"""The cost model of a GPU: every operator type with the model of its kernels."""
+"""Construction of a GPU's cost model: a kernel model for every operator type."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ from costmodel.operators.scaled_work import ScaledCast, ScaledGemm
 
 
 def gpu_cost_model(machine: Machine, directory: Path = DIRECTORY) -> CostModel:
-    """Prices every operator of :mod:`costmodel.operators.device_work`, ``Conv2d`` and ``Pool2d`` on the GPU
+    """Cost model of every operator of :mod:`costmodel.operators.device_work`, ``Conv2d`` and ``Pool2d`` on the GPU
     ``machine``.
 
     ``directory``: the fitted models. ``MachineError`` if ``machine`` is no GPU, ``InputError`` for a corrupt file.
@@ -94,8 +94,9 @@ def gpu_cost_model(machine: Machine, directory: Path = DIRECTORY) -> CostModel:
 
 
 class _Products(KernelModel):
-    """Matrix products, none of several in one kernel faster than one dense product of all their rows, unless it was
-    measured to be: on the GPUs of the FP32 tables libraries have better kernels for several than for one.
+    """Kernel model of matrix products. A batched product is never faster than one dense product of all its rows, unless
+    it was measured: on the GPUs of the FP32 tables libraries have better kernels for batched products than for single
+    ones.
     """
 
     def estimate(self, operators: Sequence[AnyOperator]) -> list[Estimate]:
@@ -115,7 +116,9 @@ class _Products(KernelModel):
 
 
 class _Experts(_Products):
-    """Products of experts, bounded even where measured; :attr:`dense` prices dense ones, which may be scaled."""
+    """Kernel model of expert products, bounded even where measured; :attr:`dense` prices dense products, which may be
+    scaled.
+    """
 
     dense: Callable[[Gemm | ScaledGemm], Estimate]
 
@@ -127,7 +130,7 @@ class _Experts(_Products):
 
 
 def _together(operator: AnyOperator) -> Sequence[Gemm | ScaledGemm]:
-    """One dense product of as much work as each of the products that ``operator`` computes together."""
+    """For each of the products that ``operator`` computes together, one dense product of equal work."""
     if isinstance(operator, Gemm):
         return [replace(operator, batch=1, m=operator.batch * operator.m)] if operator.batch > 1 else []
     if not isinstance(operator, GroupedGemm | ExpertLayer):
@@ -137,7 +140,7 @@ def _together(operator: AnyOperator) -> Sequence[Gemm | ScaledGemm]:
 
 
 def _dense(product: GroupedGemm) -> Gemm | ScaledGemm:
-    """One product of as much work as ``product`` has."""
+    """One dense product with as much work as ``product``."""
     m, k = (product.rows, product.k) if product.wrt == "rows" else (product.k, product.rows)
     if product.dtype == "float8":
         return ScaledGemm(m, product.n, k, product.dtype, product.scaling or "tensor")
@@ -145,8 +148,8 @@ def _dense(product: GroupedGemm) -> Gemm | ScaledGemm:
 
 
 def _with_inverted(known: LevelTransfer) -> LevelTransfer:
-    """``known`` and the levels of families whose factors are inverted from whole steps: none of their own, the spread
-    that these steps show.
+    """``known`` with levels added for families whose factors are inverted from whole steps: a level of 0, with the
+    spread that these steps show.
     """
     shares = inverted_shares()
     if not shares.factors:

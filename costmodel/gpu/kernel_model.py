@@ -1,13 +1,13 @@
-"""The cost model of one kernel family (or a few that share operator types) on one GPU.
+"""Cost model of one kernel family (or a few that share operator types) on one GPU.
 
-Where the GPU, or one of its architecture and power class, was measured and the operator is of the measured kind, the
-analytic time times the learned residual (``fitted``). Elsewhere the analytic time at the level of its class of GPUs
-(``analytic``), with the interval within which 80 % of the measured rows of that class lie. A few measurements from the
-GPU itself (:meth:`KernelModel.fit`) move either to its own level.
+If the GPU, or one of its architecture and power class, was measured and the operator is of a measured kind: the
+analytic time times the learned residual (``fitted``). Otherwise the analytic time at the level of its class of GPUs
+(``analytic``), with the interval that holds 80 % of the measured rows of that class. A few measurements of the GPU
+itself (:meth:`KernelModel.fit`) move either to the GPU's own level.
 
-What is learned is asked for the operator *on the GPU it was learned on*, as its file stands in the package, and
-multiplies the analytic time on the GPU at hand: a rate that is lowered raises the analytic time and moves nothing else,
-so that no estimate falls when a rate does.
+The residual is evaluated for the operator *on the GPU it was learned on*, as its file stands in the package, and
+multiplies the analytic time on the actual GPU: a lower rate raises the analytic time and changes nothing else, so that
+no estimate falls when a rate does.
 """
 
 from __future__ import annotations
@@ -31,19 +31,21 @@ from costmodel.model.cost_model import CostModel, Estimate, PriceSource
 from costmodel.model.measurements import Measurement
 from costmodel.operators.any_operator import AnyOperator, dtype_of
 
-# Of a family without any measurement: half to twice the analytic time.
+# For a family without any measurement: half to twice the analytic time.
 UNKNOWN = Level(0.0, -0.7, 0.7, ())
-# How much wider the interval is (log units) where a relative's residual or an extrapolated one is used; like the two
-# below a judgement, which counts where no grade was measured.
+# Widening of the interval (log units) for a relative's residual and for an extrapolated one; like the two constants
+# below a judgement, used where no grade was measured.
 RELATIVE_MARGIN, EXTRAPOLATION_MARGIN = 0.1, 0.2
-# Of a GPU without tables the sustained rates are a guess too: measured shares of the datasheet differ by this much.
+# For a GPU without tables the sustained rates are a guess too: measured shares of the datasheet differ by this much.
 UNMEASURED_MARGIN = 0.15
-ADAPTED_MARGIN = 0.05  # of a level that few measurements were moved to
-FACTOR_OF_THREE = float(np.log(3))  # of operators that nobody knows
+ADAPTED_MARGIN = 0.05  # for a level adapted to few measurements
+FACTOR_OF_THREE = float(np.log(3))  # for unidentified operators
 
 
 class KernelModel(CostModel):
-    """``family_of``: the family of an operator. ``residuals``: of the machine or relatives, by family."""
+    """Cost model of the operators of several families. ``family_of``: function from operator to family. ``residuals``:
+    of the machine or its relatives, by family.
+    """
 
     def __init__(
         self,
@@ -58,7 +60,7 @@ class KernelModel(CostModel):
         self._residuals = residuals
         self._transfer = transfer
         self._adaptations: Mapping[str, Adaptation] = adaptations or {}
-        # Adaptations are learned on the GPU itself: on its packaged file, or on what stands here if there is none.
+        # Adaptations are learned on the GPU itself: on its packaged file, or on the given machine if there is none.
         self._clocks: dict[str, tuple[float, float]] = {}
         self._lattices: dict[str, Lattice] = {}
         self._name = known_as(machine)
@@ -66,24 +68,24 @@ class KernelModel(CostModel):
 
     @property
     def adaptations(self) -> Mapping[str, Adaptation]:
-        """How each family and dtype (:func:`adaptation_key`) was moved by measurements from the GPU itself."""
+        """Adaptations of families and dtypes (:func:`adaptation_key`) to measurements of the GPU itself."""
         return self._adaptations
 
     def adaptation_name(self, operator: AnyOperator) -> str:
-        """Under which name of :attr:`adaptations` measurements of the like of ``operator`` are kept."""
+        """Key in :attr:`adaptations` for measurements of operators like ``operator``."""
         return adaptation_key(self._family_of(operator), dtype_of(operator))
 
     def is_learned(self, operator: AnyOperator) -> bool:
-        """Whether tables of this GPU or of a relative hold kernels like ``operator``."""
+        """True if tables of this GPU or of a relative hold kernels like ``operator``."""
         family = self._family_of(operator)
         return family.name in self._residuals and family.covers(operator)
 
     def feature_names(self, operator: AnyOperator) -> tuple[str, ...]:
-        """Features of the family of ``operator``, in their order."""
+        """Names of the features of the family of ``operator``, in order."""
         return tuple(self._family_of(operator).analyse([operator], self._own).features)
 
     def fit(self, measurements: Sequence[Measurement]) -> None:
-        """Moves each family and dtype measured often enough to ``measurements``; forgets earlier ones."""
+        """Adapt each family and dtype with enough ``measurements``; replaces earlier adaptations."""
         self._adaptations = {}
         groups: dict[tuple[Family[Any], str], list[Measurement]] = {}
         for each in measurements:
@@ -108,10 +110,11 @@ class KernelModel(CostModel):
         return [result for result in results if result is not None]
 
     def middles(self, family: Family[Any], analysis: KernelAnalysis, dtypes: Sequence[str]) -> np.ndarray:
-        """What :meth:`estimate` multiplies the analytic seconds by, (operators,), for operators that ``family`` covers.
+        """Factor by which :meth:`estimate` multiplies the analytic seconds, (operators,), for operators covered by
+        ``family``.
 
-        For callers that price arrays of operators without a record of each; ``dtypes`` of the operators. What was
-        learned elsewhere is asked at the features of ``analysis``.
+        For callers that price arrays of operators without a record of each; ``dtypes`` of the operators. A residual
+        learned on another GPU is evaluated at the features of ``analysis``.
         """
         shifts, _ = self._shifts(family, np.array(dtypes), analysis)
         if family.name in self._residuals:
@@ -123,9 +126,7 @@ class KernelModel(CostModel):
         return np.asarray(np.exp(level.middle + moved))
 
     def half_widths(self, family: Family[Any], analysis: KernelAnalysis, dtypes: Sequence[str]) -> np.ndarray:
-        """Half of the interval that :meth:`estimate` gives, in log units, (operators,); for the callers of
-        :meth:`middles`.
-        """
+        """Half of the interval of :meth:`estimate`, in log units, (operators,); for the callers of :meth:`middles`."""
         _, points = self._shifts(family, np.array(dtypes), analysis)
         if family.name in self._residuals:
             fitted_on, residual = self._residuals[family.name]
@@ -164,7 +165,7 @@ class KernelModel(CostModel):
         return no_less(estimates, least)
 
     def _lattice(self, family: Gridded, known: Lattice, there: Machine) -> Lattice:
-        """What is ``known`` of the GPU ``there``, moved to the one at hand as the analytic times differ."""
+        """Lattice ``known`` of the GPU ``there``, scaled to the actual GPU by the ratio of the analytic times."""
         if there == self.machine:
             return known
         if family.name not in self._lattices:
@@ -182,8 +183,8 @@ class KernelModel(CostModel):
         places: Sequence[int],
         moved: np.ndarray,
     ) -> Iterator[tuple[int, Estimate]]:
-        """Estimates of the operators at ``places`` by the residual, asked at what is ``seen`` on the GPU that it was
-        learned on; ``moved`` (operators,) is added to its logarithms.
+        """Estimates of the operators at ``places`` by the residual, evaluated at the analysis ``seen`` on the GPU on
+        which it was learned; ``moved`` (operators,) is added to its logarithms.
         """
         fitted_on, residual = self._residuals[family.name]
         features = seen.matrix()[places]
@@ -197,9 +198,9 @@ class KernelModel(CostModel):
             yield place, self._record(family, operators[place], analysis, place, bounds, "fitted", notes)
 
     def _learned_bounds(self, family: Family[Any], logs: np.ndarray, known: bool, outside: bool) -> np.ndarray:
-        """Middle, lower and upper log ratio from those of a residual: of the GPU's own tables, as far as other
-        laboratories find the same (grade ``source``), of a relative by the grade of relatives, but never surer than of
-        the GPU that was measured.
+        """Middle, lower and upper log ratio from those of a residual: for the GPU's own tables, widened by the spread
+        between laboratories (grade ``source``); for a relative, by the grade of relatives, but never narrower than for
+        the measured GPU.
         """
         own = logs + np.array([0.0, *self._transfer.grades.get(family.name, {}).get("source", (0.0, 0.0))])
         range_ = self._transfer.grade(family.name, "relative") if not known else None
@@ -215,7 +216,7 @@ class KernelModel(CostModel):
     def _shifts(
         self, family: Family[Any], dtypes: np.ndarray, analysis: KernelAnalysis
     ) -> tuple[np.ndarray, np.ndarray]:
-        """What measurements of the GPU itself add to log times, and how many there are of each dtype."""
+        """Shift of log times by measurements of the GPU itself, and the number of measurements of each dtype."""
         shifts, points = np.zeros(len(dtypes)), np.zeros(len(dtypes), dtype=int)
         for dtype in dict.fromkeys(dtypes.tolist()):
             adaptation = self._adaptations.get(adaptation_key(family, dtype))
@@ -244,18 +245,18 @@ class KernelModel(CostModel):
         return estimates
 
     def _level_bounds(self, family: Family[Any], operator: AnyOperator, level: Level, adapted: bool) -> np.ndarray:
-        """Middle, lower and upper log ratio of an estimate by physics, by the grade of what is known of it."""
+        """Middle, lower and upper log ratio of an analytic estimate, by the grade of the operator."""
         grade = family.grade(operator)
         if grade == "unknown":
             return np.array([level.middle, level.middle - FACTOR_OF_THREE, level.middle + FACTOR_OF_THREE])
         if family.name in self._transfer.levels and family.name not in self._transfer.grades and not adapted:
-            # Nothing was left out for this family: the spread that its level tells, whatever GPUs taught it.
+            # Without left-out measurements of this family: the spread of its level, whatever GPUs it was learned on.
             half = float(np.hypot((level.upper - level.lower) / 2, UNMEASURED_MARGIN))
             return np.array([level.middle, level.middle - half, level.middle + half])
         measured = family.name in self._transfer.levels
         names: list[str] = ["points"] if adapted else [grade] if grade in ("dtype", "kind") else []
         if names == ["dtype"] and "dtype" not in self._transfer.grades.get(family.name, {}):
-            names = []  # physics alone, as of a GPU that was not measured
+            names = []  # physics alone, as for a GPU without measurements
         if not adapted and (family.name not in self._residuals or not names):
             names.append("physics")
         known = [self._transfer.grade(family.name, each) for each in names] if measured else []
@@ -287,7 +288,7 @@ class KernelModel(CostModel):
         return Estimate(middle, min(lower, middle), max(upper, middle), analysis.bound(place), breakdown, source)
 
     def _clock(self, dtype: str, seconds: float) -> dict[str, float | str]:
-        """What :mod:`costmodel.gpu.power` asks of arithmetic; nothing where the clock holds."""
+        """Clock data of arithmetic kernels for :mod:`costmodel.gpu.power`; empty if the clock never drops."""
         if all(each.burst is None for each in self.machine.compute.values()):
             return {}
         if dtype not in self._clocks:
@@ -298,12 +299,12 @@ class KernelModel(CostModel):
 
 
 def no_less(estimates: Sequence[Estimate], least: np.ndarray) -> list[Estimate]:
-    """``estimates``, each with its interval moved so far that it takes its ``least`` seconds (estimates,)."""
+    """Scale ``estimates`` up, interval included, where they are below their ``least`` seconds (estimates,)."""
     kept = []
     for each, seconds in zip(estimates, least.tolist(), strict=True):
         if each.seconds < seconds:
             share = seconds / each.seconds
-            # A bound that is the time itself stays so: products round.
+            # A bound equal to the time itself stays so despite rounding of products.
             lower, upper = min(each.lower * share, seconds), max(each.upper * share, seconds)
             each = replace(each, seconds=seconds, lower=lower, upper=upper)
         kept.append(each)
@@ -311,5 +312,5 @@ def no_less(estimates: Sequence[Estimate], least: np.ndarray) -> list[Estimate]:
 
 
 def adaptation_key(family: Family[Any], dtype: str) -> str:
-    """Name of what measurements of one dtype of a family move."""
+    """Key of the adaptation of one dtype of a family."""
     return f"{family.name}:{dtype}"

@@ -1,18 +1,18 @@
-"""Fit of the user's own GPU: by tables of ``python -m costmodel measure``, or by times of whole steps.
+"""Fit of the user's own GPU: to tables of ``python -m costmodel measure``, or to times of whole steps.
 
-**Tables.** Each family and number type that was measured often enough is moved to the measurements by a level and, from
-eight on, by slopes over its features (:mod:`costmodel.gpu.residuals.adaptation`). What is shipped of that GPU, or of a
-relative, is what is moved.
+**Tables.** Each family and dtype with enough measurements is adapted by a level and, from eight on, by slopes over its
+features (:mod:`costmodel.gpu.residuals.adaptation`). The adaptation is applied to the shipped model of that GPU, or of
+a relative.
 
-**Steps.** A user often has no times of single kernels, but those of twenty steps. With X the seconds that are predicted
-of each family in each step (steps x families), y the measured steps, and one level that all families share beside their
-own,
+**Steps.** A user often has no times of single kernels, but those of twenty steps. With X the predicted seconds of each
+family in each step (steps x families), y the measured steps, and one level shared by all families besides their own,
 
     sum of huber(log(X exp(shared + own)) - log y) + (shared / sigma)^2 + sum of (own / sigma)^2
 
-is made least (:func:`inverted`). What is left of a well predicted GPU are errors of single models, which say nothing of
-the next one: so levels count only if each step is met better, on average, by those of all others than by none. Levels
-are kept as the same record that points of single kernels make, so that every prediction on that GPU uses them.
+is minimised (:func:`inverted`). On a well predicted GPU the remaining errors are those of single models, which do not
+generalise to other models: so levels are used only if each step is predicted better, on average, with the levels of all
+other steps than without levels. Levels are stored as the same record as adaptations to single kernels, so that every
+prediction on that GPU uses them.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from costmodel.operators.serialization import from_record, to_record
 
 
 def fit_to_tables(files: Sequence[Path], machine_name: str, output: Path | None, progress: Say) -> Path:
-    """Writes what the tables in ``files`` say of the GPU ``machine_name`` (a name, or a machine file) where predictions
-    look, or into ``output``; returns the file. It takes the place of what an earlier call wrote.
+    """Write the adaptation of the GPU ``machine_name`` (a name, or a machine file) to the tables in ``files``, where
+    predictions find it, or into ``output``; returns the file. Replaces an earlier adaptation.
 
-    ``InputError`` for a damaged table, or where no family has :data:`MINIMUM_POINTS` rows of one number type;
-    ``MachineError`` where there is no such GPU. ``progress`` hears how far each family was moved.
+    ``InputError`` for a damaged table, or if no family has :data:`MINIMUM_POINTS` rows of one dtype; ``MachineError``
+    if there is no such GPU. ``progress`` receives the shift of each family.
     """
     machine = load_machine(machine_name)
     rows = {file: [Measurement(operator, seconds=seconds) for operator, seconds in read_rows(file)] for file in files}
@@ -74,8 +74,8 @@ def fit_to_tables(files: Sequence[Path], machine_name: str, output: Path | None,
 
 
 def adaptations_of(measurements: Sequence[Measurement], machine: Machine) -> dict[str, Adaptation]:
-    """How ``measurements`` move the models of ``machine``, by family and number type; operators that no model is for
-    are left out.
+    """Adaptations of the models of ``machine`` to ``measurements``, by family and dtype; operators without a model are
+    skipped.
     """
     priced = gpu_cost_model(machine)
     assert isinstance(priced, GpuCostModel)
@@ -94,17 +94,18 @@ def adaptations_of(measurements: Sequence[Measurement], machine: Machine) -> dic
     return found
 
 
-# Of log levels: what all families share (a clock, a driver), and each has of its own; of log times of whole steps,
-# beyond which errors count linearly. The last two make 94 steps of the RTX 3090 that no factor was fitted on most
-# likely, as a normal process over the families' shares with Student's errors; GPUs as a whole are off by so much (A100
-# and V100 by NVIDIA's published steps 2 to 16 %). None was chosen by steps of the RTX 4090, which judge them.
+# Standard deviations of log levels, shared by all families (a clock, a driver) and of each family; of log times of
+# whole steps, beyond which errors count linearly. The last two maximise the likelihood of 94 steps of the RTX 3090 on
+# which no factor was fitted, as a normal process over the families' shares with Student's errors; the first is the
+# typical error of whole GPUs (A100 and V100 by NVIDIA's published steps 2 to 16 %). None was chosen by steps of the RTX
+# 4090, which validate them.
 _SHARED_SIGMA, _OWN_SIGMA, _STEP_SIGMA = 0.08, 0.044, 0.067
 NO_LEVEL = "no level: those of the others meet a step no better than none; what errs are single models, not the GPU"
 
 
 def fit_to_steps(file: Path, machine_name: str, output: Path | None, progress: Say) -> Path:
-    """Writes the levels of ``machine_name`` by the steps in ``file`` (``seconds`` of each measured) into the folder
-    ``output`` (default: where models are shipped); returns the file. What it knew of single kernels stays.
+    """Write the levels of ``machine_name`` fitted to the steps in ``file`` (each with measured ``seconds``) to the
+    folder ``output`` (default: that of shipped models); returns the file. Models of single kernels are kept.
 
     ``InputError`` for fewer steps than :data:`MINIMUM_POINTS`, or without their times.
     """
@@ -129,8 +130,8 @@ def fit_to_steps(file: Path, machine_name: str, output: Path | None, progress: S
 def step_levels(
     steps: Sequence[CountedStep], machine: Machine, model: GpuCostModel | None = None
 ) -> Mapping[str, Adaptation]:
-    """The levels by name of family and number type; those that a model has already are moved on. None where each of
-    ``steps`` is met no better by what the others tell.
+    """Levels by name of family and dtype, added to those that a model already has; empty if holding out each of
+    ``steps`` shows no improvement.
     """
     priced = model or gpu_cost_model(machine)
     assert isinstance(priced, GpuCostModel)
@@ -149,7 +150,9 @@ def step_levels(
 
 
 def level_logs(seconds: np.ndarray, measured: np.ndarray) -> np.ndarray:
-    """Log level of each family, by ``seconds`` predicted (steps, families) and the log times ``measured`` (steps,)."""
+    """Log level of each family, from predicted ``seconds`` (steps, families) and measured log times ``measured``
+    (steps,).
+    """
     families = seconds.shape[1]
     mapping = np.column_stack([np.ones(families), np.eye(families)])
     precision = np.array([_SHARED_SIGMA**-2, *[_OWN_SIGMA**-2] * families])
@@ -157,7 +160,7 @@ def level_logs(seconds: np.ndarray, measured: np.ndarray) -> np.ndarray:
 
 
 def _helps(seconds: np.ndarray, measured: np.ndarray) -> bool:
-    """Whether levels of all steps but one meet that one better, on average over all of them, than no levels do."""
+    """True if leave-one-out levels predict the held-out step better on average than no levels."""
     with_levels, without = [], []
     for place, row in enumerate(seconds):
         others = np.arange(len(measured)) != place
@@ -170,7 +173,7 @@ def _helps(seconds: np.ndarray, measured: np.ndarray) -> bool:
 def family_seconds(
     steps: Sequence[CountedStep], model: GpuCostModel
 ) -> tuple[list[Mapping[str, float]], Mapping[str, AnyOperator]]:
-    """Predicted seconds of each step by family and number type, and an operator of each."""
+    """Predicted seconds of each step by family and dtype, and an example operator of each."""
     distinct = list(Counter(each for step in steps for each in step.counts))
     estimates = dict(zip(distinct, model.estimate(distinct), strict=True))
     keys: dict[AnyOperator, str] = {}
@@ -206,18 +209,20 @@ def _moved(model: KernelModel, operator: AnyOperator, key: str, log: float, coun
 
 @dataclass(frozen=True)
 class CountedStep:
-    """``name``: as in the table of measured steps; ``family``: of its model; ``counts``: operator -> launches;
-    ``seconds``: measured, 0 where a table of measured steps says it.
-    """
+    """One step as counts of operators."""
 
+    # As in the table of measured steps.
     name: str
+    # Family of its model.
     family: str
+    # Number of launches of each operator.
     counts: Mapping[AnyOperator, int]
+    # Measured seconds; 0 if a table of measured steps holds them.
     seconds: float = 0.0
 
 
 def read_inventory(path: Path) -> list[CountedStep]:
-    """The steps in ``path``; ``InputError`` names a file that cannot be read."""
+    """Read the steps in ``path``; ``InputError`` names a file that cannot be read."""
     try:
         record = json.loads(gzip.decompress(path.read_bytes()))
         operators = [from_record(each) for each in record["operators"]]
@@ -240,10 +245,10 @@ _ROUNDS = 60
 def inverted(
     seconds: np.ndarray, target: np.ndarray, mapping: np.ndarray, precision: np.ndarray, step_sigma: float
 ) -> np.ndarray:
-    """Log factors (classes,) of ``seconds`` (steps, classes) that meet the log times ``target`` (steps,).
+    """Log factors (classes,) of ``seconds`` (steps, classes) that fit the log times ``target`` (steps,).
 
-    ``mapping`` (classes, parameters): what each class takes of which parameter; ``precision``: 1 / sigma^2 of the
-    parameters around zero; ``step_sigma``: of log times, beyond which errors count linearly.
+    ``mapping`` (classes, parameters): weights of the parameters in each class; ``precision``: 1 / sigma^2 of the
+    parameters around zero; ``step_sigma``: error of log times beyond which errors count linearly.
     """
     parameters = np.zeros(mapping.shape[1])
     for _ in range(_ROUNDS):
@@ -259,7 +264,7 @@ def inverted(
 
 
 def read_rows(path: Path) -> Iterator[tuple[Any, float]]:
-    """Operators and seconds of the rows without an error; ``InputError`` for a malformed file."""
+    """Read operators and seconds of the rows without an error; ``InputError`` for a malformed file."""
     try:
         table = csv.DictReader(io.StringIO(read_text(path, "table"), newline=""))
         if not {"operator", "median_s", "error"} <= set(table.fieldnames or ()):
@@ -279,7 +284,7 @@ def read_rows(path: Path) -> Iterator[tuple[Any, float]]:
 
 
 def write_inventory(steps: Sequence[CountedStep], path: Path) -> Path:
-    """Writes ``steps``, each distinct operator once; the same steps give the same bytes."""
+    """Write ``steps``, each distinct operator once; the same steps give the same bytes."""
     operators: dict[AnyOperator, int] = {}
     rows = []
     for step in steps:

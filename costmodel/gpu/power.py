@@ -1,4 +1,9 @@
-"""The clock of a GPU during a step: many kernels, of which some compute and some wait for memory.
+"""Clock of a GPU during a step: a mixture of kernels, of which some compute and some wait for memory.
+
+Tables measure kernels one after another: short ones finish before the clock drops, long ones run at the clock that a
+sustained load of their kind allows (:mod:`costmodel.gpu.families.clock`). During a step of seconds the power, averaged
+over all kernels, meets the limit. With T the time of arithmetic at the clock of a burst, M that of kernels that wait
+for memory, y the clock relative to a burst's and p(y) the power of arithmetic above idle, as a share of (limit - idle):
 
 Tables measure kernels one after another: short ones are over before the clock sinks, long ones run at the clock that a
 load of their kind alone leaves (:mod:`costmodel.gpu.families.clock`). During a step of seconds the power, averaged over
@@ -24,18 +29,18 @@ from costmodel.machines.power_law import REST_SHARE, VOLTAGE_FLOOR, power_at
 from costmodel.model.cost_model import CostModel, Estimate
 from costmodel.model.dispatch import Dispatch
 
-# What :class:`costmodel.gpu.kernel_model.KernelModel` notes in the breakdown of kernels of arithmetic on a GPU whose
-# clock sinks: rate of a long load over that of a burst; clock of a burst in shares of the boost clock; clock, in shares
-# of a burst's, at which the kernel was priced.
+# Notes of :class:`costmodel.gpu.kernel_model.KernelModel` in the breakdown of arithmetic kernels on a GPU whose clock
+# drops: rate of a long load over that of a burst; clock of a burst as a share of the boost clock; clock, relative to a
+# burst's, at which the kernel was priced.
 LONG_LOAD, BURST_CLOCK, PRICED_CLOCK = "long_load_share", "burst_clock", "priced_clock"
-# What this module adds: the clock during the step, in shares of a burst's; what the kernel then draws above rest, in
-# shares of (limit - rest).
+# Notes added by this module: the clock during the step, relative to a burst's; the kernel's power above idle, as a
+# share of (limit - idle).
 STEP_CLOCK, DRAWN_POWER = "step_clock", "drawn_power"
-_SWEEPS = 40  # halvings of the interval of the clock
+_SWEEPS = 40  # bisection steps of the clock
 
 
 class GpuCostModel(Dispatch):
-    """The models of all operator types on ``machine``, and what its clock does under their mixture."""
+    """Models of all operator types on ``machine``, and its clock under their mixture."""
 
     def __init__(self, models: Mapping[type, CostModel], machine: Machine) -> None:
         super().__init__(models)
@@ -53,9 +58,9 @@ class GpuCostModel(Dispatch):
 
 
 def step_clock(estimates: Sequence[Estimate], counts: Sequence[int], waiting: float = MEMORY_POWER) -> float:
-    """Clock of arithmetic while ``estimates`` run in turns, each so many times, in shares of a burst's clock.
+    """Clock of arithmetic, relative to a burst's, while ``estimates`` run in turns with the given counts.
 
-    ``waiting``: what kernels that wait for memory draw (:func:`costmodel.gpu.families.clock.memory_power`).
+    ``waiting``: power of kernels that wait for memory (:func:`costmodel.gpu.families.clock.memory_power`).
     """
     pairs = list(zip(estimates, counts, strict=True))
     memory = sum(each.seconds * count for each, count in pairs if each.memory_bound)
@@ -79,12 +84,12 @@ def step_clock(estimates: Sequence[Estimate], counts: Sequence[int], waiting: fl
 
 
 def _power(clock: np.ndarray) -> np.ndarray:
-    """:func:`costmodel.machines.power_law.power_at` of many clocks."""
+    """:func:`costmodel.machines.power_law.power_at` for an array of clocks."""
     return np.asarray(clock * np.maximum(clock, VOLTAGE_FLOOR) ** 2)
 
 
 def _clocked(estimate: Estimate) -> bool:
-    """Whether the time goes with the clock."""
+    """True if the time depends on the clock."""
     return estimate.bound == "compute" and PRICED_CLOCK in estimate.breakdown
 
 
@@ -97,25 +102,24 @@ def _arithmetic(estimate: Estimate, count: int) -> tuple[float, float, float, fl
 
 
 def drawn_power(estimate: Estimate) -> float | None:
-    """What the kernel of an estimate of :meth:`GpuCostModel.settle` draws above rest, in shares of (limit - rest);
-    ``None`` of a GPU whose clock holds: how far it stays below its limit is not known there.
-
-    Kernels that neither compute nor wait for memory, as short ones do for their launch, are taken to draw what those
-    that wait for memory do.
+    """Power above idle of the kernel of an estimate of :meth:`GpuCostModel.settle`, as a share of (limit - idle);
+    ``None`` for a GPU whose clock never drops: its distance from the limit is unknown. Kernels that neither compute nor
+    wait for memory, such as short ones dominated by their launch, are assumed to draw the power of memory-bound
+    kernels.
     """
     known = estimate.breakdown.get(DRAWN_POWER)
     return None if known is None else float(known)
 
 
 def board_watts(machine: Machine, drawn: float) -> float:
-    """Power of the board while ``drawn`` of (limit - rest) is drawn above rest, at most its limit."""
+    """Power of the board, at most its limit, while the share ``drawn`` of (limit - idle) is drawn above idle."""
     limit = machine.chip().power_watts
     rest = REST_SHARE * limit
     return rest + min(drawn, 1.0) * (limit - rest)
 
 
 def _at(estimate: Estimate, clock: float) -> Estimate:
-    """``estimate`` at ``clock``; its interval still holds what a table of kernels would measure."""
+    """``estimate`` at ``clock``; its interval still includes the time in a table of kernels."""
     factor = float(estimate.breakdown[PRICED_CLOCK]) / clock
     lower, upper = estimate.lower * min(factor, 1.0), estimate.upper * max(factor, 1.0)
     _, used, long_load, burst = _arithmetic(estimate, 1)

@@ -1,7 +1,7 @@
-"""What each of many tables costs a GPU that looks them all up in one table-batched kernel: the planner's fast path.
+"""Cost of each of many tables in one table-batched kernel: the planner's fast path.
 
-Such a kernel takes one table after the other, so that what each needs of the whole GPU adds up. Only chains of loads
-that outlast everything else (a bag of many lookups in a small batch) do not: :meth:`TableSeconds.kernel` has them.
+Such a kernel processes the tables in order, so that the needs of each table add up. Only chains of loads that outlast
+everything else (a bag of many lookups in a small batch) do not: :meth:`TableSeconds.kernel` includes them.
 """
 
 from __future__ import annotations
@@ -23,19 +23,21 @@ from costmodel.machines.machine_records import Machine
 
 @dataclass(frozen=True)
 class PassSeconds:
-    """One pass, stage by stage. ``added``, ``longest`` (stages, tables): what a table needs of the whole GPU, and the
-    chain of loads that it cannot be faster than. ``launch``: what the stages take besides. ``alone`` (tables,).
-    ``half_width`` (tables,): of the model's 80 % interval, in log units.
-    """
+    """Seconds of one pass, by stage."""
 
+    # Seconds of the whole GPU that a table needs, (stages, tables).
     added: np.ndarray
+    # Chain of loads that is a lower bound of the stage, (stages, tables).
     longest: np.ndarray
+    # Fixed seconds of the stages.
     launch: float
+    # Seconds of each table in a kernel of its own, (tables,).
     alone: np.ndarray
+    # Half of the model's 80 % interval, in log units, (tables,).
     half_width: np.ndarray
 
     def at(self, places: np.ndarray) -> PassSeconds:
-        """Of the tables at ``places``, in that order; a table may occur several times."""
+        """The tables at ``places``, in that order; a table may occur several times."""
         added, longest = self.added[:, places], self.longest[:, places]
         return PassSeconds(added, longest, self.launch, self.alone[places], self.half_width[places])
 
@@ -49,51 +51,52 @@ class PassSeconds:
 
 @dataclass(frozen=True)
 class TableSeconds:
-    """Seconds of every table, arrays of the shape (tables,), and of any of them in one kernel."""
+    """Seconds of every table, as arrays of shape (tables,), and of any set of them in one kernel."""
 
     forward_pass: PassSeconds
     backward_pass: PassSeconds
 
     @property
     def forward(self) -> np.ndarray:
-        """What each table adds to the forward kernel."""
+        """Seconds that each table adds to the forward kernel."""
         return np.asarray(self.forward_pass.added.sum(axis=0))
 
     @property
     def backward(self) -> np.ndarray:
-        """What each table adds to the kernels of the backward pass, the optimizer included."""
+        """Seconds that each table adds to the kernels of the backward pass, optimizer included."""
         return np.asarray(self.backward_pass.added.sum(axis=0))
 
     @property
     def forward_launch(self) -> float:
-        """What the forward kernel takes besides, once per GPU and step, however many tables there are."""
+        """Fixed seconds of the forward kernel, once per GPU and step, for any number of tables."""
         return self.forward_pass.launch
 
     @property
     def backward_launch(self) -> float:
-        """What the kernels of the backward pass take besides, once per GPU and step."""
+        """Fixed seconds of the kernels of the backward pass, once per GPU and step."""
         return self.backward_pass.launch
 
     @property
     def forward_alone(self) -> np.ndarray:
-        """Of each table as the only one of its kernel, as ``gpu_cost_model(machine).estimate`` says."""
+        """Forward seconds of each table in a kernel of its own, equal to ``gpu_cost_model(machine).estimate``."""
         return self.forward_pass.alone
 
     @property
     def backward_alone(self) -> np.ndarray:
-        """The same for the backward pass."""
+        """Backward seconds of each table in kernels of its own."""
         return self.backward_pass.alone
 
     @property
     def forward_stages(self) -> tuple[np.ndarray, np.ndarray]:
-        """What each table adds to each stage of the forward kernel, and the least that the stage takes because of it,
-        (stages, tables); :meth:`kernel` is the sum over stages of the larger of the sum and the maximum over tables.
+        """Seconds that each table adds to each stage of the forward kernel, and lower bounds of the stage by each
+        table, (stages, tables); :meth:`kernel` is the sum over stages of the larger of the sum and the maximum over
+        tables.
         """
         return self.forward_pass.added, self.forward_pass.longest
 
     @property
     def backward_stages(self) -> tuple[np.ndarray, np.ndarray]:
-        """The same for the kernels of the backward pass."""
+        """The same as :attr:`forward_stages` for the kernels of the backward pass."""
         return self.backward_pass.added, self.backward_pass.longest
 
     @property
@@ -103,16 +106,16 @@ class TableSeconds:
 
     @property
     def backward_half_width(self) -> np.ndarray:
-        """The same for the backward pass."""
+        """Half of the 80 % interval of each table's backward time, in log units."""
         return self.backward_pass.half_width
 
     def at(self, places: Sequence[int] | np.ndarray) -> TableSeconds:
-        """Of the tables at ``places``, in that order; a table may occur several times."""
+        """The tables at ``places``, in that order; a table may occur several times."""
         chosen = np.asarray(places, dtype=int)
         return TableSeconds(self.forward_pass.at(chosen), self.backward_pass.at(chosen))
 
     def kernel(self, places: Sequence[int] | np.ndarray) -> tuple[float, float]:
-        """Forward and backward seconds of the tables at ``places`` in one kernel; (0, 0) for none."""
+        """Forward and backward seconds of the tables at ``places`` in one kernel; (0, 0) for an empty set."""
         chosen = np.asarray(places, dtype=int)
         return self.forward_pass.kernel(chosen), self.backward_pass.kernel(chosen)
 
@@ -123,10 +126,10 @@ def table_seconds(
     machine: Machine,
     directory: Path = DIRECTORY,
 ) -> TableSeconds:
-    """Of every table with ``batch_size`` samples each (one number, or one per table).
+    """Seconds of every table with ``batch_size`` samples each (one number, or one per table).
 
-    ``batch_size`` is that of the samples whose lookups arrive at the table's GPU: the global batch for a table-wise
-    placement. ``directory``: fitted models. ``MachineError`` if ``machine`` is no GPU.
+    ``batch_size``: samples whose lookups arrive at the table's GPU, the global batch for a table-wise placement.
+    ``directory``: fitted models. ``MachineError`` if ``machine`` is no GPU.
     """
     batches = np.broadcast_to(np.asarray(batch_size), (len(tables),))
     machine.chip()
@@ -134,7 +137,7 @@ def table_seconds(
     model = KernelModel(machine, lambda operator: _FAMILY, *learned)
     dtypes = [each.dtype for each in tables]
     forward, backward = (entries_of_tables(tables, batches, way) for way in (False, True))
-    found = reuse_of(forward, machine)  # what is looked up is the same in both
+    found = reuse_of(forward, machine)  # the lookups are the same in both
     return TableSeconds(_pass(forward, found, model, dtypes), _pass(backward, found, model, dtypes))
 
 
@@ -142,7 +145,7 @@ _FAMILY = LookupKernels()
 
 
 def _pass(entries: Entries, found: Reuse, model: KernelModel, dtypes: Sequence[str]) -> PassSeconds:
-    """What the model has learned of each table alone scales all of it.
+    """Seconds of one pass; the model's factor for each table alone scales all of its stages.
 
     Row numbers of tables that share a kernel are sorted as those of all tables together: by more bits than their own.
     """

@@ -1,7 +1,7 @@
 """Clusters: GPUs of one kind in nodes, the links inside a node and the network between nodes.
 
-Files are read by :mod:`costmodel.machines.cluster_file`; a GPU's name alone gives the system in which it is usually
-sold.
+Files are read by :mod:`costmodel.machines.cluster_file`; a GPU's name alone stands for the system in which it is
+usually sold.
 """
 
 from __future__ import annotations
@@ -30,44 +30,48 @@ from costmodel.machines.machine_records import Link, Machine
 from costmodel.machines.mesh_rings import ring_links
 
 Found = TypeVar("Found")
-_MOST_CARDS = 512  # of a node
-# Of one job: some ten times the largest that there are; each group of ranks is written out.
+_MOST_CARDS = 512  # network cards of a node
+# Largest job: some ten times the largest in existence; each group of ranks is written out.
 MOST_GPUS = 1 << 20
-_RELAYS_SINCE = [2, 10]  # NCCL lets hops pass through a third GPU (mesh_rings)
+_RELAYS_SINCE = [2, 10]  # version from which NCCL routes hops through a third GPU (mesh_rings)
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """``nodes`` nodes of ``gpus_per_node`` GPUs that take part.
-
-    intra_node: the way out of one GPU inside its node. topology: ``switch`` (every pair at full rate), ``mesh``
-    (NVLinks from GPU to GPU), ``pairs`` (NVLink bridges between two, the rest through the host), ``host`` (PCIe).
-    usable: (GPUs of a node that talk to one another, share of the link's bandwidth that they reach), ascending.
-    node_gpus: GPUs that a node has, whether or not they take part. network: one network card, ``None`` for one node;
-    ``network_cards`` of them are in a node; ``network_name``: the network's. nccl: version whose measurements price;
-    the newest measured if empty. host_memory: bytes/s of a node's main memory, all sockets together (``None``: not
-    told). in_switch: whether NCCL may let switches add, where they can.
-    """
+    """Cluster of ``nodes`` nodes with ``gpus_per_node`` participating GPUs each."""
 
     name: str
     machine: Machine
     gpus_per_node: int
     nodes: int
+    # Link of one GPU inside its node.
     intra_node: Link
+    # One network card; None for one node.
     network: Link | None
+    # `switch` (every pair at full rate), `mesh` (NVLinks from GPU to GPU), `pairs` (NVLink bridges between two, the
+    # rest through the host), `host` (PCIe).
     topology: Topology = "switch"
+    # GPUs of a node, participating or not.
     node_gpus: int = 8
+    # Network cards of a node.
     network_cards: int = 1
+    # (communicating GPUs of a node, share of the link's bandwidth that they reach), ascending.
     usable: tuple[tuple[int, float], ...] = ((2, 1.0),)
+    # NCCL version whose measurements are used; the newest measured if empty.
     nccl: str = ""
     source: str = field(default="", compare=False)
+    # Bytes/s of a node's main memory, all sockets together; None if unknown.
     host_memory: float | None = None
+    # True if NCCL may use in-switch reductions where supported.
     in_switch: bool = True
+    # Name of the network.
     network_name: str = ""
 
     @property
     def network_text(self) -> str:
-        """The network as ``--network`` takes it, and a GPU's part of it by the datasheet; empty where none is used."""
+        """The network in the syntax of ``--network``, and a GPU's share of it by the datasheet; empty if none
+        is used.
+        """
         if self.network is None or self.nodes == 1:
             return ""
         cards, most = self.network_cards, self.network.datasheet or self.network.bandwidth
@@ -76,34 +80,34 @@ class Cluster:
 
     @property
     def host_bandwidth(self) -> float | None:
-        """Bytes/s of the host's memory for each GPU that takes part."""
+        """Bytes/s of the host's memory per participating GPU."""
         return None if self.host_memory is None else self.host_memory / self.gpus_per_node
 
     @property
     def gpus(self) -> int:
-        """GPUs that take part."""
+        """Number of participating GPUs."""
         return self.gpus_per_node * self.nodes
 
     def nodes_of(self, ranks: int, stride: int = 1) -> int:
-        """Nodes that ``ranks`` ranks with this distance between neighbours touch, filled in order."""
+        """Number of nodes spanned by ``ranks`` ranks with the given ``stride`` between neighbours, filled in order."""
         return min(ranks, self.nodes, max(1, -(-ranks * stride // self.gpus_per_node)))
 
     def usable_share(self, gpus: int) -> float:
-        """Share of the link's bandwidth that ``gpus`` GPUs of a node reach among them.
+        """Share of the link's bandwidth that ``gpus`` communicating GPUs of a node reach.
 
-        Between two counts a power law of their number; through a host, which passes on what any two of them send each
-        other, of the number of pairs.
+        Between two counts a power law of their number; through a host, which relays all traffic between pairs, of the
+        number of pairs.
         """
         counts, shares = zip(*self.usable, strict=True)
         places = [_crowd(self.topology, count) for count in (max(gpus, 2), *counts)]
         return float(np.exp(np.interp(places[0], places[1:], np.log(shares))))
 
     def node_bandwidth(self) -> float:
-        """Bytes/s that all network cards of a node send together; :class:`MachineError` without a network."""
+        """Bytes/s of all network cards of a node together; :class:`MachineError` without a network."""
         return self.network_link().bandwidth * self.network_cards
 
     def network_link(self) -> Link:
-        """One network card; :class:`MachineError` where the cluster has none."""
+        """One network card; :class:`MachineError` if the cluster has none."""
         if self.network is None:
             raise MachineError(
                 f"{self.source or f'cluster {self.name!r}'}: has no network, so nothing can leave a node; "
@@ -115,12 +119,12 @@ class Cluster:
 def load_cluster(
     machine: str | Path | Machine, gpus: int, nodes: int = 1, network: str | None = None, nccl: str = ""
 ) -> Cluster:
-    """``gpus`` GPUs over ``nodes`` nodes of ``machine``: a cluster's name or YAML file, or a GPU's.
+    """Cluster of ``gpus`` GPUs over ``nodes`` nodes of ``machine``: name or YAML file of a cluster or a GPU.
 
-    With ``nodes`` 1 and more GPUs than a node holds, as many full nodes as it takes. ``network``: a name of
-    ``machines/network`` or a YAML file, ``NAME:N`` for N cards per node (without N as its file says, else as many as
-    the cluster has of its own); default: the cluster's own.
-    :class:`MachineError` for an unknown name, :class:`InputError` if the GPUs do not fill the nodes evenly.
+    With ``nodes`` 1 and more GPUs than a node holds, as many full nodes as needed. ``network``: a name of
+    ``machines/network`` or a YAML file, ``NAME:N`` for N cards per node (default N: as in its file, else as many as the
+    cluster's own network has); default: the cluster's own. Raises :class:`MachineError` for an unknown name,
+    :class:`InputError` if the GPUs do not fill the nodes evenly.
     """
     file, gpu = _described(machine)
     link, version = _intra_node(file, gpu), nccl or file.nccl
@@ -147,8 +151,8 @@ def load_cluster(
 
 
 def single_gpu(gpu: Machine) -> Cluster:
-    """One ``gpu`` by itself, which needs no link in its file."""
-    # Nothing is sent: without a link in the file one that takes no time says so.
+    """Cluster of a single ``gpu``, which needs no link in its file."""
+    # Nothing is sent: if the file has no link, a placeholder that takes no time is used.
     link = next(iter(gpu.links), Link("pcie", math.inf, 0.0, "not used"))
     return Cluster(gpu.name, gpu, 1, 1, link, None, node_gpus=1, source=gpu.source)
 
@@ -191,7 +195,7 @@ def _gpus_per_node(file: ClusterFile, gpus: int, nodes: int) -> int:
 
 
 def _network(file: ClusterFile, asked: str | None, nodes: int) -> tuple[Link | None, int, str]:
-    """One card of the network, how many a node has, and the network's name."""
+    """One card of the network, number of cards per node, and the network's name."""
     name, colon, count = (asked or "").partition(":")
     told = whole_number(count)
     if colon and not (told and told <= _MOST_CARDS):
@@ -212,7 +216,7 @@ def _network(file: ClusterFile, asked: str | None, nodes: int) -> tuple[Link | N
 
 
 def _named(file: ClusterFile, key: str, find: Callable[[str], Found], name: str) -> Found:
-    """What ``file`` names under ``key``; :class:`MachineError` says in which file."""
+    """Object that ``file`` names under ``key``; the :class:`MachineError` names the file."""
     try:
         return find(name)
     except MachineError as error:
@@ -224,7 +228,7 @@ def _card(network: NetworkFile) -> Link:
 
 
 def _shares_of_mesh(file: ClusterFile, gpu: Machine, link: Link, nccl: str) -> tuple[tuple[int, float], ...]:
-    """Share of all links of a GPU that the rings of the first 2, 3, ... GPUs have; without any ring, of PCIe."""
+    """Share of all links of a GPU that the rings of the first 2, 3, ... GPUs use; without any ring, that of PCIe."""
     degree = max(sum(count for a, b, count in file.mesh if one in (a, b)) for one in range(file.gpus_per_node))
     pcie = gpu.link("pcie")
     least = min(1.0, (pcie.bandwidth if pcie else link.bandwidth / degree) / link.bandwidth)

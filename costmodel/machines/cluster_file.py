@@ -12,7 +12,7 @@ intra_node:                             cards_per_node: 1    # optional: of `--n
   topology: switch     # switch | mesh | pairs | host
   bandwidth: 360 GB/s  # optional: instead of the GPU's own
   latency: 2 us        # optional
-  usable: {2: 1.0, 8: 0.25}   # optional: share of the bandwidth that so many GPUs of the node reach
+  usable: {2: 1.0, 8: 0.25}   # optional: share of the bandwidth reached by that number of GPUs
   links: [[0, 1, 1], [0, 3, 2]]   # instead, of a mesh: GPU, GPU, links between them; of `bandwidth` all of one GPU's
   origin: ...
 network:               # optional
@@ -50,31 +50,33 @@ from costmodel.machines.machine_records import Bandwidth, Machine, Seconds
 from costmodel.machines.record_file import StrictModel, read_mapping, to_record
 
 Topology = Literal["switch", "mesh", "pairs", "host"]
-# Without a file: one pair of GPUs takes all that the host passes on, n / 2 pairs share it.
+# Without a file: one pair of GPUs takes all of the host's bandwidth, n / 2 pairs share it.
 _HOST_SHARES = ((2, 1.0), (4, 0.5), (8, 0.25))
 _SUFFIXES = (".yaml", ".yml")
-# What the name of a GPU's node ends with where no file names one.
+# Suffix of the name of a GPU's node that has no file.
 _NODE = "-node"
 
 
 @dataclass(frozen=True)
 class ClusterFile:
-    """What a cluster file says; SI units. ``machine``: name of the GPU; ``network``: name of a network; ``mesh``: of
-    links from GPU to GPU, each pair and how many it has. ``in_switch``: whether NCCL may let switches add.
-    """
+    """Content of a cluster file, in SI units."""
 
     name: str
+    # Name of the GPU.
     machine: str
     gpus_per_node: int
     link: Literal["nvlink", "pcie"]
     topology: Topology
     bandwidth: float | None = None
     latency: float | None = None
+    # Name of the network.
     network: str | None = None
     network_cards: int = 1
     usable: tuple[tuple[int, float], ...] = ((2, 1.0),)
+    # GPU-to-GPU links: each pair and its number of links.
     mesh: tuple[tuple[int, int, int], ...] = ()
     nccl: str = ""
+    # True if NCCL may use in-switch reductions.
     in_switch: bool = True
     usual: bool = False
     description: str = ""
@@ -84,9 +86,7 @@ class ClusterFile:
 
 @dataclass(frozen=True)
 class NetworkFile(FileRecord):
-    """One network card: bytes/s in one direction; seconds of one small message from GPU to GPU. ``cards_per_node``: in
-    a node where nobody says how many (``None``: as many as the cluster has of its own network).
-    """
+    """One network card: bytes/s in one direction; seconds of one small message from GPU to GPU."""
 
     name: Name
     kind: Literal["network"]
@@ -95,6 +95,7 @@ class NetworkFile(FileRecord):
     latency: Seconds
     origin: Text
     datasheet: Bandwidth | None = None
+    # Default number of cards per node; None: as many as the cluster's own network has.
     cards_per_node: Count | None = None
     source: Annotated[str, NotInFile()] = ""
 
@@ -139,17 +140,17 @@ class _Cluster(StrictModel):
 
 
 def cluster_files() -> dict[str, Path]:
-    """Name -> file of every cluster known by name; the user's (folder ``cluster``) hide packaged ones."""
+    """Files of all clusters known by name; the user's (folder ``cluster``) override packaged ones."""
     return _files("cluster")
 
 
 def network_files() -> dict[str, Path]:
-    """Name -> file of every network known by name; the user's (folder ``network``) hide packaged ones."""
+    """Files of all networks known by name; the user's (folder ``network``) override packaged ones."""
     return _files("network")
 
 
 def read_cluster(path: Path) -> ClusterFile:
-    """The cluster that the YAML file ``path`` describes; :class:`MachineError` names the file and the key."""
+    """Read the cluster described by the YAML file ``path``; :class:`MachineError` names the file and the key."""
     file = to_record(_document(path), _Cluster, path, MachineError)
     node, network = file.intra_node, file.network
     _check_links(file, path)
@@ -192,13 +193,13 @@ def _check_links(file: _Cluster, path: Path) -> None:
 
 
 def read_network(path: Path) -> NetworkFile:
-    """The network that the YAML file ``path`` describes; :class:`MachineError` names the file and the key."""
+    """Read the network described by the YAML file ``path``; :class:`MachineError` names the file and the key."""
     return replace(to_record(_document(path), NetworkFile, path, MachineError), source=str(path))
 
 
 def find_cluster(name_or_path: str | Path) -> ClusterFile | None:
-    """The cluster of a name or file, or the node that :func:`cluster_of_gpu` names after its GPU; ``None`` for a name
-    that no cluster has and for files of another kind.
+    """Cluster of a name or file, or the node that :func:`cluster_of_gpu` names after its GPU; ``None`` for an unknown
+    name and for files of another kind.
     """
     if _is_path(name_or_path):
         path = Path(name_or_path)
@@ -208,7 +209,7 @@ def find_cluster(name_or_path: str | Path) -> ClusterFile | None:
 
 
 def _node_by_name(name: str) -> ClusterFile | None:
-    """The node without a file that ``name`` names after its GPU; ``None`` if it names none."""
+    """Node without a file that ``name`` names after its GPU, or ``None``."""
     gpu, machines = name.removesuffix(_NODE), machine_files()
     if gpu == name or name in machines or gpu not in machines:
         return None
@@ -218,7 +219,7 @@ def _node_by_name(name: str) -> ClusterFile | None:
 
 
 def find_network(name_or_path: str | Path) -> NetworkFile:
-    """The network of a name or file; :class:`MachineError` offers the nearest names."""
+    """Network of a name or file; :class:`MachineError` suggests the nearest names."""
     if _is_path(name_or_path):
         return read_network(Path(name_or_path))
     files, name = network_files(), str(name_or_path)
@@ -228,8 +229,8 @@ def find_network(name_or_path: str | Path) -> NetworkFile:
 
 
 def cluster_of_gpu(gpu: Machine) -> ClusterFile:
-    """The usual cluster of ``gpu``, or of the machine that it is a variant of; where no file names one, eight to a node
-    and no network: on NVLink by a switch, on bridges of NVLink between pairs, or through the host.
+    """Usual cluster of ``gpu``, or of the machine of which it is a variant; if no file names one, eight GPUs per node
+    and no network: NVLink with a switch, NVLink bridges between pairs, or through the host.
 
     :class:`MachineError` if the GPU's file has no link.
     """
@@ -237,7 +238,7 @@ def cluster_of_gpu(gpu: Machine) -> ClusterFile:
     for name in (gpu.name, gpu.variant_of):
         usual = next((each for each in described if each.usual and each.machine == name), None)
         if usual is not None:
-            # With links of its own it is another system than the one that was measured.
+            # With links of its own it is another system than the measured one.
             same = name == gpu.name or load_machine(name).links == gpu.links
             return usual if same else replace(usual, name=f"{gpu.name}{_NODE}", machine=gpu.name)
     links = {link.kind: link for link in gpu.links}
@@ -287,5 +288,5 @@ def _document(path: Path) -> dict[str, Any]:
 
 @lru_cache(maxsize=256)
 def _parsed(path: Path, changed: int) -> dict[str, Any]:
-    """The content of ``path`` as it was when it ``changed``; finding a GPU's usual cluster reads all of them."""
+    """Content of ``path``, cached by its time of change, since finding a GPU's usual cluster reads all files."""
     return read_mapping(path, MachineError, "must be a mapping with name, kind, description ...")

@@ -1,8 +1,8 @@
-"""How the fields of a record stand in its YAML file: markers for ``Annotated``, read by
+"""Markers for ``Annotated`` that describe how a record's fields are written in its YAML file; used by
 :mod:`costmodel.machines.record_file`.
 
-A record is the description of its file: a key is the name of the field without the unit at its end (``clock`` for
-``clock_hz``), and the marker says which unit a quantity is written with. Importing this module loads no pydantic.
+A record defines its file: a key is the name of the field without the unit suffix (``clock`` for ``clock_hz``), and the
+marker gives the unit of a quantity. Importing this module loads no pydantic.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ Handler = Callable[[Any], Any]
 
 
 def key_of(field: str) -> str:
-    """The key of a record's ``field`` in a file."""
+    """Key in a file for a record's ``field``."""
     return next((field.removesuffix(unit) for unit in _UNITS_OF_NAMES if field.endswith(unit)), field)
 
 
 class Written(ABC):
-    """Marks a field whose value is another one in the file."""
+    """Marker of a field whose representation in the file differs from its value."""
 
     @abstractmethod
     def parse(self, value: object) -> Any:
-        """The field from what the file says; ``ValueError`` says what is wrong with that."""
+        """Parse the field's value from the file; ``ValueError`` describes the error."""
 
     @abstractmethod
     def format(self, value: Any) -> Any:
-        """What the file says."""
+        """Representation of ``value`` in the file."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Handler) -> Any:
         from pydantic_core import core_schema
@@ -47,7 +47,7 @@ class Written(ABC):
 
 @dataclass(frozen=True)
 class Quantity(Written):
-    """A number that is written with its unit (``48 GB/s``) and held in SI units."""
+    """Number written with its unit (``48 GB/s``) and held in SI units."""
 
     unit: str
     above_zero: bool = True
@@ -69,7 +69,7 @@ class Quantity(Written):
 
 @dataclass(frozen=True)
 class Exactly:
-    """Only a value of the field's own type: no text for a number, no number for a text."""
+    """Marker that accepts only values of the field's own type: no text for a number, no number for a text."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Handler) -> Any:
         return {**handler(source), "strict": True}
@@ -77,10 +77,10 @@ class Exactly:
 
 @dataclass(frozen=True)
 class KnownDtype:
-    """A name of :data:`costmodel.operators.layers.DTYPE_BYTES`."""
+    """Marker of a name in :data:`costmodel.operators.layers.DTYPE_BYTES`."""
 
     def check(self, name: str) -> str:
-        """``name``; ``ValueError`` lists those that are known."""
+        """Return ``name``; ``ValueError`` lists the known dtypes."""
         if name not in DTYPE_BYTES:
             raise ValueError(f"unknown dtype {name!r}, known: {', '.join(DTYPE_BYTES)}")
         return name
@@ -93,7 +93,7 @@ class KnownDtype:
 
 @dataclass(frozen=True)
 class NotInFile:
-    """A field that no file holds, such as the file's own name."""
+    """Marker of a field absent from files, such as the file's own name."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Handler) -> Any:
         from pydantic_core import PydanticKnownError, core_schema
@@ -116,10 +116,10 @@ NAME = r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,99}"
 
 @dataclass(frozen=True)
 class PlainName:
-    """A name by which files are found and written: no folder, nothing hidden, nothing longer than a file's name."""
+    """Marker of a name by which files are found and written: no folder, not hidden, no longer than a file name."""
 
     def check(self, name: str) -> str:
-        """``name``; ``ValueError`` where it is none."""
+        """Return ``name``; raise ``ValueError`` if it is invalid."""
         if not re.fullmatch(NAME, name):
             raise ValueError(
                 f"{name[:120]!r} is no name of letters, digits, _ . + -, at most 100 of them; choose another"

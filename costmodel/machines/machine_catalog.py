@@ -1,4 +1,4 @@
-"""Where machine files are found: a path, the user's directory, or those shipped with the package."""
+"""Lookup of machine files: a path, the user's directory, or those shipped with the package."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ _FEATURES = r"(avx|amx|sse4|asimd|sve).*|fma|f16c|fphp|i8mm|bf16|sme2?"
 
 
 def user_directory() -> Path:
-    """``$COSTMODEL_MACHINES``, else ``$XDG_CONFIG_HOME/costmodel/machines``, else ``~/.config/costmodel/machines``."""
+    """Folder of the user's machines: ``$COSTMODEL_MACHINES``, else ``$XDG_CONFIG_HOME/costmodel/machines``, else
+    ``~/.config/costmodel/machines``.
+    """
     override = os.environ.get("COSTMODEL_MACHINES")
     if override:
         return Path(override)
@@ -34,23 +36,23 @@ def user_directory() -> Path:
 
 
 def machine_files() -> dict[str, Path]:
-    """Name -> file of every machine known by name; the user's files hide packaged ones of the same name."""
+    """Files of all machines known by name; the user's files override packaged ones of the same name."""
     packaged = [path for kind in ("cpu", "gpu") for path in sorted((PACKAGED_DIRECTORY / kind).glob("*.yaml"))]
     user = sorted(path for path in _listed(user_directory()) if path.suffix in _SUFFIXES)
     return {path.stem: path for path in [*packaged, *user]}
 
 
 def driver_names() -> dict[str, str]:
-    """What drivers call GPUs, lower case, where that does not say which machine it is -> the machine's name."""
+    """Machine names by lower-case GPU name of the driver, for GPUs whose driver name does not identify the machine."""
     rows = yaml.safe_load((PACKAGED_DIRECTORY / "gpu_names.yaml").read_text(encoding="utf-8"))
     return {row["name"].lower(): row["machine"] for row in rows}
 
 
 def load_machine(name_or_path: str | Path, kind: Literal["cpu", "gpu"] | None = None) -> Machine:
-    """The machine of a file path, or of a name in :func:`machine_files` or the beginning of one alone (``h200``).
-    ``kind``: what the caller can use, which is offered for a name that is not known.
+    """Load the machine of a file path, of a name in :func:`machine_files`, or of a unique prefix of one (``h200``).
+    ``kind``: kind that the caller can use, for suggestions of names.
 
-    Raises :class:`MachineError` for an unknown name (the nearest names are offered) or a malformed file.
+    Raises :class:`MachineError` for an unknown name (suggesting the nearest names) or a malformed file.
     """
     text = str(name_or_path)
     if isinstance(name_or_path, Path) or os.sep in text or text.endswith(_SUFFIXES):
@@ -71,13 +73,13 @@ def load_machine(name_or_path: str | Path, kind: Literal["cpu", "gpu"] | None = 
 
 
 def offered(text: str, names: Iterable[str]) -> str:
-    """The nearest of ``names`` as a question; nothing where none is near."""
+    """The nearest of ``names`` as a question; empty if none is near."""
     near = difflib.get_close_matches(text.lower(), list(names), n=3)
     return f"did you mean {', '.join(near)}? " if near else ""
 
 
 def longer_names(text: str, names: Iterable[str]) -> list[str]:
-    """Those of ``names`` that go on after ``text`` with a hyphen, such as ``h100-sxm`` of ``h100``, but not after
+    """Those of ``names`` that continue ``text`` with a hyphen, such as ``h100-sxm`` for ``h100``, but do not continue
     another of them.
     """
     found = sorted(name for name in names if name.startswith(f"{text}-"))
@@ -85,10 +87,10 @@ def longer_names(text: str, names: Iterable[str]) -> list[str]:
 
 
 def host_machine(threads: int | None = None) -> Machine | None:
-    """The machine that `calibrate` measured on this CPU, or ``None``.
+    """Machine that `calibrate` measured on this CPU, or ``None``.
 
-    A file measured on another CPU, or on fewer threads than ``threads`` (default: the cores this process may use),
-    is not used: a ``UserWarning`` says so.
+    A file measured on another CPU, or on fewer threads than ``threads`` (default: the cores this process may use), is
+    ignored with a ``UserWarning``.
     """
     path = machine_files().get(HOST_NAME)
     if path is None:
@@ -107,12 +109,12 @@ def host_identity() -> Host:
 
 
 def usable_threads() -> int:
-    """Cores this process may use."""
+    """Number of cores this process may use."""
     return usable_cores()
 
 
 def cpu_features() -> tuple[str, ...]:
-    """Vector and matrix features that the kernel reports (x86 ``flags``, ARM ``Features``); empty if it does not."""
+    """Vector and matrix features reported by the kernel (x86 ``flags``, ARM ``Features``); empty if unavailable."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:

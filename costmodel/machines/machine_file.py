@@ -1,7 +1,7 @@
-"""Machine files: strict YAML in, strict YAML out. Every mistake is a :class:`MachineError` naming file and key.
+"""Reader and writer of machine files, strict YAML. Every error is a :class:`MachineError` naming file and key.
 
-The keys are the fields of :class:`costmodel.machines.machine_records.Machine` without their units;
-docs/extending.md explains them.
+The keys are the fields of :class:`costmodel.machines.machine_records.Machine` without their units; docs/extending.md
+explains them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from costmodel.machines.variant_file import variant_file, with_what_follows
 
 
 def read_machine(path: Path) -> Machine:
-    """The machine described by the YAML file ``path``, which may be a variant of another
+    """Read the machine described by the YAML file ``path``, which may be a variant of another
     (:mod:`costmodel.machines.variant_file`); :class:`MachineError` names the file and the key.
     """
     document = read_mapping(
@@ -46,7 +46,7 @@ def read_machine(path: Path) -> Machine:
 
 
 def _problem(machine: Machine) -> str:
-    """What contradicts itself in ``machine``; empty where nothing does."""
+    """Description of an inconsistency in ``machine``; empty if there is none."""
     levels = [level.name for level in machine.memory]
     kinds = [link.kind for link in machine.links]
     if machine.kind == "cpu" and (machine.gpu is not None or machine.links):
@@ -67,7 +67,7 @@ def _problem(machine: Machine) -> str:
 
 
 def _beyond_datasheet(machine: Machine) -> Iterator[str]:
-    """What in the file of a GPU is faster than its datasheet says."""
+    """Descriptions of figures in a GPU's file that exceed its datasheet."""
     if machine.kind != "gpu":
         return
     most = machine.above_datasheet
@@ -89,7 +89,7 @@ def _beyond_datasheet(machine: Machine) -> Iterator[str]:
 
 
 def write_machine(machine: Machine, path: Path, comment: str = "") -> None:
-    """Writes ``machine`` so that :func:`read_machine` gives it back (four digits); ``OutputError`` if it cannot."""
+    """Write ``machine`` so that :func:`read_machine` restores it (to four digits); ``OutputError`` on failure."""
     header = "".join(f"# {line}\n" for line in comment.splitlines())
     text = header + yaml.safe_dump(machine_record(machine), sort_keys=False, width=120, allow_unicode=True)
     try:
@@ -100,5 +100,5 @@ def write_machine(machine: Machine, path: Path, comment: str = "") -> None:
 
 
 def machine_record(machine: Machine) -> dict[str, Any]:
-    """The content of the machine file, quantities as text; the same record feeds YAML, ``--json`` and tables."""
+    """Content of the machine file, quantities as text; the same record feeds YAML, ``--json`` and tables."""
     return file_content(machine)

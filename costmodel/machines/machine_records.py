@@ -1,7 +1,7 @@
-"""A machine as data: compute rates, memory levels, the cost of a parallel region; each number with its origin.
+"""Machine records: compute rates, memory levels, cost of a parallel region; each number with its origin.
 
-A :class:`Machine` holds SI units only (flop/s, bytes, bytes/s, seconds). Its fields are also the keys of its file, less
-the unit at the end of their names (:mod:`costmodel.machines.file_fields`): files are read and written by
+A :class:`Machine` holds SI units only (flop/s, bytes, bytes/s, seconds). Its fields are also the keys of its file,
+without the unit suffix (:mod:`costmodel.machines.file_fields`): files are read and written by
 :mod:`costmodel.machines.machine_file`, found by :mod:`costmodel.machines.machine_catalog`.
 """
 
@@ -28,8 +28,8 @@ from costmodel.machines.file_fields import (
     Written,
 )
 
-# Of a cache, what a working set may fill before it is evicted by its own conflicts and by everything else: the rule
-# of thumb of layer conditions (Stengel et al., ICS 2015). `calibrate` measures each level at this working set.
+# Share of a cache that a working set can fill before it is evicted by conflicts and by other data: the rule of thumb of
+# layer conditions (Stengel et al., ICS 2015). `calibrate` measures each level at this working set.
 USABLE_SHARE = 0.5
 # GeForce cards run above their boost clock while temperature and power allow: 1.13 times the datasheet's rate (5090).
 ABOVE_BOOST = 1.15
@@ -37,7 +37,7 @@ ABOVE_BOOST = 1.15
 
 @dataclass(frozen=True)
 class PerThreads:
-    """A number for each of some thread counts, ascending; between two counts it is interpolated linearly."""
+    """Number as a function of the thread count, at ascending counts; linearly interpolated between them."""
 
     points: tuple[tuple[int, float], ...]
 
@@ -48,11 +48,11 @@ class PerThreads:
 
     @property
     def max_threads(self) -> int:
-        """The largest number of threads that was measured."""
+        """Largest measured number of threads."""
         return self.points[-1][0]
 
     def at(self, threads: int) -> float:
-        """The number at ``threads``; ``ValueError`` outside 1 .. :attr:`max_threads` (no extrapolation)."""
+        """Value at ``threads``; ``ValueError`` outside 1 .. :attr:`max_threads` (no extrapolation)."""
         if not 1 <= threads <= self.max_threads:
             raise ValueError(
                 f"known for 1 to {self.max_threads} threads, not for {threads}; ask for as many, or calibrate with more"
@@ -67,7 +67,7 @@ class PerThreads:
 
 @dataclass(frozen=True)
 class QuantityPerThreads(Written):
-    """One ``quantity`` for each thread count (``{1: 80 B/s, 2: 160 B/s}``), or a single one for one thread."""
+    """Marker of one ``quantity`` per thread count (``{1: 80 B/s, 2: 160 B/s}``), or a single one for one thread."""
 
     quantity: Quantity
 
@@ -82,7 +82,7 @@ class QuantityPerThreads(Written):
         return {threads: self.quantity.format(value) for threads, value in values.points}
 
 
-# The most that is believed of one machine: some ten times what any has; beyond it a unit was mistaken.
+# Largest plausible figures of one machine: some ten times the present maximum; beyond them a unit is wrong.
 _FLOPS, _BANDWIDTH = Quantity("FLOP/s", most=1e18), Quantity("B/s", most=1e14)
 Flops = Annotated[float, _FLOPS]
 FlopsPerThreads = Annotated[PerThreads, QuantityPerThreads(_FLOPS)]
@@ -97,52 +97,50 @@ Power = Annotated[float, Quantity("W", most=2e4)]
 
 @dataclass(frozen=True)
 class ComputeRate(FileRecord):
-    """Rate of one dtype in flop/s (a multiply-accumulate is two). ``sustained`` is measured on the machine, under a
-    load of seconds.
+    """Rate of one dtype in flop/s (a multiply-accumulate is two)."""
 
-    ``datasheet`` is the vendor's figure for the whole device where one is known; it prices nothing. ``burst``: of
-    kernels that are over before the power limit lowers the clock; ``None`` where the clock holds.
-    """
-
+    # Measured on the machine, under a load of seconds.
     sustained: FlopsPerThreads
     origin: Text
+    # The vendor's figure for the whole device, if known; not used in prices.
     datasheet: Flops | None = None
+    # Rate of kernels that finish before the power limit lowers the clock; None if the clock never drops.
     burst: Flops | None = None
 
     @property
     def short_load(self) -> float:
-        """Rate of kernels that are over before the clock sinks."""
+        """Rate of kernels that finish before the clock drops."""
         return self.sustained.at(1) if self.burst is None else self.burst
 
 
-# Of a GPU's capacity, see MemoryLevel.usable.
+# For a GPU's capacity, see MemoryLevel.usable.
 _SHOWN_SHARE = 0.98
 
 
 @dataclass(frozen=True)
 class MemoryLevel(FileRecord):
-    """A cache or memory. ``capacity_bytes`` is that of one core's copy, or of the whole level when ``shared``.
-
-    ``bandwidth`` (reads) and ``write_bandwidth`` are bytes/s of all the threads together, as sustained; ``datasheet``
-    is the vendor's bandwidth where one is known. Only sustained ones price. ``latency_seconds``: of a load at a random
-    place of much data, its address translation included; ``None`` where it is not known. ``usable_bytes``: of a GPU's
-    memory what CUDA shows a process, with ECC as the card is sold; ``None`` where nobody has told.
-    """
+    """Cache or memory level. Only sustained figures are used in prices."""
 
     name: Text
+    # Capacity of one core's copy, or of the whole level if `shared`.
     capacity_bytes: Bytes
     shared: Flag
+    # Sustained reads in bytes/s, all threads together.
     bandwidth: BandwidthPerThreads
     origin: Text
+    # Sustained writes in bytes/s, all threads together.
     write_bandwidth: BandwidthPerThreads | None = None
+    # The vendor's bandwidth, if known.
     datasheet: Bandwidth | None = None
+    # Seconds of a load at a random address of a large array, address translation included; None if unknown.
     latency_seconds: Seconds | None = None
+    # For a GPU's memory, the capacity that CUDA reports to a process, with ECC as the card is sold; None if unknown.
     usable_bytes: Bytes | None = None
 
     @property
     def usable(self) -> float:
-        """Bytes that a process sees: where nobody has told, the share that cards with HBM show (A100 0.985, H100 0.989,
-        B200 0.991) and GeForce cards without ECC (0.98 to 0.99); cards with ECC in GDDR show 0.91 to 0.93.
+        """Bytes available to a process: by default the share that cards with HBM report (A100 0.985, H100 0.989, B200
+        0.991) and GeForce cards without ECC (0.98 to 0.99); cards with ECC in GDDR report 0.91 to 0.93.
         """
         return self.capacity_bytes * _SHOWN_SHARE if self.usable_bytes is None else self.usable_bytes
 
@@ -151,7 +149,7 @@ class MemoryLevel(FileRecord):
         return USABLE_SHARE * (self.capacity_bytes / threads if self.shared else self.capacity_bytes)
 
     def seconds(self, size_bytes: float, threads: int, *, write: bool = False) -> float:
-        """Time in which all threads together read (or write) ``size_bytes``."""
+        """Seconds in which all threads together read (or write) ``size_bytes``."""
         rate = self.write_bandwidth if write and self.write_bandwidth is not None else self.bandwidth
         return size_bytes / rate.at(threads)
 
@@ -173,7 +171,7 @@ class VectorUnit(FileRecord):
 
 @dataclass(frozen=True)
 class ParallelRegion(FileRecord):
-    """Seconds to start a parallel region on so many threads and to wait for its end."""
+    """Seconds to start a parallel region on a number of threads and to wait for its end."""
 
     seconds: SecondsPerThreads
     origin: Text
@@ -181,7 +179,7 @@ class ParallelRegion(FileRecord):
 
 @dataclass(frozen=True)
 class Host(FileRecord):
-    """The CPU on which a machine file was measured; decides whether the file still fits."""
+    """CPU on which a machine file was measured; used to detect files of another CPU."""
 
     architecture: Text
     features: Names
@@ -189,13 +187,13 @@ class Host(FileRecord):
 
 
 _HALF_RATE = 2.5  # tensor cores over FP32 by datasheet: 2 on GeForce cards, 4 and more elsewhere
-# Cards up to this power run without an extra connector; their clocks sink under load (P4, T4, L4).
+# Cards up to this power run without an extra connector; their clocks drop under load (P4, T4, L4).
 POWER_LIMITED_WATTS = 75.0
 
 
 @dataclass(frozen=True)
 class GpuChip(FileRecord):
-    """What kernels of a GPU share besides rates and memories. Sizes are those of one multiprocessor (SM).
+    """GPU properties besides rates and memories. Sizes are per multiprocessor (SM).
 
     ``clock_hz``: boost clock of the datasheet; ``power_watts``: board power limit; ``lanes``: FP32 lanes.
     """
@@ -212,15 +210,15 @@ class GpuChip(FileRecord):
 
     @property
     def schedulers(self) -> int:
-        """Warp instructions that one multiprocessor issues per cycle: four, two on the small ones of Pascal's P100
-        (CUDA C++ Programming Guide, architecture chapters).
+        """Warp instructions that one multiprocessor issues per cycle: four, or two on Pascal's P100, whose
+        multiprocessors are smaller (CUDA C++ Programming Guide, architecture chapters).
         """
         return 2 if self.architecture == "pascal" and self.lanes == 64 else 4
 
     @property
     def compute_capability(self) -> tuple[int, int]:
-        """Major and minor number of CUDA; chips for graphics of Pascal and Ampere have 128 lanes, those of data centres
-        64 (CUDA C++ Programming Guide, compute capabilities).
+        """CUDA compute capability, major and minor; graphics chips of Pascal and Ampere have 128 lanes, datacenter
+        chips 64 (CUDA C++ Programming Guide, compute capabilities).
         """
         large = {"pascal": (6, 0), "volta": (7, 0), "turing": (7, 5), "ampere": (8, 0), "ada": (8, 9), "hopper": (9, 0)}
         small = {"pascal": (6, 1), "ampere": (8, 6), "ada": (8, 9), "hopper": (9, 0), "blackwell": (10, 0)}
@@ -228,16 +226,16 @@ class GpuChip(FileRecord):
 
     @property
     def power_limited(self) -> bool:
-        """Whether the board power is so low that the datasheet clock does not last."""
+        """True if the board power is too low to sustain the datasheet clock."""
         return self.power_watts <= POWER_LIMITED_WATTS
 
 
 @dataclass(frozen=True)
 class Link(FileRecord):
-    """A way out of one GPU; bytes/s in one direction, all lanes together.
+    """Link of one GPU; bytes/s in one direction, all lanes together.
 
-    ``network``: one network card; ``c2c``: to the host's chip, instead of PCIe. ``datasheet`` is the vendor's figure.
-    ``joins``: GPUs that one such link connects, 2 where it is a bridge; all of a node where nothing is said.
+    ``network``: one network card; ``c2c``: to the host's chip, instead of PCIe. ``datasheet``: the vendor's figure.
+    ``joins``: GPUs that one such link connects, 2 for a bridge; ``None`` for all GPUs of a node.
     """
 
     kind: Literal["pcie", "nvlink", "c2c", "network"]
@@ -250,36 +248,36 @@ class Link(FileRecord):
 
 @dataclass(frozen=True)
 class Machine(FileRecord):
-    """What the cost models ask of a machine. ``memory`` is ordered from the core outwards. ``variant_of``: name of the
-    machine on whose file this one's stands, whose measurements are its own; empty where there is none.
-
-    ``vector`` is ``None`` where registers are not modelled (GPUs, toy machines); ``gpu`` is given for every GPU, whose
-    ``parallel_region`` is what the shortest kernel takes.
-    """
+    """Description of a machine for the cost models."""
 
     name: Name
     kind: Literal["cpu", "gpu"]
     description: Text
     compute: Annotated[Mapping[DtypeKey, ComputeRate], MinLen(1)]
+    # From the core outwards.
     memory: Annotated[tuple[MemoryLevel, ...], MinLen(1)]
+    # For a GPU, the duration of the shortest kernel.
     parallel_region: ParallelRegion
+    # None if registers are not modelled (GPUs, toy machines).
     vector: VectorUnit | None = None
     host: Host | None = field(default=None, compare=False)
     source: Annotated[str, NotInFile()] = field(default="", compare=False)
+    # Name of the machine from whose file this one is derived and whose measurements apply to it; empty if none.
     variant_of: Annotated[str, NotInFile()] = field(default="", compare=False)
+    # Given for every GPU.
     gpu: GpuChip | None = None
     links: tuple[Link, ...] = ()
 
     def chip(self) -> GpuChip:
-        """The GPU; :class:`MachineError` if this machine is none."""
+        """The GPU properties; :class:`MachineError` if this machine is no GPU."""
         if self.gpu is None:
             raise MachineError(f"{self._where()}: is no GPU (kind: {self.kind}); choose one of `costmodel machines`")
         return self.gpu
 
     @property
     def half_rate(self) -> bool:
-        """Whether the tensor cores of a GPU reach twice the FP32 rate by datasheet, as on GeForce cards; four times and
-        more elsewhere.
+        """True if the tensor cores of a GPU reach twice the FP32 rate by datasheet, as on GeForce cards; elsewhere four
+        times and more.
         """
         single, half = self.compute.get("float32"), self.compute.get("float16")
         if single is None or half is None or not single.datasheet or not half.datasheet or self.chip().lanes <= 64:
@@ -288,16 +286,16 @@ class Machine(FileRecord):
 
     @property
     def above_datasheet(self) -> float:
-        """How many times the datasheet's rates a GPU may reach: more than once where no power limit holds its clock."""
+        """Largest ratio of a GPU's rates to the datasheet's: above 1 where no power limit holds its clock."""
         return ABOVE_BOOST if self.half_rate else 1.0
 
     def link(self, kind: str) -> Link | None:
-        """The link of that kind, ``None`` where the machine has none."""
+        """Link of the given kind, or ``None``."""
         return next((link for link in self.links if link.kind == kind), None)
 
     @property
     def max_threads(self) -> int:
-        """The largest thread count for which every number is known."""
+        """Largest thread count for which every number is known."""
         rates = [rate.sustained for rate in self.compute.values()]
         levels = [level.bandwidth for level in self.memory]
         return min(known.max_threads for known in [*rates, *levels, self.parallel_region.seconds])
@@ -314,17 +312,17 @@ class Machine(FileRecord):
         return self.compute[dtype].sustained.at(threads)
 
     def region_seconds(self, threads: int) -> float:
-        """Cost of one parallel region on ``threads`` threads."""
+        """Seconds of one parallel region on ``threads`` threads."""
         self.check_threads(threads)
         return self.parallel_region.seconds.at(threads)
 
     def level_holding(self, per_thread_bytes: float, threads: int) -> MemoryLevel:
-        """The innermost level whose share per thread holds ``per_thread_bytes``, else the outermost."""
+        """Innermost level whose share per thread holds ``per_thread_bytes``, else the outermost."""
         fits = (level for level in self.memory if per_thread_bytes <= level.share_bytes(threads))
         return next(fits, self.memory[-1])
 
     def check_threads(self, threads: int) -> None:
-        """:class:`MachineError` unless every number is known for ``threads``."""
+        """Raise :class:`MachineError` unless every number is known for ``threads``."""
         if not 1 <= threads <= self.max_threads:
             raise MachineError(
                 f"{self._where()}: describes 1 to {self.max_threads} threads, {threads} asked; "

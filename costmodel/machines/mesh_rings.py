@@ -1,9 +1,9 @@
-"""Rings that NCCL can build among GPUs joined by links from one to the other (hybrid cube mesh of a DGX-1).
+"""Rings that NCCL can build among GPUs with point-to-point links (hybrid cube mesh of a DGX-1).
 
-NCCL's search (src/graph/search.cc) looks for rings through all GPUs of a group, each over links of its own, and runs
-every ring both ways; the bus bandwidth of a group is that of its rings together. Where no ring exists it lets a hop
-pass through a third GPU of the group ("NVB": since 2.10, whose release notes name it for cube meshes); before, such a
-group went over PCIe.
+NCCL's search (src/graph/search.cc) finds rings through all GPUs of a group, each over its own links, and runs every
+ring in both directions; the bus bandwidth of a group is that of its rings together. If no ring exists, a hop may pass
+through a third GPU of the group ("NVB": since 2.10, whose release notes name it for cube meshes); before, such a group
+used PCIe.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 
 Pair = tuple[int, int]
-# A hop through a third GPU is written into its memory and read from there: a read asks with a packet of one flit on the
-# way back, where the ring of the other direction runs, so that 8 of 10 flits are data instead of 8 of 9.
+# A hop through a third GPU is written into its memory and read from there: a read sends a request packet of one flit in
+# the opposite direction, where the ring of that direction runs, so that 8 of 10 flits are data instead of 8 of 9.
 RELAYED_SHARE = 0.9
 
 
 @lru_cache(maxsize=256)
 def ring_links(links: tuple[tuple[int, int, int], ...], gpus: tuple[int, ...], relays: bool = True) -> float:
-    """How many links' worth of bandwidth one GPU of ``gpus`` (two or more) has in the rings of this group, one
-    direction; 0 where links form no ring. ``links``: (GPU, GPU, links between them). ``relays``: hops may pass through
-    a third GPU.
+    """Bandwidth of one GPU of ``gpus`` (two or more) in the rings of this group, one direction, in units of links; 0 if
+    links form no ring. ``links``: (GPU, GPU, links between them). ``relays``: hops may pass through a third GPU.
     """
     room = {_pair(a, b): count for a, b, count in links if a in gpus and b in gpus}
     if len(gpus) == 2:
@@ -39,10 +38,10 @@ def _pair(a: int, b: int) -> Pair:
 
 
 def _rings(gpus: Sequence[int], room: Mapping[Pair, int], relayed: bool) -> Iterator[Counter[Pair]]:
-    """The links that each ring through all of ``gpus`` takes, one direction of travel of each ring."""
+    """Links used by each ring through all of ``gpus``, one direction of each ring."""
     first, *others = gpus
     for order in itertools.permutations(others):
-        if order[0] > order[-1]:  # the same ring the other way round
+        if order[0] > order[-1]:  # the same ring in the other direction
             continue
         hops = [_hop(a, b, gpus, room, relayed) for a, b in itertools.pairwise((first, *order, first))]
         for choice in itertools.product(*hops):
@@ -50,7 +49,7 @@ def _rings(gpus: Sequence[int], room: Mapping[Pair, int], relayed: bool) -> Iter
 
 
 def _hop(a: int, b: int, gpus: Sequence[int], room: Mapping[Pair, int], relayed: bool) -> list[tuple[Pair, ...]]:
-    """The ways from ``a`` to ``b``: their own links, else through a third GPU; none where there is no way."""
+    """Paths from ``a`` to ``b``: their direct link, else through a third GPU; empty if there is no path."""
     if room.get(_pair(a, b), 0):
         return [(_pair(a, b),)]
     ways = [(_pair(a, c), _pair(c, b)) for c in gpus if c not in (a, b)] if relayed else []
@@ -62,7 +61,7 @@ def _fits(ring: Counter[Pair], room: Mapping[Pair, int]) -> bool:
 
 
 def _most(rings: Sequence[Counter[Pair]], room: Mapping[Pair, int]) -> int:
-    """The most of ``rings``, each as often as wanted, that fit ``room`` together."""
+    """Largest number of ``rings``, with repetition, that fit ``room`` together."""
     best = 0
     for place, ring in enumerate(rings):
         left = {pair: count - ring.get(pair, 0) for pair, count in room.items()}

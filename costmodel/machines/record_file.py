@@ -1,4 +1,4 @@
-"""Strict YAML to records and back. Every mistake names the file and the key."""
+"""Conversion between strict YAML and records. Every error names the file and the key."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from costmodel.base.foreign_files import read_text
 from costmodel.machines.file_fields import NotInFile, Written, key_of
 
 Content = TypeVar("Content")
-_ADAPTERS: dict[type, TypeAdapter[Any]] = {}  # making one takes milliseconds
+_ADAPTERS: dict[type, TypeAdapter[Any]] = {}  # construction takes milliseconds
 _EXPECTED = {"dataclass_type": "must be a mapping", "tuple_type": "must be a list"}
 _MOST_VALUES = 1_000_000
 _MOST_TOLD = 10
@@ -24,14 +24,14 @@ _UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")
 
 
 class StrictModel(BaseModel):
-    """Schema of a file, or a part of one, that is read into something else than a record of the same fields."""
+    """Schema of a file, or a part of one, that is converted to something other than a record of the same fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True)
 
 
 def read_mapping(path: Path, failure: type[ProjectError], otherwise: str) -> dict[str, Any]:
-    """The mapping in the YAML file ``path``; ``failure`` names the file where it cannot be read, is no YAML, repeats a
-    key, or holds no mapping (then ``otherwise`` says what is expected).
+    """Read the mapping in the YAML file ``path``; ``failure`` names the file if it cannot be read, is not YAML, repeats
+    a key, or is no mapping (then with the text ``otherwise``).
     """
     try:
         document = yaml.load(read_text(path, "settings"), Loader=UniqueKeyLoader)
@@ -43,7 +43,7 @@ def read_mapping(path: Path, failure: type[ProjectError], otherwise: str) -> dic
         TypeError,
         AttributeError,
         LookupError,
-    ) as error:  # such as of a date that is none
+    ) as error:  # such as an invalid date
         raise failure(f"{path}: not valid YAML ({' '.join(str(error).split())}); correct it there") from None
     except RecursionError:
         raise failure(f"{path}: not valid YAML (nested too deeply); write it flatter") from None
@@ -55,7 +55,7 @@ def read_mapping(path: Path, failure: type[ProjectError], otherwise: str) -> dic
 
 
 def _written_out(value: Any, known: dict[int, float]) -> float:
-    """How many values ``value`` is with its aliases written out; infinite where one stands for what it is inside."""
+    """Number of values in ``value`` with its aliases expanded; infinite for recursive aliases."""
     if not isinstance(value, dict | list):
         return 1.0
     if id(value) not in known:
@@ -66,8 +66,8 @@ def _written_out(value: Any, known: dict[int, float]) -> float:
 
 
 def to_record(document: Mapping[str, Any], schema: type[Content], path: Path, failure: type[ProjectError]) -> Content:
-    """The ``schema`` (a record of :mod:`costmodel.machines.file_fields` or a :class:`StrictModel`) that ``document``
-    describes, the content of ``path``; ``failure`` names file and key.
+    """Convert ``document``, the content of ``path``, to ``schema`` (a record of :mod:`costmodel.machines.file_fields`
+    or a :class:`StrictModel`); ``failure`` names file and key.
     """
     if schema not in _ADAPTERS:
         _ADAPTERS[schema] = TypeAdapter(schema)
@@ -79,7 +79,7 @@ def to_record(document: Mapping[str, Any], schema: type[Content], path: Path, fa
 
 
 def file_content(record: Any) -> dict[str, Any]:
-    """The content of the file of ``record``, quantities as text; what has its default is left out, origins are last."""
+    """Content of the file of ``record``, quantities as text; defaults are omitted, origins come last."""
     content: dict[str, Any] = {}
     hints = get_type_hints(type(record), include_extras=True)
     for each in fields(record):
@@ -92,7 +92,7 @@ def file_content(record: Any) -> dict[str, Any]:
 
 
 def explain(error: ValidationError) -> str:
-    """The problems in words, each with its key and what to do; of many the first few."""
+    """Describe the problems, each with its key and a remedy; only the first few of many."""
     problems = error.errors()
     told = [_problem(each) for each in problems[:_MOST_TOLD]]
     rest = len(problems) - len(told)
@@ -110,14 +110,14 @@ def _problem(problem: Any) -> str:
 
 
 class UniqueKeyLoader(yaml.SafeLoader):
-    """YAML in which a repeated key is an error: silently dropping a number would price with the wrong one."""
+    """YAML loader that refuses repeated keys: silently dropping a number would give wrong prices."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """The mapping of ``node``; an error of YAML for a key that stands twice."""
+        """Mapping of ``node``; a YAML error for a repeated key."""
         keys: set[Hashable] = set()
         for each, _ in node.value:
             key = self.construct_object(each, deep=True)
-            if isinstance(key, Hashable):  # of another one the loader says what is wrong
+            if isinstance(key, Hashable):  # the loader itself reports an unhashable one
                 if key in keys:
                     raise yaml.constructor.ConstructorError(None, None, f"key {key!r} twice", node.start_mark)
                 keys.add(key)
@@ -125,7 +125,7 @@ class UniqueKeyLoader(yaml.SafeLoader):
 
 
 def _markers(hint: Any) -> list[Any]:
-    """Of an annotated type, also inside of an optional one."""
+    """Metadata of an annotated type, also inside an optional one."""
     if get_origin(hint) is Annotated:
         return list(hint.__metadata__)
     return [marker for part in get_args(hint) if get_origin(part) is Annotated for marker in part.__metadata__]

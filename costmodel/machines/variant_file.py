@@ -28,14 +28,14 @@ from costmodel.machines.power_law import HELD_DRAW, clock_holds, share_at_limit,
 from costmodel.machines.record_file import read_mapping
 
 KEY = "variant_of"
-# Dtypes that the tensor cores compute; where a file tells the rate of one, the others follow from the first told here.
+# Dtypes of the tensor cores; if a file gives the rate of one, the others follow from the first given in this order.
 _TENSOR = ("bfloat16", "float16", "tf32", "float8", "int8")
 
 
 @dataclass(frozen=True)
 class VariantFile:
-    """What the file of a variant says (``own``), the content of the file of the machine it is a variant of (``base``,
-    read from ``path``), and that with what differs (``merged``).
+    """Variant file: its own content (``own``), the content of the file of its base machine (``base``, read from
+    ``path``), and both merged (``merged``).
     """
 
     name: str
@@ -46,9 +46,10 @@ class VariantFile:
 
 
 def variant_file(document: Mapping[str, Any], path: Path, packaged: Path) -> VariantFile | None:
-    """``document`` of the file ``path`` beside the machine that it is a variant of; ``None`` if it is of none.
+    """``document`` of the file ``path`` merged with its base machine; ``None`` if it is no variant.
 
-    The other file lies beside it or in ``packaged``; :class:`MachineError` if there is none, or it is a variant too.
+    The base file is in the same folder or in ``packaged``; :class:`MachineError` if it does not exist or is a variant
+    too.
     """
     if KEY not in document:
         return None
@@ -69,9 +70,9 @@ def variant_file(document: Mapping[str, Any], path: Path, packaged: Path) -> Var
 
 
 def with_what_follows(merged: Machine, base: Machine, file: VariantFile) -> Machine:
-    """``merged`` with the rates and bandwidths that follow from ``base`` where ``file`` leaves them open.
+    """``merged`` with rates and bandwidths scaled from ``base`` where ``file`` omits them.
 
-    ``ValueError`` for a power limit below what the clock does not move.
+    ``ValueError`` for a power limit below the clock-independent power.
     """
     before, after = base.chip(), merged.chip()
     size = after.sm_count / before.sm_count * after.clock_hz / before.clock_hz
@@ -88,7 +89,7 @@ def with_what_follows(merged: Machine, base: Machine, file: VariantFile) -> Mach
     levels = {_name(each): each for each in file.own.get("memory", [])}
     known = {each.name: each for each in base.memory}
     memory = tuple(_level(each, known.get(each.name), size, levels.get(each.name, {})) for each in merged.memory)
-    least = memory[-1].bandwidth.at(1)  # what DRAM delivers passes through the cache
+    least = memory[-1].bandwidth.at(1)  # DRAM traffic passes through the cache
     memory = tuple(
         each if each.bandwidth.at(1) >= least else replace(each, bandwidth=memory[-1].bandwidth) for each in memory
     )
@@ -110,7 +111,9 @@ def _name(item: Mapping[str, Any]) -> Any:
 
 
 def _tensor_scale(merged: Machine, base: Machine, told: Mapping[str, Any]) -> float | None:
-    """Rate of the tensor cores over the other machine's by a datasheet rate that the file tells; ``None`` for none."""
+    """Rate of the tensor cores relative to the base machine, from a datasheet rate in the file; ``None`` if not
+    given.
+    """
     for dtype in _TENSOR:
         if "datasheet" in told.get(dtype, {}) and dtype in base.compute:
             here, there = merged.compute[dtype].datasheet, base.compute[dtype].datasheet
@@ -127,10 +130,10 @@ def _rate(
     limits: tuple[float, float],
     best: float,
 ) -> ComputeRate:
-    """``rate`` with what the file has not ``said`` following from ``old``, that of the other machine.
+    """``rate`` with the values that the file omits (not in ``said``) scaled from ``old``, the base machine's rate.
 
-    scales: multiprocessors times clock, and the rate of the dtype's units, over those of the other machine. limits:
-    power of the other machine and of this one. best: :func:`unthrottled_share` of the dtype there.
+    scales: multiprocessors times clock, and the rate of the dtype's units, relative to the base machine. limits: power
+    limits of the base machine and of this one. best: :func:`unthrottled_share` of the dtype there.
     """
     size, scale = scales
     if "datasheet" in said and rate.datasheet is not None and old.datasheet is not None:
@@ -138,8 +141,8 @@ def _rate(
     if not said and scale == 1.0 and limits[0] == limits[1]:
         return rate
     burst, share, spare = _burst(old, best)
-    # A higher datasheet rate than multiprocessors and clock give is one of a higher limit; a lower one is of fewer
-    # units, which draw less.
+    # A higher datasheet rate than multiprocessors and clock give implies a higher limit; a lower one fewer units, which
+    # draw less power.
     units = min(1.0, scale / size)
     unmoved = limits[0] == limits[1] and size == units == 1.0
     share = share if unmoved else share_at_limit(share, *limits, size, units * spare)
@@ -155,8 +158,8 @@ def _rate(
 
 
 def _burst(rate: ComputeRate, best: float) -> tuple[float, float, float]:
-    """Rate at the clock of a burst, share of it that is sustained, and what a burst draws in shares of the limit that
-    is met at the sustained rate.
+    """Rate at the clock of a burst, the share of it that is sustained, and the power of a burst relative to the limit
+    that is met at the sustained rate.
     """
     sustained = rate.sustained.at(1)
     if rate.burst is not None:
@@ -166,7 +169,7 @@ def _burst(rate: ComputeRate, best: float) -> tuple[float, float, float]:
 
 
 def _level(level: MemoryLevel, old: MemoryLevel | None, size: float, said: Mapping[str, Any]) -> MemoryLevel:
-    """``level`` with the bandwidth that follows: by its share of a datasheet, that of a cache by what asks it."""
+    """``level`` with its bandwidth scaled by its datasheet, or for a cache by the units that access it."""
     if old is None:
         return level
     if "capacity" in said and "usable" not in said and old.usable_bytes is not None:

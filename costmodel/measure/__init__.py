@@ -1,4 +1,4 @@
-"""Measurement of kernels and host overheads on the GPU at hand, or, to test the same code, on a CPU.
+"""Measurement of kernels and host overheads on a local GPU, or, to test the same code, on a CPU.
 
-Modules that import torch say ``TORCH = True`` at the top; nothing else of ``costmodel`` does.
+Modules that import torch set ``TORCH = True`` at the top; no other module of ``costmodel`` imports it.
 """

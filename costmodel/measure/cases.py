@@ -1,7 +1,7 @@
-"""What the kernels suite measures: operators of every family, sizes log-uniform, in a random but fixed order.
+"""Cases of the kernels suite: operators of every family, sizes log-uniform, in a random but fixed order.
 
-Every family is drawn from its own generator and the families are then interleaved by weight, so that any prefix of the
-list is a fair sample of all of them: a run cut short by its time budget is smaller, not lopsided.
+Every family has its own random generator and the families are interleaved by weight, so that any prefix of the list is
+a fair sample of all of them: a run cut short by its time budget is smaller, not biased.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class MeasuredCase(Generic[CaseOperator]):
 def cases_left(
     cases: Iterable[MeasuredCase[CaseOperator]], done: Collection[str], budget: TimeBudget
 ) -> Iterator[tuple[MeasuredCase[CaseOperator], str]]:
-    """Each case whose operator, as text, is not in ``done``, with that text, while there is time."""
+    """Yield each case not in ``done`` with its operator as text, while there is time."""
     for case in cases:
         if not budget.left():
             return
@@ -66,7 +66,9 @@ def cases_left(
 
 
 def _size(rng: random.Random, low: int, high: int, multiple: int = 1) -> int:
-    """Log-uniform between ``low`` and ``high``, rounded to ``multiple`` three times out of four (as widths are)."""
+    """Log-uniform size between ``low`` and ``high``, rounded to ``multiple`` three times out of four (as widths usually
+    are).
+    """
     value = round(low * (high / low) ** rng.random())
     if multiple > 1 and rng.random() < 0.75:
         value = round(value / multiple) * multiple
@@ -216,7 +218,7 @@ def _loss(rng: random.Random, largest: int) -> Loss:
     return Loss(kind, rows, columns, direction=_direction(rng))
 
 
-# Weight: how many of each hundred cases or so; large where the kernel's time is hard to predict.
+# Weight: roughly the number of cases per hundred; large for kernels whose time is hard to predict.
 DRAWS: dict[str, tuple[Draw, int]] = {
     "gemm": (_gemm, 24),
     "batched_gemm": (_batched_gemm, 12),
@@ -237,7 +239,7 @@ DRAWS: dict[str, tuple[Draw, int]] = {
 
 
 def kernel_cases(largest_bytes: int, seed: int = SEED) -> Iterator[MeasuredCase[AnyOperator]]:
-    """An endless list of distinct cases, whose largest tensor has about ``largest_bytes``; the same for a seed."""
+    """Endless sequence of distinct cases whose largest tensor has about ``largest_bytes``; deterministic for a seed."""
     generators = {name: random.Random(f"{seed}-{name}") for name in DRAWS}
     order, names = random.Random(seed), [name for name, (_, weight) in DRAWS.items() for _ in range(weight)]
     seen = set()

@@ -1,7 +1,7 @@
-"""The collectives suite: every kind among groups of the ranks that ``torchrun`` started, a row per kind and size.
+"""The collectives suite: every kind among groups of the ranks started by ``torchrun``, a row per kind and size.
 
-Ranks agree on every case over a group of their own on the host: whether time is left, how many calls make a sample.
-A sample is calls back to back, queued behind a spinning kernel, after two that bring the ranks together.
+Ranks agree on every case over a separate host group: whether time is left, and the number of calls per sample. A sample
+is a sequence of back-to-back calls, queued behind a spinning kernel, after two calls that align the ranks.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _COMMAND = "torchrun --nproc-per-node N -m costmodel measure --suite collectives
 
 @dataclass(frozen=True)
 class _World:
-    """``control``: group over the host by which the ranks agree. ``device``: this rank's own."""
+    """Ranks of the run. ``control``: host group by which the ranks agree. ``device``: this rank's own."""
 
     rank: int
     size: int
@@ -57,7 +57,7 @@ class _World:
     control: Any
 
     def agree(self, value: Any) -> Any:
-        """What rank 0 says."""
+        """Value of rank 0, on all ranks."""
         import torch.distributed as dist
 
         said = [value]
@@ -65,7 +65,7 @@ class _World:
         return said[0]
 
     def collect(self, value: Any) -> list[Any]:
-        """What every rank says, by rank."""
+        """Values of all ranks, by rank."""
         import torch.distributed as dist
 
         said: list[Any] = [None] * self.size
@@ -74,13 +74,13 @@ class _World:
 
 
 def measure_collectives(device: Any, output: Path, budget: TimeBudget, resume: bool, report: Say) -> Path:
-    """Writes ``output/collectives.csv`` and ``.json`` on rank 0; returns the former. Rows are on disk at once.
+    """Write ``output/collectives.csv`` and ``.json`` on rank 0; returns the former. Rows are flushed at once.
 
-    ``InputError`` outside torchrun, and on every rank where rank 0 cannot write.
+    ``InputError`` outside torchrun, and on every rank if rank 0 cannot write.
     """
     import torch.distributed as dist
 
-    # New names of old functions: torch 2.13 knows both, older ones the old alone.
+    # Renamed functions: torch 2.13 has both names, older versions only the old ones.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     world = _join(device)
     try:
@@ -121,8 +121,8 @@ def _join(device: Any) -> _World:
 
 
 def groups_of(size: int, per_node: int) -> list[RankGroup]:
-    """Whose collectives are measured: 2, 4, 8 ... ranks of the first node, then all ranks of 2, 4 ... nodes, and one
-    rank of each node. The last rank counts where the number is no power of two.
+    """Groups whose collectives are measured: 2, 4, 8 ... ranks of the first node, then all ranks of 2, 4 ... nodes, and
+    one rank of each node. Includes the full number of ranks if it is no power of two.
     """
     nodes = size // per_node
     first = [tuple(range(count)) for count in _doubling(min(per_node, size))]
@@ -140,8 +140,8 @@ def _doubling(largest: int) -> list[int]:
 
 
 def cases(groups: list[RankGroup], dtype: str, largest_bytes: int) -> Iterator[tuple[CollectiveTransfer, RankGroup]]:
-    """Every kind among every group, sizes in powers of four first and those between them then: a suite that runs out
-    of time has seen the whole range. The uneven all-to-all follows the even one; send and receive are of two ranks.
+    """Every kind among every group, first sizes in powers of four, then those between them: a suite that runs out of
+    time has covered the whole range. The uneven all-to-all follows the even one; send and receive use two ranks.
     """
     powers = range(SMALLEST_BYTES.bit_length() - 1, largest_bytes.bit_length())
     for power in [*powers[::2], *powers[1::2]]:
@@ -167,7 +167,7 @@ def _make_groups(world: _World) -> list[RankGroup]:
 
 
 def _open_table(world: _World, output: Path, resume: bool) -> Table | None:
-    """The table on rank 0; an error of rank 0 is raised on all."""
+    """Open the table on rank 0; an error of rank 0 is raised on all ranks."""
     table, problem = None, ""
     if world.rank == 0:
         origin = provenance(world.device) | {"ranks": world.size, "ranks_per_node": world.per_node}
@@ -200,7 +200,7 @@ def _measure_all(world: _World, groups: list[RankGroup], table: Table | None, bu
 
 
 def _measure(transfer: CollectiveTransfer, group: RankGroup, dtype: str, world: _World) -> dict[str, Any]:
-    """The row of one case, the slowest rank's times; what torch raises is the row's error."""
+    """Row of one case, with the slowest rank's times; errors of torch become the row's error."""
     call, problem = None, ""
     if world.rank in group.ranks:
         try:
@@ -223,7 +223,7 @@ def _measure(transfer: CollectiveTransfer, group: RankGroup, dtype: str, world: 
 
 
 def _attempt(measure: Callable[[], Any], call: Any) -> tuple[Any, str]:
-    """What ``measure`` says, and an error; neither for a rank that takes no part."""
+    """Result of ``measure`` and an error text; ``None`` and "" for a rank that takes no part."""
     if call is None:
         return None, ""
     try:
@@ -243,7 +243,7 @@ def _once(call: Any, device: Any) -> float:
 
 
 def _sample(call: Any, calls: int, device: Any) -> float:
-    """Seconds of one of ``calls`` calls back to back."""
+    """Seconds per call of ``calls`` back-to-back calls."""
     if device.type != "cuda":
         for _ in range(_ALIGNING_CALLS):
             call()
@@ -267,7 +267,7 @@ def _sample(call: Any, calls: int, device: Any) -> float:
 
 
 def _nccl(device: Any) -> str:
-    """Version of NCCL; empty on a CPU."""
+    """NCCL version; empty on a CPU."""
     if device.type != "cuda":
         return ""
     import torch

@@ -1,4 +1,4 @@
-"""The device that is measured: torch's handle, its memory and the provenance of what is measured on it."""
+"""Device under measurement: torch's handle, its memory and the provenance of measurements."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _GPU_SHARE = 16
 
 
 def open_device(name: str) -> Any:
-    """``torch.device`` of ``cpu``, ``cuda`` or ``cuda:N``; ``InputError`` if it is not there."""
+    """Open the ``torch.device`` ``cpu``, ``cuda`` or ``cuda:N``; ``InputError`` if it does not exist."""
     try:
         import torch
     except ImportError:
@@ -41,7 +41,7 @@ def open_device(name: str) -> Any:
 
 
 def largest_tensor_bytes(device: Any) -> int:
-    """Size of the largest tensor a case may have, so that a handful fits the free memory."""
+    """Bytes of the largest tensor of a case, so that a handful fits the free memory."""
     import torch
 
     if device.type == "cpu":
@@ -51,7 +51,7 @@ def largest_tensor_bytes(device: Any) -> int:
 
 
 def provenance(device: Any) -> dict[str, Any]:
-    """What a table needs to be trusted: device, driver, CUDA, torch, date, command."""
+    """Provenance of a table: device, driver, CUDA, torch, date, command."""
     import torch
 
     origin: dict[str, Any] = {
@@ -78,7 +78,7 @@ def provenance(device: Any) -> dict[str, Any]:
 
 
 def _command() -> list[str]:
-    """The command line with the package for the path of its file."""
+    """Command line with the package name instead of the path of its file."""
     from pathlib import Path
 
     path = Path(sys.argv[0])
@@ -86,7 +86,7 @@ def _command() -> list[str]:
 
 
 def _driver() -> str:
-    """Version of the driver by nvidia-smi; empty where that is missing or fails."""
+    """Driver version by nvidia-smi; empty if unavailable."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return ""

@@ -1,4 +1,4 @@
-"""Seconds of a call: CUDA events over launches queued behind a spinning kernel, or wall-clock on a CPU.
+"""Timing of a call: CUDA events over launches queued behind a spinning kernel, or wall-clock on a CPU.
 
 The spinning kernel keeps the GPU busy while the host queues the launches, so that the two events enclose kernels back
 to back: without it, kernels shorter than a launch would be measured at the host's pace.
@@ -13,13 +13,15 @@ from dataclasses import dataclass
 from typing import Any
 
 TORCH = True
-_SPIN_HERTZ = 2e9  # cycles per second at most: too long a spin costs little, too short a one spoils the row
+_SPIN_HERTZ = 2e9  # upper bound of cycles per second: too long a spin costs little, too short a one spoils the row
 _MOST_LAUNCHES = 100  # a full launch queue (about 1,000 entries) would block the host; a call may launch several
 
 
 @dataclass(frozen=True)
 class TimingEffort:
-    """``repeats`` samples, each of calls for ``sample_seconds``, but no more than ``call_seconds`` in all."""
+    """Effort of a timing: ``repeats`` samples, each of calls for ``sample_seconds``, but at most ``call_seconds`` in
+    all.
+    """
 
     repeats: int = 7
     sample_seconds: float = 1e-3
@@ -28,7 +30,7 @@ class TimingEffort:
 
 @dataclass(frozen=True)
 class KernelTiming:
-    """Of one call, seconds: ``median`` and ``minimum`` over ``repeats`` samples of ``calls`` each."""
+    """Seconds of one call: ``median`` and ``minimum`` over ``repeats`` samples of ``calls`` each."""
 
     median: float
     minimum: float
@@ -38,14 +40,16 @@ class KernelTiming:
 
 @dataclass(frozen=True)
 class Profile:
-    """Of one call: ``kernel_seconds`` on the device and ``launches`` of kernels, copies and memsets; 0 on a CPU."""
+    """Profile of one call: ``kernel_seconds`` on the device and ``launches`` of kernels, copies and memsets; 0 on a
+    CPU.
+    """
 
     kernel_seconds: float
     launches: int
 
 
 def synchronize(device: Any) -> None:
-    """Waits for all work of ``device``."""
+    """Wait for all work of ``device``."""
     import torch
 
     if device.type == "cuda":
@@ -53,7 +57,7 @@ def synchronize(device: Any) -> None:
 
 
 def time_call(call: Callable[[], Any], device: Any, effort: TimingEffort) -> KernelTiming:
-    """The time of ``call`` after two calls that warm up; the second tells how many make a sample."""
+    """Time ``call`` after two warm-up calls; the second determines the number of calls per sample."""
     call()
     synchronize(device)
     start = time.perf_counter()
@@ -90,7 +94,7 @@ def _event_sample(call: Callable[[], Any], calls: int, host: float) -> float:
 
 def profile_call(call: Callable[[], Any], device: Any, calls: int = 3) -> Profile:
     """Device time and launches of ``call`` by the torch profiler. A profiler session takes tens of milliseconds; on a
-    CPU, where it would tell nothing, there is none.
+    CPU, where it gives no device times, it is skipped.
     """
     if device.type != "cuda":
         return Profile(0.0, 0)

@@ -1,6 +1,6 @@
-"""What the embedding suite measures: torch's kernels and table-batched ones, over sizes, reuse and number of tables.
+"""Cases of the embedding suite: torch's kernels and table-batched ones, over sizes, reuse and number of tables.
 
-Every kind of case is drawn from its own generator, and kinds take turns: a run cut short is smaller, not lopsided.
+Every kind of case has its own random generator, and kinds alternate: a run cut short is smaller, not biased.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from costmodel.operators.layers import element_bytes
 from costmodel.operators.lookups import EmbeddingLookup, TableLookup
 
 SEED = 20240923
-EXPONENTS = (None, None, 0.6, 0.9, 1.05, 1.2)  # None: even lookups
+EXPONENTS = (None, None, 0.6, 0.9, 1.05, 1.2)  # None: uniform lookups
 DIMS = (8, 16, 32, 64, 64, 128, 128, 256)
 POOLINGS = (1, 1, 2, 5, 10, 20, 50, 100)
 DTYPES = ("float32", "float32", "float16", "bfloat16")
 TABLES = (1, 2, 4, 8, 16, 32)
-_TABLE_TENSORS = 4  # a table may have the size of so many of the largest tensors
+_TABLE_TENSORS = 4  # largest table, in units of the largest tensor
 _LARGEST_INDICES = 1 << 23
-_DIGITS = 6  # of statistics in rows of the table
+_DIGITS = 6  # digits of statistics in rows of the table
 
 LookupDraw = Callable[[random.Random, int], EmbeddingLookup]
 
 
 def _table(rng: random.Random, largest: int, bags: int, dtype: str) -> TableLookup:
-    """A table and a batch whose output and indices fit ``largest`` bytes, itself a few times that."""
+    """A table and a batch whose output and indices fit ``largest`` bytes; the table may be a few times that."""
     dim, pooling = rng.choice(DIMS), rng.choice(POOLINGS)
     size = element_bytes(dtype)
     bags = max(min(bags, largest // (2 * dim * size)), 1)
@@ -40,7 +40,7 @@ def _table(rng: random.Random, largest: int, bags: int, dtype: str) -> TableLook
 
 
 def popularity(rows: int, exponent: float | None) -> IndexStatistics | None:
-    """Zipf statistics with few digits, so that a row of the table is short; ``None`` for even lookups."""
+    """Zipf statistics with few digits, so that a row of the table is short; ``None`` for uniform lookups."""
     if exponent is None:
         return None
     exact = zipf(rows, exponent)
@@ -93,7 +93,7 @@ def _batched(rng: random.Random, largest: int) -> EmbeddingLookup:
 
 
 def _of_bags(table: TableLookup, bags: int) -> TableLookup:
-    """The same table with ``bags`` bags: all tables of a kernel have as many."""
+    """The same table with ``bags`` bags, since all tables of a kernel have equally many."""
     pooling = max(min(table.indices // table.bags, _LARGEST_INDICES // bags), 1)
     return replace(table, indices=bags * pooling, bags=bags)
 
@@ -106,7 +106,7 @@ DRAWS: dict[str, tuple[LookupDraw, int]] = {
 
 
 def embedding_cases(largest_bytes: int, batched: bool, seed: int = SEED) -> Iterator[MeasuredCase[EmbeddingLookup]]:
-    """An endless list of distinct cases, the same for a seed; ``batched``: with the Triton kernels."""
+    """Endless sequence of distinct cases, deterministic for a seed; ``batched``: include the Triton kernels."""
     kinds = [name for name, (_, weight) in DRAWS.items() for _ in range(weight) if batched or name != "table_batched"]
     generators = {name: random.Random(f"{seed}-{name}") for name in DRAWS}
     order, seen = random.Random(seed), set()

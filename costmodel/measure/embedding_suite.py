@@ -1,4 +1,6 @@
-"""The embedding suite: a row per kernel and batch, with the statistics of the batch, until the time is used up."""
+"""The embedding suite: a row per kernel and batch, with the statistics of the batch, until the time budget is
+used up.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from costmodel.operators.index_statistics import REUSE_EDGES
 from costmodel.operators.lookups import EmbeddingLookup
 
 TORCH = True
-_CPU_SHARE = 32  # a CPU adds up dense gradients a hundred times more slowly
+_CPU_SHARE = 32  # a CPU accumulates dense gradients a hundred times more slowly
 COLUMNS = (
     ("family", "operator", "lookups", "unique_rows", "most_popular", "reuse_factors")
     + ("median_s", "minimum_s", "repeats", "calls", "error")
@@ -32,9 +34,9 @@ COLUMNS = (
 def measure_embeddings(
     device: Any, output: Path, budget: TimeBudget, resume: bool, report: Say, most: int | None = None
 ) -> Path:
-    """Writes ``output/embedding.csv`` and ``.json``; returns the former. ``most``: cases at most, for tests.
+    """Write ``output/embedding.csv`` and ``.json``; returns the former. ``most``: limit on the cases, for tests.
 
-    Without Triton or a GPU the table-batched kernels are left out, and a line says so.
+    Without Triton or a GPU the table-batched kernels are skipped, which a line reports.
     """
     from costmodel.measure.calls.table_batch import triton_runs_on
 
@@ -61,7 +63,7 @@ def measure_cases(
     table: Table,
     report: Say,
 ) -> int:
-    """Measures each case that is not in ``done``; how many."""
+    """Measure each case that is not in ``done``; returns their number."""
     progress = SuiteProgress(budget, report)
     for case, text in cases_left(cases, done, budget):
         table.add(family=case.family, operator=text, **_row(case, device))
@@ -70,7 +72,7 @@ def measure_cases(
 
 
 def _row(case: MeasuredCase[EmbeddingLookup], device: Any) -> dict[str, Any]:
-    """Whatever torch or Triton raise on a case is that case's result: the suite goes on with the next one."""
+    """Row of one case; an error of torch or Triton becomes the row's error, and the suite continues."""
     try:
         row = _measure(case.operator, device)
     except Exception as error:
@@ -93,8 +95,8 @@ def _measure(operator: EmbeddingLookup, device: Any) -> dict[str, Any]:
 
 
 def _batch_statistics(lookups: Iterable[Any]) -> dict[str, Any]:
-    """Of the batch that was looked up, all tables together: lookups, distinct rows, those of the most popular row, and
-    the share of the distinct rows in each of the 17 bins of the reuse factor.
+    """Statistics of a batch, all tables together: lookups, distinct rows, lookups of the most popular row, and the
+    share of the distinct rows in each of the 17 bins of the reuse factor.
     """
     counts = [each.unique(return_counts=True)[1].cpu().numpy() for each in lookups]
     together = np.concatenate(counts)

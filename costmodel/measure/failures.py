@@ -1,4 +1,4 @@
-"""What a failed case means: a row of the table, or the end of the suite."""
+"""Handling of a failed case: an error in its row, or the end of the suite."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _CONTEXT_LOST = ("illegal memory access", "device-side assert", "launch failure"
 
 
 def failure_line(what: object, error: Exception, device: Any) -> str:
-    """One line about ``error``; memory is released. ``InputError`` if it took the whole CUDA context with it: every
-    later case would fail too.
+    """One line about ``error``; memory is released. ``InputError`` if the CUDA context is lost: every later case would
+    fail too.
     """
     text = str(error)
     if any(words in text for words in _CONTEXT_LOST):
@@ -24,7 +24,7 @@ def failure_line(what: object, error: Exception, device: Any) -> str:
 
 
 def release_memory(device: Any) -> None:
-    """Hands memory that nothing refers to back to ``device``."""
+    """Return unreferenced memory to ``device``."""
     import torch
 
     gc.collect()

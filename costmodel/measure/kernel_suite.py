@@ -1,4 +1,4 @@
-"""The kernels suite: a row per operator until the time is used up."""
+"""The kernels suite: a row per operator until the time budget is used up."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _PROFILED_EVERY = 8
 def measure_kernels(
     device: Any, output: Path, budget: TimeBudget, resume: bool, report: Say, most: int | None = None
 ) -> Path:
-    """Writes ``output/kernels.csv`` and ``.json``; returns the former. ``most``: cases at most, for tests.
+    """Write ``output/kernels.csv`` and ``.json``; returns the former. ``most``: limit on the cases, for tests.
 
-    An operator that torch cannot run on ``device`` is a row with an ``error`` and no time.
+    An operator that torch cannot run on ``device`` gives a row with an ``error`` and no time.
     """
     largest = largest_tensor_bytes(device)
     with Table(output, "kernels", COLUMNS, provenance(device) | {"largest_tensor_bytes": largest}, resume) as table:
@@ -45,7 +45,9 @@ def measure_cases(
     table: Table,
     report: Say,
 ) -> int:
-    """Measures each case that is not in ``done``; how many. A family's first case is profiled, then every eighth."""
+    """Measure each case that is not in ``done``; returns their number. A family's first case is profiled, then every
+    eighth.
+    """
     progress, counts = SuiteProgress(budget, report), dict.fromkeys(DRAWS, 0)
     for case, text in cases_left(cases, done, budget):
         profiled = counts[case.family] % _PROFILED_EVERY == 0
@@ -56,7 +58,7 @@ def measure_cases(
 
 
 def _row(case: MeasuredCase[AnyOperator], device: Any, profiled: bool) -> dict[str, Any]:
-    """Whatever torch raises on a case is that case's result: the suite goes on with the next one."""
+    """Row of one case; an error of torch becomes the row's error, and the suite continues."""
     try:
         return _measure(case.operator, device, profiled)
     except Exception as error:

@@ -1,6 +1,6 @@
 """The overheads suite: costs of launching and waiting, and steps of small models with and without the profiler.
 
-Traces hold T1 to T5; the same step without the profiler tells how much of them is the profiler's own.
+Traces contain the overheads T1 to T5; the same step without the profiler shows the profiler's share of them.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ Seconds = list[float]
 
 
 def measure_overheads(device: Any, output: Path, budget: TimeBudget, resume: bool, report: Say) -> Path:
-    """Writes ``output/overheads.csv`` and ``.json``, and a Kineto trace per model (``overheads-<model>.json.gz``).
+    """Write ``output/overheads.csv`` and ``.json``, and a Kineto trace per model (``overheads-<model>.json.gz``).
 
-    ``step <model>`` is the time of a step of many without the profiler, ``profiled step <model>`` under it, both with
-    one wait at the end of every ``STEPS`` and ``TRACED_STEPS`` of them.
+    ``step <model>`` is the mean time of a step without the profiler, ``profiled step <model>`` with it, both with one
+    wait at the end of every ``STEPS`` and ``TRACED_STEPS`` of them.
     """
     from costmodel.measure.small_models import MODELS
 
@@ -58,8 +58,8 @@ def _add(table: Table, quantity: str, samples: Seconds, trace: str = "") -> None
 
 
 def _primitives(device: Any, done: set[str]) -> Iterator[tuple[str, Seconds]]:
-    """Seconds: ``host launch`` is what the host needs for an in-place operator of one element, ``kernel floor`` what
-    the device needs for it, ``synchronize`` a wait for nothing, ``item`` a launch, a copy and a wait.
+    """Seconds of primitives: ``host launch`` is the host time of an in-place operator of one element, ``kernel floor``
+    its device time, ``synchronize`` a wait for an idle device, ``item`` a launch, a copy and a wait.
     """
     import torch
 
@@ -108,7 +108,7 @@ def _measure_model(name: str, device: Any, output: Path, table: Table, timed: bo
 
 
 def step_seconds(step: Callable[[], Any], device: Any, steps: int) -> float:
-    """Seconds of one of ``steps`` steps, the wait for the device at the end included."""
+    """Mean seconds of ``steps`` steps, including the wait for the device at the end."""
     synchronize(device)
     start = time.perf_counter()
     for _ in range(steps):
@@ -118,9 +118,9 @@ def step_seconds(step: Callable[[], Any], device: Any, steps: int) -> float:
 
 
 def traced_seconds(step: Callable[[], Any], device: Any, steps: int, path: Path, shapes: bool = False) -> float:
-    """As :func:`step_seconds` under the profiler, whose Kineto trace goes to ``path``, gzipped.
+    """Mean seconds as in :func:`step_seconds`, under the profiler, whose Kineto trace is written to ``path``, gzipped.
 
-    A session before it, thrown away, pays for the profiler's start. ``shapes`` are recorded at a cost per operator.
+    A discarded session before it absorbs the profiler's start-up cost. ``shapes`` are recorded at a cost per operator.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -131,7 +131,7 @@ def traced_seconds(step: Callable[[], Any], device: Any, steps: int, path: Path,
     with profile(activities=activities, record_shapes=shapes) as profiler:
         seconds = step_seconds(_as_steps(step), device, steps)
     try:
-        # Its writer does not notice a full disk, and leaves half a file where it is stopped.
+        # The profiler's writer ignores a full disk and leaves a partial file when interrupted.
         with tempfile.TemporaryDirectory() as folder:
             written = Path(folder) / path.name
             profiler.export_chrome_trace(str(written))
@@ -143,7 +143,7 @@ def traced_seconds(step: Callable[[], Any], device: Any, steps: int, path: Path,
 
 
 def _as_steps(step: Callable[[], Any]) -> Callable[[], Any]:
-    """Marks every step as ``ProfilerStep#n``, the name that trace readers look for."""
+    """Wrap ``step`` to mark every call as ``ProfilerStep#n``, the name that trace readers look for."""
     import torch
 
     count = iter(range(1_000_000))

@@ -1,4 +1,4 @@
-"""Tables of results that survive an interruption: one CSV, a row flushed at a time, and a JSON file of its origin."""
+"""Result tables that survive an interruption: a CSV file flushed row by row, and a JSON file with its provenance."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from costmodel.base.whole_file import append_whole, remove_partials, write_whole
 
 
 class Table:
-    """Appends rows to ``directory/name.csv``; ``directory/name.json`` says where they come from.
+    """Table that appends rows to ``directory/name.csv``; ``directory/name.json`` holds their provenance.
 
-    Without ``resume`` an existing table is refused, with it its rows stay (a last line that was cut off is dropped) and
-    ``rows`` holds them. ``InputError`` for a table of another device or of other columns, ``OutputError`` if it cannot
-    be written, or while another process writes it.
+    Without ``resume`` an existing table is refused; with it, its rows are kept in ``rows`` (a truncated last line is
+    dropped). ``InputError`` for a table of another device or of other columns, ``OutputError`` if it cannot be written,
+    or while another process writes it.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Table:
             raise
 
     def add(self, **row: Any) -> None:
-        """One row, at once on disk; absent columns stay empty."""
+        """Append one row, flushed at once; absent columns stay empty."""
         line = io.StringIO()
         csv.DictWriter(line, self.columns, restval="", lineterminator="\n").writerow(row)
         try:

@@ -1,4 +1,4 @@
-"""Small models whose steps are bound by the host: what they launch is short, so that host overheads show."""
+"""Small models with host-bound steps: their kernels are short, so that host overheads dominate."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Convolutions(nn.Module):
 
 
 class _Transformer(nn.Module):
-    """Layers written out piece by piece: products, softmax, layer norm, dropout, GELU."""
+    """Transformer layers with separate operations: products, softmax, layer norm, dropout, GELU."""
 
     def __init__(self, layers: int = 4, width: int = 64, heads: int = 4) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class _Transformer(nn.Module):
 
 
 class _Recommender(nn.Module):
-    """Embedding bags, interaction of pairs and an MLP, as in DLRM."""
+    """Embedding bags, pairwise interaction and an MLP, as in DLRM."""
 
     def __init__(self, tables: int = 8, dim: int = 16) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ OPTIMIZERS = {"mlp": torch.optim.SGD, "recommender": torch.optim.Adagrad}
 
 
 def make_step(name: str, device: Any) -> Callable[[], None]:
-    """One training step of the model ``name``: forward, loss, backward, foreach optimizer (AdamW if not named)."""
+    """One training step of the model ``name``: forward, loss, backward, foreach optimizer (default: AdamW)."""
     torch.manual_seed(0)
     model, data = MODELS[name](device)
     model.to(device).train()

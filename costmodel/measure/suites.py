@@ -1,4 +1,4 @@
-"""Runs a suite by name; the command line's only way in."""
+"""Suites by name; entry point of the command line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SUITES = {
 
 
 def measure(suite: str, device: str, output: Path, minutes: float, resume: bool, report: Say) -> Path:
-    """Runs ``suite`` for at most about ``minutes``; returns its table. What was measured stays if it is stopped."""
+    """Run ``suite`` for about ``minutes`` at most; returns its table. Measurements are kept if it is interrupted."""
     if suite not in SUITES:
         known = f"{', '.join(SUITES)} (whole models: `python -m e2e measure`)"
         raise InputError(f"--suite {suite}: not known; choose one of {known}")

@@ -1,4 +1,4 @@
-"""A time budget and lines that say how far a suite is."""
+"""Time budget of a suite and its progress lines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ _REPORT_SECONDS = 10.0
 
 
 class TimeBudget:
-    """``minutes`` from now on; ``InputError`` for none. ``clock`` (seconds) is replaced in tests."""
+    """Budget of ``minutes`` from construction; ``InputError`` unless above zero. ``clock`` (seconds) is replaced in
+    tests.
+    """
 
     def __init__(self, minutes: float, clock: Callable[[], float] = time.monotonic) -> None:
         if not 0 < minutes < math.inf:
@@ -23,7 +25,7 @@ class TimeBudget:
         self.seconds = 60 * minutes
 
     def restart(self) -> None:
-        """All of it from now on: loading libraries and waiting for other ranks is no measuring."""
+        """Restart the budget, to exclude the loading of libraries and waiting for other ranks."""
         self._start = self._clock()
 
     @property
@@ -32,12 +34,12 @@ class TimeBudget:
         return self._clock() - self._start
 
     def left(self, needed: float = 0.0) -> bool:
-        """Whether ``needed`` more seconds fit."""
+        """True if ``needed`` more seconds fit."""
         return self.elapsed + needed < self.seconds
 
 
 class SuiteProgress:
-    """Reports at most every ten seconds: what was done, and what is left of the time (or of the work, if less)."""
+    """Progress reporter: at most every ten seconds, work done and time left (or the estimate for the rest, if less)."""
 
     def __init__(self, budget: TimeBudget, report: Say, total: int | None = None) -> None:
         self._budget, self._report, self._total = budget, report, total
@@ -45,7 +47,7 @@ class SuiteProgress:
         self.done = 0
 
     def step(self, what: str) -> None:
-        """One more piece of work is done."""
+        """Count one finished piece of work and report if due."""
         self.done += 1
         if self._budget.elapsed - self._last < _REPORT_SECONDS:
             return

@@ -1,1 +1,1 @@
-"""What a cost model is: its interface and estimates, measurements, dispatch by operator."""
+"""Cost models: their interface and estimates, measurements, dispatch by operator."""

@@ -1,4 +1,4 @@
-"""What a cost model is: operators in, one :class:`Estimate` each out."""
+"""Interface of a cost model: operators in, one :class:`Estimate` each out."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ PriceSource = Literal["measured", "fitted", "analytic"]
 class Estimate:
     """Time of one operator in seconds with its interval ``lower <= seconds <= upper``.
 
-    ``bound`` names what limits it (such as ``compute`` or ``memory:L2``), ``breakdown`` holds the terms behind the
-    total, ``source`` says whether the number was measured, comes from a fitted model or from an analytic one.
+    ``bound``: limiting resource (such as ``compute`` or ``memory:L2``); ``breakdown``: terms of the total; ``source``:
+    origin of the number: a measurement, a fitted or an analytic model.
     """
 
     seconds: float
@@ -43,11 +43,11 @@ class Estimate:
 
     @property
     def memory_bound(self) -> bool:
-        """Whether a level of memory limits it: ``bound`` is ``memory:`` and the level's name."""
+        """True if a memory level is the limit: ``bound`` is ``memory:`` and the level's name."""
         return self.bound.partition(":")[0] == "memory"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A mapping proxy cannot be pickled; estimates travel to worker processes.
+        # A mapping proxy cannot be pickled; estimates are sent to worker processes.
         return Estimate, (
             self.seconds,
             self.lower,
@@ -59,23 +59,23 @@ class Estimate:
 
 
 class CostModel(ABC):
-    """Prices operators on one machine. Analytic models have nothing to fit or to keep: the defaults do nothing."""
+    """Prices of operators on one machine. Analytic models have nothing to fit or save: the defaults do nothing."""
 
     @abstractmethod
     def estimate(self, operators: Sequence[AnyOperator]) -> list[Estimate]:
         """One estimate per operator, in order; ``UnsupportedOperatorError`` for one that the model does not know."""
 
     def settle(self, estimates: Sequence[Estimate], counts: Sequence[int]) -> list[Estimate]:
-        """``estimates`` of this model once all of them run in turns, each so many times: the same where the machine's
-        rates do not depend on the mixture.
+        """Adjust ``estimates`` of this model to a mixture in which each runs ``counts`` times; unchanged if the
+        machine's rates do not depend on the mixture.
         """
         return list(estimates)
 
     def fit(self, measurements: Sequence[Measurement]) -> None:  # noqa: B027
-        """Replaces what the model has learned by what ``measurements`` say."""
+        """Replace what the model has learned by ``measurements``."""
 
     def save(self, directory: Path) -> None:  # noqa: B027
-        """Writes what the model has learned into ``directory`` (made if missing); ``OutputError`` if it cannot."""
+        """Write the model's learned state into ``directory`` (created if missing); ``OutputError`` on failure."""
 
     def load(self, directory: Path) -> None:  # noqa: B027
-        """Restores what :meth:`save` wrote; ``InputError`` names a missing or corrupt file."""
+        """Restore the state written by :meth:`save`; ``InputError`` names a missing or corrupt file."""

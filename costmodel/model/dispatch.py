@@ -1,4 +1,4 @@
-"""One cost model made of several: the operator's type decides which one is asked."""
+"""Cost model composed of several, selected by the operator's type."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from costmodel.operators.any_operator import AnyOperator
 
 
 class Dispatch(CostModel):
-    """``models`` maps an operator type to its model; subclasses of the type go to the same model.
+    """Dispatch of operators to ``models``, a mapping from operator type to model; subclasses use the model of their
+    base.
 
-    An operator no model covers raises :class:`UnsupportedOperatorError`: there is no silent default.
+    Raises :class:`UnsupportedOperatorError` for an operator without a model: there is no silent default.
     """
 
     def __init__(self, models: Mapping[type, CostModel]) -> None:
@@ -36,7 +37,7 @@ class Dispatch(CostModel):
             model.fit([each for each, key in zip(measurements, keys, strict=True) if key in types])
 
     def model_of(self, operator: AnyOperator) -> CostModel:
-        """The model that prices ``operator``."""
+        """Model that prices ``operator``."""
         return self._models[self._key(operator)]
 
     def save(self, directory: Path) -> None:

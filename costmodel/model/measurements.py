@@ -1,4 +1,4 @@
-"""Measured kernels: what was run, with which configuration, how long it took."""
+"""Records of measured kernels: operator, configuration, time."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from costmodel.base.plain_json import MALFORMED
 from costmodel.operators.any_operator import AnyOperator
 from costmodel.operators.serialization import from_record, to_record
 
-# Knob -> value: one way to make a kernel; JSON-able. Its key is hashable.
+# Knob -> value: one way to build a kernel; JSON-able. Its key is hashable.
 Config = Mapping[str, int]
 ConfigKey = tuple[tuple[str, int], ...]
 
 
 def config_key(config: Config) -> ConfigKey:
-    """The knobs of a configuration as a key: equal for equal configurations, whatever their order."""
+    """Hashable key of a configuration, independent of the order of its knobs."""
     return tuple(sorted(config.items()))
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """``operator`` ran in ``seconds`` with the knob values ``config`` (empty: the implementation has none)."""
+    """Time of ``operator`` in seconds with the knob values ``config`` (empty: the implementation has none)."""
 
     operator: AnyOperator
     config: Config = field(default_factory=dict)
@@ -52,7 +52,7 @@ def measurement_to_record(measurement: Measurement) -> dict[str, Any]:
 
 
 def measurement_from_record(record: Any) -> Measurement:
-    """The inverse of :func:`measurement_to_record`; ``ValueError`` for malformed content."""
+    """Inverse of :func:`measurement_to_record`; ``ValueError`` for malformed content."""
     try:
         return Measurement(
             operator=from_record(record["operator"]),

@@ -1,1 +1,1 @@
-"""Records of operators: what is computed, on which sizes; no cost. To add one: docs/extending.md."""
+"""Operator records: the computation and its sizes, no cost. To add one: docs/extending.md."""

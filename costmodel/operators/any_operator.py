@@ -1,6 +1,4 @@
-"""The union of all operators that cost models price: what :meth:`costmodel.model.cost_model.CostModel.estimate`
-takes.
-"""
+"""Union of all operators that :meth:`costmodel.model.cost_model.CostModel.estimate` accepts."""
 
 from __future__ import annotations
 
@@ -12,5 +10,5 @@ AnyOperator = Operator | DeviceOperator | CollectiveTransfer
 
 
 def dtype_of(operator: AnyOperator) -> str:
-    """Of an operator without one, such as a copy, the empty string."""
+    """Dtype of ``operator``; empty for one without, such as a copy."""
     return str(getattr(operator, "dtype", ""))

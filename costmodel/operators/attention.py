@@ -1,6 +1,6 @@
-"""Attention in one operator: which queries see which keys, counted exactly, and the kernel that computes it.
+"""Attention as one operator: exact count of visible query-key pairs, and the kernel that computes it.
 
-Shapes are (batch, heads, length, head_dim), as ``scaled_dot_product_attention`` has them.
+Shapes are (batch, heads, length, head_dim), as in ``scaled_dot_product_attention``.
 """
 
 from __future__ import annotations
@@ -15,56 +15,57 @@ from costmodel.operators.counted_work import CountedWork
 from costmodel.operators.layers import element_bytes
 from costmodel.operators.lookups import Direction
 
-# ``sdpa``: whichever PyTorch's ``scaled_dot_product_attention`` takes on the GPU that prices it; ``flash``: the one of
+# ``sdpa``: the kernel that PyTorch's ``scaled_dot_product_attention`` selects on the priced GPU; ``flash``: that of
 # PyTorch's flash backend there. ``flash1``: of 2022, as in PyTorch 2.0 and 2.1, or Triton's port of it; ``flash2`` and
-# ``flash3``: Tri Dao's second and third (the latter for Hopper alone), ``flash4`` the one for datacenter Blackwell,
-# ``flash3-fp8`` the third with operands in 8 bits, forward; ``efficient``: xFormers' for CUTLASS; ``mla``: latent
-# attention in the space of the latents, whose values are the first part of its keys (FlashMLA on Hopper, TensorRT-LLM's
-# on others); ``math``: products and softmax apart.
+# ``flash3``: Tri Dao's second and third (the latter only for Hopper), ``flash4`` the one for datacenter Blackwell,
+# ``flash3-fp8`` the third with 8-bit operands, forward; ``efficient``: xFormers' for CUTLASS; ``mla``: latent attention
+# in the latent space, whose values are the first part of its keys (FlashMLA on Hopper, TensorRT-LLM's on others);
+# ``math``: separate products and softmax.
 AttentionKernel = Literal[
     "sdpa", "flash", "flash1", "flash2", "flash3", "flash3-fp8", "flash4", "cudnn", "efficient", "mla", "math"
 ]
-# Where a causal mask begins if there are more keys than queries: at the ``end`` (the last query sees all keys: tokens
-# behind a cache), at the ``start`` (query i sees the first i + 1 keys), or ``spread`` (ranks of context parallelism
-# have queries of the front and of the back, so that each computes the same share of the whole triangle).
+# Position of a causal mask with more keys than queries: at the ``end`` (the last query sees all keys: tokens with a
+# cache), at the ``start`` (query i sees the first i + 1 keys), or ``spread`` (ranks of context parallelism have queries
+# of the front and of the back, so that each computes the same share of the whole triangle).
 CausalPlace = Literal["end", "start", "spread"]
-# What measured tables tell apart: ``encoder``: everything sees everything, narrow heads; ``paged``: keys in the pages
-# of a cache; ``decode``: few queries behind many keys; ``forward`` and ``backward``: the rest, as training has it.
+# Phases with separate measured tables: ``encoder``: no mask, narrow heads; ``paged``: keys in the pages of a cache;
+# ``decode``: few queries and many keys; ``forward`` and ``backward``: the rest, as in training.
 AttentionPhase = Literal["encoder", "forward", "backward", "paged", "decode"]
 _ENCODER_WIDTH = 96  # the widest heads of the encoder tables, rounded up
-# Up to so many rows of queries (with grouped queries those of one key-value head together) a kernel splits the keys
-# over blocks (flash-attention's decode path).
+# Up to this many rows of queries (grouped queries of one key-value head together) a kernel splits the keys over blocks
+# (flash-attention's decode path).
 _DECODE_ROWS = 128
 
 
 @dataclass(frozen=True)
 class Attention(CountedWork):
-    """Softmax of queries x keys, times values. The eager form is Gemm + Softmax + Gemm.
-
-    ``kv_heads`` < ``heads`` for grouped queries; ``value_dim``: width of the values, 0 for ``head_dim`` (latent
-    attention: 192 and 128). ``window``: keys that a query sees at most, itself included, 0 for all of them. ``mask``: a
-    tensor with a bias for every pair is read. ``sinks``: a learned score per head joins every softmax. ``paged``: keys
-    and values lie in the pages of a cache, as serving engines have them. ``packed``: lengths of the sequences that
-    share each row of the batch and see themselves alone, empty for one. ``dropout``: random numbers for every pair.
-    """
+    """Softmax of queries x keys, times values. The eager form is Gemm + Softmax + Gemm."""
 
     batch: int
     heads: int
     query_length: int
     key_length: int
     head_dim: int
+    # Less than `heads` for grouped queries.
     kv_heads: int
     causal: bool = False
     dtype: str = "float16"
     direction: Direction = "forward"
     kernel: AttentionKernel = "sdpa"
+    # Width of the values, 0 for `head_dim` (latent attention: 192 and 128).
     value_dim: int = 0
+    # Most keys visible to a query, itself included; 0 for all of them.
     window: int = 0
+    # A tensor with a bias for every pair is read.
     mask: bool = False
+    # A learned score per head is added to every softmax.
     sinks: bool = False
+    # Keys and values are stored in the pages of a cache, as in serving engines.
     paged: bool = False
+    # Random numbers are drawn for every pair.
     dropout: bool = False
     placed: CausalPlace = "end"
+    # Lengths of the sequences packed into each row of the batch, which only see themselves; empty for one sequence.
     packed: tuple[int, ...] = ()
 
     @property
@@ -81,12 +82,12 @@ class Attention(CountedWork):
 
     @property
     def pairs(self) -> int:
-        """Queries x keys that they see, of one head and one row of the batch."""
+        """Number of visible query-key pairs of one head and one row of the batch."""
         return sum(seen_pairs(*piece, self.causal, self.window, self.placed) for piece in self.pieces)
 
     @property
     def phase(self) -> AttentionPhase:
-        """Which of the measured kinds of work this is."""
+        """Phase of the measured tables to which this operator belongs."""
         if self.direction == "backward":
             return "backward"
         if self.kernel == "mla":
@@ -99,7 +100,9 @@ class Attention(CountedWork):
 
     @property
     def keys_seen(self) -> int:
-        """Keys of a row of the batch that any query sees: behind a cache a window leaves out the first ones."""
+        """Number of keys of a batch row that are visible to any query: with a cache, a window excludes the
+        first ones.
+        """
         if not self.window or not self.causal:
             return self.key_length
         return min(self.key_length, self.query_length + self.window - 1)
@@ -122,7 +125,7 @@ class Attention(CountedWork):
         scored, mixed = self.widths
         queries = self.batch * self.heads * self.query_length
         keys = self.batch * self.kv_heads * self.keys_seen * (scored if self.kernel == "mla" else scored + mixed)
-        # Backward: output and its gradient besides.
+        # Backward: output and its gradient in addition.
         own = scored if self.direction == "forward" else scored + 2 * mixed
         return (queries * own + keys) * element_bytes(self.dtype) + self.mask_bytes
 
@@ -138,7 +141,7 @@ class Attention(CountedWork):
 
 @lru_cache(maxsize=65536)
 def seen_pairs(queries: int, keys: int, causal: bool, window: int = 0, placed: CausalPlace = "end") -> int:
-    """Queries x keys that they see; a window without a causal mask reaches as far to both sides."""
+    """Number of visible query-key pairs; a window without a causal mask extends to both sides."""
     if placed == "spread" and causal:
         return seen_pairs(keys, keys, True, window) * queries // keys
     first, last = seen_keys(np.arange(queries), queries, keys, causal, window, placed)
@@ -148,7 +151,7 @@ def seen_pairs(queries: int, keys: int, causal: bool, window: int = 0, placed: C
 def seen_keys(
     rows: np.ndarray, queries: int, keys: int, causal: bool, window: int = 0, placed: CausalPlace = "end"
 ) -> tuple[np.ndarray, np.ndarray]:
-    """First key that each query of ``rows`` sees, and the one behind its last; ``spread`` counts as ``end``."""
+    """First key visible to each query of ``rows``, and the end (exclusive); ``spread`` counts as ``end``."""
     own = rows if placed == "start" else rows + keys - queries
     last = np.clip(own + 1, 0, keys) if causal else np.full(len(rows), keys)
     if window:

@@ -1,4 +1,4 @@
-"""Frozen descriptions of communication between GPUs, as the cost models of :mod:`costmodel.collectives` price it."""
+"""Operator records of communication between GPUs, priced by :mod:`costmodel.collectives`."""
 
 from __future__ import annotations
 
@@ -13,24 +13,22 @@ COLLECTIVE_KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 
 @dataclass(frozen=True)
 class CollectiveTransfer:
-    """One collective, or one point-to-point message, among ``ranks`` GPUs that have all arrived.
-
-    size_bytes: what one rank puts in. all_gather: its shard; reduce_scatter: the whole input; all_to_all: the whole
-    send buffer, its own part included; broadcast, reduce, send_recv: the message; barrier: nothing, it is ignored.
-    nodes: how many nodes the ranks are spread over, evenly.
-    busiest_bytes: of an uneven all_to_all, the most that any rank sends to, or receives from, the others.
-    sharing: how many such transfers use the same links at once; each gets an equal part of their bandwidth.
-    span: GPUs of a node from the first to the last of its ranks; 0: the ranks are neighbours.
-    puts: of an all_to_all, that kernels put rows straight into their peers' memory (DeepEP), without NCCL's protocols.
-    """
+    """One collective, or one point-to-point message, among ``ranks`` GPUs that have all arrived."""
 
     kind: CollectiveKind
+    # Input of one rank. all_gather: its shard; reduce_scatter: the whole input; all_to_all: the whole send buffer, its
+    # own part included; broadcast, reduce, send_recv: the message; barrier: ignored.
     size_bytes: float
     ranks: int
+    # Number of nodes over which the ranks are spread evenly.
     nodes: int = 1
+    # For an uneven all_to_all, the most that any rank sends to, or receives from, the others.
     busiest_bytes: float | None = None
+    # Number of such transfers that use the same links at once; each gets an equal part of their bandwidth.
     sharing: int = 1
+    # GPUs of a node from the first to the last of its ranks; 0: the ranks are neighbours.
     span: int = 0
+    # For an all_to_all: kernels write rows directly into their peers' memory (DeepEP), without NCCL's protocols.
     puts: bool = False
 
     def __post_init__(self) -> None:
@@ -56,12 +54,12 @@ class CollectiveTransfer:
 
     @property
     def ranks_per_node(self) -> int:
-        """Ranks on one node; on the fullest one if they do not divide."""
+        """Ranks on one node; on the fullest one if they do not divide evenly."""
         return -(-self.ranks // self.nodes)
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that the busiest rank must at least send over its links, whatever the algorithm.
+        """Least number of bytes that the busiest rank must send over its links, for any algorithm.
 
         The volume behind the bus bandwidth of nccl-tests (doc/PERFORMANCE.md): all_reduce 2 (n-1)/n of the buffer,
         all_gather, reduce_scatter, all_to_all (n-1)/n of the whole buffer, broadcast, reduce, send_recv all of it.
@@ -74,7 +72,7 @@ class CollectiveTransfer:
 
 
 def volume_factor(kind: str, ranks: float) -> float:
-    """``wire_bytes / size_bytes`` among ``ranks`` (2 or more; may be fractional between two counts)."""
+    """Ratio ``wire_bytes / size_bytes`` among ``ranks`` (2 or more; may be fractional between two counts)."""
     if kind == "all_reduce":
         return 2 * (ranks - 1) / ranks
     if kind == "all_gather":

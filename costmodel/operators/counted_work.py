@@ -1,10 +1,10 @@
-"""What every operator counts of its work, whatever it computes: the sizes that cost models price by."""
+"""Work counts common to all operators: the sizes on which cost models base prices."""
 
 from __future__ import annotations
 
 
 class CountedWork:
-    """An operator that says how much there is to compute and to move."""
+    """Operator with counts of its computation and data movement."""
 
     @property
     def flops(self) -> int:
@@ -13,26 +13,26 @@ class CountedWork:
 
     @property
     def read_bytes(self) -> int:
-        """Bytes that must come into the chip at least once if nothing is cached from before."""
+        """Bytes that must be read into the chip at least once, with cold caches."""
         raise NotImplementedError
 
     @property
     def write_bytes(self) -> int:
-        """Bytes that must leave the chip at least once."""
+        """Bytes that must be written out of the chip at least once."""
         raise NotImplementedError
 
 
 class LayerWork:
-    """A layer of a network from one tensor to another, whose sizes are told tensor by tensor."""
+    """Network layer from one tensor to another, with sizes tensor by tensor."""
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """Shape of the input as the framework has it, channels unpadded."""
+        """Shape of the input as in the framework, channels unpadded."""
         raise NotImplementedError
 
     @property
     def output_shape(self) -> tuple[int, ...]:
-        """Shape of the output as the framework has it, channels unpadded."""
+        """Shape of the output as in the framework, channels unpadded."""
         raise NotImplementedError
 
     @property
@@ -47,7 +47,7 @@ class LayerWork:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights and biases; 0 of a layer that has none."""
+        """Bytes of weights and biases; 0 for a layer without any."""
         raise NotImplementedError
 
     @property
@@ -57,5 +57,5 @@ class LayerWork:
 
     @property
     def residual_bytes(self) -> int:
-        """Bytes of the tensor that the epilogue adds; 0 where it adds none."""
+        """Bytes of the tensor that the epilogue adds; 0 if none."""
         raise NotImplementedError

@@ -1,8 +1,8 @@
-"""Frozen descriptions of what GPU kernels compute, beyond the convolutions of :mod:`costmodel.operators.layers`.
+"""Operator records of GPU kernels, beyond the convolutions of :mod:`costmodel.operators.layers`.
 
-As there: *what*, never how; framework shapes; a multiply-accumulate counts as two flops. ``read_bytes`` and
-``write_bytes`` are what must cross the chip's border at least once if nothing is cached from before.
-``direction`` is ``forward`` or ``backward``; a backward kernel computes the gradients that its record names.
+As there, they describe the computation, not its implementation; framework shapes; a multiply-accumulate counts as two
+flops. ``read_bytes`` and ``write_bytes`` must cross the chip's border at least once with cold caches. ``direction`` is
+``forward`` or ``backward``; a backward kernel computes the gradients that its record names.
 """
 
 from __future__ import annotations
@@ -21,12 +21,7 @@ from costmodel.operators.scaled_work import ScaledCast, ScaledGemm
 
 @dataclass(frozen=True)
 class Gemm(CountedWork):
-    """``batch`` products of (m, k) x (k, n), row-major. ``transpose_*``: that operand is stored transposed.
-
-    ``bias``: a row of n values is added (``addmm``, ``linear``). ``accumulates``: the number type of values that
-    are there and that the result is added to, as gradients of weights are (``gradient_accumulation_fusion`` of
-    Megatron-LM); empty: none.
-    """
+    """``batch`` products of (m, k) x (k, n), row-major. ``transpose_*``: that operand is stored transposed."""
 
     batch: int
     m: int
@@ -35,8 +30,11 @@ class Gemm(CountedWork):
     dtype: str = "float32"
     transpose_a: bool = False
     transpose_b: bool = False
+    # A row of n values is added (``addmm``, ``linear``).
     bias: bool = False
-    # Not shown: which operators of a table fits may read is drawn by how they are written (`split_of`).
+    # Not in the repr, whose checksum assigns the rows of a table to splits (`split_of`).
+    # Dtype of existing values to which the result is added, as for gradients of weights
+    # (``gradient_accumulation_fusion`` of Megatron-LM); empty: none.
     accumulates: str = field(default="", repr=False)
 
     @property
@@ -62,7 +60,7 @@ class ConvolutionBackward(CountedWork):
 
     @property
     def dtype(self) -> str:
-        """The number type, that of the forward convolution."""
+        """Dtype of the forward convolution."""
         return self.forward.dtype
 
     @property
@@ -81,11 +79,12 @@ class ConvolutionBackward(CountedWork):
 
 @dataclass(frozen=True)
 class Elementwise(CountedWork):
-    """``kind`` (``add``, ``gelu``, ``relu``, ``dropout``, ``fused`` ...) over ``elements`` outputs.
+    """Element-wise operation ``kind`` (``add``, ``gelu``, ``relu``, ``dropout``, ``fused`` ...) over ``elements``
+    outputs.
 
     ``inputs``: full-size tensors read; ``outputs``: written; ``broadcast_elements``: elements of the smaller operands.
-    ``output_dtype`` differs for casts and comparisons. ``strided_elements``: of ``inputs``, elements that neighbouring
-    threads read from different sectors of memory; each sector is used again after ``reuse_bytes`` of others.
+    ``output_dtype`` differs for casts and comparisons. ``strided_elements``: elements of ``inputs`` that neighbouring
+    threads read from different memory sectors; each sector is reused after ``reuse_bytes`` of others.
     """
 
     kind: str
@@ -113,9 +112,9 @@ class Elementwise(CountedWork):
 
 @dataclass(frozen=True)
 class Normalization(CountedWork):
-    """``kind``: ``layer_norm``, ``rms_norm`` over the last ``columns`` of ``rows``; ``batch_norm`` over ``rows`` =
-    N x H x W of ``columns`` = C channels. ``training``: batch statistics are computed. ``channels_last``: how a batch
-    of images lies in memory.
+    """Normalisation. ``kind``: ``layer_norm``, ``rms_norm`` over the last ``columns`` of ``rows``; ``batch_norm`` over
+    ``rows`` = N x H x W of ``columns`` = C channels. ``training``: batch statistics are computed. ``channels_last``:
+    memory layout of a batch of images.
     """
 
     kind: str
@@ -128,7 +127,7 @@ class Normalization(CountedWork):
 
     @property
     def takes_statistics(self) -> bool:
-        """Whether sums over all it normalises come first: statistics of the batch, or those of the gradient."""
+        """True if sums over all normalised values come first: statistics of the batch, or those of the gradient."""
         return self.training or self.direction == "backward"
 
     @property
@@ -171,7 +170,7 @@ class Softmax(CountedWork):
 
 @dataclass(frozen=True)
 class Reduction(CountedWork):
-    """``kind`` (``sum``, ``mean``, ``max``, ``norm`` ...) of ``elements`` inputs to ``outputs`` values.
+    """Reduction ``kind`` (``sum``, ``mean``, ``max``, ``norm`` ...) of ``elements`` inputs to ``outputs`` values.
 
     ``contiguous``: the reduced dimension is the innermost one.
     """
@@ -197,7 +196,7 @@ class Reduction(CountedWork):
 
 @dataclass(frozen=True)
 class MemoryCopy(CountedWork):
-    """``size_bytes`` from one memory to another; ``pinned``: the host's side is page-locked."""
+    """Copy of ``size_bytes`` from one memory to another; ``pinned``: the host's side is page-locked."""
 
     size_bytes: int
     kind: Literal["host_to_device", "device_to_host", "device_to_device", "memset", "peer"] = "device_to_device"
@@ -218,8 +217,8 @@ class MemoryCopy(CountedWork):
 
 @dataclass(frozen=True)
 class Rearrangement(CountedWork):
-    """Elements moved, none computed: ``transpose`` (copy of a permuted view), ``concat``, ``split``, ``gather``,
-    ``scatter``, ``index``, ``tril``, ``triu``. ``elements`` are those written.
+    """Data movement without arithmetic: ``transpose`` (copy of a permuted view), ``concat``, ``split``, ``gather``,
+    ``scatter``, ``index``, ``tril``, ``triu``. ``elements``: number written.
 
     ``inner``: length of the longest contiguous run that moves together, in elements.
     """
@@ -245,7 +244,7 @@ class Rearrangement(CountedWork):
 
 @dataclass(frozen=True)
 class RadixSort(CountedWork):
-    """``pairs`` of a key of ``bits`` significant bits and a value, ``pair_bytes`` together, sorted by key (cub)."""
+    """Sort of ``pairs`` by key (cub): keys of ``bits`` significant bits with a value, ``pair_bytes`` together."""
 
     pairs: int
     bits: int
@@ -269,8 +268,8 @@ class RadixSort(CountedWork):
 class Pooling(CountedWork):
     """Window pooling over (batch, channels, height, width) to (out_height, out_width); NHWC if ``channels_last``.
 
-    The maximum comes with its place, an int64, which PyTorch writes in inference too (``max_pool2d_with_indices``) and
-    the backward pass reads.
+    The maximum is stored with its index, an int64, which PyTorch writes in inference too (``max_pool2d_with_indices``)
+    and the backward pass reads.
     """
 
     kind: Literal["max", "average"]
@@ -313,7 +312,7 @@ class OptimizerStep(CountedWork):
     """One multi-tensor kernel of an optimizer over ``elements`` in ``tensors`` tensors.
 
     ``kind``: ``sgd``, ``adam``, ``adamw``, ``adagrad`` (whole updates, ``fused``), or the element-wise pieces of the
-    foreach form (``foreach_add``, ``foreach_mul`` ...), of which ``reads`` and ``writes`` full-size tensors count.
+    foreach form (``foreach_add``, ``foreach_mul`` ...), with ``reads`` and ``writes`` full-size tensors.
     """
 
     kind: str
@@ -338,8 +337,8 @@ class OptimizerStep(CountedWork):
 
 @dataclass(frozen=True)
 class Loss(CountedWork):
-    """``kind`` (``nll``, ``cross_entropy``, ``bce``, ``mse``) over ``rows`` of ``columns`` classes. ``nll`` picks one
-    value of each row, and has nothing to read backward.
+    """Loss ``kind`` (``nll``, ``cross_entropy``, ``bce``, ``mse``) over ``rows`` of ``columns`` classes. ``nll`` picks
+    one value of each row, and reads nothing backward.
     """
 
     kind: str

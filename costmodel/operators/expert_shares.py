@@ -1,4 +1,4 @@
-"""The arithmetic of :mod:`costmodel.operators.expert_routing`: quantiles of a power law, orders of experts."""
+"""Arithmetic of :mod:`costmodel.operators.expert_routing`: quantiles of a power law, orders of experts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import lru_cache
 import numpy as np
 
 _LARGEST_SHARE = 0.8  # of the rows: upper end of the density, before shares are scaled to add up
-_MEAN_OF = 16  # shuffled orders whose slowest rank is averaged
+_MEAN_OF = 16  # number of shuffled orders whose busiest rank is averaged
 
 
 @lru_cache(maxsize=4096)
@@ -22,7 +22,7 @@ def shares(rows: int, experts: int, alpha: float | None, capacity: float | None)
 
 
 def _even(rows: int, experts: int) -> np.ndarray:
-    """Equal shares of whole rows; few rows go to experts apart from each other."""
+    """Equal shares of whole rows; few rows are spread over the experts."""
     return np.diff(np.round(np.arange(experts + 1) * rows / experts)).astype(int)
 
 
@@ -42,7 +42,7 @@ def _power_law(rows: int, experts: int, alpha: float) -> np.ndarray:
 
 @lru_cache(maxsize=4096)
 def slowest_shares(rows: int, experts: int, ranks: int, alpha: float | None, capacity: float | None) -> tuple[int, ...]:
-    """Rows of each expert of the rank that gets most, largest first."""
+    """Rows of each expert of the busiest rank, largest first."""
     counts = np.sort(np.array(shares(rows, experts, alpha, capacity)))[::-1]
     local = experts // ranks
     heaviest = []

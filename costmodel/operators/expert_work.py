@@ -1,7 +1,7 @@
 """Work of mixtures of experts on one GPU: products of many experts in one kernel, and whole fused layers.
 
-``counts`` are the rows of tokens that each expert of this GPU gets (:mod:`costmodel.operators.expert_routing`); experts
-without rows are named with 0. Multiply-accumulates count as two flops.
+``counts``: token rows of each expert of this GPU (:mod:`costmodel.operators.expert_routing`), 0 for experts without
+rows. Multiply-accumulates count as two flops.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Literal
 from costmodel.operators.counted_work import CountedWork
 from costmodel.operators.layers import element_bytes
 
-# Whose kernels: CUTLASS's grouped products (PyTorch, TensorRT-LLM, Transformer Engine's many streams come near it), or
+# Implementation: CUTLASS's grouped products (PyTorch, TensorRT-LLM; Transformer Engine's many streams come near it), or
 # the Triton kernel of vLLM and SGLang, which gathers rows itself.
 ExpertKernel = Literal["cutlass", "triton"]
 
@@ -23,7 +23,7 @@ class GroupedGemm(CountedWork):
 
     ``wrt`` ``rows``: (counts[e], k) x (k, n) for every expert, forward or the gradient of the rows; ``weight``: the
     gradients of the matrices, (k, counts[e]) x (counts[e], n). ``scaling`` of 8-bit products as in
-    :class:`costmodel.operators.scaled_work.ScaledGemm`; results are of 16 bits then.
+    :class:`costmodel.operators.scaled_work.ScaledGemm`; results then have 16 bits.
     """
 
     counts: tuple[int, ...]
@@ -35,12 +35,12 @@ class GroupedGemm(CountedWork):
 
     @property
     def rows(self) -> int:
-        """Of all experts together."""
+        """Rows of all experts together."""
         return sum(self.counts)
 
     @property
     def active(self) -> int:
-        """Experts that get any rows."""
+        """Number of experts with rows."""
         return sum(1 for each in self.counts if each)
 
     @property
@@ -67,8 +67,8 @@ class GroupedGemm(CountedWork):
 
 @dataclass(frozen=True)
 class ExpertLayer(CountedWork):
-    """A fused layer of experts as inference engines run it: rows gathered, first product, activation, second product,
-    results added up. ``tokens`` come in, ``sum(counts)`` rows are computed; ``inner``: width between the products;
+    """Fused layer of experts as in inference engines: rows gathered, first product, activation, second product, results
+    summed. ``tokens``: inputs, of which ``sum(counts)`` rows are computed; ``inner``: width between the products;
     ``gated``: the first product gives gate and value.
     """
 
@@ -83,7 +83,7 @@ class ExpertLayer(CountedWork):
 
     @property
     def products(self) -> tuple[GroupedGemm, GroupedGemm]:
-        """Both products."""
+        """Both products of the layer."""
         first = self.inner * (2 if self.gated else 1)
         return (
             GroupedGemm(self.counts, first, self.hidden, self.dtype, scaling=self.scaling),

@@ -1,31 +1,31 @@
 """Distinct rows and LRU misses of random lookups, over arrays of tables.
 
-Rows of a table fall into groups of equal probability; lookups are independent (independent reference model). All
-arrays have the shape (tables, groups) or (tables,); a group of no rows is padding.
+Rows of a table form groups of equal probability; lookups are independent (independent reference model). All arrays have
+shape (tables, groups) or (tables,); a group of no rows is padding.
 
 - distinct rows of n lookups: U(n) = sum over rows of 1 - (1 - p)^n;
 - an LRU cache of C rows holds the rows of the last T lookups, U(T) = C (the characteristic time of Che, Tung, Wang,
   IEEE JSAC 20(7), 2002; exact in the limit of many rows: Fagin, 1977). It starts empty, so that the first T lookups
-  miss U(T) times; every later one misses with the chance U(T + 1) - U(T) that its row is none of the last T.
+  miss U(T) times; every later one misses with the probability U(T + 1) - U(T) that its row is not among the last T.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-_HALVINGS = 32  # of the interval that holds log T: to less than a part in 10^8
+_HALVINGS = 32  # bisections of the interval that holds log T: to less than a part in 10^8
 _CERTAIN = 1 - 1e-12
 
 
 def expected_unique(rows: np.ndarray, probability: np.ndarray, lookups: np.ndarray) -> np.ndarray:
-    """Distinct rows of ``lookups`` (tables,); ``rows`` per group and the ``probability`` of one of them."""
+    """Expected distinct rows of ``lookups`` (tables,); ``rows`` per group and the ``probability`` of one of them."""
     never = np.asarray(lookups, dtype=float)[:, None] * np.log1p(-np.minimum(probability, _CERTAIN))
     unique: np.ndarray = -(rows * np.expm1(never)).sum(axis=1)
     return unique
 
 
 def miss_chance(rows: np.ndarray, probability: np.ndarray, lookups: np.ndarray) -> np.ndarray:
-    """Chance that a lookup's row is none of those of the ``lookups`` before it, (tables,)."""
+    """Probability that a lookup's row is not among those of the ``lookups`` before it, (tables,)."""
     never = np.asarray(lookups, dtype=float)[:, None] * np.log1p(-np.minimum(probability, _CERTAIN))
     chance: np.ndarray = (rows * probability * np.exp(never)).sum(axis=1)
     return chance
@@ -34,7 +34,7 @@ def miss_chance(rows: np.ndarray, probability: np.ndarray, lookups: np.ndarray) 
 def characteristic_time(
     rows: np.ndarray, probability: np.ndarray, cache_rows: np.ndarray, most: np.ndarray
 ) -> np.ndarray:
-    """Lookups after which a cache of ``cache_rows`` is full, at most ``most``, (tables,)."""
+    """Number of lookups after which a cache of ``cache_rows`` is full, at most ``most``, (tables,)."""
     low = np.log(np.clip(cache_rows, 1e-9, most))  # U(n) <= n: not full before
     high = np.log(most)
     for _ in range(_HALVINGS):

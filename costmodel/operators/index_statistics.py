@@ -1,6 +1,6 @@
-"""How often rows of a table are looked up: what the cost of a lookup needs to know of the data.
+"""Popularity statistics of a table's rows, the data dependence of a lookup's cost.
 
-A statistic holds for any number of lookups: it keeps chances, not counts.
+A statistic holds for any number of lookups: it stores probabilities, not counts.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ _TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class IndexStatistics:
-    """``group_rows`` rows each (not necessarily whole numbers) share ``group_shares`` of the lookups evenly.
+    """Row popularity by group: ``group_rows`` rows each (not necessarily whole numbers) share ``group_shares`` of the
+    lookups evenly.
 
-    ``rows`` of the table; those in no group are never looked up. ``origin``: where the numbers come from.
-    ``ValueError`` unless groups have rows, shares are not negative and add up to 1, and groups fit the table.
+    ``rows``: of the table; those in no group are never accessed. ``origin``: source of the numbers. ``ValueError``
+    unless groups have rows, shares are not negative and add up to 1, and groups fit the table.
     """
 
     rows: int
@@ -46,16 +47,16 @@ class IndexStatistics:
 
     @cached_property
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """Rows of every group and the probability of one of its rows, each of the shape (1, groups)."""
+        """Rows of every group and the probability of one of its rows, each of shape (1, groups)."""
         rows = np.array([self.group_rows], dtype=float)
         return rows, np.array([self.group_shares], dtype=float) / rows
 
     def unique_rows(self, lookups: float) -> float:
-        """Distinct rows that ``lookups`` touch, expected."""
+        """Expected number of distinct rows among ``lookups``."""
         return float(reuse.expected_unique(*self.arrays, np.array([lookups]))[0])
 
     def misses(self, lookups: float, cache_rows: float) -> float:
-        """Misses of ``lookups`` in an LRU cache of ``cache_rows`` rows that starts empty, expected."""
+        """Expected misses of ``lookups`` in an LRU cache of ``cache_rows`` rows that starts empty."""
         return float(reuse.lru_misses(*self.arrays, np.array([cache_rows]), np.array([lookups]))[0])
 
     def hit_rate(self, lookups: float, cache_rows: float) -> float:
@@ -71,7 +72,7 @@ class IndexStatistics:
         return np.asarray(seen / max(seen.sum(), 1e-300))
 
     def lookup_shares(self, lookups: float) -> np.ndarray:
-        """Share of the lookups that go to the rows of each bin, (17,)."""
+        """Share of the lookups that access the rows of each bin, (17,)."""
         from scipy.special import pdtr
 
         mean, shares = lookups * self.arrays[1][0], np.array(self.group_shares)
@@ -80,7 +81,7 @@ class IndexStatistics:
         return np.diff(below)
 
     def of_row_shard(self, share: float) -> IndexStatistics:
-        """Of a random ``share`` of the rows; lookups are then those that fall into it."""
+        """Statistics of a random ``share`` of the rows, for the lookups that fall into it."""
         rows = max(round(self.rows * share), 1)
         return replace(self, rows=rows, group_rows=self._scaled(rows))
 
@@ -93,14 +94,15 @@ class IndexStatistics:
 
 
 def uniform(rows: int) -> IndexStatistics:
-    """Every row is as likely as any other."""
+    """Statistics with equally likely rows."""
     return IndexStatistics(rows, (float(rows),), (1.0,), "uniform")
 
 
 def zipf(rows: int, exponent: float) -> IndexStatistics:
-    """The k-th most popular of ``rows`` rows has a chance proportional to k^-exponent (0: uniform).
+    """Zipf statistics: the k-th most popular of ``rows`` rows has a probability proportional to k^-exponent (0:
+    uniform).
 
-    The most popular rows are groups of their own; further ones share a group with those up to 9 % less popular ranks.
+    The most popular rows are groups of their own; further rows share a group with ranks up to 9 % less popular.
     """
     if not (math.isfinite(exponent) and exponent >= 0):
         raise ValueError(f"a Zipf exponent is not below zero, got {exponent}")
@@ -116,7 +118,7 @@ _SINGLE_RANKS, _RANKS_PER_OCTAVE = 16, 4
 
 
 def _rank_edges(rows: int) -> np.ndarray:
-    """Ranks between which groups lie, from 0 to ``rows``: the first ones alone, then four groups per doubling."""
+    """Ranks that separate groups, from 0 to ``rows``: the first ones alone, then four groups per doubling."""
     if rows <= _SINGLE_RANKS:
         return np.arange(rows + 1, dtype=float)
     count = max(math.ceil(_RANKS_PER_OCTAVE * math.log2(rows / _SINGLE_RANKS)), 1)
@@ -125,7 +127,7 @@ def _rank_edges(rows: int) -> np.ndarray:
 
 
 def _power_sum(first: float, last: float, exponent: float) -> float:
-    """Sum of k^-exponent over first < k <= last: term by term where few, by midpoints (Euler-Maclaurin) else."""
+    """Sum of k^-exponent over first < k <= last: exact for few terms, else by midpoints (Euler-Maclaurin)."""
     if last - first <= 64:
         return float((np.arange(first + 1, last + 1) ** -exponent).sum())
     low, high = first + 0.5, last + 0.5

@@ -1,9 +1,8 @@
-"""Frozen descriptions of tensor operators: shapes and dtype in, flops and bytes out.
+"""Operator records of layers: shapes and dtype in, flops and bytes out.
 
-They say *what* is computed, never how. Shapes are those of the framework (NCHW, unpadded channels);
-a multiply-accumulate counts as two flops. Epilogues (bias, residual, activation) belong to the operator
-because a tuned kernel computes them on its accumulators; their flops are not counted, as in the
-literature on convolution kernels.
+They describe the computation, not its implementation. Shapes are those of the framework (NCHW, unpadded channels); a
+multiply-accumulate counts as two flops. Epilogues (bias, residual, activation) belong to the operator because a tuned
+kernel computes them on its accumulators; their flops are not counted, as in the literature on convolution kernels.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ ACTIVATIONS = (
     *("relu", "relu6", "relu1", "sigmoid", "silu", "hard_swish", "hard_sigmoid", "gelu", "gelu_tanh", "leaky_relu"),
     *("tanh", "elu", "mish", "quick_gelu", "prelu", "selu", "softplus"),
 )
-# A slope: of a leaky ReLU below zero; of a hard sigmoid through 1/2, where it is not the usual 1/6; of an ELU just
-# below zero, where it is not one.
+# Activations with a slope: of a leaky ReLU below zero; of a hard sigmoid through 1/2, if not the usual 1/6; of an ELU
+# just below zero, if not one.
 _SLOPED = ("leaky_relu", "hard_sigmoid", "hard_swish", "elu")
 # SELU is a scaled ELU (Klambauer et al., NeurIPS 2017).
 SELU_SCALE, SELU_SLOPE = 1.0507009873554805, 1.6732632423543772
@@ -49,14 +48,13 @@ def element_bytes(dtype: str) -> int:
 
 @dataclass(frozen=True)
 class Epilogue:
-    """What a kernel does to its accumulator before the store.
+    """Operations of a kernel on its accumulator before the store.
 
     ``y = activation(x + bias [+ residual]) [* scale + shift] [+ residual]``: the residual is added before the
     activation (ResNet) or after it; with neither activation nor affine the position is ``before_activation``.
     ``affine``: a scale and a shift for each output channel after the activation (PP-LCNetV3). ``slope``: of
     ``leaky_relu`` below zero, of ``hard_sigmoid`` and ``hard_swish`` in the middle (0: 1/6), or of ``elu`` just below
-    zero (0: 1), between 0 and 1.
-    ``prelu`` has a slope below zero for each output channel.
+    zero (0: 1), between 0 and 1. ``prelu`` has a slope below zero for each output channel.
     """
 
     bias: bool = False
@@ -76,17 +74,16 @@ class Epilogue:
 
     @property
     def constants(self) -> int:
-        """Values that it reads for each output channel."""
+        """Number of constants read for each output channel."""
         return int(self.bias) + 2 * int(self.affine) + int(self.activation == "prelu")
 
 
 @dataclass(frozen=True)
 class Prologue:
-    """What a kernel does to its input as it reads it: ``activation(x [* scale + shift])``; padding stays zero.
+    """Operations of a kernel on its input as it is read: ``activation(x [* scale + shift])``; padding stays zero.
 
-    ``affine``: a scale and a shift for each input channel, what is left of a batch norm (pre-activation, He et al.
-    2016).
-    ``activation`` and ``slope`` as of an :class:`Epilogue`.
+    ``affine``: a scale and a shift for each input channel, the rest of a folded batch norm (pre-activation, He et al.
+    2016). ``activation`` and ``slope`` as in :class:`Epilogue`.
     """
 
     affine: bool = False
@@ -103,16 +100,7 @@ class Prologue:
 
 @dataclass(frozen=True)
 class Conv2d(LayerWork):
-    """A two-dimensional convolution, NCHW x OIHW, ``padding`` as (top, left, bottom, right).
-
-    ``gated``: its input is multiplied by one factor for each image and channel as it is read (squeeze-and-excite).
-    ``prologue``: what is done to the input, gated or not, then (``None``: nothing).
-    ``channels_last``: its tensors lie in memory as NHWC and OHWI, which matters on GPUs alone.
-    ``dtype``: ``int8`` is that of a quantised layer: data and result are bytes without a sign, weights with one, sums
-    of 32 bits. Scales and zero points are values, and an activation that cuts off is part of how sums are rounded.
-    ``depth``: of a three-dimensional convolution its window along the depth and the planes of its input. It does the
-    work of this one: ``batch`` counts the planes of its output, ``in_channels`` the channels of all planes in a window.
-    """
+    """Two-dimensional convolution, NCHW x OIHW."""
 
     batch: int
     in_channels: int
@@ -121,15 +109,24 @@ class Conv2d(LayerWork):
     out_channels: int
     kernel: tuple[int, int]
     stride: tuple[int, int] = (1, 1)
+    # Top, left, bottom, right.
     padding: tuple[int, int, int, int] = (0, 0, 0, 0)
     dilation: tuple[int, int] = (1, 1)
     groups: int = 1
     epilogue: Epilogue = field(default_factory=Epilogue)
+    # `int8` is a quantised layer: unsigned bytes as data and result, signed weights, 32-bit sums. Scales and zero
+    # points are constants, and a clipping activation is part of the rounding of sums.
     dtype: str = "float32"
+    # The input is multiplied by one factor for each image and channel as it is read (squeeze-and-excite).
     gated: bool = False
+    # Tensors are stored as NHWC and OHWI, which matters only on GPUs.
     channels_last: bool = False
-    # Not shown: which operators of a table fits may read is drawn by how they are written (`split_of`).
+    # Operations on the input, after the gate. Not in the repr (like `depth`), whose checksum assigns the rows of a
+    # table to splits (`split_of`).
     prologue: Prologue | None = field(default=None, repr=False)
+    # For a three-dimensional convolution, its window along the depth and the planes of its input. The record then
+    # describes the equivalent work: ``batch`` counts the planes of its output, ``in_channels`` the channels of all
+    # planes in a window.
     depth: tuple[int, int] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -156,12 +153,12 @@ class Conv2d(LayerWork):
 
     @property
     def gate_shape(self) -> tuple[int, int, int, int]:
-        """Shape of the factors of the input, where it is gated."""
+        """Shape of the input's factors, for a gated convolution."""
         return (self.batch, self.in_channels, 1, 1)
 
     @property
     def weight_shape(self) -> tuple[int, int, int, int]:
-        """Shape of the weights: OIHW, I of one group."""
+        """Shape of the weights: OIHW, with I the input channels of one group."""
         return (self.out_channels, self.in_channels // self.groups, *self.kernel)
 
     @property
@@ -170,12 +167,12 @@ class Conv2d(LayerWork):
 
     @property
     def is_depthwise(self) -> bool:
-        """One filter per channel (multiplier 1) and more than one channel."""
+        """True for one filter per channel (multiplier 1) and more than one channel."""
         return self.groups == self.plane_channels == self.out_channels and self.groups > 1
 
     @property
     def is_pointwise(self) -> bool:
-        """A 1x1 convolution with stride 1 and no padding: a matrix product over the pixels."""
+        """True for a 1x1 convolution with stride 1 and no padding: a matrix product over the pixels."""
         return self.kernel == (1, 1) and self.stride == (1, 1) and self.groups == 1 and self.padding == (0, 0, 0, 0)
 
     @property
@@ -225,12 +222,12 @@ class FusedConvs(LayerWork):
 
     @property
     def dtype(self) -> str:
-        """The number type of all its convolutions."""
+        """Dtype of all its convolutions."""
         return self.convs[0].dtype
 
     @property
     def batch(self) -> int:
-        """Images of the batch."""
+        """Number of images in the batch."""
         return self.convs[0].batch
 
     @property
@@ -248,7 +245,7 @@ class FusedConvs(LayerWork):
 
     @property
     def kind(self) -> str:
-        """Such as ``depthwise-pointwise``."""
+        """Kinds of its convolutions, such as ``depthwise-pointwise``."""
         return "-".join(conv_kind(conv) for conv in self.convs)
 
     @property
@@ -273,7 +270,7 @@ class FusedConvs(LayerWork):
 
     @property
     def intermediate_bytes(self) -> int:
-        """Bytes of the tensors between its convolutions, which no memory sees."""
+        """Bytes of the intermediate tensors, which are never stored in memory."""
         return sum(conv.output_bytes for conv in self.convs[:-1])
 
 
@@ -281,7 +278,7 @@ class FusedConvs(LayerWork):
 class Pool2d(LayerWork):
     """Window pooling, or global pooling when the window is the whole image. NCHW.
 
-    ``count_include_pad`` matters for ``average`` alone.
+    ``count_include_pad`` only matters for ``average``.
     """
 
     kind: Literal["max", "average"]
@@ -297,7 +294,7 @@ class Pool2d(LayerWork):
 
     @property
     def is_global(self) -> bool:
-        """Whether one window takes in the whole image."""
+        """True if one window covers the whole image."""
         return self.kernel == (self.height, self.width) and self.padding == (0, 0, 0, 0)
 
     @property
@@ -341,7 +338,7 @@ class Pool2d(LayerWork):
 
 @dataclass(frozen=True)
 class Dense(LayerWork):
-    """``y[m, n] = epilogue(sum_k x[m, k] w[n, k])``: a fully connected layer (GEMM with constant weights)."""
+    """Fully connected layer (GEMM with constant weights): ``y[m, n] = epilogue(sum_k x[m, k] w[n, k])``."""
 
     rows: int
     in_features: int
@@ -400,7 +397,7 @@ class ChannelNorm(LayerWork):
 
     @property
     def epilogue(self) -> Epilogue:
-        """It always adds a bias, and nothing else."""
+        """Epilogue of a layer norm: only a bias."""
         return Epilogue(bias=True)
 
     @property
@@ -418,7 +415,7 @@ class ChannelNorm(LayerWork):
 
     @property
     def flops(self) -> int:
-        """A sum, a difference, its square, their sum, and the four steps that finish a value."""
+        """Floating-point operations: a sum, a difference, its square, their sum, and four final steps per value."""
         return 8 * self.batch * self.channels * self.height * self.width
 
     @property
@@ -442,8 +439,8 @@ Operator = Conv2d | FusedConvs | Pool2d | Dense | ChannelNorm
 
 
 def conv_kind(conv: Conv2d) -> str:
-    """``depthwise``, ``pointwise``, ``grouped`` or ``conv`` (any other dense convolution); ``gated-`` before it where
-    the input is gated, ``preactivated-`` where it has a prologue.
+    """Kind of a convolution: ``depthwise``, ``pointwise``, ``grouped`` or ``conv`` (any other dense convolution),
+    prefixed by ``gated-`` for a gated input and ``preactivated-`` for a prologue.
     """
     if conv.prologue is not None:
         return f"preactivated-{conv_kind(replace(conv, prologue=None))}"

@@ -1,15 +1,15 @@
-"""Linear attention: sequences that are read into a matrix of states, and the short convolution in front of it.
+"""Linear attention: sequences accumulated in a matrix of states, and the short convolution in front of it.
 
-Every head keeps a matrix of ``key_dim`` x ``value_dim`` states, which each token lets decay and adds to; its output is
-what its query reads from them. Kernels for whole sequences compute chunks of tokens by matrix products and hand the
-states from chunk to chunk; behind a cache one token updates the states. Kinds, and whose kernels they are:
+Every head keeps a matrix of ``key_dim`` x ``value_dim`` states, which decays and is updated at each token; the output
+is read from it by the query. Kernels for whole sequences compute chunks of tokens by matrix products and pass the
+states from chunk to chunk; with a cache, one token updates the states. Kinds, and their implementations:
 
-* ``ssd``: Mamba 2 (``mamba_chunk_scan_combined`` of mamba_ssm): keys and queries are B and C of the state space, shared
+- ``ssd``: Mamba 2 (``mamba_chunk_scan_combined`` of mamba_ssm): keys and queries are B and C of the state space, shared
   by the value heads of a group; one decay per head.
-* ``gated_delta``: what the states already say of a key is taken back before its value is added
-  (``chunk_gated_delta_rule`` of flash-linear-attention). ``kimi_delta``: the same with a decay per key dimension.
-* ``selective``: Mamba 1 (``selective_scan_fn`` of mamba_ssm): every channel is a value head of width 1 with
-  ``key_dim`` states, token by token in registers.
+- ``gated_delta``: the states' prediction for a key is subtracted before its value is added (``chunk_gated_delta_rule``
+  of flash-linear-attention). ``kimi_delta``: the same with a decay per key dimension.
+- ``selective``: Mamba 1 (``selective_scan_fn`` of mamba_ssm): every channel is a value head of width 1 with ``key_dim``
+  states, token by token in registers.
 """
 
 from __future__ import annotations
@@ -22,44 +22,43 @@ from costmodel.operators.layers import element_bytes
 from costmodel.operators.lookups import Direction
 
 LinearKind = Literal["ssd", "gated_delta", "kimi_delta", "selective"]
-# Of one state and token in a recurrence token by token: decay and its exponential, two multiply-adds.
+# Flops per state and token of a token-by-token recurrence: decay and its exponential, two multiply-adds.
 _STATE_FLOPS = 7
 
 
 @dataclass(frozen=True)
 class LinearAttention(CountedWork):
-    """``batch`` sequences of ``length`` tokens through the states of ``value_heads`` heads.
-
-    ``key_heads``: that the keys and queries have, each for a group of value heads. ``chunk``: tokens that are computed
-    together. ``keeps_states``: they are written behind, and for one token read before (a cache), in ``state_dtype``.
-    """
+    """Linear attention over ``batch`` sequences of ``length`` tokens with the states of ``value_heads`` heads."""
 
     kind: LinearKind
     batch: int
     length: int
+    # Heads of keys and queries, each for a group of value heads.
     key_heads: int
     key_dim: int
     value_heads: int
     value_dim: int
+    # Tokens that are computed together.
     chunk: int = 64
     dtype: str = "bfloat16"
     direction: Direction = "forward"
+    # States are written at the end, and for one token read first (a cache), in `state_dtype`.
     keeps_states: bool = False
     state_dtype: str = "float32"
 
     @property
     def one_token(self) -> bool:
-        """Whether a token behind a cache updates the states, which no chunk of tokens does."""
+        """True if one token with a cache updates the states, without chunks."""
         return self.length == 1 and self.keeps_states
 
     @property
     def chunks(self) -> int:
-        """Chunks of a sequence."""
+        """Number of chunks of a sequence."""
         return -(-self.length // self.chunk)
 
     @property
     def states(self) -> int:
-        """States of all sequences and heads."""
+        """Number of states of all sequences and heads."""
         return self.batch * self.value_heads * self.key_dim * self.value_dim
 
     @property
@@ -71,7 +70,7 @@ class LinearAttention(CountedWork):
         return work if self.direction == "forward" else 3 * work
 
     def _token_flops(self) -> int:
-        """Of one token in a chunk, all heads. Scores of keys with queries once per group."""
+        """Flops of one token in a chunk, all heads. Scores of keys with queries are computed once per group."""
         keys, values, heads = self.key_dim, self.value_dim, self.value_heads
         if self.kind == "ssd":
             return 2 * (self.chunk * (keys * self.key_heads + values * heads) + 2 * keys * values * heads)
@@ -80,7 +79,7 @@ class LinearAttention(CountedWork):
 
     @property
     def operand_bytes(self) -> int:
-        """Of keys, queries, values and gates, each once."""
+        """Bytes of keys, queries, values and gates, each once."""
         tokens, size = self.batch * self.length, element_bytes(self.dtype)
         gates = self.value_heads * (size if self.kind in ("ssd", "selective") else 2 * 4)
         if self.kind == "kimi_delta":
@@ -89,12 +88,12 @@ class LinearAttention(CountedWork):
 
     @property
     def output_bytes(self) -> int:
-        """Of the outputs, one value per head, value dimension and token."""
+        """Bytes of the outputs, one value per head, value dimension and token."""
         return self.batch * self.length * self.value_heads * self.value_dim * element_bytes(self.dtype)
 
     @property
     def state_bytes(self) -> int:
-        """Of the states that are kept, once; 0 where none are."""
+        """Bytes of the stored states, once; 0 without a cache."""
         return self.states * element_bytes(self.state_dtype) if self.keeps_states else 0
 
     @property
@@ -111,9 +110,9 @@ class LinearAttention(CountedWork):
 
 @dataclass(frozen=True)
 class CausalConvolution(CountedWork):
-    """A convolution over time of each of ``channels`` by itself, ``width`` tokens back, with its activation.
+    """Depthwise convolution over time of ``channels`` channels, ``width`` tokens back, with its activation.
 
-    ``update``: one token behind a cache of the ``width - 1`` tokens before it, which is updated.
+    ``update``: one token with a cache of the ``width - 1`` preceding tokens, which is updated.
     """
 
     batch: int
@@ -126,7 +125,7 @@ class CausalConvolution(CountedWork):
 
     @property
     def elements(self) -> int:
-        """Results of the forward pass."""
+        """Number of outputs of the forward pass."""
         return self.batch * self.channels * self.length
 
     @property
@@ -136,7 +135,7 @@ class CausalConvolution(CountedWork):
 
     @property
     def state_elements(self) -> int:
-        """Of the cache that is read and written."""
+        """Elements of the cache that is read and written."""
         return self.batch * self.channels * (self.width - 1) if self.update else 0
 
     @property

@@ -1,4 +1,4 @@
-"""What an embedding kernel looks up: frozen operators, as those of :mod:`costmodel.operators.device_work`."""
+"""Operator records of embedding lookups, like those of :mod:`costmodel.operators.device_work`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Direction = Literal["forward", "backward"]
 
 @dataclass(frozen=True)
 class TableLookup:
-    """Lookups of one table: ``indices`` of them into ``rows`` x ``dim`` values, pooled to ``bags`` outputs.
+    """Lookups of one table: ``indices`` lookups into ``rows`` x ``dim`` values, pooled to ``bags`` outputs.
 
-    ``statistics``: which rows are looked up; evenly if ``None``.
+    ``statistics``: row popularity; uniform if ``None``.
     """
 
     rows: int
@@ -28,39 +28,41 @@ class TableLookup:
     statistics: IndexStatistics | None = None
 
     def unique_rows(self) -> float:
-        """Distinct rows, expected."""
+        """Expected number of distinct rows."""
         return (self.statistics or uniform(self.rows)).unique_rows(self.indices)
 
 
 @dataclass(frozen=True)
 class EmbeddingLookup(CountedWork):
-    """Rows of a table by index. ``indices`` lookups into ``rows`` x ``dim``; ``bags`` pooled outputs (``bags ==
-    indices``: not pooled, ``nn.Embedding``). ``tables`` alike ones in one kernel (table-batched), or ``mixed``: ones of
-    any sizes (:meth:`of`), of which the fields before are then the sums (``dim``: the widest).
-
-    Which rows are looked up: ``unique_rows``, the distinct ones per table, if they are known, or ``statistics``; evenly
-    else. ``fused_optimizer`` of a backward kernel that updates the rows itself (a key of
-    ``costmodel.embedding.embedding_tables.OPTIMIZER_STATE``).
-
-    ``kernel`` is found from the rest if it is ``auto``. ``gradient``: of an unfused backward pass, ``dense`` like the
-    table or ``sparse`` (a row per lookup). ``whole_pass``: a backward pass from end to end, with clearing the gradient
-    and sorting the indices; else its last step alone, the rest being operators of their own. ``mode`` of the pooling.
+    """Lookup of table rows by index: ``indices`` lookups into ``rows`` x ``dim``; ``bags`` pooled outputs (``bags ==
+    indices``: not pooled, ``nn.Embedding``).
     """
 
     rows: int
     dim: int
     indices: int
     bags: int
+    # Number of identical tables in one kernel (table-batched).
     tables: int = 1
     dtype: str = "float32"
     direction: Direction = "forward"
+    # Distinct rows per table, if known; else derived from `statistics`.
     unique_rows: int | None = None
+    # Optimizer of a backward kernel that updates the rows itself (a key of
+    # ``costmodel.embedding.embedding_tables.OPTIMIZER_STATE``).
     fused_optimizer: str = ""
+    # Row popularity; uniform if None.
     statistics: IndexStatistics | None = None
+    # Tables of any sizes (:meth:`of`); the preceding fields are then the sums (``dim``: the widest).
     mixed: tuple[TableLookup, ...] = ()
+    # ``auto``: derived from the other fields.
     kernel: Literal["auto", "embedding", "embedding_bag", "table_batched"] = "auto"
+    # For an unfused backward pass: ``dense`` like the table or ``sparse`` (a row per lookup).
     gradient: Literal["dense", "sparse"] = "dense"
+    # Backward pass from end to end, with clearing the gradient and sorting the indices; else only its last step, with
+    # separate operators for the rest.
     whole_pass: bool = False
+    # Mode of the pooling.
     mode: Literal["sum", "mean", "max"] = "sum"
     index_dtype: Literal["int64", "int32"] = "int64"
 
@@ -72,7 +74,7 @@ class EmbeddingLookup(CountedWork):
         fused_optimizer: str = "",
         whole_pass: bool = False,
     ) -> EmbeddingLookup:
-        """Any tables in one table-batched kernel."""
+        """Lookup of any tables in one table-batched kernel."""
         rows, indices, bags = (sum(getattr(each, name) for each in tables) for name in ("rows", "indices", "bags"))
         return cls(
             rows,
@@ -90,7 +92,7 @@ class EmbeddingLookup(CountedWork):
 
     @property
     def parts(self) -> tuple[tuple[TableLookup, int], ...]:
-        """Every different table and how many there are of it."""
+        """Every distinct table and its count."""
         if self.mixed:
             return tuple((each, 1) for each in self.mixed)
         table = TableLookup(self.rows, self.dim, self.indices, self.bags, self.dtype, self.statistics)
@@ -98,7 +100,7 @@ class EmbeddingLookup(CountedWork):
 
     @property
     def implementation(self) -> Literal["embedding", "embedding_bag", "table_batched"]:
-        """The kernel: several tables or an optimizer inside need a table-batched one, no pooling a plain one."""
+        """Kernel type: several tables or a fused optimizer need a table-batched one; without pooling, a plain one."""
         if self.kernel != "auto":
             return self.kernel
         if self.tables > 1 or self.fused_optimizer:
@@ -127,7 +129,7 @@ class EmbeddingLookup(CountedWork):
         return size
 
     def _touched(self, table: TableLookup) -> int:
-        """Rows that cross the chip's border: the distinct ones where they are known, every lookup's else."""
+        """Rows that cross the chip's border: the distinct ones if known, else those of every lookup."""
         if self.unique_rows is not None:
             return self.unique_rows
         return table.indices if table.statistics is None else round(table.unique_rows())

@@ -1,10 +1,10 @@
-"""FLOPs as MFU and HFU count them: of products, convolutions and attention, masked or not.
+"""FLOPs as counted for MFU and HFU: products, convolutions and attention, masked or not.
 
-The convention is that of PaLM (Chowdhery et al., arXiv 2204.02311, appendix B), which PyTorch's ``FlopCounterMode``,
-llm-foundry and torchtitan share. A multiply-accumulate is two; element-wise work, norms, softmax and optimizers count
-as nothing; attention counts every query with every key, whatever a causal mask leaves out, so that the figure does not
-depend on the kernel (eager products compute masked pairs too). Of the pairs that a window or the borders of packed
-documents leave out nobody computes any: they do not count.
+The convention is that of PaLM (Chowdhery et al., arXiv 2204.02311, appendix B), shared by PyTorch's
+``FlopCounterMode``, llm-foundry and torchtitan. A multiply-accumulate is two; element-wise work, norms, softmax and
+optimizers count as zero; attention counts every query with every key, even those excluded by a causal mask, so that the
+figure does not depend on the kernel (eager products compute masked pairs too). Pairs excluded by a window or the
+borders of packed documents are never computed and do not count.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _PRODUCTS = (Gemm, ScaledGemm, GroupedGemm, ExpertLayer, Conv2d, ConvolutionBack
 
 @dataclass(frozen=True, slots=True)
 class CountedFlops:
-    """Of one run of an operator: ``model``: what its result takes; ``executed``: with what the kernel computes again
-    for the backward pass, as fused attention does with its scores.
+    """FLOPs of one run of an operator. ``model``: needed for its result; ``executed``: including the kernel's
+    recomputation for the backward pass, such as the scores of fused attention.
     """
 
     model: int
@@ -36,13 +36,13 @@ NO_FLOPS = CountedFlops(0, 0)
 
 
 def counted_flops(operator: AnyOperator) -> CountedFlops:
-    """FLOPs of ``operator`` by the convention above; none of what is no product."""
+    """FLOPs of ``operator`` by the convention above; zero for anything but products."""
     if isinstance(operator, _PRODUCTS):
         return CountedFlops(operator.flops, operator.flops)
     if isinstance(operator, Attention):
         return _attention(operator)
     if isinstance(operator, LinearAttention | CausalConvolution):
-        # Backward: gradients of two operands; what `flops` has beyond that is the forward pass computed again.
+        # Backward: gradients of two operands; the rest of `flops` is the recomputed forward pass.
         again = operator.flops // 3 if operator.direction == "backward" else 0
         return CountedFlops(operator.flops - again, operator.flops)
     return NO_FLOPS

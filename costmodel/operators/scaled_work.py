@@ -1,8 +1,8 @@
-"""Work in number types of 8 bits whose values carry scales: products, and the casts that make their operands.
+"""Work in 8-bit dtypes with scales: products, and the casts that make their operands.
 
-``scaling`` says what shares a scale: ``tensor`` (all of it), ``row`` (each row of the first operand, each column of
-the second), ``block`` (1 x 128 of activations, 128 x 128 of weights: DeepSeek-V3, arXiv 2412.19437), ``mx`` (32 along a
-row: OCP Microscaling Formats 1.0).
+``scaling``: the values that share a scale: ``tensor`` (all of it), ``row`` (each row of the first operand, each column
+of the second), ``block`` (1 x 128 of activations, 128 x 128 of weights: DeepSeek-V3, arXiv 2412.19437), ``mx`` (32
+along a row: OCP Microscaling Formats 1.0).
 """
 
 from __future__ import annotations
@@ -13,16 +13,14 @@ from costmodel.operators.counted_work import CountedWork
 from costmodel.operators.layers import element_bytes
 
 SCALINGS = ("tensor", "row", "block", "mx")
-# Elements that share a scale along a row; scales are FP32, of ``mx`` one byte.
+# Elements that share a scale along a row, and bytes of a scale: FP32, one byte for ``mx``.
 _SHARED = {"block": (128, 4), "mx": (32, 1)}
 
 
 @dataclass(frozen=True)
 class ScaledGemm(CountedWork):
-    """(m, k) x (k, n) of 8-bit operands, summed in FP32 (``int8``: in int32) and written as ``output_dtype``.
-    ``accumulates``: the number type of values that are there and that the result is added to; empty: none.
-    ``split_sums``: partial sums are promoted to FP32 outside the tensor cores, as gradients are computed by default
-    (``use_split_accumulator`` of Transformer Engine, ``use_fast_accum=False`` of torchao); forward products are not.
+    """Product (m, k) x (k, n) of 8-bit operands, summed in FP32 (``int8``: in int32) and written as
+    ``output_dtype``.
     """
 
     m: int
@@ -31,8 +29,11 @@ class ScaledGemm(CountedWork):
     dtype: str = "float8"
     scaling: str = "tensor"
     output_dtype: str = "bfloat16"
-    # Not shown: which operators of a table fits may read is drawn by how they are written (`split_of`).
+    # Not in the repr, whose checksum assigns the rows of a table to splits (`split_of`).
+    # Dtype of existing values to which the result is added; empty: none.
     accumulates: str = field(default="", repr=False)
+    # Partial sums are promoted to FP32 outside the tensor cores, the default for gradients (``use_split_accumulator``
+    # of Transformer Engine, ``use_fast_accum=False`` of torchao) but not for forward products.
     split_sums: bool = field(default=False, repr=False)
 
     @property
@@ -53,24 +54,22 @@ class ScaledGemm(CountedWork):
 
 @dataclass(frozen=True)
 class ScaledCast(CountedWork):
-    """``rows`` x ``columns`` values of ``dtype`` cast to 8 bits in one kernel.
-
-    ``outputs``: 1, 2 where the transposed copy for the gradients is written with it, 0 where only the largest absolute
-    value is sought (the pass before a cast with one scale of the present tensor). ``dynamic``: the kernel finds its
-    scales itself, of the rows or blocks that it holds.
-    """
+    """Cast of ``rows`` x ``columns`` values of ``dtype`` to 8 bits in one kernel."""
 
     rows: int
     columns: int
     dtype: str = "bfloat16"
     scaling: str = "tensor"
+    # 1; 2 if the transposed copy for the gradients is written too; 0 for only a search of the largest absolute value
+    # (the pass before a cast with one scale of the present tensor).
     outputs: int = 1
+    # The kernel computes its scales itself, for the rows or blocks that it holds.
     dynamic: bool = False
     output_dtype: str = "float8"
 
     @property
     def elements(self) -> int:
-        """How many values are cast."""
+        """Number of values to cast."""
         return self.rows * self.columns
 
     @property

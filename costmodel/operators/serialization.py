@@ -1,4 +1,4 @@
-"""Operators as JSON: a mapping with the type's name under ``"type"`` and the dataclass fields beside it."""
+"""JSON form of operators: a mapping with the type's name under ``"type"`` and the dataclass fields beside it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from costmodel.operators.index_statistics import IndexStatistics
 from costmodel.operators.layers import Epilogue, Prologue
 from costmodel.operators.lookups import TableLookup
 
-# Operators, and the records that are fields of some.
+# Operators, and record types of their fields.
 _TYPES: dict[str, Any] = {
     cls.__name__: cls for cls in (*get_args(AnyOperator), Epilogue, Prologue, TableLookup, IndexStatistics)
 }
 
 
 def to_record(value: Any) -> Any:
-    """``value`` (an operator or one of its fields) as JSON-able data."""
+    """JSON-able data of ``value`` (an operator or one of its fields)."""
     if type(value).__name__ in _TYPES:
         content = {item.name: to_record(getattr(value, item.name)) for item in fields(value)}
         return {"type": type(value).__name__, **content}
@@ -28,7 +28,7 @@ def to_record(value: Any) -> Any:
 
 
 def from_record(record: Any) -> Any:
-    """The operator that :func:`to_record` described; ``ValueError`` for anything else."""
+    """Operator from data of :func:`to_record`; ``ValueError`` for anything else."""
     if isinstance(record, list):
         return tuple(from_record(item) for item in record)
     if not isinstance(record, dict):

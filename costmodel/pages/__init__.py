@@ -1,1 +1,1 @@
-"""Web pages that both tools write: one self-contained file each, with charts, that need no network."""
+"""Web pages that both tools write: one self-contained file each, with charts, without network requests."""

@@ -1,4 +1,4 @@
-"""Axes of charts: where ticks are, what they are called, where a value lies."""
+"""Axes of charts: positions and labels of ticks, positions of values."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 _STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
-# Below so many decades a logarithmic axis has ticks at 2 and 5 too.
+# With fewer decades a logarithmic axis has ticks at 2 and 5 too.
 _FEW_DECADES = 3
 _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
@@ -18,9 +18,9 @@ Told = Callable[[float], str]
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of a chart, from ``low`` to ``high``. ``ticks``: where; ``None``: at round values in between.
+    """One axis of a chart, from ``low`` to ``high``. ``ticks``: positions; ``None``: round values.
 
-    ``told``: a tick's text. A logarithmic axis needs ``low`` above 0.
+    ``told``: function that formats a tick's text. A logarithmic axis needs ``low`` above 0.
     """
 
     label: str
@@ -31,14 +31,14 @@ class Axis:
     told: Told | None = None
 
     def place(self, value: float) -> float:
-        """Where ``value`` lies: 0 at ``low``, 1 at ``high``."""
+        """Relative position of ``value``: 0 at ``low``, 1 at ``high``."""
         if self.logarithmic:
             low, high = math.log(self.low), math.log(self.high)
             return (math.log(max(value, 1e-300)) - low) / ((high - low) or 1.0)
         return (value - self.low) / ((self.high - self.low) or 1.0)
 
     def marks(self, count: int = 6) -> list[tuple[float, str]]:
-        """Ticks within the axis and their texts; about ``count`` of them where none were given."""
+        """Ticks within the axis and their texts; by default about ``count`` of them."""
         values = self.ticks if self.ticks is not None else self._round(count)
         told = self.told or plain_number
         return [(value, told(value)) for value in values if -1e-9 <= self.place(value) <= 1 + 1e-9]
@@ -59,7 +59,7 @@ def linear_ticks(low: float, high: float, count: int = 6) -> list[float]:
 
 
 def logarithmic_ticks(low: float, high: float) -> list[float]:
-    """Powers of ten from ``low`` to ``high``; of few decades, 2 and 5 times these as well."""
+    """Powers of ten from ``low`` to ``high``; for few decades also 2 and 5 times these."""
     if not 0 < low < high:
         return [low]
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
@@ -68,7 +68,7 @@ def logarithmic_ticks(low: float, high: float) -> list[float]:
 
 
 def around(values: Sequence[float], logarithmic: bool = False, from_zero: bool = False) -> tuple[float, float]:
-    """Ends of an axis that shows all of ``values`` with some room."""
+    """Ends of an axis that shows all of ``values`` with some margin."""
     low, high = (min(values), max(values)) if values else (1.0, 1.0)
     if logarithmic:
         room = max((high / low) ** 0.06, 1.15)
@@ -80,31 +80,31 @@ def around(values: Sequence[float], logarithmic: bool = False, from_zero: bool =
 
 
 def plain_number(value: float) -> str:
-    """Short, with a decimal prefix: ``2.5k``."""
+    """Short number with a decimal prefix: ``2.5k``."""
     size = abs(value)
     scale, prefix = next(((scale, prefix) for scale, prefix in _PREFIXES if size >= scale), (1.0, ""))
     return f"{value / scale:.4g}{prefix}"
 
 
 def with_prefix(value: float, unit: str) -> str:
-    """A number with a decimal prefix of its unit: ``236 GFLOP/s``."""
+    """Number with a decimal prefix of its unit: ``236 GFLOP/s``."""
     size = abs(value)
     scale, prefix = next(((scale, prefix) for scale, prefix in _PREFIXES if size >= scale), (1.0, ""))
     return f"{value / scale:.3g} {prefix}{unit}"
 
 
 def seconds_text(value: float, digits: int = 3) -> str:
-    """Seconds with the unit that suits them: ``1.23 ms``."""
+    """Seconds in a suitable unit: ``1.23 ms``."""
     return _with_unit(value, _SECONDS, digits)
 
 
 def bytes_text(value: float, digits: int = 3) -> str:
-    """Bytes with the unit that suits them: ``1.5 GiB``."""
+    """Bytes in a suitable unit: ``1.5 GiB``."""
     return _with_unit(value, _BYTES, digits)
 
 
 def unit_of_seconds(longest: float) -> tuple[float, str]:
-    """Unit for an axis up to ``longest``: seconds in one, and its name."""
+    """Time unit for an axis up to ``longest``: its length in seconds, and its name."""
     return next((unit for unit in _SECONDS if longest >= unit[0]), _SECONDS[-1])
 
 

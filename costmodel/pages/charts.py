@@ -1,7 +1,7 @@
-"""Charts as SVG inside of a page: text stays text, nothing runs, names show where the pointer rests.
+"""Charts as inline SVG: text stays text, no scripts, names are shown as tooltips.
 
-Drawn here and not by a library of charts, whose scripts are 0.8 to 4 MB a page: what is needed is lines, points, bars
-and labels that leave each other room; a page stays small and can be read without scripts and on paper.
+Drawn here instead of by a chart library, whose scripts take 0.8 to 4 MB per page: only lines, points, bars and
+non-overlapping labels are needed; a page stays small and readable without scripts and on paper.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from costmodel.pages.axes import Axis
 from costmodel.pages.markup import Html, joined, tag
 
-# Paul Tol's "bright" scheme, told apart with any kind of colour vision, and two of "vibrant".
+# Paul Tol's "bright" scheme, distinguishable with any kind of colour vision, and two of "vibrant".
 PALETTE = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee7733", "#777777")
-LETTER = 7.1  # widest usual mean of a letter's width at 12 pixels
+LETTER = 7.1  # upper estimate of a letter's mean width at 12 pixels
 LINE = 14.0  # height of a line of text
 _MARGIN_LEFT, _MARGIN_RIGHT, _MARGIN_TOP, _MARGIN_BOTTOM = 62.0, 16.0, 12.0, 44.0
-# Where a label is tried around its point: (horizontal, vertical) offsets, and how far out.
+# Candidate positions of a label around its point: (horizontal, vertical) offsets.
 _DIRECTIONS = ((1, -1), (1, 1), (-1, -1), (-1, 1), (0, -1), (0, 1), (1, 0), (-1, 0))
 _DISTANCES = (6.0, 16.0, 30.0, 48.0)
 
@@ -26,7 +26,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangle in pixels, for what may not overlap."""
+    """Rectangle in pixels, for overlap checks."""
 
     left: float
     top: float
@@ -34,16 +34,16 @@ class Box:
     bottom: float
 
     def meets(self, other: Box) -> bool:
-        """Whether the two share some area."""
+        """True if the two overlap."""
         return (
             self.left < other.right and other.left < self.right and self.top < other.bottom and other.top < self.bottom
         )
 
 
 class Chart:
-    """A chart of ``width`` x ``height`` pixels (which scale with the page) over two axes.
+    """Chart of ``width`` x ``height`` pixels (which scale with the page) over two axes.
 
-    What is drawn later lies on top. Labels are placed last, when :meth:`svg` is asked for.
+    Later drawings lie on top. Labels are placed last, by :meth:`svg`.
     """
 
     def __init__(self, x: Axis, y: Axis, width: float = 760.0, height: float = 340.0) -> None:
@@ -53,7 +53,7 @@ class Chart:
         self._wanted: list[tuple[Point, str, str | None]] = []
 
     def at(self, x: float, y: float) -> Point:
-        """Pixels of a point."""
+        """Pixel position of a point."""
         across = self.width - _MARGIN_LEFT - _MARGIN_RIGHT
         up = self.height - _MARGIN_TOP - _MARGIN_BOTTOM
         return _MARGIN_LEFT + across * self.x.place(x), _MARGIN_TOP + up * (1 - self.y.place(y))
@@ -61,7 +61,7 @@ class Chart:
     def line(
         self, points: Sequence[Point], colour: str, *, width: float = 2.0, dashed: bool = False, steps: bool = False
     ) -> None:
-        """A line through ``points``; ``steps``: each value holds until the next."""
+        """Draw a line through ``points``; ``steps``: each value holds until the next."""
         self._drawn.append(
             tag(
                 "path",
@@ -77,7 +77,7 @@ class Chart:
     def area(
         self, upper: Sequence[Point], lower: Sequence[Point], colour: str, title: str, steps: bool = False
     ) -> None:
-        """What lies between two lines over the same places."""
+        """Fill the area between two lines over the same positions."""
         above, below = (
             self._stepped(line) if steps else [self.at(*point) for point in line] for line in (upper, lower)
         )
@@ -88,7 +88,7 @@ class Chart:
     def points(
         self, points: Iterable[tuple[float, float, str]], colour: str, radius: float = 4.0, faint: bool = False
     ) -> None:
-        """Dots: (x, y, what shows where the pointer rests)."""
+        """Draw dots: (x, y, tooltip)."""
         for x, y, title in points:
             across, down = self.at(x, y)
             self._drawn.append(
@@ -99,7 +99,7 @@ class Chart:
                 self._taken.append(Box(across - radius, down - radius, across + radius, down + radius))
 
     def rings(self, points: Iterable[tuple[float, float, str]], colour: str, radius: float = 4.0) -> None:
-        """Hollow dots."""
+        """Draw hollow dots."""
         for x, y, title in points:
             across, down = self.at(x, y)
             self._drawn.append(
@@ -109,7 +109,7 @@ class Chart:
             self._taken.append(Box(across - radius, down - radius, across + radius, down + radius))
 
     def bar(self, left: Point, right: Point, colour: str, title: str) -> None:
-        """A filled rectangle between two corners."""
+        """Draw a filled rectangle between two corners."""
         (x0, y0), (x1, y1) = self.at(*left), self.at(*right)
         self._drawn.append(
             tag("rect", tag("title", title), x=min(x0, x1), y=min(y0, y1), width=max(abs(x1 - x0), 0.75),
@@ -117,11 +117,11 @@ class Chart:
         )  # fmt: skip
 
     def label(self, x: float, y: float, text: str, colour: str | None = None) -> None:
-        """Text beside a point, where no other text and no point is; left out where there is no room at all."""
+        """Add text beside a point, without overlapping other text or points; omitted if there is no room."""
         self._wanted.append((self.at(x, y), text, colour))
 
     def note(self, x: float, y: float, text: str, colour: str | None = None, anchor: str = "start") -> None:
-        """Text that starts (or ends) exactly there, such as the name of a line."""
+        """Add text that starts (or ends) exactly at a point, such as the name of a line."""
         across, down = self.at(x, y)
         long = LETTER * len(text)
         left = across if anchor == "start" else across - long
@@ -131,7 +131,7 @@ class Chart:
         )
 
     def svg(self, title: str) -> Html:
-        """The chart as an element; ``title`` tells in words what it shows."""
+        """The chart as an element; ``title`` describes its content."""
         shape = {"viewBox": f"0 0 {self.width:g} {self.height:g}", "class_": "wide", "role": "img"}
         inside = tag("svg", tag("title", title), self._grid(), *self._drawn, self._labels(), **shape)
         return tag("div", inside, class_="scroll")
@@ -185,7 +185,7 @@ class Chart:
             across = self.at(value, self.y.low)[0]
             parts.append(tag("path", d=_path([(across, _MARGIN_TOP), (across, bottom)]), class_="grid"))
             half = LETTER * len(text) / 2
-            if across - half > end + 6:  # a tick whose text has no room has none
+            if across - half > end + 6:  # a tick without room for its text has none
                 parts.append(tag("text", text, x=across, y=bottom + 16, text_anchor="middle", class_="soft"))
                 end = across + half
         end = 1e9
@@ -205,7 +205,7 @@ class Chart:
 
 
 def stacked_bar(parts: Mapping[str, float], colours: Mapping[str, str], told: Mapping[str, str], title: str) -> Html:
-    """One wide bar of parts with their names inside where there is room. ``told``: what each is, in words."""
+    """One wide bar of parts, with their names inside if there is room. ``told``: description of each part."""
     width, height = 760.0, 34.0
     whole = sum(parts.values()) or 1.0
     pieces, left = [], 0.0
@@ -232,7 +232,7 @@ def stacked_rows(
     told: Mapping[str, str] | None = None,
     row_height: float = 20.0,
 ) -> Html:
-    """A bar of parts for each row, over one axis. ``told``: what to say of a row besides its parts."""
+    """A bar of parts for each row, over one axis. ``told``: additional text of each row."""
     left = min(max((LETTER * len(name) for name, _ in rows), default=0.0) + 12.0, 300.0)
     width, bottom = 760.0, row_height * len(rows) + 4.0
     across = width - left - max((LETTER * len(text) for text in (told or {}).values()), default=0.0) - 24.0

@@ -1,4 +1,4 @@
-"""The frame of a page: head, style and scripts inside of the file, a rule that forbids the browser any request."""
+"""Frame of a page: head, inline style and scripts, and a policy that forbids the browser any request."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from costmodel.base.errors import OutputError
 from costmodel.base.whole_file import write_whole
 from costmodel.pages.markup import Html, joined, tag
 
-# The browser itself refuses whatever is not in the file.
+# The browser itself refuses everything outside the file.
 _NOTHING_FROM_OUTSIDE = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 
 def document(title: str, body: Iterable[str | None], scripts: Sequence[str] = ()) -> str:
-    """A whole page in English. ``scripts``: JavaScript of the page's own, after that of tables."""
+    """A whole page in English. ``scripts``: JavaScript of the page, after that of tables."""
     style = files(__package__).joinpath("page.css").read_text(encoding="utf-8")
     tables = files(__package__).joinpath("tables.js").read_text(encoding="utf-8")
     head = tag(
@@ -32,7 +32,7 @@ def document(title: str, body: Iterable[str | None], scripts: Sequence[str] = ()
 
 
 def section(title: str, *content: str | None, identifier: str) -> Html:
-    """A part of a page with its heading, which :func:`contents` can point to."""
+    """Section of a page with its heading, a target for :func:`contents`."""
     return tag("section", tag("h2", title), *content, id=identifier)
 
 
@@ -42,7 +42,7 @@ def contents(sections: Iterable[tuple[str, str]]) -> Html:
 
 
 def write_page(path: Path, page: str) -> None:
-    """Writes it whole; ``OutputError`` if that cannot be done."""
+    """Write the page atomically; ``OutputError`` on failure."""
     try:
         write_whole(path, page)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""HTML and SVG built so that nothing can be left unescaped: whatever is no :class:`Html` is text."""
+"""HTML and SVG built so that nothing stays unescaped: everything but :class:`Html` is text."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _BREAKS_OUT = {ord("<"): "\\u003c", ord(">"): "\\u003e", ord("&"): "\\u0026", 0x
 
 
 class Html(str):
-    """Markup, made by :func:`tag` and its like; any other string is text and is escaped where it is put."""
+    """Markup, made by :func:`tag` and similar functions; any other string is text and is escaped on insertion."""
 
     __slots__ = ()
 
 
 def tag(name: str, /, *content: str | None, **attributes: str | float | bool | None) -> Html:
-    """An element. ``content``: markup (:class:`Html`) as it is, other strings escaped, ``None`` nothing.
+    """An element. ``content``: markup (:class:`Html`) unchanged, other strings escaped, ``None`` skipped.
 
     ``attributes``: ``None`` and ``False`` are left out; ``class_`` is ``class``, ``stroke_width`` is ``stroke-width``.
     """
@@ -34,25 +34,25 @@ def tag(name: str, /, *content: str | None, **attributes: str | float | bool | N
 
 
 def joined(parts: Iterable[str | None]) -> Html:
-    """Parts one after another; what is no markup is escaped."""
+    """Concatenated parts; everything but markup is escaped."""
     return Html("".join(escaped(part) for part in parts if part is not None))
 
 
 def escaped(part: str) -> Html:
-    """Text as markup; markup as it is. What UTF-8 cannot hold is spelled out."""
+    """Text as markup; markup unchanged. Characters that UTF-8 cannot encode are spelled out."""
     if isinstance(part, Html):
         return part
     return Html(html.escape(part, quote=True).encode("utf-8", "backslashreplace").decode("utf-8"))
 
 
 def embedded_data(identifier: str, value: Any) -> Html:
-    """``value`` as JSON inside of the page, for its scripts; no text in it can end the element."""
+    """Script element with ``value`` as JSON; no text in it can end the element."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False).translate(_BREAKS_OUT)
     return Html(f'<script type="application/json" id="{escaped(identifier)}">{text}</script>')
 
 
 def _number(value: str | float) -> str:
-    """Coordinates need no more than hundredths of a pixel."""
+    """Number as text, rounded to hundredths of a pixel."""
     if isinstance(value, str):
         return value
     return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)

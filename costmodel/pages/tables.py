@@ -1,4 +1,4 @@
-"""Tables that can be sorted, facts in pairs, shares as bars."""
+"""Sortable tables, lists of facts, and bars for shares."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 from costmodel.pages.markup import Html, joined, tag
 
-# Rows that are shown at first, of longer tables.
+# Rows of longer tables shown initially.
 SHOWN = 15
-# Texts of more letters get a wide column.
+# Longer texts get a wide column.
 _LONG = 32
 
 
 @dataclass(frozen=True)
 class NumberCell:
-    """A cell of numbers: what is shown, and the ``value`` by which rows are sorted."""
+    """Number cell: displayed text, and the ``value`` by which rows are sorted."""
 
     text: str
     value: float
@@ -23,7 +23,7 @@ class NumberCell:
 
 @dataclass(frozen=True)
 class BarCell:
-    """A bar over ``share`` (0 to 1) of its cell."""
+    """Bar over ``share`` (0 to 1) of its cell."""
 
     share: float
     colour: str | None = None
@@ -33,9 +33,10 @@ Cell = str | NumberCell | BarCell
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Cell]], shown: int = SHOWN) -> Html:
-    """Rows of cells under ``head``; whether a column is one of numbers or bars, its first row says.
+    """Table of rows under ``head``; the first row determines which columns are numbers or bars.
 
-    A browser with scripts shows ``shown`` rows first and sorts by a click; without, and in print, all are there.
+    A browser with scripts shows ``shown`` rows first and sorts on a click; without scripts, and in print, all rows are
+    shown.
     """
     listed = [tuple(row) for row in rows]
     first = listed[0] if listed else ()
@@ -57,11 +58,11 @@ def _cell(cell: Cell) -> Html:
 
 
 def facts(pairs: Mapping[str, str]) -> Html:
-    """Names and what they are, one pair below the other."""
+    """Definition list of names and texts."""
     return tag("dl", *(joined((tag("dt", name), tag("dd", text))) for name, text in pairs.items()), class_="facts")
 
 
 def legend(colours: Mapping[str, str]) -> Html:
-    """Which colour is what: name -> colour."""
+    """Legend of colours: name -> colour."""
     keys = (tag("span", tag("i", class_="key", style=f"background:{colour}"), name) for name, colour in colours.items())
     return tag("div", *keys, class_="legend")

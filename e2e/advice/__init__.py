@@ -1,1 +1,1 @@
-"""What to change: other settings of a step, predicted; the largest batch that fits."""
+"""Advice: predictions of other settings of a step, and the largest batch that fits."""

@@ -1,4 +1,4 @@
-"""Predicts other settings of a step that was predicted, one after the other, and says which help."""
+"""Predicts other settings of a predicted step, one after another, and selects those that help."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from e2e.sources.predict_request import predict_request
 from e2e.sources.request import Request
 from e2e.step.memory_room import largest_fitting
 
-# No other setting is begun after so many seconds.
+# Time after which no further setting is started.
 SECONDS = 180.0
-# The search for the largest batch ends after so many.
+# Time limit of the search for the largest batch.
 SEARCH_SECONDS = 60.0
 _OUT_OF_TIME = f"{SECONDS:.0f} s were over"
 _STOPPED = "stopped with Ctrl-C"
@@ -27,8 +27,9 @@ Say = Callable[[str], object]
 
 
 def advise(request: Request, answer: PredictionResult, say: Say) -> PredictionResult:
-    """``answer`` to ``request`` with advice. ``say`` hears one line per setting. Ctrl-C ends it: what is known by then
-    is kept.
+    """Return ``answer`` to ``request`` with advice. ``say``: callback with one line per setting.
+
+    Ctrl-C stops the search and keeps its results so far.
     """
     request = request.settled()
     if isinstance(request, Recording):
@@ -52,7 +53,7 @@ class _Advisor:
     largest: LargestBatch | None = None
 
     def advice(self) -> Advice:
-        """All changes, then those that help together."""
+        """Predict all changes, then the combination of those that help."""
         changes = possible_changes(self.request, self.now)
         stopped = ""
         try:
@@ -101,7 +102,7 @@ class _Advisor:
         )
 
     def _largest_batch(self) -> LargestBatch | None:
-        """``None`` where the batch cannot be changed, or memory is not known."""
+        """Search for the largest batch; ``None`` if the batch cannot be changed or the memory is unknown."""
         batch = batch_of(self.request, self.now)
         sizes = [rank.allocated_bytes for rank in self.now.ranks if rank.allocated_bytes is not None]
         if batch is None or not sizes:
@@ -126,7 +127,7 @@ class _Advisor:
             return None
 
     def _that_may_fit(self, changes: list[Change]) -> list[Change]:
-        """``changes`` without batches that do not fit, and with the largest that does."""
+        """Return ``changes`` without batches that do not fit, and with the largest one that does."""
         batch = batch_of(self.request, self.now)
         if self.largest is None or batch is None:
             return changes
@@ -142,8 +143,9 @@ class _Advisor:
         return kept
 
     def _try_together(self, changes: Sequence[Change]) -> None:
-        """The best of each kind that helps, at once, the batch as it is. What does not help alone may help beside them:
-        it is added, one after the other, where it does.
+        """Predict the best helping change of each kind together, with the same batch.
+
+        Changes that do not help alone are then added one after another where they help.
         """
         by_text = {each.change: each for each in changes}
         helping: dict[str, Change] = {}
@@ -151,7 +153,7 @@ class _Advisor:
         for alternative in ranked(self.alternatives):
             change = by_text[alternative.change]
             if change.kind != "batch" and not alternative.problem:
-                # Of ways to spread a model each is written for the one that was asked: only one can be chosen.
+                # Each --parallel change is relative to the requested spec, so only one can be chosen.
                 kind = "spread" if change.change.startswith("--parallel") else change.kind
                 (helping if alternative.helps else others).setdefault(kind, change)
         if not helping:
@@ -178,6 +180,6 @@ def _all_of(changes: Sequence[Change]) -> Change:
 
 
 def _seconds_per_sample(prediction: Prediction) -> float:
-    """Of a step that does not tell its samples, seconds of the step: the same samples with every setting."""
+    """Seconds per sample; of a step with an unknown number of samples its time, since the number does not change."""
     samples = 1 if prediction.throughput is None else prediction.throughput.samples
     return prediction.iteration_seconds / samples

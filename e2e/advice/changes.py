@@ -1,4 +1,4 @@
-"""Which other settings a step could have: one :class:`Change` each, as a request that differs in it."""
+"""Other possible settings of a step: one :class:`Change` each, as a modified request."""
 
 from __future__ import annotations
 
@@ -15,24 +15,26 @@ from e2e.step.choices import Dtype
 
 Modelled = Model | SpreadModel
 Scripted = Script | ScriptJob
-# Times as many samples that are tried.
+# Factors by which larger batches are tried.
 _LARGER = (2, 4)
 
 
 @dataclass(frozen=True)
 class Change:
-    """``change``: as on the command line; ``needs``: what it takes, in words; ``apply``: makes the other request.
-    ``kind``: of two of one kind only one can be chosen.
-    """
+    """One change of a request."""
 
+    # Only one of several changes of a kind can be chosen.
     kind: str
+    # Text of the change, as on the command line.
     change: str
+    # Requirements, in words.
     needs: str
+    # Function that makes the changed request.
     apply: Callable[[Request], Request]
 
 
 def batch_of(request: Request, prediction: Prediction) -> int | None:
-    """Samples per GPU and micro-batch of ``request`` where another number can be asked; ``None`` where not."""
+    """Samples per GPU and micro-batch of ``request``, ``None`` if they cannot be changed."""
     if prediction.throughput is None:
         return None
     if isinstance(request, Scripted):
@@ -41,7 +43,7 @@ def batch_of(request: Request, prediction: Prediction) -> int | None:
 
 
 def with_batch(request: Request, size: int) -> Request:
-    """``request`` for another number of samples per GPU and micro-batch."""
+    """Return ``request`` with another number of samples per GPU and micro-batch."""
     return _with(request, batch_size=size)
 
 
@@ -50,13 +52,13 @@ def _with(request: Request, **values: Any) -> Request:
 
 
 def batch_change(size: int) -> Change:
-    """Another number of samples per GPU and micro-batch."""
+    """Return the change to another number of samples per GPU and micro-batch."""
     needs = "another global batch (or fewer micro-batches) and the learning rate that goes with it"
     return Change("batch", f"--batch-size {size}", needs, lambda request: with_batch(request, size))
 
 
 def possible_changes(request: Request, prediction: Prediction) -> list[Change]:
-    """Settings that ``request`` does not have and could have; which of them help is not asked here."""
+    """Return all settings that ``request`` could have instead of its own, helpful or not."""
     found = [*_number_types(request, prediction), *_kernels(request, prediction)]
     if isinstance(request, SpreadModel) and request.parallel is not None:
         found += _parallel(request.parallel, request.samples)
@@ -67,7 +69,7 @@ def possible_changes(request: Request, prediction: Prediction) -> list[Change]:
 
 
 def _configured(kind: str, change: str, needs: str, **values: object) -> Change:
-    """A change of some options."""
+    """Return a change of some options."""
     return Change(kind, change, needs, lambda request: _with(request, **values))
 
 
@@ -110,7 +112,7 @@ def _kernels(request: Request, prediction: Prediction) -> Iterator[Change]:
 
 
 def _parallel(spec: ParallelSpec, batch: int) -> Iterator[Change]:
-    """Another way to spread the same model over as many GPUs."""
+    """Yield other ways to spread the same model over as many GPUs."""
     for kind, needs, other, size in _spreads(spec, batch):
         text = f"--parallel {text_of(other)}" + ("" if size == batch else f" --batch-size {size}")
         sizes = {} if size == batch else {"batch_size": size}
@@ -118,7 +120,7 @@ def _parallel(spec: ParallelSpec, batch: int) -> Iterator[Change]:
 
 
 def _spreads(spec: ParallelSpec, batch: int) -> Iterator[tuple[str, str, ParallelSpec, int]]:
-    """Kind of change, what it needs, the spec, and samples of one micro-batch."""
+    """Yield kind of change, requirements, spec, and samples of one micro-batch."""
     if spec.recompute == "none":
         yield "recompute", "less memory, for a larger batch", replace(spec, recompute="full"), batch
     else:
@@ -159,8 +161,10 @@ def _spreads(spec: ParallelSpec, batch: int) -> Iterator[tuple[str, str, Paralle
 
 
 def _halved(spec: ParallelSpec, batch: int, name: str) -> tuple[ParallelSpec, int]:
-    """Half the degree ``name`` and twice the replicas; with half the micro-batches, or samples in each, so that a step
-    sees as many samples. Where neither divides it sees twice as many.
+    """Return ``spec`` with half the degree ``name`` and twice the replicas, and the samples of one micro-batch.
+
+    Micro-batches, or the samples in each, are halved so that a step has as many samples; if neither divides, it has
+    twice as many.
     """
     shared = "fsdp" if spec.sharing else "dp"
     values: dict[str, int] = {name: getattr(spec, name) // 2, shared: 2 * getattr(spec, shared)}

@@ -1,4 +1,4 @@
-"""The largest batch whose memory fits: by memory alone, no step is priced or simulated."""
+"""Largest batch whose memory fits; needs only memory estimates, no pricing or simulation."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 from e2e.explain.alternatives import LargestBatch
 
-# Batches that are tried at most. Memory grows nearly evenly with the batch: a straight line through two of them is off
-# by a few samples, which the rest finds.
+# Most batches that are tried. Memory is nearly linear in the batch: interpolation of two of them is off by a few
+# samples, which the remaining tries find.
 TRIES = 14
-# Beyond, a step is no longer what anybody runs on one GPU.
+# Largest batch of practical use on one GPU.
 LARGEST = 1 << 20
-# As long as one end alone is known, so many times as much (or as little) is tried at most.
+# Largest factor of an extrapolation while only one bound is known.
 _FARTHEST = 64
-# Times as much after two batches that take the same.
+# Factor of the next batch after two that need the same memory.
 _FLAT = 8
-# Ends that are so near each other are told apart by halves: between them memory grows in blocks.
+# Width below which the search bisects: there memory grows in blocks.
 _NEAR = 16
 Point = tuple[int, int]
 
@@ -24,8 +24,10 @@ Point = tuple[int, int]
 def largest_batch(
     needed: Callable[[int], int], capacity: int, known: Point, stop: Callable[[], bool] = lambda: False
 ) -> LargestBatch | None:
-    """``needed``: bytes of a batch on the fullest GPU; ``known``: a batch and its bytes. The search ends where ``stop``
-    says so; ``None``: by then no batch was known to fit, though a smaller one may.
+    """Search for the largest batch that fits.
+
+    ``needed``: function from a batch to its bytes on the fullest GPU; ``known``: a batch and its bytes; ``stop``: ends
+    the search. ``None``: no batch was known to fit by then, though a smaller one may.
     """
     search = _Search(capacity)
     search.learn(known)
@@ -42,21 +44,23 @@ def largest_batch(
 
 @dataclass
 class _Search:
-    """``fitting``: the largest batch that is known to fit; ``failing``: the smallest known not to. ``before``: the
-    point in front of the ``last`` one. ``room`` and ``excess``: by how far both ends are off ``capacity``, of an end
-    that stays where it is halved each time (Illinois algorithm), so that the other one moves too.
-    """
+    """State of the search: root finding by regula falsi."""
 
     capacity: int
+    # Largest batch that is known to fit.
     fitting: Point | None = None
+    # Smallest batch that is known not to fit.
     failing: Point | None = None
+    # The latest point; `before`: the one before it.
     last: Point | None = None
     before: Point | None = None
+    # Distance of both bounds from `capacity`; that of a bound that does not move is halved each time (Illinois
+    # algorithm), so that the other one moves too.
     room: float = 0.0
     excess: float = 0.0
 
     def learn(self, point: Point) -> None:
-        """What a batch takes."""
+        """Add a batch and its bytes."""
         fits = point[1] <= self.capacity
         again = self.last is not None and (self.last[1] <= self.capacity) == fits
         if fits:
@@ -69,22 +73,24 @@ class _Search:
 
     @property
     def low(self) -> int:
-        """No batch up to here has to be tried."""
+        """Lower limit of the search: no batch up to this one needs to be tried."""
         return self.fitting[0] if self.fitting else 0
 
     @property
     def high(self) -> int:
-        """No batch from here on has to be tried."""
+        """Upper limit of the search: no batch from this one on needs to be tried."""
         return self.failing[0] if self.failing else LARGEST + 1
 
     @property
     def width(self) -> int:
-        """Between batches that fit and do not; 1: they are neighbours."""
+        """Distance between the batches that fit and do not; 1: they are neighbours."""
         return self.high - self.low
 
     def next_batch(self) -> int | None:
-        """Where a straight line meets the capacity: through both ends, or as long as one of them is not known through
-        the last two points; after the first one twice or half of it. ``None``: nothing is left to try.
+        """Return the next batch to try, ``None`` if none is left.
+
+        Interpolates to the capacity between both bounds, or extrapolates through the last two points while only one is
+        known; after the first point the batch is doubled or halved.
         """
         assert self.last is not None
         if self.width <= 1 or self.low >= LARGEST:
@@ -99,7 +105,7 @@ class _Search:
         return min(max(batch, self.low + 1), self.high - 1, LARGEST)
 
     def _extended(self, otherwise: int) -> int:
-        """By the line through the last two points; ``otherwise`` where there is none that rises."""
+        """Extrapolate through the last two points; return ``otherwise`` if their line does not rise."""
         if self.before is None or self.last is None:
             return otherwise
         rise, run = self.last[1] - self.before[1], self.last[0] - self.before[0]

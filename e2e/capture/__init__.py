@@ -1,4 +1,4 @@
-"""Operators of a training or inference step, recorded without a GPU. ``torch`` is imported on first use."""
+"""Capture of the operators of a training or inference step without a GPU. ``torch`` is imported on first use."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Autocast as CUDA does it: PyTorch applies it by device, and the device without memory has none.
+"""Autocast as on CUDA: PyTorch applies it by device, and the meta device has none.
 
 The lists are those of ``aten/src/ATen/autocast_mode.h`` (``AT_FORALL_LOWER_PRECISION_FP`` and ``AT_FORALL_FP32``), for
-the functions that a script can reach.
+the functions that a script can call.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WIDEST = frozenset(
 
 
 def cast_arguments(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of the function ``name`` cast as autocast would; the casts are recorded like any operator.
+    """Cast the arguments of the function ``name`` as autocast would; the casts are recorded like any operator.
 
     Weights are cast at each use: PyTorch caches the cast of a weight within one autocast region, which matters for
     weights that are used more than once.

@@ -1,8 +1,8 @@
-"""CUDA streams and events without CUDA: scripts make, enter and wait for them, the recording says so.
+"""CUDA streams and events without CUDA: scripts create, enter and wait for them, and the calls are recorded.
 
-Numbers of streams are given in the order in which they are made; 0 is the default stream. A call that only concerns
-order (``cudaEventRecord``, ``cudaStreamWaitEvent`` ...) becomes a record named like the runtime call, with the numbers
-of stream and event in its attributes; :mod:`e2e.lowering` turns it into an action of the host.
+Streams are numbered in the order of their creation; 0 is the default stream. A call that only affects order
+(``cudaEventRecord``, ``cudaStreamWaitEvent`` ...) becomes a record named like the runtime call, with stream and event
+numbers in its attributes; :mod:`e2e.lowering` turns it into an action of the host.
 """
 
 from __future__ import annotations
@@ -18,53 +18,53 @@ DEFAULT = 0
 RECORD, WAIT = "cudaEventRecord", "cudaStreamWaitEvent"
 SYNCHRONIZE_STREAM, SYNCHRONIZE_EVENT = "cudaStreamSynchronize", "cudaEventSynchronize"
 
-Note = Callable[..., None]  # of a runtime call: name, then attributes
+Note = Callable[..., None]  # callback for a runtime call: name, then attributes
 
 
 def nobody(name: str, **attributes: Any) -> None:
-    """A runtime call that nobody is told of."""
+    """Ignore a runtime call."""
 
 
 class StreamState:
-    """Which stream is current, and who is told of runtime calls."""
+    """Current stream, and callback for runtime calls."""
 
     def __init__(self) -> None:
         self.note: Note = nobody
         self._made = 0
         self._events = 0
         self._entered: list[int] = []
-        # Stream of the autograd node that runs: that of its forward operator.
+        # Stream of the running autograd node: that of its forward operator.
         self.node = DEFAULT
 
     @property
     def current(self) -> int:
-        """The stream on which work is put now."""
+        """Stream of new work."""
         return self._entered[-1] if self._entered else self.node
 
     def make(self) -> int:
-        """The number of a new stream."""
+        """Return the number of a new stream."""
         self._made += 1
         return self._made
 
     def make_event(self) -> int:
-        """The number of a new event."""
+        """Return the number of a new event."""
         self._events += 1
         return self._events
 
     def follow(self, stream: int, other: int) -> None:
-        """Later work on ``stream`` waits for what ``other`` has been given so far."""
+        """Make later work on ``stream`` wait for the work already on ``other``."""
         if stream != other:
             event = self.make_event()
             self.note(RECORD, event=event, stream=other)
             self.note(WAIT, event=event, stream=stream)
 
     def choose(self, stream: int) -> None:
-        """From here on work goes to ``stream``."""
+        """Send later work to ``stream``."""
         self._entered[:] = [stream]
 
     @contextmanager
     def entered(self, stream: int | None) -> Iterator[None]:
-        """Inside, work goes to ``stream`` (``None``: no change)."""
+        """Context in which work is sent to ``stream`` (None: no change)."""
         depth = len(self._entered)
         if stream is not None:
             self._entered.append(stream)
@@ -75,7 +75,7 @@ class StreamState:
 
 
 def stream_classes(state: StreamState) -> tuple[type, type]:
-    """Stand-ins for ``torch.cuda.Stream`` and ``torch.cuda.Event`` that tell ``state``."""
+    """Return replacements of ``torch.cuda.Stream`` and ``torch.cuda.Event`` that report to ``state``."""
 
     class Stream:
         def __init__(self, device: Any = None, priority: int = 0, number: int | None = None, **more: Any) -> None:
@@ -143,7 +143,7 @@ def stream_classes(state: StreamState) -> tuple[type, type]:
             return True
 
         def elapsed_time(self, end: Any) -> float:
-            """Milliseconds; nothing has run, so an agreed value."""
+            """Return a fixed number of milliseconds, since nothing has run."""
             return 1.0
 
     return Stream, Event
@@ -151,7 +151,7 @@ def stream_classes(state: StreamState) -> tuple[type, type]:
 
 @contextmanager
 def pretend_streams(state: StreamState) -> Iterator[None]:
-    """Inside, ``torch.cuda`` and ``torch.accelerator`` have streams and events."""
+    """Context in which ``torch.cuda`` and ``torch.accelerator`` have streams and events."""
     stream_class, event_class = stream_classes(state)
 
     def current(device: Any = None) -> Any:
@@ -182,6 +182,6 @@ def pretend_streams(state: StreamState) -> Iterator[None]:
             (torch.accelerator, "synchronize", lambda device=None: torch.cuda.synchronize()),
         ):
             stack.enter_context(patch.object(target, name, value))
-        # Concerns the allocator alone.
+        # Affects only the allocator.
         stack.enter_context(patch.object(torch.Tensor, "record_stream", lambda self, stream: None, create=True))
         yield

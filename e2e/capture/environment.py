@@ -1,9 +1,9 @@
-"""Makes PyTorch behave, for the time of a capture, as if there were a GPU.
+"""Patches that make PyTorch behave, during a capture, as if there were a GPU.
 
-Every change is to a name in a Python module and is undone on leaving. They are: outer functions of PyTorch let the
-functions that they call be seen; meta parameters count as CUDA parameters for the choice of foreach and fused
-optimizers; ``torch.cuda`` says that there is a device, with the properties that the caller names and no memory in use;
-``torch.inference_mode`` leaves operators to autograd, which selects those that run.
+Every patch replaces a name in a Python module and is undone on exit: outer functions of PyTorch do not hide the
+functions that they call; meta parameters count as CUDA parameters in the selection of foreach and fused optimizers;
+``torch.cuda`` reports a device, with the properties given by the caller and no memory in use; ``torch.inference_mode``
+leaves operators to autograd, which selects those that run.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ import torch
 from costmodel.base.errors import ModelError
 from e2e.step.options import SeenGpu
 
-# A function that is itself seen hides those that it calls: for ``backward`` that would be a recomputed forward pass.
+# An overridden function hides those that it calls: for ``backward`` that would be a recomputed forward pass.
 OUTER_MODULES = (torch.nn.functional, torch._tensor, torch.functional, torch.autograd)
 SWITCHES = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 
 @contextmanager
 def pretend_gpu(synchronized: Callable[[], None], gpu: SeenGpu) -> Iterator[None]:
-    """Inside, scripts find ``gpu``. ``synchronized`` is called when a script waits for it."""
+    """Context in which scripts find ``gpu``. ``synchronized`` is called when a script waits for it."""
     with ExitStack() as stack:
-        if torch.is_inference_mode_enabled():  # the caller's
+        if torch.is_inference_mode_enabled():  # the caller's mode
             stack.enter_context(torch.inference_mode(False))
         for module in OUTER_MODULES:
             for switch in SWITCHES:
@@ -47,10 +47,10 @@ def _nothing_overrides(*args: Any) -> bool:
 
 
 class _WithoutGradients:
-    """``torch.inference_mode`` in a capture: gradients are off and the script is told that the mode is on.
+    """``torch.inference_mode`` in a capture: gradients are off and the script sees the mode as on.
 
     In PyTorch's own mode the operators below autograd are composite ones (``aten::linear``, ``aten::batch_norm``),
-    as nothing has chosen their kernels yet; kernels are those of ``torch.no_grad``.
+    since their kernels have not been selected yet; kernels are those of ``torch.no_grad``.
     """
 
     enabled: ContextVar[bool] = ContextVar("the script is in inference mode", default=False)
@@ -79,7 +79,9 @@ def _inference_patches() -> list[tuple[Any, str, Any]]:
 
 
 def _optimizer_patches() -> list[tuple[Any, str, Any]]:
-    """Meta parameters may take the foreach and fused forms, as CUDA ones; foreach is PyTorch's own default there."""
+    """Return the patches that allow foreach and fused forms for meta parameters, as for CUDA ones, where foreach is
+    PyTorch's default.
+    """
     base = import_module("torch.optim.optimizer")  # torch.optim hides its submodules
     patches: list[tuple[Any, str, Any]] = [
         (base, "_get_foreach_kernels_supported_devices", lambda: ["meta", "cuda"]),
@@ -96,12 +98,12 @@ def _optimizer_patches() -> list[tuple[Any, str, Any]]:
     return patches
 
 
-# Where optimizers whose steps a CUDA graph may hold (``capturable=True``) ask on which devices they can.
+# Name of the supported-device query of optimizers whose steps can be in a CUDA graph (``capturable=True``).
 _CAPTURABLE = "_get_capturable_supported_devices"
 
 
 def _properties(gpu: SeenGpu) -> SimpleNamespace:
-    """As ``torch.cuda.get_device_properties`` has them."""
+    """Return the properties as ``torch.cuda.get_device_properties`` does."""
     major, minor = gpu.capability
     return SimpleNamespace(
         name=gpu.name,
@@ -122,7 +124,7 @@ def _properties(gpu: SeenGpu) -> SimpleNamespace:
 def _cuda_patches(synchronized: Callable[[], None], gpu: SeenGpu) -> list[tuple[Any, str, Any]]:
     return [
         *_checkpoint_patches(),
-        # Code that names the device of a tensor means autocast of the GPU.
+        # The meta device means autocast of the GPU.
         (torch, "get_autocast_dtype", _of_gpu(torch.get_autocast_dtype)),
         (torch, "is_autocast_enabled", _of_gpu(torch.is_autocast_enabled)),
         (torch.cuda, "is_available", lambda: True),
@@ -145,24 +147,26 @@ def _cuda_patches(synchronized: Callable[[], None], gpu: SeenGpu) -> list[tuple[
             for name in ("manual_seed", "manual_seed_all", "seed", "seed_all")
         ),
         *((torch.cuda.nvtx, name, lambda *args, **kwargs: 0) for name in _MARKS),
-        # Classes stay classes: libraries name them in annotations (``CUDAGraph | None``) and in ``isinstance``.
+        # Classes stay classes, since libraries use them in annotations (``CUDAGraph | None``) and in ``isinstance``.
         *((torch.cuda, name, _RefusedGraph) for name in ("CUDAGraph", "graph")),
         (torch.cuda, "make_graphed_callables", _refuse_graphs),
         (torch.nn.DataParallel, "__init__", _refuse_data_parallel),
-        # Asked by recurrent layers alone, which would lay their weights side by side, once.
+        # Called only by recurrent layers, which would otherwise flatten their weights once.
         (torch.backends.cudnn, "is_acceptable", lambda tensor: False),
-        # There is no memory to pin; where data come from does not matter.
+        # There is no memory to pin, and the source of data does not matter.
         (torch.Tensor, "pin_memory", lambda self, device=None: self),
         (torch.Tensor, "__format__", _formatted),
         (torch.utils.data.RandomSampler, "__iter__", lambda self: iter(range(self.num_samples))),
-        # Numbers of devices, as in `model.to(rank)`, mean GPUs.
+        # Device numbers, as in `model.to(rank)`, mean GPUs.
         (torch._C._nn, "_parse_to", _parse_to(torch._C._nn._parse_to)),
     ]
 
 
 def _checkpoint_patches() -> list[tuple[Any, str, Any]]:
-    """A recomputed forward pass restores the autocast state of this device type; tensors that it keeps are compared
-    with those of the first pass by where they are, asked inside of operators and outside.
+    """Return the patches of checkpoints.
+
+    A recomputed forward pass restores the autocast state of this device type; its saved tensors are compared with those
+    of the first pass by device, which is read inside operators and outside.
     """
     checkpoint = import_module("torch.utils.checkpoint")
     extract = checkpoint._default_meta_extractor
@@ -179,7 +183,7 @@ def _checkpoint_patches() -> list[tuple[Any, str, Any]]:
 
 
 def _formatted(tensor: torch.Tensor, form: str) -> str:
-    """``f"{loss:.3f}"`` of a number on the GPU reads it, as ``loss.item()`` does."""
+    """Format a number on the GPU, as in ``f"{loss:.3f}"``, by reading it as ``loss.item()`` does."""
     single = tensor.dim() == 0 and type(tensor) in (torch.Tensor, torch.nn.Parameter)
     return format(tensor.item(), form) if single else object.__format__(tensor, form)
 
@@ -197,7 +201,7 @@ def _refuse_graphs(*args: Any, **kwargs: Any) -> Any:
 
 
 class _RefusedGraph:
-    """Stands for ``torch.cuda.CUDAGraph`` and ``torch.cuda.graph``: may be named, not made."""
+    """Replacement of ``torch.cuda.CUDAGraph`` and ``torch.cuda.graph``: may be named, not created."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         _refuse_graphs()
@@ -208,7 +212,7 @@ def _refuse_data_parallel(self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def is_device_number(value: Any) -> bool:
-    """Whether ``value`` is the number of a GPU."""
+    """True if ``value`` is the number of a GPU."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 

@@ -1,9 +1,9 @@
-"""``flex_attention`` as the compiled kernel that it is on a GPU: one fused call over the pairs that its mask leaves.
+"""``flex_attention`` as its compiled GPU kernel: one fused call over the pairs allowed by its mask.
 
-The mask is asked for a grid of queries and keys. Where its values are known (:mod:`e2e.capture.known_values`: it
-compares positions, or documents that the script wrote), the share of pairs that it leaves is; else all pairs count.
-The record says the share as the window that has as many pairs. What ``score_mod`` computes for every pair is not
-priced.
+The mask is evaluated on a grid of queries and keys. If its values are known (:mod:`e2e.capture.known_values`: it
+compares positions, or documents given by the script), the fraction of allowed pairs is known; otherwise all pairs
+count. The record expresses the fraction as a window with the same number of pairs. The work of ``score_mod`` per pair
+is not priced.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from e2e.capture import fused_attention  # noqa: F401, its library of operators
 from e2e.capture.known_values import known
 
 FORWARD, BACKWARD = "attention::flex", "attention::flex_backward"
-_SAMPLES = 192  # queries and keys at which a mask is asked, evenly spaced
+_SAMPLES = 192  # queries and keys at which a mask is evaluated, evenly spaced
 _ops = torch.ops.attention
 
 
 class FlexibleAttention(torch.autograd.Function):
-    """Attention of (batch, heads, length, head_dim), over ``window`` keys where it is not 0."""
+    """Attention of (batch, heads, length, head_dim), over ``window`` keys if it is not 0."""
 
     @staticmethod
     def forward(ctx: Any, query: Any, key: Any, value: Any, causal: bool, window: int) -> torch.Tensor:
@@ -40,8 +40,9 @@ class FlexibleAttention(torch.autograd.Function):
 def attend(
     paused: Callable[[], Any], query: Any, key: Any, value: Any, score: Any, block_mask: tuple[Any, ...], *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """In the place of PyTorch's higher-order operator: output, logarithm of the sum of exponentials and largest score
-    of each row. ``block_mask``: its last member is the mask; ``paused`` keeps unrecorded what that computes.
+    """Replace PyTorch's higher-order operator; return output, log-sum-exp and largest score of each row.
+
+    ``block_mask``: its last member is the mask; ``paused`` prevents recording of the mask's operators.
     """
     with paused():
         share, causal = _seen(block_mask[-1], query.shape[2], key.shape[2])
@@ -52,12 +53,14 @@ def attend(
 
 
 def _seen(mask: Any, queries: int, keys: int) -> tuple[float, bool]:
-    """Of the first head of the first sample: the share of pairs that ``mask`` leaves, and whether no query sees a key
-    behind it. All pairs where its values are unknown.
+    """Return the fraction of pairs allowed by ``mask`` for the first head of the first sample, and True if no query
+    sees a later key.
+
+    All pairs if its values are unknown.
     """
     if mask is None:
         return 1.0, False
-    # In the middle of equal parts, so that neither end is preferred.
+    # Centres of equal intervals, so that neither end is preferred.
     row, column = (
         torch.tensor([int((place + 0.5) * length / count) for place in range(count)], device="meta")
         for length, count in ((queries, min(queries, _SAMPLES)), (keys, min(keys, _SAMPLES)))
@@ -73,9 +76,9 @@ def _seen(mask: Any, queries: int, keys: int) -> tuple[float, bool]:
 
 
 def _window(share: float, causal: bool, queries: int, keys: int) -> int:
-    """The narrowest window of as many pairs as ``share`` of all; 0 if it is no window at all."""
+    """Return the narrowest window with at least ``share`` of all pairs; 0 for no window."""
     wanted, low, high = share * queries * keys, 1, keys
-    # Samples cannot tell a mask without a window from one of nearly all keys.
+    # Samples cannot distinguish no window from one of nearly all keys.
     if wanted >= 0.97 * seen_pairs(queries, keys, causal):
         return 0
     while low < high:

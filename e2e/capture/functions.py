@@ -1,4 +1,4 @@
-"""Decides, above autograd, what CUDA would decide: dropout, attention, autocast, devices; names the outer calls."""
+"""Decisions of CUDA made above autograd: dropout, attention, autocast, devices; frames of the outer calls."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ NOT_OPERATORS = frozenset(
 
 
 class GpuDecisions(TorchFunctionMode):
-    """Sees each function of PyTorch that the script calls, before autograd does."""
+    """Interceptor of each PyTorch function called by the script, before autograd."""
 
     def __init__(self, recorder: Recorder, attention: AttentionForm) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class GpuDecisions(TorchFunctionMode):
                     "scaled_dot_product_attention of nested tensors is not captured; write flex_attention with a mask "
                     "of documents, or a padded batch"
                 )
-            return func(*args, **kwargs)  # several tensors in one: what does the work is seen below
+            return func(*args, **kwargs)  # several tensors in one: the operators that do the work are seen below
         if torch.is_autocast_enabled("cuda"):
             args, kwargs = cast_arguments(name, args, kwargs)
         with self._recorder.frame(f"aten::{name}", args, kwargs) as frame:
@@ -92,21 +92,25 @@ class GpuDecisions(TorchFunctionMode):
 
 
 def dropout(func: Any, input: torch.Tensor, p: float = 0.5, train: bool = True) -> torch.Tensor:
-    """CUDA runs one fused kernel for 0 < p < 1 in training (``is_fused_kernel_acceptable`` in Dropout.cpp)."""
+    """Compute dropout; CUDA runs one fused kernel for 0 < p < 1 in training (``is_fused_kernel_acceptable`` in
+    Dropout.cpp).
+    """
     if train and 0 < p < 1 and input.numel() > 0 and input.device.type == "meta":
         return torch.native_dropout(input, p, True)[0]
     return func(input, p, train)
 
 
 def grouped_mm(func: Any, mat_a: torch.Tensor, mat_b: torch.Tensor, **others: Any) -> torch.Tensor:
-    """One kernel for bfloat16; of other types CUDA computes one group after the other (``GroupedMMUtils.h``)."""
+    """Compute grouped products: one kernel for bfloat16; other types run group after group on CUDA
+    (``GroupedMMUtils.h``).
+    """
     if mat_a.device.type != "meta" or mat_a.dtype is torch.bfloat16 or (mat_a.dim(), mat_b.dim()) != (2, 3):
         return func(mat_a, mat_b, **others)
     return GroupedProducts.apply(mat_a, mat_b)
 
 
 class GroupedProducts(torch.autograd.Function):
-    """Rows (all, k) in equally large groups times a matrix (groups, k, n) each."""
+    """Products of rows (all, k) in equal groups with one matrix of (groups, k, n) each."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
@@ -145,8 +149,10 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """The operators that ``sdp_utils.cpp`` selects: flash for 16 bits without a mask and with values as wide as keys,
-    else memory-efficient. Which kernel that is on a GPU is decided when it is priced.
+    """Call the operators that ``sdp_utils.cpp`` selects: flash for 16 bits without a mask and with values as wide as
+    keys, otherwise memory-efficient.
+
+    The kernel on a GPU is selected when it is priced.
     """
     if backend == "math" and query.device.type == "meta":
         return math_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
@@ -179,7 +185,7 @@ def math_attention(
     scale: float | None,
     enable_gqa: bool,
 ) -> torch.Tensor:
-    """The operators of ``_scaled_dot_product_attention_math`` with CUDA's dropout, which C++ would take apart."""
+    """Call the operators of ``_scaled_dot_product_attention_math`` with CUDA's dropout, which C++ would decompose."""
     given = query.dtype
     if given in (torch.float16, torch.bfloat16):
         query, key, value = query.float(), key.float(), value.float()
@@ -198,7 +204,7 @@ def math_attention(
 
 
 def _additive(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
-    """Boolean masks become additive ones, expanded to all heads (``convert_boolean_attn_mask``)."""
+    """Convert boolean masks to additive ones, expanded to all heads (``convert_boolean_attn_mask``)."""
     if mask is None:
         return None
     if mask.dtype is torch.bool:
@@ -207,8 +213,10 @@ def _additive(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | 
 
 
 def _listed(tensor: torch.Tensor) -> Any:
-    """``tolist()``: the host waits for a copy. Values that only data would decide are refused where they are integers,
-    which may be sizes; numbers are zeros, as those of ``.cpu()``.
+    """Return ``tolist()``, for which the host waits for a copy.
+
+    Unknown integers, which may be sizes, raise ``ModelError``; other unknown numbers are zeros, like those of
+    ``.cpu()``.
     """
     if known(tensor) is None and not tensor.is_floating_point():
         if tensor.dim() == 0:
@@ -221,7 +229,7 @@ def _listed(tensor: torch.Tensor) -> Any:
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """``torch.tensor`` of numbers in the script: their values go along. Single numbers on the GPU among them are
+    """Run ``torch.tensor`` on numbers of the script, and note their values. Single numbers on the GPU among them are
     read.
     """
     data = _numbers(args[0] if args else kwargs.get("data"))
@@ -233,7 +241,7 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _numbers(data: Any) -> Any:
-    """``data`` with numbers for the tensors in its lists, for each of which the host waits."""
+    """Return ``data`` with numbers in place of tensors in its lists, for each of which the host waits."""
     if not isinstance(data, (list, tuple)):
         return data
     found = [each.item() if isinstance(each, torch.Tensor) and each.dim() == 0 else _numbers(each) for each in data]
@@ -242,11 +250,11 @@ def _numbers(data: Any) -> Any:
 
 @cache
 def _is_operator(name: str) -> bool:
-    """Whether ``name`` is one operator, not a Python function around several."""
+    """True if ``name`` is one operator, not a Python function around several."""
     return not name.startswith("__") and hasattr(aten, name)
 
 
-# What tensors without memory say of their place: what they would say on the GPU of their rank.
+# Location attributes of meta tensors: the values on the GPU of their rank.
 _PLACE: dict[str, Callable[[], Any]] = {
     "device": lambda: torch.device("cuda", torch.cuda.current_device()),
     "is_cuda": lambda: True,
@@ -255,7 +263,7 @@ _PLACE: dict[str, Callable[[], Any]] = {
 
 
 def _property(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Attributes of a tensor, those of its place as on the GPU."""
+    """Return an attribute of a tensor, with location attributes as on the GPU."""
     place = _PLACE.get(getattr(func.__self__, "__name__", ""))
     return place() if place is not None and args[0].is_meta else func(*args, **kwargs)
 
@@ -263,7 +271,7 @@ def _property(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 def _on_meta(
     name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """``cuda`` as a device means the device without memory."""
+    """Replace ``cuda`` as a device by the meta device."""
     if name == "cuda":
         return torch.Tensor.to, (args[0], torch.device("meta")), {}
     if "device" in kwargs and _is_cuda(kwargs["device"]):

@@ -1,9 +1,9 @@
-"""Fused attention as libraries call it besides ``scaled_dot_product_attention``: windows, sinks, packed documents.
+"""Fused attention of libraries other than ``scaled_dot_product_attention``: windows, sinks, packed documents.
 
-FlashAttention's package, Transformer Engine and kernels of Transformers skip what a window leaves out and take the
-learned score of a sink, where PyTorch's own function needs a mask over all pairs or cannot help. Where sequences are
-packed of documents, they take the lengths and skip the pairs of different ones. Such a call is recorded as one operator
-without effect, :data:`FORWARD`, and one of its gradients. Imports ``torch``.
+FlashAttention's package, Transformer Engine and kernels of Transformers skip keys outside a window and support the
+learned score of a sink, where PyTorch's own function needs a mask over all pairs or has no support. For sequences
+packed from documents, they take the lengths and skip pairs of different documents. Such a call is recorded as one
+operator without effect, :data:`FORWARD`, and one of its gradients. Imports ``torch``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FORWARD, BACKWARD = "attention::fused", "attention::fused_backward"
 FORM = "fused"  # name of the function in the library's table
 CACHED = "cached_tokens"  # attribute of a module: tokens in its cache
 _DOCUMENT = "document_length"  # attribute of a module: tokens of each document in its sequences
-MASK_FORM = "flash_attention_2"  # whose masks are none unless there is padding
+MASK_FORM = "flash_attention_2"  # whose masks are None unless there is padding
 
 _LIBRARY = torch.library.Library("attention", "DEF")
 _ARGUMENTS = (
@@ -46,8 +46,8 @@ _ops = torch.ops.attention
 
 
 class WindowedAttention(torch.autograd.Function):
-    """Causal attention of (batch, heads, length, head_dim), over ``window`` keys where it is not 0 and inside documents
-    of ``document`` tokens where that is not.
+    """Causal attention of (batch, heads, length, head_dim), over ``window`` keys and inside documents of ``document``
+    tokens, where these are not 0.
     """
 
     @staticmethod
@@ -65,7 +65,7 @@ class WindowedAttention(torch.autograd.Function):
 
 
 def register() -> str:
-    """Puts the function into the tables of Transformers; returns its name there."""
+    """Register the function in the tables of Transformers; return its name there."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -76,8 +76,10 @@ def register() -> str:
 
 
 def pack_documents(model: torch.nn.Module, form: str, tokens: int, source: str) -> None:
-    """Sequences of ``model``, whose attention is ``form`` of the library's table, become documents of ``tokens`` tokens
-    one behind the other, which see themselves alone. ``InputError`` where no kernel takes that.
+    """Make sequences of ``model``, with attention ``form`` of the library's table, consist of documents of ``tokens``
+    tokens that attend to themselves alone.
+
+    Raise ``InputError`` if the kernel does not support that.
     """
     if form != FORM:
         raise InputError(
@@ -100,7 +102,7 @@ def attend(
     is_causal: bool | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """As the attention functions of Transformers; tokens before heads in what it returns."""
+    """Compute attention with the interface of Transformers' attention functions; the output has tokens before heads."""
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if causal and 1 < query.shape[2] < key.shape[2] and hasattr(module, CACHED):
         raise InputError("--cache-length: kernels by name decode one token of each sequence; give --attention flash")

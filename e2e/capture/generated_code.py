@@ -1,8 +1,7 @@
-"""Code that PyTorch or Triton would generate for the GPU: ``torch.compile``, ``flex_attention``, kernels in Triton.
+"""Code that PyTorch or Triton would generate for the GPU: ``torch.compile``, ``flex_attention``, Triton kernels.
 
-None of it is generated in a capture. A compiled function runs as it is written (:mod:`e2e.lowering` fuses what would
-be, where that is asked for); a launch of a Triton kernel is a record ``triton::NAME`` of the tensors that it is given,
-which is priced by their bytes.
+No code is generated in a capture. A compiled function runs as written (:mod:`e2e.lowering` applies the fusion, if
+requested); a launch of a Triton kernel is a record ``triton::NAME`` of its tensors, which is priced by their bytes.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from e2e.step.operator_trace import TRITON
 
 @contextmanager
 def without_compiler(found: list[str]) -> Iterator[None]:
-    """Inside, ``torch.compile`` leaves functions as they are, and modules may break its graphs. What is compiled is put
-    into ``found``, by name.
+    """Context in which ``torch.compile`` leaves functions unchanged, and modules may break its graphs. Names of
+    compiled functions and modules are added to ``found``.
     """
     compile_module = torch.compile
 
@@ -46,7 +45,7 @@ def without_compiler(found: list[str]) -> Iterator[None]:
 
 @contextmanager
 def generated_kernels(recorder: Recorder) -> Iterator[None]:
-    """Inside, flexible attention and launches of Triton kernels are recorded, as far as they have been imported."""
+    """Context in which flexible attention and launches of Triton kernels are recorded, if they have been imported."""
     with ExitStack() as stack:
         for target, name, value in (*_flexible(recorder), *_launches(recorder)):
             stack.enter_context(patch.object(target, name, value))
@@ -54,7 +53,7 @@ def generated_kernels(recorder: Recorder) -> Iterator[None]:
 
 
 def _flexible(recorder: Recorder) -> list[tuple[Any, str, Any]]:
-    """What is inside ``flex_attention``: scripts hold the function itself."""
+    """Return the patches of internals of ``flex_attention``, since scripts hold the function itself."""
     module = sys.modules.get("torch.nn.attention.flex_attention")
     if module is None:
         return []

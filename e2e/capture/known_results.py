@@ -1,7 +1,8 @@
-"""What an operator returns without data depends only on shapes: each distinct call is computed once per capture.
+"""Cache of the results of operators without data, which depend only on shapes: each distinct call is computed once per
+capture.
 
-Alike layers repeat the same calls, and PyTorch works shapes out in Python. Only calls that make all of their results
-are remembered, and only where a new tensor of the same shape and strides is the same in every respect.
+Identical layers repeat the same calls, and PyTorch computes shapes in Python. Only calls that create all of their
+results are cached, and only if a new tensor of the same shape and strides is the same in every respect.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ import torch
 
 from e2e.capture.meta_results import run
 
-# (shape, stride, dtype) of each result, and whether the operator returns one tensor, not a tuple of them.
+# (shape, stride, dtype) of each result, and True if the operator returns one tensor, not a tuple of them.
 _Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 _Results = tuple[tuple[_Layout, ...], bool]
 
 
 class _UnfitError(Exception):
-    """An argument by which a call cannot be recognised."""
+    """Raised for an argument that cannot be part of a cache key."""
 
 
 class KnownResults:
-    """Runs operators on tensors without data; ``hits`` counts the calls that were not computed again."""
+    """Cached execution of operators on tensors without data; ``hits`` counts the calls that were not computed again."""
 
     def __init__(self) -> None:
         self.hits = 0
@@ -31,7 +32,7 @@ class KnownResults:
         self._pure: dict[Any, bool] = {}
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """As :func:`e2e.capture.meta_results.run`."""
+        """Run ``func`` as :func:`e2e.capture.meta_results.run` does."""
         if not self._makes_results(func):
             return run(func, args, kwargs)
         try:
@@ -49,20 +50,20 @@ class KnownResults:
         return result
 
     def _makes_results(self, func: Any) -> bool:
-        """Whether the schema says that the operator writes nothing and that nothing it returns is a view."""
+        """True if, by its schema, the operator writes nothing and returns no view."""
         known = self._pure.get(func)
         if known is None:
             schema = func._schema
             values = (*schema.arguments, *schema.returns)
             known = func.namespace == "aten" and bool(schema.returns) and all(v.alias_info is None for v in values)
-            # Their results depend on values, or on what the session says of them.
+            # Results that depend on values, or on the settings of the session, are excluded.
             known = known and torch.Tag.data_dependent_output not in func.tags
             self._pure[func] = known = known and torch.Tag.dynamic_output_shape not in func.tags
         return known
 
 
 def _signature(values: Sequence[Any]) -> tuple[Any, ...]:
-    """What a call's results depend on; types are part of it, as 1, 1.0 and ``True`` are equal."""
+    """Return a key of all arguments that results depend on; types are included, since 1, 1.0 and ``True`` are equal."""
     found: list[Any] = []
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -86,7 +87,7 @@ def _of_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _results(result: Any, arguments: Sequence[Any]) -> _Results | None:
-    """How to make ``result`` anew; ``None`` if one of its tensors is anything but a new, dense one of its own."""
+    """Return the layout of ``result``; None if one of its tensors is not new, dense and with its own storage."""
     alone = isinstance(result, torch.Tensor)
     found = (result,) if alone else tuple(result) if isinstance(result, tuple) else ()
     if not found or not all(isinstance(tensor, torch.Tensor) and _is_plain(tensor) for tensor in found):

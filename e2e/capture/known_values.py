@@ -1,9 +1,9 @@
-"""Values of small tensors that the script itself wrote: sizes, masks of ones, positions, flags.
+"""Known values of small tensors written by the script itself: sizes, masks of ones, positions, flags.
 
 A capture has no data, but ``torch.tensor([[1, 16, 16]])`` or ``torch.ones(2, 128)`` on the GPU is known all the same,
-and so is whatever is computed from such tensors alone. A CPU copy of the values goes along with the tensor without
-data, so that ``.item()``, ``.tolist()``, a boolean mask or the end of a loop follows from them as it would on a GPU. A
-tensor that is written with what is not known, or through a view, is not known any more (its version counter tells).
+and so is everything computed from such tensors alone. A CPU copy of the values is attached to the meta tensor, so that
+``.item()``, ``.tolist()``, a boolean mask or the end of a loop follows from it as on a GPU. A tensor written with
+unknown values, or through a view, is no longer known (detected by its version counter).
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 aten = torch.ops.aten
-# The largest tensor whose values go along: a mask of 16 sequences of 4,096 tokens. Above, values never decide sizes.
+# Largest tensor with known values: a mask of 16 sequences of 4,096 tokens. Values of larger ones never decide sizes.
 LIMIT = 1 << 16
 _PLACE = "_known_values"
 
 
 def known(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The values of ``tensor`` on the CPU; ``None`` where they are not known."""
+    """Return the values of ``tensor`` on the CPU, or None if they are not known."""
     held = getattr(tensor, _PLACE, None)
     if held is None:
         return None
@@ -29,14 +29,14 @@ def known(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def know(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """From here on the values of ``tensor`` are ``values``, until it is written."""
+    """Set the known values of ``tensor``, valid until it is written."""
     version = _version(tensor)
     if version is not None and tensor.device.type == "meta" and values.numel() <= LIMIT:
         setattr(tensor, _PLACE, (values, version))
 
 
 def follow(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-    """Notes the values of ``result``, what ``func`` returned on tensors without data, as far as they follow."""
+    """Note the values of ``result``, returned by ``func`` on tensors without data, as far as they are known."""
     if isinstance(result, torch.Tensor):
         if result.device.type != "meta" or result.numel() > LIMIT or result.layout is not torch.strided:
             return
@@ -50,7 +50,7 @@ def follow(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: An
             know(result, torch.zeros(result.shape, dtype=torch.bool, device="cpu"))
         return
     if func in _WHOLE_NUMBERS:
-        # Drawn at random within bounds they are the script's own, such as token ids: one draw is as good as another.
+        # Random integers within bounds belong to the script, such as token ids: any draw will do.
         bounds = args if func is aten.randint.low else (0, *args)
         generator = torch.Generator(device="cpu").manual_seed(0)
         know(result, aten.randint.low_generator(*bounds, generator=generator, dtype=result.dtype, device="cpu"))
@@ -67,7 +67,7 @@ def follow(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: An
 
 
 def _follows(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> bool:
-    """Computes on the CPU what all inputs of are known; false if they are not."""
+    """Compute the result on the CPU if all inputs are known; return False otherwise."""
     if torch.Tag.nondeterministic_seeded in func.tags or func.namespace != "aten":
         return False
     found: list[bool] = []
@@ -81,7 +81,7 @@ def _follows(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: 
         return False
     try:
         computed = func(*values, **named)
-    except (RuntimeError, NotImplementedError):  # the CPU has no such kernel
+    except (RuntimeError, NotImplementedError):  # no CPU kernel
         return False
     for tensor, value in zip(_listed(result), _listed(computed), strict=False):
         if isinstance(tensor, torch.Tensor) and isinstance(value, torch.Tensor) and tensor.shape == value.shape:
@@ -90,7 +90,9 @@ def _follows(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: 
 
 
 def _write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-    """A tensor written as a whole, with known values, stays known; what shares its memory does not."""
+    """Keep a tensor known if it is written as a whole with known values; tensors that share its memory are no longer
+    known.
+    """
     if not args or result is not args[0] or torch.Tag.nondeterministic_seeded in func.tags or func.namespace != "aten":
         return
     found: list[bool] = []
@@ -104,12 +106,12 @@ def _write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: An
         func(*values, **named)
     except (RuntimeError, NotImplementedError):
         return
-    # The counter goes on when the call is over.
+    # The counter is incremented at the end of the call.
     setattr(result, _PLACE, (values[0], version + 1))
 
 
 def _fill(func: Any, args: Sequence[Any], result: torch.Tensor) -> None:
-    """Of these only the shape of their first argument counts."""
+    """Note the values of a result that depends only on the shape of the first argument."""
     value = _FILLED[func]
     if value is None:
         value = args[2] if func is aten.new_full.default else args[1]
@@ -118,7 +120,9 @@ def _fill(func: Any, args: Sequence[Any], result: torch.Tensor) -> None:
 
 
 def _on_cpu(argument: Any, found: list[bool]) -> Any:
-    """``argument`` with known values in the place of tensors; ``found`` gets for every tensor whether it has them."""
+    """Return ``argument`` with known values in place of tensors; append to ``found`` for every tensor whether it has
+    them.
+    """
     if isinstance(argument, torch.Tensor):
         values = argument if _is_host_number(argument) else known(argument)
         found.append(values is not None)
@@ -129,7 +133,7 @@ def _on_cpu(argument: Any, found: list[bool]) -> Any:
 
 
 def _is_host_number(tensor: torch.Tensor) -> bool:
-    """A number on the CPU beside tensors of the GPU has a value."""
+    """True for a scalar on the CPU, which has a value, beside tensors of the GPU."""
     return tensor.device.type == "cpu" and tensor.dim() == 0
 
 
@@ -141,11 +145,11 @@ def _listed(result: Any) -> Sequence[Any]:
     return result if isinstance(result, (tuple, list)) else (result,)
 
 
-# Tests of data that in the usual case find nothing: values are numbers, and no generated token ends a sequence.
+# Tests of data that usually find nothing: values are finite, and no generated token ends a sequence.
 _NOTHING_FOUND = frozenset(
     {aten.isnan.default, aten.isinf.default, aten.isin.Tensor_Tensor, aten.isin.Tensor_Scalar, aten.isin.Scalar_Tensor}
 )
-# Flags that decide alone, whatever the other side is: nothing follows from ``False and`` but ``False``.
+# Flags that decide alone, whatever the other operand: ``False and`` anything is ``False``.
 _DECIDED_BY = {
     aten.bitwise_and.Tensor: False,
     aten.logical_and.default: False,
@@ -166,7 +170,7 @@ _FACTORIES = frozenset(
         aten.scalar_tensor.default,
     }
 )
-# What they write, whatever their first argument holds; ``None``: an argument of theirs.
+# Value written, whatever the content of the first argument; ``None``: given by an argument.
 _FILLED: dict[Any, float | None] = {
     aten.zeros_like.default: 0,
     aten.ones_like.default: 1,

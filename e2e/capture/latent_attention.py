@@ -1,10 +1,10 @@
-"""Latent attention in the space of its latents, as serving engines decode it (``--attention mla``).
+"""Latent attention computed in the space of the latents, as serving engines decode (``--attention mla``).
 
 DeepSeek's attention keeps one latent per token and a rotated key that all heads share (arXiv 2405.04434, section 2.1).
 The layers of Transformers compute keys and values of every head from the latents of the whole cache for every token;
 vLLM, SGLang and TensorRT-LLM multiply the queries by that projection instead (it is absorbed), attend over the cached
-latents, whose first part are the values too, and multiply the outputs by the rest of it. The attention itself is
-recorded as one operator without effect, :data:`OPERATOR`. Imports ``torch``.
+latents, whose first part are also the values, and multiply the outputs by the rest of the projection. The attention
+itself is recorded as one operator without effect, :data:`OPERATOR`. Imports ``torch``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LIBRARY.impl("latent", lambda query, latents, rotated: query.new_empty((*query.
 
 
 def register() -> str:
-    """Puts the function into the tables of Transformers; returns its name there."""
+    """Register the function in the tables of Transformers; return its name there."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -37,9 +37,9 @@ def register() -> str:
 
 
 def absorb(model: torch.nn.Module, cached: int | None, source: str) -> None:
-    """The layers of latent attention of ``model``, built with :data:`FORM`, hand their latents on as they are cached.
+    """Make the latent-attention layers of ``model``, built with :data:`FORM`, pass on their latents as cached.
 
-    ``InputError`` where there are none, and for a step that has no ``cached`` tokens: prefill computes keys and values.
+    Raise ``InputError`` if there are none, or if the step has no ``cached`` tokens: prefill computes keys and values.
     """
     layers = [module for module in model.modules() if hasattr(module, "expand_kv") and hasattr(module, "kv_b_proj")]
     if not layers:
@@ -54,8 +54,8 @@ def absorb(model: torch.nn.Module, cached: int | None, source: str) -> None:
 
 
 def _projection(layer: Any, dtype: torch.dtype) -> torch.Tensor:
-    """The weights from latents to keys and values, in the type of the queries: engines keep such a copy of weights that
-    are stored in 8 bits.
+    """Return the weights from latents to keys and values, in the type of the queries: engines keep such a copy of
+    weights that are stored in 8 bits.
     """
     if not hasattr(layer, _KEPT):
         setattr(layer, _KEPT, layer.kv_b_proj.weight.detach().to(dtype))
@@ -77,8 +77,10 @@ def attend(
     indices: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """As the attention functions of Transformers: queries (batch, heads, length, width), cached ``latents`` (batch, 1,
-    tokens, rank) and ``rotated`` keys (batch, 1, tokens, rotary width); tokens before heads in what it returns.
+    """Compute attention with the interface of Transformers' attention functions.
+
+    Queries (batch, heads, length, width), cached ``latents`` (batch, 1, tokens, rank) and ``rotated`` keys (batch, 1,
+    tokens, rotary width); the output has tokens before heads.
     """
     if indices is not None:
         raise InputError(f"{type(module).__name__}: sparse attention over cached latents is not known; give eager")

@@ -1,6 +1,6 @@
-"""Operators that CUDA hands to a library: the names and arguments that a trace from a GPU would show.
+"""Operators that CUDA delegates to a library: names and arguments as in a trace from a GPU.
 
-Without a GPU, PyTorch records the operator in front of the choice (``aten::convolution``) or a CPU-neutral one
+Without a GPU, PyTorch records the operator before the selection (``aten::convolution``) or a device-neutral one
 (``aten::native_batch_norm``).
 """
 
@@ -12,7 +12,7 @@ from e2e.step.operator_trace import Tensor
 
 
 def as_on_gpu(row: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    """Renames the call ``row``, just recorded as the last of ``rows``, and appends what CUDA launches besides."""
+    """Rename the call ``row``, the last of ``rows``, as on CUDA, and append its additional launches."""
     change = _CHANGES.get(row["name"])
     if change is not None and _on_gpu(row):
         change(row, rows)
@@ -24,7 +24,9 @@ def _on_gpu(row: dict[str, Any]) -> bool:
 
 
 def _convolution(row: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    """cuDNN computes the products; the bias is added by a kernel of its own (``_convolution`` in Convolution.cpp)."""
+    """Rename a convolution: cuDNN computes the products; a separate kernel adds the bias (``_convolution`` in
+    Convolution.cpp).
+    """
     data, weight, bias, stride, padding, dilation, transposed, output_padding, groups = row["inputs"]
     flags = (False, False, True)
     if transposed:
@@ -42,7 +44,9 @@ def _convolution(row: dict[str, Any], rows: list[dict[str, Any]]) -> None:
 
 
 def _batch_norm(row: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    """The condition of ``_batch_norm_impl_index``: float32, or float16 with float32 parameters; at least 3 dims."""
+    """Rename a batch norm under the conditions of ``_batch_norm_impl_index``: float32, or float16 with float32
+    parameters; at least 3 dims.
+    """
     backward = row["name"] == "aten::native_batch_norm_backward"
     data = row["inputs"][1 if backward else 0]
     weight = row["inputs"][2 if backward else 1]

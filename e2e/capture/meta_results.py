@@ -1,7 +1,7 @@
-"""What operators return when there is no data: shapes as CUDA would give them, agreed values where data would decide.
+"""Results of operators without data: shapes as on CUDA, fixed values where data would decide.
 
-Meta kernels give almost everything. Left are reads of a value by the host, copies off the device, and operators whose
-shape depends on values.
+Meta kernels handle almost all operators. The rest are reads of a value by the host, copies off the device, and
+operators whose shape depends on values.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 
 def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The result of ``func`` on tensors without data."""
+    """Return the result of ``func`` on tensors without data."""
     special = _SPECIAL.get(func)
     if special is not None:
         return special(func, *args, **kwargs)
@@ -30,7 +30,7 @@ def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _foreach(func: Any, tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-    """Lists are updated in place, or give a list alike: known without computing shapes tensor by tensor."""
+    """Return the result of a foreach operator, in place or as a new list, without computing shapes tensor by tensor."""
     if not func._schema.returns:
         return None
     if func.name() in _FOREACH_ALIKE and len(func._schema.returns) == 1:
@@ -39,7 +39,7 @@ def _foreach(func: Any, tensors: Sequence[torch.Tensor], *args: Any, **kwargs: A
 
 
 def _of_meta(values: Any) -> bool:
-    """A list of tensors without data; ``_foreach_pow`` may have a number there."""
+    """True for a list of tensors without data; ``_foreach_pow`` may have a number there."""
     return isinstance(values, (list, tuple)) and len(values) > 0 and _is_meta(values[0])
 
 
@@ -69,14 +69,14 @@ def _any(func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def _unscale(func: Any, gradients: Any, found: torch.Tensor, inverse_scale: torch.Tensor) -> None:
-    """No gradient overflows, or a loss scaler would skip the optimizer step."""
+    """Report no overflow of gradients; a loss scaler would otherwise skip the optimizer step."""
     if not _is_meta(found):
         func(gradients, found, inverse_scale)
     found._any_of = True
 
 
 def _copy_to(func: Any, tensor: torch.Tensor, **kwargs: Any) -> Any:
-    """Off the device there are zeros: what the host does with them is its own time, not the GPU's."""
+    """Return zeros for copies off the device: their use by the host is its own time, not the GPU's."""
     target = kwargs.get("device")
     if _is_meta(tensor) and target is not None and torch.device(target).type == "cpu":
         values = known(tensor)
@@ -104,7 +104,7 @@ _SHARE: ContextVar[float] = ContextVar("share of elements that are true", defaul
 
 @contextmanager
 def true_share(share: float) -> Iterator[None]:
-    """Inside, ``nonzero`` finds this share of the elements."""
+    """Context in which ``nonzero`` finds this fraction of the elements."""
     token = _SHARE.set(share)
     try:
         yield
@@ -113,7 +113,7 @@ def true_share(share: float) -> Iterator[None]:
 
 
 def _nonzero(func: Any, tensor: torch.Tensor) -> Any:
-    """Every element counts unless :func:`true_share` says less: time and memory are not understated."""
+    """Return all elements, or the fraction set by :func:`true_share`, so that time and memory are not understated."""
     if not _is_meta(tensor):
         return func(tensor)
     values = known(tensor)
@@ -127,7 +127,7 @@ def _nonzero(func: Any, tensor: torch.Tensor) -> Any:
 
 
 def _bincount(func: Any, tensor: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> Any:
-    """As many counts as are asked for at least, such as one per expert."""
+    """Return the minimum number of counts, such as one per expert."""
     if not _is_meta(tensor):
         return func(tensor, weights, minlength)
     dtype = torch.int64 if weights is None else weights.dtype
@@ -135,17 +135,17 @@ def _bincount(func: Any, tensor: torch.Tensor, weights: torch.Tensor | None = No
 
 
 def _like_first(func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Samples, one for every parameter."""
+    """Return samples, one per parameter."""
     return torch.empty_like(tensor) if _is_meta(tensor) else func(tensor, *args, **kwargs)
 
 
 def _never_nested(func: Any, *args: Any, **kwargs: Any) -> bool:
-    """``nn.TransformerEncoder`` then computes padding too, as it does with ``enable_nested_tensor=False``."""
+    """Return False: ``nn.TransformerEncoder`` then computes padding too, as with ``enable_nested_tensor=False``."""
     return False
 
 
 def _ctc_loss(func: Any, scores: torch.Tensor, targets: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The loss of each sample, and what is kept of every time step: twice as many states as labels, and one."""
+    """Return the loss of each sample, and the saved states of every time step: twice as many as labels, plus one."""
     if not _is_meta(scores):
         return func(scores, targets, *args, **kwargs)
     batch = scores.shape[1] if scores.dim() == 3 else 1
@@ -163,7 +163,7 @@ def _like_second(func: Any, gradient: torch.Tensor, tensor: torch.Tensor, *args:
 
 
 def _repeat_interleave(func: Any, repeats: torch.Tensor, *, output_size: int | None = None) -> Any:
-    """As many places as the repeats say where they are known; else ``output_size`` must."""
+    """Return the indices given by known repeats; otherwise ``output_size`` must be given."""
     values = known(repeats) if _is_meta(repeats) else None
     if values is None:
         return func(repeats, output_size=output_size)
@@ -181,8 +181,8 @@ def _equal(func: Any, first: torch.Tensor, second: torch.Tensor) -> Any:
 
 
 def _convolution(func: Any, data: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """NHWC if data or weights are (``cudnn_conv_suggest_memory_format`` in ConvUtils.h), where this device knows NCHW
-    alone.
+    """Return a convolution's output in NHWC if data or weights are (``cudnn_conv_suggest_memory_format`` in
+    ConvUtils.h); meta tensors would give NCHW.
     """
     return _laid_out(func(data, weight, *args, **kwargs), (data, weight))
 
@@ -190,13 +190,13 @@ def _convolution(func: Any, data: torch.Tensor, weight: torch.Tensor, *args: Any
 def _convolution_backward(
     func: Any, gradient: torch.Tensor, data: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """As forward, whatever the layout of ``gradient``: it is copied if need be."""
+    """Return gradients in the forward layout, for any layout of ``gradient``, which is copied if necessary."""
     found = func(gradient, data, weight, *args, **kwargs)
     return tuple(_laid_out(each, (data, weight)) for each in found)
 
 
 def _as_first(func: Any, data: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Results of pooling and interpolation lie in memory as their first argument does."""
+    """Return results of pooling and interpolation in the layout of their first argument."""
     found = func(data, *args, **kwargs)
     return tuple(_laid_out(e, (data,)) for e in found) if isinstance(found, tuple) else _laid_out(found, (data,))
 
@@ -206,7 +206,7 @@ def _as_second(func: Any, gradient: torch.Tensor, data: torch.Tensor, *args: Any
 
 
 def _laid_out(result: Any, sources: Sequence[torch.Tensor]) -> Any:
-    """``result``, of four dimensions, in NHWC if one of ``sources`` is."""
+    """Return ``result``, if 4-d, in NHWC if one of ``sources`` is."""
     if not _is_meta(result) or result.dim() != 4:
         return result
     if not any(torch._prims_common.suggest_memory_format(e) is torch.channels_last for e in sources):

@@ -1,4 +1,4 @@
-"""Tensors that no memory holds: PyTorch counts their bytes in 64 bits, and raises what says nothing of the step."""
+"""Tensors too large for any memory: PyTorch counts their bytes in 64 bits, and its error does not mention the step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SIZES = re.compile(r"sizes=(\[[^\]]*\])")
 
 
 def oversized(error: Exception) -> str | None:
-    """What to tell about ``error`` where it is of a tensor that is too large for any memory; ``None`` otherwise."""
+    """Return a message about ``error`` if it is of a tensor too large for any memory, or None."""
     said = str(error)
     if not _SAID.search(said):
         return None
@@ -26,7 +26,7 @@ def oversized(error: Exception) -> str | None:
 
 @contextmanager
 def oversized_told() -> Iterator[None]:
-    """``InputError`` for what :func:`oversized` knows."""
+    """Context that raises ``InputError`` for errors that :func:`oversized` recognises."""
     try:
         yield
     except (RuntimeError, OverflowError) as error:

@@ -1,4 +1,4 @@
-"""Records every operator below autograd, with the calls around it: functions of the script, nodes of autograd.
+"""Recorder of every operator below autograd, with the enclosing calls: functions of the script, nodes of autograd.
 
 Calls nest as in the traces of the PyTorch profiler: ``aten::linear`` around ``aten::addmm``;
 ``autograd::engine::evaluate_function: AddmmBackward0`` around ``AddmmBackward0`` around ``aten::mm``.
@@ -34,7 +34,7 @@ _ADD = torch.ops.aten.add.Tensor
 
 
 class _Frame:
-    """A call around others. It becomes a record only when something is recorded inside it."""
+    """Enclosing call. It becomes a record only when something is recorded inside it."""
 
     __slots__ = ("args", "entry", "id", "kwargs", "name", "result")
 
@@ -42,26 +42,26 @@ class _Frame:
         self.name = name
         self.args = args
         self.kwargs = kwargs
-        self.entry = entry  # the range of the script in which it began
+        self.entry = entry  # range of the script in which it began
         self.id: int | None = None
 
 
 class _Place(threading.local):
-    """Where a thread is: calls and modules that it is in, the node of autograd that it runs."""
+    """State of a thread: open calls and modules, the running autograd node."""
 
     def __init__(self) -> None:
         self.frames: list[_Frame] = []
         self.modules: list[str] = []
         self.node: Any = None
         self.node_parent: int | None = None
-        self.forward_nodes = torch._C._autograd._get_sequence_nr()  # of this thread, as is the number itself
+        self.forward_nodes = torch._C._autograd._get_sequence_nr()  # of this thread, like the number itself
         self.last_sequence: int | None = None
         self.last_module = ""
 
 
 class Recorder(TorchDispatchMode):
-    """Collects :class:`OperatorCall` while it is entered. ``paths``: id of a module -> its path. ``streams``: those
-    that a script has made before.
+    """Collector of :class:`OperatorCall` while it is entered. ``paths``: id of a module -> its path. ``streams``:
+    streams created earlier by the script.
     """
 
     def __init__(self, paths: Mapping[int, str], streams: StreamState | None = None) -> None:
@@ -72,15 +72,15 @@ class Recorder(TorchDispatchMode):
         self.phase: Phase = "forward"
         self.streams = streams or StreamState()
         self.streams.note = self.host_call
-        # Answers collectives in the capture of a distributed job.
+        # Handler of collectives in the capture of a distributed job.
         self.communication: Any = None
-        # Called before a tensor that holds others does its work: its library has been imported by now.
+        # Callback before a tensor subclass dispatches its operator; its library has been imported by then.
         self.before_wrapper: Callable[[], object] = lambda: None
         self.bucket_mb: float | None = None
         self.paths = paths
         self.ranges = ScriptRanges()
-        self.compiled: list[str] = []  # names of what the script gave to `torch.compile`
-        # Of every backward pass so far, and of forward passes of the whole module since (OperatorTrace.passes).
+        self.compiled: list[str] = []  # names of compiled functions and modules (`torch.compile`)
+        # Lengths of every backward pass so far, and of forward passes of the whole module since (OperatorTrace.passes).
         self.passes: list[frozenset[int]] = []
         self._lengths: set[int] = set()
         self._rows: list[dict[str, Any]] = []
@@ -89,14 +89,14 @@ class Recorder(TorchDispatchMode):
         self._stream_of: dict[int, int] = {}
         self._gradients: str | None = None
 
-        # Operators called so far, recorded or not.
+        # Number of operators called so far, recorded or not.
         self.called = 0
 
-    # --- what the session tells ------------------------------------------------------------------
+    # --- interface of the session ----------------------------------------------------------------
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Nothing is recorded inside."""
+        """Context without recording."""
         before, self.enabled = self.enabled, False
         try:
             yield
@@ -105,7 +105,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def frame(self, name: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Iterator[_Frame]:
-        """What is recorded inside belongs to the call ``name``."""
+        """Context of the call ``name``, which encloses the records made inside."""
         frame = _Frame(name, args, kwargs or {}, self.ranges.innermost)
         self._here.frames.append(frame)
         try:
@@ -114,33 +114,34 @@ class Recorder(TorchDispatchMode):
             self._here.frames.remove(frame)
 
     def finish_frame(self, frame: _Frame, result: Any) -> None:
-        """Notes what the call around others returned."""
+        """Note the output of an enclosing call."""
         if frame.id is not None and self.enabled:
             self._rows[frame.id]["outputs"] = self.convert.values(result)
 
     def annotation(self, name: str) -> _Frame:
-        """Opens a frame that :meth:`close` ends: the optimizer's hooks are two separate calls."""
+        """Open a frame that :meth:`close` ends: the optimizer's hooks are two separate calls."""
         frame = _Frame(name, (), {}, self.ranges.innermost)
         self._here.frames.append(frame)
         return frame
 
     def close(self, frame: _Frame) -> None:
-        """Ends what :meth:`annotation` opened."""
+        """End a frame opened by :meth:`annotation`."""
         self._here.frames.remove(frame)
 
     def note_gradients(self, cleared: bool) -> None:
-        """``zero_grad`` has been called: gradients are gone (``cleared``), or zeros in the same memory. In the recorded
-        step, the first, there may have been none.
+        """Note a call of ``zero_grad``: gradients are freed (``cleared``), or set to zero in the same memory.
+
+        In the first step, which is recorded, there may be none.
         """
         if self.enabled:
             self._gradients = "cleared" if cleared else "kept"
 
     def enter_module(self, module: torch.nn.Module) -> None:
-        """Calls from here on are those of a module."""
+        """Begin a module, which encloses the following calls."""
         self._here.modules.append(self.paths.get(id(module), self._here.modules[-1] if self._here.modules else ""))
 
     def leave_module(self, module: torch.nn.Module, given: Any, returned: Any) -> None:
-        """``module``, which was entered last, has ended: called with ``given``, it ``returned``."""
+        """End ``module``, which was entered last: called with ``given``, it ``returned``."""
         if self._here.modules:
             self._here.modules.pop()
         whole = self.paths.get(id(module)) == "" and torch._C._current_graph_task_id() == -1
@@ -148,8 +149,10 @@ class Recorder(TorchDispatchMode):
             self._lengths.update(_lengths((given, returned)))
 
     def calls(self) -> tuple[OperatorCall, ...]:
-        """What has been recorded, in the order in which it began. Nothing is kept here: objects of PyTorch that are
-        never freed, such as hooks of DDP, would hold it.
+        """Return the recorded calls, in the order in which they began.
+
+        The recorder is emptied: objects of PyTorch that are never freed, such as hooks of DDP, would keep the records
+        alive.
         """
         self.convert.identities.release()
         if self._gradients is not None and self._rows:
@@ -159,12 +162,12 @@ class Recorder(TorchDispatchMode):
         return found
 
     def host_call(self, name: str, **attributes: Value) -> None:
-        """A runtime call that is no operator, such as ``cudaDeviceSynchronize``."""
+        """Record a runtime call that is not an operator, such as ``cudaDeviceSynchronize``."""
         if self.enabled:
             self._begin(name)["attributes"] = attributes
 
     def record_call(self, name: str, inputs: Any, outputs: Any, attributes: Mapping[str, Value]) -> None:
-        """An operator that was carried out elsewhere."""
+        """Record an operator that was carried out elsewhere."""
         if not self.enabled:
             return
         row = self._begin(name)
@@ -173,12 +176,12 @@ class Recorder(TorchDispatchMode):
         row["outputs"] = self.convert.values(outputs)
 
     def copies_into(self, tensor: torch.Tensor) -> list[dict[str, Any]]:
-        """Records of copies into the memory of ``tensor`` so far, the last first; what is recorded may be amended."""
+        """Return the records of copies into the memory of ``tensor`` so far, last first; they may be amended."""
         storage = self.convert.identities.storage(tensor)
         copies = (row for row in reversed(self._rows) if row["name"] == "aten::copy_")
         return [row for row in copies if row["inputs"][0].storage == storage]
 
-    # --- what PyTorch calls ----------------------------------------------------------------------
+    # --- called by PyTorch -----------------------------------------------------------------------
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -189,10 +192,10 @@ class Recorder(TorchDispatchMode):
         if types:
             if any(is_wrapper(kind) for kind in types):
                 self.before_wrapper()
-                return NotImplemented  # it calls the operators that do the work
+                return NotImplemented  # the subclass calls the operators that do the work
             if any(kind is FakeTensor for kind in types):
-                return func(*args, **(kwargs or {}))  # a library works out shapes
-        # What PyTorch calls to find shapes is no call of the script.
+                return func(*args, **(kwargs or {}))  # a library computes shapes
+        # Calls that PyTorch makes to find shapes are not calls of the script.
         with torch._C.DisableTorchFunction():
             if self.communication is not None and func.namespace in self.communication.NAMESPACES:
                 return self.communication.call(func, args, kwargs or {})
@@ -222,17 +225,18 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _framed(self, func: Any) -> AbstractContextManager[Any]:
-        """The call ``func`` around what it consists of, unless it has its frame already."""
+        """Return a frame of the call ``func`` around its components, unless it has one already."""
         name = func.name().partition(".")[0]
         if self._here.frames and self._here.frames[-1].name == name:
             return nullcontext()
         return self.frame(name)
 
     def _is_artefact(self, func: Any) -> bool:
-        """What only a recording below autograd sees: marks of the profiler, and detaching of saved results.
+        """True for calls that exist only in a recording below autograd: marks of the profiler, and detaching of saved
+        results.
 
-        Without a recorder autograd saves a result without calling an operator. The script's own ``detach`` has its
-        frame, and a gradient is really detached when it becomes ``.grad``.
+        Without a recorder autograd saves a result without calling an operator. The script's own ``detach`` has a frame,
+        and a gradient is really detached when it becomes ``.grad``.
         """
         if func is _DETACH:
             if self._here.frames and self._here.frames[-1].name == "aten::detach":
@@ -242,10 +246,11 @@ class Recorder(TorchDispatchMode):
         return func.namespace == "profiler"
 
     def _accumulates(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the autograd engine adds up two gradients of one tensor.
+        """True if the autograd engine adds two gradients of one tensor.
 
-        It adds in place when it alone holds the first of them; recorded tensors have a Python object besides, so that
-        here it never does. No derivative formula adds two tensors alike, and a script's own addition has its frame.
+        It adds in place if it holds the only reference to the first of them; recorded tensors also have a Python
+        object, so here it never does. No derivative formula adds two tensors of the same shape, and a script's own
+        addition has a frame.
         """
         if func is not _ADD or kwargs or torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
             return False
@@ -256,8 +261,8 @@ class Recorder(TorchDispatchMode):
         return alike and first.is_floating_point() and 0 not in first.stride()
 
     def _recomputes(self) -> bool:
-        """Whether a forward pass runs again inside the backward pass (``torch.utils.checkpoint``): functions of the
-        script that autograd, which itself computes without gradients, watches.
+        """True if a forward pass runs again inside the backward pass (``torch.utils.checkpoint``): functions of the
+        script with gradients on, while autograd itself computes without.
         """
         return torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled() and bool(self._here.frames)
 
@@ -281,7 +286,7 @@ class Recorder(TorchDispatchMode):
         return row
 
     def _begin(self, name: str) -> dict[str, Any]:
-        """A new record at its place: thread, calls around it, module."""
+        """Append a new record with its thread, enclosing calls and module."""
         in_backward = torch._C._current_graph_task_id() != -1
         if in_backward and self._lengths:
             self.passes.append(frozenset(self._lengths))
@@ -297,7 +302,7 @@ class Recorder(TorchDispatchMode):
         return self._append(name, parent, thread, "backward" if in_backward else self.phase, sequence, module)
 
     def _with_stream(self, attributes: dict[str, Value]) -> dict[str, Value]:
-        """The default stream is not noted."""
+        """Add the current stream to ``attributes``, unless it is the default one."""
         if self.streams.current != DEFAULT:
             attributes["stream"] = self.streams.current
         return attributes
@@ -330,7 +335,9 @@ class Recorder(TorchDispatchMode):
         return self._here.modules[-1] if self._here.modules else ""
 
     def _script_parent(self, name: str = "") -> int | None:
-        """The innermost recorded call of the script; a frame named like its only operator is that operator."""
+        """Return the innermost recorded call of the script; a frame with the name of its only operator is that
+        operator.
+        """
         parent: int | None = None
         for frame in self._here.frames:
             if frame.id is None and frame.name == name and frame is self._here.frames[-1]:
@@ -344,7 +351,7 @@ class Recorder(TorchDispatchMode):
         return parent
 
     def _forward_sequence(self) -> int | None:
-        """The number of the autograd node that this operator's autograd kernel has just made, if it made one."""
+        """Return the number of the autograd node just made by this operator's autograd kernel, or None."""
         latest = torch._C._autograd._get_sequence_nr()
         if latest == self._here.forward_nodes:
             return None
@@ -355,7 +362,7 @@ class Recorder(TorchDispatchMode):
         return latest - 1
 
     def _backward_parent(self, name: str) -> tuple[int | None, int | None, str]:
-        """The autograd node that runs. Its object is held, so that another node cannot be taken for it."""
+        """Return the running autograd node. Its object is kept, so that another node cannot have the same identity."""
         node = torch._C._current_autograd_node()
         if node is None or (node is self._here.node and self._here.node_parent is not None):
             return self._here.node_parent, self._here.last_sequence, self._here.last_module
@@ -382,13 +389,13 @@ class Recorder(TorchDispatchMode):
         return self._here.node_parent, self._here.last_sequence, self._here.last_module
 
     def _enter_stream(self, stream: int) -> None:
-        """Autograd runs a node on the stream of its forward operator, after what its inputs come from."""
+        """Change to the stream of a node's forward operator, where autograd runs it, after the stream of its inputs."""
         before, self.streams.node = self.streams.node, stream
         self.streams.follow(stream, before)
 
 
 def _lengths(value: Any) -> Iterator[int]:
-    """Along their first dimension, of the tensors in ``value``: tuples, lists and mappings of them."""
+    """Yield the lengths along the first dimension of the tensors in ``value``: tuples, lists and mappings of them."""
     if isinstance(value, torch.Tensor):
         if value.dim():
             yield value.shape[0]

@@ -1,7 +1,7 @@
-"""``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` as CUDA runs them: one call of cuDNN forward, one backward.
+"""Recurrent layers ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` as on CUDA: one cuDNN call forward, one backward.
 
-Without a GPU PyTorch takes them apart into the operators of every time step. Here they are recorded as
-``aten::_cudnn_rnn`` and ``aten::_cudnn_rnn_backward`` with the arguments that the profiler's traces have.
+Without a GPU PyTorch decomposes them into the operators of every time step. Here they are recorded as
+``aten::_cudnn_rnn`` and ``aten::_cudnn_rnn_backward`` with the arguments of the profiler's traces.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LSTM = MODES["lstm"]
 
 
 def recurrent(recorder: Recorder, name: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The results of ``torch.lstm`` and its like. Packed sequences and projections run operator by operator."""
+    """Return the results of ``torch.lstm`` and similar. Packed sequences and projections run operator by operator."""
     if kwargs or len(args) != 9 or not isinstance(args[2], (tuple, list)) or not isinstance(args[3], bool):
         return func(*args, **kwargs)
     data, states, weights, has_bias, layers, dropout, train, bidirectional, batch_first = args
@@ -33,7 +33,9 @@ def recurrent(recorder: Recorder, name: str, func: Any, args: Sequence[Any], kwa
 
 
 class CudnnRnn(torch.autograd.Function):
-    """``data`` (time, batch, width), or batch first; ``hidden`` and ``cell`` (layers x directions, batch, hidden)."""
+    """cuDNN call on ``data`` (time, batch, width), or batch first; ``hidden`` and ``cell`` (layers x directions, batch,
+    hidden).
+    """
 
     @staticmethod
     def forward(

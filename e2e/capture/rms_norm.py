@@ -1,6 +1,6 @@
-"""Root-mean-square norm as CUDA runs it: one kernel forward, one operator backward (PyTorch 2.9 and later).
+"""Root-mean-square norm as on CUDA: one kernel forward, one operator backward (PyTorch 2.9 and later).
 
-Without a GPU ``aten::_fused_rms_norm`` has no derivative of its own and comes apart into ten operators.
+Without a GPU ``aten::_fused_rms_norm`` has no derivative of its own and is decomposed into ten operators.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def is_fused(data: Any, weight: Any) -> bool:
-    """The conditions of ``rms_norm`` in layer_norm.cpp: real numbers, and a weight of the same type."""
+    """True under the conditions of ``rms_norm`` in layer_norm.cpp: real numbers, and a weight of the same type."""
     plain = type(data) is torch.Tensor and data.device.type == "meta" and not data.is_complex()
     return plain and (weight is None or (type(weight) in PLAIN and weight.dtype is data.dtype))
 
@@ -25,7 +25,7 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class FusedRmsNorm(torch.autograd.Function):
-    """Records ``aten::_fused_rms_norm`` and ``aten::_fused_rms_norm_backward``."""
+    """Fused norm recorded as ``aten::_fused_rms_norm`` and ``aten::_fused_rms_norm_backward``."""
 
     @staticmethod
     def forward(
@@ -59,7 +59,7 @@ def rms_norm(
     weight: torch.Tensor | None = None,
     eps: float | None = None,
 ) -> torch.Tensor:
-    """``torch.rms_norm`` as CUDA would choose."""
+    """Compute ``torch.rms_norm`` as selected on CUDA."""
     if not is_fused(input, weight):
         return func(input, normalized_shape, weight, eps)
     return FusedRmsNorm.apply(input, weight, normalized_shape, eps, recorder)

@@ -1,11 +1,11 @@
-"""Linear attention as the libraries' fused kernels: Mamba 1 and 2 (mamba_ssm), gated delta rules
-(flash-linear-attention), and the short convolutions in front of them (causal_conv1d).
+"""Linear attention as fused kernels of libraries: Mamba 1 and 2 (mamba_ssm), gated delta rules
+(flash-linear-attention), and their short convolutions (causal_conv1d).
 
-Modules of Transformers call such a kernel where its library is installed, and single PyTorch operators otherwise, which
-nobody trains with. The libraries need a GPU, so that they are seldom installed where a step is predicted: here the
-calls are recorded as one operator without effect each, and one of its gradients, where the library is installed or
-``fused`` is asked for. Products and norms that the libraries fuse into longer calls are recorded by themselves, in
-their order. Imports ``torch``.
+Modules of Transformers call such a kernel if its library is installed, and otherwise single PyTorch operators, which
+nobody trains with. The libraries need a GPU, so they are seldom installed where a step is predicted: here the calls are
+recorded as one operator without effect each, and one of its gradients, if the library is installed or ``fused`` is
+requested. Products and norms that the libraries fuse into longer calls are recorded separately, in their order. Imports
+``torch``.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ def _alike(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _linear(query: Any, key: Any, value: Any, gates: Any, states: Any, *how: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """``value``: (batch, length, heads, width), ``key``: (batch, length, heads or groups of them, states)."""
+    """Return output and states; ``value``: (batch, length, heads, width), ``key``: (batch, length, heads or groups of
+    them, states).
+    """
     _, _, keeps, _ = how
     batch, _, heads, width = value.shape
     shape = (batch, heads, key.shape[-1], width) if keeps else (0,)
@@ -57,7 +59,7 @@ def _linear(query: Any, key: Any, value: Any, gates: Any, states: Any, *how: Any
 
 
 def _selective(data: Any, delta: Any, decay: Any, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """``data``: (batch, channels, length), ``decay``: (channels, states)."""
+    """Return output and states; ``data``: (batch, channels, length), ``decay``: (channels, states)."""
     return torch.empty_like(data), data.new_empty((*data.shape[:2], decay.shape[-1]), dtype=torch.float32)
 
 
@@ -100,7 +102,7 @@ class _Convolution(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         data, weight = ctx.saved_tensors
         of_data, of_weight = _ops.causal_conv_backward(gradients[0], data, weight)
-        # The kernel writes it with the weights' gradient.
+        # The kernel writes it together with the weights' gradient.
         of_bias = None if ctx.bias is None else data.new_empty(ctx.bias[0], dtype=ctx.bias[1])
         return of_data, of_weight, of_bias
 
@@ -147,16 +149,16 @@ class _GatedNorm(torch.autograd.Function):
         return tuple(_ops.gated_norm_backward(gradients[0], *ctx.saved_tensors))
 
 
-# --- in the place of the libraries' functions, with their arguments ----------------------------------
+# --- replacements of the libraries' functions, with their arguments ------------------------------------
 
 
 def causal_conv(data: Any, weight: Any, bias: Any = None, *_: Any, **__: Any) -> torch.Tensor:
-    """``causal_conv1d_fn`` of (batch, channels, length)."""
+    """Replace ``causal_conv1d_fn`` on (batch, channels, length)."""
     return _Convolution.apply(data, weight, bias)
 
 
 def causal_conv_update(data: Any, conv_state: Any, weight: Any, *_: Any, **__: Any) -> torch.Tensor:
-    """``causal_conv1d_update``: of one token, the cache of the last ones with it."""
+    """Replace ``causal_conv1d_update``: one token, with the cache of the last ones."""
     return _ops.causal_conv_update(data, weight, conv_state)
 
 
@@ -164,7 +166,7 @@ def chunk_scan(
     data: Any, dt: Any, A: Any, B: Any, C: Any, chunk_size: int, D: Any = None, z: Any = None, dt_bias: Any = None,
     initial_states: Any = None, return_final_states: bool = False, **_: Any,
 ) -> Any:  # fmt: skip
-    """``mamba_chunk_scan_combined`` of Mamba 2; ``z``, a gate, is multiplied in."""
+    """Replace ``mamba_chunk_scan_combined`` of Mamba 2; ``z``, a gate, is multiplied in."""
     gates = [each for each in (dt, A, D, z, dt_bias) if each is not None]
     keeps = return_final_states or initial_states is not None
     output, last = _Linear.apply(C, B, data, initial_states, ("ssd", int(chunk_size), keeps, False), *gates)
@@ -176,7 +178,7 @@ def split_conv_scan(
     initial_states: Any = None, return_final_states: bool = False, rmsnorm_weight: Any = None,
     outproj_weight: Any = None, outproj_bias: Any = None, headdim: int | None = None, ngroups: int = 1, **_: Any,
 ) -> Any:  # fmt: skip
-    """``mamba_split_conv1d_scan_combined``: all of a layer of Mamba 2 behind its first product."""
+    """Replace ``mamba_split_conv1d_scan_combined``: all of a Mamba 2 layer after its first product."""
     heads = A.shape[0]
     inner = heads * headdim if headdim else D.numel()
     channels = conv1d_weight.shape[0]
@@ -202,7 +204,7 @@ def selective_scan(
     data: Any, delta: Any, A: Any, B: Any, C: Any, D: Any = None, z: Any = None, delta_bias: Any = None,
     delta_softplus: bool = False, return_last_state: bool = False, **_: Any,
 ) -> Any:  # fmt: skip
-    """``selective_scan_fn`` of Mamba 1."""
+    """Replace ``selective_scan_fn`` of Mamba 1."""
     others = [each for each in (z, D, delta_bias) if each is not None]
     output, last = _Selective.apply(data, delta, A, B, C, *others)
     return (output, last) if return_last_state else output
@@ -212,7 +214,7 @@ def mamba_inner(
     xz: Any, conv1d_weight: Any, conv1d_bias: Any, x_proj_weight: Any, delta_proj_weight: Any, out_proj_weight: Any,
     out_proj_bias: Any, A: Any, B: Any = None, C: Any = None, D: Any = None, delta_bias: Any = None, **_: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """``mamba_inner_fn``: all of a layer of Mamba 1 behind its first product."""
+    """Replace ``mamba_inner_fn``: all of a Mamba 1 layer after its first product."""
     data, gate = xz.chunk(2, dim=1)
     data = causal_conv(data, conv1d_weight.flatten(1), conv1d_bias)
     rank, states = delta_proj_weight.shape[1], A.shape[-1]
@@ -226,7 +228,7 @@ def mamba_inner(
 def state_update(
     state: Any, data: Any, dt: Any, A: Any, B: Any, C: Any, D: Any = None, z: Any = None, dt_bias: Any = None, **_: Any
 ) -> torch.Tensor:
-    """``selective_state_update`` of Mamba 1 and 2: one token."""
+    """Replace ``selective_state_update`` of Mamba 1 and 2: one token."""
     return _ops.selective_update(data, state, z)
 
 
@@ -234,7 +236,9 @@ def delta_rule(
     kind: str, token: bool, query: Any, key: Any, value: Any, g: Any = None, beta: Any = None,
     initial_state: Any = None, output_final_state: bool = False, **others: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """``chunk_gated_delta_rule``, ``fused_recurrent_gated_delta_rule`` and their like with a decay per dimension."""
+    """Replace ``chunk_gated_delta_rule``, ``fused_recurrent_gated_delta_rule`` and similar with a decay per
+    dimension.
+    """
     gates = [each for each in (g, beta) if each is not None]
     keeps = output_final_state or initial_state is not None
     chunk = int(others.get("chunk_size", 64))
@@ -259,8 +263,8 @@ _INSTEAD: dict[str, Callable[..., Any]] = {
 
 @contextmanager
 def linear_attention_kernels(form: LinearAttentionForm | None) -> Iterator[None]:
-    """Inside, modules of Transformers that have been imported call what stands for the libraries' kernels: all with
-    ``fused``, none with ``unfused``, those whose library is installed with ``None``.
+    """Context in which imported modules of Transformers call replacements of the libraries' kernels: all with
+    ``fused``, none with ``unfused``, those with an installed library with None.
     """
     with ExitStack() as stack:
         if form != "unfused":
@@ -271,8 +275,8 @@ def linear_attention_kernels(form: LinearAttentionForm | None) -> Iterator[None]
 
 
 def _library_calls() -> Iterator[tuple[Any, str, str, bool]]:
-    """Functions of Transformers' models that have a library's kernel: module, name there, name of the kernel, and
-    whether its library is installed.
+    """Yield the functions of Transformers' models with a library kernel: module, name there, name of the kernel, and
+    True if its library is installed.
     """
     for path, module in list(sys.modules.items()):
         if not path.startswith("transformers.models.") or ".modeling_" not in path:
@@ -284,8 +288,9 @@ def _library_calls() -> Iterator[tuple[Any, str, str, bool]]:
 
 
 def _kernel_of(function: Any) -> tuple[str, bool] | None:
-    """Name of the kernel that ``function`` stands for and whether its library is there, as
-    ``use_kernel_func_from_hub_with_fallback`` of Transformers notes both in what it returns.
+    """Return the name of the kernel that ``function`` replaces and True if its library is installed, or None.
+
+    Both are stored by ``use_kernel_func_from_hub_with_fallback`` of Transformers in the function it returns.
     """
     while callable(function):
         code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)

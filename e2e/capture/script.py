@@ -1,4 +1,4 @@
-"""The user's own step: ``train.py:make_step``."""
+"""Step of the user's script: ``train.py:make_step``."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from e2e.capture.watch import watched
 from e2e.step.operator_trace import OperatorTrace
 from e2e.step.options import StepOptions
 
-# Parameters of a script's function that options of a prediction give.
+# Parameters of a script's function set by prediction options.
 SIZES = ("batch_size", "sequence_length")
 _LOADED = "__loaded_for_a_capture__"
 
 
 class Fallback(int):
-    """The value of a parameter for which the script's function has no default of its own."""
+    """Value of a parameter for which the script's function has no default."""
 
 
 def load_script(script: StepFunction, options: StepOptions | None = None, **parameters: Any) -> CapturedWorkload:
-    """The workload that ``script`` (``FILE.py:FUNCTION``, or the function itself) makes.
+    """Make the workload of ``script`` (``FILE.py:FUNCTION``, or the function itself).
 
     The function is called with those of ``parameters`` that it takes (``batch_size``, ``sequence_length`` ...; any
     that it requires must be given) and returns ``(module, step)``: an ``nn.Module`` and a function without arguments
@@ -60,9 +60,9 @@ def load_script(script: StepFunction, options: StepOptions | None = None, **para
             return model, step
 
     Nothing needs a GPU or memory: it runs with the meta device as default, ``cuda`` means the meta device, and
-    ``torch.cuda.is_available()`` is true. Values do not exist: ``.item()`` gives 1, a flag is true, a result of
-    ``any()`` false. ``InputError`` for a wrong reference or result; a script that fails shows its own traceback on
-    standard error and raises ``ModelError``.
+    ``torch.cuda.is_available()`` is true. There are no values: ``.item()`` returns 1, a flag is true, a result of
+    ``any()`` false. Raise ``InputError`` for a wrong reference or result; a script that fails prints its own traceback
+    on standard error and raises ``ModelError``.
     """
     options = options or StepOptions()
     found: list[str] = []
@@ -74,12 +74,12 @@ def load_script(script: StepFunction, options: StepOptions | None = None, **para
 def make_workload(
     script: StepFunction, parameters: dict[str, Any], loaded: Callable[[], Any] | None = None
 ) -> CapturedWorkload:
-    """The script's function is called as it is, without pretending a GPU (see :func:`load_script`).
+    """Call the script's function without pretending a GPU (see :func:`load_script`).
 
-    ``loaded`` is called when the script, and with it what it imports, is there.
+    ``loaded`` is called after the script and its imports have been loaded.
     """
     reference = script_name(script)
-    # Options of a script that parses its command line are its own defaults, not the options of ``predict``.
+    # A script that parses its command line gets its own defaults, not the options of ``predict``.
     arguments = [reference.rpartition(":")[0]]
     with torch.device("meta"), patch.object(sys, "argv", arguments), reporting(reference):
         function = _imported(script) if isinstance(script, str) else script
@@ -96,21 +96,23 @@ def make_workload(
 
 
 def capture_script(workload: CapturedWorkload, options: StepOptions | None = None) -> OperatorTrace:
-    """:func:`capture` of a loaded script; a failing step is reported as :func:`load_script` says."""
+    """Capture a loaded script by :func:`capture`; a failing step is reported as described in :func:`load_script`."""
     with reporting(workload.name):
         return capture(workload, options)
 
 
 @contextmanager
 def own_process() -> Iterator[None]:
-    """The folder, default number type and whether there are gradients are put back: another rank, or another script,
-    begins as its own process would. TF32 and the environment stay: a module that sets them is imported once.
+    """Context that restores the working folder, default number type and gradient mode, so that another rank or script
+    begins as in its own process.
+
+    TF32 and the environment stay: a module that sets them is imported once.
     """
     folder, dtype, gradients = os.getcwd(), torch.get_default_dtype(), torch.is_grad_enabled()
     try:
         yield
     finally:
-        with suppress(OSError):  # it has been taken away meanwhile
+        with suppress(OSError):  # it has been removed meanwhile
             os.chdir(folder)
         torch.set_default_dtype(dtype)
         torch.set_grad_enabled(gradients)
@@ -118,7 +120,7 @@ def own_process() -> Iterator[None]:
 
 @contextmanager
 def _as_on_gpu(options: StepOptions) -> Iterator[StreamState]:
-    """What the step will see when it is captured also holds while the model is made. Yields the streams it makes."""
+    """Context that makes the model under the conditions of the captured step. Yields the streams it creates."""
     recorder = Recorder({})
     decisions = GpuDecisions(recorder, options.form)
     as_there = pretend_gpu(lambda: None, options.seen_gpu), pretend_streams(recorder.streams)
@@ -146,12 +148,12 @@ def _split(reference: str) -> tuple[Path, str]:
 
 
 def _load(path: Path) -> ModuleType:
-    """The module in ``path``, with its folder importable."""
+    """Load the module in ``path``, with its folder importable."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise InputError(f"{path}: not a Python file; give FILE.py:FUNCTION")
     module = importlib.util.module_from_spec(spec)
-    # Functions go to other processes (a pool's) by the name of their module, unless that is a library's.
+    # Functions are sent to other processes (a pool's) by the name of their module, unless it is a library's.
     known = sys.modules.get(path.stem)
     if known is None or getattr(known, _LOADED, False):
         setattr(module, _LOADED, True)
@@ -167,7 +169,7 @@ def _load(path: Path) -> ModuleType:
 
 
 def taken_names(script: StepFunction, names: Iterable[str]) -> set[str]:
-    """Those of ``names`` that the script's function has parameters for; all where that cannot be told."""
+    """Return those of ``names`` that are parameters of the script's function; all if it is not known."""
     if not isinstance(script, str):
         parameters = inspect.signature(script).parameters
         if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
@@ -182,14 +184,16 @@ def taken_names(script: StepFunction, names: Iterable[str]) -> set[str]:
 
 
 def _size(function: Callable[..., Any], taken: Mapping[str, Any], name: str) -> int | None:
-    """What the parameter ``name`` of ``function`` is: as it is called, or by its default; ``None``: it has none."""
+    """Return the value of the parameter ``name`` of ``function``: as passed, or its default; None without either."""
     parameter = inspect.signature(function).parameters.get(name)
     value = taken.get(name, None if parameter is None else parameter.default)
     return int(value) if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
 def _taken(function: Callable[..., Any], parameters: dict[str, Any], reference: str) -> dict[str, Any]:
-    """Those of ``parameters`` that are given and that ``function`` takes; ``InputError`` for one it lacks."""
+    """Return those of ``parameters`` that are given and that ``function`` takes; raise ``InputError`` if one is
+    missing.
+    """
     given = {name: value for name, value in parameters.items() if value is not None}
     signature = inspect.signature(function).parameters
     for name, parameter in signature.items():

@@ -1,6 +1,4 @@
-"""What goes wrong in a script, in its own words: where, and what to write instead. PyTorch's talk of the device without
-memory, which stands for the GPU here, is not the script's.
-"""
+"""Reports of errors in a script: their place and advice, without PyTorch's references to the meta device."""
 
 from __future__ import annotations
 
@@ -21,16 +19,18 @@ from e2e.capture.distributed.mailbox import NotYetSent
 from e2e.capture.oversized_tensors import oversized
 from e2e.capture.watch import EndlessStepError
 
-# Where the code is whose frames say nothing about the script.
+# Folders of code whose frames say nothing about the script.
 _OURS = Path(__file__).parent
 _PYTORCH = Path(torch.__file__).parent
-# Of an operator that a device lacks PyTorch lists where others have it: a screen of lines about its own sources.
+# For an operator missing on a device PyTorch lists its kernels elsewhere: a screen of lines about its own sources.
 _DISPATCHER = re.compile(r": (?:fallthrough )?registered at .*\[(?:backend fallback|kernel|autograd kernel)\]$")
 
 
 @contextmanager
 def reporting(reference: str) -> Iterator[None]:
-    """The script's own traceback, without frames of ours, then one line of ours."""
+    """Context that prints the script's own traceback, without frames of this package, and raises an error of one
+    line.
+    """
     try:
         with patch.object(os, "_exit", _exit_of(os.getpid())):
             yield
@@ -63,7 +63,7 @@ def reporting(reference: str) -> Iterator[None]:
         print("Traceback (most recent call last):", file=sys.stderr)
         own = [frame for frame in frames[first:] if _OURS not in Path(frame.filename).parents]
         while len(own) > 1 and _PYTORCH in Path(own[-1].filename).parents:
-            own.pop()  # where in PyTorch its arguments were found wrong
+            own.pop()  # the frame in PyTorch that rejected its arguments
         print("".join(traceback.format_list(own)), end="", file=sys.stderr)
         said = "".join(traceback.format_exception_only(error))
         print("\n".join(line for line in said.splitlines() if not _DISPATCHER.search(line)), file=sys.stderr)
@@ -75,7 +75,7 @@ def reporting(reference: str) -> Iterator[None]:
 
 
 def _place(reference: str, error: BaseException) -> str:
-    """File and line of the script where the error comes from, or the script's name."""
+    """Return file and line of the script where the error was raised, or the script's name."""
     file = Path(reference.rpartition(":")[0])
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if Path(frame.filename).name == file.name]
@@ -83,7 +83,9 @@ def _place(reference: str, error: BaseException) -> str:
 
 
 def _exit_of(process: int) -> Callable[[int], object]:
-    """``os._exit``, which in ``process`` itself would end the prediction without a word; children may call it."""
+    """Return a replacement of ``os._exit``, which in ``process`` itself would silently end the prediction; children may
+    call it.
+    """
     end = os._exit
 
     def exit(status: int) -> object:
@@ -95,7 +97,7 @@ def _exit_of(process: int) -> Callable[[int], object]:
 
 
 def _translated(error: BaseException) -> str | None:
-    """What to do about an error that is the capture's rather than the script's; ``None`` for all others."""
+    """Return advice for an error caused by the capture rather than the script, or None."""
     if isinstance(error, Exception) and (told := oversized(error)) is not None:
         return told
     said = str(error)
@@ -107,7 +109,7 @@ def _translated(error: BaseException) -> str | None:
 
 
 _ON_GPU = "a tensor on the CPU meets one on the GPU, which PyTorch refuses; move it with .to('cuda')"
-# What PyTorch says -> what a script's author can do.
+# PyTorch's message -> advice for the script's author.
 _TRANSLATIONS = (
     (r"Tensor on device (?:meta|cpu) is not on the expected device (?:meta|cpu)", _ON_GPU),
     (r"Expected all tensors to be on the same device.*meta", _ON_GPU),
@@ -155,7 +157,7 @@ _TRANSLATIONS = (
 
 
 def _hint(frames: Sequence[traceback.FrameSummary]) -> str:
-    """What to do about a script of several ranks that was taken for one of a single GPU."""
+    """Return advice for a script of several ranks that was captured as one of a single GPU."""
     distributed = any("torch/distributed/" in frame.filename for frame in frames)
     alone = not torch.distributed.is_available() or not torch.distributed.is_initialized()
     return "; it starts a process group: say with --gpus on how many GPUs" if distributed and alone else ""

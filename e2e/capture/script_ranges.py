@@ -1,6 +1,6 @@
-"""Parts of a step that a script names while it is recorded: ``record_function``, ranges of NVTX.
+"""Named ranges of a step while it is recorded: ``record_function``, NVTX ranges.
 
-They cost nothing here, as without a profiler: what is predicted is the step alone.
+They cost nothing here, as without a profiler: only the step itself is predicted.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from e2e.step.named_ranges import NamedRange, NamedRanges, is_named_by_script
 
 @dataclass
 class ScriptRanges:
-    """The ranges of one recorded step. Who opens one closes it by the same ``handle``, whatever was opened since."""
+    """Ranges of one recorded step. A range is closed by the ``handle`` that opened it, whatever was opened since."""
 
     _entered: dict[int, NamedRange] = field(default_factory=dict)
     _open: list[tuple[object, int]] = field(default_factory=list)
     _in_backward: set[int] = field(default_factory=set)
-    # Autograd's counter when the innermost range changed, and that range from then on.
+    # Autograd's counter at each change of the innermost range, and the new innermost range.
     _counts: list[int] = field(default_factory=list)
     _since: list[int | None] = field(default_factory=list)
     _of_call: dict[int, int] = field(default_factory=dict)
     _of_forward: dict[int, int] = field(default_factory=dict)
 
     def enter(self, handle: object, name: str) -> None:
-        """A part called ``name`` begins."""
+        """Begin a range called ``name``."""
         number = len(self._entered)
         self._entered[number] = NamedRange(number, name, self.innermost)
         self._open.append((handle, number))
@@ -41,22 +41,22 @@ class ScriptRanges:
 
     @property
     def innermost(self) -> int | None:
-        """The range that was entered last and is open."""
+        """Innermost open range, or None."""
         return self._open[-1][1] if self._open else None
 
     @property
     def around_backward(self) -> int | None:
-        """Of those that are open the last that was not entered in a backward pass."""
+        """Innermost open range entered outside the backward pass, or None."""
         return next((entry for _, entry in reversed(self._open) if entry not in self._in_backward), None)
 
     def place(self, call: int, entry: int | None) -> None:
-        """``call``, around others, was made in ``entry``, though it is noted only now."""
+        """Assign the enclosing ``call``, noted only now, to ``entry``."""
         self._of_call.pop(call, None)
         if entry is not None:
             self._of_call[call] = entry
 
     def leave(self, handle: object) -> None:
-        """What was entered with ``handle`` ends; nothing where it was not entered here."""
+        """End the range entered with ``handle``, if it was entered here."""
         for place in reversed(range(len(self._open))):
             if self._open[place][0] is handle:
                 del self._open[place]
@@ -64,13 +64,15 @@ class ScriptRanges:
                 return
 
     def leave_last(self) -> None:
-        """The innermost range without a handle ends, as NVTX pops them."""
+        """End the innermost range without a handle, as NVTX pops them."""
         last = next((handle for handle, _ in reversed(self._open) if isinstance(handle, _Pushed)), None)
         if last is not None:
             self.leave(last)
 
     def note(self, call: int, node: int | None) -> None:
-        """``call`` is made now; ``node``: number of the autograd node that runs it, in a backward pass."""
+        """Assign the new ``call`` to the open ranges; ``node``: number of the autograd node that runs it, in a backward
+        pass.
+        """
         self.place(call, self.innermost)
         if node is not None:
             place = bisect_right(self._counts, node) - 1
@@ -79,7 +81,7 @@ class ScriptRanges:
                 self._of_forward[call] = entry
 
     def found(self) -> NamedRanges:
-        """Those in which some call was made."""
+        """Return the ranges with at least one call."""
         used: dict[int, NamedRange] = {}
         for entry in {*self._of_call.values(), *self._of_forward.values()}:
             at: int | None = entry
@@ -94,11 +96,11 @@ class ScriptRanges:
 
 
 class _Pushed:
-    """The handle of a range of NVTX, which has none."""
+    """Handle for a range of NVTX, which has none."""
 
 
 class RangeKeeper(Protocol):
-    """Who records calls; not at present where that is not ``enabled``."""
+    """Recorder of calls and ranges, active while ``enabled``."""
 
     enabled: bool
     ranges: ScriptRanges
@@ -106,7 +108,9 @@ class RangeKeeper(Protocol):
 
 @contextmanager
 def heard(recorder: RangeKeeper) -> Iterator[None]:
-    """Inside, the ``ranges`` of ``recorder`` hear of those that a script enters and leaves while it is enabled."""
+    """Context in which the ``ranges`` of ``recorder`` follow the ranges that a script enters and leaves while it is
+    enabled.
+    """
     mark = torch.autograd.profiler.record_function
     enter, leave = mark.__enter__, mark.__exit__
 

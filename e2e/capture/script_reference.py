@@ -1,4 +1,4 @@
-"""Where the user's own step is: ``FILE.py:FUNCTION``, or the function itself."""
+"""Reference to the user's step: ``FILE.py:FUNCTION``, or the function itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ StepFunction = str | Callable[..., Any]
 
 
 def script_name(script: StepFunction) -> str:
-    """``FILE.py:FUNCTION`` of either: for messages, and as the name of the workload."""
+    """Return ``FILE.py:FUNCTION`` of either form: for messages, and as the name of the workload."""
     if isinstance(script, str):
         return script
     function = inspect.unwrap(getattr(script, "func", script))  # of functools.partial, of decorators
@@ -20,5 +20,5 @@ def script_name(script: StepFunction) -> str:
 
 
 def script_folder(script: StepFunction) -> Path | None:
-    """The folder whose modules belong to the script; of a function, which is imported already, ``None``."""
+    """Return the folder whose modules belong to the script; None for a function, which is imported already."""
     return Path(script.rpartition(":")[0]).resolve().parent if isinstance(script, str) else None

@@ -1,8 +1,8 @@
-"""Operators whose results have as many elements as data decide, taken apart as CUDA runs them: ``nonzero`` of a mask,
-which the host waits for, then an index.
+"""Operators whose output sizes depend on data, decomposed as on CUDA: ``nonzero`` of a mask, which the host waits for,
+then an index.
 
-How many elements a mask selects is an assumption (:func:`e2e.capture.meta_results.true_share`: all of them, unless
-something says less), which a prediction of a script states.
+The number of elements selected by a mask is an assumption (:func:`e2e.capture.meta_results.true_share`: all of them by
+default), which a prediction of a script states.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from typing import Any
 import torch
 
 aten = torch.ops.aten
-# Calls that show that a size was assumed.
+# Calls that indicate an assumed size.
 ASSUMED = "aten::nonzero"
 
 
 @dataclass(frozen=True)
 class Selection:
-    """``applies``: whether arguments depend on data; ``apart``: the call by other operators."""
+    """Decomposition of an operator. ``applies``: predicate of the arguments for a dependence on data; ``apart``: the
+    call by other operators.
+    """
 
     applies: Callable[[Sequence[Any]], bool]
     apart: Callable[..., Any]
@@ -35,7 +37,7 @@ def _has_mask(args: Sequence[Any]) -> bool:
 
 
 def _without_masks(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Every mask as the places that it selects, one index for each of its dimensions."""
+    """Replace every mask by the indices that it selects, one tensor for each of its dimensions."""
     found: list[torch.Tensor | None] = []
     for index in indices:
         found += aten.nonzero(index).unbind(1) if _is_mask(index) else [index]  # type: ignore[union-attr]
@@ -52,7 +54,9 @@ def _masked_select(tensor: torch.Tensor, mask: torch.Tensor) -> Any:
 
 
 def _unique(tensor: torch.Tensor, ordered: bool = True, inverse: bool = False, counts: bool = False) -> Any:
-    """Sorted, compared with the neighbour, selected; the inverse takes a running sum and a scatter besides."""
+    """Decompose ``unique``: sort, comparison with the neighbour, selection; the inverse also takes a running sum and a
+    scatter.
+    """
     values, places = aten.sort.default(tensor.reshape(-1))
     chosen = aten.nonzero(aten.ne.Tensor(values, values)).unbind(1)
     unique = aten.index.Tensor(values, list(chosen))
@@ -62,7 +66,7 @@ def _unique(tensor: torch.Tensor, ordered: bool = True, inverse: bool = False, c
 
 
 def _unique_consecutive(tensor: torch.Tensor, inverse: bool = False, counts: bool = False, dim: Any = None) -> Any:
-    """As ``unique`` of what is sorted already."""
+    """Decompose ``unique_consecutive``: as ``unique`` without the sort."""
     values = tensor.reshape(-1)
     chosen = aten.nonzero(aten.ne.Tensor(values, values)).unbind(1)
     unique = aten.index.Tensor(values, list(chosen))

@@ -1,4 +1,4 @@
-"""The capture itself: one steady step of a workload, recorded."""
+"""Capture of one steady step of a workload."""
 
 from __future__ import annotations
 
@@ -29,23 +29,24 @@ from e2e.step.options import StepOptions
 
 @dataclass(frozen=True)
 class CapturedWorkload:
-    """A model on the meta device and a function that runs one step of it. ``streams``: those it made before;
-    ``compiled``: parts of it went through ``torch.compile``. ``samples`` of ``sequence_length`` tokens are what a
-    step processes, and ``optimizer`` names the class of its optimizer, as far as that is told.
-    """
+    """Model on the meta device and a function that runs one step of it."""
 
     name: str
     module: torch.nn.Module
     step: Callable[[], Any]
+    # Streams created before the step.
     streams: StreamState | None = None
+    # True if parts of it went through ``torch.compile``.
     compiled: bool = False
+    # Samples of a step, of ``sequence_length`` tokens each, if known.
     samples: int | None = None
     sequence_length: int | None = None
+    # Class name of its optimizer, if known.
     optimizer: str = ""
 
 
 def capture(workload: CapturedWorkload, options: StepOptions | None = None) -> OperatorTrace:
-    """The operators of one steady step of ``workload``, as a GPU would run them; no memory is touched.
+    """Capture the operators of one steady step of ``workload``, as a GPU would run them, without allocating memory.
 
     Errors raised by the step pass through unchanged.
     """
@@ -63,7 +64,7 @@ def capture(workload: CapturedWorkload, options: StepOptions | None = None) -> O
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether some part of ``module`` went through ``torch.compile``. PyTorch runs it eagerly while it is recorded."""
+    """True if some part of ``module`` went through ``torch.compile``. PyTorch runs it eagerly while it is recorded."""
     return any(
         type(part).__name__ == "OptimizedModule" or getattr(part, "_compiled_call_impl", None) is not None
         for part in module.modules()
@@ -71,13 +72,13 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 def module_paths(workload: CapturedWorkload) -> dict[int, str]:
-    """Id of each module -> its path."""
+    """Return id of each module -> its path."""
     return {id(module): path for path, module in workload.module.named_modules()}
 
 
 @contextmanager
 def recording(recorder: Recorder, options: StepOptions) -> Iterator[None]:
-    """What is run inside is recorded as a GPU would run it."""
+    """Context in which everything is recorded as a GPU would run it."""
     with ExitStack() as stack:
         stack.enter_context(pretend_gpu(lambda: recorder.host_call("cudaDeviceSynchronize"), options.seen_gpu))
         stack.enter_context(pretend_streams(recorder.streams))
@@ -103,7 +104,7 @@ def _module_paths(recorder: Recorder) -> Iterator[None]:
     after = register_module_forward_hook(recorder.leave_module, always_call=True)
     try:
         with warnings.catch_warnings():
-            # Of a module that a script compiles PyTorch tells that there are such hooks.
+            # PyTorch warns about these hooks for a module that a script compiles.
             warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global hooks")
             yield
     finally:
@@ -113,7 +114,9 @@ def _module_paths(recorder: Recorder) -> Iterator[None]:
 
 @contextmanager
 def _noted_gradients(recorder: Recorder) -> Iterator[None]:
-    """Inside, ``recorder`` hears where gradients are cleared: the step before has left some, which hold memory."""
+    """Context in which ``recorder`` notes calls that clear gradients: the previous step has left some, which hold
+    memory.
+    """
 
     def noted(zero_grad: Any) -> Any:
         def clear(self: Any, set_to_none: bool = True) -> None:
@@ -130,7 +133,9 @@ def _noted_gradients(recorder: Recorder) -> Iterator[None]:
 
 @contextmanager
 def _steady_optimizers(recorder: Recorder, form: OptimizerForm) -> Iterator[None]:
-    """Marks optimizer steps. The first of an optimizer makes its state: it runs unrecorded, the second is recorded."""
+    """Context that marks optimizer steps. The first step of an optimizer, which makes its state, runs unrecorded; the
+    second is recorded.
+    """
     open_frames: dict[int, Any] = {}
     warming: set[int] = set()
 
@@ -138,7 +143,7 @@ def _steady_optimizers(recorder: Recorder, form: OptimizerForm) -> Iterator[None
         if id(optimizer) in warming:
             return
         _choose_form(optimizer, form)
-        if not recorder.enabled:  # one that another optimizer runs while that makes its state
+        if not recorder.enabled:  # called by another optimizer while that makes its state
             return
         if not optimizer.state and len(args) < 2 and not kwargs.get("closure"):
             warming.add(id(optimizer))
@@ -163,7 +168,7 @@ def _steady_optimizers(recorder: Recorder, form: OptimizerForm) -> Iterator[None
 
 
 def _choose_form(optimizer: Any, form: OptimizerForm) -> None:
-    """Sets the form where the optimizer has it and the script left it open; foreach is what PyTorch itself takes."""
+    """Set the form if the optimizer supports it and the script left it open; foreach is PyTorch's own default."""
     for group in optimizer.param_groups:
         if form == "fused" and "fused" in group and group["fused"] is None and group.get("foreach") is None:
             group["fused"] = True

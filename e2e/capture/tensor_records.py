@@ -1,5 +1,5 @@
-"""Tensors and arguments of PyTorch as the records of :mod:`e2e.step.operator_trace`; identities that are never
-reused.
+"""Conversion of PyTorch tensors and arguments to the records of :mod:`e2e.step.operator_trace`, with unique
+identities.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ DTYPE_NAMES = {
     for name in ("float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
     + ("float8_e4m3fn", "float8_e5m2", "complex64", "complex128")
 }
-# The device without memory stands for the GPU that this machine does not have.
+# The meta device represents the GPU that this machine does not have.
 DEVICE_NAMES = {"meta": "cuda:0", "cpu": "cpu"}
 
 
 @cache
 def is_wrapper(kind: Hashable) -> bool:
-    """Whether tensors of ``kind`` (DTensor, a result that is waited for on use) hold others that do the work."""
+    """True if tensors of ``kind`` (DTensor, a result that is awaited on use) hold others that do the work."""
     return hasattr(kind, "__tensor_flatten__")
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of ``tensor`` on this rank."""
+    """Return the part of ``tensor`` on this rank."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # of vmap, grad, jvp
         tensor = torch._C._functorch.get_unwrapped(tensor)
     kind: Any = type(tensor)
@@ -41,10 +41,10 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Identities:
-    """Numbers for tensors and storages.
+    """Unique numbers of tensors and storages.
 
-    Only weak references are held: a strong one would change what autograd does (it keeps a gradient in place, or adds
-    into it, when nobody else holds it), and an address alone is given out again after its owner has died.
+    Only weak references are held: a strong one would change autograd (it keeps a gradient in place, or adds into it, if
+    there is no other reference), and an address alone is reused after its owner has been freed.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class Identities:
         self._watching = True
 
     def tensor(self, tensor: torch.Tensor) -> int:
-        """The number of a tensor, the same for the same one."""
+        """Return the number of a tensor."""
         key = tensor._cdata
         known = self._tensors.get(key)
         if known is None:
@@ -67,7 +67,7 @@ class Identities:
         return known[0]
 
     def _watch(self, tensor: torch.Tensor, storage: int) -> None:
-        """Counts the tensors on a storage; the storage is free when the last of them has died."""
+        """Count the tensors on a storage; the storage is free after the last of them."""
         self._living[storage] = self._living.get(storage, 0) + 1
         weakref.finalize(tensor, self._died, storage)
 
@@ -79,13 +79,13 @@ class Identities:
             self._freed.append(storage)
 
     def freed(self) -> tuple[int, ...]:
-        """Storages freed since the last call of this method, as far as no tensor on them has come up again."""
+        """Return the storages freed since the last call of this method, unless a tensor on them has appeared again."""
         found = tuple(storage for storage in self._freed if self._living[storage] == 0)
         self._freed.clear()
         return found
 
     def storage(self, tensor: torch.Tensor) -> int:
-        """The number of a tensor's storage, the same for all of its views."""
+        """Return the number of a tensor's storage, the same for all of its views."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         known = self._storages.get(key)
@@ -96,14 +96,16 @@ class Identities:
         return known
 
     def alias(self, tensor: torch.Tensor, storage_of: torch.Tensor) -> None:
-        """From here on ``tensor``, not seen before, counts as lying in the memory of ``storage_of``."""
+        """Treat ``tensor``, not seen before, as a view of the memory of ``storage_of``."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._storages:
             storage._weak_ref()
         self._storages[storage._cdata] = self.storage(storage_of)
 
     def emptied(self, tensor: torch.Tensor) -> None:
-        """The memory behind ``tensor`` was given back while the tensor lives on; what it gets later is new memory."""
+        """Note that the memory of ``tensor`` was freed while the tensor lives on; its later memory gets a new
+        number.
+        """
         known = self._storages.pop(tensor.untyped_storage()._cdata, None)
         if known is not None:
             torch.UntypedStorage._free_weak_ref(tensor.untyped_storage()._cdata)
@@ -111,17 +113,17 @@ class Identities:
             self._freed.append(known)
 
     def refilled(self, tensor: torch.Tensor) -> None:
-        """The memory behind ``tensor``, given back before, is there again, with nothing in it."""
+        """Note that the memory of ``tensor``, freed before, is allocated again, without content."""
         self._made.append(self.storage(tensor))
 
     def made(self) -> tuple[int, ...]:
-        """Storages allocated since the last call of this method by no operator."""
+        """Return the storages allocated by no operator since the last call of this method."""
         found = tuple(self._made)
         self._made.clear()
         return found
 
     def release(self) -> None:
-        """Lets go of the weak references."""
+        """Release the weak references."""
         for key in self._storages:
             torch.UntypedStorage._free_weak_ref(key)
         self._storages, self._tensors = {}, {}
@@ -129,13 +131,13 @@ class Identities:
 
 
 class Converter:
-    """Arguments and results of operators as :data:`e2e.step.operator_trace.Value`."""
+    """Converter of operator arguments and results to :data:`e2e.step.operator_trace.Value`."""
 
     def __init__(self) -> None:
         self.identities = Identities()
 
     def tensor(self, tensor: torch.Tensor) -> Tensor:
-        """The record of ``tensor``; sparse tensors have no strides and no single storage."""
+        """Return the record of ``tensor``; sparse tensors have no strides and no single storage."""
         tensor = unwrapped(tensor)
         strided = tensor.layout is torch.strided
         return Tensor(
@@ -148,7 +150,7 @@ class Converter:
         )
 
     def value(self, value: Any) -> Value:
-        """``value`` as a record; what has no counterpart (generators, script objects) becomes ``None``."""
+        """Convert ``value`` to a record; values without a counterpart (generators, script objects) become ``None``."""
         if isinstance(value, torch.Tensor):
             return self.tensor(value)
         if value is None or isinstance(value, (bool, int, float, str)):
@@ -164,7 +166,7 @@ class Converter:
         return None
 
     def values(self, values: Any) -> tuple[Value, ...]:
-        """Results of an operator: one value, none or several, always as a tuple."""
+        """Convert the results of an operator (one value, none or several) to a tuple."""
         if values is None:
             return ()
         if isinstance(values, (tuple, list)):

@@ -1,4 +1,4 @@
-"""Threads that a step starts: PyTorch's modes are those of one thread, so that each enters its own."""
+"""Threads started by a step: PyTorch's modes apply to one thread, so each enters its own."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from e2e.step.choices import AttentionForm
 
 @contextmanager
 def followed_threads(recorder: Recorder, attention: AttentionForm) -> Iterator[None]:
-    """Inside, operators of threads that are started are recorded too, in the order in which they are called: the host
-    takes turns, as it does for Python's threads. Raises on leaving what ended one of them.
+    """Context in which operators of started threads are recorded too, in the order of their calls.
+
+    The host alternates between threads, as with Python's threads. On exit an exception that ended one of them is
+    raised.
     """
     failed: list[BaseException] = []
     start = threading.Thread.start
@@ -41,6 +43,6 @@ def _followed(
         except SystemExit:
             raise
         except BaseException as error:
-            failed.append(error)  # told by the capture, not by the thread
+            failed.append(error)  # reported by the capture, not by the thread
 
     return follow

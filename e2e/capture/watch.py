@@ -1,8 +1,7 @@
-"""A script that takes long says so, and one that does not end is stopped: while it is imported, makes its model, and in
-its step.
+"""Progress messages of a long capture, and an end to endless scripts: during import, model construction, and the step.
 
-Without data ``.item()`` never becomes what a loop waits for. Such a loop either calls operators without end, which
-their number shows, or none at all, which the clock shows.
+Without data ``.item()`` never becomes the value that a loop waits for. Such a loop either calls operators endlessly,
+detected by their number, or none at all, detected by time.
 """
 
 from __future__ import annotations
@@ -17,19 +16,19 @@ from contextlib import contextmanager
 
 from costmodel.base.errors import ModelError
 
-# A training step of 36 layers calls 11,000, of the 126 of Llama 3 405B four times as many.
+# A training step of 36 layers calls 11,000, one of the 126 layers of Llama 3 405B four times as many.
 MOST_CALLS = 400_000
-# With what makes and settles the step, which is not recorded.
+# Limit including the unrecorded calls that make the model and settle the step.
 MOST_CALLED = 5 * MOST_CALLS
-# A script may load data or compute on the CPU for so long without one call.
+# Longest time that a script may load data or compute on the CPU without a call.
 SILENT_SECONDS = 180.0
 FIRST_NOTE_SECONDS, NOTES_SECONDS, _WAKING_SECONDS = 20.0, 30.0, 2.0
-# Without a handler nothing happens.
+# A signal that is ignored without a handler.
 _WAKING = signal.SIGURG
 
 
 class EndlessStepError(ModelError):
-    """The script does not come to its end."""
+    """Raised for a script that does not end."""
 
     def __init__(self, what: str = "") -> None:
         super().__init__(
@@ -42,8 +41,10 @@ class EndlessStepError(ModelError):
 
 @contextmanager
 def watched(count: Callable[[], int]) -> Iterator[None]:
-    """Inside, progress of a long capture is told on standard error, and :class:`EndlessStepError` ends one that calls
-    nothing for too long. ``count``: calls so far.
+    """Context that prints progress of a long capture on standard error, and raises :class:`EndlessStepError` after too
+    long without a call.
+
+    ``count``: function that returns the number of calls so far.
     """
     done, stopped = threading.Event(), threading.Event()
     watcher = threading.Thread(target=_watch, args=(count, done, stopped, threading.get_ident()), daemon=True)
@@ -53,7 +54,7 @@ def watched(count: Callable[[], int]) -> Iterator[None]:
             yield
     except BaseException as error:
         if stopped.is_set() and not isinstance(error, EndlessStepError):
-            raise EndlessStepError from None  # what it met on its way out
+            raise EndlessStepError from None  # errors on its way out
         raise
     finally:
         done.set()
@@ -72,7 +73,7 @@ def _watch(count: Callable[[], int], done: threading.Event, stopped: threading.E
             told += NOTES_SECONDS
         if now - last_call > SILENT_SECONDS:
             stopped.set()
-            # The only way into a loop that calls nothing of ours.
+            # The only way to interrupt a loop without calls of this package.
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
                 ctypes.c_ulong(watched_thread), ctypes.py_object(EndlessStepError)
             )
@@ -82,8 +83,9 @@ def _watch(count: Callable[[], int], done: threading.Event, stopped: threading.E
 
 @contextmanager
 def _wakeable() -> Iterator[None]:
-    """Inside, :data:`_WAKING` ends a wait of the main thread (for a queue, a lock, a socket): Python calls a handler
-    then, in which an exception that was set is raised.
+    """Context in which :data:`_WAKING` ends a wait of the main thread (for a queue, a lock, a socket).
+
+    Python then calls a handler, in which a pending exception is raised.
     """
     ours = threading.current_thread() is threading.main_thread() and signal.getsignal(_WAKING) is signal.SIG_DFL
     if ours:

@@ -1,1 +1,1 @@
-"""The commands of ``python -m e2e``, and the options that they share."""
+"""Commands of ``python -m e2e``, and the options that they share."""

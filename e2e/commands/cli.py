@@ -1,8 +1,8 @@
 """``python -m e2e predict | sweep | shard | measure | doctor``.
 
-Exit status: 0 done, 1 ``doctor`` found something broken, 2 the user's input is at fault (one line on standard error),
-3 a predicted step may not fit the memory of its GPUs, 4 it does not, 130 stopped with Ctrl-C, 143 ended by SIGTERM.
-With ``--json`` standard output holds JSON alone.
+Exit status: 0 success, 1 ``doctor`` found something broken, 2 invalid user input (one line on standard error), 3 a
+predicted step may not fit the memory of its GPUs, 4 it does not fit, 130 stopped with Ctrl-C, 143 terminated by
+SIGTERM. With ``--json`` standard output contains only JSON.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ app.callback()(version_command)
 
 
 def main() -> None:
-    """Entry point of ``python -m e2e``."""
-    # Nearly all that a prediction makes lives to its end: looking for garbage as often as usual takes a fifth of it.
+    """Run the command line of ``python -m e2e``."""
+    # Most objects of a prediction live to its end: garbage collection at the default thresholds takes a fifth of the
+    # time.
     gc.set_threshold(100_000, 20, 20)
     app(repeated(sys.argv[1:], ("--trace", "--kineto")), prog_name=program_name("e2e"))
 

@@ -1,4 +1,4 @@
-"""``python -m e2e doctor``: whether steps can be captured and predicted here, and what to do where not."""
+"""``python -m e2e doctor``: checks whether steps can be captured and predicted here, with remedies."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ PAIRS = (
         _TORCH,
     ),
 )
-# Libraries that a step may use where they are installed.
+# Optional libraries that a step may use if they are installed.
 _LIBRARIES = {"timm": "--model timm/NAME", "mamba_ssm": "--linear-attention", "torchrec": "scripts that use it"}
 _ROOT = Path(__file__).parents[2]
 
 
 def doctor_command(as_json: bool) -> None:
-    """Prints the findings; status 1 where something is broken."""
+    """Print the findings; exits with status 1 if something is broken."""
     checks = [_packages, _imports, checkup.cores, checkup.memory, _folders, _shipped]
     checkup.report("e2e", checks, as_json)
 

@@ -1,7 +1,7 @@
-"""The Python API of ``e2e``: :func:`predict` and :func:`sweep`. The command line calls these two functions.
+"""Python API of ``e2e``: :func:`predict` and :func:`sweep`, which the command line calls too.
 
-Errors that a user can cause are :class:`costmodel.ProjectError`, one line each, which names options as the command line
-does (``--batch-size`` is ``batch_size`` here).
+User errors are raised as :class:`costmodel.ProjectError` with a one-line message, which names options as on the command
+line (``--batch-size`` is ``batch_size`` here).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 PathLike = str | os.PathLike[str]
 T = TypeVar("T")
-# A capture changes what PyTorch does in the whole process: threads that ask take turns.
+# A capture patches PyTorch for the whole process: threads take turns.
 _TURN = RLock()
 
 
@@ -45,19 +45,19 @@ def predict(
     """Predict one steady step of a model on one GPU or many, or replay a recorded run; ``python -m e2e predict``.
 
     ``options`` are those of the command line (``batch_size`` for ``--batch-size``; ``traces`` and ``tables`` for
-    ``--trace`` and ``--config``); the name of a built-in model may come first. Those that belong together may be one
-    record: :class:`e2e.Cluster`, :class:`e2e.Stack`, or a whole request, whose fields say which options it has:
+    ``--trace`` and ``--config``); the name of a built-in model may be the first argument. Options may be grouped in
+    records: :class:`e2e.Cluster`, :class:`e2e.Stack`, or a whole request, whose fields are its options:
     :class:`e2e.Model`, :class:`e2e.SpreadModel`, :class:`e2e.Script`, :class:`e2e.ScriptJob`, :class:`e2e.Trace`,
-    :class:`e2e.Recording`, :class:`e2e.ShardedTables`. A ``script`` may be the function itself, called without a GPU
-    (:func:`e2e.capture.script.load_script`); ``parallel`` a text or a :class:`ParallelSpec`.
+    :class:`e2e.Recording`, :class:`e2e.ShardedTables`. A ``script`` may be the function itself, which is called without
+    a GPU (:func:`e2e.capture.script.load_script`); ``parallel`` a text or a :class:`ParallelSpec`.
 
-    ``price``: dollars per GPU and hour, or a YAML file of prices (:mod:`e2e.sources.gpu_prices`). ``advice``: other
-    settings and the largest batch are predicted too, and progress is told to it where it is a function (Ctrl-C ends
-    that and keeps what is known). ``timeline`` and ``report``: files to write (Chrome trace, HTML).
+    ``price``: dollars per GPU and hour, or a YAML file of prices (:mod:`e2e.sources.gpu_prices`). ``advice``: also
+    predict other settings and the largest batch; a function is called with lines of progress (Ctrl-C stops the advice
+    and keeps its results so far). ``timeline`` and ``report``: files to write (Chrome trace, HTML).
 
     Returns the record that ``--json`` prints (``to_json()``), in seconds and bytes. A step that does not fit the memory
-    is predicted all the same: ``fits`` is false and ``memory_shortage`` says what is missing. What a script prints goes
-    to standard output; calls from several threads take turns.
+    is predicted too: ``fits`` is false and ``memory_shortage`` describes the shortage. Output of a script goes to
+    standard output; calls from several threads are serialised.
 
     Raises ``InputError`` for options that contradict each other, ``MachineError`` for an unknown GPU, ``ModelError``
     for a script that fails, ``OutputError`` for files that cannot be written.
@@ -74,7 +74,7 @@ def predict(
     from e2e.sources.prepared_step import told
 
     request = _request(asked, options)
-    # What is wrong with a price, and files that cannot be written, are told before long work.
+    # Invalid prices and unwritable files are reported before long work.
     priced = None if price is None else asked_price(str(price), request)
     check_outputs({"--timeline": timeline, "--report": report}, _files_of(request))
     with _TURN, captures_kept() if advice else nullcontext():
@@ -96,7 +96,7 @@ def predict(
 
 
 def _request(asked: Sequence[str | Options], options: Mapping[str, Any]) -> Request:
-    """What names, records and single options ask together."""
+    """Combine names, records and single options to one request."""
     from e2e.sources.registry import all_options, request_of
     from e2e.sources.request import Request
 
@@ -115,7 +115,7 @@ def _request(asked: Sequence[str | Options], options: Mapping[str, Any]) -> Requ
 
 
 def _files_of(request: Request) -> dict[str, Path]:
-    """Files that the request reads, by option."""
+    """Return the files that the request reads, by option."""
     options = options_of(type(request)).values()
     return {each.flag: value for each in options if isinstance(value := getattr(request, each.name), Path)}
 
@@ -145,21 +145,21 @@ def sweep(
     ray: str | None = None,
     progress: SweepProgress | None = None,
 ) -> SweepResult:
-    """Predicts ``model`` on every GPU of ``gpu`` x number of ``gpus`` x way to spread it; ``python -m e2e sweep``.
+    """Predict ``model`` on every GPU of ``gpu`` x number of ``gpus`` x way to spread it; ``python -m e2e sweep``.
 
     ``model``: a built-in transformer or a Hugging Face configuration file. ``parallel``: ``"auto"``, or texts of
-    ``--parallel``. ``batch_size``: sequences of one micro-batch on one replica; ``global_batch``: of all replicas in a
-    step, from which the micro-batches follow (of 1, 2 and 4 sequences where no size is given). ``recipe`` and
-    ``precision``: one or several. ``tries``: ways of ``auto`` that are predicted on each number of each GPU, those
-    that look fastest. ``tokens`` (``"1T"``): of a whole training run, whose days and costs are told; with ``price``
-    (dollars per GPU and hour, or a file) rows are ranked by cost, with ``deadline`` (``"30d"``) those in time first.
-    ``output``: a folder that keeps results and captures, to which a second call adds (``None``: nothing is kept).
-    ``workers``: processes (default: the cores of this one), or ``ray``: the address of a Ray cluster. ``progress`` is
-    called with (done, all, seconds since the start, newest row).
+    ``--parallel``. ``batch_size``: sequences of one micro-batch on one replica; ``global_batch``: sequences of all
+    replicas in a step, which determines the number of micro-batches (of 1, 2 and 4 sequences if no size is given).
+    ``recipe`` and ``precision``: one or several. ``tries``: number of ways of ``auto``, those that look fastest, that
+    are predicted for each GPU and number of GPUs. ``tokens`` (``"1T"``): size of a whole training run, whose days and
+    costs are reported; with ``price`` (dollars per GPU and hour, or a file) rows are ranked by cost, with ``deadline``
+    (``"30d"``) those in time come first. ``output``: folder that keeps results and captures, to which a second call
+    adds (``None``: nothing is kept). ``workers``: number of processes (default: the cores of this process), or ``ray``:
+    address of a Ray cluster. ``progress``: called with (done, all, seconds since the start, newest row).
 
-    Returns the rows, ranked: those that run first, by samples per second; a way that does not fit or is not possible is
-    a row that says why. Raises ``InputError`` for what no number of GPUs makes right, ``MachineError`` for an unknown
-    GPU, ``OutputError`` for a folder that cannot be written.
+    Returns the ranked rows: those that run first, by samples per second; a way that does not fit or is not possible is
+    a row with the reason. Raises ``InputError`` for options that are invalid for any number of GPUs, ``MachineError``
+    for an unknown GPU, ``OutputError`` for a folder that cannot be written.
 
     >>> ranking = sweep("gpt2", gpu="h100-sxm", gpus=2, parallel=["dp=2", "tp=2"], sequence_length=64, workers=1)
     >>> [row.status for row in ranking], ranking[0].samples_per_second >= ranking[1].samples_per_second
@@ -188,7 +188,7 @@ def sweep(
     counts = [gpus] if isinstance(gpus, int) else gpus
     for count in counts:
         check_count("gpus", count)
-    for text in ways:  # what no number of GPUs makes right is an error, not a row
+    for text in ways:  # options that are invalid for any number of GPUs are errors, not rows
         if text != "auto":
             parse_parallel(text)
     experts, layers = _sizes(model)
@@ -211,7 +211,7 @@ def sweep(
 
 
 def _sizes(model: PathLike) -> tuple[int, int]:
-    """Experts of a layer, and layers; one error for an unknown model, not one per row."""
+    """Return the experts of a layer and the number of layers; an unknown model is one error, not one per row."""
     from e2e.parallelism.parallel_graph import configuration, layer_count
     from e2e.sweeps.sweep_space import experts_of
 

@@ -1,4 +1,4 @@
-"""The models suite: step times of the built-in workloads, run for real on the device at hand.
+"""Models suite: step times of the built-in workloads, measured on the present device.
 
 Each case is timed over many steps without the profiler, with a wait only at the end of a sample, then traced for a few
 steps (Kineto). DLRM runs with ``nn.EmbeddingBag`` tables: the table-batched operator is not part of torch.
@@ -38,7 +38,7 @@ def measure_models(
     report: Say,
     cases: tuple[ModelCase, ...] | None = None,
 ) -> Path:
-    """Writes ``output/models.csv``, ``.json`` and a trace for every case marked so; returns the table.
+    """Write ``output/models.csv``, ``.json`` and a trace for every case marked so; return the path of the table.
 
     A case that does not fit the memory, or that this device cannot run, is a row with an ``error``.
     """
@@ -57,7 +57,7 @@ def measure_models(
 
 
 def _row(case: ModelCase, device: Any, output: Path) -> dict[str, Any]:
-    """Whatever torch or transformers raise on a case is that case's result: the suite goes on with the next one."""
+    """Return the row of a case; errors of torch or transformers become its result, and the suite continues."""
     try:
         return _measure(case, device, output)
     except OutputError:

@@ -1,4 +1,4 @@
-"""Which built-in workloads the models suite runs, most wanted first: a run cut short still has one of each kind."""
+"""Built-in workloads of the models suite, most wanted first: an interrupted run still has one of each kind."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ModelCase:
-    """A step to measure. ``sequence_length`` 0: the model has none. ``traced``: with a profiled run."""
+    """Step to measure. ``sequence_length`` 0: the model has no sequences. ``traced``: with a profiled run."""
 
     model: str
     batch_size: int
@@ -18,7 +18,7 @@ class ModelCase:
     traced: bool = False
 
     def record(self) -> dict[str, str | int]:
-        """What identifies the case, by column."""
+        """Return the columns that identify the case."""
         return {
             "model": self.model,
             "mode": self.mode,
@@ -29,11 +29,11 @@ class ModelCase:
         }
 
     def key(self) -> tuple[str, ...]:
-        """The values of :meth:`record` as a table holds them."""
+        """Return the values of :meth:`record` as a table holds them."""
         return tuple(str(value) for value in self.record().values())
 
     def name(self) -> str:
-        """A name for files."""
+        """Return a name for files."""
         return "-".join([self.model, self.mode, self.dtype, self.attention, *map(str, self._sizes())])
 
     def _sizes(self) -> tuple[int, ...]:

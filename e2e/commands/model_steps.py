@@ -1,6 +1,6 @@
-"""The built-in workloads with weights and inputs on a real device; their steps are those of the capture.
+"""Steps of the built-in workloads with weights and inputs on a real device, equal to the captured ones.
 
-Models are built by the same code as for the capture; only what lies on the meta device there is real here.
+Models are built by the same code as for the capture, but on a real device instead of the meta device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ Forward = Callable[[], torch.Tensor]
 
 
 def real_step(case: ModelCase, device: Any) -> Callable[[], Any]:
-    """One step of ``case`` on ``device``, random weights and data. ``InputError`` for a model that is not built in."""
+    """Return one step of ``case`` on ``device`` with random weights and data.
+
+    Raises ``InputError`` for unknown models.
+    """
     options = StepOptions(mode=case.mode, dtype=case.dtype, attention=case.attention)  # type: ignore[arg-type]
     if case.model in catalog.IMAGES:
         return _images(case, device, options)
@@ -73,7 +76,7 @@ def _transformer(case: ModelCase, device: Any, options: StepOptions) -> Callable
     shape = transformer.build_transformer(transformer.PRESETS[case.model], attention, case.model)
     length = transformer.sequence_length(shape.config.to_dict(), case.sequence_length or None, case.model)
     with torch.device(device):
-        # Built again: buffers such as masks and rotary frequencies have values that the meta device does not keep.
+        # Built again: the meta device does not keep the values of buffers such as masks and rotary frequencies.
         model = type(shape)._from_config(shape.config, attn_implementation=attention, dtype=torch.float32)
         model.tie_weights()
         ids = torch.randint(min(model.config.vocab_size, 30000), (case.batch_size, length))

@@ -1,4 +1,4 @@
-"""The command line of ``predict`` made from the records of what can be asked, and options that other commands share."""
+"""Command line of ``predict`` built from the request classes, and options shared by other commands."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ JsonOption = Annotated[
 
 
 def shared(name: str) -> Any:
-    """The option ``name`` of ``predict`` for the command line of another command."""
+    """Return the option ``name`` of ``predict`` for the command line of another command."""
     each = all_options()[name]
     return typer.Option(each.flag, help=each.words.help, min=each.words.least, **_choice(each))
 
 
 def _choice(each: OptionField) -> dict[str, Any]:
-    """Arguments of ``typer.Option`` for choices whose error says what to ask instead of what other tools have."""
+    """Arguments of ``typer.Option`` for choices whose error suggests a replacement for other tools' values."""
     if each.words.instead is None:
         return {}
 
@@ -62,7 +62,7 @@ def _choice(each: OptionField) -> dict[str, Any]:
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Decorator of a command with ``**options``: every option of every source takes the place of these."""
+    """Decorate a command with ``**options``, replacing these by every option of every source."""
     written = inspect.signature(command, eval_str=True).parameters.values()
     options = [_parameter(each) for each in _in_order()]
     parameters = [*options, *(each for each in written if each.kind is not each.VAR_KEYWORD)]
@@ -72,7 +72,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _in_order() -> list[OptionField]:
-    """By sections of the help: those of the sources, then the shared ones."""
+    """Return the options by sections of the help: those of the sources, then the shared ones."""
     options = list(all_options().values())
     panels = list(dict.fromkeys([record.panel for record in SOURCES] + [each.panel for each in options]))
     return sorted(options, key=lambda each: (panels.index(each.panel), not each.words.source))
@@ -92,17 +92,17 @@ def _parameter(each: OptionField) -> inspect.Parameter:
 
 
 def note(option: str) -> str:
-    """For which sources ``option`` is, in brackets; nothing where it is for all, or where it says the source."""
+    """Note, in brackets, of the sources that have ``option``; empty if all have it, or if it selects the source."""
     users, each = sources_with(option), all_options()[option]
     others = [record for record in SOURCES if record not in users and not _on_several(record, users)]
     said = each.words.source or any((option,) in record.chosen_by for record in SOURCES)
     if not others or said or users == [record for record in SOURCES if record.panel == each.panel]:
-        return ""  # the section of the help says it
+        return ""  # evident from the section of the help
     few, word = (others, "Not for") if len(others) < len(users) else (users, "For")
     return f" ({word}: {', '.join(record.title for record in few)}.)"
 
 
 def _on_several(record: type[Request], users: Sequence[type[Request]]) -> bool:
-    """Whether ``record`` is of one GPU, and the same on several is among ``users``: the option is no less for it."""
+    """True if ``record`` is for one GPU and ``users`` has its variant for several GPUs."""
     alone = issubclass(record, Gpu) and not issubclass(record, Cluster)
     return alone and any(each.panel == record.panel and issubclass(each, Cluster) for each in users)

@@ -1,4 +1,4 @@
-"""``python -m e2e predict``: from the command line to the answer."""
+"""``python -m e2e predict``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 
 from e2e.commands import options as written
 
-# Exit status where a step may not fit; of one that does not, ShortageError's.
+# Exit status if a step may not fit; ShortageError has that of a step that does not fit.
 MAY_NOT_FIT = 3
 
 
@@ -30,7 +30,7 @@ def predict_command(
     from e2e.commands.e2e_api import predict
     from e2e.report.outputs import show
 
-    # What a script prints is not the answer. This process ends with its answer, so its garbage may wait.
+    # Output of a script goes to standard error. The process ends after its answer, so garbage collection can wait.
     with redirect_stdout(sys.stderr), old_objects_spared():
         prediction = predict(price=price, advice=tell if advice else False, timeline=timeline, report=report, **options)
     show(prediction, as_json)
@@ -39,5 +39,5 @@ def predict_command(
 
 
 def tell(line: str) -> None:
-    """Progress, beside the answer."""
+    """Print progress to standard error."""
     print(line, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""``python -m e2e shard``: which GPU gets which part of which embedding table."""
+"""``python -m e2e shard``: placement of embedding tables on GPUs."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def shard_command(
 
 @dataclass(frozen=True)
 class ShardingRequest:
-    """What the command line asks."""
+    """Options of the command."""
 
     tables: Path
     gpu: str
@@ -85,7 +85,10 @@ class ShardingRequest:
     minimum_columns: int = MINIMUM_COLUMNS
 
     def task(self) -> ShardingTask:
-        """The task, with the dense part of ``tables.yaml``; ``InputError`` or ``MachineError`` name what is wrong."""
+        """Make the task with the dense part of ``tables.yaml``.
+
+        Raises ``InputError`` or ``MachineError`` for invalid options.
+        """
         from costmodel.collectives import collective_cost_model
         from costmodel.embedding.embedding_tables import read_table_file
         from costmodel.gpu.factory import gpu_cost_model
@@ -120,8 +123,9 @@ class ShardingRequest:
 
 
 def with_statistics(tables: Sequence[EmbeddingTable], path: Path | None) -> tuple[EmbeddingTable, ...]:
-    """``tables`` with the statistics in ``path`` for those that it names; ``InputError`` if it names none, or an index
-    beyond a table's rows.
+    """Return ``tables`` with the statistics in ``path`` for the tables that it names.
+
+    Raises ``InputError`` if it names none, or has an index beyond a table's rows.
     """
     if path is None:
         return tuple(tables)
@@ -140,7 +144,7 @@ def with_statistics(tables: Sequence[EmbeddingTable], path: Path | None) -> tupl
             raise InputError(
                 f"{path}: table {table.name} is about {statistics.rows} rows, the table has {table.rows}; correct one"
             )
-        # Batches show rows up to the largest index only.
+        # Batches contain rows only up to the largest index.
         same = table if statistics is None else replace(table, statistics=replace(statistics, rows=table.rows))
         found.append(same)
     return tuple(found)

@@ -1,4 +1,4 @@
-"""``python -m e2e sweep``: predictions of many GPUs, counts and ways to spread a model, ranked."""
+"""``python -m e2e sweep``: ranked predictions for many GPU types, GPU counts and ways to spread a model."""
 
 from __future__ import annotations
 

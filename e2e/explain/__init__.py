@@ -1,1 +1,1 @@
-"""What a simulated step says: critical path, phases, intervals, ranks, collectives."""
+"""Analysis of a simulated step: critical path, phases, intervals, ranks, collectives."""

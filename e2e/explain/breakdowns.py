@@ -1,6 +1,6 @@
-"""What device and host time consist of, without regard to what overlaps.
+"""Composition of device time and host time, regardless of overlap.
 
-A task that stands for several kernels counts as these.
+A task that represents several kernels counts as these kernels.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def coverage_of(graph: ExecutionGraph) -> dict[str, float]:
 
 
 def breakdown_of(rank: RankGraph) -> dict[str, dict[str, float]]:
-    """Device time by operator, by what limits it, and by kind of kernel."""
+    """Device time in seconds by operator, by limiting resource, and by kind of kernel."""
     return {
         "by_operator": device_seconds(rank, lambda task, _: _operator(rank, task)),
         "by_bound": device_seconds(rank, lambda task, duration: duration.bound or task.kind),
@@ -36,7 +36,7 @@ def breakdown_of(rank: RankGraph) -> dict[str, dict[str, float]]:
 
 
 def overheads_of(rank: RankGraph) -> dict[str, float]:
-    """Host time by kind of overhead, T1 to T5."""
+    """Host time in seconds by kind of overhead, T1 to T5."""
     sums: dict[str, float] = defaultdict(float)
     for action in rank.actions():
         if isinstance(action, HostWork | Launch) and action.duration is not None:
@@ -45,19 +45,19 @@ def overheads_of(rank: RankGraph) -> dict[str, float]:
 
 
 def kernel_count(rank: RankGraph) -> int:
-    """How many kernels, copies and fills the rank launches in one iteration."""
+    """Number of kernels, copies and fills that the rank launches in one iteration."""
     return sum(len(task.kernels) or 1 for task in rank.tasks)
 
 
 def operator_count(rank: RankGraph) -> int:
-    """How many operators the host calls in one iteration, those inside others too."""
+    """Number of operators that the host calls in one iteration, nested ones included."""
     if rank.operator_calls is not None:
         return rank.operator_calls
     return sum(info.name not in MARKED for info in rank.calls.values())
 
 
 def device_seconds(rank: RankGraph, key: Callable[[Task | Kernel, Duration], KeyT]) -> dict[KeyT, float]:
-    """Device time of every kernel, summed by what ``key`` says of it, the most first."""
+    """Sum the device time of every kernel by ``key``, in descending order."""
     sums: dict[KeyT, float] = defaultdict(float)
     for task, duration, seconds in _kernels(rank.tasks):
         sums[key(task, duration)] += seconds
@@ -65,7 +65,7 @@ def device_seconds(rank: RankGraph, key: Callable[[Task | Kernel, Duration], Key
 
 
 def _kernels(tasks: Iterable[Task]) -> Iterator[tuple[Task | Kernel, Duration, float]]:
-    """Every priced kernel and its seconds. Tasks that repeat share their kernels: these come once, with the sum."""
+    """Iterate over priced kernels and their seconds. Tasks may share kernels, which then come once, with the sum."""
     runs: dict[int, tuple[tuple[Kernel, ...], float]] = {}
     for task in tasks:
         if task.duration is not None and task.kernels:
@@ -74,7 +74,7 @@ def _kernels(tasks: Iterable[Task]) -> Iterator[tuple[Task | Kernel, Duration, f
         elif task.duration is not None:
             yield task, task.duration, task.duration.seconds
     for kernels, seconds in runs.values():
-        # The kernels have the prices of a GPU like all others; the tasks may be of a slower one.
+        # Kernels are priced for a nominal GPU; their tasks may belong to a slower one.
         times = seconds / (sum(each.duration.seconds for each in kernels if each.duration is not None) or 1.0)
         for kernel in kernels:
             if kernel.duration is not None:

@@ -1,7 +1,7 @@
-"""Every collective of a simulated step: transfer apart from waiting, and which ranks came last.
+"""Figures of every collective of a simulated step: transfer, waiting, and the last rank to arrive.
 
-Why a rank was late is on its path (``waits_for`` in :mod:`e2e.explain.critical_path`); where its whole step went is
-in :mod:`e2e.explain.rank_attribution`.
+The cause of a late rank is on its path (``waits_for`` in :mod:`e2e.explain.critical_path`); the composition of its
+whole step is in :mod:`e2e.explain.rank_attribution`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from e2e.step.execution_graph import ExecutionGraph, Task
 
 
 def collective_figures(graph: ExecutionGraph, timeline: Timeline, iteration: int = 0) -> list[CollectiveFigures]:
-    """The collectives of ``iteration`` in the order in which their transfers begin."""
+    """Return the collectives of ``iteration`` in the order in which their transfers begin."""
     taking_part: dict[tuple[str, int], list[tuple[int, Task]]] = {}
     for rank in graph.ranks:
         for task in rank.tasks:
@@ -34,7 +34,7 @@ def _figures(
     first = parties[0][1]
     collective, span = first.collective, spans[parties[0][0]]
     assert collective is not None
-    # Of several at the same moment the lowest rank, as the simulator has it.
+    # Ties: the lowest rank, as in the simulator.
     last = max(spans, key=lambda rank: (spans[rank].start, -rank))
     durations = [task.duration for _, task in parties if task.duration is not None]
     alone = max(durations, key=lambda duration: duration.seconds)
@@ -58,7 +58,7 @@ def _figures(
 
 
 def stragglers(figures: Sequence[CollectiveFigures]) -> list[Straggler]:
-    """Ranks that came last in collectives of several ranks of the graph, the one that cost most first.
+    """Return the ranks that came last in collectives of several ranks of the graph, the most costly first.
 
     Sends and receives are left out: in a pipeline one end always waits for the other.
     """

@@ -1,8 +1,8 @@
-"""What a step's time consists of: the chain of actions and tasks of which each had to wait for the one before.
+"""Critical path of a step: the chain of actions and tasks each of which had to wait for the previous one.
 
-From the end of the step back to its start, every node names the node whose end let it go on, so the chain has no
-gaps and its pieces sum to the step time. Across ranks it follows the last rank to arrive at each collective; seen
-from one rank alone, the time spent there is ``collective wait``, or ``bubble`` where it waits for the other end of a
+From the end of the step back to its start, every node points to the node whose end let it go on, so the chain has no
+gaps and its pieces sum to the step time. Across ranks it follows the last rank to arrive at each collective; restricted
+to one rank, the time spent there is ``collective wait``, or ``bubble`` where the rank waits for the other end of a
 pipeline's send or receive.
 """
 
@@ -32,52 +32,53 @@ HOST_KINDS: tuple[SegmentKind, ...] = ("T1", "T2", "T3", "T4", "T5", "host", "sy
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A piece of the path, in seconds from the start of the simulation.
+    """Piece of the path, in seconds from the start of the simulation."""
 
-    ``kind``: ``compute`` and ``memory`` are kernels by what limits them, ``kernel`` those of which that is unknown;
-    ``T4`` is the launch call, ``synchronisation`` what such a call costs after its wait; ``idle`` only ends the path of
-    a rank that is done before the others, ``late start`` only begins that of one that starts after zero. ``name``: the
-    task, or what the host did; ``operator``: the call behind it. ``edge`` and ``waits_for``: why it did not begin
-    before. ``task``: its id, for device work; ``call``: the number of the operator call behind it.
-    """
-
+    # `compute` and `memory` are kernels by limiting resource, `kernel` those of unknown limit; `T4` is the launch call,
+    # `synchronisation` the cost of such a call after its wait; `idle` only ends the path of a rank that finishes before
+    # the others, `late start` only begins that of a rank that starts after zero.
     kind: SegmentKind
     start: float
     seconds: float
     rank: int
+    # The task, or the host's work.
     name: str
+    # Operator call that issued it.
     operator: str
+    # Reason why it did not begin earlier.
     edge: Edge
     waits_for: str
+    # Task id, for device work.
     task: int | None = None
+    # Number of the operator call that issued it.
     call: int | None = None
 
 
 @dataclass(frozen=True)
 class CriticalPath:
-    """``segments`` in order of time, without gaps over ``window``."""
+    """Segments in order of time that cover ``window`` without gaps."""
 
     segments: tuple[Segment, ...]
     window: TimeWindow
 
     @property
     def seconds(self) -> float:
-        """The sum of the segments: the length of the window."""
+        """Sum of the segments: the length of the window."""
         return math.fsum(segment.seconds for segment in self.segments)
 
     @property
     def by_kind(self) -> Mapping[str, float]:
-        """Seconds per kind, the longest first; so are the others."""
+        """Seconds per kind, in descending order."""
         return self._sum(lambda segment: segment.kind)
 
     @property
     def by_rank(self) -> Mapping[int, float]:
-        """Rank -> seconds of the path that are spent on it."""
+        """Seconds of the path on each rank, in descending order."""
         return self._sum(lambda segment: segment.rank)
 
     @property
     def host_bound_fraction(self) -> float:
-        """Share of the path on the host: what an infinitely fast device would leave of it, at least."""
+        """Share of the path on the host: a lower bound of what an infinitely fast device would leave of it."""
         host = math.fsum(segment.seconds for segment in self.segments if segment.kind in HOST_KINDS)
         return host / self.seconds if self.seconds else 0.0
 
@@ -92,7 +93,7 @@ class CriticalPath:
 def critical_path(
     graph: ExecutionGraph, timeline: Timeline, *, iteration: int | None = None, rank: int | None = None
 ) -> CriticalPath:
-    """The critical path of the whole timeline, or of what one ``iteration`` added to it.
+    """Return the critical path of the whole timeline, or of the window of one ``iteration``.
 
     With ``rank`` it stays on that rank: waiting for others in collectives is then a segment of its own, and a rank that
     ran ahead of the others is seen at work on its next iteration.
@@ -107,12 +108,12 @@ class _Walk:
         self._graph, self._timeline = graph, timeline
         self._low, self._high = window
         self._rank = rank
-        # What every node of an iteration is, in the order of the timeline.
+        # Action or task of every node of an iteration, in the order of the timeline.
         self._items: list[tuple[Action | Task, ...]] = [(*entry.actions(), *entry.tasks) for entry in graph.ranks]
         self._segments: list[Segment] = []
 
     def path(self, iterations: int) -> CriticalPath:
-        """From the last node of the first ``iterations`` back to the start of the window."""
+        """Return the path from the last node of the first ``iterations`` back to the start of the window."""
         last = self._last_node(iterations)
         end = float(self._timeline.end[last])
         if end < self._high:
@@ -128,7 +129,7 @@ class _Walk:
         return CriticalPath(tuple(reversed(self._segments)), (self._low, self._high))
 
     def _add_late_start(self, first: int) -> None:
-        """A rank that began after zero: nothing of it is before its first node."""
+        """Add the segment of a rank that began after zero, before its first node."""
         begin = float(self._timeline.start[first])
         if self._timeline.start_cause[first] < 0 and begin > self._low:
             number = self._graph.ranks[self._timeline.locate(first)[0]].rank
@@ -139,7 +140,7 @@ class _Walk:
             )
 
     def _last_node(self, iterations: int) -> int:
-        """The node that ends last; of several, one on the host."""
+        """Return the node that ends last; ties: one on the host."""
         best, latest = -1, -math.inf
         for layout in self._timeline.layouts:
             if self._rank is None or layout.rank == self._rank:
@@ -151,13 +152,13 @@ class _Walk:
         return best
 
     def _step(self, node: int) -> int | None:
-        """Adds the segments of ``node``; returns the node before it on the path."""
+        """Add the segments of ``node``; return the previous node of the path."""
         timeline = self._timeline
         ready, cause = timeline.ready.item(node), timeline.ready_cause.item(node)
         edge = _EDGES[timeline.ready_edge.item(node)]
         self._add(node, ready, timeline.end.item(node), edge, cause)
         if edge is Edge.RENDEZVOUS:
-            # The last rank's task ends with this one; what made it late is what came before it.
+            # The last rank's task ends with this one; its lateness is due to its predecessors.
             late = cause if self._rank is None else node
             cause = timeline.start_cause.item(late)
             if late == node:
@@ -192,13 +193,13 @@ class _Walk:
 
 
 def wait_kind(task: Task) -> SegmentKind:
-    """What the wait of a task for other ranks is on the path."""
+    """Path kind of the time that a task waits for other ranks."""
     collective = task.collective
     return "bubble" if collective is not None and collective.kind in POINT_TO_POINT else "collective wait"
 
 
 def task_kind(task: Task) -> SegmentKind:
-    """What a task is on the path, without its waiting."""
+    """Path kind of a task, without its waiting."""
     if task.kind == "collective" or task.collective is not None:
         return "collective transfer"
     if task.kind == "copy":
@@ -210,7 +211,7 @@ def task_kind(task: Task) -> SegmentKind:
 
 
 def _action_kind(action: Action, rank: RankGraph) -> tuple[SegmentKind, str, int | None]:
-    """Kind, name and operator call of host time."""
+    """Return kind, name and operator call of host time."""
     match action:
         case HostWork(kind, call):
             return kind, kind, call

@@ -1,8 +1,8 @@
-"""What the GPUs of a step draw, and what a step costs.
+"""Energy and cost of a step.
 
-Power is that of the model of the clock (:mod:`costmodel.gpu.power`): a part that the clock does not move, and above it
-what kernels draw while they run. It is the board's alone: host, network, cooling and power supply come on top. What
-draws how much above rest follows from rates under a limit, not from measured joules.
+The power model is that of the clock (:mod:`costmodel.gpu.power`): a constant part, and above it the power of running
+kernels. It covers the board alone: host, network, cooling and power supply come on top. The split between kernels of
+the power above idle is inferred from rates under a power limit, not from measured joules.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from costmodel.gpu.power import board_watts
 from costmodel.machines.machine_records import Machine
 from e2e.step.execution_graph import ExecutionGraph, RankGraph
 
-# Kernels of unknown power up to this share of the kernels' time are taken to draw what those that wait for memory do.
+# Up to this share of the kernels' time, kernels of unknown power are assumed to draw that of memory-bound ones.
 _UNKNOWN_SHARE = 0.1
 SECONDS_OF_AN_HOUR = 3600.0
 JOULES_OF_A_KILOWATT_HOUR = 3.6e6
@@ -22,38 +22,43 @@ JOULES_OF_A_KILOWATT_HOUR = 3.6e6
 
 @dataclass(frozen=True)
 class StepEnergy:
-    """``joules``: of one step, the boards of all GPUs; ``mean_watts``: of one board; ``limit_watts``: its limit."""
+    """Energy of one step."""
 
+    # Energy of all boards.
     joules: float
+    # Mean power of one board.
     mean_watts: float
+    # Power limit of one board.
     limit_watts: float
 
 
 @dataclass(frozen=True)
 class GpuPrice:
-    """``per_gpu_hour`` in ``currency``; ``origin``: whose price it is, ``date``: of which day (both may be empty)."""
+    """Price of a GPU hour."""
 
     per_gpu_hour: float
     currency: str = "USD"
+    # Vendor and date of the price; both may be empty.
     origin: str = ""
     date: str = ""
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """``per_step``: of all GPUs, in the currency of ``price``."""
+    """Cost of one step."""
 
     price: GpuPrice
+    # Cost of all GPUs, in the currency of `price`.
     per_step: float
 
 
 def cost_of(price: GpuPrice, seconds: float, gpus: int) -> StepCost:
-    """Of a step of ``seconds``."""
+    """Return the cost of a step of ``seconds`` on ``gpus`` GPUs."""
     return StepCost(price, price.per_gpu_hour * gpus * seconds / SECONDS_OF_AN_HOUR)
 
 
 def energy_of(graph: ExecutionGraph, machine: Machine, seconds: float) -> StepEnergy | None:
-    """Of a step of ``seconds``; ``None`` of GPUs without a model of their power, and of recorded kernels."""
+    """Energy of a step of ``seconds``; ``None`` for recorded kernels and for GPUs without a power model."""
     shares = [_drawn(rank, machine) for rank in graph.ranks]
     if seconds <= 0 or any(each is None for each in shares):
         return None
@@ -66,8 +71,9 @@ def energy_of(graph: ExecutionGraph, machine: Machine, seconds: float) -> StepEn
 
 
 def _drawn(rank: RankGraph, machine: Machine) -> float | None:
-    """Seconds x power above rest, in shares of (limit - rest). A transfer draws what waiting for memory does, by the
-    share of the memory's bandwidth that it takes.
+    """Sum of seconds times power above idle, as a fraction of (limit - idle) power; ``None`` if too much is unknown.
+
+    A transfer draws the power of a memory-bound kernel times the share of the memory bandwidth that it uses.
     """
     waiting = memory_power(machine)
     drawn = known = unknown = 0.0

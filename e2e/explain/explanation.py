@@ -1,4 +1,4 @@
-"""What a simulated step says: the record of a prediction, for one rank or many."""
+"""Builds the record of a prediction from a simulated step, for one rank or many."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from e2e.explain.utilisation import beyond_the_peak, utilisation_of
 from e2e.step.memory import MemoryUsage
 from e2e.step.memory_room import SURE, Verdict, memory_room
 
-# Share of the device time without measurements behind its models that is worth a warning.
+# Share of the device time priced by analytic models without measurements from which a warning is given.
 _MUCH_ANALYTIC = 0.2
 
 
 class RankSite(Protocol):
-    """Where the ranks run, as far as a report needs it; a :class:`costmodel.machines.cluster.Cluster` is one."""
+    """Location of the ranks as a report needs it; :class:`costmodel.machines.cluster.Cluster` is one implementation."""
 
     @property
     def name(self) -> str:
-        """What people call the place."""
+        """Name of the site."""
         ...
 
     @property
     def nodes(self) -> int:
-        """How many nodes the ranks are spread over."""
+        """Number of nodes that the ranks are spread over."""
         ...
 
 
@@ -47,7 +47,7 @@ def explain(
     warnings: Sequence[str] = (),
     notes: Sequence[str] = (),
 ) -> Prediction:
-    """``memory``: rank of the graph -> its usage, as far as it is known."""
+    """Make the prediction of ``step``. ``memory``: rank of the graph -> its usage, as far as known."""
     graph, path = step.graph, step.path
     room = memory_room(machine, graph, site)
     ranks = [rank_figures(step, each, step.paths[each.rank], memory.get(each.rank), room) for each in graph.ranks]
@@ -110,7 +110,7 @@ def explain(
 def _memory_warning(
     judged: Verdict, ranks: Sequence[RankFigures], memory: Mapping[int, MemoryUsage], machine: Machine, room: int
 ) -> str | None:
-    """Of the fullest rank, where it does not fit or may not."""
+    """Return a warning about the fullest rank if it does not fit or may not fit, else ``None``."""
     full = fullest(ranks)
     if full is None or judged not in ("does not fit", "may not fit"):
         return None

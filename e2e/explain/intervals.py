@@ -1,4 +1,4 @@
-"""Where a step lies, from the intervals of what it consists of."""
+"""Interval of a step time from the intervals of its parts."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ def step_interval(
     host_factor: float = 1.0,
     errors: StepErrors | None = None,
 ) -> tuple[float, float]:
-    """Lowest and highest of a step of ``seconds``, by what is on its critical path.
+    """Return the lower and upper bound of a step of ``seconds``, from what is on its critical path.
 
-    Kernels and collectives of one family err alike, families independently; so does the host, whose times may be
-    ``host_factor`` times shorter or longer. What runs beside the path could err without changing the step.
-    ``errors``: what whole steps of its kind tell.
+    Errors within one family of kernels and collectives are fully correlated, those of different families independent;
+    so is the error of the host, whose times may be ``host_factor`` times shorter or longer. Errors off the path do not
+    count. ``errors``: error figures learned from measured whole steps of this kind.
     """
     host_seconds = path.host_bound_fraction * path.seconds
     return path_deviations(graph, path).around(seconds, host_seconds, host_factor, errors)
 
 
 def path_deviations(graph: ExecutionGraph, path: CriticalPath) -> Deviations:
-    """Of all that is on ``path``."""
+    """Return the deviations of all tasks on ``path``."""
     tasks: Mapping[int, tuple[Task, ...]] = {rank.rank: rank.tasks for rank in graph.ranks}
     deviations = Deviations()
     for segment in path.segments:
@@ -41,10 +41,9 @@ def path_deviations(graph: ExecutionGraph, path: CriticalPath) -> Deviations:
 
 
 class Deviations:
-    """By how much the families of kernels may be faster (``below``) and slower (``above``), and what they take
-    (``taken``), in seconds.
+    """Possible deviations of each family of kernels, in seconds.
 
-    Kernels and collectives of one family err alike, families independently.
+    Errors within one family of kernels and collectives are fully correlated, those of different families independent.
     """
 
     def __init__(
@@ -53,13 +52,14 @@ class Deviations:
         above: Mapping[str, float] | None = None,
         taken: Mapping[str, float] | None = None,
     ) -> None:
+        # Seconds by which each family may be faster (`below`) or slower (`above`), and its time (`taken`).
         self.below: dict[str, float] = defaultdict(float, below or {})
         self.above: dict[str, float] = defaultdict(float, above or {})
         self.taken: dict[str, float] = defaultdict(float, taken or {})
         self._runs: dict[int, dict[str, tuple[float, float, float]]] = {}
 
     def add(self, task: Task, share: float) -> None:
-        """``share`` of the time of ``task``; nothing for one without a price."""
+        """Add ``share`` of the time of ``task``; does nothing for a task without a price."""
         if task.duration is None:
             return
         if not task.kernels:
@@ -73,9 +73,10 @@ class Deviations:
     def around(
         self, seconds: float, host_seconds: float, host_factor: float, errors: StepErrors | None = None
     ) -> tuple[float, float]:
-        """Lowest and highest of a step of ``seconds`` whose time on the host is ``host_seconds``, which may be
-        ``host_factor`` times shorter or longer. ``errors``: how much of the kernels' errors is left in such a step, and
-        how far it is off besides (``None``: all of them, and nothing).
+        """Lower and upper bound of a step of ``seconds`` with ``host_seconds`` on the host.
+
+        Host times may be ``host_factor`` times shorter or longer. ``errors``: share of the kernels' errors that remains
+        in such a step, and its residual error (``None``: all of them, and no residual).
         """
         learned = StepErrors() if errors is None else errors.in_step(self.taken, seconds)
         below = [learned.share(family) * each for family, each in self.below.items()]
@@ -95,7 +96,7 @@ def _deviation(duration: Duration) -> tuple[float, float]:
 
 
 def _relative_deviations(kernels: Iterable[Kernel]) -> dict[str, tuple[float, float, float]]:
-    """Of each family below, above and what it takes, as shares of what all ``kernels`` take."""
+    """Return (below, above, time) of each family, relative to the total time of ``kernels``."""
     priced = [(task_family(each), each.duration) for each in kernels if each.duration is not None]
     whole = sum(duration.seconds for _, duration in priced) or 1.0
     sums: dict[str, tuple[float, float, float]] = {}

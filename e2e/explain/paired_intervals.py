@@ -1,11 +1,10 @@
-"""How sure the ratio of two predicted steps is that differ by one change: most of what may be wrong is wrong in both.
+"""Uncertainty of the ratio of two predicted steps that differ by one change: most errors are common to both.
 
-A cause of error (the host is faster or slower than its table; kernels or collectives of one family are) is given its
-whole interval, first one way, then the other, in both steps alike, and both are simulated again. What a cause does to
-the ratio of the two is what it does to the answer: an error that lengthens both alike does nothing, one that makes
-another thing the bottleneck does more than any sum over a critical path would say. Causes are independent and combine
-as the roots of squares. By what whole steps are off besides (:class:`e2e.price.speed_band.StepErrors`), both steps of
-one job are off alike.
+Each cause of error (the host is faster or slower than its table; so is a family of kernels or collectives) is set to
+both ends of its interval, in both steps at once, and both are simulated again. The effect of a cause on the ratio is
+its effect on the answer: an error that lengthens both steps equally has none, one that moves the bottleneck has more
+than any sum over a critical path would show. Causes are independent and combine as the root of the sum of squares. The
+residual error of whole steps (:class:`e2e.price.speed_band.StepErrors`) is common to both steps of one job.
 """
 
 from __future__ import annotations
@@ -21,45 +20,46 @@ from e2e.price.speed_band import StepErrors
 from e2e.simulate.simulator import simulate, simulate_iterations
 from e2e.step.execution_graph import Action, Duration, ExecutionGraph, HostWork, Kernel, Launch, RankGraph, Task
 
-# Of larger graphs a simulation takes seconds, and there are two for every cause.
+# Largest graph that is compared: simulating larger ones takes seconds, twice for every cause.
 MOST_TASKS = 60_000
-# Families of kernels and collectives that are causes by themselves; the others err together. What moves a step by less
-# than this share of it is no cause.
+# Number of families of kernels and collectives that are separate causes, the others err together; share of a step below
+# which a cause is ignored.
 _ALONE, _NOTHING = 3, 1e-4
 _ITERATIONS = 4
-# Half of the interval (log units) that holds 80 % of the ratios between two batches of one model, predicted against
-# measured: 36 pairs of `python -m lab.validate models`. Other shapes have other errors.
+# Half-width of the interval (log units) that holds 80 % of the ratios between two batches of one model, predicted
+# against measured: 36 pairs of `python -m lab.validate models`. Other shapes have other errors.
 BATCH_RATIO_ERROR = 0.05
 Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class ComparedStep:
-    """A step of a comparison. ``host``: which table its host's times are from, which may be ``host_factor`` times as
-    fast or slow; ``errors``: how much of the kernels' errors is left in it; ``batch``: what tells other shapes.
-    ``faster``: questions that make kernels or the host faster, ``changed``: all others.
-    """
+    """One step of a comparison."""
 
     result: PredictionResult
+    # Identifies the table of its host times, which may be `host_factor` times as fast or slow.
     host: Hashable = ""
     host_factor: float = 1.0
+    # Share of the kernels' errors that remains in it.
     errors: StepErrors | None = None
+    # Identifies its shapes.
     batch: Hashable = None
+    # What-if questions that only make kernels or the host faster; `changed`: all others.
     faster: frozenset[Hashable] = frozenset()
     changed: frozenset[Hashable] = frozenset()
 
     def only_slower_than(self, other: ComparedStep) -> bool:
-        """Whether ``other`` is this step with more made faster: then it takes no longer, whatever is wrong."""
+        """True if ``other`` is this step with more made faster, so that it takes no longer whatever the errors are."""
         return self.changed == other.changed and self.faster < other.faster
 
     @property
     def is_small(self) -> bool:
-        """Whether it is simulated again in no time."""
+        """True if it is small enough to simulate again."""
         return sum(len(rank.tasks) for rank in self.result.graph.ranks) <= MOST_TASKS
 
 
 class Comparison:
-    """``steps``: of one job, each with something changed. Nothing is compared where one of them is too large."""
+    """Comparison of steps of one job, each with something changed; not ``possible`` if one of them is too large."""
 
     def __init__(self, steps: Sequence[ComparedStep]) -> None:
         self._steps = list(steps)
@@ -70,8 +70,9 @@ class Comparison:
             self._logs = [self._under(cause) for cause in self._causes()]
 
     def ratio(self, one: int, other: int) -> Interval | None:
-        """By which factors the ratio of step ``one`` to step ``other`` may be lower and higher (80 %): (0.9, 1.2) for a
-        ratio that may be 10 % less or 20 % more.
+        """Return the factors (80 %) by which the ratio of step ``one`` to step ``other`` may be lower and higher.
+
+        (0.9, 1.2) means that the ratio may be 10 % less or 20 % more. ``None`` if not ``possible``.
         """
         if not self.possible:
             return None
@@ -108,7 +109,7 @@ class Comparison:
         return [*map(_host_cause, hosts), *map(_family_cause, groups)]
 
     def _under(self, cause: Callable[[ComparedStep, int], ExecutionGraph]) -> tuple[list[float], list[float]]:
-        """Logarithms of all steps with ``cause`` one way and the other."""
+        """Return the logarithms of all step times with ``cause`` at its lower and at its upper end."""
         found = []
         for way in (-1, 1):
             graphs = [cause(step, way) for step in self._steps]
@@ -121,7 +122,7 @@ class Comparison:
         return found[0], found[1]
 
     def _seconds(self, step: ComparedStep, graph: ExecutionGraph) -> float:
-        """Simulated as ``step`` was: one iteration from its starts, or steady ones."""
+        """Simulate as ``step`` was simulated: one iteration from its starts, or steady iterations."""
         starts = step.result.starts
         if starts is not None:
             return simulate(graph, starts).step_seconds
@@ -129,7 +130,7 @@ class Comparison:
 
 
 def _learned(step: ComparedStep) -> StepErrors:
-    """How much of the errors of kernels is left in ``step``."""
+    """Return the share of kernel errors that remains in ``step``."""
     if step.errors is None:
         return StepErrors()
     taken = path_deviations(step.result.graph, step.result.path).taken
@@ -167,8 +168,11 @@ def _with_host(rank: RankGraph, factor: float) -> RankGraph:
 
 
 def _with_kernels(rank: RankGraph, shares: Mapping[str, float], way: int) -> RankGraph:
-    """``rank`` with kernels and collectives of the families in ``shares`` at an end of that share of their interval."""
-    runs: dict[int, float] = {}  # of tasks that share their kernels
+    """Return ``rank`` with the kernels and collectives of the given families moved to one end of their interval.
+
+    ``shares``: family -> share of the interval; ``way``: 1 for the upper end, -1 for the lower one.
+    """
+    runs: dict[int, float] = {}  # by tasks that share their kernels
 
     def moved(task: Task) -> Task:
         if task.duration is None or task.duration.seconds <= 0:
@@ -196,7 +200,7 @@ def _run_factor(kernels: Sequence[Kernel], shares: Mapping[str, float], way: int
 
 
 def _end(duration: Duration, share: float, way: int) -> float:
-    """The end of ``share`` of the interval, over the duration itself."""
+    """Return the end of ``share`` of the interval, relative to the duration."""
     if duration.seconds <= 0:
         return 1.0
     return 1.0 + share * ((duration.upper if way > 0 else duration.lower) / duration.seconds - 1.0)

@@ -1,4 +1,4 @@
-"""A critical path in few lines, and the families of tasks whose errors are alike."""
+"""Summary of a critical path, and the task families whose errors are correlated."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from e2e.step.execution_graph import Kernel, Task
 PATH_PARTS = 40
 
 
-# What runs on tensor cores errs by number type, and in experts by how many rows each gets.
+# Tensor-core operators: their errors depend on the number type and, in experts, on the rows of each expert.
 _PRODUCTS = ("Gemm", "Attention", "ScaledGemm")
 _SHORT = ("bfloat16", "float16")
 _OF_EXPERTS = ("moe::", "float8::each", "float8::grouped")
 
 
 def task_family(task: Task | Kernel) -> str:
-    """The type of a task's first record, or its kind; of products and attention their number type too where it has not
-    16 bits, and whether they are of experts.
+    """Family of a task: the type of its first record, or its kind.
+
+    Matrix products and attention also have their number type, unless it has 16 bits, and whether they are of experts.
     """
     if task.operators:
         first = task.operators[0]
@@ -36,7 +37,7 @@ def task_family(task: Task | Kernel) -> str:
 
 
 def path_parts(path: CriticalPath) -> tuple[PathPart, ...]:
-    """The path by kind and name, the longest first; what is left is one part, so that all of them sum to the step."""
+    """Sum the path by kind and name, in descending order; the rest is one part, so that all parts sum to the step."""
     groups: dict[tuple[str, str], list[Segment]] = defaultdict(list)
     for segment in path.segments:
         groups[segment.kind, segment.operator or segment.name].append(segment)

@@ -1,4 +1,4 @@
-"""How long a rank is in each phase of a step."""
+"""Time of a rank in each phase of a step."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from e2e.step.rank_writer import AUTOGRAD
 
 @dataclass(frozen=True)
 class PhaseSeconds:
-    """Of one step, whose length is their sum. ``other``: what belongs to no pass, such as reading the loss."""
+    """Seconds of each phase of one step; they sum to its length."""
 
     forward: float
     backward: float
     optimizer: float
+    # Work outside the passes, such as reading the loss.
     other: float
 
 
 def phase_seconds(rank: RankGraph, timeline: Timeline, iteration: int) -> PhaseSeconds:
-    """The sums of :func:`phase_spans` by phase."""
+    """Sum :func:`phase_spans` by phase."""
     found: dict[Phase, float] = dict.fromkeys(("forward", "backward", "optimizer", "other"), 0.0)
     for phase, begin, end in phase_spans(rank, timeline, iteration):
         found[phase] += end - begin
@@ -30,11 +31,11 @@ def phase_seconds(rank: RankGraph, timeline: Timeline, iteration: int) -> PhaseS
 
 
 def phase_spans(rank: RankGraph, timeline: Timeline, iteration: int) -> list[tuple[Phase, float, float]]:
-    """Phase, begin and end in seconds, without gaps over the window of the step; neighbours differ in phase.
+    """Return (phase, begin, end) in seconds, without gaps over the window of the step; neighbours differ in phase.
 
-    Time between the ends of two tasks belongs to the phase of the later one; what follows the last one on the host,
-    to that one's. So phases may take turns, as they do in a pipeline and when gradients are accumulated. A task of no
-    pass takes no time from one that it runs beside, as the inputs of the next step do.
+    Time between the ends of two tasks belongs to the phase of the later one; host time after the last task to the phase
+    of that task. So phases may alternate, as in a pipeline and with gradient accumulation. A task outside the passes
+    takes no time from a concurrent one of a pass, as when the inputs of the next step are loaded.
     """
     begin, end = timeline.window(iteration)
     spans: list[tuple[Phase, float, float]] = []
@@ -55,7 +56,7 @@ def phase_spans(rank: RankGraph, timeline: Timeline, iteration: int) -> list[tup
 
 
 def _ends(rank: RankGraph, timeline: Timeline, iteration: int) -> list[tuple[float, Phase]]:
-    """End and phase of the tasks, in order; without those of no pass at whose end a task of one is under way."""
+    """Sorted (end, phase) of the tasks, without tasks outside the passes at whose end a task of a pass is running."""
     back = autograd_tasks(rank)
     spans = (
         (timeline.task(rank.rank, task.id, iteration), task_phase(rank, task, task.id in back)) for task in rank.tasks
@@ -72,13 +73,14 @@ def _ends(rank: RankGraph, timeline: Timeline, iteration: int) -> list[tuple[flo
 
 
 def autograd_tasks(rank: RankGraph) -> frozenset[int]:
-    """Tasks that autograd's thread launches: the backward pass, with what it computes again of the forward one."""
+    """Return the tasks launched by autograd's thread: the backward pass, recomputation of the forward one included."""
     return frozenset(each.task for each in rank.threads.get(AUTOGRAD, ()) if isinstance(each, Launch))
 
 
 def task_phase(rank: RankGraph, task: Task, on_autograd: bool) -> Phase:
-    """That of the call behind ``task``; a layer that is recomputed is part of the backward pass, loading of data of
-    ``other``. ``on_autograd``: autograd's thread launches it.
+    """Return the phase of the call that issued ``task``; recomputed layers are backward, data loading is ``other``.
+
+    ``on_autograd``: autograd's thread launches it.
     """
     call = None if task.call is None else rank.calls.get(task.call)
     if call is None or call.phase == "data":

@@ -1,4 +1,4 @@
-"""The answer of a prediction: one record for people, JSON and reports. Times in seconds, sizes in bytes."""
+"""Record of a prediction for text, JSON and reports. Times in seconds, sizes in bytes."""
 
 from __future__ import annotations
 
@@ -19,50 +19,52 @@ from e2e.step.memory_room import Verdict
 
 @dataclass(frozen=True)
 class PathPart:
-    """A share of the critical path: all segments of one ``kind`` and ``name``. ``waits_for``: what most waited for."""
+    """Part of the critical path: all segments of one ``kind`` and ``name``."""
 
     kind: str
     name: str
     seconds: float
     count: int
+    # What the segments mostly waited for.
     waits_for: str
 
 
 @dataclass(frozen=True)
 class RankFigures:
-    """One rank of the graph, which stands for ``multiplicity`` alike ones, within one step.
-
-    ``step_seconds``: from its end of the step before to its end of this one. ``compute_seconds``: some kernel runs;
-    ``communication_seconds``: some collective is on a stream, waiting included; ``exposed_transfer_seconds``: a
-    transfer is under way and no kernel runs. While neither does, the rank is held up by others in a collective
-    (``exposed_wait_seconds``) or by its neighbours in a pipeline (``bubble_seconds``), or else ``idle_seconds``: its
-    own host has nothing ready. ``attribution``: the rank's own critical path by kind
-    (:mod:`e2e.explain.rank_attribution`), waits included; sums to the window of the step. ``path_seconds``: of the
-    critical path across ranks what is on this one; 0 of a rank that the step never waits for. ``kernels`` and
-    ``operators``: launches and operator calls of one step. ``peak_memory_bytes``: with the ``reserve`` of the caching
-    allocator, where that is simulated; ``memory_breakdown`` sums to it.
-    """
+    """Figures of one rank of the graph within one step."""
 
     rank: int
+    # Number of identical ranks that it represents.
     multiplicity: int
+    # Time from its end of the previous step to its end of this one.
     step_seconds: float
+    # Time in which some kernel runs.
     compute_seconds: float
+    # Time in which some collective is on a stream, waiting included.
     communication_seconds: float
+    # Time in which a transfer is under way and no kernel runs.
     exposed_transfer_seconds: float
+    # Time without kernels and transfers, held up by other ranks in a collective.
     exposed_wait_seconds: float
+    # Time without kernels and transfers, held up by its neighbours in a pipeline.
     bubble_seconds: float
+    # Time without kernels and transfers, held up by its own host, which has nothing ready.
     idle_seconds: float
+    # The rank's own critical path by kind, waits included (e2e/explain/rank_attribution.py); sums to the step's window.
     attribution: Mapping[str, float]
+    # Part of the critical path across ranks on this rank; 0 if the step never waits for it.
     path_seconds: float = 0.0
+    # Launches and operator calls of one step.
     kernels: int = 0
     operators: int = 0
+    # Peak with the `reserve` of the caching allocator, where that is simulated; `memory_breakdown` sums to it.
     peak_memory_bytes: int | None = None
     memory_breakdown: Mapping[str, int] | None = None
     fits: bool | None = None
 
     @property
     def allocated_bytes(self) -> int | None:
-        """Of the peak what is in use: without the allocator's reserve."""
+        """Bytes in use at the peak, without the allocator's reserve."""
         if self.peak_memory_bytes is None:
             return None
         return self.peak_memory_bytes - (self.memory_breakdown or {}).get("reserve", 0)
@@ -70,36 +72,36 @@ class RankFigures:
 
 @dataclass(frozen=True)
 class CollectiveFigures:
-    """One collective of the step. ``ranks``: how many take part; ``size_bytes``: the most that one puts in.
-
-    ``transfer_seconds``: from the moment all are there to the end, of which ``sharing_seconds`` because others used the
-    same links. ``waiting_seconds``: rank of the graph -> how long it had waited then; ``last_rank`` came last.
-    ``start_seconds`` and ``end_seconds`` of the transfer count from the start of the step.
-    """
+    """Figures of one collective of the step."""
 
     name: str
     kind: str
     group: str
     sequence: int
+    # Number of ranks that take part.
     ranks: int
+    # The largest contribution of a rank.
     size_bytes: int
+    # Time from the last arrival to the end, of which `sharing_seconds` are due to other users of the same links.
     transfer_seconds: float
     sharing_seconds: float
+    # Rank of the graph -> time from its arrival to the last one.
     waiting_seconds: Mapping[int, float]
     last_rank: int
+    # Begin and end of the transfer, from the start of the step.
     start_seconds: float
     end_seconds: float
     source: str
 
     @property
     def skew_seconds(self) -> float:
-        """Between the first and the last arrival."""
+        """Seconds between the first and the last arrival."""
         return max(self.waiting_seconds.values(), default=0.0)
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """``rank`` came last in ``collectives`` of the step and kept the second last waiting for ``caused_seconds``."""
+    """Rank that came last in ``collectives`` of the step and delayed the second last by ``caused_seconds``."""
 
     rank: int
     collectives: int
@@ -110,18 +112,18 @@ class Straggler:
 class Prediction:
     """One steady step of ``gpus`` GPUs on ``nodes`` nodes, by the distinct ranks among them; one GPU is one rank."""
 
-    # What is predicted, and on what.
+    # Workload and hardware.
     workload: str
     machine: str
     cluster: str
     gpus: int
     nodes: int
 
-    # Time of a step, and where it lies with the confidence of the models' intervals (80 %; e2e/explain/intervals.py).
+    # Time of a step, and its 80 % interval (e2e/explain/intervals.py).
     iteration_seconds: float
     interval_seconds: tuple[float, float]
 
-    # Of the rank that computes longest; the phases (e2e/explain/phase_times.py) sum to the critical path.
+    # Rank that computes longest; its phases (e2e/explain/phase_times.py) sum to the critical path.
     critical_path_seconds: float
     forward_seconds: float
     backward_seconds: float
@@ -146,48 +148,48 @@ class Prediction:
     # Memory of the fullest rank.
     peak_memory_bytes: int | None
     memory_breakdown: Mapping[str, int]
-    # Of the card, and what of that is there for tensors (e2e/step/memory_room.py); whether it suffices.
+    # Capacity of the card and the part of it usable for tensors (e2e/step/memory_room.py); whether it suffices.
     memory_capacity_bytes: int
     memory_room_bytes: int
     memory_verdict: Verdict
-    # None: it may not fit, or memory is not known of all ranks.
+    # None: it may not fit, or the memory of some rank is unknown.
     fits: bool | None
-    # What does not fit where, if it does not.
+    # Description of the shortage, if it does not fit.
     memory_shortage: str | None
 
     # Share of the device time of all ranks by source of its price.
     coverage: Mapping[str, float]
-    # Launches and operator calls of the distinct ranks, each counted once however many it stands for.
+    # Launches and operator calls of the distinct ranks, each counted once.
     kernels: int
     operators: int
 
     warnings: Sequence[str]
-    # What the step is; what of it was recorded and what is predicted.
+    # Remarks about the step: which parts were recorded and which are predicted.
     notes: Sequence[str] = ()
     asked: Sequence[AskedValue] = ()
 
-    # Beside the times.
+    # Facts besides the times.
     board: Board | None = None
     throughput: Throughput | None = None
     utilisation: Utilisation | None = None
     energy: StepEnergy | None = None
     cost: StepCost | None = None
 
-    # What was asked besides: other settings; the step as it is and with what each question changes.
+    # Optional answers: other settings; the step as it is and with the change of each what-if question.
     advice: Advice | None = None
     what_if: Sequence[WhatIfRow] = ()
-    # Parts that a script named, on the rank that computes longest, and on the critical path of that rank.
+    # Ranges named by the script, on the rank that computes longest and on its critical path.
     ranges: Sequence[RangeFigures] = ()
-    # The host launches all `kernels` of a rank at once.
+    # True if the host launches all `kernels` of a rank as one CUDA graph.
     cuda_graph: bool = False
 
     @property
     def longest_computing(self) -> RankFigures:
-        """The figures of the rank whose GPU computes longest."""
+        """Return the figures of the rank whose GPU computes longest."""
         return max(self.ranks, key=lambda rank: rank.compute_seconds)
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON document."""
+        """Return the JSON document."""
         record = asdict(self)
         record["interval_seconds"] = list(self.interval_seconds)
         for row, figures in zip(record["collectives"], self.collectives, strict=True):

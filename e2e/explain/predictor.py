@@ -1,4 +1,4 @@
-"""From an execution graph to the time of a step: price, simulate, explain. One GPU is the case of one rank."""
+"""Prediction of a step from its execution graph: price, simulate, explain. A single GPU is one rank."""
 
 from __future__ import annotations
 
@@ -27,40 +27,43 @@ from e2e.step.memory import MemoryUsage
 if TYPE_CHECKING:
     from costmodel.machines.cluster import Cluster
 
-# Iterations that are simulated; after a few the host's lead over the device no longer grows or shrinks a step. The
-# last but one is looked at: in the last, ranks that are ahead have nothing to do.
+# Number of simulated iterations: enough for the host's lead over the device to become steady. The last but one is
+# explained: in the last one, ranks that are ahead have nothing to do.
 ITERATIONS = 6
-# Of graphs with so many tasks fewer are tried first: a step that long hides what its beginning owes to the one before.
+# Graphs with at least MANY_TASKS are tried with fewer iterations first: long steps settle sooner.
 MANY_TASKS, FEW_ITERATIONS = 100_000, 3
-# Iterations that differ by less, as a share of one, are taken for alike: nobody can tell them apart by measuring.
+# Relative difference below which iterations count as equal: it cannot be measured.
 WORTH_TELLING = 1e-3
 Memory = Mapping[int, MemoryUsage]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The machine and the software stack. ``cost_model``: ``None`` for the fitted models of ``machine``.
-
-    ``cuda_graph``: the step is replayed as one CUDA graph. ``compiled``: forward and backward by ``torch.compile``.
-    ``older_libraries``: see :class:`e2e.price.release_spread.OfOlderLibraries`.
-    """
+    """Machine and software stack."""
 
     machine: Machine
     overheads: HostOverheads
+    # `None`: the fitted models of `machine`
     cost_model: CostModel | None = None
+    # The step is replayed as one CUDA graph.
     cuda_graph: bool = False
+    # Forward and backward pass run by `torch.compile`.
     compiled: bool = False
+    # See `e2e.price.release_spread.OfOlderLibraries`.
     older_libraries: bool = False
 
     def prices(self) -> CostModel:
-        """The cost model of all device work."""
+        """Return the cost model of all device work."""
         model = self.cost_model or gpu_cost_model(self.machine)
         return OfOlderLibraries(model, self.machine) if self.older_libraries else model
 
 
 @dataclass(frozen=True)
 class RecordedSite:
-    """Where recorded ranks ran: a :class:`e2e.explain.explanation.RankSite` of which no more is known."""
+    """Site of recorded ranks, with only a name and a number of nodes.
+
+    A :class:`e2e.explain.explanation.RankSite`.
+    """
 
     name: str
     nodes: int = 1
@@ -68,19 +71,21 @@ class RecordedSite:
 
 @dataclass(frozen=True)
 class PredictionResult:
-    """A prediction and what it was read from. ``iteration``: the one that is explained; ``paths``: of each rank;
-    ``memory``: of those of which it is known. ``starts``: of a recorded iteration, run once; ``None``: a steady step.
-    ``host_factor`` and ``errors`` as in :class:`e2e.explain.simulated_step.SimulatedStep`.
-    """
+    """Prediction and the data behind it."""
 
     prediction: Prediction
     graph: ExecutionGraph
     timeline: Timeline
+    # The explained iteration.
     iteration: int
     path: CriticalPath
+    # Path of each rank alone.
     paths: Mapping[int, CriticalPath]
+    # Memory of the ranks for which it is known.
     memory: Memory = field(default_factory=dict)
+    # Start times of a recorded iteration that is run once; `None`: a steady step.
     starts: Mapping[int, float] | None = None
+    # Error figures as in `e2e.explain.simulated_step.SimulatedStep`.
     host_factor: float = 1.0
     errors: StepErrors | None = None
 
@@ -98,13 +103,13 @@ def predict(
     band: SpeedBand | None = None,
     altered: Callable[[ExecutionGraph], ExecutionGraph] | None = None,
 ) -> PredictionResult:
-    """One steady step of ``graph`` on ``cluster``; missing durations are filled in, those that are there stay.
+    """Predict one steady step of ``graph`` on ``cluster``; missing durations are filled in, existing ones are kept.
 
-    ``memory``: rank of the graph -> its usage. ``collectives`` prices transfers (default: the fitted models of
-    ``cluster``). ``notes``: where durations come from. ``skew``: how ranks differ. ``band``: what all lose to the
-    slowest of several GPUs, unless ``skew`` says how their speeds differ. ``altered``: what a question makes of the
-    priced graph. ``InputError`` if the graph has more ranks
-    than the cluster GPUs, ``SimulationError`` for a deadlock.
+    ``memory``: rank of the graph -> its usage. ``collectives``: cost model of transfers (default: the fitted models of
+    ``cluster``). ``notes``: where durations come from. ``skew``: differences between ranks. ``band``: slowdown of all
+    ranks to the slowest of several GPUs, unless ``skew`` gives a spread. ``altered``: change of the priced graph by a
+    what-if question. Raises ``InputError`` if the graph has more ranks than the cluster GPUs, ``SimulationError`` for a
+    deadlock.
     """
     skew = skew or Skew()
     gpus = sum(graph.multiplicity.get(rank.rank, 1) for rank in graph.ranks)
@@ -137,11 +142,11 @@ def explain_once(
     notes: Sequence[str] = (),
     host_factor: float = 1.0,
 ) -> PredictionResult:
-    """One iteration of a priced ``graph`` from a standing start, such as a recorded one.
+    """Simulate and explain one iteration of a priced ``graph`` from an idle start, such as a recorded one.
 
-    ``starts``: rank -> seconds by which it begins late; ``steady``: one of several alike after each other instead, with
-    the device as far behind the host as it then is; ``notes``: where durations come from; ``host_factor``: by how much
-    the host's times may be shorter or longer.
+    ``starts``: rank -> seconds by which it begins late; ``steady``: explain a steady iteration among several instead,
+    with the lag of the device behind the host that is then usual; ``notes``: where durations come from;
+    ``host_factor``: factor by which the host's times may be shorter or longer.
     """
     if steady:
         settled = simulate_iterations(graph, ITERATIONS)
@@ -156,9 +161,9 @@ def explain_once(
 def priced_graph(
     graph: ExecutionGraph, setting: Setting, cluster: Cluster, collectives: CostModel | None = None
 ) -> ExecutionGraph:
-    """``graph`` with a duration for everything, and with what kernels and collectives beside each other share.
+    """Return ``graph`` with a duration for everything, and with the GPU load of kernels and collectives that overlap.
 
-    Of a given model of ``collectives`` it is not known what they take of a GPU: they slow nothing.
+    A given cost model of ``collectives`` does not tell their load on a GPU: they slow no kernel.
     """
     if any(task.collective is not None for rank in graph.ranks for task in rank.tasks):
         if collectives is None:
@@ -173,16 +178,16 @@ def priced_graph(
 
 
 def _collective_model(cluster: Cluster) -> CostModel:
-    # Slow to import; a graph without collectives does without.
+    # Slow to import, so imported only for graphs with collectives.
     from costmodel.collectives import collective_cost_model
 
     return collective_cost_model(cluster)
 
 
 def _steady(graph: ExecutionGraph, starts: Mapping[int, float]) -> SteadyState:
-    """As many iterations of a priced ``graph`` as it takes to settle, or :data:`ITERATIONS` of them.
+    """Simulate as many iterations of a priced ``graph`` as it takes to settle, or :data:`ITERATIONS` of them.
 
-    What late starts cost may show after some iterations only.
+    The cost of late starts may show only after several iterations.
     """
     if not starts and sum(len(rank.tasks) for rank in graph.ranks) >= MANY_TASKS:
         steady = simulate_iterations(graph, FEW_ITERATIONS, starts)

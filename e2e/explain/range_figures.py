@@ -1,4 +1,4 @@
-"""What each part of a step that a script named costs one rank, on the device, on the host, on the critical path."""
+"""Cost of each range named by the script on one rank: device, host and critical path."""
 
 from __future__ import annotations
 
@@ -16,32 +16,35 @@ _PASSES = ("forward", "backward")
 
 @dataclass(frozen=True)
 class RangeFigures:
-    """All of one step that belongs to ranges called ``name``, which the script ``entered`` so often.
+    """Figures of all ranges called ``name`` within one step.
 
-    What a backward pass does belongs to the ranges of its forward operators too, and what is inside of several names
-    to each of them: rows do not sum to the step. ``launches``: of kernels, copies and fills. Device time in
-    ``forward_seconds``, ``backward_seconds`` and ``other_seconds`` (optimizer, data, none of them), whatever runs
-    beside it; ``path_seconds``: of the critical path.
+    Backward work also belongs to the ranges of its forward operators, and work inside several names to each of them:
+    rows do not sum to the step. Device time counts regardless of overlap.
     """
 
     name: str
+    # Number of times that the script entered the range.
     entered: int
+    # Number of launched kernels, copies and fills.
     launches: int
     forward_seconds: float
     backward_seconds: float
+    # Optimizer, data, or no pass.
     other_seconds: float
     host_seconds: float
+    # Part of the critical path.
     path_seconds: float
 
     @property
     def device_seconds(self) -> float:
-        """Of all passes."""
+        """Device seconds of all passes."""
         return self.forward_seconds + self.backward_seconds + self.other_seconds
 
 
 def range_figures(rank: RankGraph, path: CriticalPath) -> tuple[RangeFigures, ...]:
-    """One for each name, most device time first; none where the script names nothing. ``path``: of the one rank, or
-    that of this rank alone.
+    """Figures of each name, most device time first; empty if the script names nothing.
+
+    ``path``: path of the only rank, or that of this rank alone.
     """
     if not rank.ranges:
         return ()
@@ -82,7 +85,7 @@ def range_figures(rank: RankGraph, path: CriticalPath) -> tuple[RangeFigures, ..
 
 
 def _entered(rank: RankGraph) -> Counter[str]:
-    """How often the script enters each name in this step; a recording may have more steps."""
+    """Number of times that the script enters each name in this step; a recording may have more steps."""
     used: dict[int, str] = {}
     for call in rank.calls:
         for each in (*around(rank.ranges, rank.calls, call), *around_forward(rank.ranges, rank.calls, call)):

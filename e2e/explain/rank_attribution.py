@@ -1,8 +1,8 @@
-"""Where one rank's time goes: its critical path, with waiting only where the rank had nothing else to do.
+"""Attribution of one rank's time: its critical path, with waiting only while the rank had nothing else to do.
 
 While a rank waits in a collective, kernels may run on its other streams. On the critical path such time is waiting,
-because faster kernels would not end it; here it is theirs (then that of other transfers under way), so that
-``collective wait`` and ``bubble`` are time in which the rank did nothing.
+because faster kernels would not end it; here it is attributed to these kernels (then to other transfers under way), so
+that ``collective wait`` and ``bubble`` are time in which the rank did nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Interval = tuple[float, float]
 
 
 def rank_attribution(path: CriticalPath, graph: RankGraph, timeline: Timeline) -> Mapping[str, float]:
-    """Seconds by kind, the longest first; they sum to the window of ``path``, which is that of the rank alone."""
+    """Seconds by kind, in descending order; they sum to the window of ``path``, which is that of this rank alone."""
     parts: dict[str, list[float]] = {}
     busy: tuple[_Busy, _Busy] | None = None
     for segment in path.segments:
@@ -43,7 +43,7 @@ def rank_attribution(path: CriticalPath, graph: RankGraph, timeline: Timeline) -
 
 
 def _busy(graph: RankGraph, timeline: Timeline, window: Interval) -> tuple[_Busy, _Busy]:
-    """Kernels and copies; transfers under way."""
+    """Intervals of kernels and copies, and of transfers under way."""
     kernels: list[tuple[float, float, SegmentKind]] = []
     transfers: list[tuple[float, float, SegmentKind]] = []
     kinds = [task_kind(task) for task in graph.tasks]
@@ -56,7 +56,7 @@ def _busy(graph: RankGraph, timeline: Timeline, window: Interval) -> tuple[_Busy
 
 @dataclass(frozen=True)
 class _Busy:
-    """Disjoint intervals in order, with what runs in each."""
+    """Sorted disjoint intervals with the kind of work in each."""
 
     starts: list[float]
     ends: list[float]
@@ -64,7 +64,7 @@ class _Busy:
 
     @staticmethod
     def of(intervals: Iterable[tuple[float, float, SegmentKind]]) -> _Busy:
-        """Where intervals overlap, the one that began first counts."""
+        """Build from intervals; where they overlap, the one that began first counts."""
         made = _Busy([], [], [])
         reached = -math.inf
         for start, end, kind in sorted(intervals):
@@ -76,7 +76,7 @@ class _Busy:
         return made
 
     def take(self, interval: Interval, parts: dict[str, list[float]]) -> Iterator[Interval]:
-        """Adds what runs within ``interval`` to ``parts`` and yields the gaps."""
+        """Add the time covered within ``interval`` to ``parts`` and yield the gaps."""
         now, end = interval
         place = max(bisect_right(self.starts, now) - 1, 0)
         while place < len(self.starts) and self.starts[place] < end:

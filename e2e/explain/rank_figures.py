@@ -1,4 +1,4 @@
-"""One rank's share of a simulated step: what it did, what it waited for, what it holds."""
+"""Figures of one rank of a simulated step: its work, its waits and its memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ _FITS: dict[Verdict, bool | None] = {"fits": True, "does not fit": False, "may n
 def rank_figures(
     step: SimulatedStep, rank: RankGraph, path: CriticalPath, memory: MemoryUsage | None, room: int
 ) -> RankFigures:
-    """``path``: the rank's own; ``memory``: what it holds, ``None`` if that is not known; ``room``: bytes for it."""
+    """Return the figures of ``rank``.
+
+    ``path``: path of this rank alone; ``memory``: its usage, ``None`` if unknown; ``room``: bytes available for it.
+    """
     memory = None if memory is None else memory.within(room)
     low, high = step.window
     start = step.starts.get(rank.rank, 0.0)
@@ -49,18 +52,18 @@ def rank_figures(
 
 
 def memory_verdict(ranks: Sequence[RankFigures], room: int) -> Verdict:
-    """Of the worst of ``ranks``."""
+    """Return the worst memory verdict of ``ranks``."""
     found = {verdict(rank.allocated_bytes, room) for rank in ranks}
     worst: tuple[Verdict, ...] = ("does not fit", "may not fit", "not known")
     return next((each for each in worst if each in found), "fits")
 
 
 def fits(found: Verdict) -> bool | None:
-    """``None``: too near to what there is, or not known of all ranks."""
+    """Convert a verdict to ``fits``; ``None``: too close to the capacity, or unknown for some rank."""
     return _FITS[found]
 
 
 def fullest(ranks: Sequence[RankFigures]) -> RankFigures | None:
-    """The rank that holds most; ``None`` if nothing is known of any."""
+    """Return the rank with the largest peak memory, ``None`` if no peak is known."""
     known = [rank for rank in ranks if rank.peak_memory_bytes is not None]
     return max(known, key=lambda rank: rank.peak_memory_bytes or 0, default=None)

@@ -1,4 +1,4 @@
-"""A priced graph after its simulation: the one step of it that is explained."""
+"""Simulated step of a priced graph, to be explained."""
 
 from __future__ import annotations
 
@@ -14,32 +14,33 @@ from e2e.step.execution_graph import ExecutionGraph
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """``iteration`` of ``timeline`` is looked at. ``seconds``: of a step. ``starts``: rank -> seconds by which it began
-    late. ``host_factor``: by how much the host's times may be shorter or longer. ``errors``: what measured steps of its
-    kind tell of its interval.
-    """
+    """Iteration ``iteration`` of ``timeline``."""
 
     graph: ExecutionGraph
     timeline: Timeline
     iteration: int
+    # Time of a step.
     seconds: float
+    # Rank -> seconds by which it began late.
     starts: Mapping[int, float] = field(default_factory=dict)
+    # Factor by which the host's times may be shorter or longer.
     host_factor: float = 1.0
+    # Error figures learned from measured steps of its kind.
     errors: StepErrors | None = None
 
     @property
     def window(self) -> TimeWindow:
-        """From the end of the iteration before to the end of this one."""
+        """Window from the end of the previous iteration to the end of this one."""
         return self.timeline.window(self.iteration)
 
     @cached_property
     def path(self) -> CriticalPath:
-        """The critical path of the explained iteration through all ranks."""
+        """Critical path of the explained iteration through all ranks."""
         return critical_path(self.graph, self.timeline, iteration=self.iteration)
 
     @cached_property
     def paths(self) -> Mapping[int, CriticalPath]:
-        """Rank -> the critical path of the explained iteration through that rank alone."""
+        """Critical path of the explained iteration through each rank alone, by rank."""
         return {
             rank.rank: critical_path(self.graph, self.timeline, iteration=self.iteration, rank=rank.rank)
             for rank in self.graph.ranks

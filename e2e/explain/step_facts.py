@@ -1,4 +1,4 @@
-"""Facts of a prediction beside its times: what was asked, on which board, how much is processed in which time."""
+"""Facts of a prediction besides its times: options, board, throughput."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from costmodel.machines.machine_records import Machine
 
 @dataclass(frozen=True)
 class AskedValue:
-    """An option that counts for the step. ``given``: the user asked for ``value``; else it is the default that was
-    taken.
-    """
+    """Value of an option that matters for the step."""
 
     option: str
     value: str
+    # True if the user gave it; otherwise it is the default.
     given: bool
 
 
 @dataclass(frozen=True)
 class Board:
-    """The GPU that was taken: which variant, how much memory, which power limit."""
+    """GPU board: variant, memory and power limit."""
 
     name: str
     description: str
@@ -31,27 +30,28 @@ class Board:
 
 @dataclass(frozen=True)
 class Throughput:
-    """Of a step that processes ``samples`` on all GPUs together, each of ``sequence_length`` tokens (``None``: samples
-    are no sequences). ``made_of``: the sizes that ``samples`` is the product of, in words; may be empty.
-    ``batch_size``: of a script, samples of one pass on one GPU.
-    """
+    """Throughput of a step."""
 
+    # Samples on all GPUs together.
     samples: int
+    # Tokens of a sample; `None`: samples are not sequences.
     sequence_length: int | None
     samples_per_second: float
     tokens_per_second: float | None
     tokens_per_second_per_gpu: float | None
+    # Sizes whose product `samples` is, in words; may be empty.
     made_of: str = ""
+    # Samples of one pass on one GPU, for scripts.
     batch_size: int | None = None
 
     @property
     def tokens(self) -> int | None:
-        """Of one step, all GPUs together."""
+        """Tokens of one step on all GPUs together, ``None`` if samples are not sequences."""
         return None if self.sequence_length is None else self.samples * self.sequence_length
 
 
 def board_of(machine: Machine) -> Board | None:
-    """The board of ``machine``; ``None`` of one that is no GPU."""
+    """Return the board of ``machine``, ``None`` if it is no GPU."""
     chip = machine.gpu
     if chip is None:
         return None
@@ -62,7 +62,7 @@ def board_of(machine: Machine) -> Board | None:
 def throughput_of(
     samples: int, sequence_length: int | None, seconds: float, gpus: int, made_of: str = ""
 ) -> Throughput:
-    """Of a step of ``seconds`` on ``gpus`` GPUs."""
+    """Return the throughput of a step of ``seconds`` on ``gpus`` GPUs."""
     tokens = None if sequence_length is None else samples * sequence_length / seconds
     each = None if tokens is None else tokens / gpus
     return Throughput(samples, sequence_length, samples / seconds, tokens, each, made_of)

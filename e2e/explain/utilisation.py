@@ -1,13 +1,12 @@
-"""How much of what its GPUs could compute a step uses: MFU and HFU.
+"""Utilisation of the GPUs' peak compute rate by a step: MFU and HFU.
 
     MFU = (FLOPs in 8 bits / peak rate of 8 bits + all other FLOPs of the model / peak rate of the step) / (GPUs x time)
 
-FLOPs are those of the operators that were captured, counted by :mod:`costmodel.operators.model_work`; the rate is the
-dense one of the vendor's datasheet. Forward and backward pass count, what is computed again in the backward pass does
-not: HFU is the same with all that is executed. The rate of the step is that of the
-fastest number type of 16 bits or more that its products have: what a kernel of attention computes more widely is no
-less work of the model. This is the definition of PaLM (Chowdhery et al., arXiv 2204.02311, appendix B); products in 8
-bits are held against their own peak.
+FLOPs are those of the captured operators, counted by :mod:`costmodel.operators.model_work`; the rate is the dense one
+of the vendor's datasheet. Forward and backward pass count, recomputation in the backward pass does not: HFU includes
+everything that is executed. The rate of the step is that of the fastest number type of 16 bits or more among its
+products: wider internal arithmetic of attention kernels does not reduce the model's work. This is the definition of
+PaLM (Chowdhery et al., arXiv 2204.02311, appendix B); 8-bit products are compared with their own peak.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from costmodel.operators.model_work import CountedFlops, counted_flops
 from e2e.explain.phase_times import autograd_tasks
 from e2e.step.execution_graph import CallInfo, ExecutionGraph, Kernel, RankGraph, Task
 
-# Kernels of unknown operators up to this share of the kernels' time leave the count of FLOPs worth telling.
+# Largest share of the kernels' time in unknown operators for which FLOPs are reported.
 _UNKNOWN_SHARE = 0.1
 # Number types of 8 bits, as operators name them.
 EIGHT_BITS = ("float8", "int8")
@@ -31,15 +30,15 @@ EIGHT_BITS = ("float8", "int8")
 
 @dataclass(frozen=True)
 class Utilisation:
-    """``model_flops`` and ``executed_flops``: of one step, all GPUs together. ``mfu``, ``hfu``: shares of the peak;
-    ``None`` where the machine file has no datasheet rate. ``peak_flops_per_second``: one GPU's, by dtype of the
-    products.
-    """
+    """FLOPs of one step and their share of the peak."""
 
+    # FLOPs on all GPUs together.
     model_flops: float
     executed_flops: float
+    # Fractions of the peak; `None` if the machine file has no datasheet rate.
     mfu: float | None
     hfu: float | None
+    # Peak of one GPU, by dtype of the products.
     peak_flops_per_second: Mapping[str, float]
 
 
@@ -51,14 +50,14 @@ class _Counted:
     executed: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def add(self, dtype: str, flops: CountedFlops, times: int, *, again: bool) -> None:
-        """``times`` runs; ``again``: of what the model's own FLOPs have already."""
+        """Add ``times`` runs; ``again``: recomputation, which is not counted in the model's FLOPs."""
         self.executed[dtype] += flops.executed * times
         if not again:
             self.model[dtype] += flops.model * times
 
 
 def beyond_the_peak(used: Utilisation | None) -> list[str]:
-    """A warning where the step computes more than its GPUs can."""
+    """Return a warning if the step computes more than its GPUs can."""
     if used is None or used.hfu is None or used.hfu <= 1.0:
         return []
     return [
@@ -68,7 +67,7 @@ def beyond_the_peak(used: Utilisation | None) -> list[str]:
 
 
 def utilisation_of(graph: ExecutionGraph, machine: Machine, seconds: float) -> Utilisation | None:
-    """Of a step of ``seconds``; ``None`` where ``graph`` does not tell what its kernels compute."""
+    """Utilisation by a step of ``seconds``; ``None`` where the FLOPs of too many kernels of ``graph`` are unknown."""
     if _unknown_share(graph) > _UNKNOWN_SHARE:
         return None
     counted = _Counted()
@@ -106,14 +105,14 @@ def _count(rank: RankGraph, alike: int, counted: _Counted) -> None:
 
 
 def _is_repeated(info: CallInfo | None, on_autograd: bool) -> bool:
-    """Whether the call's products are none of the model's passes: a forward pass run again, or the optimizer's."""
+    """True if the call's products do not count for the model: recomputed forward pass, or the optimizer."""
     if info is None:
         return False
     return info.recomputed or info.phase in ("optimizer", "data") or (on_autograd and info.phase == "forward")
 
 
 def _runs(rank: RankGraph) -> Iterator[tuple[Task | Kernel, bool, int]]:
-    """Every kernel, whether autograd's thread launches it, and how often. Tasks that repeat share their kernels."""
+    """Iterate over (kernel, launched by autograd's thread, repetitions). Repeated tasks share their kernels."""
     backward = autograd_tasks(rank)
     repeated: dict[tuple[int, bool], tuple[tuple[Kernel, ...], int]] = {}
     for task in rank.tasks:
@@ -129,7 +128,7 @@ def _runs(rank: RankGraph) -> Iterator[tuple[Task | Kernel, bool, int]]:
 
 
 def _unknown_share(graph: ExecutionGraph) -> float:
-    """Share of the kernels' time, collectives left out, whose operators are not known."""
+    """Share of the kernels' time, without collectives, in unknown operators."""
     whole = unknown = 0.0
     for rank in graph.ranks:
         for task in rank.tasks:

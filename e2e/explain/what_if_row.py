@@ -1,4 +1,4 @@
-"""The answer to one what-if question, beside the step as it is."""
+"""Answer to one what-if question, compared with the unchanged step."""
 
 from __future__ import annotations
 
@@ -11,45 +11,45 @@ from e2e.explain.prediction import PathPart, Prediction
 _COMMUNICATION = ("collective transfer", "collective wait", "bubble")
 _DEVICE = ("compute", "memory", "kernel", "copy")
 AS_IT_IS = "as it is"
-# Shares of a step below which two are the same.
+# Relative difference below which two steps count as equal.
 _SAME = 1e-3
 
 
 @dataclass(frozen=True)
 class WhatIfRow:
-    """A step with what ``question`` changes; the first row of a table is the step :data:`AS_IT_IS`.
-
-    ``gain``: the step as it is, over this one (1.25: takes a fifth less time); ``gain_per_sample``: the same of the
-    time per sample, where the question changes how many there are and that is known. ``path_seconds``: the critical
-    path on the ``host``, the ``device``, in ``communication`` and ``other``; ``longest``: its longest part.
-    ``interval_seconds`` is the step's own. ``gain_interval``: where the gain lies (80 %), what is wrong in both steps
-    alike left out (:mod:`e2e.explain.paired_intervals`); ``None`` where the step is too large to look at twice.
-    ``alike``: the other rows that this one cannot be told apart from: which of them is faster per sample is not known.
-    ``samples``: of a pass on one GPU, as ``--batch-size`` counts them, where a question is about them. ``fits``:
-    whether it fits the memory (``None``: not known). ``warnings``: those that the step as it is does not have.
-    """
+    """A step with the change of ``question``; the first row of a table is the unchanged step :data:`AS_IT_IS`."""
 
     question: str
     iteration_seconds: float
+    # Interval of the step time itself.
     interval_seconds: tuple[float, float]
+    # Time of the unchanged step divided by this one (1.25: a fifth less time).
     gain: float
+    # Ratio of the times per sample, if the question changes a known number of samples.
     gain_per_sample: float | None
+    # Critical path on the `host`, the `device`, in `communication` and `other`; `longest`: its longest part.
     path_seconds: Mapping[str, float]
     longest: PathPart
+    # Samples of a pass on one GPU, as counted by `--batch-size`; only if the question changes them.
     samples: int | None = None
+    # True if it fits the memory; `None`: unknown.
     fits: bool | None = None
+    # Warnings that the unchanged step does not have.
     warnings: Sequence[str] = ()
+    # 80 % interval of the gain, without errors common to both steps (e2e/explain/paired_intervals.py); `None` if the
+    # step is too large to simulate again
     gain_interval: tuple[float, float] | None = None
+    # Other rows that cannot be told apart from this one: which is faster per sample is unknown.
     alike: Sequence[str] = ()
 
     @property
     def worth(self) -> float:
-        """What is gained per sample, or per step where that is as many samples or not known."""
+        """Gain per sample, or per step where the number of samples is unchanged or unknown."""
         return self.gain if self.gain_per_sample is None else self.gain_per_sample
 
     @property
     def gain_per_sample_interval(self) -> tuple[float, float] | None:
-        """As ``gain_interval``, of the gain per sample."""
+        """Interval of ``gain_per_sample``, like ``gain_interval``."""
         if self.gain_interval is None or self.gain_per_sample is None:
             return None
         low, high = (each * self.gain_per_sample / self.gain for each in self.gain_interval)
@@ -57,7 +57,7 @@ class WhatIfRow:
 
     @property
     def shares(self) -> Mapping[str, float]:
-        """Of the critical path."""
+        """Shares of the critical path."""
         whole = sum(self.path_seconds.values()) or 1.0
         return {name: seconds / whole for name, seconds in self.path_seconds.items()}
 
@@ -69,7 +69,10 @@ def what_if_row(
     samples: int | None = None,
     samples_before: int | None = None,
 ) -> WhatIfRow:
-    """``answer`` to ``question`` beside the prediction ``as_it_is``. ``samples``: of its step and of that."""
+    """Make the row of ``answer``, compared with ``as_it_is``.
+
+    ``samples``: of its step, ``samples_before``: of the latter.
+    """
     gain = as_it_is.iteration_seconds / answer.iteration_seconds
     known = samples is not None and samples_before is not None and samples != samples_before
     return WhatIfRow(
@@ -89,8 +92,9 @@ def what_if_row(
 def compared(
     rows: Sequence[WhatIfRow], ratio: Callable[[int, int], tuple[float, float] | None]
 ) -> tuple[WhatIfRow, ...]:
-    """``rows``, the step as it is first, with the intervals of their gains. ``ratio``: by which factors that of two of
-    them, by their places, may be lower and higher.
+    """Return ``rows``, unchanged step first, with the intervals of their gains.
+
+    ``ratio``: function of two places of rows that returns the factors by which their ratio may be lower and higher.
     """
     found: list[WhatIfRow] = []
     for place, row in enumerate(rows):
@@ -108,12 +112,12 @@ def compared(
 
 
 def _overlaps(times: float, off: tuple[float, float] | None) -> bool:
-    """Whether a step that is predicted to be ``times`` as fast as another one may be as fast."""
+    """True if a step predicted to be ``times`` as fast as another one may be equally fast."""
     return off is not None and times * off[0] <= 1.0 + _SAME and times * off[1] >= 1.0 - _SAME
 
 
 def _told(warning: str) -> str:
-    """A warning without its numbers."""
+    """Return a warning without its digits."""
     return "".join(letter for letter in warning if not letter.isdigit())
 
 

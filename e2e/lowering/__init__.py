@@ -1,4 +1,6 @@
-"""Framework operators to device work, by a table (docs/extending.md says how to add one), and host actions."""
+"""Lowering of framework operators to device work, by a table (docs/extending.md says how to add one), and to host
+actions.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives and point-to-point calls: which operator starts one, which ranks meet, what this rank puts in."""
+"""Collectives and point-to-point calls: their operators, ranks, and input sizes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from e2e.step.execution_graph import Collective
 from e2e.step.operator_trace import OperatorCall, Tensor, Value, tensors
 from e2e.step.rank_writer import RankWriter
 
-# Collectives run beside computation; numbers only have to differ from every stream of a trace.
+# First stream of collectives, which run concurrently with computation; larger than any stream id of a trace.
 FIRST_STREAM = 1_000_000
 
 
 def written(call: OperatorCall, kind: str) -> set[int]:
-    """Storages that are complete only when the collective has ended."""
+    """Return the storages that are complete only when the collective has ended."""
     if kind in ("send", "barrier"):
         return set()
     given = call.inputs[:1] if call.name.startswith(EAGER) and call.inputs else (*call.inputs, *call.outputs)
@@ -25,10 +25,10 @@ def written(call: OperatorCall, kind: str) -> set[int]:
 
 @dataclass
 class Communicators:
-    """The process groups of a rank: who takes part in a call, and on which stream NCCL runs it.
+    """Process groups of a rank: ranks of a call, and the stream on which NCCL runs it.
 
-    ``groups``: name -> ranks. Point-to-point calls of one direction between two ranks are numbered by themselves, as
-    NCCL matches them.
+    ``groups``: name -> ranks. Point-to-point calls between two ranks are numbered separately by direction, as NCCL
+    matches them.
     """
 
     groups: Mapping[str, tuple[int, ...]]
@@ -37,7 +37,7 @@ class Communicators:
     _streams: dict[object, int] = field(default_factory=dict)
 
     def collective(self, call: OperatorCall, kind: str) -> Collective:
-        """The collective that ``call`` takes part in; all ranks if the trace does not tell the group."""
+        """Return the collective of ``call``; all ranks take part if the trace does not give the group."""
         name, ranks = self.group(call)
         peer, rank = call.attributes.get("peer"), self.writer.rank
         if isinstance(peer, int):
@@ -49,18 +49,20 @@ class Communicators:
         return Collective(kind, name, ranks, self.writer.next_in(name), sent, taken if uneven else None)
 
     def group(self, call: OperatorCall) -> tuple[str, tuple[int, ...]]:
-        """Name and ranks of the process group that ``call`` names."""
+        """Return name and ranks of the process group of ``call``."""
         name = str(call.attributes.get("process_group") or call.attributes.get("pg_name") or "")
         return name, self.groups.get(name) or tuple(range(self.world_size))
 
     def stream(self, call: OperatorCall) -> int:
-        """NCCL has one stream per communicator: of the group, or of two ranks for a call outside a batch."""
+        """Return the stream of the call's NCCL communicator: of the group, or of two ranks for a call outside a
+        batch.
+        """
         name = self.group(call)[0]
         alone = "peer" in call.attributes and "batch" not in call.attributes
         return self._number((name, call.attributes["peer"]) if alone else name)
 
     def lane(self, call: OperatorCall, place: int) -> int:
-        """The parts of a batch make progress side by side: each has a stream for itself."""
+        """Return the separate stream of a part of a batch, since the parts run concurrently."""
         return self._number((self.group(call)[0], "batch", place))
 
     def _number(self, key: object) -> int:
@@ -68,7 +70,9 @@ class Communicators:
 
 
 def put_in(call: OperatorCall) -> int:
-    """Bytes that this rank puts in: its shard of a gather, all that it scatters or exchanges, what it receives."""
+    """Return the input bytes of this rank: its shard of a gather, all data that it scatters or exchanges, or the
+    received bytes.
+    """
     place = 1 if call.name in OUTPUT_FIRST else 0
     given: tuple[Value, ...] = call.inputs[place : place + 1] if call.name.startswith((EAGER, FUNCTIONAL)) else ()
     found = [size_bytes(tensor) for tensor in tensors(given) if on_gpu(tensor)]

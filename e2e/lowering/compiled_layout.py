@@ -1,6 +1,6 @@
-"""The memory layout that ``torch.compile`` gives to convolutions: Inductor turns whole graphs to NHWC where it pays.
+"""Memory layout of convolutions under ``torch.compile``: Inductor converts whole graphs to NHWC if that is faster.
 
-The rules are those of ``GraphLowering.decide_layout_opt`` (torch/_inductor/graph.py), which looks at all convolutions
+The rules are those of ``GraphLowering.decide_layout_opt`` (torch/_inductor/graph.py), which considers all convolutions
 of a graph together.
 """
 
@@ -14,15 +14,15 @@ from costmodel.operators.device_work import ConvolutionBackward, Normalization, 
 from costmodel.operators.layers import Conv2d
 from e2e.step.execution_graph import RankGraph, Task
 
-# Fewer convolutions than one in so many nodes of the graph are left as they are.
+# A graph with at least this many nodes per convolution is not converted.
 _MOST_NODES = 300
 _SMALL_CHANNELS = 64
-# Time in NHWC over that in NCHW by kind of convolution, as Inductor takes it for inference.
+# Ratio of the time in NHWC to that in NCHW by kind of convolution, as used by Inductor for inference.
 _NHWC_OVER_NCHW = {"grouped": 1.358, "small": 0.783, "narrowing": 0.725, "other": 0.823}
 
 
 def compiled_layout(rank: RankGraph) -> RankGraph:
-    """``rank`` with convolutions, batch norms and pooling in NHWC if Inductor would turn the graph so."""
+    """Return ``rank`` with convolutions, batch norms and pooling in NHWC if Inductor would convert the graph."""
     if not turns_to_channels_last([task for task in rank.tasks if _is_compiled(rank, task)]):
         return rank
     tasks = tuple(
@@ -35,7 +35,7 @@ def compiled_layout(rank: RankGraph) -> RankGraph:
 
 
 def turns_to_channels_last(tasks: list[Task]) -> bool:
-    """Inductor's decision over the convolutions of ``tasks``."""
+    """True if Inductor converts the graph of the convolutions in ``tasks``."""
     forward = [each for task in tasks for each in task.operators if isinstance(each, Conv2d)]
     if not forward or len(tasks) >= _MOST_NODES * len(forward):
         return False

@@ -1,4 +1,4 @@
-"""From what the host called to what the device does: :func:`lower`."""
+"""Lowering of an operator trace to device work: :func:`lower`."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ from e2e.step.operator_trace import RECOMPUTED, TRITON, OperatorCall, OperatorTr
 from e2e.step.rank_writer import RankWriter
 
 UNKNOWN = "unknown"
-# Fields of the cost models' records; where one is zero there is nothing to do.
+# Size fields of the cost models' records; a record with a zero size is no work.
 EXTENTS = ("elements", "batch", "m", "n", "k", "rows", "columns", "size_bytes", "query_length", "lookups")
 
 
 def lower(trace: OperatorTrace, options: StepOptions | None = None) -> RankGraph:
-    """Tasks with their descriptions and the host's actions around them, nothing priced.
+    """Lower ``trace`` to tasks with their descriptions and the host's actions, without prices.
 
-    Every launch is accounted for: an operator that no table knows becomes one task with an ``Elementwise`` record of
-    kind ``unknown`` over what it reads and writes; :func:`unknown_operators` lists them.
+    Every launch is counted: an operator without an entry in the table becomes one task with an ``Elementwise`` record
+    of kind ``unknown`` over its inputs and outputs; :func:`unknown_operators` lists them.
     """
     return _Builder(trace, options or StepOptions()).build()
 
 
 def unknown_operators(graph: RankGraph) -> Counter[str]:
-    """Name -> how often, of the operators in ``graph`` that no table knows."""
+    """Count the operators in ``graph`` without an entry in the table, by name."""
     return Counter(
         task.name
         for task in graph.tasks
@@ -90,7 +90,7 @@ class _Builder:
     def build(self) -> RankGraph:
         work = self._device_work()
         units: set[int] = set()
-        # Only a recorder notes every operator inside another one; a capture has the outermost and some below.
+        # Only recordings contain all nested operators; a capture has the outermost and some nested ones.
         recorded = any("rf_id" in call.attributes for call in self.trace.calls)
         inside = OpenCalls(self.writer) if recorded else None
         gaps = UnitGaps(self.writer.calls, recorded)
@@ -115,10 +115,10 @@ class _Builder:
             inside.end_unit()
         return self.writer.finish()
 
-    # --- which call launches what ----------------------------------------------------------------
+    # --- launches of calls ------------------------------------------------------------------------
 
     def _device_work(self) -> dict[int, list[DeviceWork]]:
-        """Call -> its own work. Children are looked at before their parents: the last call first."""
+        """Return call -> its own work. Calls are visited in reverse, children before their parents."""
         self._note_strides()
         self.context.lookups += [call for call in self.trace.calls if call.name in LOOKUPS]
         work: dict[int, list[DeviceWork]] = {}
@@ -133,7 +133,7 @@ class _Builder:
         return work
 
     def _note_strides(self) -> None:
-        """Older traces tell strides only as arguments of ``as_strided``."""
+        """Note the strides given by older traces, only as arguments of ``as_strided``."""
         for call in self.trace.calls:
             if call.name == "aten::as_strided" and len(call.inputs) > 2:
                 for tensor in tensors(call.outputs):
@@ -153,16 +153,16 @@ class _Builder:
         try:
             work = lowering(call, self.context)
         except (UnforeseenCall, IndexError, ValueError):
-            # A signature that the table does not foresee (other arguments, too few or too many of them) is as unknown
-            # as a name that it does not have. Errors of any other type are mistakes of the table itself.
+            # A call with an unsupported signature (other arguments, too few or too many) is treated as an unknown
+            # operator. Errors of any other type are bugs in the table itself.
             return self._unknown(call)
         return [piece for piece in work if not (nested and piece.auxiliary) and not _is_empty(piece)]
 
     def _unknown(self, call: OperatorCall) -> list[DeviceWork]:
-        """One task over all that is read and written, unless the results are only views of the arguments."""
+        """Return one task over all inputs and outputs; empty if the outputs are only views of the inputs."""
         inputs, outputs = gpu_inputs(call), gpu_outputs(call)
         if call.name.startswith(TRITON) and inputs:
-            # It says of no tensor whether that is read or written: each moves once.
+            # Inputs and outputs are not distinguished: each tensor moves once.
             once = {tensor.id: tensor for tensor in inputs}.values()
             largest = max(once, key=numel)
             rest = sum(size_bytes(tensor) for tensor in once) - size_bytes(largest)
@@ -178,7 +178,7 @@ class _Builder:
         record = Elementwise(UNKNOWN, numel(largest), 0, len(outputs), read, dtype_of(largest))
         return [DeviceWork(call.name, (record,))]
 
-    # --- putting it on threads and streams -------------------------------------------------------
+    # --- threads and streams -----------------------------------------------------------------
 
     def _emit(self, call: OperatorCall, work: list[DeviceWork]) -> None:
         kind = kind_of(call.name)
@@ -204,7 +204,7 @@ class _Builder:
         return told if isinstance(told, int) and not isinstance(told, bool) else 0
 
     def _around_collectives(self) -> set[int]:
-        """Functional collectives around the ``c10d`` call that carries them out."""
+        """Return the functional collectives around the ``c10d`` call that carries them out."""
         found: set[int] = set()
         for call in self.trace.calls:
             parent = call.parent if call.name.startswith(EAGER) and kind_of(call.name) else None
@@ -214,7 +214,7 @@ class _Builder:
         return found
 
     def _inside_collective(self, call: OperatorCall) -> bool:
-        """``nccl:all_reduce`` inside ``c10d::allreduce_`` is the same collective."""
+        """True if the call is part of an outer collective, such as ``nccl:all_reduce`` inside ``c10d::allreduce_``."""
         parent = call.parent
         while parent is not None:
             if kind_of(self.by_id[parent].name) and parent not in self.around:
@@ -236,7 +236,9 @@ def _touches_gpu(call: OperatorCall) -> bool:
 
 
 def _is_empty(piece: DeviceWork) -> bool:
-    """PyTorch launches nothing for tensors without elements, such as the tokens of an expert that gets none."""
+    """True if no kernel is launched, as for tensors without elements, such as the tokens of an expert that gets
+    none.
+    """
     return bool(piece.operators) and all(
         any(getattr(record, extent, 1) == 0 for extent in EXTENTS) for record in piece.operators
     )

@@ -1,4 +1,4 @@
-"""A captured step as the graph that is predicted: its operators lowered, compiled if asked, and what they hold."""
+"""Captured step as the predicted graph: its operators lowered, compiled on request, and its memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _EAGER = "the script compiles its model (torch.compile), which runs eagerly here
 
 @dataclass(frozen=True)
 class LoweredStep:
-    """``graph``: not priced; ``memory``: rank of the graph -> its fullest moment."""
+    """Lowered step. ``graph``: without prices; ``memory``: rank of the graph -> its peak."""
 
     graph: ExecutionGraph
     memory: Mapping[int, MemoryUsage]
@@ -27,7 +27,7 @@ class LoweredStep:
 
 
 def lower_step(trace: OperatorTrace, options: StepOptions, architecture: str = "ampere") -> LoweredStep:
-    """The step of one GPU of ``architecture``. Warnings name what is not predicted as it is."""
+    """Lower the step of one GPU of ``architecture``. Warnings name operations that are not predicted exactly."""
     rank = lower(trace, options)
     warnings = lowering_warnings(rank)
     if options.compile:
@@ -45,8 +45,9 @@ def lower_ranks(
     options: StepOptions,
     architecture: str = "ampere",
 ) -> LoweredStep:
-    """Several ranks of a job, each standing for as many as ``multiplicity`` says; compiled ones are so between
-    collectives. What they warn of is said once.
+    """Lower several ranks of a job, each representing as many ranks as ``multiplicity`` says.
+
+    Compiled ranks are compiled between collectives. Repeated warnings are given once.
     """
     ranks = tuple(lower(trace, options) for trace in traces)
     warnings = dict.fromkeys(line for rank in ranks for line in lowering_warnings(rank))
@@ -61,14 +62,14 @@ def lower_ranks(
 
 
 def memory_of(trace: OperatorTrace, architecture: str) -> MemoryUsage:
-    """What a captured step makes PyTorch's allocator take on a GPU of ``architecture``; of a recorded one, which does
-    not say when memory is freed, the tensors that live.
+    """Return the memory of a captured step in PyTorch's allocator on a GPU of ``architecture``; for a recorded step,
+    which does not record frees, the memory of its live tensors.
     """
     return replayed_memory(trace, workspace_bytes(architecture)) if tells_frees(trace) else peak_memory(trace)
 
 
 def lowering_warnings(rank: RankGraph) -> list[str]:
-    """Names the operators that no table knows."""
+    """Return the warning that names the operators without a model."""
     unknown = unknown_operators(rank)
     if not unknown:
         return []

@@ -1,4 +1,4 @@
-"""From an operator's name to the function that describes its device work."""
+"""Table of operator name -> function that describes its device work."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ TABLE: dict[str, Lowering] = {
     **scan_operators.TABLE,
 }
 
-# Operators that launch their own kernels although a nested call launches too (it clears, sums or counts for them).
-# Every other operator with a nested launch only passes its arguments on.
+# Operators that launch their own kernels in addition to those of nested calls (which clear, sum or count for them). Any
+# other operator with a nested launch only passes its arguments on.
 KEEP_OWN_WORK = frozenset(
     (
         *fbgemm.TABLE,

@@ -1,9 +1,9 @@
 """Order between streams: events of the script, streams of communicators, waits for results.
 
-NCCL runs an asynchronous collective on the stream of its communicator, after what the current stream has been given so
-far; ``wait()`` makes the current stream, not the host, wait for it. With ``async_op=False`` it runs on the current
-stream itself (PyTorch 2.8 and later). Results that nobody waits for explicitly (DDP waits in C++, recorded traces do
-not show it) are waited for by the first kernel that touches them.
+NCCL runs an asynchronous collective on the stream of its communicator, after the work already on the current stream;
+``wait()`` makes the current stream, not the host, wait for it. With ``async_op=False`` it runs on the current stream
+itself (PyTorch 2.8 and later). Results without an explicit wait (DDP waits in C++, which recorded traces do not show)
+are awaited by the first kernel that uses them.
 """
 
 from __future__ import annotations
@@ -24,21 +24,23 @@ LaunchOn = Callable[[int, Collective], None]
 
 @dataclass
 class StreamOrder:
-    """Events and unfinished communication while one rank is lowered."""
+    """Events and unfinished communication of one rank during its lowering."""
 
     writer: RankWriter
     communicators: Communicators
     events: dict[int, int] = field(default_factory=dict)
     works: dict[int, int] = field(default_factory=dict)
     pending: dict[int, int] = field(default_factory=dict)
-    # Communicator -> end of its last collective, and the stream of that.
+    # Communicator -> end of its last collective, and its stream.
     _last: dict[int, tuple[int, int]] = field(default_factory=dict)
     _batch: object = None
     _lanes: int = 0
     _begun: int = 0
 
     def runtime_call(self, call: OperatorCall) -> None:
-        """An event is recorded, or a stream waits. An event of an earlier step has been reached: nothing to do."""
+        """Handle a recorded event or a stream's wait. Events of an earlier step have been reached already and are
+        ignored.
+        """
         stream = _number(call, "stream") or 0
         event, work = _number(call, "event"), _number(call, "work")
         if call.name == RECORD and event is not None:
@@ -49,7 +51,7 @@ class StreamOrder:
             self._wait(self.works[work], stream)
 
     def synchronize(self, call: OperatorCall) -> None:
-        """The host waits for an event, a stream or the whole device."""
+        """Make the host wait for an event, a stream or the whole device."""
         event = _number(call, "event")
         if event is None:
             self.writer.synchronize(call.id, stream=_number(call, "stream"))
@@ -57,7 +59,7 @@ class StreamOrder:
             self.writer.synchronize(call.id, event=self.events[event])
 
     def communicate(self, call: OperatorCall, kind: str, stream: int, launch: LaunchOn) -> None:
-        """Puts the call on its stream by ``launch`` and notes what will be complete when it ends."""
+        """Launch the call on its stream by ``launch`` and note the storages that are complete at its end."""
         collective = self.communicators.collective(call, kind)
         own = target = self.communicators.stream(call)
         if call.attributes.get("async_op") is False:
@@ -91,7 +93,7 @@ class StreamOrder:
             self.writer.wait_event(event, stream)
 
     def await_storages(self, storages: Iterable[int], stream: int) -> None:
-        """``stream`` waits for the communication that fills ``storages``."""
+        """Make ``stream`` wait for the communication that fills ``storages``."""
         for storage in storages:
             event = self.pending.get(storage)
             if event is not None:
@@ -103,7 +105,9 @@ class StreamOrder:
             del self.pending[storage]
 
     def _lane(self, call: OperatorCall, own: int) -> int:
-        """All parts of a batch begin after what came before it on the communicator's stream ``own``."""
+        """Return the stream of a part of a batch; all parts begin after earlier work on the communicator's stream
+        ``own``.
+        """
         if call.attributes["batch"] != self._batch:
             self._after_the_last(own, own)
             self._batch, self._lanes, self._begun = call.attributes["batch"], 0, self.writer.record_event(own)

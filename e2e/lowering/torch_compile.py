@@ -1,21 +1,23 @@
-"""A step as ``torch.compile`` runs it: chains of element-wise work become one kernel each, launched by generated code.
+"""A step under ``torch.compile``: chains of element-wise work become one kernel each, launched by generated code.
 
-What is fused, after Inductor's rules (Ansel et al., ASPLOS 2024): producers and consumers that are element-wise,
+Fusion after Inductor's rules (Ansel et al., ASPLOS 2024): producers and consumers that are element-wise,
 normalisations, softmax, row reductions or copies, of the same size or broadcast to each other, with no library kernel
-on any path between them. A fused kernel reads what comes from outside once and writes what is used outside once;
+on any path between them. A fused kernel reads each outside input once and writes each output used outside once;
 products, convolutions and attention stay library calls. In the forward pass sums of up to eight elements are unrolled
 into element-wise code (``unroll_reductions_threshold``), pooling over up to 25 elements is generated code too
-(``torch/_inductor/lowering.py``), and what several operators cast alike is cast once (common subexpressions).
-Batch norm in training, and its gradient, need sums over all pictures before any element is known: a kernel of its own
-reads what leads to them, and the fused kernel reads that again.
-Recomputation in the backward pass, which saves further writes, and templates of Inductor's own for products
-(``max-autotune``) are not modelled.
+(``torch/_inductor/lowering.py``), and identical casts of several operators are done once (common subexpressions).
 
-The host: generated code launches a fused kernel without PyTorch's dispatcher (T1 and T4 are left of its overheads) and
-calls library kernels through it; views and the operators around others cost nothing. The optimizer's step is as before.
+Batch norm in training, and its gradient, need sums over all images before any element is known: a separate kernel reads
+the inputs of the chain before it, and the fused kernel reads them again.
 
-Where the parts of a model are compiled each by itself, nothing is fused across their borders; calls of no part are not
-compiled. Of a rank of a job such parts lie between its collectives.
+Not modelled: recomputation in the backward pass, which saves further writes, and Inductor's own templates for products
+(``max-autotune``).
+
+Host: generated code launches a fused kernel without PyTorch's dispatcher (only T1 and T4 of its overheads remain) and
+calls library kernels through it; views and enclosing operators cost nothing. The optimizer step is unchanged.
+
+If the parts of a model are compiled separately, nothing is fused across their borders; calls outside all parts are not
+compiled. For a rank of a job such parts lie between its collectives.
 """
 
 from __future__ import annotations
@@ -38,22 +40,22 @@ COMPILED_PHASES = ("forward", "backward")
 _FUSIBLE = (Elementwise, Normalization, Softmax)
 _COPIES = ("transpose", "concat", "split")
 _CASTS = ("aten::_to_copy", "aten::to")
-_UNROLLED, _POOLED = 8, 25  # elements of a sum that is unrolled, of a window that is generated
+_UNROLLED, _POOLED = 8, 25  # elements of an unrolled sum; elements of a generated pooling window
 
 
 @dataclass(eq=False)
 class _Node:
-    """A call with device work. ``reads`` and ``writes``: version of a storage -> elements and dtype; ``part``: of the
-    model, which is compiled by itself.
-    """
+    """Call with device work."""
 
     call: OperatorCall
     tasks: list[Task]
     fusible: bool
     compiled: bool = True
     level: int = 0
+    # Separately compiled part of the model.
     part: object = None
     size: int = 0
+    # Version of a storage -> elements and dtype.
     reads: dict[tuple[int, int], tuple[int, str]] = field(default_factory=dict)
     writes: dict[tuple[int, int], tuple[int, str]] = field(default_factory=dict)
     group: _Node | None = None
@@ -67,9 +69,9 @@ class _Node:
 
 
 def compile_rank(rank: RankGraph, trace: OperatorTrace, parts: Mapping[int, object] | None = None) -> RankGraph:
-    """``rank``, lowered from ``trace`` and not priced, with forward and backward compiled.
+    """Return ``rank``, lowered from ``trace`` and without prices, with forward and backward passes compiled.
 
-    ``parts``: call -> the part of the model that it belongs to, where each is compiled by itself.
+    ``parts``: call -> its separately compiled part of the model.
     """
     rank = compiled_layout(rank)
     nodes = _nodes(rank, trace, parts)
@@ -95,9 +97,10 @@ def compile_rank(rank: RankGraph, trace: OperatorTrace, parts: Mapping[int, obje
 
 
 def between_collectives(trace: OperatorTrace) -> dict[int, int]:
-    """Call -> the part of ``trace`` that it is compiled in, of a rank of a job: Dynamo leaves its code for a collective
-    that a hook starts (FSDP2), and cuts it where a bucket of gradients is full (``DDPOptimizer``), in the backward pass
-    as in the forward pass.
+    """Return call -> compiled part of ``trace``, for a rank of a job.
+
+    Dynamo leaves its code for a collective started by a hook (FSDP2), and splits it where a bucket of gradients is full
+    (``DDPOptimizer``), in the backward pass as in the forward pass.
     """
     parts: dict[int, int] = {}
     part = 0
@@ -108,10 +111,12 @@ def between_collectives(trace: OperatorTrace) -> dict[int, int]:
 
 
 def fused_storages(rank: RankGraph, trace: OperatorTrace, parts: Mapping[int, object] | None = None) -> set[int]:
-    """Storages that compiled code does not need: what generated kernels write and only generated kernels read stays in
-    registers, and what they write in the forward pass is made anew where the backward pass reads it. The partitioner of
-    AOTAutograd saves the results of library kernels and what they read. ``parts``: as of :func:`compile_rank`; what one
-    gives to another, such as a layer to the next, is an output of its code and is needed.
+    """Return the storages that compiled code does not need.
+
+    Outputs of generated kernels read only by generated kernels stay in registers, and forward outputs are recomputed
+    where the backward pass reads them. AOTAutograd's partitioner saves the inputs and outputs of library kernels.
+    ``parts``: as in :func:`compile_rank`; data passed between parts, such as from one layer to the next, are outputs of
+    compiled code and needed.
     """
     nodes = _nodes(rank, trace, parts)
     generated = {storage for node in nodes if node.fusible for storage, _ in node.writes}
@@ -123,7 +128,7 @@ def fused_storages(rank: RankGraph, trace: OperatorTrace, parts: Mapping[int, ob
 
 @dataclass(frozen=True)
 class FusedChain:
-    """``calls``, in program order, that one kernel ``name`` of ``work`` does the work of."""
+    """Fused kernel ``name`` with its ``work``, replacing ``calls`` in program order."""
 
     name: str
     calls: tuple[int, ...]
@@ -131,8 +136,10 @@ class FusedChain:
 
 
 def fused_chains(rank: RankGraph, trace: OperatorTrace, chosen: Container[int]) -> list[FusedChain]:
-    """What of the ``chosen`` calls of ``rank``, lowered from ``trace``, would be fused by the rules above; everything
-    else stays as it is, between them.
+    """Return the chains of the ``chosen`` calls of ``rank``, lowered from ``trace``, that would be fused by the rules
+    above.
+
+    All other calls stay unchanged between them.
     """
     nodes = _nodes(rank, trace, chosen=chosen)
     _fuse(nodes)
@@ -149,13 +156,13 @@ def fused_chains(rank: RankGraph, trace: OperatorTrace, chosen: Container[int]) 
 
 
 def _handed_on(nodes: Sequence[_Node]) -> set[int]:
-    """Storages that a part of a model makes and another reads."""
+    """Return the storages made by one part of a model and read by another."""
     homes = {storage: _home(node) for node in nodes for storage, _ in node.writes}
     return {storage for node in nodes for storage, _ in node.reads if homes.get(storage, _home(node)) != _home(node)}
 
 
 def _home(node: _Node) -> object:
-    """Which part of the model ``node`` belongs to, whatever the pass."""
+    """Return the part of the model of ``node``, independent of the pass."""
     return node.part[-1] if isinstance(node.part, tuple) else node.part
 
 
@@ -168,8 +175,9 @@ def _nodes(
     parts: Mapping[int, object] | None = None,
     chosen: Container[int] | None = None,
 ) -> list[_Node]:
-    """Calls with device work in program order, with what they read and write and where they belong. ``chosen``: those
-    that may be fused at all (``None``: all).
+    """Return the calls with device work in program order, with their reads, writes and parts.
+
+    ``chosen``: calls that may be fused (None: all).
     """
     work: dict[int, list[Task]] = defaultdict(list)
     for task in rank.tasks:
@@ -203,7 +211,7 @@ def _nodes(
 
 
 def _casts_again(nodes: list[_Node]) -> set[_Node]:
-    """Casts in the forward pass of what was cast alike before; who reads their results reads those of the first."""
+    """Return repeated forward casts of the same data, and redirect their readers to the first cast."""
     first: dict[object, tuple[int, int]] = {}
     same: dict[tuple[int, int], tuple[int, int]] = {}
     again: set[_Node] = set()
@@ -230,7 +238,7 @@ def _is_pooling(node: _Node) -> bool:
 
 
 def _generated_pooling(task: Task) -> Task:
-    """A kernel of generated code that reads the image once and writes the result."""
+    """Return a generated kernel that reads the image once and writes the output."""
     (pooling,) = task.operators
     assert isinstance(pooling, Pooling)
     made = pooling.batch * pooling.channels * pooling.out_height * pooling.out_width
@@ -263,7 +271,7 @@ def _is_chain_work(record: object) -> bool:
 
 
 def _fuse(nodes: list[_Node]) -> None:
-    """Joins producers and consumers; library kernels raise the level, so no path leaves a group and comes back."""
+    """Join producers and consumers; library kernels raise the level, so no path leaves a group and re-enters it."""
     producers = {version: node for node in nodes for version in node.writes}
     for node in nodes:
         for version in node.reads:
@@ -284,7 +292,7 @@ def _go_together(first: _Node, second: _Node) -> bool:
 
 
 def _uses(nodes: Iterable[_Node]) -> dict[tuple[int, int], set[_Node]]:
-    """Version of a storage -> the groups that read it."""
+    """Return version of a storage -> groups that read it."""
     used: dict[tuple[int, int], set[_Node]] = defaultdict(set)
     for node in nodes:
         for version in node.reads:
@@ -293,7 +301,9 @@ def _uses(nodes: Iterable[_Node]) -> dict[tuple[int, int], set[_Node]]:
 
 
 def _fused(group: list[_Node], used: dict[tuple[int, int], set[_Node]], freed: set[int]) -> Elementwise:
-    """One pass: bytes from outside in, bytes for outside out. What nobody reads and is freed is never written."""
+    """Return one pass that reads outside inputs and writes outputs used outside. Outputs that are freed without a
+    reader are not written.
+    """
     root = group[0].root
     made = {version for node in group for version in node.writes}
     reads: dict[tuple[int, int], tuple[int, str]] = {}
@@ -321,8 +331,8 @@ def _bytes(sizes: Iterable[tuple[int, str]]) -> int:
 
 
 def _statistics(group: list[_Node]) -> Iterator[Reduction]:
-    """The sums over whole channels that batch norms in ``group`` wait for: each reads what comes from outside into the
-    chain before it.
+    """Iterate over the sums over whole channels required by batch norms in ``group``; each reads the outside inputs of
+    the chain before it.
     """
     leading: dict[tuple[int, int], dict[tuple[int, int], tuple[int, str]]] = {}
     for node in group:
@@ -339,7 +349,7 @@ def _statistics(group: list[_Node]) -> Iterator[Reduction]:
 
 
 def _name(group: list[_Node]) -> str:
-    """As Inductor names its kernels: after the operators in it."""
+    """Return the kernel's name in Inductor's scheme, from its operators."""
     names = dict.fromkeys(node.call.name.rpartition("::")[2].strip("_") for node in group)
     return "inductor::" + "_".join(("triton_fused", *names))
 
@@ -349,7 +359,7 @@ def _on_device(values: tuple[object, ...]) -> Iterator[Tensor]:
 
 
 def _distinct(tensor: Tensor) -> int:
-    """Elements without those that a stride of zero repeats."""
+    """Return the number of elements without those repeated by a stride of zero."""
     strides = tensor.stride or (1,) * len(tensor.shape)
     return prod(extent for extent, stride in zip(tensor.shape, strides, strict=False) if stride)
 
@@ -363,15 +373,15 @@ def _integers(value: object) -> Iterator[int]:
 
 @dataclass
 class _Rewriter:
-    """``kernels``: task -> what is launched in its place; others are launched as before. ``parts``: calls that are
-    compiled (``None``: all).
-    """
+    """Rewriter of launches and host work of a rank."""
 
     rank: RankGraph
+    # Task -> launches that replace it; other tasks are launched as before.
     kernels: dict[int, tuple[Task, ...]]
+    # Calls that are compiled (None: all).
     parts: Mapping[int, object] | None = None
     tasks: list[Task] = field(default_factory=list)
-    called: int = 0  # by generated code
+    called: int = 0  # calls made by generated code
 
     def rewrite(self) -> RankGraph:
         threads = {name: tuple(self._actions(actions)) for name, actions in self.rank.threads.items()}
@@ -379,7 +389,7 @@ class _Rewriter:
         return replace(self.rank, threads=threads, tasks=tuple(self.tasks), operator_calls=eager + self.called)
 
     def _actions(self, actions: tuple[Action, ...]) -> Iterator[Action]:
-        """Overheads of compiled calls are replaced by those of what is launched; everything else stays in order."""
+        """Replace the overheads of compiled calls by those of the new launches; all other actions stay in order."""
         open_call: int | None = None
         for action in actions:
             if isinstance(action, HostWork) and self._is_compiled(action.call):

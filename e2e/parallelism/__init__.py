@@ -1,7 +1,7 @@
 """Built-in transformers trained on many GPUs: data, sharded-data, tensor and pipeline parallel.
 
 :func:`build` makes the unpriced :class:`~e2e.step.execution_graph.ExecutionGraph` of one step; :func:`parse_parallel`
-reads the text of ``--parallel``. ``torch`` is imported when a graph is built, not before.
+parses ``--parallel``. ``torch`` is imported when a graph is built, not before.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Captured models kept on disk: every way to spread a model that cuts its layers alike uses one capture.
+"""Cache of captured models on disk: all parallel layouts with the same split of layers share one capture.
 
-They are pickles, and whoever makes a pickle decides what is run when it is loaded. So each begins with a seal made with
-a key that only this user has: a folder that somebody else sent is made anew, not loaded.
+Captures are pickles, and a pickle can run any code when it is loaded. Each file therefore begins with a seal made with
+a key of this user: a file from somebody else is replaced by a new capture, not loaded.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _SEAL_BYTES = 32
 
 
 def remembered(directory: Path | None, key: str, make: Callable[[], T]) -> T:
-    """What ``make`` makes, from ``directory`` if an earlier call with this ``key`` left it there.
+    """Return the value of ``make``, from ``directory`` if an earlier call with this ``key`` stored it.
 
-    ``key`` must cover all that the value depends on. A file that cannot be read, or that another user made, is made
-    anew; where nothing can be written the value is still returned.
+    ``key`` must cover all dependencies of the value. A file that cannot be read, or that another user made, is
+    replaced; if nothing can be written, the value is still returned.
     """
     if directory is None:
         return make()
@@ -45,7 +45,7 @@ def remembered(directory: Path | None, key: str, make: Callable[[], T]) -> T:
         return value
     except FileNotFoundError:
         pass
-    except Exception as error:  # pickle raises whatever a damaged file makes it call
+    except Exception as error:  # pickle raises any exception on a damaged file
         _log.info("%s: made anew: %s", path, error)
     value = make()
     _keep(path, value)
@@ -62,7 +62,7 @@ def _keep(path: Path, value: object) -> None:
 
 
 def _opened(sealed: bytes) -> bytes:
-    """What was sealed by this user; ``ValueError`` for anything else."""
+    """Return the content sealed by this user; raise ``ValueError`` for any other."""
     seal, content = sealed[:_SEAL_BYTES], sealed[_SEAL_BYTES:]
     if not hmac.compare_digest(seal, _seal(content)):
         raise ValueError("not sealed with the key of this user")
@@ -75,12 +75,12 @@ def _seal(content: bytes) -> bytes:
 
 @functools.cache
 def _key() -> bytes:
-    """The user's own, made when it is first needed; where it cannot be kept, one of this process."""
+    """Return the user's key, created on first use; if it cannot be stored, a key of this process."""
     path = user_folder("XDG_CACHE_HOME", ".cache") / "capture-key"
     made = secrets.token_bytes(_SEAL_BYTES)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".key-") as staged:  # readable by its owner alone
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".key-") as staged:  # readable by its owner only
             staged.write(made)
             staged.flush()
             with suppress(FileExistsError):
@@ -93,8 +93,7 @@ def _key() -> bytes:
 
 
 def digest(record: Mapping[str, Any]) -> str:
-    """A key of ``record``, of this program's own files and of the libraries that are captured: any change of these
-    makes another key."""
+    """Return a key of ``record``, this program's files and the captured libraries: any change gives another key."""
     text = json.dumps([record, _program()], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
@@ -103,6 +102,6 @@ def digest(record: Mapping[str, Any]) -> str:
 def _program() -> list[str]:
     root = Path(__file__).parents[2]
     files = [path for package in ("costmodel", "e2e") for path in (root / package).rglob("*") if path.is_file()]
-    # What is kept does not depend on the band, or has its width in the key.
+    # The band file is excluded: cached values do not depend on it, or have its width in the key.
     kept = [path for path in files if path.suffix != ".pyc" and path != SPEED_BAND]
     return [digest_of(kept), version("torch"), version("transformers")]

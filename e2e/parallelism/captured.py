@@ -1,4 +1,4 @@
-"""A model captured once with few layers: its parts, its parameters, its optimizer. Imports ``torch``."""
+"""Capture of a model with few layers: its parts, its parameters, its optimizer. Imports ``torch``."""
 
 from __future__ import annotations
 
@@ -31,38 +31,41 @@ from e2e.step.execution_graph import CallInfo, HostWork, Launch, Synchronize
 from e2e.step.memory import peak_memory
 from e2e.step.options import StepOptions
 
-# Parameters of the optimizer's list -> optimizer and what one step runs.
+# Parameters of the optimizer -> function that runs one step.
 CapturedOptimizer = Callable[[list[nn.Parameter]], Callable[[], Any]]
 
 
 @dataclass(frozen=True)
 class Captured:
-    """``shapes``: of the parameters of each part; ``trained``: of those that are trained (``None``: all). ``tied``: the
-    head is the word embedding. ``eight_bits``: places of the parameters of each part whose products are in 8 bits.
-    """
+    """Captured model."""
 
     pieces: Pieces
+    # Shapes of the parameters of each part.
     shapes: Mapping[Name, Sequence[tuple[int, ...]]]
+    # Shape of the word embedding, if the head shares it.
     tied: tuple[int, ...] | None
     dtype: torch.dtype
     boundary_bytes: int
+    # Shapes of the trained parameters (None: all).
     trained: Mapping[Name, Sequence[tuple[int, ...]]] | None = None
+    # Indices of the parameters of each part with 8-bit products.
     eight_bits: Mapping[Name, frozenset[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model of :data:`CAPTURED_LAYERS` layers and its forward pass, which gives the loss, or the scores.
-    ``boundary_shape``: of the activations between layers. ``repeats``: what selective recomputation runs again.
-    ``leading``: layers of the whole model that are like its first.
-    """
+    """Model of :data:`CAPTURED_LAYERS` layers."""
 
     name: str
     module: nn.Module
     layers: nn.ModuleList
+    # Forward pass that returns the loss, or the scores.
     forward: Callable[[], torch.Tensor]
+    # Shape of the activations between layers.
     boundary_shape: tuple[int, ...]
+    # Modules that selective recomputation runs again.
     repeats: Repeats = nothing_again
+    # Layers of the whole model that are like its first.
     leading: int = 1
 
 
@@ -71,8 +74,10 @@ def capture_model(
     options: StepOptions,
     ends_compiled: bool = True,
 ) -> Captured:
-    """Two passes over ``source``, cut into parts, each layer compiled where ``options`` say so and, with
-    ``ends_compiled``, what is before and behind the layers.
+    """Capture two passes over ``source``, split into parts.
+
+    Each layer is compiled if ``options`` request it and, with ``ends_compiled``, also the parts before and after the
+    layers.
     """
     module = source.module
 
@@ -80,7 +85,7 @@ def capture_model(
         module.zero_grad(set_to_none=True)
         for _ in range(2):
             output = source.forward()
-            # Scores, of inference, are no number: a gradient that costs nothing to make shows where the parts are.
+            # Scores, in inference, are not scalar: a free gradient marks the borders of the parts.
             output.backward(None if output.dim() == 0 else output.new_empty(()).expand(output.shape))
 
     trace = capture(CapturedWorkload(source.name, module, step), options)
@@ -99,12 +104,12 @@ def capture_model(
     boundary = torch.empty(source.boundary_shape, dtype=dtype, device="meta")
     trained = None
     if not all(parameter.requires_grad for parameter in module.parameters()):
-        trained, tied = _shapes(source, trained=True)[0], None  # a frozen embedding has no gradients to share
+        trained, tied = _shapes(source, trained=True)[0], None  # a frozen embedding has no shared gradients
     return Captured(pieces, shapes, tied, dtype, boundary.nbytes, trained, _eight_bits(source.layers))
 
 
 def _eight_bits(layers: nn.ModuleList) -> dict[Name, frozenset[int]]:
-    """Of each layer the places, among its parameters, of weights of the linear layers that compute in 8 bits."""
+    """Return, for each layer, the parameter indices of the weights of linear layers in 8 bits."""
     found: dict[Name, frozenset[int]] = {}
     for place, layer in enumerate(layers):
         weights = {id(each.weight) for each in layer.modules() if getattr(each, "eight_bits", False)}
@@ -113,9 +118,9 @@ def _eight_bits(layers: nn.ModuleList) -> dict[Name, frozenset[int]]:
 
 
 def find_layers(module: nn.Module, source: str, first_differs: bool = False) -> nn.ModuleList:
-    """The list of alike layers that holds most parameters; ``InputError`` if there is none.
+    """Return the list of identical layers with most parameters; raise ``InputError`` if there is none.
 
-    ``first_differs``: the first of them may be another.
+    ``first_differs``: the first layer may differ.
     """
     found = [each for each in module.modules() if isinstance(each, nn.ModuleList) and _alike(each, first_differs)]
     if not found:
@@ -127,7 +132,7 @@ def find_layers(module: nn.Module, source: str, first_differs: bool = False) -> 
 
 
 def _alike(layers: nn.ModuleList, first_differs: bool) -> bool:
-    """Whether every layer has parameters of the same shapes."""
+    """True if all layers have parameters of the same shapes."""
     if len(layers) != CAPTURED_LAYERS:
         return False
     shapes = [[tuple(parameter.shape) for parameter in layer.parameters()] for layer in layers]
@@ -137,7 +142,9 @@ def _alike(layers: nn.ModuleList, first_differs: bool) -> bool:
 def _shapes(
     source: ModelSource, trained: bool = False
 ) -> tuple[dict[Name, list[tuple[int, ...]]], tuple[int, ...] | None]:
-    """Parameters before the layers, in each, and after them, in the order of the model. ``trained``: those alone."""
+    """Return the shapes of parameters before, in and after the layers, in model order. ``trained``: trained parameters
+    only.
+    """
     places: dict[int, Name] = {
         id(parameter): place for place, layer in enumerate(source.layers) for parameter in layer.parameters()
     }
@@ -156,7 +163,7 @@ def _shapes(
 
 
 def _tied_weight(module: Any) -> torch.Tensor | None:
-    """The word embedding, if the head is the same."""
+    """Return the word embedding if the head shares it, or None."""
     if not hasattr(module, "get_output_embeddings"):
         return getattr(module, "tied_weight", None)
     head = module.get_output_embeddings()
@@ -171,9 +178,9 @@ def capture_optimizer(
     options: StepOptions,
     calls: dict[int, CallInfo],
 ) -> tuple[tuple[Item, ...], int]:
-    """The items of one steady optimizer step over parameters of ``shapes`` that have gradients; adds to ``calls``.
+    """Capture one steady optimizer step over parameters of ``shapes`` with gradients; add its calls to ``calls``.
 
-    Second, the bytes that it needs at its fullest moment besides parameters, gradients and state.
+    Return its items, and the peak bytes of temporary tensors.
     """
     with torch.device("meta"):
         parameters = [nn.Parameter(torch.empty(shape, dtype=dtype)) for shape in shapes]

@@ -1,9 +1,8 @@
-"""Fewer, longer tasks: runs of kernels of a part put together, for models of very many kernels.
+"""Condensed kernels: runs of kernels of a part merged into one task, for models of very many kernels.
 
-A run of ``kernels`` launches becomes one: the host spends what it spends for all of them, then the device what they
-take together. Host and device still overlap run by run; within a run the order is lost, which delays the device by at
-most one run. Kernels are priced with the whole step (:func:`e2e.price.pricing.price`), on whose mixture prices may
-depend.
+A run of ``kernels`` launches becomes one task: first all of its host time, then all of its device time. Host and device
+still overlap run by run; the order within a run is lost, which delays the device by at most one run. Kernels are priced
+with the whole step (:func:`e2e.price.pricing.price`), since prices may depend on its mixture.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ NOTHING = fitted(0.0)
 
 @dataclass
 class Condenser:
-    """``overheads`` prices the host, as :func:`e2e.price.pricing.price` does."""
+    """Merger of runs of kernels. ``overheads`` prices the host, as in :func:`e2e.price.pricing.price`."""
 
     overheads: HostOverheads
     kernels: int = KERNELS
@@ -31,16 +30,16 @@ class Condenser:
         self._host = HostPrices(self.overheads)
 
     def pieces(self, pieces: Pieces) -> Pieces:
-        """All parts of ``pieces``."""
+        """Condense all parts of ``pieces``."""
         return pieces.with_items(lambda items: self.items(items, pieces.calls))
 
     def items(self, items: tuple[Item, ...], calls: Mapping[int, CallInfo]) -> tuple[Item, ...]:
-        """A single list of items, such as an optimizer's."""
+        """Condense one list of items, such as an optimizer's."""
         launching = launching_calls(items)
         found: list[Item] = []
         run: list[Work] = []
         host: dict[OverheadKind, float] = {}
-        awaited = False  # what follows the next kernel waits for a collective
+        awaited = False  # the item after the next kernel waits for a collective
         for item in items:
             if isinstance(item, HostWork):
                 host[item.kind] = host.get(item.kind, 0.0) + self._host.work(item, calls, launching).seconds

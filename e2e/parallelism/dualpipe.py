@@ -1,8 +1,9 @@
 """DualPipe: micro-batches enter a pipeline at both ends (DeepSeek-V3, arXiv 2412.19437, section 3.2.1).
 
-Rank i of p holds two parts of the model, i and p - 1 - i, and half of the micro-batches go each way. The order of
-passes is that of the authors' program (github.com/deepseek-ai/DualPipe, dualpipe.py), with as many steps of each kind.
-The forward and the backward pass of an overlapped pair run one after the other here; both results are sent at its end.
+Rank i of p holds two parts of the model, i and p - 1 - i; half of the micro-batches go in each direction. The order of
+passes is that of the authors' program (github.com/deepseek-ai/DualPipe, dualpipe.py), with the same number of steps of
+each kind. The forward and the backward pass of an overlapped pair run in sequence here; both results are sent at its
+end.
 """
 
 from __future__ import annotations
@@ -12,25 +13,28 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-# (direction, which of the two ways, micro-batch of that way, whether its results are sent with those of the next pass)
+# (pass, direction of the pipeline, micro-batch of that direction, True if its results are sent with those of the next
+# pass)
 Pass = tuple[Literal["forward", "backward", "weights"], int, int, bool]
 
 
 @dataclass
 class _Order:
-    """``turned``: of the second half of the ranks, which see the ways the other way round."""
+    """Order of passes of a rank. ``turned``: True for the second half of the ranks, where the two directions are
+    exchanged.
+    """
 
     turned: bool
     _counts: dict[tuple[str, int], int] = field(default_factory=dict)
     _late: deque[tuple[int, int]] = field(default_factory=deque)
 
     def forward(self, way: int, paired: bool = False) -> Iterator[Pass]:
-        """``paired``: with the backward pass that follows."""
+        """Yield a forward pass. ``paired``: together with the following backward pass."""
         way ^= self.turned
         yield "forward", way, self._next("forward", way), paired
 
     def backward(self, way: int, apart: bool = False) -> Iterator[Pass]:
-        """``apart``: gradients of weights are left for later."""
+        """Yield a backward pass. ``apart``: gradients of weights are deferred."""
         way ^= self.turned
         micro_batch = self._next("backward", way)
         yield "backward", way, micro_batch, not apart
@@ -40,7 +44,7 @@ class _Order:
             yield "weights", way, micro_batch, False
 
     def weights(self) -> Iterator[Pass]:
-        """The oldest that were left."""
+        """Yield the oldest deferred gradients of weights."""
         way, micro_batch = self._late.popleft()
         yield "weights", way, micro_batch, False
 
@@ -51,13 +55,13 @@ class _Order:
 
 
 def dualpipe_order(ranks: int, rank: int, micro_batches: int) -> tuple[Pass, ...]:
-    """The passes of ``rank``; ``ranks`` and ``micro_batches`` are even, the latter at least twice the former."""
+    """Return the passes of ``rank``; ``ranks`` and ``micro_batches`` are even, the latter at least twice the former."""
     order = _Order(rank >= ranks // 2)
     return tuple(_steps(order, ranks, min(rank, ranks - 1 - rank), micro_batches // 2))
 
 
 def _steps(order: _Order, ranks: int, place: int, each_way: int) -> Iterator[Pass]:
-    """``place``: of the rank, counted from its end of the pipeline."""
+    """Yield the passes of a rank; ``place``: its index from its end of the pipeline."""
     inner = ranks // 2 - place - 1
     for _ in range(2 * inner):
         yield from order.forward(0)
@@ -77,7 +81,7 @@ def _steps(order: _Order, ranks: int, place: int, each_way: int) -> Iterator[Pas
         yield from order.backward(1)
         yield from order.forward(1, paired=True)
         yield from order.backward(0)
-    # The later half of these leave the gradients of weights.
+    # The later half of these passes defers the gradients of weights.
     for step in range(place + 1):
         half = (place + 1) // 2
         yield from order.backward(1, apart=step > half or (step == half and place % 2 == 1))

@@ -1,9 +1,9 @@
-"""Which ranks communicate with which: numbers as Megatron-LM gives them, tensor-parallel neighbours first.
+"""Communication groups of ranks, numbered as in Megatron-LM, tensor-parallel neighbours first.
 
     rank = ((stage * replicas + replica) * cp + part) * tp + place,   replica = outer (dp) * fsdp + inner
 
-Experts that the ranks of ``tp`` do not share (``etp=1``) lie on neighbours too: ``ep`` of them hold all.
-All ranks of a stage do the same: the graph has the first of each, and it stands for ``replicas * cp * tp`` of them.
+Experts that are not split over ``tp`` (``etp=1``) are on neighbours too: ``ep`` of them hold all experts. All ranks of
+a stage do the same: the graph has the first of each stage, which represents ``replicas * cp * tp`` of them.
 """
 
 from __future__ import annotations
@@ -17,83 +17,85 @@ from e2e.parallelism.spec import ParallelSpec
 
 @dataclass(frozen=True)
 class ParameterFamily:
-    """Parameters of a stage whose gradients the same ranks sum: all but experts, and experts where ranks divide them.
-
-    ``data``: the ranks that hold the same; ``sharded``: those that share it; ``replicated``: first ranks of such sets.
+    """Parameters of a stage whose gradients are summed over the same ranks: all but experts, or experts divided among
+    ranks.
     """
 
     experts: bool
+    # Ranks that hold the same parameters.
     data: Sequence[int]
+    # Ranks that shard them.
     sharded: Sequence[int]
+    # First ranks of such sets.
     replicated: Sequence[int]
 
     @property
     def label(self) -> str:
-        """For names of groups."""
+        """Suffix in names of groups."""
         return " of experts" if self.experts else ""
 
     def share(self, size: int) -> int:
-        """A rank's part of ``size`` bytes."""
+        """Return a rank's share of ``size`` bytes."""
         return -(-size // len(self.sharded))
 
 
 @dataclass(frozen=True)
 class StageGroups:
-    """Groups of the first rank of ``stage``."""
+    """Communication groups of the first rank of ``stage``."""
 
     spec: ParallelSpec
     stage: int
 
     @cached_property
     def rank(self) -> int:
-        """The rank that stands for the stage."""
+        """Rank that represents the stage."""
         return self.rank_of(self.stage)
 
     def rank_of(self, stage: int) -> int:
-        """The rank that stands for ``stage``."""
+        """Return the rank that represents ``stage``."""
         return stage * self.spec.contributors * self.spec.tp
 
     @cached_property
     def stages(self) -> tuple[int, ...]:
-        """Ranks that hold the other stages of the same replica, this one among them."""
+        """Ranks of all stages of the same replica, including this one."""
         return tuple(self.rank_of(stage) for stage in range(self.spec.pp))
 
     @cached_property
     def tensor(self) -> tuple[int, ...]:
-        """Ranks that share the layers."""
+        """Ranks that split the layers."""
         return tuple(range(self.rank, self.rank + self.spec.tp))
 
     @cached_property
     def context(self) -> tuple[int, ...]:
-        """Ranks that share the sequences."""
+        """Ranks that split the sequences."""
         return tuple(self.rank + part * self.spec.tp for part in range(self.spec.cp))
 
     @cached_property
     def context_heads(self) -> tuple[int, ...]:
-        """Those of them, neighbours, that exchange tokens for heads."""
+        """Neighbours among the context-parallel ranks that exchange tokens for heads."""
         return self.context[: self.spec.head_ranks]
 
     @cached_property
     def context_rest(self) -> tuple[int, ...]:
-        """Those of them that have the same heads."""
+        """Context-parallel ranks with the same heads."""
         return self.context[:: self.spec.head_ranks]
 
     @cached_property
     def expert(self) -> tuple[int, ...]:
-        """Ranks among which experts are divided."""
+        """Ranks that divide the experts."""
         return tuple(self.rank + place * self.spec.expert_tensor for place in range(self.spec.ep))
 
     def expert_inside(self, node_ranks: int | None) -> tuple[int, ...]:
-        """Those of them in the first rank's node, which holds ``node_ranks``."""
+        """Return the expert-parallel ranks in the first rank's node, which holds ``node_ranks``."""
         return self.expert[: node_ranks or len(self.expert)]
 
     def expert_across(self, node_ranks: int | None) -> tuple[int, ...]:
-        """Those that have the first rank's place in their nodes."""
+        """Return the expert-parallel ranks at the first rank's place in every node."""
         return self.expert[:: node_ranks or len(self.expert)]
 
     @cached_property
     def families(self) -> tuple[ParameterFamily, ...]:
-        """Of a stage with experts; without experts the second has no parameters."""
+        """Parameter families of a stage; the second, of experts, is left out if experts are not held by other ranks."""
         return tuple(self._family(experts) for experts in ((False, True) if self.spec.experts_apart else (False,)))
 
     def _family(self, experts: bool) -> ParameterFamily:
@@ -109,6 +111,6 @@ class StageGroups:
         )
 
     def pair(self, other: int) -> tuple[int, int]:
-        """This stage and stage ``other``, the lower rank first."""
+        """Return the ranks of this stage and of stage ``other``, the lower rank first."""
         low, high = sorted((self.rank, self.rank_of(other)))
         return low, high

@@ -1,17 +1,18 @@
-"""What a rank puts on the host: activations of layers, and the optimizer's state, which is updated there.
+"""Host offloading of a rank: activations of layers, and the optimizer's state with its update.
 
-Activations (Transformer Engine's ``get_cpu_offload_context`` as Megatron-Core's ``cpu_offloading_num_layers`` has it,
-torchtune's ``OffloadActivations``): what a layer leaves for its backward pass is copied to pinned memory beside the
-next layer, which must not end before: then the memory is free. It comes back beside the backward pass of the layer
-behind it. Optimizer (ZeRO-Offload, arXiv 2101.06840; Megatron-Core's ``HybridDeviceOptimizer`` with
-``overlap_cpu_optimizer_d2h_h2d``): gradients of a part of the model are copied to the host while it updates the part
-before, and the parameters back while it updates the next. FSDP's ``CPUOffloadPolicy`` (torch/distributed/fsdp/
-_fully_shard): shards are copied to the GPU before every all-gather, gradients to the host behind every reduce-scatter,
-and the host updates all of them when the last one is there. DeepSpeed's stage 3 (``offload_optimizer``; runtime/zero/
-stage3.py): shards of 16 bits stay on the GPU; the host clips gradients, updates and casts all of them after the last.
+Activations (Transformer Engine's ``get_cpu_offload_context`` as in Megatron-Core's ``cpu_offloading_num_layers``,
+torchtune's ``OffloadActivations``): the activations kept by a layer for its backward pass are copied to pinned memory
+during the next layer, whose end waits for the copy; then the memory is free. They are copied back during the backward
+pass of the following layer. Optimizer (ZeRO-Offload, arXiv 2101.06840; Megatron-Core's ``HybridDeviceOptimizer`` with
+``overlap_cpu_optimizer_d2h_h2d``): gradients of one part of the model are copied to the host while it updates the
+previous part, and the parameters are copied back while it updates the next. FSDP's ``CPUOffloadPolicy``
+(torch/distributed/fsdp/_fully_shard): shards are copied to the GPU before every all-gather, gradients to the host after
+every reduce-scatter, and the host updates all of them after the last one. DeepSpeed's stage 3 (``offload_optimizer``;
+runtime/zero/stage3.py): 16-bit shards stay on the GPU; the host clips gradients, updates and casts all of them after
+the last.
 
-How fast the host is: bytes that it moves, at the rate of its memory or of one core, whichever is less. torchrun gives
-every process one thread (``OMP_NUM_THREADS=1`` of torch/distributed/run.py), Ray as well.
+Speed of the host: bytes moved, at the lower of the rates of its memory and of one core. torchrun gives every process
+one thread (``OMP_NUM_THREADS=1`` of torch/distributed/run.py), and so does Ray.
 """
 
 from __future__ import annotations
@@ -25,38 +26,41 @@ from e2e.parallelism.stage_kernels import StageKernels
 from e2e.parallelism.stage_writer import COMPUTE, GATHER, OFFLOAD, REDUCE, RELOAD, StageWriter
 from e2e.step.execution_graph import Duration, HostWork
 
-# Bytes of the host's memory for a parameter, all in FP32. Fused Adam reads gradient, weight and two moments, writes the
-# last three. PyTorch's loop over operators (torch/optim/adam.py, ``_single_tensor_adam``): decay 8, first moment 12,
-# second 8 and 12, its root 12, divided 12, epsilon 8, the update 16; what is written to a new place is read first.
+# Bytes of host memory traffic per parameter, all in FP32. Fused Adam reads gradient, weight and two moments, and writes
+# the last three. PyTorch's loop over operators (torch/optim/adam.py, ``_single_tensor_adam``): decay 8, first moment
+# 12, second 8 and 12, its root 12, division 12, epsilon 8, update 16; newly allocated outputs are read before they are
+# written.
 ADAM_BYTES = 4 * 4 + 3 * 4
 LOOP_ADAM_BYTES = 8 + 12 + 8 + 12 + 12 + 12 + 8 + 16
-# The 16-bit copy that goes back: made of FP32 in a new place, for ``copy_`` casts where its source is
-# (aten/src/ATen/native/cuda/Copy.cu), and copied once more by the driver, for that place is not pinned.
+# The returned 16-bit copy: cast from FP32 into new memory, since ``copy_`` casts on the source's device
+# (aten/src/ATen/native/cuda/Copy.cu), and copied once more by the driver, since that memory is not pinned.
 RETURNED_BYTES = (4 + 2 * 2) + (2 + 2 * 2)
-# A gradient added to that of earlier micro-batches.
+# Addition of a gradient to those of earlier micro-batches.
 ADDED_BYTES = 3 * 4
-# A gradient times one number, in place (``unscale_and_clip_grads`` of DeepSpeed).
+# In-place scaling of a gradient (``unscale_and_clip_grads`` of DeepSpeed).
 CLIPPED_BYTES = 2 * 4
-# Bytes/s of one core: with all of its optimizer on the host a job of one GPU took 0.926 s longer for 596 million
-# parameters (Qwen3-0.6B; NVIDIA-NeMo/RL, pull request 3628), which are cast and go back as above.
+# Bytes/s of one core: with its whole optimizer on the host a job of one GPU took 0.926 s longer for 596 million
+# parameters (Qwen3-0.6B; NVIDIA-NeMo/RL, pull request 3628), which are cast and returned as above.
 CORE_BANDWIDTH = 596.05e6 * (ADAM_BYTES + RETURNED_BYTES) / 0.926
 
 
 @dataclass(frozen=True)
 class HostSeconds:
-    """What the host takes for one parameter, while every GPU of the node has one at work: to ``update`` it, to ``add``
-    a gradient to that of earlier micro-batches.
-    """
+    """Host seconds per parameter, with one busy process per GPU of the node."""
 
+    # Seconds to update a parameter.
     update: float = 0.0
+    # Seconds to add a gradient to those of earlier micro-batches.
     add: float = 0.0
 
     @classmethod
     def of(
         cls, memory_bandwidth: float, fused: bool = True, returned: bool = True, clipped: bool = False
     ) -> HostSeconds:
-        """Where each GPU has ``memory_bandwidth`` bytes/s of the host's memory. ``fused``: Adam is one loop over the
-        parameters; ``returned``: a 16-bit copy of them goes back to the GPU; ``clipped``: gradients are, on the host.
+        """Return the seconds for ``memory_bandwidth`` bytes/s of host memory per GPU.
+
+        ``fused``: Adam is one loop over the parameters; ``returned``: a 16-bit copy of them is returned to the GPU;
+        ``clipped``: gradients are clipped on the host.
         """
         moved = (ADAM_BYTES if fused else LOOP_ADAM_BYTES) + (RETURNED_BYTES if returned else 0)
         moved += CLIPPED_BYTES if clipped else 0
@@ -72,7 +76,7 @@ def _copy(writer: StageWriter, size: int, back: bool, stream: int | None = None,
 
 
 def _host_work(writer: StageWriter, name: str, seconds: float, event: int) -> None:
-    """The host waits for ``event`` and works for ``seconds``."""
+    """Make the host wait for ``event`` and work for ``seconds``."""
     rank, call = writer.rank, writer.call(name)
     rank.end_unit()
     rank.synchronize(call, event=event)
@@ -81,7 +85,7 @@ def _host_work(writer: StageWriter, name: str, seconds: float, event: int) -> No
 
 @dataclass
 class ActivationOffload:
-    """``sizes``: bytes that the layers to be offloaded leave for their backward passes."""
+    """Offloading of activations. ``sizes``: bytes that each offloaded layer keeps for its backward pass."""
 
     writer: StageWriter
     sizes: Mapping[Name, int]
@@ -90,7 +94,7 @@ class ActivationOffload:
     _coming: dict[Name, int] = field(default_factory=dict)
 
     def send(self, name: Name) -> None:
-        """The forward pass through part ``name`` has been written."""
+        """Offload part ``name`` after its forward pass has been written."""
         rank = self.writer.rank
         if self._before is not None:
             rank.wait_event(self._before, COMPUTE)
@@ -101,7 +105,7 @@ class ActivationOffload:
             self._before = self._left[name] = rank.record_event(OFFLOAD)
 
     def fetch(self, name: Name, following: Iterable[Name]) -> None:
-        """The backward pass through part ``name`` comes next, after it that of ``following``."""
+        """Fetch part ``name`` before its backward pass, and prefetch the parts in ``following``."""
         self._ask(name)
         if name in self._coming:
             self.writer.rank.wait_event(self._coming.pop(name), COMPUTE)
@@ -113,22 +117,24 @@ class ActivationOffload:
         if name not in self._left:
             return
         rank.wait_event(self._left.pop(name), RELOAD)
-        rank.after(RELOAD, COMPUTE)  # the memory is that of what has run
+        rank.after(RELOAD, COMPUTE)  # the memory was freed by earlier work
         _copy(self.writer, self.sizes[name], back=True)
         self._coming[name] = rank.record_event(RELOAD)
 
 
 @dataclass
 class HostAdam:
-    """``seconds``: of the host for one parameter. Sizes are bytes of gradients as the backward pass makes them."""
+    """Adam on the host. ``seconds``: host time per parameter. Sizes are bytes of gradients as the backward pass makes
+    them.
+    """
 
     writer: StageWriter
     kernels: StageKernels
     seconds: float
-    _arriving: tuple[int, int] | None = None  # event of a copy, and the bytes that it brings
+    _arriving: tuple[int, int] | None = None  # event of a copy, and its bytes
 
     def update(self, size: int) -> None:
-        """One part of the parameters: its gradients set out, the part before is updated."""
+        """Offload the gradients of one part of the parameters, and update the previous part."""
         if not size:
             return
         rank = self.writer.rank
@@ -139,7 +145,7 @@ class HostAdam:
         self._arriving = arriving
 
     def finish(self) -> None:
-        """Updates what has arrived last."""
+        """Update the part that arrived last."""
         if self._arriving is None:
             return
         event, size = self._arriving
@@ -150,8 +156,10 @@ class HostAdam:
 
 @dataclass
 class HostShards:
-    """Shards, their gradients and the optimizer's state on the host. Sizes are bytes of shares in the type of the
-    passes. ``stay``: the shards are on the GPU, in that type."""
+    """Shards, their gradients and the optimizer's state on the host.
+
+    Sizes are bytes of shares in the type of the passes. ``stay``: the shards are on the GPU, in that type.
+    """
 
     writer: StageWriter
     kernels: StageKernels
@@ -159,14 +167,16 @@ class HostShards:
     stay: bool = False
 
     def fetch(self, shares: Iterable[int]) -> None:
-        """The shares of single parameters go to the GPU, where they are to be gathered."""
+        """Copy the shares of single parameters to the GPU for gathering."""
         for share in () if self.stay else filter(None, shares):
             _copy(self.writer, self.kernels.shard_bytes(share), back=True, stream=GATHER)
 
     def put(self, shares: Iterable[int], fresh: bool) -> None:
-        """Their summed gradients go to the host. If not ``fresh`` those of earlier micro-batches come back to be added
-        to, where shards ``stay``; else the host waits for each, into memory that is not pinned, and adds it
-        (``foreach_reduce``)."""
+        """Copy the summed gradients of ``shares`` to the host.
+
+        If not ``fresh``: with ``stay``, gradients of earlier micro-batches are copied back and added to; otherwise the
+        host waits for each copy, into memory that is not pinned, and adds it (``foreach_reduce``).
+        """
         for share in filter(None, shares):
             if self.stay and not fresh:
                 _copy(self.writer, self.kernels.shard_bytes(share), back=True, stream=REDUCE)
@@ -177,7 +187,7 @@ class HostShards:
                 _host_work(self.writer, "aten::add_", seconds, self.writer.rank.record_event(REDUCE))
 
     def update(self, size: int) -> None:
-        """All shares of a rank, ``size`` bytes, once the last gradient is there."""
+        """Update all shares of a rank, ``size`` bytes, after the last gradient."""
         event = self.writer.rank.record_event(REDUCE)
         seconds = self.seconds.update * size / self.kernels.element_bytes
         _host_work(self.writer, "optimizer::host_adam", seconds, event)

@@ -1,4 +1,4 @@
-"""The entry point: a model, a step and a way to spread it -> the graph of its distinct ranks."""
+"""Entry point of ``--parallel``: the graph of the distinct ranks, from a model, a step and a parallel layout."""
 
 from __future__ import annotations
 
@@ -47,29 +47,29 @@ from e2e.step.options import StepOptions
 from e2e.step.precision import recipe_of
 
 ModelChange = Callable[[tuple[Item, ...], Mapping[int, CallInfo]], tuple[Item, ...]]
-# Beyond, pricing and simulating kernel by kernel takes more than about 20 s of CPU.
+# Above this number, pricing and simulating kernel by kernel takes more than about 20 s of CPU.
 MANY_KERNELS = 100_000
-# Names of the number of layers in configurations.
+# Configuration keys of the number of layers.
 LAYER_KEYS = ("n_layer", "num_hidden_layers")
-# The recipe of which torchao gathers weights in 8 bits.
+# Recipe for which torchao gathers weights in 8 bits.
 GATHERED_PRECISION = "fp8-tensorwise"
-# Name of the number of layers without experts at the front.
+# Configuration key of the number of leading layers without experts.
 DENSE_KEY = "first_k_dense_replace"
 UNCUT_TYPES = ("switch_transformers", "t5")
 
 
 @dataclass(frozen=True)
 class ParallelGraph:
-    """``graph``: unpriced, one rank per pipeline stage, each standing for ``multiplicity`` alike ones.
+    """Graph of a parallel step."""
 
-    ``memory``: by rank of the graph. ``samples``: sequences that all ranks together process in a step, each of
-    ``sequence_length`` tokens (0: not told).
-    """
-
+    # Without prices, one rank per pipeline stage, each representing ``multiplicity`` identical ranks.
     graph: ExecutionGraph
+    # Rank of the graph -> its peak.
     memory: Mapping[int, MemoryUsage]
+    # Sequences processed by all ranks together in a step.
     samples: int
     warnings: tuple[str, ...] = field(default=())
+    # Tokens of each sequence (0: unknown).
     sequence_length: int = 0
 
 
@@ -83,17 +83,18 @@ def build(
     node_gpus: int | None = None,
     host_bandwidth: float | None = None,
 ) -> ParallelGraph:
-    """The step of ``model`` spread as ``spec`` says, for :func:`e2e.explain.predictor.predict`.
+    """Build the step of ``model`` with the layout ``spec``, for :func:`e2e.explain.predictor.predict`.
 
-    ``model``: a built-in transformer's name (``gpt3-xl``) or the path of a Hugging Face configuration. Ranks are
-    numbered as Megatron-LM does: tensor-parallel neighbours first, then context-parallel ones, replicas and
-    stages, so that tensor-parallel groups lie inside a node. Collectives are tasks without a price whose ``ranks`` are
-    the global ranks of the group. ``InputError`` for an unknown model and for sizes that do not
-    divide (layers by stages, heads by ``tp``, tokens by ``cp``).
-    ``captures``: a folder where the captured layer is kept for other calls. ``condenser``: a step of more than
-    :data:`MANY_KERNELS` kernels is put together with it, runs of kernels in one task, the longer the more kernels there
-    are; a warning says so. ``node_gpus``: of one node, where tokens are sent once per node.
-    ``host_bandwidth``: bytes/s of the host's memory for each GPU, where the optimizer's state is there.
+    ``model``: name of a built-in transformer (``gpt3-xl``) or path of a Hugging Face configuration. Ranks are numbered
+    as in Megatron-LM: tensor-parallel neighbours first, then context-parallel ones, replicas and stages, so that
+    tensor-parallel groups lie inside a node. Collectives are tasks without a price whose ``ranks`` are the global ranks
+    of the group. Raise ``InputError`` for an unknown model and for sizes that do not divide evenly (layers by stages,
+    heads by ``tp``, tokens by ``cp``).
+
+    ``captures``: folder of the cache of captured layers. ``condenser``: merges runs of kernels into tasks in a step of
+    more than :data:`MANY_KERNELS` kernels, longer runs for more kernels; a warning says so. ``node_gpus``: GPUs of one
+    node, for dispatch once per node. ``host_bandwidth``: bytes/s of host memory for each GPU, for an optimizer state on
+    the host.
     """
     step = step or StepOptions()
     config, name = configuration(model)
@@ -168,7 +169,7 @@ def build(
 
 
 def _run_by(captured: Captured, stack: Stack, spec: ParallelSpec) -> Captured:
-    """``captured`` as ``stack`` recomputes layers and adds up gradients."""
+    """Return ``captured`` with the recomputation and gradient accumulation of ``stack``."""
     pieces = captured.pieces
     if not stack.stops_early:
         pieces = replace(pieces, needed=pieces.forward)
@@ -179,7 +180,7 @@ def _run_by(captured: Captured, stack: Stack, spec: ParallelSpec) -> Captured:
 
 
 def _node_ranks(spec: ParallelSpec, node_gpus: int | None) -> int | None:
-    """Ranks that divide experts in one node, ``None`` where all are in one or nobody asks."""
+    """Return the number of expert-parallel ranks in one node, or None if all are in one node or it is not needed."""
     if node_gpus is None or spec.dispatch == "alltoall" or spec.expert_set <= node_gpus:
         return None
     inside = max(node_gpus // spec.expert_tensor, 1)
@@ -187,13 +188,13 @@ def _node_ranks(spec: ParallelSpec, node_gpus: int | None) -> int | None:
 
 
 def _inside(spec: ParallelSpec) -> tuple[Any, ...]:
-    """What of ``spec`` changes a rank's layers."""
+    """Return the fields of ``spec`` that change a rank's layers."""
     tokens = spec.tp, spec.sequence_parallel, spec.cp, spec.context_form, spec.context_inside, spec.micro_batches
     return *tokens, spec.recompute_modules, spec.ep, spec.expert_tensor, spec.dispatch, spec.gather_dtype
 
 
 def count_kernels(captured: Captured, spec: ParallelSpec, layers: int) -> int:
-    """Of the passes of all stages, without communication and optimizer."""
+    """Count the kernels in the passes of all stages, without communication and optimizer."""
     pieces = captured.pieces
     again = pieces.again(spec.recompute)
 
@@ -222,11 +223,11 @@ def assemble(
     node_ranks: int | None = None,
     host: HostSeconds | None = None,
 ) -> ParallelGraph:
-    """The graph of a model of ``layers`` layers from its captured parts.
+    """Build the graph of a model of ``layers`` layers from its captured parts.
 
-    ``change``: made to the items of the optimizer, as made before to those of ``captured``. ``keeping``: in which types
-    weights, gradients and state are held (``None``: as :func:`kept_weights` says without a stack). ``node_ranks``: of
-    the ranks that divide experts, those of one node. ``host``: how fast the host is.
+    ``change``: rewrites the items of the optimizer, as done before with those of ``captured``. ``keeping``: types of
+    the stored weights, gradients and state (None: as :func:`kept_weights` without a stack). ``node_ranks``:
+    expert-parallel ranks in one node. ``host``: speed of the host.
     """
     keeping = keeping or kept_weights(spec, captured.dtype.itemsize)
     counts = layer_counts(spec, layers, name)
@@ -253,7 +254,7 @@ def assemble(
 
 @dataclass
 class _Optimizers:
-    """The optimizer of each stage; stages with the same parameters share one capture."""
+    """Optimizers of the stages; stages with the same parameters share one capture."""
 
     captured: Captured
     spec: ParallelSpec
@@ -264,7 +265,7 @@ class _Optimizers:
     known: dict[Any, tuple[tuple[Item, ...], Mapping[int, CallInfo], int]] = field(default_factory=dict)
 
     def of(self, shapes: list[tuple[int, ...]]) -> tuple[tuple[Item, ...], Mapping[int, CallInfo], int]:
-        """Items, all calls, those of the captured parts too, and the bytes it needs for a while."""
+        """Return items, all calls including those of the captured parts, and the bytes of temporary tensors."""
         if self.spec.offloaded_state == 1.0:
             return (), self.captured.pieces.calls, 0
         key = tuple(shapes)
@@ -312,7 +313,7 @@ def _plan(
 
 
 def layer_counts(spec: ParallelSpec, layers: int, name: str) -> tuple[int, ...]:
-    """Layers of each part of the model ``name``; ``InputError`` where they do not divide."""
+    """Return the layers of each part of the model ``name``; raise ``InputError`` if they do not divide evenly."""
     given = {0: spec.first_layers, spec.stages - 1: spec.last_layers}
     ends = {part: count for part, count in given.items() if count is not None}
     rest, parts = layers - sum(ends.values()), spec.stages - len(ends)
@@ -327,7 +328,7 @@ def layer_counts(spec: ParallelSpec, layers: int, name: str) -> tuple[int, ...]:
 
 
 def part_names(counts: Sequence[int], part: int) -> tuple[Name, ...]:
-    """What part ``part`` of a model holds whose parts have ``counts`` layers."""
+    """Return the names of the contents of part ``part`` of a model whose parts have ``counts`` layers."""
     begin = sum(counts[:part])
     names: list[Name] = [FIRST] if part == 0 else []
     names += range(begin, begin + counts[part])
@@ -335,7 +336,9 @@ def part_names(counts: Sequence[int], part: int) -> tuple[Name, ...]:
 
 
 def _shares(shapes: list[tuple[int, ...]], spec: ParallelSpec) -> list[tuple[int, ...]]:
-    """Of the parameters that a rank updates: FSDP2 splits each along its first dimension, ZeRO 1 and 2 all together."""
+    """Return the shares of parameters that a rank updates: FSDP2 splits each along its first dimension, ZeRO 1 and 2
+    split all together.
+    """
     if not spec.sharing:
         return shapes
     families = [
@@ -348,14 +351,14 @@ def _shares(shapes: list[tuple[int, ...]], spec: ParallelSpec) -> list[tuple[int
 
 
 def _left_on_gpu(shapes: list[tuple[int, ...]], spec: ParallelSpec) -> list[tuple[int, ...]]:
-    """What the GPU updates of them, where the host updates the rest."""
+    """Return the parameters updated on the GPU, if the host updates the rest."""
     if not spec.offloaded_state:
         return shapes
     return [(max(round(shape[0] * (1.0 - spec.offloaded_state)), 1), *shape[1:]) for shape in shapes]
 
 
 def _check_offload(spec: ParallelSpec, step: StepOptions, name: str, layers: int, host_bandwidth: float | None) -> None:
-    """``InputError`` for what cannot be put on the host."""
+    """Raise ``InputError`` if the layout cannot be offloaded to the host."""
     if spec.offloaded_layers >= max(layers, 1):
         raise InputError(
             f"{name}: offload-layers={spec.offloaded_layers}: of {layers} layers at most {layers - 1} go to the host; "
@@ -373,12 +376,14 @@ def _check_offload(spec: ParallelSpec, step: StepOptions, name: str, layers: int
 
 
 def _of_experts(shape: tuple[int, ...], spec: ParallelSpec) -> bool:
-    """Whether these parameters are held by other ranks than the rest, as experts may be."""
+    """True if these parameters are experts held by other ranks than the rest."""
     return spec.experts_apart and len(shape) == EXPERT_DIMENSIONS
 
 
 def configuration(model: str | Path) -> tuple[dict[str, Any], str]:
-    """Hugging Face configuration and name of a built-in transformer or a file; ``InputError`` for any other."""
+    """Return Hugging Face configuration and name of a built-in transformer or a file; raise ``InputError`` for any
+    other.
+    """
     from e2e.capture.models.catalog import known_models, unknown_model
     from e2e.capture.models.transformer import PRESETS, read_config
 
@@ -394,7 +399,9 @@ def configuration(model: str | Path) -> tuple[dict[str, Any], str]:
 def _source(
     config: dict[str, Any], name: str, spec: ParallelSpec, step: StepOptions, node_ranks: int | None
 ) -> tuple[ModelSource, int, StepOptions]:
-    """The model with few layers on one rank, with its part of layers and tokens, and how many layers it really has."""
+    """Return the model of few layers on one rank, with its share of layers and tokens, its real number of layers, and
+    the options.
+    """
     from e2e.capture.fused_attention import pack_documents
     from e2e.capture.models import transformer
     from e2e.capture.models.adapters import add_adapters
@@ -407,7 +414,7 @@ def _source(
     if config["model_type"] in UNCUT_TYPES:
         raise InputError(f"{name}: layers of model type {config['model_type']!r} are not alike; --parallel needs that")
     stack, samples = stack_of(step.stack), step.batch_size or 1
-    # Without gradients there would be nothing to cut the parts at.
+    # Training mode also for inference, since gradients mark the borders of the parts.
     options = replace(
         step,
         mode="train",
@@ -462,7 +469,9 @@ def _source(
 
 
 def _leading_dense(config: Any, layers: int, name: str) -> int:
-    """Layers at the front that have an MLP where others have experts; ``InputError`` where some are elsewhere."""
+    """Return the number of leading layers with an MLP instead of experts; raise ``InputError`` if there are others
+    elsewhere.
+    """
     dense = int(getattr(config, DENSE_KEY, 0) or 0)
     elsewhere = [key for key in ("mlp_only_layers", "moe_layer_start_index") if getattr(config, key, None)]
     if elsewhere or dense >= layers:
@@ -474,7 +483,9 @@ def _leading_dense(config: Any, layers: int, name: str) -> int:
 
 
 def _check_context(captured: Captured, config: Mapping[str, Any], name: str, spec: ParallelSpec) -> None:
-    """Attention that does not look its function up in the library's table was not split."""
+    """Raise ``InputError`` if attention was not split, since it does not use the library's table of attention
+    functions.
+    """
     inside = (item for item in captured.pieces.forward[1].items if isinstance(item, LayerCollective))
     if spec.cp > 1 and not any(item.group.startswith("cp") for item in inside):
         kind = config["model_type"]
@@ -482,17 +493,17 @@ def _check_context(captured: Captured, config: Mapping[str, Any], name: str, spe
 
 
 def _of_few_layers(value: Any, layers: int) -> Any:
-    """A list with an entry per layer (``layer_types``) for as many as are captured."""
+    """Shorten a list with an entry per layer (``layer_types``) to the captured layers."""
     return value[:CAPTURED_LAYERS] if isinstance(value, list) and len(value) == layers else value
 
 
 def layer_key(config: Mapping[str, Any]) -> str:
-    """Name of the number of layers in ``config``."""
+    """Return the key of the number of layers in ``config``."""
     return "n_layer" if config["model_type"] in ("gpt2", "xlnet") else "num_hidden_layers"
 
 
 def layer_count(config: Mapping[str, Any], name: str) -> int:
-    """Layers of the configuration, or the default of the library's class."""
+    """Return the number of layers of the configuration, or the default of the library's class."""
     for key in LAYER_KEYS:
         if isinstance(config.get(key), int):
             return int(config[key])

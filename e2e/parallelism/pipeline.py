@@ -1,10 +1,10 @@
-"""Pipeline schedules: what each stage does, in order.
+"""Pipeline schedules: the sequence of passes and messages of each stage.
 
 ``gpipe``: all forward, then all backward passes (Huang et al., arXiv 1811.06965). ``1f1b``: as few forward passes ahead
-as the stages behind need, then one of each (Narayanan et al., arXiv 2104.04473, figure 4). ``interleaved``: every stage
-has several parts of the model, which divides the bubble by their number (same paper, section 2.2). ``zero-bubble``: as
-``1f1b``, with gradients of weights apart (ZB-H1 of Qi et al., arXiv 2401.10241, figure 3): stage i computes those of a
-micro-batch i backward passes later, and what is left of them where it would wait at the end.
+as the following stages need, then one of each in turn (Narayanan et al., arXiv 2104.04473, figure 4). ``interleaved``:
+every stage has several parts of the model, which divides the bubble by their number (same paper, section 2.2).
+``zero-bubble``: as ``1f1b``, with gradients of weights separate (ZB-H1 of Qi et al., arXiv 2401.10241, figure 3): stage
+i computes those of a micro-batch i backward passes later, and the remaining ones where it would wait at the end.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ PassDirection = Literal["forward", "backward", "weights"]
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """The pass of ``micro_batch`` through part ``chunk`` of the stage; with ``message`` not the pass itself, but the
-    message of its results (``send``) or of what it needs (``receive``). ``weights``: their gradients, where these are
-    apart from the backward pass.
+    """Pass of ``micro_batch`` through part ``chunk`` of the stage, or its message: of its output (``send``) or its
+    input (``receive``).
+
+    ``weights``: gradients of weights, if separate from the backward pass.
     """
 
     direction: PassDirection
@@ -34,14 +35,14 @@ class Command:
 
 
 def commands(spec: ParallelSpec, stage: int) -> tuple[Command, ...]:
-    """The program of ``stage``: passes with the messages before and after them."""
+    """Return the program of ``stage``: passes with the messages before and after them."""
     if spec.both_ways:
         return tuple(_with_joint_messages(spec, stage))
     return tuple(command for each in passes(spec, stage) for command in _with_messages(each, spec, stage))
 
 
 def passes(spec: ParallelSpec, stage: int) -> tuple[Command, ...]:
-    """The forward and backward passes of ``stage`` in order; of inference the forward passes."""
+    """Return the passes of ``stage`` in order; in inference the forward passes only."""
     if spec.inference:
         return tuple(Command("forward", micro_batch) for micro_batch in range(spec.micro_batches))
     if spec.both_ways:
@@ -58,7 +59,9 @@ def passes(spec: ParallelSpec, stage: int) -> tuple[Command, ...]:
 
 
 def _with_weights(forward: list[Command], backward: list[Command], ahead: int, stage: int) -> Iterator[Command]:
-    """Behind the ``ahead`` forward passes one of each, gradients of weights ``stage`` backward passes late."""
+    """Yield ``ahead`` forward passes, then one of each in turn, with gradients of weights ``stage`` backward passes
+    late.
+    """
     yield from forward[:ahead]
     late = 0
     for place, each in enumerate(backward):
@@ -73,9 +76,12 @@ def _with_weights(forward: list[Command], backward: list[Command], ahead: int, s
 
 
 def warm_up(spec: ParallelSpec, stage: int) -> int:
-    """Forward passes of ``stage`` before its first backward pass; of interleaved stages as Megatron-Core (since its
-    ``microbatch_group_size_per_vp_stage``) and torch.distributed.pipelining have it, also where there are as many
-    micro-batches as ranks, which Megatron-LM ran all forward before."""
+    """Return the number of forward passes of ``stage`` before its first backward pass.
+
+    Interleaved stages as in Megatron-Core (since its ``microbatch_group_size_per_vp_stage``) and
+    torch.distributed.pipelining, also with as many micro-batches as ranks, where Megatron-LM ran all forward passes
+    first.
+    """
     count = spec.micro_batches * spec.virtual_stages
     if spec.schedule == "gpipe":
         return count
@@ -85,9 +91,10 @@ def warm_up(spec: ParallelSpec, stage: int) -> int:
 
 
 def in_flight(spec: ParallelSpec, stage: int) -> int:
-    """Most forward passes of parts whose backward pass is still to come: what activations are kept for.
+    """Return the largest number of forward passes of parts whose backward pass is still to come, for which activations
+    are kept.
 
-    Inputs of products are kept until their weights' gradients are there, taken as all activations.
+    Inputs of products are kept until their weights' gradients are computed, counted as all activations.
     """
     if spec.both_ways:
         kept = {"forward": 1, "backward": 0, "weights": -1}
@@ -98,24 +105,24 @@ def in_flight(spec: ParallelSpec, stage: int) -> int:
 
 
 def parts_of(spec: ParallelSpec, stage: int) -> tuple[int, ...]:
-    """The parts of the model that ``stage`` holds, by chunk."""
+    """Return the parts of the model on ``stage``, by chunk."""
     return tuple(part_of(spec, stage, chunk) for chunk in range(2 if spec.both_ways else spec.virtual_stages))
 
 
 def part_of(spec: ParallelSpec, stage: int, chunk: int) -> int:
-    """Which part of the model is ``chunk`` of ``stage``."""
+    """Return the part of the model that is ``chunk`` of ``stage``."""
     if spec.both_ways:
         return spec.pp - 1 - stage if chunk else stage
     return chunk * spec.pp + stage
 
 
 def stage_of(spec: ParallelSpec, part: int, chunk: int) -> int:
-    """The stage that holds ``part``, where that is its ``chunk``; the parts of interleaved stages go round."""
+    """Return the stage that holds ``part`` as its ``chunk``; parts of interleaved stages are assigned round-robin."""
     return spec.pp - 1 - part if spec.both_ways and chunk else part % spec.pp
 
 
 def _forward(place: int, spec: ParallelSpec) -> Command:
-    """The ``place``-th forward pass: groups of ``pp`` micro-batches go through the parts in turn."""
+    """Return the ``place``-th forward pass: groups of ``pp`` micro-batches go through the parts in turn."""
     chunk = place // spec.pp % spec.virtual_stages
     group = place // (spec.pp * spec.virtual_stages)
     return Command("forward", group * spec.pp + place % spec.pp, chunk) if _cut(spec) else Command("forward", place)
@@ -132,7 +139,9 @@ def _cut(spec: ParallelSpec) -> bool:
 
 
 def _with_joint_messages(spec: ParallelSpec, stage: int) -> Iterator[Command]:
-    """Of a pipeline both ways: passes that belong together receive before the first and send after the last of them."""
+    """Yield the program of a bidirectional pipeline: joint passes receive before the first and send after the last of
+    them.
+    """
     together: list[Command] = []
     for direction, way, micro_batch, goes_on in dualpipe_order(spec.pp, stage, spec.micro_batches):
         together += _with_messages(Command(direction, micro_batch, way), spec, stage)

@@ -1,25 +1,25 @@
-"""How a model is spread over GPUs: the text ``dp=2,tp=4,pp=2,micro-batches=8`` and what it means.
+"""Parallel layout of a model: the text ``dp=2,tp=4,pp=2,micro-batches=8`` and its keys.
 
 ================== ====================================================================================================
 ``dp``             replicas that average their gradients (DistributedDataParallel)
-``fsdp``           ranks that share parameters, gradients and optimizer state (``zero=3``), or less with ``zero=1|2``
+``fsdp``           ranks that shard parameters, gradients and optimizer state (``zero=3``), or less with ``zero=1|2``
 ``cp``             ranks that share every sequence (context parallel): each computes a part of its tokens and gathers
-                   keys and values for the attention (Llama 3, arXiv 2407.21783, section 3.3.2); with ``fsdp`` they
-                   share parameters too, with ``zero`` they do alone
+                   keys and values for the attention (Llama 3, arXiv 2407.21783, section 3.3.2); they also shard
+                   parameters with ``fsdp``, or without it with ``zero``
 ``cp-form``        ``gather`` (default), ``ring``: block by block, merged in FP32, as in PyTorch's context_parallel, or
                    ``a2a``: tokens are exchanged for heads around the attention (DeepSpeed-Ulysses, arXiv 2309.14509),
                    ``a2a+gather`` and ``a2a+ring``: among ``cp-inside`` neighbours, the other form among the rest
 ``tp``             ranks that share every layer: column and row splits, vocabulary split (Megatron-LM)
 ``ep``             ranks, of those with other tokens, among which the experts of a layer are divided (expert parallel):
-                   tokens go to the ranks of their experts and back; ``--routing`` says how evenly
+                   tokens are sent to the ranks of their experts and back; ``--routing`` gives their distribution
 ``etp``            ranks of ``tp`` that share an expert: all (default), or 1: experts are whole, and with ``sp`` each
                    rank sends its own part of the sequence (``expert_tensor_parallel_size`` of Megatron-LM)
 ``ep-dispatch``    ``alltoall`` (default): a row for every token and expert is exchanged; ``deepep``: a token once per
                    rank, over the network once per node
-``ep-overlap``     ``yes``: tokens travel to experts and back beside the computation of another micro-batch
+``ep-overlap``     ``yes``: the exchange of tokens with experts overlaps the computation of another micro-batch
 ``sp``             ``yes``: sequence parallel, activations between tensor-parallel parts are split along the sequence
-``pp``             pipeline stages, of equally many layers but for the ends
-``first-layers``   layers of the first part of the model, where the others have more; ``last-layers``: of the last part
+``pp``             pipeline stages, with the same number of layers except at the ends
+``first-layers``   layers of the first part of the model, if different from the others; ``last-layers``: of the last
 ``micro-batches``  micro-batches of one step; without a pipeline the gradients accumulate
 ``schedule``       ``1f1b`` (default), ``gpipe``, ``interleaved``, or ``zero-bubble``: gradients of weights are computed
                    where a stage would wait (ZB-H1, which keeps as many activations as ``1f1b`` on its first stage), or
@@ -28,26 +28,26 @@
 ``recompute``      ``none`` (default), ``selective`` (attention scores), ``operators`` (all but attention and every
                    second product, as torchtitan's selective op, which ``selective`` means with ``--recipe
                    torchtitan``) or ``full`` (whole layers)
-``recompute-modules`` of ``recompute=selective``: which parts of a layer, joined by +: ``core_attn`` (default),
+``recompute-modules`` for ``recompute=selective``: parts of a layer, joined by +: ``core_attn`` (default),
                    ``mla_up_proj``, ``layernorm``, ``mlp``, ``moe_act``, as Megatron-Core names them
-``recompute-every`` of ``recompute=full``: every so many layers one, the others keep their activations
-``zero``           what ``fsdp`` and ``cp`` ranks share: 1 optimizer state, as Megatron-LM's distributed optimizer does
+``recompute-every`` for ``recompute=full``: recompute one in this number of layers; the others keep their activations
+``zero``           sharding among ``fsdp`` and ``cp`` ranks: 1 optimizer state, as Megatron-LM's distributed optimizer
                    (whole gradients, scattered once a step), 2 gradients too (scattered in every pass), 3 (default with
                    ``fsdp``) parameters too
-``overlap-gather`` ``yes``: parameters of ``zero=1|2`` are gathered layer by layer while the next forward pass goes on
-``prefetch``       layers that ``zero=3`` gathers ahead of the one that runs (default 1)
-``reduce-dtype``   ``float32``: 16-bit gradients are summed over the ranks in FP32; ``same`` (default): as they are
+``overlap-gather`` ``yes``: parameters of ``zero=1|2`` are gathered layer by layer during the next forward pass
+``prefetch``       layers that ``zero=3`` gathers ahead of the running one (default 1)
+``reduce-dtype``   ``float32``: 16-bit gradients are summed over the ranks in FP32; ``same`` (default): in 16 bits
 ``bucket-mb``      size of a gradient bucket in MiB (default 25, as DistributedDataParallel)
 ``master-weights`` ``yes``: 16-bit parameters with FP32 master weights; with FP16 the loss is scaled. With ``zero=3``
-                   the shards are FP32, and what is gathered of them is 16-bit (mixed precision of FSDP)
-``clip``           ``yes``: gradients are clipped by their norm over all ranks; ``no``. Default: as the stack does
+                   the shards are FP32, and gathered in 16 bits (mixed precision of FSDP)
+``clip``           ``yes``: gradients are clipped by their norm over all ranks; ``no``. Default: that of the stack
 ``overlap``        ``no``: gradients are reduced after the backward pass instead of during it
-``tp-overlap``     ``yes``: what ``sp`` gathers and scatters goes piece by piece beside the product it is for
+``tp-overlap``     ``yes``: gathers and scatters of ``sp`` overlap their products, piece by piece
 ``gather-dtype``   ``float8``: ``zero=3`` gathers the weights of linear layers in 8 bits (torchao, with ``--precision
                    fp8-tensorwise``); ``same`` (default): in the type of the passes
-``offload-layers`` layers from the first on whose activations go to the host and come back beside the passes
-``offload-optimizer`` share of the optimizer's state that is on the host, and updated there; 1 with ``zero=3``: shards
-                   and gradients too, which are copied for every gather and from every scatter (CPUOffloadPolicy)
+``offload-layers`` number of leading layers whose activations are offloaded to the host during the passes
+``offload-optimizer`` fraction of the optimizer state that is on the host, and updated there; 1 with ``zero=3``: shards
+                   and gradients too, which are copied before every gather and after every scatter (CPUOffloadPolicy)
 ================== ====================================================================================================
 """
 
@@ -72,9 +72,10 @@ RECOMPUTED_MODULES = ("core_attn", "mla_up_proj", "layernorm", "mlp", "moe_act")
 
 @dataclass(frozen=True)
 class ParallelSpec:
-    """World size is ``dp * fsdp * cp * tp * pp``. Field meanings: see the module; ``inference``, which ``--mode`` says:
-    forward passes alone. ``None``: nothing is asked for, which a recipe settles (:mod:`e2e.sources.recipes`); without
-    one it is the same as no.
+    """Parallel layout of a job; world size is ``dp * fsdp * cp * tp * pp``.
+
+    Fields: see the module docstring; ``inference``, set by ``--mode``: forward passes alone. ``None``: not set by the
+    user, and set by a recipe (:mod:`e2e.sources.recipes`); without one the same as no.
     """
 
     dp: int = 1
@@ -113,89 +114,89 @@ class ParallelSpec:
 
     @property
     def world_size(self) -> int:
-        """GPUs of the whole job."""
+        """Number of GPUs of the job."""
         return self.dp * self.fsdp * self.cp * self.tp * self.pp
 
     @property
     def replicas(self) -> int:
-        """Sets of ranks that see different sequences."""
+        """Number of sets of ranks with different sequences."""
         return self.dp * self.fsdp
 
     @property
     def contributors(self) -> int:
-        """Ranks that hold the same part of the model and see other tokens: their gradients are summed."""
+        """Number of ranks with the same part of the model and different tokens, whose gradients are summed."""
         return self.replicas * self.cp
 
     @property
     def head_ranks(self) -> int:
-        """Neighbours among the ranks that share a sequence which exchange tokens for heads."""
+        """Number of context-parallel neighbours that exchange tokens for heads."""
         return self.cp if self.context_form == "a2a" else self.context_inside
 
     @property
     def sharing(self) -> int:
-        """What some contributors share, as ``zero`` counts it; 0: nothing."""
+        """ZeRO stage of sharing among contributors; 0: none."""
         if self.fsdp > 1:
             return 3 if self.zero is None else self.zero
         return self.zero or 0 if self.cp > 1 else 0
 
     @property
     def shards(self) -> int:
-        """Contributors that share."""
+        """Number of contributors that share parameters or state."""
         return self.fsdp * self.cp if self.sharing else 1
 
     @property
     def copies(self) -> int:
-        """Sets of contributors that share, which hold the same."""
+        """Number of identical sets of sharing contributors."""
         return self.contributors // self.shards
 
     @property
     def expert_tensor(self) -> int:
-        """Ranks of ``tp`` that share an expert; each sends the tokens of all of them."""
+        """Number of ``tp`` ranks that split an expert; each sends the tokens of all of them."""
         return self.tp if self.expert_tp is None else self.expert_tp
 
     @property
     def expert_set(self) -> int:
-        """Neighbouring ranks that hold all experts once."""
+        """Number of neighbouring ranks that hold all experts once."""
         return self.ep * self.expert_tensor
 
     @property
     def experts_apart(self) -> bool:
-        """Whether the ranks that hold the same experts are others than those that hold the same of everything else."""
+        """True if experts are replicated over other ranks than the other parameters."""
         return self.expert_set != self.tp
 
     @property
     def expert_shards(self) -> int:
-        """Ranks that share the same experts."""
+        """Number of ranks that shard the same experts."""
         return self.shards * self.tp // self.expert_set if self.sharing else 1
 
     @property
     def sharded_masters(self) -> bool:
-        """Whether shards of parameters are FP32, and 16-bit copies of them gathered."""
+        """True if shards of parameters are FP32, and 16-bit copies of them are gathered."""
         return bool(self.master_weights) and self.sharing == 3
 
     @property
     def splits_backward(self) -> bool:
-        """Whether gradients of weights are computed apart from those of activations."""
+        """True if gradients of weights are computed separately from those of activations."""
         return self.schedule in ("zero-bubble", "dualpipe")
 
     @property
     def both_ways(self) -> bool:
-        """Whether micro-batches enter at both ends, so that two stages hold the same two parts."""
+        """True if micro-batches enter at both ends, so that two stages hold the same two parts."""
         return self.schedule == "dualpipe"
 
     @property
     def stages(self) -> int:
-        """Parts that the layers are cut into."""
+        """Number of parts of the layers."""
         return self.pp * self.virtual_stages
 
 
-MOST_PASSES = 1 << 16  # of micro-batches over all stages; each is simulated
+MOST_PASSES = 1 << 16  # micro-batches times stages; each pass is simulated
 
 
 def parse_parallel(text: str, gpus: int | None = None) -> ParallelSpec:
-    """The spec that ``text`` says; ``InputError`` names the part that is wrong.
+    """Parse the text of ``--parallel``; raise ``InputError`` naming the wrong part.
 
-    ``gpus``: if given, the product of the degrees must be it; without ``dp`` and ``fsdp``, ``dp`` fills up.
+    ``gpus``: required product of the degrees, if given; without ``dp`` and ``fsdp``, ``dp`` is set to match.
     """
     spec = read_parallel(text, gpus)
     _refuse(text, _problem_of_size(spec, gpus))
@@ -203,7 +204,7 @@ def parse_parallel(text: str, gpus: int | None = None) -> ParallelSpec:
 
 
 def read_parallel(text: str, gpus: int | None = None) -> ParallelSpec:
-    """As :func:`parse_parallel`, whether or not the degrees give ``gpus``."""
+    """Parse as :func:`parse_parallel`, without checking that the degrees give ``gpus``."""
     values: dict[str, Any] = {}
     for part in text.split(","):
         name, separator, value = (piece.strip() for piece in part.partition("="))
@@ -217,13 +218,13 @@ def read_parallel(text: str, gpus: int | None = None) -> ParallelSpec:
         except ValueError as error:
             raise InputError(f"--parallel {text!r}: {name}={value}: {error}") from None
     spec = ParallelSpec(**_with_defaults(values, gpus))
-    # A size that does not fit is said first: what else is wrong may follow from it.
+    # A wrong size is reported first, since other problems may follow from it.
     if gpus is None or spec.world_size == gpus:
         _refuse(text, _problem(spec, "schedule" in values))
     return spec
 
 
-# What only training has, by its key.
+# Keys for training only.
 _OF_TRAINING: tuple[str, ...] = (
     *("fsdp", "zero", "schedule", "virtual-stages", "recompute", "recompute-modules", "recompute-every", "bucket-mb"),
     "overlap",
@@ -233,7 +234,7 @@ _OF_TRAINING: tuple[str, ...] = (
 
 
 def for_inference(spec: ParallelSpec) -> ParallelSpec:
-    """``spec`` for forward passes alone; ``InputError`` for what shares or schedules gradients and optimizer state."""
+    """Return ``spec`` for forward passes alone; raise ``InputError`` for options of gradients and optimizer state."""
     for name in _OF_TRAINING:
         field, _ = READERS[name]
         if getattr(spec, field) != _DEFAULTS[field]:
@@ -245,17 +246,19 @@ def for_inference(spec: ParallelSpec) -> ParallelSpec:
 
 
 def require_consistent(spec: ParallelSpec, gpus: int | None = None) -> None:
-    """``InputError`` for a spec that contradicts itself or is not for ``gpus``; that of a text is checked already."""
+    """Raise ``InputError`` for a spec that contradicts itself or is not for ``gpus``; parsed specs are checked
+    already.
+    """
     _refuse(text_of(spec), _problem_of_size(spec, gpus) or _problem(spec, settled=True))
 
 
 def text_of(spec: ParallelSpec) -> str:
-    """What ``--parallel`` says for it: everything that is not the default, and at least ``dp``."""
+    """Return the ``--parallel`` text of ``spec``: all values other than the defaults, or at least ``dp``."""
     return ",".join(f"{name}={value}" for name, value in keys_of(spec).items()) or "dp=1"
 
 
 def keys_of(spec: ParallelSpec) -> dict[str, str]:
-    """By key of ``--parallel`` what it says, of everything that is not the default."""
+    """Return key of ``--parallel`` -> text, for all values other than the defaults."""
     values = {name: getattr(spec, field) for name, (field, _) in READERS.items()}
     return {name: _written(value) for name, value in values.items() if value != _DEFAULTS[READERS[name][0]]}
 
@@ -296,8 +299,9 @@ def _problem_of_size(spec: ParallelSpec, gpus: int | None) -> str:
 
 
 def _problem(spec: ParallelSpec, scheduled: bool = False, settled: bool = False) -> str:
-    """What contradicts itself. ``scheduled``: a schedule is asked for, be it the default one; ``settled``: no recipe is
-    still to say what is left open.
+    """Return the first contradiction, or an empty text.
+
+    ``scheduled``: a schedule is given, even the default; ``settled``: no recipe will set open fields.
     """
     split = spec.sequence_parallel or (spec.sequence_parallel is None and not settled)
     open_sharing = spec.zero is None and not settled and max(spec.fsdp, spec.cp) > 1
@@ -383,7 +387,7 @@ def _problem(spec: ParallelSpec, scheduled: bool = False, settled: bool = False)
 
 
 def _named_divided(spec: ParallelSpec) -> str:
-    """What experts are divided among, as keys."""
+    """Return the keys whose ranks divide the experts."""
     names = ("fsdp x cp" if spec.sharing else "dp x cp", *(("tp",) if spec.expert_tensor < spec.tp else ()))
     return " x ".join(names)
 

@@ -1,10 +1,10 @@
 """One pipeline stage of a step, written from captured parts: passes, messages, gradients, optimizer.
 
-Data parallelism as in PyTorch's DistributedDataParallel (gradients copied into buckets, all-reduced while the backward
-pass goes on) or after the backward pass, as DeepSpeed's engine does without ZeRO. Sharded data parallelism as FSDP2:
-every layer is gathered before it runs (the next one while it runs) and its gradients are reduce-scattered after it.
-Shared optimizer state as Megatron-LM's distributed optimizer: buckets are reduce-scattered, parameters gathered after
-the step or, layer by layer, while the next forward pass goes on.
+Data parallelism as in PyTorch's DistributedDataParallel (gradients copied into buckets, all-reduced during the backward
+pass) or after the backward pass, as in DeepSpeed's engine without ZeRO. Sharded data parallelism as in FSDP2: every
+layer is gathered before it runs (the next one while it runs) and its gradients are reduce-scattered after it. Sharded
+optimizer state as in Megatron-LM's distributed optimizer: buckets are reduce-scattered, parameters gathered after the
+step or, layer by layer, during the next forward pass.
 """
 
 from __future__ import annotations
@@ -41,109 +41,118 @@ FIRST_BUCKET_BYTES = 2**20  # kDefaultFirstBucketBytes of torch/csrc/distributed
 
 @dataclass(frozen=True)
 class StagePlan:
-    """What a stage is made of.
-
-    ``chunks``: for each of its parts of the model the names of what it holds, in order. ``parameter_bytes``: of one
-    rank, before sharding, by name and parameter. ``boundary_bytes``: the activations between two parts on one rank.
-    ``tied_bytes``: of the word embedding that the first and the last stage share. ``optimizer_bytes``: what the
-    optimizer needs for a while besides parameters, gradients and state. ``expert_bytes``: of the experts among the
-    parameters of a part, where ranks divide them. ``frozen_bytes``: of the parameters of a part that are not trained.
-    ``node_ranks``: of the ranks that divide experts, those of one node (``None``: all). ``gathered_bytes``: of the
-    parameters as ``zero=3`` gathers them, where some come in 8 bits. ``host``: how fast the host updates what is
-    there. ``keeps_last``, ``accumulates``, ``shards_stay``: see :class:`e2e.capture.models.stacks.Stack`.
-    """
+    """Contents of a stage."""
 
     spec: ParallelSpec
     stage: int
     layers: int
     pieces: Pieces
+    # For each of its parts of the model the names of its contents, in order.
     chunks: tuple[tuple[Name, ...], ...]
+    # Bytes of one rank, before sharding, by name and parameter.
     parameter_bytes: Mapping[Name, Sequence[int]]
     element_bytes: int
+    # Activations between two parts on one rank.
     boundary_bytes: int
+    # Word embedding shared by the first and the last stage.
     tied_bytes: int
     optimizer: tuple[Item, ...]
+    # Temporary tensors of the optimizer.
     optimizer_bytes: int = 0
+    # Experts among the parameters of a part, if divided among ranks.
     expert_bytes: Mapping[Name, int] = field(default_factory=dict)
+    # Parameters of a part that are not trained.
     frozen_bytes: Mapping[Name, int] = field(default_factory=dict)
+    # Expert-parallel ranks in one node (None: all).
     node_ranks: int | None = None
+    # Parameters as gathered by ``zero=3``, if some are in 8 bits.
     gathered_bytes: Mapping[Name, Sequence[int]] = field(default_factory=dict)
+    # Speed of updates on the host.
     host: HostSeconds = field(default_factory=HostSeconds)
+    # See :class:`e2e.capture.models.stacks.Stack`, also for the next two fields.
     keeps_last: bool = False
     accumulates: bool = False
     shards_stay: bool = False
 
     def captured(self, name: Name) -> Name:
-        """Name of the captured part that stands for part ``name`` of the model."""
+        """Return the name of the captured part that represents part ``name`` of the model."""
         return self.pieces.captured(name, self.layers)
 
     def runs_again(self, name: Name) -> bool:
-        """Whether something of part ``name`` is recomputed: of the ends nothing, of layers every so many one."""
+        """True if part ``name`` is recomputed: never the ends, and one in ``recompute_every`` layers."""
         every = self.spec.recompute_every
         return isinstance(name, int) and self.spec.recompute != "none" and name % every == every - 1
 
     def size(self, name: Name) -> int:
-        """Bytes of the parameters of part ``name``."""
+        """Return the bytes of the parameters of part ``name``."""
         return sum(self.parameter_bytes[self.captured(name)])
 
     def trained(self, name: Name) -> int:
-        """Of those, bytes of the parameters that have gradients."""
+        """Return the bytes of the trained parameters of part ``name``."""
         return self.size(name) - self.frozen_bytes.get(self.captured(name), 0)
 
     def size_of(self, family: ParameterFamily, names: Iterable[Name], frozen: bool = False) -> int:
-        """Bytes of the trained parameters of one family in the parts ``names``; with ``frozen`` of the others too."""
+        """Return the bytes of the trained parameters of one family in the parts ``names``; with ``frozen`` of all
+        parameters.
+        """
         names = list(names)
         experts = sum(self.expert_bytes.get(self.captured(name), 0) for name in names)
         size = self.size if frozen else self.trained
         return experts if family.experts else sum(size(name) for name in names) - experts
 
     def shares(self, families: Sequence[ParameterFamily], name: Name, frozen: bool = False) -> list[int]:
-        """Of the trained parameters of part ``name``, bytes of a rank's share: one by one where all ranks share them
-        alike and all are trained, else together. With ``frozen`` also of those not trained."""
+        """Return the bytes of a rank's shares of the trained parameters of part ``name``.
+
+        One share per parameter if all ranks share them in the same way and all are trained, otherwise one per family.
+        With ``frozen`` also of parameters that are not trained.
+        """
         if len(families) == 1 and (frozen or not self.frozen_bytes):
             return [families[0].share(size) for size in self.parameter_bytes[self.captured(name)]]
         return [family.share(self.size_of(family, [name], frozen)) for family in families]
 
     def gathered(self, name: Name) -> Sequence[int]:
-        """Bytes of the parameters of part ``name`` as they are gathered."""
+        """Return the bytes of the parameters of part ``name`` as they are gathered."""
         captured = self.captured(name)
         return self.gathered_bytes.get(captured, self.parameter_bytes[captured])
 
     def narrow(self, name: Name) -> tuple[int, ...]:
-        """Bytes, in the passes' own type, of those parameters that are gathered in 8 bits."""
+        """Return the bytes, in the type of the passes, of the parameters gathered in 8 bits."""
         whole = self.parameter_bytes[self.captured(name)]
         return tuple(size for size, gathered in zip(whole, self.gathered(name), strict=True) if gathered < size)
 
     def stays_whole(self, names: Sequence[Name], place: int) -> bool:
-        """Whether ``zero=3`` leaves the part at ``place`` of ``names`` gathered after its forward pass: the last one
-        that runs, with which the backward pass begins, and the last layer where the stack says so."""
+        """True if ``zero=3`` keeps the part at ``place`` of ``names`` gathered after its forward pass: the last part,
+        which begins the backward pass, and the last layer if the stack keeps it.
+        """
         return place + 1 == len(names) or (self.keeps_last and names[place] == self.layers - 1)
 
     def kept_bytes(self, name: Name) -> int:
-        """What the forward pass through part ``name`` leaves for the backward pass on one rank."""
+        """Return the bytes kept by the forward pass through part ``name`` for the backward pass on one rank."""
         memory = self.pieces.memory.get(self.captured(name), PartMemory())
         sizes = {event.storage: event.size for event in memory.forward if event.size}
         kept = memory.kept(self.spec.recompute) if self.runs_again(name) else memory.left
         return sum(sizes[storage] for storage in kept)
 
     def offloaded(self, name: Name) -> bool:
-        """Whether the activations of part ``name`` go to the host."""
+        """True if the activations of part ``name`` are offloaded to the host."""
         return isinstance(name, int) and name < self.spec.offloaded_layers
 
     @property
     def names(self) -> tuple[Name, ...]:
-        """The parts of the model on this stage, in order."""
+        """Names of the parts of the model on this stage, in order."""
         return tuple(name for chunk in self.chunks for name in chunk)
 
 
 def write_stage(plan: StagePlan) -> RankGraph:
-    """The rank that stands for the stage, unpriced."""
+    """Write the rank that represents the stage, without prices."""
     return _Stage(plan).write()
 
 
 @dataclass
 class _Bucket:
-    """Gradients of a family on their way: bytes ``held`` and ``done``; the ``first`` bucket is smaller."""
+    """Bucket of gradients of a family: bytes ``held`` and already reduced (``done``); the ``first`` bucket is
+    smaller.
+    """
 
     family: ParameterFamily
     held: int = 0
@@ -168,11 +177,11 @@ class _Stage:
         self.sharded = plan.spec.sharing == 3
         self.gradients_sharded = plan.spec.sharing >= 2
         self.kernels = StageKernels(plan.spec, plan.element_bytes)
-        # Parts whose parameters the optimizer of the step before has left in shares.
+        # Parts whose parameters are still in shares after the optimizer of the previous step.
         self.shared: set[Name] = set(plan.names) if plan.spec.overlap_gather else set()
         self.buckets = {family.experts: _Bucket(family) for family in self.groups.families}
-        self.pending: list[int] = []  # gradients copied into buckets, for the copies back
-        # Layers that are whole at present: the event of their all-gather, ``None`` once it has been copied out.
+        self.pending: list[int] = []  # gradients copied into buckets, to be copied back
+        # Layers that are whole now -> event of their all-gather, None after the copy out of its buffer.
         self.gathered: dict[Name, int | None] = {}
         sizes = {name: plan.kept_bytes(name) for name in plan.names if plan.offloaded(name)}
         self.offload = ActivationOffload(self.writer, sizes)
@@ -185,7 +194,7 @@ class _Stage:
         ending = "weights" if self.spec.splits_backward else "backward"
         last = {each.chunk: place for place, each in passes if each.direction == ending}
         if self.shared:
-            self.rank.after(GATHER, COMPUTE)  # what the step before has put there
+            self.rank.after(GATHER, COMPUTE)  # work of the previous step on that stream
         for place, command in enumerate(program):
             if command.message is not None:
                 self._message(command)
@@ -218,7 +227,7 @@ class _Stage:
                 self.gathered.pop(name, None)
 
     def _backward(self, command: Command, final: bool) -> None:
-        """``final``: the last one of this part of the model.
+        """Write a backward pass; ``final``: the last one of this part of the model.
 
         Sharded gradients are summed over the ranks in every pass, so that whole ones are never added to earlier ones.
         """
@@ -239,7 +248,7 @@ class _Stage:
                 self._end_of_pass(names, fresh, final)
 
     def _weights(self, command: Command, final: bool) -> None:
-        """Gradients of weights that the backward pass of the same micro-batch has left."""
+        """Write the weight gradients that the backward pass of the same micro-batch has deferred."""
         names = tuple(reversed(self.plan.chunks[command.chunk]))
         fresh, pieces = command.micro_batch == 0, self.plan.pieces
         parts = pieces.weights if fresh or self.gradients_sharded else pieces.added_weights
@@ -251,7 +260,7 @@ class _Stage:
             self._end_of_pass(names, fresh, final)
 
     def _recomputed(self, name: Name) -> tuple[Item, ...]:
-        """What of the forward pass runs again; the parts before and after the layers keep their activations."""
+        """Return the recomputed items; the parts before and after the layers keep their activations."""
         if not isinstance(name, int) or not self.plan.runs_again(name):
             return ()
         return self.plan.pieces.again(self.spec.recompute)[self.plan.captured(name)].items
@@ -264,7 +273,9 @@ class _Stage:
     # --- messages between stages ---------------------------------------------------------------------
 
     def _message(self, command: Command) -> None:
-        """Along the pipeline: activations to the next part, their gradients back; the parts of a stage go round."""
+        """Write a message of the pipeline: activations to the next part, gradients back; parts of a stage form a
+        ring.
+        """
         forward = command.direction == "forward"
         part = part_of(self.spec, self.plan.stage, command.chunk)
         sending = command.message == "send"
@@ -287,14 +298,14 @@ class _Stage:
     # --- sharded parameters --------------------------------------------------------------------------
 
     def _whole(self, names: Sequence[Name], place: int) -> None:
-        """The part at ``place`` is gathered before it runs, those behind it while it runs."""
+        """Gather the part at ``place`` before it runs, and the following parts while it runs."""
         self._gather(names[place])
         self._use_gathered(names[place])
         for following in names[place + 1 : place + 1 + self.spec.prefetch]:
             self._gather(following)
 
     def _put_together(self, name: Name) -> None:
-        """All-gathers the parameters of ``name`` that the ranks updated in shares, in place, before their first use."""
+        """All-gather the parameters of ``name`` that the ranks updated in shares, in place, before their first use."""
         if name not in self.shared:
             return
         self.shared.discard(name)
@@ -308,14 +319,14 @@ class _Stage:
             self.rank.wait_event(event, COMPUTE)
 
     def _gather(self, name: Name) -> None:
-        """All ranks of the group put together the parameters of ``name``, on a stream of their own."""
+        """All-gather the parameters of ``name`` among all ranks of the group, on a separate stream."""
         if not self.sharded or name in self.gathered or self.plan.size(name) == 0:
             return
         shares = [(family, family.share(size)) for family, size in self._sizes([name], frozen=True)]
         if self.host_shards is not None:
             self.host_shards.fetch(self.plan.shares(self.groups.families, name, frozen=True))
         narrow = self.groups.families[0].share(sum(self.plan.narrow(name)))
-        if narrow:  # of linear layers, which are in the first family
+        if narrow:  # parameters of linear layers, which are in the first family
             self.writer.kernel("float8::cast", (self.kernels.shards_cast(narrow),), GATHER)
             family, share = shares[0]
             shares[0] = family, share - narrow + narrow // self.plan.element_bytes
@@ -335,11 +346,11 @@ class _Stage:
         self.gathered[name] = None
         self.rank.wait_event(event, COMPUTE)
         self.writer.kernel("fsdp::split_with_sizes_copy", (self.kernels.move("split", sum(self.plan.gathered(name))),))
-        # The next gather may reuse the buffer once this one has been copied out.
+        # The next gather may reuse the buffer after the copy out of it.
         self.rank.after(GATHER, COMPUTE)
 
     def _scatter(self, name: Name, fresh: bool, final: bool) -> None:
-        """Sums the gradients of ``name`` over the group; each rank keeps its share."""
+        """Sum the gradients of ``name`` over the group; each rank keeps its share."""
         if not self.sharded or self.plan.trained(name) == 0:
             return
         size = self.plan.trained(name)
@@ -358,7 +369,7 @@ class _Stage:
             self.host_shards.put(self.plan.shares(self.groups.families, name), fresh)
 
     def _sizes(self, names: Sequence[Name], frozen: bool = False) -> Iterator[tuple[ParameterFamily, int]]:
-        """Families that have trained parameters in ``names`` (``frozen``: or others), with their bytes."""
+        """Yield families with trained parameters in ``names`` (``frozen``: or others), with their bytes."""
         for family in self.groups.families:
             size = self.plan.size_of(family, names, frozen)
             if size:
@@ -369,8 +380,9 @@ class _Stage:
             self.writer.collective(kind, f"{group} {self.plan.stage}", tuple(ranks), size, stream)
 
     def _keep_share(self, family: ParameterFamily, size: int, fresh: bool, final: bool) -> None:
-        """Of gradients of ``size`` bytes: added to the share of earlier passes, and over the replicas at the end; those
-        that go to the host are summed over the replicas before."""
+        """Add the share of ``size`` bytes of gradients to that of earlier passes, and sum it over the replicas at the
+        end; gradients for the host are summed over the replicas before.
+        """
         share = family.share(size)
         if not fresh and self.host_shards is None:
             self.writer.kernel("aten::add_", (self.kernels.add(share),), REDUCE)
@@ -378,12 +390,12 @@ class _Stage:
             self._sum_replicas(family, share)
 
     def _sum_replicas(self, family: ParameterFamily, share: int) -> None:
-        """A share of summed gradients over the sets of ranks that share (hybrid sharding)."""
+        """Sum a share of gradients over the sets of sharding ranks (hybrid sharding)."""
         size = self.kernels.on_the_way(share)
         self._meet("all_reduce", f"replicas{family.label}", family.replicated, size, REDUCE)
 
     def _end_of_pass(self, names: Sequence[Name], fresh: bool, final: bool) -> None:
-        """ZeRO 2: what the buckets of this pass still hold, then the shares. Tied weights come with the last part."""
+        """Reduce the rest of this pass's buckets (ZeRO 2), then add the shares. Tied weights are in the last part."""
         if self.sharded or not self.gradients_sharded:
             return
         for family, size in self._sizes(names):
@@ -395,10 +407,13 @@ class _Stage:
     # --- gradients of replicas -----------------------------------------------------------------------
 
     def _into_bucket(self, gradient: Ready) -> None:
-        """A ready gradient is copied into its bucket, divided by the number of ranks; a full bucket is reduced. Where
-        products add gradients to the buffer itself they are there, and the collective takes the mean
+        """Copy a complete gradient into its bucket, divided by the number of ranks; reduce a full bucket.
+
+        If products accumulate gradients in the buffer, nothing is copied, and the collective averages
         (``average_in_collective`` of NVIDIA's recipes). Without overlap the copies are the same (DeepSpeed's
-        ``allreduce_bucket`` flattens gradients and copies them back), and all is reduced behind the backward pass."""
+        ``allreduce_bucket`` flattens gradients and copies them back), and everything is reduced after the backward
+        pass.
+        """
         bucket = self.buckets.get(gradient.experts, self.buckets[False])
         if len(bucket.family.data) == 1:
             return
@@ -422,7 +437,7 @@ class _Stage:
         bucket.held, bucket.first = 0, False
 
     def _reduce_rest_of(self, bucket: _Bucket, total: int) -> None:
-        """What of ``total`` bytes was not reduced yet."""
+        """Reduce the rest of ``total`` bytes."""
         bucket.held += max(total - bucket.done - bucket.held, 0)
         self._reduce_bucket(bucket)
 
@@ -432,7 +447,7 @@ class _Stage:
             self._sum_replicas(family, family.share(size))
 
     def _sum_gradients(self, family: ParameterFamily, size: int, stream: int = REDUCE) -> None:
-        """``size``: bytes of the gradients as the backward pass makes them."""
+        """Sum gradients; ``size``: bytes of the gradients as the backward pass makes them."""
         size = self.kernels.on_the_way(size)
         if self.spec.sharing:
             self._meet("reduce_scatter", f"gradients{family.label} of stage", family.sharded, size, stream)
@@ -440,7 +455,7 @@ class _Stage:
             self._meet("all_reduce", f"data{family.label} of stage", family.data, size, stream)
 
     def _reduce_rest(self) -> None:
-        """After the last backward pass: gradients not reduced yet, and copies from the buckets."""
+        """After the last backward pass, reduce the remaining gradients and copy from the buckets."""
         self.writer.phase = "backward"
         if self.spec.contributors > 1 and not self.gradients_sharded:
             if self.spec.overlap:
@@ -453,14 +468,14 @@ class _Stage:
             self.writer.kernel("aten::copy_", (self.kernels.gradients_out(size),))
 
     def _reduce_all(self) -> None:
-        """All gradients of a family at once."""
+        """Reduce all gradients of a family at once."""
         self.rank.after(REDUCE, COMPUTE)
         for family, size in self._sizes(self.plan.names):
             self._sum_bucket(family, size)
         self.rank.after(COMPUTE, REDUCE)
 
     def _share_mirrored(self) -> None:
-        """Of a pipeline both ways two stages hold the same parts, each with the gradients of its micro-batches."""
+        """Sum gradients over the two stages of a bidirectional pipeline that hold the same parts."""
         other = self.spec.pp - 1 - self.plan.stage
         self.rank.after(REDUCE, COMPUTE)
         for family, size in self._sizes(self.plan.names):
@@ -470,7 +485,7 @@ class _Stage:
         self.rank.after(COMPUTE, REDUCE)
 
     def _share_tied(self) -> None:
-        """First and last stage hold the word embedding both: their gradients are summed."""
+        """Sum the gradients of the word embedding, which the first and last stage both hold."""
         if self.plan.tied_bytes == 0 or self.spec.pp == 1 or self.plan.stage not in (0, self.spec.pp - 1):
             return
         other = self.spec.pp - 1 - self.plan.stage
@@ -499,9 +514,12 @@ class _Stage:
             self.rank.after(COMPUTE, GATHER)
 
     def _clip(self) -> None:
-        """The norm of the gradients that the rank owns, summed over all ranks that own others, and a multiplication:
-        ``clip_grad_norm_`` of torch/nn/utils/clip_grad.py, ``clip_by_total_norm_fp32`` of Megatron-Core. What the host
-        updates is clipped there."""
+        """Clip gradients: the norm of the rank's gradients, summed over all ranks with other gradients, and a
+        multiplication.
+
+        As ``clip_grad_norm_`` of torch/nn/utils/clip_grad.py, ``clip_by_total_norm_fp32`` of Megatron-Core. Gradients
+        of parameters updated on the host are clipped there.
+        """
         sizes = (family.share(size) if self.spec.sharing else size for family, size in self._sizes(self.plan.names))
         owned = int(sum(sizes) * (1.0 - self.spec.offloaded_state))
         if owned:
@@ -518,7 +536,7 @@ class _Stage:
             self.writer.kernel("aten::_foreach_mul_", (self.kernels.scaled(owned),))
 
     def _optimize_on_host(self) -> None:
-        """The host's share of the parameters, part by part; of ``zero=3`` all of them."""
+        """Update the host's share of the parameters, part by part; with ``zero=3`` all of them."""
         if self.host_shards is not None:
             sizes = self._sizes(self.plan.names)
             self.host_shards.update(sum(family.share(size) for family, size in sizes))
@@ -530,8 +548,9 @@ class _Stage:
         adam.finish()
 
     def _find_scales(self) -> None:
-        """Of weights that are gathered in 8 bits, once a step: the largest values of the shards, then of all ranks'
-        (``precompute_float8_dynamic_scale_for_fsdp`` of torchao)."""
+        """Find the scales of weights gathered in 8 bits, once per step: maxima of the shards, then over all ranks
+        (``precompute_float8_dynamic_scale_for_fsdp`` of torchao).
+        """
         weights = [size for name in self.plan.names for size in self.plan.narrow(name)]
         if not self.sharded or not weights:
             return

@@ -1,36 +1,36 @@
 """Peak memory of a pipeline stage: its passes replayed, with every allocation, through PyTorch's caching allocator.
 
-The parts of the stage allocate and free what their captures did (:mod:`e2e.parallelism.layers.part_memory`), in the
-order of the schedule, beside what is held throughout. What each way to share adds:
+The parts of the stage allocate and free as in their captures (:mod:`e2e.parallelism.layers.part_memory`), in the order
+of the schedule, in addition to the permanent storages. Additions of each form of parallelism:
 
-* FSDP (``zero=3``; torch/distributed/fsdp/_fully_shard): a layer is gathered into a buffer of its own stream and copied
-  out, the next one's buffer being there already; what is before and behind the layers is one group, gathered until the
-  backward pass ends; gradients are copied into a buffer in the type of the reduction, which is the passes' own stream's
-  (``foreach_reduce``); its result, the share, is that of the reduction.
+* FSDP (``zero=3``; torch/distributed/fsdp/_fully_shard): a layer is gathered into a buffer on a separate stream and
+  copied out, while the buffer of the next layer exists already; the parts before and after the layers are one group,
+  gathered until the backward pass ends; gradients are copied into a buffer in the type of the reduction, on the stream
+  of the passes (``foreach_reduce``); its result, the share, is on the stream of the reduction.
 * FSDP in stages of torch.distributed.pipelining (``zero=1``): parameters are gathered before the first micro-batch and
-  whole, as are gradients in the type of the reduction, until a part of the model has had its last one
-  (``backward_maybe_with_nosync`` of stage.py). Every micro-batch has buffers of its own that activations and their
-  gradients are received into, and what a part gives to the next is kept until the step ends (``output_chunks``).
+  stay whole, as do gradients in the type of the reduction, until the last micro-batch of a part of the model
+  (``backward_maybe_with_nosync`` of stage.py). Every micro-batch has separate receive buffers for activations and their
+  gradients, and the output of a part to the next is kept until the step ends (``output_chunks``).
 * The distributed optimizer of Megatron-LM: parameters and FP32 gradients in one buffer each, FP32 masters and moments
-  of the share. Products add weight gradients to that buffer and hand autograd an empty one, which Transformer Engine
-  keeps for every shape (``get_dummy_wgrad``); those of embedding and head live until their part ends.
-* DistributedDataParallel: buckets besides the gradients.
-* ``zero=1|2`` without such a buffer (DeepSpeed's stages, which share one way to reduce): a gradient is copied into a
-  bucket; of ``zero=2`` it is free then, and the rank's share alone stays.
-* Inference: after its forward pass nothing of a part is left.
-* Offloading: what a layer leaves goes to the host while the next layer runs, and comes back one layer before it is
-  needed; the host's share of the optimizer's state is not on the GPU, with ``zero=3`` gradients neither, nor shards but
-  DeepSpeed's, in the type of the passes.
-* Transformer Engine casts weights to 8 bits once per step: both copies, of the weight and of its transpose, are there
-  throughout, whatever micro-batches are in flight (``get_weight_workspace`` of its module/base.py). With Megatron's
+  of the share. Products add weight gradients to that buffer and return an empty one to autograd, which Transformer
+  Engine keeps for every shape (``get_dummy_wgrad``); those of embedding and head live until their part ends.
+* DistributedDataParallel: buckets in addition to the gradients.
+* ``zero=1|2`` without such a buffer (DeepSpeed's stages, which reduce in the same way): a gradient is copied into a
+  bucket; with ``zero=2`` it is then freed, and only the rank's share stays.
+* Inference: all storages of a part are freed after its forward pass.
+* Offloading: the activations kept by a layer are copied to the host while the next layer runs, and back one layer
+  before they are needed; the host's share of the optimizer's state is not on the GPU, with ``zero=3`` neither are
+  gradients nor shards, except DeepSpeed's shards, in the type of the passes.
+* Transformer Engine casts weights to 8 bits once per step: both copies, of the weight and of its transpose, are
+  permanent, whatever micro-batches are in flight (``get_weight_workspace`` of its module/base.py). With Megatron's
   distributed optimizer and FP32 masters they are the parameters (``fp8_params`` of NeMo's, ``fp8_param_gather`` of
-  Megatron-Bridge's recipes): nothing of 16 bits is beside them. What ``zero=3``
-  gathers is cast when it is there and gone with it.
-* Recomputation: at the end of a layer's forward pass nothing is left but what is kept; before its backward pass the
+  Megatron-Bridge's recipes), without 16-bit copies. With ``zero=3`` weights are cast after they are gathered, and freed
+  together with the gathered weights.
+* Recomputation: at the end of a layer's forward pass only the kept storages remain; before its backward pass the
   forward pass is replayed.
 
-The optimizer's state appears in the first step, where activations have been: steps are replayed until that is past.
-Not counted are the CUDA context, NCCL's buffers and whatever else is not PyTorch's.
+The optimizer's state is allocated in the first step, in memory left by activations; steps are replayed until the effect
+of that is over. Not counted are the CUDA context, NCCL's buffers and other memory outside PyTorch.
 """
 
 from __future__ import annotations
@@ -50,40 +50,46 @@ from e2e.step.allocation_replay import AllocationReplay, workspace_bytes
 from e2e.step.memory import MemoryUsage, Role
 
 FP32_BYTES = 4
-# Streams whose blocks are apart: of the passes, of what is gathered, of what is reduced.
+# Streams with separate blocks: passes, gathers, reductions.
 PASSES, GATHERED, REDUCED = range(3)
-# What PyTorch allocates for cuBLAS, and Transformer Engine for itself, from Hopper on.
+# Workspace of PyTorch for cuBLAS, and of Transformer Engine, from Hopper on.
 WORKSPACE_BYTES = workspace_bytes("hopper")
 STEPS = 3
-# More events than this take seconds: temporary storages of a pass become one.
+# Above this number of events replay takes seconds: temporary storages of a pass are merged into one.
 MANY_EVENTS = 200_000
 
 
 @dataclass(frozen=True)
 class KeptWeights:
-    """Bytes held per byte of a parameter as the layers compute with it: ``shard`` (of the share that a rank keeps where
-    parameters are shared), ``gradient`` and ``state`` of the optimizer. ``own_masters``: the shards are the optimizer's
-    FP32 weights, cast when they are gathered. ``buckets``: gradients are copied into buckets besides. ``accumulates``:
-    products add weight gradients to one buffer, there throughout. ``expandable``: the allocator's segments grow.
-    ``keeps_last``, ``pipelining`` and ``shards_stay``: as the stack's (:class:`e2e.capture.models.stacks.Stack`).
-    """
+    """Bytes of stored weights, gradients and state per byte of a parameter in the type of the layers."""
 
+    # Share that a rank keeps, if parameters are sharded.
     shard: float = 1.0
+    # Gradient.
     gradient: float = 1.0
+    # Optimizer state.
     state: float = 2.0
+    # True if the shards are the optimizer's FP32 weights, cast when they are gathered.
     own_masters: bool = False
+    # True if gradients are also copied into buckets.
     buckets: bool = True
+    # True if products add weight gradients to one permanent buffer.
     accumulates: bool = False
+    # True if the allocator's segments are expandable.
     expandable: bool = False
+    # As in :class:`e2e.capture.models.stacks.Stack`, also for the next two fields.
     keeps_last: bool = False
     pipelining: bool = False
     shards_stay: bool = False
 
 
 def kept_weights(spec: ParallelSpec, element_bytes: int, stack: Stack | None = None) -> KeptWeights:
-    """AdamW's two moments in the parameter's type or, with master weights, both and the weights in FP32. What
-    ``stack`` accumulates is held as it is summed over the ranks (``grad_reduce_in_fp32`` of Megatron-Core), FSDP's
-    shards of master weights in FP32."""
+    """Return the bytes for AdamW: two moments in the parameter's type or, with master weights, both and the weights in
+    FP32.
+
+    Gradients accumulated by ``stack`` are kept in the type of their sum over the ranks (``grad_reduce_in_fp32`` of
+    Megatron-Core), FSDP's shards of master weights in FP32.
+    """
     full = FP32_BYTES / element_bytes
     kept = KeptWeights()
     if stack is not None:
@@ -104,7 +110,7 @@ def kept_weights(spec: ParallelSpec, element_bytes: int, stack: Stack | None = N
 
 
 def stage_memory(plan: StagePlan, keeping: KeptWeights) -> MemoryUsage:
-    """Bytes of one rank of ``plan``."""
+    """Return the peak memory of one rank of ``plan``."""
     spec = _shortened(plan.spec)
     memories = {name: plan.pieces.memory.get(plan.captured(name), PartMemory()) for name in plan.names}
     program = passes(spec, plan.stage)
@@ -120,7 +126,7 @@ def stage_memory(plan: StagePlan, keeping: KeptWeights) -> MemoryUsage:
 
 
 def _shortened(spec: ParallelSpec) -> ParallelSpec:
-    """With fewer micro-batches where more change nothing: those in flight at most, and two more."""
+    """Reduce the number of micro-batches if more change nothing: to the most in flight, and two more."""
     enough = {"1f1b": spec.pp + 2, "zero-bubble": 2 * spec.pp + 2, "interleaved": 4 * spec.pp, "dualpipe": 4 * spec.pp}
     count = min(spec.micro_batches, enough.get(spec.schedule, spec.micro_batches))
     return replace(spec, micro_batches=count)
@@ -128,7 +134,7 @@ def _shortened(spec: ParallelSpec) -> ParallelSpec:
 
 @dataclass
 class _Replay(AllocationReplay):
-    """Allocations of the stage's rank."""
+    """Replay of the allocations of the stage's rank."""
 
     plan: StagePlan
     keeping: KeptWeights
@@ -141,25 +147,25 @@ class _Replay(AllocationReplay):
         wide = self.kernels.reduced_dtype == MASTER != self.kernels.dtype
         self.summed = MASTER_BYTES / self.plan.element_bytes if wide else 1.0
         self.families = StageGroups(self.spec, self.plan.stage).families
-        self.storages: dict[Hashable, dict[int, None]] = {}  # of each pass through a part, what is there
+        self.storages: dict[Hashable, dict[int, None]] = {}  # live storages of each pass through a part
         self._begin("forward")
-        # Products add gradients to a buffer that is there throughout: whole, which ``zero=2|3`` do without.
+        # Products add gradients to a permanent buffer of full size, which ``zero=2|3`` do not have.
         self.accumulates = self.keeping.accumulates and self.spec.sharing < 2
         trained = sum(self.plan.trained(name) for name in self.plan.names)
         self.bucket_bytes = min(self.spec.bucket_mb * 2**20, trained)
         # Parameters are shares that are gathered: for every pass, or for all micro-batches of a pipeline.
         self.gathers = self.spec.sharing == 3 or (self.spec.sharing == 1 and self.keeping.pipelining)
-        # The 8-bit copies are the parameters, as large as those of 16 bits, which are not there.
+        # The 8-bit copies are the parameters, counted as large as 16-bit parameters, which are not stored.
         self.eight_bit_parameters = self.keeping.accumulates and bool(self.spec.sharing) and self.spec.master_weights
-        # Gradients of shards and all state are the host's, and shards unless they stay.
+        # Gradients of shards and all state are on the host, and shards unless they stay.
         self.on_host = self.spec.sharing == 3 and self.spec.offloaded_state > 0
         self.fetches = self.on_host and not self.keeping.shards_stay
         self.last_gathered: tuple[Name, ...] | None = None
         self.gathered: set[tuple[Name, ...]] = set()
-        # What is on its way to the host, and what is there: storages with their sizes.
+        # Pass that is being copied to the host, and passes on the host: storages with their sizes.
         self.leaving: Hashable | None = None
         self.away: dict[Hashable, dict[int, int]] = {}
-        # The group of what is before and behind the layers; a pipeline's stages have groups of their own parts alone.
+        # Gather group of the parts before and after the layers; each pipeline stage has a group of its own parts only.
         self.root = tuple(name for name in self.plan.names if not isinstance(name, int))
         self._hold_throughout()
 
@@ -176,7 +182,7 @@ class _Replay(AllocationReplay):
         self.storages.get(key, {}).pop(storage, None)
         self.drop((key, storage))
 
-    # --- held throughout -----------------------------------------------------------------------------
+    # --- permanent storages --------------------------------------------------------------------------
 
     def _hold_throughout(self) -> None:
         plan, spec, keeping = self.plan, self.spec, self.keeping
@@ -192,7 +198,7 @@ class _Replay(AllocationReplay):
                 for place, size in enumerate(plan.parameter_bytes[plan.captured(name)]):
                     self.take(("parameter", name, place), size, "parameters")
         if keeping.accumulates:
-            # The buffers of parameters and gradients; the parameters that the layers were made with are given back.
+            # Buffers of parameters and gradients; the original parameters of the layers are freed.
             whole = sum(plan.size(name) for name in plan.names)
             trained = sum(plan.trained(name) for name in plan.names)
             if self.accumulates:
@@ -213,24 +219,24 @@ class _Replay(AllocationReplay):
                         self.take(("received", kind, chunk, micro_batch), plan.boundary_bytes, "buffers")
 
     def _hold_state(self, kind: str, factor: float) -> None:
-        """Of the optimizer, for every parameter or this rank's share of it."""
+        """Allocate optimizer state for every parameter or this rank's share of it."""
         for name in self.plan.names:
             for place, size in enumerate(self._shares(name) if self.spec.sharing else self._whole(name)):
-                # Megatron-Core keeps its FP32 weights on the GPU besides (HybridDeviceOptimizer).
+                # Megatron-Core also keeps its FP32 weights on the GPU (HybridDeviceOptimizer).
                 stays = kind == "masters" and self.keeping.accumulates
                 held = size if stays else size * (1.0 - self.spec.offloaded_state)
                 self.take((kind, name, place), held * factor, "optimizer_state")
 
     def _receives(self, chunk: int) -> bool:
-        """Whether another part of the model is before that of ``chunk``."""
+        """True if another part of the model precedes that of ``chunk``."""
         return part_of(self.spec, self.plan.stage, chunk) > 0
 
     def _sends(self, chunk: int) -> bool:
-        """Whether another part of the model is behind that of ``chunk``."""
+        """True if another part of the model follows that of ``chunk``."""
         return part_of(self.spec, self.plan.stage, chunk) + 1 < self.spec.stages
 
     def _whole(self, name: Name) -> list[int]:
-        """Bytes of the trained parameters of a part."""
+        """Return the bytes of the trained parameters of a part."""
         plan = self.plan
         if not plan.frozen_bytes:
             return list(plan.parameter_bytes[plan.captured(name)])
@@ -242,7 +248,7 @@ class _Replay(AllocationReplay):
     # --- a step --------------------------------------------------------------------------------------
 
     def step(self, program: Sequence[Command], first: bool) -> None:
-        """All passes and the optimizer; ``first``: of the job."""
+        """Replay all passes and the optimizer; ``first``: first step of the job."""
         last = {each.chunk: place for place, each in enumerate(program) if each.direction == "backward"}
         for old in [key for key in self.blocks if isinstance(key, tuple) and key[0] == "output"]:
             self.drop(old)
@@ -328,8 +334,9 @@ class _Replay(AllocationReplay):
             self._reduce_root(tuple(name for name in self.root if name in names), fresh)
 
     def _received(self, command: Command, name: Name) -> frozenset[int]:
-        """Storages of part ``name`` that are buffers of messages: of the first one what it is given, of the last one
-        the gradient of what it gives."""
+        """Return the storages of part ``name`` that are message buffers: the input of the first part, the gradient of
+        the output of the last part.
+        """
         names, memory = self.plan.chunks[command.chunk], self.memories[name]
         if not self.keeping.pipelining:
             return frozenset()
@@ -343,7 +350,7 @@ class _Replay(AllocationReplay):
     # --- activations on the host ---------------------------------------------------------------------
 
     def _send(self, key: Hashable | None) -> None:
-        """What the layer before has left is on the host by now; ``key``: what goes next."""
+        """Free the storages of the previous layer, which are on the host by now; ``key``: next pass to be offloaded."""
         if self.leaving is not None:
             storages = list(self.storages.get(self.leaving, ()))
             blocks = {storage: self.blocks.get((self.leaving, storage)) for storage in storages}
@@ -365,8 +372,11 @@ class _Replay(AllocationReplay):
         kept: frozenset[int] = frozenset(),
         elsewhere: frozenset[int] = frozenset(),
     ) -> None:
-        """Events of one pass through one part. ``name``: the part, in its backward pass; ``kept``: is not freed;
-        ``elsewhere``: is in a buffer of its own."""
+        """Replay the events of one pass through one part.
+
+        ``name``: the part, in its backward pass; ``kept``: storages that are not freed; ``elsewhere``: storages in
+        separate buffers.
+        """
         role: Role = "temporary" if name is not None else "activations"
         for event in events:
             if event.gradient:
@@ -384,7 +394,7 @@ class _Replay(AllocationReplay):
     # --- gradients -----------------------------------------------------------------------------------
 
     def _gradient(self, event: MemoryEvent, key: Hashable, name: Name | None, fresh: bool) -> None:
-        """The gradient of one parameter is there."""
+        """Allocate the gradient of one parameter."""
         if self.accumulates:
             if isinstance(name, int):
                 size = event.size // event.alike  # one for all experts of a layer
@@ -406,12 +416,12 @@ class _Replay(AllocationReplay):
             self._into_bucket(event.size)
 
     def _into_bucket(self, size: int) -> None:
-        """A gradient of ``size`` bytes is copied into the buffer that is reduced."""
+        """Copy a gradient of ``size`` bytes into the reduction buffer."""
         self.drop("reduced")
         self.take("reduced", max(size, self.bucket_bytes) * self.summed, "buffers")
 
     def _reduce(self, name: Name, fresh: bool) -> None:
-        """Sums the gradients of a layer over the ranks that share them, where that is done layer by layer."""
+        """Sum the gradients of a layer over the sharing ranks, if done layer by layer."""
         if self.spec.sharing >= 2 and isinstance(name, int):
             self._reduce_group((name,), fresh)
 
@@ -429,7 +439,7 @@ class _Replay(AllocationReplay):
         for key in [key for key in self.blocks if isinstance(key, tuple) and key[0] == "gradient" and key[1] in names]:
             self.drop(key)
         factor = max(self.keeping.gradient, self.summed)
-        # DeepSpeed's stage 2 cuts the share out of the bucket on the stream of the passes.
+        # DeepSpeed's stage 2 copies the share out of the bucket on the stream of the passes.
         stream = PASSES if self.spec.sharing == 2 else REDUCED
         for name in names:
             for family in self.families:
@@ -439,7 +449,7 @@ class _Replay(AllocationReplay):
                     self.drop(("share of gradients", name, family.experts, fresh))
 
     def _shard_again(self, names: tuple[Name, ...]) -> None:
-        """A part of the model has had its last micro-batch: its gradients are summed, its parameters shares again."""
+        """Sum the gradients of a part after its last micro-batch, and return its parameters to shares."""
         groups: list[tuple[Name, ...]] = [tuple(name for name in self.root if name in names)]
         groups += [(name,) for name in names if isinstance(name, int)]
         for group in groups:
@@ -450,10 +460,10 @@ class _Replay(AllocationReplay):
     # --- parameters of FSDP --------------------------------------------------------------------------
 
     def _gather_ahead(self, name: Name) -> None:
-        """The buffer that the parameters of ``name``'s group are gathered into."""
+        """Allocate the buffer for gathering the parameters of ``name``'s group."""
         group = self._group(name)
         if self.gathers and group not in self.gathered:
-            if self.fetches:  # cast, they come together before they are copied into the buffer
+            if self.fetches:  # cast shards are collected before they are copied into the buffer
                 for each in group:
                     for place, size in enumerate(self._shares(each, frozen=True)):
                         self.take(("fetched", each, place), size, "buffers", GATHERED)
@@ -463,8 +473,9 @@ class _Replay(AllocationReplay):
                 self.drop(key)
 
     def _gather(self, name: Name) -> None:
-        """The parameters of ``name`` are whole: copied out of the buffer, which in the forward pass stays until the
-        next one has been copied out."""
+        """Allocate the whole parameters of ``name``, copied out of the buffer; in the forward pass the buffer stays
+        until the next copy.
+        """
         group = self._group(name)
         if not self.gathers or group in self.gathered:
             return
@@ -479,7 +490,7 @@ class _Replay(AllocationReplay):
             self._gathered_last()
 
     def _gathered_last(self) -> None:
-        """The buffer that was copied out last is free."""
+        """Free the buffer that was copied out last."""
         if self.last_gathered is not None:
             self.drop(("gathering", self.last_gathered))
         self.last_gathered = None
@@ -488,7 +499,7 @@ class _Replay(AllocationReplay):
         return (name,) if isinstance(name, int) else self.root
 
     def _reshard(self, name: Name) -> None:
-        """A layer's whole parameters are freed; those of the root stay, and all of a pipeline that keeps them."""
+        """Free a layer's whole parameters; those of the root stay, and all of a pipeline that keeps them."""
         if isinstance(name, int) and self.spec.sharing == 3:
             self._let_go(name)
 
@@ -502,6 +513,6 @@ class _Replay(AllocationReplay):
 
 
 def _largest(events: Iterable[MemoryEvent]) -> set[int]:
-    """The largest storage that ``events`` allocate, if any."""
+    """Return the largest storage that ``events`` allocate, if any."""
     found = max((event for event in events if event.size), key=lambda event: event.size, default=None)
     return set() if found is None else {found.storage}

@@ -1,4 +1,4 @@
-"""Writes the captured parts of a model on a rank: kernels, collectives inside layers, what no capture has."""
+"""Writer of the captured parts of a model on a rank: kernels, collectives inside layers, uncaptured operations."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ from e2e.step.execution_graph import Collective, Task, TaskKind
 from e2e.step.operator_trace import Phase
 from e2e.step.rank_writer import AUTOGRAD, MAIN, RankWriter
 
-# Streams of a rank. Every direction of point-to-point messages has its own: a message that waits for its peer must not
-# hold up others, as in batched NCCL calls.
+# Streams of a rank. Every direction of point-to-point messages has its own stream: a message that waits for its peer
+# must not delay others, as in batched NCCL calls.
 COMPUTE, TENSOR, REDUCE, GATHER = 0, 1, 2, 3
 SEND_NEXT, SEND_PREVIOUS, RECEIVE_PREVIOUS, RECEIVE_NEXT = 4, 5, 6, 7
-# All-gathers and reduce-scatters of FSDP are of one process group, whose collectives NCCL runs one after another.
+# All-gathers and reduce-scatters of FSDP use one process group, whose collectives NCCL runs in sequence.
 SHARDS = 8
-# The hop inside a node of tokens that go over several: kernels hand on piece by piece what the other hop brings, or
-# bring what it takes (DeepEP's csrc/kernels/internode.cu).
+# Hop inside a node of tokens that cross nodes: kernels forward data of the other hop piece by piece, or provide it
+# (DeepEP's csrc/kernels/internode.cu).
 IN_NODE = 9
 # Copies to the host, and back.
 OFFLOAD, RELOAD = 20, 21
-# Added to the streams of messages of the micro-batches that enter a pipeline at its other end.
+# Offset of the message streams for micro-batches that enter a pipeline at its other end.
 OTHER_WAY = 10
 
 
 @dataclass
 class StageWriter:
-    """``groups``: the ranks that meet inside layers, by the names of
-    :data:`e2e.step.collective_names.INSIDE_LAYERS`. ``overlapped``: what goes to experts and back travels beside the
-    computation of another micro-batch, so that only the next such exchange waits for it.
-    """
+    """Writer of the parts of a rank."""
 
     rank: RankWriter
+    # Ranks of collectives inside layers, by the names of :data:`e2e.step.collective_names.INSIDE_LAYERS`.
     groups: Mapping[str, tuple[int, ...]]
     phase: Phase = "forward"
+    # True if the exchange of tokens with experts overlaps the computation of another micro-batch, so that only the next
+    # exchange waits for it.
     overlapped: bool = False
     _calls: dict[tuple[str, Phase], int] = field(default_factory=dict)
-    _in_flight: list[int] = field(default_factory=list)  # events of an exchange that the one after it waits for
-    _first_hop: tuple[str, int] | None = None  # group of the collective just written, and the event it begins with
+    _in_flight: list[int] = field(default_factory=list)  # events of an exchange that the next exchange waits for
+    _first_hop: tuple[str, int] | None = None  # group of the last collective, and the event it begins with
     _awaited: int | None = None  # event of a collective that the kernel after the next waits for
 
     def play(self, items: Iterable[Item]) -> Iterator[Ready]:
-        """Writes captured ``items``; gives back gradients as they become ready, for the caller to act on."""
+        """Write captured ``items``; yield gradients as they become complete."""
         for item in items:
             if isinstance(item, Work):
                 self._work(item)
@@ -60,7 +60,7 @@ class StageWriter:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """The autograd thread works inside; the main one waits for it."""
+        """Context of the autograd thread; the main thread waits for it."""
         self.rank.switch(AUTOGRAD)
         self.phase = "backward"
         try:
@@ -73,25 +73,27 @@ class StageWriter:
     def kernel(
         self, name: str, operators: tuple[AnyOperator, ...], stream: int = COMPUTE, kind: TaskKind = "kernel"
     ) -> None:
-        """A kernel, or a copy, that no capture has, with the host's time around it."""
+        """Write a kernel or copy that is in no capture, with its host work."""
         self._count(1)
         self.rank.unit(Task(self.rank.next_task, name, kind, stream, operators, call=self.call(name)))
 
     def collective(
         self, kind: str, group: str, ranks: tuple[int, ...], size_bytes: int, stream: int, sequence: int | None = None
     ) -> None:
-        """A collective on ``stream``, which it may enter as soon as that is free; see :meth:`RankWriter.after`."""
+        """Write a collective on ``stream``, which it may enter as soon as the stream is free; see
+        :meth:`RankWriter.after`.
+        """
         number = self.rank.next_in(group) if sequence is None else sequence
         collective = Collective(kind, group, ranks, number, size_bytes)
         self._count(1)
         self.rank.unit(self._task(collective, stream, self.call(EAGER_CALLS[kind])))
 
     def _count(self, operators: int) -> None:
-        """The host calls so many more."""
+        """Count operators called by the host."""
         self.rank.operator_calls = (self.rank.operator_calls or 0) + operators
 
     def _inside_layer(self, item: LayerCollective) -> None:
-        """A collective between two operators: both wait, but for an early one."""
+        """Write a collective between two operators, which both wait, unless it is early."""
         group = f"{item.group} of rank {self.rank.rank}"
         ranks, number = self.groups[item.group], self.rank.next_in(group)
         collective = Collective(item.kind, group, ranks, number, item.size_bytes, pieces=item.pieces)
@@ -113,7 +115,7 @@ class StageWriter:
             self.rank.after(COMPUTE, stream)
 
     def _exchanged(self) -> None:
-        """The computation waits for the exchange before, if any."""
+        """Make the computation wait for the previous exchange, if any."""
         for event in self._in_flight:
             self.rank.wait_event(event, COMPUTE)
         self._in_flight.clear()
@@ -132,7 +134,7 @@ class StageWriter:
         return Task(self.rank.next_task, name, "collective", stream, (), None, collective, call)
 
     def call(self, name: str) -> int:
-        """One call stands for all of a name and phase."""
+        """Return the call that represents all calls with this name and phase."""
         key = (name, self.phase)
         if key not in self._calls:
             self._calls[key] = self.rank.call(*key)

@@ -1,1 +1,1 @@
-"""Gives every kernel, collective and piece of host work of a graph its duration."""
+"""Pricing: durations of all kernels, collectives and host work of a graph."""

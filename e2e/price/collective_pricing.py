@@ -1,4 +1,4 @@
-"""Durations of collectives from a model of transfers on a cluster, and which links each of them keeps busy."""
+"""Durations of collectives from a model of transfers on a cluster, and the links that each of them uses."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from e2e.step.collective_names import ACROSS_NODES, POINT_TO_POINT
 from e2e.step.execution_graph import Collective, Duration, ExecutionGraph, GpuLoad, RankGraph, Task
 
 NOTHING = Duration(0.0, 0.0, 0.0, "", "analytic")
-# What a transfer of so many seconds takes of each GPU.
+# Load on each GPU of a transfer of the given seconds.
 LoadOf = Callable[[CollectiveTransfer, float], GpuLoad]
 
 
 class NodeLayout(Protocol):
-    """What is asked of :class:`costmodel.machines.cluster.Cluster`: ranks fill its nodes one after another."""
+    """Part of the interface of :class:`costmodel.machines.cluster.Cluster` used here: ranks fill its nodes in order."""
 
     @property
     def name(self) -> str:
-        """What people call the cluster."""
+        """Name of the cluster."""
         ...
 
     @property
@@ -32,26 +32,27 @@ class NodeLayout(Protocol):
 
     @property
     def nodes(self) -> int:
-        """How many nodes the job has."""
+        """Number of nodes of the job."""
         ...
 
     @property
     def node_gpus(self) -> int:
-        """GPUs that a whole node holds."""
+        """Number of GPUs of a whole node."""
         ...
 
     @property
     def network_cards(self) -> int:
-        """Network cards of a node."""
+        """Number of network cards of a node."""
         ...
 
 
 def price_collectives(
     graph: ExecutionGraph, cluster: NodeLayout, model: CostModel, load: LoadOf | None = None
 ) -> ExecutionGraph:
-    """``graph`` with the transfer time and the links of every collective that has none; ``model`` prices
-    :class:`CollectiveTransfer`, ``load`` says what it takes of a GPU (default: nothing). ``InputError`` if a group has
-    ranks that ``cluster`` does not have.
+    """Return ``graph`` with transfer time and links of every collective without a duration.
+
+    ``model`` prices :class:`CollectiveTransfer`; ``load`` gives the load on a GPU (default: none). Raise ``InputError``
+    if a group has ranks that ``cluster`` does not have.
     """
     exchanges = _exchanges(graph)
     transfers = {key: _transfer(exchange, graph, cluster) for key, exchange in exchanges.items()}
@@ -78,7 +79,7 @@ def price_collectives(
 
 @dataclass
 class _Exchange:
-    """One collective over all ranks of the graph that take part: the most that any of them sends and receives."""
+    """One collective over all its ranks in the graph: the largest bytes sent and received by any of them."""
 
     collective: Collective
     sent: int = 0
@@ -106,7 +107,7 @@ def _exchanges(graph: ExecutionGraph) -> dict[tuple[str, int], _Exchange]:
 
 
 def _transfer(exchange: _Exchange, graph: ExecutionGraph, cluster: NodeLayout) -> CollectiveTransfer | None:
-    """``None``: a group of one moves nothing."""
+    """Return the transfer of a collective, or None for a group of one rank, which moves nothing."""
     collective = exchange.collective
     nodes = _nodes(collective, cluster)
     size = len(collective.ranks)
@@ -114,7 +115,7 @@ def _transfer(exchange: _Exchange, graph: ExecutionGraph, cluster: NodeLayout) -
         return None
     busiest = None
     if exchange.uneven and collective.kind == "all_to_all":
-        # The part that a rank keeps is not told; it is taken as its even share.
+        # The part that a rank keeps is not recorded; an even share is assumed.
         busiest = max(exchange.sent, exchange.received) * (size - 1) / size
     return CollectiveTransfer(
         kind=_kind(collective),
@@ -129,7 +130,9 @@ def _transfer(exchange: _Exchange, graph: ExecutionGraph, cluster: NodeLayout) -
 
 
 def _span(collective: Collective, cluster: NodeLayout) -> int:
-    """GPUs of a node that the ranks lie apart, the first and the last of them included; 0 if they are neighbours."""
+    """Return the distance of the group's ranks in a node, in GPUs including the first and last; 0 if they are
+    neighbours.
+    """
     places: dict[int, list[int]] = {}
     for rank in collective.ranks:
         places.setdefault(rank // cluster.gpus_per_node, []).append(rank)
@@ -159,11 +162,11 @@ def _nodes(collective: Collective, cluster: NodeLayout) -> int:
 
 
 def _sharing(collective: Collective, nodes: int, multiplicity: Mapping[int, int], cluster: NodeLayout) -> int:
-    """How many alike groups, folded into this one, send over a node's network at the same time."""
+    """Return the number of identical groups, folded into this one, that share a node's network at the same time."""
     if nodes == 1:
         return 1
     size = len(collective.ranks)
-    # Ranks that the members of this group stand for, in groups like this one.
+    # Ranks represented by the members of this group, in groups like this one.
     alike = sum(multiplicity.get(rank, 1) for rank in collective.ranks if rank in multiplicity) // size
     return max(1, min(alike, cluster.gpus_per_node * nodes // size))
 
@@ -171,10 +174,10 @@ def _sharing(collective: Collective, nodes: int, multiplicity: Mapping[int, int]
 def _links(
     rank: int, transfer: CollectiveTransfer, estimate: Estimate, cluster: NodeLayout
 ) -> tuple[tuple[str, float], ...]:
-    """The GPU's own port, and between nodes the network of its node, each with the share of it that is taken.
+    """Return the GPU's port and, between nodes, the network of its node, each with the fraction used.
 
-    A transfer uses a link for the part of its time that its bytes need there, which the model tells. Of the node's
-    cards a group reaches those of its GPUs; groups folded into this one use theirs at the same time.
+    A transfer occupies a link for the part of its time that its bytes need there, from the model's breakdown. A group
+    reaches the node's cards of its own GPUs; groups folded into this one use theirs at the same time.
     """
     links = ((f"gpu {rank}", _busy("gpu_link_seconds", estimate)),)
     if transfer.nodes == 1:
@@ -186,13 +189,15 @@ def _links(
 
 
 def _directed(links: tuple[tuple[str, float], ...], kind: str) -> tuple[tuple[str, float], ...]:
-    """Links are full-duplex: a send takes the way out, a receive the way in, any other collective both."""
+    """Split full-duplex links by direction: a send uses the outgoing one, a receive the incoming one, other collectives
+    both.
+    """
     ways = {"send": ("out",), "recv": ("in",)}.get(kind, ("out", "in"))
     return tuple((f"{name} {way}", share) for name, share in links for way in ways)
 
 
 def _busy(term: str, estimate: Estimate) -> float:
-    """Share of the (analytic) time that ``term`` of the breakdown takes; all of it where the model does not tell."""
+    """Return the fraction of the (analytic) time in ``term`` of the breakdown; 1 if the model does not give it."""
     part, whole = estimate.breakdown.get(term), estimate.breakdown.get("analytic_seconds", estimate.seconds)
     if not isinstance(part, float) or not isinstance(whole, float) or whole <= 0:
         return 1.0

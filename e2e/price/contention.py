@@ -1,16 +1,16 @@
-"""What kernels and collectives that run beside each other take of their GPU.
+"""Load on the GPU of kernels and collectives that run at the same time.
 
-A collective keeps the multiprocessors of its thread blocks and moves its bytes through the memory
-(:mod:`costmodel.collectives.occupancy`). A kernel keeps the memory system busy while it runs, from DRAM or from L2, but
-for the time of its start. So beside a collective that keeps the share ``h`` of the multiprocessors and the share ``c``
-of the memory both run at ``1 / (1 + c)``, and the kernel at ``1 - h`` of that
-(:mod:`e2e.simulate.link_sharing`). Nothing in it is fitted. Kernels beside an all-gather, slower by
+A collective occupies the multiprocessors of its thread blocks and moves its bytes through the memory
+(:mod:`costmodel.collectives.occupancy`). A kernel keeps the memory system busy while it runs, from DRAM or from L2,
+except during its start. Beside a collective that holds the fraction ``h`` of the multiprocessors and uses the fraction
+``c`` of the memory, both run at ``1 / (1 + c)``, and the kernel at ``1 - h`` of that
+(:mod:`e2e.simulate.link_sharing`). No figure here is fitted. Slowdown of kernels beside an all-gather:
 
     A100 SXM, product 1.76, attention 1.83 (nccl issue 1428)                              here 1.72
     H100 SXM, products 1.70 (NVIDIA developer forum 337991), 2 (pytorch issue 143988),
-    1.3 to 1.4 (pytorch pull request 179937)                                              here 1.63
+              1.3 to 1.4 (pytorch pull request 179937)                                    here 1.63
 
-Recorded durations contain what ran beside them: such tasks have no load.
+Recorded durations include the effect of concurrent work: such tasks have no load.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from e2e.step.execution_graph import ExecutionGraph, GpuLoad, RankGraph, Task
 if TYPE_CHECKING:
     from costmodel.machines.cluster import Cluster
 
-# Kernels that are busy for nearly the same share of their time count as alike, which the simulator is glad of.
+# Busy fractions of kernels are rounded to multiples of 1 / _STEPS, so that the simulator has few distinct loads.
 _STEPS = 20
 
 
 def load_on(cluster: Cluster) -> Callable[[CollectiveTransfer, float], GpuLoad]:
-    """What a transfer of so many seconds takes of each GPU of ``cluster``."""
+    """Return the function (transfer, seconds) -> load on each GPU of ``cluster``."""
 
     def load(transfer: CollectiveTransfer, seconds: float) -> GpuLoad:
-        # Slow to import; a graph without collectives does without.
+        # Slow to import, and not needed by a graph without collectives.
         from costmodel.collectives.occupancy import occupancy
 
         taken = occupancy(transfer, seconds, cluster)
@@ -46,8 +46,10 @@ def load_on(cluster: Cluster) -> Callable[[CollectiveTransfer, float], GpuLoad]:
 
 
 def kernel_loads(graph: ExecutionGraph, priced: ExecutionGraph, machine: Machine) -> ExecutionGraph:
-    """``priced`` with the loads of those kernels that had no duration in ``graph``, on ranks that have collectives with
-    a load; both have the same tasks.
+    """Return ``priced`` with the loads of kernels that had no duration in ``graph``, on ranks with collectives that
+    have a load.
+
+    Both graphs have the same tasks.
     """
     floor = kernel_floor(machine)
     ranks = (_rank_loads(*pair, floor) for pair in zip(graph.ranks, priced.ranks, strict=True))
@@ -71,7 +73,7 @@ def _loaded(before: Task, task: Task, floor: float) -> Task:
 
 
 def _over_the_bus(task: Task) -> bool:
-    """Copies from and to the host, which take little of the GPU."""
+    """True for copies from and to the host, which use little of the GPU."""
     return any(
         isinstance(operator, MemoryCopy) and operator.kind in ("host_to_device", "device_to_host")
         for operator in task.operators

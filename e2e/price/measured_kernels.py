@@ -1,4 +1,4 @@
-"""Measured kernel times in the graph of an execution trace, from the profile that is linked with it."""
+"""Measured kernel times for the graph of an execution trace, from the profile linked with it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from e2e.traces.linking.link import LinkedTrace
 
 @dataclass(frozen=True)
 class MeasuredRank:
-    """``graph`` with the durations of ``tasks`` of its tasks; ``unmatched``: recorded spans that no task stands for."""
+    """``graph`` with measured durations of ``tasks`` tasks; ``unmatched``: recorded spans without a task."""
 
     graph: RankGraph
     tasks: int
@@ -21,10 +21,10 @@ class MeasuredRank:
 
 
 def with_measured(graph: RankGraph, linked: LinkedTrace) -> MeasuredRank:
-    """``graph`` (lowered from the trace of ``linked``) with what each operator's device work took.
+    """Return ``graph`` (lowered from the trace of ``linked``) with the measured times of each operator's device work.
 
-    Operator by operator and kind by kind (kernels, copies, memsets): one after another where their numbers agree; else
-    the tasks share the recorded sum evenly. Collectives are left out: their kernels also wait.
+    Times are assigned by operator and kind (kernels, copies, memsets): in order where the numbers of tasks and spans
+    agree, otherwise the tasks share the recorded sum evenly. Collectives are left out, since their kernels also wait.
     """
     launched = _launched(graph, linked)
     durations: dict[int, Duration] = {}
@@ -47,7 +47,9 @@ def with_measured(graph: RankGraph, linked: LinkedTrace) -> MeasuredRank:
 
 
 def _launched(graph: RankGraph, linked: LinkedTrace) -> Mapping[tuple[int, str], list[DeviceSpan]]:
-    """(call, kind) -> its device work and that of the calls inside it, of the nearest call that has tasks."""
+    """Return (call, kind) -> device spans of the call and its nested calls, for the nearest enclosing call with
+    tasks.
+    """
     parents: dict[int, OperatorCall] = {call.id: call for call in linked.trace.calls}
     spans = {span.id: span for span in linked.kineto.device}
     own = {task.call for task in graph.tasks if task.call is not None}

@@ -1,4 +1,4 @@
-"""Tables of host overheads and the cost of the profiler as JSON files; every error names the file."""
+"""JSON files of host overheads and of the profiler's cost; every error names the file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FORMAT = 1
 
 
 def save_table(table: OverheadTable, path: Path) -> None:
-    """Writes ``table`` as JSON that :func:`load_table` gives back; ``OutputError`` if it cannot."""
+    """Write ``table`` as JSON for :func:`load_table`; raise ``OutputError`` if it cannot be written."""
     document = {
         "format": _FORMAT,
         "name": table.name,
@@ -37,7 +37,7 @@ def save_table(table: OverheadTable, path: Path) -> None:
 
 
 def load_table(path: Path) -> OverheadTable:
-    """The table in ``path``; :class:`InputError` names the file if it is missing or not such a table."""
+    """Read the table in ``path``; raise :class:`InputError` naming the file if it is missing or not such a table."""
     document = _read_json(path, "install the package again")
     try:
         if document["format"] != _FORMAT:
@@ -48,7 +48,7 @@ def load_table(path: Path) -> OverheadTable:
         }
         sources = tuple(Provenance(**source) for source in document["sources"])
         inflation = Inflation(**document["inflation"]) if document["inflation"] else None
-        # Tables of one host, fitted before they said so, have no factor.
+        # Tables of a single host, fitted before the factor was stored, have none.
         factor = float(document.get("factor", 1.0))
         if not factor >= 1.0:
             raise ValueError(f"factor {factor:g}, must be at least 1")
@@ -61,7 +61,7 @@ def load_table(path: Path) -> OverheadTable:
 
 
 def load_inflation(path: Path) -> Inflation:
-    """The inflation model in ``path``; :class:`InputError` names the file."""
+    """Read the inflation model in ``path``; raise :class:`InputError` naming the file."""
     document = _read_json(path, "restore it from the repository")
     try:
         return Inflation(document["operator_seconds"], document["call_seconds"], document["origin"])
@@ -86,7 +86,7 @@ def _rounded(mean: Mean) -> list[float]:
 
 
 def _one_line_per_mean(document: Mapping[str, Any]) -> str:
-    """JSON that a diff can show: one line per mean and per source."""
+    """Format JSON for readable diffs: one line per mean and per source."""
     parts = []
     for key, value in document.items():
         if key == "means":

@@ -1,4 +1,4 @@
-"""Samples of host overheads from one profile: T1 to T5 of every operator, without the time that was waiting."""
+"""Samples of host overheads from one profile: T1 to T5 of every operator, without waiting time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from e2e.traces.synchronization import waiting_seconds
 
 @dataclass(frozen=True, slots=True)
 class OverheadSample:
-    """Seconds of one piece and how many records the profiler made in it: of operators, of runtime calls."""
+    """Seconds of one piece, and the number of profiler records in it: of operators, of runtime calls."""
 
     seconds: float
     operators: float
@@ -29,21 +29,24 @@ class OverheadSample:
 
 @dataclass(frozen=True)
 class OverheadSamples:
-    """``values``: (kind, name) -> samples, see :mod:`e2e.price.overheads`; ``operators``, ``calls``: records read;
-    ``steps``: iterations recorded.
-    """
+    """Samples of a profile."""
 
+    # (kind, name) -> samples; see :mod:`e2e.price.overheads`.
     values: Mapping[tuple[str, str], Sequence[OverheadSample]]
     source: str = ""
     gpu: str = ""
+    # Numbers of records read.
     operators: int = 0
     calls: int = 0
+    # Number of recorded iterations.
     steps: int = 1
 
 
 @dataclass(slots=True)
 class _Clock:
-    """Where a piece began: time, waiting so far, records so far. An operator's start and end are half a record each."""
+    """State at the beginning of a piece: time, waiting so far, records so far. An operator's start and end count half a
+    record each.
+    """
 
     time: float
     waited: float
@@ -53,7 +56,7 @@ class _Clock:
 
 @dataclass(slots=True)
 class _Open:
-    """An operator that has begun: its clock at the start, and at the end of its last launch."""
+    """Open operator, with the clock at its start or at the end of its last launch."""
 
     span: HostSpan
     since: _Clock
@@ -62,8 +65,8 @@ class _Open:
 
 @dataclass(frozen=True)
 class AnnotationMarks:
-    """Where marked ranges of a thread begin and end: ``times``, ascending, and at each the name of what begins, or
-    nothing where one ends.
+    """Borders of marked ranges on a thread: ``times``, ascending, and for each the name of the range that begins, or an
+    empty name where one ends.
     """
 
     times: Sequence[float]
@@ -71,7 +74,7 @@ class AnnotationMarks:
 
     @staticmethod
     def of(annotations: Iterable[HostSpan], spans: Sequence[HostSpan], thread: int) -> AnnotationMarks:
-        """Those on ``thread`` that hold some operator of ``spans``: an execution trace tells of no others."""
+        """Collect the ranges on ``thread`` that contain an operator of ``spans``; execution traces record no others."""
         starts = [span.start for span in spans if span.kind == "operator"]
         marks: list[tuple[float, str]] = []
         for each in annotations:
@@ -81,7 +84,9 @@ class AnnotationMarks:
         return AnnotationMarks([time for time, _ in marks], [name for _, name in marks])
 
     def between(self, start: float, end: float) -> tuple[str, ...]:
-        """What the gap from ``start`` to ``end`` consists of; see :func:`e2e.step.marked_ranges.gap_names`."""
+        """Return the names of the parts of the gap from ``start`` to ``end``; see
+        :func:`e2e.step.marked_ranges.gap_names`.
+        """
         names = self.names[bisect_left(self.times, start) : bisect_right(self.times, end)]
         begun = [name for name in names if name]
         return gap_names(len(names) - len(begun), begun)
@@ -89,12 +94,13 @@ class AnnotationMarks:
 
 @dataclass
 class _Walk:
-    """One thread's spans in order. ``launches``: seconds of each launch call without waiting, by its id; ``waits``:
-    seconds that each synchronising call waited; ``marks``: of ranges around operators.
-    """
+    """Walk over the spans of one thread in order."""
 
+    # Id of a launch call -> its seconds without waiting.
     launches: Mapping[int, float]
+    # Id of a synchronising call -> seconds of waiting.
     waits: Mapping[int, float]
+    # Borders of marked ranges around operators.
     marks: AnnotationMarks
     values: dict[tuple[str, str], list[OverheadSample]]
     waited: float = 0.0
@@ -104,7 +110,9 @@ class _Walk:
     gap: _Clock | None = None
 
     def run(self, spans: Iterable[HostSpan], nesting: Nesting, pauses: Sequence[tuple[float, float]]) -> None:
-        """``pauses``: stretches in which the thread waited for another one, in order."""
+        """Collect the samples of ``spans``. ``pauses``: intervals in which the thread waited for another thread, in
+        order.
+        """
         place = 0
         for span in spans:
             self._close(nesting.parent[span.id])
@@ -130,7 +138,7 @@ class _Walk:
         self.values[kind, name].append(sample)
 
     def _gap(self, span: HostSpan, since: _Clock) -> None:
-        """The gap before ``span``; one in which marked ranges begin or end is their time, an equal part of each."""
+        """Add the gap before ``span``; a gap with borders of marked ranges is divided evenly among the borders."""
         names = self.marks.between(since.time, span.start) or (span.name,)
         seconds = max(span.start - since.time - (self.waited - since.waited), 0.0) / len(names)
         operators, calls = (self.operators - since.operators) / len(names), (self.calls - since.calls) / len(names)
@@ -153,16 +161,18 @@ class _Walk:
             operator.launched = True
             operator.since = self._now(call.end)
         if not self.stack and self.gap is not None:
-            # Launched outside any operator: its time is not part of the gap.
+            # A launch outside any operator: its time is not part of the gap.
             self.waited += call.seconds
 
     def _synchronize(self, call: HostSpan) -> None:
-        """A synchronising call is no part of a piece; what it costs beyond waiting counts as a call of its own."""
+        """Add a synchronising call: it is not part of any piece, and its cost without waiting is a separate T4
+        sample.
+        """
         self.values["T4", call.name].append(OverheadSample(max(call.seconds - self.waits[call.id], 0.0), 0.0, 1.0))
         self.waited += call.seconds
 
     def _close(self, parent: int | None) -> None:
-        """Ends the operators inside ``parent``, which is the one around what begins now."""
+        """End the open operators up to ``parent``, the parent of the next span."""
         while self.stack and self.stack[-1].span.id != parent:
             operator = self.stack.pop()
             self.operators += 0.5
@@ -173,10 +183,10 @@ class _Walk:
 
 
 def extract(kineto: KinetoTrace) -> OverheadSamples:
-    """All samples of ``kineto``: every operator on every thread.
+    """Extract all samples of ``kineto``: every operator on every thread.
 
-    Waiting is no overhead: synchronising calls, launches held up by a full queue or by a copy that they wait for, one
-    thread's wait for another are left out; a helper thread's gaps between bursts too.
+    Waiting is excluded: synchronising calls, launches delayed by a full queue or by a copy that they wait for, one
+    thread's wait for another, and a helper thread's gaps between bursts.
     """
     nesting = nest(kineto)
     works = device_works(kineto)

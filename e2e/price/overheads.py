@@ -8,13 +8,13 @@ The kinds are those of Lin et al. (HiPC 2022), as in :mod:`e2e.step.execution_gr
     T4  the launch call itself
     T5  between launches, or the whole of an operator that launches nothing
 
-Samples of an operator include its children, at every level of nesting, so a table prices an operator at the level at
-which it is looked up, once; T1 carries the name of the operator behind the gap; T4 carries the name of the runtime
-call: of a launch or, without its waiting, of a synchronising one. ``whole`` is the T5 of an operator that launches
-nothing, kept apart from the time between launches.
+Samples of an operator include its children, at every level of nesting, so a table prices an operator once, at the level
+at which it is looked up. T1 has the name of the operator after the gap. T4 has the name of the runtime call: a launch
+or, without its waiting, a synchronising call. ``whole`` is the T5 of an operator that launches nothing, separate from
+the time between launches.
 
-A profiler lengthens what it records. The model: every operator record costs ``operator_seconds``, every runtime record
-``call_seconds``; a table keeps how many of each its pieces contain on average, so that the cost can be taken out.
+A profiler lengthens the times it records. Model: every operator record costs ``operator_seconds``, every runtime record
+``call_seconds``; a table stores the mean number of records in its pieces, so that the cost can be subtracted.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from e2e.step.multi_tensor_calls import is_multi_tensor
 OverheadPart = Literal["T1", "T2", "T3", "T4", "T5", "whole"]
 KINDS: tuple[OverheadPart, ...] = get_args(OverheadPart)
 
-# Families by another name: collectives as torch.compile and tensor parallelism call them.
+# Other names of families: collectives in torch.compile and tensor parallelism.
 _ALSO_CALLED = {"_c10d_functional": "c10d", "c10d_functional": "c10d"}
-# A mean of few samples leans to that of its family as if the family had been seen this often.
+# Weight of the family's mean, in samples, in the mean of an operator with few samples.
 _PRIOR_WEIGHT = 2.0
-# An operator that a job calls in every layer is still one operator, of one way to spend time.
+# Largest weight of one operator in a median over operators, however often a job calls it.
 _MOST_WEIGHT = 50
 
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """Mean seconds of ``count`` samples; ``operators`` and ``calls``: profiler records inside each, on average."""
+    """Mean seconds of ``count`` samples; ``operators`` and ``calls``: mean number of profiler records in each."""
 
     seconds: float
     count: int
@@ -53,7 +53,7 @@ class Mean:
 
     @staticmethod
     def of(means: Sequence[Mean]) -> Mean:
-        """The mean over all samples of ``means``."""
+        """Return the mean over all samples of ``means``."""
         weights = np.array([mean.count for mean in means], dtype=float)
         rows = np.array([(mean.seconds, mean.operators, mean.calls) for mean in means])
         seconds, operators, calls = (float(value) for value in weights @ rows / weights.sum())
@@ -62,33 +62,33 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """Pieces of one kind: ``base`` seconds, and ``each`` more for every record of an operator inside."""
+    """Duration of pieces of one kind: ``base`` seconds, plus ``each`` seconds per nested operator record."""
 
     base: float
     each: float
 
     def at(self, records: float) -> Mean:
-        """A piece with so many records; as if of one sample."""
+        """Return the mean of a piece with ``records`` records, with the weight of one sample."""
         return Mean(self.base + self.each * records, 1, records)
 
 
 @dataclass(frozen=True, slots=True)
 class Inflation:
-    """What one record costs the profiled program, in seconds, and where the figures are from."""
+    """Cost of one profiler record in seconds, and the origin of the figures."""
 
     operator_seconds: float
     call_seconds: float
     origin: str
 
     def without(self, mean: Mean) -> float:
-        """Seconds of ``mean`` in a run without the profiler; never below zero."""
+        """Return the seconds of ``mean`` in a run without the profiler; never negative."""
         cost = mean.operators * self.operator_seconds + mean.calls * self.call_seconds
         return max(mean.seconds - cost, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """A profile that went into a table."""
+    """Profile that a table was fitted to."""
 
     file: str
     gpu: str
@@ -98,31 +98,32 @@ class Provenance:
 
 @dataclass(frozen=True)
 class OverheadTable:
-    """Means by kind and operator name (times as recorded), and where they are from. Unknown names fall back.
-
-    ``families``: kind -> prefix of a name (``aten``, ``autograd::engine::evaluate_function`` ...) -> mean;
-    ``defaults``: kind -> mean over everything. Every kind has a default. ``factor``: by how much the host's times may
-    be shorter or longer; one for a table of one's own host. ``level``: its times over those of the shared table.
-    ``growth``: how pieces grow with what is inside them.
+    """Means by kind and operator name (times as recorded), with their sources. Unknown names fall back to families and
+    kinds.
     """
 
     name: str
     means: Mapping[OverheadPart, Mapping[str, Mean]]
+    # Kind -> prefix of a name (``aten``, ``autograd::engine::evaluate_function`` ...) -> mean.
     families: Mapping[OverheadPart, Mapping[str, Mean]]
+    # Kind -> mean over all operators. Every kind has one.
     defaults: Mapping[OverheadPart, Mean]
     sources: tuple[Provenance, ...] = ()
     inflation: Inflation | None = None
+    # Factor by which the host's times may be shorter or longer; 1 for a table of the user's own host.
     factor: float = 1.0
+    # Ratio of the host's times to those of the shared table.
     level: float = 1.0
+    # Kind -> growth of pieces with the operators inside them.
     growth: Mapping[OverheadPart, Growth] = field(default_factory=dict)
 
     def seconds(self, kind: OverheadPart, name: str, records: float | None = None) -> float:
-        """Seconds of one such piece without the profiler, by the inflation model if the table has one.
+        """Return the seconds of one piece without the profiler, by the inflation model if the table has one.
 
-        An operator seen often has its own mean; the fewer its samples the more it leans to what is expected: by the
-        ``records`` of operators inside the piece, where these are told and the table has such pieces, else the mean of
-        its family (the part of the name before ``::``) or, failing that, the kind's. What comes before the first launch
-        of an operator that takes lists is what is expected: the rest grows with the lists
+        An operator with many samples has its own mean; with fewer samples it moves towards the expected value: from the
+        number of operator ``records`` inside the piece, if that is given and the table has such pieces, otherwise the
+        mean of its family (the part of the name before ``::``) or of the kind. For an operator that takes tensor lists,
+        the time up to its first launch is the expected value; the rest grows with the lists
         (:mod:`e2e.price.multi_tensor`).
         """
         growth = None if records is None else self.growth.get(kind)
@@ -135,22 +136,24 @@ class OverheadTable:
         return (own.count * self.without_profiler(own) + _PRIOR_WEIGHT * prior) / (own.count + _PRIOR_WEIGHT)
 
     def family(self, kind: OverheadPart, name: str) -> Mean:
-        """The mean that an operator without samples has."""
+        """Return the mean for an operator without samples."""
         return self.families[kind].get(family_of(name), self.defaults[kind])
 
     def count(self, kind: OverheadPart, name: str) -> int:
-        """How many samples stand behind the operator's own mean; 0 if it falls back."""
+        """Return the number of samples of the operator's own mean; 0 if it falls back."""
         own = self.means[kind].get(name)
         return own.count if own else 0
 
     def without_profiler(self, mean: Mean) -> float:
-        """Seconds of ``mean`` in a run without the profiler, by the inflation model if the table has one."""
+        """Return the seconds of ``mean`` in a run without the profiler, by the inflation model if the table has one."""
         return self.inflation.without(mean) if self.inflation else mean.seconds
 
 
 def family_of(name: str) -> str:
-    """``aten`` of ``aten::add``; ``autograd::engine::evaluate_function`` of its nodes; ``backward`` of their work. A
-    gap at the border of a marked range is like no other.
+    """Return the family of an operator name.
+
+    ``aten`` for ``aten::add``; ``autograd::engine::evaluate_function`` for autograd nodes; ``backward`` for their work.
+    A gap at the border of a marked range is its own family.
     """
     if name in MARKED:
         return name
@@ -163,7 +166,7 @@ def family_of(name: str) -> str:
 
 
 def _other_form(name: str) -> str:
-    """The in-place operator of an out-of-place one and the other way round: the host does nearly the same."""
+    """Return the in-place form of an out-of-place operator and vice versa: both cost the host nearly the same."""
     return name[:-1] if name.endswith("_") else f"{name}_"
 
 
@@ -171,10 +174,12 @@ def _other_form(name: str) -> str:
 
 
 def without_hiccups(samples: Sequence[OverheadSample], steps: int) -> list[OverheadSample]:
-    """``samples`` of ``steps`` iterations of one job within Tukey's fences, and those beyond that are no hiccups: as
-    long, within a factor of two, as one in every other iteration at least. What comes back in every step (a batch is
-    loaded before this ``aten::slice``, a module is entered before that ``aten::linear``) is what the step costs,
-    however far it lies from the operator's other samples.
+    """Remove hiccups from ``samples`` of ``steps`` iterations of one job.
+
+    Samples within Tukey's fences are kept, and so are longer ones that recur: those as long, within a factor of two, as
+    one in every other iteration at least. Long samples in every step (a batch is loaded before this ``aten::slice``, a
+    module is entered before that ``aten::linear``) are part of the step's cost, however far from the operator's other
+    samples.
     """
     fence = max(sample.seconds for sample in without_outliers(samples))
     longest = sorted((sample.seconds for sample in samples), reverse=True)
@@ -183,7 +188,7 @@ def without_hiccups(samples: Sequence[OverheadSample], steps: int) -> list[Overh
 
 
 def without_outliers(samples: Sequence[OverheadSample]) -> list[OverheadSample]:
-    """The samples within Tukey's fences, 1.5 times the interquartile range beyond the quartiles."""
+    """Return the samples within Tukey's fences, 1.5 times the interquartile range beyond the quartiles."""
     seconds = np.array([sample.seconds for sample in samples])
     if len(seconds) < 4:
         return list(samples)
@@ -201,10 +206,10 @@ def fit_table(
     of_job: bool = False,
     others: OverheadTable | None = None,
 ) -> OverheadTable:
-    """The table of all samples of ``profiles``; :class:`InputError` if a kind has no sample at all.
+    """Fit the table of all samples of ``profiles``; raise :class:`InputError` if a kind has no sample.
 
-    ``others``: what has the kinds without a sample, as a short profile may. ``of_job``: for predicting the very job
-    that was profiled. Its own long pieces, such as loading a batch between two operators, then count; in a table for
+    ``others``: table for kinds without a sample, which a short profile may lack. ``of_job``: the table predicts the
+    profiled job itself, so that its long pieces count, such as loading a batch between two operators; in a table for
     other jobs they would lengthen every operator of the same name.
     """
     gathered: dict[tuple[str, str], list[OverheadSample]] = defaultdict(list)
@@ -225,7 +230,7 @@ def fit_table(
 
 
 def merge(name: str, tables: Sequence[OverheadTable], inflation: Inflation | None = None) -> OverheadTable:
-    """One table of several: an operator's mean is over the samples of all of them."""
+    """Merge tables into one: an operator's mean is over the samples of all of them."""
     means: dict[OverheadPart, dict[str, Mean]] = {}
     for kind in KINDS:
         names = sorted({operator for table in tables for operator in table.means[kind]})
@@ -248,7 +253,7 @@ def complete_table(
     sources: tuple[Provenance, ...],
     inflation: Inflation | None,
 ) -> OverheadTable:
-    """The table of ``means`` with those of families and kinds; :class:`InputError` for a kind without any."""
+    """Complete ``means`` with those of families and kinds; raise :class:`InputError` for a kind without any."""
     families: dict[OverheadPart, dict[str, Mean]] = {}
     defaults: dict[OverheadPart, Mean] = {}
     for kind, entries in means.items():
@@ -265,8 +270,10 @@ def complete_table(
 
 
 def _growth(means: Sequence[Mean]) -> Growth | None:
-    """Medians over the operators, each of which counts by its samples up to :data:`_MOST_WEIGHT`; ``None`` where no
-    piece has a whole operator inside, as between operators and in launches.
+    """Return the growth of pieces, or None if no piece has a whole operator inside, as between operators and in
+    launches.
+
+    Base and slope are medians over the operators, weighted by their samples up to :data:`_MOST_WEIGHT`.
     """
     bare = [(mean.seconds, mean.count) for mean in means if mean.operators < 1.0]
     base = _weighted_median(bare) if bare else 0.0

@@ -1,7 +1,7 @@
-"""Durations for a graph that has none: device work from a cost model, host work from a table of overheads.
+"""Durations for a graph without prices: device work from a cost model, host work from a table of overheads.
 
-This is the one place where tasks of operators (one or several in a kernel) and host work get their durations. The
-numbers of host work come from a table (:mod:`e2e.price.overheads`; which one: :mod:`e2e.price.shared_overheads`);
+This is the only place where tasks of operators (one or several in a kernel) and host work get their durations. The
+numbers of host work come from a table (:mod:`e2e.price.overheads`; its selection: :mod:`e2e.price.shared_overheads`);
 collectives are priced by :mod:`e2e.price.collective_pricing`.
 """
 
@@ -30,7 +30,7 @@ from e2e.step.execution_graph import (
     TaskKind,
 )
 
-# The runtime call that launches each kind of task, by which tables of overheads know it.
+# Kind of task -> runtime call that launches it, as named in tables of overheads.
 LAUNCH_CALLS: Mapping[TaskKind, str] = {
     "kernel": "cudaLaunchKernel",
     "collective": "cudaLaunchKernel",
@@ -44,34 +44,31 @@ Prices = Mapping[AnyOperator, Estimate]
 
 
 class HostOverheads(Protocol):
-    """What a prediction asks of :class:`e2e.price.overheads.OverheadTable`.
-
-    ``factor``: by how much the host's times may be shorter or longer; one for a host that was measured. ``level``: its
-    times over those of the hosts of the shared table.
-    """
+    """Part of the interface of :class:`e2e.price.overheads.OverheadTable` that predictions use."""
 
     @property
     def level(self) -> float:
-        """The host's times over those of the hosts of the shared table."""
+        """Ratio of the host's times to those of the hosts of the shared table."""
         ...
 
     @property
     def factor(self) -> float:
-        """By how much the host's times may be shorter or longer."""
+        """Factor by which the host's times may be shorter or longer; 1 for a measured host."""
         ...
 
     def seconds(self, kind: Any, name: str, records: float | None = None) -> float:
-        """Seconds of one piece of host work of ``kind`` for the operator or call ``name``; ``records``: of operators
-        inside the piece, where they are told.
+        """Return the seconds of one piece of host work of ``kind`` for the operator or call ``name``.
+
+        ``records``: number of operators inside the piece, if known.
         """
         ...
 
 
 def price(graph: ExecutionGraph, cost_model: CostModel, overheads: HostOverheads) -> ExecutionGraph:
-    """``graph`` with every missing duration filled in; those that are there stay.
+    """Return ``graph`` with all missing durations set; existing ones stay.
 
-    A task of several operators takes the sum of theirs, one of several kernels that of the kernels. A task without any
-    stays unpriced (the simulator names it).
+    A task of several operators takes the sum of their prices, a task of several kernels the sum over its kernels. A
+    task without operators stays unpriced (the simulator names it).
     """
     prices = operator_prices([_counts(rank.tasks) for rank in graph.ranks], cost_model)
     host = HostPrices(overheads)
@@ -80,10 +77,10 @@ def price(graph: ExecutionGraph, cost_model: CostModel, overheads: HostOverheads
 
 
 def operator_prices(ranks: Sequence[Mapping[AnyOperator, int]], cost_model: CostModel) -> list[Prices]:
-    """Prices on each rank, of which ``ranks`` says how often every operator runs there.
+    """Return the prices on each rank; ``ranks``: for each rank, how often every operator runs there.
 
-    Each distinct operator is estimated once: a model repeats few shapes many times. Then the estimates settle on each
-    rank for its own mixture: every GPU has a clock of its own.
+    Each distinct operator is estimated once, since a model repeats few shapes many times. The estimates are then
+    settled for each rank's own mixture, since every GPU has its own clock.
     """
     operators = list(dict.fromkeys(operator for counts in ranks for operator in counts))
     estimates = dict(zip(operators, cost_model.estimate(operators), strict=True))
@@ -94,7 +91,9 @@ def operator_prices(ranks: Sequence[Mapping[AnyOperator, int]], cost_model: Cost
 
 
 def total(parts: Sequence[Estimate | Duration]) -> Duration:
-    """All ``parts`` (one or more) after one another: limited by what limits the longest, as sure as the least sure."""
+    """Sum durations of ``parts`` (one or more) in sequence: bound of the longest part, source of the least certain
+    part.
+    """
     longest = max(parts, key=lambda part: part.seconds)
     return Duration(
         seconds=sum(part.seconds for part in parts),
@@ -107,7 +106,7 @@ def total(parts: Sequence[Estimate | Duration]) -> Duration:
 
 
 def _mean_power(parts: Sequence[Estimate | Duration]) -> float | None:
-    """Over the seconds of ``parts``; ``None`` where it is not known of all."""
+    """Return the mean power over the seconds of ``parts``; None if it is not known for all."""
     drawn = [part.power if isinstance(part, Duration) else drawn_power(part) for part in parts]
     known = [each for each in drawn if each is not None]
     seconds = sum(part.seconds for part in parts)
@@ -117,7 +116,9 @@ def _mean_power(parts: Sequence[Estimate | Duration]) -> float | None:
 
 
 def _counts(tasks: Iterable[Task]) -> Counter[AnyOperator]:
-    """How often each operator runs that has no price yet. Tasks that repeat share their tuples: each is read once."""
+    """Count how often each operator without a price runs. Repeated tasks share their tuples, each of which is read
+    once.
+    """
     repeated: dict[int, tuple[tuple[Kernel, ...] | tuple[AnyOperator, ...], int]] = {}
     for task in tasks:
         if task.duration is None:
@@ -133,13 +134,13 @@ def _counts(tasks: Iterable[Task]) -> Counter[AnyOperator]:
 
 @dataclass
 class HostPrices:
-    """What the host spends, by a table that is asked once for each kind and name."""
+    """Prices of host work by a table, cached by kind and name."""
 
     overheads: HostOverheads
     _known: dict[tuple[str, str, float | None], Duration] = field(default_factory=dict)
 
     def work(self, item: HostWork, calls: Mapping[int, CallInfo], launching: set[int | None]) -> Duration:
-        """Of host work for one of ``calls``; T5 of one that is not among those ``launching`` is the whole of it."""
+        """Price host work for one of ``calls``; T5 of a call that is not in ``launching`` is the whole operator."""
         whole = item.kind == "T5" and item.call not in launching
         info = None if item.call is None else calls.get(item.call)
         known = self._of("whole" if whole else item.kind, "" if info is None else info.name, item.records)
@@ -149,11 +150,11 @@ class HostPrices:
         return fitted(known.seconds + extra) if extra else known
 
     def launch(self, kind: TaskKind) -> Duration:
-        """Of the call that launches a task of ``kind``."""
+        """Price the call that launches a task of ``kind``."""
         return self._of("T4", LAUNCH_CALLS[kind])
 
     def synchronize(self) -> Duration:
-        """Of a call that waits for the device, without the waiting."""
+        """Price a call that waits for the device, without the waiting."""
         return self._of("T4", SYNCHRONISING_CALL)
 
     def _of(self, kind: str, name: str, records: float | None = None) -> Duration:
@@ -164,7 +165,7 @@ class HostPrices:
 
 
 def launching_calls(actions: Iterable[object]) -> set[int | None]:
-    """The operator calls among ``actions`` that launch something: those with a time before their first launch."""
+    """Return the operator calls in ``actions`` that launch something: those with a time before their first launch."""
     return {action.call for action in actions if isinstance(action, HostWork) and action.kind == "T2"}
 
 
@@ -202,28 +203,29 @@ def _priced_tasks(tasks: Iterable[Task], prices: Prices) -> Iterator[Task]:
 
 
 class Priceable(Protocol):
-    """A kernel, by whatever name."""
+    """Kernel of any type."""
 
     @property
     def operators(self) -> tuple[AnyOperator, ...]:
-        """What the kernels compute; empty: nothing that a model prices."""
+        """Operators that the kernel computes; empty if no model prices them."""
         ...
 
 
 def duration_of(kernel: Priceable, prices: Prices) -> Duration:
-    """The price of a kernel of one or more operators."""
+    """Return the price of a kernel of one or more operators."""
     return total([prices[operator] for operator in kernel.operators])
 
 
 def fitted(seconds: float) -> Duration:
-    """Host time by a table."""
+    """Return a duration of host time from a table."""
     return Duration(seconds, seconds, seconds, "host", "fitted")
 
 
 def as_cuda_graph(graph: ExecutionGraph, launch_seconds: float) -> ExecutionGraph:
-    """``graph`` replayed as one CUDA graph: the host launches once, in ``launch_seconds``; tasks follow by themselves.
+    """Return ``graph`` replayed as one CUDA graph: one host launch of ``launch_seconds``; tasks follow without the
+    host.
 
-    Waits of the host inside a captured region are not possible and left out.
+    The host cannot wait inside a captured region; such waits are left out.
     """
     return replace(graph, ranks=tuple(_captured(rank, launch_seconds) for rank in graph.ranks))
 

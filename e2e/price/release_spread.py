@@ -1,18 +1,18 @@
-"""How far a step moves with the release of its libraries, where tables of kernels know another release.
+"""Change of step times between releases of libraries, for stacks older than the tables of kernels.
 
-Tables of products and attention on tensor cores are of 2025 and 2026. What a step took with the libraries of 2023 is
-known of few kernels and of no whole step besides those that predictions are judged by. Of image models it is: timm's
-results hold a thousand on one card under PyTorch 2.4 with CUDA 12.4 and again under 2.9 with 12.8. The half interval,
-in log units, that holds 80 % of these is what a step's interval is wider by if its libraries are told to be older
+Tables of products and attention on tensor cores are of 2025 and 2026. Times with the libraries of 2023 are known for
+few kernels, and for no whole steps except those used for validation. For image models they are known: timm's results
+contain a thousand on one card under PyTorch 2.4 with CUDA 12.4 and again under 2.9 with 12.8. The half interval, in log
+units, that holds 80 % of the differences is added to the interval of a step whose libraries are older
 (``older_libraries`` of :class:`e2e.capture.models.stacks.Stack`).
 
-The time itself moves for one kind of kernel, whose older times are known: products in 16 bits on Hopper. Libraries of
-the chip's first year (CUDA 12.1) had not been tuned to it: Vidur's H100 takes 1.3 times as long for products of 10 us
-and 1.05 times for those of 3 ms as LLMServingSim's with libraries of 2025. On A100, three years old by then, no such
-difference is seen. How older kernels of other kinds differ is not known.
+The time itself changes for one kind of kernel with known older times: 16-bit products on Hopper. Libraries of the
+chip's first year (CUDA 12.1) were not tuned to it: Vidur's H100 takes 1.3 times as long for products of 10 us and 1.05
+times for products of 3 ms as LLMServingSim's with libraries of 2025. On A100, three years old by then, there is no such
+difference. Changes of other kinds of kernels are not known.
 
-costmodel/calibration/release_spread.json    the half interval, the pairs, what products took, and the files all are
-                                             from; written by ``python -m lab.fit.release_spread``
+    costmodel/calibration/release_spread.json    the half interval, the pairs, the times of products, and the source
+           files; written by ``python -m lab.fit.release_spread``
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ UNTUNED = "hopper"  # chips that libraries of 2023 were not yet tuned to
 
 
 def release_spread(path: Path = RELEASE_SPREAD) -> float:
-    """The half interval in ``path``, log units; 0 without the file. ``InputError`` names a corrupt one."""
+    """Return the half interval in ``path``, log units; 0 without the file. Raise ``InputError`` for a corrupt file."""
     return _read(path)[0]
 
 
 class OfOlderLibraries(CostModel):
-    """``newer``, with products that take as long as they did with libraries that were new when ``machine`` was."""
+    """Cost model ``newer`` with products as slow as with libraries from the release time of ``machine``."""
 
     def __init__(self, newer: CostModel, machine: Machine, path: Path = RELEASE_SPREAD) -> None:
         _, self._seconds, self._logs = _read(path)
@@ -69,7 +69,7 @@ class OfOlderLibraries(CostModel):
 
 @lru_cache(maxsize=4)
 def _read(path: Path) -> tuple[float, tuple[float, ...], tuple[float, ...]]:
-    """The half interval, and by how much (log units) products of so many seconds were slower."""
+    """Return the half interval, product times in seconds, and their slowdowns in log units."""
     if not path.exists():
         return 0.0, (), ()
     try:

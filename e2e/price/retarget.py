@@ -1,8 +1,8 @@
-"""Recorded kernels on another GPU: each measured time scaled by what the models say of the two GPUs.
+"""Recorded kernels on another GPU: each measured time is scaled by the ratio of the models' estimates for the two GPUs.
 
-A kernel of an operator that lowering describes is scaled by the ratio of its own estimates (of the operator's, where
-lowering has another number of kernels than were recorded); any other kernel by that of an element-wise one as long.
-Host times stay. Collectives lose their durations: a model of the other cluster prices them.
+A kernel of an operator that lowering describes is scaled by the ratio of its own estimates (of the operator's, if
+lowering has another number of kernels than the recording); any other kernel by the ratio of an element-wise kernel of
+the same time. Host times stay. Collectives lose their durations: a model of the other cluster prices them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ELEMENT_BYTES = 8  # a float32 read and one written
 
 @dataclass(frozen=True)
 class Scaling:
-    """The machine and the model of the GPU that was recorded, and of the one that is asked for."""
+    """Machine and model of the recorded GPU, and model of the target GPU."""
 
     recorded: Machine
     recorded_model: CostModel
@@ -30,15 +30,18 @@ class Scaling:
 
 @dataclass(frozen=True)
 class Retargeted:
-    """``described_fraction``: share of the recorded kernel time whose operators the models know."""
+    """Retargeted graph. ``described_fraction``: fraction of the recorded kernel time with operators known to the
+    models.
+    """
 
     graph: ExecutionGraph
     described_fraction: float
 
 
 def retarget(graph: ExecutionGraph, lowered: Mapping[int, RankGraph], scaling: Scaling) -> Retargeted:
-    """``graph`` with measured durations on another GPU. ``lowered``: rank -> the operators of its execution trace,
-    with the same call ids as the recorded tasks have.
+    """Scale the measured durations of ``graph`` to another GPU.
+
+    ``lowered``: rank -> operators of its execution trace, with the same call ids as the recorded tasks.
     """
     pairs = {rank.rank: _pairs(rank, lowered.get(rank.rank)) for rank in graph.ranks}
     operators = dict.fromkeys(record for each in pairs.values() for records in each.values() for record in records)
@@ -60,7 +63,7 @@ def retarget(graph: ExecutionGraph, lowered: Mapping[int, RankGraph], scaling: S
 
 
 def _pairs(rank: RankGraph, lowered: RankGraph | None) -> dict[int, tuple[AnyOperator, ...]]:
-    """Recorded task -> records that price it, or those of its whole operator, whose ratio it then takes."""
+    """Return recorded task -> records of its kernel, or of its whole operator, whose ratio scales it."""
     if lowered is None:
         return {}
     return {
@@ -70,8 +73,8 @@ def _pairs(rank: RankGraph, lowered: RankGraph | None) -> dict[int, tuple[AnyOpe
 
 
 def tasks_behind(rank: RankGraph, lowered: RankGraph) -> dict[int, tuple[Task, ...]]:
-    """Recorded task -> the launch of ``lowered`` that it is, or all of its kind of the same operator, where lowering
-    has another number of them.
+    """Return recorded task -> matching launch of ``lowered``, or all launches of its kind and operator if their numbers
+    differ.
     """
     described: dict[int, list[Task]] = {}
     for task in lowered.tasks:
@@ -96,20 +99,20 @@ def tasks_behind(rank: RankGraph, lowered: RankGraph) -> dict[int, tuple[Task, .
 
 
 def described_call(call: int | None, calls: Mapping[int, CallInfo], described: Container[int]) -> int | None:
-    """``call``, or the nearest around it, that is one of those ``described``; ``None`` if none is."""
+    """Return ``call`` or its nearest enclosing call in ``described``, or None."""
     while call is not None and call not in described:
         call = calls[call].parent if call in calls else None
     return call
 
 
 def _like(seconds: float, machine: Machine) -> tuple[Elementwise, ...]:
-    """An element-wise kernel that takes about ``seconds`` on ``machine``; nothing for no time."""
+    """Return an element-wise kernel that takes about ``seconds`` on ``machine``; empty for zero time."""
     elements = int(seconds * machine.memory[-1].bandwidth.at(1) / _ELEMENT_BYTES)
     return (Elementwise("add", elements),) if elements else ()
 
 
 class _Ratios:
-    """Estimates of every record on both GPUs."""
+    """Ratios between the estimates of records on both GPUs."""
 
     def __init__(self, operators: Sequence[AnyOperator], scaling: Scaling) -> None:
         self._machine = scaling.recorded
@@ -119,7 +122,7 @@ class _Ratios:
         )
 
     def of(self, records: Sequence[AnyOperator]) -> tuple[float, float, float]:
-        """Ratio with its interval; that of the target's estimate."""
+        """Return the ratio with its interval, from the target's estimate."""
         before = sum(self._recorded[record].seconds for record in records)
         after = [self._target[record] for record in records]
         if not before:
@@ -131,7 +134,7 @@ class _Ratios:
         )
 
     def unknown(self, seconds: float) -> tuple[float, float, float]:
-        """For a kernel of which only the time is known."""
+        """Return the ratio for a kernel of which only the time is known."""
         return self.of(_like(seconds, self._machine))
 
 

@@ -1,9 +1,9 @@
-"""The table of host overheads that a prediction uses: that of a GPU's generation, a file's or a known host's, or that
-of the user's own profile.
+"""Selection of the table of host overheads: the default for a GPU generation, a file or known host, or a fit to the
+user's profile.
 
-The profiles of ``h100-server`` were recorded with stacks, which lengthen Python between operators (T1) and not what
-happens inside them: the operators that both hosts ran take 0.77 of the V100 servers' time there. So T2 to T5 are its
-own where it was seen; all else, and T1, are the V100 servers' at that level.
+The profiles of ``h100-server`` were recorded with stacks, which lengthen Python between operators (T1) but not the time
+inside them: operators that ran on both hosts take 0.77 of the V100 servers' time there. So its T2 to T5 are its own
+where they were sampled; the rest, and T1, are the V100 servers' times at that level.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ if TYPE_CHECKING:
 
 DIRECTORY = Path(__file__).parents[2] / "costmodel" / "calibration" / "host_overheads"
 SHARED = DIRECTORY / "shared.json"
-# A profile's events begin after what the profiler says of devices and ranks.
+# Bytes read to find a profile's events, which follow metadata on devices and ranks.
 _HEAD = 1 << 16
 INFLATION = DIRECTORY / "profiler_inflation.json"
-# GPUs of 2022 and later stand in servers of 2022 and later.
+# GPUs of 2022 and later are in servers of 2022 and later.
 _NEWER, _NEWER_GPUS = "h100-server", ("ada", "hopper", "blackwell", "blackwell-rtx")
 
 
 def known_hosts() -> list[str]:
-    """Names of the tables that are shipped."""
+    """Return the names of the tables in the package."""
     return sorted(path.stem for path in DIRECTORY.glob("*.json") if path != INFLATION)
 
 
 def load_overheads(path: Path | None = None, architecture: str = "") -> OverheadTable:
-    """The table of ``path``, a file or one of :func:`known_hosts`; by default the one for hosts of GPUs of this
-    ``architecture``. ``InputError`` if it cannot be read.
+    """Load the table of ``path``, a file or a name in :func:`known_hosts`; by default the table for GPUs of
+    ``architecture``.
 
-    ``path`` may also name profiles (a file, a pattern, an archive): those of the very job that is predicted, whose
-    table is then fitted here.
+    ``path`` may also name profiles (a file, a pattern, an archive) of the predicted job, to which a table is then
+    fitted. Raise ``InputError`` if the table cannot be read.
     """
     if path is None:
         return load_table(DIRECTORY / f"{_NEWER}.json" if architecture in _NEWER_GPUS else SHARED)
@@ -60,7 +60,7 @@ def load_overheads(path: Path | None = None, architecture: str = "") -> Overhead
 
 
 def check_overheads(path: Path | None) -> None:
-    """``InputError`` for what :func:`load_overheads` would refuse, before long work; profiles are not opened yet."""
+    """Raise ``InputError`` where :func:`load_overheads` would, before long work; profiles are not opened yet."""
     from e2e.traces.recorded_run import expand_files
 
     if path is None:
@@ -69,7 +69,7 @@ def check_overheads(path: Path | None) -> None:
         load_overheads(path)
         return
     for profile in expand_files([path]):
-        if not any(each.is_file() for each in (profile, *profile.parents)):  # it may be within an archive
+        if not any(each.is_file() for each in (profile, *profile.parents)):  # it may be inside an archive
             raise InputError(f"{profile}: is no file; give a table of host overheads, a known host or profiles")
 
 
@@ -78,7 +78,7 @@ def _is_name(path: Path) -> bool:
 
 
 def is_table(path: Path) -> bool:
-    """Whether ``path`` is read as a table: a JSON file, unless a profiler's events stand in it."""
+    """True if ``path`` is read as a table: a JSON file without a profiler's events."""
     if path.suffix != ".json" or "*" in path.name:
         return False
     try:
@@ -89,8 +89,9 @@ def is_table(path: Path) -> bool:
 
 
 def standing_in(table: HostOverheads, *, grace: bool = False) -> str:
-    """A line that says which host stands for the user's; empty for a table of the user's own. ``grace``: the GPU is
-    sold with a Grace CPU, whose overheads nobody has published.
+    """Return a note that names the host used instead of the user's; empty for a table of the user's own host.
+
+    ``grace``: the GPU is sold with a Grace CPU, for which no overheads have been published.
     """
     if not isinstance(table, OverheadTable) or table.factor == 1.0:
         return ""
@@ -102,12 +103,12 @@ def standing_in(table: HostOverheads, *, grace: bool = False) -> str:
 
 
 def fitted_overheads(name: str, profile: KinetoTrace) -> OverheadTable:
-    """The overheads of the host of ``profile``, without what the profiler added."""
+    """Fit the overheads of the host of ``profile``, without the profiler's cost."""
     from e2e.price.overhead_samples import extract
 
     return _of_job(name, [extract(profile)])
 
 
 def _of_job(name: str, profiles: Sequence[OverheadSamples]) -> OverheadTable:
-    """A short profile lacks some kinds of pieces; these are the shared table's."""
+    """Fit the table of a job; kinds that a short profile lacks are taken from the shared table."""
     return fit_table(name, profiles, load_inflation(INFLATION), of_job=True, others=load_table(SHARED))

@@ -1,19 +1,20 @@
-"""What a step of many GPUs loses to the slowest of them, and how far predicted steps then are from measured ones.
+"""Slowdown of a step on many GPUs by the slowest of them, and the remaining error of predicted steps.
 
-No two GPUs run at the same speed: chips, power and temperature differ (by 8 % on average within a cluster: Sinha et
-al., "Not All GPUs Are Created Equal", SC 2022). Tables are of one GPU. In a synchronised step all wait for the slowest
-in every collective, so that the kernels of all take as long as its own. If speeds are spread evenly over a band, the
-slowest of n GPUs is expected at (n - 1) / (n + 1) of its width: 78 % with 8 GPUs, all of it with thousands.
+GPUs differ in speed by chip, power and temperature (by 8 % on average within a cluster: Sinha et al., "Not All GPUs Are
+Created Equal", SC 2022). Tables are of one GPU. In a synchronised step all GPUs wait for the slowest in every
+collective, so that the kernels of all take as long as its own. If speeds are uniform over a band, the slowest of n GPUs
+is expected at (n - 1) / (n + 1) of its width: 78 % with 8 GPUs, all of it with thousands.
 
-The width is fitted to whole steps (:mod:`lab.fit.speed_band`): all else that a long step loses and no model
-knows is in it too. It is the same for every step of several GPUs that is predicted kernel by kernel: ``--parallel``,
-``--script`` and inference. What it leaves says how wide the interval of a step is, of one GPU too: the more so the more
-of it are products and attention like those of the steps that taught (:meth:`StepErrors.in_step`).
+The width is fitted to whole steps (:mod:`lab.fit.speed_band`), so it also contains all other losses of long steps that
+no model covers. It is the same for every step of several GPUs that is predicted kernel by kernel: ``--parallel``,
+``--script`` and inference. The residual error gives the width of a step's interval, also for one GPU: the weight of the
+fitted error is the fraction of the step in products and attention like those of the fitted steps
+(:meth:`StepErrors.in_step`).
 
-Tried instead, on an earlier version (mean error, each source left out: 4.1 % at best): the same loss whatever n is
-(4.6 %); a normal distribution of speeds, which has no end and is 17 % slow at 16,384 GPUs; one loss per generation.
+Alternatives tried on an earlier version (mean error, each source left out: 4.1 % at best): the same loss for every n
+(4.6 %); a normal distribution of speeds, which is unbounded and 17 % too slow at 16,384 GPUs; one loss per generation.
 
-costmodel/calibration/speed_band.json    the width, the errors of the steps it was fitted to, which steps
+    costmodel/calibration/speed_band.json    the width, the errors of the steps it was fitted to, which steps
 """
 
 from __future__ import annotations
@@ -32,37 +33,37 @@ from e2e.price.release_spread import release_spread
 from e2e.step.execution_graph import Duration, ExecutionGraph, Kernel, RankGraph, Task
 
 SPEED_BAND = Path(__file__).parents[2] / "costmodel" / "calibration" / "speed_band.json"
-# What most of a step must be for it to err like those that taught.
+# Families that must dominate a step for the fitted errors to apply.
 _PRODUCTS = ("Gemm", "Attention")
-# Half intervals (log units) of a step that were all of this. Of steps kept from the makers of version 1.0, 94 in 8
-# bits erred by 13.1 % in the mean and 36 mixtures by 24 %; 80 % of a normal distribution lie within 1.606 times as
-# much. Together with the intervals of their kernels this comes up to that where products in 8 bits are four tenths of
-# a step, and experts and their messages half of it: an estimate, not a fit.
+# Half intervals (log units) of a step that consists of 8-bit products, or of experts, alone. Of the steps withheld from
+# the developers of version 1.0, 94 in 8 bits had a mean error of 13.1 % and 36 mixtures of 24 %; 80 % of a normal
+# distribution lie within 1.606 times the mean error. Together with the intervals of their kernels these values match
+# that for steps with four tenths in 8-bit products, and with half in experts and their messages: an estimate, not a
+# fit.
 EIGHT_BITS, EXPERTS = 0.33, 0.63
 _EXPERTS = ("GroupedGemm", "all_to_all")
 
 
 @dataclass(frozen=True)
 class StepErrors:
-    """By how much measured steps differ from predicted ones, learned from whole steps.
+    """Errors of predicted steps, learned from measured whole steps."""
 
-    ``residual``: half of the interval (log units) that holds 80 % of the steps of a source that was not fitted to,
-    where kernels err by nothing; ``kept``: the share of the errors of kernels that is left in a step, those of
-    ``families`` alone: of all others it is the whole.
-    """
-
+    # Half interval (log units) that holds 80 % of the steps of a source left out of the fit, besides the errors of
+    # kernels.
     residual: float = 0.0
+    # Fraction of the errors of kernels that remains in a step, for ``families``; 1 for other families.
     kept: float = 1.0
     families: tuple[str, ...] = ()
 
     def share(self, family: str) -> float:
-        """What is left of the errors of the kernels of ``family`` in a step."""
+        """Return the fraction of the errors of ``family``'s kernels that remains in a step."""
         return self.kept if family in self.families else 1.0
 
     def in_step(self, taken: Mapping[str, float], seconds: float) -> StepErrors:
-        """What is left in a step of ``seconds`` whose path has ``taken`` of each family: with half of it products and
-        attention that taught, half of what they teach. Of one without any, kernels err as much as by themselves; such
-        steps are off besides by as much as those in 8 bits and of experts were found to be.
+        """Return the errors of a step of ``seconds`` whose critical path has ``taken`` seconds of each family.
+
+        The learned errors are weighted by the fraction of products and attention of the fitted families. Without any,
+        errors of kernels remain in full. 8-bit products and experts widen the residual by their fractions of the step.
         """
         whole = max(seconds, math.fsum(taken.values())) or 1.0
         share = math.fsum(taken.get(family, 0.0) for family in self.families if family in _PRODUCTS) / whole
@@ -74,7 +75,7 @@ class StepErrors:
         return replace(self, residual=residual, kept=1.0 - (1.0 - self.kept) * share)
 
     def widened(self, spread: float) -> StepErrors:
-        """These, where something else moves 80 % of steps by up to ``spread`` (log units) each way."""
+        """Return these errors widened by an independent effect of up to ``spread`` (log units) for 80 % of steps."""
         return replace(self, residual=math.hypot(self.residual, spread))
 
 
@@ -84,25 +85,27 @@ def _of_experts(family: str) -> bool:
 
 @dataclass(frozen=True)
 class SpeedBand:
-    """``width``: slowest over fastest GPU, less one. ``chips``: those that ``errors`` were learned on
-    (:func:`chip_name`); ``provenance``: command, rows, sources. ``left_out``: source of steps -> the band that those of
-    the others tell, by which its own are judged.
-    """
+    """Band of GPU speeds, fitted to whole steps."""
 
+    # Ratio of slowest to fastest GPU time, less one.
     width: float
     errors: StepErrors
+    # Chips of the fitted steps (:func:`chip_name`).
     chips: tuple[str, ...] = ()
+    # Command, rows, sources.
     provenance: Mapping[str, Any] = field(default_factory=dict)
+    # Source of steps -> band fitted without it, for validation on its steps.
     left_out: Mapping[str, SpeedBand] = field(default_factory=dict)
 
     def slowdown(self, gpus: int) -> float:
-        """By how much (a fraction) kernels take longer where ``gpus`` GPUs wait for each other."""
+        """Return the slowdown (a fraction) of kernels where ``gpus`` GPUs wait for each other."""
         return self.width * (gpus - 1) / (gpus + 1)
 
     def meant_for(self, machine: Machine, *, older_libraries: bool = False) -> SpeedBand:
-        """This band for steps on ``machine``: of chips that no step told of, kernels may err in a step as much as by
-        themselves; with libraries older than the tables' a step is also as far off as releases differ
-        (:mod:`e2e.price.release_spread`).
+        """Return this band for steps on ``machine``.
+
+        For chips without fitted steps, errors of kernels remain in full; libraries older than the tables' add the
+        spread between releases (:mod:`e2e.price.release_spread`).
         """
         known = chip_name(machine) in self.chips
         if known and not older_libraries:
@@ -112,14 +115,14 @@ class SpeedBand:
 
 
 def chip_name(machine: Machine) -> str:
-    """What tells chips apart, whatever memory and power they have."""
+    """Return a name of the chip, the same for all variants of memory and power."""
     chip = machine.chip()
     return f"{chip.architecture} of {chip.sm_count} multiprocessors"
 
 
 @lru_cache(maxsize=4)
 def load_speed_band(path: Path = SPEED_BAND) -> SpeedBand | None:
-    """What is in ``path``; ``None`` without the file. ``InputError`` names a corrupt one."""
+    """Read the band in ``path``; return None without the file. Raise ``InputError`` for a corrupt file."""
     if not path.exists():
         return None
     try:
@@ -138,25 +141,27 @@ def _band(record: Mapping[str, Any]) -> SpeedBand:
 
 
 def band_record(band: SpeedBand) -> dict[str, Any]:
-    """The JSON document that :func:`load_speed_band` reads."""
+    """Return the JSON document that :func:`load_speed_band` reads."""
     return asdict(band)
 
 
 def band_of(machine: Machine, *, older_libraries: bool = False) -> SpeedBand | None:
-    """The shipped band for steps on ``machine``; ``None`` where there is none."""
+    """Return the shipped band for steps on ``machine``, or None."""
     band = load_speed_band()
     return None if band is None else band.meant_for(machine, older_libraries=older_libraries)
 
 
 def slowed(graph: ExecutionGraph, slowdown: float) -> ExecutionGraph:
-    """Priced ``graph`` with kernels that take ``1 + slowdown`` times as long; transfers and the host keep theirs."""
+    """Return the priced ``graph`` with kernels ``1 + slowdown`` times as long; transfers and host work are
+    unchanged.
+    """
     if not slowdown:
         return graph
     return replace(graph, ranks=tuple(_slowed_rank(rank, 1.0 + slowdown) for rank in graph.ranks))
 
 
 def _slowed_rank(rank: RankGraph, factor: float) -> RankGraph:
-    runs: dict[int, tuple[Kernel, ...]] = {}  # tasks that repeat share their kernels
+    runs: dict[int, tuple[Kernel, ...]] = {}  # repeated tasks share their kernels
 
     def slower(task: Task) -> Task:
         if task.collective is not None or task.kind != "kernel":

@@ -1,1 +1,1 @@
-"""Shows predictions as text, HTML, JSON and timelines; seconds and bytes become units for people here."""
+"""Output of predictions as text, HTML, JSON and timelines; seconds and bytes are converted to readable units here."""

@@ -1,4 +1,4 @@
-"""What stands around neighbours on a thread or a stream: calls around others, ranges that a script named."""
+"""Enclosing spans of neighbours on a thread or a stream: outer calls, and ranges named by the script."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from e2e.step.named_ranges import around, around_forward
 
 @dataclass(frozen=True, slots=True)
 class Around:
-    """An entry of a named range (``entry``), or a call around others (``call``), that stands around something.
-    ``of_forward``: it stands around the forward operator of what is inside.
-    """
+    """Entry of a named range, or an outer call, that encloses something."""
 
     name: str
+    # Entry of the named range.
     entry: int | None = None
+    # Number of the outer call.
     call: int | None = None
+    # It encloses the forward operator of a backward call.
     of_forward: bool = False
 
 
@@ -27,7 +28,7 @@ Chain = tuple[Around, ...]
 
 @dataclass(frozen=True, slots=True)
 class Enclosed:
-    """``around`` from ``begin`` to ``end``; ``depth``: how many stand around it."""
+    """``around`` from ``begin`` to ``end``; ``depth``: number of spans that enclose it."""
 
     around: Around
     begin: float
@@ -36,9 +37,9 @@ class Enclosed:
 
 
 def enclosed(chains: Sequence[Chain], times: Sequence[tuple[float, float]]) -> list[Enclosed]:
-    """Spans of what neighbours have in common, the outer one first where two begin together.
+    """Return spans shared by neighbours, the outer one first if two begin together.
 
-    ``chains``: what stands around each neighbour, the outermost first; ``times``: its begin and end.
+    ``chains``: enclosing spans of each neighbour, the outermost first; ``times``: its begin and end.
     """
     found: list[Enclosed] = []
     opened: list[tuple[Around, float]] = []
@@ -57,7 +58,7 @@ def enclosed(chains: Sequence[Chain], times: Sequence[tuple[float, float]]) -> l
 
 
 def ranges_around(rank: RankGraph, call: int | None) -> Chain:
-    """The named ranges around ``call``, then those around its forward call that it is not in itself."""
+    """Return the named ranges around ``call``, then those only around its forward call."""
     own = around(rank.ranges, rank.calls, call)
     before = [each for each in around_forward(rank.ranges, rank.calls, call) if each not in own]
     return (
@@ -67,10 +68,10 @@ def ranges_around(rank: RankGraph, call: int | None) -> Chain:
 
 
 def ranges_of_threads(rank: RankGraph) -> dict[str, list[Chain]]:
-    """Thread -> the named ranges around each of its actions.
+    """Map threads to the named ranges around each of their actions.
 
-    What belongs to no call (events, gaps that are no operator's) is where its neighbours are. The main thread that
-    waits for autograd is where ``backward()`` was called.
+    Actions without a call (events, gaps outside operators) belong where their neighbours are. The main thread waiting
+    for autograd belongs where ``backward()`` was called.
     """
     if not rank.ranges:
         return {name: [()] * len(actions) for name, actions in rank.threads.items()}
@@ -91,14 +92,14 @@ def ranges_of_threads(rank: RankGraph) -> dict[str, list[Chain]]:
 
 
 def call_of(action: Action, rank: RankGraph) -> int | None:
-    """Number of the operator call behind ``action``."""
+    """Return the number of the operator call of ``action``, or ``None``."""
     if isinstance(action, Launch):
         return rank.tasks[action.task].call
     return action.call if isinstance(action, HostWork | Synchronize) else None
 
 
 def calls_around(rank: RankGraph, call: int | None) -> Chain:
-    """Calls around ``call``, the outermost first."""
+    """Return the calls around ``call``, the outermost first."""
     found: list[Around] = []
     info = None if call is None else rank.calls.get(call)
     while info is not None and info.parent is not None and info.parent in rank.calls:
@@ -108,7 +109,10 @@ def calls_around(rank: RankGraph, call: int | None) -> Chain:
 
 
 def _signalled(rank: RankGraph) -> Iterator[tuple[int, Chain]]:
-    """Flag -> the ranges in which another thread was at work before it signalled, without those of forward calls."""
+    """Yield each flag with the ranges in which another thread worked before signalling it.
+
+    Ranges of forward calls are left out.
+    """
     for actions in rank.threads.values():
         last: Chain = ()
         for action in actions:
@@ -120,7 +124,7 @@ def _signalled(rank: RankGraph) -> Iterator[tuple[int, Chain]]:
 
 
 def _filled(told: Sequence[Chain | None]) -> list[Chain]:
-    """``told``, and what the neighbours of those that tell nothing have in common."""
+    """Fill ``None`` entries of ``told`` with what the chains before and after them have in common."""
     following: list[Chain] = []
     after: Chain = ()
     for chain in reversed(told):

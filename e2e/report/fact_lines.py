@@ -1,4 +1,4 @@
-"""What a report says around the times, line by line: what was asked, how fast that is, what it draws and costs.
+"""Lines of a report around the times: options, throughput, power and cost.
 
 The text and the HTML page show the same lines. MFU and HFU are defined in ``docs/utilisation.md``.
 """
@@ -29,13 +29,16 @@ _RECORDED_HINT = (
     "--what-if asks about the recorded step with something changed (host=2x, kernels:gemm=2x, batch=N, ...), "
     "--retarget about another GPU"
 )
-# Letters of a name in a table, and what names of C++ kernels begin with that says nothing.
+# Longest name in a table, and uninformative prefixes of C++ kernel names.
 _MOST_LETTERS = 72
 _NAMESPACES = re.compile(r"\bvoid |\bat::(?:native|detail|cuda)::|\(anonymous namespace\)::|<unnamed>::")
 
 
 def short_name(name: str) -> str:
-    """``name`` on one line of a table: of templates in C++ the beginning, without namespaces; JSON has all of it."""
+    """Shorten ``name`` to one line of a table: the beginning of C++ templates, without namespaces.
+
+    JSON has all of it.
+    """
     if len(name) <= _MOST_LETTERS:
         return name
     told = _NAMESPACES.sub("", name)
@@ -43,18 +46,18 @@ def short_name(name: str) -> str:
 
 
 def next_hint(prediction: Prediction) -> str:
-    """What could be asked next; a recorded run has no other settings."""
+    """Suggestion of the next option to try; a recorded run has no other settings."""
     recorded = any(each.option == "--kineto" for each in prediction.asked)
     return _RECORDED_HINT if recorded else _ADVICE_HINT
 
 
 def number_text(value: float, digits: int = 4) -> str:
-    """``value`` to so many digits that count, never as a power of ten."""
+    """Format ``value`` with ``digits`` significant digits, never in scientific notation."""
     return f"{Decimal(f'{value:.{digits}g}'):,f}"
 
 
 def heading(prediction: Prediction) -> Iterator[tuple[str, str]]:
-    """What was asked, which defaults were taken, and on which board."""
+    """Yield lines of given options, defaults, and board."""
     given = [_option(each) for each in prediction.asked if each.given]
     defaults = [_option(each) for each in prediction.asked if not each.given]
     if given:
@@ -71,7 +74,7 @@ def heading(prediction: Prediction) -> Iterator[tuple[str, str]]:
 
 
 def speeds(prediction: Prediction) -> Iterator[tuple[str, str]]:
-    """Throughput, utilisation, and what the step draws and costs, as far as these are known."""
+    """Yield lines of throughput, utilisation, energy and cost, as far as known."""
     rate = prediction.throughput
     if rate is not None:
         several = prediction.gpus > 1
@@ -96,12 +99,12 @@ def speeds(prediction: Prediction) -> Iterator[tuple[str, str]]:
 
 
 def advice_rows(advice: Advice) -> list[tuple[str, ...]]:
-    """Under :data:`ADVICE_HEAD`: the settings that help most."""
+    """Table rows under :data:`ADVICE_HEAD`: the best settings."""
     return [_advice_row(each) for each in advice.best]
 
 
 def advice_remarks(advice: Advice, now_fits: bool | None = True) -> Iterator[str]:
-    """What else is to be said of it, in sentences. ``now_fits``: the step as it was asked."""
+    """Yield further remarks on the advice, in sentences. ``now_fits``: whether the requested step fits."""
     largest = advice.largest_batch
     if largest is not None:
         size = f"{largest.allocated_bytes / 2**30:.1f} GiB allocated"
@@ -128,7 +131,7 @@ def advice_remarks(advice: Advice, now_fits: bool | None = True) -> Iterator[str
 
 
 def overhead_meanings(prediction: Prediction) -> str:
-    """What the kinds of host time are that the step has."""
+    """Explain the kinds of host time that occur in the step."""
     return ", ".join(f"{kind} {text}" for kind, text in OVERHEAD_MEANINGS.items() if kind in prediction.overheads)
 
 
@@ -168,7 +171,7 @@ def _energy_and_cost(prediction: Prediction) -> Iterator[tuple[str, str]]:
 
 
 def _for_each(prediction: Prediction, amount: float, unit: str) -> str:
-    """``amount`` of a step for a million tokens, or a million samples where they are no sequences."""
+    """Format ``amount`` of a step per million tokens, or per million samples if they are not sequences."""
     rate = prediction.throughput
     if rate is None:
         return ""

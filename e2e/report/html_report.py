@@ -1,4 +1,4 @@
-"""A prediction as one self-contained HTML page: the answer, a timeline, where time and memory go."""
+"""Report of a prediction as one self-contained HTML page: the answer, a timeline, composition of time and memory."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _HOST_COLOUR = KINDS["host"][1]
 
 
 def write_report(result: PredictionResult, path: Path) -> None:
-    """Writes the page; ``OutputError`` if it cannot."""
+    """Write the page; raises ``OutputError`` if it cannot be written."""
     write_page(path, page(result))
 
 
 def page(result: PredictionResult) -> str:
-    """The HTML text. Names are the model's and the user's: all are escaped."""
+    """Return the HTML text. Names come from the model and the user, so all are escaped."""
     prediction = result.prediction
     several = prediction.gpus > 1
     memory = memory_section(result)
@@ -88,7 +88,7 @@ def _head(prediction: Prediction) -> Html:
 
 
 def _lines(pairs: Iterable[tuple[str, str]]) -> Html:
-    """Lines of the text report; what has no name goes on from the line before."""
+    """Convert lines of the text report to facts; a line without a name continues the previous one."""
     found: dict[str, str] = {}
     for name, told in pairs:
         if name:
@@ -100,7 +100,7 @@ def _lines(pairs: Iterable[tuple[str, str]]) -> Html:
 
 
 def _advice(prediction: Prediction) -> Html | None:
-    """What to change, where that was asked."""
+    """Section of advice, if it was requested."""
     if prediction.advice is None:
         return None
     rows = advice_rows(prediction.advice)
@@ -109,7 +109,7 @@ def _advice(prediction: Prediction) -> Html | None:
 
 
 def _what_if(prediction: Prediction) -> Html | None:
-    """The step with something changed, where that was asked."""
+    """Section of what-if questions, if any were asked."""
     if not prediction.what_if:
         return None
     warnings = (tag("p", warning, class_="warn") for warning in what_if_warnings(prediction.what_if))
@@ -125,7 +125,7 @@ def _bar(values: Mapping[str, float], colours: Mapping[str, str], what: str) -> 
 
 
 def _colours(kinds: Mapping[str, float]) -> dict[str, str]:
-    """As in the timeline; those of the host, which has more than one there, each its own."""
+    """Colours of the timeline; host kinds, which share one there, get different ones."""
     others = iter((_HOST_COLOUR, "#b79ac9", "#6b4a86", "#5e3b78", "#c9b6d6", "#a583bb", *PALETTE))
     return {kind: KINDS[kind][1] if kind in KINDS else next(others, "#777777") for kind in kinds}
 
@@ -193,11 +193,11 @@ def _path(prediction: Prediction) -> Html:
 
 
 def _operators(result: PredictionResult) -> Html:
-    """Of the rank that computes longest."""
+    """Table of the operators of the rank that computes longest."""
     number = result.prediction.longest_computing.rank
     rank = next(each for each in result.graph.ranks if each.rank == number)
     several = len(result.graph.ranks) > 1
-    # Of several ranks the path across them may never be on this one; its own says what it is held up by itself.
+    # With several ranks, the path across them may never be on this one; the rank's own path shows what delays it.
     rows = operator_rows(rank, result.paths[number] if several else result.path)
     longest = max((row.device_seconds for row in rows), default=0.0) or 1.0
     whole = sum(row.device_seconds for row in rows) or 1.0
@@ -242,7 +242,7 @@ def _times(result: PredictionResult) -> Html:
 
 
 def _bars(values: Mapping[str, float]) -> Html:
-    """Seconds by name, with their share of the sum as bars."""
+    """Table of seconds by name, with bars for the share of the sum."""
     whole, longest = sum(values.values()) or 1.0, max(values.values(), default=0.0) or 1.0
     rows = [
         (

@@ -1,4 +1,4 @@
-"""Memory as charts: what is in use over a step, what the peak of every rank is made of."""
+"""Memory charts: usage over a step, and composition of the peak of every rank."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ COLOURS = {
     "cache": "#882255",
     "reserve": "#c9ced6",
 }
-# A chart has no room for more moments: of neighbours the fullest is drawn.
+# Largest number of moments in a chart; among neighbours the fullest is drawn.
 _MOST_MOMENTS = 400
 _MOST_RANKS = 48
-# What changes by less of the peak is no beginning of a step.
+# Smallest change, relative to the peak, that counts as the beginning of a step.
 _WORTH_SHOWING = 0.002
 _GIB = 2.0**30
 
 
 def memory_section(result: PredictionResult) -> Html | None:
-    """Charts of what is known of memory; ``None`` if that is nothing."""
+    """Charts of the known memory figures, ``None`` if nothing is known."""
     prediction = result.prediction
     known = [rank for rank in prediction.ranks if rank.memory_breakdown]
     if not known:
@@ -51,7 +51,7 @@ def memory_section(result: PredictionResult) -> Html | None:
 
 
 def host_seconds(result: PredictionResult, number: int) -> dict[int, float]:
-    """Call -> when the host of rank ``number`` makes it, in seconds from the start of the step (below 0: before it)."""
+    """Map calls to their host times on rank ``number``, in seconds from the start of the step (negative: before it)."""
     timeline, low = result.timeline, result.timeline.window(result.iteration)[0]
     found: dict[int, float] = {}
     for rank, layout in zip(result.graph.ranks, timeline.layouts, strict=True):
@@ -98,7 +98,7 @@ def _over_time(result: PredictionResult, number: int) -> Html | None:
 
 
 def _timed(course: Sequence[MemoryMoment], made: dict[int, float]) -> list[tuple[float, MemoryMoment]]:
-    """Moments with the seconds of their call, or of the call before where the host spends no time on one."""
+    """Pair moments with the time of their call, or of the previous call if the host spends no time on it."""
     found: list[tuple[float, MemoryMoment]] = []
     before = next((made[moment.call] for moment in course if moment.call in made), 0.0)
     for moment in course:
@@ -108,7 +108,7 @@ def _timed(course: Sequence[MemoryMoment], made: dict[int, float]) -> list[tuple
 
 
 def changing(moments: Sequence[tuple[float, MemoryMoment]]) -> list[tuple[float, MemoryMoment]]:
-    """Without a beginning in which nothing happens: a host that is ahead may wait for a whole step there."""
+    """Drop an idle beginning: a host that is ahead may wait there for a whole step."""
     totals = [sum(moment.levels) for _, moment in moments]
     first = next(
         (place for place, total in enumerate(totals) if abs(total - totals[0]) > _WORTH_SHOWING * max(totals)), 0
@@ -117,7 +117,7 @@ def changing(moments: Sequence[tuple[float, MemoryMoment]]) -> list[tuple[float,
 
 
 def _thinned(moments: Sequence[tuple[float, MemoryMoment]]) -> list[tuple[float, MemoryMoment]]:
-    """Of each short time the fullest moment; the first and the last stay."""
+    """Keep the fullest moment of each short interval, and the first and the last moment."""
     if len(moments) <= _MOST_MOMENTS:
         return list(moments)
     first, span = moments[0][0], (moments[-1][0] - moments[0][0]) or 1.0
@@ -139,7 +139,7 @@ def _at_the_peak(ranks: Sequence[RankFigures], capacity: int) -> Html:
         told[name] = bytes_text(rank.peak_memory_bytes or 0) + (", does not fit" if rank.fits is False else "")
     there = capacity / _GIB
     most = max(there, *(sum(parts.values()) for _, parts in rows))
-    # Of a GPU that is nearly empty the bars would be nothing: the axis then ends behind the longest of them.
+    # On a nearly empty GPU the bars would be invisible: the axis then ends behind the longest of them.
     longest = max(sum(parts.values()) for _, parts in rows)
     end = most if longest > 0.25 * most else longest * 1.1
     ticks = [*linear_ticks(0.0, end, 6)]

@@ -1,4 +1,4 @@
-"""Operators and modules of one rank: how often, what they cost the device and the host, what of it is critical."""
+"""Operators and modules of one rank: launches, device and host time, and their part of the critical path."""
 
 from __future__ import annotations
 
@@ -16,26 +16,27 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 
 @dataclass
 class OperatorRow:
-    """Of one step. ``device_seconds``: whatever runs beside it; ``path_seconds``: on the critical path, and
-    ``path_host_seconds`` of them on the host; ``bounds``: seconds by what limits them.
-    """
+    """Figures of one operator within one step."""
 
     name: str
     launches: int = 0
+    # Device time, regardless of overlap.
     device_seconds: float = 0.0
     host_seconds: float = 0.0
+    # Time on the critical path; `path_host_seconds`: the part of it on the host.
     path_seconds: float = 0.0
     path_host_seconds: float = 0.0
+    # Seconds by limiting resource.
     bounds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     @property
     def bound(self) -> str:
-        """What limits most of its device time."""
+        """Limiting resource of most of its device time."""
         return max(self.bounds, key=lambda name: self.bounds[name], default="")
 
 
 def operator_rows(rank: RankGraph, path: CriticalPath) -> list[OperatorRow]:
-    """Most device time first. ``path``: through all ranks, or the rank's own."""
+    """Return rows, most device time first. ``path``: through all ranks, or the rank's own."""
     rows: dict[str, OperatorRow] = {}
 
     def row(name: str) -> OperatorRow:
@@ -64,7 +65,10 @@ def operator_rows(rank: RankGraph, path: CriticalPath) -> list[OperatorRow]:
 
 
 def module_seconds(rank: RankGraph) -> Mapping[str, float]:
-    """Device time by module, alike layers together (``h.*.mlp``), the most first; nothing where no module is known."""
+    """Device time by module, identical layers merged (``h.*.mlp``), in descending order.
+
+    Empty if no module is known.
+    """
 
     def module(call: int | None) -> str:
         return "" if call is None or call not in rank.calls else _NUMBER.sub("*", rank.calls[call].module)

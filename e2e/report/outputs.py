@@ -1,4 +1,4 @@
-"""A prediction to a timeline file, a report and standard output."""
+"""Output of a prediction to a timeline file, a report and standard output."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from e2e.report.timeline_export import write_trace
 
 
 def write_files(result: PredictionResult, timeline: Path | None, report: Path | None) -> None:
-    """``OutputError`` names a file that cannot be written."""
+    """Write the timeline and the report, if given; raises ``OutputError`` naming a file that cannot be written."""
     if timeline is not None:
         write_trace(result.graph, result.timeline, timeline, result.path, result.iteration)
     if report is not None:
@@ -22,7 +22,7 @@ def write_files(result: PredictionResult, timeline: Path | None, report: Path | 
 
 
 def show(prediction: Prediction, as_json: bool = False) -> None:
-    """Prints it; ``ShortageError`` in the end if the step does not fit."""
+    """Print the prediction; then raise ``ShortageError`` if the step does not fit."""
     from e2e.report.text_report import render
 
     if as_json:

@@ -1,4 +1,4 @@
-"""The table of the parts of a step that its script named, which the text and the page show."""
+"""Table of the ranges named by the script, for text and HTML."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RANGE_MEANING = (
 
 
 def range_rows(ranges: Sequence[RangeFigures]) -> list[tuple[str, ...]]:
-    """Under :data:`RANGE_HEAD`."""
+    """Return the rows under :data:`RANGE_HEAD`."""
     return [
         (
             each.name,
@@ -32,7 +32,7 @@ def range_rows(ranges: Sequence[RangeFigures]) -> list[tuple[str, ...]]:
 
 
 def ranges_section(prediction: Prediction) -> Html | None:
-    """The table, where the script names something."""
+    """Return the table, ``None`` if the script names no ranges."""
     if not prediction.ranges:
         return None
     rows: list[list[Cell]] = [
@@ -48,7 +48,7 @@ def ranges_section(prediction: Prediction) -> Html | None:
 
 
 def range_meaning(prediction: Prediction) -> str:
-    """What the figures are, and of which rank."""
+    """Explanation of the figures and of the rank that they are of."""
     which = f"of rank {prediction.longest_computing.rank}, which computes longest: " if prediction.gpus > 1 else ""
     return which + RANGE_MEANING
 

@@ -1,4 +1,4 @@
-"""The parts of the HTML report that are about several GPUs: ranks, collectives, stragglers."""
+"""Sections of the HTML report for several GPUs: ranks, collectives, stragglers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from e2e.explain.prediction import CollectiveFigures, Prediction, RankFigures
 from e2e.report.rank_tables import COLLECTIVE_HEAD, PATH_MEANING, RANK_HEAD, collective_rows, rank_row
 from e2e.report.text_report import milliseconds
 
-# What a rank's step consists of, and its colour in the bars.
+# Components of a rank's step, with their colours in the bars.
 PARTS = {
     "compute": "#228833",
     "exposed transfer": "#4477aa",
@@ -24,7 +24,7 @@ _MOST_ROWS = 64
 
 
 def ranks_section(prediction: Prediction) -> Html:
-    """Every rank with what its step consists of."""
+    """Section with the composition of every rank's step."""
     rows = [(f"rank {rank.rank}", _parts(rank)) for rank in prediction.ranks[:_MOST_ROWS]]
     longest = max(sum(parts.values()) for _, parts in rows)
     alike = {f"rank {rank.rank}": f"stands for {rank.multiplicity}" if rank.multiplicity > 1 else ""
@@ -43,7 +43,7 @@ def ranks_section(prediction: Prediction) -> Html:
 
 
 def collectives_section(prediction: Prediction) -> Html:
-    """Collectives: how long by how many bytes, alike ones together, and who kept others waiting."""
+    """Section of collectives: time over size, a table of grouped collectives, and stragglers."""
     return joined(
         (
             _sizes(prediction.collectives),
@@ -55,7 +55,7 @@ def collectives_section(prediction: Prediction) -> Html:
 
 
 def _sizes(collectives: Sequence[CollectiveFigures]) -> Html | None:
-    """Time of the transfer over size, each kind in its colour; a ring marks what links shared with others cost."""
+    """Chart of transfer time over size, one colour per kind; rings mark the cost of sharing links."""
     drawn = [each for each in collectives if each.size_bytes > 0 and each.transfer_seconds > 0]
     if not drawn:
         return None
@@ -67,7 +67,7 @@ def _sizes(collectives: Sequence[CollectiveFigures]) -> Html | None:
     kinds = list(dict.fromkeys((each.kind, each.ranks) for each in drawn))
     colours = {f"{kind} of {ranks} ranks": PALETTE[place % len(PALETTE)] for place, (kind, ranks) in enumerate(kinds)}
     seen: dict[tuple[str, int, float], tuple[str, int]] = {}
-    for each in drawn:  # thousands are alike: one dot for those that lie on each other
+    for each in drawn:  # thousands are equal: one dot for those at the same place
         name = f"{each.kind} of {each.ranks} ranks"
         key = (name, each.size_bytes, float(f"{each.transfer_seconds:.2g}"))
         seen[key] = (name, seen.get(key, ("", 0))[1] + 1)
@@ -103,7 +103,7 @@ def _stragglers(prediction: Prediction) -> Html:
 
 
 def _cells(row: Sequence[str]) -> list[Cell]:
-    """Texts as cells; those that are numbers sort as such."""
+    """Convert texts to cells; numbers sort as numbers."""
     return [_cell(text) for text in row]
 
 

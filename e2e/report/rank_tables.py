@@ -1,4 +1,4 @@
-"""What the reports of several ranks list: means over ranks, their rows, collectives that are alike."""
+"""Tables of reports of several ranks: means over ranks, rows per rank, grouped collectives."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COLLECTIVE_HEAD = (
 
 
 def mean_figures(ranks: Sequence[RankFigures]) -> Mapping[str, float]:
-    """Means over all ranks, alike ones counted as often as they are."""
+    """Return means over all ranks, weighted by multiplicity."""
     count = sum(rank.multiplicity for rank in ranks) or 1
 
     def mean(values: Iterable[float]) -> float:
@@ -36,7 +36,7 @@ def mean_figures(ranks: Sequence[RankFigures]) -> Mapping[str, float]:
 
 
 def rank_row(rank: RankFigures) -> tuple[str, ...]:
-    """Under :data:`RANK_HEAD`: times in milliseconds; :data:`PATH_MEANING` says what one of them is."""
+    """Return the row under :data:`RANK_HEAD`, times in milliseconds; see :data:`PATH_MEANING` for the path."""
     seconds = (
         rank.step_seconds,
         rank.compute_seconds,
@@ -52,7 +52,7 @@ def rank_row(rank: RankFigures) -> tuple[str, ...]:
 
 
 def collective_rows(collectives: Sequence[CollectiveFigures]) -> list[tuple[str, ...]]:
-    """Alike collectives (kind, ranks, size) together, what takes longest first: counts, bytes, milliseconds."""
+    """Group collectives of equal kind, ranks and size, longest total first: counts, bytes, milliseconds."""
     groups: dict[tuple[str, int, int], list[CollectiveFigures]] = {}
     for each in collectives:
         groups.setdefault((each.kind, each.ranks, each.size_bytes), []).append(each)

@@ -1,8 +1,7 @@
-"""What the timeline of a report shows: the explained step as tracks of slices, compact enough for 100,000 of them.
+"""Timeline data of a report: the explained step as tracks of slices, compact enough for 100,000 of them.
 
-Times are whole nanoseconds from the start of the step. Host actions of one operator call that follow each other are one
-slice. What happens within the window of the step is shown, whichever iteration it belongs to: the host is ahead of the
-device.
+Times are whole nanoseconds from the start of the step. Consecutive host actions of one operator call are one slice.
+Everything within the window of the step is shown, whichever iteration it belongs to: the host is ahead of the device.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from e2e.simulate.instructions import describe
 from e2e.simulate.timeline import RankLayout
 from e2e.step.execution_graph import Await, Launch, RankGraph, Synchronize, Task
 
-# Kind of a slice -> what it is called and its colour.
+# Kind of a slice -> its label and colour.
 KINDS: dict[str, tuple[str, str]] = {
     "forward": ("forward", "#6a9fd4"),
     "backward": ("backward", "#b5649a"),
@@ -41,24 +40,27 @@ KINDS: dict[str, tuple[str, str]] = {
     "late start": ("late start", "#9aa3ad"),
 }
 PHASES = ("forward", "backward", "optimizer", "other")
-# Ranks are shown while there are no more slices than these, and no more ranks.
+# Limits of the shown slices and ranks.
 MOST_SLICES = 120_000
 MOST_RANKS = 8
-# Named ranges inside of each other.
+# Deepest shown nesting of named ranges.
 MOST_DEPTHS = 4
 
 
 @dataclass(frozen=True)
 class TimelineData:
-    """``document``: what ``timeline.js`` reads; ``ranks``: those that are shown; ``slices``: of all tracks."""
+    """Data of the timeline."""
 
+    # Input of `timeline.js`.
     document: dict[str, Any]
+    # The shown ranks.
     ranks: tuple[int, ...]
+    # Number of slices of all tracks.
     slices: int
 
 
 def timeline_data(result: PredictionResult) -> TimelineData:
-    """The critical path, then the ranks that matter most: the one that computes longest, those on the path."""
+    """Return the tracks of the critical path, then those of the rank that computes longest and of ranks on the path."""
     writer = _Writer(result)
     writer.path()
     shown: list[int] = []
@@ -71,14 +73,14 @@ def timeline_data(result: PredictionResult) -> TimelineData:
 
 
 def _ranks(result: PredictionResult) -> list[int]:
-    """In the order of interest."""
+    """Return the ranks in order of interest."""
     longest = result.prediction.longest_computing.rank
     return list(dict.fromkeys([longest, *result.path.by_rank, *(rank.rank for rank in result.graph.ranks)]))
 
 
 @dataclass
 class _Track:
-    """Slices in order of time; ``begins`` and ``ends`` in nanoseconds."""
+    """Track of slices in order of time; ``begins`` and ``ends`` in nanoseconds."""
 
     name: str
     group: str
@@ -93,7 +95,7 @@ class _Track:
     launch_slice: list[int] = field(default_factory=list)
 
     def document(self) -> dict[str, Any]:
-        """As ``timeline.js`` reads it: begins as differences; columns that say nothing are left out."""
+        """Return the input of ``timeline.js``: begins as differences; empty columns are left out."""
         found: dict[str, Any] = {
             "name": self.name,
             "group": self.group,
@@ -126,7 +128,7 @@ class _Writer:
         self.slices = 0
 
     def document(self) -> dict[str, Any]:
-        """The whole."""
+        """Return the whole document."""
         return {
             "length": max(self._nanoseconds(self._high), 1),
             "names": self._texts,
@@ -135,7 +137,7 @@ class _Writer:
         }
 
     def path(self) -> None:
-        """The critical path through all ranks."""
+        """Add the track of the critical path through all ranks."""
         several = len(self._ranks) > 1
         track = self._track("critical path", "step")
         for segment in self._result.path.segments:
@@ -146,11 +148,11 @@ class _Writer:
             self._add(track, begin, end, where + name, self._kind_of(segment), note)
 
     def size(self, number: int) -> int:
-        """How many slices a rank may have, about."""
+        """Approximate number of slices of a rank."""
         return int(self._visible(self._ranks[number][1]).sum())
 
     def rank(self, number: int) -> None:
-        """Phases, host threads and streams of a rank."""
+        """Add the tracks of phases, host threads and streams of a rank."""
         rank, layout = self._ranks[number]
         group = f"rank {number}" if len(self._ranks) > 1 else "GPU and host"
         phases = self._track("phases", group, thin=True)
@@ -161,7 +163,7 @@ class _Writer:
         self._device(rank, layout, group, segments, launches)
 
     def _visible(self, layout: RankLayout) -> Any:
-        """Of every node (iterations, nodes): whether some of it is within the window."""
+        """Return which nodes are partly within the window, shape (iterations, nodes)."""
         part = slice(layout.offset, layout.offset + self._timeline.iterations * layout.nodes)
         start, end = self._timeline.start[part], self._timeline.end[part]
         within = (end > self._low) & (start < self._high) & (end > start)
@@ -170,7 +172,7 @@ class _Writer:
     def _host(
         self, rank: RankGraph, layout: RankLayout, group: str, segments: Sequence[Segment]
     ) -> dict[tuple[int, int], tuple[int, int]]:
-        """Tracks of the threads. Returns (iteration, task) -> track and slice of its launch."""
+        """Add the tracks of the threads; return (iteration, task) -> track and slice of its launch."""
         visible = self._visible(layout)
         launches: dict[tuple[int, int], tuple[int, int]] = {}
         for name, actions in rank.threads.items():
@@ -206,7 +208,7 @@ class _Writer:
         segments: Sequence[Segment],
         launches: dict[tuple[int, int], tuple[int, int]],
     ) -> None:
-        """Tracks of the streams."""
+        """Add the tracks of the streams."""
         visible = self._visible(layout)[:, layout.actions :]
         streams: dict[int, list[tuple[float, float, float, int, int]]] = {}
         for iteration in range(self._timeline.iterations):
@@ -232,7 +234,7 @@ class _Writer:
     def _ranges(
         self, rank: RankGraph, group: str, stream: int, entries: Sequence[tuple[float, float, float, int, int]]
     ) -> None:
-        """Tracks of the named ranges on ``stream``, one for each depth; none where there are none."""
+        """Add the tracks of the named ranges on ``stream``, one for each depth."""
         if not rank.ranges:
             return
         spans: list[Enclosed] = []
@@ -248,7 +250,7 @@ class _Writer:
                     self._add(track, each.begin, each.end, each.around.name, "range")
 
     def _mark(self, track: _Track, segments: Sequence[Segment]) -> None:
-        """Marks slices of the host during which the path is on the host, for the same call."""
+        """Mark host slices during which the critical path is on the host, for the same call."""
         place = 0
         for segment in segments:
             begin, end = self._nanoseconds(segment.start), self._nanoseconds(segment.start + segment.seconds)
@@ -298,7 +300,7 @@ class _Writer:
 
 
 def _note(task: Task, rank: RankGraph) -> str:
-    """What the slice is for, and what limits it."""
+    """Tooltip of a task: operator, module, phase, size, limit and price source."""
     call = None if task.call is None else rank.calls.get(task.call)
     parts = []
     if call is not None:

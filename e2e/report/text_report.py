@@ -1,4 +1,4 @@
-"""A prediction as text for people; how it writes times and memory, the HTML page takes over."""
+"""Report of a prediction as text; the HTML page uses the same formats of times and memory."""
 
 from __future__ import annotations
 
@@ -27,16 +27,18 @@ from e2e.step.memory_room import largest_fitting
 
 ROWS = 12
 PLAIN_WIDTH = 240
-# Of ranks and of collectives.
+# Most listed ranks and collectives.
 LISTED = 16
-# What the parts of memory are called, and the smallest that is told.
+# Labels of the parts of memory, and the smallest part that is shown.
 MEMORY_ROLES = {"optimizer_state": "optimizer", "cache": "KV cache", "reserve": "allocator's reserve"}
 SMALLEST_PART = 10 << 20
 
 
 def render(prediction: Prediction, console: Console | None = None) -> None:
-    """Prints what was asked, the step time, throughput and utilisation, its parts, memory, what to change, the critical
-    path, coverage and warnings; of several ranks also every rank, the collectives and stragglers.
+    """Print a prediction.
+
+    Options, step time, throughput and utilisation, composition, memory, advice, critical path, coverage and warnings.
+    For several ranks also every rank, the collectives and stragglers.
     """
     out = console or plain_console()
     several = prediction.gpus > 1
@@ -65,14 +67,14 @@ def render(prediction: Prediction, console: Console | None = None) -> None:
 
 
 def title(prediction: Prediction) -> str:
-    """What runs where."""
+    """Return the title: workload, machine, number of GPUs and nodes."""
     count = f"{prediction.gpus} x " if prediction.gpus > 1 else ""
     nodes = f" on {prediction.nodes} nodes" if prediction.nodes > 1 else ""
     return f"{prediction.workload} on {count}{prediction.machine}{nodes}"
 
 
 def phases(prediction: Prediction) -> Mapping[str, float]:
-    """Seconds of each phase; what belongs to none only where there is some."""
+    """Seconds of each phase; ``other`` only if it is not zero."""
     known = {
         "forward": prediction.forward_seconds,
         "backward": prediction.backward_seconds,
@@ -82,7 +84,7 @@ def phases(prediction: Prediction) -> Mapping[str, float]:
 
 
 def launches(prediction: Prediction) -> str:
-    """How many kernels, copies and fills the host launches, and how many operators it calls; of several ranks each."""
+    """Format the numbers of launches and of operator calls, per rank if there are several."""
     several = len(prediction.ranks) > 1
     kernels = _between([rank.kernels for rank in prediction.ranks]) if several else f"{prediction.kernels:,}"
     operators = _between([rank.operators for rank in prediction.ranks]) if several else f"{prediction.operators:,}"
@@ -98,7 +100,7 @@ def _between(counts: Sequence[int]) -> str:
 
 
 def peak_memory(prediction: Prediction) -> str | None:
-    """At the fullest moment, and whether that fits; ``None`` if nothing is known."""
+    """Format the peak memory and whether it fits, ``None`` if unknown."""
     peaks = [rank.peak_memory_bytes for rank in prediction.ranks if rank.peak_memory_bytes is not None]
     if not peaks:
         return None
@@ -108,14 +110,14 @@ def peak_memory(prediction: Prediction) -> str | None:
     least = f"{min(peaks) / 2**30:.2f} to " if len(prediction.ranks) > 1 else ""
     room = f"{prediction.memory_room_bytes / 2**30:.1f} GiB"
     in_use = max(rank.allocated_bytes or 0 for rank in prediction.ranks)
-    # The allocator takes what there is: of a full card what is in use tells whether it suffices.
+    # The allocator takes all room there is: on a full card the bytes in use tell whether it fits.
     full = in_use < max(peaks) and max(peaks) > largest_fitting(prediction.memory_room_bytes)
     kept = f" ({in_use / 2**30:.2f} GiB in use, the rest kept by the allocator)" if full else ""
     return f"{least}{max(peaks) / 2**30:.2f} GiB at the peak{kept} of {room} for tensors: {fits}"
 
 
 def memory_parts(prediction: Prediction) -> str | None:
-    """What the memory of the fullest rank is for, the largest first; ``None`` if nothing is known."""
+    """Format the composition of the memory of the fullest rank, largest first, ``None`` if unknown."""
     parts = sorted(prediction.memory_breakdown.items(), key=lambda item: -item[1])
     told = ", ".join(
         f"{MEMORY_ROLES.get(role, role)} {size / 2**30:.2f}" for role, size in parts if size >= SMALLEST_PART
@@ -151,7 +153,7 @@ def _mean_rank(out: Console, prediction: Prediction) -> None:
 
 
 def _longest_rank(out: Console, prediction: Prediction) -> None:
-    """Phases and GPU of the only rank, or of the one that computes longest."""
+    """Print phases and GPU times of the only rank, or of the one that computes longest."""
     longest = prediction.longest_computing.rank
     which = f" (rank {longest}, the one that computes longest)" if len(prediction.ranks) > 1 else ""
     present = {name: seconds for name, seconds in phases(prediction).items() if seconds > 0}
@@ -238,12 +240,12 @@ def _remarks(out: Console, prediction: Prediction) -> None:
 
 
 def milliseconds(seconds: float) -> str:
-    """For people."""
+    """Format seconds as milliseconds."""
     return f"{seconds * 1e3:.3f} ms"
 
 
 def plain_console() -> Console:
-    """Plain lines when standard output is not a terminal: rows of tables stay whole, for ``grep`` and editors."""
+    """Return a console that prints plain, unwrapped table rows (for ``grep`` and editors) unless it is a terminal."""
     if sys.stdout.isatty():
         return Console(highlight=False)
     return Console(highlight=False, width=PLAIN_WIDTH, no_color=True)

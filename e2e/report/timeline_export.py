@@ -1,8 +1,10 @@
-"""A timeline as a trace file for ui.perfetto.dev and chrome://tracing: one process per rank, one track per thread and
-stream, arrows from launches to tasks, the wait and the transfer of a collective apart. Operators around others and
-named ranges (``record_function``) enclose them, on streams in tracks of their own; the critical path is a process.
+"""Export of a timeline as a trace file for ui.perfetto.dev and chrome://tracing.
 
-Of the iterations that were simulated until the step had settled the one that is explained is written.
+One process per rank, one track per thread and stream, arrows from launches to tasks, wait and transfer of a collective
+as separate slices. Outer operators and named ranges (``record_function``) enclose others, on streams in tracks of their
+own; the critical path is a process.
+
+Only the explained iteration is written, of those simulated until the step had settled.
 
 Times are whole nanoseconds: begin and end are rounded, not the length, so that neighbours never overlap.
 """
@@ -38,7 +40,7 @@ from e2e.step.execution_graph import (
 # Track number of stream 0, and of the named ranges on it; threads count from 1.
 FIRST_STREAM_TRACK = 1000
 FIRST_RANGES_TRACK = 1_000_000
-# Of an operator's sizes so many characters are told.
+# Most characters shown of an operator's sizes.
 _MOST_TEXT = 400
 
 Event = dict[str, Any]
@@ -48,10 +50,12 @@ def write_trace(
     graph: ExecutionGraph, timeline: Timeline, path: Path, critical: CriticalPath | None = None,
     iteration: int | None = None,
 ) -> None:  # fmt: skip
-    """Writes Chrome trace JSON, compressed if ``path`` ends in ``.gz``; :class:`OutputError` if it cannot.
+    """Write Chrome trace JSON, compressed if ``path`` ends in ``.gz``.
 
-    ``critical``: the path of the explained step, which gets a track; ``iteration``: which of those simulated it is
-    (``None``: all are written).
+    Raises :class:`OutputError` if it cannot be written.
+
+    ``critical``: the path of the explained step, which gets a track; ``iteration``: the simulated iteration to write
+    (``None``: all).
     """
     try:
         with whole_file(path) as file:
@@ -68,7 +72,7 @@ def write_trace(
 def trace_events(
     graph: ExecutionGraph, timeline: Timeline, critical: CriticalPath | None = None, iteration: int | None = None
 ) -> Iterator[Event]:  # fmt: skip
-    """The events of the trace: metadata, slices (``X``), instants (``i``) and arrows (``s``, ``f``)."""
+    """Yield the events of the trace: metadata, slices (``X``), instants (``i``) and arrows (``s``, ``f``)."""
     iterations = range(timeline.iterations) if iteration is None else (iteration,)
     if critical is not None:
         yield from _critical_events(critical, max(rank.rank for rank in graph.ranks) + 2)
@@ -82,7 +86,7 @@ def trace_events(
 
 
 def _critical_events(critical: CriticalPath, pid: int) -> Iterator[Event]:
-    """A process with one track, above the ranks."""
+    """Yield a process with one track for the critical path, above the ranks."""
     yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 1, "args": {"name": "critical path"}}
     yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 1, "args": {"sort_index": -1}}
     yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": 1, "args": {"name": "critical path of the step"}}
@@ -108,7 +112,7 @@ def _write(
 
 
 def described(operator: AnyOperator) -> str:
-    """Kind and sizes of a record of what is computed, without what is as usual: ``Gemm(m=64, n=16, k=32)``."""
+    """Format an operator record with its non-default fields: ``Gemm(m=64, n=16, k=32)``."""
     shown = []
     for each in fields(operator):
         value = getattr(operator, each.name)
@@ -121,13 +125,13 @@ class _RankWriter:
     def __init__(self, timeline: Timeline, layout: RankLayout, rank: RankGraph, iterations: Sequence[int]) -> None:
         self._layout, self._rank, self._iterations = layout, rank, iterations
         part = slice(layout.offset, layout.offset + timeline.iterations * layout.nodes)
-        # Arrows are numbered through all processes.
+        # Arrows are numbered uniquely across processes.
         self._arrows = layout.offset
-        # Nanoseconds.
+        # Times in nanoseconds.
         self._start, self._ready, self._end = (
             (of[part] * 1e9).round().astype("int64").tolist() for of in (timeline.start, timeline.ready, timeline.end)
         )
-        # Not the rank itself: process 0 is the idle one for some viewers.
+        # Not the rank itself: some viewers treat process 0 as idle.
         self._pid = rank.rank + 1
         self._threads = {name: track for track, name in enumerate(rank.threads, start=1)}
         self._launches = {
@@ -138,7 +142,7 @@ class _RankWriter:
         }
 
     def tracks(self) -> Iterator[Event]:
-        """Names and order of the tracks."""
+        """Yield names and order of the tracks."""
         yield self._named("process_name", 1, {"name": f"rank {self._rank.rank}"})
         yield self._named("process_sort_index", 1, {"sort_index": self._rank.rank})
         streams = {
@@ -149,9 +153,9 @@ class _RankWriter:
             yield self._named("thread_sort_index", track, {"sort_index": track})
 
     def around(self) -> Iterator[Event]:
-        """Operators and named ranges around others, as slices that enclose what happens in them.
+        """Yield outer operators and named ranges as slices that enclose others.
 
-        Of slices that begin at one moment the outer comes first, as viewers want it; actions follow all of these.
+        Of slices with the same begin the outer comes first, as viewers require; actions follow all of these.
         """
         ranges = ranges_of_threads(self._rank)
         for name, actions in self._rank.threads.items():
@@ -168,21 +172,21 @@ class _RankWriter:
                 yield from self._enclosing(chains, range(begin, begin + len(actions)), track, iteration)
 
     def ranges_on_streams(self) -> Iterator[Event]:
-        """For every stream on which named ranges do something, a track of them."""
+        """Yield a track of named ranges for every stream on which they have tasks."""
         for stream, tasks in self._streams().items():
             chains = {task.id: ranges_around(self._rank, task.call) for task in tasks}
             if not any(chains.values()):
                 continue
             track = FIRST_RANGES_TRACK + stream
             yield self._named("thread_name", track, {"name": f"ranges on stream {stream}"})
-            # Right above the stream itself.
+            # Directly above the stream itself.
             yield self._named("thread_sort_index", track, {"sort_index": FIRST_STREAM_TRACK + stream})
             for iteration in self._iterations:
                 nodes = self._in_order(tasks, iteration)
                 yield from self._enclosing([chains[task] for task in nodes.values()], list(nodes), track, iteration)
 
     def _in_order(self, tasks: Sequence[Task], iteration: int) -> dict[int, int]:
-        """Node -> task, as they run one after another."""
+        """Map nodes to tasks, in order of execution."""
         first = iteration * self._layout.nodes + self._layout.actions
         nodes = sorted((self._start[first + task.id], self._end[first + task.id], task.id) for task in tasks)
         return {first + task: task for _, _, task in nodes}
@@ -194,7 +198,7 @@ class _RankWriter:
         return dict(sorted(found.items()))
 
     def _enclosing(self, chains: Sequence[Chain], nodes: Sequence[int], track: int, iteration: int) -> Iterator[Event]:
-        """Slices around the neighbours ``nodes``, whose ``chains`` stand around them."""
+        """Yield slices around neighbouring ``nodes``; ``chains``: enclosing spans of each node."""
         times = [(self._start[node], self._end[node]) for node in nodes]
         for each in enclosed(chains, times):
             told: Event = {"iteration": iteration}
@@ -226,7 +230,7 @@ class _RankWriter:
         arguments = {"iteration": iteration, "waited_us": (self._ready[node] - start) / 1e3}
         yield self._slice(name, category, track, start, end, arguments)
         if isinstance(action, Launch) and self._has_arrow(action.task, iteration):
-            # An arrow leaves the slice that encloses its time, so it starts where the launch does.
+            # An arrow leaves the slice that contains its time, so it starts at the begin of the launch.
             yield {
                 "ph": "s",
                 "id": self._arrows + iteration * self._layout.nodes + action.task,
@@ -245,7 +249,7 @@ class _RankWriter:
             yield {"ph": "f", "bp": "e", "id": self._arrows + node - self._layout.actions, **arrow}
 
     def _has_arrow(self, task: int, iteration: int) -> bool:
-        """Slices of no length are over when an arrow would bind to them."""
+        """True if launch and task have a length: viewers cannot bind an arrow to slices of length 0."""
         first = iteration * self._layout.nodes
         nodes = (first + self._launches[task], first + self._layout.actions + task)
         return all(self._end[node] > self._start[node] for node in nodes)
@@ -274,7 +278,7 @@ class _RankWriter:
         return {"ph": "X", "dur": (end - start) / 1e3, "args": arguments, **self._common(name, category, track, start)}
 
     def _common(self, name: str, category: str, track: int, start: int) -> Event:
-        """``ts`` in microseconds, as the format asks."""
+        """Return the common fields of an event; ``ts`` in microseconds, as the format requires."""
         return {"name": name, "cat": category, "pid": self._pid, "tid": track, "ts": start / 1e3}
 
     def _named(self, what: str, track: int, arguments: Event) -> Event:

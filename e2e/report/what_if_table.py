@@ -1,4 +1,4 @@
-"""The table of what-if questions, which the text and the page show."""
+"""Table of what-if questions, for text and HTML."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PARTS = ("host", "device", "communication")
 
 
 def what_if_cells(rows: Sequence[WhatIfRow]) -> tuple[list[str], list[list[str]]]:
-    """Head and cells, a line per question: the step, what is gained, where the critical path is then and was before."""
+    """Return head and rows, one per question: step time, gain, and composition of the critical path."""
     resized = any(row.gain_per_sample is not None for row in rows)
     head = ["what if", "step", "80% interval", "gain (80%)", *(["per sample"] if resized else [])]
     head += [*(f"path: {name}" for name in _PARTS), "longest on it"]
@@ -21,7 +21,7 @@ def what_if_cells(rows: Sequence[WhatIfRow]) -> tuple[list[str], list[list[str]]
 
 
 def what_if_remarks(rows: Sequence[WhatIfRow]) -> Iterator[str]:
-    """Which rows cannot be told apart, each pair once."""
+    """Yield the rows that cannot be told apart, each pair once."""
     if not rows:
         return
     if rows[0].gain_interval is None:
@@ -34,14 +34,14 @@ def what_if_remarks(rows: Sequence[WhatIfRow]) -> Iterator[str]:
 
 
 def what_if_warnings(rows: Sequence[WhatIfRow]) -> Iterator[str]:
-    """What is doubtful about an answer, with its question."""
+    """Yield the warnings of each answer, prefixed with its question."""
     for row in rows:
         for warning in row.warnings:
             yield f"{row.question}: {warning}"
 
 
 def render_what_if(out: Console, rows: Sequence[WhatIfRow]) -> None:
-    """Prints the table and its warnings, if anything was asked."""
+    """Print the table and its warnings, if anything was asked."""
     if not rows:
         return
     head, lines = what_if_cells(rows)
@@ -63,7 +63,7 @@ def _cells(row: WhatIfRow, first: WhatIfRow, resized: bool) -> list[str]:
         row.question + (" (DOES NOT FIT)" if row.fits is False else ""),
         f"{row.iteration_seconds * 1e3:.3f} ms",
         f"{low * 1e3:.3f} to {high * 1e3:.3f}",
-        # Of another number of samples the gain of each is what matters.
+        # With another number of samples, the gain per sample matters.
         "" if row is first else _gain(row.gain, row.gain_interval if row.gain_per_sample is None else None),
     ]
     if resized:

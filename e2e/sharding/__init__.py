@@ -1,4 +1,4 @@
-"""Which GPU holds which part of which embedding table: placements, their costs, and how the best is found.
+"""Sharding of embedding tables over GPUs: placements, their costs, and the search for the best one.
 
-problem/ (ways to cut, their costs)  ->  search/ (candidates and a bound)  ->  planner.py (re-ranked by simulation)
+problem/ (options and their costs)  ->  search/ (candidates and a bound)  ->  planner.py (re-ranked by simulation)
 """

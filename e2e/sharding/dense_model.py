@@ -1,7 +1,6 @@
-"""The dense part of a DLRM as captured from PyTorch, in pieces that a sharded step puts between its exchanges.
+"""Dense part of a DLRM captured from PyTorch, in pieces that a sharded step places between its exchanges.
 
-Imports ``torch``. Bottom MLP, interaction and top MLP are captured each by itself, so that nothing has to be guessed
-about which kernel belongs to which.
+Imports ``torch``. Bottom MLP, interaction and top MLP are captured separately, so that each kernel's piece is known.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from e2e.step.memory import ACCUMULATE_GRAD, MemoryUsage, peak_memory
 from e2e.step.operator_trace import OperatorTrace
 from e2e.step.options import StepOptions
 
-# DDP closes its first bucket at this size, so that communication starts early (`kDefaultFirstBucketBytes`).
+# Size of DDP's first bucket, small so that communication starts early (`kDefaultFirstBucketBytes`).
 FIRST_BUCKET_BYTES = 2**20
 TORCH_DTYPES = {"float32": torch.float32, "tf32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -41,11 +40,12 @@ class DensePiece:
 
 @dataclass(frozen=True, eq=False)
 class CapturedDense:
-    """Pieces by name: ``bottom forward``, ``top forward``, ``top backward``, ``interaction backward``,
-    ``bottom backward``, ``optimizer``. ``memory``: of all of it at its fullest, tables apart.
-    """
+    """Captured pieces of the dense part."""
 
+    # Pieces by name: `bottom forward`, `top forward`, `top backward`, `interaction backward`, `bottom backward`,
+    # `optimizer`.
     pieces: dict[str, tuple[DensePiece, ...]]
+    # Peak memory of the dense part, without tables.
     memory: MemoryUsage
 
     def bottom_forward(self, rank: ShardedRank) -> None:
@@ -78,7 +78,7 @@ class CapturedDense:
 def capture_dense(
     model: DenseModel, tables: Sequence[EmbeddingTable], batch_size: int, options: StepOptions | None = None
 ) -> CapturedDense:
-    """One training step with SGD of ``batch_size`` samples."""
+    """Capture one training step with SGD of ``batch_size`` samples."""
     options = options or StepOptions()
     dtype = TORCH_DTYPES[options.dtype]
     widths = model.top_widths(tables)
@@ -116,7 +116,7 @@ def capture_dense(
 
 
 class Interaction(nn.Module):
-    """Dense features (N, D) and pooled lookups (N, sum of widths) to the top MLP's input."""
+    """Interaction: dense features (N, D) and pooled lookups (N, sum of widths) to the top MLP's input."""
 
     def __init__(self, model: DenseModel, tables: Sequence[EmbeddingTable]) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class Interaction(nn.Module):
 
 
 def _inner(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A result inside the model: its gradient comes from what follows."""
+    """Return an inner result of the model with its incoming gradient."""
     return output, torch.empty_like(output)
 
 
@@ -166,7 +166,7 @@ def _optimizer(parameters: list[nn.Parameter], options: StepOptions) -> Operator
 
 
 def _actions(graph: RankGraph, phase: str) -> Iterator[Action]:
-    """Launches and host work of a phase, in order; what is of no phase is left out."""
+    """Yield the launches and host work of a phase, in order; work outside the phases is left out."""
     for thread in graph.threads.values():
         for action in thread:
             if not isinstance(action, Launch | HostWork):
@@ -181,7 +181,10 @@ def _piece(graph: RankGraph, phase: str) -> DensePiece:
 
 
 def _with_buckets(trace: OperatorTrace, graph: RankGraph, buckets: dict[int, int]) -> Iterator[DensePiece]:
-    """The backward pass, cut after each gradient that fills a bucket. ``buckets``: how many gradients -> bytes."""
+    """Yield the backward pass, split after each gradient that fills a bucket.
+
+    ``buckets``: number of gradients -> bytes.
+    """
     done = _accumulating(trace)
     actions: list[Action] = []
     ready, current = 0, None
@@ -199,7 +202,7 @@ def _with_buckets(trace: OperatorTrace, graph: RankGraph, buckets: dict[int, int
 
 
 def _accumulating(trace: OperatorTrace) -> set[int]:
-    """Outermost calls that complete a parameter's gradient."""
+    """Return the outermost calls that complete a parameter's gradient."""
     parents = {call.id: call.parent for call in trace.calls}
     found = set()
     for call in trace.calls:
@@ -212,13 +215,14 @@ def _accumulating(trace: OperatorTrace) -> set[int]:
 
 
 def _sizes(module: nn.Module) -> list[int]:
-    """Bytes of the gradients, in the order in which they are ready."""
+    """Bytes of the gradients, in the order in which they become ready."""
     return [parameter.numel() * parameter.element_size() for parameter in reversed(list(module.parameters()))]
 
 
 def _buckets(parts: Sequence[Sequence[int]]) -> list[dict[int, int]]:
-    """Of each part: after how many of its gradients a bucket of how many bytes is full (DDP's
-    `compute_bucket_assignment_by_size`); the last is sent when all are ready.
+    """Map, for each part, the number of gradients after which a bucket is full to its bytes.
+
+    Follows DDP's `compute_bucket_assignment_by_size`; the last bucket is sent when all gradients are ready.
     """
     found: list[dict[int, int]] = [{} for _ in parts]
     size, limit = 0, FIRST_BUCKET_BYTES
@@ -233,7 +237,7 @@ def _buckets(parts: Sequence[Sequence[int]]) -> list[dict[int, int]]:
 
 
 def _memory(traces: dict[str, OperatorTrace], parameters: Sequence[nn.Parameter]) -> MemoryUsage:
-    """Parameters and gradients, what the forward passes keep, and the largest working memory of any piece."""
+    """Memory of parameters, gradients, kept activations, and the largest temporary memory of a piece."""
     weights = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
     usages = [peak_memory(traces[name]) for name in ("bottom", "interaction", "top")]
     kept = sum(usage.breakdown["activations"] for usage in usages)

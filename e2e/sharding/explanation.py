@@ -1,4 +1,4 @@
-"""Why a plan is as it is: the busiest ranks, what they wait for, the gain over the greedy plans."""
+"""Explanation of a plan: the busiest ranks, waiting times, gain over the greedy plans."""
 
 from __future__ import annotations
 
@@ -18,33 +18,35 @@ NAMED_TABLES = 3
 
 @dataclass(frozen=True)
 class SlowestRank:
-    """The rank with the most of ``load``, which takes ``seconds``, ``ratio`` times what ranks have on average; its
-    ``tables`` with the most of it.
-    """
+    """Rank with the most of one load."""
 
+    # Name of the load.
     load: str
     rank: int
+    # Time of the load on this rank; `ratio`: relative to the mean over ranks.
     seconds: float
     ratio: float
+    # Tables of the rank with the largest part of the load.
     tables: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """``kinds``: how many tables are placed how. ``gains``: greedy generator -> how much shorter the step is than its
-    plan's (share of that; ``None``: it does not fit). ``parts``: seconds of the step's pieces on the slowest rank;
-    pieces overlap. ``waiting``: rank -> seconds that it waits for others in exchanges.
-    """
+    """Explanation of a plan."""
 
+    # Number of tables by kind of placement.
     kinds: dict[str, int]
     bottlenecks: tuple[SlowestRank, ...]
+    # Greedy generator -> relative reduction of the step time against its plan; `None`: that does not fit.
     gains: dict[str, float | None]
+    # Seconds of the step's pieces on the slowest rank; pieces overlap.
     parts: dict[str, float]
+    # Rank -> seconds of waiting for others in exchanges.
     waiting: tuple[float, ...]
 
 
 def explain(planning: Planning) -> Explanation:
-    """Of the best plan."""
+    """Explain the best plan."""
     state, seconds = planning.best.state, planning.best.simulated
     options = planning.problem.costs.options
     gains = {
@@ -61,7 +63,7 @@ def explain(planning: Planning) -> Explanation:
 
 
 def _bottlenecks(state: State) -> tuple[SlowestRank, ...]:
-    """The loads of placed tables, the most expensive first."""
+    """Return the slowest rank of each load of placed tables, the most expensive load first."""
     weights = state.problem.model.weights(state.loads.max(axis=0))
     found = []
     for name, load in (
@@ -100,7 +102,7 @@ def _parts(state: State) -> dict[str, float]:
 
 
 def _waiting(state: State) -> tuple[float, ...]:
-    """In collectives, from a rank's arrival to the last one's."""
+    """Waiting time of each rank in collectives, from its arrival to the last one's, in seconds."""
     graph = planned_graph(state)
     timeline = simulate(graph)
     waits = np.zeros(len(graph.ranks))

@@ -1,4 +1,4 @@
-"""A sharding plan: where every table is, and what that was predicted to cost."""
+"""Sharding plan: the placement of every table and its predicted cost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from e2e.sharding.step_graph import options_of_rank
 
 @dataclass(frozen=True)
 class RankLoad:
-    """What one rank has: ``tables`` (or parts of tables), seconds of its lookups, bytes per step, bytes of memory."""
+    """Load of one rank: number of ``tables`` (or parts of them), lookup seconds, bytes per step, bytes of memory."""
 
     rank: int
     tables: int
@@ -29,7 +29,7 @@ class RankLoad:
 
 @dataclass(frozen=True)
 class PlannedTable:
-    """A table as it was planned, to recognise it. ``dtype`` and ``optimizer`` as in ``tables.yaml``."""
+    """Placement of a table, with its properties for validation. ``dtype`` and ``optimizer`` as in ``tables.yaml``."""
 
     placement: TablePlacement
     rows: int
@@ -40,31 +40,34 @@ class PlannedTable:
 
 @dataclass(frozen=True)
 class TablePlan:
-    """``batch_size``: samples per GPU. ``generator`` made it; ``step_seconds`` of lookups, exchanges and the dense part
-    by simulation; ``greedy_seconds`` of each greedy plan (``None``: does not fit); ``bound_seconds``: no plan is
-    faster (0: unknown). ``memory_limit_bytes`` for tables and buffers on a rank.
-    """
+    """Plan with its predicted step times."""
 
     machine: str
     gpus: int
     nodes: int
+    # Samples per GPU.
     batch_size: int
     tables: tuple[PlannedTable, ...]
     ranks: tuple[RankLoad, ...]
+    # Name of the generator that made the plan.
     generator: str
+    # Simulated step of lookups, exchanges and the dense part.
     step_seconds: float
     dense_seconds: float
+    # Lower bound of the step of any plan; 0: unknown.
     bound_seconds: float
+    # Memory for tables and buffers on a rank.
     memory_limit_bytes: int
+    # Step of each greedy plan; `None`: does not fit.
     greedy_seconds: Mapping[str, float | None] = field(default_factory=dict)
 
     @property
     def placements(self) -> tuple[TablePlacement, ...]:
-        """Table by table."""
+        """Placements of all tables, in order."""
         return tuple(table.placement for table in self.tables)
 
     def check(self, tables: Sequence[EmbeddingTable]) -> None:
-        """:class:`InputError` unless the plan is of exactly these tables, in any order."""
+        """Raise :class:`InputError` unless the plan is for exactly these tables, in any order."""
         planned = {table.placement.table: table for table in self.tables}
         for table in tables:
             found = planned.get(table.name)
@@ -90,7 +93,7 @@ class TablePlan:
 
 
 def plan_of(planning: Planning) -> TablePlan:
-    """The record of the best plan."""
+    """Return the record of the best plan."""
     task, best = planning.problem.task, planning.best
     planned = tuple(
         PlannedTable(placement, table.rows, table.dim, table.dtype, table.optimizer)
@@ -115,7 +118,7 @@ def plan_of(planning: Planning) -> TablePlan:
 
 
 def rank_loads(state: State) -> tuple[RankLoad, ...]:
-    """Of every rank, all kinds of placements together."""
+    """Loads of every rank, over all kinds of placements."""
     costs, memory = state.problem.costs, state.memory()
     loads = []
     for rank in range(state.problem.ranks):

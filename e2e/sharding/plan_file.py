@@ -1,4 +1,4 @@
-"""``plan.json``: a plan on disk, by a strict schema."""
+"""Reader and writer of ``plan.json``, with a strict schema."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 def save_plan(plan: TablePlan, path: Path) -> None:
-    """Writes ``plan``; ``OutputError`` if it cannot."""
+    """Write ``plan``; raises ``OutputError`` if it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(plan_record(plan), indent=1) + "\n")
@@ -32,7 +32,7 @@ def save_plan(plan: TablePlan, path: Path) -> None:
 
 
 def load_plan(path: Path) -> TablePlan:
-    """What :func:`save_plan` wrote; ``InputError`` names the file and what is wrong in it."""
+    """Read the output of :func:`save_plan`; raises ``InputError`` naming the file and the problem."""
     try:
         document = decoded(read_text(path, "record"))
     except OSError as error:
@@ -51,7 +51,7 @@ def load_plan(path: Path) -> TablePlan:
 
 
 def plan_record(plan: TablePlan) -> dict[str, Any]:
-    """The JSON document."""
+    """Return the JSON document."""
     record = asdict(plan)
     record["tables"] = [_table_record(table) for table in plan.tables]
     record["ranks"] = list(record["ranks"])

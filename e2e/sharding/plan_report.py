@@ -1,4 +1,4 @@
-"""A plan as text for people."""
+"""Text report of a plan."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GIB = 2**30
 
 
 def render_plan(planning: Planning, plan: TablePlan, path: Path, console: Console | None = None) -> None:
-    """Prints the step, the ranks, what holds them up, and the gain over the greedy plans."""
+    """Print the step, the ranks, the bottlenecks, and the gain over the greedy plans."""
     out = console or plain_console()
     found = explain(planning)
     kinds = ", ".join(f"{count} {kind}" for kind, count in found.kinds.items())
@@ -37,7 +37,7 @@ def render_plan(planning: Planning, plan: TablePlan, path: Path, console: Consol
     _bottlenecks(out, found)
 
 
-# What CP-SAT says of its search.
+# Explanations of CP-SAT's status.
 _SOLVER = {
     "optimal": "has proven its plan the best of its form",
     "feasible": "found plans and has proven none to be the best",
@@ -46,7 +46,10 @@ _SOLVER = {
 
 
 def _exact_search(word: str) -> str:
-    """What became of CP-SAT's search, whose ``word`` is its own, or how many parts of the plan it was asked for."""
+    """Describe the result of the exact search.
+
+    ``word``: CP-SAT's status, or the number of subproblems it was run on.
+    """
     if not word:
         return ""
     told = f"was asked for {word}" if word[0].isdigit() else _SOLVER.get(word, f"says {word}")

@@ -1,4 +1,4 @@
-"""From a task to a plan: enumerate, price, generate, improve, re-rank by simulation."""
+"""Planner from a task to a plan: enumerate, price, generate, improve, re-rank by simulation."""
 
 from __future__ import annotations
 
@@ -27,75 +27,81 @@ from e2e.sharding.step_graph import planned_graph
 from e2e.simulate.simulator import simulate
 from e2e.step.arrays import Floats
 
-# Tables up to which every start is searched, and yes-or-no variables up to which CP-SAT gets the whole task.
+# Largest number of tables for which every start is searched, and of binary variables for which CP-SAT gets the whole
+# task.
 FEW_TABLES = 200
 WHOLE_PROGRAM = 3_000
 NEIGHBOUR_RANKS = 4
-# Scenarios that a search looks at (fewer with many tables), and others, that the choice among plans looks at.
+# Number of scenarios of a search (fewer with many tables), and of those used to choose among plans.
 DRAWS, DRAWS_OF_MANY, DRAWS_OF_CHOICE = 129, 33, 513
-# How much longer than the fastest plan's a step may be by the models' own times, for being faster where these are
-# wrong: a plan stays within 3 % of the best one known.
+# Accepted increase of the nominal step time over the fastest plan's, in exchange for robustness to model errors: plans
+# stay within 3 % of the best one known.
 PREMIUM = 0.029
 
 
 @dataclass(frozen=True)
 class SearchEffort:
-    """``seconds`` of search (of the clock; a search that ends before is repeatable), ``kicks`` of the local search,
-    ``deterministic`` work of CP-SAT (its own measure; 0: without it), ``simulated``: how many plans are re-ranked
-    beside the greedy ones, ``rebuilds`` of the search over scenarios (0: without it), which may take a fifth of
-    ``seconds`` more.
-    """
+    """Limits of the search."""
 
+    # Wall-clock time of the search; a search that ends earlier is repeatable; the scenario search may add a fifth.
     seconds: float = 15.0
+    # Number of kicks of the local search.
     kicks: int = 60
+    # Work limit of CP-SAT, in its own measure; 0: without CP-SAT.
     deterministic: float = 0.5
+    # Number of plans that are re-ranked by simulation, besides the greedy ones.
     simulated: int = 4
+    # Number of rebuilds of the search over scenarios; 0: without it.
     rebuilds: int = 4_000
     seed: int = 0
 
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A plan by ``generator``; ``seconds`` of a step by the closed form, ``simulated`` by the simulator; ``scenarios``
-    (draws,): of a step where the models are wrong as they may be, the first as they say.
-    """
+    """Plan made by ``generator``."""
 
     generator: str
     state: State
+    # Step time by the closed form; `simulated`: by the simulator.
     seconds: float
     simulated: float
+    # Step times under perturbed models, shape (draws,); the first is the nominal one.
     scenarios: Floats
 
     @property
     def expected(self) -> float:
-        """Mean over the scenarios."""
+        """Mean step time over the perturbed scenarios."""
         return float(self.scenarios[1:].mean() if len(self.scenarios) > 1 else self.scenarios[0])
 
 
 @dataclass(frozen=True, eq=False)
 class Planning:
-    """``best``: least expected regret among the plans that are fast by the simulator too; ``fastest`` by that alone.
-    ``greedy``: generator -> candidate, ``None`` where it does not fit. ``bound``: no plan is faster by the closed form
-    (0: unknown). ``solver``: the word of CP-SAT, empty if it was not asked.
-    """
+    """Result of the search."""
 
     problem: Problem
+    # Least expected regret among the plans that are fast in simulation; `fastest`: the fastest in simulation.
     best: Candidate
     fastest: Candidate
     others: tuple[Candidate, ...]
+    # Generator -> candidate; `None`: does not fit.
     greedy: Mapping[str, Candidate | None]
+    # Lower bound of the step of any plan by the closed form; 0: unknown.
     bound: float
+    # Status of CP-SAT, empty if it was not run.
     solver: str
     search_seconds: float
 
     @property
     def gap(self) -> float | None:
-        """How much faster a plan might be at the most, as a share of the bound."""
+        """Upper bound of the possible improvement, relative to the bound; ``None`` if no bound is known."""
         return self.best.state.seconds() / self.bound - 1 if self.bound > 0 else None
 
     @property
     def confidence(self) -> float | None:
-        """In which share of the scenarios the best plan is faster than every greedy one (``None``: nothing to tell)."""
+        """Share of the scenarios in which the best plan is faster than every greedy one.
+
+        ``None`` without scenarios or rivals.
+        """
         rivals = [each.scenarios[1:] for each in self.greedy.values() if each is not None and each is not self.best]
         if not rivals or not rivals[0].size:
             return None
@@ -103,7 +109,7 @@ class Planning:
 
 
 def make_problem(task: ShardingTask, collectives: CostModel | None = None) -> Problem:
-    """``task`` with everything priced; ``InputError`` for a task without tables."""
+    """Price everything in ``task``; raises ``InputError`` for a task without tables."""
     if not task.tables:
         raise InputError("no tables to shard; list some in the file")
     if collectives is None:
@@ -119,7 +125,7 @@ def make_problem(task: ShardingTask, collectives: CostModel | None = None) -> Pr
 
 
 def find_plan(problem: Problem, effort: SearchEffort | None = None) -> Planning:
-    """The best plan found; ``InputError`` says what is missing where nothing fits."""
+    """Return the best plan found; if nothing fits, raises ``InputError`` with the shortage."""
     effort = effort or SearchEffort()
     begin = time.monotonic()
     few = len(problem.of_table) <= FEW_TABLES
@@ -150,18 +156,21 @@ def find_plan(problem: Problem, effort: SearchEffort | None = None) -> Planning:
 
 
 def simulated_seconds(state: State) -> float:
-    """Of a step, kernels priced together, collectives waiting for the last rank."""
+    """Simulated time of a step: kernels priced per group, collectives wait for the last rank."""
     return simulate(planned_graph(state)).step_seconds
 
 
 def _candidate(name: str, state: State, scenarios: Scenarios) -> Candidate:
-    """What simulation says beside the closed form is taken for the same share in every scenario."""
+    """Make a candidate; the ratio of simulation to closed form is assumed to be the same in every scenario."""
     simulated, times = simulated_seconds(state), ScenarioState(state, scenarios).seconds()
     return Candidate(name, state, state.seconds(), simulated, times * (simulated / times[0]) if times[0] > 0 else times)
 
 
 def _chosen(every: list[Candidate], greedy: list[Candidate]) -> tuple[Candidate, Candidate]:
-    """The plan to take, and the fastest: at most ``PREMIUM`` lie between them, and no greedy plan does."""
+    """Choose the plan and the fastest plan.
+
+    The former is at most ``PREMIUM`` slower and not slower than a greedy one.
+    """
     fastest = min(every, key=lambda candidate: candidate.simulated)
     if len(fastest.scenarios) == 1:
         return fastest, fastest
@@ -172,14 +181,14 @@ def _chosen(every: list[Candidate], greedy: list[Candidate]) -> tuple[Candidate,
 
 
 def _rivals(times: list[Floats]) -> Floats:
-    """Of the best plan in each scenario."""
+    """Time of the best plan in each scenario."""
     return np.asarray(np.min(times, axis=0))
 
 
 def _robust(
     plans: Mapping[str, State], greedy: Mapping[str, State], effort: SearchEffort, deadline: float
 ) -> dict[str, State]:
-    """A plan that is fast where the models are wrong, too, and nearly as fast as the best where they are right."""
+    """Return a plan that is fast under model errors, and nearly as fast as the best by nominal times."""
     first = next(iter(plans.values()))
     many = len(first.choices) > FEW_TABLES
     scenarios = draw(first.problem, DRAWS_OF_MANY if many else DRAWS, effort.seed)
@@ -194,7 +203,7 @@ def _robust(
 
 
 def _relaxation(problem: Problem, found: Mapping[str, State]) -> Relaxation | None:
-    """Below the best greedy plan, or below a time that every plan beats that anybody would want."""
+    """Lower bound over plans faster than the best greedy one, or than a time that any sensible plan beats."""
     known = [state.seconds() for state in found.values()]
     limit = min(known) if known else float(max(times.max() for times in problem.times.seconds.values()))
     return relax(problem, limit)
@@ -209,7 +218,7 @@ def _starts(problem: Problem, greedy: Mapping[str, State], relaxation: Relaxatio
 
 
 def _search(problem: Problem, starts: list[State], effort: SearchEffort, deadline: float) -> State:
-    """Descends from the starts (from the best one of a large task), then kicks the best."""
+    """Descend from the starts (for a large task only from the best one), then kick the best."""
     few = len(problem.of_table) <= FEW_TABLES
     begin = time.monotonic()
     span = max(deadline - begin, 0.0)
@@ -220,13 +229,13 @@ def _search(problem: Problem, starts: list[State], effort: SearchEffort, deadlin
 
 
 def _refined(greedy: Mapping[str, State], deadline: float) -> dict[str, State]:
-    """Greedy plans with shards moved and swapped: other local optima, for the simulator to choose from."""
+    """Improve the greedy plans by moving and swapping shards: more local optima for the simulator to choose from."""
     improved = {f"{name}, improved": descend(state, deadline) for name, state in greedy.items()}
     return dict(sorted(improved.items(), key=lambda item: item[1].seconds()))
 
 
 def _polished(plans: Mapping[str, State], effort: SearchEffort, deadline: float) -> dict[str, State]:
-    """The best few ``plans`` with exact times of kernels, and the best of them kicked and polished again and again."""
+    """Polish the best ``plans`` with exact kernel times, and kick and polish the best of them repeatedly."""
     chosen = list(plans.items())[: effort.simulated]
     found = {}
     begin = time.monotonic()
@@ -238,7 +247,7 @@ def _polished(plans: Mapping[str, State], effort: SearchEffort, deadline: float)
 
 
 def _exact(start: State, effort: SearchEffort, deadline: float) -> tuple[State, str, float]:
-    """CP-SAT on all tables, or on those of a few ranks at a time: the plan, its word, what it has proven."""
+    """Run CP-SAT on all tables, or on those of a few ranks at a time; return plan, status, and lower bound."""
     problem = start.problem
     left = deadline - time.monotonic()
     if effort.deterministic <= 0 or left <= 0 or problem.ranks == 1:
@@ -259,7 +268,7 @@ def _exact(start: State, effort: SearchEffort, deadline: float) -> tuple[State, 
 
 
 def _neighbours(state: State, generator: np.random.Generator) -> list[int]:
-    """The rank that holds up the step, and some others."""
+    """Return the rank that limits the step, and some others at random."""
     weights = state.problem.model.weights(state.loads.max(axis=0))
     slowest = int((state.loads @ weights).argmax())
     others = [rank for rank in generator.permutation(state.problem.ranks).tolist() if rank != slowest]

@@ -1,7 +1,7 @@
-"""The last steps of a search: changes of single tables and swaps, each looked at with the exact times of kernels.
+"""Last stage of the search: changes and swaps of single tables, evaluated with exact kernel times.
 
-The closed form adds up tables and knows the slowest by itself; the model of a table-batched kernel has more terms
-(stages that wait for chains of loads), for which all tables of a rank must be looked at together.
+The closed form adds up tables and knows only the slowest one by itself; the model of a table-batched kernel has more
+terms (stages that wait for chains of loads), which need all tables of a rank together.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ from e2e.sharding.step_graph import options_of_rank
 
 
 class ExactTimes:
-    """Seconds of plans of one problem; kernels that were seen before are remembered."""
+    """Exact step times of plans of one problem, with a cache of kernels."""
 
     def __init__(self) -> None:
         self._kernels: dict[tuple[int, ...], tuple[float, float]] = {}
 
     def seconds(self, state: State) -> float:
-        """Of a step; where different ranks have the most forward and backward work, an upper bound."""
+        """Return the time of a step.
+
+        An upper bound if different ranks have the most forward and the most backward work.
+        """
         groups = [options_of_rank(state, rank) for rank in range(state.problem.ranks)]
         placed = np.array([self._kernel(state, group["placed"]) for group in groups]).max(axis=0)
         rows, copies = (self._kernel(state, groups[0][name]) for name in ("rows", "copies"))
@@ -48,7 +51,7 @@ class ExactTimes:
 
 
 def kick_polish(state: State, rounds: int, deadline: float, seed: int) -> State:
-    """Changes some tables at random, polishes, and keeps what is better; ``rounds`` times or until ``deadline``."""
+    """Kick, polish and keep improvements, ``rounds`` times or until ``deadline``."""
     generator, exact, best = np.random.default_rng(seed), ExactTimes(), state
     for _ in range(rounds):
         if time.monotonic() > deadline:
@@ -63,7 +66,10 @@ def kick_polish(state: State, rounds: int, deadline: float, seed: int) -> State:
 
 
 def polish(state: State, deadline: float, exact: ExactTimes | None = None) -> State:
-    """A copy of ``state``, improved until no single change helps or until ``deadline`` of :func:`time.monotonic`."""
+    """Return a copy of ``state``, improved until no single change helps.
+
+    Stops at ``deadline`` of :func:`time.monotonic`.
+    """
     state, exact = state.copy(), exact or ExactTimes()
     best, improved = exact.seconds(state), True
     while improved and time.monotonic() < deadline:
@@ -84,8 +90,9 @@ def polish(state: State, deadline: float, exact: ExactTimes | None = None) -> St
 
 
 def _changes(state: State) -> Iterator[list[tuple[int, Choice]]]:
-    """Every table elsewhere or cut otherwise, then every two whole tables of different ranks swapped; each looks at the
-    state as it is then.
+    """Yield every change of one table's place or cut, then every swap of two whole tables of different ranks.
+
+    Each change is relative to the state at the time it is yielded.
     """
     tables = range(len(state.choices))
     for table in tables:

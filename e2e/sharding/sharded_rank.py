@@ -1,4 +1,4 @@
-"""A rank of a sharded step: kernels on the compute stream, collectives on a stream of their own, waits between."""
+"""Rank of a sharded step: kernels on the compute stream, collectives on a stream of their own, waits between them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOTHING = Duration(0.0, 0.0, 0.0, "", "analytic")
 
 @dataclass
 class ShardedRank:
-    """Rank ``rank`` of ``ranks``. ``host``: whether operators cost the host time (priced later), or none at all.
+    """Rank ``rank`` of ``ranks``. ``host``: whether operators cost host time (priced later).
 
     All collectives are of one group: TorchRec and DDP share it, so that they keep their order.
     """
@@ -40,8 +40,10 @@ class ShardedRank:
         launches: int = 1,
         operator: str = "",
     ) -> None:
-        """One kernel of ``seconds``, or one that its ``operators`` price. ``launches``: how many the host makes for it
-        (a pass of several kernels that are priced as one); ``operator``: the host's call, if that has another name.
+        """Add one kernel that takes ``seconds``, or that is priced by its ``operators``.
+
+        ``launches``: number of launches by the host (a pass of several kernels that are priced as one); ``operator``:
+        name of the host's call if it differs.
         """
         call = self._writer.call(operator or name, phase)
         place, duration = self._writer.next_task, _exactly(seconds)
@@ -57,8 +59,9 @@ class ShardedRank:
         behind: bool = True,
         phase: Phase = "other",
     ) -> int:
-        """A collective of all ranks; returns the event of its end. ``behind``: after what the compute stream has been
-        given so far.
+        """Add a collective of all ranks; return the event of its end.
+
+        ``behind``: True if it waits for all work submitted to the compute stream so far.
         """
         writer = self._writer
         taken = None if received is None else round(received)
@@ -71,11 +74,11 @@ class ShardedRank:
         return writer.record_event(COMMUNICATION)
 
     def wait(self, event: int) -> None:
-        """What follows on the compute stream waits for ``event``."""
+        """Make later work on the compute stream wait for ``event``."""
         self._writer.wait_event(event, COMPUTE)
 
     def paste(self, actions: tuple[Action, ...], source: RankGraph) -> None:
-        """Appends launches and host work of another program; their tasks and calls get new numbers."""
+        """Append launches and host work of another program; their tasks and calls are renumbered."""
         renumbered = _Renumbered(self._writer, source.calls)
         for action in actions:
             if isinstance(action, Launch):
@@ -87,7 +90,7 @@ class ShardedRank:
                 self._writer.append(replace(action, call=renumbered.call(action.call)))
 
     def graph(self) -> RankGraph:
-        """The finished rank."""
+        """Return the finished rank."""
         return self._writer.finish()
 
     def _launch(self, task: Task, launches: int = 1) -> None:
@@ -99,7 +102,7 @@ class ShardedRank:
 
 @dataclass
 class _Renumbered:
-    """Calls of another program as they are numbered here, from their first use on."""
+    """Map of another program's calls to new numbers, assigned at their first use."""
 
     writer: RankWriter
     calls: Mapping[int, CallInfo]

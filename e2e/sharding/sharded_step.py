@@ -1,4 +1,4 @@
-"""``predict --model dlrm --config tables.yaml --sharding plan.json``: the graph of a sharded DLRM, host included."""
+"""Graph of a sharded DLRM, host included, for ``predict --model dlrm --config tables.yaml --sharding plan.json``."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 # linearise, sort, reduce by key, scan, find long segments, per block, per warp, and their initialisations).
 BACKWARD_LAUNCHES = 12
 _KERNEL = "table-batched embedding"
-# Host calls as recorded for copies and for tables with an optimizer inside (the recorded one, Adagrad, for all of them:
-# the same C++ template).
+# Host calls as recorded for copies and for tables with a fused optimizer (recorded with Adagrad; used for all of them,
+# since they share a C++ template).
 _BACKWARD = "autograd::engine::evaluate_function: torch::autograd::CppNode<SplitLookupFunction_{}_Op>"
 _CALLS = {
     (False, False): "fbgemm::split_embedding_codegen_lookup_adagrad_function",
@@ -47,23 +47,23 @@ _CALLS = {
 
 @dataclass(frozen=True, eq=False)
 class ShardedModel:
-    """``memory``: rank -> bytes at its fullest. ``warnings``: in what the plan was made for something else.
-
-    ``samples``: of all GPUs in a step.
-    """
+    """Graph of a sharded model with its memory."""
 
     graph: ExecutionGraph
+    # Rank -> peak memory.
     memory: Mapping[int, MemoryUsage]
+    # Differences between the plan's setting and this one.
     warnings: tuple[str, ...] = ()
+    # Samples of all GPUs in a step.
     samples: int = 0
 
 
 def sharded_dlrm(
     plan: Path, tables: Path, cluster: Cluster, batch_size: int | None = None, options: StepOptions | None = None
 ) -> ShardedModel:
-    """Reads and checks the files, captures the dense part, builds the graph; errors name the file at fault.
+    """Read and check the files, capture the dense part, build the graph; errors name the invalid file.
 
-    ``batch_size``: samples per GPU (``None``: as many as the plan was made for).
+    ``batch_size``: samples per GPU (``None``: that of the plan).
     """
     from e2e.sharding.dense_model import capture_dense
 
@@ -89,7 +89,10 @@ def sharded_dlrm(
 
 
 def _differences(plan: TablePlan, path: Path, cluster: Cluster, batch_size: int) -> Iterator[str]:
-    """What was planned for and what is predicted, where they differ: another plan may be better there."""
+    """Yield a warning for each difference between the plan's setting and the predicted one.
+
+    Another plan may be better there.
+    """
     for what, planned, now in (
         ("machine", plan.machine, cluster.machine.name),
         ("nodes", plan.nodes, cluster.nodes),
@@ -102,7 +105,7 @@ def _differences(plan: TablePlan, path: Path, cluster: Cluster, batch_size: int)
 def build_graph(
     plan: TablePlan, tables: Sequence[EmbeddingTable], dense: CapturedDense, cluster: Cluster, batch_size: int
 ) -> ShardedModel:
-    """The unpriced graph of every rank, and its memory. Ranks are not folded: each has tables of its own."""
+    """Return the unpriced graph of every rank, and its memory. Ranks are not folded: each has its own tables."""
     placements = {table.placement.table: table.placement for table in plan.tables}
     task = ShardingTask(tuple(tables), cluster, batch_size, rules=Rules(minimum_columns=4))
     try:
@@ -123,12 +126,12 @@ def build_graph(
 
 @dataclass(frozen=True, eq=False)
 class KernelLookups:
-    """Table-batched kernels of a rank, one per group of tables and optimizer, priced by the models of kernels."""
+    """Table-batched kernels of a rank, one per group of tables and optimizer, priced by the kernel models."""
 
     state: State
 
     def put(self, rank: ShardedRank, group: str, backward: bool) -> None:
-        """Emits the lookups of ``group`` on ``rank``, or their backward pass."""
+        """Add the lookups of ``group`` to ``rank``, or their backward pass."""
         by_optimizer: dict[str, list[int]] = {}
         for number in options_of_rank(self.state, rank.rank)[group]:
             by_optimizer.setdefault(self._table(number).optimizer, []).append(number)
@@ -156,7 +159,7 @@ class KernelLookups:
         return TableLookup(piece.rows, piece.dim, piece.indices(batch), batch, piece.dtype, piece.statistics)
 
     def _update(self, rank: ShardedRank, table: EmbeddingTable) -> None:
-        """The dense gradient is cleared before, the whole table updated after."""
+        """Add the clearing of the dense gradient and the update of the whole table."""
         elements, states = table.rows * table.dim, OPTIMIZER_STATE[table.optimizer][1]
         record = OptimizerStep("sgd", elements, 1, 2 + states, 1 + states, table.dtype)
         rank.kernel("aten::zero_", None, (MemoryCopy(elements * 4, "memset"),), "backward")
@@ -168,7 +171,7 @@ class KernelLookups:
 
 
 def _memory(state: State, rank: int, dense: MemoryUsage) -> MemoryUsage:
-    """Tables, their state and buffers besides the dense part."""
+    """Memory of tables, their state and buffers, plus the dense part."""
     costs, tables = state.problem.costs, state.problem.task.tables
     weights = states = 0
     for numbers in options_of_rank(state, rank).values():

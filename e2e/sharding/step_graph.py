@@ -1,6 +1,6 @@
-"""The execution graph of a sharded step, rank by rank, in the order that :mod:`step_model` tells.
+"""Execution graph of a sharded step, by rank, in the order of :mod:`step_model`.
 
-The dense part is whatever ``dense`` puts on a rank: given seconds for the planner, the captured model for predictions.
+The dense part is emitted by ``dense``: given seconds for the planner, the captured model for predictions.
 """
 
 from __future__ import annotations
@@ -18,44 +18,44 @@ from e2e.step.operator_trace import Phase
 
 
 class DenseProgram(Protocol):
-    """The dense part of a step, piece by piece. Events are those of gradients' all-reduces."""
+    """Dense part of a step in pieces. Returned events mark the ends of all-reduces of gradients."""
 
     def bottom_forward(self, rank: ShardedRank) -> None:
-        """Emits the forward pass of the dense features."""
+        """Add the forward pass of the dense features."""
         ...
 
     def top_forward(self, rank: ShardedRank) -> None:
-        """Emits the interaction and all above it, and the loss."""
+        """Add the interaction, the top MLP and the loss."""
         ...
 
     def top_backward(self, rank: ShardedRank) -> list[int]:
-        """Emits the backward pass above the interaction; events, each of a sum of gradients over the ranks."""
+        """Add the backward pass above the interaction; return the events of its all-reduces of gradients."""
         ...
 
     def interaction_backward(self, rank: ShardedRank) -> None:
-        """Emits the backward pass of the interaction."""
+        """Add the backward pass of the interaction."""
         ...
 
     def bottom_backward(self, rank: ShardedRank) -> list[int]:
-        """Emits the backward pass of the dense features; events, each of a sum of gradients over the ranks."""
+        """Add the backward pass of the dense features; return the events of its all-reduces of gradients."""
         ...
 
     def optimizer(self, rank: ShardedRank) -> None:
-        """Emits the update of the dense parameters."""
+        """Add the update of the dense parameters."""
         ...
 
 
 class LookupKernelTimes(Protocol):
-    """The lookups of one rank: kernels of ``group`` (placed, rows, copies), forward or backward."""
+    """Lookups of one rank: kernels of ``group`` (placed, rows, copies), forward or backward."""
 
     def put(self, rank: ShardedRank, group: str, backward: bool) -> None:
-        """Emits the lookups of ``group`` on ``rank``, or their backward pass."""
+        """Add the lookups of ``group`` to ``rank``, or their backward pass."""
         ...
 
 
 @dataclass(frozen=True)
 class GivenDense:
-    """Kernels of known seconds."""
+    """Dense part of kernels with given seconds."""
 
     part: DensePart
 
@@ -86,26 +86,28 @@ def _kernel(rank: ShardedRank, name: str, seconds: float) -> None:
 
 
 def _reduce(rank: ShardedRank, name: str, seconds: float) -> list[int]:
-    """The size does not matter: the time is given."""
+    """Add an all-reduce of given time; its size has no effect."""
     return [rank.collective(f"all_reduce of the {name}", "all_reduce", 0, seconds)] if seconds > 0 else []
 
 
 @dataclass(frozen=True, eq=False)
 class PricedLookups:
-    """``seconds``: (group, backward) -> seconds of the rank's kernel."""
+    """Lookups with given times. ``seconds``: (group, backward) -> seconds of the rank's kernel."""
 
     seconds: dict[tuple[str, bool], float]
 
     def put(self, rank: ShardedRank, group: str, backward: bool) -> None:
-        """Emits the lookups of ``group`` on ``rank``, or their backward pass."""
+        """Add the lookups of ``group`` to ``rank``, or their backward pass."""
         seconds = self.seconds.get((group, backward), 0.0)
         if seconds > 0:
             rank.kernel(f"{'backward ' if backward else ''}lookup, {group}", seconds)
 
 
 def planned_graph(state: State, exact: bool = True) -> ExecutionGraph:
-    """The graph of a plan with seconds for everything and no host time. ``exact``: lookups as the kernels' model prices
-    the tables of a rank together; else by the sums of the closed form.
+    """Return the graph of a plan with seconds for everything and no host time.
+
+    ``exact``: lookups are priced by the kernel model for all tables of a rank together; else by the sums of the closed
+    form.
     """
     problem = state.problem
     dense = GivenDense(problem.task.dense)
@@ -119,7 +121,7 @@ def planned_graph(state: State, exact: bool = True) -> ExecutionGraph:
 
 
 def options_of_rank(state: State, rank: int) -> dict[str, list[int]]:
-    """Group -> options of the tables that it has on ``rank``."""
+    """Map each group to the options of its tables on ``rank``."""
     options = state.problem.costs.options
     groups: dict[str, list[int]] = {"placed": [], "rows": [], "copies": []}
     for number, ranks in state.choices:
@@ -148,7 +150,7 @@ def _lookup_seconds(state: State, rank: int, exact: bool) -> dict[tuple[str, boo
 
 
 def transfer_seconds(state: State) -> dict[str, float]:
-    """Name of a transfer -> seconds, for the whole group."""
+    """Map the names of transfers to seconds, for the whole group."""
     model, peak = state.problem.model, state.loads.max(axis=0)
     move, totals, ranks = model.times.of, state.totals, state.problem.ranks
     row = totals[ROW_OUTPUT]
@@ -172,7 +174,7 @@ def emit_step(
     dense: DenseProgram,
     seconds: dict[str, float] | None = None,
 ) -> None:
-    """Puts a step on ``rank``. ``seconds`` of transfers; ``None``: they are priced later, by their bytes."""
+    """Add a step to ``rank``. ``seconds`` of transfers; ``None``: they are priced later, by their bytes."""
     exchange = _Exchange(rank, state, seconds)
     dense.bottom_forward(rank)
     placed, rows, copies = (bool(state.totals[column] > 0) for column in (PLACED, ROWS, COPIES))
@@ -210,15 +212,17 @@ def emit_step(
 
 @dataclass(frozen=True, eq=False)
 class _Exchange:
-    """The transfers of a rank: what it puts in and takes out."""
+    """Transfers of a rank, with the bytes that it sends and receives."""
 
     rank: ShardedRank
     state: State
     seconds: dict[str, float] | None
 
     def next_inputs(self) -> None:
-        """Of the next batch: sizes first, then lengths and indices of each group. No kernel of this step needs them or
-        is needed for them; the next step's lookups come behind them, as gradients do.
+        """Add the inputs of the next batch: sizes first, then lengths and indices of each group.
+
+        No kernel of this step depends on them, nor they on any; the next step's lookups and gradients follow
+        them.
         """
         totals, load = self.state.totals, self.state.loads
         mine, all_ranks = load[self.rank.rank], load.sum(axis=0) / self.rank.ranks
@@ -233,7 +237,10 @@ class _Exchange:
             self._input("row indices", totals[ROW_INDICES])
 
     def output(self, gradient: bool) -> int:
-        """Of placed tables: a rank sends what it looked up and takes its samples'; gradients the other way."""
+        """Exchange the outputs of placed tables: a rank sends its lookups and receives its samples'.
+
+        Gradients the reverse.
+        """
         mine = self.state.loads[self.rank.rank, OUTPUT]
         share = self.state.loads[:, OUTPUT].sum() / self.rank.ranks
         sent, received = (share, mine) if gradient else (mine, share)
@@ -242,15 +249,15 @@ class _Exchange:
         return self._move("output", "all_to_all", "forward", sent, received)
 
     def rows_output(self) -> int:
-        """Partial sums of blocks of rows."""
+        """Reduce and scatter the partial sums of blocks of rows."""
         return self._move("row output", "reduce_scatter", "forward", self.state.totals[ROW_OUTPUT])
 
     def rows_gradient(self) -> int:
-        """Gradients of the samples, to all blocks of rows."""
+        """Gather the gradients of all samples for all blocks of rows."""
         return self._move("row gradient", "all_gather", "backward", self.state.totals[ROW_OUTPUT] / self.rank.ranks)
 
     def copies(self) -> int:
-        """Dense gradients of data-parallel tables."""
+        """All-reduce the dense gradients of data-parallel tables."""
         options, tables = self.state.problem.costs.options, self.state.problem.task.tables
         size = sum(
             tables[options[number].table].rows * tables[options[number].table].dim * 4

@@ -1,7 +1,7 @@
-"""Plans as TorchRec's ``ShardingPlan``: the document that it serialises itself to, and the object.
+"""Export of plans as TorchRec's ``ShardingPlan``: its serialised document, and the object.
 
-TorchRec makes one exchange per kind of placement. Where a plan cuts tables by columns, whole tables are exported as
-``column_wise`` with one block, so that both go in one exchange, as the plan was priced.
+TorchRec makes one exchange per kind of placement. If a plan cuts tables by columns, whole tables are exported as
+``column_wise`` with one block, so that both share one exchange, as the plan was priced.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from e2e.sharding.plan import PlannedTable, TablePlan
 if TYPE_CHECKING:
     from torchrec.distributed.types import ShardingPlan
 
-# Where the tables are in a model: the path of its EmbeddingBagCollection (of torchrec.models.dlrm.DLRM by default).
+# Path of the EmbeddingBagCollection in a model (default: that of torchrec.models.dlrm.DLRM).
 MODULE = "sparse_arch.embedding_bag_collection"
 DENSE, FUSED = "dense", "fused"
 _TYPES = {
@@ -30,8 +30,9 @@ _TYPES = {
 
 
 def torchrec_record(plan: TablePlan, module: str = MODULE, device: str = "cuda") -> dict[str, Any]:
-    """What ``ShardingPlan._serialize`` gives: module -> table -> sharding type, kernel, ranks, shards. ``device``:
-    ``cuda``, or ``cpu`` to try a plan without GPUs.
+    """Return the output of ``ShardingPlan._serialize``: module -> table -> sharding type, kernel, ranks, shards.
+
+    ``device``: ``cuda``, or ``cpu`` to try a plan without GPUs.
     """
     columns = any(table.placement.kind == "column-wise" for table in plan.tables)
     tables = {table.placement.table: _table(table, plan, columns, device) for table in plan.tables}
@@ -39,7 +40,7 @@ def torchrec_record(plan: TablePlan, module: str = MODULE, device: str = "cuda")
 
 
 def save_torchrec(plan: TablePlan, path: Path, module: str = MODULE) -> None:
-    """Writes :func:`torchrec_record`; ``OutputError`` if it cannot."""
+    """Write :func:`torchrec_record`; raises ``OutputError`` if it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(torchrec_record(plan, module), indent=1) + "\n")
@@ -48,7 +49,10 @@ def save_torchrec(plan: TablePlan, path: Path, module: str = MODULE) -> None:
 
 
 def torchrec_plan(plan: TablePlan, module: str = MODULE, device: str = "cuda") -> ShardingPlan:
-    """The object for ``DistributedModelParallel(plan=...)``; ``MissingDependencyError`` without TorchRec."""
+    """Return the object for ``DistributedModelParallel(plan=...)``.
+
+    Raises ``MissingDependencyError`` without TorchRec.
+    """
     try:
         from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
         from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
@@ -87,7 +91,7 @@ def _table(table: PlannedTable, plan: TablePlan, columns: bool, device: str) -> 
 
 
 def _shards(table: PlannedTable, plan: TablePlan, device: str) -> Iterator[dict[str, Any]]:
-    """Blocks of rows are ceil(rows / ranks) long, as TorchRec cuts them; the last ones may be short or empty."""
+    """Yield the shards; blocks of rows are ceil(rows / ranks) long, as in TorchRec; the last may be short or empty."""
     ranks = table.placement.ranks
     rows, columns = table.rows, table.dim
     if table.placement.kind == "row-wise":

@@ -1,1 +1,1 @@
-"""Runs a priced graph: host threads, streams, links and ranks that meet, event by event."""
+"""Event-driven simulation of a priced graph: host threads, streams, links and collectives across ranks."""

@@ -1,4 +1,4 @@
-"""Why a simulation does not end: which rank waits where, for what, and in which circle."""
+"""Error messages for a simulation that does not end: which rank waits where, for what, and in which cycle."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from e2e.step.execution_graph import Collective, ExecutionGraph, RankGraph
 
 
 def check_ended(graph: ExecutionGraph, hosts: Sequence[HostThreads], rendezvous: Rendezvous) -> None:
-    """:class:`SimulationError` names rank, operation and sequence number of what never ends; else nothing."""
+    """Raise :class:`SimulationError` naming rank, operation and sequence number of the first action that never ends."""
     if rendezvous.open:
         raise SimulationError(_Deadlock(graph, hosts, rendezvous).unmet())
     for host, rank in zip(hosts, graph.ranks, strict=True):
@@ -33,9 +33,9 @@ def check_ended(graph: ExecutionGraph, hosts: Sequence[HostThreads], rendezvous:
 
 
 def check_folded_pairs(graph: ExecutionGraph) -> None:
-    """Sends to ranks that others stand for need as many receives from such ranks (a ring of alike ranks has them).
+    """Check that sends to folded ranks are balanced by receives from folded ranks, as in a ring of identical ranks.
 
-    :class:`SimulationError` names the first send or receive without a partner.
+    Raises :class:`SimulationError` for the first send or receive without a partner.
     """
     here = {rank.rank for rank in graph.ranks}
     balance: dict[int, int] = {}
@@ -67,9 +67,10 @@ class _Deadlock:
         self._ranks = {rank.rank: rank for rank in graph.ranks}
 
     def unmet(self) -> str:
-        """The collective that has waited longest for a rank that does not come, and why that does not.
+        """Return the message about the collective that has waited longest for a missing rank, with the reason.
 
-        One that the rank never calls is the cause, whatever waits longer: the rank may be in its next iteration.
+        Collectives that the missing rank never calls are preferred, as the root cause: a rank that waits longer
+        elsewhere may be in its next iteration.
         """
         meetings = list(self._rendezvous.open.values())
         found = [meeting for meeting in meetings if self._never_call(meeting)] or meetings
@@ -85,13 +86,16 @@ class _Deadlock:
         )
 
     def _never_call(self, meeting: Meeting) -> list[int]:
-        """Missing ranks that do not have this call."""
+        """Return the missing ranks whose programs do not contain this call."""
         group, sequence = meeting.collective.group, meeting.collective.sequence
         missing = self._rendezvous.missing(meeting)
         return [rank for rank in missing if all(call.sequence != sequence for call in self._calls(rank, group))]
 
     def _reason(self, rank: int, meeting: Meeting, before: list[int]) -> str:
-        """Why ``rank`` does not come to ``meeting``; ``before``: who waits for it, directly or through others."""
+        """Reason why ``rank`` does not arrive at ``meeting``.
+
+        ``before``: ranks that wait for it, directly or indirectly.
+        """
         calls = self._calls(rank, meeting.collective.group)
         if not any(call.sequence == meeting.collective.sequence for call in calls):
             last = max(calls, key=lambda call: call.sequence, default=None)
@@ -109,7 +113,7 @@ class _Deadlock:
         return "it ends without this call"
 
     def _chain(self, rank: int, other: Meeting, before: list[int]) -> str:
-        """``rank`` itself waits in ``other``: for whom, until one comes up again."""
+        """Describe whom ``rank``, itself waiting in ``other``, waits for, recursively until a rank repeats."""
         target = self._rendezvous.missing(other)[0]
         found = f"it waits in {describe_collective(other.collective)} for rank {target}"
         if target in before or target == rank:
@@ -119,7 +123,7 @@ class _Deadlock:
         return f"{found}, which never arrives: {self._reason(target, other, [*before, rank])}"
 
     def _waits_in(self, rank: int) -> Meeting | None:
-        """The collective in which ``rank`` has waited longest."""
+        """Return the open collective in which ``rank`` has waited longest, or ``None``."""
         found = [meeting for meeting in self._rendezvous.open.values() if rank in meeting.arrivals]
         return min(found, key=lambda meeting: meeting.arrivals[rank].start, default=None)
 

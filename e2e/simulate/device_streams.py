@@ -1,11 +1,11 @@
-"""The streams of one rank while it is simulated: each runs its tasks in order, as early as it can.
+"""Streams of one rank during simulation: each runs its tasks in order, as early as possible.
 
-A stream is *blocked* behind a collective (or a kernel that others may slow down) that is not complete, or an event that
-is not reached; what is put on it meanwhile queues up. Otherwise a task's times are known when it is launched, so no
-calendar of events is needed.
+A stream is *blocked* behind a collective (or a kernel that others may slow down) that is not complete, or behind an
+event that is not reached; work submitted meanwhile is queued. Otherwise the times of a task are known at its launch, so
+no event calendar is needed.
 
-Causes are numbers: ``n >= 0`` is task n of the rank (all iterations counted through), ``LAUNCHED`` the task's own
-launch, and below that :func:`action_cause` of an action.
+Causes are numbers: ``n >= 0`` is task n of the rank (numbered through all iterations), ``LAUNCHED`` the task's own
+launch, and smaller numbers are actions (:func:`action_cause`).
 """
 
 from __future__ import annotations
@@ -21,36 +21,37 @@ _TASK, _SHARED, _WAIT, _MARK = range(4)
 
 
 def action_cause(action: int) -> int:
-    """The cause number of an action, and back."""
+    """Convert an action to its cause number, or a cause number to its action (the function is its own inverse)."""
     return -2 - action
 
 
 @dataclass(slots=True, eq=False)
 class Mark:
-    """A point on a stream: an event, or what a synchronising call waits for. ``seconds``: when it was reached.
+    """Point on a stream: an event, or the end of the work that a synchronising call waits for."""
 
-    ``event``: its slot, if it is one; ``recorded``: it has been put on a stream. ``streams`` are blocked by it,
-    ``threads`` of the host wait for it.
-    """
-
+    # Slot of the event, `None` if this is no event.
     event: int | None = None
+    # True once it has been put on a stream.
     recorded: bool = False
+    # Time at which it was reached, `None` before.
     seconds: float | None = None
     cause: int = LAUNCHED
+    # Slots of the streams that it blocks.
     streams: list[int] = field(default_factory=list)
+    # Host threads that wait for it.
     threads: list[Any] = field(default_factory=list)
 
 
 class Streams:
-    """State of all streams of a rank, by slot. ``unblocked`` and ``reached`` are for the caller to empty."""
+    """State of all streams of a rank, by slot. The caller empties ``unblocked`` and ``reached``."""
 
     def __init__(self, streams: int, tasks: int) -> None:
         nan = float("nan")
-        # When everything so far has ended, and what that was.
+        # End time of the work so far on each stream, and the cause number of that work.
         self.ready = [0.0] * streams
         self.last = [LAUNCHED] * streams
         self.blocked = [False] * streams
-        # What a stream is blocked by, if that is an event.
+        # Event that blocks the stream, or `None`.
         self.barriers: list[Mark | None] = [None] * streams
         self.queues: list[deque[tuple[Any, ...]]] = [deque() for _ in range(streams)]
         self.starts = [nan] * tasks
@@ -60,57 +61,63 @@ class Streams:
         self.transfers: list[tuple[int, float, int, int]] = []
         self.unblocked: list[int] = []
         self.reached: list[Mark] = []
-        # Collectives and kernels that others may slow down, which have become ready: (task, slot, start).
+        # Collectives and kernels that others may slow down, once they are ready: (task, slot, start).
         self.arriving: list[tuple[int, int, float]] = []
 
     def launch(self, task: int, slot: int, launched: float, seconds: float) -> None:
-        """Puts a task on a stream; ``launched``: when its launch call ended."""
+        """Submit a task to a stream; ``launched``: end of its launch call, in seconds."""
         if self.blocked[slot]:
             self.queues[slot].append((_TASK, task, launched, seconds))
         else:
             self._run(task, slot, launched, seconds)
 
     def launch_shared(self, task: int, slot: int, launched: float) -> None:
-        """Puts a task on a stream, which it occupies until :meth:`finish` or :meth:`finish_collective`."""
+        """Submit a task that occupies its stream until :meth:`finish` or :meth:`finish_collective`."""
         if self.blocked[slot]:
             self.queues[slot].append((_SHARED, task, launched, 0.0))
         else:
             self._arrive(task, slot, launched)
 
     def finish_collective(self, task: int, slot: int, transfer: float, end: float, last: tuple[int, int]) -> None:
-        """All ranks have met: the transfer runs from ``transfer`` to ``end``; ``last``: position and task."""
+        """End a collective whose transfer runs from ``transfer`` to ``end``.
+
+        ``last``: position and task of the last rank.
+        """
         self.transfers.append((task, transfer, *last))
         self.finish(task, slot, end)
 
     def finish(self, task: int, slot: int, end: float) -> None:
-        """A task of :meth:`launch_shared` has ended."""
+        """End a task that was submitted by :meth:`launch_shared`."""
         self.ends[task] = end
         self.ready[slot] = end
         self.last[slot] = task
         self.unblocked.append(slot)
 
     def follower(self, slot: int, moment: float) -> int | None:
-        """The task of :meth:`launch_shared` that is launched before ``moment`` and comes next on a blocked stream."""
+        """Return the next task of a blocked stream if it is a shared one launched before ``moment``, else ``None``."""
         queue = self.queues[slot]
         if queue and queue[0][0] == _SHARED and queue[0][2] < moment:
             return int(queue[0][1])
         return None
 
     def follow(self, task: int, slot: int, moment: float) -> None:
-        """``task`` has ended, and its :meth:`follower` begins at the same moment."""
+        """End ``task`` and start its :meth:`follower` at the same moment."""
         follower = self.queues[slot].popleft()[1]
         self.ends[task] = self.starts[follower] = moment
         self.causes[follower] = task
 
     def wait(self, slot: int, mark: Mark) -> None:
-        """What comes next on the stream starts after ``mark``."""
+        """Make all later work on the stream start after ``mark``."""
         if self.blocked[slot]:
             self.queues[slot].append((_WAIT, mark, 0.0, 0.0))
         else:
             self._wait(slot, mark)
 
     def put(self, slot: int, mark: Mark, called: float, action: int) -> None:
-        """Marks the present end of the stream; ``called``: when, by ``action`` of the host."""
+        """Put ``mark`` at the present end of the stream.
+
+        ``called``: time of the call, ``action``: the host's action.
+        """
         mark.recorded = True
         if self.blocked[slot]:
             self.queues[slot].append((_MARK, mark, called, action))
@@ -118,7 +125,7 @@ class Streams:
             self._reach(slot, mark, called, action)
 
     def settle(self) -> None:
-        """Runs the queues of all streams that are no longer blocked, as far as they go."""
+        """Run the queues of all streams that are no longer blocked, as far as possible."""
         while self.unblocked:
             self._drain(self.unblocked.pop())
 
@@ -170,7 +177,7 @@ class Streams:
         mark.seconds = ready if late else called
         mark.cause = self.last[slot] if late else action_cause(action)
         for waiting in mark.streams:
-            # Its wait was taken off the queue when it blocked, so it is carried out here.
+            # The wait left the queue when it blocked the stream, so it is executed here.
             self._wait(waiting, mark)
             self.unblocked.append(waiting)
         if mark.threads:

@@ -1,9 +1,9 @@
-"""The host threads of one rank while it is simulated.
+"""Host threads of one rank during simulation.
 
-Threads of a rank that meet on a stream or an event act in the order of time: the one whose next call takes effect
-first goes on (of several at the same moment, the first in the graph). A thread that waits for the device, with the
-end of that wait not yet known, holds the others back at the moment it began to wait; the simulator lifts that bound
-once nothing in the whole graph can happen earlier. So results do not depend on which rank is looked at first.
+Threads of a rank that share a stream or an event act in order of time: the thread whose next call takes effect first
+goes on (ties: the first thread of the graph). A thread that waits for the device, while the end of that wait is
+unknown, holds the others back at the start of its wait; the simulator lifts that bound once nothing in the whole graph
+can happen earlier. So results do not depend on the order in which ranks are processed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from e2e.simulate.instructions import HOST, LAUNCH, SHARED, Instruction, RankPro
 
 
 class Status(Enum):
-    """What a thread does next. ``DEVICE``: waits for streams; ``FLAG``: for a signal."""
+    """State of a thread: runnable, waiting for streams (``DEVICE``), waiting for a signal (``FLAG``), or done."""
 
     READY = auto()
     DEVICE = auto()
@@ -25,9 +25,7 @@ class Status(Enum):
 
 
 class Thread:
-    """One thread, from ``start`` seconds on. ``ends``: when each action ended; ``waits``: (action, end of the wait,
-    cause) where it waited.
-    """
+    """One host thread, from ``start`` seconds on."""
 
     def __init__(self, program: ThreadProgram, index: int, start: float) -> None:
         self.program = program
@@ -35,12 +33,14 @@ class Thread:
         self.iteration = 0
         self.place = 0
         self.start = self.clock = start
-        # No later than the moment at which the next call takes effect.
+        # Lower bound of the time at which the next call takes effect.
         self.bound = start
         self.status = Status.READY if program.code else Status.DONE
+        # End of each action.
         self.ends: list[float] = []
+        # (action, end of the wait, cause) of each wait
         self.waits: list[tuple[int, float, int]] = []
-        # While it waits: in which action, what that costs afterwards, marks still to be reached, the latest so far.
+        # While waiting: the action, its cost after the wait, number of marks still to be reached, latest time so far.
         self.action = 0
         self.cost = 0.0
         self.pending = 0
@@ -48,17 +48,17 @@ class Thread:
         self.latest_cause = LAUNCHED
 
     def begin_wait(self, action: int, cost: float) -> None:
-        """A call that waits and then takes ``cost`` seconds."""
+        """Begin a call that waits and then takes ``cost`` seconds."""
         self.action, self.cost = action, cost
         self.latest = self.clock
 
     def note(self, seconds: float, cause: int) -> None:
-        """One of the things it waits for ended at ``seconds``."""
+        """Record that one of the awaited marks was reached at ``seconds``."""
         if seconds > self.latest:
             self.latest, self.latest_cause = seconds, cause
 
     def resume(self) -> None:
-        """Everything it waits for has ended."""
+        """Continue after everything awaited has ended."""
         if self.latest > self.clock:
             self.waits.append((self.action, self.latest, self.latest_cause))
         self.clock = self.latest + self.cost
@@ -70,8 +70,8 @@ class Thread:
 class HostThreads:
     """Threads and streams of one rank over ``iterations``.
 
-    What became ready and ends when others allow it (collectives above all) is in ``streams.arriving`` when
-    :meth:`advance` returns; ``held`` is the thread that could go on but for another one's unfinished wait.
+    After :meth:`advance`, ``streams.arriving`` holds the tasks that became ready and whose end depends on others
+    (mostly collectives); ``held`` is the thread that only another thread's unfinished wait keeps from going on.
     """
 
     def __init__(self, program: RankProgram, iterations: int, start: float = 0.0) -> None:
@@ -81,12 +81,12 @@ class HostThreads:
         self.threads = [Thread(thread, index, start) for index, thread in enumerate(program.threads)]
         self.held: Thread | None = None
         self._events: list[Mark | None] = [None] * (len(program.events) * iterations)
-        # Flag -> (when, by which action); and who waits for it.
+        # Flag -> (time, action that signalled it); flag -> waiting threads.
         self._signals: list[tuple[float, int] | None] = [None] * (len(program.flags) * iterations)
         self._awaiting: dict[int, list[Thread]] = {}
 
     def advance(self) -> None:
-        """Runs the threads until all have ended, wait, or a collective is to be arranged."""
+        """Run the threads until all have ended or wait, or until a collective is to be arranged."""
         self.held = None
         while not self.streams.arriving:
             thread, limit = self._next()
@@ -98,7 +98,7 @@ class HostThreads:
             self._run(thread, limit)
 
     def lift(self) -> None:
-        """Nothing anywhere happens before the held thread's next call: waiting threads do not wake earlier."""
+        """Raise the bounds of waiting threads past the held thread's next call: nothing can happen before it."""
         assert self.held is not None
         bound = nextafter(self.held.bound, inf)
         for thread in self.threads:
@@ -106,7 +106,10 @@ class HostThreads:
                 thread.bound = bound
 
     def settle(self) -> bool:
-        """Runs what is no longer blocked and wakes the threads that waited for it; whether any woke."""
+        """Run all work that is no longer blocked and wake the threads that waited for it.
+
+        Return ``True`` if any woke.
+        """
         self.streams.settle()
         reached = self.streams.reached
         woken = False
@@ -122,7 +125,7 @@ class HostThreads:
         return woken
 
     def _next(self) -> tuple[Thread | None, float]:
-        """Who goes on, and up to which moment it may act."""
+        """Return the next thread to run (``None``: all wait or are done) and the time limit up to which it may act."""
         ready = [thread for thread in self.threads if thread.status is Status.READY]
         if not ready:
             return None, inf
@@ -131,13 +134,16 @@ class HostThreads:
         if self.program.ordered:
             for other in self.threads:
                 if other is not thread and (other.status is Status.READY or other.status is Status.DEVICE):
-                    # At the same moment the first thread of the graph goes first.
+                    # Ties: the first thread of the graph goes first.
                     last = other.bound if thread.index < other.index else nextafter(other.bound, -inf)
                     limit = min(limit, last)
         return thread, limit
 
     def _run(self, thread: Thread, limit: float) -> None:
-        """The inner loop: host work and launches on free streams in place, everything else by its own method."""
+        """Inner loop: executes host work and launches on free streams inline.
+
+        Every other instruction has its own method.
+        """
         streams, program = self.streams, self.program
         ready, last, blocked = streams.ready, streams.last, streams.blocked
         starts, task_ends, causes = streams.starts, streams.ends, streams.causes
@@ -187,7 +193,7 @@ class HostThreads:
         if thread.iteration == self.iterations:
             thread.status = Status.DONE
 
-    # --- everything but host work and launches on free streams; true: the loop stops -------------------
+    # --- instructions other than host work and launches on free streams; true: stop the loop ------------
 
     def _launch(self, thread: Thread, instruction: Instruction) -> bool:
         _, seconds, task, slot, work = instruction
@@ -285,7 +291,7 @@ class HostThreads:
         return True
 
     def _mark(self, thread: Thread, slot: int) -> Mark:
-        """The event as recorded last, or else as it will be recorded first."""
+        """Return the latest recorded mark of an event, or else the mark of its first future record."""
         event = thread.iteration * len(self.program.events) + slot
         mark = self._events[event]
         if mark is None:
@@ -295,17 +301,17 @@ class HostThreads:
     def _action(self, thread: Thread) -> int:
         return thread.iteration * self.program.actions + thread.program.first + thread.place
 
-    # --- when it does not end --------------------------------------------------------------------------
+    # --- diagnosis of deadlocks --------------------------------------------------------------------------
 
     def stuck(self) -> tuple[str, int] | None:
-        """Thread and place of the first action that never ends; ``None`` if all threads have ended."""
+        """Return thread name and place of the first action that never ends, ``None`` if all threads have ended."""
         for thread in self.threads:
             if thread.status in (Status.FLAG, Status.DEVICE):
                 return thread.program.name, thread.place - 1
         return None
 
     def blocked(self) -> tuple[int, int, bool] | None:
-        """The first stream that waits for an event in vain: stream, event, whether that was recorded."""
+        """First stream blocked by an event that never comes: (stream, event, whether it was recorded), or ``None``."""
         for stream, mark in zip(self.program.streams, self.streams.barriers, strict=True):
             if mark is not None and mark.event is not None:
                 return stream, self.program.events[mark.event], mark.recorded
@@ -316,7 +322,7 @@ def _order(thread: Thread) -> tuple[float, int]:
     return thread.bound, thread.index
 
 
-# By the number of the instruction. Bound methods would make a ring of every object here, freed late.
+# By operation code. Plain functions: bound methods would create reference cycles, freed late.
 _RARE = (
     HostThreads._launch,
     HostThreads._shared,

@@ -1,6 +1,6 @@
-"""An execution graph as the simulator runs it: per thread a flat list of instructions, streams and events as slots.
+"""Execution graph compiled for the simulator: a flat list of instructions per thread, streams and events as slots.
 
-Checked here, once: everything has a price, names no absent rank and is of a known kind.
+Compilation validates once that everything has a price, refers to no absent rank and is of a known kind.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from e2e.step.execution_graph import (
     Task,
 )
 
-# Operation codes. Those up to SHARED take effect when their host time has passed, the others at once. SHARED launches
-# what others slow down: collectives, and kernels beside them.
+# Operation codes. Those up to SHARED take effect after their host time, the others at once. SHARED launches tasks that
+# others may slow down: collectives, and kernels that overlap with them.
 HOST, LAUNCH, SHARED, RECORD, WAIT, SYNCHRONIZE_STREAM, SYNCHRONIZE_EVENT, SYNCHRONIZE_DEVICE, SIGNAL, AWAIT = range(10)
 NO_SLOT = -1
 
@@ -40,50 +40,53 @@ Instruction = tuple[int, float, int, int, float]
 
 @dataclass(frozen=True, slots=True)
 class ThreadProgram:
-    """``first``: place of the thread's first action among all actions of its rank."""
+    """Instructions of one host thread."""
 
     name: str
+    # Place of the thread's first action among all actions of its rank.
     first: int
     code: list[Instruction]
 
 
 @dataclass(frozen=True)
 class RankProgram:
-    """One rank. ``streams``: slot -> number in the graph; ``launches``: task -> place of its launch among the actions;
-    ``collectives``: task -> what and its transfer seconds; ``links``: task -> what it uses of which; ``loads``: task ->
-    what it takes of its GPU, of collectives and of kernels that run beside some; ``seconds``: of every task alone.
-
-    ``ordered``: threads meet on a stream, an event or a twice signalled flag, so that the order of their calls in
-    time decides; otherwise each thread may be run by itself.
-    """
+    """Program of one rank."""
 
     rank: int
     threads: tuple[ThreadProgram, ...]
     actions: int
+    # Slot -> stream number in the graph.
     streams: tuple[int, ...]
     task_streams: list[int]
+    # Task -> place of its launch among the actions.
     launches: list[int]
+    # Task -> collective and its transfer seconds.
     collectives: dict[int, tuple[Collective, float]]
+    # Task -> (link, share used) pairs.
     links: dict[int, tuple[tuple[str, float], ...]]
+    # Task -> load on its GPU, for collectives and the kernels that overlap with some.
     loads: dict[int, GpuLoad]
+    # Seconds of every task running alone.
     seconds: list[float]
     events: tuple[int, ...]
     flags: tuple[int, ...]
+    # Threads share a stream, an event or a flag that is signalled twice, so the order of their calls in time matters;
+    # otherwise threads may be run one after another.
     ordered: bool
 
     @property
     def tasks(self) -> int:
-        """How many tasks the rank's streams run."""
+        """Number of tasks that the rank's streams run."""
         return len(self.task_streams)
 
     @property
     def nodes(self) -> int:
-        """How many nodes one iteration of the rank has in a timeline: its actions and its tasks."""
+        """Number of nodes of one iteration of the rank in a timeline: its actions and its tasks."""
         return self.actions + self.tasks
 
 
 def compile_graph(graph: ExecutionGraph) -> tuple[RankProgram, ...]:
-    """One program per rank, in the graph's order; :class:`SimulationError` names work without a price."""
+    """Compile one program per rank, in the graph's order; raise :class:`SimulationError` for work without a price."""
     if not graph.ranks:
         raise SimulationError(f"{where(graph)}the graph has no ranks; capture or read at least one")
     repeated = [rank for rank, count in Counter(entry.rank for entry in graph.ranks).items() if count > 1]
@@ -100,12 +103,12 @@ def compile_graph(graph: ExecutionGraph) -> tuple[RankProgram, ...]:
 
 
 def where(graph: ExecutionGraph) -> str:
-    """The start of a message: the graph's source, if it has one."""
+    """Prefix of error messages: the graph's source, if it has one."""
     return f"{graph.source}: " if graph.source else ""
 
 
 class _Slots(dict[int, int]):
-    """Numbers of the graph -> consecutive slots, in order of first use."""
+    """Map from numbers of the graph to consecutive slots, in order of first use."""
 
     def __missing__(self, number: int) -> int:
         slot = self[number] = len(self)
@@ -150,7 +153,7 @@ class _Compiler:
         )
 
     def _thread(self, name: str, first: int, actions: tuple[Action, ...]) -> list[Instruction]:
-        """Host work and launches are nearly everything there is, so they are translated in place."""
+        """Translate the actions of a thread. Host work and launches dominate, so they are translated inline."""
         code: list[Instruction] = []
         append = code.append
         streams, work, launches = self._task_streams, self._task_seconds, self._launches
@@ -220,14 +223,14 @@ class _Compiler:
 
 
 def _loads(tasks: Sequence[Task]) -> dict[int, GpuLoad]:
-    """By task. Nothing is shared where kernels meet no collective, or collectives no kernel that they slow."""
+    """Return the load of each task; empty if no kernel can overlap with a collective."""
     loads = {task.id: task.load for task in tasks if task.load is not None and task.load.memory > 0}
     of_collectives = sum(task.id in loads and task.collective is not None for task in tasks)
     return loads if 0 < of_collectives < len(loads) else {}
 
 
 def describe(action: Action, rank: RankGraph) -> str:
-    """A short name of ``action`` for people: overhead type or call, and the operator or task it is for."""
+    """Short label of ``action`` for messages: overhead type or call, and its operator or task."""
     match action:
         case HostWork(kind, call):
             return f"{kind} of {_call_name(rank.calls.get(call))}" if call is not None else kind
@@ -251,13 +254,13 @@ def _call_name(call: CallInfo | None) -> str:
 
 
 def _meet(threads: list[list[Instruction]]) -> bool:
-    """Whether the order in time between threads can matter."""
+    """True if the relative order of calls of different threads can matter."""
     if len(threads) < 2:
         return False
     signals = Counter(ins[2] for code in threads for ins in code if ins[0] == SIGNAL)
     streams = [{ins[3] for ins in code if ins[3] != NO_SLOT} for code in threads]
     events = [{ins[2] for ins in code if ins[0] in (RECORD, WAIT, SYNCHRONIZE_EVENT)} for code in threads]
-    # Who synchronises the device looks at the streams of all.
+    # A device synchronisation depends on the streams of all threads.
     whole = any(ins[0] == SYNCHRONIZE_DEVICE for code in threads for ins in code)
     return whole or any(count > 1 for count in signals.values()) or _overlap(streams) or _overlap(events)
 

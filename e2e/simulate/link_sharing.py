@@ -1,16 +1,16 @@
-"""What uses the same links or the same GPU at the same time slows each other down: max-min fair shares.
+"""Contention for links and GPUs by max-min fair shares: concurrent users slow each other down.
 
-A link has rate 1. A transfer alone runs at speed 1 and then takes a given share of each link it uses; at speed v it
-takes v times that. Speeds rise together from zero; when a link is full, those that use it stay as they are (progressive
+A link has rate 1. A transfer alone runs at speed 1 and then uses a given share of each of its links; at speed v it uses
+v times that. Speeds rise together from zero; when a link is full, the speeds of its users are fixed (progressive
 filling: Bertsekas and Gallager, Data Networks, 2nd ed., section 6.5.2). No speed exceeds 1, no link is overloaded, and
-every transfer below speed 1 uses a full link on which no other is faster.
+every transfer below speed 1 uses a full link on which no other transfer is faster.
 
-Of a GPU two things are shared: its memory, which is a link like others, and its multiprocessors. A collective keeps
-those that its blocks sit on; a kernel beside it has the rest, and its speed is that share of the one the links allow.
-What these shares are: :mod:`e2e.price.contention`.
+Two resources of a GPU are shared: its memory, which is modelled as a link, and its multiprocessors. A collective keeps
+the multiprocessors that its blocks occupy; a concurrent kernel has the rest, and its speed is that share times the
+speed that the links allow. :mod:`e2e.price.contention` computes these shares.
 
-Speeds change only when something begins or ends, so a calendar of these moments is enough. The caller moves it on one
-moment at a time, and only once nothing can begin earlier.
+Speeds change only when a transfer or kernel begins or ends, so a calendar of these moments is enough. The caller
+advances it one moment at a time, and only once nothing can begin earlier.
 """
 
 from __future__ import annotations
@@ -22,73 +22,72 @@ from itertools import count
 from math import inf
 from typing import Any
 
-# A link as full as rounding lets it be.
+# Load from which a link counts as full, given rounding.
 _FULL = 1.0 - 1e-12
-# Multiprocessors that collectives leave to kernels at the least: a kernel goes on, however many there are.
+# Least share of the multiprocessors that collectives leave to kernels, so that kernels always progress.
 _LEAST_LEFT = 0.05
 Links = Mapping[str, float]
 
 
 @dataclass(slots=True, eq=False)
 class LinkTransfer:
-    """``what`` moves from ``start`` and would take ``seconds`` alone. ``speed`` since ``since``, when ``rest`` seconds
-    (alone) were left; ``end`` at that speed. ``order``: of arrival here.
+    """Transfer or kernel that begins at ``start`` and would take ``seconds`` alone."""
 
-    ``held``: share of the multiprocessors of GPUs, by their memories' names, that it keeps; ``gpu``: of a kernel, the
-    one whose memory is its only link, and whose multiprocessors it needs for the same share of its time.
-    """
-
+    # Sequence number of its arrival.
     order: int
+    # Caller's object.
     what: Any
     start: float
     seconds: float
     links: Links
+    # Share of multiprocessors that it keeps, by the memory names of their GPUs.
     held: Links
+    # Kernels only: the GPU memory that is its only link; it needs the multiprocessors for the same share of its time.
     gpu: str = ""
+    # Speed since `since`, when `rest` seconds (at speed 1) were left; `end`: predicted end at that speed.
     speed: float = 0.0
     since: float = 0.0
     rest: float = 0.0
     end: float = inf
-    # Its links as a key: asked for at every moment.
+    # Its links as a hashable key, precomputed because it is used at every moment.
     shape: tuple[tuple[str, float], ...] = field(init=False)
 
     def __post_init__(self) -> None:
         self.use(self.links)
 
     def use(self, links: Links) -> None:
-        """Takes these shares of links from now on."""
+        """Set the shares of links that it uses from now on."""
         self.links, self.shape = links, tuple(links.items())
 
 
 @dataclass(slots=True)
 class LinkSharing:
-    """All transfers and kernels of a simulation that use links with a name. Moments never go back."""
+    """All transfers and kernels of a simulation that use named links. Time never goes back."""
 
     _order: Any = field(default_factory=count)
-    # (start, order, transfer) of those that have not begun; (end, order, transfer), some out of date, of the others.
+    # (start, order, transfer) of those that have not begun; (end, order, transfer) of the others, some entries
+    # outdated.
     _waiting: list[tuple[float, int, LinkTransfer]] = field(default_factory=list)
     _ends: list[tuple[float, int, LinkTransfer]] = field(default_factory=list)
     _users: dict[str, set[LinkTransfer]] = field(default_factory=dict)
-    # Fair speeds by what takes part: a step has few combinations.
+    # Fair speeds by combination of users: a step has few combinations.
     _known: dict[tuple[tuple[tuple[str, float], ...], ...], tuple[float, ...]] = field(default_factory=dict)
 
     def add(self, what: Any, start: float, seconds: float, links: Links, held: Links | None = None) -> None:
-        """``what`` begins at ``start``, not before the last moment that :meth:`step` reached."""
+        """Add a transfer that begins at ``start``, not before the last moment that :meth:`step` reached."""
         used = {name: min(share, 1.0) for name, share in links.items() if share > 0}
         order = next(self._order)
         transfer = LinkTransfer(order, what, start, seconds, used, held or {})
         heapq.heappush(self._waiting, (start, order, transfer))
 
     def add_kernel(self, what: Any, start: float, seconds: float, gpu: str, busy: float) -> None:
-        """``what`` runs on ``gpu`` and keeps its memory and its multiprocessors busy for the share ``busy`` of its
-        time alone.
-        """
+        """Add a kernel on ``gpu`` that uses its memory and multiprocessors for the share ``busy`` of its time alone."""
         order = next(self._order)
         kernel = LinkTransfer(order, what, start, seconds, {gpu: busy}, {}, gpu)
         heapq.heappush(self._waiting, (start, order, kernel))
 
     def next_moment(self) -> float:
-        """When the next transfer begins or ends; infinity if there is none."""
+        """Return the time of the next begin or end, infinity if there is none."""
         ends = self._ends
         while ends and ends[0][2].end != ends[0][0]:
             heapq.heappop(ends)
@@ -96,10 +95,11 @@ class LinkSharing:
         return min(starts, ends[0][0] if ends else inf)
 
     def step(self) -> LinkTransfer | None:
-        """Moves on to the moment that :meth:`next_moment` told; returns the transfer that ends there, ``None`` if one
-        begins. A kernel that ends is still there, for the caller to :meth:`leave` or :meth:`succeed`.
+        """Advance to :meth:`next_moment`; return the transfer that ends there, ``None`` if one begins.
+
+        A kernel that ends stays registered until the caller calls :meth:`leave` or :meth:`succeed`.
         """
-        # What ends makes room for what begins at the same moment.
+        # Ends come before begins of the same moment, which use the freed shares.
         if self._ends and (not self._waiting or self._ends[0][0] <= self._waiting[0][0]):
             end, _, transfer = heapq.heappop(self._ends)
             if not transfer.gpu:
@@ -116,7 +116,7 @@ class LinkSharing:
         self._share(transfer, now)
 
     def succeed(self, kernel: LinkTransfer, what: Any, seconds: float, busy: float, now: float) -> None:
-        """``what`` takes the place of ``kernel``, which ends ``now``: most are alike, and then no speed changes."""
+        """Replace ``kernel``, which ends ``now``, by ``what``; if both are equally busy, no speed changes."""
         kernel.what, kernel.rest, kernel.since = what, seconds, now
         if busy == kernel.links[kernel.gpu]:
             kernel.end = now + seconds / kernel.speed
@@ -127,7 +127,7 @@ class LinkSharing:
         self._share(kernel, now)
 
     def leave(self, transfer: LinkTransfer, now: float) -> None:
-        """``transfer`` has ended ``now``: others have what it used."""
+        """Remove ``transfer``, which has ended ``now``, and give its shares to the others."""
         transfer.end = inf
         touched: set[LinkTransfer] = set()
         for name in transfer.links:
@@ -137,9 +137,9 @@ class LinkSharing:
             touched -= self._share(min(touched, key=_order_of), now)
 
     def _share(self, seed: LinkTransfer, now: float) -> set[LinkTransfer]:
-        """New speeds for all that share links with ``seed``, directly or through others; returns these."""
+        """Recompute the speeds of all transfers connected with ``seed`` by shared links; return these transfers."""
         members = self._connected(seed)
-        # In a fixed order, so that rounding is the same in every run.
+        # In a fixed order, so that rounding is reproducible.
         ordered = sorted(members, key=_order_of) if len(members) > 1 else [seed]
         for member, fair in zip(ordered, self._fair(ordered), strict=True):
             speed = fair
@@ -177,7 +177,7 @@ def _order_of(transfer: LinkTransfer) -> int:
 
 
 def fair_speeds(transfers: Mapping[Any, Links]) -> dict[Any, float]:
-    """Max-min fair speeds (0 to 1) of transfers that each take a share (0 to 1) of some links at speed 1."""
+    """Return max-min fair speeds (0 to 1) of transfers that each use a share (0 to 1) of some links at speed 1."""
     speeds: dict[Any, float] = {}
     left: dict[str, float] = {}
     rising = dict(transfers)
@@ -199,7 +199,7 @@ def fair_speeds(transfers: Mapping[Any, Links]) -> dict[Any, float]:
 
 
 def _load(transfers: Iterable[Links]) -> dict[str, float]:
-    """Share of each link that all take together at speed 1."""
+    """Return the total share of each link that the transfers use at speed 1."""
     load: dict[str, float] = {}
     for links in transfers:
         for name, share in links.items():

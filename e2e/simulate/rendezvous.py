@@ -1,7 +1,7 @@
-"""Collectives: who has arrived, whether they agree, when the transfer starts.
+"""Rendezvous of ranks in collectives: arrivals, agreement checks, start of the transfer.
 
-All ranks of a group meet by (group, sequence). The transfer starts when the last one is ready and takes the longest
-of the durations given; all end together.
+All ranks of a group meet by (group, sequence). The transfer starts when the last rank is ready and takes the longest of
+the given durations; all ranks end together.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from costmodel.base.errors import SimulationError
 from e2e.step.collective_names import POINT_TO_POINT, same_kind
 from e2e.step.execution_graph import Collective
 
-# In these every rank puts in as much as the others; elsewhere (broadcast, all-to-all) it may differ.
+# Kinds in which every rank contributes the same size; in others (broadcast, all-to-all) sizes may differ.
 SAME_SIZE = frozenset({"all_reduce", "all_gather", "reduce_scatter"})
 
 # (iteration, group, sequence)
@@ -22,11 +22,13 @@ MeetingKey = tuple[int, str, int]
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A rank's task that is ready. ``position``: of the rank in the graph; ``start``: when it began to wait."""
+    """Task of a rank that is ready for its collective."""
 
+    # Position of the rank in the graph.
     position: int
     task: int
     stream: int
+    # Time at which it began to wait.
     start: float
 
 
@@ -38,21 +40,23 @@ class _Group:
 
 @dataclass(slots=True)
 class Meeting:
-    """One collective while its ranks arrive. ``arrivals``: by rank; ``seconds``: the longest transfer given."""
+    """One collective while its ranks arrive."""
 
     collective: Collective
     group: _Group
+    # Longest given duration of the transfer.
     seconds: float = 0.0
+    # Arrivals by rank.
     arrivals: dict[int, Arrival] = field(default_factory=dict)
 
     def last(self) -> Arrival:
-        """Who came last; of several at the same moment, the lowest rank."""
+        """Return the last arrival; ties: the lowest rank."""
         rank = max(self.arrivals, key=lambda rank: (self.arrivals[rank].start, -rank))
         return self.arrivals[rank]
 
 
 class Rendezvous:
-    """All collectives of one simulation. ``ranks``: rank -> how many alike ranks it stands for."""
+    """All collectives of one simulation. ``ranks``: rank -> number of identical ranks that it represents."""
 
     def __init__(self, ranks: Mapping[int, int], prefix: str = "") -> None:
         self._ranks = ranks
@@ -65,7 +69,10 @@ class Rendezvous:
     def arrive(
         self, iteration: int, collective: Collective, rank: int, arrival: Arrival, seconds: float
     ) -> Meeting | None:
-        """The meeting once it is complete, ``None`` before; :class:`SimulationError` if the ranks disagree."""
+        """Register an arrival; return the meeting if it is now complete, else ``None``.
+
+        Raises :class:`SimulationError` if the ranks disagree.
+        """
         key = (iteration, collective.group, collective.sequence)
         meeting = self.open.get(key)
         if meeting is None:
@@ -86,7 +93,7 @@ class Rendezvous:
         return meeting
 
     def missing(self, meeting: Meeting) -> list[int]:
-        """Ranks of the graph that have not arrived, in order."""
+        """Return the sorted ranks of the graph that have not arrived."""
         return sorted(rank for rank in meeting.group.members if rank in self._ranks and rank not in meeting.arrivals)
 
     def _begin(self, key: MeetingKey, collective: Collective, rank: int) -> Meeting:
@@ -101,7 +108,10 @@ class Rendezvous:
         return meeting
 
     def _make_group(self, collective: Collective, rank: int) -> _Group:
-        """How many of the collective's ranks the graph has; the others must be folded into these."""
+        """Make the group of a collective: its members and how many the graph has.
+
+        The others must be folded into these.
+        """
         members = frozenset(collective.ranks)
         if len(members) != len(collective.ranks):
             raise self._error(
@@ -133,7 +143,10 @@ class Rendezvous:
             self._check_message(first, other, collective, rank)
 
     def _check_message(self, first: Collective, other: int, collective: Collective, rank: int) -> None:
-        """A receive may say 0 where the source does not tell what it takes."""
+        """Check that the sizes of send and receive agree.
+
+        The receive may give 0 if its source does not record a size.
+        """
         ends = {first.kind: (other, first.size_bytes), collective.kind: (rank, collective.size_bytes)}
         (sender, sent), (receiver, received) = ends["send"], ends["recv"]
         if received and sent != received:
@@ -148,5 +161,5 @@ class Rendezvous:
 
 
 def describe(collective: Collective) -> str:
-    """For messages: kind, group and sequence number."""
+    """Label for messages: kind, group and sequence number."""
     return f"{collective.kind} (group {collective.group!r}, sequence {collective.sequence})"

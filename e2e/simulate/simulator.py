@@ -1,19 +1,19 @@
-"""Discrete-event simulation of an execution graph: when everything happens, and why then.
+"""Discrete-event simulation of an execution graph: the time of every action and task, and its cause.
 
-A thread runs on through its program, a task's times are known as soon as it is launched on a free stream, and ranks
-meet only in collectives; so a work-list of ranks is enough, without a calendar of all events. Only transfers that use
-links (:attr:`Task.links`) and kernels that run beside collectives (:attr:`Task.load`) have one: it moves on when no
-rank can, so that nothing begins before its present moment.
+A thread runs on through its program, the times of a task are known as soon as it is launched on a free stream, and
+ranks interact only in collectives; so a work-list of ranks is enough, without a calendar of all events. Only transfers
+that use links (:attr:`Task.links`) and kernels that overlap with collectives (:attr:`Task.load`) have a calendar: it
+advances when no rank can, so that nothing begins before its present moment.
 
-What a reader of the results should know:
+Semantics:
 
-- A wait for an event means the event as recorded last before the wait; if there is none yet, as recorded first after.
-- A collective holds its stream from when it is ready there, waiting included, to its end on all ranks.
-- Transfers that use a link at the same time share it (:mod:`e2e.simulate.link_sharing`) and then take longer than
-  alone; so do kernels and collectives on one GPU, where both say what they take of it.
-- With ``starts``, all threads of a rank begin its first iteration so many seconds after zero.
-- Calls of different threads on one stream take their places in the order of time. So a longer host overhead can swap
-  two tasks, and then, as in every list schedule, even shorten a step; with streams of their own it cannot.
+- A wait for an event refers to its last record before the wait or, without one, to its first record after it.
+- A collective occupies its stream from when it is ready there, waiting included, to its end on all ranks.
+- Concurrent transfers on one link share it (:mod:`e2e.simulate.link_sharing`) and then take longer than alone; so do
+  kernels and collectives on one GPU, if both have a load.
+- With ``starts``, all threads of a rank begin its first iteration that many seconds after zero.
+- Calls of different threads on one stream are ordered by time. So a longer host overhead can swap two tasks and, as in
+  every list schedule, even shorten a step; with one stream per thread it cannot.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ from e2e.simulate.timeline import Timeline
 from e2e.simulate.timeline_builder import build_timeline
 from e2e.step.execution_graph import ExecutionGraph
 
-# From so many iterations on two or more are left of the second half without the last.
+# Least number of iterations whose second half without the last one has at least two.
 ENOUGH_ITERATIONS = 6
 
 
 @dataclass(frozen=True)
 class SteadyState:
-    """Iterations one after another. ``period_seconds``: of one, after the first half of them and before the last;
-    ``spread``: by how much these differ, as a share of the longest.
-    """
+    """Result of simulating consecutive iterations."""
 
     timeline: Timeline
+    # Mean seconds of one iteration, over the second half without the last one.
     period_seconds: float
+    # Difference between the longest and the shortest of these iterations, relative to the longest.
     spread: float
 
     @property
     def settled(self) -> bool:
-        """Whether they took alike (to a millionth), so that more of them would not change it."""
+        """True if these iterations took the same time to a millionth, so that more iterations would not change it."""
         return self.spread <= 1e-6
 
 
 def simulate(graph: ExecutionGraph, starts: Mapping[int, float] | None = None) -> Timeline:
-    """One iteration from a standing start; :class:`SimulationError` for a graph that is not priced or does not end.
+    """Simulate one iteration from an idle start. ``starts``: rank -> seconds by which it begins late.
 
-    ``starts``: rank -> seconds by which it begins late.
+    Raises :class:`SimulationError` for a graph that is not priced or does not end.
     """
     return _Simulation(graph, 1, starts or {}).run()
 
@@ -64,14 +64,14 @@ def simulate(graph: ExecutionGraph, starts: Mapping[int, float] | None = None) -
 def simulate_iterations(
     graph: ExecutionGraph, count: int = 8, starts: Mapping[int, float] | None = None
 ) -> SteadyState:
-    """``count`` iterations: every thread begins the next one when it has ended the last, streams carry over.
+    """Simulate ``count`` iterations: a thread begins the next one when it has ended the last; streams carry over.
 
-    So the host may run ahead of the device, without limit. Events and flags belong to one iteration.
+    So the host may run ahead of the device without limit. Events and flags belong to one iteration.
     """
     if count < 2:
         raise SimulationError(f"{where(graph)}{count} iterations have no steady state; ask for two or more")
     timeline = _Simulation(graph, count, starts or {}).run()
-    # In the last iteration nothing follows: what would share its links with the next one's transfers ends earlier.
+    # The last iteration is left out: no transfers of a next one share its links, so it ends earlier.
     periods = timeline.iteration_seconds[: -1 if count >= ENOUGH_ITERATIONS else count]
     late = periods[count // 2 :]
     spread = (max(late) - min(late)) / max(late) if max(late) > 0 else 0.0
@@ -104,13 +104,13 @@ class _Simulation:
         return build_timeline(self._graph, self._programs, self._hosts, self._iterations)
 
     def _move_on(self) -> bool:
-        """No rank can go on: the earliest of what else can happen does. False if that is nothing."""
+        """Let the earliest pending event happen when no rank can go on; return ``False`` if there is none."""
         position, bound = self._earliest_held()
         while not self._work:
             moment = self._sharing.next_moment()
             if min(bound, moment) == inf:
                 return False
-            # What ends at the same moment may wake a thread that comes first.
+            # An end at the same moment may wake a thread that comes first.
             if moment <= bound:
                 transfer = self._sharing.step()
                 if transfer is None:
@@ -130,7 +130,10 @@ class _Simulation:
             self._work.append(position)
 
     def _earliest_held(self) -> tuple[int, float]:
-        """Of the ranks with a held thread, the one that acts first in the whole graph, and when; or infinity."""
+        """Position of the rank whose held thread acts first in the whole graph, and the time of that.
+
+        Infinity if none.
+        """
         held = [
             (host.held.bound, host.program.rank, at) for at, host in enumerate(self._hosts) if host.held is not None
         ]
@@ -140,7 +143,7 @@ class _Simulation:
         return position, bound
 
     def _arrange(self, changed: list[int]) -> None:
-        """Takes the collectives that became ready on these ranks to their meetings, and what follows from those."""
+        """Register the collectives that became ready on these ranks, and all that follow from them."""
         while changed:
             at = changed.pop()
             arriving = self._hosts[at].streams.arriving
@@ -162,7 +165,10 @@ class _Simulation:
         return self._rendezvous.arrive(iteration, collective, program.rank, arrival, seconds)
 
     def _transfer(self, meeting: Meeting) -> list[int]:
-        """All have met: the end is known now, or depends on who else uses the links."""
+        """Start the transfer of a complete meeting.
+
+        Its end is known now, or depends on the other users of its links.
+        """
         start = meeting.last().start
         links: dict[str, float] = {}
         held: dict[str, float] = {}
@@ -181,7 +187,7 @@ class _Simulation:
         return self._finish(meeting, start, start + meeting.seconds)
 
     def _finish_kernel(self, kernel: LinkTransfer, end: float) -> None:
-        """Its rank goes on by itself as far as that needs no thread of the host."""
+        """End a kernel and advance its rank as far as no host thread is needed."""
         position, task, slot = kernel.what
         host, program = self._hosts[position], self._programs[position]
         following = host.streams.follower(slot, end)
@@ -200,7 +206,7 @@ class _Simulation:
             self._arrange([position])
 
     def _finish(self, meeting: Meeting, start: float, end: float) -> list[int]:
-        """Ends a collective on all its ranks; returns those on which further collectives became ready."""
+        """End a collective on all its ranks; return those on which further collectives became ready."""
         last = meeting.last()
         changed = []
         for arrival in meeting.arrivals.values():
@@ -214,5 +220,5 @@ class _Simulation:
 
 
 def _memory_of(rank: int) -> str:
-    """Name of the memory of a rank's GPU among the links."""
+    """Link name of the memory of a rank's GPU."""
     return f"memory of gpu {rank}"

@@ -1,4 +1,4 @@
-"""Ranks that are not alike: late starts, GPUs of different speed, durations that vary.
+"""Heterogeneous ranks: late starts, GPUs of different speed, varying durations.
 
 ``--skew spread=0.02,jitter=0.05,seed=1,start=3:2.5``: the speed of every rank varies by 2 % (one factor for all its
 kernels), every duration by 5 %, rank 3 starts 2.5 ms late. Factors are log-normal with mean 1 and the given relative
@@ -20,18 +20,19 @@ if TYPE_CHECKING:  # command lines start without NumPy
     from e2e.step.execution_graph import Action, ExecutionGraph, HostWork, Launch, RankGraph, Task
 
     Timed = TypeVar("Timed", Task, HostWork, Launch)
-# Beyond them nothing is a job's any more: speeds as far apart as they are fast, a rank an hour late.
+# Upper limits of plausible values: larger ones are rejected as input errors.
 MOST_DEVIATION, MOST_LATE_SECONDS = 1.0, 3600.0
 
 
 @dataclass(frozen=True)
 class Skew:
-    """``starts``: rank -> seconds by which it begins late. ``spread``: of the speed of GPUs (``None``: not told, none
-    here), ``jitter``: of every duration of a rank; both relative standard deviations.
-    """
+    """Parameters of ``--skew``. ``spread`` and ``jitter`` are relative standard deviations."""
 
+    # Rank -> seconds by which it begins late.
     starts: Mapping[int, float] = field(default_factory=dict)
+    # Deviation of the speed of GPUs; `None`: not given, no spread.
     spread: float | None = None
+    # Deviation of every duration of a rank.
     jitter: float = 0.0
     seed: int = 0
 
@@ -47,11 +48,12 @@ class Skew:
 
 
 def skewed(graph: ExecutionGraph, skew: Skew) -> ExecutionGraph:
-    """``graph``, priced, with the durations of ``skew``; transfers keep theirs.
+    """Return the priced ``graph`` with durations changed by ``skew``; transfers keep theirs.
 
-    A rank that stands for others has the speed of the slowest of them, for whom the rest wait in their collectives.
-    ``InputError`` for starts of ranks that are not in the graph, and for jitter of ranks that stand for others: how
-    much of it remains depends on when they meet.
+    A rank that represents several gets the speed of the slowest of them, for which the rest wait in collectives.
+
+    Raises ``InputError`` for starts of ranks that are not in the graph, and for jitter of ranks that represent several:
+    how much of it remains depends on when they meet.
     """
     known = {rank.rank for rank in graph.ranks}
     for rank, seconds in skew.starts.items():
@@ -83,7 +85,7 @@ def _skewed(rank: RankGraph, alike: int, skew: Skew) -> RankGraph:
 
 
 def _factors(source: np.random.Generator, deviation: float, count: int) -> np.ndarray:
-    """Log-normal with mean 1 and this standard deviation."""
+    """Log-normal random factors with mean 1 and standard deviation ``deviation``, shape (count,)."""
     variance = math.log1p(deviation**2)
     return source.lognormal(-variance / 2, math.sqrt(variance), count)
 
@@ -107,7 +109,7 @@ def _times(item: Timed, factor: float) -> Timed:
 
 
 def skew_text(skew: Skew) -> str:
-    """What ``--skew`` says for it; the inverse of :func:`parse_skew`."""
+    """Return the ``--skew`` text of a skew; the inverse of :func:`parse_skew`."""
     told = [] if skew.spread is None else [f"spread={skew.spread:g}"]
     told += [f"jitter={skew.jitter:g}"] if skew.jitter else []
     told += [f"seed={skew.seed}"] if skew.seed else []
@@ -115,7 +117,7 @@ def skew_text(skew: Skew) -> str:
 
 
 def parse_skew(text: str) -> Skew:
-    """The text of ``--skew``; ``InputError`` says what is wrong with it."""
+    """Parse the text of ``--skew``; raises ``InputError`` for invalid text."""
     values: dict[str, float] = {}
     starts: dict[int, float] = {}
     for entry in text.split(","):

@@ -1,7 +1,7 @@
-"""When every action and task of a simulated graph happened, and what determined that moment.
+"""Times of every action and task of a simulated graph, and the causes of these times.
 
-Actions and tasks are *nodes*. Rank by rank and iteration by iteration, first the actions (thread by thread, in program
-order), then the tasks (by id) are numbered through; all arrays of a :class:`Timeline` are indexed by that number.
+Actions and tasks are *nodes*. They are numbered rank by rank and iteration by iteration, first the actions (thread by
+thread, in program order), then the tasks (by id); all arrays of a :class:`Timeline` are indexed by that number.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _COMMUNICATION = KINDS.index("collective")
 
 
 class Edge(IntEnum):
-    """Why a node could not go on before another one's end."""
+    """Reason why a node could not start, or could not go on, before the end of another node."""
 
     NONE = 0
     PROGRAM_ORDER = 1
@@ -41,49 +41,52 @@ class Edge(IntEnum):
 
 @dataclass(frozen=True, eq=False)
 class RankLayout:
-    """Where a rank's nodes are. ``threads``: name -> (first action, count); ``streams``, ``kinds`` (places in
-    :data:`KINDS`): of every task.
-    """
+    """Node numbers and task attributes of one rank."""
 
     rank: int
     offset: int
+    # Name -> (first action, count).
     threads: Mapping[str, tuple[int, int]]
     actions: int
+    # Stream of every task.
     streams: Integers
+    # Kind of every task, as index into `KINDS`.
     kinds: NDArray[np.uint8]
 
     @property
     def tasks(self) -> int:
-        """How many tasks one iteration has."""
+        """Number of tasks of one iteration."""
         return len(self.streams)
 
     @property
     def nodes(self) -> int:
-        """How many nodes one iteration of the rank has: actions of the host and tasks of its streams."""
+        """Number of nodes of one iteration of the rank: host actions and tasks of its streams."""
         return self.actions + self.tasks
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One node. It waits from ``start`` to ``ready`` and works until ``end``.
+    """Times of one node. It waits from ``start`` to ``ready`` and works until ``end``.
 
-    ``start_cause`` is the node whose end was its start (``None``: the beginning), ``ready_cause`` the one whose end
-    ended its wait: for a synchronising call, an await or a collective. Without a wait the two are the same.
+    Only synchronising calls, awaits and collectives wait; for other nodes both causes are the same.
     """
 
     start: float
     ready: float
     end: float
+    # Node whose end was this one's start; `None`: start of the simulation.
     start_cause: int | None
     start_edge: Edge
+    # Node whose end ended the wait.
     ready_cause: int | None
     ready_edge: Edge
 
 
 @dataclass(frozen=True, slots=True)
 class TaskPlace:
-    """What a node is: an action (``thread`` and place in it) or a task of a rank (by position in the graph)."""
+    """Identity of a node: an action of a rank or a task of a rank; the other one is ``None``."""
 
+    # Position of the rank in the graph.
     position: int
     iteration: int
     action: int | None
@@ -92,27 +95,28 @@ class TaskPlace:
 
 @dataclass(frozen=True, slots=True)
 class RankActivity:
-    """Seconds of one rank within a window; every figure is a union over its streams.
-
-    ``active``: some task is on the device, waiting collectives included; ``idle``: none, so the host is what the
-    device waits for. ``compute``: kernels; ``communication``: collectives, of which ``exposed_communication`` while no
-    kernel runs and ``collective_wait`` before the transfer begins. ``exposed_transfer``: of what is exposed, some
-    transfer is under way.
-    """
+    """Seconds of one rank within a window; every figure is a union over its streams."""
 
     window: float
+    # Some task is on the device, waiting collectives included.
     active: float
+    # No task is on the device, which waits for the host.
     idle: float
+    # Some kernel runs.
     compute: float
+    # Some collective is on a stream.
     communication: float
+    # Some collective is on a stream and no kernel runs.
     exposed_communication: float
+    # Some collective waits for its transfer to begin.
     collective_wait: float
+    # Some transfer is under way and no kernel runs.
     exposed_transfer: float
 
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """Seconds from the start of the first iteration. A cause of -1 is the beginning; edges are :class:`Edge`."""
+    """Times in seconds from the start of the first iteration, by node. A cause of -1 is the start of the simulation."""
 
     layouts: tuple[RankLayout, ...]
     iterations: int
@@ -126,13 +130,13 @@ class Timeline:
 
     @property
     def step_seconds(self) -> float:
-        """From the start to the end of the last node, over all iterations."""
+        """Seconds from zero to the end of the last node, over all iterations."""
         return float(self.end.max(initial=0.0))
 
     @cached_property
     def iteration_ends(self) -> tuple[float, ...]:
-        """When all of the iterations up to each one had ended."""
-        # Every node ends later than in the iteration before: it follows that one on its thread or stream.
+        """End of each iteration: the time at which it and all before it had ended."""
+        # Every node ends later than in the previous iteration, which precedes it on its thread or stream.
         return tuple(
             max(float(self._rank(layout, self.end)[iteration].max(initial=0.0)) for layout in self.layouts)
             for iteration in range(self.iterations)
@@ -140,25 +144,25 @@ class Timeline:
 
     @property
     def iteration_seconds(self) -> tuple[float, ...]:
-        """Seconds that each iteration added to the end of the one before, in order."""
+        """Seconds by which each iteration ended after the previous one, in order."""
         return tuple(np.diff(self.iteration_ends, prepend=0.0).tolist())
 
     def window(self, iteration: int) -> TimeWindow:
-        """Seconds at which ``iteration`` begins, where the one before ends, and at which it ends."""
+        """Begin of ``iteration`` (the end of the previous one) and its end, in seconds."""
         return (self.iteration_ends[iteration - 1] if iteration else 0.0, self.iteration_ends[iteration])
 
     def task(self, rank: int, task: int, iteration: int = 0) -> Span:
-        """Times of a task by its id."""
+        """Return the times of a task by its id."""
         layout = self._layout(rank)
         return self.span(layout.offset + iteration * layout.nodes + layout.actions + task)
 
     def action(self, rank: int, thread: str, place: int, iteration: int = 0) -> Span:
-        """Times of an action by its place on its thread."""
+        """Return the times of an action by its place on its thread."""
         layout = self._layout(rank)
         return self.span(layout.offset + iteration * layout.nodes + layout.threads[thread][0] + place)
 
     def span(self, node: int) -> Span:
-        """Times of a node by its number."""
+        """Return the times of a node by its number."""
 
         def cause(of: Integers) -> int | None:
             return None if of[node] < 0 else int(of[node])
@@ -174,7 +178,7 @@ class Timeline:
         )
 
     def place(self, node: int) -> TaskPlace:
-        """Which action or task of which rank and iteration ``node`` is."""
+        """Return which action or task of which rank and iteration ``node`` is."""
         position, local = self.locate(node)
         layout = self.layouts[position]
         iteration = (node - layout.offset) // layout.nodes
@@ -183,7 +187,7 @@ class Timeline:
         return TaskPlace(position, iteration, None, local - layout.actions)
 
     def locate(self, node: int) -> tuple[int, int]:
-        """Position of the node's rank in the graph, and its place among the actions and tasks of that rank."""
+        """Return the position of the node's rank in the graph, and the node's index within one iteration."""
         position = bisect_right(self._offsets, node) - 1
         layout = self.layouts[position]
         return position, (node - layout.offset) % layout.nodes
@@ -193,7 +197,7 @@ class Timeline:
         return [layout.offset for layout in self.layouts]
 
     def activity(self, rank: int, window: TimeWindow | None = None) -> RankActivity:
-        """Device time of a rank within ``window`` (default: from the start to the end of the whole)."""
+        """Return the activity of a rank within ``window`` (default: the whole timeline)."""
         low, high = window or (0.0, self.step_seconds)
         layout = self._layout(rank)
         start, ready, end = (
@@ -216,16 +220,16 @@ class Timeline:
             communication=covered(start[communication], end[communication]),
             exposed_communication=covered(start[both], end[both]) - busy,
             collective_wait=covered(start[communication], ready[communication]),
-            exposed_transfer=max(moving - busy, 0.0),  # of sums: rounding may leave less than nothing
+            exposed_transfer=max(moving - busy, 0.0),  # difference of sums: rounding may make it negative
         )
 
     def task_times(self, rank: int) -> tuple[Floats, Floats]:
-        """When the tasks of ``rank`` began to work and ended: (iterations, tasks) each."""
+        """Start of work and end of the tasks of ``rank``, arrays of shape (iterations, tasks)."""
         layout = self._layout(rank)
         return self._rank(layout, self.ready)[:, layout.actions :], self._rank(layout, self.end)[:, layout.actions :]
 
     def rank_ends(self, rank: int) -> tuple[float, ...]:
-        """When ``rank`` had ended each iteration; others may be earlier or later."""
+        """End time of each iteration on ``rank`` alone."""
         return tuple(float(ends.max(initial=0.0)) for ends in self._rank(self._layout(rank), self.end))
 
     def _layout(self, rank: int) -> RankLayout:
@@ -239,7 +243,7 @@ class Timeline:
         return {layout.rank: layout for layout in self.layouts}
 
     def _rank(self, layout: RankLayout, values: NDArray[Any]) -> NDArray[Any]:
-        """A rank's part of ``values``: (iterations, nodes of one iteration)."""
+        """View of a rank's part of ``values``, shape (iterations, nodes of one iteration)."""
         part = values[layout.offset : layout.offset + self.iterations * layout.nodes]
         return part.reshape(self.iterations, layout.nodes)
 

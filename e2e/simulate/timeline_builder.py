@@ -1,4 +1,4 @@
-"""From the lists that a simulation fills to the arrays of a timeline."""
+"""Builder of the arrays of a timeline from the lists that a simulation fills."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from e2e.step.execution_graph import ExecutionGraph, RankGraph
 def build_timeline(
     graph: ExecutionGraph, programs: Sequence[RankProgram], hosts: Sequence[HostThreads], iterations: int
 ) -> Timeline:
-    """The timeline of a simulation that has ended."""
+    """Build the timeline of a simulation that has ended."""
     layouts: list[RankLayout] = []
     offset = 0
     for rank, program in zip(graph.ranks, programs, strict=True):
@@ -63,7 +63,7 @@ class _Builder:
             self._tasks(layout, program, host)
         part = slice(layout.offset, layout.offset + self.timeline.iterations * layout.nodes)
         timeline = self.timeline
-        # Conservation: whatever was launched has ended, or this is our own mistake.
+        # Invariant: every launched task has ended.
         assert not np.isnan(timeline.end[part]).any()
         for to, of in ((timeline.ready_cause, timeline.start_cause), (timeline.ready_edge, timeline.start_edge)):
             to[part] = of[part]
@@ -72,7 +72,7 @@ class _Builder:
         self._transfers(layout, host)
 
     def _thread(self, layout: RankLayout, thread: Thread) -> None:
-        """Each action begins when the one before it ends."""
+        """Set the times of a thread's actions: each begins when the previous one ends."""
         nodes = self._action_nodes(layout, thread)
         ends = np.array(thread.ends)
         timeline = self.timeline
@@ -101,7 +101,7 @@ class _Builder:
         timeline.start_edge[nodes] = np.where(launched, Edge.LAUNCH, after)
 
     def _waits(self, layout: RankLayout, thread: Thread) -> None:
-        """Synchronising calls and awaits that did wait."""
+        """Set end and cause of the waits of synchronising calls and awaits."""
         if not thread.waits:
             return
         actions, ready, causes = (np.array(column) for column in zip(*thread.waits, strict=True))
@@ -114,7 +114,7 @@ class _Builder:
         timeline.ready_edge[nodes] = np.where(awaits, Edge.FLAG, Edge.SYNCHRONISATION)
 
     def _transfers(self, layout: RankLayout, host: HostThreads) -> None:
-        """Collectives: those that did not come last waited for the one that did."""
+        """Set the waits of collectives: every rank waited for the last one to arrive."""
         timeline = self.timeline
         for task, ready, position, last in host.streams.transfers:
             node = int(self._task_node(layout, task))
@@ -130,7 +130,7 @@ class _Builder:
 
     @staticmethod
     def _task_node(layout: RankLayout, task: Integers | int) -> Integers:
-        """Node of a task that is counted through all iterations."""
+        """Return the node of a task numbered through all iterations."""
         return np.asarray(layout.offset + task // layout.tasks * layout.nodes + layout.actions + task % layout.tasks)
 
     @staticmethod
@@ -138,7 +138,7 @@ class _Builder:
         return np.asarray(layout.offset + action // layout.actions * layout.nodes + action % layout.actions)
 
     def _cause_node(self, layout: RankLayout, causes: Floats | Integers) -> Integers:
-        """Cause numbers of :mod:`e2e.simulate.device_streams` as nodes; those of launches have no meaning."""
+        """Convert cause numbers of :mod:`e2e.simulate.device_streams` to nodes; undefined for ``LAUNCHED``."""
         causes = causes.astype(np.int64)
         by_task = causes >= 0
         tasks = self._task_node(layout, np.where(by_task, causes, 0)) if layout.tasks else causes

@@ -1,4 +1,4 @@
-"""What a captured step assumes: data that a capture does not have, and kernels that a library would bring."""
+"""Notes on the assumptions of a captured step: data that a capture lacks, and kernels that a library would provide."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from e2e.capture.selections import ASSUMED
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor
 
-# In front of the names of calls of e2e/capture/scan_libraries.py.
+# Prefix of the call names of e2e/capture/scan_libraries.py.
 _FUSED = "scan::"
-# Parts of modules' paths in Transformers -> what it is, and which library fuses it. Other models have parts of these
-# names, too; those meant here have a learned rate of decay, -exp(A_log).
+# Parts of module paths in Transformers -> layer type, and the library that fuses it. Other models use some of these
+# names, too; the intended ones have a learned decay rate, -exp(A_log).
 _UNFUSED = {
     "mixer": ("the selective scan of a Mamba layer", "mamba_ssm and causal_conv1d"),
     "mamba": ("the selective scan of a Mamba layer", "mamba_ssm and causal_conv1d"),
@@ -21,7 +21,7 @@ _UNFUSED = {
 
 
 def assumptions(traces: Sequence[OperatorTrace]) -> list[str]:
-    """A line for each thing that ``traces`` assume."""
+    """Return a line for each assumption made in ``traces``."""
     calls = [call for trace in traces for call in trace.calls]
     found: list[str] = []
     selections = sum(call.name == ASSUMED and call.attributes.get("assumed") is True for call in calls)
@@ -34,7 +34,7 @@ def assumptions(traces: Sequence[OperatorTrace]) -> list[str]:
 
 
 def _linear_attention(calls: Sequence[OperatorCall]) -> list[str]:
-    """Whether layers with a recurrence run by single operators, or by kernels whose gradients nobody has measured."""
+    """Warn if recurrent layers run as single operators, or as kernels whose gradients were never measured."""
     fused = [call.name for call in calls if call.name.startswith(_FUSED)]
     if fused:
         backward = sum(name.endswith("_backward") for name in fused)
@@ -60,7 +60,7 @@ def _linear_attention(calls: Sequence[OperatorCall]) -> list[str]:
 
 
 def _decaying(calls: Sequence[OperatorCall]) -> set[str]:
-    """Modules that take the negative of an exponential of their own: the decay of a recurrence."""
+    """Return the modules that negate an exponential that they computed: the decay of a recurrence."""
     found: set[str] = set()
     exponentials: set[tuple[str, int]] = set()
     for call in calls:
@@ -72,6 +72,6 @@ def _decaying(calls: Sequence[OperatorCall]) -> set[str]:
 
 
 def _within(module: str, others: set[str]) -> bool:
-    """Whether ``module`` is one of ``others`` or a part of one."""
+    """True if ``module`` is one of ``others`` or a part of one."""
     parts = module.split(".")
     return any(".".join(parts[: end + 1]) in others for end in range(len(parts)))

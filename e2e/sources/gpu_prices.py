@@ -1,13 +1,13 @@
-"""``--price``: what an hour of one GPU costs, as a number of dollars or from a YAML file::
+"""``--price``: cost of one GPU hour, as a number of dollars or from a YAML file::
 
     currency: USD                        # optional
-    date: 2026-11-01                     # of which day the prices are
-    origin: our contract with ...        # whose they are
+    date: 2026-11-01                     # date of the prices
+    origin: our contract with ...        # vendor or contract
     per_gpu_hour:
       h100-sxm: 2.49                     # names of machines and clusters (`python -m costmodel machines`)
       a100-sxm-80gb: 1.50
 
-No prices come with the project: they differ by contract, region and month.
+The project contains no prices: they differ by contract, region and month.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from e2e.sources.request_parts import gpu_machine
 if TYPE_CHECKING:
     from e2e.explain.predictor import PredictionResult
 
-MOST_DOLLARS = 1e6  # a whole rack costs less
+MOST_DOLLARS = 1e6  # upper limit: a whole rack costs less
 _Amount = Annotated[float, Field(gt=0, le=MOST_DOLLARS, strict=False)]
 _SUFFIXES = (".yaml", ".yml")
 
@@ -43,13 +43,13 @@ class _PriceFile(StrictModel):
 
 @dataclass(frozen=True)
 class GpuPrices:
-    """What GPUs cost, by name; ``path``: of their file. One number for any GPU has the name ``""``."""
+    """Prices of GPUs by name; ``path``: of their file. A single price for any GPU has the name ``""``."""
 
     prices: Mapping[str, GpuPrice]
     path: str = ""
 
     def of(self, *names: str) -> GpuPrice:
-        """Of the first of ``names`` that has a price; ``InputError`` where none has."""
+        """Return the price of the first of ``names`` that has one; raises ``InputError`` if none has."""
         found = next((self.prices[name] for name in (*names, "") if name in self.prices), None)
         if found is None:
             known = ", ".join(self.prices)
@@ -58,7 +58,7 @@ class GpuPrices:
 
 
 def read_prices(text: str) -> GpuPrices:
-    """What ``text``, a number or a file, says; ``InputError`` names what is wrong with it."""
+    """Parse ``text``, a number or the name of a file; raises ``InputError`` for invalid contents."""
     if not text.endswith(_SUFFIXES):
         return GpuPrices({"": GpuPrice(_number(text), "USD", "given on the command line")})
     path = Path(text)
@@ -71,16 +71,16 @@ def read_prices(text: str) -> GpuPrices:
 
 
 def asked_price(text: str, request: Request) -> GpuPrices:
-    """:func:`read_prices`, with a price for the GPU that ``request`` names, if it names one."""
+    """Read prices as :func:`read_prices`, and check that the GPU named by ``request``, if any, has one."""
     prices = read_prices(text)
     name = getattr(request, "retarget", None) or getattr(request, "gpu", None)
     if name is None:
-        return prices  # a recorded run tells its GPU
+        return prices  # a recorded run determines its GPU
     return GpuPrices({"": prices.of(name, gpu_machine(name).name)}, text)
 
 
 def with_cost(answer: PredictionResult, prices: GpuPrices) -> PredictionResult:
-    """``answer`` with what its step costs."""
+    """Return ``answer`` with the cost of its step."""
     old = answer.prediction
     cost = cost_of(prices.of(old.machine), old.iteration_seconds, old.gpus)
     return replace(answer, prediction=replace(old, cost=cost))

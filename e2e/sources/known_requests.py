@@ -1,4 +1,4 @@
-"""What can be asked of ``predict``: one record per source of steps, each with its own options and no others.
+"""Requests of ``predict``: one class per source of steps, each with only its own options.
 
 | task | records |
 |---|---|
@@ -7,8 +7,8 @@
 | my trace | :class:`Trace`, :class:`Recording` |
 | my tables | :class:`ShardedTables` |
 
-They share parts: :mod:`e2e.step.options` (how the step is computed) and :mod:`e2e.sources.request` (on what).
-:mod:`e2e.sources.registry` finds the record that a user's options mean.
+Shared parts are in :mod:`e2e.step.options` (how the step is computed) and :mod:`e2e.sources.request` (the hardware).
+:mod:`e2e.sources.registry` selects the class for a user's options.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SCRIPT_PANEL, TRACE_PANEL, TABLES_PANEL = "My script", "My trace", "My tables"
 
 @dataclass(frozen=True, kw_only=True)
 class _Modelled(Request, Host, Stack, Captured):
-    """A model that is built here."""
+    """Request for a model that is built here."""
 
     panel = MODEL_PANEL
 
@@ -65,7 +65,7 @@ class _Modelled(Request, Host, Stack, Captured):
 
     @property
     def named(self) -> str | Path:
-        """The model's name, or its configuration file."""
+        """Name of the model, or its configuration file."""
         found = self.model or self.model_config
         assert found is not None
         return found
@@ -92,7 +92,7 @@ class _Modelled(Request, Host, Stack, Captured):
     def settled(self) -> Self:
         from e2e.sources import recipes
 
-        fill: Any = recipes.settled  # of the two records that derive from this one
+        fill: Any = recipes.settled  # for the two classes derived from this one
         found: Self = fill(self)
         return found
 
@@ -105,11 +105,11 @@ class _Modelled(Request, Host, Stack, Captured):
 @source("model on one GPU", "model", "model_config")
 @dataclass(frozen=True, kw_only=True)
 class Model(LinearAttention, AloneOnGpu, _Modelled, Gpu):
-    """A built-in model or a Hugging Face configuration on one GPU."""
+    """Request for a built-in model or a Hugging Face configuration on one GPU."""
 
     panel = MODEL_PANEL
 
-    # FP32 weights and states of the optimizer beside 16-bit weights, as the recipe says.
+    # FP32 weights and optimizer states in addition to 16-bit weights; set by the recipe.
     master_weights: bool = False
 
     def check(self) -> None:
@@ -129,7 +129,10 @@ class Model(LinearAttention, AloneOnGpu, _Modelled, Gpu):
 @source("model spread over GPUs", "parallel")
 @dataclass(frozen=True, kw_only=True)
 class SpreadModel(_Modelled, Cluster):
-    """A transformer spread over GPUs; without ``parallel`` the fastest way of some that are predicted."""
+    """Request for a transformer spread over GPUs.
+
+    Without ``parallel`` the fastest of several predicted ways is used.
+    """
 
     panel = MODEL_PANEL
     single_operators = False
@@ -185,7 +188,7 @@ class SpreadModel(_Modelled, Cluster):
 
 @dataclass(frozen=True, kw_only=True)
 class _Scripted(Request, Host, LinearAttention, Captured):
-    """A user's own step, run without a GPU."""
+    """Request for a user's own step, run without a GPU."""
 
     panel = SCRIPT_PANEL
 
@@ -195,7 +198,7 @@ class _Scripted(Request, Host, LinearAttention, Captured):
         write=script_name,
         kw_only=False,
     )
-    # MiB of a gradient bucket, where a question wants others than the script's own.
+    # MiB of a gradient bucket, if a what-if question changes the script's own.
     bucket_mb: float | None = None
 
     def check(self) -> None:
@@ -217,7 +220,7 @@ class _Scripted(Request, Host, LinearAttention, Captured):
 @source("script on one GPU", "script")
 @dataclass(frozen=True, kw_only=True)
 class Script(_Scripted, Gpu):
-    """A script's step on one GPU."""
+    """Request for a script's step on one GPU."""
 
     reason = "a script says itself what it runs"
 
@@ -228,7 +231,7 @@ class Script(_Scripted, Gpu):
 
 
 def parse_ranks(value: str | Sequence[int]) -> tuple[int, ...]:
-    """``"0,7"`` -> (0, 7); ``InputError`` for anything else."""
+    """Parse ``"0,7"`` to (0, 7); raises ``InputError`` for other texts."""
     if not isinstance(value, str):
         return tuple(value)
     ranks = [whole_number(each) for each in value.split(",")]
@@ -241,7 +244,7 @@ def parse_ranks(value: str | Sequence[int]) -> tuple[int, ...]:
 @source("script on several GPUs", "script gpus")
 @dataclass(frozen=True, kw_only=True)
 class ScriptJob(_Scripted, Cluster):
-    """A script's step of several processes: DDP, FSDP2, tensor parallel ..."""
+    """Request for a script's step of several processes: DDP, FSDP2, tensor parallel ..."""
 
     panel = SCRIPT_PANEL
     reason = "a script says itself what it runs, and how it is spread"
@@ -263,7 +266,7 @@ class ScriptJob(_Scripted, Cluster):
 
 @dataclass(frozen=True, kw_only=True)
 class _Recorded(Request):
-    """A step that was recorded."""
+    """Request for a recorded step."""
 
     panel = TRACE_PANEL
     recorded = True
@@ -279,7 +282,7 @@ class _Recorded(Request):
 @source("execution trace", "traces")
 @dataclass(frozen=True, kw_only=True)
 class Trace(_Recorded, Routed, Host, Cluster):
-    """Execution traces of one rank or of all of a job: kernels and host times are predicted."""
+    """Request from execution traces of one rank or of all ranks of a job: kernels and host times are predicted."""
 
     panel = TRACE_PANEL
     reason = "a recorded step brings its own"
@@ -311,7 +314,7 @@ class Trace(_Recorded, Routed, Host, Cluster):
 @source("recorded run", "kineto")
 @dataclass(frozen=True, kw_only=True)
 class Recording(_Recorded, Nodes):
-    """Profiles of a run, with its execution traces or without: kernels and host times are as recorded."""
+    """Request from profiles of a run, with or without its execution traces: recorded kernel and host times are used."""
 
     panel = TRACE_PANEL
     reason = "a recorded run is as it was"
@@ -346,7 +349,7 @@ class Recording(_Recorded, Nodes):
 @source("sharded DLRM", "sharding", "tables")
 @dataclass(frozen=True, kw_only=True)
 class ShardedTables(Request, Host, Computed, Cluster):
-    """DLRM whose embedding tables are spread over GPUs as a plan of ``python -m e2e shard`` says; it is trained."""
+    """Request for a training step of DLRM with embedding tables sharded by a plan of ``python -m e2e shard``."""
 
     panel = TABLES_PANEL
     reason = "it is a training step of DLRM, spread as its plan says"

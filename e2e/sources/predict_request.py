@@ -1,4 +1,4 @@
-"""The road from a request to its answer."""
+"""Prediction of the step of a request."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 def predict_request(request: Request) -> PredictionResult:
-    """The prediction of the step that ``request`` asks for, with a row for each of its questions."""
+    """Predict the step of ``request``, with a row for each of its what-if questions."""
     check_overheads(getattr(request, "overheads", None))
     whole = request.settled()
     if not whole.what_if:
         return _answer(whole, request, _prepared(whole))
     from e2e.sources.what_if_steps import WhatIfSteps, check_questions
 
-    check_questions(whole)  # what cannot be asked is told first
+    check_questions(whole)  # invalid questions are reported first
     steps = WhatIfSteps(whole, _prepared(whole))
     steps.check()
     answer = _answer(whole, request, steps.step)
@@ -37,7 +37,7 @@ def _prepared(request: Request) -> PreparedStep:
 
 
 def _answer(request: Request, given: Request, step: PreparedStep) -> PredictionResult:
-    """``given``: the request before its recipe settled what it leaves open."""
+    """Predict ``step``. ``given``: the request before its recipe filled in the defaults."""
     machine = step.setting.machine
     grace = machine.link("c2c") is not None
     host = standing_in(step.setting.overheads, grace=grace) if step.starts is None else ""

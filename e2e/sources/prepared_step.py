@@ -1,4 +1,4 @@
-"""A step that is ready to be priced, and the one function that runs it, for ``predict`` and ``sweep`` alike."""
+"""Step that is ready to be priced, and the function that runs it, for ``predict`` and ``sweep``."""
 
 from __future__ import annotations
 
@@ -20,64 +20,66 @@ if TYPE_CHECKING:
     from e2e.whatif.speeds import SpeedChange
 
 
-# A replay has every duration as recorded; what it errs by more is a wait that it did not understand.
+# Tolerance of a replay, which has every duration as recorded; a larger error is due to a misinterpreted wait.
 REPLAY_ERROR = 0.03
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What a step processes on all GPUs: ``samples``, each a sequence of ``sequence_length`` tokens (``None``: they are
-    no sequences), which are ``made_of`` the sizes that were given, in words. ``batch_size``: what ``--batch-size``
-    means, where that is the script's own: samples of one pass on one GPU.
-    """
+    """Samples that a step processes."""
 
+    # Samples on all GPUs.
     samples: int
+    # Tokens of a sample; `None`: samples are not sequences.
     sequence_length: int | None = None
+    # Factors of `samples`, in words.
     made_of: str = ""
+    # Value of `--batch-size` for scripts: samples of one pass on one GPU.
     batch_size: int | None = None
 
     @property
     def tokens(self) -> int | None:
-        """Of all samples together."""
+        """Tokens of all samples, ``None`` if samples are not sequences."""
         return None if self.sequence_length is None else self.samples * self.sequence_length
 
 
 @dataclass(frozen=True)
 class PreparedStep:
-    """What every source makes of a request.
+    """Step prepared by a source from its request."""
 
-    ``graph``: durations that are there stay, missing ones are filled in. ``memory``: rank of the graph -> its usage.
-    ``starts``: rank -> seconds by which it begins late, of a recorded iteration, which is run once from a standing
-    start; ``None``: a steady step is predicted.
-    ``band``: how the speeds of the GPUs of a synchronised training step differ, where whole steps told.
-    ``steady``: with ``starts``, the recorded iteration is one of several alike. ``recorded_seconds``: what the step
-    took, of a recording that is replayed. ``notes``: where durations come from; ``batch``: what the step processes,
-    where that is told. ``taken``: by option, what the source took where nothing was asked. ``traced``: rank of the
-    graph -> the operators that its tasks name, where the source has them. ``speeds``: of kernels and the host, changed
-    by a question. ``balanced``: the same step with tokens shared evenly among experts, where they are not: the work of
-    the model, by which its utilisation is told, is the same.
-    """
-
+    # Existing durations are kept, missing ones are filled in.
     graph: ExecutionGraph
     setting: Setting
     cluster: Cluster | RecordedSite
+    # Rank of the graph -> its usage.
     memory: Mapping[int, MemoryUsage]
     warnings: Sequence[str] = ()
+    # Sources of the durations.
     notes: Sequence[str] = ()
     skew: Skew | None = None
+    # Variation of the GPU speeds in a synchronised training step, learned from whole steps.
     band: SpeedBand | None = None
+    # Rank -> seconds by which it begins late, in a recorded iteration that is run once; `None`: a steady step.
     starts: Mapping[int, float] | None = None
+    # True if the recorded iteration of `starts` is a steady one.
     steady: bool = False
+    # Step time of a recording that is replayed.
     recorded_seconds: float | None = None
+    # Samples of the step, if known.
     batch: Batch | None = None
+    # Defaults of the source by option, where no value was given.
     taken: Mapping[str, str] = field(default_factory=dict)
+    # Rank of the graph -> operators of its tasks, where known.
     traced: Mapping[int, TracedRank] = field(default_factory=dict)
+    # Changes of kernel and host speeds by a what-if question.
     speeds: SpeedChange | None = None
+    # The step with tokens balanced among experts, if they are not; used for the utilisation, since the model's FLOPs
+    # are the same.
     balanced: ExecutionGraph | None = None
 
 
 def run(step: PreparedStep) -> PredictionResult:
-    """The prediction of ``step``, priced, simulated and explained, with its throughput where the batch is told."""
+    """Price, simulate and explain ``step``; adds the throughput if the batch is known."""
     found = _predicted(step)
     if step.recorded_seconds is not None:
         found = _beside_recorded(found, step.recorded_seconds)
@@ -93,7 +95,7 @@ def run(step: PreparedStep) -> PredictionResult:
 
 
 def told(answer: PredictionResult, *, warnings: Sequence[str] = (), notes: Sequence[str] = ()) -> PredictionResult:
-    """``answer`` with more ``warnings`` and ``notes`` after its own."""
+    """Return ``answer`` with additional ``warnings`` and ``notes`` after its own."""
     if not warnings and not notes:
         return answer
     old = answer.prediction
@@ -102,7 +104,7 @@ def told(answer: PredictionResult, *, warnings: Sequence[str] = (), notes: Seque
 
 
 def _beside_recorded(found: PredictionResult, recorded: float) -> PredictionResult:
-    """A note of what was recorded, and a warning where the replay does not give it back."""
+    """Add a note with the recorded time, or a warning if the replay does not reproduce it."""
     replayed = found.prediction.iteration_seconds
     error = replayed / recorded - 1.0
     line = f"recorded {recorded * 1e3:.3f} ms, replayed {replayed * 1e3:.3f} ms ({error:+.1%})"

@@ -1,7 +1,7 @@
-"""Which recipe is what: ``--recipe NAME`` sets kernels, number types, optimizer and overlap as one way to train does.
+"""Training recipes: ``--recipe NAME`` sets kernels, number types, optimizer and overlap as a training library does.
 
-:data:`TRAINING_RECIPES` is the one table; ``docs/parallel.md`` says which recipe is for what. :func:`settled` puts what
-a recipe says in the place of everything that was not asked for.
+:data:`TRAINING_RECIPES` is the table; ``docs/parallel.md`` describes the recipes. :func:`settled` fills the values of a
+recipe in for all options that were not given.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from e2e.sources.known_requests import Model, SpreadModel
 from e2e.sources.request_parts import gpu_machine
 from e2e.step.choices import AttentionForm, Dtype
 
-# Number types of a GPU that are taken, the first that it has units for.
+# 16-bit number types in order of preference; the first supported by the GPU is used.
 NUMBER_TYPES: tuple[Dtype, ...] = ("bfloat16", "float16")
-# The kernel that knows documents on every GPU that has fused attention.
+# Attention kernel that supports documents on every GPU with fused attention.
 PACKED_ATTENTION: AttentionForm = "flash2"
 DEFAULT_RECIPE = "plain"
 M = TypeVar("M", Model, SpreadModel)
@@ -28,40 +28,43 @@ M = TypeVar("M", Model, SpreadModel)
 
 @dataclass(frozen=True)
 class TrainingRecipe:
-    """``stack``: whose kernels and optimizer (:data:`e2e.capture.models.stacks.STACKS`). ``attention``: the kernel,
-    on GPUs of the architectures that ``newer_attention`` names the one there. ``master_weights``: FP32 weights and
-    states beside 16-bit copies. ``reduce_dtype``: in which gradients are summed. ``sequence_parallel``: with ``tp``;
-    ``tp_overlap``: what it gathers goes beside products. ``sharing``: what ``fsdp`` ranks share, in a pipeline
-    ``pipeline_sharing``; ``overlap_gather``: parameters that are whole in the passes are gathered beside the forward
-    pass. ``serves``: for inference alone. ``recompute_words``: words of ``recompute=`` by which the tool means another
-    recomputation than the word says without it.
-    """
+    """Defaults of a training or inference library."""
 
     about: str
+    # Source of kernels and optimizer (`e2e.capture.models.stacks.STACKS`).
     stack: str | None = None
+    # Attention kernel; on GPUs of the architectures in `newer_attention` the kernel given there.
     attention: AttentionForm = "flash"
     newer_attention: Mapping[str, AttentionForm] = field(default_factory=dict)
+    # FP32 weights and states, in addition to 16-bit copies.
     master_weights: bool = True
+    # Number type in which gradients are summed.
     reduce_dtype: ReduceDtype = "same"
+    # Sequence parallelism with `tp`; `tp_overlap`: its gathers overlap with matrix products.
     sequence_parallel: bool = False
     tp_overlap: bool = False
+    # ZeRO stage of `fsdp` ranks, without and with a pipeline.
     sharing: int = 3
     pipeline_sharing: int | None = None
+    # Parameters that stay whole during the passes are gathered during the forward pass.
     overlap_gather: bool = False
+    # True for a recipe of inference only.
     serves: bool = False
+    # Words of `recompute=` with another meaning in this recipe.
     recompute_words: Mapping[str, Recompute] = field(default_factory=dict)
 
     def recompute(self, word: Recompute) -> Recompute:
-        """The recomputation that ``recompute=word`` means where this recipe is named."""
+        """Return the recomputation that ``recompute=word`` means in this recipe."""
         return self.recompute_words.get(word, word)
 
     def kernel(self, machine: Machine) -> AttentionForm:
-        """The kernel of attention on ``machine``."""
+        """Return the attention kernel on ``machine``."""
         return self.newer_attention.get(machine.chip().architecture, self.attention)
 
     def spread(self, spec: ParallelSpec, *, masters: bool, inference: bool, length: int | None) -> ParallelSpec:
-        """``spec`` with what this recipe says of all that it leaves open. ``masters``: the number type has FP32 master
-        weights; ``length``: tokens of a sequence, as far as they are asked for.
+        """Return ``spec`` with this recipe's values for everything that it leaves open.
+
+        ``masters``: the number type has FP32 master weights; ``length``: tokens of a sequence, if given.
         """
         if self.recompute(spec.recompute) != spec.recompute:
             if spec.recompute_modules != "core_attn":
@@ -128,16 +131,16 @@ TRAINING_RECIPES: dict[str, TrainingRecipe] = {
 
 
 def recipe_of(name: str | None) -> TrainingRecipe:
-    """The recipe ``name`` (``None``: the default one); ``InputError`` for an unknown name."""
+    """Return the recipe ``name`` (``None``: the default); raises ``InputError`` for an unknown name."""
     if name is not None and name not in TRAINING_RECIPES:
         raise InputError(f"--recipe {name}: choose one of {', '.join(TRAINING_RECIPES)}")
     return TRAINING_RECIPES[name or DEFAULT_RECIPE]
 
 
 def settled(request: M) -> M:
-    """``request`` with what its recipe says in the place of what is not asked for.
+    """Return ``request`` with the recipe's values for all options that were not given.
 
-    Models without sequences say themselves what they do. ``InputError`` for a recipe that is not for the mode.
+    Models without sequences have their own defaults. Raises ``InputError`` for a recipe that does not support the mode.
     """
     recipe = recipe_of(request.recipe)
     if not has_sequences(request):
@@ -164,7 +167,7 @@ def settled(request: M) -> M:
 
 
 def settled_texts(request: Model | SpreadModel, found: Model | SpreadModel) -> dict[str, str]:
-    """By option, what the recipe of ``request`` has put into ``found``."""
+    """Describe, by option, the values that the recipe of ``request`` has set in ``found``."""
     if found is request:
         return {}
     recipe = recipe_of(request.recipe)
@@ -186,7 +189,7 @@ def settled_texts(request: Model | SpreadModel, found: Model | SpreadModel) -> d
 
 
 def meant_texts(request: SpreadModel, found: SpreadModel) -> dict[str, str]:
-    """By option, what ``request`` asks for in a word that means something else in its recipe, as ``found`` has it."""
+    """Describe, by option, values of ``request`` whose meaning differs in its recipe, as set in ``found``."""
     asked, spec = request.parallel, found.parallel
     if asked is None or spec is None or asked.recompute == spec.recompute:
         return {}
@@ -194,14 +197,14 @@ def meant_texts(request: SpreadModel, found: SpreadModel) -> dict[str, str]:
 
 
 def has_sequences(request: Model | SpreadModel) -> bool:
-    """Whether the model is a transformer."""
+    """True if the model is a transformer."""
     from e2e.capture.models.transformer import PRESETS
 
     return request.model_config is not None or request.model in PRESETS or Path(request.model or "").suffix == ".json"
 
 
 def _attention(request: Model | SpreadModel, recipe: TrainingRecipe, machine: Machine) -> AttentionForm:
-    """The kernel of ``recipe``, or the nearest to it that the library's model takes."""
+    """Return the attention kernel of ``recipe``, or the nearest one that the library's model supports."""
     from e2e.capture.models.transformer import attention_forms
     from e2e.parallelism.parallel_graph import configuration
 

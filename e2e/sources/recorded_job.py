@@ -1,4 +1,4 @@
-"""``--kineto``: recorded runs, with measured kernels and host times where they are, another GPU by scaling."""
+"""Steps from ``--kineto``: recorded runs with their measured kernel and host times; for another GPU they are scaled."""
 
 from __future__ import annotations
 
@@ -35,17 +35,19 @@ from e2e.traces.recorded_run import RecordedRun, read_recorded_run
 from e2e.whatif.operators_behind import TracedRank
 
 _INFLATED = "host times are as recorded, the profiler's share included"
-# Of a recorded step: more that is left of earlier ones than a host runs ahead of its GPU in steady training.
+# Largest plausible backlog from earlier steps, in steps: more than a host runs ahead of its GPU in steady training.
 _BACKLOG = 1.0
 
 
 @dataclass(frozen=True)
 class _Recorded:
-    """The files that were read, the GPU they are of (``None``: not known, and nothing needs it), the one asked for."""
+    """Recorded run with its request and machines."""
 
     run: RecordedRun
     request: Recording
+    # GPU of the recording; `None`: unknown, and not needed.
     recorded: Machine | None
+    # Requested GPU.
     machine: Machine
 
     @property
@@ -60,8 +62,9 @@ class _Recorded:
         return step_options(self.request)
 
     def setting(self, overheads: OverheadTable | None = None) -> Setting:
-        """With the host's times as recorded, or ``overheads``. That host is known, but in front of another GPU there
-        may be another, as much faster or slower as hosts differ.
+        """Return the setting with the recorded host times, or with ``overheads``.
+
+        The recorded host is known, but another GPU may have another host, with the usual variation of host speeds.
         """
         found = setting_of(self.request, self.machine)
         table = overheads or found.overheads
@@ -70,11 +73,11 @@ class _Recorded:
 
     @property
     def elsewhere(self) -> bool:
-        """Whether the step is predicted for a GPU that is not the recorded one."""
+        """True if the step is predicted for a GPU other than the recorded one."""
         return self.recorded is not None and self.recorded.name != self.machine.name
 
     def host_note(self) -> list[str]:
-        """What is taken of the host in front of another GPU."""
+        """Return a note on the assumed host of another GPU."""
         if not self.elsewhere:
             return []
         return [
@@ -84,7 +87,10 @@ class _Recorded:
 
 
 def prepare(request: Recording) -> PreparedStep:
-    """One rank's steady step, or one iteration of all ranks of a job. ``InputError`` for files that do not fit."""
+    """Prepare one rank's steady step, or one iteration of all ranks of a job.
+
+    Raises ``InputError`` for mismatched files.
+    """
     run = read_recorded_run(request.kineto, request.traces)
     if not run.links and not any(profile.device for profile in run.profiles):
         raise InputError(f"{run.profiles[0].source}: no work of a GPU in it; record on one, with ProfilerActivity.CUDA")
@@ -95,9 +101,9 @@ def prepare(request: Recording) -> PreparedStep:
 
 
 def _single(found: _Recorded) -> PreparedStep:
-    """The trace's graph with the overheads of the profile's host, and with its kernels on the same GPU.
+    """Prepare the trace's graph with host overheads fitted to the profile, and with its kernels if the GPU is the same.
 
-    Of several steps in the execution trace the last whole one, as without a profile.
+    The last whole step of the execution trace is used, as without a profile.
     """
     profile, machine = found.run.profiles[0], found.machine
     whole = found.run.links[profile.rank]
@@ -131,7 +137,10 @@ def _single(found: _Recorded) -> PreparedStep:
 
 
 def _several(found: _Recorded) -> PreparedStep:
-    """Kernels, transfers and host times as recorded; on another GPU kernels scaled, transfers predicted."""
+    """Prepare a job with kernels, transfers and host times as recorded.
+
+    On another GPU kernels are scaled, transfers predicted.
+    """
     run, machine = found.run, found.machine
     if found.recorded is not None and not found.moved and found.recorded.name != machine.name:
         raise InputError(
@@ -171,7 +180,7 @@ def _several(found: _Recorded) -> PreparedStep:
 
 
 def _linked(run: RecordedRun) -> list[str]:
-    """How many operators of the traces were found in the profiles."""
+    """Return a note on the number of operators of the traces that were found in the profiles."""
     if len(run.links) < 2:
         return [linked.describe() for linked in run.links.values()]
     operators = sum(linked.linked_operators for linked in run.links.values())
@@ -180,7 +189,10 @@ def _linked(run: RecordedRun) -> list[str]:
 
 
 def _recorded(run: RecordedRun, moved: bool) -> tuple[RecordedStep, list[str]]:
-    """``moved``: to another GPU, where transfers are predicted and hold no waiting."""
+    """Return the recorded step and warnings.
+
+    ``moved``: to another GPU, where transfers are predicted without waiting.
+    """
     if len(run.profiles) > 1:
         recorded = recorded_ranks(run.profiles, links=run.links)
         return recorded, doubts(run.profiles[0], recorded.window)
@@ -207,7 +219,7 @@ def _recorded(run: RecordedRun, moved: bool) -> tuple[RecordedStep, list[str]]:
 
 
 def _elsewhere(found: _Recorded, recorded: ExecutionGraph, notes: list[str]) -> tuple[ExecutionGraph, Cluster]:
-    """The recorded graph on the GPUs asked for: kernels scaled, transfers priced anew."""
+    """Convert the recorded graph to the requested GPUs: kernels scaled, transfers priced anew."""
     lowered = {rank: replace(found.lower(linked.trace), rank=rank) for rank, linked in found.run.links.items()}
     graph = _scaled(recorded, lowered, found, notes)
     asked, gpus = found.request, sum(recorded.multiplicity.get(rank.rank, 1) for rank in recorded.ranks)
@@ -218,7 +230,7 @@ def _elsewhere(found: _Recorded, recorded: ExecutionGraph, notes: list[str]) -> 
 
 
 def _machines(run: RecordedRun, asked: Recording) -> tuple[Machine | None, Machine]:
-    """The GPU of the recording (``None``: its name is not known, and nothing needs it) and the one asked for."""
+    """Return the GPU of the recording (``None``: unknown, and not needed) and the requested one."""
     name, source = run.gpu, run.profiles[0].source
     if asked.retarget is not None:
         recorded = recorded_machine(name, source) if asked.gpu is None else gpu_machine(asked.gpu)

@@ -1,4 +1,4 @@
-"""From a user's options to the request that they mean: which source, whether it has them all, and the record."""
+"""Selection of the request class for a user's options, with validation."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from costmodel.base.errors import InputError
-from e2e.sources import known_requests  # noqa: F401 (registers those of this project)
+from e2e.sources import known_requests  # noqa: F401 (registers the sources of this project)
 from e2e.sources.request import SOURCES, Request
 from e2e.step.option_fields import OptionField, options_of
 
 
 def all_options() -> dict[str, OptionField]:
-    """Every option of every source by name, with the words of the first that has it."""
+    """Return every option of every source by name, with the help of the first source that has it."""
     found: dict[str, OptionField] = {}
     for record in SOURCES:
         for name, each in options_of(record).items():
@@ -21,8 +21,9 @@ def all_options() -> dict[str, OptionField]:
 
 
 def request_of(options: Mapping[str, Any]) -> Request:
-    """What ``options`` (by field, of all sources) ask; ``InputError`` for one that the source which they mean does not
-    have, and for one that is missing.
+    """Make the request of ``options`` (by field, of all sources).
+
+    Raises ``InputError`` for an option that the selected source does not have, and for a missing one.
     """
     known = all_options()
     read = {name: known[name].taken(value) for name, value in options.items()}
@@ -41,13 +42,13 @@ def request_of(options: Mapping[str, Any]) -> Request:
 
 
 def chosen(given: Mapping[str, Any]) -> type[Request] | None:
-    """The source that the options ``given`` mean: the last registered of those that they choose."""
+    """Return the source selected by the options ``given``: the last registered one among the matches, or ``None``."""
     found = [each for each in SOURCES if each.is_meant(given)]
     return found[-1] if found else None
 
 
 def sources_with(option: str) -> list[type[Request]]:
-    """Sources that have the option of this name."""
+    """Return the sources that have the option of this name."""
     return [record for record in SOURCES if option in options_of(record)]
 
 
@@ -66,6 +67,6 @@ def _refusal(record: type[Request], refused: OptionField, given: Collection[Opti
 
 
 def spelled(record: type[Request]) -> str:
-    """The options that mean ``record``, as on a command line."""
+    """Format the options that select ``record``, as on a command line."""
     known = options_of(record)
     return " ".join(known[name].flag for name in record.chosen_by[0])

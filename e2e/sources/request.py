@@ -1,4 +1,4 @@
-"""What a request is made of: the base of all sources' records, the parts that they share, and their registration."""
+"""Base class of all requests, the parts that they share, and their registration."""
 
 from __future__ import annotations
 
@@ -35,23 +35,21 @@ def _questions(value: str | WhatIf | Sequence[str | WhatIf]) -> tuple[WhatIf, ..
 
 @dataclass(frozen=True, kw_only=True)
 class Request(Options):
-    """Base of what can be asked. A source is a record that derives from it, registered by
-    :func:`source`.
-    """
+    """Base of all requests. A source is a class derived from it, registered by :func:`source`."""
 
     panel = ANSWER_PANEL
 
-    # For people: what the step is of.
+    # Title for messages: the kind of step.
     title: ClassVar[str]
-    # Sets of options, any of which, given whole, means this source.
+    # Sets of options; any complete set selects this source.
     chosen_by: ClassVar[tuple[tuple[str, ...], ...]]
-    # Why it has no other options, for the refusal of one; empty: which sources have that option says it.
+    # Reason in the error for an option that it lacks; empty: the error lists the sources that have the option.
     reason: ClassVar[str] = ""
-    # The step is a recorded one: its operators are as they were.
+    # True if the step is recorded, so its operators are fixed.
     recorded: ClassVar[bool] = False
-    # Operators are known one by one, so that some of them can be changed.
+    # True if single operators are known, so that some of them can be changed.
     single_operators: ClassVar[bool] = True
-    # It has gradient buckets.
+    # True if it has gradient buckets.
     buckets: ClassVar[bool] = False
 
     what_if: tuple[WhatIf, ...] = option(
@@ -72,41 +70,41 @@ class Request(Options):
 
     @classmethod
     def is_meant(cls, given: Mapping[str, object]) -> bool:
-        """Whether the options ``given`` choose this source."""
+        """True if the options ``given`` select this source."""
         return any(set(options) <= set(given) for options in cls.chosen_by)
 
     @classmethod
     def with_article(cls) -> str:
-        """The title in a sentence."""
+        """Return the title with an indefinite article."""
         return f"{'an' if cls.title[0] in 'aeiou' else 'a'} {cls.title}"
 
     def check(self) -> None:
-        """``InputError`` for options that do not go together."""
+        """Raise ``InputError`` for options that cannot be combined."""
 
     def settled(self) -> Self:
-        """With what is left open as the step's recipe has it."""
+        """Return the request with its open options filled in by the step's recipe."""
         return self
 
     def settled_texts(self, asked: Self) -> dict[str, str]:
-        """By option, what :meth:`settled` has put into ``asked``."""
+        """Describe, by option, the values that :meth:`settled` has set in ``asked``."""
         return {}
 
     def meant_texts(self, asked: Self) -> dict[str, str]:
-        """By option, what a value of ``asked`` means in this settled request, where it does not say that itself."""
+        """Describe, by option, values of ``asked`` whose meaning in this settled request differs from their text."""
         return {}
 
     def prepare(self) -> PreparedStep:
-        """The step, ready to be priced."""
+        """Return the step, ready to be priced."""
         raise NotImplementedError
 
     def captured_anew(self, change: Change) -> Self | None:
-        """The request of a step with ``change``; ``None`` where that is made to the graph of the step as it is."""
+        """Return the request of a step with ``change``; ``None`` if the change is made to the existing graph."""
         return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Host(Options):
-    """The software that launches a step which is computed anew."""
+    """Host software of a step that is not recorded."""
 
     panel = MACHINE_PANEL
 
@@ -120,7 +118,7 @@ class Host(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu(Options):
-    """The GPU of a step."""
+    """GPU of a step."""
 
     panel = MACHINE_PANEL
 
@@ -129,7 +127,7 @@ class Gpu(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Nodes(Options):
-    """Over how many nodes GPUs are spread, and the network between them."""
+    """Number of nodes, and the network between them."""
 
     panel = MACHINE_PANEL
 
@@ -141,7 +139,7 @@ class Nodes(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster(Nodes, Gpu):
-    """The GPUs of a job of several ranks, and how they differ."""
+    """GPUs of a job of several ranks, and their variation."""
 
     panel = MACHINE_PANEL
 
@@ -154,15 +152,16 @@ class Cluster(Nodes, Gpu):
     )
 
 
-# Registered ones; of several that the given options choose the last is meant.
+# Registered sources; if the given options select several, the last one is used.
 SOURCES: list[type[Request]] = []
 R = TypeVar("R", bound=type[Request])
 
 
 def source(title: str, *chosen_by: str) -> Callable[[R], R]:
-    """Decorator that registers a record as what can be asked. ``title``: for people; ``chosen_by``: fields with spaces
-    between them: where all of one of these texts are given, this record is meant, unless one that is registered later
-    is too.
+    """Decorate a request class to register it as a source.
+
+    ``title``: for messages; ``chosen_by``: texts of field names separated by spaces; the options select this class if
+    all fields of one text are given, unless a class registered later is selected too.
     """
 
     def register(record: R) -> R:

@@ -1,6 +1,4 @@
-"""Parts of a request as the records of those who work with them: the cluster (of one GPU: a node of one), the setting,
-how a step is captured.
-"""
+"""Conversions of parts of a request: the cluster (one GPU: a node of one), the setting, the capture options."""
 
 from __future__ import annotations
 
@@ -20,12 +18,12 @@ from e2e.step.option_fields import Options
 from e2e.step.options import NO_TF32, StepOptions, Tf32Switches
 from e2e.step.precision import check_units
 
-# Said of a model's inference over whole sequences.
+# Note on a model's inference over whole sequences.
 FORWARD_ALONE = "the step is one forward pass over all its tokens (prefill), without a cache of earlier ones"
 
 
 def forward_note(cached: int | None, length: int | None) -> str:
-    """What is said of a model's inference: whole sequences, or tokens behind a cache."""
+    """Note on a model's inference: whole sequences, or decoding with a cache."""
     if cached is None:
         return FORWARD_ALONE
     tokens = length or 1
@@ -33,7 +31,7 @@ def forward_note(cached: int | None, length: int | None) -> str:
 
 
 def gpu_machine(name: str) -> Machine:
-    """The GPU ``name``, a machine's or a cluster's; ``MachineError`` if it is none."""
+    """Return the GPU ``name``, given as a machine or a cluster; raises ``MachineError`` if it is not a GPU."""
     cluster = find_cluster(name)
     machine = load_machine(name if cluster is None else cluster.machine)
     if machine.kind != "gpu":
@@ -42,7 +40,7 @@ def gpu_machine(name: str) -> Machine:
 
 
 def cluster_of(asked: parts.Cluster, gpus: int) -> Cluster:
-    """``gpus`` GPUs of what is ``asked``; ``InputError`` or ``MachineError`` where there are none such."""
+    """Return a cluster of ``gpus`` GPUs; raises ``InputError`` or ``MachineError`` if it is not possible."""
     machine, nodes = gpu_machine(asked.gpu), asked.nodes or 1
     if gpus == nodes == 1:
         return single_gpu(machine)
@@ -50,13 +48,14 @@ def cluster_of(asked: parts.Cluster, gpus: int) -> Cluster:
 
 
 def one_gpu(name: str) -> Cluster:
-    """The node of one GPU on which a step runs by itself."""
+    """Return a node with a single GPU."""
     return single_gpu(gpu_machine(name))
 
 
 def setting_of(request: parts.Request, machine: Machine, options: StepOptions | None = None) -> Setting:
-    """The software stack of the step of ``request`` on ``machine``; ``InputError`` for number types that it does not
-    compute.
+    """Return the software stack of the step of ``request`` on ``machine``.
+
+    Raises ``InputError`` for number types that the machine does not compute.
     """
     options = options or StepOptions()
     check_units(options.precision, machine)
@@ -70,8 +69,9 @@ def setting_of(request: parts.Request, machine: Machine, options: StepOptions | 
 
 
 def on_machine(options: StepOptions, machine: Machine, own: Tf32Switches = NO_TF32) -> StepOptions:
-    """``options`` with what runs in TF32 on ``machine``. ``own``: the switches of a script, beside what is asked for. A
-    GPU without units for TF32 passes over all of them.
+    """Return ``options`` with the operations that run in TF32 on ``machine``.
+
+    ``own``: TF32 switches of a script, in addition to the request. Ignored on GPUs without TF32 units.
     """
     usable = own.on(machine)
     asked = options.dtype == "tf32" and "tf32" in machine.compute
@@ -79,14 +79,15 @@ def on_machine(options: StepOptions, machine: Machine, own: Tf32Switches = NO_TF
 
 
 def step_options(request: Options, **settled: Any) -> StepOptions:
-    """How the step of ``request`` is computed; ``settled``: what is not asked for, or another than is."""
+    """Return the options of the step of ``request``; ``settled``: values that override it or fill it in."""
     found = StepOptions.of(request, dtype=getattr(request, "dtype", None) or "float32", **settled)
     return replace(found, optimizer=found.optimizer or stack_of(found.stack).optimizer_form)
 
 
 def taken_values(options: StepOptions, samples: int, length: int | None, optimizer: str) -> dict[str, str]:
-    """By option, what a built-in model or a configuration took where nothing was asked. ``length``: its tokens
-    (``None``: it has no sequences); ``optimizer``: the class, empty without one.
+    """Return the defaults that a built-in model or a configuration used, by option.
+
+    ``length``: tokens of a sample (``None``: no sequences); ``optimizer``: its class, empty without one.
     """
     taken = {"--batch-size": str(samples)}
     if length is None:
@@ -101,7 +102,7 @@ def taken_values(options: StepOptions, samples: int, length: int | None, optimiz
 
 
 def meant_values(request: Options, machine: Machine, cluster: object) -> dict[str, str]:
-    """By option, what its value means on ``machine`` and ``cluster`` where the value alone does not say it."""
+    """Return the meaning of option values that depends on ``machine`` and ``cluster``, by option."""
     meant = {}
     if isinstance(cluster, Cluster) and cluster.network_text:
         meant["--network"] = cluster.network_text
@@ -111,5 +112,5 @@ def meant_values(request: Options, machine: Machine, cluster: object) -> dict[st
 
 
 def placed_values(cluster: Cluster) -> dict[str, str]:
-    """By option, where several GPUs are."""
+    """Return the placement of several GPUs, by option."""
     return {"--nodes": f"{cluster.nodes} ({cluster.name})"}

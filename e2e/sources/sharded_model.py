@@ -1,4 +1,4 @@
-"""``--model dlrm --config tables.yaml --sharding plan.json``: DLRM whose tables are spread as a plan says."""
+"""Steps from ``--model dlrm --config tables.yaml --sharding plan.json``: DLRM with sharded embedding tables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from e2e.sources.request_parts import cluster_of, placed_values, setting_of, ste
 
 
 def prepare(request: ShardedTables) -> PreparedStep:
-    """Captures the dense part; the tables are kernels of every rank."""
+    """Capture the dense part and add the table kernels of every rank."""
     gpus, options = request.gpus, step_options(request)
     cluster = cluster_of(request, gpus)
     built = sharded_dlrm(request.sharding, request.tables, cluster, request.batch_size, options)

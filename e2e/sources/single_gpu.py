@@ -1,4 +1,4 @@
-"""``--model`` and ``--model-config``: a model on one GPU; and the step of one GPU from any trace of its operators."""
+"""Steps from ``--model`` and ``--model-config`` on one GPU, and single-GPU steps from any operator trace."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from e2e.step.operator_trace import OperatorTrace
 from e2e.step.options import NO_TF32, StepOptions, Tf32Switches
 from e2e.whatif.operators_behind import TracedRank
 
-# Parameters that are larger than the GPU's memory so many times are no step to look at.
+# Models whose parameters exceed the GPU's memory more often than this are rejected before the capture.
 MOST_TIMES_MEMORY = 100.0
 
 
 def prepare(request: Model) -> PreparedStep:
-    """The step of a built-in model or of a Hugging Face configuration file, captured without a GPU."""
-    cluster = one_gpu(request.gpu)  # what is wrong with it is told before a capture
+    """Prepare the step of a built-in model or of a Hugging Face configuration file, captured without a GPU."""
+    cluster = one_gpu(request.gpu)  # invalid GPUs are reported before a capture
     options = step_options(request, attention=request.attention or "eager")
     make: Any = build if request.model is not None else build_from_file
     model: CapturedWorkload = make(request.named, request.samples, request.sequence_length, options)
@@ -45,7 +45,7 @@ def prepare(request: Model) -> PreparedStep:
 def single_step(
     trace: OperatorTrace, cluster: Cluster, request: Request, options: StepOptions, own: Tf32Switches = NO_TF32
 ) -> PreparedStep:
-    """The step of ``trace``, computed as ``options`` say, on the GPU of ``cluster``. ``own``: a script's switches."""
+    """Prepare the step of ``trace`` with ``options`` on the GPU of ``cluster``. ``own``: TF32 switches of a script."""
     machine = cluster.machine
     lowering, architecture = on_machine(options, machine, own), machine.chip().architecture
     lowered = lower_step(trace, lowering, architecture)
@@ -61,12 +61,12 @@ def single_step(
 
 
 def require_size(model: CapturedWorkload, cluster: Cluster) -> None:
-    """``InputError`` for a model of which one GPU of ``cluster`` holds so much that no change of its step brings it
-    there: to capture it takes minutes, and there would be nothing to learn. Of sharded parameters the GPU's own part
-    counts.
+    """Raise ``InputError`` for a model far too large for one GPU of ``cluster``, which takes minutes to capture.
+
+    Only the GPU's own part of sharded parameters counts.
     """
     whole = model.module.parameters()
-    parts = [each.to_local() if hasattr(each, "to_local") else each for each in whole]  # of DTensor
+    parts = [each.to_local() if hasattr(each, "to_local") else each for each in whole]  # local part of a DTensor
     held = sum(each.numel() * each.element_size() for each in parts)
     times = held / cluster.machine.memory[-1].capacity_bytes
     if times > MOST_TIMES_MEMORY:

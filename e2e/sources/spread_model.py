@@ -1,4 +1,4 @@
-"""``--parallel``: built-in transformers and Hugging Face configurations, spread over GPUs. Sweeps start here too."""
+"""Steps from ``--parallel``: built-in transformers and Hugging Face configurations over GPUs. Sweeps use it too."""
 
 from __future__ import annotations
 
@@ -32,9 +32,7 @@ IN_PIECES = (
 
 
 def prepare(request: SpreadModel, captures: Path | None = None) -> PreparedStep:
-    """One training step, or one forward pass, of all ranks. ``captures``: a folder where captured layers are kept for
-    other calls.
-    """
+    """Prepare one training step, or one forward pass, of all ranks. ``captures``: cache folder of captured layers."""
     spec = request.parallel
     if spec is None:
         raise InputError(f"{request.named}: say how the work is spread, such as --parallel dp=8 or --parallel fsdp=8")

@@ -1,5 +1,6 @@
-"""``--trace``: the last step of an execution trace of one GPU, of one rank of a job whose others are taken as alike, or
-of the traces of all its ranks.
+"""Steps from ``--trace``: the last step of an execution trace.
+
+The trace is of one GPU, of one rank of a job with identical ranks, or there are traces of all ranks.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from e2e.whatif.operators_behind import TracedRank
 
 
 def prepare(request: Trace) -> PreparedStep:
-    """``InputError`` for a trace with collectives that does not tell of how many ranks, if nobody else does."""
-    gpu_machine(request.gpu)  # a wrong name is told before a large file is read
+    """Prepare the step; raises ``InputError`` if a trace has collectives but the number of ranks is not known."""
+    gpu_machine(request.gpu)  # invalid names are reported before a large file is read
     files, asked = expand_files(request.traces), request.gpus
     if len(files) > 1:
         return _all_ranks(request, files)
@@ -48,7 +49,7 @@ def prepare(request: Trace) -> PreparedStep:
 
 
 def require_gpu_work(trace: OperatorTrace, rank: RankGraph) -> None:
-    """``InputError`` for a recorded ``trace`` of which ``rank`` has nothing on a GPU: it was recorded without one."""
+    """Raise ``InputError`` if ``rank`` of a recorded ``trace`` has no GPU work: it was recorded without a GPU."""
     if trace.calls and not rank.tasks:
         raise InputError(
             f"{trace.source}: none of its {len(trace.calls):,} operators works on a GPU: the step was recorded on a "
@@ -57,28 +58,28 @@ def require_gpu_work(trace: OperatorTrace, rank: RankGraph) -> None:
         )
 
 
-# Where calls of cuDNN's convolutions say whether TF32 is allowed: the place of their last argument.
+# Argument position of the allow-TF32 flag in calls of cuDNN's convolutions.
 _ALLOWS_TF32 = {"aten::cudnn_convolution": 8, "aten::cudnn_convolution_transpose": 9}
 
 
 def recorded_switches(traces: Sequence[OperatorTrace]) -> Tf32Switches:
-    """As far as recorded calls tell: of convolutions, whose backward calls do not say. Products say nothing."""
+    """TF32 switches as far as recorded calls tell: only forward convolutions record theirs, matrix products do not."""
     calls = (call for trace in traces for call in trace.calls if call.name in _ALLOWS_TF32)
     return Tf32Switches(convolutions=any(call.inputs[_ALLOWS_TF32[call.name] :] == (True,) for call in calls))
 
 
 def read_trace(path: Path) -> OperatorTrace:
-    """The last step of PyTorch's JSON or of Chakra's protobuf messages."""
+    """Read the last step of PyTorch's JSON or of Chakra's protobuf messages."""
     return last_step(read_chakra(path)) if is_chakra(path) else read_last_step(path)
 
 
 def told_ranks(operators: OperatorTrace) -> int:
-    """Ranks of the job as far as the trace tells; 1 if it does not."""
+    """Number of ranks of the job as far as the trace tells, else 1."""
     return max([operators.world_size, *(len(ranks) for ranks in operators.process_groups.values())])
 
 
 def _all_ranks(request: Trace, files: Sequence[Path]) -> PreparedStep:
-    """The ranks of a job, whose collectives meet; kernels and host times are predicted."""
+    """Prepare the ranks of a job with matching collectives; kernels and host times are predicted."""
     count, asked = len(files), request.gpus
     if asked not in (None, count):
         raise InputError(f"--gpus {asked}: there are traces of {count} ranks; leave it out")
@@ -99,7 +100,7 @@ def _all_ranks(request: Trace, files: Sequence[Path]) -> PreparedStep:
 
 
 def _one_of_many(request: Trace, operators: OperatorTrace) -> PreparedStep:
-    """All other ranks are taken as alike. Older traces do not tell how many there are."""
+    """Prepare a job whose other ranks are assumed identical. Older traces do not contain their number."""
     told = told_ranks(operators)
     gpus = request.gpus or told
     if told not in (1, gpus):

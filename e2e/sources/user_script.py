@@ -1,4 +1,4 @@
-"""``--script``: the user's own step, on one GPU or with ``--gpus`` on as many: DDP, FSDP2, tensor parallel ..."""
+"""Steps from ``--script``: the user's own step, on one GPU or on ``--gpus`` GPUs: DDP, FSDP2, tensor parallel ..."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _OWN: Mapping[str, str] = {
 
 
 def prepare(request: Script) -> PreparedStep:
-    """The step of a script of one process on one GPU, compiled where that is asked for."""
+    """Prepare the step of a script of one process on one GPU, compiled if requested."""
     cluster = one_gpu(request.gpu)
     options = _options(request, cluster.machine)
 
@@ -50,7 +50,7 @@ def prepare(request: Script) -> PreparedStep:
 
 
 def prepare_ranks(request: ScriptJob) -> PreparedStep:
-    """The step of a script of as many processes as ``gpus`` says; ranks that are alike are captured once."""
+    """Prepare the step of a script of ``gpus`` processes; identical ranks are captured once."""
     gpus = request.gpus
     cluster = cluster_of(request, gpus)
     capturing = _options(request, cluster.machine)
@@ -90,20 +90,23 @@ def prepare_ranks(request: ScriptJob) -> PreparedStep:
 
 
 def _options(request: Script | ScriptJob, machine: Machine) -> StepOptions:
-    """Fused attention as PyTorch takes it where none is asked for; the script sees ``machine``."""
+    """Return the capture options, with PyTorch's default of fused attention; the script sees ``machine``."""
     return step_options(request, attention=request.attention or "flash", seen_gpu=_seen(machine))
 
 
 def _seen(machine: Machine) -> SeenGpu:
-    """What a script finds that asks for the GPU of ``machine``."""
+    """Return the GPU properties that a script can query."""
     chip, memory = machine.chip(), machine.memory[-1]
     l2 = next((int(level.capacity_bytes) for level in machine.memory if level.name == "L2"), 0)
     return SeenGpu(f"NVIDIA {machine.name.upper()}", chip.compute_capability, int(memory.usable), chip.sm_count, l2)
 
 
 def _key(request: Script | ScriptJob, options: StepOptions) -> Hashable:
-    """What a capture of the script of ``request`` depends on: not on what only prices it (TF32, graphs, compilers). A
-    function is the one that the request holds: objects that can be called need not be hashable.
+    """Cache key of a capture: everything that it depends on.
+
+    Options that only affect its price (TF32, graphs, compilers) are left out.
+
+    A function object is identified by the request that holds it: callables need not be hashable.
     """
     script = request.script if isinstance(request.script, str) else f"object {id(request.script)}"
     dtype: Dtype = "float32" if options.dtype == "tf32" else options.dtype
@@ -113,10 +116,10 @@ def _key(request: Script | ScriptJob, options: StepOptions) -> Hashable:
 
 
 def _batch(samples: int | None, length: int | None, traces: Sequence[OperatorTrace], gpus: int) -> Batch | None:
-    """What a step of ``gpus`` ranks processes where the function was called for ``samples`` of ``length`` tokens.
+    """Return the batch of a step of ``gpus`` ranks whose function was called for ``samples`` of ``length`` tokens.
 
-    A step that accumulates gradients takes as many samples again with every pass; a pass that took parts of them
-    (a batch that the script divides itself) is one of several that make one batch.
+    With gradient accumulation every pass processes as many samples again; passes over parts of a batch that the script
+    divides itself count as one.
     """
     if samples is None or (gpus > 1 and not all(has_own_samples(trace) for trace in traces)):
         return None
@@ -128,14 +131,14 @@ def _batch(samples: int | None, length: int | None, traces: Sequence[OperatorTra
 
 
 def _taken(samples: int | None, length: int | None, switches: Tf32Switches) -> dict[str, str]:
-    """By option, what the script has of its own. It sets its optimizer and number types itself."""
+    """Return the script's own values by option. It sets its optimizer and number types itself."""
     sizes = {"--batch-size": samples, "--sequence-length": length}
     told = {option: f"{size} (the script's own)" for option, size in sizes.items() if size is not None}
     return {**_OWN, "--dtype": f"the script's own, {switches.described}", **told}
 
 
 def _unused(request: Script | ScriptJob) -> list[str]:
-    """Sizes that are given and that the script's function does not take."""
+    """Warn of given sizes for which the script's function has no parameter."""
     sizes = {"batch_size": request.batch_size, "sequence_length": request.sequence_length}
     given = [name for name, value in sizes.items() if value is not None]
     taken = taken_names(request.script, given)
@@ -147,6 +150,6 @@ def _unused(request: Script | ScriptJob) -> list[str]:
 
 
 def _parameters(request: Script | ScriptJob) -> dict[str, Any]:
-    """What the script's function is called with, as far as it takes it; its own defaults where nothing is given."""
+    """Return the arguments of the script's function; its own defaults where no value is given."""
     size = Fallback(1) if request.batch_size is None else request.batch_size
     return {"batch_size": size, "sequence_length": request.sequence_length}

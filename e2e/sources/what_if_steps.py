@@ -1,7 +1,7 @@
-"""From a prepared step and a what-if question to the step that is asked about.
+"""Applies what-if questions to a prepared step.
 
-Another batch of what is captured is captured anew, and so are other gradient buckets; a recorded step is resized
-through its operators. Everything else changes the graph of the step as it is.
+Captured steps are captured anew for another batch or other gradient buckets; recorded steps are resized through their
+operators. All other changes edit the graph of the step.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from e2e.whatif.resized_graph import Estimates, resized_graph
 from e2e.whatif.resized_trace import recorded_batch, resized
 from e2e.whatif.speeds import SpeedChange
 
-# What is changed among single operators.
+# Changes of single operators.
 _OF_OPERATORS = (BatchChange, BatchedLookups, FusedOperators, MovedOperators)
 _LISTED = 8
 _BESIDE = (
@@ -59,7 +59,7 @@ _OF_ONE = (
 
 
 def check_questions(request: Request) -> None:
-    """``InputError`` for a question that ``request`` cannot answer, before anything is captured or read."""
+    """Raise ``InputError`` for a question that ``request`` cannot answer, before anything is captured or read."""
     for question in request.what_if:
         for change in question.changes:
             reason = _refused(change, request)
@@ -85,7 +85,7 @@ def _refused(change: Change, request: Request) -> str | None:
 
 
 def _compared(step: PreparedStep, answer: PredictionResult, changes: Sequence[Change] = ()) -> ComparedStep:
-    """``answer`` of ``step``, in which a question has made ``changes``."""
+    """Return the compared step of ``answer``, in which a question has made ``changes``."""
     host = getattr(step.setting.overheads, "name", "")
     batch = next((each.samples for each in changes if isinstance(each, BatchChange)), None)
     faster = frozenset(each for each in changes if isinstance(each, FasterKernels | FasterHost) and each.factor >= 1)
@@ -94,7 +94,7 @@ def _compared(step: PreparedStep, answer: PredictionResult, changes: Sequence[Ch
 
 @dataclass
 class WhatIfSteps:
-    """``step`` of ``request`` as it is, and the steps of its questions."""
+    """Unchanged ``step`` of ``request``, and the steps of its questions."""
 
     request: Request
     step: PreparedStep
@@ -104,7 +104,7 @@ class WhatIfSteps:
         self._alone: dict[Change, PreparedStep] = {}
 
     def questions(self) -> list[WhatIf]:
-        """Each change alone, the combinations that were asked, and all together where that is one more."""
+        """Return each change alone, the requested combinations, and all together if that is another one."""
         asked = self.request.what_if
         alone = [
             WhatIf(text, (change,), (text,))
@@ -118,7 +118,7 @@ class WhatIfSteps:
         return list(found.values())
 
     def check(self) -> None:
-        """``InputError`` for a change of what the step does not have, before anything is simulated."""
+        """Raise ``InputError`` for a change that does not apply to the step, before anything is simulated."""
         for change in dict.fromkeys(change for each in self.request.what_if for change in each.changes):
             if not self._is_made_anew(change):
                 self._alone[change] = self._changed(self.step, change)
@@ -127,8 +127,9 @@ class WhatIfSteps:
                 self.changed(question)
 
     def rows(self, as_it_is: PredictionResult) -> tuple[WhatIfRow, ...]:
-        """The step as it is, then one row for each of the :meth:`questions`. All at once are left out where one takes
-        away what another one is about.
+        """Return the unchanged step, then one row for each of the :meth:`questions`.
+
+        The combination of all is left out if one change removes the target of another.
         """
         before, samples = as_it_is.prediction, self._samples()
         found = [what_if_row(AS_IT_IS, before, before, samples, samples)]
@@ -147,7 +148,7 @@ class WhatIfSteps:
         return compared(found, Comparison(steps).ratio)
 
     def changed(self, question: WhatIf) -> PreparedStep:
-        """The step that ``question`` is about."""
+        """Return the step of ``question``."""
         anew = self._anew(question.ordered)
         step = anew.prepare() if anew is not None else self.step
         for change in question.ordered:
@@ -158,7 +159,7 @@ class WhatIfSteps:
     # --- captured anew --------------------------------------------------------------------------------
 
     def _anew(self, changes: Sequence[Change]) -> Request | None:
-        """The request with those of ``changes`` that are captured anew; ``None`` where none is."""
+        """Return the request with those of ``changes`` that need a new capture; ``None`` if none does."""
         found: Request | None = None
         for change in changes:
             found = (found or self.request).captured_anew(change) or found
@@ -168,7 +169,7 @@ class WhatIfSteps:
         return self.request.captured_anew(change) is not None
 
     def _samples(self) -> int | None:
-        """Of the step as it is, where that is known."""
+        """Samples of the unchanged step, if known."""
         asked = [change for each in self.request.what_if for change in each.changes if isinstance(change, BatchChange)]
         if not asked:
             return None
@@ -245,7 +246,7 @@ class WhatIfSteps:
         return compile_rank(lowered, traced.trace) if self.step.setting.compiled else lowered
 
     def _transfers(self) -> tuple[NodeLayout, CostModel]:
-        """The cluster of the step; of a recorded run as many of its GPUs as it has ranks."""
+        """Return the cluster of the step; for a recorded run, one with as many of its GPUs as it has ranks."""
         cluster = self.step.cluster
         if isinstance(cluster, RecordedSite):
             graph = self.step.graph
@@ -284,7 +285,7 @@ class WhatIfSteps:
             raise InputError(f"--what-if {nothing}")
         graph = replace(step.graph, ranks=tuple(ranks))
         if step.starts is not None:
-            # What took the place of recorded work has no times yet; what has some keeps them.
+            # Replacements of recorded work have no times yet; existing times are kept.
             graph = price(graph, self._estimates.model, step.setting.overheads)
         return replace(step, graph=graph, traced=traced)
 

@@ -1,4 +1,4 @@
-"""Arrays of numbers, by what is in them; shapes stand where they are used."""
+"""Array types by element type; shapes are documented where the arrays are used."""
 
 from __future__ import annotations
 

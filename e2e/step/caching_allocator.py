@@ -1,12 +1,14 @@
-"""PyTorch's caching allocator of GPU memory, simulated: what it takes from the driver for a sequence of allocations.
+"""Simulation of PyTorch's caching allocator of GPU memory: memory reserved from the driver for a sequence of
+allocations.
 
 Rules of c10/cuda/CUDACachingAllocator.cpp with its default settings. Sizes are rounded up to 512 bytes. Blocks of at
-most 1 MiB come from segments of 2 MiB, others from segments of 20 MiB or, from 10 MiB on, of their own size in whole
-2 MiB. Each stream has its own blocks. The smallest free block that is large enough is taken, at the lowest address of
-those, and split where the rest is worth it; what is freed is put together with its free neighbours, and no segment is
-given back while the driver has more. With ``expandable_segments:True`` there is one segment for the small and one for
-the large blocks of a stream, which grows at its end; every rest of 512 bytes is split off, and the free end counts as
-large as it can grow, so that a free block before it is taken first (``should_split``, ``get_free_block``).
+most 1 MiB come from segments of 2 MiB, larger ones from segments of 20 MiB or, from 10 MiB on, from a segment of their
+own size rounded up to 2 MiB. Each stream has its own blocks. The smallest free block that is large enough is used, at
+the lowest address if several match, and split if the remainder is large enough. Freed blocks are merged with their free
+neighbours; no segment is returned while the driver has free memory. With ``expandable_segments:True`` each stream has
+one segment for small and one for large blocks, which grows at its end; every remainder of 512 bytes is split off, and
+the free end counts as large as it can grow, so that an earlier free block is preferred (``should_split``,
+``get_free_block``).
 """
 
 from __future__ import annotations
@@ -24,13 +26,13 @@ ROUNDED_TO = 2 << 20  # kRoundLarge
 
 
 def whole_blocks(size: int) -> int:
-    """``size`` in bytes rounded up to the allocator's unit."""
+    """Round ``size`` in bytes up to the allocator's unit."""
     return -(-size // BLOCK_BYTES) * BLOCK_BYTES
 
 
 @dataclass(eq=False, slots=True)
 class _Block:
-    """A piece of a segment, with its neighbours there."""
+    """Block of a segment, linked with its neighbours in the segment."""
 
     address: int
     size: int
@@ -41,20 +43,22 @@ class _Block:
 
 
 class CachingAllocator:
-    """``allocated`` and ``reserved``: bytes at present; ``most_reserved``: at most so far. ``expandable``: as with
-    its setting ``expandable_segments``.
+    """Simulated allocator.
+
+    ``allocated`` and ``reserved``: current bytes; ``most_reserved``: peak of ``reserved``. ``expandable``: the
+    allocator setting ``expandable_segments``.
     """
 
     def __init__(self, expandable: bool = False) -> None:
         self.expandable = expandable
-        self._ends: dict[tuple[int, bool], _Block] = {}  # of growing segments, the last block
+        self._ends: dict[tuple[int, bool], _Block] = {}  # last block of each expandable segment
         self.allocated = self.reserved = self.most_reserved = 0
         self._next = 0
         self._free: dict[tuple[int, bool], list[tuple[int, int]]] = {}
-        self._blocks: dict[int, _Block] = {}  # free ones, by address
+        self._blocks: dict[int, _Block] = {}  # free blocks by address
 
     def allocate(self, size: int, stream: int = 0) -> _Block:
-        """A block for ``size`` bytes on ``stream``, to be handed back to :meth:`release`."""
+        """Return a block for ``size`` bytes on ``stream``, to be freed by :meth:`release`."""
         size = max(whole_blocks(size), BLOCK_BYTES)
         pool = (stream, size <= SMALL_BYTES)
         block = self._best(pool, size) or self._segment(pool, size)
@@ -65,7 +69,7 @@ class CachingAllocator:
         return block
 
     def release(self, block: _Block) -> None:
-        """Frees ``block``."""
+        """Free ``block`` and merge it with its free neighbours."""
         self.allocated -= block.size
         before, behind = block.before, block.behind
         if before is not None and before.free:
@@ -114,7 +118,7 @@ class CachingAllocator:
         return block
 
     def _grown(self, pool: tuple[int, bool], size: int) -> _Block:
-        """The end of the stream's segment, with as many pages more as ``size`` needs."""
+        """Return a free block at the end of the stream's segment, grown by as many pages as ``size`` needs."""
         page = SMALL_SEGMENT if pool[1] else LARGE_SEGMENT
         end = self._ends.get(pool)
         free = end if end is not None and end.free else None

@@ -1,9 +1,10 @@
-"""To which phase of a step every operator call belongs.
+"""Phase of the step for every operator call.
 
-A source marks what it knows for certain: autograd's own calls are ``backward``, those inside ``Optimizer.step`` are
-``optimizer``, the data loader's ``data``; all else comes as ``forward``. Much of that is none: clipping of gradients
-and a scaler's check for infinities stand between backward pass and optimizer, averages of weights and ``loss.item()``
-behind it. What certainly is forward has the sequence number of an autograd node that ran later.
+A source marks the phases that are certain: autograd's own calls are ``backward``, calls inside ``Optimizer.step`` are
+``optimizer``, those of the data loader ``data``; all other calls come as ``forward``. Many of these are not part of the
+forward pass: gradient clipping and a scaler's check for infinities lie between backward pass and optimizer, averages of
+weights and ``loss.item()`` after the optimizer. A call certainly belongs to the forward pass if it has the sequence
+number of an autograd node that ran later.
 """
 
 from __future__ import annotations
@@ -14,32 +15,32 @@ from typing import Protocol
 
 from e2e.step.operator_trace import Phase
 
-# What an undifferentiated call belongs to by the phase of what comes next.
+# Phase of an undifferentiated call by the phase of the next call.
 _BEFORE: Mapping[Phase, Phase] = {"backward": "forward", "optimizer": "optimizer"}
 
 
 class PhasedCall(Protocol):
-    """An operator call of a source, with the phase that the source marked."""
+    """Operator call of a source, with the phase that the source marked."""
 
     @property
     def id(self) -> int:
-        """The call's number in its trace."""
+        """Number of the call in its trace."""
         ...
 
     @property
     def phase(self) -> Phase:
-        """The phase as far as it is known."""
+        """Phase as marked by the source."""
         ...
 
     @property
     def sequence(self) -> int | None:
-        """The number that a forward call shares with its backward call; ``None`` without one."""
+        """Sequence number shared by a forward call and its backward call, or None."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class MarkedCall:
-    """The part of a call that decides its phase. ``sequence`` links a backward call with its forward one."""
+    """Fields of a call that decide its phase. ``sequence`` links a backward call with its forward call."""
 
     id: int
     phase: Phase
@@ -47,11 +48,11 @@ class MarkedCall:
 
 
 def settled_phases(calls: Iterable[PhasedCall]) -> Mapping[int, Phase]:
-    """Call -> phase, for the ``calls`` of one step in the order in which they began.
+    """Return call -> phase for the ``calls`` of one step, given in the order in which they began.
 
-    What a source took for forward, but comes after a backward pass or an optimizer and is not differentiated, serves
-    what comes next: ``optimizer`` before an optimizer's step, ``forward`` before the next pass (of another
-    micro-batch, of another network), ``other`` at the end of the step.
+    A call marked as forward that comes after a backward pass or an optimizer step and is not differentiated gets the
+    phase of the following work: ``optimizer`` before an optimizer step, ``forward`` before the next pass (of another
+    micro-batch or another network), ``other`` at the end of the step.
     """
     ordered = list(calls)
     passes = [place for place, call in enumerate(ordered) if call.phase in ("backward", "optimizer")]

@@ -1,14 +1,14 @@
-"""What a user chooses from, on the command line and in records: each choice is typed here, once."""
+"""Types of options with fixed choices, shared by the command line and the records."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-# What one step does: with optimizer step, without it, or the forward pass alone in evaluation mode.
+# Mode of a step: with optimizer step, without it, or the forward pass alone in evaluation mode.
 Mode = Literal["train", "forward-backward", "inference"]
 # Number type of the model; ``tf32``: float32 tensors whose matrix products run on TF32 units.
 Dtype = Literal["float32", "tf32", "bfloat16", "float16"]
-# Names under which other tools have number types -> what is asked instead.
+# Names of number types in other tools -> advice for the user.
 _SHORT = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 _MIXED = (
     "a transformer in bfloat16 or float16 keeps FP32 master weights as --recipe says; autocast over FP32 weights (AMP) "
@@ -28,25 +28,23 @@ _INSTEAD = {
 
 
 def instead_of(name: str) -> str | None:
-    """What is asked instead of the number type or precision ``name``, which there is none of; ``None`` for names that
-    no tool has.
-    """
+    """Return advice for the unsupported number type or precision ``name``, or None if no tool has such a name."""
     return _INSTEAD.get(name.lower())
 
 
-# How attention is computed: products and softmax apart, the library's (``eager``) or PyTorch's (``math``);
-# by the kernel that ``scaled_dot_product_attention`` takes on the GPU (``flash``); or by one that is named:
-# FlashAttention 1 (Triton's too) to 4, cuDNN's, the memory-efficient one; ``mla``: latent attention over the cached
-# latents themselves, as serving engines decode it; ``flash3-fp8``: the third over a cache in 8 bits, forward.
+# Attention implementation: separate products and softmax, as in the library (``eager``) or in PyTorch (``math``); the
+# kernel that ``scaled_dot_product_attention`` selects on the GPU (``flash``); or a kernel by name: FlashAttention 1
+# (Triton's too) to 4, cuDNN, the memory-efficient kernel; ``mla``: latent attention over cached latents, as serving
+# engines decode; ``flash3-fp8``: FlashAttention 3 over an 8-bit cache, forward only.
 AttentionForm = Literal[
     "eager", "flash", "flash1", "flash2", "flash3", "flash3-fp8", "flash4", "cudnn", "efficient", "mla", "math"
 ]
-# How a batch of images lies in memory: NCHW, or NHWC (``torch.channels_last``).
+# Memory layout of image batches: NCHW, or NHWC (``torch.channels_last``).
 MemoryLayout = Literal["contiguous", "channels-last"]
-# How experts are computed: fused permutation and grouped products, or as Hugging Face's library writes them.
+# Expert implementation: fused permutation and grouped products, or the code of Hugging Face's library.
 MixtureForm = Literal["grouped", "huggingface"]
-# Linear attention (Mamba, gated delta rules): by the kernels of the libraries that fuse it, or in single operators.
+# Linear attention (Mamba, gated delta rules): kernels of the libraries that fuse it, or single operators.
 LinearAttentionForm = Literal["fused", "unfused"]
-# How an optimizer that leaves it open updates its parameters: list by list (PyTorch's default on GPUs), or in one
-# kernel.
+# Optimizer implementation if the model does not set one: tensor lists, operation by operation (PyTorch's default on
+# GPUs), or one kernel.
 OptimizerForm = Literal["foreach", "fused"]

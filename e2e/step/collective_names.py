@@ -1,4 +1,4 @@
-"""Names of collectives and point-to-point calls: the simulator's kinds, and what frameworks and profiles call them.
+"""Names of collectives and point-to-point calls: the simulator's kinds, and the names in frameworks and profiles.
 
 Kinds are those of :class:`e2e.step.execution_graph.Collective`.
 """
@@ -8,14 +8,14 @@ from __future__ import annotations
 from functools import lru_cache
 
 EAGER, FUNCTIONAL = "c10d::", "_c10d_functional::"
-# Of annotations around NCCL's calls, and of its kernels.
+# Prefixes of annotations around NCCL calls and of NCCL kernels.
 ANNOTATION, KERNELS = "nccl:", ("nccl", "void nccl")
 WAIT_TENSOR, SCATTER = f"{FUNCTIONAL}wait_tensor", f"{EAGER}scatter_"
 POINT_TO_POINT = frozenset({"send", "recv"})
 
-# Short name without a last ``_`` -> kind: below ``c10d::`` in eager mode, below ``_c10d_functional::``, in annotations
-# and metadata of profiles. NCCL composes ``gather`` and ``scatter`` of sends and receives: the root's links carry as
-# much as in an all-gather of the parts and in a broadcast of the whole.
+# Short name without a trailing ``_`` -> kind: below ``c10d::`` in eager mode, below ``_c10d_functional::``, in
+# annotations and metadata of profiles. NCCL builds ``gather`` and ``scatter`` from sends and receives: the root's links
+# carry as much as in an all-gather of the parts and in a broadcast of the whole.
 _KINDS = {
     "allreduce": "all_reduce",
     "all_reduce": "all_reduce",
@@ -47,8 +47,7 @@ _KINDS = {
     "barrier": "barrier",
 }
 
-# Eager calls whose first argument is what a rank takes out and whose second is what it puts in; of all others the first
-# is what it puts in.
+# Eager calls whose first argument is the output and whose second is the input; for all others the first is the input.
 OUTPUT_FIRST = frozenset(
     f"{EAGER}{name}"
     for name in (
@@ -65,7 +64,7 @@ OUTPUT_FIRST = frozenset(
     )
 )
 
-# Kind -> the eager call, as profiles show it and tables of host overheads know it.
+# Kind -> eager call, as named in profiles and in tables of host overheads.
 EAGER_CALLS = {
     "all_reduce": f"{EAGER}allreduce_",
     "all_gather": f"{EAGER}_allgather_base_",
@@ -76,7 +75,7 @@ EAGER_CALLS = {
     "barrier": f"{EAGER}barrier",
 }
 
-# Functional form -> the eager call that its C++ body makes.
+# Functional form -> eager call made by its C++ body.
 BELOW_FUNCTIONAL = {
     "all_reduce": "allreduce_",
     "all_reduce_": "allreduce_",
@@ -93,15 +92,15 @@ BELOW_FUNCTIONAL = {
     "all_to_all_single": "alltoall_base_",
 }
 
-# Communication inside a layer, as a capture of a spread model has it -> kind, and the ranks that take part: ``tp`` that
-# share the layer, ``cp`` the sequences (``cp heads``: those of them that exchange tokens for heads), ``ep`` among which
-# the experts are divided, of them those inside a node and those that have the same place in theirs.
-# ``GATHERED_AGAIN`` gathers what the next kernel does not need yet: Megatron-LM gathers the input of a product anew
-# while it computes the gradient of that input.
+# Operators of communication inside a layer, as in captures of parallel models -> kind and ranks that take part: ``tp``
+# shares the layer, ``cp`` the sequences (``cp heads``: those of them that exchange tokens for heads), ``ep`` divides
+# the experts, also split into the ranks inside a node and the ranks at the same place in every node. ``GATHERED_AGAIN``
+# gathers data that the next kernel does not need yet: Megatron-LM gathers the input of a product again while it
+# computes the gradient of that input.
 LIBRARY = "parallel"
 GATHERED_AGAIN = f"{LIBRARY}::all_gather_again"
-# What the next kernel does not need yet either: keys of other ranks beside the block of the rank's own, and gradients
-# of keys on their way beside the next block.
+# Other communication that the next kernel does not wait for: keys of other ranks during the block of the rank's own
+# keys, and gradients of keys sent during the next block.
 EARLY = frozenset((GATHERED_AGAIN, f"{LIBRARY}::context_all_gather_early", f"{LIBRARY}::context_all_to_all"))
 INSIDE_NODES, ACROSS_NODES = "ep inside nodes", "ep across nodes"
 INSIDE_LAYERS = {
@@ -120,9 +119,9 @@ INSIDE_LAYERS = {
 }
 
 
-@lru_cache(maxsize=4096)  # annotations of traces have names of all kinds
+@lru_cache(maxsize=4096)  # traces contain many distinct annotations
 def kind_of(name: str) -> str | None:
-    """The collective that the operator or annotation ``name`` starts, ``None`` for anything else."""
+    """Return the kind of the collective that the operator or annotation ``name`` starts, or None for any other name."""
     for namespace in (EAGER, FUNCTIONAL, ANNOTATION):
         if name.startswith(namespace):
             return kind_of_short(name.removeprefix(namespace))
@@ -130,10 +129,10 @@ def kind_of(name: str) -> str | None:
 
 
 def kind_of_short(name: str) -> str | None:
-    """The same for a name without its namespace, as profiles give it."""
+    """Return the kind of a collective by its name without namespace, as in profiles, or None."""
     return _KINDS.get(name.removesuffix("_"))
 
 
 def same_kind(one: str, other: str) -> bool:
-    """A send meets a receive, everything else its like."""
+    """True if two calls can be sides of one collective: a send matches a receive, any other kind itself."""
     return one != other if {one, other} <= POINT_TO_POINT else one == other

@@ -1,12 +1,12 @@
-"""What the simulator runs: host threads that launch device work, ranks that meet in collectives.
+"""Execution graph, the input of the simulator: host threads that launch device work, ranks that meet in collectives.
 
-The graph says what happens and in which order; dependencies come from program order on a thread, order on a stream,
-events, synchronising calls and rendezvous, never from names. Durations are ``None`` until a model or a measurement
-fills them in; the simulator refuses a graph that is not priced.
+The graph holds operations and their order; dependencies come from program order on a thread, order on a stream, events,
+synchronising calls and rendezvous, never from names. Durations are ``None`` until a model or a measurement sets them;
+the simulator refuses a graph without prices.
 
-Host overheads carry the names of the papers (Lin et al., HiPC 2022): ``T1`` gap between top-level operators, ``T2``
-operator start to its first launch, ``T3`` last launch to operator end, ``T4`` the launch call, ``T5`` between launches
-or the whole of an operator that launches nothing.
+Host overheads are named as in Lin et al., HiPC 2022: ``T1`` gap between top-level operators, ``T2`` operator start to
+its first launch, ``T3`` last launch to operator end, ``T4`` the launch call, ``T5`` between launches or the whole of an
+operator that launches nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from e2e.step.named_ranges import NamedRanges
 from e2e.step.operator_trace import Phase
 
 OverheadKind = Literal["T1", "T2", "T3", "T4", "T5", "host"]
-# What reports say of each kind.
+# Description of each kind in reports.
 OVERHEAD_MEANINGS: Mapping[OverheadKind, str] = {
     "T1": "between operators",
     "T2": "in an operator before its first launch",
@@ -36,22 +36,20 @@ TaskKind = Literal["kernel", "copy", "memset", "collective", "graph"]
 
 @dataclass(frozen=True, slots=True)
 class Duration:
-    """Seconds with their interval ``lower <= seconds <= upper``, what limits them and where they come from.
-
-    ``power``: what a kernel draws above rest meanwhile, in shares of (limit of the board - rest); ``None`` where no
-    model says (:mod:`costmodel.gpu.power`).
-    """
+    """Duration in seconds with its interval ``lower <= seconds <= upper``, limiting resource and source."""
 
     seconds: float
     lower: float
     upper: float
     bound: str = ""
     source: PriceSource = "measured"
+    # Power above idle during a kernel, as a fraction of (board limit - idle power); None if no model gives it
+    # (:mod:`costmodel.gpu.power`).
     power: float | None = None
 
     @staticmethod
     def measured(seconds: float) -> Duration:
-        """A measured time, taken for exact."""
+        """Return the duration of a measured time, which is taken as exact."""
         return Duration(seconds, seconds, seconds)
 
 
@@ -60,41 +58,44 @@ class Duration:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A rendezvous: all ``ranks`` of ``group`` take part with the same ``sequence`` number in that group.
+    """A collective: all ``ranks`` of ``group`` take part with the same ``sequence`` number in that group.
 
-    ``kind``: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``, ``broadcast``, ``reduce``, ``send``,
-    ``recv``, ``barrier``. ``size_bytes``: what this rank puts in (``all_gather``: its shard; ``reduce_scatter``,
-    ``all_to_all``: the whole buffer; ``recv``: what it takes, or 0). ``received_bytes``: what this rank takes out of an
-    uneven ``all_to_all``, where that differs. ``pieces``: it is one of so many of this size that start as one.
-
-    A point-to-point pair is a group of two; what NCCL runs as one group of sends and receives goes on streams of its
-    own, one per peer and direction.
+    A point-to-point pair is a group of two; sends and receives that NCCL runs as one group go on separate streams, one
+    per peer and direction.
     """
 
+    # ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``, ``broadcast``, ``reduce``, ``send``, ``recv``
+    # or ``barrier``.
     kind: str
     group: str
     ranks: tuple[int, ...]
     sequence: int
+    # Input of this rank (``all_gather``: its shard; ``reduce_scatter``, ``all_to_all``: the whole buffer; ``recv``: the
+    # output, or 0).
     size_bytes: int
+    # Output of this rank in an uneven ``all_to_all``, if it differs from the input.
     received_bytes: int | None = None
+    # Number of transfers of this size that are started as one.
     pieces: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class GpuLoad:
-    """What a task takes of its GPU while it runs alone, as shares of the whole: of the ``memory``'s bandwidth, and of
-    the multiprocessors those that it keeps others from (``held``: of a collective, whose blocks stay to its end).
+    """Load of a task on its GPU while it runs alone, as fractions of the whole GPU.
 
-    Tasks that have none (recorded ones, whose times contain what ran beside them) neither slow others nor are slowed.
+    Tasks without a load (recorded ones, whose times include the effect of concurrent work) neither slow others nor are
+    slowed.
     """
 
+    # Fraction of the memory bandwidth.
     memory: float
+    # Fraction of the multiprocessors kept from other tasks (by a collective, whose blocks stay until its end).
     held: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One of the launches that a task stands for; the fields are those of :class:`Task`."""
+    """One of several launches that a task combines; fields as in :class:`Task`."""
 
     name: str
     kind: TaskKind
@@ -105,25 +106,24 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Device work on one stream of one rank. ``id`` is its place in :attr:`RankGraph.tasks`.
+    """Device work on one stream of one rank."""
 
-    ``operators``: descriptions of :mod:`costmodel` that together price it (none: unknown to every model).
-    ``kernels``: what a task that stands for several launches consists of, instead of ``operators``.
-    ``duration`` of a collective is its transfer time, without waiting for other ranks and with all links to itself;
-    ``links``: what it uses of them on this rank's side, as (name, share of the link's rate that it then takes).
-    ``load``: what it takes of its GPU, which slows what runs beside it.
-    """
-
+    # Index in :attr:`RankGraph.tasks`.
     id: int
     name: str
     kind: TaskKind
     stream: int
+    # Descriptions of :mod:`costmodel` that together price the task (empty: unknown to every model).
     operators: tuple[AnyOperator, ...] = ()
+    # For a collective: transfer time, without waiting for other ranks and with exclusive use of all links.
     duration: Duration | None = None
     collective: Collective | None = None
     call: int | None = None
+    # Links used on this rank's side: (name, fraction of the link's rate).
     links: tuple[tuple[str, float], ...] = ()
+    # Kernels of a task that combines several launches, instead of ``operators``.
     kernels: tuple[Kernel, ...] = ()
+    # Load on the GPU, which slows concurrent tasks.
     load: GpuLoad | None = None
 
 
@@ -132,21 +132,19 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class HostWork:
-    """Time that a host thread spends for the operator call ``call``.
-
-    ``records``: how many operators inside the call begin and end in this piece, half of one for each; ``None``: not
-    told.
-    """
+    """Host time spent by a thread for the operator call ``call``."""
 
     kind: OverheadKind
     call: int | None = None
     duration: Duration | None = None
+    # Number of operators that begin and end inside the call in this piece, half for each begin and each end; None: not
+    # known.
     records: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The call (T4) that puts ``task`` on its stream; the task may start when the call ends."""
+    """Launch call (T4) that enqueues ``task`` on its stream; the task may start when the call ends."""
 
     task: int
     duration: Duration | None = None
@@ -154,7 +152,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class RecordEvent:
-    """Puts a mark on ``stream``: ``event`` is reached when everything before it there has ended."""
+    """Record ``event`` on ``stream``: it is reached when all earlier work on the stream has ended."""
 
     event: int
     stream: int
@@ -162,7 +160,7 @@ class RecordEvent:
 
 @dataclass(frozen=True, slots=True)
 class StreamWait:
-    """What is put on ``stream`` from here on starts after ``event``. The host does not wait."""
+    """Make later work on ``stream`` wait for ``event``. The host does not wait."""
 
     event: int
     stream: int
@@ -170,27 +168,25 @@ class StreamWait:
 
 @dataclass(frozen=True, slots=True)
 class Synchronize:
-    """The host waits for a stream, for an event, or (neither given) for all streams of its rank.
-
-    ``duration``: what the call costs once everything it waits for has ended.
-    """
+    """Make the host wait for a stream, an event or (if neither is given) all streams of its rank."""
 
     stream: int | None = None
     event: int | None = None
+    # Cost of the call once the awaited work has ended.
     duration: Duration | None = None
     call: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """Lets the threads of this rank that await ``flag`` go on."""
+    """Resume the threads of this rank that wait for ``flag``."""
 
     flag: int
 
 
 @dataclass(frozen=True, slots=True)
 class Await:
-    """The thread waits until ``flag`` is signalled (as the main thread waits for autograd's)."""
+    """Make the thread wait until ``flag`` is signalled (as the main thread waits for autograd's)."""
 
     flag: int
 
@@ -200,37 +196,34 @@ Action = HostWork | Launch | RecordEvent | StreamWait | Synchronize | Signal | A
 
 @dataclass(frozen=True, slots=True)
 class CallInfo:
-    """The operator call behind host and device work, for breakdowns.
-
-    ``tensors``: of its lists, where it takes lists (foreach and fused optimizers); ``gathered``: those that the
-    optimizer collected before it, if it is the first such call of its step. ``recomputed``: it is part of a forward
-    pass that runs again inside the backward pass (activation checkpointing of a script).
-    """
+    """Operator call that host and device work belong to, for breakdowns."""
 
     id: int
     name: str
     phase: Phase = "other"
     parent: int | None = None
     module: str = ""
+    # Number of tensors in its lists, if it takes lists (foreach and fused optimizers).
     tensors: int = 0
+    # Number of tensors the optimizer collected before this call, if it is the first such call of an optimizer step.
     gathered: int = 0
+    # True in a forward pass that runs again inside the backward pass (activation checkpointing of a script).
     recomputed: bool = False
 
 
 @dataclass(frozen=True)
 class RankGraph:
-    """One rank. ``threads``: name -> actions in program order; every task is launched exactly once.
-
-    ``operator_calls``: how many operators the host calls in one iteration, where ``calls`` are not these: a part of a
-    model that runs for every layer and micro-batch has its calls there once, compiled code calls few of its operators.
-    ``ranges``: those that a script named.
-    """
+    """Graph of one rank. Every task is launched exactly once."""
 
     rank: int
+    # Thread name -> actions in program order.
     threads: Mapping[str, tuple[Action, ...]]
     tasks: tuple[Task, ...]
     calls: Mapping[int, CallInfo] = field(default_factory=dict)
+    # Number of operators the host calls in one iteration, if it differs from the number of ``calls``: a part of a model
+    # that runs for every layer and micro-batch has its calls there once, compiled code calls few of its operators.
     operator_calls: int | None = None
+    # Ranges named by a script.
     ranges: NamedRanges = field(default_factory=NamedRanges)
 
     def __post_init__(self) -> None:
@@ -241,20 +234,21 @@ class RankGraph:
             raise ValueError(f"rank {self.rank}: a task's id is its place")
 
     def actions(self) -> Iterator[Action]:
-        """All actions of the host, those of one thread after those of another, each thread's in its order."""
+        """Iterate over all actions of the host, thread after thread, each thread's in program order."""
         for actions in self.threads.values():
             yield from actions
 
 
 @dataclass(frozen=True)
 class ExecutionGraph:
-    """One iteration of one or more ranks. ``multiplicity``: how many alike ranks each entry of ``ranks`` stands for.
+    """One iteration of one or more ranks.
 
-    The ranks of the graph must be able to meet each other: a collective between ranks that stand for others (the two
-    ends of a pipeline's transfer) names those of the graph, not the ones that they stand for.
+    The ranks of the graph must be able to meet each other: a collective between ranks that represent others (the two
+    ends of a pipeline's transfer) names the ranks of the graph, not the represented ones.
     """
 
     ranks: tuple[RankGraph, ...]
+    # Rank of the graph -> number of identical ranks that it represents.
     multiplicity: Mapping[int, int] = field(default_factory=dict)
     source: str = ""
 

@@ -1,9 +1,9 @@
-"""Ranges that a script or a library marked (``record_function``) as what a gap between operators is made of.
+"""Gaps between operators at the borders of ranges marked by a script or a library (``record_function``).
 
 Where a marked range begins or ends, Python enters or leaves a part of the script: such a gap takes ten to a hundred
-times as long as one between two operators of the same part, whichever operator follows. So these gaps have names of
-their own among the host overheads, one for each border, but for two that are longer than all others: before the first
-operator of an optimizer's step, and where the profiler itself counts a step.
+times as long as a gap between two operators of the same part, whichever operator follows. These gaps therefore have
+separate names among the host overheads, one per border, except two that are longer than all others: the gap before the
+first operator of an optimizer step, and the gap where the profiler itself counts a step.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ MARKED = frozenset({BORDER, OPTIMIZER_STEP, PROFILER_STEP})
 
 
 def gap_names(ended: int, begun: Sequence[str]) -> tuple[str, ...]:
-    """Names of the equal parts of a gap in which ``ended`` marked ranges end and those named ``begun`` begin; none for
-    a gap that is the following operator's.
+    """Return the names of the equal parts of a gap in which ``ended`` marked ranges end and the ranges ``begun`` begin.
+
+    Empty if the gap belongs to the following operator.
     """
     for mark in (PROFILER_STEP, OPTIMIZER_STEP):
         if any(name.startswith(f"{mark}#") for name in begun):
@@ -27,7 +28,7 @@ def gap_names(ended: int, begun: Sequence[str]) -> tuple[str, ...]:
 
 
 def crossed(before: Sequence[str], now: Sequence[str]) -> tuple[int, Sequence[str]]:
-    """From inside the ranges ``before`` to inside ``now``, outermost first: how many ended, and which began."""
+    """Return how many ranges ended and which began between the ranges ``before`` and ``now``, given outermost first."""
     common = 0
     for one, other in zip(before, now, strict=False):
         if one != other:

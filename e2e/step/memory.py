@@ -1,13 +1,14 @@
 """Peak memory of a step from the lifetimes of its tensors.
 
-Storages count, not tensors: views share one. A storage lives from the call that first shows it (from before the step,
-if that call only reads it) until it is freed. Captures say when that was; for other traces it is the last use, which
-is early where Python still holds a result. Each storage takes whole blocks of the caching allocator.
+Lifetimes are counted per storage, since views share one. A storage lives from the call in which it first appears (from
+the start of the step, if that call only reads it) until it is freed. Captures record when it is freed; for other traces
+the last use is taken, which is too early if Python still holds a reference. Each storage takes whole blocks of the
+caching allocator.
 
-Of recorded traces that is all there is: fragmentation, the CUDA context and workspaces of libraries are not counted. A
-captured step is replayed through the allocator (``e2e/step/replayed_memory.py``), a model spread by ``--parallel`` too
-(``e2e/parallelism/stage_memory.py``), tables placed by ``--sharding`` are summed in ``e2e/sharding/sharded_step.py``;
-whether a rank's memory suffices is said in ``e2e/explain/rank_figures.py``.
+Recorded traces get no more than this: fragmentation, the CUDA context and library workspaces are not counted. A
+captured step is replayed through the allocator (``e2e/step/replayed_memory.py``), and so is a ``--parallel`` model
+(``e2e/parallelism/stage_memory.py``); tables placed by ``--sharding`` are summed in ``e2e/sharding/sharded_step.py``;
+``e2e/explain/rank_figures.py`` checks whether a rank's memory suffices.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from e2e.step.caching_allocator import BLOCK_BYTES, whole_blocks
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor, tensors
 
 ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
-# Of the weights of a layer's experts, which are one parameter; no other parameter of a transformer has as many.
+# Dimensions of the weights of a layer's experts, which are one parameter; no other transformer parameter has as many.
 EXPERT_DIMENSIONS = 3
 OTHER_BYTES = {"int16": 2, "uint16": 2, "complex64": 8, "complex128": 16, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
-# Writes into memory that is there.
+# Operators that write into existing memory.
 _COPY = "aten::copy_"
 _WRITES = frozenset((_COPY, "aten::index_copy_", "aten::index_put_", "aten::_index_put_impl_"))
 Role = Literal[
@@ -37,7 +38,7 @@ ROLES: tuple[Role, ...] = get_args(Role)
 
 @dataclass(frozen=True, slots=True)
 class MemoryMoment:
-    """What is in use once the host has made ``call``: ``levels`` in bytes, in the order of :data:`ROLES`."""
+    """Memory in use after the host has made ``call``: ``levels`` in bytes, in the order of :data:`ROLES`."""
 
     call: int
     levels: tuple[int, ...]
@@ -45,30 +46,32 @@ class MemoryMoment:
 
 @dataclass(frozen=True)
 class MemoryUsage:
-    """Bytes at the fullest moment of a step and what they are.
+    """Peak memory of a step in bytes, with its breakdown by role.
 
-    ``parameters``: held throughout and read by the model (weights, buffers); ``optimizer_state``: held throughout and
-    read by the optimizer alone; ``inputs``: integer data held throughout; ``activations``: made in the forward pass
-    and alive after it; ``buffers``: of communication and libraries; ``cache``: keys and values of earlier tokens, which
-    a step without backward pass adds to; ``temporary``: everything else. ``reserve``: what
-    the caching allocator has taken from the driver at most beyond what is in use at the peak (0 where it is not
-    simulated). ``call``: the operator at the peak; -1 for an empty trace. ``course``: what is in use over the step,
-    where that is known.
+    Roles: ``parameters``: held throughout and read by the model (weights, buffers); ``optimizer_state``: held
+    throughout and read by the optimizer alone; ``inputs``: integer data held throughout; ``activations``: made in the
+    forward pass and alive after it; ``buffers``: of communication and libraries; ``cache``: keys and values of earlier
+    tokens, extended by a step without backward pass; ``reserve``: most memory reserved by the caching allocator beyond
+    the memory in use at the peak (0 if it is not simulated); ``temporary``: everything else.
     """
 
     peak_bytes: int
     breakdown: dict[Role, int]
+    # Operator call at the peak; -1 for an empty trace.
     call: int
     operator: str
+    # Memory in use over the step, if known.
     course: tuple[MemoryMoment, ...] = field(default=(), repr=False, compare=False)
 
     @property
     def allocated_bytes(self) -> int:
-        """Without the allocator's reserve: the least memory that such a step runs in."""
+        """Peak without the allocator's reserve: the least memory that the step can run in."""
         return self.peak_bytes - self.breakdown.get("reserve", 0)
 
     def within(self, capacity: int) -> MemoryUsage:
-        """The same on a GPU of ``capacity`` bytes: there the allocator gives back what is in no use before it fails."""
+        """Return the usage on a GPU of ``capacity`` bytes, where the allocator returns unused memory before it
+        fails.
+        """
         peak = min(self.peak_bytes, max(capacity, self.allocated_bytes))
         if peak == self.peak_bytes:
             return self
@@ -77,29 +80,30 @@ class MemoryUsage:
 
 @dataclass
 class Lifetime:
-    """A storage of a trace: its ``size`` in whole blocks, the places of the ``first`` and ``last`` call of its life and
-    of the last that ``used`` it.
+    """Lifetime of a storage of a trace."""
 
-    ``existed``: before the trace; ``phases``: in which it is used, ``first_phase`` the first of them; ``gradient``: it
-    is the ``.grad`` of a parameter, of so many alike things as ``alike`` says (experts); ``added_to``: a forward pass
-    writes a part of it.
-    """
-
+    # Bytes, in whole blocks.
     size: int = 0
+    # Indices of the first and last call of its life, and of the last call that uses it.
     first: int = 0
     last: int = 0
     used: int = 0
+    # True if it exists before the trace.
     existed: bool = False
     integer: bool = False
+    # Phases in which it is used.
     phases: set[str] = field(default_factory=set)
     first_phase: str = ""
+    # True if it is the ``.grad`` of a parameter.
     gradient: bool = False
+    # Number of experts in a gradient of expert weights.
     alike: int = 1
+    # True if a forward pass writes a part of it.
     added_to: bool = False
 
 
 def peak_memory(trace: OperatorTrace) -> MemoryUsage:
-    """The fullest moment of ``trace`` on its GPU, with the bytes of each role then."""
+    """Return the peak memory of ``trace`` on its GPU, with the bytes of each role at the peak."""
     storages = lifetimes(trace)
     if not storages:
         return MemoryUsage(0, _empty(), -1, "")
@@ -121,7 +125,7 @@ def peak_memory(trace: OperatorTrace) -> MemoryUsage:
 
 
 def _course(trace: OperatorTrace, storages: Iterable[Lifetime]) -> tuple[MemoryMoment, ...]:
-    """The levels after every call that changes one."""
+    """Return the memory levels after every call that changes one."""
     changes: dict[int, list[int]] = {}
     for storage in storages:
         role = ROLES.index(role_of(storage))
@@ -139,7 +143,7 @@ def _empty() -> dict[Role, int]:
 
 
 def lifetimes(trace: OperatorTrace) -> dict[int, Lifetime]:
-    """Storage -> size and life, in positions of ``trace.calls``."""
+    """Return storage -> size and lifetime, as indices into ``trace.calls``."""
     found: dict[int, Lifetime] = {}
     names = {call.id: call.name for call in trace.calls}
     parents = {call.parent for call in trace.calls}
@@ -180,24 +184,24 @@ def lifetimes(trace: OperatorTrace) -> dict[int, Lifetime]:
 
 
 def _note_additions(writes: Iterable[OperatorCall], found: dict[int, Lifetime]) -> None:
-    """Marks what each of ``writes`` puts a part into: rows of new tokens, behind or among those that are there."""
+    """Mark storages that one of ``writes`` writes in part: rows of new tokens, after or among existing rows."""
     for call in writes:
         floats = [each for each in tensors(call.inputs) if _counts(each) and not each.dtype.startswith(("int", "uint"))]
         if floats and floats[0].storage in found:
             entry = found[floats[0].storage]
-            # Copies name the part that they write, writes by index name all and what is written.
+            # Copies take a view of the written part; writes by index take the whole tensor and the written values.
             written = floats[0] if call.name == _COPY else floats[-1]
             entry.added_to |= prod(written.shape) * _item_bytes(floats[0].dtype) < entry.size - BLOCK_BYTES
 
 
 def _listed(call: OperatorCall, name: str) -> Iterable[int]:
-    """Storages that were freed, or allocated by no operator, right before ``call``."""
+    """Return the storages freed, or allocated by no operator, right before ``call``."""
     found = call.attributes.get(name, ())
     return [item for item in found if isinstance(item, int)] if isinstance(found, tuple) else ()
 
 
 def _seen(call: OperatorCall, around_others: bool) -> Iterator[tuple[Tensor, bool]]:
-    """GPU tensors of a call with whether they go in; those of a call around others come first."""
+    """Iterate over the GPU tensors of a call, each with True for inputs."""
     for tensor in tensors(call.inputs):
         if _counts(tensor):
             yield tensor, True
@@ -205,7 +209,7 @@ def _seen(call: OperatorCall, around_others: bool) -> Iterator[tuple[Tensor, boo
         for tensor in tensors((value,)):
             if _counts(tensor):
                 yield tensor, True
-    # What a call around others returns is made by one of them, later.
+    # The outputs of a call with nested calls are made by one of these, later.
     for tensor in () if around_others else tensors(call.outputs):
         if _counts(tensor):
             yield tensor, False
@@ -216,7 +220,7 @@ def _counts(tensor: Tensor) -> bool:
 
 
 def _bytes(tensor: Tensor) -> int:
-    """Of the memory that the tensor spans, in whole blocks."""
+    """Return the bytes of the memory that the tensor spans, in whole blocks."""
     elements = 1
     if 0 in tensor.shape:
         return 0
@@ -233,7 +237,7 @@ def _item_bytes(dtype: str) -> int:
 
 
 def role_of(storage: Lifetime) -> Role:
-    """What a storage is for, by who makes and who uses it."""
+    """Return the role of a storage, by the phases that make and use it."""
     if storage.gradient:
         return "gradients"
     if storage.existed:

@@ -1,9 +1,9 @@
-"""Memory that is there for tensors of one GPU, and whether what a step needs fits into it.
+"""Memory available for tensors on one GPU, and whether the peak of a step fits into it.
 
-Of the card's memory a process sees ``usable`` (machine file: what CUDA reports, without ECC's and the driver's part).
-Off that goes what PyTorch's allocator never has: the CUDA context with the code of loaded kernels, and the buffers of
-every NCCL communicator. The rest is the room. The peak of a step is known to a few percent: below 95 % of the room it
-fits, to 105 % it may, beyond it does not.
+A process can use ``usable`` bytes of the card's memory (machine file: as reported by CUDA, without ECC's and the
+driver's part). Memory that PyTorch's allocator never gets is subtracted: the CUDA context with the code of loaded
+kernels, and the buffers of every NCCL communicator. The rest is the room. The predicted peak of a step is accurate to a
+few percent: below 95 % of the room it fits, up to 105 % it may fit, above it does not.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from costmodel.machines.cluster import Cluster
 from costmodel.machines.machine_records import Machine
 from e2e.step.execution_graph import ExecutionGraph
 
-# Shares of the room, see the module.
+# Fractions of the room; see the module docstring.
 SURE, HOPELESS = 0.95, 1.05
-# CUDA context and loaded code: what PyTorch's messages of full cards count as "in use" by the process beyond what
-# PyTorch reserved: 0.2 GiB on L4 and L40S, 0.46 on RTX 3090, 0.64 on H200.
+# CUDA context and loaded code: memory counted as "in use" by the process beyond PyTorch's reserve in PyTorch's
+# out-of-memory messages: 0.2 GiB on L4 and L40S, 0.46 on RTX 3090, 0.64 on H200.
 _LARGE_CONTEXT, _CONTEXT = 650 << 20, 400 << 20
-# A connection of one channel to one peer: buffers of 10 MiB where data comes in (protocols Simple, LL128, LL) and of
-# 2 MiB where it goes out, as NCCL's log of allocations has them (github.com/NVIDIA/nccl issue 1685).
+# Connection of one channel to one peer: buffers of 10 MiB for receiving (protocols Simple, LL128, LL) and of 2 MiB for
+# sending, as in NCCL's allocation log (github.com/NVIDIA/nccl issue 1685).
 _CONNECTION = 12 << 20
-# Peers whose data comes in by a channel: of a ring the one before; all-reduces have trees besides, with two.
+# Peers that a channel receives from: one in a ring; all-reduces also use trees, with two.
 _RING, _RING_AND_TREE = 1, 3
 Verdict = Literal["fits", "may not fit", "does not fit", "not known"]
 
 
 def verdict(needed_bytes: int | None, room: int) -> Verdict:
-    """Whether so much, in use at a time, fits into ``room``; ``None``: it is not known how much."""
+    """Return whether ``needed_bytes`` fits into ``room``; ``needed_bytes`` is None if it is not known."""
     if needed_bytes is None:
         return "not known"
     if needed_bytes <= SURE * room:
@@ -38,12 +38,14 @@ def verdict(needed_bytes: int | None, room: int) -> Verdict:
 
 
 def largest_fitting(room: int) -> int:
-    """Bytes that are said to fit into ``room`` at most."""
+    """Return the largest number of bytes with the verdict "fits" for ``room``."""
     return int(SURE * room)
 
 
 def memory_room(machine: Machine, graph: ExecutionGraph | None = None, cluster: object = None) -> int:
-    """Bytes for tensors on the GPU of ``graph`` that has most communicators; ``cluster``: where they run, if known."""
+    """Return the bytes for tensors on the GPU of ``graph`` with the most communicators; ``cluster``: cluster of the
+    job, if known.
+    """
     taken = 0
     if machine.gpu is not None:
         taken += _LARGE_CONTEXT if machine.gpu.architecture in ("hopper", "blackwell") else _CONTEXT
@@ -53,7 +55,7 @@ def memory_room(machine: Machine, graph: ExecutionGraph | None = None, cluster: 
 
 
 def communicator_bytes(graph: ExecutionGraph, cluster: Cluster) -> int:
-    """Bytes of NCCL's buffers on the rank of ``graph`` that has most of them."""
+    """Return the bytes of NCCL's buffers on the rank of ``graph`` with the most of them."""
     most = 0
     for rank in graph.ranks:
         kinds: dict[tuple[int, ...], set[str]] = {}
@@ -65,7 +67,9 @@ def communicator_bytes(graph: ExecutionGraph, cluster: Cluster) -> int:
 
 
 def _of_group(ranks: tuple[int, ...], kinds: set[str], cluster: Cluster) -> int:
-    """Bytes of the communicator among ``ranks``, connected for all that it is used for."""
+    """Return the bytes of the communicator among ``ranks`` with the connections for all its ``kinds`` of
+    collectives.
+    """
     nodes = len({rank // cluster.gpus_per_node for rank in ranks})
     found = 0
     rings = kinds - {"send", "recv", "all_to_all"}

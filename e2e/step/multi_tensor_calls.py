@@ -1,4 +1,4 @@
-"""Operators that take lists of tensors (foreach and fused optimizers), and how long their lists are."""
+"""Operators that take lists of tensors (foreach and fused optimizers), and the lengths of their lists."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _PREFIXES = ("aten::_foreach_", "aten::_fused_adam", "aten::_fused_sgd", "aten::
 
 
 def is_multi_tensor(name: str) -> bool:
-    """Whether the operator ``name`` takes lists of tensors and updates all of them."""
+    """True if the operator ``name`` updates lists of tensors."""
     return name.startswith(_PREFIXES)
 
 
 def list_length(call: OperatorCall) -> int:
-    """Tensors in the longest list that ``call`` takes, of a foreach or fused operator; 0 of any other."""
+    """Return the length of the longest tensor list of a foreach or fused operator; 0 for other operators."""
     if not is_multi_tensor(call.name):
         return 0
     lists = [value for value in call.inputs if isinstance(value, tuple) and value and isinstance(value[0], Tensor)]
@@ -23,8 +23,9 @@ def list_length(call: OperatorCall) -> int:
 
 
 def gathering_calls(calls: Sequence[OperatorCall], phases: Sequence[str]) -> dict[int, int]:
-    """Id -> tensors of each call that is the first one with lists in a run of the optimizer. ``phases``: of each call,
-    in their order.
+    """Return id -> number of tensors for the first call with tensor lists in each run of the optimizer.
+
+    ``phases``: phases of ``calls``, in the same order.
     """
     found: dict[int, int] = {}
     gathered = False

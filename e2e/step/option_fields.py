@@ -1,5 +1,5 @@
-"""Options as fields of records: each is one field with its words, from which the command line, the Python API, help,
-refusals and what a report says of it are made.
+"""Options as fields of records: each is one field with its description, from which the command line, the Python API,
+help, error messages and reports are made.
 
 A record that derives from :class:`Options` declares its fields by :func:`option`::
 
@@ -26,39 +26,39 @@ _SIMPLE = (int, float, bool, str)
 
 @dataclass(frozen=True)
 class Words:
-    """What is said of an option, and how its values are read and written."""
+    """Description of an option, with the conversion of its values."""
 
     help: str
-    # As on the command line; empty: --name-of-the-field.
+    # Name on the command line; empty: --name-of-the-field.
     flag: str = ""
-    # The smallest of whole numbers that are taken.
+    # Smallest integer allowed.
     least: int | None = None
-    # Section of the help, where it is another than that of the record.
+    # Section of the help, if it differs from that of the record.
     panel: str = ""
-    # From what a user gives to a value of the field; values of the field stay as they are.
+    # Conversion of a user's value to a value of the field; values of the field stay unchanged.
     read: Callable[[Any], Any] | None = None
-    # The value as a text that `read` takes.
+    # Conversion of a value to a text that `read` accepts.
     write: Callable[[Any], str] | None = None
-    # What to ask instead of a name that is no choice, where other tools have it.
+    # Advice for an unsupported name that other tools have.
     instead: Callable[[str], str | None] | None = None
-    # What a report says of the default; empty: nothing.
+    # Text of the default in reports; empty: none.
     default_text: str = ""
-    # Several values: the option may be repeated.
+    # True if the option may be repeated.
     several: bool = False
-    # It says what is computed: of such options one is given.
+    # True if it selects the source of the prediction; exactly one of these options is given.
     source: bool = False
-    # A value that asks for nothing where there is no such option, such as one GPU.
+    # Value that has no effect and is accepted by commands without the option, such as one GPU.
     harmless: Any = None
 
 
 def option(help: str, default: Any = MISSING, *, kw_only: bool = True, **words: Any) -> Any:
-    """A field of a record of options; ``words``: as in :class:`Words`."""
+    """Declare a field of a record of options; ``words``: as in :class:`Words`."""
     return field(default=default, kw_only=kw_only, metadata={_KEY: Words(help, **words)})
 
 
 @dataclass(frozen=True)
 class OptionField:
-    """A field with its ``words``, resolved: ``kind`` is its type without ``None``, ``panel`` the help's section."""
+    """Resolved option field; ``kind`` is its type without ``None``, ``panel`` its section of the help."""
 
     name: str
     kind: Any
@@ -73,25 +73,25 @@ class OptionField:
 
     @property
     def needed(self) -> bool:
-        """Whether there is no default."""
+        """True if the option is required."""
         return self.default is MISSING
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Values, where it is one of a few names."""
+        """Allowed values, if it is one of a few names."""
         return get_args(self.kind) if get_origin(self.kind) is Literal else ()
 
     @property
     def simple(self) -> bool:
-        """Whether a command line reads its type by itself."""
+        """True if a command-line parser can read the type without conversion."""
         return self.kind in (*_SIMPLE, Path) or self.kind == tuple[str, ...] or bool(self.choices)
 
     def asks(self, value: Any) -> bool:
-        """Whether ``value`` asks for something else than the default."""
+        """True if ``value`` differs from the default."""
         return value is not None and value != () and (self.needed or bool(value != self.default))
 
     def taken(self, value: Any) -> Any:
-        """``value`` as a value of the field; ``InputError`` for one that it cannot have."""
+        """Convert ``value`` to a value of the field; raise ``InputError`` if it is not allowed."""
         if value is None:
             return None
         if self.words.read is not None:
@@ -110,7 +110,7 @@ class OptionField:
         return value
 
     def text(self, value: Any) -> str:
-        """``value`` for a report."""
+        """Format ``value`` for a report."""
         if self.words.write is not None:
             return self.words.write(value)
         if isinstance(value, bool):
@@ -121,9 +121,9 @@ class OptionField:
 
 
 class Options:
-    """Base of records of options: values are read and checked when one is made."""
+    """Base of option records: values are converted and checked when a record is created."""
 
-    # Section of the help for the fields that a class declares.
+    # Section of the help for the fields of a class.
     panel: ClassVar[str] = "Options"
 
     def __post_init__(self) -> None:
@@ -134,7 +134,7 @@ class Options:
                 object.__setattr__(self, name, taken)
 
     def given(self) -> dict[str, Any]:
-        """Values that ask for something else than the defaults, by name."""
+        """Return the values that differ from their defaults, by name."""
         options = options_of(type(self)).values()
         return {each.name: getattr(self, each.name) for each in options if each.asks(getattr(self, each.name))}
 
@@ -143,7 +143,7 @@ _RESOLVED: dict[type, Mapping[str, OptionField]] = {}
 
 
 def options_of(record: type) -> Mapping[str, OptionField]:
-    """The options of a record by name, in its order."""
+    """Return the options of a record by name, in declaration order."""
     if record not in _RESOLVED:
         hints = get_type_hints(record)
         own = {each.name: each for each in fields(record) if _KEY in each.metadata}

@@ -1,5 +1,5 @@
-"""How a step is computed: parts of what a user asks, each option one field, and :class:`StepOptions`, which capture,
-lowering and the writer of parallel steps take whole.
+"""Options of a step, one field each, grouped in records; :class:`StepOptions` holds all of them for capture, lowering
+and the writer of parallel steps.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from e2e.step.option_fields import Options, option
 from e2e.step.precision import Precision
 from e2e.step.routing_text import parse_routing, routing_text
 
-if TYPE_CHECKING:  # counting pairs needs NumPy, which command lines start without
+if TYPE_CHECKING:  # imports NumPy, which command lines start without
     from costmodel.machines.machine_records import Machine
     from costmodel.operators.attention import AttentionKernel
 
@@ -51,7 +51,7 @@ class Routed(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Computed(Options):
-    """Options of every step that is computed anew, not read from a recording."""
+    """Options of every step that is computed, not read from a recording."""
 
     panel = STEP_PANEL
 
@@ -74,7 +74,7 @@ class Computed(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Captured(Routed, Computed):
-    """Options of every step of PyTorch that is recorded without a GPU."""
+    """Options of every PyTorch step that is captured without a GPU."""
 
     panel = STEP_PANEL
 
@@ -95,7 +95,7 @@ class Captured(Routed, Computed):
 
 @dataclass(frozen=True, kw_only=True)
 class LinearAttention(Options):
-    """The kernels of linear attention; steps that --parallel writes have none yet."""
+    """Options of linear-attention kernels; not available with --parallel."""
 
     panel = STEP_PANEL
 
@@ -108,7 +108,7 @@ class LinearAttention(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Stack(Options):
-    """The software around a transformer: whose recipe and kernels, in which precision, with which adapters."""
+    """Software stack of a transformer: recipe, kernels, precision, adapters."""
 
     panel = MODEL_PANEL
 
@@ -141,7 +141,7 @@ class Stack(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class AloneOnGpu(Options):
-    """Options of a model on one GPU alone."""
+    """Options of a model on a single GPU."""
 
     panel = MODEL_PANEL
 
@@ -157,8 +157,11 @@ class AloneOnGpu(Options):
 
 @dataclass(frozen=True)
 class SeenGpu:
-    """What ``torch.cuda`` tells a script of the GPU: its name, compute capability, bytes of memory and multiprocessors.
-    The default is an A100, for captures that are priced on several machines."""
+    """GPU properties that ``torch.cuda`` reports to a script: name, compute capability, memory in bytes,
+    multiprocessors.
+
+    The default is an A100, for captures that are priced on several machines.
+    """
 
     name: str = "NVIDIA A100-SXM4-80GB"
     capability: tuple[int, int] = (8, 0)
@@ -169,8 +172,8 @@ class SeenGpu:
 
 @dataclass(frozen=True)
 class Tf32Switches:
-    """What of float32 runs in TF32: ``products`` of matrices (cuBLAS), ``convolutions`` and ``recurrent`` networks
-    (cuDNN). The defaults ask for none of it.
+    """Float32 operations that run in TF32: matrix ``products`` (cuBLAS), ``convolutions`` and ``recurrent`` networks
+    (cuDNN); none by default.
     """
 
     products: bool = False
@@ -178,12 +181,12 @@ class Tf32Switches:
     recurrent: bool = False
 
     def on(self, machine: Machine) -> Tf32Switches:
-        """The switches that do something on ``machine``: none where it has no such units."""
+        """Return the switches that have an effect on ``machine``: none if it has no TF32 units."""
         return self if "tf32" in machine.compute else NO_TF32
 
     @property
     def described(self) -> str:
-        """``TF32 off``, or in what it is on."""
+        """``TF32 off``, or the operations that run in TF32."""
         parts = (
             ("products", self.products),
             ("convolutions", self.convolutions),
@@ -198,50 +201,50 @@ NO_TF32 = Tf32Switches()
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions(AloneOnGpu, Stack, LinearAttention, Captured):
-    """Everything about how a step is computed, taken whole by capture, lowering and the writer of parallel steps.
+    """All options of a step, for capture, lowering and the writer of parallel steps.
 
-    Options of all sources, each with its default where a source does not have it, and what follows from them.
-    ``attention`` that is ``None``: ``eager`` where a model is built, the kernels that a trace names where it is
-    lowered. ``optimizer`` that is ``None``: as the stack does.
+    Options of all sources, each with its default for sources without it, and derived settings. ``attention`` ``None``:
+    ``eager`` when a model is built, the kernels named by the trace when it is lowered. ``optimizer`` ``None``: as the
+    stack does.
     """
 
-    # float32 tensors with TF32 products are `tf32`; 16 bits cast the whole built-in model, without a loss scaler.
+    # float32 tensors with TF32 products are `tf32`; 16-bit types cast the whole built-in model, without a loss scaler.
     dtype: Dtype = option("Number type.", default="float32")
-    # What of float32 runs in TF32; None: products, if `dtype` says so.
+    # Float32 operations in TF32; None: products, if `dtype` is `tf32`.
     tf32: Tf32Switches | None = None
-    # AdamW of a transformer of 16 bits updates FP32 weights beside it.
+    # AdamW of a 16-bit transformer updates FP32 copies of the weights.
     master_weights: bool = False
-    # Weights come to the layers in 8 bits.
+    # Weights are gathered in 8 bits.
     weights_arrive: bool = False
-    # MiB of a bucket of gradients, whatever a script gives to DDP (None: as it says).
+    # Bucket size of gradients in MiB, overriding the script's argument of DDP (None: no override).
     bucket_mb: float | None = None
-    # The GPU that a script finds.
+    # GPU reported to a script.
     seen_gpu: SeenGpu = SeenGpu()
 
     @classmethod
     def of(cls, asked: Options, **settled: Any) -> StepOptions:
-        """Of the fields of ``asked`` those that are about the step; ``settled`` comes before them."""
+        """Copy the step fields of ``asked``; values in ``settled`` take precedence."""
         names = [each.name for each in fields(cls) if hasattr(asked, each.name)]
         return cls(**{name: getattr(asked, name) for name in names} | settled)
 
     @property
     def form(self) -> AttentionForm:
-        """How a model that is built computes attention."""
+        """Attention implementation for building a model."""
         return self.attention or "eager"
 
     @property
     def kernel(self) -> AttentionKernel | None:
-        """The kernel of fused attention, as the cost models name it; ``None``: that of the operator."""
+        """Kernel of fused attention in the cost models; None: the kernel of the operator."""
         if self.attention is None:
             return None
         return "sdpa" if self.attention == "eager" or self.attention == "flash" else self.attention
 
     @property
     def inference(self) -> bool:
-        """Whether a step is a forward pass alone."""
+        """True if the step is a forward pass alone."""
         return self.mode == "inference"
 
     @property
     def switches(self) -> Tf32Switches:
-        """What of float32 runs in TF32."""
+        """Float32 operations in TF32."""
         return Tf32Switches(products=self.dtype == "tf32") if self.tf32 is None else self.tf32

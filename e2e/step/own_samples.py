@@ -1,4 +1,4 @@
-"""Whether a rank of a distributed step works on samples of its own, or shares them with other ranks."""
+"""Check whether each rank of a distributed step works on separate samples, or shares them with other ranks."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from e2e.step.call_phases import settled_phases
 from e2e.step.collective_names import FUNCTIONAL, kind_of
 from e2e.step.operator_trace import OperatorTrace, tensors
 
-# What a forward pass exchanges of activations, which parameters (gathered, broadcast) never are. Tokens on their way to
-# experts and lookups to their tables (all_to_all) are still a rank's own.
+# Collectives over activations in a forward pass, which are never used on parameters (gathered, broadcast). Tokens sent
+# to experts and lookups sent to their tables (all_to_all) still belong to one rank.
 _SHARING = frozenset(("all_reduce", "reduce_scatter", "send", "recv"))
-# Smaller ones are figures to be shown: a loss, a norm.
+# Largest tensor, in elements, that counts as a figure for display: a loss, a norm.
 _FIGURES = 4096
 
 
 def has_own_samples(trace: OperatorTrace) -> bool:
-    """Whether no other rank works on the same samples: data parallelism, with or without shards of parameters.
+    """True if no other rank works on the same samples: data parallelism, with or without sharded parameters.
 
-    Ranks that split layers or sequences, or hand activations on, exchange them in the forward pass: the library's own
-    tensor parallelism by functional collectives, others by sums, scatters and messages.
+    Ranks that split layers or sequences, or pass on activations, communicate in the forward pass: PyTorch's tensor
+    parallelism by functional collectives, others by sums, scatters and messages.
     """
     phases = settled_phases(trace.calls)
     for call in trace.calls:

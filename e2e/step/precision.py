@@ -1,9 +1,9 @@
-"""Training recipes in 8 bits by name: which casts, with what scales, how often.
+"""Recipes of 8-bit training by name: casts, scales and their frequency.
 
-torchao (``float8`` training) casts weights in every pass, Transformer Engine once per step. Delayed scaling takes the
-scale of earlier steps, so that a cast finds its largest value in passing; scaling by the present tensor reads it twice;
-scales of rows, blocks and 32 values are found in the kernel that casts. All three products of a linear layer are in 8
-bits; the head, the router, attention, norms and the optimizer stay as they are. Block scales: DeepSeek-V3 (arXiv
+torchao (``float8`` training) casts weights in every pass, Transformer Engine once per step. Delayed scaling uses the
+scale of earlier steps and finds the maximum during the cast; scaling by the current tensor reads it twice; scales of
+rows, blocks and groups of 32 values are found in the casting kernel. All three products of a linear layer are in 8
+bits; the head, the router, attention, norms and the optimizer are unchanged. Block scales: DeepSeek-V3 (arXiv
 2412.19437, section 3.3). MX: OCP Microscaling Formats 1.0, on GPUs from Blackwell on.
 """
 
@@ -20,17 +20,19 @@ Precision = Literal["fp8-tensorwise", "fp8-rowwise", "fp8-delayed", "fp8-current
 
 @dataclass(frozen=True)
 class Recipe:
-    """``scaling``: what shares a scale (:mod:`costmodel.operators.scaled_work`). ``search``: the largest value is
-    sought in a pass of its own. ``both``: one cast writes the transposed copy for the gradients too; else operands are
-    cast again, in the other direction, when the gradients need them. ``weights_kept``: cast weights last for a step.
-    ``experts``: products of experts are in 8 bits as well.
-    """
+    """Recipe of 8-bit training."""
 
     name: Precision
+    # Values that share a scale (:mod:`costmodel.operators.scaled_work`).
     scaling: Literal["tensor", "row", "block", "mx"]
+    # True if a separate pass searches for the maximum.
     search: bool
+    # True if one cast also writes the transposed copy for the gradients; otherwise operands are cast again, in the
+    # other direction, when the gradients need them.
     both: bool
+    # True if cast weights are kept for a whole step.
     weights_kept: bool
+    # True if products of experts are in 8 bits as well.
     experts: bool
 
 
@@ -50,7 +52,7 @@ RECIPES: dict[str, Recipe] = {
 
 
 def check_units(name: str | None, machine: Machine) -> None:
-    """``InputError`` where ``machine`` has no units for the recipe ``name``."""
+    """Raise ``InputError`` if ``machine`` has no units for the recipe ``name``."""
     if name is None or name not in RECIPES:
         return
     if "float8" not in machine.compute:
@@ -67,7 +69,7 @@ def check_units(name: str | None, machine: Machine) -> None:
 
 
 def recipe_of(name: str | None, dtype: str) -> Recipe | None:
-    """The recipe ``name``; ``InputError`` for an unknown one, and where the model is not of 16 bits."""
+    """Return the recipe ``name``; raise ``InputError`` if it is unknown or the model is not 16-bit."""
     if name is None:
         return None
     if name not in RECIPES:

@@ -1,7 +1,7 @@
-"""Writes what one rank does: host work around operators, launches, events between streams, two threads that take turns.
+"""Writer of the graph of one rank: host work around operators, launches, events between streams, alternating threads.
 
-Overheads belong to *units*, the outermost operator calls: T1 before a unit, T2 before its first launch and T5 before
-each other one, T3 after the last, or T5 for the whole of a unit that launches nothing.
+Overheads belong to *units*, the outermost operator calls: T1 before a unit, T2 before its first launch, T5 before each
+other launch, T3 after the last, or T5 for the whole of a unit that launches nothing.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ MAIN, AUTOGRAD = "main", "autograd"
 
 @dataclass
 class RankWriter:
-    """``calls``: those that actions and tasks may name from the beginning; :meth:`call` adds others. ``operator_calls``
-    and ``ranges`` as in :class:`e2e.step.execution_graph.RankGraph`.
+    """Graph of one rank while it is written. ``operator_calls`` and ``ranges``: as in
+    :class:`e2e.step.execution_graph.RankGraph`.
     """
 
     rank: int
+    # Calls known from the start; :meth:`call` adds others.
     calls: dict[int, CallInfo] = field(default_factory=dict)
     operator_calls: int | None = None
     ranges: NamedRanges = field(default_factory=NamedRanges)
@@ -60,14 +61,16 @@ class RankWriter:
     # --- calls and units -----------------------------------------------------------------------------
 
     def call(self, name: str, phase: Phase = "other") -> int:
-        """A new operator call of that name; its number."""
+        """Add an operator call of that name and return its id."""
         number = self._next_call
         self._next_call += 1
         self.calls[number] = CallInfo(number, name, phase)
         return number
 
     def begin_unit(self, call: int, gap: Sequence[str] = ()) -> None:
-        """A new unit; ends the one before. ``gap``: names of what is before it, if that is not the unit's own T1."""
+        """Begin a unit and end the open one. ``gap``: names of the parts of the gap before it, instead of the unit's
+        T1.
+        """
         self.end_unit()
         self._unit, self._launched = call, False
         for name in gap:
@@ -76,30 +79,30 @@ class RankWriter:
             self.append(HostWork("T1", call))
 
     def _marked(self, name: str, phase: Phase) -> int:
-        """The call that stands for gaps of that name in ``phase``."""
+        """Return the call that represents gaps called ``name`` in ``phase``."""
         if (name, phase) not in self._gaps:
             self._gaps[name, phase] = self.call(name, phase)
         return self._gaps[name, phase]
 
     def end_unit(self) -> None:
-        """Closes the open unit, if any."""
+        """End the open unit, if any."""
         if self._unit is not None:
             self._piece("T3" if self._launched else "T5")
         self._unit = None
         self._records = None
 
     def nested(self, records: float) -> None:
-        """Operators begin or end inside the open unit, half a record for each."""
+        """Count begins and ends of operators inside the open unit, half a record each."""
         self._records = (self._records or 0.0) + records
 
     def _piece(self, kind: OverheadKind) -> None:
-        """What the open unit has done since its last piece."""
+        """Add the host work of the open unit since its last piece."""
         self.append(HostWork(kind, self._unit, records=self._records))
         self._records = None if self._records is None else 0.0
 
     def unit(self, task: Task, launches: int = 1) -> None:
-        """The whole unit of the call that ``task`` names, which is all that it launches; ``launches``: how many the
-        host makes for it (a pass of several kernels that are priced as one).
+        """Write the whole unit of the call of ``task``, its only task; ``launches``: number of host launches (for a
+        pass of several kernels that are priced as one).
         """
         if task.call is None:
             raise ValueError(f"task {task.name!r} names no call")
@@ -113,51 +116,51 @@ class RankWriter:
 
     @property
     def next_task(self) -> int:
-        """The ``id`` of the task that is launched next."""
+        """``id`` of the next task."""
         return len(self._tasks)
 
     def launch(self, task: Task) -> None:
-        """The next launch of the open unit."""
+        """Add the next launch of the open unit."""
         self._piece("T5" if self._launched else "T2")
         self.enqueue(task)
         self._launched = True
 
     def enqueue(self, task: Task, launch: Duration | None = None) -> None:
-        """A launch without host work around it. ``launch``: what the call costs, if that is known."""
+        """Add a launch without host work around it. ``launch``: duration of the launch call, if known."""
         self._tasks.append(task)
         self.append(Launch(task.id, launch))
 
     def next_in(self, group: str) -> int:
-        """The sequence number of this rank's next collective in ``group``."""
+        """Return the sequence number of this rank's next collective in ``group``."""
         self._sequences[group] = self._sequences.get(group, -1) + 1
         return self._sequences[group]
 
     # --- streams -------------------------------------------------------------------------------------
 
     def record_event(self, stream: int) -> int:
-        """Marks the present end of ``stream``; returns the event."""
+        """Record an event at the current end of ``stream`` and return it."""
         self._events += 1
         self.append(RecordEvent(self._events, stream))
         return self._events
 
     def wait_event(self, event: int, stream: int) -> None:
-        """What comes on ``stream`` waits for ``event``."""
+        """Make later work on ``stream`` wait for ``event``."""
         self.append(StreamWait(event, stream))
 
     def after(self, stream: int, other: int) -> None:
-        """What comes on ``stream`` waits for what is on ``other`` so far."""
+        """Make later work on ``stream`` wait for the current end of ``other``."""
         self.wait_event(self.record_event(other), stream)
 
     def synchronize(self, call: int, stream: int | None = None, event: int | None = None) -> None:
-        """The host waits for ``stream`` or ``event``, for all streams if neither is given."""
+        """Make the host wait for ``stream`` or ``event``, or for all streams if neither is given."""
         self.append(Synchronize(stream, event, call=call))
 
     # --- threads -------------------------------------------------------------------------------------
 
     def switch(self, thread: str) -> None:
-        """What follows happens on ``thread``, outside the open unit if that is another one's.
+        """Continue on ``thread``; end the open unit if the thread changes.
 
-        ``backward()`` hands over to the autograd thread and waits for it; other threads run on their own.
+        ``backward()`` hands over to the autograd thread and waits for it; other threads run independently.
         """
         if thread == self._thread:
             return
@@ -170,11 +173,11 @@ class RankWriter:
         self._thread = thread
 
     def append(self, action: Action) -> None:
-        """Any action, on the present thread."""
+        """Append an action to the current thread."""
         self._threads[self._thread].append(action)
 
     def finish(self) -> RankGraph:
-        """The finished rank; the main thread has waited for autograd."""
+        """Return the finished graph; the main thread waits for autograd first."""
         self.switch(MAIN)
         self.end_unit()
         threads = {name: tuple(actions) for name, actions in self._threads.items()}

@@ -1,12 +1,12 @@
-"""Memory of a captured step on one GPU: its allocations replayed, step after step, through PyTorch's allocator.
+"""Memory of a captured step on one GPU: its allocations replayed through PyTorch's allocator, step after step.
 
-A capture says of every storage by which call it is made and before which it is freed. Weights and inputs are there
-before the first step; the optimizer's state appears where its first step begins, among what activations have left, and
-stays; gradients are there until ``zero_grad`` of the next step (the capture says where; at its beginning if nobody
-calls it), or for good where that only fills them with zeros. Every thread and stream that has products has a workspace
-of cuBLAS. Steps are replayed until the allocator takes no more from the driver.
+A capture records for every storage the call that makes it and the call before which it is freed. Weights and inputs
+exist before the first step; the optimizer's state is allocated where its first step begins, in memory left by
+activations, and stays; gradients stay until ``zero_grad`` of the next step (at the place recorded by the capture, or at
+the beginning of the step if nobody calls it), or throughout if ``zero_grad`` only fills them with zeros. Every thread
+and stream with matrix products has a cuBLAS workspace. Steps are replayed until the allocator reserves no more memory.
 
-Not counted: the CUDA context and loaded kernels (0.3 to 1.5 GB of what ``nvidia-smi`` says), workspaces of cuDNN's
+Not counted: the CUDA context and loaded kernels (0.3 to 1.5 GB of the ``nvidia-smi`` figure), workspaces of cuDNN's
 convolutions, scratch memory inside single operators.
 """
 
@@ -18,22 +18,23 @@ from e2e.step.allocation_replay import AllocationReplay
 from e2e.step.memory import Lifetime, MemoryUsage, lifetimes, role_of
 from e2e.step.operator_trace import OperatorTrace, tensors
 
-# The first step has no state of the optimizer at its beginning, the second has; a third has found every block.
+# The first step begins without optimizer state, the second with it; after a third all blocks exist.
 _STEPS = 4
-# Operators that cuBLAS computes.
+# Operators computed by cuBLAS.
 _PRODUCTS = frozenset(
     f"aten::{name}" for name in ("mm", "bmm", "addmm", "baddbmm", "addmm_", "baddbmm_", "_addmm_activation", "addmv")
 )
 
 
 def tells_frees(trace: OperatorTrace) -> bool:
-    """Whether ``trace`` says when memory is freed: a capture does, recordings do not."""
+    """True if ``trace`` records when memory is freed, as captures do and recordings do not."""
     return any("freed" in call.attributes for call in trace.calls)
 
 
 def replayed_memory(trace: OperatorTrace, workspace: int) -> MemoryUsage:
-    """The fullest moment of steady steps of the captured ``trace``, and what the allocator reserves. ``workspace``:
-    bytes of one workspace of cuBLAS (:func:`e2e.step.allocation_replay.workspace_bytes`).
+    """Return the peak of steady steps of the captured ``trace``, with the memory reserved by the allocator.
+
+    ``workspace``: bytes of one cuBLAS workspace (:func:`e2e.step.allocation_replay.workspace_bytes`).
     """
     return _CapturedReplay(trace, workspace).run()
 
@@ -47,8 +48,8 @@ class _CapturedReplay:
         end = len(trace.calls) - 1
         self.made: dict[int, list[int]] = {}
         self.freed: dict[int, list[int]] = {}
-        self.left: list[int] = []  # at the end of a step; the next one begins without them
-        self.gradients: list[int] = []  # at the end of a step; gone with the next call of zero_grad
+        self.left: list[int] = []  # alive at the end of a step; freed at the beginning of the next one
+        self.gradients: list[int] = []  # alive at the end of a step; freed by the next call of zero_grad
         for storage, life in self.storages.items():
             if life.existed or not life.size:
                 continue
@@ -77,7 +78,7 @@ class _CapturedReplay:
         return self.replay.usage()
 
     def _step(self) -> None:
-        self.replay.course.clear()  # that of the last step is kept
+        self.replay.course.clear()  # only the course of the last step is kept
         for storage in self.left:
             self.replay.drop(storage)
         for place in self.places:
@@ -88,7 +89,7 @@ class _CapturedReplay:
                     self.replay.drop(storage)
             for storage in self.freed.get(place, ()):
                 self.replay.drop(storage)
-            if place == self.update:  # state that is there already stays
+            if place == self.update:  # existing state stays
                 for storage, life in self._existing():
                     self.replay.take(storage, life.size, role_of(life))
             for storage in self.made.get(place, ()):
@@ -100,8 +101,10 @@ class _CapturedReplay:
             self.replay.note()
 
     def _cleared_at(self) -> int | None:
-        """Place of the call before which gradients of the step before are freed; ``None`` where they stay. A step may
-        clear some in its middle: those at its end are cleared behind it, or by the first in the next.
+        """Index of the call before which the gradients of the previous step are freed; None if they stay.
+
+        A step may clear some gradients in its middle: gradients alive at its end are cleared after it, or by the first
+        clearing call of the next step.
         """
         told = [(place, call.attributes.get("gradients")) for place, call in enumerate(self.trace.calls)]
         cleared = [place for place, what in told if what == "cleared"]
@@ -115,7 +118,7 @@ class _CapturedReplay:
         return ((storage, life) for storage, life in self.storages.items() if life.existed)
 
     def _streams(self) -> dict[int, int]:
-        """Storage -> the stream of the call that makes it, where that is not the default one."""
+        """Return storage -> stream of the call that makes it, for other streams than the default one."""
         found: dict[int, int] = {}
         for place, storages in self.made.items():
             stream = self.trace.calls[place].attributes.get("stream")
@@ -124,7 +127,9 @@ class _CapturedReplay:
         return found
 
     def _users(self) -> dict[int, tuple[int, int]]:
-        """Place of the first product of each thread and stream -> these. Each thread has a handle of its own."""
+        """Return index of the first product of each thread and stream -> (thread, stream). Each thread has its own
+        handle.
+        """
         found: dict[tuple[int, int], int] = {}
         for place, call in enumerate(self.trace.calls):
             if call.name in _PRODUCTS and any(each.device not in ("", "cpu") for each in tensors(call.inputs)):

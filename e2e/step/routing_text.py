@@ -1,5 +1,5 @@
-"""``--routing``: how rows of tokens are shared by experts, as text: ``balanced``, ``power-law=1.2``, ``capacity=1.25``,
-or both of the latter with a comma between them.
+"""Text of ``--routing``, the distribution of tokens over experts: ``balanced``, ``power-law=1.2``, ``capacity=1.25``,
+or both of the latter separated by a comma.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ FIELDS = {"power-law": "alpha", "capacity": "capacity"}
 
 
 def routing_text(routing: ExpertRouting) -> str:
-    """What ``--routing`` says for it; the inverse of :func:`parse_routing`."""
+    """Return the ``--routing`` text of ``routing``; the inverse of :func:`parse_routing`."""
     values = {name: getattr(routing, field) for name, field in FIELDS.items()}
     default = ExpertRouting()
     told = [f"{name}={value:g}" for name, value in values.items() if value != getattr(default, FIELDS[name])]
@@ -19,7 +19,7 @@ def routing_text(routing: ExpertRouting) -> str:
 
 
 def parse_routing(text: str) -> ExpertRouting:
-    """The routing that ``text`` says; ``InputError`` names the part that is wrong."""
+    """Parse the text of ``--routing``; raise ``InputError`` naming the wrong part."""
     values: dict[str, float] = {}
     for part in (piece.strip() for piece in text.split(",")):
         name, separator, number = part.partition("=")

@@ -1,1 +1,1 @@
-"""Many ways to spread a model over GPUs, predicted in processes and ranked."""
+"""Sweep over many ways to spread a model over GPUs, predicted in parallel processes and ranked."""

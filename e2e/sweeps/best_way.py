@@ -1,4 +1,4 @@
-"""``--gpus`` without ``--parallel``: the way to spread a model that is predicted to be the fastest of the promising."""
+"""``--gpus`` without ``--parallel``: the fastest predicted one of the promising ways to spread a model."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from e2e.sources.recipes import has_sequences
 from e2e.sweeps.first_look import promising
 from e2e.sweeps.sweep_space import SweepRequest, cells_of, experts_of
 
-# Ways that are predicted: each takes seconds.
+# Number of predicted ways: each takes seconds.
 TRIES = 4
 
 
 def with_best_way(request: SpreadModel) -> tuple[SpreadModel, str]:
-    """``request`` with the way that was found, and what to say of it; ``InputError`` where none fits, and where ways
-    are not sought: for other models than transformers, and inference.
+    """Return ``request`` with the way that was found, and a note on it.
+
+    Raises ``InputError`` if none fits, and for models other than transformers and for inference, which are not
+    searched.
     """
     from e2e.parallelism.parallel_graph import configuration, layer_count
 
@@ -35,7 +37,7 @@ def with_best_way(request: SpreadModel) -> tuple[SpreadModel, str]:
         request.network, experts_of(config), request.recipe, request.stack, layers=layer_count(config, name),
     )  # fmt: skip
     looked = promising(question, cells_of(question, [request.gpu], [gpus], ["auto"]), TRIES)
-    found: list[tuple[bool, float, SpreadModel, str]] = []  # whether it may not fit first, then its rate
+    found: list[tuple[bool, float, SpreadModel, str]] = []  # (may not fit, rate, request, way)
     reason = f"all {looked.too_large} ways take more memory than there is"
     for cell in looked.cells:
         for spec in cell.specs():

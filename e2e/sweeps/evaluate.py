@@ -1,4 +1,4 @@
-"""One cell of a sweep: build the graph, see whether it fits, predict. Runs in worker processes; imports ``torch``."""
+"""Evaluation of one cell of a sweep: build the graph, check the memory, predict. Runs in workers; imports ``torch``."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from e2e.sweeps.sweep_space import SweepCell, SweepRequest
 
 @dataclass(frozen=True)
 class SweepTask:
-    """``cell`` of ``request``; captures are kept in ``captures`` (``None``: nowhere)."""
+    """Task of a worker: ``cell`` of ``request``; ``captures``: cache folder of captures (``None``: no cache)."""
 
     request: SweepRequest
     cell: SweepCell
     captures: Path | None = None
 
     def asked(self, spec: ParallelSpec) -> SpreadModel:
-        """What ``predict`` would be asked for the same step."""
+        """Return the equivalent request of ``predict``."""
         asked, cell = self.request, self.cell
         request = SpreadModel(
             model=asked.model,
@@ -48,8 +48,9 @@ class SweepTask:
 
 
 def evaluate(task: SweepTask) -> SweepRow:
-    """The first of the cell's specs that fits. An error becomes a row that says why: one cell must not take the others
-    with it.
+    """Return the row of the first of the cell's specs that fits.
+
+    An error becomes a row with its message, so that other cells are not affected.
     """
     try:
         return _first_that_fits(task)
@@ -60,7 +61,7 @@ def evaluate(task: SweepTask) -> SweepRow:
 
 
 def failure(task: SweepTask, reason: str) -> SweepRow:
-    """The row of a task that could not be computed."""
+    """Return the row of a task that could not be computed."""
     cell = task.cell
     return SweepRow(cell.gpu, cell.gpus, 0, text_of(cell.parallel), "failed", " ".join(reason.split()))
 
@@ -71,7 +72,8 @@ def _first_that_fits(task: SweepTask) -> SweepRow:
     row = None
     for spec in cell.specs():
         try:
-            parse_parallel(text_of(spec), cell.gpus)  # refused in the words that were asked, without what a recipe adds
+            # Validated as given, so that errors do not show values of the recipe.
+            parse_parallel(text_of(spec), cell.gpus)
             row = _evaluate(task, spec)
         except InputError as error:
             return SweepRow(cell.gpu, cell.gpus, nodes, text_of(spec), "not possible", str(error))

@@ -1,7 +1,7 @@
-"""What a way to spread a model takes at least in memory, and about in time, told in microseconds instead of seconds.
+"""Quick estimate of the memory (lower bound) and time of a way to spread a model, in microseconds instead of seconds.
 
-It decides what a sweep predicts at all: a way whose weights, states and layer inputs alone exceed the memory cannot
-fit, and of the rest the most promising are predicted first. Nothing of it is told as a prediction.
+It selects what a sweep predicts: a way whose weights, states and layer inputs alone exceed the memory cannot fit, and
+of the rest the most promising are predicted first. The estimates are never reported.
 """
 
 from __future__ import annotations
@@ -20,35 +20,40 @@ from e2e.step.memory import EXPERT_DIMENSIONS
 from e2e.step.memory_room import memory_room, verdict
 from e2e.sweeps.sweep_space import EXPERT_KEYS, LONGEST_DEFAULT, SweepCell, SweepRequest
 
-# Share of the datasheet's rate that large products and attention of a training step reach, as published steps do.
+# Share of the datasheet's rate reached by large products and attention of a training step, as in published steps.
 _REACHED = 0.65
-# Work added by halving the layers of a rank among tensor-parallel ranks, or its tokens among those that share
-# sequences: smaller products, and keys and values that travel.
+# Relative extra work for each doubling of the tensor-parallel or context-parallel ranks: smaller products, and
+# transfers of keys and values.
 _SMALLER = 0.04
-# Of a kind of ways: looks that are so many times as long as the best are not off by so much.
+# Ratio to the best estimate above which a kind of ways is slower beyond the error of the estimates.
 _MUCH_SLOWER = 1.5
-# Bytes of activations of a token and layer: in widths of the model and of its inner layer, in 16 bits, fused attention
-# (Korthikanti et al., arXiv 2205.05198, without the terms of scores and dropout).
+# Bytes of activations per token and layer, in units of the widths of the model and of its inner layer: 16 bits, fused
+# attention (Korthikanti et al., arXiv 2205.05198, without the terms of scores and dropout).
 _KEPT_WIDTHS, _KEPT_INNER = 16.0, 6.0
 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Parameters of a layer (``layer``, of which ``experts`` belong to experts, the share ``used`` of these to a token)
-    and of what is before and behind the ``layers``; ``width`` and ``inner``: of a token in and inside a layer.
-    """
+    """Sizes of a model."""
 
     layers: int
+    # Parameters of a layer.
     layer: int
+    # Parameters of a layer's experts; `used`: the share of them that a token uses.
     experts: int
     used: float
+    # Parameters before and after the layers.
     ends: int
+    # Features of a token; `inner`: inside a layer.
     width: int
     inner: int
 
     @staticmethod
     def of(config: dict[str, Any], name: str) -> ModelSizes:
-        """Of a Hugging Face configuration: counted on models of one and two layers, whose weights are never made."""
+        """Count the sizes of a Hugging Face configuration.
+
+        Models of one and two layers are built for that, without allocating weights.
+        """
         from e2e.capture.models.transformer import build_transformer
         from e2e.parallelism.parallel_graph import LAYER_KEYS, layer_count, layer_key
 
@@ -70,7 +75,7 @@ class ModelSizes:
 
     @property
     def multiplied(self) -> float:
-        """Parameters that a token is multiplied with."""
+        """Number of parameters by which a token is multiplied."""
         return self.layers * (self.layer - self.experts * (1.0 - self.used)) + self.ends / 2
 
 
@@ -80,7 +85,7 @@ def _parameters(model: Any, experts: bool = False) -> int:
 
 @dataclass(frozen=True)
 class FirstLook:
-    """``seconds``: of one sample, about; ``bytes``: that a rank needs at the least."""
+    """Quick estimate: approximate ``seconds`` of one sample, least ``bytes`` of a rank."""
 
     seconds: float
     bytes: float
@@ -95,7 +100,7 @@ def first_look(
     recipe: str | None = None,
     dtype: Dtype | None = None,
 ) -> FirstLook:
-    """Of ``spec`` with micro-batches of ``batch_size`` sequences of ``length`` tokens."""
+    """Estimate ``spec`` with micro-batches of ``batch_size`` sequences of ``length`` tokens."""
     asked, narrow = recipe_of(recipe), dtype not in ("float32", "tf32")
     element = 2 if narrow else 4
     parameters = _held(sizes, spec)
@@ -110,13 +115,13 @@ def first_look(
 
 
 def _held(sizes: ModelSizes, spec: ParallelSpec) -> float:
-    """Parameters of a rank, were none shared."""
+    """Number of parameters of a rank before any sharding of data parallelism."""
     dense = sizes.layers * (sizes.layer - sizes.experts) / spec.pp + sizes.ends / max(1, min(spec.pp, 2))
     return dense / spec.tp + sizes.layers * sizes.experts / spec.pp / max(spec.ep, 1) / spec.expert_tensor
 
 
 def _state_bytes(spec: ParallelSpec, recipe: TrainingRecipe, narrow: bool, element: int) -> float:
-    """Bytes for a parameter: weights, gradients, states of AdamW."""
+    """Bytes per parameter: weight, gradient, states of AdamW."""
     masters = narrow and recipe.master_weights if spec.master_weights is None else spec.master_weights
     state = 12.0 if masters else 2.0 * element
     gradient = 4.0 if recipe.stack == "megatron" else element
@@ -129,7 +134,7 @@ def _seconds(
     sizes: ModelSizes, spec: ParallelSpec, batch_size: int, length: int, cluster: Cluster, parameters: float,
     again: float, element: int,
 ) -> float:  # fmt: skip
-    """Of one sample of all that the job computes at once."""
+    """Approximate seconds per sample, over all samples that the job processes at once."""
     machine, passes = cluster.machine, spec.micro_batches
     rate = dense_peak(machine, "bfloat16" if element == 2 else "float32") or dense_peak(machine, "float16") or 1e14
     flops = 6 * sizes.multiplied + 12 * sizes.layers * sizes.width * length
@@ -142,7 +147,7 @@ def _seconds(
         one += 8 * sizes.layers / spec.pp * boundary * (spec.tp - 1) / spec.tp / near / 2
     if spec.ep > 1:
         one += 4 * sizes.layers / spec.pp * boundary / far
-    # Replicas of a node share its cards: a ring through all of them enters and leaves by each card.
+    # Replicas of a node share its network cards: a ring through all of them enters and leaves by each card.
     beside = max(cluster.gpus_per_node // spec.tp, 1)
     link = near if spec.world_size <= cluster.gpus_per_node else min(near, far * beside)
     weights = parameters * element
@@ -157,7 +162,7 @@ def _seconds(
 
 @dataclass(frozen=True)
 class Promising:
-    """``cells`` to predict; of the other ways that were made ``too_large`` cannot fit, and ``left`` look slower."""
+    """Selected ``cells``; of the other generated ways ``too_large`` cannot fit, and ``left`` look slower."""
 
     cells: tuple[SweepCell, ...]
     too_large: int
@@ -165,8 +170,9 @@ class Promising:
 
 
 def promising(request: SweepRequest, cells: Sequence[SweepCell], most: int) -> Promising:
-    """Of the ``cells`` of ``auto``, on every GPU and number of GPUs ``most`` in the order of :func:`_in_order`; all
-    others are kept as they are.
+    """Select ``most`` cells of ``auto`` for every GPU and number of GPUs, in the order of :func:`_in_order`.
+
+    All other cells are kept.
     """
     from e2e.parallelism.parallel_graph import configuration
 
@@ -197,9 +203,10 @@ def promising(request: SweepRequest, cells: Sequence[SweepCell], most: int) -> P
 
 
 def _in_order(looks: Sequence[tuple[float, int, SweepCell]]) -> list[SweepCell]:
-    """First the best look of every kind, with and without tensor, pipeline and context parallelism, unless it looks
-    much slower than another kind: a look is too rough to tell kinds apart. Then the others by their looks, of those
-    that differ by the parts of an interleaved pipeline alone the best.
+    """Order cells: first the best estimate of every kind, then the others by their estimates.
+
+    Kinds are with and without tensor, pipeline and context parallelism; estimates are too rough to compare kinds,
+    unless one is much slower. Of cells that differ only in the parts of an interleaved pipeline the best one counts.
     """
     ranked, kinds, seen = sorted(looks, key=lambda each: each[:2]), set(), set()
     order: list[tuple[int, float, int, SweepCell]] = []

@@ -1,4 +1,4 @@
-"""A whole training run: how long and how costly it is on every row of a sweep, and which rows are in time."""
+"""Training run: duration and cost for every row of a sweep, and the deadline."""
 
 from __future__ import annotations
 
@@ -20,39 +20,41 @@ _TIMES = {"h": 3600.0, "d": DAY, "w": 7 * DAY}
 
 @dataclass(frozen=True)
 class RunPlan:
-    """``tokens`` to train on, before ``deadline`` seconds are over, at ``prices``; ``None``: not asked."""
+    """Plan of a run; ``None``: not requested."""
 
+    # Tokens to train on.
     tokens: float | None = None
+    # Limit of the duration, in seconds.
     deadline: float | None = None
     prices: GpuPrices | None = None
 
     def seconds(self, row: SweepRow) -> float | None:
-        """Of the whole run at the predicted rate, without stops, checkpoints and failures."""
+        """Seconds of the whole run at the predicted rate, without stops, checkpoints and failures."""
         if self.tokens is None or not row.tokens_per_second_per_gpu:
             return None
         return self.tokens / (row.tokens_per_second_per_gpu * row.gpus)
 
     def cost(self, row: SweepRow) -> float | None:
-        """Of the whole run, or of a million tokens where no number is asked for, in the currency of the prices."""
+        """Cost of the whole run, or of a million tokens without a number of tokens, in the currency of the prices."""
         if self.prices is None or not row.tokens_per_second_per_gpu:
             return None
         hours = (self.tokens or 1e6) / row.tokens_per_second_per_gpu / 3600.0
         return hours * self._price(row.gpu)
 
     def late(self, row: SweepRow) -> bool:
-        """Whether the run takes longer than the deadline."""
+        """True if the run takes longer than the deadline."""
         seconds = self.seconds(row)
         return self.deadline is not None and (seconds is None or seconds > self.deadline)
 
     def amount(self, row: SweepRow) -> float:
-        """By which rows in time are ranked: cost, else hours of GPUs with a deadline, else nothing."""
+        """Sort key of rows in time: cost, else GPU hours if there is a deadline, else 0."""
         cost = self.cost(row)
         if cost is not None:
             return cost
         return 0.0 if self.deadline is None else 1.0 / (row.tokens_per_second_per_gpu or 1e-9)
 
     def check(self, machines: Sequence[str]) -> None:
-        """``InputError`` for a machine without a price."""
+        """Raise ``InputError`` for a machine without a price."""
         for name in machines if self.prices is not None else ():
             self._price(name)
 
@@ -66,7 +68,7 @@ class RunPlan:
 def run_plan(
     tokens: str | float | None, deadline: str | float | None, price: str | float | os.PathLike[str] | None
 ) -> RunPlan:
-    """The plan that texts such as ``1T``, ``30d`` and ``2.5`` say; ``InputError`` names the one that is wrong."""
+    """Parse texts such as ``1T``, ``30d`` and ``2.5``; raises ``InputError`` naming an invalid one."""
     from e2e.sources.gpu_prices import read_prices
 
     if deadline is not None and tokens is None:

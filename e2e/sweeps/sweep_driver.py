@@ -1,6 +1,6 @@
-"""The driver of a sweep: keeps what is known already, asks for the rest, ranks: most samples per second first.
+"""Driver of a sweep: reuses known results, computes the rest, ranks them by samples per second.
 
-:func:`ranking_key` is the order; :mod:`e2e.sweeps.sweep_report` prints and draws in it and ranks nothing itself.
+:func:`ranking_key` defines the order; :mod:`e2e.sweeps.sweep_report` keeps it.
 """
 
 from __future__ import annotations
@@ -22,24 +22,25 @@ from e2e.sweeps.sweep_results import ResultFile, SweepRow
 from e2e.sweeps.sweep_space import SweepCell, SweepRequest, record_of
 from e2e.sweeps.workers import Workers
 
-CAPTURES = "captures"  # folder of captured models within that of a sweep
-# Done, all, seconds since the start, the newest row.
+CAPTURES = "captures"  # cache folder of captured models within the sweep's folder
+# Progress callback: number of cells done, number of all, seconds since the start, newest row.
 SweepProgress = Callable[[int, int, float, SweepRow], None]
 
 
 @dataclass(frozen=True)
 class SweepResult:
-    """``rows``: one per cell, by :func:`ranking_key`: those that run first, of these the most samples per second of the
-    whole job (not per GPU). ``computed`` of them in this run, the others before it.
-    ``plan``: the run that is asked about. Of the ways of ``auto`` ``too_large`` more cannot fit, and ``left`` more look
-    slower and were not predicted.
-    """
+    """Ranked result of a sweep."""
 
     request: SweepRequest
+    # One per cell, by `ranking_key`: rows that run first, by samples per second of the whole job (not per GPU).
     rows: tuple[SweepRow, ...]
+    # Number of rows computed in this run, not before.
     computed: int
+    # Plan of the training run.
     plan: RunPlan = field(default_factory=RunPlan)
+    # Number of further ways of `auto` that cannot fit.
     too_large: int = 0
+    # Number of further ways of `auto` that look slower and were not predicted.
     left: int = 0
 
     def __len__(self) -> int:
@@ -60,9 +61,9 @@ def sweep(
     progress: SweepProgress,
     plan: RunPlan | None = None,
 ) -> SweepResult:
-    """Computes what ``directory`` does not hold yet. Ctrl-C keeps all results that came in.
+    """Compute the cells that ``directory`` does not contain yet. Ctrl-C keeps all finished results.
 
-    ``OutputError`` where another sweep is writing there.
+    Raises ``OutputError`` if another sweep is writing there.
     """
     with lock_folder(directory, "results of a sweep"):
         try:
@@ -98,13 +99,13 @@ def _sweep(
 
 
 def _files(request: SweepRequest, cell: SweepCell) -> list[str]:
-    """Content of what is named by a file, so that a changed file is another request."""
+    """Return the contents of files that the request names, so that a changed file changes the key."""
     named = (request.model, cell.gpu, (request.network or "").rpartition(":")[0] or request.network or "")
     return [_content(Path(name)) for name in named]
 
 
 def _own_machines() -> list[str]:
-    """Content of the user's own machines and what was fitted to them."""
+    """Return the contents of the user's own machines and of what was fitted to them."""
     return [f"{path}: {_content(path)}" for path in sorted(user_directory().rglob("*"))]
 
 
@@ -113,8 +114,9 @@ def _content(path: Path) -> str:
 
 
 def ranking_key(row: SweepRow, plan: RunPlan | None = None) -> tuple[int, bool, float, float, int, str]:
-    """Steps that run before those that do not; of these those in time for ``plan``, the cheapest by its price, the most
-    samples per second first, then the fewest GPUs.
+    """Sort key of rows.
+
+    Steps that run first, then those in time for ``plan``, by cost, samples per second (descending), fewest GPUs.
     """
     order = ("ok", "may not fit", "does not fit", "not possible", "failed")
     runs = plan is not None and row.tokens_per_second_per_gpu is not None

@@ -1,4 +1,4 @@
-"""A sweep as one self-contained HTML page: the fastest ways over the number of GPUs, and every way in a table."""
+"""Sweep as one self-contained HTML page: the fastest ways over the number of GPUs, and a table of all ways."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from e2e.sweeps.sweep_driver import SweepResult
 from e2e.sweeps.sweep_report import plan_cells, plan_columns
 from e2e.sweeps.sweep_results import SweepRow
 
-# Other ways than the fastest are dots; so many of each GPU and number of GPUs, the fastest first.
+# Most dots of slower ways for each GPU and number of GPUs, the fastest first.
 _MOST_DOTS = 40
 
 
 def write_sweep_page(sweep: SweepResult, path: Path) -> None:
-    """Writes the page; ``OutputError`` if it cannot."""
+    """Write the page; raises ``OutputError`` if it cannot be written."""
     write_page(path, sweep_page(sweep))
 
 
 def sweep_page(sweep: SweepResult) -> str:
-    """The HTML text; names are escaped."""
+    """Return the HTML text; names are escaped."""
     ran = [row for row in sweep.rows if row.status == "ok"]
     rest = [row for row in sweep.rows if row.status != "ok"]
     parts: list[tuple[str, str, Html | None]] = [
@@ -49,7 +49,7 @@ def sweep_page(sweep: SweepResult) -> str:
 
 
 def fastest(rows: Sequence[SweepRow]) -> dict[tuple[str, int], SweepRow]:
-    """GPU and number of GPUs -> the first, which is the fastest, of the ranked ``rows``."""
+    """Map (GPU, number of GPUs) to the first, i.e. fastest, of the ranked ``rows``."""
     best: dict[tuple[str, int], SweepRow] = {}
     for row in rows:
         best.setdefault((row.gpu, row.gpus), row)
@@ -57,7 +57,7 @@ def fastest(rows: Sequence[SweepRow]) -> dict[tuple[str, int], SweepRow]:
 
 
 def short_way(parallel: str) -> str:
-    """``parallel`` as a label: without micro-batches, which all have."""
+    """Shorten ``parallel`` to a label, without micro-batches, which all ways have."""
     return ",".join(part for part in parallel.split(",") if not part.startswith("micro")) or parallel
 
 
@@ -92,7 +92,10 @@ def _question(sweep: SweepResult) -> Html:
 
 
 def _frontier(sweep: SweepResult, ran: Sequence[SweepRow]) -> Html | None:
-    """The fastest way of every GPU as a line with names, the others as faint dots; none over one number of GPUs."""
+    """Chart of samples per second: the fastest ways of every GPU as a line with labels, the others as faint dots.
+
+    ``None`` if there is only one number of GPUs.
+    """
     rates = [row.samples_per_second for row in ran if row.samples_per_second]
     if not rates or _one_count(sweep):
         return None
@@ -118,7 +121,7 @@ def _frontier(sweep: SweepResult, ran: Sequence[SweepRow]) -> Html | None:
 
 
 def _efficiency(sweep: SweepResult, ran: Sequence[SweepRow]) -> Html | None:
-    """Tokens per second and GPU of the fastest ways: what more GPUs cost in efficiency."""
+    """Chart of tokens per second and GPU of the fastest ways, which shows the parallel efficiency."""
     best = fastest(ran)
     rates = [row.tokens_per_second_per_gpu for row in best.values() if row.tokens_per_second_per_gpu]
     if not rates or _one_count(sweep):
@@ -138,7 +141,7 @@ def _one_count(sweep: SweepResult) -> bool:
 
 
 def _gpus_axis(sweep: SweepResult, ran: Sequence[SweepRow]) -> Axis:
-    """Ticks are the numbers of GPUs that were asked for, those without an answer too."""
+    """Axis with the requested numbers of GPUs as ticks, those without results included."""
     counts = sorted({row.gpus for row in sweep.rows})
     low, high = around([float(count) for count in counts], logarithmic=True)
     return Axis("GPUs", low, high, logarithmic=True, ticks=counts, told=lambda value: f"{value:,.0f}")
@@ -183,7 +186,7 @@ def _ways(ran: Sequence[SweepRow], plan: RunPlan) -> Html:
 
 
 def _of_run(plan: RunPlan, row: SweepRow) -> list[NumberCell]:
-    """Days and cost of the run that is asked about."""
+    """Cells with days and cost of the training run."""
     seconds, cost = plan.seconds(row), plan.cost(row)
     found = [] if seconds is None else [seconds]
     numbers = [*found, *([] if cost is None else [cost])]

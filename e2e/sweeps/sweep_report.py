@@ -1,4 +1,4 @@
-"""A sweep for people: a table, a plot; for programs: one record."""
+"""Output of a sweep: a table and a plot, and a JSON record."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.text import Annotation
 
-# Where a label of a plot is tried: its side that is at the point, and the direction from there.
+# Candidate positions of a plot label: the side of the text at the point, and the direction from there.
 _SIDES: tuple[tuple[Literal["left", "right", "center"], int], ...] = (("left", 1), ("right", -1), ("center", 0))
 _LEVELS: tuple[tuple[Literal["bottom", "top"], int], ...] = (("bottom", 1), ("top", -1))
 
 
 def sweep_record(sweep: SweepResult) -> dict[str, Any]:
-    """The JSON document."""
+    """Return the JSON document."""
     rows = []
     for row in sweep.rows:
         record = asdict(row)
@@ -42,7 +42,7 @@ def sweep_record(sweep: SweepResult) -> dict[str, Any]:
 
 
 def render_sweep(sweep: SweepResult, top: int, console: Console | None = None) -> None:
-    """The ``top`` fastest of every GPU and number of GPUs, then what does not run and why."""
+    """Print the ``top`` fastest of every GPU and number of GPUs, then the ways that do not run and the reasons."""
     out = console or plain_console()
     table = Table(box=None, pad_edge=False)
     for column in ("GPU", "GPUs", "parallel"):
@@ -69,13 +69,13 @@ def render_sweep(sweep: SweepResult, top: int, console: Console | None = None) -
 
 
 def plan_columns(plan: RunPlan) -> tuple[str, ...]:
-    """Columns that the run that is asked about adds."""
+    """Additional columns for the training run."""
     days = () if plan.tokens is None else ("days",)
     return days if plan.prices is None else (*days, "cost of the run" if plan.tokens else "cost of 1M tokens")
 
 
 def plan_cells(plan: RunPlan, row: SweepRow) -> tuple[str, ...]:
-    """What stands in them."""
+    """Cells of the :func:`plan_columns`."""
     seconds, cost = plan.seconds(row), plan.cost(row)
     days = () if seconds is None else (f"{seconds / DAY:.1f}" + (" (late)" if plan.late(row) else ""),)
     return days if cost is None else (*days, number_text(cost))
@@ -109,7 +109,7 @@ def _cells(row: SweepRow) -> tuple[str, ...]:
 
 
 def write_plot(sweep: SweepResult, path: Path) -> None:
-    """Samples per second over the number of GPUs: the fastest way of each GPU as a line, the others as points."""
+    """Plot samples per second over the number of GPUs: the fastest way of each GPU as a line, the others as points."""
     labels: list[tuple[str, tuple[float, float]]] = []
     with picture(path, 8, 5) as (axes,):
         for machine in dict.fromkeys(row.gpu for row in sweep.rows):
@@ -137,7 +137,7 @@ def write_plot(sweep: SweepResult, path: Path) -> None:
 
 
 def place_labels(figure: Figure, axes: Axes, labels: Sequence[tuple[str, tuple[float, float]]]) -> list[Annotation]:
-    """Texts beside their points, each where no other text and no labelled point is; left out where there is no room."""
+    """Place texts beside their points without overlapping other texts and points; leave out those without room."""
     from matplotlib.transforms import Bbox
 
     figure.draw_without_rendering()
@@ -148,7 +148,7 @@ def place_labels(figure: Figure, axes: Axes, labels: Sequence[tuple[str, tuple[f
         for away, (side, across), (level, up) in product((5, 12, 22), _SIDES, _LEVELS):
             note = axes.annotate(text, point, xytext=(away * across, away * up), textcoords="offset points", fontsize=7,
                                  ha=side, va=level)  # fmt: skip
-            note.set_in_layout(False)  # what is measured here must stay where it is
+            note.set_in_layout(False)  # the layout must not move after these measurements
             box = note.get_window_extent()
             inside = (
                 axes.bbox.x0 <= box.x0 and box.x1 <= axes.bbox.x1 and axes.bbox.y0 <= box.y0 and box.y1 <= axes.bbox.y1

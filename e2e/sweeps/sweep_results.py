@@ -1,7 +1,7 @@
 """Results of a sweep on disk: one line of JSON each, written as they come, never computed twice.
 
-The key of a result (:func:`e2e.parallelism.capture_cache.digest`) covers the request, the cell, the program's
-own files and the versions of what is captured: after any change of these a cell is computed anew.
+The key of a result (:func:`e2e.parallelism.capture_cache.digest`) covers the request, the cell, the program's own files
+and the versions of captured libraries: after any change of these a cell is computed anew.
 """
 
 from __future__ import annotations
@@ -22,44 +22,46 @@ CellStatus = Literal["ok", "may not fit", "does not fit", "not possible", "faile
 
 @dataclass(frozen=True)
 class SweepRow:
-    """One cell. Times in seconds, memory in bytes; ``None`` where ``status`` says that there is no step.
-
-    ``parallel``: what was built, recomputation included, as ``--parallel`` takes it; ``reason``: in words, why there is
-    no step. What ``failed`` (an error of the program, a worker that died) is not kept: the next run tries it again.
-    ``batch_size``, ``recipe`` and ``precision``: of the cell, where it has others than the request.
-    ``exposed_seconds``: communication that no kernel of the rank that computes longest overlaps; ``bubble_seconds``:
-    its waits for neighbours of a pipeline.
-    """
+    """Result of one cell. Times in seconds, memory in bytes; ``None`` if ``status`` says that there is no step."""
 
     gpu: str
     gpus: int
     nodes: int
+    # The way that was built, recomputation included, as `--parallel` takes it.
     parallel: str
+    # `failed` (error of the program, lost worker) is not stored: the next run tries again
     status: CellStatus
+    # Reason why there is no step, in words.
     reason: str = ""
     iteration_seconds: float | None = None
     interval_seconds: tuple[float, float] | None = None
     samples: int | None = None
     samples_per_second: float | None = None
     tokens_per_second_per_gpu: float | None = None
+    # Communication that no kernel overlaps, on the rank that computes longest.
     exposed_seconds: float | None = None
+    # Waits of that rank for its neighbours in a pipeline.
     bubble_seconds: float | None = None
     peak_memory_bytes: int | None = None
     memory_capacity_bytes: int | None = None
     mfu: float | None = None
+    # The cell's batch size, recipe and precision, if different from the request's.
     batch_size: int | None = None
     recipe: str | None = None
     precision: str | None = None
 
     @property
     def way(self) -> str:
-        """As it is asked for: ``parallel``, with what of this row differs from others in the sweep."""
+        """Way as given on the command line.
+
+        ``parallel``, and the values in which this row differs from others of the sweep.
+        """
         more = (("--batch-size", self.batch_size), ("--recipe", self.recipe), ("--precision", self.precision))
         return " ".join([self.parallel, *(f"{option} {value}" for option, value in more if value is not None)])
 
 
 class ResultFile:
-    """``DIRECTORY/results.jsonl``. ``OutputError`` where it cannot be written."""
+    """File ``DIRECTORY/results.jsonl``. Raises ``OutputError`` if it cannot be written."""
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / "results.jsonl"
@@ -69,15 +71,15 @@ class ResultFile:
             raise OutputError(
                 f"{directory}: cannot be made: {error.strerror}; choose another folder with -o"
             ) from error
-        self._ends_line = True  # else an editor, or a run that was stopped, left the last line open
+        self._ends_line = True  # False if an editor, or an interrupted run, left the last line without a newline
         self._rows = self._read()
 
     def get(self, key: str) -> SweepRow | None:
-        """The result of an earlier run."""
+        """Return the result of an earlier run, or ``None``."""
         return self._rows.get(key)
 
     def add(self, key: str, row: SweepRow) -> None:
-        """Keeps a result; it is on disk when this returns."""
+        """Store a result; it is on disk when this returns."""
         self._rows[key] = row
         try:
             with self.path.open("ab", buffering=0) as file:
@@ -104,7 +106,7 @@ class ResultFile:
                 rows[key] = _row(record)
             except MALFORMED as error:
                 if number == len(lines):
-                    self._cut_last_line(lines)  # the run was stopped while it wrote
+                    self._cut_last_line(lines)  # the run was interrupted while writing
                     return rows
                 raise InputError(f"{self.path}:{number}: is no result of a sweep; move the file away") from error
         self._ends_line = text.endswith("\n")

@@ -1,10 +1,10 @@
-"""What a sweep tries: machines x numbers of GPUs x ways to spread a model.
+"""Search space of a sweep: machines x numbers of GPUs x ways to spread a model.
 
 ``auto`` enumerates tensor-parallel degrees inside a node, ranks that share long sequences (``cp``), pipeline stages
 with one or several parts of the model each, and for the rest replicas that average gradients (``dp``), share the
-optimizer's state (``zero=1``) or everything (``fsdp``), experts whole or divided as far as a node allows (``ep``),
-with as little recomputation as the memory allows; with a global batch, micro-batches of several sizes. Sequence
-parallelism and what is overlapped are the recipe's.
+optimizer's state (``zero=1``) or everything (``fsdp``), experts whole or divided as far as a node allows (``ep``), with
+as little recomputation as the memory allows; with a global batch, several sizes of micro-batches. Sequence parallelism
+and overlap are the recipe's.
 """
 
 from __future__ import annotations
@@ -23,50 +23,50 @@ from e2e.sources.recipes import recipe_of
 from e2e.step.choices import AttentionForm, Dtype
 from e2e.step.precision import Precision
 
-# Micro-batches per pipeline stage where no global batch says how many: the bubble is then at most a fifth of a step.
+# Micro-batches per pipeline stage without a global batch: the bubble is then at most a fifth of a step.
 MICRO_BATCHES_PER_STAGE = 4
-# Sizes of micro-batches that ``auto`` tries where a global batch is given and no size.
+# Sizes of micro-batches that `auto` tries if a global batch and no size is given.
 MICRO_BATCH_SIZES = (1, 2, 4)
-# Recomputation, the least first.
+# Recomputation, in ascending order.
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "operators", "full")
-# Parts of the model on each stage of an interleaved pipeline that are tried; where the layers do not divide into them,
-# powers of two with shorter ends.
+# Most parts of the model tried on each stage of an interleaved pipeline; if the layers do not divide evenly, powers of
+# two with shorter ends.
 MOST_VIRTUAL_STAGES = 8
-# Tokens of a sequence that a rank keeps where ranks share it, as published jobs of 405B do at 8,192: shorter sequences
-# fit without that.
+# Least tokens of a sequence on a rank if ranks share it, as in published jobs of 405B at 8,192: shorter sequences fit
+# without sharing.
 TOKENS_OF_A_RANK = 4096
-# Tokens of a sequence where nobody says, as e2e.capture.models.transformer has it (which imports torch).
+# Default tokens of a sequence, as in e2e.capture.models.transformer (which imports torch).
 LONGEST_DEFAULT = 4096
-# Names of the number of experts in configurations.
+# Keys of the number of experts in configurations.
 EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True)
 class SweepRequest:
-    """The model and its step. ``batch_size``: sequences of one micro-batch on one replica (``None``: 1, or what is best
-    where a global batch is given); ``global_batch``: of all
-    replicas in a step (``None``: what the micro-batches give); ``network`` as
-    :func:`costmodel.machines.cluster.load_cluster` takes it; ``experts``: of a layer, 0 without them;
-    ``layers``: of the model, 0 where that is not known; the rest as ``predict`` takes it.
-    """
+    """Model and step of a sweep; fields without a comment are as in ``predict``."""
 
     model: str
+    # Sequences of one micro-batch on one replica; `None`: 1, or the best size if a global batch is given.
     batch_size: int | None = None
+    # Sequences of all replicas in a step; `None`: determined by the micro-batches.
     global_batch: int | None = None
     sequence_length: int | None = None
     dtype: Dtype | None = None
     attention: AttentionForm | None = None
+    # Network as for `costmodel.machines.cluster.load_cluster`.
     network: str | None = None
+    # Number of experts of a layer, 0 without experts.
     experts: int = 0
     recipe: str | None = None
     stack: str | None = None
     precision: Precision | None = None
     compiled: bool = False
+    # Number of layers of the model, 0 if unknown.
     layers: int = 0
 
     @property
     def samples(self) -> int:
-        """Sequences of a micro-batch where no cell has a size of its own."""
+        """Sequences of a micro-batch for cells without a size of their own."""
         return self.batch_size or 1
 
     @property
@@ -78,20 +78,20 @@ class SweepRequest:
 
 @dataclass(frozen=True)
 class SweepCell:
-    """One cell of the table. ``recompute``: what to try, in this order, until it fits; empty: as ``parallel`` says.
-    ``batch_size``, ``recipe`` and ``precision``: where they are others than the request's.
-    """
+    """One cell of the table."""
 
     gpu: str
     gpus: int
     parallel: ParallelSpec
+    # Recomputations to try in this order until one fits; empty: that of `parallel`.
     recompute: tuple[Recompute, ...] = ()
+    # Batch size, recipe and precision, if different from the request's.
     batch_size: int | None = None
     recipe: str | None = None
     precision: Precision | None = None
 
     def specs(self) -> tuple[ParallelSpec, ...]:
-        """Ways to spread the model in the order they are tried."""
+        """Ways to spread the model, in the order in which they are tried."""
         if not self.recompute:
             return (self.parallel,)
         return tuple(replace(self.parallel, recompute=each) for each in self.recompute)
@@ -105,10 +105,10 @@ def cells_of(
     recipes: Sequence[str | None] = (None,),
     precisions: Sequence[Precision | None] = (None,),
 ) -> list[SweepCell]:
-    """All cells, in a fixed order, each once. ``parallel``: texts of ``--parallel``, or ``auto``. One that is not for a
-    number of GPUs is a cell all the same, which says so.
+    """Return all cells, in a fixed order, without duplicates.
 
-    ``InputError`` for a machine or number of GPUs that makes no cluster.
+    ``parallel``: texts of ``--parallel``, or ``auto``. A text that does not fit a number of GPUs still makes a cell,
+    which reports that. Raises ``InputError`` for a machine or number of GPUs that makes no cluster.
     """
     found: dict[SweepCell, None] = {}
     for count in gpus:
@@ -117,7 +117,7 @@ def cells_of(
             for text in parallel:
                 for cell in _cells(request, machine, count, text, cluster.gpus_per_node):
                     for recipe, precision in product(recipes, precisions):
-                        # A word that means another one in the recipe is not tried twice.
+                        # Words that mean another recomputation in the recipe are not tried twice.
                         meant = map(recipe_of(recipe or request.recipe).recompute, cell.recompute)
                         tried = tuple(dict.fromkeys(meant))
                         found[replace(cell, recompute=tried, recipe=recipe, precision=precision)] = None
@@ -125,7 +125,7 @@ def cells_of(
 
 
 def _cells(request: SweepRequest, machine: str, count: int, text: str, per_node: int) -> Iterator[SweepCell]:
-    """Of one text of ``--parallel`` on one number of GPUs."""
+    """Yield the cells of one text of ``--parallel`` on one number of GPUs."""
     for size in request.sizes:
         own = None if size == request.samples else size
         sized = replace(request, batch_size=size)
@@ -143,8 +143,10 @@ def _cells(request: SweepRequest, machine: str, count: int, text: str, per_node:
 
 
 def automatic(request: SweepRequest, gpus: int, gpus_per_node: int) -> Iterator[ParallelSpec]:
-    """Ways to spread the model over ``gpus`` GPUs, as far as degrees divide; what does not divide the model is found
-    when it is built."""
+    """Yield ways to spread the model over ``gpus`` GPUs whose degrees divide that number.
+
+    Degrees that do not divide the model are detected when it is built.
+    """
     longest = max((request.sequence_length or 0) // TOKENS_OF_A_RANK, 1)
     for tp in _powers(min(gpus, gpus_per_node)):
         for cp in _powers(min(gpus // tp, longest)):
@@ -164,8 +166,9 @@ def automatic(request: SweepRequest, gpus: int, gpus_per_node: int) -> Iterator[
 
 
 def _stages(rest: ParallelSpec, layers: int) -> Iterator[ParallelSpec]:
-    """Parts of the model on the stages of a pipeline, one or several; where the layers do not divide, the first and the
-    last part have fewer, beside which embedding and head are.
+    """Yield splits of the model into pipeline stages with one or several parts each.
+
+    If the layers do not divide evenly, the first and the last part, which also hold embedding and head, have fewer.
     """
     interleaved = bool(layers) and rest.pp > 1 and rest.micro_batches % rest.pp == 0
     for virtual in range(1, MOST_VIRTUAL_STAGES + 1 if interleaved else 2):
@@ -183,8 +186,9 @@ def _stages(rest: ParallelSpec, layers: int) -> Iterator[ParallelSpec]:
 
 
 def _ways(rest: ParallelSpec, replicas: int) -> Iterator[ParallelSpec]:
-    """Parameters held whole, with the optimizer's state shared, and shared themselves; the last not in a pipeline,
-    where each micro-batch would gather them again.
+    """Yield whole parameters, shared optimizer state, and shared parameters.
+
+    The last not in a pipeline, where each micro-batch would gather them again.
     """
     yield replace(rest, dp=replicas)
     if replicas > 1:
@@ -196,7 +200,7 @@ def _ways(rest: ParallelSpec, replicas: int) -> Iterator[ParallelSpec]:
 
 
 def _micro_batches(request: SweepRequest, replicas: int, stages: int) -> int | None:
-    """``None`` where the global batch does not divide."""
+    """Number of micro-batches, ``None`` if the global batch does not divide."""
     if request.global_batch is None:
         return MICRO_BATCHES_PER_STAGE * stages if stages > 1 else 1
     count, rest = divmod(request.global_batch, request.samples * replicas)
@@ -204,7 +208,7 @@ def _micro_batches(request: SweepRequest, replicas: int, stages: int) -> int | N
 
 
 def experts_of(config: Mapping[str, Any]) -> int:
-    """Experts of a layer by a Hugging Face configuration, 0 if it has none."""
+    """Number of experts of a layer in a Hugging Face configuration, 0 if it has none."""
     return next((config[key] for key in EXPERT_KEYS if isinstance(config.get(key), int)), 0)
 
 
@@ -213,7 +217,7 @@ def _powers(most: int) -> list[int]:
 
 
 def counts(text: str, option: str) -> list[int]:
-    """Numbers of GPUs as ``8,64,512``; ``InputError`` names the part that is none."""
+    """Parse numbers of GPUs such as ``8,64,512``; raises ``InputError`` naming an invalid part."""
     found = []
     for part in text.split(","):
         number = whole_number(part)
@@ -224,7 +228,7 @@ def counts(text: str, option: str) -> list[int]:
 
 
 def names(text: str, option: str) -> list[str]:
-    """Names as ``h100-sxm,h200-sxm``."""
+    """Parse names such as ``h100-sxm,h200-sxm``."""
     found = [part.strip() for part in text.split(",")]
     if not all(found):
         raise InputError(f"{option} {text!r}: has an empty name between commas; remove a comma")
@@ -232,5 +236,5 @@ def names(text: str, option: str) -> list[str]:
 
 
 def record_of(request: SweepRequest, cell: SweepCell) -> dict[str, Any]:
-    """What identifies one cell, for the key of its result."""
+    """Return the record that identifies one cell in the key of its result."""
     return {"question": vars(request), "candidate": asdict(cell)}

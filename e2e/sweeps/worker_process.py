@@ -1,5 +1,7 @@
-"""How a process that computes cells begins. Nothing is imported here that takes long: until it has asked to end with
-the process that started it, it would outlive that one, and loading PyTorch takes seconds.
+"""Start of a worker process.
+
+Nothing slow is imported at module level: until the worker is tied to the process that started it, it would outlive that
+one, and loading PyTorch takes seconds.
 """
 
 from __future__ import annotations
@@ -11,8 +13,10 @@ from costmodel.base.termination import end_with_parent
 
 
 def prepare_worker(parent: int) -> None:
-    """One thread: two processes with as many threads as cores each would fight for them. Ctrl-C is for the process that
-    asked, ``parent``, which ends this one; and without which this one would wait for ever.
+    """Limit the worker to one thread and tie it to ``parent``.
+
+    Several processes with as many threads as cores each would compete for them. Ctrl-C is handled by ``parent``, which
+    ends this process; without ``parent`` this process would wait forever.
     """
     end_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

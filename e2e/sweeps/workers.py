@@ -1,4 +1,4 @@
-"""Where the cells of a sweep are computed: processes of this machine, or a Ray cluster."""
+"""Workers that compute the cells of a sweep: processes of this machine, or a Ray cluster."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ WORKER_DIED = "its worker process died, most likely for lack of memory"
 
 
 class Workers(Protocol):
-    """Computes tasks in any order: (place of the task, its row)."""
+    """Interface of workers: computes tasks in any order and yields (place of the task, its row)."""
 
     def run(self, tasks: Sequence[SweepTask]) -> Iterator[tuple[int, SweepRow]]: ...
 
 
-MOST_WORKERS = 1024  # processes of one machine
+MOST_WORKERS = 1024  # limit for one machine
 
 
 class LocalWorkers:
-    """``count`` processes of this machine, one thread each; with one, this process itself."""
+    """Workers in ``count`` processes of this machine, one thread each; with one, in this process."""
 
     def __init__(self, count: int) -> None:
         if count < 1:
@@ -62,8 +62,9 @@ class LocalWorkers:
 def each_in_processes(
     function: Callable[[Task], Answer], tasks: Mapping[int, Task], count: int
 ) -> Iterator[tuple[int, Answer]]:
-    """``function`` of every task, computed in ``count`` processes of this machine: (place of the task, its answer) as
-    they come. A task whose process dies has none.
+    """Compute ``function`` of every task in ``count`` processes; yield (place of the task, result) as they finish.
+
+    A task whose process dies has no result.
     """
     left = dict(tasks)
     if not left:
@@ -71,7 +72,7 @@ def each_in_processes(
     for place, answer in _in_processes(function, dict(left), count):
         del left[place]
         yield place, answer
-    # A worker died and took the others with it. What is left is tried one by one, to tell whose fault it is.
+    # A worker died and took the others with it. The remaining tasks run one by one, to find the faulty one.
     for place, task in left.items():
         yield from _in_processes(function, {place: task}, 1)
 
@@ -79,7 +80,7 @@ def each_in_processes(
 def _in_processes(
     function: Callable[[Task], Answer], tasks: Mapping[int, Task], count: int
 ) -> Iterator[tuple[int, Answer]]:
-    """Answers as they come; none of those tasks that a process which died took with it."""
+    """Yield results as they finish; tasks lost with a dead process have none."""
     # Forked processes would inherit PyTorch's locks and threads.
     context, processes = get_context("spawn"), min(count, len(tasks))
     pool = ProcessPoolExecutor(processes, context, initializer=prepare_worker, initargs=(os.getpid(),))
@@ -92,7 +93,7 @@ def _in_processes(
             except BrokenProcessPool:
                 continue
             yield places[future], row
-    except BaseException:  # Ctrl-C: nobody waits for what the workers are doing
+    except BaseException:  # Ctrl-C: the workers' results are not needed
         _kill(list((pool._processes or {}).values()))
         raise
     finally:
@@ -100,7 +101,7 @@ def _in_processes(
 
 
 def _kill(processes: Sequence[BaseProcess]) -> None:
-    """Ends them, and waits until they have: what they leave half written can then be taken away."""
+    """Kill the processes and wait for their end, so that their partial files can be removed."""
     for process in processes:
         process.kill()
     for process in processes:
@@ -109,8 +110,10 @@ def _kill(processes: Sequence[BaseProcess]) -> None:
 
 @contextmanager
 def _without_main() -> Iterator[None]:
-    """Processes that start in here do not run the user's program again, as new ones do to know its classes: a program
-    that calls a sweep without ``if __name__ == "__main__":`` would start another one in each.
+    """Prevent processes started in this context from running the user's main program again.
+
+    New processes do so to know its classes: a program that calls a sweep without ``if __name__ == "__main__":`` would
+    start another one in each.
     """
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
@@ -121,7 +124,10 @@ def _without_main() -> Iterator[None]:
 
 
 class RayWorkers:
-    """A Ray cluster at ``address`` (``auto``, ``local`` or ``HOST:PORT``); each task takes one of its CPUs."""
+    """Workers on a Ray cluster at ``address`` (``auto``, ``local`` or ``HOST:PORT``).
+
+    Each task takes one of its CPUs.
+    """
 
     def __init__(self, address: str) -> None:
         try:
@@ -132,7 +138,7 @@ class RayWorkers:
         try:
             if not ray.is_initialized():
                 ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-        except Exception as error:  # of a node that is slow to start Ray raises just that
+        except Exception as error:  # raised by Ray also for a node that is slow to start
             summary = " ".join(str(error).split())[:200]
             raise InputError(
                 f"--ray {address}: no Ray cluster answers there: {summary}; start it with `ray start`"
@@ -140,7 +146,7 @@ class RayWorkers:
 
     def run(self, tasks: Sequence[SweepTask]) -> Iterator[tuple[int, SweepRow]]:
         remote = self._ray.remote(num_cpus=1)(evaluate)
-        # Captures are kept on the machine that makes them: a path of this one may not exist there.
+        # Captures are kept on the machine that makes them: a path of this machine may not exist there.
         places = {remote.remote(task): place for place, task in enumerate(tasks)}
         waiting = list(places)
         try:

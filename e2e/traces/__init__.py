@@ -1,1 +1,1 @@
-"""Reads recorded traces: execution traces, profiles, the two linked, and the graph of a recorded step."""
+"""Readers of recorded traces: execution traces, profiles, links between the two, and the graph of a recorded step."""

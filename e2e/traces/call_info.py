@@ -1,4 +1,4 @@
-"""Names of the operators behind host and device work: of the execution trace where linked, else of the profile."""
+"""Names of the operators of host and device work: from the execution trace if linked, else from the profile."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from e2e.traces.linking.nesting import Nesting
 
 
 class CallNames:
-    """Ids of calls: those of the execution trace for linked operators, for others numbers above them."""
+    """Call ids: those of the execution trace for linked operators, larger numbers for others."""
 
     def __init__(self, kineto: KinetoTrace, nesting: Nesting, linked: LinkedTrace | None) -> None:
         self._nesting = nesting
@@ -26,7 +26,7 @@ class CallNames:
         self._phases = [(span, _phase_of(span)) for span in kineto.annotations if _phase_of(span) is not None]
 
     def around(self, call: HostSpan) -> list[HostSpan]:
-        """Operators around a runtime call, the innermost first."""
+        """Return the operators around a runtime call, the innermost first."""
         found = []
         span = self._nesting.parent.get(call.id)
         while span is not None:
@@ -35,23 +35,23 @@ class CallNames:
         return found
 
     def innermost(self, call: HostSpan) -> int | None:
-        """Id of the operator right around a runtime call."""
+        """Return the call id of the operator directly around a runtime call, ``None`` at the top level."""
         span = self._nesting.parent.get(call.id)
         return None if span is None else self.id_of_span(span)
 
     def id_of(self, operator: HostSpan) -> int:
-        """The number of the call that ``operator`` of the profile is."""
+        """Return the call id of ``operator`` of the profile."""
         return self.id_of_span(operator.id)
 
     def id_of_span(self, span: int) -> int:
         return self._linked.get(span, self._offset + span)
 
     def spans(self) -> dict[int, HostSpan]:
-        """Call -> the operator of the profile that it is."""
+        """Map call ids to operators of the profile."""
         return {self.id_of_span(span): operator for span, operator in self._spans.items()}
 
     def infos(self, calls: Iterable[int]) -> dict[int, CallInfo]:
-        """One record per call and per operator around it."""
+        """Return the records of ``calls`` and of the operators around them."""
         spans = {call: span.id for call, span in self.spans().items()}
         found: dict[int, CallInfo] = {}
         for call in calls:
@@ -65,7 +65,7 @@ class CallNames:
         return self._settled(found, spans)
 
     def _settled(self, found: Mapping[int, CallInfo], spans: Mapping[int, int]) -> dict[int, CallInfo]:
-        """``found``, the calls of one step, each with the phase that it serves."""
+        """Return ``found``, the calls of one step, each with the phase that it belongs to."""
         begun = sorted(found, key=lambda call: (self._spans[spans[call]].start, -self._spans[spans[call]].end))
         marked = (MarkedCall(call, found[call].phase, self._spans[spans[call]].sequence) for call in begun)
         phases = settled_phases(marked)
@@ -86,7 +86,7 @@ class CallNames:
 
 
 def _phase_of(annotation: HostSpan) -> Phase | None:
-    """Of annotations that PyTorch itself makes."""
+    """Phase of an annotation made by PyTorch itself, ``None`` for others."""
     if annotation.name.startswith("Optimizer."):
         return "optimizer"
     return "data" if annotation.name.startswith("enumerate(DataLoader)") else None

@@ -1,4 +1,7 @@
-"""The time of a host thread by the kinds of the papers: T1 between operators, T2, T3 and T5 within, around launches."""
+"""Host time of a thread by the overhead kinds of the papers: T1 between operators.
+
+T2, T3 and T5 within, around launches.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +15,23 @@ from e2e.traces.formats.profile import HostSpan
 
 @dataclass(frozen=True, slots=True)
 class HostInterval:
-    """Host time of ``operator`` (id of a top-level span); of a gap (T1), the operator after it, ``None`` at the end."""
+    """Piece of host time."""
 
     kind: OverheadKind
+    # Id of a top-level span; for a gap (T1) the operator after it, `None` at the end.
     operator: int | None
     start: float
     end: float
 
     @property
     def seconds(self) -> float:
-        """How long it takes."""
+        """Duration of the piece."""
         return self.end - self.start
 
 
 @dataclass(slots=True)
 class TopOperator:
-    """An outermost operator: where it lies, where its first launch begins and its last one ends."""
+    """Outermost operator, with the begin of its first launch and the end of its last one."""
 
     id: int
     start: float
@@ -37,13 +41,16 @@ class TopOperator:
 
 
 def top_operators(spans: Iterable[HostSpan], launches: Container[int]) -> list[TopOperator]:
-    """Outermost operators of one thread's ``spans`` (in order); ``launches``: ids of the runtime calls that launch."""
+    """Return the outermost operators of one thread's ordered ``spans``.
+
+    ``launches``: ids of launching runtime calls.
+    """
     found: list[TopOperator] = []
     for span in spans:
         if span.kind == "operator":
             if not found or span.start >= found[-1].end:
                 found.append(TopOperator(span.id, span.start, span.end))
-            elif span.end > found[-1].end:  # operators that overlap by rounding
+            elif span.end > found[-1].end:  # overlaps due to rounding
                 found[-1].end = span.end
         elif span.id in launches and found and span.start < found[-1].end:
             top = found[-1]
@@ -53,14 +60,14 @@ def top_operators(spans: Iterable[HostSpan], launches: Container[int]) -> list[T
 
 
 class HostPieces:
-    """Cuts any stretch of one thread's time at the borders of its top-level operators."""
+    """Splitter of any stretch of one thread's time at the borders of its top-level operators."""
 
     def __init__(self, tops: list[TopOperator]) -> None:
         self._tops = tops
         self._starts = [top.start for top in tops]
 
     def between(self, start: float, end: float) -> list[HostInterval]:
-        """The pieces of ``start .. end``, a stretch without launches inside; together they last ``end - start``."""
+        """Return the pieces of ``start .. end``, a stretch without launches inside; they sum to ``end - start``."""
         pieces: list[HostInterval] = []
         place = max(bisect_right(self._starts, start) - 1, 0)
         while start < end:

@@ -1,4 +1,4 @@
-"""Named ranges of a profile: annotations that a script made, and the operators that lie in them, by time."""
+"""Named ranges of a profile: annotations made by the script, and the operators inside them, by time."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from e2e.traces.formats.profile import HostSpan, KinetoTrace
 
 
 def profiled_ranges(kineto: KinetoTrace, calls: Mapping[int, HostSpan], backward: Collection[int]) -> NamedRanges:
-    """``calls``: number -> operator of the profile; those of ``backward`` are of a backward pass.
+    """Return the named ranges. ``calls``: number -> operator of the profile; ``backward``: calls of a backward pass.
 
-    An operator of another thread that is in no range there is in what the main thread is in at that time, which waits
-    for autograd. A backward call is of the ranges of the last forward call with its number, which made its node.
+    An operator of another thread that is in no range there belongs to the ranges of the main thread at that time, which
+    waits for autograd. A backward call belongs to the ranges of the last forward call with its sequence number, which
+    made its autograd node.
     """
     named = [span for span in kineto.annotations if is_named_by_script(span.name)]
     if not named:
@@ -35,7 +36,7 @@ def profiled_ranges(kineto: KinetoTrace, calls: Mapping[int, HostSpan], backward
 
 
 def _nested(spans: Iterable[HostSpan]) -> dict[int, NamedRange]:
-    """The annotations of one thread, each in the innermost one that is open when it begins."""
+    """Nest the annotations of one thread: each in the innermost one that is open when it begins."""
     found: dict[int, NamedRange] = {}
     opened: list[HostSpan] = []
     for span in sorted(spans, key=lambda each: (each.start, -each.end)):
@@ -47,7 +48,7 @@ def _nested(spans: Iterable[HostSpan]) -> dict[int, NamedRange]:
 
 @dataclass(frozen=True, order=True)
 class _Moment:
-    """``order``: of two at one time an annotation begins first."""
+    """Begin of an annotation (``order`` 0) or of a call (1): annotations come first."""
 
     time: float
     order: int
@@ -55,7 +56,7 @@ class _Moment:
 
 
 def _innermost(calls: Collection[tuple[int, HostSpan]], annotations: Collection[HostSpan]) -> dict[int, int]:
-    """Call -> the innermost of ``annotations`` that is open when it begins."""
+    """Map calls to the innermost of ``annotations`` that is open when they begin."""
     listed, spans = list(calls), list(annotations)
     moments = [_Moment(span.start, 0, place) for place, span in enumerate(spans)]
     moments += [_Moment(span.start, 1, place) for place, (_, span) in enumerate(listed)]
@@ -66,6 +67,6 @@ def _innermost(calls: Collection[tuple[int, HostSpan]], annotations: Collection[
         if moment.order == 0:
             opened.append(spans[moment.place])
         elif opened:
-            # The shorter of two that began together is inside of the other.
+            # The shorter of two that began together is the inner one.
             found[listed[moment.place][0]] = max(opened, key=lambda each: (each.start, -each.end)).id
     return found

@@ -1,4 +1,7 @@
-"""One rank's window of a profile to a :class:`RankGraph`: threads of host pieces, launches, waits; tasks; calls."""
+"""Conversion of one rank's window of a profile to a :class:`RankGraph`: threads of host work, launches, waits.
+
+Tasks; calls.
+"""
 
 from __future__ import annotations
 
@@ -35,37 +38,39 @@ from e2e.traces.synchronization import Synchronizations, TimedActions
 
 @dataclass
 class Removed:
-    """Host time that was waiting, in seconds: in synchronising calls, in launches while the queue was full, of the
-    main thread for another thread.
-    """
+    """Host waiting time that was removed, in seconds."""
 
+    # Waiting in synchronising calls.
     synchronization: float = 0.0
+    # Waiting in launches while the queue was full.
     full_queue: float = 0.0
+    # Waiting of the main thread for another thread.
     other_thread: float = 0.0
 
     @staticmethod
     def total(parts: Iterable[Removed]) -> Removed:
-        """The sums over ``parts``."""
+        """Return the sums over ``parts``."""
         parts = list(parts)
         return Removed(*(sum(getattr(part, field.name) for part in parts) for field in fields(Removed)))
 
 
 @dataclass(frozen=True)
 class RecordedTimes:
-    """Seconds from the moment at which the first rank began; ``tasks``: end of each task of the rank's graph."""
+    """Recorded times in seconds, counted from the moment at which the first rank began."""
 
     start: float
     end: float
+    # End of each task of the rank's graph.
     tasks: tuple[float, ...]
 
     @property
     def seconds(self) -> float:
-        """Of the rank's step."""
+        """Duration of the rank's step."""
         return self.end - self.start
 
 
 class RankRecorder:
-    """Builds the graph of ``window`` once; the figures of the recording stand beside it."""
+    """Builder of the graph of ``window``, to be used once, with figures of the recording."""
 
     def __init__(self, kineto: KinetoTrace, window: StepWindow, linked: LinkedTrace | None = None) -> None:
         self._kineto = kineto
@@ -85,7 +90,7 @@ class RankRecorder:
 
     @property
     def absolute_start(self) -> float:
-        """Seconds since the profile's epoch."""
+        """Begin of the window in seconds since the epoch."""
         return self._kineto.base_seconds + self.window.start
 
     @property
@@ -97,13 +102,13 @@ class RankRecorder:
         return self._kineto.rank
 
     def times(self, origin: float) -> RecordedTimes:
-        """What the profile says, counted from ``origin`` (seconds since the epoch)."""
+        """Return the recorded times, counted from ``origin`` (seconds since the epoch)."""
         shift = self._kineto.base_seconds - origin
         tasks = tuple(work.end + shift for work in self._inside)
         return RecordedTimes(self.absolute_start - origin, self.absolute_end - origin, tasks)
 
     def graph(self) -> RankGraph:
-        """The rank's graph; its threads begin with the window."""
+        """Build the rank's graph; its threads begin with the window."""
         tasks = tuple(self._tasks())
         waits = Synchronizations(self._kineto, self._order, self.window, self._inside, self._calls)
         items, records = waits.items()
@@ -212,7 +217,7 @@ class RankRecorder:
         return HostPieces(top_operators(spans, launching))
 
     def _assemble(self, items: list[TimedActions], pieces: HostPieces, start: float, end: float) -> list[Action]:
-        """Items in the order of time with the host's pieces between them; together they last ``end - start``."""
+        """Return the items in order of time with host work between them; together they last ``end - start``."""
         actions: list[Action] = []
         now = start
         for item in sorted(items, key=lambda item: (item.start, item.order)):
@@ -237,10 +242,10 @@ class RankRecorder:
 
 
 def _unoverlapped(works: Sequence[LaunchedWork]) -> dict[int, float]:
-    """Seconds of each work; one that runs into the next on its stream (times are rounded) ends where that begins.
+    """Seconds of each work; one that overlaps the next on its stream (times are rounded) ends where that begins.
 
-    So does one whose successor was waiting in the stream already and began at once: the GPU takes a microsecond or two
-    from one kernel to the next, which no launch on the host explains.
+    The same holds if its successor was already queued and began at once: the GPU takes a microsecond or two between
+    kernels, which no launch on the host explains.
     """
     seconds: dict[int, float] = {}
     by_stream: dict[int, list[LaunchedWork]] = {}
@@ -257,6 +262,6 @@ def _unoverlapped(works: Sequence[LaunchedWork]) -> dict[int, float]:
 
 
 def _waits_behind(following: LaunchedWork, end: float) -> bool:
-    """Whether ``following`` was in its stream before ``end`` and began right after it."""
+    """True if ``following`` was queued in its stream before ``end`` and began right after it."""
     queued = following.launch is not None and following.launch.end + TOLERANCE < end
     return queued and end < following.start <= end + TOLERANCE

@@ -1,4 +1,4 @@
-"""Which recorded kernels are collectives, of what kind, size and group; their transfer time over several ranks."""
+"""Recognition of collectives among recorded kernels, with kind, size and group; transfer time over several ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _EVERYONE = "all ranks"
 
 
 class CollectiveReader:
-    """Numbers a rank's collectives per group in launch order, with what the profile tells about each."""
+    """Reader of a rank's collectives, numbered per group in launch order."""
 
     def __init__(self, kineto: KinetoTrace) -> None:
         self._kineto = kineto
@@ -22,7 +22,7 @@ class CollectiveReader:
         self._next: dict[str, int] = {}
 
     def read(self, span: DeviceSpan, launch: HostSpan | None, around: Sequence[HostSpan]) -> Collective | None:
-        """The collective that ``span`` carries out, ``None`` for other work.
+        """Return the collective of the device work ``span``, ``None`` for other work.
 
         ``around``: operators around its launch. NCCL's metadata are taken from the kernel or from those operators;
         profiles without them have an annotation with kind, shape and dtype.
@@ -45,7 +45,7 @@ class CollectiveReader:
         return group, self._kineto.process_groups.get(group) or tuple(range(self._kineto.world_size))
 
     def _pair(self, kind: str, group: str, ranks: tuple[int, ...], peer: int | None) -> tuple[str, tuple[int, ...]]:
-        """The two ranks of a message; those of one direction are numbered by themselves, as NCCL matches them."""
+        """Group of the two ranks of a message; each direction is numbered separately, as NCCL matches them."""
         own = self._kineto.rank
         others = [rank for rank in ranks if rank != own]
         if peer is None and len(others) != 1:
@@ -63,7 +63,7 @@ class CollectiveReader:
                 if span.thread == launch.thread and span.start <= launch.start <= span.end:
                     elements = sum(_elements(shape) for shape in span.shapes)
                     width = DTYPE_BYTES.get(span.dtypes[0], 4) if span.dtypes else 4
-                    # A message says between whom: "nccl:send 0->1".
+                    # The annotation of a message names its ranks: "nccl:send 0->1".
                     name = span.name.removeprefix(ANNOTATION).partition(" ")[0]
                     return kind_of_short(name) or "all_reduce", elements * width
         raise InputError(
@@ -73,14 +73,16 @@ class CollectiveReader:
 
 
 def is_collective(span: DeviceSpan) -> bool:
-    """Whether a kernel is NCCL's, whose kernels carry its name."""
+    """True for NCCL's kernels, recognised by their names."""
     return span.kind == "kernel" and span.name.startswith(KERNELS)
 
 
 def transfer_seconds(durations: Sequence[float]) -> float:
-    """Transfer time of one collective from its kernel's time on every rank: the shortest, of the rank that came last.
+    """Transfer time of one collective: the shortest of its kernel times on all ranks.
 
-    All others wait in their kernel for that one; the transfer itself takes all of them as long.
+    That is the time of the last rank to arrive.
+
+    All others wait for that rank inside their kernels; the transfer itself takes equally long on all of them.
     """
     return min(durations)
 

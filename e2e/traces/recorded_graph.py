@@ -1,8 +1,8 @@
-"""A recorded iteration as an execution graph with measured durations: what the simulator must give back.
+"""Recorded iteration as an execution graph with measured durations, which the simulator must reproduce.
 
-Waiting is taken out and re-created by the simulator: a synchronising call keeps only what it costs once everything it
-waits for has ended, a launch that was held up by a full queue what launches cost else, the main thread's wait for
-autograd's becomes a signal, a collective keeps its transfer time.
+Waiting is removed and re-created by the simulator: a synchronising call keeps only its cost after everything awaited
+has ended, a launch delayed by a full queue gets the usual launch cost, the main thread's wait for autograd becomes a
+signal, a collective keeps its transfer time.
 """
 
 from __future__ import annotations
@@ -22,45 +22,47 @@ from e2e.traces.recorded_collectives import transfer_seconds
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """``graph`` of the iteration ``window`` and what the recording says of it, in seconds.
-
-    ``period_seconds``: from its start to the next one's on the host. ``span_seconds``: from its start to the end of
-    the last work launched in it, or of the host's part if that is later; comparable with a simulation from a standing
-    start when ``backlog_seconds``, how long earlier work still ran into it, is small. ``device_events`` launched in
-    the window are covered by ``len(graph.ranks[i].tasks)`` tasks (a graph launch is one task with many events).
-    ``repeated``: it is one of several iterations of one rank: earlier work that runs into it is that of one alike.
-    ``removed``: waiting time taken out of the host, by reason. ``ranks``: of several ranks, when each began and ended
-    and when its device work ended.
-    """
+    """Graph of the iteration ``window`` with figures of the recording, in seconds."""
 
     graph: ExecutionGraph
     window: StepWindow
+    # Time from its start to the start of the next one on the host.
     period_seconds: float
+    # Time from its start to the end of the last work launched in it, or of the host's part if that is later; comparable
+    # with a simulation from an idle start if the backlog is small.
     span_seconds: float
+    # Time that earlier work still ran into the window.
     backlog_seconds: float
+    # Device events launched in the window, covered by `len(graph.ranks[i].tasks)` tasks (a graph launch is one task).
     device_events: int
+    # Waiting time removed from the host, by reason.
     removed: Removed
+    # Begin and end of each of several ranks, and the ends of its device work.
     ranks: Mapping[int, RecordedTimes] = field(default_factory=dict)
+    # It is one of several iterations of one rank: the backlog is that of an identical iteration.
     repeated: bool = False
 
     @property
     def recorded_seconds(self) -> float:
-        """What a replay must give back: the time to the next one of its kind, else to the end of its last work."""
+        """Time that a replay must reproduce.
+
+        If repeated the time to the start of the next iteration, else to the end of the last work.
+        """
         return self.period_seconds if self.repeated else self.span_seconds
 
     @property
     def starts(self) -> dict[int, float]:
-        """How much later than the first each rank began, for the simulator."""
+        """Delay of each rank's begin after the first one's, in seconds, for the simulator."""
         return {rank: times.start for rank, times in self.ranks.items()}
 
 
 def recorded_graph(
     kineto: KinetoTrace, linked: LinkedTrace | None = None, step: int | str | None = None
 ) -> RecordedStep:
-    """One iteration of one rank (see :func:`e2e.traces.linking.step_window.choose` for ``step``).
+    """Convert one iteration of one rank (``step``: see :func:`e2e.traces.linking.step_window.choose`).
 
-    With ``linked``, tasks and calls carry the ids of the execution trace. The other ranks of a collective are folded
-    into this one: its duration is the recorded one, waiting included. :class:`InputError` for a profile without
+    With ``linked``, tasks and calls have the ids of the execution trace. The other ranks of a collective are folded
+    into this one: its duration is the recorded one, waiting included. Raises :class:`InputError` for a profile without
     device work in that iteration.
     """
     window = choose_together([kineto], step, None if linked is None else {kineto.rank: linked})[0]
@@ -68,7 +70,7 @@ def recorded_graph(
     graph = recorder.graph()
     if not graph.tasks:
         raise InputError(f"{kineto.source}: no device work in {window.name}; record with ProfilerActivity.CUDA")
-    # Groups of the job may be smaller than it, such as those of tensor-parallel neighbours.
+    # Groups may be smaller than the job, such as those of tensor-parallel neighbours.
     size = max([kineto.world_size, *(len(task.collective.ranks) for task in graph.tasks if task.collective)])
     return RecordedStep(
         ExecutionGraph((graph,), {graph.rank: size} if size > 1 else {}, f"{kineto.source} ({window.name})"),
@@ -87,11 +89,11 @@ def recorded_ranks(
     step: int | str | None = None,
     links: Mapping[int, LinkedTrace] | None = None,
 ) -> RecordedStep:
-    """One iteration of several ranks of one job, recorded at the same time with clocks in step.
+    """Convert one iteration of several ranks of one job, recorded at the same time with synchronised clocks.
 
-    Every rank begins when it began (``starts`` of the simulator); a collective takes what it took on the rank that
-    arrived last. With ``links`` (by rank) tasks and calls carry the ids of the execution traces. :class:`InputError`
-    if two profiles are of one rank or their collectives do not match.
+    Every rank begins at its recorded time (``starts`` of the simulator); a collective takes its time on the rank that
+    arrived last. With ``links`` (by rank) tasks and calls have the ids of the execution traces. Raises
+    :class:`InputError` if two profiles are of one rank or their collectives do not match.
     """
     if len({profile.rank for profile in profiles}) < len(profiles) or not profiles:
         sources = ", ".join(profile.source for profile in profiles)
@@ -121,7 +123,7 @@ def recorded_ranks(
 
 
 def _transfers(graphs: Sequence[RankGraph], source: str) -> dict[tuple[str, int], float]:
-    """Transfer seconds of every (group, sequence); every rank of it that is here must have it, of the same kind."""
+    """Transfer seconds of every (group, sequence), which all its present ranks must have, with the same kind."""
     seconds: dict[tuple[str, int], dict[int, float]] = {}
     first: dict[tuple[str, int], tuple[int, Collective]] = {}
     for graph in graphs:

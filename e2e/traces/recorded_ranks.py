@@ -1,8 +1,8 @@
-"""Execution traces of all ranks of one job: who they are and which groups they form.
+"""Execution traces of all ranks of one job: their ranks and groups.
 
-A recorded ``c10d`` call names its group only in ``record_param_comms`` inside it: by name and size in later schemas,
-by an address that means nothing on other ranks in the first one. There, groups are told apart in the order of their
-first use, and one that a call splits its data over as many ranks as there are traces is the whole job.
+A recorded ``c10d`` call names its group only in ``record_param_comms`` inside it: by name and size in later schemas, by
+an address without meaning on other ranks in the first one. There, groups are identified by the order of their first
+use, and a group is the whole job if a call splits its data over as many ranks as there are traces.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from e2e.step.collective_names import kind_of, kind_of_short
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, Value
 
 DETAILS = "record_param_comms"
-# Places in its inputs: after tensors and sequence number the group, the rank in it and the collective; splits of uneven
-# exchanges. A wait has no tensors, so that all are one place earlier.
+# Positions in its inputs: after tensors and sequence number the group, the rank in it and the collective; splits of
+# uneven exchanges. A wait has no tensors, so all are one position earlier.
 GROUP, RANK, NAME, SPLITS = 2, 3, 4, (5, 6)
-# Of others the place of the rank says which one is the root, or the peer.
+# In other collectives the rank's position holds the root, or the peer.
 SYMMETRIC = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
 def ranks_of_job(traces: Sequence[OperatorTrace]) -> tuple[OperatorTrace, ...]:
-    """``traces`` in the order of their ranks, each with the groups of its collectives.
+    """Return ``traces`` in the order of their ranks, each with the groups of its collectives.
 
-    ``InputError`` for two traces of one rank, and where some rank has none.
+    Raises ``InputError`` for two traces of one rank, and if a rank has none.
     """
     found = sorted((with_groups(trace, len(traces)) for trace in traces), key=lambda trace: trace.rank)
     repeated = [rank for rank, count in Counter(trace.rank for trace in found).items() if count > 1]
@@ -44,7 +44,7 @@ def ranks_of_job(traces: Sequence[OperatorTrace]) -> tuple[OperatorTrace, ...]:
 
 
 def with_groups(trace: OperatorTrace, ranks: int = 1) -> OperatorTrace:
-    """``trace`` with its rank, its world size (at least ``ranks``) and the group of every collective."""
+    """Return ``trace`` with its rank, its world size (at least ``ranks``) and the group of every collective."""
     reader = _Groups(trace)
     calls = tuple(reader.named(call) for call in trace.calls)
     world = max([ranks, trace.world_size, *reader.sizes.values()])
@@ -65,7 +65,7 @@ def with_groups(trace: OperatorTrace, ranks: int = 1) -> OperatorTrace:
 
 @dataclass
 class _Groups:
-    """``sizes``: group -> ranks in it, 0 if no call tells."""
+    """Names of the process groups. ``sizes``: group -> number of ranks, 0 if unknown."""
 
     trace: OperatorTrace
     sizes: dict[str, int] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class _Groups:
         self._details = {call.parent: call for call in self.trace.calls if call.name == DETAILS}
 
     def named(self, call: OperatorCall) -> OperatorCall:
-        """A collective with its group among the attributes; any other call as it is."""
+        """Return a collective with its group among the attributes; other calls are unchanged."""
         details = self._details.get(call.id)
         if details is None or kind_of(call.name) is None:
             return call
@@ -102,7 +102,10 @@ def _size(details: OperatorCall) -> int:
 
 
 def _rank(trace: OperatorTrace) -> int:
-    """Its place in groups whose ranks are known; else a wait names it; else what the devices of the tensors suggest."""
+    """Rank of a trace: its place in groups of known ranks.
+
+    Else named by a wait; else inferred from the tensors' devices.
+    """
     details = [call.inputs for call in trace.calls if call.name == DETAILS]
     told = Counter(_places(details, trace)) or Counter(_waiting(details))
     return told.most_common(1)[0][0] if told else trace.rank

@@ -1,4 +1,4 @@
-"""A recorded job: the profiles of its ranks and the execution traces of the same processes, paired and linked."""
+"""Recorded job: profiles of its ranks, paired and linked with the execution traces of the same processes."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ _WILD = frozenset("*?[")
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """``profiles`` in the order of their ranks; ``links``: rank -> its profile linked with its execution trace."""
+    """Profiles in the order of their ranks; ``links``: rank -> its profile linked with its execution trace."""
 
     profiles: tuple[KinetoTrace, ...]
     links: Mapping[int, LinkedTrace]
 
     @property
     def gpu(self) -> str:
-        """The driver's name of the GPUs."""
+        """Name of the GPUs given by the driver."""
         return self.profiles[0].gpu
 
 
 def expand_files(values: Sequence[Path | str]) -> list[Path]:
-    """Files for paths, quoted patterns (``"rank*.json.gz"``) and archives with several traces, without repetition.
+    """Expand paths, patterns (``"rank*.json.gz"``) and archives with several traces to files, without repetition.
 
-    ``InputError`` for a pattern that nothing fits.
+    Raises ``InputError`` for a pattern without matches.
     """
     found: dict[Path, None] = {}
     for value in values:
@@ -57,9 +57,9 @@ def _members(path: Path) -> list[Path]:
 
 
 def read_recorded_run(kineto: Sequence[Path | str], traces: Sequence[Path | str] = ()) -> RecordedRun:
-    """Reads all files and links every profile with the execution trace of its process, if ``traces`` are given.
+    """Read all files and link every profile with the execution trace of its process, if ``traces`` are given.
 
-    ``InputError`` if two profiles are of one rank, ranks or their traces are missing, or the GPUs differ.
+    Raises ``InputError`` if two profiles are of one rank, ranks or their traces are missing, or the GPUs differ.
     """
     profiles = sorted((read_kineto(path) for path in expand_files(kineto)), key=lambda profile: profile.rank)
     _check(profiles)
@@ -97,7 +97,7 @@ def _check(profiles: Sequence[KinetoTrace]) -> None:
 
 
 def _partner(profile: KinetoTrace, traces: Sequence[OperatorTrace]) -> LinkedTrace:
-    """The first trace of the same process; where process ids are not told, the first one that fits."""
+    """Link with the first trace of the same process or, without process ids, with the first one that fits."""
     same = [trace for trace in traces if trace.pid == profile.pid and trace.pid]
     if not same and len(traces) > 1:
         same = [trace for trace in traces if not (trace.pid and profile.pid)]

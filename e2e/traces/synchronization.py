@@ -1,4 +1,4 @@
-"""Synchronising calls, stream waits and events of a window, as items on the host threads."""
+"""Synchronising calls, stream waits and events of a window, as items of the host threads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ _WAIT = frozenset({"cudaStreamWaitEvent", "cuStreamWaitEvent", "hipStreamWaitEve
 
 @dataclass(frozen=True, slots=True)
 class TimedActions:
-    """``actions`` that stand for ``start .. end`` of a host thread; of two at one time the lower ``order`` is first."""
+    """Actions that represent ``start ..
+
+    End`` of a host thread; ``order``: the lower one is first if times are equal.
+    """
 
     start: float
     end: float
@@ -28,7 +31,10 @@ class TimedActions:
     actions: tuple[Action, ...]
 
     def begun_at(self, now: float) -> tuple[Action, ...]:
-        """The actions when the thread comes to them at ``now``: a launch that overlaps by rounding is shortened."""
+        """Return the actions for a thread that reaches them at ``now``.
+
+        A launch that overlaps by rounding is shortened.
+        """
         first = self.actions[0]
         if now <= self.start or not isinstance(first, Launch) or first.duration is None:
             return self.actions
@@ -37,7 +43,7 @@ class TimedActions:
 
 
 class Synchronizations:
-    """Of one window. ``inside``: its work in launch order, whose places are the task ids."""
+    """Synchronisations of one window. ``inside``: its work in launch order, whose places are the task ids."""
 
     def __init__(
         self,
@@ -56,7 +62,7 @@ class Synchronizations:
         self._streams = {work.stream for work in inside}
         self._calls = calls
         self._known = {sync.correlation: sync for sync in kineto.synchronizations}
-        # A profiler that tells of stream waits tells of all that matter.
+        # A profiler that records stream waits records all that matter.
         self._tells_waits = any(sync.kind == "stream_wait" for sync in kineto.synchronizations)
         self._by_correlation = launches_by_correlation(kineto)
         self._items: dict[int, list[TimedActions]] = {}
@@ -66,7 +72,7 @@ class Synchronizations:
         self.waited = 0.0
 
     def items(self) -> tuple[dict[int, list[TimedActions]], dict[int, list[RecordEvent]]]:
-        """Items by thread, and the events to record right after the launch of a task, by task."""
+        """Return the items by thread, and the events to record right after the launch of a task, by task."""
         for call in self._kineto.runtime:
             if not self._window.holds(call.start):
                 continue
@@ -86,7 +92,7 @@ class Synchronizations:
         self, call: HostSpan, awaited_end: float, stream: int | None = None, event: int | None = None
     ) -> None:
         awaited = max(call.start, min(awaited_end, call.end))
-        # What was launched before the window is not simulated: the time for which it alone was awaited stays.
+        # Work launched before the window is not simulated: the time of waiting only for it is kept.
         own = max((work.end for work in self._inside if work.launched < call.start), default=call.start)
         before = self._before_end if stream is None and event is None else call.start
         cost = call.end - awaited + max(min(awaited, before) - max(call.start, own), 0.0)
@@ -165,7 +171,7 @@ class Synchronizations:
 
 
 def waiting_seconds(call: HostSpan, order: DeviceOrder, kineto: KinetoTrace) -> float:
-    """How long the synchronising ``call`` waited for the device; the rest is what the call itself costs."""
+    """Seconds that the synchronising ``call`` waited for the device; the rest is the cost of the call itself."""
     if call.name in _DEVICE:
         end = order.last_end(call.start)
     else:

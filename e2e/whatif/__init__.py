@@ -1,1 +1,1 @@
-"""What-if questions: a step that is known, with one thing or several changed, and what that does to its time."""
+"""What-if questions: change one or several things of a known step and predict the new step time."""

@@ -1,7 +1,7 @@
-"""Sizes of tensors as functions of the batch: a dimension is a product of parts, each fixed or growing with the batch.
+"""Tensor sizes as functions of the batch: a dimension is a product of parts, each fixed or growing with the batch.
 
-A view that joins the batch with the tokens of a sequence keeps both parts in their order, so that a later view takes
-them apart as they were put together, whatever other sizes happen to be as large as the batch.
+A view that merges the batch with the tokens of a sequence keeps both parts in order, so that a later view can split
+them again, even if other sizes happen to equal the batch.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from math import prod
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A factor of a dimension: ``size`` now, ``slope`` more for every further sample of the batch."""
+    """Factor of a dimension: ``size`` now, plus ``slope`` for every additional sample of the batch."""
 
     size: int
     slope: Fraction = Fraction(0)
 
     @property
     def grows(self) -> bool:
-        """Whether it depends on the batch."""
+        """True if it depends on the batch."""
         return self.slope != 0
 
     def at(self, more: int) -> int:
-        """Its size with so many samples ``more``; one at least."""
+        """Return its size with ``more`` additional samples, at least 1 (0 stays 0)."""
         return max(round(self.size + self.slope * more), 1) if self.size else 0
 
 
@@ -34,37 +34,37 @@ Extents = tuple[Extent, ...]
 
 
 class SplitError(ValueError):
-    """A dimension that holds the batch is cut where it is not said which part the batch is."""
+    """Raised if a dimension that contains the batch is split where it is unknown which part the batch is."""
 
 
 def fixed(sizes: Iterable[int]) -> Extents:
-    """Dimensions that do not depend on the batch."""
+    """Make dimensions that do not depend on the batch."""
     return tuple((Part(size),) for size in sizes)
 
 
 def proportional(size: int, batch: int) -> Extent:
-    """A dimension that is a multiple of the batch, or as many more by one (offsets of bags)."""
+    """Make a dimension that is a multiple of the batch, or a multiple plus one (offsets of bags)."""
     remainder = 1 if size % batch and (size - 1) % batch == 0 else 0
     return (Part(size, Fraction(size - remainder, batch)),)
 
 
 def grows(extent: Extent) -> bool:
-    """Whether the dimension depends on the batch."""
+    """True if the dimension depends on the batch."""
     return any(part.grows for part in extent)
 
 
 def any_grows(extents: Extents) -> bool:
-    """Whether any dimension depends on the batch."""
+    """True if any dimension depends on the batch."""
     return any(grows(extent) for extent in extents)
 
 
 def size_at(extent: Extent, more: int) -> int:
-    """The dimension with so many samples ``more``."""
+    """Return the dimension with ``more`` additional samples."""
     return prod(part.at(more) for part in extent)
 
 
 def joined(extents: Sequence[Extent]) -> Extent:
-    """Of ``extents`` side by side along one dimension: ``cat``."""
+    """Concatenate ``extents`` along one dimension (``cat``)."""
     parts = [part for extent in extents for part in extent]
     if not any(part.grows for part in parts):
         return (Part(sum(prod(part.size for part in extent) for extent in extents)),)
@@ -75,13 +75,13 @@ def joined(extents: Sequence[Extent]) -> Extent:
 
 
 def _slope(extent: Extent) -> Fraction:
-    """Of a dimension as one part; exact for products with one part that grows."""
+    """Return the slope of a dimension as one part; exact for products with a single growing part."""
     whole = prod(part.size for part in extent)
     return sum((part.slope * Fraction(whole, part.size) for part in extent if part.size), Fraction(0))
 
 
 def share(extent: Extent, size: int) -> Extent:
-    """A piece of ``size`` of the dimension: as much of the batch as it has of the size."""
+    """Return a piece of ``size`` of the dimension, with a proportional part of the batch."""
     whole = prod(part.size for part in extent)
     if size == whole or not grows(extent):
         return extent if size == whole else (Part(size),)
@@ -91,7 +91,10 @@ def share(extent: Extent, size: int) -> Extent:
 
 
 def reshaped(extents: Extents, shape: Sequence[int], batch: int) -> Extents:
-    """The same elements, row by row, in another ``shape``; :class:`SplitError` where the batch is cut in two."""
+    """Return the extents of the same elements, row-major, in another ``shape``.
+
+    Raises :class:`SplitError` where the batch would be split.
+    """
     parts = [part for extent in extents for part in extent if part.size != 1 or part.grows]
     if 0 in shape or any(part.size == 0 for part in parts):
         return fixed(shape)
@@ -118,7 +121,7 @@ def reshaped(extents: Extents, shape: Sequence[int], batch: int) -> Extents:
 
 
 def _whole(parts: list[Part], size: int) -> Extent:
-    """Neighbours that do not grow are one."""
+    """Merge adjacent parts that do not grow."""
     merged: list[Part] = []
     for part in parts:
         if merged and not part.grows and not merged[-1].grows:
@@ -129,7 +132,7 @@ def _whole(parts: list[Part], size: int) -> Extent:
 
 
 def _cut(part: Part, outer: int, batch: int) -> tuple[Part, Part]:
-    """``outer`` times the rest. Of a part that grows the batch is the outer factor, where it can be."""
+    """Split a part into ``outer`` times the rest; in a part that grows, the batch is the outer factor if possible."""
     inner = part.size // outer
     if not part.grows:
         return Part(outer), Part(inner)
@@ -143,9 +146,9 @@ def _cut(part: Part, outer: int, batch: int) -> tuple[Part, Part]:
 
 
 def stride_at(shape: Sequence[int], stride: Sequence[int], resized: Sequence[int]) -> tuple[int, ...]:
-    """Strides of the same layout for other sizes: dimensions lie in the same order, as dense or with the same gaps."""
+    """Return the strides of the same layout for other sizes: same order of dimensions, dense or with the same gaps."""
     found = [0] * len(shape)
-    before = after = 1  # of the elements that the next dimension steps over, now and resized
+    before = after = 1  # elements that the next dimension steps over, before and after resizing
     for place in sorted(range(len(shape)), key=lambda each: (stride[each], shape[each] != 1, -each)):
         if stride[place] == 0:
             continue

@@ -1,4 +1,4 @@
-"""Calls that one kernel could do the work of: chains of element-wise operators, lookups in several tables."""
+"""Groups of calls that one kernel can replace: chains of element-wise operators, lookups in several tables."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ _BAGS = "embedding_bag"
 
 
 def fusible_chains(rank: TracedRank, pattern: str) -> list[MergedCalls]:
-    """Chains of at least two of the calls that match ``pattern``, as ``torch.compile`` would fuse them
-    (:func:`e2e.lowering.torch_compile.fused_chains`): a kernel reads what comes from outside of its chain once and
-    writes once what is used outside.
+    """Return chains of at least two calls matching ``pattern``, as ``torch.compile`` would fuse them.
+
+    The fused kernel (:func:`e2e.lowering.torch_compile.fused_chains`) reads each input from outside the chain once and
+    writes each output used outside once.
     """
     found = []
     for chain in fused_chains(rank.lowered, rank.trace, rank.single(rank.matching(pattern))):
@@ -30,8 +31,9 @@ def fusible_chains(rank: TracedRank, pattern: str) -> list[MergedCalls]:
 
 
 def batched_lookups(rank: TracedRank) -> list[MergedCalls]:
-    """Lookups by ``embedding_bag`` of as many bags, as wide and of one number type, at least two, as FBGEMM's
-    table-batched operator computes them. Their gradients stay as dense as they are; a batched backward pass has the
+    """Group at least two ``embedding_bag`` lookups with equal bags, width and number type into batched lookups.
+
+    They are computed as by FBGEMM's table-batched operator. Their gradients stay dense; a batched backward pass has the
     launches of FBGEMM's.
     """
     families: dict[object, list[int]] = {}
@@ -51,8 +53,10 @@ def _lookup(rank: TracedRank, call: int) -> EmbeddingLookup | None:
 
 
 def _in_order(rank: TracedRank, calls: Sequence[int]) -> list[MergedCalls]:
-    """The calls as one where the first stands, if what all of them read is there by then; else where the last stands,
-    if nothing uses the results before; else those in front of the first use.
+    """Merge the calls into one at a place that keeps data dependencies.
+
+    At the first one if all their inputs are ready there, else at the last one if no result is used before, else only
+    those before the first use.
     """
     if len(calls) < 2:
         return []

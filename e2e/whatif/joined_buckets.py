@@ -1,7 +1,7 @@
-"""Larger buckets of gradients: all-reduces of the backward pass that follow each other, joined.
+"""Larger gradient buckets: consecutive all-reduces of the backward pass, joined.
 
-A bucket is reduced when it is full, so joined ones begin where the last of them began. When the parts of a bucket were
-ready is not recorded: buckets are joined here, never split.
+A bucket is reduced when it is full, so a joined one begins where the last of its parts began. Recordings do not tell
+when the parts of a bucket were ready, so buckets are only joined, never split.
 """
 
 from __future__ import annotations
@@ -24,23 +24,25 @@ from e2e.step.execution_graph import (
 )
 from e2e.whatif.merged_calls import with_replaced
 
-# Joined all-reduces: rank -> the last of them -> all of them.
+# Joined all-reduces: rank -> last part -> all parts.
 _Joined = Mapping[int, Mapping[int, tuple[int, ...]]]
 
 
 def bucket_sizes(graph: ExecutionGraph) -> list[int]:
-    """Bytes of the all-reduces of the backward pass on the first rank."""
+    """Return the bytes of the all-reduces of the backward pass on the first rank."""
     return [_size(task) for task in _buckets(graph.ranks[0])]
 
 
 def joined_buckets(
     graph: ExecutionGraph, limit_bytes: float, transfers: Callable[[], tuple[NodeLayout, CostModel]]
 ) -> ExecutionGraph:
-    """``graph`` with buckets of at least ``limit_bytes``, but for the last. Where all-reduces were measured, joined
-    ones take the sum of their times, times what the model of ``transfers`` says of one instead of several.
+    """Return ``graph`` with buckets of at least ``limit_bytes``, except for the last.
+
+    If the all-reduces were measured, joined ones take the sum of their times, multiplied by the predicted ratio of one
+    to several by the cost model of ``transfers``.
     """
     found = {rank.rank: list(_groups(rank, limit_bytes)) for rank in graph.ranks}
-    # All ranks must join the same.
+    # All ranks must join the same all-reduces.
     alike = set.intersection(*({tuple(map(_key, group)) for group in groups} for groups in found.values()))
     joined = {
         rank: {group[-1].id: tuple(task.id for task in group) for group in groups if tuple(map(_key, group)) in alike}
@@ -73,13 +75,14 @@ def _size(task: Task) -> int:
 
 
 def _groups(rank: RankGraph, limit_bytes: float) -> Iterable[list[Task]]:
-    """Neighbours of one process group until they are as large as a bucket, or until somebody waits for one of them; of
-    one alone nothing is joined.
+    """Yield groups of consecutive all-reduces of one process group, up to the bucket size or to a wait for one of them.
+
+    Groups of one are left out.
     """
     buckets = {task.id: task for task in _buckets(rank)}
     for actions in rank.threads.values():
         held: dict[tuple[str, int], list[Task]] = {}
-        marks: dict[int, int] = {}  # event -> the stream whose work is behind it
+        marks: dict[int, int] = {}  # event -> stream whose work it marks
         for action in actions:
             if isinstance(action, Launch) and action.task in buckets:
                 task = buckets[action.task]
@@ -101,7 +104,7 @@ def _groups(rank: RankGraph, limit_bytes: float) -> Iterable[list[Task]]:
 
 
 def _several(held: dict[tuple[str, int], list[Task]], streams: set[int]) -> list[list[Task]]:
-    """What is held on ``streams`` and is more than one; nothing is held there any more."""
+    """Remove and return the groups held on ``streams`` that have more than one task."""
     found = [held.pop(key) for key in list(held) if key[1] in streams]
     return [tasks for tasks in found if len(tasks) > 1]
 
@@ -120,8 +123,8 @@ def _joined_rank(rank: RankGraph, groups: Mapping[int, tuple[int, ...]]) -> Rank
 
 
 def _later_marks(actions: Sequence[Action], tasks: Sequence[Task], into: Mapping[int, int]) -> Iterable[Action]:
-    """Who waited for the end of a bucket waits for that of the joined one: marks behind it move behind the last."""
-    open_: dict[int, int] = {}  # stream -> the last of the joined ones, where the newest launch on it goes
+    """Move marks behind a bucket past the last of the joined ones, so that waits for it wait for the joined one."""
+    open_: dict[int, int] = {}  # stream -> last of the joined ones, if the newest launch on the stream goes there
     marks: dict[int, list[Action]] = {}
     for action in actions:
         if isinstance(action, Launch):
@@ -144,7 +147,7 @@ def _with_times(
 ) -> ExecutionGraph:
     members = {rank: {task for group in groups.values() for task in group} for rank, groups in joined.items()}
     apart = _priced(before, members, layout, model)
-    # Ids of tasks have moved: joined ones are known by their group and number.
+    # Task ids have changed: joined tasks are identified by group and sequence number.
     keys = {
         rank.rank: {_key(rank.tasks[last]): group for last, group in joined[rank.rank].items()} for rank in before.ranks
     }

@@ -1,4 +1,4 @@
-"""Calls of a rank replaced by one that does the work of all: their launches and the host's work around these go."""
+"""Replaces several calls of a rank by a single one; their launches and the host work around them are removed."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from costmodel.operators.any_operator import AnyOperator
 from e2e.lowering.families.work import DeviceWork
 from e2e.step.execution_graph import Action, CallInfo, Duration, HostWork, Launch, RankGraph, Task
 
-# How much longer the second operators take than the first, lowest and highest.
+# Function: (operators before, operators after) -> ratio of their times with its lower and upper bound.
 Ratio = Callable[[Sequence[AnyOperator], Sequence[AnyOperator]], tuple[float, float, float]]
 
 
 @dataclass(frozen=True)
 class MergedCalls:
-    """``calls``, in program order, are one call ``name`` with ``work``, which stands where ``anchor`` of them did."""
+    """Calls, in program order, replaced by one call ``name`` with ``work`` at the place of ``anchor``, one of them."""
 
     name: str
     calls: tuple[int, ...]
@@ -30,10 +30,10 @@ def merge(
     operators: Mapping[int, Sequence[AnyOperator]],
     ratio: Ratio,
 ) -> RankGraph:
-    """``rank`` with ``merged`` calls. ``homes``: task -> its call; ``operators``: call -> what it computes.
+    """Return ``rank`` with the ``merged`` calls. ``homes``: task -> its call; ``operators``: call -> its operators.
 
-    Where all that is replaced was measured, what replaces it takes the measured time times ``ratio``; else it has no
-    price. Host pieces of operators that launch nothing any more are gone; so are launches within operators that keep
+    If all replaced tasks were measured, the replacement takes their time multiplied by ``ratio``; otherwise it has no
+    price. Host pieces of operators that launch nothing any more are removed; so are launches within operators that keep
     others, each with the piece before it.
     """
     tasks_of: dict[int, list[Task]] = {}
@@ -61,7 +61,7 @@ def merge(
 
 
 def with_replaced(rank: RankGraph, replaced: Mapping[int, tuple[Task, ...]]) -> RankGraph:
-    """``rank`` with other tasks in the places of those ``replaced``, or none, and without the host's work for these."""
+    """Return ``rank`` with the tasks ``replaced`` by others or by none, without the host work of removed ones."""
     return _Rewriter(rank, replaced).rewrite()
 
 
@@ -79,7 +79,7 @@ def _durations(
 
 
 class _Rewriter:
-    """``replaced``: task -> what is launched instead of it, where it was."""
+    """Rewriter of a rank. ``replaced``: task -> tasks launched in its place."""
 
     def __init__(self, rank: RankGraph, replaced: Mapping[int, tuple[Task, ...]]) -> None:
         self._rank = rank
@@ -89,7 +89,7 @@ class _Rewriter:
 
     def rewrite(self) -> RankGraph:
         threads = {name: self._thread(actions) for name, actions in self._rank.threads.items()}
-        # Tasks keep their order, which is not that of the threads.
+        # Tasks keep their order, which differs from that of the threads.
         order = sorted(range(len(self._tasks)), key=self._places.__getitem__)
         number = {before: now for now, before in enumerate(order)}
         tasks = tuple(replace(self._tasks[before], id=now) for now, before in enumerate(order))
@@ -127,7 +127,7 @@ class _Rewriter:
         return Launch(len(self._tasks) - 1, duration)
 
     def _host_work_gone(self, actions: Sequence[Action]) -> set[int]:
-        """Places of host work that belongs to launches which are gone."""
+        """Return the places of host work that belongs to removed launches."""
         gone: set[int] = set()
         for place, action in enumerate(actions):
             if not (isinstance(action, Launch) and self._replaced.get(action.task) == ()):
@@ -153,7 +153,7 @@ class _Rewriter:
 
 
 def _unit(actions: Sequence[Action], place: int) -> int | None:
-    """The operator within which the launch at ``place`` is made."""
+    """Return the operator call that makes the launch at ``place``."""
     for each in range(place - 1, -1, -1):
         action = actions[each]
         if isinstance(action, HostWork):
@@ -162,7 +162,7 @@ def _unit(actions: Sequence[Action], place: int) -> int | None:
 
 
 def _around(actions: Sequence[Action], place: int, unit: int | None) -> range:
-    """Places of the actions of ``unit`` around ``place``."""
+    """Return the places of the actions of ``unit`` around ``place``."""
     first = last = place
     while first > 0 and not _foreign(actions[first - 1], unit):
         first -= 1

@@ -1,4 +1,4 @@
-"""Which operators are behind the tasks of a graph, predicted or recorded, and what their tensors and names are."""
+"""Maps tasks of a graph, predicted or recorded, to their operators, and those to tensors and names."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from e2e.step.options import StepOptions
 
 @dataclass(frozen=True)
 class TracedRank:
-    """The operators of a rank, whose calls the tasks and the host's work of its graph name. ``merged``: call -> those
-    whose work it does by now, itself among them.
+    """Operators of a rank, to whose calls the tasks and host work of its graph refer.
+
+    ``merged``: call -> calls whose work it now does, including itself.
     """
 
     trace: OperatorTrace
@@ -27,17 +28,17 @@ class TracedRank:
 
     @cached_property
     def lowered(self) -> RankGraph:
-        """What the operators launch, nothing priced."""
+        """Lowered operators: their launches, not priced."""
         return lower(self.trace, self.options)
 
     @cached_property
     def calls(self) -> Mapping[int, OperatorCall]:
-        """By their number."""
+        """Operator calls by number."""
         return {call.id: call for call in self.trace.calls}
 
     @cached_property
     def work(self) -> Mapping[int, tuple[Task, ...]]:
-        """Call -> what it launches, of those that launch something themselves."""
+        """Call -> tasks, for calls that launch something themselves."""
         found: dict[int, list[Task]] = {}
         for task in self.lowered.tasks:
             if task.call is not None:
@@ -45,7 +46,7 @@ class TracedRank:
         return {call: tuple(tasks) for call, tasks in found.items()}
 
     def homes(self, rank: RankGraph) -> dict[int, int]:
-        """Task of ``rank`` -> the call that launches it, as far as it is one of the operators."""
+        """Map tasks of ``rank`` to the calls that launch them, as far as these are known operators."""
         found: dict[int, int] = {}
         for task in rank.tasks:
             call = described_call(task.call, rank.calls, self.work)
@@ -54,28 +55,29 @@ class TracedRank:
         return found
 
     def matching(self, pattern: str) -> set[int]:
-        """The calls that launch something and match ``pattern``: by their names, by those of calls around them, or by
-        the path of the module that they are in.
+        """Return the launching calls that match ``pattern``.
+
+        Names of the call and of enclosing calls and the module path are searched.
         """
         search = re.compile(pattern, re.IGNORECASE).search
         return {call for call in self.work if call in self.calls and any(search(name) for name in self._names(call))}
 
     def single(self, calls: Iterable[int]) -> set[int]:
-        """Those of ``calls`` that still do their own work and nothing else."""
+        """Return those of ``calls`` that have not been merged."""
         return set(calls) - {call for members in self.merged.values() for call in members}
 
     def by_now(self, calls: Collection[int]) -> set[int]:
-        """The calls that now do the work of ``calls``."""
+        """Return the calls that now do the work of ``calls``."""
         others = {anchor for anchor, members in self.merged.items() if any(each in calls for each in members)}
         return self.single(calls) | others
 
     def reads(self, call: int) -> set[int]:
-        """Storages whose content the call may read."""
+        """Return the storages that the call may read."""
         members = self.merged.get(call, (call,))
         return {storage for each in members for storage in read_by(self.calls[each])}
 
     def writes(self, call: int) -> set[int]:
-        """Storages that the call fills."""
+        """Return the storages that the call writes."""
         members = self.merged.get(call, (call,))
         return {storage for each in members for storage in written_by(self.calls[each])}
 
@@ -89,12 +91,15 @@ class TracedRank:
 
 
 def read_by(call: OperatorCall) -> set[int]:
-    """Storages whose content the call may read."""
+    """Return the storages that the call may read."""
     return {tensor.storage for tensor in tensors(call.inputs) if tensor.device != "cpu"}
 
 
 def written_by(call: OperatorCall) -> set[int]:
-    """Storages that the call fills: its results; of one without results, and of a collective, what it is given."""
+    """Return the storages that the call writes: its outputs.
+
+    Its inputs too for collectives and calls without outputs.
+    """
     values = (*call.outputs, *call.inputs) if kind_of(call.name) or not call.outputs else call.outputs
     return {tensor.storage for tensor in tensors(values) if tensor.device != "cpu"}
 

@@ -1,4 +1,4 @@
-"""Operators on another stream of their GPU, ordered with the rest by the data that they share, and by nothing else."""
+"""Moves operators to another stream of their GPU, ordered with the rest only by data dependencies."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from dataclasses import dataclass, field, replace
 from e2e.step.execution_graph import Action, Launch, RankGraph, RecordEvent, StreamWait, Synchronize, Task
 from e2e.whatif.operators_behind import TracedRank
 
-# Where on a stream something stands: task, or ``None`` for the end of the step before.
+# Place on a stream: (stream, task), or `None` as task for the end of the previous step.
 _Place = tuple[int, int | None]
 
 
 def move(rank: RankGraph, traced: TracedRank, calls: Collection[int], stream: int) -> RankGraph:
-    """``rank`` with what ``calls`` launch on ``stream``.
+    """Return ``rank`` with the tasks launched by ``calls`` on ``stream``.
 
-    What is moved waits for the last work that wrote what it reads or uses what it writes, and is waited for in the same
-    way. What the step before left (weights that its optimizer updated) is there when that step's work on the stream
-    which wrote it has ended. Memory that the allocator would keep longer for two streams is not looked at.
+    A moved task waits for the last work that wrote what it reads, or used what it writes, and later work waits for it
+    in the same way. Data of the previous step (weights updated by its optimizer) is ready when that step's work on the
+    writing stream has ended. Longer memory lifetimes in the allocator due to two streams are ignored.
     """
     return _Mover(rank, traced, calls, stream).moved()
 
 
 @dataclass
 class _Touched:
-    """Who wrote a storage last, and who has read it since: tasks in their order."""
+    """Last writer of a storage, and its readers since, as tasks in order."""
 
     writer: int | None = None
     readers: list[int] = field(default_factory=list)
@@ -46,7 +46,7 @@ class _Mover:
         self._before: dict[int, list[Action]] = {}
         self._after: dict[int, list[Action]] = {}
         self._first: list[Action] = []
-        # (stream that waits, stream waited for) -> the last place there that it is known to be behind.
+        # (waiting stream, awaited stream) -> last place on the latter that the former is known to follow.
         self._behind: dict[tuple[int, int], int] = {}
 
     def moved(self) -> RankGraph:
@@ -71,12 +71,12 @@ class _Mover:
         return replace(self._rank, tasks=tasks, threads=threads)
 
     def _in_order(self) -> list[Task]:
-        """Tasks in the order in which a program with one thread would launch them: that of their calls."""
+        """Return the tasks in the launch order of a program with one thread: that of their calls."""
         places = {call.id: place for place, call in enumerate(self._traced.trace.calls)}
         return sorted(self._rank.tasks, key=lambda task: (places.get(self._homes.get(task.id, -1), -1), task.id))
 
     def _carried(self) -> dict[int, set[int]]:
-        """Storage -> the streams on which the step writes it."""
+        """Map storages to the streams on which the step writes them."""
         found: dict[int, set[int]] = {}
         for task in self._rank.tasks:
             call = self._homes.get(task.id)
@@ -92,7 +92,7 @@ class _Mover:
         touched: Mapping[int, _Touched],
         carried: Mapping[int, set[int]],
     ) -> None:
-        waits: dict[int, int] = {}  # stream -> the latest task on it
+        waits: dict[int, int] = {}  # stream -> latest task on it
         for storage in {*reads, *writes}:
             known = touched.get(storage)
             if known is None:

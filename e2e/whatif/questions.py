@@ -1,4 +1,4 @@
-"""Texts of ``--what-if`` as records: what is changed in a step. Errors name the text and what it may be."""
+"""Parser of ``--what-if`` texts into records of changes. Errors name the text and the valid forms."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from costmodel.base.units import whole_number
 
 @dataclass(frozen=True)
 class BatchChange:
-    """Another number of samples per step; ``recorded``: how many a recorded step has, where its tensors do not tell."""
+    """Change of the samples per step; ``recorded``: samples of a recorded step, if its tensors do not tell."""
 
     samples: int
     recorded: int | None = None
@@ -23,26 +23,26 @@ class BatchChange:
 
 @dataclass(frozen=True)
 class BucketChange:
-    """Gradient buckets of data parallelism hold so many MiB."""
+    """Change of the size of the gradient buckets of data parallelism, in MiB."""
 
     mebibytes: float
 
 
 @dataclass(frozen=True)
 class BatchedLookups:
-    """Separate lookups in embedding tables of one shape become one batched lookup."""
+    """Merge of separate lookups in embedding tables of one shape into one batched lookup."""
 
 
 @dataclass(frozen=True)
 class FusedOperators:
-    """Chains of element-wise operators whose names match ``pattern`` become one kernel each."""
+    """Fusion of chains of element-wise operators whose names match ``pattern`` into one kernel each."""
 
     pattern: str
 
 
 @dataclass(frozen=True)
 class MovedOperators:
-    """Operators whose names match ``pattern`` run on another ``stream``, ordered by their data alone."""
+    """Move of operators whose names match ``pattern`` to another ``stream``, ordered only by their data."""
 
     pattern: str
     stream: int
@@ -50,7 +50,7 @@ class MovedOperators:
 
 @dataclass(frozen=True)
 class FasterKernels:
-    """Kernels of a family, or of operators whose names match ``pattern``, take the ``factor``-th part of their time."""
+    """Division of the time of kernels of a family, or of operators whose names match ``pattern``, by ``factor``."""
 
     pattern: str
     factor: float
@@ -58,14 +58,14 @@ class FasterKernels:
 
 @dataclass(frozen=True)
 class FasterHost:
-    """The host takes the ``factor``-th part of its time."""
+    """Division of the host time by ``factor``."""
 
     factor: float
 
 
 @dataclass(frozen=True)
 class OtherHost:
-    """Host overheads are those of ``table``: a file, or a host known by name."""
+    """Replacement of the host overheads by those of ``table``: a file, or a host known by name."""
 
     table: Path
 
@@ -80,17 +80,17 @@ Change = (
     | FasterHost
     | OtherHost
 )
-MOST_FACTOR = 1e6  # what is so many times as fast is gone
-# In which order changes are made: another batch has other kernels, which are then fused, moved and made faster.
+MOST_FACTOR = 1e6  # largest speed-up: practically removes the kernel
+# Order in which changes are applied: another batch has other kernels, which are then fused, moved and made faster.
 ORDER: tuple[type, ...] = get_args(Change)
-# Of these a step has one each.
+# Changes of which a step can have only one of each name.
 _ONCE = {BatchChange: "batch", BucketChange: "bucket-mb", BatchedLookups: "batch-embeddings", FasterHost: "host",
          OtherHost: "host"}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class WhatIf:
-    """One question: ``text`` as it was asked, its ``changes`` with the texts of each."""
+    """One question: its ``text`` as given, its ``changes``, and the text of each change."""
 
     text: str
     changes: tuple[Change, ...]
@@ -98,12 +98,12 @@ class WhatIf:
 
     @property
     def ordered(self) -> tuple[Change, ...]:
-        """The changes in the order in which they are made."""
+        """Changes in the order in which they are applied."""
         return tuple(sorted(self.changes, key=lambda change: ORDER.index(type(change))))
 
 
 def parse_what_if(text: str) -> WhatIf:
-    """``"batch=512+host=1.5x"`` as a record; ``InputError`` for anything else than :data:`FORMS`."""
+    """Parse e.g. ``"batch=512+host=1.5x"``; raises ``InputError`` for anything but :data:`FORMS`."""
     parts = [part.strip() for part in _BETWEEN.split(text)]
     changes = tuple(_change(part, text) for part in parts)
     twice = _clash(changes)
@@ -113,7 +113,7 @@ def parse_what_if(text: str) -> WhatIf:
 
 
 def together(questions: Sequence[WhatIf]) -> WhatIf | None:
-    """All changes of ``questions`` in one step; ``None`` where that is no more than one of them, or not possible."""
+    """Combine all changes of ``questions`` in one step; ``None`` if that equals one of them, or is not possible."""
     pairs = {
         change: text for each in questions for change, text in zip(each.changes, each.texts, strict=True)
     }  # fmt: skip
@@ -221,7 +221,7 @@ _READERS: dict[str, Callable[[str], Change]] = {
     "kernels:": _kernels,
     "host=": _host,
 }
-# A plus inside a regular expression is none between changes.
+# A plus sign inside a regular expression does not separate changes.
 _BETWEEN = re.compile(rf"\+(?={'|'.join(_READERS)})")
 FORMS = (
     "batch=N", "kernels:FAMILY=Kx", "host=Kx", "host=FILE", "bucket-mb=N", "stream:REGEX=N", "batch-embeddings",

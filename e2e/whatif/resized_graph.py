@@ -1,4 +1,4 @@
-"""A recorded graph with the kernels of another batch: each measured time scaled by what the models say of the two."""
+"""A recorded graph with the kernels of another batch: measured times scaled by the ratio of model estimates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from e2e.whatif.operators_behind import TracedRank
 
 @dataclass
 class Estimates:
-    """What a model says of operators, each asked once."""
+    """Cache of a cost model's estimates, each operator estimated once."""
 
     model: CostModel
 
@@ -23,7 +23,7 @@ class Estimates:
         self._known: dict[AnyOperator, Estimate] = {}
 
     def sums(self, operators: Sequence[AnyOperator]) -> tuple[float, float, float]:
-        """Seconds, lowest and highest of all of them after one another."""
+        """Return the total (seconds, lower bound, upper bound) of the operators run one after another."""
         new = [each for each in dict.fromkeys(operators) if each not in self._known]
         if new:
             self._known |= dict(zip(new, self.model.estimate(new), strict=True))
@@ -35,8 +35,10 @@ class Estimates:
         )
 
     def ratio(self, before: Sequence[AnyOperator], after: Sequence[AnyOperator]) -> tuple[float, float, float]:
-        """How much longer ``after`` takes than ``before``, with the interval of ``after``, as for another GPU
-        (:mod:`e2e.price.retarget`); one where nothing is known of ``before``.
+        """Return the ratio of the time of ``after`` to that of ``before``, with lower and upper bound.
+
+        Only the interval of ``after`` counts, as for another GPU (:mod:`e2e.price.retarget`). All are 1 if nothing is
+        known of ``before``.
         """
         known = self.sums(before)[0]
         if not known:
@@ -52,12 +54,12 @@ def resized_graph(
     estimates: Estimates,
     transfers: Callable[[], tuple[NodeLayout, CostModel]],
 ) -> ExecutionGraph:
-    """``graph``, whose tasks and calls are those of ``before``, of a step with the operators ``after``.
+    """Convert ``graph``, whose tasks and calls are those of ``before``, to a step with the operators ``after``.
 
-    Measured kernels take their time times the ratio of the estimates, kernels that were not measured get their new
-    operators, collectives their new sizes; those that were measured take their time times the ratio of the transfers
-    that the model of ``transfers`` says. Kernels of which nobody knows the operators stay. What was measured holds what
-    a kernel waits for its launch for; that does not grow.
+    Times of measured kernels are multiplied by the ratio of the estimates, unmeasured kernels get their new operators,
+    collectives their new sizes; times of measured collectives are multiplied by the ratio predicted by the cost model
+    of ``transfers``. Kernels of unknown operators are unchanged. The share of a measured time in which a kernel waits
+    for its launch does not grow.
     """
     made = replace(
         graph,
@@ -108,7 +110,7 @@ def _resized_rank(rank: RankGraph, before: TracedRank, after: TracedRank, estima
 
 
 def _counterparts(old: Sequence[Task], all_old: Sequence[Task], all_new: Sequence[Task]) -> Sequence[Task]:
-    """Of the launches of a call with another batch those in the places of ``old``; all, where their number differs."""
+    """Return the launches of a call with the new batch at the places of ``old``; all if their number differs."""
     if len(all_old) != len(all_new):
         return all_new
     places = {task.id: place for place, task in enumerate(all_old)}
@@ -116,7 +118,7 @@ def _counterparts(old: Sequence[Task], all_old: Sequence[Task], all_new: Sequenc
 
 
 def _resized_collective(task: Task, old: Sequence[Task], new: Sequence[Task]) -> Task:
-    """With as many more bytes as the operators' collective has."""
+    """Scale the bytes of ``task`` by the ratio of the sizes of the operators' collectives."""
     first = next((each.collective for each in old if each.collective), None)
     second = next((each.collective for each in new if each.collective), None)
     if first is None or second is None or task.collective is None or not first.size_bytes:
@@ -140,7 +142,7 @@ def _with_transfers(
     layout: NodeLayout,
     model: CostModel,
 ) -> ExecutionGraph:
-    """Collectives of another size with their measured times times the ratio of the predicted ones."""
+    """Multiply the times of measured collectives by the ratio of the predicted times of both sizes."""
 
     def predicted(graph: ExecutionGraph) -> ExecutionGraph:
         ranks = tuple(

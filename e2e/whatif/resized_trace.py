@@ -1,12 +1,14 @@
-"""The operators of a step with another batch: the batch is found in the tensors that a step begins with, followed from
-call to call through what is computed of them, and every tensor that depends on it gets its size.
+"""Operators of a step with another batch size.
 
-What a step begins with are tensors that no call made and that are no weights (no optimizer updates them, no operator
-takes them for weights, statistics or tables). Of those with several dimensions, where there are any, the batch is the
-size in front that most have; a step that begins with others says so (``batch=32:512``). Results follow from arguments
-by the rules of :mod:`e2e.whatif.shape_rules`, and of operators without a rule from what the calls inside them made.
-What holds numbers of the batch without being computed of them (sizes that a script writes) is taken for the batch where
-it is as large and in front.
+The batch is identified in the input tensors of a step and propagated from call to call through their results; then
+every tensor that depends on it is resized.
+
+Input tensors are those that no call made and that are not weights (no optimizer updates them, no operator uses them as
+weights, statistics or tables). The batch is the most frequent leading size of those with several dimensions, or of all
+if there are none; for a step with another batch the user gives it (``batch=32:512``). Results follow from arguments by
+the rules of :mod:`e2e.whatif.shape_rules`; those of operators without a rule, from the results of nested calls. Values
+that depend on the batch without being computed from inputs (sizes written in a script) are taken for the batch if they
+are leading sizes and equal to it.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from e2e.whatif.extents import (
 )
 from e2e.whatif.shape_rules import ShapedCall, aligned, indices_of, is_factory, rule_of
 
-# Places of arguments that are weights, tables or statistics, whatever their sizes.
+# Positions of arguments that are weights, tables or statistics, whatever their sizes.
 _WEIGHTS: dict[str, tuple[int, ...]] = {
     "linear": (1, 2),
     "addmm": (0, 2),
@@ -47,7 +49,7 @@ _WEIGHTS: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm"), (1, 2, 3)),
     **dict.fromkeys(("group_norm", "native_group_norm"), (1, 2, 3)),
 }
-# Arguments that are sizes of the result.
+# Operators with arguments that are sizes of the result.
 _SIZED = frozenset(
     f"aten::{name}"
     for name in (
@@ -56,12 +58,12 @@ _SIZED = frozenset(
         "_reshape_alias", "broadcast_to", "arange",
     )
 )  # fmt: skip
-# Of batched lookups: the place of the number of samples.
+# Batched lookups: position of the argument with the number of samples.
 _TABLES = {"e2e::table_batched_embedding": 4, "e2e::table_batched_embedding_backward": 5}
 
 
 def recorded_batch(trace: OperatorTrace) -> int:
-    """The number of samples of a recorded step. ``InputError`` that names the tensors, where these do not agree."""
+    """Return the number of samples of a recorded step; raises ``InputError`` naming the tensors if these disagree."""
     begins = _begins(trace)
     tables = [(call, tensor) for call, tensor in begins if len(tensor.shape) > 1 and tensor.shape[0] > 1]
     begins = tables or begins
@@ -84,9 +86,9 @@ def recorded_batch(trace: OperatorTrace) -> int:
 
 
 def resized(trace: OperatorTrace, samples: int, recorded: int | None = None) -> OperatorTrace:
-    """``trace`` of a step of ``samples`` samples instead of ``recorded`` (``None``: as :func:`recorded_batch` finds).
+    """Return ``trace`` of a step with ``samples`` instead of ``recorded`` samples (``None``: :func:`recorded_batch`).
 
-    ``InputError`` names the call and the tensor where a size may depend on the batch in several ways, and says so where
+    Raises ``InputError`` naming the call and the tensor if a size may depend on the batch in several ways, and if
     nothing depends on it.
     """
     batch = recorded_batch(trace) if recorded is None else recorded
@@ -105,9 +107,9 @@ def _told(call: OperatorCall, tensor: Tensor) -> str:
 
 
 def _weights(trace: OperatorTrace) -> set[int]:
-    """Storages that are no data of the step: arguments in the place of weights, and what the optimizer has to do with.
+    """Storages that are not step inputs: weight arguments, and everything that the optimizer uses.
 
-    A view of a weight (``t``) is one.
+    Views of a weight (``t``) are included.
     """
     found = {
         tensor.storage
@@ -129,7 +131,7 @@ def _weights(trace: OperatorTrace) -> set[int]:
 
 
 def _begins(trace: OperatorTrace) -> list[tuple[OperatorCall, Tensor]]:
-    """The tensors with dimensions that the forward pass reads, that no call made and that are no weights, each once."""
+    """Return each tensor with dimensions that the forward pass reads, that no call made and that is no weight."""
     weights = _weights(trace)
     made: set[int] = set()
     seen: set[int] = set()
@@ -147,7 +149,7 @@ def _begins(trace: OperatorTrace) -> list[tuple[OperatorCall, Tensor]]:
 
 @dataclass
 class _Sizes:
-    """The extents of every tensor of ``trace`` at every call, in the order in which calls end."""
+    """Extents of every tensor of ``trace`` at every call, visited in the order in which calls end."""
 
     trace: OperatorTrace
     batch: int
@@ -157,7 +159,7 @@ class _Sizes:
     def __post_init__(self) -> None:
         self._known: dict[int, Extents] = {}  # tensor -> extents
         self._by_storage: dict[int, tuple[tuple[int, ...], Extents]] = {}
-        self._empty: set[int] = set()  # tensors made of nothing but sizes
+        self._empty: set[int] = set()  # tensors made from sizes alone
         self._made_by: dict[int, int] = {}  # tensor -> place of the call that made it
         self._begins = {tensor.storage for _, tensor in _begins(self.trace)}
         self._places = {call.id: place for place, call in enumerate(self.trace.calls)}
@@ -185,7 +187,7 @@ class _Sizes:
             self._made_by[tensor.id] = max(self._places[call.id], self._made_by.get(tensor.id, 0))
 
     def _of(self, tensor: Tensor) -> Extents:
-        """What is known of a tensor; one that the step begins with is looked at."""
+        """Return the extents of a tensor; if it is a step input, infer them from its shape."""
         known = self._known.get(tensor.id)
         if known is not None and _sizes(known) == tensor.shape:
             return known
@@ -204,7 +206,7 @@ class _Sizes:
         shape = tensor.shape
         if tensor.storage not in self._begins or not shape:
             return fixed(shape)
-        # A batch of one looks like any size of one; masks are broadcast along theirs.
+        # With a batch of 1, any size 1 may be the batch; masks are broadcast along theirs.
         if shape[0] == self.batch and (self.batch > 1 or (len(shape) > 1 and tensor.dtype != "bool")):
             found: Extents = (proportional(shape[0], self.batch), *fixed(shape[1:]))
         elif tensor.storage in self._lookups:
@@ -215,7 +217,7 @@ class _Sizes:
         return found
 
     def _indices(self, tensor: Tensor) -> Extents:
-        """Indices of lookups: as many more as there are samples, along the one dimension that can be so."""
+        """Extents of the indices of a lookup: proportional to the batch along the only dimension that can be."""
         if len(tensor.shape) == 1:
             return (proportional(tensor.shape[0], self.batch),)
         fitting = [
@@ -243,7 +245,7 @@ class _Sizes:
             return aligned([self._of(each) for each in arguments if each.shape == tensor.shape], tensor.shape)
         if kind_of(call.name):
             return self._exchanged(call, tensor)
-        # Calls inside begin after this one. What they say counts where this one has no rule, but for empty memory.
+        # Nested calls begin after this one. Their results count if this one has no rule, except for empty memory.
         inside = tensor.id in self._known and self._made_by.get(tensor.id, -1) > self._places[call.id]
         try:
             rule = rule_of(call.name)
@@ -261,7 +263,7 @@ class _Sizes:
         return self._aligned(call, arguments, tensor)
 
     def _aligned(self, call: OperatorCall, arguments: Sequence[Tensor], tensor: Tensor) -> Extents:
-        """As broadcasting aligns; else dimensions from the left, else by their size where that is of one alone."""
+        """Align like broadcasting; else match dimensions from the left, else by size where that is unambiguous."""
         known = [self._of(each) for each in arguments]
         if not any(any_grows(each) for each in known):
             return fixed(tensor.shape)
@@ -281,7 +283,7 @@ class _Sizes:
         return tuple(found)
 
     def _receive(self, call: OperatorCall) -> None:
-        """Buffers that a collective fills have as much of the batch as what is put in."""
+        """Set the extents of buffers that a collective fills in proportion to its input."""
         if not any(any_grows(self._of(each)) for each in tensors(call.inputs[1:2])):
             return
         for tensor in tensors(call.inputs[:1]):
@@ -291,7 +293,7 @@ class _Sizes:
                 self._by_storage[tensor.storage] = (tensor.shape, extents)
 
     def _exchanged(self, call: OperatorCall, tensor: Tensor) -> Extents:
-        """What comes out of a collective, which has as much of the batch as what goes in."""
+        """Return the extents of a collective's output, which depends on the batch as its input does."""
         put = [self._of(each) for each in tensors(call.inputs)]
         same = [each for each in put if _sizes(each) == tensor.shape]
         if same or not tensor.shape:
@@ -306,7 +308,7 @@ def _sizes(extents: Extents) -> tuple[int, ...]:
 
 
 def _by_end(calls: Sequence[OperatorCall]) -> Iterator[OperatorCall]:
-    """Calls are in the order in which they began; those around others come here after them."""
+    """Yield calls, given in order of their begin, in order of their end: enclosing calls after nested ones."""
     waiting: list[OperatorCall] = []
     for call in calls:
         while waiting and waiting[-1].id != call.parent:
@@ -317,7 +319,7 @@ def _by_end(calls: Sequence[OperatorCall]) -> Iterator[OperatorCall]:
 
 
 def _index_storages(trace: OperatorTrace) -> dict[int, int]:
-    """Storages of indices and offsets of pooled lookups: how many are read at once."""
+    """Map storages of indices and offsets of pooled lookups to the number of lookups."""
     found: dict[int, int] = {}
     for call in trace.calls:
         if call.phase in ("backward", "optimizer"):
@@ -352,7 +354,7 @@ def _resized_call(call: OperatorCall, sizes: _Sizes, more: int) -> OperatorCall:
 
 
 def _size_list(value: Value, before: tuple[int, ...], after: tuple[int, ...]) -> Value:
-    """A list of sizes as the result had them has those that it gets; ``-1`` stays."""
+    """Replace a list of the result's old sizes by the new ones; ``-1`` stays."""
     if not isinstance(value, tuple) or len(value) != len(before):
         return value
     fits = all(

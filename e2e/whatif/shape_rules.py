@@ -1,7 +1,7 @@
-"""How the sizes of results follow from those of arguments, operator by operator, for :mod:`e2e.whatif.resized_trace`.
+"""Rules for the sizes of results given those of arguments, by operator, for :mod:`e2e.whatif.resized_trace`.
 
-Only operators that reorder, cut, join or contract dimensions have a rule; results of all others are aligned with their
-arguments as broadcasting aligns them. Arguments of calls are as PyTorch's schemas have them.
+Only operators that permute, split, join or contract dimensions have a rule; results of all others are aligned with
+their arguments as in broadcasting. Argument positions are those of PyTorch's schemas.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from e2e.whatif.extents import Extent, Extents, Part, fixed, grows, joined, prop
 
 @dataclass(frozen=True)
 class ShapedCall:
-    """A call with the extents of its tensors: ``of`` looks up those of an argument."""
+    """Call with the extents of its tensors; ``of`` returns those of an argument."""
 
     call: OperatorCall
     of: Callable[[Tensor], Extents]
     batch: int
 
     def argument(self, place: int) -> Value:
-        """The argument at ``place``; ``None`` if there is none."""
+        """Return the argument at ``place``, ``None`` if there is none."""
         return self.call.inputs[place] if place < len(self.call.inputs) else None
 
     def tensor(self, place: int) -> Extents:
-        """The extents of the tensor at ``place``; :class:`LookupError` where there is no tensor."""
+        """Return the extents of the tensor at ``place``; raises :class:`LookupError` if there is no tensor."""
         value = self.argument(place)
         if not isinstance(value, Tensor):
             raise LookupError(f"argument {place} is no tensor")
         return self.of(value)
 
     def whole(self, place: int, default: int) -> int:
-        """The number at ``place``."""
+        """Return the integer at ``place``, or ``default``."""
         value = self.argument(place)
         return value if isinstance(value, int) and not isinstance(value, bool) else default
 
     def numbers(self, place: int) -> tuple[int, ...]:
-        """The list of numbers (or one) at ``place``."""
+        """Return the integers at ``place``, given as a list or as a single number."""
         value = self.argument(place)
         if isinstance(value, tuple):
             return tuple(each for each in value if isinstance(each, int) and not isinstance(each, bool))
@@ -94,13 +94,13 @@ def _squeeze(call: ShapedCall, output: Tensor) -> Extents:
 
 
 def _reduced(data: Extents, output: Tensor) -> Extents:
-    """What is left of ``data``, in order, in ``output``: dimensions gone, the first that fits is the one that stays."""
+    """Match the dimensions of ``output`` in order with those of ``data``, of which some have been reduced."""
     found: list[Extent] = []
     left = list(data)
     for position, size in enumerate(output.shape):
         room = len(left) - (len(output.shape) - position)
         fitting = [place for place in range(room + 1) if prod(part.size for part in left[place]) == size]
-        # Of several, one that grows: a batch of one is not squeezed away before a dimension of one.
+        # Prefer one that grows: a batch of 1 is not squeezed away before another dimension of 1.
         place = next((each for each in fitting if grows(left[each])), fitting[0] if fitting else None)
         if place is None:
             found.append((Part(size),))
@@ -111,7 +111,7 @@ def _reduced(data: Extents, output: Tensor) -> Extents:
 
 
 def _reduction(dims: int, keep: int) -> Rule:
-    """``sum(x, dims, keepdim)`` and alike: argument ``dims`` names the dimensions that go."""
+    """Make the rule of ``sum(x, dims, keepdim)`` and similar; argument ``dims`` lists the reduced dimensions."""
 
     def rule(call: ShapedCall, output: Tensor) -> Extents:
         data = call.tensor(0)
@@ -127,7 +127,10 @@ def _reduction(dims: int, keep: int) -> Rule:
 
 
 def _product(left: int, right: int) -> Rule:
-    """``mm``, ``bmm``, ``matmul``: rows of the left, columns of the right, what they have in front aligned."""
+    """Make the rule of ``mm``, ``bmm``, ``matmul``.
+
+    Rows of the left, columns of the right, aligned leading dimensions.
+    """
 
     def rule(call: ShapedCall, output: Tensor) -> Extents:
         first, second = call.tensor(left), call.tensor(right)
@@ -149,7 +152,7 @@ def _convolution(call: ShapedCall, output: Tensor) -> Extents:
 
 
 def _leading(call: ShapedCall, output: Tensor) -> Extents:
-    """As many samples as the first tensor has; everything else by the window, the output size ..."""
+    """Rule for window operators: samples of the first tensor; other sizes depend on window, output size etc."""
     data = call.tensor(0)
     front = len(output.shape) - 2 if len(data) == len(output.shape) else 1
     return (*data[:front], *fixed(output.shape[front:]))
@@ -160,7 +163,7 @@ def _embedding(call: ShapedCall, output: Tensor) -> Extents:
 
 
 def _bags(call: ShapedCall, output: Tensor) -> Extents:
-    """As many rows as there are bags: one less than offsets where these tell the end of the last, too."""
+    """Rule of ``embedding_bag``: one row per bag; one less than offsets if these include the end of the last bag."""
     offsets = call.tensor(2)
     if len(output.shape) == 2:
         return (proportional(output.shape[0], call.batch) if grows(offsets[0]) else (Part(output.shape[0]),),
@@ -174,12 +177,12 @@ def _bags(call: ShapedCall, output: Tensor) -> Extents:
 
 
 def _tables(call: ShapedCall, output: Tensor) -> Extents:
-    """Lookups in several tables at once: a row per sample."""
+    """Rule for lookups in several tables at once: one row per sample."""
     return (proportional(output.shape[0], call.batch), *fixed(output.shape[1:]))
 
 
 def _permuted_lookups(call: ShapedCall, output: Tensor) -> Extents:
-    """``permute_2D_sparse_data(permutation, lengths, values, ...)``: (features, samples), and values in a row."""
+    """Rule of ``permute_2D_sparse_data(permutation, lengths, values, ...)``: (features, samples), and flat values."""
     lengths = call.tensor(1)
     if not grows(lengths[-1]):
         return fixed(output.shape)
@@ -190,7 +193,7 @@ def _permuted_lookups(call: ShapedCall, output: Tensor) -> Extents:
 
 
 def _ends(call: ShapedCall, output: Tensor) -> Extents:
-    """Sums of lengths, with a zero in front."""
+    """Rule for cumulative sums of lengths with a leading zero."""
     return (proportional(output.shape[0], call.batch),) if grows(call.tensor(0)[0]) else fixed(output.shape)
 
 
@@ -214,7 +217,7 @@ def _stack(call: ShapedCall, output: Tensor) -> Extents:
 
 
 def _piece(call: ShapedCall, output: Tensor) -> Extents:
-    """``slice``, ``narrow``, ``split``, ``chunk``: a part along one dimension."""
+    """Rule of ``slice``, ``narrow``, ``split``, ``chunk``: a part along one dimension."""
     data = call.tensor(0)
     return tuple(share(extent, size) for extent, size in zip(data, output.shape, strict=True))
 
@@ -244,7 +247,7 @@ def _expand(call: ShapedCall, output: Tensor) -> Extents:
 
 
 def _made(place: int, size: int, batch: int) -> Extent:
-    """A size that a script gives: in front and as large as a batch of more than one, it is the batch."""
+    """Extent of a size given by a script: the batch if it is a leading size and equals a batch above 1."""
     return proportional(size, batch) if place == 0 and size == batch > 1 else (Part(size),)
 
 
@@ -253,7 +256,7 @@ def _factory(call: ShapedCall, output: Tensor) -> Extents:
 
 
 def _of_select(call: ShapedCall, output: Tensor) -> Extents:
-    """``select_backward(gradient, sizes, dim, place)``: a dimension more than the gradient."""
+    """Rule of ``select_backward(gradient, sizes, dim, place)``: one dimension more than the gradient."""
     found = list(call.tensor(0))
     dim = call.whole(2, 0) % len(output.shape)
     found.insert(dim, (Part(output.shape[dim]),))
@@ -261,7 +264,7 @@ def _of_select(call: ShapedCall, output: Tensor) -> Extents:
 
 
 def _of_slice(call: ShapedCall, output: Tensor) -> Extents:
-    """``slice_backward(gradient, sizes, dim, ...)``, padding: longer along some dimensions."""
+    """Rule of ``slice_backward(gradient, sizes, dim, ...)`` and padding: longer along some dimensions."""
     gradient = call.tensor(0)
     pairs = zip(gradient, output.shape, strict=True)
     return tuple(extent if prod(part.size for part in extent) == size else (Part(size),) for extent, size in pairs)
@@ -287,7 +290,7 @@ def _gather(call: ShapedCall, output: Tensor) -> Extents:
 
 
 def _index(call: ShapedCall, output: Tensor) -> Extents:
-    """``x[i, j]``, ``x[:, i, j]``: what the index tensors have stands where the first of them is."""
+    """Rule of ``x[i, j]``, ``x[:, i, j]``: dimensions of the index tensors replace the first indexed dimension."""
     data, places = call.tensor(0), call.argument(1)
     if not isinstance(places, tuple):
         raise LookupError("no indices")
@@ -295,7 +298,7 @@ def _index(call: ShapedCall, output: Tensor) -> Extents:
     picked = [call.of(each) for each in places if isinstance(each, Tensor)]
     if not given or any(
         isinstance(each, Tensor) and each.dtype in ("bool", "uint8") for each in places
-    ):  # as many as are true
+    ):  # as many rows as the mask has true values
         raise LookupError("a mask")
     kept = [extent for place, extent in enumerate(data) if place not in given]
     broadcast = len(output.shape) - len(kept)
@@ -316,7 +319,7 @@ def _batch_norm(call: ShapedCall, output: Tensor) -> Extents:
 
 
 def _front_of_first(call: ShapedCall, output: Tensor) -> Extents:
-    """As the first tensor as far as the sizes agree from the left."""
+    """Rule for results that agree with the first tensor in leading dimensions, as far as sizes match."""
     data = call.tensor(0)
     agree = [
         extent if prod(part.size for part in extent) == size else (Part(size),)
@@ -326,7 +329,7 @@ def _front_of_first(call: ShapedCall, output: Tensor) -> Extents:
 
 
 def _same_shape(*places: int) -> Rule:
-    """Each result as the argument among ``places`` of the same shape; the first of them, if several."""
+    """Make the rule for results with the extents of the first argument among ``places`` that has the same shape."""
 
     def rule(call: ShapedCall, output: Tensor) -> Extents:
         for place in places:
@@ -339,7 +342,7 @@ def _same_shape(*places: int) -> Rule:
 
 
 def _gradients_of_convolution(call: ShapedCall, output: Tensor) -> Extents:
-    """Of data, weights, bias in this order: two of them may have one shape."""
+    """Rule for the gradients of data, weights and bias, in this order: two of them may have the same shape."""
     place = [id(each) for each in tensors(call.call.outputs)].index(id(output))
     given = [each for each in call.call.outputs if isinstance(each, Tensor)]
     data = call.argument(1)
@@ -354,14 +357,14 @@ def _fixed(call: ShapedCall, output: Tensor) -> Extents:
 
 
 def _loss(call: ShapedCall, output: Tensor) -> Extents:
-    """A loss per sample, or one for all."""
+    """Rule for losses: one per sample, or a single one."""
     target = call.tensor(1)
     sizes = tuple(prod(part.size for part in extent) for extent in target)
     return target if output.shape and sizes == output.shape else fixed(output.shape)
 
 
 def aligned(arguments: Sequence[Extents], shape: Sequence[int]) -> Extents:
-    """As broadcasting aligns: from the right; of the dimensions that fit one that grows, where any does."""
+    """Align like broadcasting, from the right; among matching dimensions one that grows is preferred."""
     found: list[Extent] = []
     for place, size in enumerate(shape):
         fitting = []
@@ -446,11 +449,12 @@ RULES: dict[str, Rule] = {
 
 
 def is_factory(name: str) -> bool:
-    """Whether the operator makes tensors of sizes alone."""
+    """True if the operator makes tensors from sizes alone."""
     return rule_of(name) is _factory
 
 
-# Places of indices, offsets and lengths of pooled lookups: as many as there are samples times what each looks up.
+# Positions of indices, offsets and lengths of pooled lookups, whose size is the number of samples times the lookups of
+# each.
 _INDICES = {
     **dict.fromkeys(("embedding_bag", "_embedding_bag", "_embedding_bag_forward_only"), (1, 2)),
     "table_batched_embedding": (1,),
@@ -460,7 +464,7 @@ _INDICES = {
 
 
 def indices_of(call: OperatorCall) -> list[Tensor]:
-    """What ``call`` looks up, if it is a pooled lookup or prepares one."""
+    """Return the index tensors of ``call`` if it is a pooled lookup or prepares one."""
     if call.name in LOOKUPS:
         try:
             return list(batch_arguments(call)[1:3])
@@ -472,7 +476,7 @@ def indices_of(call: OperatorCall) -> list[Tensor]:
 
 
 def rule_of(name: str) -> Rule | None:
-    """The rule of the operator ``name``; ``None`` where broadcasting tells."""
+    """Return the rule of the operator ``name``, ``None`` if broadcasting applies."""
     short = name.rpartition("::")[2]
     if name in LOOKUPS or name == "e2e::table_batched_embedding":
         return _tables

@@ -1,4 +1,4 @@
-"""Kernels and hosts that are so many times faster: a priced graph with other durations."""
+"""Faster kernels and hosts: a priced graph with changed durations."""
 
 from __future__ import annotations
 
@@ -27,13 +27,16 @@ _LISTED = 12
 
 @dataclass(frozen=True)
 class SpeedChange:
-    """``changes`` of the speeds of kernels and the host. ``traced``: rank -> its operators, where they are known."""
+    """Speed changes of kernels and host. ``traced``: rank -> its operators, where known."""
 
     changes: tuple[FasterKernels | FasterHost, ...]
     traced: Mapping[int, TracedRank]
 
     def check(self, graph: ExecutionGraph) -> None:
-        """``InputError`` for kernels that the graph, priced or not, does not have; it names those that there are."""
+        """Raise ``InputError`` for kernels that the graph, priced or not, does not have.
+
+        Lists the existing families.
+        """
         for change in self.changes:
             if isinstance(change, FasterKernels) and not any(
                 self._of(change, rank) for rank in graph.ranks
@@ -44,7 +47,7 @@ class SpeedChange:
                 )
 
     def applied(self, graph: ExecutionGraph) -> ExecutionGraph:
-        """The priced ``graph`` with these speeds."""
+        """Return the priced ``graph`` with these speeds."""
         return replace(graph, ranks=tuple(self._faster(rank) for rank in graph.ranks))
 
     def _faster(self, rank: RankGraph) -> RankGraph:
@@ -70,7 +73,7 @@ class SpeedChange:
             elif not task.kernels:
                 tasks.append(replace(task, duration=_times(task.duration, 1 / change.factor)))
             else:
-                # Tasks that repeat share their kernels, which stay shared.
+                # Repeated tasks share their kernels, which stay shared.
                 if id(task.kernels) not in runs:
                     runs[id(task.kernels)] = _faster_run(task.kernels, parts, change.factor)
                 kernels, ratio = runs[id(task.kernels)]
@@ -78,7 +81,7 @@ class SpeedChange:
         return replace(rank, tasks=tuple(tasks))
 
     def _of(self, change: FasterKernels, rank: RankGraph) -> dict[int, frozenset[int]]:
-        """Task -> places of its kernels that are meant (of one that is no run of several: place 0)."""
+        """Map tasks to the places of their selected kernels (place 0 for a task that is a single kernel)."""
         wanted = change.pattern.lower()
         by_family: dict[int, frozenset[int]] = {}
         by_name: dict[int, frozenset[int]] = {}
@@ -105,7 +108,7 @@ class SpeedChange:
         return by_family or by_name
 
     def _family(self, part: Task | Kernel, homes: Mapping[int, int], traced: TracedRank | None) -> str:
-        """As the report names it; of a recorded kernel that of the operator that launched it."""
+        """Family as in the report; for a recorded kernel that of the operator that launched it."""
         if not part.operators and traced is not None and isinstance(part, Task) and part.id in homes:
             for task in traced.work[homes[part.id]]:
                 if task.kind == part.kind and task.operators:
@@ -124,12 +127,15 @@ class SpeedChange:
 
 
 def _is_of(family: str, wanted: str) -> bool:
-    """``gemm`` are the products of every number type and of experts, ``gemm in float32`` those alone."""
+    """True if ``family`` is selected by ``wanted``.
+
+    ``gemm`` includes products of all number types and of experts, ``gemm in float32`` only those.
+    """
     return family == wanted or family.startswith((f"{wanted} in ", f"{wanted} of "))
 
 
 def _names(part: Task | Kernel, rank: RankGraph) -> list[str]:
-    """Of the kernel, of the operators around its launch, of their module."""
+    """Names of the kernel, of the operators around its launch, and of their module."""
     found = [part.name]
     call = part.call
     while call is not None and call in rank.calls:
@@ -140,7 +146,7 @@ def _names(part: Task | Kernel, rank: RankGraph) -> list[str]:
 
 
 def _faster_run(kernels: tuple[Kernel, ...], chosen: frozenset[int], factor: float) -> tuple[tuple[Kernel, ...], float]:
-    """The kernels of a run, and what the whole takes of what it took."""
+    """Return the kernels of a run, the chosen ones faster, and the ratio of the new total time to the old one."""
     made = tuple(
         replace(each, duration=_times(each.duration, 1 / factor)) if place in chosen and each.duration else each
         for place, each in enumerate(kernels)

@@ -1,4 +1,4 @@
-"""ONNX models to canonical Relax. Names are imported on first use: importing the package needs no TVM."""
+"""Conversion of ONNX models to canonical Relax. Names are imported on first use: importing the package needs no TVM."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from fusion.relax.canonical.canonicalize import Canonicalize
     from fusion.relax.onnx.importer import ImportedModel, import_onnx
 
-# No name here may be that of a submodule: once imported, the submodule would hide it.
+# No name here may equal the name of a submodule: once imported, the submodule would hide it.
 _HOMES = {
     "Canonicalize": "fusion.relax.canonical.canonicalize",
     "ImportedModel": "fusion.relax.onnx.importer",

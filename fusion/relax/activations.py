@@ -1,4 +1,4 @@
-"""Activations recognised by what they compute, not by how a framework spells them.
+"""Recognition of activations by the values they compute, independent of the operators that a framework uses for them.
 
 A closed region of element-wise operators between one variable and one result is a scalar function; it *is* hard-swish
 if it agrees with hard-swish on a grid that is dense where activations bend and wide enough to see every clip.
@@ -45,7 +45,7 @@ _UNARY: Mapping[str, Callable[[Array], Array]] = {
 
 _LEAKY = "relax.nn.leakyrelu"
 
-# Those with a slope through one half at zero.
+# Activations with a slope that pass through one half at zero.
 _HARD = ("hard_sigmoid", "hard_swish")
 
 
@@ -62,7 +62,9 @@ def _expected() -> Mapping[str, Array]:
 
 
 def element_wise(call: relax.Expr | None, program: Program, values: Mapping[relax.Var, Array]) -> Array | None:
-    """The result of ``call`` on the arrays of its variables; None if it is not element-wise on them and scalars."""
+    """Return the result of ``call`` on the arrays of its variables; None if it is not element-wise on
+    them and scalars.
+    """
     name = operator_name(call)
     if call is None or (name not in _UNARY and name not in _BINARY and name not in ("relax.clip", _LEAKY)):
         return None
@@ -83,14 +85,16 @@ def element_wise(call: relax.Expr | None, program: Program, values: Mapping[rela
 
 @dataclass(frozen=True)
 class Activation:
-    """``name`` and ``slope`` as of :class:`costmodel.operators.layers.Epilogue`."""
+    """Activation function; ``name`` and ``slope`` as in :class:`costmodel.operators.layers.Epilogue`."""
 
     name: str
     slope: float = 0.0
 
 
 def classify(values: Array) -> Activation | None:
-    """The activation with these values on the grid, float32 rounding of constants allowed."""
+    """Return the activation with these values on the grid, allowing for float32 rounding of constants;
+    None if unknown.
+    """
     for name, expected in _expected().items():
         if np.allclose(values, expected, rtol=1e-5, atol=1e-6):
             return Activation(name)
@@ -110,7 +114,9 @@ def classify(values: Array) -> Activation | None:
 
 
 def recognised(function: Callable[[Array], Array | None]) -> Activation | None:
-    """The activation that ``function`` of an array computes; ``None`` where it computes none, or nothing."""
+    """Return the activation that ``function`` of an array computes; None if it computes no activation or
+    returns None.
+    """
     values = function(_grid())
     return None if values is None else classify(values)
 
@@ -123,9 +129,10 @@ def _sorted(values: Array) -> tuple[Array, Array]:
 def match_activation(
     program: Program, var: relax.Var, limit: int = 10
 ) -> tuple[Activation, tuple[relax.Var, ...]] | None:
-    """The longest activation that starts at ``var``, and the variables it defines, the result last.
+    """Return the longest activation that starts at ``var``, and the variables it defines, the result last; None if
+    there is none.
 
-    Every use of ``var`` and of the variables in between lies inside; at most ``limit`` operators.
+    Every use of ``var`` and of the variables in between lies inside the activation; it has at most ``limit`` operators.
     """
     values = {var: _grid()}
     inside: list[int] = []
@@ -153,9 +160,10 @@ def match_activation(
 def activation_before(
     program: Program, var: relax.Var, limit: int = 10
 ) -> tuple[Activation, relax.Var, tuple[relax.Var, ...]] | None:
-    """An activation whose result is ``var``, the variable that it starts at, and those that it defines, in order.
+    """Return the activation whose result is ``var``, its input variable, and the variables that it defines, in order.
 
-    Of one operator, whatever else reads its operand; or of at most ``limit``, which are all that reads it.
+    An activation of one operator may have an input that other operators read too. An activation of several operators
+    (at most ``limit``) must be the only reader of its input.
     """
     sources = _operands(program, var)
     for source in sources:
@@ -178,7 +186,7 @@ def activation_before(
 
 
 def _operands(program: Program, var: relax.Var) -> list[relax.Var]:
-    """Tensors of the type of ``var`` that an element-wise call makes it of."""
+    """Return the tensors of the type of ``var`` that are inputs of the element-wise call that computes it."""
     if var not in program.position:
         return []
     call = program.bindings[program.position[var]].value

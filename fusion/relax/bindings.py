@@ -1,4 +1,4 @@
-"""A Relax function as a list of bindings: who defines a variable, who reads it, what is constant."""
+"""Relax function as a list of bindings: definition and uses of each variable, and constants."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ import tvm
 from tvm import relax, tirx
 
 FUNCTION_RESULT = -1
-# FuseOps leaves a call to a function of this pattern alone (``kOpaque``).
+# Operator pattern of TVM (``kOpaque``): FuseOps does not fuse a call to a function that has it.
 OPAQUE = 8
 
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """The top-level bindings of a function in program order.
-
-    ``block``: the binding block each belongs to. ``users``: for each variable the positions of the bindings that read
-    it, once per use; :data:`FUNCTION_RESULT` stands for the function's own result.
-    """
+    """Top-level bindings of a function in program order."""
 
     function: relax.Function
     bindings: tuple[relax.VarBinding, ...]
+    # Index of the binding block that each binding belongs to.
     block: tuple[int, ...]
     position: dict[relax.Var, int] = field(default_factory=dict)
+    # For each variable the positions of the bindings that read it, once per use; :data:`FUNCTION_RESULT` stands for the
+    # function's own result.
     users: dict[relax.Var, list[int]] = field(default_factory=dict)
 
     def value(self, expr: relax.Expr) -> relax.Expr | None:
-        """What a variable is bound to, through aliases; None for a parameter. Anything else stands for itself."""
+        """Return the value bound to a variable, through aliases; None for a parameter. Other expressions are returned
+        unchanged.
+        """
         while isinstance(expr, relax.Var):
             if expr not in self.position:
                 return None
@@ -37,7 +38,7 @@ class Program:
         return expr
 
     def constant(self, expr: relax.Expr) -> np.ndarray | None:
-        """The array behind ``expr`` if it is constant, views of constants included."""
+        """Return the array behind ``expr`` if it is constant, views of constants included; else None."""
         value = self.value(expr)
         if isinstance(value, tvm.ir.GenericConst):
             return value.value.numpy() if hasattr(value.value, "numpy") else None
@@ -53,7 +54,7 @@ class Program:
         return source.reshape(shape)
 
     def scalar(self, expr: relax.Expr) -> float | None:
-        """The number behind ``expr``: an immediate or a constant of one element."""
+        """Return the number behind ``expr``, an immediate or a constant of one element; else None."""
         if isinstance(expr, tirx.IntImm | tirx.FloatImm):
             return float(expr.value)
         if isinstance(expr, relax.Var) and expr not in self.position:
@@ -87,7 +88,7 @@ def read_program(function: relax.Function) -> Program:
 
 
 def variables(expr: relax.Expr) -> list[relax.Var]:
-    """Variables that ``expr`` reads, once per use."""
+    """Return the variables that ``expr`` reads, once per use."""
     if isinstance(expr, relax.Var):
         return [expr]
     if isinstance(expr, relax.Call):
@@ -100,33 +101,33 @@ def variables(expr: relax.Expr) -> list[relax.Var]:
         return []
     found: Counter[relax.Var] = Counter()
     relax.analysis.post_order_visit(expr, lambda e: found.update([e]) if isinstance(e, relax.Var) else None)
-    # Twice each: whatever a branch or a nested function reads is never private to one binding outside it.
+    # Two entries each: a variable that a branch or a nested function reads is never private to one binding outside it.
     return [var for var in found for _ in range(2)]
 
 
 def operator_name(expr: relax.Expr | None) -> str:
-    """Name of the operator that ``expr`` calls, such as ``relax.add``; empty for anything else."""
+    """Return the name of the operator that ``expr`` calls, such as ``relax.add``; empty for any other expression."""
     if isinstance(expr, relax.Call) and isinstance(expr.op, tvm.ir.Op):
         return expr.op.name
     return ""
 
 
 def constant_array(expr: relax.Expr | None) -> np.ndarray | None:
-    """The values of a constant; None for anything else."""
+    """Return the values of a constant; None for any other expression."""
     return expr.value.numpy() if isinstance(expr, tvm.ir.GenericConst) else None
 
 
 def static_shape(expr: relax.Expr) -> tuple[int, ...] | None:
-    """The shape of a tensor if every size is known."""
+    """Return the shape of a tensor if every size is known; else None."""
     ty = expr.ty
     if not isinstance(ty, relax.TensorType) or not isinstance(ty.shape, relax.ShapeExpr):
         return None
-    sizes = list(ty.shape.values)  # once: each look into TVM's arrays is a call of the library
+    sizes = list(ty.shape.values)  # Listed once: every access to an array of TVM is a call of its library.
     return tuple(int(size) for size in sizes) if all(isinstance(size, tirx.IntImm) for size in sizes) else None
 
 
 def slices_of(call: relax.Call) -> dict[int, slice] | None:
-    """What a ``strided_slice`` takes along each of its axes; None unless all bounds are numbers."""
+    """Return the slice that a ``strided_slice`` takes along each of its axes; None unless all bounds are numbers."""
     bounds = [_integers(argument) for argument in call.args[1:]]
     known = [bound for bound in bounds if bound is not None]
     if len(known) < len(bounds) or len(known) < 3:
@@ -136,7 +137,7 @@ def slices_of(call: relax.Call) -> dict[int, slice] | None:
 
 
 def _integers(argument: relax.Expr) -> list[int] | None:
-    """A tuple of numbers."""
+    """Return the elements of a tuple of numbers; None if ``argument`` is not one."""
     fields = getattr(argument, "fields", None)
     if fields is None:
         return None
@@ -148,22 +149,22 @@ def _integers(argument: relax.Expr) -> list[int] | None:
 
 
 def image_shape(expr: relax.Expr) -> tuple[int, int, int, int] | None:
-    """The static shape of a tensor of rank four."""
+    """Return the static shape of a tensor of rank four; None for any other expression."""
     shape = static_shape(expr)
     return None if shape is None or len(shape) != 4 else (shape[0], shape[1], shape[2], shape[3])
 
 
 def same_type(left: relax.Expr, right: relax.Expr) -> bool:
-    """Whether both are tensors of one static shape and dtype."""
+    """True if both are tensors of the same static shape and dtype."""
     shape = static_shape(left)
     return shape is not None and shape == static_shape(right) and str(left.ty.dtype) == str(right.ty.dtype)
 
 
 def is_float32(expr: relax.Expr) -> bool:
-    """Whether ``expr`` is a tensor of float32."""
+    """True if ``expr`` is a tensor of float32."""
     return isinstance(expr.ty, relax.TensorType) and str(expr.ty.dtype) == "float32"
 
 
 def is_bytes(expr: relax.Expr) -> bool:
-    """Whether ``expr`` is a tensor of bytes without a sign."""
+    """True if ``expr`` is a tensor of uint8."""
     return isinstance(expr.ty, relax.TensorType) and str(expr.ty.dtype) == "uint8"

@@ -1,6 +1,6 @@
 """Element-wise operators, resizing and moves of channels computed directly on blocked tensors.
 
-The result is stored in bfloat16 where all tensors that it is computed from are; the arithmetic is of float32.
+The result is stored in bfloat16 if all its input tensors are; the arithmetic is float32.
 
 Lanes beyond the channels hold unspecified finite values. An operator qualifies only if it keeps them finite: a kernel
 that reads them multiplies by packed zeros, and infinity times zero is not zero.
@@ -22,7 +22,7 @@ from fusion.relax.lowered_kernels import KernelLibrary
 from fusion.relax.resize_kernel import MirrorPad2d, PixelTable, Resize2d, Slice2d, resize_tables
 from schedules.contract.blocked_layout import block, blocked_shape
 
-# Finite for every finite input of moderate size.
+# Operators whose result is finite for every finite input of moderate size.
 _BOUNDED = frozenset(
     f"relax.{name}"
     for name in (
@@ -30,34 +30,34 @@ _BOUNDED = frozenset(
         "negative", "abs", "erf", "sin", "cos", "add", "subtract", "multiply", "maximum", "minimum",
     )
 )  # fmt: skip
-# These may divide by zero, overflow or leave their domain in unspecified lanes.
+# Operators that may divide by zero, overflow or leave their domain in unspecified lanes.
 _UNBOUNDED = frozenset(
     f"relax.{name}" for name in ("divide", "exp", "log", "sqrt", "rsqrt", "square", "power", "floor", "ceil")
 )
 _BYTES = "uint8"
-# Each pixel of the result is made of one or a few of the image, which are known while compiling.
+# Operators that compute each output pixel from one or a few input pixels, whose positions are known at compile time.
 _PIXEL_TABLES = frozenset({"relax.image.resize2d", "relax.nn.pad", "relax.strided_slice"})
 
 
 @dataclass(frozen=True, eq=False)
 class BlockedOperators:
-    """Rewrites calls.
-
-    ``lookup``: the value of an original variable, ``constant``: the array behind an expression, ``moves``: what
-    channels are copies of, ``bound``: what a variable is bound to, ``wanted_blocked``: whether a kernel of ours reads
-    a variable.
-    """
+    """Rewriter of calls on blocked tensors."""
 
     layouts: Layouts
     library: KernelLibrary
+    # Value of an original variable.
     lookup: Callable[[relax.Var], LaidOutValue | None]
+    # Array behind an expression, or None.
     constant: Callable[[relax.Expr], np.ndarray | None]
+    # Channels of tensors that are copies of channels of others.
     moves: ChannelMoves
+    # Value that a variable is bound to, or None.
     bound: Callable[[relax.Expr], relax.Expr | None]
+    # True if one of our kernels reads the variable.
     wanted_blocked: Callable[[relax.Var], bool]
 
     def rewrite(self, binding: relax.VarBinding) -> relax.Expr | None:
-        """The call of ``binding`` on blocked operands; None where it does not apply or would not help."""
+        """Return the call of ``binding`` on blocked operands; None if it does not apply or would not help."""
         call, wanted = binding.value, self.wanted_blocked(binding.var)
         shape = static_shape(call)
         name = operator_name(call)
@@ -91,7 +91,9 @@ class BlockedOperators:
         return self._rounded(result, dtype)
 
     def _stored(self, arguments: Sequence[relax.Expr], shape: Sequence[int] | None = None) -> str:
-        """In what a result of ``arguments`` is stored, those of ``shape`` alone where that is given."""
+        """Return the dtype in which a result of ``arguments`` is stored; with ``shape``, only arguments of that shape
+        count.
+        """
         computed = (each for each in arguments if isinstance(each, relax.Var) and self.constant(each) is None)
         values = [self.lookup(argument) for argument in computed]
         kept = {
@@ -102,25 +104,29 @@ class BlockedOperators:
         return kept.pop() if len(kept) == 1 else "float32"
 
     def _wide(self, value: LaidOutValue) -> relax.Expr:
-        """``value`` blocked and in float32, for operators of TVM: widened as each of them reads it."""
+        """Return ``value`` blocked and in float32 for operators of TVM, each of which converts it as it reads it."""
         stored = value.stored("blocked") or value.dtype
         return self.layouts.cast(self.layouts.blocked(value, stored), value.dtype)
 
     def _rounded(self, result: relax.Expr, dtype: str) -> relax.Expr:
-        """``result``, of float32, as it is stored."""
+        """Return the float32 ``result`` converted to its storage ``dtype``."""
         if dtype == "float32":
             return result
         return relax.op.astype(self.layouts.emit(result, "wide"), dtype)
 
     def _is_reason(self, argument: relax.Expr, shape: Sequence[int] | None, wanted: bool) -> bool:
-        """An operand of the full ``shape`` that is blocked: alone, or also plain but the result is wanted blocked."""
+        """True if ``argument`` has the full ``shape`` and is blocked: only blocked, or also plain if the result is
+        wanted blocked.
+        """
         value = self.lookup(argument) if isinstance(argument, relax.Var) else None
         if value is None or not value.is_blocked or (value.is_plain and not wanted):
             return False
         return shape is None or tuple(value.shape) == tuple(shape)
 
     def _operand(self, argument: relax.Expr, shape: tuple[int, ...]) -> Callable[[], relax.Expr] | None:
-        """A function that emits ``argument`` in a form that broadcasts over the blocked result; None: it has none."""
+        """Return a function that emits ``argument`` in a form that broadcasts over the blocked result; None if there is
+        no such form.
+        """
         if isinstance(argument, tirx.IntImm | tirx.FloatImm):
             return lambda: argument
         array = self.constant(argument)
@@ -132,14 +138,15 @@ class BlockedOperators:
             return None
         if value.shape[1] == shape[1]:
             return lambda: self._wide(value)
-        # One channel for all: a last dimension of one broadcasts over the lanes.
+        # A tensor of one channel: a last dimension of one broadcasts over the lanes.
         batch, _, height, width = value.shape
         return lambda: self.layouts.reshape(self.layouts.plain(value), (batch, 1, height, width, 1))
 
     def _from_rows(self, call: relax.Expr, shape: tuple[int, ...]) -> relax.Expr | None:
-        """An image whose pixels lie one after the other, channels last: read as it lies, not transposed before.
+        """Rewrite an image made from rows of pixels, channels last, as one kernel that reads the rows without a
+        transposition.
 
-        Few channels are left plain: so a convolution reads them.
+        An image of few channels is left plain, the layout in which a convolution reads it.
         """
         batch, channels, height, width = shape
         if 2 * channels < self.layouts.lanes:
@@ -162,7 +169,9 @@ class BlockedOperators:
         return relax.call_tir(self.library.rows(image, blocked=True), arguments, out_ty=result)
 
     def _prelu(self, call: relax.Expr, shape: tuple[int, ...], wanted: bool) -> relax.Expr | None:
-        """Taken apart: TVM's own reads its slopes along a dimension of the plain tensor."""
+        """Rewrite PReLU as element-wise operators: TVM's own operator reads its slopes along a dimension of the plain
+        tensor.
+        """
         data, slopes = call.args[0], self.constant(call.args[1])
         value = self.lookup(data) if isinstance(data, relax.Var) else None
         if value is None or slopes is None or not self._is_reason(data, shape, wanted):
@@ -178,7 +187,7 @@ class BlockedOperators:
         return self._rounded(relax.op.add(relax.op.nn.relu(blocked), below), self._stored([data]))
 
     def _group_norm(self, call: relax.Expr, wanted: bool) -> relax.Expr | None:
-        """Two kernels: the statistics of all channels, then the image."""
+        """Rewrite a group norm as two kernels: the statistics of all channels, then the normalisation."""
         found, data = group_norm_of(call, self.constant), call.args[0]
         value = self.lookup(data) if isinstance(data, relax.Var) else None
         if found is None or value is None or not self._is_reason(data, None, wanted):
@@ -198,7 +207,9 @@ class BlockedOperators:
         return relax.call_tir(normalise, [blocked, sums, constants], out_ty=result)
 
     def _resize(self, call: relax.Expr, wanted: bool) -> relax.Expr | None:
-        """One kernel with tables. An image that fills less than half a block stays plain unless it is read blocked."""
+        """Rewrite a resize as one kernel with tables. An image that fills less than half a block stays plain unless it
+        is read blocked.
+        """
         data, resize = call.args[0], resize_of(call)
         if resize is None or not (wanted or 2 * resize.shape[1] >= self.layouts.lanes):
             return None
@@ -213,8 +224,8 @@ class BlockedOperators:
         return relax.call_tir(self.library.resize(resize, dtype), arguments, out_ty=relax.TensorType(result, dtype))
 
     def _pad(self, call: relax.Call, wanted: bool) -> relax.Expr | None:
-        """A constant around images, before or behind them, or beyond their last channel: an operator of TVM, that of
-        whole blocks.
+        """Rewrite a constant pad of height, width or batch, or after the last channel (in whole blocks), as TVM's
+        operator.
         """
         data, attrs, lanes = call.args[0], call.attrs, self.layouts.lanes
         if operator_name(call) != "relax.nn.pad" or attrs.pad_mode != "constant":
@@ -231,7 +242,7 @@ class BlockedOperators:
         return self._rounded(padded, self._stored([data]))
 
     def _images(self, call: relax.Call, wanted: bool) -> relax.Expr | None:
-        """Some of the images of a batch (frames of a volume): an operator of TVM, as they lie."""
+        """Rewrite a slice of the images of a batch (frames of a volume) as TVM's operator on the blocked tensor."""
         data, slices = call.args[0], slices_of(call) if operator_name(call) == "relax.strided_slice" else None
         value = self.lookup(data) if isinstance(data, relax.Var) else None
         if value is None or slices is None or {axis % 4 for axis in slices} != {0}:
@@ -242,7 +253,9 @@ class BlockedOperators:
         return self._rounded(taken, self._stored([data]))
 
     def _gather(self, move: ChannelMove, shape: tuple[int, ...], wanted: bool) -> relax.Expr | None:
-        """One kernel from the tensors that the channels come from, whatever is between; the old ones are not read."""
+        """Rewrite a move of channels as one kernel that reads the tensors the channels come from, skipping all tensors
+        in between.
+        """
         values = [self.lookup(source) for source in move.sources]
         known = [value for value in values if value is not None]
         if len(known) < len(values) or not any(self._is_reason(source, None, wanted) for source in move.sources):
@@ -250,7 +263,7 @@ class BlockedOperators:
         dtype = self._stored(move.sources)
         blocks = move.blocks(self.layouts.lanes)
         if blocks is not None and dtype == "float32" and not wanted:
-            # An operator of TVM: what computes element by element, and no kernel of ours, reads the blocks in place.
+            # TVM's operator: an element-wise operator, unlike our kernels, reads the blocks in place.
             return relax.op.strided_slice(self.layouts.blocked(known[0], dtype), [1], [blocks.start], [blocks.stop])
         kernel = self.library.channel_move([value.shape for value in known], move, dtype)
         result = relax.TensorType(blocked_shape(shape, self.layouts.lanes), dtype)
@@ -260,7 +273,7 @@ class BlockedOperators:
 def group_norm_of(
     call: relax.Expr, constant: Callable[[relax.Expr], np.ndarray | None]
 ) -> tuple[GroupNorm2d, np.ndarray, np.ndarray] | None:
-    """``call`` as a group norm of images, its weights and biases; None if it is anything else."""
+    """Return ``call`` as a group norm of images, its weights and its biases; None for any other call."""
     shape = static_shape(call)
     if operator_name(call) != "relax.nn.group_norm" or shape is None or len(shape) != 4 or not is_float32(call):
         return None
@@ -273,8 +286,8 @@ def group_norm_of(
 
 
 def resize_of(call: relax.Expr) -> PixelTable | None:
-    """``call`` as a resizing, a padding with own pixels, or a slice of rows and columns, that a kernel here does; None
-    if it is anything else. Bytes are moved alone.
+    """Return ``call`` as a table of pixels (a resize, a non-constant pad, or a slice of rows and columns); None for any
+    other call and for those without a kernel. Bytes are only moved, never interpolated.
     """
     if operator_name(call) not in _PIXEL_TABLES or not (is_float32(call) or is_bytes(call)):
         return None
@@ -320,7 +333,9 @@ def _mirror_pad(call: relax.Call, shape: tuple[int, int, int, int]) -> MirrorPad
 
 
 def _blocked_constant(array: np.ndarray, shape: tuple[int, ...], lanes: int) -> np.ndarray | None:
-    """``array``, which broadcasts over NCHW ``shape``, so that it broadcasts over the blocked result."""
+    """Return ``array``, which broadcasts over the NCHW ``shape``, in a form that broadcasts over the blocked result, or
+    None.
+    """
     if array.size == 1:
         return array.reshape(())
     if array.ndim > 4 or array.dtype != np.float32:

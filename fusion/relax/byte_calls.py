@@ -1,9 +1,10 @@
-"""Steps between bytes as they stand in Relax: calls of the functions that specify them, which say what they are.
+"""Operators on uint8 tensors ("byte steps") in Relax: calls of the functions that specify them, tagged with the
+operator.
 
-What is computed element by element from one tensor of bytes is a table of 256 of them, or one for each channel. Two
-such tensors are added or multiplied, and the pixels of one averaged, all of them or those of windows, as ONNX Runtime's
-QLinearAdd, QLinearMul, QLinearGlobalAveragePool and QLinearAveragePool round; or there are more or fewer of them
-(:mod:`fusion.relax.byte_resize`).
+An element-wise function of one byte tensor is a table of 256 entries, or one such table per channel. Two byte tensors
+are added or multiplied, and pixels are averaged over the image or over windows, with the rounding of ONNX Runtime's
+QLinearAdd, QLinearMul, QLinearGlobalAveragePool and QLinearAveragePool; images are resized by
+:mod:`fusion.relax.byte_resize`.
 """
 
 from __future__ import annotations
@@ -25,18 +26,17 @@ from fusion.relax.byte_resize import workload as resize_workload
 from schedules.contract.operator_workload import window_count
 
 _STEP = "fusion.byte_step"
-# Sums of so many bytes are exact in FP32.
+# Sums of at most this many bytes are exact in FP32.
 MOST_PIXELS = 2**24 // 255
 PairKind: TypeAlias = Literal["add", "multiply"]
 
 
 @dataclass(frozen=True)
 class ByteTable:
-    """(data of ``shape``, table of 256) -> for each byte of the data its entry. ``per_channel``: of NCHW data, by
-    tables (C, 256).
-    """
+    """Table look-up: (data of ``shape``, table of 256) -> the entry of each byte of the data."""
 
     shape: tuple[int, ...]
+    # Data is NCHW, and the tables, one per channel, have shape (C, 256).
     per_channel: bool = False
 
     @property
@@ -52,12 +52,13 @@ class ByteTable:
 
 @dataclass(frozen=True)
 class BytePair:
-    """(left, right, factors of :func:`addition_factors` or :func:`product_factors`) -> their sum or product, of the
-    ``shape`` of left. ``per_channel``: right is (N, C, 1, 1) and left (N, C, H, W); of products alone.
+    """Sum or product: (left, right, factors of :func:`addition_factors` or :func:`product_factors`) -> result of the
+    ``shape`` of left.
     """
 
     kind: PairKind
     shape: tuple[int, ...]
+    # Right is (N, C, 1, 1) and left (N, C, H, W); products only.
     per_channel: bool = False
 
     @property
@@ -73,7 +74,9 @@ class BytePair:
 
 @dataclass(frozen=True)
 class ByteMean:
-    """(data of NCHW ``shape``, factors of :func:`mean_factors`) -> the mean over the pixels, (N, C, 1, 1)."""
+    """Global average: (data of NCHW ``shape``, factors of :func:`mean_factors`) -> the mean over the pixels, (N, C, 1,
+    1).
+    """
 
     shape: tuple[int, int, int, int]
 
@@ -85,20 +88,19 @@ class ByteMean:
 
 @dataclass(frozen=True)
 class ByteWindow:
-    """(data of NCHW ``shape``, factors of :func:`window_factors`) -> the mean over windows. ``padding``: top, left,
-    bottom, right, of no pixels that anything is added of; ``counts_padding``: by the size of the window it is divided
-    then, else by its pixels in the image.
-    """
+    """Average pooling: (data of NCHW ``shape``, factors of :func:`window_factors`) -> the mean over windows."""
 
     shape: tuple[int, int, int, int]
     kernel: tuple[int, int]
     stride: tuple[int, int]
+    # Top, left, bottom, right; padded pixels add nothing to the sum.
     padding: tuple[int, int, int, int]
+    # Divide by the size of the window if true, else by the number of its pixels inside the image.
     counts_padding: bool
 
     @property
     def pool(self) -> Pool2d:
-        """The pooling as an operator."""
+        """Pooling as an operator of the cost model."""
         batch, channels, height, width = self.shape
         window = (self.kernel, self.stride, self.padding, self.counts_padding)
         return Pool2d("average", batch, channels, height, width, *window, dtype="int8")
@@ -114,24 +116,26 @@ ByteStep: TypeAlias = ByteTable | BytePair | ByteMean | ByteWindow | ByteResize
 
 @dataclass(frozen=True)
 class Quantisation:
-    """A byte stands for ``scale * (byte - zero)``; ``low`` and ``high``: bounds of the bytes of a result; ``offset``:
-    what was added to bytes with a sign.
-    """
+    """Quantisation of a tensor: a byte stands for ``scale * (byte - zero)``."""
 
     scale: np.float32
     zero: int
+    # Bounds of the bytes of a result.
     low: int = 0
     high: int = 255
+    # Number that was added to signed bytes to make them unsigned.
     offset: int = 0
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing is cut off."""
+        """True if the bounds cut nothing off."""
         return (self.low, self.high) == (0, 255)
 
 
 def addition_factors(left: Quantisation, right: Quantisation, result: Quantisation) -> np.ndarray:
-    """Ratios of scales, the fixed part, bounds, nothing, and the offset, as :func:`paired` takes them."""
+    """Return the factors of :func:`paired` for a sum: two ratios of scales, the constant term, bounds, 0, and the
+    offset.
+    """
     offset = _common_offset(left, right, result)
     first, second = (np.float32(each.scale / result.scale) for each in (left, right))
     zeros = _multiply_add(np.float32(left.zero - offset), first, second * np.float32(right.zero - offset))
@@ -140,7 +144,9 @@ def addition_factors(left: Quantisation, right: Quantisation, result: Quantisati
 
 
 def product_factors(left: Quantisation, right: Quantisation, result: Quantisation) -> np.ndarray:
-    """Zero points, that of the result, bounds, ratio of scales, and the offset, as :func:`paired` takes them."""
+    """Return the factors of :func:`paired` for a product: zero points, result zero point, bounds, ratio of scales,
+    offset.
+    """
     offset = _common_offset(left, right, result)
     ratio = np.float32(left.scale * right.scale) / result.scale
     bounds = (result.low - offset, result.high - offset)
@@ -148,21 +154,25 @@ def product_factors(left: Quantisation, right: Quantisation, result: Quantisatio
 
 
 def _common_offset(*quantisations: Quantisation) -> int:
-    """Bytes with a sign are computed as such, since FP32 rounds their sums otherwise; where all have one."""
+    """Return the offset that all quantisations share, or 0. Signed bytes are computed as such: FP32 would round their
+    sums otherwise.
+    """
     offsets = {each.offset for each in quantisations}
     return offsets.pop() if len(offsets) == 1 else 0
 
 
 def mean_factors(data: Quantisation, result: Quantisation, pixels: int) -> np.ndarray:
-    """Sum of the zero points, ratio of scales, zero point of the result, bounds relative to it."""
+    """Return the factors of :func:`averaged`: sum of the zero points, ratio of scales, result zero point, bounds
+    relative to it.
+    """
     ratio = data.scale / np.float32(result.scale * np.float32(pixels))
     bounds = (result.low - result.zero, result.high - result.zero)
     return np.array([data.zero * pixels, ratio, result.zero, *bounds], np.float32)
 
 
 def window_factors(data: Quantisation, result: Quantisation) -> np.ndarray:
-    """Zero point and scale of the data, scale and zero point of the result, bounds, and the offset, as
-    :func:`windows_averaged` takes them.
+    """Return the factors of :func:`windows_averaged`: zero point and scale of the data, scale and zero point of the
+    result, bounds, and the offset.
     """
     offset = _common_offset(data, result)
     bounds = (result.low - offset, result.high - offset)
@@ -170,18 +180,18 @@ def window_factors(data: Quantisation, result: Quantisation) -> np.ndarray:
 
 
 def resize_factors(data: Quantisation, result: Quantisation) -> np.ndarray:
-    """Zero point and scale of the data, scale and zero point of the result, and its bounds, as
-    :func:`fusion.relax.byte_resize.resized` takes them.
+    """Return the factors of :func:`fusion.relax.byte_resize.resized`: zero point and scale of the data, scale and zero
+    point of the result, and its bounds.
     """
     return np.array([data.zero, data.scale, result.scale, result.zero, result.low, result.high], np.float32)
 
 
 def paired(kind: PairKind, left: np.ndarray, right: np.ndarray, factors: np.ndarray) -> np.ndarray:
-    """What a :class:`BytePair` computes, in NumPy: the specification.
+    """Compute a :class:`BytePair` in NumPy: the specification.
 
-    With bytes less the offset ``f6``, a sum is ``left f0 + (right f1 + f2)``, each product rounded together with its
-    addition; a product is ``(left - f0) (right - f1) f5``, rounded, plus ``f2``, rounded. Either within ``f3 .. f4``,
-    to nearest, ties to even, and the offset.
+    After subtraction of the offset ``f6`` from the bytes, a sum is ``left f0 + (right f1 + f2)``, each multiply-add
+    rounded once; a product is ``(left - f0) (right - f1) f5``, rounded, plus ``f2``, rounded. Either is clipped to ``f3
+    .. f4``, rounded to nearest, ties to even, and the offset is added.
     """
     first, second, fixed, low, high, ratio, offset = (np.float32(each) for each in factors)
     a, b = left.astype(np.float32), right.astype(np.float32)
@@ -193,7 +203,9 @@ def paired(kind: PairKind, left: np.ndarray, right: np.ndarray, factors: np.ndar
 
 
 def averaged(data: np.ndarray, factors: np.ndarray) -> np.ndarray:
-    """What a :class:`ByteMean` computes, in NumPy: ``(sum - f0) f1`` within ``f3 .. f4``, to nearest, plus ``f2``."""
+    """Compute a :class:`ByteMean` in NumPy: ``(sum - f0) f1`` clipped to ``f3 .. f4``, rounded to
+    nearest, plus ``f2``.
+    """
     zeros, ratio, zero, low, high = (np.float32(each) for each in factors)
     sums = data.astype(np.int64).sum(axis=(2, 3), keepdims=True)
     value = (sums - int(zeros)).astype(np.float32) * ratio
@@ -201,9 +213,9 @@ def averaged(data: np.ndarray, factors: np.ndarray) -> np.ndarray:
 
 
 def windows_averaged(data: np.ndarray, step: ByteWindow, factors: np.ndarray) -> np.ndarray:
-    """What a :class:`ByteWindow` computes, in NumPy: ``(byte - f0) f1`` is added pixel by pixel, row by row, the sum
-    divided by their number and by ``f2``, and ``f3`` added, each of it rounded to FP32. Within ``f4 .. f5``, to
-    nearest, ties to even, and the offset ``f6``.
+    """Compute a :class:`ByteWindow` in NumPy: ``(byte - f0) f1`` is summed pixel by pixel, row by row; the sum is
+    divided by the number of pixels and by ``f2``, and ``f3`` is added, each operation rounded to FP32. The result is
+    clipped to ``f4 .. f5``, rounded to nearest, ties to even, and the offset ``f6`` is added.
     """
     zero, scale, result_scale, result_zero, low, high, offset = (np.float32(each) for each in factors)
     top, left, bottom, right = step.padding
@@ -223,12 +235,12 @@ def windows_averaged(data: np.ndarray, step: ByteWindow, factors: np.ndarray) ->
 
 
 def _multiply_add(left: np.ndarray | np.float32, right: np.float32, added: np.ndarray | np.float32) -> np.ndarray:
-    """Rounded once: products of FP32 are exact in FP64."""
+    """Return ``left * right + added`` rounded once: products of FP32 are exact in FP64."""
     return (np.asarray(left, np.float64) * np.float64(right) + np.asarray(added, np.float64)).astype(np.float32)
 
 
 def byte_call(builder: relax.BlockBuilder, step: ByteStep, arguments: Sequence[relax.Expr]) -> relax.Expr:
-    """``step`` on its arguments; adds the function to the module of ``builder``."""
+    """Return a call of ``step`` on its arguments; adds the function to the module of ``builder``."""
     function = (
         te.create_prim_func(_workload(step))
         .without_attr("global_symbol")
@@ -239,7 +251,7 @@ def byte_call(builder: relax.BlockBuilder, step: ByteStep, arguments: Sequence[r
 
 
 def step_of(mod: tvm.IRModule, expr: relax.Expr) -> tuple[ByteStep, list[relax.Expr]] | None:
-    """The step that a call computes, and its arguments; ``None`` for anything else."""
+    """Return the byte step that a call computes, and its arguments; None for any other expression."""
     if operator_name(expr) != "relax.call_tir":
         return None
     function = mod[expr.args[0]]
@@ -250,7 +262,7 @@ def step_of(mod: tvm.IRModule, expr: relax.Expr) -> tuple[ByteStep, list[relax.E
     return _STEPS[kind](**fields), list(expr.args[1].fields)
 
 
-# How many a step takes.
+# Number of factors of each step.
 FACTORS = {BytePair: 7, ByteMean: 5, ByteWindow: 7, ByteResize: RESIZE_FACTORS}
 _NAMES = {
     ByteTable: "byte_table", BytePair: "byte_pair", ByteMean: "byte_mean", ByteWindow: "byte_window",
@@ -260,7 +272,7 @@ _STEPS: dict[str, Any] = {step.__name__: step for step in _NAMES}
 
 
 def _workload(step: ByteStep) -> list[Any]:
-    """Arguments and result of ``step`` as tensor expressions."""
+    """Return the arguments and the result of ``step`` as tensor expressions."""
     if isinstance(step, ByteResize):
         return resize_workload(step)
     data = te.placeholder(step.shape, "uint8", name="data")
@@ -331,5 +343,5 @@ def _byte(value: Any, low: Any, high: Any, added: Any) -> Any:
 
 
 def size_of(step: ByteStep) -> int:
-    """Bytes of the result."""
+    """Return the number of bytes of the result."""
     return math.prod(step.result)

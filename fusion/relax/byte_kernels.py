@@ -1,4 +1,4 @@
-"""Kernels of the steps of :mod:`fusion.relax.byte_calls` in vectors."""
+"""Vectorised kernels of the byte steps of :mod:`fusion.relax.byte_calls`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from schedules.contract.vector_operations import ADD_PRODUCT, LOOK_UP, MULTIPLY_
 from schedules.kernels.pool_kernel import Pool, PoolKnobs, WindowArithmetic, window_body
 from schedules.loops import emit
 
-# Fewer bytes than this one thread looks up, or computes with, before others have begun.
+# One thread looks up, or computes with, fewer bytes than this before other threads have started.
 _SERIAL_LOOKUPS = 65536
 _SERIAL_BYTES = 16384
 _TASKS_PER_THREAD = 4
@@ -28,7 +28,7 @@ _WAYS = 8
 
 
 def table_kernel(count: int, cpu: CpuTarget) -> tirx.PrimFunc:
-    """(``count`` bytes, table of 256, result)."""
+    """Build the table look-up kernel: (``count`` bytes, table of 256, result)."""
     lanes, wide = cpu.lanes, 2 * cpu.lanes
     data, table = TensorSpec((count,), dtype="uint8"), TensorSpec((256,), dtype="uint8")
 
@@ -48,7 +48,9 @@ def table_kernel(count: int, cpu: CpuTarget) -> tirx.PrimFunc:
 
 
 def pair_kernel(kind: PairKind, count: int, cpu: CpuTarget) -> tirx.PrimFunc:
-    """(``count`` bytes, as many, factors, result), of at least a vector of them."""
+    """Build the kernel of a sum or product: (``count`` bytes, ``count`` bytes, factors, result), ``count`` at least a
+    vector.
+    """
     lanes, data = cpu.lanes, TensorSpec((count,), dtype="uint8")
 
     def body(left: Any, right: Any, factors: Any, output: Any) -> None:
@@ -63,7 +65,7 @@ def pair_kernel(kind: PairKind, count: int, cpu: CpuTarget) -> tirx.PrimFunc:
 
 
 def gate_kernel(step: BytePair, cpu: CpuTarget) -> tirx.PrimFunc:
-    """(blocked image, blocked (N, C, 1, 1), factors, blocked result)."""
+    """Build the kernel of a product per channel: (blocked image, blocked (N, C, 1, 1), factors, blocked result)."""
     assert len(step.shape) == 4
     lanes = cpu.lanes
     data, gate = (TensorSpec(blocked_shape(shape, lanes), "blocked", "uint8") for shape in (step.shape, step.right))
@@ -81,7 +83,9 @@ def gate_kernel(step: BytePair, cpu: CpuTarget) -> tirx.PrimFunc:
 
 
 def channel_table_kernel(step: ByteTable, cpu: CpuTarget) -> tirx.PrimFunc:
-    """(blocked image, tables of :func:`pack_channel_tables`, blocked result)."""
+    """Build the kernel of look-ups per channel: (blocked image, tables of :func:`pack_channel_tables`,
+    blocked result).
+    """
     assert len(step.shape) == 4
     lanes = cpu.lanes
     data = TensorSpec(blocked_shape(step.shape, lanes), "blocked", "uint8")
@@ -98,7 +102,7 @@ def channel_table_kernel(step: ByteTable, cpu: CpuTarget) -> tirx.PrimFunc:
 
 
 def pack_channel_tables(tables: np.ndarray, lanes: int) -> np.ndarray:
-    """(C, 256) as (blocks of channels, ``lanes``, 256); zeros beyond the channels."""
+    """Return tables (C, 256) as (blocks of channels, ``lanes``, 256), with zeros beyond the channels."""
     count = blocks(len(tables), lanes)
     packed = np.zeros((count * lanes, 256), np.uint8)
     packed[: len(tables)] = tables
@@ -106,7 +110,7 @@ def pack_channel_tables(tables: np.ndarray, lanes: int) -> np.ndarray:
 
 
 def window_kernel(step: ByteWindow, cpu: CpuTarget) -> tirx.PrimFunc:
-    """(blocked image, factors, blocked result), its loops those of pooling in floats."""
+    """Build the average pooling kernel: (blocked image, factors, blocked result), with the loops of float pooling."""
     lanes, pool = cpu.lanes, step.pool
     data = TensorSpec(blocked_shape(step.shape, lanes), "blocked", "uint8")
     target = TensorSpec(blocked_shape(step.result, lanes), "blocked", "uint8")
@@ -129,7 +133,9 @@ def window_kernel(step: ByteWindow, cpu: CpuTarget) -> tirx.PrimFunc:
 
 
 def resize_kernel(step: ByteResize, cpu: CpuTarget) -> tirx.PrimFunc:
-    """(blocked image, pixels of rows, of columns, weights of rows, of columns, factors, blocked result)."""
+    """Build the resize kernel: (blocked image, row pixels, column pixels, row weights, column weights, factors, blocked
+    result).
+    """
     lanes = cpu.lanes
     data = TensorSpec(blocked_shape(step.shape, lanes), "blocked", "uint8")
     target = TensorSpec(blocked_shape(step.result, lanes), "blocked", "uint8")
@@ -172,7 +178,7 @@ def resize_kernel(step: ByteResize, cpu: CpuTarget) -> tirx.PrimFunc:
 
 
 def mean_kernel(step: ByteMean, cpu: CpuTarget) -> tirx.PrimFunc:
-    """(blocked image, factors, blocked (N, C, 1, 1))."""
+    """Build the kernel of a global average: (blocked image, factors, blocked (N, C, 1, 1))."""
     lanes = cpu.lanes
     data = TensorSpec(blocked_shape(step.shape, lanes), "blocked", "uint8")
     target = TensorSpec(blocked_shape(step.result, lanes), "blocked", "uint8")
@@ -210,7 +216,7 @@ def mean_kernel(step: ByteMean, cpu: CpuTarget) -> tirx.PrimFunc:
 
 
 def _paired(kind: PairKind, left: Any, right: Any, factors: list[Any], lanes: int) -> Any:
-    """A vector of sums or products, as :func:`fusion.relax.byte_calls.paired` specifies them."""
+    """Return a vector of sums or products, as :func:`fusion.relax.byte_calls.paired` specifies them."""
     first, second, fixed, low, high, ratio, offset = factors
     if kind == "add":
         value = emit.operation(MULTIPLY_ADD, lanes, right - offset, second, fixed)
@@ -221,14 +227,16 @@ def _paired(kind: PairKind, left: Any, right: Any, factors: list[Any], lanes: in
 
 
 def _bytes(value: Any, low: Any, high: Any, added: Any, lanes: int) -> Any:
-    """A vector of FP32 within bounds, to nearest, and a whole number, as bytes."""
+    """Return an FP32 vector clipped to the bounds, rounded to nearest, plus an integer, as bytes."""
     whole = emit.nearest(tirx.min(tirx.max(value, low), high), lanes) + added.astype(f"int32x{lanes}")
     return whole.astype(f"uint8x{lanes}")
 
 
 @contextmanager
 def _pixels(shape: tuple[int, ...], cpu: CpuTarget) -> Iterator[tuple[Any, Any, tuple[Any, Any]]]:
-    """Tasks that share a blocked image of ``shape``: sample, block, and the first pixel and the one behind the last."""
+    """Open parallel tasks over a blocked image of ``shape``; yield sample, block, and (first pixel, end pixel) of the
+    task.
+    """
     batch, count, height, width, lanes = shape
     pixels = height * width
     size = max(1, -(-pixels * batch * count // (_TASKS_PER_THREAD * cpu.threads)))
@@ -244,7 +252,7 @@ def _pixels(shape: tuple[int, ...], cpu: CpuTarget) -> Iterator[tuple[Any, Any, 
 
 @contextmanager
 def _vectors(count: int, serial: bool, cpu: CpuTarget) -> Iterator[tuple[Any, Any]]:
-    """Tasks that share ``count`` vectors: the first of each, and the one behind its last."""
+    """Open parallel tasks over ``count`` vectors; yield the first vector and the end of each task."""
     tasks = 1 if serial else min(count, _TASKS_PER_THREAD * cpu.threads)
     size = -(-count // tasks)
     with emit.tasks(-(-count // size)) as task:

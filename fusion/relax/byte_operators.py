@@ -1,4 +1,4 @@
-"""Steps between bytes (:mod:`fusion.relax.byte_calls`) lowered to kernels on tensors as they lie."""
+"""Lowering of byte steps (:mod:`fusion.relax.byte_calls`) to kernels on plain or blocked tensors."""
 
 from __future__ import annotations
 
@@ -21,18 +21,20 @@ _BYTES = "uint8"
 
 @dataclass(frozen=True, eq=False)
 class ByteOperators:
-    """Rewrites calls in ``module``. ``lookup``: the value of an original variable, ``constant``: the array behind an
-    expression.
-    """
+    """Rewriter of the calls of byte steps in ``module``."""
 
     module: tvm.IRModule
     layouts: Layouts
     library: KernelLibrary
+    # Value of an original variable.
     lookup: Callable[[relax.Var], LaidOutValue | None]
+    # Array behind an expression, or None.
     constant: Callable[[relax.Expr], np.ndarray | None]
 
     def rewrite(self, binding: relax.VarBinding) -> LaidOutValue | None:
-        """The value of ``binding`` from a kernel; None where it is no such step, or too small for a vector."""
+        """Return the value of ``binding`` computed by a kernel; None if it is not a byte step, or too small for a
+        vector.
+        """
         found = step_of(self.module, binding.value)
         if found is None:
             return None
@@ -67,7 +69,7 @@ class ByteOperators:
     def _flat(
         self, values: list[LaidOutValue], given: relax.Expr, step: ByteTable | BytePair, name: str
     ) -> LaidOutValue:
-        """Byte by byte, in either layout: blocked where one of the tensors is there so."""
+        """Compute byte by byte: blocked if all tensors exist blocked, or one exists only blocked; else plain."""
         layout: Layout = "blocked" if any(value.is_blocked for value in values) else "plain"
         if all(value.is_plain for value in values) and not all(value.is_blocked for value in values):
             layout = "plain"

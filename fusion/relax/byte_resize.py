@@ -1,8 +1,8 @@
-"""Bytes between the pixels of an image: what ONNX Runtime's Resize of mode ``linear`` makes of them.
+"""Linear resizing of byte images with the rounding of ONNX Runtime's Resize of mode ``linear``.
 
-It multiplies each of four pixels by the product of two weights and adds the results one after the other, in FP32. Bytes
-in front of DequantizeLinear are dequantised first and the sum is quantised; those that a Resize reads as they are
-(operators of bytes) are cut off behind the comma.
+It multiplies each of four pixels by the product of two weights and adds the results one after the other, in FP32. In a
+Resize between DequantizeLinear and QuantizeLinear the bytes are dequantised first and the sum is quantised; a Resize
+that reads bytes directly truncates the sum.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from tvm import te, tirx
 
-# Where pixels x of a result lie in an image of ``size``, in FP32: of (x, size, result, scale).
+# Positions in the input image of ``size``, in FP32, of output pixels x: function of (x, size, result, scale).
 _POSITIONS: dict[str, Callable[[np.ndarray, np.float32, int, np.float32], np.ndarray]] = {
     "half_pixel": lambda x, size, result, scale: (x + np.float32(0.5)) / scale - np.float32(0.5),
     "pytorch_half_pixel": lambda x, size, result, scale: (
@@ -26,21 +26,22 @@ _POSITIONS: dict[str, Callable[[np.ndarray, np.float32, int, np.float32], np.nda
     "asymmetric": lambda x, size, result, scale: x / scale,
 }
 COORDINATES = frozenset(_POSITIONS)
-# Numbers that the step takes: zero point and scale of the data, scale and zero point of the result, its bounds.
+# Number of factors of the step: zero point and scale of the data, scale and zero point of the result, its bounds.
 RESIZE_FACTORS = 6
 
 
 @dataclass(frozen=True)
 class ByteResize:
-    """(data of NCHW ``shape``, pixels of rows and of columns, their weights, as :meth:`tables` makes them, factors) ->
-    the image at ``size`` (rows, columns). ``scales``: how many times as large, as the file says. ``coordinates``: one
-    of :data:`COORDINATES`. ``cut_off``: towards zero, instead of to nearest.
-    """
+    """Linear resize: (data of NCHW ``shape``, the four arrays of :meth:`tables`, factors) -> the image at ``size``."""
 
     shape: tuple[int, int, int, int]
+    # Rows and columns of the result.
     size: tuple[int, int]
+    # Ratios of result to input size along rows and columns, as the file states them.
     scales: tuple[float, float]
+    # One of :data:`COORDINATES`.
     coordinates: str
+    # Round towards zero instead of to nearest.
     cut_off: bool = False
 
     @property
@@ -49,7 +50,9 @@ class ByteResize:
         return (*self.shape[:2], *self.size)
 
     def tables(self) -> list[np.ndarray]:
-        """Pixels of rows and of columns, int32, and the weights of both, float32; each (2, extent)."""
+        """Return pixels of rows and of columns, int32, and weights of rows and of columns, float32; each
+        (2, extent).
+        """
         found = [self._taps(axis) for axis in (0, 1)]
         return [*(pixels for pixels, _ in found), *(weights for _, weights in found)]
 
@@ -66,8 +69,9 @@ class ByteResize:
 
 
 def resized(data: np.ndarray, step: ByteResize, factors: np.ndarray) -> np.ndarray:
-    """What a :class:`ByteResize` computes, in NumPy: the specification. ``v = (byte - f0) f1``, weighed and added pixel
-    by pixel; over ``f2`` to nearest, ties to even, plus ``f3``, or towards zero plus ``f3``; within ``f4 .. f5``.
+    """Compute a :class:`ByteResize` in NumPy: the specification. ``v = (byte - f0) f1`` is weighted and summed pixel by
+    pixel; the sum over ``f2`` is rounded to nearest, ties to even (with ``cut_off``: the sum is rounded towards zero),
+    ``f3`` is added, and the result is clipped to ``f4 .. f5``.
     """
     zero, scale, result_scale, result_zero, low, high = (np.float32(each) for each in factors)
     rows, columns, down, across = step.tables()
@@ -80,12 +84,12 @@ def resized(data: np.ndarray, step: ByteResize, factors: np.ndarray) -> np.ndarr
     return np.clip(steps + result_zero, low, high).astype(np.uint8)
 
 
-# Upper left, upper right, lower left, lower right.
+# Order of summation: upper left, upper right, lower left, lower right.
 _ORDER = ((0, 0), (0, 1), (1, 0), (1, 1))
 
 
 def workload(step: ByteResize) -> list[Any]:
-    """Arguments and result as tensor expressions."""
+    """Return the arguments and the result as tensor expressions."""
     data = te.placeholder(step.shape, "uint8", name="data")
     names = ("rows", "columns", "down", "across")
     tables = [

@@ -1,6 +1,6 @@
-"""A kernel that gathers the channels of a blocked tensor from others.
+"""Kernel that gathers the channels of a blocked tensor from other blocked tensors.
 
-Whole vectors where blocks stay together, shuffles of vector registers where they do not.
+It copies whole vectors where blocks stay together, and shuffles vector registers where they do not.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from schedules.contract.blocked_layout import blocked_shape
 from schedules.contract.template import Signature, TensorSpec
 from schedules.loops import emit
 
-# A parallel region costs about as much as moving this many values on one core.
+# Starting a parallel region costs about as much as moving this many values on one core.
 _SERIAL_VALUES = 8192
 _TASKS = 16
 _LEAST_PIXELS = 8
@@ -26,12 +26,11 @@ _LEAST_PIXELS = 8
 
 @dataclass(frozen=True)
 class _Vector:
-    """One vector of the result: ``lanes`` from blocks of sources, ``blocks`` in the order in which they are met.
+    """One vector of the result, gathered from blocks of the sources."""
 
-    ``lanes``: for each lane the index into ``blocks`` and the lane there.
-    """
-
+    # (source, block) pairs in the order of first use.
     blocks: tuple[tuple[int, int], ...]
+    # For each lane the index into ``blocks`` and the lane there.
     lanes: tuple[tuple[int, int], ...]
 
     @property
@@ -39,7 +38,7 @@ class _Vector:
         return self.lanes == tuple((0, lane) for lane in range(len(self.lanes)))
 
     def follows(self, before: _Vector, distance: int) -> bool:
-        """Whether both copy whole blocks of one source, this one ``distance`` blocks further on."""
+        """True if both copy whole blocks of one source, this one ``distance`` blocks further on."""
         if not (self.is_copy and before.is_copy):
             return False
         (source, block), (other, first) = self.blocks[0], before.blocks[0]
@@ -48,20 +47,21 @@ class _Vector:
 
 @dataclass
 class _Run:
-    """``count`` blocks of the result from ``first`` on; ``phases``: of its first block, by row and column."""
+    """``count`` consecutive blocks of the result from ``first`` on."""
 
     first: int
     count: int
+    # Vectors of the first block, by row and column.
     phases: list[list[_Vector]]
 
 
 def channel_move(
     sources: Sequence[tuple[int, ...]], phases: np.ndarray, lanes: int, dtype: str = "float32"
 ) -> tirx.PrimFunc:
-    """The kernel of a :class:`fusion.relax.channel_moves.ChannelMove` between blocked tensors of ``dtype``.
+    """Build the kernel of a :class:`fusion.relax.channel_moves.ChannelMove` between blocked tensors of ``dtype``.
 
-    ``sources``: their shapes as NCHW; ``phases``: as there. Lanes beyond the channels of the result hold copies of
-    others.
+    ``sources``: their NCHW shapes; ``phases``: as in ChannelMove. Lanes beyond the channels of the result hold copies
+    of other lanes.
     """
     rows, columns, channels, _ = phases.shape
     batch, _, height, width = sources[0]
@@ -88,7 +88,7 @@ def channel_move(
 
 
 def _runs(phases: np.ndarray, lanes: int) -> list[_Run]:
-    """The blocks of the result; neighbours that are copied from neighbours together."""
+    """Return the blocks of the result; adjacent blocks that are copied from adjacent blocks form one run."""
     runs: list[_Run] = []
     for block in range(-(-phases.shape[2] // lanes)):
         vectors = [[_vector(phase[block * lanes : (block + 1) * lanes], lanes) for phase in row] for row in phases]
@@ -105,13 +105,13 @@ def _runs(phases: np.ndarray, lanes: int) -> list[_Run]:
 
 
 def _vector(channels: np.ndarray, lanes: int) -> _Vector:
-    """The vector of at most ``lanes`` ``channels``, pairs of a source and a channel of it."""
+    """Return the vector of at most ``lanes`` ``channels``, given as pairs (source, channel)."""
     known: dict[tuple[int, int], int] = {}
     found = []
     for source, channel in channels.tolist():
         block, lane = divmod(channel, lanes)
         found.append((known.setdefault((source, block), len(known)), lane))
-    # What lies beyond the channels must be finite: where a block is copied, so is its rest.
+    # Lanes beyond the channels must be finite: where a block is copied, its rest is copied too.
     is_start = found == [(0, lane) for lane in range(len(found))]
     rest = [(0, lane if is_start else found[0][1]) for lane in range(len(found), lanes)]
     return _Vector(tuple(known), tuple(found + rest))
@@ -120,7 +120,7 @@ def _vector(channels: np.ndarray, lanes: int) -> _Vector:
 def _move(
     run: _Run, data: Sequence[Any], output: Any, place: tuple[Any, Any, Any], width: int, lanes: int
 ) -> None:  # fmt: skip
-    """One pixel of one block of ``run``, in all phases; ``width``: of the sources."""
+    """Emit one pixel of one block of ``run``, in all phases; ``width``: of the sources."""
     image, offset, pixel = place
     rows, columns = len(run.phases), len(run.phases[0])
     target = run.first + offset
@@ -135,7 +135,7 @@ def _move(
 
 
 def _gather(vector: _Vector, data: Sequence[Any], image: Any, offset: Any, pixel: Any, lanes: int) -> Any:
-    """``vector`` at ``pixel``: its blocks are loaded one by one and their lanes put in place."""
+    """Emit ``vector`` at ``pixel``: load its blocks one by one and put their lanes in place."""
     (source, block), *others = vector.blocks
     value = T.bind(emit.load(data[source], image, block + offset, 0, pixel, lanes=lanes))
     if not vector.is_copy:

@@ -1,4 +1,4 @@
-"""Operators that only move channels, looked through to the tensors that the channels come from.
+"""Operators that only move channels, traced to the tensors that the channels come from.
 
 Concatenation, slices, splits and look-ups of channels, channel shuffles (reshape, permute_dims, reshape) and their
 chains are one :class:`ChannelMove`; so is depth-to-space, which spreads channels over pixels.
@@ -15,8 +15,8 @@ from tvm import relax
 
 from fusion.relax.bindings import Program, is_bytes, is_float32, operator_name, slices_of, static_shape
 
-# A kernel with more arguments than this would be slow to call; what is concatenated piece by piece (dense blocks) has
-# as many.
+# Limit of the sources of a move: a kernel with more arguments would be slow to call. Step-by-step concatenations (dense
+# blocks) reach it.
 _MOST_SOURCES = 24
 
 Channel: TypeAlias = tuple[relax.Var, int]
@@ -24,18 +24,18 @@ Channel: TypeAlias = tuple[relax.Var, int]
 
 @dataclass(frozen=True, eq=False)
 class ChannelMove:
-    """Where the channels of a tensor (N, C, H, W) come from.
+    """Source of every channel of a tensor (N, C, H, W)."""
 
-    ``sources``: tensors (N, C_i, H / rows, W / columns). ``phases``: of shape (rows, columns, C, 2); channel c of pixel
-    (rows h + y, columns w + x) is that of pixel (h, w) in channel ``phases[y, x, c, 1]`` of source
-    ``phases[y, x, c, 0]``.
-    """
-
+    # Tensors (N, C_i, H / rows, W / columns).
     sources: tuple[relax.Var, ...]
+    # Shape (rows, columns, C, 2); channel c of pixel (rows h + y, columns w + x) is that of pixel (h, w) in channel
+    # ``phases[y, x, c, 1]`` of source ``phases[y, x, c, 0]``.
     phases: np.ndarray
 
     def blocks(self, lanes: int) -> slice | None:
-        """The blocks of ``lanes`` channels that are taken as they are, if it is such a row of the one source."""
+        """Return the blocks of ``lanes`` channels if the move takes consecutive whole blocks of a single source; else
+        None.
+        """
         shape = static_shape(self.sources[0])
         if len(self.sources) > 1 or self.phases.shape[:2] != (1, 1) or shape is None:
             return None
@@ -47,14 +47,14 @@ class ChannelMove:
 
 
 class ChannelMoves:
-    """Finds the moves in ``program``."""
+    """Finder of the moves in ``program``."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
         self._known: dict[relax.Var, tuple[Channel, ...]] = {}
 
     def of(self, result: relax.Var) -> ChannelMove | None:
-        """The move that ``result`` is bound to; ``None`` if it is computed in any other way."""
+        """Return the move that ``result`` is bound to; None if it is computed in any other way."""
         if static_shape(result) is None or not (is_float32(result) or is_bytes(result)):
             return None
         channels = self._spread(result)
@@ -69,12 +69,12 @@ class ChannelMoves:
         return ChannelMove(sources, np.array(phases))
 
     def _channels(self, tensor: relax.Expr) -> tuple[Channel, ...] | None:
-        """What each channel of ``tensor`` is a copy of; of itself where it is computed."""
+        """Return the source of each channel of ``tensor``: the tensor itself if it is computed."""
         shape = static_shape(tensor)
         if not isinstance(tensor, relax.Var) or shape is None or len(shape) != 4:
             return None
         if tensor not in self._known:
-            # What leaves a dataflow block may be read where the tensors that it is made of cannot be seen.
+            # The result of a dataflow block may be read where the tensors inside the block are not visible.
             moved = self._moved(tensor) if isinstance(tensor, relax.DataflowVar) else None
             if moved is None or len({source for source, _ in moved}) > _MOST_SOURCES:
                 moved = tuple((tensor, channel) for channel in range(shape[1]))
@@ -82,7 +82,7 @@ class ChannelMoves:
         return self._known[tensor]
 
     def _moved(self, tensor: relax.Var) -> tuple[Channel, ...] | None:
-        """Likewise of a call that moves channels."""
+        """Return the source of each channel of ``tensor`` if its call moves channels, else None."""
         value, name = self._value(tensor)
         if value is None:
             return None
@@ -97,7 +97,7 @@ class ChannelMoves:
         return self._shuffled(value) if name == "relax.reshape" else None
 
     def _value(self, tensor: relax.Expr) -> tuple[relax.Expr | None, str | None]:
-        """The bound value behind ``tensor`` and the name of its operator."""
+        """Return the bound value behind ``tensor`` and the name of its operator."""
         value = self._program.value(tensor)
         return value, "TupleGetItem" if isinstance(value, relax.TupleGetItem) else operator_name(value)
 
@@ -110,7 +110,7 @@ class ChannelMoves:
         return tuple(channel for part in known for channel in part) if len(known) == len(parts) else None
 
     def _taken(self, call: relax.Call) -> tuple[Channel, ...] | None:
-        """A look-up of channels whose numbers are known."""
+        """Return the channels of a look-up with constant indices, or None."""
         channels, numbers = self._channels(call.args[0]), self._program.constant(call.args[1])
         if channels is None or numbers is None or numbers.ndim != 1 or call.attrs.axis is None:
             return None
@@ -140,7 +140,9 @@ class ChannelMoves:
         return channels[begin : begin + sizes[item.index]]
 
     def _shuffled(self, call: relax.Call) -> tuple[Channel, ...] | None:
-        """``reshape(permute_dims(reshape(x)))`` that permutes factors of the channels."""
+        """Return the channels of ``reshape(permute_dims(reshape(x)))`` that permutes factors of the
+        channels, or None.
+        """
         found = self._permuted(call)
         if found is None:
             return None
@@ -152,7 +154,9 @@ class ChannelMoves:
         return tuple(channels[index] for index in order.reshape(-1))
 
     def _spread(self, result: relax.Var) -> list[list[tuple[Channel, ...]]] | None:
-        """Depth-to-space: two factors of the channels become rows and columns between those of the image."""
+        """Return the channels of a depth-to-space by phase: two factors of the channels become rows and columns. Else
+        None.
+        """
         value, name = self._value(result)
         found = self._permuted(value) if name == "relax.reshape" and value is not None else None
         shape = static_shape(result)
@@ -173,7 +177,9 @@ class ChannelMoves:
         return [[tuple(channels[index] for index in spread[:, y, x]) for x in range(columns)] for y in range(rows)]
 
     def _permuted(self, call: relax.Call) -> tuple[tuple[Channel, ...], tuple[int, ...], list[int]] | None:
-        """Channels, the factors that they are taken apart into, and the order of all axes after that."""
+        """Return channels, the factors that they are split into, and the order of all axes of the permutation; else
+        None.
+        """
         permuted, name = self._value(call.args[0])
         if permuted is None or name != "relax.permute_dims" or permuted.attrs.axes is None:
             return None
@@ -190,6 +196,6 @@ class ChannelMoves:
 
 
 def _merged(channels: tuple[Channel, ...]) -> tuple[int, ...] | None:
-    """The shape of a tensor of these ``channels``, its images as large as those that they come from."""
+    """Return the shape of a tensor of these ``channels``, with images of the size of the first source."""
     source = static_shape(channels[0][0])
     return None if source is None else (source[0], len(channels), *source[2:])

@@ -1,7 +1,7 @@
-"""What follows a convolution or dense layer and belongs to its kernel: bias, residual, activation, affine.
+"""Operators after a convolution or dense layer that its kernel computes: bias, residual, activation, affine.
 
 ``y = activation(x + bias [+ residual]) [* scale + shift] [+ residual]``; only convolutions take a scale and a shift.
-Every value in between must have no second reader.
+Every value in between must have a single reader.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ARITHMETIC = ("relax.add", "relax.subtract", "relax.multiply")
 
 @dataclass
 class Absorbed:
-    """An epilogue as far as it has been read; ``covered`` are its variables, the result last."""
+    """Epilogue as far as it has been matched."""
 
     output: relax.Var
     bias: np.ndarray | None = None
@@ -32,6 +32,7 @@ class Absorbed:
     scale: np.ndarray | None = None
     shift: np.ndarray | None = None
     slopes: np.ndarray | None = None
+    # Variables of the epilogue, the result last.
     covered: list[relax.Var] = field(default_factory=list)
 
     @property
@@ -40,7 +41,7 @@ class Absorbed:
         return Epilogue(self.bias is not None, name, self.position, self.scale is not None, slope)
 
     def parameters(self, weight: np.ndarray) -> Parameters:
-        """Of the layer with this ``weight``."""
+        """Return the parameters of the layer with this ``weight``."""
         return Parameters(weight, self.bias, self.scale, self.shift, slopes=self.slopes)
 
     def cover(self, *variables: relax.Var) -> None:
@@ -51,9 +52,9 @@ class Absorbed:
 def absorb(
     program: Program, start: relax.Var, axis: int, claimed: Collection[relax.Var], affine: bool = True
 ) -> Absorbed:
-    """The longest epilogue behind ``start``, whose channels lie along ``axis``; stops at ``claimed`` variables.
+    """Return the longest epilogue after ``start``, whose channels are along ``axis``; stop at ``claimed`` variables.
 
-    ``affine``: whether the kernel takes what varies along the channels after the sum: a scale and a shift, slopes.
+    ``affine``: the kernel supports parameters along the channels after the sum: a scale and a shift, slopes.
     """
     state = Absorbed(start)
     while True:
@@ -86,7 +87,7 @@ def _absorb_activation(program: Program, state: Absorbed, claimed: Collection[re
 def _absorb_prelu(
     program: Program, state: Absorbed, claimed: Collection[relax.Var], axis: int, by_channel: bool
 ) -> bool:
-    """A parametric ReLU: with one slope between zero and one a leaky ReLU, else a slope for each channel."""
+    """Absorb a parametric ReLU: with one slope between zero and one a leaky ReLU, else one slope per channel."""
     binding = _only_user(program, state.output)
     shape = static_shape(state.output)
     if binding is None or binding.var in claimed or operator_name(binding.value) != "relax.nn.prelu" or shape is None:
@@ -106,7 +107,7 @@ def _absorb_prelu(
 
 
 def _only_user(program: Program, var: relax.Var) -> relax.VarBinding | None:
-    """The binding that alone reads ``var``, in its block."""
+    """Return the only binding that reads ``var``, if it is in the same block; else None."""
     users = program.users.get(var, [])
     if len(users) != 1 or users[0] < 0 or program.block[users[0]] != program.block[program.position[var]]:
         return None
@@ -114,7 +115,7 @@ def _only_user(program: Program, var: relax.Var) -> relax.VarBinding | None:
 
 
 def _sole_reader(program: Program, var: relax.Var, claimed: Collection[relax.Var]) -> relax.VarBinding | None:
-    """The only reader of ``var`` if it adds, subtracts or multiplies and keeps the shape."""
+    """Return the only reader of ``var`` if it adds, subtracts or multiplies and keeps the shape; else None."""
     binding = _only_user(program, var)
     if binding is None or operator_name(binding.value) not in _ARITHMETIC or binding.var in claimed:
         return None
@@ -122,7 +123,7 @@ def _sole_reader(program: Program, var: relax.Var, claimed: Collection[relax.Var
 
 
 def _absorb_bias(program: Program, state: Absorbed, binding: relax.VarBinding, axis: int) -> bool:
-    """A constant along the channels, added before the activation."""
+    """Absorb a constant along the channels that is added before the activation."""
     if not _may_activate(state):
         return False
     bias = _added(program, state, binding, axis)
@@ -134,7 +135,7 @@ def _absorb_bias(program: Program, state: Absorbed, binding: relax.VarBinding, a
 
 
 def _absorb_affine(program: Program, state: Absorbed, binding: relax.VarBinding, axis: int) -> bool:
-    """Constants along the channels behind the activation: factors and summands, in any order."""
+    """Absorb constants along the channels after the activation: factors and summands, in any order."""
     if state.position == "after_activation" or (state.activation is None and state.residual is None):
         return False
     if operator_name(binding.value) == "relax.multiply":
@@ -154,7 +155,7 @@ def _absorb_affine(program: Program, state: Absorbed, binding: relax.VarBinding,
 
 
 def _added(program: Program, state: Absorbed, binding: relax.VarBinding, axis: int) -> np.ndarray | None:
-    """The constant per channel that an addition or subtraction adds."""
+    """Return the constant per channel that an addition or subtraction adds, or None."""
     name, left = operator_name(binding.value), binding.value.args[0]
     if name not in ("relax.add", "relax.subtract"):
         return None
@@ -172,7 +173,9 @@ def _constant_operand(program: Program, state: Absorbed, binding: relax.VarBindi
 
 
 def per_channel(constant: np.ndarray, shape: tuple[int, ...], axis: int) -> np.ndarray | None:
-    """``constant``, broadcast against ``shape``, as a vector over ``axis``; None if it varies along another axis."""
+    """Return ``constant``, broadcast against ``shape``, as a vector over ``axis``; None if it varies along another
+    axis.
+    """
     if constant.ndim > len(shape) or constant.dtype != np.float32:
         return None
     aligned = constant.reshape((1,) * (len(shape) - constant.ndim) + constant.shape)
@@ -182,7 +185,7 @@ def per_channel(constant: np.ndarray, shape: tuple[int, ...], axis: int) -> np.n
 
 
 def _absorb_residual(program: Program, state: Absorbed, binding: relax.VarBinding) -> bool:
-    """Another tensor of the same shape."""
+    """Absorb the addition of another tensor of the same shape."""
     if state.residual is not None or operator_name(binding.value) != "relax.add":
         return False
     left, right = binding.value.args

@@ -1,4 +1,4 @@
-"""A Relax function as a :class:`fusion.model.conv_graph.Graph`."""
+"""Conversion of a Relax function to a :class:`fusion.model.conv_graph.Graph`."""
 
 from __future__ import annotations
 
@@ -32,14 +32,16 @@ from schedules.contract.template import Parameters
 
 
 def extract_graph(mod: tvm.IRModule, function: str = "main") -> Graph:
-    """The graph of one Relax function; reads only. ``ModelError`` if there is no such function."""
+    """Return the graph of one Relax function; the module is not changed. ``ModelError`` if there is no such
+    function.
+    """
     names = [variable.name_hint for variable, body in mod.functions.items() if isinstance(body, relax.Function)]
     if function not in names:
         raise ModelError(f"the module has no Relax function {function!r}; it has {', '.join(names) or 'none'}")
     program = read_program(mod[function])
     claimed: set[relax.Var] = set()
     nodes: list[Node] = []
-    # Backwards: an addition of two branches belongs to the later one, whose other operand then exists already.
+    # Backwards: an addition of two branches belongs to the later branch, whose other operand exists at that point.
     for binding in reversed(program.bindings):
         node = None if binding.var in claimed else _node(mod, program, binding, claimed)
         if node is not None:
@@ -87,13 +89,13 @@ def _others(program: Program, nodes: Sequence[Node]) -> tuple[Other, ...]:
 
 
 def _called(call: relax.Call) -> str:
-    """What ``call`` calls, for people: a function of the module by its name without a number."""
+    """Return the name of a call for reports; for a function of the module, its name without a number."""
     name = operator_name(call)
     return call.args[0].name_hint.rstrip("_0123456789") if name == "relax.call_tir" else name or str(call.op)
 
 
 def _node(mod: tvm.IRModule, program: Program, binding: relax.VarBinding, claimed: set[relax.Var]) -> Node | None:
-    """The node that begins at ``binding``; None if it begins none."""
+    """Return the node that begins at ``binding``; None if no node begins there."""
     name = operator_name(binding.value)
     if (known := operator_of(mod, binding.value)) is not None:
         return _integer_node(program, binding, *known)
@@ -121,7 +123,7 @@ def _pool_node(program: Program, binding: relax.VarBinding) -> Node | None:
 def _integer_node(
     program: Program, binding: relax.VarBinding, operator: Conv2d | Dense, arguments: Sequence[relax.Expr]
 ) -> Node | None:
-    """A layer in whole numbers, with the arguments of its workload."""
+    """Return the node of an integer layer from the arguments of its workload; None if a parameter is computed."""
     data, *others = arguments
     residual = others.pop() if operator.epilogue.residual else None
     constants = [array for array in map(program.constant, others) if array is not None]
@@ -167,7 +169,7 @@ def _conv_node(program: Program, binding: relax.VarBinding, claimed: set[relax.V
 
 
 def _dense_node(program: Program, binding: relax.VarBinding, claimed: set[relax.Var]) -> Node | None:
-    """A product with a constant matrix; leading dimensions of the data are rows."""
+    """Return the node of a product with a constant matrix, or None; leading dimensions of the data are rows."""
     data, weight = binding.value.args[0], program.constant(binding.value.args[1])
     shape = static_shape(data)
     if weight is None or shape is None or weight.ndim != 2 or len(shape) < 2 or not _is_plain_float(data, weight):
@@ -206,7 +208,7 @@ def _is_plain_float(data: relax.Expr, weight: np.ndarray) -> bool:
 
 
 def _norm_node(program: Program, binding: relax.VarBinding) -> Node | None:
-    """A layer norm over the channels of an image."""
+    """Return the node of a layer norm over the channels of an image, or None."""
     call = binding.value
     data, shape = call.args[0], image_shape(call.args[0])
     scale, shift = (program.constant(arg) for arg in call.args[1:])
@@ -247,7 +249,7 @@ def _pool_operator(name: str, call: relax.Call) -> Pool2d | None:
 
 
 def _window_pool(kind: Literal["max", "average"], call: relax.Call, shape: tuple[int, int, int, int]) -> Pool2d | None:
-    """Window pooling; with ``ceil_mode`` the padding behind grows until every window fits."""
+    """Return a window pooling, or None; with ``ceil_mode`` the padding at the end grows until every window fits."""
     attrs = call.attrs
     if _pair(attrs.dilation) != (1, 1) or attrs.layout != "NCHW" or (attrs.out_layout or "NCHW") != "NCHW":
         return None
@@ -263,8 +265,8 @@ def _window_pool(kind: Literal["max", "average"], call: relax.Call, shape: tuple
     ]
     counts_padding = kind == "average" and bool(attrs.count_include_pad)
     if counts_padding and grown != [bottom, right]:
-        return None  # what the divisor of an overhanging window is differs between frameworks
-    # A window that sees only padding has no maximum and no mean.
+        return None  # frameworks use different divisors for a window that reaches beyond the padding
+    # A window of padding alone has no maximum and no mean.
     starts = zip(out[2:], stride, (top, left), shape[2:], strict=True)
     if top >= kernel[0] or left >= kernel[1] or any((n - 1) * step - pad >= size for n, step, pad, size in starts):
         return None
@@ -281,7 +283,7 @@ def _pair(values: Sequence[int]) -> tuple[int, int]:
 
 
 def _four(values: Sequence[int]) -> tuple[int, int, int, int]:
-    """Padding as (top, left, bottom, right) from one, two (vertical, horizontal) or four numbers."""
+    """Return padding as (top, left, bottom, right) from one, two (vertical, horizontal) or four numbers."""
     numbers = [int(value) for value in values]
     if len(numbers) == 4:
         return (numbers[0], numbers[1], numbers[2], numbers[3])

@@ -1,7 +1,7 @@
 """Group and instance norms of blocked images: a kernel for the statistics of every channel, and one that normalises.
 
-Statistics are means and sums of squared differences to them, of bands of pixels; they are put together as Chan, Golub
-and LeVeque do (1979), so that a mean far from zero costs no digits.
+The statistics are means and sums of squared differences from them, over bands of pixels; they are combined by the
+method of Chan, Golub and LeVeque (1979), so that a mean far from zero costs no digits.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ from schedules.loops import emit
 _TASKS_PER_THREAD = 4
 _LEAST_PIXELS = 64
 _SERIAL_VALUES = 8192
-# Running sums that hide the latency of an addition.
+# Independent running sums, to hide the latency of an addition.
 _WAYS = 4
 
 
 @dataclass(frozen=True)
 class GroupNorm2d:
-    """Every image of NCHW ``shape`` normalised in ``groups`` of channels; as many groups as channels: instance norm."""
+    """Group norm of images of NCHW ``shape`` in ``groups`` of channels; with as many groups as channels,
+    instance norm.
+    """
 
     shape: tuple[int, int, int, int]
     groups: int
@@ -42,17 +44,17 @@ class GroupNorm2d:
 
     @property
     def pixels(self) -> int:
-        """Of an image."""
+        """Pixels of an image."""
         return self.shape[2] * self.shape[3]
 
     def is_covered(self, lanes: int) -> bool:
-        """Whether groups are whole vectors, or vectors whole groups."""
+        """True if groups are whole vectors, or vectors whole groups."""
         return self.group_channels % lanes == 0 or lanes % self.group_channels == 0
 
 
 @dataclass(frozen=True)
 class _Bands:
-    """The pixels of an image in ``count`` bands of ``size``, the last of which may hold fewer."""
+    """Pixels of an image in ``count`` bands of ``size``, the last of which may have fewer."""
 
     pixels: int
     size: int
@@ -67,12 +69,14 @@ class _Bands:
         return -(-self.pixels // self.size)
 
     def holds(self, band: int) -> int:
-        """Pixels of ``band``."""
+        """Return the number of pixels of ``band``."""
         return min(self.size, self.pixels - band * self.size)
 
     @contextmanager
     def each(self, norm: GroupNorm2d, cpu: CpuTarget) -> Iterator[tuple[Any, Any, Any, Any, Any]]:
-        """A task for each: image, block of channels, band, its first pixel and the one behind its last."""
+        """Open a task per image, block of channels and band; yield these three, the first pixel and the end of the
+        band.
+        """
         count = blocks(norm.shape[1], cpu.lanes)
         tasks = norm.shape[0] * count * self.count
         serial = tasks * self.size * cpu.lanes < _SERIAL_VALUES
@@ -84,12 +88,14 @@ class _Bands:
 
 
 def statistics_shape(norm: GroupNorm2d, cpu: CpuTarget) -> tuple[int, ...]:
-    """Of what :func:`channel_statistics` writes: (image, block, band, mean and sum of squares, lane)."""
+    """Return the shape of the result of :func:`channel_statistics`: (image, block, band, mean and sum of squares,
+    lane).
+    """
     return (norm.shape[0], blocks(norm.shape[1], cpu.lanes), _Bands.of(norm, cpu).count, 2, cpu.lanes)
 
 
 def pack_group_norm(norm: GroupNorm2d, weight: np.ndarray, bias: np.ndarray, lanes: int) -> np.ndarray:
-    """Weights, then biases, (2, blocks, lanes); zeros beyond the channels."""
+    """Return weights, then biases, (2, blocks, lanes), with zeros beyond the channels."""
     count = blocks(norm.shape[1], lanes)
     packed = np.zeros((2, count * lanes), np.float32)
     packed[:, : norm.shape[1]] = weight.reshape(-1), bias.reshape(-1)
@@ -97,7 +103,9 @@ def pack_group_norm(norm: GroupNorm2d, weight: np.ndarray, bias: np.ndarray, lan
 
 
 def channel_statistics(norm: GroupNorm2d, cpu: CpuTarget, dtype: str = "float32") -> tirx.PrimFunc:
-    """(data of ``dtype``, statistics): twice over every band, the second time out of a cache."""
+    """Build the kernel of the statistics: (data of ``dtype``, statistics). It reads every band twice, the second time
+    from a cache.
+    """
     lanes, bands = cpu.lanes, _Bands.of(norm, cpu)
     data_spec = TensorSpec(blocked_shape(norm.shape, lanes), "blocked", dtype)
     signature = Signature(data_spec, (), None, TensorSpec(statistics_shape(norm, cpu)))
@@ -137,7 +145,9 @@ def channel_statistics(norm: GroupNorm2d, cpu: CpuTarget, dtype: str = "float32"
 
 
 def group_norm(norm: GroupNorm2d, cpu: CpuTarget, dtype: str = "float32") -> tirx.PrimFunc:
-    """(data, statistics, weights and biases, result); data and result are of ``dtype``."""
+    """Build the normalising kernel: (data, statistics, weights and biases, result), with data and result of
+    ``dtype``.
+    """
     lanes, bands = cpu.lanes, _Bands.of(norm, cpu)
     count = blocks(norm.shape[1], lanes)
     spec = TensorSpec(blocked_shape(norm.shape, lanes), "blocked", dtype)

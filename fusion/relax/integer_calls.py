@@ -1,7 +1,7 @@
-"""Layers in whole numbers as they stand in Relax: calls of the functions that specify them, which say what they are.
+"""Integer layers in Relax: calls of the functions that specify them, tagged with the operator.
 
-Such a function is :func:`schedules.contract.operator_workload.workload` of the operator, so that a layer which no
-kernel computes is compiled as any other function is, to the same bytes; by itself, since TVM cannot fuse several.
+The function is :func:`schedules.contract.operator_workload.workload` of the operator, so that a layer without a kernel
+is compiled as any other function and gives the same bytes. It is compiled alone: TVM cannot fuse several of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ _OPERATOR = "fusion.operator"
 
 
 def integer_call(builder: relax.BlockBuilder, operator: Conv2d | Dense, arguments: Sequence[relax.Expr]) -> relax.Expr:
-    """``operator``, of ``int8``, on the arguments of its workload; adds the function to the module of ``builder``."""
+    """Return a call of ``operator`` (``int8``) on the arguments of its workload; adds the function to the module of
+    ``builder``.
+    """
     function = workload(operator)["main"].without_attr("global_symbol")
     function = function.with_attr(_OPERATOR, json.dumps(to_record(operator)))
     kind = "conv" if isinstance(operator, Conv2d) else "dense"
@@ -32,7 +34,7 @@ def integer_call(builder: relax.BlockBuilder, operator: Conv2d | Dense, argument
 
 
 def operator_of(mod: tvm.IRModule, expr: relax.Expr) -> tuple[Any, list[relax.Expr]] | None:
-    """The operator that a call computes, and its arguments; ``None`` for anything else."""
+    """Return the operator that a call computes, and its arguments; None for any other expression."""
     if operator_name(expr) != "relax.call_tir":
         return None
     function = mod[expr.args[0]]

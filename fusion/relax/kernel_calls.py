@@ -1,7 +1,7 @@
-"""Which layers the kernels of a network compute, in the order in which a run calls them.
+"""Names of the layers that the kernels of a network compute, in the order of the calls of a run.
 
-The library that is shipped knows its kernels by their symbols alone, and equal layers share one. So the variables that
-the calls are bound to, which carry the names of ONNX nodes, are written down before memory planning loses them.
+The compiled library identifies its kernels by their symbols only, and equal layers share one. The variables that the
+calls are bound to have the names of ONNX nodes, so they are recorded before memory planning drops them.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from tvm import relax
 
 from fusion.model.layer_names import result_name
 
-# Calls that are left at this point of the pipeline and each run one function of the library.
+# Calls that remain at this point of the pipeline; each runs one function of the library.
 _CALLS = frozenset({"relax.call_tir", "relax.call_tir_inplace", "relax.call_dps_packed"})
 
 
 def kernel_layers(mod: tvm.IRModule, function: str = "main") -> tuple[str, ...]:
-    """A name for every kernel call of ``function`` in program order, of the variable that it defines; that of the
-    result (:func:`fusion.model.layer_names.result_name`) where it, or a view of it, is one.
+    """Return the name of the variable that each kernel call of ``function`` defines, in program order; the name of the
+    result (:func:`fusion.model.layer_names.result_name`) if the variable, or a view of it, is one.
 
-    Nothing where the function is not a plain sequence of calls: which kernels run is decided by the data then.
+    Empty if the function is not a plain sequence of calls: then the data decide which kernels run.
     """
     body = mod[function].body
     bindings = [binding for block in body.blocks for binding in block.bindings]
@@ -39,7 +39,7 @@ def kernel_layers(mod: tvm.IRModule, function: str = "main") -> tuple[str, ...]:
 
 
 def _results(body: relax.Expr, values: dict[relax.Var, relax.Expr]) -> list[relax.Var]:
-    """The variables that a function returns."""
+    """Return the variables that a function returns."""
     while isinstance(body, relax.Var) and isinstance(values.get(body), (relax.Var, relax.Tuple)):
         body = values[body]
     fields = body.fields if isinstance(body, relax.Tuple) else [body]
@@ -47,7 +47,7 @@ def _results(body: relax.Expr, values: dict[relax.Var, relax.Expr]) -> list[rela
 
 
 def _source(value: relax.Expr) -> relax.Var | None:
-    """The variable of which ``value`` is another name or a view."""
+    """Return the variable of which ``value`` is an alias or a view, else None."""
     if _operator(value) == "relax.reshape":
         value = value.args[0]
     return value if isinstance(value, relax.Var) else None

@@ -1,9 +1,9 @@
-"""Machine code of a module's kernels, each compiled once and several at a time.
+"""Machine code of a module's kernels, each compiled once, in parallel.
 
-One build of a network spends nearly all of its time on the kernels, and TVM compiles them one after the other. Most
-kernels of the next build are those of the one before: with another fusion, another configuration here and there, or
-one more output. So every kernel becomes an object file of its own, made by a pool of threads (TVM and LLVM hold no
-lock of Python while they compile), and is linked into every library that needs it.
+Nearly all of the time of a build is spent on the kernels, and TVM compiles them one after the other. Most kernels of
+the next build are those of the previous one: it differs by a fusion, a few configurations, or one more output. So every
+kernel becomes a separate object file, made by a pool of threads (TVM and LLVM do not hold Python's lock while they
+compile), and is linked into every library that needs it.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from costmodel.base.termination import Terminated
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.kernel_compilation import pass_context, tir_pipeline
 
-# TVM joins the names of all operators that it fuses into a kernel's, and no file may be called by more than 255 bytes.
+# TVM joins the names of all operators fused into a kernel, and a file name may have at most 255 bytes.
 _LONGEST_NAME = 96
 
 
 @dataclass(frozen=True, eq=False)
 class KernelObject:
-    """``function`` compiled into the object file ``path``, where it is called ``symbol``."""
+    """``function`` compiled into the object file ``path`` under the name ``symbol``."""
 
     function: tirx.PrimFunc
     symbol: str
@@ -41,10 +41,12 @@ class KernelObject:
 
 
 class KernelObjects:
-    """Object files for one CPU in ``directory``, which outlives this. Several threads may ask."""
+    """Store of object files for one CPU in ``directory``, which is kept afterwards. Thread-safe."""
 
     def __init__(self, directory: Path, cpu: CpuTarget, threads: int | None = None) -> None:
-        """``threads``: so many kernels are compiled at a time; default: the cores of this process."""
+        """Store objects in ``directory``; ``threads``: kernels compiled in parallel (default: the cores of this
+        process).
+        """
         self._directory = directory
         self._target = cpu.tvm_target()
         self._threads = threads or usable_cores()
@@ -59,12 +61,12 @@ class KernelObjects:
         return self._seconds
 
     def stop(self) -> None:
-        """Kernels that are waiting are given up, by whichever thread waits for them: the job ends."""
+        """Cancel the kernels that are not started yet, as the job ends; their futures raise ``CancelledError``."""
         self._stopped = True
 
     def compile(self, functions: Mapping[str, tirx.PrimFunc]) -> dict[str, KernelObject]:
-        """The objects of ``functions``, by the same names; what TVM raises where it cannot compile one, ``OutputError``
-        where there is no room for it.
+        """Return the objects of ``functions`` by the same names. Raises TVM's error if it cannot compile one,
+        ``OutputError`` if the disk is full.
         """
         started = time.monotonic()
         with ThreadPoolExecutor(self._threads) as pool:
@@ -85,7 +87,7 @@ class KernelObjects:
             for known, future in alike:
                 if tvm_ffi.structural_equal(known, anonymous):
                     return future
-            # The name is for people who profile the library; the digest and the number make it unique.
+            # The name helps when profiling the library; the digest and the number make it unique.
             symbol = f"{name[:_LONGEST_NAME]}_{digest & 0xFFFFFFFFFFFFFFFF:016x}_{len(alike)}"
             future = pool.submit(self._compile, anonymous, symbol)
             alike.append((anonymous, future))
@@ -95,7 +97,7 @@ class KernelObjects:
         if self._stopped:
             raise CancelledError
         module = tvm.IRModule({symbol: function.with_attr("global_symbol", symbol)})
-        with pass_context():  # of this thread: contexts are thread-local
+        with pass_context():  # contexts are thread-local
             compiled = tvm.tirx.build(module, target=self._target, pipeline=tir_pipeline())
         path = self._directory / f"{symbol}.o"
         try:
@@ -109,14 +111,14 @@ class KernelObjects:
 
 
 def _object_code(compiled: Any) -> bytes:
-    """The object file of a module, written to memory: LLVM ends the whole process where a disk is full."""
+    """Return the object file of a module, written to memory: LLVM ends the whole process if a disk is full."""
     with open(os.memfd_create("object"), "rb") as memory:
         compiled.write_to_file(f"/proc/self/fd/{memory.fileno()}", "o")
         return memory.read()
 
 
 def separately_compiled(objects: KernelObjects) -> tvm.transform.Pass:
-    """A pass at the end of Relax's: every kernel becomes the symbol of an object file, which is linked."""
+    """Return the last Relax pass: it replaces every kernel by the symbol of an object file, which is linked."""
 
     @tvm.transform.module_pass(opt_level=0, name="fusion.kernel_objects")
     def replace(mod: tvm.IRModule, _: tvm.transform.PassContext) -> tvm.IRModule:

@@ -1,9 +1,10 @@
-"""Kernels between the plain (NCHW) and the blocked layout, V x V transpositions in vector registers; and between rows
-of pixels (N, H W, C), as attention has them, and the blocked layout, copies of vectors. What is read in one number type
-may be written in another.
+"""Kernels between the plain (NCHW) and the blocked layout, by V x V transpositions in vector registers; and between
+rows of pixels (N, H W, C), the layout of attention, and the blocked layout, by copies of vectors. Source and target may
+have different dtypes.
 
-A tile is V pixels of V channels: V vector loads, ``log2 V`` stages of shuffles, V vector stores. The last tile of
-an image moves back to end with it, so that every access is a whole vector; images smaller than V pixels go by scalars.
+A tile is V pixels of V channels: V vector loads, ``log2 V`` stages of shuffles, V vector stores. The last tile of an
+image is moved back to end with it, so that every access is a whole vector; images smaller than V pixels are copied by
+scalars.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from schedules.contract.blocked_layout import blocked_shape
 from schedules.contract.template import Signature, TensorSpec
 from schedules.loops import emit
 
-# A parallel region costs about as much as moving this many values on one core.
+# Starting a parallel region costs about as much as moving this many values on one core.
 _SERIAL_VALUES = 4096
 _TILES_PER_TASK = 8
 
@@ -28,8 +29,8 @@ Shape = tuple[int, int, int, int]
 
 
 def to_blocked(shape: Shape, lanes: int, source: str = "float32", target: str = "float32") -> tirx.PrimFunc:
-    """NCHW of the number type ``source`` -> (N, ceil(C/V), H, W, V) of ``target``; lanes beyond the channels become
-    zero.
+    """Build the kernel from NCHW of dtype ``source`` to (N, ceil(C/V), H, W, V) of ``target``; lanes beyond the
+    channels become zero.
     """
     geometry = _Geometry(shape, lanes)
 
@@ -55,7 +56,7 @@ def to_blocked(shape: Shape, lanes: int, source: str = "float32", target: str = 
 
 
 def to_plain(shape: Shape, lanes: int, source: str = "float32", target: str = "float32") -> tirx.PrimFunc:
-    """(N, ceil(C/V), H, W, V) of the number type ``source`` -> NCHW of ``shape``, of ``target``."""
+    """Build the kernel from (N, ceil(C/V), H, W, V) of dtype ``source`` to NCHW of ``shape`` and dtype ``target``."""
     geometry = _Geometry(shape, lanes)
 
     def body(data: Any, output: Any) -> None:
@@ -76,8 +77,8 @@ def to_plain(shape: Shape, lanes: int, source: str = "float32", target: str = "f
 
 
 def rows_to_blocked(shape: Shape, lanes: int, dtype: str = "float32") -> tirx.PrimFunc:
-    """(N, H W, C) of ``dtype`` -> (N, ceil(C/V), H, W, V) of float32 for an image of NCHW ``shape``; lanes beyond the
-    channels become zero.
+    """Build the kernel from (N, H W, C) of ``dtype`` to (N, ceil(C/V), H, W, V) of float32 for an image of NCHW
+    ``shape``; lanes beyond the channels become zero.
     """
     geometry = _Geometry(shape, lanes)
 
@@ -97,7 +98,9 @@ def rows_to_blocked(shape: Shape, lanes: int, dtype: str = "float32") -> tirx.Pr
 
 
 def blocked_to_rows(shape: Shape, lanes: int, dtype: str = "float32") -> tirx.PrimFunc:
-    """(N, ceil(C/V), H, W, V) of ``dtype`` -> (N, H W, C) of float32 for an image of NCHW ``shape``."""
+    """Build the kernel from (N, ceil(C/V), H, W, V) of ``dtype`` to (N, H W, C) of float32 for an image of NCHW
+    ``shape``.
+    """
     geometry = _Geometry(shape, lanes)
 
     def body(data: Any, output: Any) -> None:
@@ -129,7 +132,7 @@ def _signature(shape: Shape, lanes: int, source: str, target: str, blocked_outpu
 
 @dataclass(frozen=True)
 class _Geometry:
-    """How an image is cut into tiles and tasks."""
+    """Division of an image into tiles and tasks."""
 
     shape: Shape
     lanes: int
@@ -139,7 +142,7 @@ class _Geometry:
         return self.shape[2] * self.shape[3]
 
     def emit(self, tile: Callable[..., None], scalars: Callable[..., None]) -> None:
-        """Loops over whole channel blocks and over the last block where it is not whole."""
+        """Emit loops over whole channel blocks, and over the last block if it is partial."""
         whole, rest = divmod(self.shape[1], self.lanes)
         for first, count, channels in ((0, whole, self.lanes), (whole, min(rest, 1), rest)):
             if count and self.pixels < self.lanes:
@@ -161,7 +164,7 @@ class _Geometry:
                 tile(image, first + block, pixel, channels)
 
     def emit_pixels(self, pixel: Callable[..., None]) -> None:
-        """``pixel(image, block, pixel, channels of the block)`` for every pixel of every block."""
+        """Emit ``pixel(image, block, pixel, channels of the block)`` for every pixel of every block."""
         whole, rest = divmod(self.shape[1], self.lanes)
         size = _TILES_PER_TASK * self.lanes
         chunks = -(-self.pixels // size)
@@ -181,13 +184,13 @@ class _Geometry:
 
 
 def _vector(buffer: Any, *indices: Any, lanes: int) -> Any:
-    """The vector at ``indices``, the last of which is a ramp, in float32."""
+    """Return the vector at ``indices``, the last of which is a ramp, in float32."""
     value = buffer[indices]
     return value if buffer.dtype == "float32" else emit.widened(value, lanes)
 
 
 def _gathered(buffer: Any, places: Sequence[tuple[Any, ...]], dtype: str, lanes: int) -> Any:
-    """A vector of the scalars at ``places`` of ``buffer``, which is of ``dtype``, and zeros behind them."""
+    """Return a vector of the scalars at ``places`` of ``buffer`` (of ``dtype``), followed by zeros."""
     ((register,),) = emit.registers(1, 1, lanes, dtype)
     zero: Any = tirx.FloatImm("float32", 0.0)
     if dtype != "float32":
@@ -198,7 +201,7 @@ def _gathered(buffer: Any, places: Sequence[tuple[Any, ...]], dtype: str, lanes:
 
 
 def _scatter(buffer: Any, value: Any, places: Sequence[tuple[Any, ...]], dtype: str, lanes: int) -> None:
-    """The first lanes of ``value`` to ``places`` of ``buffer``, which is of ``dtype``."""
+    """Store the first lanes of ``value`` to ``places`` of ``buffer`` (of ``dtype``)."""
     ((register,),) = emit.registers(1, 1, lanes, dtype)
     emit.store(register, value, lanes=lanes)
     for lane, place in enumerate(places):
@@ -214,7 +217,7 @@ def _split(index: Any, extent: int) -> tuple[Any, Any]:
 
 
 def _transpose(rows: Sequence[Any], lanes: int) -> list[Any]:
-    """The columns of a square of vectors: stage by stage, halves of pairs of vectors change places."""
+    """Return the columns of a square of vectors: at each stage, pairs of vectors exchange halves."""
     current = list(rows)
     step = 1
     while step < lanes:

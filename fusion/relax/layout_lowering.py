@@ -1,8 +1,8 @@
-"""Groups of a plan to calls of template kernels, with a layout and a number type for every tensor in between.
+"""Lowering of the groups of a plan to calls of template kernels, with a layout and a dtype for every tensor in between.
 
-Every tensor may exist plain and blocked, and in the number types that its readers want; a kernel asks for those of its
-signature, and a conversion is emitted where the tensor does not exist so yet: between two kernels of ours of one number
-type there is none. Inputs, outputs and what no kernel of ours computes keep the types of the module.
+A tensor may exist plain and blocked, and in the dtypes that its readers need; a kernel requests those of its signature,
+and a conversion is emitted if the tensor does not exist in that form yet: none is needed between two template kernels
+of one dtype. Inputs, outputs and operators without a template kernel keep the dtypes of the module.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fusion.relax.row_operators import RowOperators
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import Config, TensorSpec
 
-# Operators that change the shape of a tensor and nothing else.
+# Operators that only change the shape of a tensor.
 _VIEWS = frozenset({"relax.reshape", "relax.flatten", "relax.squeeze", "relax.expand_dims"})
 
 
@@ -39,17 +39,17 @@ def lower(
     function: str = "main",
     groups_only: bool = False,
 ) -> tvm.IRModule:
-    """``mod`` with the groups of ``plan`` replaced by calls of template kernels; a new module.
+    """Return a new module: ``mod`` with the groups of ``plan`` replaced by calls of template kernels.
 
-    ``plan`` comes from the graph of this very module. Nodes in no group, and groups that no template covers, stay as
-    they are; a covered operator without an entry in ``configs`` is a ``KeyError``. Element-wise operators of the rest
-    run on blocked tensors where their operands are blocked. ``groups_only`` leaves the rest untouched and makes
-    kernels that any pipeline of TVM takes, not only :func:`fusion.relax.machine_code.build`.
+    ``plan`` must come from the graph of this very module. Nodes in no group, and groups that no template covers, stay
+    unchanged; ``KeyError`` for a covered operator without an entry in ``configs``. Other element-wise operators run on
+    blocked tensors if their operands are blocked. ``groups_only`` leaves the rest of the module untouched and makes
+    kernels for any pipeline of TVM, not only :func:`fusion.relax.machine_code.build`.
     """
     groups = [group for group in plan.groups if is_covered(group.operator, cpu)]
     rewriter = _Lowering(mod, function, groups, configs, cpu, groups_only)
     lowered = rewriter.run()
-    # Conversions of tensors that nothing reads plain, constants and kernels that lost their users.
+    # Removes conversions of tensors without a plain reader, and constants and kernels that lost their users.
     return relax.transform.DeadCodeElimination([function])(lowered)
 
 
@@ -72,7 +72,7 @@ class _Lowering(PyExprMutator):
         self.averages = {} if groups_only else _averages(groups)
         self.skipped = {var for group in groups for node in group.nodes for var in node.covered} - set(self.group_of)
         self.values: dict[relax.Var, LaidOutValue] = {}
-        self.averaged: dict[relax.Var, LaidOutValue] = {}  # global averages that are made already
+        self.averaged: dict[relax.Var, LaidOutValue] = {}  # global averages that are already computed
         self.library = KernelLibrary(self.builder_, cpu, configs, as_s_tir=groups_only)
         self.layouts = Layouts(self.builder_.emit, self.library, cpu.lanes)
         moves = ChannelMoves(self.program)
@@ -87,15 +87,15 @@ class _Lowering(PyExprMutator):
         self.byte_operators = None if groups_only else steps
 
     def run(self) -> tvm.IRModule:
-        """The rewritten module."""
+        """Return the rewritten module."""
         function = self.module[self.function]
         self.builder_.update_func(self.module.get_global_var(self.function), self.visit_expr(function))
         return self.builder_.get()
 
-    # --- what other parts ask ---------------------------------------------------------------------
+    # --- interface of the other parts -------------------------------------------------------------
 
     def value_of(self, var: relax.Var) -> LaidOutValue | None:
-        """The tensor behind an original variable in its layouts; None if it is no tensor of static shape."""
+        """Return the tensor of an original variable in its layouts; None if it is not a tensor of static shape."""
         if var not in self.values:
             shape = static_shape(var)
             if shape is None:
@@ -104,7 +104,7 @@ class _Lowering(PyExprMutator):
         return self.values[var]
 
     def _feeds_kernel(self, var: relax.Var) -> bool:
-        """Whether some group reads ``var``."""
+        """True if a group reads ``var``."""
         readers = (self.program.bindings[user].var for user in self.program.users.get(var, ()) if user >= 0)
         return any(reader in self.skipped or reader in self.group_of for reader in readers)
 
@@ -121,7 +121,7 @@ class _Lowering(PyExprMutator):
 
     def visit_dataflow_block_(self, block: relax.DataflowBlock) -> relax.BindingBlock:
         result = super().visit_dataflow_block_(block)
-        # Conversions inside a dataflow block cannot be seen behind it; what it gives away is plain.
+        # Conversions inside a dataflow block are not visible after it; the outputs of the block are plain.
         self.values.clear()
         return result
 
@@ -165,13 +165,15 @@ class _Lowering(PyExprMutator):
             self._define(binding.var, view)
             return
         if isinstance(binding.value, relax.If | relax.Function):
-            # A conversion emitted inside a branch could not be seen behind it.
+            # A conversion emitted inside a branch would not be visible after it.
             for var in variables(binding.value):
                 self._plain_use(var)
         super().visit_var_binding_(binding)
 
     def _view(self, binding: relax.VarBinding) -> LaidOutValue | None:
-        """A reshaped tensor that is stored in a shorter number type: it stays in that; None for anything else."""
+        """Return a reshaped tensor that is stored in a shorter dtype, kept in that dtype; None for any
+        other binding.
+        """
         call, shape = binding.value, static_shape(binding.var)
         if operator_name(call) not in _VIEWS or shape is None or not isinstance(call.args[0], relax.Var):
             return None
@@ -182,7 +184,7 @@ class _Lowering(PyExprMutator):
         return LaidOutValue(shape, "plain", self.layouts.reshape(self.layouts.plain(value, stored), shape), value.dtype)
 
     def _define(self, var: relax.Var, value: LaidOutValue) -> None:
-        """``var`` of the original is ``value``; what leaves a dataflow block is plain and an output of it."""
+        """Bind ``var`` of the original to ``value``; an output of a dataflow block is made plain."""
         self.values[var] = value
         if isinstance(var, relax.DataflowVar):
             return
@@ -208,7 +210,7 @@ class _Lowering(PyExprMutator):
         out_ty = relax.TensorType(signature.output.shape, signature.output.dtype)
         average = self.averages.get(last.output)
         pool = None if average is None else average.operator
-        # Made of sums in float32, in which it is stored: it is small.
+        # Computed from sums in float32 and stored in float32: it is small.
         summed = self.library.summed(group, replace(pool, dtype="float32")) if isinstance(pool, Pool2d) else None
         if average is None or summed is None:
             result = self.builder_.emit(
@@ -230,7 +232,9 @@ class _Lowering(PyExprMutator):
         output: relax.Var,
         pool: Node,
     ) -> relax.Var:
-        """The result of a kernel that leaves sums beside it; the average of ``pool`` is made of them here."""
+        """Return the result of a kernel that also writes sums; emits the kernel that computes the average of ``pool``
+        from them.
+        """
         both = relax.call_tir(summed.kernel, arguments, out_ty=[out_ty, relax.TensorType(summed.sums_shape, "float32")])
         pair = self.builder_.emit(both, f"{output.name}_and_sums")
         result = self.builder_.emit(relax.TupleGetItem(pair, 0), output.name)
@@ -253,7 +257,7 @@ class _Lowering(PyExprMutator):
 
 
 def _averages(groups: Sequence[Group]) -> dict[relax.Var, Group]:
-    """For each tensor that a convolution by itself writes: the one global average of it, in the same block."""
+    """Return for each output of an unfused convolution its global average, if that is in the same block."""
     writers = {group.nodes[-1].output: group for group in groups if not group.is_fused}
     found: dict[relax.Var, Group] = {}
     for group in groups:

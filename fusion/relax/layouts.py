@@ -1,6 +1,4 @@
-"""Tensors of a module under construction in their layouts and number types: conversions are made when asked for, and
-once.
-"""
+"""Tensors of a module under construction in their layouts and dtypes; conversions are made on demand, each once."""
 
 from __future__ import annotations
 
@@ -17,63 +15,67 @@ Layout = Literal["plain", "blocked"]
 
 
 class Form(NamedTuple):
-    """How a tensor lies in memory."""
+    """Layout and dtype of a tensor in memory."""
 
     layout: Layout
     dtype: str
 
 
 class LaidOutValue:
-    """One tensor of the original function, which is of ``shape`` and ``dtype`` there.
+    """One tensor of the original function, where it has ``shape`` and ``dtype``.
 
-    ``forms``: what there is of it in the function under construction. Either one of its own ``dtype`` is among them, or
-    it was computed in a shorter one and has no more digits than that.
+    ``forms``: the expressions of the tensor in the function under construction. Either one of them has the tensor's own
+    ``dtype``, or the tensor was computed in a shorter dtype and has no more digits than that.
     """
 
     def __init__(self, shape: tuple[int, ...], layout: Layout, expression: relax.Expr, dtype: str = "float32") -> None:
-        """``expression``: the tensor in ``layout``."""
+        """Start with one form: ``expression`` in ``layout``."""
         self.shape = shape
         self.dtype = dtype
         self.forms = {Form(layout, str(expression.ty.dtype)): expression}
 
     def stored(self, layout: Layout) -> str | None:
-        """In which number type it exists in ``layout``, of several the first; ``None`` if it does not exist."""
+        """Return the dtype in which the tensor exists in ``layout``, the first of several; None if it does
+        not exist.
+        """
         return next((form.dtype for form in self.forms if form.layout == layout), None)
 
     @property
     def is_blocked(self) -> bool:
-        """Whether it exists in the blocked layout."""
+        """True if the tensor exists in the blocked layout."""
         return self.stored("blocked") is not None
 
     @property
     def is_plain(self) -> bool:
-        """Whether it exists in its own shape."""
+        """True if the tensor exists in its own shape."""
         return self.stored("plain") is not None
 
 
 @dataclass(frozen=True, eq=False)
 class Layouts:
-    """Emits conversions through ``emit(expression, name) -> variable``, which is there for others too."""
+    """Emitter of conversions through ``emit(expression, name) -> variable``, which is public."""
 
     emit: Callable[[relax.Expr, str], relax.Var]
     library: KernelLibrary
     lanes: int
 
     def plain(self, value: LaidOutValue, dtype: str | None = None) -> relax.Expr:
-        """The tensor in its own shape, in ``dtype`` or the number type of the original."""
+        """Return the tensor in its own shape, in ``dtype`` (default: its dtype in the original function)."""
         return self._in_form(value, Form("plain", dtype or value.dtype))
 
     def blocked(self, value: LaidOutValue, dtype: str | None = None) -> relax.Expr:
-        """The tensor (of rank four) in the blocked layout, likewise."""
+        """Return the tensor (of rank four) in the blocked layout, in ``dtype`` (default: its dtype in the original
+        function).
+        """
         return self._in_form(value, Form("blocked", dtype or value.dtype))
 
     def reshape(self, tensor: relax.Expr, shape: tuple[int, ...]) -> relax.Expr:
-        """A view of ``tensor``; nothing is copied."""
+        """Return a view of ``tensor``; nothing is copied."""
         return self.emit(relax.op.reshape(tensor, shape), "view")
 
     def cast(self, tensor: relax.Expr, dtype: str) -> relax.Expr:
-        """``tensor`` in ``dtype``: an element-wise operator, which becomes part of what is computed before or behind it
-        unless that is a kernel of ours.
+        """Return ``tensor`` in ``dtype``: an element-wise operator, which TVM fuses with the operators before or after
+        it unless those are template kernels.
         """
         if str(tensor.ty.dtype) == dtype:
             return tensor
@@ -98,12 +100,14 @@ class Layouts:
         return self.emit(call, wanted.layout)
 
     def _same_bytes(self, shape: tuple[int, ...]) -> bool:
-        """One pixel of whole channel blocks lies in memory alike in both layouts."""
+        """True if the tensor has the same bytes in both layouts: one pixel of whole channel blocks."""
         return shape[2] * shape[3] == 1 and shape[1] % self.lanes == 0
 
 
 def _source(value: LaidOutValue, wanted: Form) -> Form:
-    """What ``wanted`` is made of: best of the same number type, which has all its digits; then in the same layout."""
+    """Return the best source of ``wanted``: preferably of the same dtype, then of the original dtype, then in the same
+    layout.
+    """
     return min(
         value.forms,
         key=lambda form: (form.dtype != wanted.dtype, form.dtype != value.dtype, form.layout != wanted.layout),

@@ -1,4 +1,4 @@
-"""Why no kernel of ours takes an operator in, in words that many operators share, so that they can be counted."""
+"""Reasons why an operator is in no template kernel; operators share the same texts, so that they can be counted."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ _ELEMENT_WISE = {
 def explain_leftover(
     program: Program, binding: relax.VarBinding, layers: Collection[relax.Var], moves: ChannelMoves
 ) -> str:
-    """Why the call of ``binding`` is in no kernel; ``layers``: outputs of convolutions and dense layers that are."""
+    """Return the reason why the call of ``binding`` is in no kernel; ``layers``: outputs of convolutions and dense
+    layers in kernels.
+    """
     name, result = operator_name(binding.value), binding.var
     if name in ("relax.quantize", "relax.dequantize"):
         return QUANTISED

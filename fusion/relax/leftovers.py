@@ -1,7 +1,7 @@
-"""Schedules of everything that no template covers: parallel over space, vectors along the innermost dimension.
+"""Schedules of functions that no template covers: parallel over space, vectors along the innermost dimension.
 
-A rule that does not apply to a function gives way to a simpler one; the last resort is the function as it is. Nothing
-a user imports fails to compile because of its schedule.
+If a rule does not apply to a function, a simpler one is tried; the last resort is the unscheduled function, so that no
+imported model fails to compile because of its schedule.
 """
 
 from __future__ import annotations
@@ -21,26 +21,27 @@ from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.kernel_compilation import TEMPLATE_ATTRIBUTE
 
 SCHEDULE_ATTRIBUTE = "fusion.schedule"
-# Fewer values than this are computed faster by one thread than a parallel region starts.
+# One thread computes fewer values than this faster than a parallel region starts.
 _PARALLEL_VALUES = 8192
 _SHORTEST_VECTOR = 4
-# A value that its consumer reads several times is computed as often: up to so many reads in all, never doubled again.
+# An inlined producer is computed once per read of its consumer: limit of the total number of its own reads.
 _REPEATED_READS = 64
 
 
 @dataclass(frozen=True)
 class LeftoverKernel:
-    """``schedule``: ``parallel-vectorized``, ``parallel``, ``vectorized`` (too small for threads) or ``serial``.
+    """Kernel that no template made, and its schedule.
 
-    The innermost loops of those without explicit vectors are left to LLVM, which vectorizes simple ones.
+    The innermost loops of schedules without explicit vectors are left to LLVM, which vectorizes simple ones.
     """
 
     name: str
+    # ``parallel-vectorized``, ``parallel``, ``vectorized`` (too small for threads) or ``serial``.
     schedule: str
 
 
 def leftover_kernels(mod: tvm.IRModule) -> tuple[LeftoverKernel, ...]:
-    """The kernels of a module that come from no template, by name."""
+    """Return the kernels of a module that no template made, sorted by name."""
     found = [
         LeftoverKernel(variable.name_hint, str(function.attrs.get(SCHEDULE_ATTRIBUTE, "serial")))
         for variable, function in mod.functions.items()
@@ -51,7 +52,7 @@ def leftover_kernels(mod: tvm.IRModule) -> tuple[LeftoverKernel, ...]:
 
 @tvm.transform.module_pass(opt_level=0, name="ScheduleLeftovers")
 class ScheduleLeftovers:
-    """Module pass: schedules every S-TIR function that no template made."""
+    """Module pass that schedules every S-TIR function that no template made."""
 
     def __init__(self, cpu: CpuTarget) -> None:
         self.cpu = cpu
@@ -65,12 +66,14 @@ class ScheduleLeftovers:
 
 
 def schedule_leftover(function: tirx.PrimFunc, cpu: CpuTarget) -> tirx.PrimFunc:
-    """``function`` by the best rule that applies and lowers; what became of it stands in ``fusion.schedule``."""
+    """Return ``function`` scheduled by the best rule that applies and lowers; the attribute ``fusion.schedule`` names
+    the schedule.
+    """
     for rule in (_parallel_vectorized, _parallel_outermost):
         try:
             scheduled = rule(function, cpu)
             _check_lowers(scheduled, cpu)
-        except (RuntimeError, ValueError, IndexError):  # what TVM raises where a rule does not apply
+        except (RuntimeError, ValueError, IndexError):  # TVM's errors for a rule that does not apply
             continue
         return scheduled.with_attr(SCHEDULE_ATTRIBUTE, _describe(scheduled))
     return function.with_attr(SCHEDULE_ATTRIBUTE, _describe(function))
@@ -84,7 +87,7 @@ def _describe(function: tirx.PrimFunc) -> str:
 
 
 def _check_lowers(function: tirx.PrimFunc, cpu: CpuTarget) -> None:
-    """Raises what TVM raises when it cannot bring ``function`` down to loops."""
+    """Raise TVM's error if it cannot lower ``function`` to loops."""
     named = function.with_attr("global_symbol", "leftover")
     mod = tirx.transform.BindTarget(cpu.tvm_target().with_host(cpu.tvm_target()))(tvm.IRModule({"leftover": named}))
     tirx.get_tir_pipeline("s_tir")[0](mod)
@@ -110,7 +113,7 @@ def _parallel_vectorized(function: tirx.PrimFunc, cpu: CpuTarget) -> tirx.PrimFu
 
 
 def _parallel_outermost(function: tirx.PrimFunc, cpu: CpuTarget) -> tirx.PrimFunc:
-    """The outermost spatial loop of every block; the rest is left to LLVM."""
+    """Parallelise the outermost spatial loop of every block; the rest is left to LLVM."""
     schedule = s_tir.Schedule(function)
     root = schedule.get_sblock("root")
     for block in schedule.get_child_blocks(root):
@@ -121,7 +124,9 @@ def _parallel_outermost(function: tirx.PrimFunc, cpu: CpuTarget) -> tirx.PrimFun
 
 
 def _inline_producers(schedule: s_tir.Schedule) -> None:
-    """Cheap injective producers into their only consumer; padding stays apart: its predicate would be innermost."""
+    """Inline cheap injective producers into their only consumer; not padding into a reduction, where its predicate
+    would be innermost.
+    """
     for block in schedule.get_child_blocks(schedule.get_sblock("root")):
         consumers = schedule.get_consumers(block)
         if len(consumers) != 1 or _has_reduction(schedule, block):
@@ -131,7 +136,8 @@ def _inline_producers(schedule: s_tir.Schedule) -> None:
         times = len(_reads(schedule, consumers[0], schedule.get(block).writes[0].source))
         if times > 1 and times * len(_reads(schedule, block)) > _REPEATED_READS:
             continue
-        # Not every injective block can be inlined (a reshape into an opaque one): it is then scheduled by itself.
+        # Not every injective block can be inlined (a reshape into an opaque block): such a block is scheduled
+        # separately.
         try:
             schedule.compute_inline(block)
         except s_tir.schedule.ScheduleError:
@@ -152,7 +158,7 @@ def _schedule_injective(schedule: s_tir.Schedule, block: SBlockInfo, lanes: int)
 def _parallel_and_vector(
     schedule: s_tir.Schedule, loops: list[Any], inner: int, values: int, lanes: int
 ) -> None:  # fmt: skip
-    """Outer loops in parallel, the innermost in vectors; a single loop is cut for both."""
+    """Parallelise the outer loops and vectorise the innermost; a single loop is split for both."""
     vector = _vector(inner, lanes)
     if len(loops) == 1 and inner > vector > 1:
         outer, last = schedule.split(loops[0], [None, vector])
@@ -181,7 +187,9 @@ def _schedule_reduction(schedule: s_tir.Schedule, block: SBlockInfo, lanes: int)
 def _reduce_across(
     schedule: s_tir.Schedule, block: SBlockInfo, spatial: Sequence[Any], reduced: Sequence[Any], values: int, lanes: int
 ) -> None:
-    """Neighbouring results side by side, the reduction outside of them; an odd number of them is left to LLVM."""
+    """Vectorise over adjacent results, with the reduction outside; a row of results that is not a multiple of a vector
+    length is left to LLVM.
+    """
     outside, inner = [loop.loop_rv for loop in spatial[:-1]], spatial[-1].loop_rv
     vector = _vector(_extent(spatial[-1].dom), lanes)
     if vector >= _SHORTEST_VECTOR:
@@ -197,7 +205,7 @@ def _reduce_across(
 def _reduce_along(
     schedule: s_tir.Schedule, block: SBlockInfo, spatial: Sequence[Any], reduced: Sequence[Any], values: int, lanes: int
 ) -> None:
-    """A vector of partial results along the reduction, then one short reduction over its lanes."""
+    """Keep a vector of partial results along the reduction, then reduce its lanes."""
     schedule.reorder(*[loop.loop_rv for loop in (*spatial, *reduced)])
     _, lane = schedule.split(reduced[-1].loop_rv, [None, _vector(_extent(reduced[-1].dom), lanes)])
     dimensions = len(schedule.get(block.block_rv).writes[0].region)
@@ -210,7 +218,7 @@ def _reduce_along(
 
 
 def _decompose(schedule: s_tir.Schedule, block: Any, loop: Any) -> None:
-    """Initial values apart, in vectors if the block itself is."""
+    """Separate the initialisation, in vectors if the block itself is vectorised."""
     innermost = schedule.get(schedule.get_loops(block)[-1]).kind
     init = schedule.get_loops(schedule.decompose_reduction(block, loop))[-1]
     if innermost == tirx.ForKind.VECTORIZED and schedule.get(init).kind == tirx.ForKind.SERIAL:
@@ -230,7 +238,7 @@ def _extent(dom: Any) -> Any:
 
 
 def _vector(extent: int, lanes: int) -> int:
-    """The longest vector of at most ``lanes`` values that divides ``extent``."""
+    """Return the longest vector of at most ``lanes`` values that divides ``extent``."""
     return math.gcd(extent, lanes)
 
 
@@ -239,7 +247,7 @@ def _has_reduction(schedule: s_tir.Schedule, block: Any) -> bool:
 
 
 def _is_conditional(body: Any) -> bool:
-    """Whether a value depends on a condition, as padding does."""
+    """True if a value depends on a condition, as padding does."""
     found = []
 
     def check(call: tvm.ir.Call) -> None:
@@ -251,20 +259,20 @@ def _is_conditional(body: Any) -> bool:
 
 
 def _reads(schedule: s_tir.Schedule, block: Any, buffer: tirx.Buffer | None = None) -> list[tvm.ir.TensorLoad]:
-    """Reads in the body of ``block``, of ``buffer`` alone where one is given."""
+    """Return the reads in the body of ``block``; with ``buffer``, only reads of that buffer."""
     found: list[tvm.ir.TensorLoad] = []
     tvm_ffi.structural_walk(schedule.get(block).body, (tvm.ir.TensorLoad, found.append), order="post")
     return [read for read in found if buffer is None or read.source.same_as(buffer)]
 
 
 def _contiguous_variables(schedule: s_tir.Schedule, block: SBlockInfo) -> set[Any]:
-    """Variables that move some read through memory element by element: those of its last index."""
+    """Return the variables in the last index of a read: they move through memory element by element."""
     regions = [region.region for region in schedule.get(block.block_rv).reads if len(region.region)]
     return {var for region in regions for var in collect_vars_used_in_prim_expr(region[-1].min)}
 
 
 def _reads_alike(schedule: s_tir.Schedule, block: SBlockInfo) -> bool:
-    """Whether every tensor is read at the very element that is written, so that all loops may be one."""
+    """True if every tensor is read at the same element that is written, so that all loops may be fused."""
     statement = schedule.get(block.block_rv)
     written = [str(axis.min) for axis in statement.writes[0].region]
     shape = [str(size) for size in statement.writes[0].source.shape]

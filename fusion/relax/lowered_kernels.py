@@ -1,4 +1,4 @@
-"""The kernels and constants that a lowered module gains: each one once."""
+"""Kernels and constants that are added to a lowered module, each once."""
 
 from __future__ import annotations
 
@@ -36,13 +36,15 @@ from schedules.contract.template import Config, Signature, Template
 from schedules.kernels.pool_kernel import average_of_sums
 from schedules.kernels.template_table import template_for
 
-# Names of the kernels, for people who profile the library.
+# Names of the kernels in a profile of the library.
 _PIXEL_TABLES = {Resize2d: "resize", MirrorPad2d: "mirror_pad", Slice2d: "slice"}
 
 
 @dataclass(frozen=True, eq=False)
 class SummedKernel:
-    """A ``kernel`` with two results, the second of ``sums_shape``, and the kernel that makes an ``average`` of that."""
+    """``kernel`` with two results, the second of ``sums_shape``, and the kernel that computes an ``average`` from the
+    second.
+    """
 
     kernel: relax.GlobalVar
     sums_shape: tuple[int, ...]
@@ -50,9 +52,10 @@ class SummedKernel:
 
 
 class KernelLibrary:
-    """Functions of one module under construction; ``builder`` receives them.
+    """Functions of one module under construction, added to it through ``builder``.
 
-    ``as_s_tir``: wrapped in a block each, because passes of TVM (``RewriteDataflowReshape``) take only such functions.
+    ``as_s_tir``: each function is wrapped in a block, because some passes of TVM (``RewriteDataflowReshape``) take only
+    such functions.
     """
 
     def __init__(
@@ -70,7 +73,7 @@ class KernelLibrary:
         return self._template(group.operator).signature(group.operator, self._cpu)
 
     def kernel(self, group: Group) -> relax.GlobalVar:
-        """The kernel of a group: identical operator and configuration share one."""
+        """Return the kernel of a group; groups with identical operator and configuration share one."""
         operator = group.operator
         config = self._configs[operator]
         key = (operator, frozenset(config.items()))
@@ -81,7 +84,9 @@ class KernelLibrary:
         return self._functions[key]
 
     def summed(self, group: Group, pool: Pool2d) -> SummedKernel | None:
-        """The kernel of ``group`` with sums of which the global average ``pool`` is made, if there is one."""
+        """Return the kernel of ``group`` that also writes sums for the global average ``pool``; None if there is no
+        such kernel.
+        """
         operator = group.operator
         config = self._configs[operator]
         key = ("summed", operator, frozenset(config.items()))
@@ -102,8 +107,8 @@ class KernelLibrary:
     def conversion(
         self, shape: tuple[int, int, int, int], blocked: bool, source: str = "float32", target: str = "float32"
     ) -> relax.GlobalVar:
-        """The kernel that brings a tensor of NCHW ``shape`` into the blocked, or the plain, layout; and from the number
-        type ``source`` into ``target``.
+        """Return the kernel that converts a tensor of NCHW ``shape`` to the blocked or the plain layout, and from dtype
+        ``source`` to ``target``.
         """
         key = (shape, blocked, source, target)
         if key not in self._functions:
@@ -113,8 +118,8 @@ class KernelLibrary:
         return self._functions[key]
 
     def rows(self, shape: tuple[int, int, int, int], blocked: bool, source: str = "float32") -> relax.GlobalVar:
-        """The kernel from rows of the pixels of an image of NCHW ``shape`` to the blocked layout, or back to rows of
-        float32; ``source``: what it reads is of.
+        """Return the kernel that converts pixel rows of an image of NCHW ``shape`` to the blocked layout, or back to
+        float32 rows; ``source``: dtype of the input.
         """
         key = ("rows", shape, blocked, source)
         if key not in self._functions:
@@ -125,7 +130,9 @@ class KernelLibrary:
     def channel_move(
         self, shapes: Sequence[tuple[int, ...]], move: ChannelMove, dtype: str = "float32"
     ) -> relax.GlobalVar:
-        """The kernel of ``move`` between blocked tensors of ``dtype``; ``shapes``: of its sources, NCHW."""
+        """Return the kernel of ``move`` between blocked tensors of ``dtype``; ``shapes``: NCHW shapes of
+        its sources.
+        """
         key = ("channel_move", *shapes, move.phases.shape, move.phases.tobytes(), dtype)
         if key not in self._functions:
             function = channel_move(shapes, move.phases, self._cpu.lanes, dtype)
@@ -133,14 +140,16 @@ class KernelLibrary:
         return self._functions[key]
 
     def row_kernel(self, work: RowWork) -> relax.GlobalVar:
-        """The kernel of ``work`` along the rows of plain tensors."""
+        """Return the kernel of ``work`` along the rows of plain tensors."""
         if work not in self._functions:
             function = row_kernel(work, self._cpu)
             self._functions[work] = self._add(str(function.attrs["global_symbol"]), function, "rows")
         return self._functions[work]
 
     def group_norm(self, norm: GroupNorm2d, dtype: str = "float32") -> tuple[relax.GlobalVar, relax.GlobalVar]:
-        """The kernels of ``norm`` on blocked tensors of ``dtype``: for the statistics, and for the image."""
+        """Return the two kernels of ``norm`` on blocked tensors of ``dtype``: for the statistics, and for the
+        normalisation.
+        """
         found = []
         for make in (channel_statistics, group_norm):
             key = (make.__name__, norm, dtype)
@@ -150,11 +159,11 @@ class KernelLibrary:
         return found[0], found[1]
 
     def statistics_shape(self, norm: GroupNorm2d) -> tuple[int, ...]:
-        """Of what the first of these kernels writes."""
+        """Return the shape of the result of the statistics kernel of ``norm``."""
         return statistics_shape(norm, self._cpu)
 
     def resize(self, resize: PixelTable, dtype: str = "float32") -> relax.GlobalVar:
-        """The kernel of ``resize`` on blocked tensors of ``dtype``."""
+        """Return the kernel of ``resize`` on blocked tensors of ``dtype``."""
         key = (resize, dtype)
         if key not in self._functions:
             name = _PIXEL_TABLES[type(resize)]
@@ -162,7 +171,7 @@ class KernelLibrary:
         return self._functions[key]
 
     def byte_step(self, step: ByteStep, count: int = 0) -> relax.GlobalVar:
-        """The kernel of ``step``; of those that go byte by byte, on ``count`` of them."""
+        """Return the kernel of ``step``; element-wise steps take ``count`` bytes."""
         kind = step.kind if isinstance(step, BytePair) and not step.per_channel else ""
         key = (type(step), kind, count) if count else step
         if key not in self._functions:
@@ -180,13 +189,13 @@ class KernelLibrary:
         return self._functions[key]
 
     def constants(self, group: Group) -> list[relax.Expr]:
-        """Packed weights of a group, in the order of the kernel's arguments."""
+        """Return the packed weights of a group, in the order of the kernel's arguments."""
         parameters = [parameter for node in group.nodes for parameter in node.parameters]
         packed = self._template(group.operator).pack(group.operator, parameters, self._cpu)
         return [self.constant(array) for array in packed]
 
     def constant(self, array: np.ndarray) -> relax.Expr:
-        """A constant; equal arrays share one."""
+        """Return ``array`` as a constant; equal arrays share one."""
         array = np.ascontiguousarray(array)
         key = (array.shape, str(array.dtype), hashlib.sha256(array.tobytes()).digest())
         if key not in self._constants:
@@ -194,7 +203,7 @@ class KernelLibrary:
         return self._constants[key]
 
     def _template(self, operator: Operator) -> Template:
-        """The one that makes the kernel of ``operator`` as it is configured."""
+        """Return the template that makes the kernel of ``operator`` in its configuration."""
         template = template_for(operator, self._cpu)
         assert template is not None, f"no template covers {operator}"
         return template.for_config(self._configs[operator])
@@ -203,23 +212,23 @@ class KernelLibrary:
         if self._as_s_tir:
             function = _in_block(function)
         attributes = {"op_pattern": OPAQUE, TEMPLATE_ATTRIBUTE: family}
-        # Private: whoever builds the module names it, and dead-code elimination may drop it.
+        # Private: the builder of the module chooses the name, and dead-code elimination may remove the function.
         return self._builder.add_func(function.without_attr("global_symbol").with_attr(attributes), name)
 
 
 def is_covered(operator: Operator, cpu: CpuTarget) -> bool:
-    """Whether a template computes ``operator``."""
+    """True if a template computes ``operator``."""
     return template_for(operator, cpu) is not None
 
 
 def _in_block(function: tirx.PrimFunc) -> tirx.PrimFunc:
-    """The same function as S-TIR: its body in a root block that tells nothing about itself."""
+    """Return the function as S-TIR: its body in a root block without annotations."""
     block = s_tir.SBlock([], [], [], "root", function.body)
     return function.with_body(s_tir.SBlockRealize([], True, block)).with_attr("s_tir", True)
 
 
 def _size(operator: Operator) -> str:
-    """Input and output sizes, so that a profile names the layer."""
+    """Return input and output sizes as a name, so that a profile identifies the layer."""
     sizes: Sequence[tuple[int, ...]] = (operator.input_shape[1:], operator.output_shape[1:])
     if isinstance(operator, Conv2d):
         return "_".join(["x".join(map(str, size)) for size in sizes] + [f"k{operator.kernel[0]}"])

@@ -1,4 +1,4 @@
-"""A lowered module to machine code: TVM's pipeline around the kernels that are already scheduled."""
+"""Compilation of a lowered module to machine code: TVM's pipeline around the scheduled kernels."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ _VIEWS = ("relax.reshape", "relax.expand_dims", "relax.squeeze", "relax.flatten"
 
 @dataclass(frozen=True, eq=False)
 class CompiledModule:
-    """Machine code of a module. ``leftovers``: its kernels that no template made, and how they are scheduled;
-    ``memory``: what a run of ``main`` takes, ``None`` if there is no such function; ``layers``: of its kernels, as
-    :func:`fusion.relax.kernel_calls.kernel_layers` names them.
-    """
+    """Machine code of a module."""
 
     executable: Any
+    # Kernels that no template made, and their schedules.
     leftovers: tuple[LeftoverKernel, ...]
+    # Memory of a run of ``main``; None if there is no such function.
     memory: MemoryPlan | None = None
+    # Layer of each kernel call (:func:`fusion.relax.kernel_calls.kernel_layers`).
     layers: tuple[str, ...] = ()
     _machines: list[VirtualMachine] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def export_library(self, file_name: str | os.PathLike[str]) -> None:
-        """Write a shared library that TVM's runtime alone loads. ``OutputError`` if it cannot be written."""
+        """Write a shared library that needs only TVM's runtime. ``OutputError`` if it cannot be written."""
         path = Path(file_name)
         try:
             self.executable.export_library(str(path))
@@ -55,15 +55,17 @@ class CompiledModule:
             ) from error
 
     def machine(self) -> VirtualMachine:
-        """A virtual machine on this process's CPU, made once. It runs one call at a time: its frames are its own."""
+        """Return the virtual machine on the CPU of this process, made once. It has one set of frames, so it runs one
+        call at a time.
+        """
         if not self._machines:
             self._machines.append(VirtualMachine(self.executable, tvm.cpu()))
         return self._machines[0]
 
     def __call__(self, *arrays: np.ndarray, function: str = "main") -> tuple[np.ndarray, ...]:
-        """Run once; the results in the order of the function's own. Threads that call take turns.
+        """Run once; return the results in the order of the function. Calls of several threads are serialised.
 
-        ``arrays``: of NumPy, or tensors of any library that has DLPack.
+        ``arrays``: NumPy arrays, or tensors of any library with DLPack.
         """
         arguments = [to_tvm(array) for array in arrays]
         with self._lock:
@@ -71,7 +73,7 @@ class CompiledModule:
             return tuple(value.numpy() for value in ([result] if hasattr(result, "numpy") else result))
 
     def bind(self, *arrays: np.ndarray, function: str = "main") -> Callable[[], Any]:
-        """The cheapest call on fixed inputs, for timing; not for several threads."""
+        """Return the cheapest call on fixed inputs, for timing; not thread-safe."""
         tensors = [to_tvm(array) for array in arrays]
         self.machine().save_function(function, f"bound_{function}", *tensors, include_return=False)
         return self.machine()[f"bound_{function}"]
@@ -82,8 +84,8 @@ def build(
 ) -> CompiledModule:
     """Compile a module, lowered (:func:`fusion.relax.layout_lowering.lower`) or not, for ``cpu``.
 
-    ``objects``: kernels are taken from there, and added where they are not known yet; without it all are compiled.
-    ``emulated``: without ``objects``, with a slow emulation of the instructions that ``cpu`` may lack.
+    ``objects``: store that kernels are taken from, and added to if missing; without it all are compiled. ``emulated``:
+    without ``objects``, with a slow emulation of the instructions that ``cpu`` may lack.
     """
     target = cpu.tvm_target()
     planned: list[int] = []
@@ -106,7 +108,9 @@ def build(
 
 
 def scheduling_pipeline(cpu: CpuTarget) -> tvm.transform.Sequential:
-    """Relax operators to scheduled kernels. Kernels of templates are opaque to it and stay as they are."""
+    """Return the passes from Relax operators to scheduled kernels. Template kernels are opaque to them and stay
+    unchanged.
+    """
     return tvm.transform.Sequential(
         [
             relax.transform.CanonicalizeBindings(),
@@ -127,7 +131,7 @@ def scheduling_pipeline(cpu: CpuTarget) -> tvm.transform.Sequential:
 
 
 def legalize_view(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
-    """A reshape stays one: the virtual machine makes a view where a kernel would copy."""
+    """Keep a reshape as a reshape: the virtual machine makes a view, where a kernel would copy."""
     shape = static_shape(call)
     if shape is None or static_shape(call.args[0]) is None:
         return call.op.get_attr("FLegalize")(builder, call)
@@ -135,7 +139,7 @@ def legalize_view(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
 
 
 def legalize_quantize(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
-    """To nearest, ties to even, as ONNX has it; TVM's own takes ties away from zero."""
+    """Lower quantisation with rounding to nearest, ties to even, as in ONNX; TVM's own rounds ties away from zero."""
     dtype, axis = str(call.ty.dtype), int(call.attrs.axis)
     if "int" not in dtype:
         return call.op.get_attr("FLegalize")(builder, call)
@@ -156,9 +160,9 @@ def legalize_quantize(builder: relax.BlockBuilder, call: relax.Call) -> relax.Ex
 
 
 def memory_pipeline(planned: Callable[[tvm.IRModule], None] = lambda _: None) -> tvm.transform.Sequential:
-    """Calls with planned memory: every intermediate lies in storage that is reused inside one run.
+    """Return the passes that plan memory: every intermediate is in storage that is reused within one run.
 
-    ``planned`` sees the module when all of its storage has been given out.
+    ``planned`` is called with the module when all of its storage has been assigned.
     """
 
     @tvm.transform.module_pass(opt_level=0, name="fusion.planned_memory")

@@ -1,4 +1,4 @@
-"""How much memory a run of a compiled module takes, read from the module once its memory is planned."""
+"""Memory that a run of a compiled module takes, read from the module after its memory is planned."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ from schedules.contract.cpu_target import CpuTarget
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of one network.
+    """Memory of one network in bytes."""
 
-    ``activation_bytes``: storage of intermediates and outputs, which a run holds until it ends: its peak, inputs apart.
-    ``weight_bytes``: constants, each counted once. ``scratch_bytes``: tile buffers inside kernels, of all threads of
-    the kernel that needs most.
-    """
-
+    # Storage of intermediates and outputs, which a run holds until it ends: the peak, without inputs.
     activation_bytes: int
+    # Constants, each counted once.
     weight_bytes: int
+    # Tile buffers inside kernels, of all threads of the kernel with the largest.
     scratch_bytes: int
 
 
 def activation_bytes(mod: tvm.IRModule, function: str = "main") -> int:
-    """Bytes of all storage that ``function`` allocates, after ``StaticPlanBlockMemory`` and ``LowerAllocTensor``.
+    """Return the bytes of all storage that ``function`` allocates, after ``StaticPlanBlockMemory`` and
+    ``LowerAllocTensor``.
 
-    The virtual machine keeps each piece until the function returns; tensors that are never needed at the same time lie
-    in the same one.
+    The virtual machine keeps each allocation until the function returns; tensors that are never needed at the same time
+    share one.
     """
     total = 0
     for block in mod[function].body.blocks:
@@ -39,13 +38,13 @@ def activation_bytes(mod: tvm.IRModule, function: str = "main") -> int:
             call = binding.value
             if isinstance(call, relax.Call) and getattr(call.op, "name", "") == "relax.memory.alloc_storage":
                 sizes = list(call.args[0].values)
-                if all(isinstance(size, tirx.IntImm) for size in sizes):  # else its size depends on the data
+                if all(isinstance(size, tirx.IntImm) for size in sizes):  # else the size depends on the data
                     total += math.prod(int(size) for size in sizes)
     return total
 
 
 def weight_bytes(mod: tvm.IRModule, function: str = "main") -> int:
-    """Bytes of the constants of ``function``."""
+    """Return the bytes of the constants of ``function``."""
     seen: dict[Any, int] = {}
 
     def visit(expression: relax.Expr) -> None:
@@ -58,7 +57,9 @@ def weight_bytes(mod: tvm.IRModule, function: str = "main") -> int:
 
 
 def scratch_bytes(mod: tvm.IRModule, cpu: CpuTarget) -> int:
-    """Tile buffers of the kernel that has most of them, one set for every thread; registers are not counted."""
+    """Return the bytes of the tile buffers of the kernel with the most, one set per thread; registers are
+    not counted.
+    """
     most = 0
     for function in mod.functions.values():
         if isinstance(function, tirx.PrimFunc):
@@ -84,5 +85,5 @@ def _buffers(function: tirx.PrimFunc) -> int:
 def _itemsize(dtype: str) -> int:
     try:
         return np.dtype(dtype).itemsize
-    except TypeError:  # bfloat16 and others that NumPy alone lacks
+    except TypeError:  # bfloat16 and other types that NumPy lacks
         return -(-int(tvm.DataType(dtype).bits) // 8)

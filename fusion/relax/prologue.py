@@ -1,6 +1,7 @@
-"""What stands before a convolution and is done as its kernel reads its input: a gate, a batch norm, an activation.
+"""Operators before a convolution that its kernel applies as it reads its input: a gate, a batch norm, an activation.
 
-``x [* gate] [* scale + shift] [activation]``, in this order. What the kernel before it does as it writes is left to it.
+``x [* gate] [* scale + shift] [activation]``, in this order. Operators that the preceding kernel applies to its output
+stay there.
 """
 
 from __future__ import annotations
@@ -18,17 +19,18 @@ from fusion.relax.activations import Activation, activation_before
 from fusion.relax.bindings import Program, image_shape, is_float32, operator_name, same_type
 from fusion.relax.epilogue import per_channel
 
-# A kernel that reads less than this reads an image as it is, which only the first one of a network does.
+# With fewer channels a kernel reads the plain image, which only the first layer of a network does.
 _FEWEST_CHANNELS = 8
-# Each of the convolutions that read a tensor would prepare it by itself.
+# Each convolution that reads a tensor would repeat its prologue.
 _MOST_READERS = 2
 
 
 @dataclass(frozen=True, eq=False)
 class _Prepared:
-    """How a convolution's input comes from ``data``: ``covered`` are the variables in between, in program order."""
+    """Computation of a convolution's input from ``data``."""
 
     data: relax.Var
+    # The variables in between, in program order.
     covered: tuple[relax.Var, ...]
     gate: relax.Var | None = None
     activation: Activation | None = None
@@ -44,9 +46,9 @@ class _Prepared:
 
 
 def absorb_before(program: Program, nodes: Sequence[Node]) -> list[Node]:
-    """``nodes`` (all of a program), their convolutions with what stands before them.
+    """Return ``nodes`` (all of a program), their convolutions with the operators before them as prologues.
 
-    A tensor is prepared by those that read it only where all of them can.
+    A prologue on a tensor is used only if all readers of the tensor can apply it.
     """
     claimed = {var for node in nodes for var in node.covered}
     readers: dict[relax.Var, list[int]] = defaultdict(list)
@@ -58,7 +60,7 @@ def absorb_before(program: Program, nodes: Sequence[Node]) -> list[Node]:
             continue
         prepared = [_before(program, nodes[index], claimed) for index in indices]
         if len({None if found is None else found.covered for found in prepared}) > 1:
-            continue  # what one of them cannot do is done for all
+            continue  # applied for all readers, as one of them does not support it
         for index, found in zip(indices, prepared, strict=True):
             if found is not None:
                 result[index] = _with(nodes[index], found)
@@ -66,14 +68,14 @@ def absorb_before(program: Program, nodes: Sequence[Node]) -> list[Node]:
 
 
 def _all_read_it_here(program: Program, var: relax.Var, nodes: Sequence[Node]) -> bool:
-    """Whether ``nodes`` are all that reads ``var``, few convolutions, in the block in which it is made."""
+    """True if ``nodes`` are all readers of ``var``, few convolutions, in the block that defines it."""
     if var not in program.position or len(nodes) > _MOST_READERS or len(program.users.get(var, ())) != len(nodes):
         return False
     return all(node.block == program.block[program.position[var]] for node in nodes)
 
 
 def _before(program: Program, node: Node, claimed: Collection[relax.Var]) -> _Prepared | None:
-    """What may be done as ``node`` reads its data; None if nothing."""
+    """Return the prologue that ``node`` can apply to its data; None if there is none."""
     conv, shape = node.operator, image_shape(node.data)
     if not isinstance(conv, Conv2d) or shape is None or conv.dtype == "int8":
         return None
@@ -100,7 +102,7 @@ def _with(node: Node, found: _Prepared) -> Node:
 
 
 class _Walk:
-    """Backwards from ``start``, a step at a time; a value that anything else reads ends it."""
+    """Walk backwards from ``start``, one step at a time, up to a value with another reader."""
 
     def __init__(self, program: Program, start: relax.Var, claimed: Collection[relax.Var]) -> None:
         self._program, self._claimed = program, claimed
@@ -112,13 +114,13 @@ class _Walk:
         self._shift: np.ndarray | None = None
 
     def found(self) -> _Prepared | None:
-        """What has been walked over."""
+        """Return the operators that were absorbed, or None."""
         if not self._covered:
             return None
         return _Prepared(self._at, tuple(self._covered), self._gate, self._activation, self._scale, self._shift)
 
     def take_activation(self) -> None:
-        """An activation that ends here."""
+        """Absorb an activation that ends at the current value."""
         if self._binding() is None:
             return
         found = activation_before(self._program, self._at)
@@ -127,7 +129,7 @@ class _Walk:
             self._step(source, covered)
 
     def take_affine(self) -> None:
-        """Constants along the channels: factors and summands, in any order."""
+        """Absorb constants along the channels: factors and summands, in any order."""
         steps: list[tuple[str, np.ndarray]] = []
         while (binding := self._binding()) is not None:
             name, shape = operator_name(binding.value), image_shape(self._at)
@@ -150,7 +152,7 @@ class _Walk:
         self._scale, self._shift = scale.astype(np.float32), shift.astype(np.float32)
 
     def take_gate(self) -> None:
-        """A product with one factor for each image and channel (squeeze-and-excite)."""
+        """Absorb a product with one factor per image and channel (squeeze-and-excite)."""
         binding, shape = self._binding(), image_shape(self._at)
         if binding is None or shape is None or operator_name(binding.value) != "relax.multiply":
             return
@@ -169,7 +171,9 @@ class _Walk:
         self._at = source
 
     def _binding(self) -> relax.VarBinding | None:
-        """Of the value that the walk has come to, if no kernel writes it and nothing reads it but what comes after."""
+        """Return the binding of the current value if no kernel writes it and only the absorbed operators read it; else
+        None.
+        """
         var, program = self._at, self._program
         if var not in program.position or var in self._claimed or not is_float32(var):
             return None

@@ -1,7 +1,7 @@
-"""Kernels of recurrent layers: LSTM and GRU step by step, all directions and sequences of a batch at the same time.
+"""Kernels of recurrent layers: LSTM and GRU step by step, all directions and sequences of a batch in parallel.
 
-What the input contributes to the gates of all steps is one matrix product that stands before. A step is then a product
-of the state with the recurrent weights, which lie so that it streams through them, and the gates on vectors.
+The contribution of the input to the gates of all steps is one matrix product before the kernel. A step is a product of
+the state with the recurrent weights, packed in the order in which they are read, and the gates on vectors.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from tvm.script.ir_builder import tirx as T
 
 from schedules.loops import emit
 
-# Of the widest registers; LLVM splits vectors where they are shorter.
+# Lanes of the widest registers; LLVM splits vectors for CPUs with shorter ones.
 LANES = 16
 
 
 @dataclass(frozen=True)
 class Recurrence:
-    """Sizes of a recurrent layer. ``gates``: 4 of an LSTM (input, output, forget, cell), 3 of a GRU (update, reset,
-    hidden). ``backwards``: for each direction whether it begins at the last step.
-    """
+    """Sizes of a recurrent layer."""
 
+    # 4 for an LSTM (input, output, forget, cell), 3 for a GRU (update, reset, hidden).
     gates: int
     steps: int
     batch: int
     hidden: int
+    # For each direction, True if it begins at the last step.
     backwards: tuple[bool, ...]
 
     @property
     def directions(self) -> int:
-        """One or two."""
+        """Number of directions, one or two."""
         return len(self.backwards)
 
     @property
@@ -46,12 +46,12 @@ class Recurrence:
 
     @property
     def padded(self) -> int:
-        """Values of those vectors."""
+        """Values in those vectors."""
         return self.blocks * LANES
 
     def pack_input(self, weight: np.ndarray) -> np.ndarray:
-        """Rows (directions, gates x hidden, ...) that a step adds to the gates, as columns (..., directions x gates x
-        ``padded``).
+        """Return the rows (directions, gates x hidden, ...) of the input contribution as columns (..., directions x
+        gates x ``padded``).
         """
         rows = weight.reshape(self.directions, self.gates, self.hidden, -1)
         wide = np.zeros((self.directions, self.gates, self.padded, rows.shape[3]), np.float32)
@@ -59,7 +59,7 @@ class Recurrence:
         return np.ascontiguousarray(wide.reshape(-1, rows.shape[3]).T)
 
     def pack_recurrent(self, weight: np.ndarray) -> np.ndarray:
-        """Weights (directions, gates x hidden, hidden) as (directions, blocks, hidden, gates, lanes)."""
+        """Return weights (directions, gates x hidden, hidden) as (directions, blocks, hidden, gates, lanes)."""
         rows = weight.reshape(self.directions, self.gates, self.hidden, self.hidden)
         wide = np.zeros((self.directions, self.gates, self.padded, self.hidden), np.float32)
         wide[:, :, : self.hidden] = rows
@@ -67,16 +67,16 @@ class Recurrence:
         return np.ascontiguousarray(apart.transpose(0, 2, 4, 1, 3))
 
     def pack_bias(self, bias: np.ndarray) -> np.ndarray:
-        """One value for each hidden unit (directions, hidden) as (directions, blocks, lanes)."""
+        """Return one value per hidden unit, (directions, hidden), as (directions, blocks, lanes)."""
         wide = np.zeros((self.directions, self.padded), np.float32)
         wide[:, : self.hidden] = bias
         return wide.reshape(self.directions, self.blocks, LANES)
 
 
 def lstm(layer: Recurrence) -> tirx.PrimFunc:
-    """Parameters: gates (steps, batch, directions, gates x blocks, lanes), packed recurrent weights, hidden and cell
-    state (directions, batch, hidden); results: hidden states (steps, directions, batch, hidden), the last hidden and
-    cell state.
+    """Build the LSTM kernel. Parameters: gates (steps, batch, directions, gates x blocks, lanes), packed recurrent
+    weights, hidden and cell state (directions, batch, hidden); results: hidden states (steps, directions, batch,
+    hidden), the last hidden and cell state.
     """
 
     def body(gates: Any, weight: Any, first: Any, first_cell: Any, every: Any, last: Any, last_cell: Any) -> None:
@@ -104,8 +104,8 @@ def lstm(layer: Recurrence) -> tirx.PrimFunc:
 
 
 def gru(layer: Recurrence) -> tirx.PrimFunc:
-    """As :func:`lstm`, without a cell state; the weights are followed by the bias of the reset state (directions,
-    blocks, lanes), which the reset gate multiplies too.
+    """Build the GRU kernel: parameters and results as in :func:`lstm`, without a cell state; the weights are followed
+    by the bias of the reset state (directions, blocks, lanes), which is also multiplied by the reset gate.
     """
 
     def body(gates: Any, weight: Any, bias: Any, first: Any, every: Any, last: Any) -> None:
@@ -132,7 +132,7 @@ def gru(layer: Recurrence) -> tirx.PrimFunc:
 
 
 def _parameters(layer: Recurrence, states: int) -> tuple[tuple[int, ...], ...]:
-    """Shapes of gates, weights, and so many states."""
+    """Return the shapes of gates, weights, and ``states`` states."""
     gates = (layer.steps, layer.batch, layer.directions, layer.gates * layer.blocks, LANES)
     weight = (layer.directions, layer.blocks, layer.hidden, layer.gates, LANES)
     return (gates, weight, *((layer.directions, layer.batch, layer.hidden),) * states)
@@ -145,7 +145,7 @@ def _kernel(
     layer: Recurrence,
     body: Callable[..., None],
 ) -> tirx.PrimFunc:
-    """``results``: those after the hidden states of every step."""
+    """Build a kernel; ``results``: shapes of the results after the hidden states of every step."""
     every = (layer.steps, layer.directions, layer.batch, layer.hidden)
     shapes = (*parameters, every, *results)
     with IRBuilder() as builder, T.prim_func():
@@ -157,7 +157,7 @@ def _kernel(
 
 @contextmanager
 def _sequences(layer: Recurrence) -> Iterator[tuple[Any, Any]]:
-    """One task per direction and sequence: the numbers of both."""
+    """Open one task per direction and sequence; yield the indices of both."""
     with emit.tasks(layer.directions * layer.batch) as task:
         yield emit.quotient(task, layer.batch), emit.remainder(task, layer.batch)
 
@@ -167,7 +167,7 @@ def _state(layer: Recurrence) -> Any:
 
 
 def _copy_in(layer: Recurrence, source: Any, direction: Any, image: Any, state: Any) -> None:
-    """The state of one sequence; zero beyond the hidden units."""
+    """Copy the state of one sequence; zero beyond the hidden units."""
     with T.serial(0, layer.blocks) as block:
         emit.store(state, emit.splat(0.0, LANES), block, lanes=LANES)
     with T.serial(0, layer.hidden) as unit:
@@ -186,7 +186,7 @@ def _finish_step(layer: Recurrence, new: Any, state: Any, every: Any, place: tup
 
 
 def _position(layer: Recurrence, direction: Any, step: Any) -> Any:
-    """The step of the sequence that is computed in the loop's ``step``."""
+    """Return the step of the sequence that iteration ``step`` of the loop computes."""
     from_end = layer.steps - 1 - step
     if len(set(layer.backwards)) == 1:
         return from_end if layer.backwards[0] else step
@@ -200,7 +200,7 @@ def _input(layer: Recurrence, gates: Any, at: Any, image: Any, direction: Any, g
 def _products(
     layer: Recurrence, weight: Any, state: Any, direction: Any, block: Any, starts: Sequence[Any]
 ) -> list[Any]:
-    """For each gate the sum of its start and the products of the state."""
+    """Return for each gate its start plus the products of the state with the weights."""
     (sums,) = emit.registers(1, len(starts), LANES)
     for register, start in zip(sums, starts, strict=True):
         emit.store(register, start, lanes=LANES)
@@ -213,6 +213,6 @@ def _products(
 
 
 def _tanh(x: Any) -> Any:
-    """Twice the sigmoid of twice the argument, less one."""
+    """Return tanh as twice the sigmoid of twice the argument, minus one."""
     two, one = emit.splat(2.0, LANES), emit.splat(1.0, LANES)
     return two * emit.activate(x * two, "sigmoid", LANES) - one

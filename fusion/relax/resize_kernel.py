@@ -1,7 +1,7 @@
-"""Resizing of blocked images, to the nearest pixel or between two or four, padding with their own pixels, and slices of
-their rows and columns: which pixels are read is looked up in tables.
+"""Kernels on blocked images whose input pixels come from tables: resizing to the nearest pixel or between two or four,
+padding with the image's own pixels, and slices of rows and columns.
 
-Shapes are known while compiling, so that every convention of coordinates is a table of positions and weights.
+Shapes are known at compile time, so that every convention of coordinates is a table of positions and weights.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import Signature, TensorSpec
 from schedules.loops import emit
 
-# A parallel region costs about as much as moving this many values on one core.
+# Starting a parallel region costs about as much as moving this many values on one core.
 _SERIAL_VALUES = 8192
 _TASKS_PER_THREAD = 4
 
-# Where pixels x of a result of that size lie in an image of ``size``; ``scale`` is their ratio, or what a file says.
+# Positions in the input image of ``size`` of pixels x of a result of the given size; ``scale``: their ratio, or the
+# scale stated in a file.
 COORDINATES: dict[str, Callable[[np.ndarray, int, int, float], np.ndarray]] = {
     "half_pixel": lambda x, size, result, scale: (x + 0.5) / scale - 0.5,
     "pytorch_half_pixel": lambda x, size, result, scale: (x + 0.5) / scale - 0.5 if result > 1 else 0.0 * x,
@@ -43,16 +44,15 @@ ROUNDINGS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 @dataclass(frozen=True)
 class Resize2d:
-    """An NCHW image of ``shape`` at ``size`` (rows, columns).
-
-    ``method``: ``nearest_neighbor`` by ``rounding``; ``linear`` between two pixels along each axis; ``cubic`` between
-    four, by Keys' polynomial of ``cubic_alpha``, those outside of the image left out (``cubic_exclude``) or the
-    outermost in their place. ``coordinates``: how positions of the result lie in the image. Names as in ONNX and TVM.
-    """
+    """Resize of an NCHW image of ``shape`` to ``size`` (rows, columns). Names as in ONNX and TVM."""
 
     shape: tuple[int, int, int, int]
     size: tuple[int, int]
+    # ``nearest_neighbor`` with ``rounding``; ``linear`` between two pixels along each axis; ``cubic`` between four, by
+    # Keys' polynomial of ``cubic_alpha``, with pixels outside the image left out (``cubic_exclude``) or replaced by the
+    # outermost.
     method: str
+    # Mapping of positions of the result to the image.
     coordinates: str
     rounding: str = ""
     cubic_alpha: float = -0.75
@@ -60,15 +60,15 @@ class Resize2d:
 
     @property
     def is_known(self) -> bool:
-        """Whether the convention has a table."""
+        """True if there is a table for the convention."""
         known = self.method in ("linear", "cubic") or (self.method == "nearest_neighbor" and self.rounding in ROUNDINGS)
         return known and self.coordinates in COORDINATES
 
     def taps(self, axis: int) -> tuple[np.ndarray, np.ndarray]:
-        """Positions, int32, and weights, float32, both (taps, extent), along rows or columns."""
+        """Return positions, int32, and weights, float32, both (taps, extent), along rows or columns."""
         size, result = self.shape[2 + axis], self.size[axis]
         position = COORDINATES[self.coordinates](np.arange(result, dtype=np.float64), size, result, result / size)
-        # Noise of the last digits must not move a position that lies on a pixel, or half-way between two.
+        # Rounding noise must not move a position that is on a pixel, or half-way between two.
         position = np.round(position, 6)
         if self.method == "nearest_neighbor":
             taps = ROUNDINGS[self.rounding](position)[None]
@@ -88,13 +88,12 @@ class Resize2d:
 
 @dataclass(frozen=True)
 class MirrorPad2d:
-    """An NCHW image of ``shape`` with ``padding`` (top, left, bottom, right) of its own pixels.
-
-    ``mode``: ``reflect`` about the outermost pixels, or ``replicate`` them.
-    """
+    """Padding of an NCHW image of ``shape`` with its own pixels."""
 
     shape: tuple[int, int, int, int]
+    # Top, left, bottom, right.
     padding: tuple[int, int, int, int]
+    # ``reflect`` about the outermost pixels, or ``replicate`` them.
     mode: str
 
     @property
@@ -104,7 +103,7 @@ class MirrorPad2d:
         return self.shape[2] + top + bottom, self.shape[3] + left + right
 
     def taps(self, axis: int) -> tuple[np.ndarray, np.ndarray]:
-        """As of a :class:`Resize2d`."""
+        """Return positions and weights as :meth:`Resize2d.taps` does."""
         widths = (self.padding[axis], self.padding[2 + axis])
         positions = np.pad(np.arange(self.shape[2 + axis]), widths, "edge" if self.mode == "replicate" else "reflect")
         return positions[None].astype(np.int32), np.ones((1, len(positions)), np.float32)
@@ -112,7 +111,7 @@ class MirrorPad2d:
 
 @dataclass(frozen=True)
 class Slice2d:
-    """Of an NCHW image of ``shape`` the rows and columns at ``rows`` and ``columns``."""
+    """Slice of an NCHW image of ``shape`` with the given ``rows`` and ``columns``."""
 
     shape: tuple[int, int, int, int]
     rows: range
@@ -124,7 +123,7 @@ class Slice2d:
         return len(self.rows), len(self.columns)
 
     def taps(self, axis: int) -> tuple[np.ndarray, np.ndarray]:
-        """As of a :class:`Resize2d`."""
+        """Return positions and weights as :meth:`Resize2d.taps` does."""
         taken = (self.rows, self.columns)[axis]
         return np.array([taken], np.int32), np.ones((1, len(taken)), np.float32)
 
@@ -133,15 +132,17 @@ PixelTable: TypeAlias = Resize2d | MirrorPad2d | Slice2d
 
 
 def resize_tables(resize: PixelTable) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """The constants of :func:`resize_kernel`: positions of rows and of columns, then their weights unless there is one
-    pixel for each.
+    """Return the constants of :func:`resize_kernel`: positions of rows and of columns, then their weights, except for
+    one pixel per output.
     """
     (rows, down), (columns, across) = resize.taps(0), resize.taps(1)
     return [rows, columns], [down, across] if len(rows) > 1 else []
 
 
 def resize_kernel(resize: PixelTable, cpu: CpuTarget, dtype: str = "float32") -> tirx.PrimFunc:
-    """(data, positions of rows, of columns, [weights of rows, of columns], result), images blocked and of ``dtype``."""
+    """Build the kernel: (data, row positions, column positions, [row weights, column weights], result), images blocked
+    and of ``dtype``.
+    """
     lanes, (batch, channels, *_) = cpu.lanes, resize.shape
     rows, columns = resize.size
     positions, weights = resize_tables(resize)
@@ -174,7 +175,9 @@ def resize_kernel(resize: PixelTable, cpu: CpuTarget, dtype: str = "float32") ->
 
 
 def _weighted(values: Sequence[Any], weights: Any, position: Any, lanes: int) -> Any:
-    """Of one tap each; two are one and a share of their difference, which is exact where they are equal."""
+    """Return the weighted sum of one value per tap; of two, the first plus a fraction of their difference, exact if
+    both are equal.
+    """
     first = T.bind(values[0])
     if len(values) == 2:
         return T.bind(first + (values[1] - first) * emit.splat(weights[1, position], lanes))
@@ -185,7 +188,7 @@ def _weighted(values: Sequence[Any], weights: Any, position: Any, lanes: int) ->
 
 
 def keys_cubic(distance: np.ndarray, alpha: float) -> np.ndarray:
-    """The cubic convolution kernel (Keys, 1981) at ``distance`` in pixels; zero from two on."""
+    """Evaluate the cubic convolution kernel (Keys, 1981) at ``distance`` in pixels; zero from two on."""
     distance = np.abs(distance)
     near = ((alpha + 2) * distance - (alpha + 3)) * distance**2 + 1
     far = ((distance - 5) * distance + 8) * distance * alpha - 4 * alpha

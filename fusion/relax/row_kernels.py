@@ -1,8 +1,8 @@
-"""Kernels along the rows of plain tensors: softmax, layer norm, and products of two tensors that are both computed;
-and softmax along their columns.
+"""Kernels along the rows of plain tensors: softmax, layer norm, and products of two computed tensors; and softmax along
+their columns.
 
-A row that is no whole number of vectors ends with one that reaches back into the vector before it; what both hold is
-computed twice, alike, and counts once.
+A row that is not a whole number of vectors ends with a vector that overlaps the one before it; the values in the
+overlap are computed twice, with equal results, and count once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from schedules.loops.loop_nests import TiledExtent
 from schedules.loops.register_kernels import DenseTile
 from schedules.loops.register_tiling import RegisterTile, register_tiles
 
-# A parallel region costs about as much as this many values of a softmax on one core.
+# Starting a parallel region costs about as much as this many values of a softmax on one core.
 _SERIAL_VALUES = 4096
 _SERIAL_FLOPS = 200_000
 _TASKS_PER_THREAD = 4
@@ -33,14 +33,14 @@ _LOWEST = -float("inf")
 
 @dataclass(frozen=True)
 class RowSoftmax:
-    """Softmax of ``rows`` rows."""
+    """Softmax of ``rows`` rows of ``width`` values."""
 
     rows: int
     width: int
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of what is read and written."""
+        """Shape of input and output."""
         return (self.rows, self.width)
 
 
@@ -54,13 +54,13 @@ class ColumnSoftmax:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of what is read and written."""
+        """Shape of input and output."""
         return (self.outer, self.width, self.columns)
 
 
 @dataclass(frozen=True)
 class RowNorm:
-    """Layer norm of ``rows`` rows."""
+    """Layer norm of ``rows`` rows of ``width`` values."""
 
     rows: int
     width: int
@@ -68,7 +68,7 @@ class RowNorm:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of what is read and written."""
+        """Shape of input and output."""
         return (self.rows, self.width)
 
 
@@ -86,7 +86,7 @@ RowWork: TypeAlias = RowSoftmax | ColumnSoftmax | RowNorm | BatchedProduct
 
 
 def row_kernel(work: RowWork, cpu: CpuTarget) -> tirx.PrimFunc:
-    """The kernel of ``work``."""
+    """Build the kernel of ``work``."""
     if isinstance(work, RowSoftmax):
         return row_softmax(work.rows, work.width, cpu)
     if isinstance(work, ColumnSoftmax):
@@ -98,7 +98,7 @@ def row_kernel(work: RowWork, cpu: CpuTarget) -> tirx.PrimFunc:
 
 @dataclass(frozen=True)
 class _Row:
-    """``width`` values in vectors of ``lanes``."""
+    """Row of ``width`` values in vectors of ``lanes``."""
 
     width: int
     lanes: int
@@ -109,18 +109,18 @@ class _Row:
 
     @property
     def again(self) -> int:
-        """Lanes of the last vector that the one before it holds too; none where the row ends with a whole vector."""
+        """Lanes of the last vector that overlap the one before it; 0 if the row ends with a whole vector."""
         return -self.width % self.lanes
 
     def each(self, step: Callable[[Any, bool], None]) -> None:
-        """``step(start of a vector, whether it is the one that reaches back)`` for all vectors, that one last."""
+        """Emit ``step(start of a vector, True for the overlapping one)`` for all vectors, the overlapping one last."""
         with emit.loop(self.whole) as index:
             step(index * self.lanes, False)
         if self.again:
             step(self.width - self.lanes, True)
 
     def counted(self, value: Any, last: bool, nothing: float = 0.0) -> Any:
-        """``value`` with ``nothing`` where the vector before it holds the same."""
+        """Return ``value`` with ``nothing`` in the lanes that the vector before it also holds."""
         if not last:
             return value
         new = range(self.again, self.lanes)
@@ -128,18 +128,18 @@ class _Row:
         return emit.shuffle([emit.splat(nothing, self.lanes), T.bind(value)], kept)
 
     def at(self, start: Any) -> Any:
-        """The index of the vector from ``start`` on."""
+        """Return the index of the vector from ``start`` on."""
         return tirx.Ramp(tirx.const(start, "int32") if isinstance(start, int) else start, 1, self.lanes)
 
 
 def vector_lanes(width: int, cpu: CpuTarget) -> int:
-    """Lanes of the vectors of a row: as many as the CPU has, or the largest power of two that fits."""
+    """Return the lanes of the vectors of a row: as many as the CPU has, or the largest power of two that fits."""
     return min(cpu.lanes, 1 << (width.bit_length() - 1))
 
 
 @contextmanager
 def _rows(count: int, values: int, cpu: CpuTarget) -> Iterator[Any]:
-    """Every row once, in parallel tasks where there are enough ``values``."""
+    """Loop over every row once, in parallel tasks if there are enough ``values``."""
     tasks = 1 if values < _SERIAL_VALUES else min(count, _TASKS_PER_THREAD * cpu.threads)
     size = -(-count // tasks)
     with emit.tasks(tasks) as task:
@@ -149,7 +149,9 @@ def _rows(count: int, values: int, cpu: CpuTarget) -> Iterator[Any]:
 
 
 def row_softmax(rows: int, width: int, cpu: CpuTarget) -> tirx.PrimFunc:
-    """Softmax along the last dimension of (rows, width): of the maximum, of the sum of powers, of the quotients."""
+    """Build softmax along the last dimension of (rows, width), in three passes: maximum, sum of exponentials,
+    quotients.
+    """
     row = _Row(width, vector_lanes(width, cpu))
     lanes, spec = row.lanes, TensorSpec((rows, width))
 
@@ -172,7 +174,7 @@ def row_softmax(rows: int, width: int, cpu: CpuTarget) -> tirx.PrimFunc:
 
             row.each(power)
             share = T.bind(emit.splat(1.0, lanes) / emit.total(emit.load(sums, lanes=lanes), lanes))
-            # Read before its first lanes are multiplied.
+            # Read before its first lanes are multiplied by the previous vector.
             end = T.bind(output[at, row.at(width - lanes)]) if row.again else None
 
             def divide(start: Any, last: bool) -> None:
@@ -185,10 +187,10 @@ def row_softmax(rows: int, width: int, cpu: CpuTarget) -> tirx.PrimFunc:
 
 
 def column_softmax(outer: int, width: int, columns: int, cpu: CpuTarget) -> tirx.PrimFunc:
-    """Softmax along the middle dimension of (outer, width, columns), a vector of columns at a time.
+    """Build softmax along the middle dimension of (outer, width, columns), a vector of columns at a time.
 
-    The last vector of a matrix reaches back into the one before it, which may be another task's: so nothing that is
-    written is read again, and powers are computed twice.
+    The last vector of a matrix overlaps the one before it, which may belong to another task: so nothing that is written
+    is read again, and exponentials are computed twice.
     """
     row = _Row(columns, vector_lanes(columns, cpu))
     lanes, spec = row.lanes, TensorSpec((outer, width, columns))
@@ -216,9 +218,10 @@ def column_softmax(outer: int, width: int, columns: int, cpu: CpuTarget) -> tirx
 
 
 def row_norm(rows: int, width: int, epsilon: float, cpu: CpuTarget) -> tirx.PrimFunc:
-    """Layer norm along the last dimension of (rows, width); its second argument holds weights and biases, (2, width).
+    """Build layer norm along the last dimension of (rows, width); its second argument holds weights and biases, (2,
+    width).
 
-    The variance is that of the differences to the mean: that of a sum of squares loses the digits that matter.
+    The variance is computed from the differences from the mean: a sum of squares would lose the significant digits.
     """
     row = _Row(width, vector_lanes(width, cpu))
     lanes, spec = row.lanes, TensorSpec((rows, width))
@@ -256,9 +259,9 @@ def row_norm(rows: int, width: int, epsilon: float, cpu: CpuTarget) -> tirx.Prim
 
 
 def batched_product(batch: int, rows: int, inner: int, columns: int, cpu: CpuTarget) -> tirx.PrimFunc:
-    """(batch, rows, inner) x (batch, inner, columns): tiles of rows x vectors of columns in registers.
+    """Build (batch, rows, inner) x (batch, inner, columns): tiles of rows x vectors of columns in registers.
 
-    The last tile of rows, and the last vector of columns, reach back into those before them.
+    The last tile of rows, and the last vector of columns, overlap those before them.
     """
     lanes = vector_lanes(columns, cpu)
     vectors = -(-columns // lanes)
@@ -295,7 +298,7 @@ def batched_product(batch: int, rows: int, inner: int, columns: int, cpu: CpuTar
 
 
 def _product_tile(vectors: int, rows: int, inner: int, lanes: int, cpu: CpuTarget) -> RegisterTile:
-    """The register tile of least analytic cost for the whole matrix."""
+    """Return the register tile of least analytic cost for the whole matrix."""
 
     def cost(tile: RegisterTile) -> float:
         weight_bytes = 4 * lanes * tile.out_blocks * inner

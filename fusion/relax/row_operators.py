@@ -1,6 +1,6 @@
-"""Operators along the rows of plain tensors that get a kernel of ours instead of a compiled loop nest.
+"""Operators along the rows of plain tensors that get their own kernel instead of a compiled loop nest.
 
-Softmax, layer norm along the last dimension, and products of two tensors that are both computed (attention).
+Softmax, layer norm along the last dimension, and products of two computed tensors (attention).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fusion.relax.layouts import LaidOutValue, Layouts
 from fusion.relax.lowered_kernels import KernelLibrary
 from fusion.relax.row_kernels import BatchedProduct, ColumnSoftmax, RowNorm, RowSoftmax, RowWork
 
-# Shorter rows than this fill no vector; smaller products than this are done before a kernel is called.
+# Shorter rows do not fill a vector; smaller products take less time than the call of a kernel.
 _SHORTEST_ROW = 4
 _FEWEST_FLOPS = 20_000
 
@@ -27,7 +27,9 @@ Constants: TypeAlias = Callable[[relax.Expr], np.ndarray | None]
 
 
 def row_work(call: relax.Expr, constant: Constants) -> RowWork | None:
-    """``call`` as work along rows; ``None`` if no kernel here does it. ``constant``: the array of an expression."""
+    """Return ``call`` as work along rows; None if there is no kernel for it. ``constant``: the array of an
+    expression.
+    """
     shape, name = static_shape(call), operator_name(call)
     if name not in _READERS or shape is None or not shape or not is_float32(call) or 0 in shape:
         return None
@@ -71,20 +73,19 @@ _READERS: dict[str, Callable[[relax.Call, tuple[int, ...], Constants], RowWork |
 
 @dataclass(frozen=True, eq=False)
 class RowOperators:
-    """Rewrites calls.
-
-    ``lookup``: the value of an original variable, ``constant``: the array behind an expression, ``bound``: what a
-    variable is bound to.
-    """
+    """Rewriter of calls."""
 
     layouts: Layouts
     library: KernelLibrary
+    # Value of an original variable.
     lookup: Callable[[relax.Var], LaidOutValue | None]
+    # Array behind an expression, or None.
     constant: Constants
+    # Value that a variable is bound to, or None.
     bound: Callable[[relax.Expr], relax.Expr | None]
 
     def rewrite(self, binding: relax.VarBinding) -> relax.Expr | None:
-        """A call of a kernel on plain operands, in the shape that the kernel has; None where none applies."""
+        """Return a call of a kernel on plain operands, in the shape of the kernel; None if none applies."""
         call = binding.value
         if operator_name(call) == "relax.permute_dims":
             return self._image_rows(call)
@@ -113,7 +114,7 @@ class RowOperators:
         return relax.call_tir(self.library.row_kernel(work), arguments, out_ty=relax.TensorType(result, "float32"))
 
     def _image_rows(self, call: relax.Call) -> relax.Expr | None:
-        """The pixels of a blocked image one after the other, channels last."""
+        """Return the pixels of a blocked image as rows, channels last, or None."""
         axes = [int(axis) for axis in call.attrs.axes or ()]
         image = call.args[0]
         if axes == [0, 2, 1]:

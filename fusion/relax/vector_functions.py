@@ -1,7 +1,7 @@
-"""Functions of single values that no kernel of ours computes, in vectors: TVM's own call a library for every value.
+"""Vector code for element-wise functions without a template kernel: TVM's own code calls a library for every value.
 
-They are what epilogues compute (:func:`schedules.loops.emit.activate`), as expressions that a compiled loop nest takes
-its vectors of. Besides them what cuts values off, which TVM's own takes NaN for a bound.
+They are the functions of epilogues (:func:`schedules.loops.emit.activate`), as expressions for vectors of a compiled
+loop nest. The module also covers clipping, for which TVM's own code replaces NaN by a bound.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from schedules.loops import emit
 
 
 def _exp(x: Any) -> Any:
-    """Of any argument: zero and infinity are reached by the square of the root."""
+    """Return exp of any argument: the square of its root, so that zero and infinity are reached."""
     root = emit.exp(x * tirx.const(0.5, "float32"), 1)
     return root * root
 
@@ -35,7 +35,7 @@ _FUNCTIONS: dict[str, Callable[[Any], Any]] = {
 
 
 def legalize(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
-    """A call of one of them on float32 as a function of TIR; on other types TVM's own."""
+    """Lower a call of one of the functions on float32 to TIR; other dtypes by TVM's own rule."""
     name, data = call.op.name, call.args[0]
     if str(call.ty.dtype) != "float32":
         return call.op.get_attr("FLegalize")(builder, call)
@@ -51,7 +51,7 @@ _LIMITS: dict[str, Callable[[Any, Any], Any]] = {"relax.maximum": tirx.max, "rel
 
 
 def legalize_limits(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
-    """A call that cuts off floats, of which NaN stays NaN; on other types TVM's own."""
+    """Lower a call that clips floats such that NaN stays NaN; other dtypes by TVM's own rule."""
     name, dtype, shape = call.op.name, str(call.ty.dtype), static_shape(call)
     if "float" not in dtype or shape is None:
         return call.op.get_attr("FLegalize")(builder, call)
@@ -67,7 +67,7 @@ def legalize_limits(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr
         if name not in _LIMITS:
             return emit.within(data[0][at], low, high)
         left, right = (_broadcast(each, at) for each in data)
-        # Of two that do not compare the second is taken. TVM simplifies ``left == left`` as if NaN were not there.
+        # If the two do not compare, the second is taken. TVM simplifies ``left == left`` as if NaN did not exist.
         return tirx.Select(tirx.isnan(left), left, _LIMITS[name](left, right))
 
     def compute(*data: te.Tensor) -> te.Tensor:
@@ -77,7 +77,7 @@ def legalize_limits(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr
 
 
 def _broadcast(tensor: te.Tensor, at: Sequence[Any]) -> Any:
-    """The element of ``tensor`` at a position of what it is broadcast to."""
+    """Return the element of ``tensor`` at a position of the shape that it is broadcast to."""
     last = at[len(at) - len(tensor.shape) :]
     return tensor[tuple(0 if int(size) == 1 else index for size, index in zip(tensor.shape, last, strict=True))]
 

@@ -1,1 +1,1 @@
-"""The commands behind the figures of README and docs: ``python -m lab.bench.NAME``."""
+"""Commands that produce the figures of README and docs: ``python -m lab.bench.NAME``."""

@@ -31,7 +31,7 @@ SHAPES = (
 
 
 def pair(shape: str, batch: int) -> FusedConvs:
-    """The two convolutions of ``shape``, half the window of padding, with bias and ReLU."""
+    """The two convolutions of ``shape``, with half the window as padding, bias and ReLU."""
     image, *layers = shape.split(",")
     side, channels = (int(value) for value in image.split("x"))
     height, convs = side, []
@@ -58,7 +58,7 @@ def pair(shape: str, batch: int) -> FusedConvs:
 
 
 def measured(pairs: Sequence[FusedConvs], cpu: CpuTarget, trials: int) -> list[tuple[float, float, str]]:
-    """Seconds of the two kernels and of one, and the algorithms of all three, for every pair."""
+    """Seconds of the two separate kernels and of the fused one, and the algorithms of all three, for every pair."""
     from schedules.kernels.template_table import template_for
     from schedules.measuring.measure_runner import Runner
 

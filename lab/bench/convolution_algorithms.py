@@ -31,8 +31,8 @@ FEW = (
 
 
 def layer(shape: str, batch: int) -> Conv2d:
-    """``SIDExCHANNELS``, with another number of output channels ``SIDExCHANNELS:OUTPUTS``; bias and ReLU. Any window is
-    ``CHANNELSxHEIGHTxWIDTH:OUTPUTS/ROWSxCOLUMNS/STRIDES``.
+    """Convolution of ``shape`` with bias and ReLU: ``SIDExCHANNELS``, or ``SIDExCHANNELS:OUTPUTS`` with another number
+    of output channels. Any window is ``CHANNELSxHEIGHTxWIDTH:OUTPUTS/ROWSxCOLUMNS/STRIDES``.
     """
     if "/" in shape:
         return _window(shape, batch)
@@ -56,7 +56,7 @@ def _window(shape: str, batch: int) -> Conv2d:
 
 
 def measure(shapes: Sequence[str], batch: int, cpu: CpuTarget, trials: int) -> None:
-    """Prints a row per shape and algorithm."""
+    """Print a row per shape and algorithm."""
     from schedules.kernels.template_table import template_for
     from schedules.measuring.measure_runner import Runner
 

@@ -43,7 +43,7 @@ PULL_REQUEST_49913 = {
     (3072, 2048): 4.19e-4,
 }  # fmt: skip
 STAGES = {"linearize": 2, "sort": 3, "update": 4}
-LONG_ROW = 33  # lookups of a row that FBGEMM's second update kernel takes
+LONG_ROW = 33  # lookups of a row processed by FBGEMM's second update kernel
 Popularity = Callable[[TableLookup], IndexStatistics | None]
 
 
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def one_popular_row(table: TableLookup, count: float) -> IndexStatistics:
-    """One row is looked up ``count`` times (more, if even lookups are), all others evenly."""
+    """Statistics with one row accessed ``count`` times (more, if uniform lookups are), all others uniformly."""
     share = min(max(count / table.indices, 1 / table.rows), 1.0)
     return IndexStatistics(table.rows, (1.0, table.rows - 1.0), (share, 1 - share), "one popular row")
 
@@ -80,7 +80,7 @@ def _trace_table(ranks: Sequence[RankKernels], title: str, popularity: Popularit
 
 
 def predicted_stages(rank: RankKernels, popularity: Popularity) -> dict[str, float]:
-    """Seconds of every stage, by name."""
+    """Predicted seconds of every stage, by name."""
     machine = load_machine(dlrm_trace.MACHINE)
     rank = replace(rank, tables=tuple(replace(each, statistics=popularity(each)) for each in rank.tables))
     forward = gpu_cost_model(machine).estimate([rank.operator("forward")])[0].seconds

@@ -28,15 +28,15 @@ from fusion.analysis.precision_outlook import PRECISE_TYPES
 from fusion.artifact.build_folder import SUMMARY
 from fusion.search.network_tuning import HOPELESS
 
-# What is slower or faster is drawn at the edge.
+# Gains beyond these limits are drawn at the edge.
 LEAST_DRAWN, MOST_DRAWN = 0.25, 4.0
-# Sites are put together in ranges of intensity, each this many times the one before.
+# Ratio between successive ranges of intensity into which sites are grouped.
 STEP = 2.0
 
 
 @dataclass(frozen=True)
 class SiteGain:
-    """One measured site. ``intensity`` in flop/B of its separate kernels; gains: separate over fused time."""
+    """One measured site. ``intensity``: flop/B of its separate kernels; gains: separate over fused time."""
 
     model: str
     precision: str
@@ -47,12 +47,12 @@ class SiteGain:
 
     @property
     def given_up(self) -> bool:
-        """Whether the tuner left it after the first trials."""
+        """True if the tuner gave the fused kernel up after the first trials."""
         return self.measured < 1.0 / HOPELESS
 
 
 def layer_of(row: Mapping[str, Any], dtype: str) -> Conv2d:
-    """The convolution of a layer in ``summary.json``, as far as its flops and bytes go."""
+    """Convolution of a layer in ``summary.json``, as far as needed for its flops and bytes."""
     batch, channels, height, width = row["input_shape"]
     pads = [
         max(0, (after - 1) * stride + kernel - before)
@@ -68,7 +68,7 @@ def layer_of(row: Mapping[str, Any], dtype: str) -> Conv2d:
 
 
 def site_gains(summary: Mapping[str, Any]) -> Iterator[SiteGain]:
-    """Of every site of one build that was measured by itself both ways; none of networks in mixed precision."""
+    """Gains of every site of one build that was measured both ways; empty for networks in mixed precision."""
     precision = summary.get("precision", {}).get("shipped", "float32")
     if precision not in PRECISE_TYPES:
         return
@@ -77,7 +77,7 @@ def site_gains(summary: Mapping[str, Any]) -> Iterator[SiteGain]:
         if None in (measured["unfused_seconds"], measured["fused_seconds"]):
             continue
         if any(layer["kind"].endswith("grouped") for layer in site["layers"]):
-            continue  # in how many groups is not told
+            continue  # the number of groups is unknown
         yield SiteGain(
             summary["model"],
             precision,
@@ -89,7 +89,7 @@ def site_gains(summary: Mapping[str, Any]) -> Iterator[SiteGain]:
 
 
 def read_gains(builds: Sequence[Path]) -> list[SiteGain]:
-    """Of all builds, every profile. ``InputError`` for a folder without a summary."""
+    """Gains of all builds, every profile. ``InputError`` for a folder without a summary."""
     found: list[SiteGain] = []
     for build in builds:
         path = build / SUMMARY
@@ -113,7 +113,7 @@ def ranges(gains: Sequence[SiteGain]) -> dict[float, list[SiteGain]]:
 
 
 def draw(gains: Sequence[SiteGain], path: Path) -> None:
-    """A panel for each precision: every site, and medians over ranges of intensity."""
+    """Plot with a panel for each precision: every site, and medians over ranges of intensity."""
     present = [each for each in PRECISE_TYPES if any(gain.precision == each for gain in gains)]
     with picture(path, 3.9 * len(present) + 0.3, 4.2, len(present), sharex=True, sharey=True) as panels:
         for axes, precision in zip(panels, present, strict=True):
@@ -143,7 +143,7 @@ def draw(gains: Sequence[SiteGain], path: Path) -> None:
 
 
 def table(gains: Sequence[SiteGain]) -> str:
-    """Markdown: a line for each precision and range of intensity."""
+    """Markdown table: a line for each precision and range of intensity."""
     heads = ("precision", "flop/B", "sites", "given up", "predicted", "measured", "told right", '"always fuse" right')
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for precision in PRECISE_TYPES:

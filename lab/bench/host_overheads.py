@@ -1,8 +1,8 @@
-"""Which table of host overheads suits a host that none was fitted on: leave one workload out, predict its host.
+"""Choice of the table of host overheads for an unknown host: leave one workload out, predict its host.
 
-For every recorded workload, tables are fitted on the others, and the host of its iteration is priced with them; kernels
-keep their measured times. Profiled against profiled, so that what the profiler costs is on both sides.
-python -m lab.bench.host_overheads [DATA]
+For every recorded workload, tables are fitted to the others, and the host of its iteration is priced with them; kernels
+keep their measured times. Profiled runs are compared with profiled runs, so that the profiler's overhead is on both
+sides. python -m lab.bench.host_overheads [DATA]
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lab.fit.host_overheads import (
     small_operator_seconds,
 )
 
-RANKS = 2  # of the eight alike ones of DLRM
+RANKS = 2  # of the eight similar ranks of DLRM
 ITERATIONS = 4
 # Steps in steady state, host-bound or not; `None`: the middle one.
 WORKLOADS = {
@@ -46,7 +46,7 @@ WORKLOADS = {
 
 
 class _NoModel(CostModel):
-    """Kernels keep their recorded times: nothing is left to estimate."""
+    """Cost model that prices nothing: kernels keep their recorded times."""
 
     def estimate(self, operators):  # type: ignore[no-untyped-def]
         assert not operators
@@ -61,7 +61,7 @@ class Recorded:
 
 
 def main(data: Path) -> None:
-    """Prints host time and step time of every workload by every table that has not seen it."""
+    """Print host time and step time of every workload by every table fitted without it."""
     files = {name: _files(data, STACKS[name]) for name in WORKLOADS}
     tables = {name: _table(name, paths) for name, paths in files.items()}
     errors: dict[str, list[float]] = {}
@@ -84,7 +84,9 @@ def main(data: Path) -> None:
 
 
 def _floors(data: Path, tables: Mapping[str, OverheadTable]) -> None:
-    """NeuSight timed single calls by events: small ones take what the host takes, on four other hosts."""
+    """Print NeuSight's floors: it timed single calls by events, and small ones take the host's time, on four other
+    hosts.
+    """
     print("host's time for one aten::add, us, without the profiler: by each table, and the floor of NeuSight's hosts")
     shipped = {name: load_overheads(Path(name)) for name in (SHARED_NAME, H100_NAME)}
     inflation = load_inflation(INFLATION)
@@ -112,7 +114,9 @@ def _table(name: str, paths: Sequence[Path]) -> OverheadTable:
 
 
 def _candidates(others: Mapping[str, OverheadTable]) -> dict[str, OverheadTable]:
-    """Each other table alone; all of them with equal weight per sample, and per workload; the same without the A100."""
+    """Candidate tables: each other one alone; all pooled with equal weight per sample, and per workload; the same
+    without the A100.
+    """
     found = dict(others)
     usual = {name: table for name, table in others.items() if name != "a100-resnet50-ddp"}
     found["pooled by sample"] = merge("pooled", list(usual.values()))
@@ -123,7 +127,7 @@ def _candidates(others: Mapping[str, OverheadTable]) -> dict[str, OverheadTable]
 
 
 def _balanced(table: OverheadTable) -> OverheadTable:
-    """The same means, with 10,000 samples of each kind in all."""
+    """``table`` with the same means and 10,000 samples of each kind in all."""
     means = {}
     for kind in KINDS:
         total = sum(mean.count for mean in table.means[kind].values())
@@ -160,7 +164,9 @@ def _priced(step: Recorded, table: OverheadTable) -> tuple[float, float]:
 
 
 def _has_name(action: object, rank: RankGraph) -> bool:
-    """What a table prices: launches, and pieces of known operators (the rest of a step is the script's own)."""
+    """True for actions priced by a table: launches, and pieces of known operators (the rest of a step is the script's
+    own).
+    """
     if isinstance(action, HostWork):
         return action.kind != "host" and action.call in rank.calls
     return isinstance(action, Launch)

@@ -33,7 +33,7 @@ BLOCKS = {
 
 
 def block(sizes: tuple[int, ...], dtype: str) -> FusedConvs:
-    """Its three layers; a residual where it has one."""
+    """The three layers of a block, with a residual if the shapes allow it."""
     batch, side, inputs, middle, outputs, kernel, stride = sizes
     clipped = Epilogue(True, "relu6" if dtype != "int8" else None)
     first = Conv2d(batch, inputs, side, side, middle, (1, 1), epilogue=clipped, dtype=dtype)
@@ -48,7 +48,7 @@ def block(sizes: tuple[int, ...], dtype: str) -> FusedConvs:
 
 
 def ways(whole: FusedConvs) -> dict[str, list[Operator]]:
-    """How many kernels, and which."""
+    """Ways to compute ``whole`` by separate or fused kernels, by name."""
     first, window, last = whole.convs
     return {
         "three": [first, window, last],
@@ -59,7 +59,9 @@ def ways(whole: FusedConvs) -> dict[str, list[Operator]]:
 
 
 def measure(name: str, dtype: str, cpu: CpuTarget, machine: Machine, trials: int) -> float | None:
-    """Prints a row; three kernels over the best way, ``None`` where a kernel could not be measured."""
+    """Print a row; returns the time of three kernels over that of the best way, ``None`` if a kernel could not be
+    measured.
+    """
     from schedules.kernels.template_table import template_for
     from schedules.measuring.measure_runner import Runner
 

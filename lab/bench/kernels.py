@@ -36,9 +36,7 @@ WORKLOADS = data_folder() / "fusion_workloads.csv"
 
 @dataclass(frozen=True)
 class Row:
-    """Seconds of both arms from the same minute; ``peak_share``: fused flops per second over the rate of multiply-adds
-    (``rate_gflops``) in that minute.
-    """
+    """Seconds of both arms, measured within the same minute."""
 
     name: str
     shape: str
@@ -46,12 +44,14 @@ class Row:
     separate_seconds: float
     ratio: float
     gflops: float
+    # Fused flops per second over `rate_gflops`.
     peak_share: float
+    # Rate of multiply-adds in that minute.
     rate_gflops: float
 
 
 def workloads(path: Path) -> Iterator[tuple[str, FusedConvs]]:
-    """Distinct depthwise -> 1x1 pairs, SAME padding, bias; the activations of MobileNetV1, V2 and MNASNet."""
+    """Yield distinct depthwise -> 1x1 pairs, SAME padding, bias; the activations of MobileNetV1, V2 and MNASNet."""
     seen: set[FusedConvs] = set()
     with path.open(encoding="utf-8") as file:
         for row in csv.DictReader(file):
@@ -84,7 +84,7 @@ def _same(size: int, kernel: int, stride: int) -> tuple[int, int]:
 
 
 def measure(pairs: list[tuple[str, FusedConvs]], cpu: CpuTarget, directory: Path, trials: int) -> list[Row]:
-    """Tunes every kernel with the same effort, then times fused against separate in turns."""
+    """Tune every kernel with the same effort, then time fused against separate kernels in turns."""
     from schedules.kernels.template_table import config_terms
     from schedules.measuring.measure_runner import Runner
     from schedules.tuning.kernel_tuner import Tuner, TuningTask
@@ -109,7 +109,7 @@ def measure(pairs: list[tuple[str, FusedConvs]], cpu: CpuTarget, directory: Path
             records = {operator: store.best(operator) for operator in (fused, *fused.convs)}
             arms = [[fused], list(fused.convs)]
             candidates = [[(op, records[op].config) for op in arm] for arm in arms]
-            # Another process may take a core for longer than one comparison lasts: the least of several counts.
+            # Another process may occupy a core for longer than one comparison lasts: use the least of several runs.
             rates, rounds = [_fma_rate(benchmarks, cpu.threads)], []
             for _ in range(ROUNDS):
                 rounds.append([outcome.seconds for outcome in runner.compare(candidates)])
@@ -151,7 +151,7 @@ def format_row(row: Row) -> str:
 
 
 def summary(rows: list[Row]) -> dict[str, float]:
-    """Geomeans over all shapes, over those that selection fuses (ratio above 1), and MobileNetV1's rate."""
+    """Geometric means over all shapes and over those that selection fuses (ratio above 1), and MobileNetV1's rate."""
     selected = [row.ratio for row in rows if row.ratio > 1.0]
     first = [row.peak_share for row in rows if row.name.startswith("mv1")]
     return {

@@ -1,10 +1,9 @@
-"""Published times of the gated delta rule and Kimi's against what they are predicted to take: ``python
-lab/bench/linear_scans.py``.
+"""Published against predicted times of the gated delta rule and Kimi's rule: ``python lab/bench/linear_scans.py``.
 
 Kernels of flash-linear-attention in BF16, heads of 128. H200 and GB200: QwenLM/FlashQLA, benchmark_results_H200.txt and
 _GB200.txt (MIT; version 0.5.1 in a CUDA graph, kernels called without autograd). B200: pytorch/helion,
 examples/linear/BENCHMARKS.md (BSD-3; through autograd; backward is forward and backward less forward). Paces are fitted
-to the rows of GB200 and the backward rows of H200; those of B200 no fit has seen.
+to the rows of GB200 and the backward rows of H200; no fit uses those of B200.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ WIDTH = 128
 
 @dataclass(frozen=True)
 class Row:
-    """``batch`` sequences of ``length`` tokens; ``key_heads`` that the ``heads`` of values share."""
+    """Published time of ``batch`` sequences of ``length`` tokens; ``key_heads`` are shared by ``heads`` value heads."""
 
     gpu: str
     kind: LinearKind
@@ -36,7 +35,7 @@ class Row:
 
     @property
     def operator(self) -> LinearAttention:
-        """The record that a model of a GPU prices."""
+        """The operator record of the row."""
         kept = self.gpu != "b200-sxm"
         return LinearAttention(
             self.kind, self.batch, self.length, self.key_heads, WIDTH, self.heads, WIDTH,
@@ -82,7 +81,7 @@ AUTOGRAD: dict[LinearKind, dict[tuple[int, int, int], tuple[float, float]]] = {
 
 
 def published() -> list[Row]:
-    """Every row."""
+    """All published rows."""
     rows = [
         Row(gpu, "gated_delta", "forward", *shape, *heads, taken)
         for gpu, table in FORWARD.items()
@@ -103,7 +102,7 @@ def published() -> list[Row]:
 
 
 def main() -> None:
-    """Prints the errors by GPU, kind and direction."""
+    """Print the errors by GPU, kind and direction."""
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in published():
         groups.setdefault((row.gpu, row.kind, row.direction), []).append(row)

@@ -33,7 +33,7 @@ CONFIG = {
 
 @dataclass(frozen=True)
 class Point:
-    """A row of the table. ``batch``: sequences of a step per data-parallel rank."""
+    """Row of the table. ``batch``: sequences per step and data-parallel rank."""
 
     gpus: int
     tp: int
@@ -46,18 +46,18 @@ class Point:
 
     @property
     def tokens(self) -> int:
-        """Of a step."""
+        """Tokens of a step."""
         return self.dp * self.batch * self.length
 
     @property
     def flops(self) -> float:
-        """Of a step."""
+        """Flops of a step."""
         layer = 2 * WIDTH * WIDTH * (1 + KV_HEADS / HEADS) + 3 * WIDTH * INNER
         parameters = LAYERS * layer + WORDS * WIDTH
         return self.tokens * (6 * parameters + 6 * LAYERS * WIDTH * self.length)
 
     def spread(self) -> str:
-        """The text of ``--parallel``."""
+        """Value of ``--parallel``."""
         parts = (LAYERS + 2) // self.pp
         return (
             f"fsdp={self.dp},zero=2,tp={self.tp},cp={self.cp},pp={self.pp},micro-batches={self.batch},sp=yes,"
@@ -73,7 +73,7 @@ POINTS = (
 
 
 def predict(point: Point, folder: Path) -> dict[str, Any]:
-    """The prediction, in a process of its own."""
+    """Prediction by ``predict``, run in a separate process."""
     path = folder / "llama-3-405b.json"
     path.write_text(json.dumps(CONFIG))
     command = [sys.executable, "-m", "e2e", "predict", "--model-config", str(path), "--gpu", "h100-sxm", "--json"]
@@ -82,11 +82,11 @@ def predict(point: Point, folder: Path) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True)
     if not done.stdout:
         raise SystemExit(done.stderr.strip())
-    return dict(json.loads(done.stdout))  # also where the memory is too small, which ends with status 2
+    return dict(json.loads(done.stdout))  # also if the memory is too small, which gives status 2
 
 
 def main() -> None:
-    """Prints published and predicted throughput."""
+    """Print published and predicted throughput."""
     print(" GPUs  CP  tokens   step s  TFLOP/s per GPU  published   error  memory GiB")
     with tempfile.TemporaryDirectory() as folder:
         for point in POINTS:

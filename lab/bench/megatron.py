@@ -22,7 +22,7 @@ TOKENS, WORDS = 2048, 51200
 
 @dataclass(frozen=True)
 class Point:
-    """A published figure. ``batch``: sequences of a step; ``micro``: of a micro-batch (assumed)."""
+    """Published figure. ``batch``: sequences per step; ``micro``: per micro-batch (assumed)."""
 
     heads: int
     hidden: int
@@ -36,12 +36,12 @@ class Point:
 
     @property
     def flops(self) -> float:
-        """Of a step, recomputation included (equation 3)."""
+        """Flops of a step, recomputation included (equation 3)."""
         work = 96 * self.batch * TOKENS * self.layers * self.hidden**2
         return work * (1 + TOKENS / (6 * self.hidden) + WORDS / (16 * self.layers * self.hidden))
 
     def spread(self, interleaved: bool) -> str:
-        """The text of ``--parallel``."""
+        """Value of ``--parallel``."""
         replicas = self.gpus // self.tp // self.pp
         parts = {"dp": replicas, "tp": self.tp, "pp": self.pp, "micro-batches": self.batch // replicas // self.micro}
         text = ",".join(f"{name}={value}" for name, value in parts.items())
@@ -67,7 +67,7 @@ POINTS = {
 
 
 def predict(name: str, folder: Path) -> float:
-    """Predicted seconds of a step, in a process of its own."""
+    """Predicted seconds of a step, by ``predict`` in a separate process."""
     point = POINTS[name]
     config = {"n_embd": point.hidden, "n_head": point.heads, "n_layer": point.layers}
     path = folder / f"{name}.json"
@@ -80,7 +80,7 @@ def predict(name: str, folder: Path) -> float:
 
 
 def main() -> None:
-    """Prints published and predicted throughput of the points named, by default all of them."""
+    """Print published and predicted throughput of the named points, by default all of them."""
     names = sys.argv[1:] or list(POINTS)
     unknown = [name for name in names if name not in POINTS]
     if unknown:

@@ -1,13 +1,13 @@
 """Published throughput of large mixtures of experts against ``predict``: ``python -m lab.bench.mixtures [TEXT]``.
 
 Megatron-Bridge's performance summary (docs/performance-summary.md of each release; degrees and tokens per second and
-GPU) on DGX H100, tokens shared evenly, none dropped, none of it in any fit. ``etp=2`` beside it: experts split as the
-layers are, which nobody ran. What the summary does not tell is from the releases' recipes
+GPU) on DGX H100, tokens shared evenly without dropping, not used in any fit. ``etp=2`` in addition: experts split like
+the layers, which was not measured. Settings missing in the summary are from the releases' recipes
 (scripts/performance/configs): ``expert_tensor_parallel_size`` 1, the distributed optimizer, gradients
 reduced in BF16; Qwen3-235B overlaps tokens with another micro-batch (``moe_a2a_overlap``), DeepSeek-V3 sends them by
 DeepEP and computes what up-projects its latent keys and its dense MLP twice (not asked here), gpt-oss norms and
 activations of experts (not asked here either). FP8 is that of the present tensor's scale. Mixtral: Megatron-Core's
-README of mixtures (its batch is not told). DeepSeek-V3's layer of multi-token prediction is left out, of 61 others.
+README of mixtures (without its batch). DeepSeek-V3's layer of multi-token prediction is left out, of 61 others.
 
 In BF16: Qwen3-30B of Megatron-Bridge's guide to expert-parallel overlap (pull requests 3862 and 5094; rows unfused and
 without CUDA graphs, tokens by HybridEP with graphs of the router; a profile of the third had 8.25 s of exchange and
@@ -49,7 +49,7 @@ OFFLOADED = "fsdp=4,zero=1,master-weights=yes,tp=2,sp=yes,pp=2,ep=4,etp=1,micro-
 
 @dataclass(frozen=True)
 class Row:
-    """A published step: ``rates`` of tokens per second and GPU by release, or ``seconds`` of the step."""
+    """Published step: ``rates`` of tokens per second and GPU by release, or ``seconds`` of the step."""
 
     name: str
     model: str | dict[str, Any]
@@ -62,7 +62,7 @@ class Row:
     precision: str = ""
 
     def published(self) -> Iterator[tuple[str, float]]:
-        """Release and seconds of a step."""
+        """Yield release and seconds of a step."""
         if self.seconds:
             yield "", self.seconds
         for release, rate in self.rates.items():
@@ -74,7 +74,7 @@ def _micro_batches(batch: int, replicas: int, size: int = 1) -> str:
 
 
 def _mixtral_rate() -> float:
-    """Tokens per second and GPU of the published TFLOP/s: 6 x active parameters a token, and causal attention."""
+    """Tokens per second and GPU from the published TFLOP/s: 6 x active parameters per token, and causal attention."""
     layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 2 * 3 * 4096 * 14336 + 8 * 4096
     return MIXTRAL_TFLOPS * 1e12 / (6 * (32 * layer + 32000 * 4096) + 6 * 32 * 4096 * LENGTH)
 
@@ -139,7 +139,7 @@ ROWS = (
 
 
 def predict(row: Row, folder: Path) -> dict[str, Any]:
-    """The prediction, in a process of its own."""
+    """Prediction by ``predict``, run in a separate process."""
     model = ["--model", str(row.model)]
     if isinstance(row.model, dict):
         path = folder / "model.json"
@@ -153,11 +153,11 @@ def predict(row: Row, folder: Path) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True)
     if not done.stdout:
         raise SystemExit(f"{row.name}: {done.stderr.strip()}")
-    return dict(json.loads(done.stdout))  # also where the memory is too small, which ends with status 2
+    return dict(json.loads(done.stdout))  # also if the memory is too small, which gives status 2
 
 
 def main() -> None:
-    """Prints published and predicted steps."""
+    """Print published and predicted steps."""
     wanted = sys.argv[1] if len(sys.argv) > 1 else ""
     with tempfile.TemporaryDirectory() as folder:
         for row in (each for each in ROWS if wanted in each.name):

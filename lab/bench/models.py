@@ -36,7 +36,7 @@ from fusion.tuning.road import tune_model
 AGAINST = "onnxruntime,openvino,openvino-bf16,opencv,torch,torch-bf16,torch-eager,tvm-unfused"
 OTHERS_IN_FP32 = ("onnxruntime", "openvino", "opencv", "torch", "torch-eager")
 UNFUSED = "tvm-unfused"
-# The networks of the table in docs/benchmarks.md but four trained ones, whose files come with other packages.
+# The networks of the table in docs/benchmarks.md except four trained ones, whose files come with other packages.
 TABLE = (
     *("mobilenet_v1", "mobilenet_v2", "resnet18", "resnet50", "timm:vgg11", "timm:repvgg_a0", "timm:mixnet_s"),
     *("timm:dla34", "timm:ghostnet_100", "timm:cspdarknet53", "timm:fbnetc_100", "timm:densenet121"),
@@ -44,15 +44,15 @@ TABLE = (
     *("timm:mnasnet_100", "timm:convnext_tiny", "timm:mobilenetv4_conv_small", "timm:regnety_008"),
     *("published:shufflenet_v2", "published:yolov8n", "published:unet"),
 )
-# Pictures that a network with random weights takes the statistics of batch norms from; the first seed of all pictures.
+# Number of pictures for the batch-norm statistics of a network with random weights; the first seed of all pictures.
 STATISTICS_PICTURES, FIRST_SEED = 24, 1000
 
 
 def export_with_statistics(name: str, path: Path, *, from_timm: bool) -> None:
-    """Writes the network ``name`` of timm or of `published_networks.py` as ONNX, for one picture of its own size.
+    """Write the network ``name`` of timm or of `published_networks.py` as ONNX, for one picture of its own size.
 
-    Batch norms take the mean and variance of :func:`picture`'s, so that activations have the size that they have in a
-    trained network: neither denormal nor infinite, nor far from what they are where errors are told.
+    Batch norms use the mean and variance of :func:`picture`'s inputs, so that activations have the magnitude of those
+    in a trained network: neither denormal nor infinite, and similar to those on which errors are measured.
     """
     import torch
 
@@ -85,8 +85,9 @@ def export_with_statistics(name: str, path: Path, *, from_timm: bool) -> None:
 
 
 def picture(shape: tuple[int, ...], index: int) -> np.ndarray:
-    """A made-up input of ``shape``, float64, another for each ``index``, none of which errors are told on: in turns a
-    picture from 0 to 1, one with mean 0 and deviation 1, and random numbers. They span what errors are told on.
+    """Synthetic input of ``shape``, float64, a different one for each ``index`` and none of those on which errors are
+    measured: in turns a picture from 0 to 1, one with mean 0 and deviation 1, and random numbers, which cover the range
+    of those inputs.
     """
     seed = FIRST_SEED + index
     if index % 3 == 2:
@@ -96,7 +97,7 @@ def picture(shape: tuple[int, ...], index: int) -> np.ndarray:
 
 
 def network_file(network: str, directory: Path) -> tuple[str, Path, dict[str, tuple[int, ...]]]:
-    """A short name of ``network``, its ONNX file, written into ``directory`` if need be, and the shapes asked for."""
+    """Short name of ``network``, its ONNX file (written into ``directory`` if needed), and the requested shapes."""
     path, _, shape = network.partition("@")
     if path.endswith(".onnx"):
         name, _, extents = shape.partition("=")
@@ -113,7 +114,7 @@ def network_file(network: str, directory: Path) -> tuple[str, Path, dict[str, tu
 
 
 def table(name: str, comparison: Comparison) -> str:
-    """Markdown, one line per engine."""
+    """Markdown table, one line per engine."""
     lines = [
         f"| {name} | median ms | min ms | times as long as ours | {' | '.join(ERROR_TITLES)} |",
         "|---|---|---|---" + "|---" * len(ERROR_TITLES) + "|",
@@ -128,9 +129,9 @@ def table(name: str, comparison: Comparison) -> str:
 
 
 def overview(documents: Mapping[str, Mapping[str, Any]]) -> str:
-    """Markdown, one line per network: how many times as long as ours the others take, and the geometric means.
+    """Markdown table, one line per network: the other engines' times relative to ours, and the geometric means.
 
-    By medians; the last column is the best of the others by minima, which a busy machine disturbs less.
+    By medians; the last column is the best of the others by minima, which are less disturbed on a busy machine.
     """
     lines = [
         "| network | ours, ms | fusion off | " + " | ".join(OTHERS_IN_FP32) + " | best of these | by minima |",
@@ -159,12 +160,12 @@ def overview(documents: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def geomean(values: Sequence[float]) -> float:
-    """Geometric mean; NaN of none."""
+    """Geometric mean; NaN for an empty sequence."""
     return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan
 
 
 def measure(network: str, arguments: argparse.Namespace) -> None:
-    """Tunes and compares one network; its figures are on disk afterwards, and on standard output."""
+    """Tune and compare one network; writes its figures to disk and standard output."""
     name, model, shapes = network_file(network, arguments.output)
     build = arguments.output / name
     begun = time.monotonic()

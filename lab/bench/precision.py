@@ -50,15 +50,15 @@ NETWORKS = (
     "timm:convnext_tiny",
 )
 PRECISIONS = (FLOAT32, BFLOAT16, INT8)
-# Engines in FP32 beside ours: the fast ones, so that a table says what a precision gains.
+# FP32 engines compared with ours: the fast ones, so that a table shows the gain of a precision.
 IN_FLOAT32 = ("openvino", "onnxruntime")
-# Inputs that a network with random weights is calibrated with.
+# Number of inputs for calibrating a network with random weights.
 PICTURES = 45
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is measured at once: a network for one batch on so many threads."""
+    """Measured setting: a network for one batch size and thread count."""
 
     name: str
     model: Path
@@ -68,17 +68,17 @@ class Setting:
 
     @property
     def title(self) -> str:
-        """As in tables and names of folders."""
+        """Name in tables and folders."""
         return f"{self.name}-batch{self.batch}-threads{self.threads}"
 
 
 def ours(precision: str) -> str:
-    """The row of our build; that in FP32 is the one that all are compared with."""
+    """Row name of our build; the FP32 build is the reference."""
     return "tuned" if precision == FLOAT32 else f"ours, {precision}"
 
 
 def calibration_file(model: Path, inputs: Sequence[DeclaredInput], shapes: Mapping[str, Sequence[int]]) -> Path:
-    """Made-up samples (:func:`models.picture`) for every input, beside ``model``."""
+    """Write synthetic samples (:func:`models.picture`) for every input, beside ``model``."""
     path = model.with_name(f"{model.stem}-pictures.npz")
     arrays = {}
     for declared in inputs:
@@ -90,7 +90,7 @@ def calibration_file(model: Path, inputs: Sequence[DeclaredInput], shapes: Mappi
 
 
 def quantised(setting: Setting, per_channel: bool) -> Path:
-    """The quantised file of the network, made once."""
+    """Quantised file of the network, made once."""
     target = quantized_path(setting.model)
     if not target.exists():
         inputs = declared_inputs(setting.model, load_float_model(setting.model))
@@ -102,7 +102,9 @@ def quantised(setting: Setting, per_channel: bool) -> Path:
 
 
 def tuned(setting: Setting, precision: str, model: Path, folder: Path, minutes: float) -> Path:
-    """The build in ``folder``, tuned in a process of its own. ``InputError`` where this version cannot, or it fails."""
+    """Build in ``folder``, tuned in a separate process. ``InputError`` if this version does not support it, or it
+    fails.
+    """
     if precision == BFLOAT16 and "precision" not in inspect.signature(fusion.tune).parameters:
         raise InputError("this version of fusion.tune takes no precision: nothing of ours computes in bfloat16")
     words = [sys.executable, "-m", "fusion", "tune", str(model), "-o", str(folder), "--minutes", str(minutes)]
@@ -119,7 +121,7 @@ def tuned(setting: Setting, precision: str, model: Path, folder: Path, minutes: 
 
 
 def builds(setting: Setting, arguments: argparse.Namespace) -> tuple[dict[str, Path], dict[str, str]]:
-    """Folder of our build by precision, and why others have none. ``ProjectError`` if FP32 has none."""
+    """Folder of our build by precision, and the reasons for missing ones. ``ProjectError`` if FP32 has none."""
     found: dict[str, Path] = {}
     absent: dict[str, str] = {}
     for precision in arguments.precisions:
@@ -140,7 +142,7 @@ def builds(setting: Setting, arguments: argparse.Namespace) -> tuple[dict[str, P
 
 
 def measure(setting: Setting, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Builds and compares one setting; what ``compare --json`` prints, with why rows of ours are missing."""
+    """Build and compare one setting; returns the output of ``compare --json``, with reasons for our missing rows."""
     made, absent = builds(setting, arguments)
     asked = [engine for precision in arguments.precisions for engine in engines(precision)]
     file = quantized_path(setting.model)
@@ -161,7 +163,7 @@ def engines(precision: str) -> tuple[str, ...]:
 
 
 def table(title: str, document: Mapping[str, Any]) -> str:
-    """Markdown, a line for each engine."""
+    """Markdown table, a line for each engine."""
     heads = [title, "median ms", "min ms", "times as long as ours in FP32", *ERROR_TITLES]
     lines = [_row(heads), "|---" * len(heads) + "|"]
     for row in document["rows"]:
@@ -173,7 +175,9 @@ def table(title: str, document: Mapping[str, Any]) -> str:
 
 
 def overview(documents: Mapping[str, Mapping[str, Any]], precision: str) -> str:
-    """Markdown, a line for each setting: ours in ``precision``, what the others take relative to it, largest errors."""
+    """Markdown table, a line for each setting: ours in ``precision``, the others' times relative to it, largest
+    errors.
+    """
     peers = engines(precision)
     heads = ["network", f"ours in {precision}, ms", "in FP32, ms", "fusion off", *peers, "best of these"]
     heads += ["error", *(f"error of {each}" for each in peers)]

@@ -1,4 +1,4 @@
-"""Networks that neither `fusion.modelzoo` nor timm has, written from their papers: inputs of `lab/bench/models.py`."""
+"""Networks absent from `fusion.modelzoo` and timm, written from their papers: inputs of `lab/bench/models.py`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class ConvNormActivation(nn.Sequential):
-    """A convolution without bias, its batch norm, an activation where there is one; (N, C, H, W) to (N, C', H', W')."""
+    """Convolution without bias, batch norm, optional activation; (N, C, H, W) to (N, C', H', W')."""
 
     def __init__(
         self, inputs: int, outputs: int, kernel: int = 1, stride: int = 1, groups: int = 1,
@@ -21,7 +21,9 @@ class ConvNormActivation(nn.Sequential):
 
 
 class ShuffleUnit(nn.Module):
-    """A block of ShuffleNetV2 (Ma et al., ECCV 2018): half of the channels passes, both halves are interleaved."""
+    """Block of ShuffleNetV2 (Ma et al., ECCV 2018): half of the channels passes through, both halves are
+    interleaved.
+    """
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -58,7 +60,7 @@ def shufflenet_v2() -> nn.Module:
 
 
 class CrossStage(nn.Module):
-    """The C2f block of YOLOv8: every bottleneck's output is kept and all are concatenated."""
+    """C2f block of YOLOv8: every bottleneck's output is kept and all are concatenated."""
 
     def __init__(self, inputs: int, outputs: int, repeats: int, shortcut: bool) -> None:
         super().__init__()
@@ -81,7 +83,7 @@ class CrossStage(nn.Module):
 
 
 class PooledPyramid(nn.Module):
-    """The SPPF block: three max poolings in a row, concatenated."""
+    """SPPF block: three sequential max poolings, concatenated."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -167,7 +169,7 @@ class UNet(nn.Module):
 
 
 class BasicPitch(nn.Module):
-    """The network of Bittner et al. (ICASSP 2022) behind its harmonic stacking: note, onset and contour maps."""
+    """Network of Bittner et al. (ICASSP 2022) after its harmonic stacking: note, onset and contour maps."""
 
     def __init__(self, harmonics: int = 8, width: int = 32) -> None:
         super().__init__()
@@ -192,7 +194,7 @@ def _window(
     inputs: int, outputs: int, kernel: tuple[int, int], stride: tuple[int, int] = (1, 1),
     padding: tuple[int, int] | None = None,
 ) -> nn.Module:  # fmt: skip
-    """A convolution with a window of any shape, its batch norm and a ReLU."""
+    """Convolution with a window of any shape, batch norm and ReLU."""
     around = padding if padding is not None else (kernel[0] // 2, kernel[1] // 2)
     return nn.Sequential(
         nn.Conv2d(inputs, outputs, kernel, stride, around, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()
@@ -200,7 +202,7 @@ def _window(
 
 
 def crepe_tiny() -> nn.Module:
-    """CREPE, its smallest form (Kim et al., ICASSP 2018): (1, 1024, 1) samples to 360 pitches, in tall windows."""
+    """CREPE in its smallest form (Kim et al., ICASSP 2018): (1, 1024, 1) samples to 360 pitches, in tall windows."""
     blocks: list[nn.Module] = []
     inputs = 1
     for outputs, window, stride in ((128, 512, 4), (16, 64, 1), (16, 64, 1), (16, 64, 1), (32, 64, 1), (64, 64, 1)):
@@ -234,7 +236,7 @@ def waveform_m5() -> nn.Module:
 
 
 def srcnn() -> nn.Module:
-    """SRCNN 9-1-5 (Dong et al., PAMI 2016): one channel of an enlarged picture, made sharper."""
+    """SRCNN 9-1-5 (Dong et al., PAMI 2016): one channel of an enlarged picture, sharpened."""
     return nn.Sequential(
         nn.Conv2d(1, 64, 9, padding=4), nn.ReLU(), nn.Conv2d(64, 32, 1), nn.ReLU(), nn.Conv2d(32, 1, 5, padding=2)
     )
@@ -259,7 +261,7 @@ def eegnet() -> nn.Module:
     )  # fmt: skip
 
 
-# Name: how it is made, channels, height and width of its inputs.
+# Name: constructor, and channels, height and width of its inputs.
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, int, int]]] = {
     "shufflenet_v2": (shufflenet_v2, (3, 224, 224)),
     "yolov8n": (YoloV8Nano, (3, 320, 320)),

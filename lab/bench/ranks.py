@@ -20,7 +20,7 @@ from e2e.price.shared_overheads import load_overheads
 from e2e.step.options import StepOptions
 
 MODEL, GPU = "gpt2", "h100-sxm"
-# One distinct rank for any number of GPUs; then more and more stages of the same number of GPUs.
+# One distinct rank for any number of GPUs; then increasing numbers of stages for the same number of GPUs.
 SPREADS = [f"dp={gpus}" for gpus in (8, 64, 512, 4096)] + [
     f"dp={replicas},pp={stages},micro-batches=16" for replicas, stages in ((2048, 2), (1024, 4), (680, 6), (340, 12))
 ]
@@ -39,7 +39,7 @@ class Row:
 
 
 def measure(parallel: str, repeat: int) -> Row:
-    """One row of the table."""
+    """Measure one row of the table."""
     spec = parse_parallel(parallel)
     cluster = load_cluster(GPU, spec.world_size)
     built = build(MODEL, spec, StepOptions(dtype="bfloat16", attention="flash"))
@@ -56,7 +56,7 @@ def measure(parallel: str, repeat: int) -> Row:
 
 
 def plot(rows: list[Row], path: Path) -> None:
-    """Seconds over GPUs for one distinct rank, and over distinct ranks for 4,096 GPUs."""
+    """Plot seconds over GPUs for one distinct rank, and over distinct ranks for 4,096 GPUs."""
     with picture(path, 9, 3.2, columns=2, sharey=True) as (left, right):
         alone = [row for row in rows if row.distinct_ranks == 1]
         left.plot([row.gpus for row in alone], [row.seconds for row in alone], "o-")

@@ -20,7 +20,7 @@ BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome")
 
 
 def main() -> None:
-    """Writes ``predict-report.png`` and ``tune-report.png``."""
+    """Write ``predict-report.png`` and ``tune-report.png``."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("build", type=Path)
     parser.add_argument("-o", "--output", type=Path, default=Path("docs"))
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def picture(page: Path, path: Path, width: int, height: int) -> None:
-    """A screenshot of the beginning of ``page``."""
+    """Write a screenshot of the beginning of ``page``."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         raise SystemExit("no headless browser here: make browser")

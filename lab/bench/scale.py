@@ -24,7 +24,7 @@ COMMON = ["--gpu", "h100-sxm", "--network", "infiniband-ndr:8", "--dtype", "bflo
 
 
 def workloads(folder: Path) -> dict[str, list[str]]:
-    """Name -> arguments of ``predict`` besides the number of GPUs."""
+    """Arguments of ``predict`` by workload name, without the number of GPUs."""
     config = folder / "gpt3-175b.json"
     config.write_text(json.dumps(GPT3), encoding="utf-8")
     three = "tp=8,pp=8,sp=yes,micro-batches=16,recompute=full"
@@ -41,7 +41,7 @@ def measure(arguments: list[str], gpus: int) -> dict[str, float]:
     with tempfile.TemporaryFile() as output:
         begin = time.perf_counter()
         process = subprocess.Popen(command, stdout=output)
-        _, status, used = os.wait4(process.pid, 0)  # what this process alone has used
+        _, status, used = os.wait4(process.pid, 0)  # usage of this process only
         wall = time.perf_counter() - begin
         if status:
             raise SystemExit(f"failed: {' '.join(command)}")
@@ -52,7 +52,7 @@ def measure(arguments: list[str], gpus: int) -> dict[str, float]:
 
 
 def plot(results: dict[str, dict[int, dict[str, float]]], path: Path) -> None:
-    """Seconds and memory against GPUs, both from zero."""
+    """Plot seconds and memory against GPUs, both from zero."""
     with picture(path, 9, 3.6, columns=2) as (left, right):
         for name, points in results.items():
             counts = list(points)
@@ -67,7 +67,7 @@ def plot(results: dict[str, dict[int, dict[str, float]]], path: Path) -> None:
 
 
 def main() -> None:
-    """Measures all points, prints them, writes the plot."""
+    """Measure all points, print them, write the plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, help="file of the plot, such as docs/scale.svg")
     options = parser.parse_args()

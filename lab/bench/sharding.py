@@ -44,10 +44,10 @@ NAMES = (OURS, *GREEDY, ORACLE)
 
 @dataclass(frozen=True)
 class Errors:
-    """Standard deviation of the logarithm of true over predicted time. A deviation s is a mean error of about 0.8 s:
-    by default 22 % of a lookup (forward kernels of the recorded DLRM step, ``python -m lab.bench.embedding_kernels``;
-    backward passes are nearer) and 11 % of a collective (A100 from 1 MiB up, if the whole system is left out of the
-    fit, docs/collectives.md).
+    """Standard deviation of the logarithm of true over predicted time. A deviation s is a mean error of about 0.8 s: by
+    default 22 % of a lookup (forward kernels of the recorded DLRM step, ``python -m lab.bench.embedding_kernels``;
+    backward passes are more accurate) and 11 % of a collective (A100 from 1 MiB up, with the whole system left out of
+    the fit, docs/collectives.md).
     """
 
     lookup: float = 0.275
@@ -56,7 +56,7 @@ class Errors:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One task: seconds of the true step by sharder (``None``: does not fit), and as planned (predicted)."""
+    """One task: seconds of the true step by sharder (``None``: does not fit), and the predicted seconds."""
 
     tables: int
     gpus: int
@@ -66,23 +66,23 @@ class Outcome:
 
     @property
     def regret(self) -> float:
-        """How much slower our plan is than the best of the seven."""
+        """Relative excess of our plan's time over the best of the seven."""
         return self._true(OURS) / self._best() - 1
 
     @property
     def oracle_regret(self) -> float | None:
-        """How much slower our plan is than the best known with true costs (``None``: nobody planned with these)."""
+        """Relative excess of our plan's time over the best known with true costs (``None``: not planned with these)."""
         oracle = self.true[ORACLE]
         return None if oracle is None else self._true(OURS) / min(self._best(), oracle) - 1
 
     @property
     def against_greedy(self) -> float:
-        """How much longer our step is than that of the best greedy plan, as a share of it; below zero: shorter."""
+        """Relative difference of our step to that of the best greedy plan; below zero: shorter."""
         greedy = [each for name, each in self.true.items() if name in GREEDY and each is not None]
         return self._true(OURS) / min(greedy, default=np.inf) - 1
 
     def beats_all(self, seconds: Mapping[str, float | None]) -> bool:
-        """Whether our plan is faster than every greedy one that fits."""
+        """True if our plan is faster than every greedy one that fits."""
         ours = seconds[OURS]
         others = [each for name, each in seconds.items() if name in GREEDY and each is not None]
         return ours is not None and all(ours < each for each in others)
@@ -99,7 +99,9 @@ class Outcome:
 def random_tables(
     generator: np.random.Generator, count: int, popularity: Sequence[IndexStatistics]
 ) -> list[EmbeddingTable]:
-    """Sizes as in production-like tables: rows log-uniform, pooling lognormal; popularity of a data set each."""
+    """Random tables with production-like sizes: rows log-uniform, pooling lognormal; popularity of a random data set
+    each.
+    """
     tables = []
     for place in range(count):
         rows = int(10 ** generator.uniform(3.5, 7.3))
@@ -113,7 +115,7 @@ def random_tables(
 
 
 def popularities(data: Path) -> list[IndexStatistics]:
-    """Of the published data sets; of Zipf distributions where ``data`` has none."""
+    """Row popularities of the published data sets, or Zipf distributions if ``data`` has none."""
     files = sorted((data / "dlrm_datasets").glob("locality_stats_*.txt"))
     if not files:
         return [zipf(10**6, exponent) for exponent in (0.0, 0.6, 0.9, 1.05, 1.2)]
@@ -121,7 +123,7 @@ def popularities(data: Path) -> list[IndexStatistics]:
 
 
 def random_task(seed: int, gpu: str, popularity: Sequence[IndexStatistics]) -> ShardingTask:
-    """20 to 60 tables on 4 or 8 GPUs."""
+    """Random task of 20 to 60 tables on 4 or 8 GPUs."""
     generator = np.random.default_rng(seed)
     tables = random_tables(generator, int(generator.integers(20, 61)), popularity)
     cluster = load_cluster(gpu, int(generator.choice([4, 8])))
@@ -129,8 +131,8 @@ def random_task(seed: int, gpu: str, popularity: Sequence[IndexStatistics]) -> S
 
 
 def run_task(task: ShardingTask, errors: Errors, effort: SearchEffort, seed: int, truths: int = 1) -> list[Outcome]:
-    """Plans by all sharders, and their times for so many draws of true costs. They plan before anything is drawn; the
-    oracle plans with the first draw alone.
+    """Plans by all sharders, and their times for ``truths`` draws of true costs. They plan before the draws; the oracle
+    plans only with the first draw.
     """
     problem = make_problem(task)
     planning = find_plan(problem, effort)
@@ -143,7 +145,7 @@ def run_task(task: ShardingTask, errors: Errors, effort: SearchEffort, seed: int
     for place in range(truths):
         truth = perturbed(problem, errors, np.random.default_rng([seed, place + 1]))
         true = {name: None if state is None else _moved(truth, state) for name, state in plans.items()}
-        # Who knows the true costs needs no caution.
+        # With true costs no caution is needed.
         oracle = find_plan(truth, replace(effort, rebuilds=0)).best.simulated if place == 0 else None
         outcomes.append(Outcome(len(task.tables), task.ranks, task.batch_size, true | {ORACLE: oracle}, predicted))
     return outcomes
@@ -155,14 +157,15 @@ def _moved(truth: Problem, state: State) -> float:
 
 @dataclass(frozen=True, eq=False)
 class _WrongCosts(OptionCosts):
-    """``factors`` (options, 2): true over predicted, forward and backward."""
+    """Costs with errors. ``factors`` (options, 2): true over predicted, forward and backward."""
 
     factors: Floats = None  # type: ignore[assignment]
 
     def kernel(self, options: Sequence[int]) -> tuple[float, float]:
         numbers = list(options)
         seconds = super().kernel(numbers)
-        # `shard` is multiplied already; the mean factor of a kernel is that of its tables, by their times.
+        # `shard` already includes the factors; the mean factor of a kernel is that of its tables, weighted by their
+        # times.
         load = self.shard[numbers][:, [FORWARD, BACKWARD]]
         mean = load.sum(axis=0) / np.maximum((load / self.factors[numbers]).sum(axis=0), 1e-30)
         return seconds[0] * float(mean[0]), seconds[1] * float(mean[1])
@@ -197,7 +200,7 @@ def perturbed(problem: Problem, errors: Errors, generator: np.random.Generator) 
 
 # --- exhaustive search -----------------------------------------------------------------------------
 def small_task(seed: int, gpu: str, popularity: Sequence[IndexStatistics]) -> ShardingTask:
-    """Four tables on three GPUs, or five on two: few enough for every placement to be looked at."""
+    """Four tables on three GPUs, or five on two: few enough for an exhaustive search of placements."""
     generator = np.random.default_rng([seed, 2])
     gpus = int(generator.choice([2, 3]))
     tables = random_tables(generator, 4 if gpus == 3 else 5, popularity)
@@ -227,18 +230,18 @@ def _placements(option: Option, ranks: int) -> list[tuple[int, ...]]:
 
 
 def small_gap(task: ShardingTask, effort: SearchEffort) -> float:
-    """How much slower the plan found is than the optimum."""
+    """Relative excess of the found plan's time over the optimum."""
     problem = make_problem(task)
     return ExactTimes().seconds(find_plan(problem, effort).best.state) / optimum(problem) - 1
 
 
 def with_whole_tables_only(task: ShardingTask) -> ShardingTask:
-    """The same task for table-wise plans alone, as all greedy ones are."""
+    """The same task restricted to table-wise plans, as all greedy ones are."""
     return replace(task, rules=replace(task.rules, kinds=("table-wise",)))
 
 
 def main() -> None:
-    """Runs the parts that were asked for."""
+    """Run the requested parts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", type=int, default=20)
     parser.add_argument("--truths", type=int, default=5, help="draws of true costs for every task")
@@ -265,7 +268,7 @@ def main() -> None:
 
 
 def small(given: argparse.Namespace, popularity: list) -> list[float]:
-    """Gap to the optimum of tasks solved exhaustively."""
+    """Gaps to the optimum for tasks solved exhaustively."""
     effort = SearchEffort(given.seconds, deterministic=0.2)
     gaps = [small_gap(small_task(seed, given.gpu, popularity), effort) for seed in range(given.small)]
     print(
@@ -275,7 +278,7 @@ def small(given: argparse.Namespace, popularity: list) -> list[float]:
 
 
 def random_tasks(given: argparse.Namespace, popularity: list) -> list[list[dict]]:
-    """The table of the published experiment, for the first draw of true costs; the summary is of all draws."""
+    """Print the table of the published experiment for the first draw of true costs, and a summary of all draws."""
     errors = Errors(given.lookup_error, given.collective_error)
     effort = SearchEffort(given.seconds, deterministic=0.2)
     print("task  tables gpus batch  " + " ".join(f"{name:>17}" for name in NAMES) + "   true step, ms")
@@ -295,7 +298,7 @@ def random_tasks(given: argparse.Namespace, popularity: list) -> list[list[dict]
 
 
 def _summary(outcomes: list[list[Outcome]]) -> None:
-    """Of the tasks, for every draw of true costs."""
+    """Print the summary of the tasks, for every draw of true costs."""
     count, draws = len(outcomes), len(outcomes[0])
     predicted = sum(found[0].beats_all(found[0].predicted) for found in outcomes)
     true = [sum(found[draw].beats_all(found[draw].true) for found in outcomes) for draw in range(draws)]
@@ -319,7 +322,7 @@ def _summary(outcomes: list[list[Outcome]]) -> None:
 
 
 def large(given: argparse.Namespace, popularity: list) -> dict[str, float]:
-    """1,000 tables over 64 GPUs."""
+    """Plan 1,000 tables over 64 GPUs."""
     begin = time.perf_counter()
     tables = random_tables(np.random.default_rng(3), 1000, popularity)
     cluster = load_cluster(given.gpu, 64)

@@ -34,7 +34,7 @@ KERNELS_PER_LAYER = 8
 
 @dataclass(frozen=True)
 class Row:
-    """``seconds``: the fastest and the median run."""
+    """Result of one case. ``seconds``: of the fastest run; ``median_seconds``: of the median run."""
 
     case: str
     ranks: int
@@ -60,9 +60,10 @@ def one_rank(events: int) -> ExecutionGraph:
 
 
 def data_parallel(events: int, ranks: int, groups: int = 1) -> ExecutionGraph:
-    """Every layer's gradients are reduced over all ranks on a side stream, beside the backward of the next layers.
+    """Graph in which every layer's gradients are reduced over all ranks on a side stream, beside the backward of the
+    next layers.
 
-    With ``groups``, ranks are reduced in so many groups, whose transfers share links.
+    With ``groups``, ranks are reduced in that many groups, whose transfers share links.
     """
     layers = events // ranks // (KERNELS_PER_LAYER * 5 + 9)
     return ExecutionGraph(tuple(_data_parallel_rank(rank, ranks, layers, groups) for rank in range(ranks)))

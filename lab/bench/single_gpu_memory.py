@@ -21,7 +21,9 @@ LENGTH = 512
 
 @dataclass(frozen=True)
 class Published:
-    """``occupied``: MB of the whole GPU; a step is ``rounds`` micro-batches of ``batch`` sequences."""
+    """Published figure. ``occupied``: MB of the whole GPU; a step is ``rounds`` micro-batches of ``batch``
+    sequences.
+    """
 
     name: str
     occupied: int
@@ -41,7 +43,7 @@ PUBLISHED = (
 
 
 def step_of(row: Published) -> Callable[[], tuple[Any, Callable[[], None]]]:
-    """What ``--script`` takes: makes the model and its step."""
+    """Function for ``--script``: makes the model and its step."""
 
     def make_step() -> tuple[Any, Callable[[], None]]:
         import torch
@@ -76,7 +78,7 @@ def step_of(row: Published) -> Callable[[], tuple[Any, Callable[[], None]]]:
 
 
 def main() -> None:
-    """One line per published figure."""
+    """Print one line per published figure."""
     from e2e import predict
 
     errors = []

@@ -1,8 +1,8 @@
-"""How many tokens the experts of a switch transformer take when every token of the input is the same.
+"""Number of tokens processed by the experts of a switch transformer when all input tokens are the same.
 
-NeuSight measured its switch transformer (24 + 24 layers, 4 experts of capacity 64) so. The full model has 5 billion
-weights; here are narrower ones
-of the same depth with random weights: ``python -m lab.bench.switch_routing``.
+NeuSight measured its switch transformer (24 + 24 layers, 4 experts of capacity 64) in this way. The full model has 5
+billion weights; here narrower ones of the same depth with random weights are used: ``python -m
+lab.bench.switch_routing``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ COMMON = {
 
 
 def main() -> None:
-    """Prints tokens and experts per sparse layer for each width and seed."""
+    """Print tokens and experts per sparse layer for each width and seed."""
     torch.set_num_threads(2)
     everything = []
     for seed in range(3):
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def routed(model: torch.nn.Module) -> list[list[int]]:
-    """Tokens that each expert takes, layer by layer. Those that none takes pass unchanged, as transformers 4.38 did."""
+    """Tokens processed by each expert, layer by layer. Other tokens pass unchanged, as in transformers 4.38."""
     found: list[list[int]] = []
 
     def forward(layer: Any, states: torch.Tensor) -> torch.Tensor:

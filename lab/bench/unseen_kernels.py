@@ -1,9 +1,9 @@
-"""Kernels that no model is fitted to, against what is predicted: ``python -m lab.bench.unseen_kernels``.
+"""Measured against predicted times of kernels to which no model is fitted: ``python -m lab.bench.unseen_kernels``.
 
-Liger-Kernel's benchmarks (``liger/kernels.csv.gz``; of each group of rows that is sealed nothing is read): norms,
-softmax, rotary and squared ReLU forward and backward, by PyTorch (``torch``, ``huggingface``) and in one kernel
-(``liger``). Frontier's tables (``frontier``): attention of engines over what is cached, products in 8 bits. Rows that
-are shorter than the host takes to launch them say nothing of kernels and are left out.
+Liger-Kernel's benchmarks (``liger/kernels.csv.gz``; sealed groups of rows are skipped): norms, softmax, rotary and
+squared ReLU forward and backward, by PyTorch (``torch``, ``huggingface``) and in one kernel (``liger``). Frontier's
+tables (``frontier``): attention of engines over a cache, products in 8 bits. Rows shorter than their host launch times
+depend on the host rather than on kernels and are skipped.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Row = tuple[str, str, tuple[Any, ...], float]  # what, GPU, kernels, seconds
 
 
 def liger_rows(data: Path) -> Iterator[Row]:
-    """Rows whose kernels are known."""
+    """Rows of Liger whose kernels are known."""
     for row in _read(data / LIGER):
         told = row["metric_name"], row["gpu_name"], row["kernel_operation_mode"]
         if told[0] != "speed" or told[1] not in GPUS or told[2] not in HOST_SECONDS or is_sealed(LIGER, row):
@@ -74,7 +74,9 @@ def _liger_kernels(row: Mapping[str, str]) -> tuple[Any, ...]:
 
 
 def frontier_rows(data: Path) -> Iterator[Row]:
-    """Attention of new tokens over a cache on A100 and H100, products in 8 bits on H800 (H100's chip)."""
+    """Rows of Frontier: attention of new tokens over a cache on A100 and H100, products in 8 bits on H800 (H100's
+    chip).
+    """
     for gpu, machine in (("a100", "a100-sxm-80gb"), ("h100", "h100-sxm")):
         for row in _thinned(_read(data / "frontier" / gpu / "qwen2_moe_example" / "attention.csv.gz")):
             seconds = float(row["time_stats.attn_prefill.median"] or 0) * 1e-3
@@ -106,7 +108,7 @@ def _thinned(rows: Sequence[dict[str, str]]) -> list[dict[str, str]]:
 
 
 def main() -> None:
-    """Prints a line for each kind of kernel and GPU."""
+    """Print a line for each kind of kernel and GPU."""
     data = data_folder(None)
     groups: dict[tuple[str, str], list[tuple[float, bool]]] = defaultdict(list)
     for what, machine, works, seconds in (*liger_rows(data), *frontier_rows(data)):

@@ -43,13 +43,13 @@ from schedules.records.collect_records import network_name
 from schedules.records.shipped_records import DIRECTORY_VARIABLE
 
 FULL = "full"
-# Largest latency relative to the full build that is asked for, by minutes of tuning.
+# Goals: largest latency relative to the full build, by minutes of tuning.
 GOALS = {0.0: 1.10, 1.0: 1.03}
 
 
 @dataclass(frozen=True)
 class ShortBuild:
-    """A build without own records: ``ratio`` to the full one, and what making it took in seconds."""
+    """Build without its own records: ``ratio`` to the full one, and the cost of making it in seconds."""
 
     minutes: float
     ratio: float
@@ -72,7 +72,7 @@ def open_shapes(artifact: Artifact) -> list[str]:
 
 
 def tune(artifact: Artifact, minutes: float, output: Path, records: Path) -> tuple[float, float]:
-    """Builds the network of ``artifact`` into ``output`` from ``records`` alone; wall and processor seconds."""
+    """Build the network of ``artifact`` into ``output`` from ``records`` only; returns wall and processor seconds."""
     command = [
         sys.executable, "-m", "fusion", "tune", artifact.manifest.model_path, "-o", str(output),
         "--minutes", f"{minutes:g}", "--threads", str(artifact.manifest.threads), *open_shapes(artifact),
@@ -88,7 +88,7 @@ def tune(artifact: Artifact, minutes: float, output: Path, records: Path) -> tup
 
 
 def measure(folder: Path, minutes: Sequence[float], records: Path | None, scratch: Path) -> list[ShortBuild]:
-    """The network of one folder, for each of ``minutes``."""
+    """Measure the network of one folder for each of ``minutes``."""
     artifact = read_artifact(folder)
     own = scratch / "records"
     train_records(records, [network_name(folder)], own)
@@ -99,7 +99,7 @@ def measure(folder: Path, minutes: Sequence[float], records: Path | None, scratc
 
 
 def table(found: dict[str, list[ShortBuild]], minutes: Sequence[float]) -> str:
-    """Markdown: a line per network, the geometric means, and in how many the goal was reached."""
+    """Markdown table: a line per network, the geometric means, and the number of networks that reached the goal."""
     heads = "".join(f" {each:g} min: times as long | wall s | processor s |" for each in minutes)
     lines = [f"| network |{heads}", "|---|" + "---|---|---|" * len(minutes)]
     for network, builds in found.items():
@@ -146,10 +146,10 @@ def compare_builds(
     sampling: Sampling | None = None,
     say: Say = lambda _: None,
 ) -> dict[str, EngineTiming]:
-    """Times the builds in ``folders`` in turns, each in its own process; the ratios are to the first of them.
+    """Time the builds in ``folders`` in turns, each in its own process; the ratios are to the first of them.
 
-    ``threads`` defaults to those that the first was tuned for. ``InputError`` for a folder that is no whole build,
-    builds of different models, and one that fails.
+    ``threads`` defaults to those that the first was tuned for. ``InputError`` for a folder that is not a complete
+    build, builds of different models, and one that fails.
     """
     artifacts = {name: read_artifact(folder) for name, folder in folders.items()}
     baseline, first = next(iter(artifacts.items()))

@@ -1,1 +1,1 @@
-"""Readers of public measurements (docs/measurements.md), their manifest, and the way to find and fetch them."""
+"""Readers of public measurements (docs/measurements.md), their manifest, and commands to find and fetch them."""

@@ -1,4 +1,6 @@
-"""``python -m lab.data fetch | list``: the public measurements, from their repositories into a folder."""
+"""Command line ``python -m lab.data fetch | list``: fetch the public measurements from their repositories into a
+folder.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +104,7 @@ def _remarks(each: Standing) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command that is named; return its exit status."""
+    """Run the named command; return its exit status."""
     return run(app, "lab.data", arguments)
 
 

@@ -8,11 +8,11 @@ BF16 cache. A table of each file is thinned to :data:`MOST_ROWS`, evenly.
 LLMServingSim's tables are not read: decode rows of its H100 would need up to 48 TB/s of the card's memory, so that the
 sequences must share the pages of one cache.
 
-**Kernels that serving engines have and training has not**: latent attention in the space of the latents, and
+**Kernels only used in serving**: latent attention in the latent space, and
 FlashAttention 3 in 8 bits.
 
 ``mla/trtllm/*/generation_mla_perf.parquet``: milliseconds of kernel time in a CUDA graph; one token of ``batch_size``
-sequences behind a cache of ``step`` tokens, ``num_heads`` of this GPU, ranks of 512 and 64 (DeepSeek), the rotary
+sequences with a cache of ``step`` tokens, ``num_heads`` of this GPU, ranks of 512 and 64 (DeepSeek), the rotary
 embedding and the writing of the cache with it. TensorRT-LLM runs FlashMLA on Hopper (its 668 TFLOP/s there are those
 that FlashMLA publishes) and a kernel of its own elsewhere, which splits no sequence. vLLM's tables were taken launch by
 launch, with the projections around the kernel: 0.1 to 0.3 ms at least.
@@ -20,7 +20,7 @@ launch, with the projections around the kernel: 0.1 to 0.3 ms at least.
 ``attention``: rows of FlashAttention 3 over a cache in 8 bits, with queries in 8 bits but for single tokens.
 
 **Linear attention**, ``linear_attention/<engine>/<version>/{mamba2,gdn}_perf.parquet``: milliseconds in BF16 of whole
-sequences (``context``) and of one token behind a cache (``generation``). What is taken, and why the rest is not:
+sequences (``context``) and of one token with a cache (``generation``). Rows used, and reasons for skipping the others:
 
 * ``chunk_gated_delta_rule`` of TensorRT-LLM, which agrees with what flash-linear-attention itself takes on H800
   (PaddlePaddle/flash-attention pull request 133: 2.6 ns per token and head of 128, here 2.5 on H100). The forks of
@@ -67,7 +67,7 @@ _HOPPER = ("h100_sxm", "h200_sxm")
 
 
 def attention_files(data: Path) -> list[Path]:
-    """Every table of attention that ``data`` has of engines whose kernels training has too."""
+    """All attention tables in ``data`` of engines whose kernels are also used in training."""
     found: list[Path] = []
     for system in MACHINES:
         for folder, engine in product(("attention", "encoder_attention"), _engines(system)):
@@ -76,28 +76,27 @@ def attention_files(data: Path) -> list[Path]:
 
 
 def _engines(system: str) -> tuple[str, ...]:
-    """Engines whose tables of ``system`` name kernels that training has too."""
+    """Engines whose tables of ``system`` name kernels also used in training."""
     return ("sglang", "vllm") if system in _HOPPER else ("vllm",)
 
 
 def read_attention(data: Path, wanted: Wanted = everything) -> Iterator[KernelTable]:
-    """A table per wanted file of aiconfigurator, kernel and phase, named as the family that prices it.
-
-    ``InputError`` for a malformed file, ``MissingDependencyError`` without pyarrow.
-    """
+    """Yield a table per wanted file of aiconfigurator, kernel and phase, named as the family that prices it."""
     for path in attention_files(data):
         if wanted(path):
             yield from read_served(path, MACHINES[path.relative_to(data).parts[1]])
 
 
 def read_served(path: Path, machine: str, eight_bits: bool = False) -> Iterator[KernelTable]:
-    """The tables of one file of aiconfigurator: rows in BF16, or of FlashAttention 3 over a cache in ``eight_bits``."""
+    """Yield the tables of one file of aiconfigurator: rows in BF16, or of FlashAttention 3 over a cache in
+    ``eight_bits``.
+    """
     columns = _columns(path)
     names = [_KERNELS.get(name) for name in columns["kernel_source"]]
     if eight_bits:
         names = ["flash3-fp8" if name == "flash3" else None for name in names]
     kept = "fp8" if eight_bits else "bfloat16"
-    # A token is cast to the type of the cache whatever it says of itself; of more, the cast would count.
+    # A single token is cast to the type of the cache whatever its row states; for more tokens the cast would count.
     plain = [
         name is not None
         and columns["kv_cache_dtype"][place] == kept
@@ -114,7 +113,7 @@ def read_served(path: Path, machine: str, eight_bits: bool = False) -> Iterator[
 def named_rows(
     operators: Sequence[Attention], seconds: Sequence[float], machine: str, path: Path
 ) -> Iterator[KernelTable]:
-    """Tables of ``operators`` by kernel and phase."""
+    """Yield tables of ``operators`` by kernel and phase."""
     names = [f"{each.kernel}-{each.phase}" for each in operators]
     for name in dict.fromkeys(names):
         rows = [place for place, each in enumerate(names) if each == name]
@@ -164,7 +163,7 @@ _LATENT = ("mla_dtype", "kv_cache_dtype", "num_heads", "batch_size", "step", "la
 
 
 def serving_files(data: Path) -> list[Path]:
-    """Every table of such kernels that ``data`` has."""
+    """All tables in ``data`` of kernels only used in serving."""
     return [*_latent_files(data), *_eight_bit_files(data)]
 
 
@@ -178,10 +177,7 @@ def _eight_bit_files(data: Path) -> list[Path]:
 
 
 def read_serving(data: Path, wanted: Wanted = everything) -> Iterator[KernelTable]:
-    """A table per wanted file, kernel and phase, named as the family that prices it.
-
-    ``InputError`` for a malformed file, ``MissingDependencyError`` without pyarrow.
-    """
+    """Yield a table per wanted file, kernel and phase, named as the family that prices it."""
     for path in _latent_files(data):
         if wanted(path):
             yield from _latent(path, machine_of(path, data))
@@ -217,16 +213,16 @@ _SSD = ("n_groups", "d_state", "nheads", "head_dim", "chunk_size")
 _RULE = ("num_k_heads", "head_k_dim", "num_v_heads", "head_v_dim")
 _MAMBA, _DELTA = (*_SHARED, *_SSD), (*_SHARED, *_RULE)
 _SCANS = ("mamba_chunk_scan_combined", "selective_state_update")
-# Engines whose rows of whole sequences, of one token, and of convolutions are taken.
+# Engines whose rows of whole sequences, of one token, and of convolutions are used.
 _WHOLE, _TOKEN, _CONVOLUTIONS = ("trtllm",), ("trtllm", "vllm"), ("sglang", "trtllm")
 _CONVOLUTION = "causal-conv"
-_BY_LAUNCH = ("a100-sxm-80gb",)  # timed launch by launch, with the gaps
+_BY_LAUNCH = ("a100-sxm-80gb",)  # timed launch by launch, including the gaps
 _LONG_SECONDS, _LEAST_BANDWIDTH = 50e-6, 0.35
 _LAUNCHED_SECONDS = 30e-6
 
 
 def linear_files(data: Path) -> list[Path]:
-    """Every table of linear attention that ``data`` has."""
+    """All tables of linear attention in ``data``."""
     return [
         path
         for name in ("mamba2_perf", "gdn_perf")
@@ -236,10 +232,7 @@ def linear_files(data: Path) -> list[Path]:
 
 
 def read_linear(data: Path, wanted: Wanted = everything) -> Iterator[KernelTable]:
-    """A table per wanted file and family of kernels, named as the family that prices it.
-
-    ``InputError`` for a malformed file, ``MissingDependencyError`` without pyarrow.
-    """
+    """Yield a table per wanted file and family of kernels, named as the family that prices it."""
     for path in linear_files(data):
         if wanted(path):
             yield from _tables(path, machine_of(path, data))
@@ -270,7 +263,7 @@ def _is_disturbed(operator: LinearAttention | CausalConvolution, seconds: float,
 
 
 def _operator(row: Mapping[str, Any], path: Path) -> tuple[str, LinearAttention | CausalConvolution] | None:
-    """The family and the record of a row; ``None`` of a kernel that is left out."""
+    """Family and operator record of a row; ``None`` for a kernel that is skipped."""
     kernel, whole = str(row["kernel_source"]), row["phase"] == "context"
     batch, length = int(row["batch_size"]), int(row["seq_len"]) if whole else 1
     engine = path.parts[-3]
@@ -295,7 +288,9 @@ def _operator(row: Mapping[str, Any], path: Path) -> tuple[str, LinearAttention 
 
 
 def _conv_channels(row: Mapping[str, Any]) -> int:
-    """Of Mamba 2 the values, B and C, of the gated delta rule queries, keys and values: what the convolution sees."""
+    """Channels of the convolution: for Mamba 2 the values, B and C, for the gated delta rule queries, keys and
+    values.
+    """
     if "nheads" in row:
         return int(row["nheads"] * row["head_dim"] + 2 * row["n_groups"] * row["d_state"])
     return int(2 * row["num_k_heads"] * row["head_k_dim"] + row["num_v_heads"] * row["head_v_dim"])

@@ -32,12 +32,12 @@ _VTRAIN = {"a100": "a100-sxm-80gb", "v100": "v100-sxm2-32gb"}
 _VIDUR = {"h100_dgx/send_recv": "h100-sxm", "a100_pairwise_nvlink/all_reduce": "a100-pairwise"}
 _ELEMENT_BYTES = {"half": 2, "bfloat16": 2, "float": 4, "int8": 1}
 _NOT_ADDED_BY_SWITCHES = "int8"
-_WAITING_BYTES = 2e6  # vidur's all-reduces hold waiting below
+_WAITING_BYTES = 2e6  # below this, vidur's all-reduces include waiting
 
 
 @dataclass(frozen=True)
 class CollectiveTable:
-    """Rows of one file, measured on ``machine`` (a GPU's name or a cluster's). ``source``: the file."""
+    """Rows of one file, measured on ``machine`` (name of a GPU or a cluster). ``source``: the file."""
 
     machine: str
     rows: tuple[CollectiveRow, ...]
@@ -45,14 +45,14 @@ class CollectiveTable:
 
 
 def sweep_files(data: Path) -> list[Path]:
-    """Every public sweep of collectives under ``data``."""
+    """All public sweeps of collectives under ``data``."""
     return [path for path, _, _ in _sweeps(data)]
 
 
 def read_collectives(data: Path, wanted: Wanted = everything) -> list[CollectiveTable]:
-    """The wanted ones of :func:`sweep_files`, and our own sweeps; none where ``data`` has none.
+    """Read the wanted ones of :func:`sweep_files`, and our own sweeps; empty if ``data`` has none.
 
-    ``InputError`` where one is malformed.
+    ``InputError`` if one is malformed.
     """
     public = [
         CollectiveTable(machine, tuple(read_sweep(read, path)), str(path))
@@ -68,7 +68,7 @@ def _own(directory: Path) -> Iterator[CollectiveTable]:
 
 
 def _sweeps(data: Path) -> Iterator[tuple[Path, str, SweepReader]]:
-    """Each file with the machine it is of and its reader."""
+    """Yield each file with its machine and its reader."""
     for system, machine in _SYSTEMS.items():
         for path in sorted((data / "aiconfigurator" / system / "comm" / "nccl").glob("*/nccl_perf.parquet")):
             yield path, machine, _nccl_perf

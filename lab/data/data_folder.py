@@ -1,4 +1,4 @@
-"""Where the public measurements are: one rule for every command, benchmark and test."""
+"""Location of the public measurements: one rule for every command, benchmark and test."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ _BESIDE = Path(__file__).resolve().parents[3] / "shared" / "data"  # beside a ch
 
 
 def user_data_directory() -> Path:
-    """``$XDG_DATA_HOME/costmodel/data``, else ``~/.local/share/costmodel/data``: where `data fetch` writes."""
+    """Folder into which `data fetch` writes: ``$XDG_DATA_HOME/costmodel/data``, else
+    ``~/.local/share/costmodel/data``.
+    """
     return user_folder("XDG_DATA_HOME", ".local/share") / "data"
 
 
 def data_folder(given: Path | None = None) -> Path:
-    """The folder of the measurements: ``given``, else ``$COSTMODEL_DATA``, else the user's own if it is there, else
-    ``../shared/data`` beside the checkout; the user's own, which is not there then, if nothing is.
+    """Folder of the measurements: ``given``, else ``$COSTMODEL_DATA``, else the user's own if it exists, else
+    ``../shared/data`` beside the checkout; the user's own if none exists.
     """
     chosen = os.environ.get(ENVIRONMENT)
     if given is not None or chosen:

@@ -41,7 +41,7 @@ _COMPUTE_STREAM = 7
 
 @dataclass(frozen=True)
 class RankKernels:
-    """Lookups of one rank and seconds of their kernels: ``forward``; of the backward pass ``linearize`` (row numbers
+    """Lookups of one rank and seconds of their kernels: ``forward``; in the backward pass ``linearize`` (row numbers
     made global), ``sort`` (and runs found), ``update`` (gradients summed, rows updated).
     """
 
@@ -58,13 +58,13 @@ class RankKernels:
         return self.linearize + self.sort + self.update
 
     def operator(self, direction: Any) -> EmbeddingLookup:
-        """The forward kernel, or all of the backward pass; indices taken for even."""
+        """Operator of the forward kernel, or of the whole backward pass, with uniform indices."""
         backward = direction == "backward"
         return EmbeddingLookup.of(self.tables, direction, OPTIMIZER if backward else "", whole_pass=backward)
 
 
 def read_dlrm_trace(data: Path) -> tuple[RankKernels, ...]:
-    """Every rank of the run below ``data``; ``InputError`` where the file is missing or malformed."""
+    """Read every rank of the run below ``data``; ``InputError`` if the file is missing or malformed."""
     path = data / FILE
     try:
         with tarfile.open(path) as archive:

@@ -1,8 +1,8 @@
-"""Brings the public measurements from their repositories: ``python -m lab.data fetch``.
+"""Fetching of the public measurements from their repositories: ``python -m lab.data fetch``.
 
-Of each repository one commit without history, and of that the wanted files alone (partial clone, sparse checkout).
-Every file is made as the manifest says and proven by its SHA-256 before it takes its place; what is there already is
-not fetched again, so that a second run goes on where the first one stopped.
+From each repository only one commit without history, and only the wanted files (partial clone, sparse checkout). Every
+file is converted as the manifest says and verified by its SHA-256 before it is put in place; existing files are not
+fetched again, so that a second run continues an interrupted one.
 """
 
 from __future__ import annotations
@@ -30,20 +30,22 @@ _UNREACHABLE = re.compile(
     r"|does not appear to be a git repository|could not read from remote|connection (?:refused|reset)",
     re.IGNORECASE,
 )
-# Lines of .git/info/sparse-checkout are patterns: what is special in them is escaped.
+# Lines of .git/info/sparse-checkout are patterns: special characters are escaped.
 _SPECIAL, _ESCAPED = re.compile(r"([\\*?\[\]!# ])"), r"\\\1"
 _AGAIN = "what was fetched stays, the same command goes on from there"
 
 
 @dataclass
 class Fetched:
-    """How many files were ``there`` before and how many were ``brought``; ``failed``: path -> why not; ``unfetchable``:
-    those of ``failed`` that no repository has, because they are made from others.
-    """
+    """Result of a fetch."""
 
+    # Number of files that existed before.
     there: int = 0
+    # Number of files fetched.
     brought: int = 0
+    # Reason by path.
     failed: dict[str, str] = field(default_factory=dict)
+    # Those of `failed` that no repository has, because they are derived from others.
     unfetchable: set[str] = field(default_factory=set)
 
     def record(self) -> dict[str, object]:
@@ -52,11 +54,11 @@ class Fetched:
 
 
 def fetch(sources: Sequence[DataSource], folder: Path, progress: Say) -> Fetched:
-    """Brings what ``folder`` lacks of ``sources``; files with another content are replaced.
+    """Fetch the files of ``sources`` missing in ``folder``; files with another content are replaced.
 
-    :class:`InputError` where a repository cannot be reached, :class:`MissingDependencyError` without git,
-    :class:`OutputError` where ``folder`` cannot be written. A file that is not what the manifest says is not kept and
-    is in ``failed``, like one that cannot be fetched.
+    :class:`InputError` if a repository cannot be reached, :class:`MissingDependencyError` without git,
+    :class:`OutputError` if ``folder`` cannot be written. A file that does not match the manifest is discarded and
+    listed in ``failed``, like one that cannot be fetched.
     """
     done = Fetched()
     wanted: dict[tuple[str, str], list[SourceFile]] = {}
@@ -98,7 +100,7 @@ def _checkout(clone: Path, repository: str, commit: str, files: Sequence[SourceF
     if not (clone / ".git").is_dir():
         _git(clone, repository, "init", "--quiet")
     else:
-        for lock in (clone / ".git").glob("*.lock"):  # of a git that was stopped
+        for lock in (clone / ".git").glob("*.lock"):  # of an interrupted git
             lock.unlink()
     paths = "".join(f"/{_SPECIAL.sub(_ESCAPED, each.origin)}\n" for each in files)
     _git(clone, repository, "config", "core.sparseCheckout", "true")
@@ -112,7 +114,7 @@ def _checkout(clone: Path, repository: str, commit: str, files: Sequence[SourceF
 
 
 def _git(clone: Path, repository: str, *arguments: str) -> None:
-    # Neither a question for a password nor the user's hooks; messages in English, for they are read.
+    # No password prompts, no user hooks; messages in English, since they are parsed.
     environment: Mapping[str, str] = {**os.environ, "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
     command = ["git", "-c", "core.hooksPath=/dev/null", "-c", "core.autocrlf=false", "-C", str(clone), *arguments]
     try:
@@ -128,7 +130,7 @@ def _git(clone: Path, repository: str, *arguments: str) -> None:
 
 
 def _place(original: Path, file: SourceFile, target: Path) -> str | None:
-    """Writes ``target``; the reason why not, if so."""
+    """Write ``target``; returns the reason on failure."""
     if not original.is_file():
         return f"{file.origin} is not in {file.repository} at {file.commit[:12]}"
     content = original.read_bytes()
@@ -150,7 +152,7 @@ def _place(original: Path, file: SourceFile, target: Path) -> str | None:
 
 
 def _made(content: bytes, file: SourceFile) -> bytes:
-    """``content`` of the original as the manifest has it."""
+    """``content`` of the original, converted as the manifest says."""
     if file.how == "rows":
         lines = content.decode("utf-8").splitlines(keepends=True)
         kept = [line for line in lines if line.startswith("#") or line.split(",")[0] in file.keep]

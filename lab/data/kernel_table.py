@@ -1,5 +1,4 @@
-"""Measured kernels of one GPU, their splits into rows to fit, to choose and to report on, and columns of .parquet
-files."""
+"""Measured kernels of one GPU, their splits into rows to fit, select and report on, and columns of .parquet files."""
 
 from __future__ import annotations
 
@@ -21,9 +20,9 @@ _SHARES: tuple[tuple[Split, int], ...] = (("fit", 70), ("select", 85), ("report"
 
 @dataclass(frozen=True)
 class KernelTable:
-    """``operators`` that ran on ``machine`` in ``seconds`` (kernel time). ``name``: such as ``bmm``, ``add``.
+    """Kernel times of ``operators`` on ``machine``, in ``seconds``. ``name``: such as ``bmm``, ``add``.
 
-    ``counted``: rows that tell about the kernel rather than about the host. ``source``: the file, for messages.
+    ``counted``: rows dominated by the kernel rather than the host. ``source``: the file, for messages.
     """
 
     name: str
@@ -34,7 +33,7 @@ class KernelTable:
     source: str
 
     def only(self, mask: np.ndarray) -> KernelTable:
-        """The rows where ``mask`` holds."""
+        """The rows where ``mask`` is true."""
         kept = tuple(each for each, keep in zip(self.operators, mask, strict=True) if keep)
         return KernelTable(self.name, self.machine, kept, self.seconds[mask], self.counted[mask], self.source)
 
@@ -44,13 +43,15 @@ class KernelTable:
 
 
 def split_of(operator: AnyOperator) -> Split:
-    """70 % ``fit``, 15 % ``select``, 15 % ``report``, by a checksum of the shape: the same on every GPU."""
+    """Split of an operator: 70 % ``fit``, 15 % ``select``, 15 % ``report``, by a checksum of the shape: the same on
+    every GPU.
+    """
     place = zlib.crc32(repr(operator).encode()) % 100
     return next(name for name, end in _SHARES if place < end)
 
 
 def sample(table: KernelTable, rows: int) -> KernelTable:
-    """At most ``rows`` rows, spread evenly over the table; always the same ones."""
+    """At most ``rows`` rows, spread evenly over the table; deterministic."""
     if len(table.operators) <= rows:
         return table
     mask = np.zeros(len(table.operators), dtype=bool)
@@ -59,7 +60,7 @@ def sample(table: KernelTable, rows: int) -> KernelTable:
 
 
 def counted_only(tables: Sequence[KernelTable]) -> list[KernelTable]:
-    """Each table with its counted rows alone; empty ones are left out."""
+    """The counted rows of each table; empty tables are dropped."""
     return [kept for kept in (each.only(each.counted) for each in tables) if kept.operators]
 
 
@@ -95,5 +96,5 @@ def files_of(data: Path, kind: str, name: str) -> Iterator[Path]:
 
 
 def machine_of(path: Path, data: Path) -> str:
-    """The machine that the file ``path`` below ``data`` is of."""
+    """Machine of the file ``path`` below ``data``."""
     return MACHINES[path.relative_to(data / "aiconfigurator").parts[0]]

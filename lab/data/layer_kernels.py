@@ -30,14 +30,15 @@ from lab.data.named_files import Wanted, everything
 
 SIMULATED = {"RTX3090": "rtx-3090", "RTX4090": "rtx-4090", "A6000": "a6000", "H100": "h100-sxm"}
 VIDUR = {"a100": "a100-sxm-80gb", "h100": "h100-sxm"}
-_MOST_TOKENS = 160  # rows of one layer and file: token counts are dense there, and neighbours tell the same
-_VIDUR_SECONDS = 1e-5  # Vidur's times are whole microseconds: shorter kernels say little
+# rows of one layer and file: token counts are dense there, and neighbours carry the same information
+_MOST_TOKENS = 160
+_VIDUR_SECONDS = 1e-5  # Vidur's times are whole microseconds: shorter kernels are inaccurate
 Rows = Mapping[str, list[tuple[Any, float]]]
 
 
 @dataclass(frozen=True)
 class _Width:
-    """Widths of a model: of the stream, of the gated inner layer, of queries and of keys, words."""
+    """Widths of a model: hidden, gated inner layer, queries, keys, and vocabulary size."""
 
     hidden: int
     inner: int
@@ -55,7 +56,7 @@ _WIDTHS = {
 
 
 def layer_files(data: Path) -> list[Path]:
-    """The tables of known GPUs under ``data``."""
+    """Tables of known GPUs under ``data``."""
     root = data / "llmservingsim"
     found = [*root.glob("*/*/*/tp*/layers.csv.gz"), *root.glob("*/*/*/*/tp*/dense.csv.gz")]
     served = [path for path in sorted(found) if path.relative_to(root).parts[0] in SIMULATED]
@@ -64,10 +65,8 @@ def layer_files(data: Path) -> list[Path]:
 
 
 def read_layer_kernels(data: Path, wanted: Wanted = everything) -> Iterator[KernelTable]:
-    """Tables of the wanted ones of :func:`layer_files`, one per file and kind of operator; none where there are none.
-
-    Names: ``gemm-bf16``, ``rms-norm``, ``gated-activation``, ``rotary``, ``add``, ``embedding-rows``. ``InputError``
-    for a malformed file.
+    """Yield tables of the wanted ones of :func:`layer_files`, one per file and kind of operator; empty if there are
+    none.
     """
     for path in layer_files(data):
         if wanted(path):
@@ -109,7 +108,7 @@ def _served(records: list[dict[str, str]], width: _Width, degree: int, fused: bo
 
 
 def _thinned(records: list[dict[str, str]], layer: str, tokens: str) -> list[dict[str, str]]:
-    """At most so many token counts of each layer, spread evenly over their logarithms."""
+    """Records with at most ``_MOST_TOKENS`` token counts, spread evenly over their logarithms."""
     counts = sorted({int(record[tokens]) for record in records})
     places = np.unique(np.geomspace(1, len(counts), _MOST_TOKENS).astype(int)) - 1
     kept = {counts[place] for place in places}
@@ -157,7 +156,7 @@ def _gated(columns: int, dtype: str) -> Layer:
 
 
 def _rotary(columns: int, dtype: str) -> Layer:
-    """In place over queries and keys."""
+    """Rotary embedding, in place over queries and keys."""
     return "rotary", lambda tokens: Elementwise("rotary", tokens * columns, dtype=dtype)
 
 
@@ -166,7 +165,9 @@ def _embedding(columns: int, dtype: str) -> Layer:
 
 
 def _vidur(records: list[dict[str, str]]) -> Rows:
-    """Norms, rotary and adding are not cut by the tensor-parallel degree's products; kernels ran in FP16."""
+    """Rows of Vidur. Norms, rotary and additions are not split by the tensor-parallel degree of the products; kernels
+    ran in FP16.
+    """
     rows: dict[str, list[tuple[Any, float]]] = defaultdict(list)
     for record in records:
         for layer, (name, make) in _vidur_layers(record).items():
@@ -177,7 +178,7 @@ def _vidur(records: list[dict[str, str]]) -> Rows:
 
 
 def _every(rows: list[tuple[Any, float]]) -> list[tuple[Any, float]]:
-    """At most some thousand, spread evenly."""
+    """At most some thousand rows, spread evenly."""
     places = np.unique(np.linspace(0, len(rows) - 1, 8 * _MOST_TOKENS).astype(int))
     return [rows[place] for place in places]
 

@@ -1,11 +1,10 @@
-"""The manifest of the public measurements, ``sources.yaml``: whose each file is, from where, what was done to it.
+"""Manifest of the public measurements, ``sources.yaml``: owner, origin and conversion of each file.
 
-``how`` a file comes about: ``copy`` (as it is there), ``gzip`` (compressed here), ``rows`` (the lines of a table
-without quotes whose first column is in ``keep``), ``derived`` (put together by hand or by a program that is not here;
-``made`` says from what; it cannot be fetched). ``checked``: what was seen of the original in an index of public
-repositories when the manifest was written: ``length`` (the path at the commit, and as many characters as ours),
-``path`` (the path at the commit), ``false`` (neither; ``reason`` says why). SHA-256 of the content proves a fetched
-file in every case.
+``how``: conversion of a file: ``copy`` (unchanged), ``gzip`` (compressed here), ``rows`` (the lines of a table without
+quotes whose first column is in ``keep``), ``derived`` (made by hand or by a program that is not here, from the sources
+in ``made``; cannot be fetched). ``checked``: verification of the original in an index of public repositories when the
+manifest was written: ``length`` (the path at the commit, and the same number of characters as ours), ``path`` (the path
+at the commit), ``false`` (neither; see ``reason``). SHA-256 of the content verifies a fetched file in every case.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ _FILE = ("sha256", "from", "commit", "how", "checked", "keep", "repository")
 
 @dataclass(frozen=True)
 class SourceFile:
-    """``path`` within the data folder; ``origin``: path at ``commit`` of ``repository``; ``sha256``: of the content
-    (:func:`costmodel.base.foreign_files.digest`).
+    """File of a dataset. ``path``: within the data folder; ``origin``: path at ``commit`` of ``repository``;
+    ``sha256``: of the content (:func:`costmodel.base.foreign_files.digest`).
     """
 
     path: str
@@ -48,7 +47,7 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class DataSource:
-    """One dataset: whose it is, and its files."""
+    """One dataset with its licence and files."""
 
     name: str
     what: str
@@ -60,7 +59,7 @@ class DataSource:
 
 @dataclass(frozen=True)
 class Standing:
-    """What of ``source`` a folder holds: files as they should be, missing ones, and those with another content."""
+    """State of ``source`` in a folder: correct files, missing ones, and those with another content."""
 
     source: DataSource
     there: Sequence[SourceFile]
@@ -87,10 +86,10 @@ class Standing:
 
 @lru_cache(maxsize=4)
 def read_sources(path: Path = MANIFEST) -> tuple[DataSource, ...]:
-    """Every dataset of the manifest ``path``; :class:`InputError` names what is wrong with it."""
+    """Read every dataset of the manifest ``path``; :class:`InputError` describes a defect."""
     try:
         text = read_text(path, "settings")
-        if _DEEP.search(text):  # on which the parser in C ends the process
+        if _DEEP.search(text):  # on which the parser in C crashes
             raise ValueError("nested too deeply")
         content = yaml.load(text, Loader=_LOADER)["datasets"]
         return tuple(_source(name, each) for name, each in content.items())
@@ -103,7 +102,7 @@ def read_sources(path: Path = MANIFEST) -> tuple[DataSource, ...]:
 
 
 def sources_named(names: Sequence[str]) -> list[DataSource]:
-    """The datasets ``names``, all without any; :class:`InputError` for an unknown one."""
+    """Datasets named ``names``, by default all; :class:`InputError` for an unknown one."""
     known = {each.name: each for each in read_sources(MANIFEST)}
     for name in names:
         if name not in known:
@@ -112,7 +111,7 @@ def sources_named(names: Sequence[str]) -> list[DataSource]:
 
 
 def standing(source: DataSource, folder: Path) -> Standing:
-    """What ``folder`` holds of ``source``; a file that cannot be read counts as different."""
+    """State of ``source`` in ``folder``; an unreadable file counts as different."""
     groups: dict[str, list[SourceFile]] = {"there": [], "missing": [], "different": []}
     for each in source.files:
         groups[_state(folder / each.path, each.sha256)].append(each)

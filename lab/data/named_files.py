@@ -1,7 +1,7 @@
-"""The files that a fit came from, as a fitted file names them: ``provenance.tables``, by path within the data.
+"""Data files from which a fit was made, as named in the fitted file: ``provenance.tables``, by path within the data.
 
-``python -m lab.fit`` and ``validate`` use the files that the shipped models name, as they were: one more file in
-the folder changes no figure until somebody asks for it (``--all``).
+``python -m lab.fit`` and ``validate`` only use the files that the shipped models name, with unchanged content: an
+additional file in the folder changes no figure unless requested (``--all``).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Wanted = Callable[[Path], bool]
 
 
 def everything(path: Path) -> bool:
-    """Every file is wanted."""
+    """Selection of every file."""
     return True
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Files within the folder ``data``: ``used`` are there as they were named; ``new`` were not named, ``missing`` and
-    ``different`` (content) were.
+    """Files within the folder ``data``: ``used`` are named and unchanged; ``new`` are not named; named ones are
+    ``missing`` or ``different`` (in content).
     """
 
     data: Path
@@ -39,16 +39,16 @@ class Selection:
     different: Sequence[str]
 
     def wants(self, path: Path) -> bool:
-        """Whether ``path`` is one of those to use."""
+        """True if ``path`` is one of the files to use."""
         return path.is_relative_to(self.data) and path.relative_to(self.data).as_posix() in self.used
 
     @property
     def anything(self) -> bool:
-        """Whether the folder has any such file at all."""
+        """True if the folder has any such file at all."""
         return bool(self.used or self.new or self.different)
 
     def require(self) -> None:
-        """:class:`InputError` unless every file is there as it was named."""
+        """Raise :class:`InputError` unless every named file exists unchanged."""
         for what, files in (("missing", self.missing), ("not the file that was fitted to", self.different)):
             if files:
                 raise InputError(
@@ -57,7 +57,7 @@ class Selection:
                 )
 
     def remarks(self) -> list[str]:
-        """One line for each way in which the folder, unless it is empty, is not what was named."""
+        """One line for each kind of difference between the folder, unless it is empty, and the named files."""
         kinds = (
             ("new, not used (use them with --all)", self.new),
             (f"missing ({FETCH} brings them)", self.missing),
@@ -68,7 +68,7 @@ class Selection:
 
 
 def select(data: Path, found: Iterable[Path], fitted: Path) -> Selection:
-    """Of the files ``found`` below ``data``, those that the fitted file ``fitted`` names."""
+    """Compare the files ``found`` below ``data`` with those that the fitted file ``fitted`` names."""
     names = named_in(fitted)
     present = {path.relative_to(data).as_posix(): path for path in found}
     same = {name for name, content in names.items() if name in present and digest(present[name]) == content}
@@ -82,10 +82,7 @@ def select(data: Path, found: Iterable[Path], fitted: Path) -> Selection:
 
 
 def named_tables(rows: Mapping[Path, int], data: Path) -> dict[str, dict[str, dict[str, Any]]]:
-    """The part of a fitted file's provenance that says which files it came from, and how many of their rows.
-
-    ``tables``: files of ``data``; ``own``: tables that the project carries, by path within its calibration folder.
-    """
+    """Part of a fitted file's provenance: the files it came from, and the number of rows used of each."""
     named: dict[str, dict[str, dict[str, Any]]] = {"tables": {}, "own": {}}
     for path, count in rows.items():
         kind, root = ("own", MEASURED) if path.is_relative_to(MEASURED) else ("tables", data)
@@ -94,7 +91,7 @@ def named_tables(rows: Mapping[Path, int], data: Path) -> dict[str, dict[str, di
 
 
 def named_in(fitted: Path) -> dict[str, str]:
-    """Path within the data -> SHA-256 of the files that ``fitted`` names; ``InputError`` if it is corrupt."""
+    """SHA-256 by path within the data of the files that ``fitted`` names; ``InputError`` if it is corrupt."""
     try:
         tables = json.loads(fitted.read_text(encoding="utf-8"))["provenance"].get("tables", {})
         return {name: str(each["sha256"]) for name, each in tables.items()}

@@ -80,14 +80,14 @@ OPERATORS: dict[str, Callable[[NeusightRow], Any]] = {
 
 
 def latency_files(data: Path) -> list[Path]:
-    """The tables of known operators and GPUs under ``data/neusight/op_latency``."""
+    """Tables of known operators and GPUs under ``data/neusight/op_latency``."""
     directory = data / "neusight" / "op_latency"
     files = [path for name in OPERATORS for path in sorted((directory / name).glob("*.csv.gz"))]
     return [path for path in files if path.name.removesuffix(".csv.gz") in MACHINES]
 
 
 def read_neusight(data: Path, wanted: Wanted = everything) -> Iterator[KernelTable]:
-    """The wanted ones of :func:`latency_files`; :class:`InputError` where there is none or one is malformed."""
+    """Read the wanted ones of :func:`latency_files`; :class:`InputError` if there are none or one is malformed."""
     files = [path for path in latency_files(data) if wanted(path)]
     if not files:
         raise InputError(f"{data / 'neusight' / 'op_latency'}: no tables (<operator>/<GPU>.csv.gz); {BROUGHT}")
@@ -96,7 +96,7 @@ def read_neusight(data: Path, wanted: Wanted = everything) -> Iterator[KernelTab
 
 
 def read_table(path: Path) -> KernelTable:
-    """The table of one file; its folder names the operator, its name the GPU."""
+    """Read the table of one file; its folder names the operator, its name the GPU."""
     name, machine = path.parent.name, MACHINES[path.name.removesuffix(".csv.gz")]
     try:
         with gzip.open(path, "rt", newline="", encoding="utf-8") as stream:

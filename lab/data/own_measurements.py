@@ -1,8 +1,8 @@
 """Reader of our own measurements, ``calibration/<machine>/measured/*.csv.gz``, made by ``python -m costmodel measure``,
-and of a few published ones in the same form (``*.csv``, whose column ``source`` says where each is from).
+and of some published ones in the same form (``*.csv``, whose column ``source`` names each origin).
 
-Rows carry the operator as a record (:mod:`costmodel.operators.serialization`) and seconds by CUDA events over kernels
-back to back, without the gap of a launch. Operators that no learned model is fitted to yet stay in the table, unread.
+Rows carry the operator as a record (:mod:`costmodel.operators.serialization`) and seconds by CUDA events over
+back-to-back kernels, without launch gaps. Operators without a learned model stay in the table, unread.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ _NAMES: Mapping[type, Callable[[Any], str]] = {
 
 
 def read_measured(directory: Path = DIRECTORY) -> Iterator[KernelTable]:
-    """The tables of every machine under ``directory``, by the name of the family they belong to; none if there are
-    none. ``InputError`` for a malformed file.
+    """Yield the tables of every machine under ``directory``, by the name of their family; empty if there are none.
+    ``InputError`` for a malformed file.
     """
     for path in sorted([*directory.glob("*/measured/*.csv.gz"), *directory.glob("*/measured/*.csv")]):
         yield from read_table(path, path.parent.parent.name)
 
 
 def read_table(path: Path, machine: str) -> Iterator[KernelTable]:
-    """The rows of one file on ``machine``, a table per family; rows with an error are left out."""
+    """Yield the rows of one file on ``machine``, a table per family; rows with an error are skipped."""
     groups: dict[str, list[tuple[Any, float]]] = defaultdict(list)
     for operator, seconds in read_rows(path):
         name_of = _NAMES.get(type(operator))

@@ -42,20 +42,20 @@ from lab.data.kernel_table import MACHINES, KernelTable, files_of, machine_of, r
 from lab.data.named_files import Wanted, everything
 
 _COLUMNS = ("gemm_dtype", "m", "n", "k", "latency")
-# Below so many seconds sizes decide more than rates; of so many neighbours two may be disturbed themselves.
+# Below this time sizes matter more than rates; with this many neighbours two may be disturbed themselves.
 _LONG_SECONDS, _NEIGHBOURS, _SLOW = 50e-6, 4, 0.5
 
 
 def gemm_files(data: Path) -> list[Path]:
-    """The GEMM table of every known system under ``data/aiconfigurator`` that has one."""
+    """The GEMM table of every known system under ``data/aiconfigurator``, if it exists."""
     files = (data / "aiconfigurator" / name / "gemm" / "gemm_perf.parquet" for name in MACHINES)
     return [path for path in files if path.exists()]
 
 
 def read_aiconfigurator(data: Path, wanted: Wanted = everything) -> Iterator[KernelTable]:
-    """The BF16 rows of the wanted ones of :func:`gemm_files`.
+    """Yield the BF16 rows of the wanted ones of :func:`gemm_files`.
 
-    ``InputError`` where there is none or one is malformed, ``MissingDependencyError`` without pyarrow.
+    ``InputError`` if there are none or one is malformed, ``MissingDependencyError`` without pyarrow.
     """
     files = [path for path in gemm_files(data) if wanted(path)]
     if not files:
@@ -65,7 +65,7 @@ def read_aiconfigurator(data: Path, wanted: Wanted = everything) -> Iterator[Ker
 
 
 def read_table(path: Path, machine: str) -> KernelTable:
-    """The BF16 rows of one file."""
+    """BF16 rows of one file."""
     dtype, m, n, k, latency = read_columns(path, _COLUMNS, "a GEMM table")
     rows = [place for place, name in enumerate(dtype) if name == "bfloat16" and latency[place] > 0]
     operators = tuple(Gemm(1, int(m[i]), int(n[i]), int(k[i]), "bfloat16", transpose_b=True) for i in rows)
@@ -75,8 +75,9 @@ def read_table(path: Path, machine: str) -> KernelTable:
 
 
 def disturbed(m: np.ndarray, n: np.ndarray, k: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Which products (rows,) of a grid of sizes took more than twice as long for their arithmetic as the median of
-    their neighbours: the next sizes along each axis. Short ones, and those with few neighbours, are left in peace.
+    """Mask (rows,) of the products of a grid of sizes that took more than twice as long for their arithmetic as the
+    median of their neighbours, the next sizes along each axis. Short products, and those with few neighbours, are never
+    marked.
     """
     on_axes = [np.unique(each, return_inverse=True)[1].tolist() for each in (m, n, k)]
     places = list(zip(*on_axes, strict=True))
@@ -105,14 +106,14 @@ CASTING = ("vllm", "trtllm")
 
 
 def cast_files(data: Path) -> list[Path]:
-    """The tables of casts that are used."""
+    """Tables of casts that are used."""
     names = ("scale_matrix_perf.parquet", "computescale_perf.parquet")
     found = [path for name in names for path in files_of(data, "quantize", name) if path.parts[-3] in CASTING]
     return [path for path in found if path.name == names[0] or path.parts[-3] == "vllm"]
 
 
 def read_scaled(data: Path, wanted: Wanted = everything) -> Iterator[KernelTable]:
-    """Products (``gemm-8bit``) and casts (``quantize``) of the wanted files."""
+    """Yield products (``gemm-8bit``) and casts (``quantize``) of the wanted files."""
     for path in gemm_files(data):
         if wanted(path):
             yield read_products(path, MACHINES[path.parent.parent.name])
@@ -122,7 +123,7 @@ def read_scaled(data: Path, wanted: Wanted = everything) -> Iterator[KernelTable
 
 
 def read_products(path: Path, machine: str) -> KernelTable:
-    """The 8-bit products of one file, less the casts before them."""
+    """The 8-bit products of one file, without the preceding casts."""
     dtype, m, n, k, latency = read_columns(path, _GEMM, "a GEMM table")
     operators: list[ScaledGemm] = []
     seconds: list[float] = []
@@ -133,7 +134,7 @@ def read_products(path: Path, machine: str) -> KernelTable:
         size, taken = np.log2((m * k).astype(float)), latency.astype(float) * 1e-3
         wide = np.flatnonzero(dtype == "bfloat16")
         cast = _cast_seconds(rows, wide, size, (m, n, k), taken)
-        # By the product in BF16, not by the row itself: rows that happened to be slow would be kept, others not.
+        # Selected by the BF16 product, not by the row itself, which would favour rows that happened to be slow.
         products = {(m[i], n[i], k[i]): taken[i] for i in wide}
         expected = np.array([products.get((m[i], n[i], k[i]), 0.0) for i in rows])
         alone = taken[rows] - cast
@@ -149,7 +150,8 @@ def read_products(path: Path, machine: str) -> KernelTable:
 def _cast_seconds(
     rows: np.ndarray, wide: np.ndarray, size: np.ndarray, shape: tuple[np.ndarray, ...], taken: np.ndarray
 ) -> np.ndarray:
-    """Of the inputs of ``rows``: interpolated between the medians of layers of few outputs, over doublings of ``size``.
+    """Cast seconds of the inputs of ``rows``, interpolated between the medians of layers of few outputs, over doublings
+    of ``size``.
 
     ``wide``: rows of the same products in BF16. The longest inputs continue the last doubling in proportion.
     """
@@ -183,7 +185,7 @@ def _casts(path: Path, machine: str) -> KernelTable:
 
 KERNELS: dict[str, ExpertKernel] = {"trtllm": "cutlass", "vllm": "triton"}
 SCALINGS = {"bfloat16": ("bfloat16", ""), "fp8": ("float8", "tensor"), "fp8_block": ("float8", "block")}
-ROWS = 3000  # of one table and number type, evenly: a layer takes a millisecond to analyse
+ROWS = 3000  # of one table and dtype, spread evenly: a layer takes a millisecond to analyse
 _EXPERT_COLUMNS = (
     "moe_dtype",
     "kernel_source",
@@ -197,12 +199,12 @@ _EXPERT_COLUMNS = (
 
 
 def expert_files(data: Path) -> list[Path]:
-    """The tables of the engines whose kernels are known."""
+    """Tables of the engines whose kernels are known."""
     return [path for path in files_of(data, "moe", "moe_perf.parquet") if path.parts[-3] in KERNELS]
 
 
 def read_expert_layers(data: Path, wanted: Wanted = everything) -> Iterator[KernelTable]:
-    """A table for each file, once for 16 bits (``moe``) and once for 8 (``moe-8bit``)."""
+    """Yield a table for each file, once for 16 bits (``moe``) and once for 8 (``moe-8bit``)."""
     for path in expert_files(data):
         if wanted(path):
             columns = dict(

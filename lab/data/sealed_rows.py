@@ -1,8 +1,8 @@
-"""Rows of published measurements that stay unseen until a release is judged: a draw by hash, chosen by nobody.
+"""Rows of published measurements that stay unseen until a release is validated, drawn by hash.
 
 The draw was made on 2026-11-23, before the work on version 1.1 began: one job in four of each table named in
-:data:`KEYS`. Models are made and fitted without these rows; `validate` asks them once, at the end, and says so beside
-the figure. A job that a table holds several times (other releases, other precisions) is drawn as one.
+:data:`KEYS`. Models are made and fitted without these rows; `validate` uses them once, at the end, and reports this
+beside the figure. A job that occurs several times in a table (other releases, other precisions) is drawn as one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _whole_step(row: Row) -> str:
     return "|".join((family, model, row["gpu"], row["n_gpus"], row["seq"]))
 
 
-# By the path within the data: what makes two rows one job.
+# By the path within the data: the key that identifies a row's job.
 KEYS: Mapping[str, Callable[[Row], str]] = {
     "whole_step/llm_training_kinds.csv": _whole_step,
     "megatron_golden/a100.csv.gz": lambda row: row["case"],
@@ -32,6 +32,6 @@ KEYS: Mapping[str, Callable[[Row], str]] = {
 
 
 def is_sealed(table: str, row: Row) -> bool:
-    """Whether ``row`` of ``table`` (a key of :data:`KEYS`; columns by name) is kept out of every fit and choice."""
+    """True if ``row`` of ``table`` (a key of :data:`KEYS`; columns by name) is excluded from every fit and choice."""
     drawn = hashlib.sha256(f"{_SEED} {KEYS[table](row)}".encode()).hexdigest()
     return int(drawn, 16) % _ONE_IN == 0

@@ -27,7 +27,7 @@ _CARDS = {"rtx3090": "rtx-3090", "rtx4090": "rtx-4090", "3090": "rtx-3090", "409
 @dataclass(frozen=True)
 class TimmStep:
     """One measured step of ``seconds``. ``side``: of the pictures in pixels; ``version``: of PyTorch, such as 112;
-    ``parameters``: of the model that was measured, 0 where the table does not say.
+    ``parameters``: of the measured model, 0 if the table lacks them.
     """
 
     model: str
@@ -43,12 +43,12 @@ class TimmStep:
 
     @property
     def architecture(self) -> str:
-        """The model's name without that of its weights."""
+        """Model name without that of its weights."""
         return self.model.partition(".")[0]
 
     @property
     def group(self) -> str:
-        """Mode, layout and way to run, such as ``train-nhwc`` or ``infer-nchw-compiled``."""
+        """Mode, layout and execution, such as ``train-nhwc`` or ``infer-nchw-compiled``."""
         mode, layout = "train" if self.training else "infer", "nhwc" if self.channels_last else "nchw"
         return f"{mode}-{layout}" + ("-compiled" if self.compiled else "")
 
@@ -59,14 +59,14 @@ class TimmStep:
 
 
 def timm_files(data: Path) -> list[Path]:
-    """The files of steps in ``data``, in order; none where it has none."""
+    """Files of steps in ``data``, in order; may be empty."""
     return sorted(path for path in (data / FOLDER).glob("benchmark-*.csv") if _NAME.match(path.stem))
 
 
 def read_timm(path: Path) -> Iterator[TimmStep]:
-    """The steps of one file, one per architecture and picture size (weights of another training change nothing).
+    """Yield the steps of one file, one per architecture and picture size (differently trained weights are duplicates).
 
-    ``InputError`` names a file that is not one.
+    ``InputError`` names a file in another format.
     """
     matched = _NAME.match(path.stem)
     if not matched or matched["card"] not in _CARDS:

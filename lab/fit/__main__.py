@@ -1,4 +1,4 @@
-"""``python -m lab.fit``: the models that are shipped, fitted to the public tables."""
+"""Command line ``python -m lab.fit``: fits the shipped models to the public tables."""
 
 from __future__ import annotations
 

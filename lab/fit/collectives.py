@@ -52,7 +52,7 @@ MOST_SIZES = 128
 def fit_collectives(
     data: Path, output: Path, progress: Callable[[str], None], wanted: Wanted = everything
 ) -> list[Path]:
-    """Writes ``output/collectives.json`` (the constants) and a calibration per machine below; returns the files.
+    """Write ``output/collectives.json`` (the constants) and a calibration per machine below; returns the files.
 
     Some ten seconds; nothing where ``data`` has no wanted sweeps. Each file names the sweeps it came from, the
     constants' all of them.
@@ -87,7 +87,7 @@ def _provenance(tables: Sequence[CollectiveTable], data: Path) -> dict[str, Any]
 
 
 def by_machine(tables: Sequence[CollectiveTable]) -> dict[str, list[CollectiveTable]]:
-    """Tables of one machine together, in the order of names."""
+    """Tables grouped by machine, in the order of names."""
     groups: dict[str, list[CollectiveTable]] = defaultdict(list)
     for table in tables:
         groups[table.machine].append(table)
@@ -95,8 +95,8 @@ def by_machine(tables: Sequence[CollectiveTable]) -> dict[str, list[CollectiveTa
 
 
 def rows_of(tables: Sequence[CollectiveTable]) -> tuple[CollectiveRow, ...]:
-    """The rows of ``tables``. Of a sweep in even steps of the size, ``MOST_SIZES`` spread evenly over its logarithm: a
-    thousand sizes of hundreds of megabytes say little more than ten, and would drown the others in every mean.
+    """Rows of ``tables``. From a sweep in even steps of the size, ``MOST_SIZES`` spread evenly over its logarithm: a
+    thousand sizes of hundreds of megabytes add little to ten, and would dominate every mean.
     """
     groups: dict[Any, list[CollectiveRow]] = defaultdict(list)
     for row in (row for table in tables for row in table.rows):
@@ -115,7 +115,7 @@ def _spread(members: Sequence[CollectiveRow]) -> list[CollectiveRow]:
 
 
 def constants_of(machines: Sequence[MeasuredRow]) -> Constants:
-    """Constants fitted to the newest sweeps whose NCCL version is known: older ones start twice as slowly."""
+    """Constants fitted to the newest sweeps with known NCCL versions: older ones start twice as slowly."""
     systems = [(each.cluster, _newest(sweeps_of(each.rows))) for each in machines]
     return fit_constants([(cluster, sweeps) for cluster, sweeps in systems if sweeps])
 
@@ -128,11 +128,11 @@ def _newest(sweeps: Sequence[CollectiveSweep]) -> list[CollectiveSweep]:
     return [each for each in known if version_key(each.nccl) == newest[each.kind]]
 
 
-# Where the search starts. NCCL 2.18, src/graph/tuning.cc: starts of the ring (6.6, 14, 8.4 us), hops over NVLink (0.6,
-# 1.9, 3.4 us) in units of the 2 us of the link files. Hops over the network in units of the 14 us of the network files:
-# LL128 and Simple those of the tree (8.5, 14 us), LL 7 us, with which public logs of nccl-tests agree (all-reduce of
-# 64 B: 22 us on two nodes of 4 GH200, 36 us on two of 8 B200; NCCL's own 5 us give too little). Shares: 4 of 8 bytes
-# are data in LL, 120 of 128 in LL128 (src/include/device.h).
+# Start of the search. NCCL 2.18, src/graph/tuning.cc: starts of the ring (6.6, 14, 8.4 us), hops over NVLink (0.6, 1.9,
+# 3.4 us) in units of the 2 us of the link files. Hops over the network in units of the 14 us of the network files:
+# LL128 and Simple those of the tree (8.5, 14 us), LL 7 us, with which public logs of nccl-tests agree (all-reduce of 64
+# B: 22 us on two nodes of 4 GH200, 36 us on two of 8 B200; NCCL's own 5 us give too little). Shares: 4 of 8 bytes are
+# data in LL, 120 of 128 in LL128 (src/include/device.h).
 FIRST_GUESS = Constants(
     protocols=(
         Protocol("LL", 6.6e-6, 0.3, 0.5, 0.5),
@@ -145,7 +145,7 @@ FIRST_GUESS = Constants(
     # all-gathers (a part per byte sent) are slower than all-reduces (half of one) by 2.4 (L40S) to 4.5 (H100) of them.
     chunk=3.0,
 )
-_POINTS = 9  # of a sweep, evenly over the logarithm of its sizes
+_POINTS = 9  # points of a sweep, evenly over the logarithm of its sizes
 _TOLERANCE = 1e-3
 
 
@@ -157,7 +157,7 @@ class _Points:
 
 
 def fit_constants(systems: Sequence[tuple[Cluster, Sequence[CollectiveSweep]]]) -> Constants:
-    """The constants nearest to the sweeps (of one node) of ``systems``, NCCL's own without any; a few seconds."""
+    """Fit the constants to the single-node sweeps of ``systems``, NCCL's own without any; takes a few seconds."""
     points = [_points(cluster, each) for cluster, sweeps in systems for each in sweeps if each.nodes == 1]
     if not points:
         return FIRST_GUESS
@@ -198,7 +198,7 @@ def _residuals(points: _Points, known: Constants) -> np.ndarray:
 
 
 def _values(known: Constants) -> np.ndarray:
-    """What is fitted, in a fixed order: of each protocol start, hop and share (Simple's share is 1)."""
+    """Fitted values in a fixed order: start, hop and share of each protocol (Simple's share is 1)."""
     rows = [(each.start, each.gpu_hop, each.share) for each in (*known.protocols[:-1], known.in_switch)]
     simple = known.protocols[-1]
     return np.array([*(value for row in rows for value in row), simple.start, simple.gpu_hop])
@@ -210,7 +210,7 @@ def _is_share() -> np.ndarray:
 
 
 def _constants(logs: np.ndarray) -> Constants:
-    """The inverse of the logarithm of :func:`_values`."""
+    """Inverse of the logarithm of :func:`_values`."""
     values = np.exp(logs).tolist()
     guesses = (*FIRST_GUESS.protocols[:-1], FIRST_GUESS.in_switch)
     fitted = [

@@ -1,12 +1,12 @@
-"""How far estimates err by how much is known of the kernel and the GPU: the intervals of everything but own tables.
+"""Errors of estimates by knowledge of the kernel and the GPU: the intervals of everything except a GPU's own tables.
 
 =============  ==========================================================================================
-``points``     a few measurements of the GPU moved the model of the others
+``points``     the model of other GPUs adapted to a few measurements
 ``relative``   the learned model of a relative, times the ratio of the analytic times
 ``physics``    the analytic time at the level of other GPUs
 ``dtype``      kernels of a measured kind in another dtype
 ``kind``       kernels of a family of which another kind was measured
-``unknown``    nobody knows what the kernel does: a factor of three
+``unknown``    unidentified kernels: a factor of three
 =============  ==========================================================================================
 
 A grade is the range of log(measured / predicted) that holds 80 % of the rows of each GPU that was left out, averaged
@@ -31,7 +31,7 @@ from costmodel.machines.machine_records import Machine
 from costmodel.model.measurements import Measurement
 from lab.fit.kernel_rows import KernelRows, left_out_machine, levels_of
 
-_ROWS, _POINTS, _SEED = 400, 20, 0  # of each GPU: rows asked, points drawn
+_ROWS, _POINTS, _SEED = 400, 20, 0  # of each GPU: rows predicted, points drawn
 _SHARE = 0.8
 # Quantile 0.9 of Student's distribution with 1, 1, 2, 3 ... degrees of freedom (groups less one), and of the normal.
 _STUDENT = (3.078, 3.078, 1.886, 1.638, 1.533, 1.476, 1.440, 1.415, 1.397, 1.383, 1.282)
@@ -44,9 +44,9 @@ def with_grades(
     fitted: Mapping[str, Fitted] | None = None,
     layers: Sequence[KernelRows] = (),
 ) -> LevelTransfer:
-    """``transfer`` of ``rows`` with the grades that they say, leaving each GPU out in turn.
+    """Extend ``transfer`` of ``rows`` by its grades, from leaving each GPU out in turn.
 
-    ``fitted``: models of relatives; ``layers``: kernels measured in whole layers, which no model is fitted to.
+    ``fitted``: models of relatives; ``layers``: kernels measured in whole layers, to which no model is fitted.
     """
     errors: dict[tuple[str, str], list[np.ndarray]] = {}
     for each in rows:
@@ -79,7 +79,7 @@ def with_grades(
 
 
 def _range(groups: Sequence[np.ndarray]) -> tuple[float, float]:
-    """The range that holds 80 % of ``groups``, of which each weighs the same."""
+    """Range that holds 80 % of ``groups``, equally weighted."""
     values, weights = _weighted(groups)
     order = np.argsort(values)
     share = np.cumsum(weights[order])
@@ -89,7 +89,7 @@ def _range(groups: Sequence[np.ndarray]) -> tuple[float, float]:
 
 
 def student_widening(groups: int) -> float:
-    """How much wider a range from so few groups must be: Student's quantile over the normal one."""
+    """Widening of a range from few groups: Student's quantile over the normal one."""
     return _STUDENT[min(groups, len(_STUDENT)) - 1] / _NORMAL
 
 
@@ -114,7 +114,7 @@ def _errors(rows: KernelRows, model: KernelModel) -> np.ndarray:
 
 
 def _left_out_errors(rows: KernelRows, every: Sequence[KernelRows], transfer: LevelTransfer) -> dict[str, np.ndarray]:
-    """Of ``rows`` as if their GPU were not known; what carries over by shape stays that of all."""
+    """Errors of ``rows`` with their GPU treated as unknown; the shape correction is still that of all GPUs."""
     others = [each for each in every if each.family.name == rows.family.name and each is not rows]
     if not others:
         return {}
@@ -130,7 +130,7 @@ def _left_out_errors(rows: KernelRows, every: Sequence[KernelRows], transfer: Le
 
 
 def _relative_errors(rows: KernelRows, fitted: Mapping[str, Fitted], transfer: LevelTransfer) -> list[np.ndarray]:
-    """Of ``rows`` by the model of each relative of their GPU."""
+    """Errors of ``rows`` by the model of each relative of their GPU."""
     asked, found = _thinned(rows.of("select"), _ROWS), []
     for name, known in sorted(fitted.items()):
         residual = known.families.get(rows.family.name)
@@ -141,7 +141,7 @@ def _relative_errors(rows: KernelRows, fitted: Mapping[str, Fitted], transfer: L
 
 
 def _layer_errors(rows: KernelRows, fitted: Mapping[str, Fitted], transfer: LevelTransfer) -> dict[str, np.ndarray]:
-    """Of kernels of layers that the family does not cover, by their grade."""
+    """Errors on kernels of layers that the family does not cover, by their grade."""
     grades = np.array([rows.family.grade(each) for each in rows.operators])
     model = _model(rows.machine, rows.family, _own(rows, fitted), transfer)
     errors = _errors(rows, model)
@@ -149,7 +149,9 @@ def _layer_errors(rows: KernelRows, fitted: Mapping[str, Fitted], transfer: Leve
 
 
 def _own_misses(rows: KernelRows, fitted: Mapping[str, Fitted], transfer: LevelTransfer) -> np.ndarray | None:
-    """By how much (log units, below zero inside) rows miss the interval of the GPU's own tables; ``None`` without."""
+    """Distance (log units, below zero inside) of rows from the interval of the GPU's own tables; ``None`` without
+    tables.
+    """
     own = _own(rows, fitted)
     if not own or not all(rows.family.covers(each) for each in rows.operators):
         return None

@@ -1,7 +1,7 @@
-"""Fits the shared tables of host overheads from the public profiles: ``python -m lab.fit.host_overheads DATA OUT``.
+"""Fit of the shared tables of host overheads to the public profiles: ``python -m lab.fit.host_overheads DATA OUT``.
 
 ``DATA`` holds ``traces/`` as described in the data folder's README; ``OUT`` is
-``costmodel/calibration/host_overheads``, where the inflation model that the tables use lies too.
+``costmodel/calibration/host_overheads``, which also holds the inflation model used by the tables.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from e2e.traces.formats.json_stream import archive_members
 from e2e.traces.formats.kineto import read_kineto
 from lab.data.data_folder import FETCH
 
-# The table of all public profiles, for a host of which nothing is known.
+# Name of the table of all public profiles, for an unknown host.
 SHARED_NAME = "shared"
-# That of a server for GPUs of 2022 and later (Ada, Hopper, Blackwell): the shared one at the level of the host of the
-# H100 that TraceLens recorded, and its own operators (fused attention, linear layers by cuBLASLt).
+# Name of the table of a server for GPUs of 2022 and later (Ada, Hopper, Blackwell): the shared one at the level of the
+# host of the H100 that TraceLens recorded, and its own operators (fused attention, linear layers by cuBLASLt).
 H100_NAME = "h100-server"
 INFLATION_FILE = "profiler_inflation.json"
-# Kept out of the shared table, which stands for a host of which nothing is known. The A100's host takes seven times as
-# long per ResNet-50 operator as the V100's (220 ms a step against 31 ms), which no GPU explains; it was recorded with
-# stacks or on a debugging build. The host of the RTX 2080 Ti takes three times as long as both V100 servers' and twice
-# as long as NeuSight's; without it each left-out server is predicted better (`python -m lab.bench.host_overheads`).
+# Excluded from the shared table, which stands for an unknown host. The A100's host takes seven times as long per
+# ResNet-50 operator as the V100's (220 ms a step against 31 ms), which no GPU explains; it was recorded with stacks or
+# on a debugging build. The host of the RTX 2080 Ti takes three times as long as both V100 servers' and twice as long as
+# NeuSight's; without it each left-out server is predicted better (`python -m lab.bench.host_overheads`).
 NOT_SHARED = frozenset({"a100-resnet50-ddp", "rtx-2080-ti-linear"})
-# Inference of three models on one H100, recorded with stacks: these lengthen what Python does between operators (T1),
-# not what happens inside them, so that T1 stays the shared one at the level of the rest.
+# Inference of three models on one H100, recorded with stacks: these lengthen Python's time between operators (T1), not
+# the time inside them, so that T1 stays the shared one at the level of the rest.
 WITH_STACKS = (
     "tracelens/h100__gaunernst_bert-small-uncased__1016001.json.gz",
     "tracelens/h100__Qwen_Qwen1.5-0.5B-Chat__1016005.json.gz",
     "tracelens/h100__Falconsai_nsfw_image_detection__1016002.json.gz",
 )
-# Samples of an operator before its mean counts for the level of a host.
+# Samples of an operator required for its mean to count for the level of a host.
 _LEAST_SAMPLES = 3
 # Table -> profiles of one software stack on one kind of host; an archive stands for all its members.
 STACKS = {
@@ -55,10 +55,10 @@ STACKS = {
 
 
 def fit_shared_tables(data: Path, output: Path) -> list[OverheadTable]:
-    """One table per stack, the shared one of all but ``NOT_SHARED`` and that of H100 servers, written to ``output`` as
+    """Write one table per stack, the shared one of all but ``NOT_SHARED`` and that of H100 servers to ``output`` as
     ``<name>.json``.
 
-    :class:`InputError` names a profile or the inflation model that is missing.
+    :class:`InputError` names a missing profile or inflation model.
     """
     inflation = load_inflation(output / INFLATION_FILE)
     profiles = {name: [_extract(data, file) for file in _files(data, stack)] for name, stack in STACKS.items()}
@@ -74,8 +74,8 @@ def fit_shared_tables(data: Path, output: Path) -> list[OverheadTable]:
 
 
 def with_newer_host(servers: OverheadTable, recorded: OverheadTable) -> tuple[OverheadTable, OverheadTable]:
-    """``servers`` with the operators that only the newer host's ``recorded`` table knows, at the level of its own; and
-    the table of the newer host with what only ``servers`` knows, at its level. T1 comes from ``servers`` alone.
+    """``servers`` with the operators only in the newer host's ``recorded`` table, at the level of ``servers``; and the
+    newer host's table with those only in ``servers``, at its own level. T1 comes only from ``servers``.
     """
     level = level_of(recorded, servers)
     theirs: dict[OverheadPart, dict[str, Mean]] = {}
@@ -90,8 +90,8 @@ def with_newer_host(servers: OverheadTable, recorded: OverheadTable) -> tuple[Ov
 
 
 def level_of(host: OverheadTable, other: OverheadTable) -> float:
-    """How many times longer ``host`` takes than ``other``, inside operators that both have seen: the ratio of the sums
-    over the samples of ``host``, without what the profilers added.
+    """Ratio of the times of ``host`` to those of ``other`` inside operators that both contain: the ratio of the sums
+    over the samples of ``host``, without profiler overhead.
     """
     sums = [0.0, 0.0]
     for kind in KINDS:
@@ -105,8 +105,8 @@ def level_of(host: OverheadTable, other: OverheadTable) -> float:
 
 
 def hosts_differ(data: Path, tables: Sequence[OverheadTable], servers: OverheadTable) -> float:
-    """The factor within which 80 % of the known hosts lie around ``servers``: one small operator on the hosts of
-    ``tables`` and, as the floor of its timings, on those of NeuSight.
+    """Factor around ``servers`` within which 80 % of the known hosts lie: one small operator on the hosts of ``tables``
+    and, as the floor of its timings, on those of NeuSight.
     """
     known = [*(small_operator_seconds(table) for table in tables), *neusight_floors(data).values()]
     ratios = [abs(math.log(each / small_operator_seconds(servers))) for each in known]
@@ -120,7 +120,7 @@ def small_operator_seconds(table: OverheadTable) -> float:
 
 
 def neusight_floors(data: Path) -> dict[str, float]:
-    """GPU -> seconds of NeuSight's additions of small tensors, which are its host's: the hundredth smallest."""
+    """Seconds by GPU of NeuSight's additions of small tensors, which are host-bound: the hundredth smallest."""
     floors = {}
     for path in sorted((data / "neusight" / "op_latency" / "add").glob("*.csv.gz")):
         with gzip.open(path, "rt") as file:
@@ -130,7 +130,7 @@ def neusight_floors(data: Path) -> dict[str, float]:
 
 
 def _scaled(mean: Mean, factor: float) -> Mean:
-    """``mean`` on a host that takes ``factor`` times as long; so does the profiler's share there."""
+    """``mean`` on a host that takes ``factor`` times as long; the profiler's share scales too."""
     return replace(mean, seconds=mean.seconds * factor, operators=mean.operators * factor, calls=mean.calls * factor)
 
 
@@ -149,7 +149,7 @@ def _extract(data: Path, file: str) -> OverheadSamples:
 
 
 def main(arguments: list[str]) -> int:
-    """Command line; exit status 2 and one line for what a user can cause."""
+    """Run the command line; exit status 2 and one line for a user error."""
     if len(arguments) != 2:
         print("usage: python -m lab.fit.host_overheads DATA OUT", file=sys.stderr)
         return 2

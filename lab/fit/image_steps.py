@@ -1,4 +1,4 @@
-"""Inversion of whole measured steps: what classes of kernels must cost so that the sums come out.
+"""Inversion of whole measured steps: factors of kernel classes that reproduce the measured sums.
 
 With X the analytic seconds of each class of kernels in each step (steps x classes) and y the measured steps, the
 factors exp(p) make
@@ -45,9 +45,9 @@ from lab.data.timm_steps import TimmStep, read_timm, timm_files
 
 INVENTORY = SHARES.parent / "steps.json.gz"
 
-OTHER = "other "  # begins the names of kinds whose factors are not kept
-# Of log factors: what all windows, widths and layouts of a kind share, forward and data gradient together; what
-# directions, windows and layouts have of their own; kinds with tables of their own.
+OTHER = "other "  # prefix of kinds whose factors are discarded
+# Standard deviations of log factors: shared by all windows, widths and layouts of a kind, forward and data gradient
+# together; specific to directions, windows and layouts; kinds with tables of their own.
 _SHARED_SIGMA, _DIRECTION_SIGMA, _OWN_SIGMA, _OTHER_SIGMA = 1.0, 0.3, 0.5, 0.1
 # Batch norm in evaluation reads once and writes once: no implementation makes that another time than its bytes'.
 _STREAMED, _STREAMED_SIGMA = " evaluation ", 0.07
@@ -59,7 +59,7 @@ _FOLDS = 5
 
 @dataclass(frozen=True)
 class StepTable:
-    """``seconds``: analytic, steps x ``classes``; ``measured`` and ``families``: of each step."""
+    """Steps and classes. ``seconds``: analytic, steps x ``classes``; ``measured`` and ``families``: of each step."""
 
     classes: tuple[str, ...]
     seconds: np.ndarray
@@ -74,7 +74,7 @@ def fit_steps(
     wanted: Wanted = everything,
     inventory: Path = INVENTORY,
 ) -> list[Path]:
-    """Writes the factors into ``output``; nothing where ``data`` has no steps. Under a minute."""
+    """Write the factors to ``output``; returns no file if ``data`` has no steps. Takes under a minute."""
     files = [path for path in timm_files(data) if wanted(path)]
     measured = {step.name: (step, path) for path in files for step in read_timm(path)}
     counted = [step for step in read_inventory(inventory) if step.name in measured]
@@ -101,7 +101,7 @@ def fit_steps(
 
 
 def step_table(counted: Sequence[CountedStep], measured: Mapping[str, TimmStep]) -> StepTable:
-    """The analytic seconds of every class in each of ``counted``, beside what was ``measured`` of it by name."""
+    """Analytic seconds of every class in each of ``counted``, with the ``measured`` time by name."""
     rows = [class_seconds(each.counts, _priced_machine(measured[each.name].machine)) for each in counted]
     classes = tuple(sorted({name for row in rows for name in row}))
     seconds = np.array([[row.get(name, 0.0) for name in classes] for row in rows])
@@ -116,7 +116,7 @@ def _priced_machine(name: str) -> tuple[Machine, CostModel]:
 
 
 def class_seconds(counts: Mapping[AnyOperator, int], on: tuple[Machine, CostModel]) -> dict[str, float]:
-    """Analytic seconds by class of kernels of a step in which each operator runs as often as ``counts`` says."""
+    """Analytic seconds by class of kernels of a step in which each operator runs as often as in ``counts``."""
     machine, model = on
     found: dict[str, float] = defaultdict(float)
     floor = kernel_floor(machine)
@@ -159,7 +159,7 @@ def _kind(operator: AnyOperator) -> str:
 
 
 def invert(table: StepTable, mask: np.ndarray | None = None) -> dict[str, float]:
-    """Log factor by class, from the steps where ``mask`` holds; damped Gauss-Newton steps, reweighted."""
+    """Log factor by class, from the steps where ``mask`` is true; damped Gauss-Newton steps, reweighted."""
     use = np.ones(len(table.measured), dtype=bool) if mask is None else mask
     seconds, target = table.seconds[use], np.log(table.measured[use])
     mapping, precision = _hierarchy(table.classes)
@@ -168,7 +168,7 @@ def invert(table: StepTable, mask: np.ndarray | None = None) -> dict[str, float]
 
 
 def _hierarchy(classes: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """What each class shares with others: matrix classes x parameters, and 1 / sigma^2 of the parameters."""
+    """Parameters shared between classes: matrix classes x parameters, and 1 / sigma^2 of the parameters."""
     names: dict[str, float] = {}
     shares = []
     for each in classes:
@@ -198,7 +198,7 @@ def _hierarchy(classes: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def left_out_spread(table: StepTable) -> float:
-    """Half of the interval, in log units, that holds 80 % of steps of families left out, a fifth of them at a time."""
+    """Half of the interval, in log units, that holds 80 % of steps of held-out families, a fifth of them at a time."""
     families = sorted(set(table.families.tolist()))
     fold = np.array([families.index(each) % _FOLDS for each in table.families])
     errors = np.zeros(len(table.measured))
@@ -210,6 +210,6 @@ def left_out_spread(table: StepTable) -> float:
 
 
 def log_errors(table: StepTable, logs: Mapping[str, float]) -> np.ndarray:
-    """log(predicted / measured) of every step with factors exp(``logs``); those of other kinds are 1."""
+    """log(predicted / measured) of every step with factors exp(``logs``); 1 for discarded kinds."""
     kept = np.array([0.0 if name.startswith(OTHER) else logs[name] for name in table.classes])
     return np.asarray(np.log(table.seconds @ np.exp(kept)) - np.log(table.measured))

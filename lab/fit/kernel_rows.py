@@ -1,4 +1,4 @@
-"""Measured kernels of one family on one GPU, and what carries over from several such GPUs to others.."""
+"""Measured kernels of one family on one GPU, and levels that transfer from several GPUs to others."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from costmodel.machines.machine_records import ComputeRate, Machine, PerThreads
 from costmodel.operators.any_operator import AnyOperator
 from lab.fit.trees import boost
 
-# Families whose deviation from the analytic model depends on the shape in the same way on all GPUs: on the select
-# split, left-out GPUs improve with it. GEMM's does not.
+# Families whose deviation from the analytic model depends on the shape equally on all GPUs: on the select split,
+# predictions of left-out GPUs improve with it. GEMM's does not.
 SHAPED = (
     *("convolution", "normalization", "softmax"),
     *(f"{kernel}-{phase}" for kernel in ("flash2", "flash3") for phase in ("encoder", "paged", "decode")),
 )
 _SHAPE_DEPTH, _SHAPE_ROUNDS = 2, 60
-# A row is disturbed that took so much longer (log units) than its twin's, beyond what the two usually differ by at its
-# size, of sizes within this factor of each other. Of H100's and H200's 8,760 common products in BF16 half lie within
-# 0.04; noise only slows, so the faster of the two is right.
+# A row is disturbed if it took this much longer (log units) than its twin's, beyond their usual difference at its size,
+# for sizes within this factor of each other. Of H100's and H200's 8,760 common products in BF16 half lie within 0.04;
+# noise only slows, so the faster of the two is right.
 _DISTURBED, _SIZE = 0.2, 4.0
-# How far files of one chip may tell its rates apart (a judgement): H100's and H200's differ by 3.6 %, as samples do,
+# Largest ratio of rates between files of the same chip (a judgement): H100's and H200's differ by 3.6 %, as samples do,
 # those of B200 and of a laboratory's slower one by 17 %.
 _SAME_RATE = 1.05
 
@@ -44,7 +44,7 @@ class KernelRows:
     splits: np.ndarray
 
     def log_ratio(self, shape: Forest | None = None) -> np.ndarray:
-        """log(measured / analytic), less what ``shape`` says about it."""
+        """log(measured / analytic), minus the prediction of ``shape``."""
         analysis = self.family.analyse(self.operators, self.machine)
         ratio: np.ndarray = np.log(self.seconds / analysis.seconds)
         return (
@@ -54,17 +54,17 @@ class KernelRows:
         )
 
     def of(self, *names: str) -> KernelRows:
-        """The rows of these splits."""
+        """The rows of the given splits."""
         return self.only(np.isin(self.splits, names))
 
     def only(self, mask: np.ndarray) -> KernelRows:
-        """The rows where ``mask`` (rows,) holds."""
+        """The rows where ``mask`` (rows,) is true."""
         kept = tuple(each for each, keep in zip(self.operators, mask, strict=True) if keep)
         return KernelRows(self.family, self.machine, kept, self.seconds[mask], self.splits[mask])
 
 
 def are_twins(first: Machine, second: Machine) -> bool:
-    """Whether two GPUs have the same chip at the same clock, power limit and rates, whatever memory is beside it."""
+    """True if two GPUs have the same chip at the same clock, power limit and rates; their memories may differ."""
     chips = (first.chip(), second.chip())
     alike = [(each.architecture, each.sm_count, each.lanes, each.clock_hz, each.power_watts) for each in chips]
     rates = [
@@ -81,7 +81,7 @@ def twins_of(rows: KernelRows, every: Sequence[KernelRows]) -> list[KernelRows]:
 
 
 def disturbed(rows: KernelRows, twins: Sequence[KernelRows]) -> np.ndarray:
-    """Which of ``rows`` (rows,) something else slowed, by the same operators on ``twins``."""
+    """Mask (rows,) of the rows slowed by a disturbance, judged by the same operators on ``twins``."""
     found = np.zeros(len(rows.operators), dtype=bool)
     if not twins:
         return found
@@ -98,13 +98,15 @@ def disturbed(rows: KernelRows, twins: Sequence[KernelRows]) -> np.ndarray:
 
 
 def transfer_of(rows: Sequence[KernelRows]) -> LevelTransfer:
-    """What carries over from the machines of ``rows`` to others; every machine weighs the same in a level."""
+    """Levels and shape corrections that transfer from the machines of ``rows`` to others; machines weigh equally in a
+    level.
+    """
     shapes = {family: shape for family in SHAPED if (shape := _shape([r for r in rows if r.family.name == family]))}
     return LevelTransfer(levels_of(rows, shapes), shapes, {})
 
 
 def _shape(members: Sequence[KernelRows]) -> Forest | None:
-    """How the log ratio depends on the shape, each machine's own level taken off; ``None`` without rows."""
+    """Dependence of the log ratio on the shape, without each machine's own level; ``None`` without rows."""
     if not members:
         return None
     seen = [each.of("fit", "select") for each in members]
@@ -115,7 +117,7 @@ def _shape(members: Sequence[KernelRows]) -> Forest | None:
 
 
 def levels_of(rows: Sequence[KernelRows], shapes: Mapping[str, Forest]) -> dict[str, dict[str, Level]]:
-    """Levels by family and power class of the machines of ``rows``, each of which weighs the same."""
+    """Levels by family and power class of the machines of ``rows``, equally weighted."""
     groups: dict[tuple[str, str], list[KernelRows]] = {}
     for each in rows:
         power = power_class(each.machine) if each.family.clock_bound else ANY_POWER
@@ -139,7 +141,7 @@ def left_out_machine(machine: Machine, others: Sequence[Machine], memories: Sequ
     """``machine`` as its datasheet and other GPUs describe it: sustained = datasheet x the others' median share.
 
     ``others`` were measured in the same family and give the compute rates, those of the same power class if there are
-    any; ``memories`` (else ``others``) give the DRAM bandwidth. Other cards with the same chip do not count.
+    any; ``memories`` (default: ``others``) give the DRAM bandwidth. Other cards with the same chip are excluded.
     """
     others = _foreign(machine, others)
     compute = {}
@@ -165,7 +167,9 @@ def _foreign(machine: Machine, others: Sequence[Machine]) -> list[Machine]:
 
 
 def _left_out_rate(rate: ComputeRate, others: Sequence[ComputeRate]) -> ComputeRate:
-    """The datasheet of ``rate`` times the median shares that ``others`` reach of theirs, in a burst and a long load."""
+    """Datasheet rate of ``rate`` times the median shares that ``others`` reach of theirs, in a burst and a long
+    load.
+    """
     known = [each for each in others if each.datasheet is not None]
     if rate.datasheet is None or not known:
         return dataclasses.replace(rate, origin="left out")

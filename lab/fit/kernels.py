@@ -1,7 +1,7 @@
-"""Fits the GPU models from public tables: a residual per measured GPU and family, and the levels that carry over.
+"""Fit of the GPU models to public tables: a residual per measured GPU and family, and the levels that transfer.
 
-Trees see the ``fit`` split; ``select`` sets the margin of their intervals (features and sizes were chosen on it);
-``report`` is left to :mod:`lab.validate.kernels`.
+Trees are trained on the ``fit`` split; ``select`` sets the margin of their intervals (features and sizes were chosen on
+it); ``report`` is left to :mod:`lab.validate.kernels`.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ FAMILIES: dict[str, Family[Any]] = {
     **attention_families(),
     **linear_families(),
 }
-# Of kernels that ran within layers: those of GPUs without another table of products are fitted to, the others say how
-# far models of one kernel at a time can be trusted there.
+# Tables of kernels that ran within layers: those of GPUs without another table of products are fitted to, the others
+# measure how far models of single kernels can be trusted there.
 LAYERS: dict[str, Family[Any]] = {
     "gemm-bf16": FAMILIES["gemm-bf16"],
     "rms-norm": FAMILIES["ln"],
@@ -105,13 +105,14 @@ LAYERS: dict[str, Family[Any]] = {
 FITTED_LAYERS = ("rtx-3090", "rtx-4090", "a6000")
 _LAYER_ROWS = 300  # of one kind and file
 # Kernels within layers by libraries of Hopper's first year (CUDA 12.1, by the README of Sarathi-Serve, whose kernels
-# Vidur profiled): products of 256 to 1,024 rows take 1.4 times what those of the tables, and of LLMServingSim's H100,
-# take; products of up to 64 rows as long as these. That tells of libraries, not of how laboratories differ.
+# Vidur profiled): products of 256 to 1,024 rows take 1.4 times the time of those in the tables, and of LLMServingSim's
+# H100; products of up to 64 rows take the same time. This is an effect of libraries, not of differences between
+# laboratories.
 OF_FIRST_LIBRARIES = ("gemm-bf16", "h100-sxm", "vidur")
 
 
 def read_tables(data: Path, wanted: Wanted = everything) -> list[KernelTable]:
-    """The wanted tables of ``data``, and our own, that trees are fitted to, thinned, counted rows alone."""
+    """Wanted tables of ``data``, and our own, for fitting trees, thinned, counted rows only."""
     layers = [each for each in read_layer_kernels(data, wanted) if _to_fit(each)]
     public = [*read_neusight(data, wanted), *read_aiconfigurator(data, wanted), *layers, *read_attention(data, wanted)]
     public += [*read_scaled(data, wanted), *read_expert_layers(data, wanted)]
@@ -120,17 +121,17 @@ def read_tables(data: Path, wanted: Wanted = everything) -> list[KernelTable]:
 
 
 def read_scans(data: Path, wanted: Wanted = everything) -> list[KernelTable]:
-    """The wanted tables of linear attention, which have a fit of their own, thinned, counted rows alone."""
+    """Wanted tables of linear attention, which has a separate fit, thinned, counted rows only."""
     return [sample(each, MAXIMUM_ROWS) for each in counted_only(list(read_linear(data, wanted)))]
 
 
 def read_engines(data: Path, wanted: Wanted = everything) -> list[KernelTable]:
-    """The wanted tables of kernels that only serving engines have, which have a fit of their own, thinned."""
+    """Wanted tables of kernels only in serving engines, which have a separate fit, thinned."""
     return [sample(each, MAXIMUM_ROWS) for each in counted_only(list(read_serving(data, wanted)))]
 
 
 def read_layers(data: Path, wanted: Wanted = everything) -> list[KernelTable]:
-    """Kernels within layers that no model is fitted to, thinned."""
+    """Kernels within layers to which no model is fitted, thinned."""
     tables = counted_only([each for each in read_layer_kernels(data, wanted) if not _to_fit(each)])
     return [sample(each, _LAYER_ROWS) for each in tables]
 
@@ -140,12 +141,12 @@ def _to_fit(table: KernelTable) -> bool:
 
 
 def read_points() -> list[KernelTable]:
-    """What else was measured by us or taken from publications: small tables, and dtypes that no trees are made for."""
+    """Other measurements, our own or published: small tables, and dtypes for which no trees are trained."""
     return counted_only([points for _, points in _own_tables()])
 
 
 def _own_tables() -> Iterable[tuple[KernelTable, KernelTable]]:
-    """Each table of our own as the rows for trees, if enough, and the others."""
+    """Yield each of our own tables, split into rows for trees (if enough) and the others."""
     for table in read_measured():
         family = FAMILIES[table.name]
         covered = np.array([family.covers(each) for each in table.operators], dtype=bool)
@@ -155,7 +156,7 @@ def _own_tables() -> Iterable[tuple[KernelTable, KernelTable]]:
 
 
 def rows_by_family(tables: Iterable[KernelTable]) -> list[KernelRows]:
-    """Tables of one family and machine together, in a fixed order."""
+    """Rows of the tables grouped by family and machine, in a fixed order."""
     groups: dict[tuple[str, str], list[KernelTable]] = {}
     for table in tables:
         groups.setdefault((FAMILIES[table.name].name, table.machine), []).append(table)
@@ -163,14 +164,14 @@ def rows_by_family(tables: Iterable[KernelTable]) -> list[KernelRows]:
 
 
 def told_apart(rows: Sequence[KernelRows]) -> tuple[list[KernelRows], list[KernelRows]]:
-    """``rows`` to learn from and to judge by, and those that a twin's table shows to be disturbed."""
+    """Split ``rows`` into those to learn from and validate on, and those that a twin's table shows to be disturbed."""
     masks = [disturbed(each, twins_of(each, rows) if isinstance(each.family, Gridded) else []) for each in rows]
     kept = [each.only(~mask) if mask.any() else each for each, mask in zip(rows, masks, strict=True)]
     return kept, [each.only(mask) for each, mask in zip(rows, masks, strict=True) if mask.any()]
 
 
 def layer_rows(tables: Iterable[KernelTable]) -> list[KernelRows]:
-    """Tables of :func:`read_layers` of one kind, machine and collection together, in a fixed order."""
+    """Rows of the tables of :func:`read_layers` grouped by kind, machine and collection, in a fixed order."""
     groups: dict[tuple[str, str, str], list[KernelTable]] = {}
     for table in tables:
         groups.setdefault(collection_of(table), []).append(table)
@@ -190,22 +191,22 @@ def _merge(tables: Sequence[KernelTable], families: Mapping[str, Family[Any]]) -
 
 
 def fit(data: Path, output: Path, progress: Callable[[str], None], wanted: Wanted = everything) -> list[Path]:
-    """Writes the model files into ``output``, when all are made; returns them. A minute or two on two cores; a run that
-    was stopped is gone on with.
+    """Write the model files to ``output`` once all are made; returns them. Takes a minute or two on two cores; an
+    interrupted run is resumed.
 
-    First the machines with tables, then what carries over, then the machines of which few points are known. Each file
-    names the tables it came from, the one of what carries over all of them.
+    Order: the machines with tables, then the transfer levels, then the machines with few points. Each file names the
+    tables it came from, the transfer file all of them.
     """
     return _fit(read_tables(data, wanted), read_layers(data, wanted), read_points(), data, output, progress)
 
 
 def fit_scans(data: Path, output: Path, progress: Callable[[str], None], wanted: Wanted = everything) -> list[Path]:
-    """The same of linear attention, from its tables alone, so that it moves nothing else."""
+    """:func:`fit` for linear attention, from its tables only, so that nothing else is affected."""
     return _fit(read_scans(data, wanted), [], [], data, output, progress)
 
 
 def fit_serving(data: Path, output: Path, progress: Callable[[str], None], wanted: Wanted = everything) -> list[Path]:
-    """The same of kernels that only serving engines have."""
+    """:func:`fit` for kernels only in serving engines."""
     return _fit(read_engines(data, wanted), [], [], data, output, progress)
 
 
@@ -235,7 +236,7 @@ def _fit_staged(
     staged: StagedFiles,
     progress: Callable[[str], None],
 ) -> list[str]:
-    """The names of the models' files, which are all in the folder of ``staged`` then."""
+    """Make the models' files in the folder of ``staged``; returns their names."""
     (rows, _), groups = told_apart(rows_by_family(tables)), _by_machine(points)
     grown = staged.folder / "grown"  # models of trees, before points of the same machines are added
 
@@ -283,7 +284,9 @@ def _by_machine(tables: Iterable[KernelTable]) -> dict[str, list[KernelTable]]:
 
 
 def _adapted(machine: Machine, points: Sequence[KernelTable], output: Path) -> Fitted:
-    """The model in ``output`` of ``machine``, or none, with what ``points`` say about the families they belong to."""
+    """The model of ``machine`` in ``output``, or an empty one, adapted to ``points`` for the families they
+    belong to.
+    """
 
     def family_of(operator: AnyOperator) -> Family[Any]:
         if isinstance(operator, Gemm):
@@ -310,7 +313,7 @@ def _adapted(machine: Machine, points: Sequence[KernelTable], output: Path) -> F
 
 
 def _fit_machine(rows: Sequence[KernelRows], every: Sequence[KernelRows], provenance: Mapping[str, Any]) -> Fitted:
-    """The model of one machine from its ``rows``; of families with lattices from those of twins among ``every`` too."""
+    """Model of one machine from its ``rows``; for families with lattices also from those of twins among ``every``."""
     machine = rows[0].machine
     families = {}
     for each in rows:
@@ -332,7 +335,7 @@ def _fit_machine(rows: Sequence[KernelRows], every: Sequence[KernelRows], proven
 
 
 def _reaching(learned: Residual, twins: Sequence[KernelRows], machine: Machine) -> Residual:
-    """``learned``, which has seen what ``twins`` measured too."""
+    """``learned`` with its feature ranges extended by the rows of ``twins``."""
     for each in twins:
         features = each.family.analyse(each.operators, machine).matrix()
         lowest, highest = features.min(axis=0), features.max(axis=0)
@@ -355,7 +358,7 @@ def _provenance(tables: Sequence[KernelTable], data: Path) -> dict[str, Any]:
 
 
 def _rows_by_file(tables: Iterable[KernelTable]) -> dict[Path, int]:
-    """Rows of each file, which may hold several tables."""
+    """Number of rows of each file, which may hold several tables."""
     rows: Counter[Path] = Counter()
     for table in tables:
         rows[Path(table.source)] += len(table.operators)

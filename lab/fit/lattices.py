@@ -1,11 +1,12 @@
-"""Fits the lattice of a family (:mod:`costmodel.gpu.residuals.lattice`) to the tables of a GPU and of its twins.
+"""Fit of a family's lattice (:mod:`costmodel.gpu.residuals.lattice`) to the tables of a GPU and of its twins.
 
-Twins have the same chip (:func:`lab.fit.kernel_rows.are_twins`), so one forest is grown on the rows of all, every
-GPU weighing the same, on features of one of them so that it cannot tell them apart. What is left of a GPU's own rows
-moves its lattice by their size, as far as samples of one chip may differ and no farther.
+Twins have the same chip (:func:`lab.fit.kernel_rows.are_twins`), so one forest is trained on the rows of all, GPUs
+weighing equally, on features of one of them so that it cannot distinguish them. The remaining error of a GPU's own rows
+shifts its lattice by their size, at most by the spread between samples of one chip.
 
 Libraries do take longer for some smaller products (a kernel for 33 rows may be worse than that for 64), which no
-lattice that rises can say. So the select split decides between it and plain trees (:func:`lattice_if_as_good`).
+non-decreasing lattice can represent. So the select split decides between it and plain trees
+(:func:`lattice_if_as_good`).
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ from costmodel.gpu.residuals.lattice import Lattice, rising
 from lab.fit.kernel_rows import KernelRows
 from lab.fit.trees import effort_for, middle_of
 
-# How far (log units) a GPU may be from what it and its twins show together, by analytic seconds between which it is
-# interpolated: a judgement. H100's and H200's tables differ by 6 to 11 % of products of 0.4 TFLOP and more, which is
-# how they were measured and not the chip.
+# Largest distance (log units) of a GPU from the joint fit of it and its twins, interpolated between knots of analytic
+# seconds: a judgement. H100's and H200's tables differ by 6 to 11 % of products of 0.4 TFLOP and more, which is an
+# effect of measurement and not of the chip.
 _OWN_MOVE = 0.025
 _KNOTS = np.log(np.array([3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2]))
-_LEAST_ROWS = 20  # near a knot, before it moves
-# By how much (log units, mean) trees must be nearer to the rows of the select split to be preferred, since they may
-# say that more takes less time: a judgement.
+_LEAST_ROWS = 20  # rows near a knot needed to shift it
+# Advantage (log units, mean) on the select split that makes trees preferable, since they may predict less time for more
+# work: a judgement.
 _WORTH_OF_RISING = 0.01
 
 
 def lattice_if_as_good(rows: KernelRows, twins: Sequence[KernelRows]) -> Lattice | None:
-    """The lattice of the GPU of ``rows``; ``None`` where trees of each GPU's own rows, both grown on the fit split, are
-    clearly nearer to the select split of it and its ``twins`` (rows of the same family), all weighing the same.
+    """Lattice of the GPU of ``rows``, or ``None`` if trees of each GPU's own rows, both trained on the fit split, are
+    clearly nearer to the select split of it and its ``twins`` (rows of the same family), equally weighted.
     """
     everyone = [rows, *twins]
     lost = [
@@ -59,7 +60,7 @@ def _missed_by_trees(rows: KernelRows) -> float:
 
 
 def fit_lattice(rows: KernelRows, twins: Sequence[KernelRows]) -> Lattice:
-    """The lattice of the GPU of ``rows``, with the sizes of all its and its ``twins``' rows as points."""
+    """Lattice of the GPU of ``rows``, with the sizes of all its and its ``twins``' rows as points."""
     family: Any = rows.family
     assert isinstance(family, Gridded)
     everyone = sorted([rows, *twins], key=lambda each: each.machine.name)
@@ -81,7 +82,7 @@ def fit_lattice(rows: KernelRows, twins: Sequence[KernelRows]) -> Lattice:
 
 
 def _own_moves(rows: KernelRows, left: np.ndarray) -> np.ndarray:
-    """What is ``left`` (rows,) of the log times, near each knot."""
+    """Median of the residual log times ``left`` (rows,) near each knot."""
     logs = np.log(rows.family.analyse(rows.operators, rows.machine).seconds)
     edges = np.concatenate([[-np.inf], (_KNOTS[1:] + _KNOTS[:-1]) / 2, [np.inf]])
     near = [left[(logs >= low) & (logs < high)] for low, high in zip(edges[:-1], edges[1:], strict=True)]

@@ -1,5 +1,5 @@
-"""The models that are fitted to public tables, part by part: GPU kernels, those of linear attention and of serving
-engines by themselves, collectives, and what whole steps of image models tell.
+"""Fits to public tables, part by part: GPU kernels, linear attention and serving engines separately, collectives, and
+factors from whole steps of image models.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PARTS = ("kernels", "scans", "serving", "collectives", "vision")
 
 
 def selection_of(part: str, data: Path) -> Selection:
-    """The files of ``data`` that the shipped models of ``part`` name, and what is new, missing or different."""
+    """Files of ``data`` that the shipped models of ``part`` name, and new, missing or different ones."""
     if part == "kernels":
         files = [*latency_files(data), *gemm_files(data), *layer_files(data), *attention_files(data)]
         files += [*expert_files(data), *cast_files(data)]
@@ -46,12 +46,12 @@ def selection_of(part: str, data: Path) -> Selection:
 def fit_public(
     data: Path, output: Path | None, parts: Sequence[str], progress: Say, all_files: bool = False
 ) -> list[Path]:
-    """Write the models of ``parts`` into ``output`` (collectives into a folder of it; default:
-    where they are shipped); returns the files.
+    """Write the models of ``parts`` to ``output`` (collectives to a subfolder; default: the shipped files); returns the
+    files.
 
-    From exactly the files that the shipped models name, or from ``all_files`` that ``data`` has; ``progress`` hears
-    which are new. :class:`InputError` where a named one is missing or different, or nothing is there. Of all files,
-    collectives are left out where there are no sweeps of them.
+    Uses exactly the files that the shipped models name, or ``all_files`` in ``data``; ``progress`` receives the new
+    ones. :class:`InputError` if a named one is missing or different, or none exists. With ``all_files``, collectives
+    are skipped if there are no sweeps.
     """
     files: list[Path] = []
 
@@ -70,7 +70,7 @@ def fit_public(
         folder = output / "collectives" if output else CALIBRATIONS
         files += fit_collectives(data, folder, progress, wanted("collectives"))
     if "vision" in parts:
-        # After the kernels: what has tables of its own is priced by them.
+        # After the kernels: operators with tables of their own are priced by them.
         output_file = output / "vision" / SHARES.name if output else SHARES
         files += fit_steps(data, output_file, progress, wanted("vision"))
     if not files:
@@ -81,10 +81,7 @@ def fit_public(
 
 
 def wanted_files(part: str, data: Path, progress: Say, all_files: bool = False, *, whole: bool = False) -> Wanted:
-    """Choose the files that the shipped models of ``part`` name, or ``all_files``; ``progress`` hears of others.
-
-    ``whole``: every named file is needed; ``InputError`` names one that is missing or different.
-    """
+    """Choose the files that the shipped models of ``part`` name, or ``all_files``; ``progress`` receives the others."""
     if all_files:
         return everything
     chosen = selection_of(part, data)

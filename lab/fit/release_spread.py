@@ -1,4 +1,4 @@
-"""How much whole steps change with the release of PyTorch and its libraries: the same models, timed twice on one card.
+"""Spread of whole steps between releases of PyTorch and its libraries: the same models, timed twice on one card.
 
 ``python -m lab.fit.release_spread [--data FOLDER] [-o FILE]`` writes
 ``costmodel/calibration/release_spread.json`` (:mod:`e2e.price.release_spread`) from timm's results and from products
@@ -30,16 +30,18 @@ from lab.data.timm_steps import FOLDER, TimmStep, read_timm, timm_files
 from lab.fit.kernels import OF_FIRST_LIBRARIES, collection_of
 
 CONFIDENCE = 0.8
-_KNOTS = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3)  # seconds of products, between which what they took is interpolated
+_KNOTS = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3)  # seconds of products, knots of the interpolation
 _SOURCES = (
     "huggingface/pytorch-image-models results (Apache-2.0): whole steps; microsoft/vidur (MIT) and "
     "casys-kaist/LLMServingSim (MIT): products"
 )
-_LEAST_PAIRS = 100  # of which the ends of an interval say anything
+_LEAST_PAIRS = 100  # pairs needed to estimate the ends of an interval
 
 
 def release_pairs(steps: Iterable[TimmStep]) -> list[tuple[TimmStep, TimmStep]]:
-    """Eager steps of the same model, batch and pictures on the same card, of an older and of a newer PyTorch."""
+    """Pairs of eager steps of the same model, batch and pictures on the same card, of an older and of a newer
+    PyTorch.
+    """
     found: dict[tuple[str, str, str, int, int, float], dict[int, TimmStep]] = {}
     for step in steps:
         if not step.compiled:
@@ -55,10 +57,7 @@ def spread_of(pairs: Sequence[tuple[TimmStep, TimmStep]]) -> float:
 
 
 def older_products(data: Path) -> tuple[list[float], list[float], dict[Path, int]]:
-    """Seconds of products, by how much (log units) libraries of Hopper's first year were slower, and rows by file.
-
-    Two laboratories' products are compared through the model of H100's tables, so that shapes need not be the same.
-    """
+    """Seconds of products, slowdown (log units) of the libraries of Hopper's first year, and rows by file."""
     model = gpu_cost_model(load_machine(OF_FIRST_LIBRARIES[1]))
     kind, machine, _ = OF_FIRST_LIBRARIES
     tables = counted_only([each for each in read_layer_kernels(data) if collection_of(each)[:2] == (kind, machine)])
@@ -80,7 +79,7 @@ def older_products(data: Path) -> tuple[list[float], list[float], dict[Path, int
 
 
 def _middle(rows: np.ndarray, low: float, high: float) -> float:
-    """Median of the second of ``rows`` where the first is in the range; 0 of none."""
+    """Median of the second of ``rows`` where the first is in the range; 0 if there is none."""
     near = rows[1][(rows[0] >= low) & (rows[0] < high)]
     return float(np.median(near)) if len(near) else 0.0
 

@@ -1,4 +1,4 @@
-"""Fits the one number that whole steps tell: the band of speeds of GPUs that wait for each other.
+"""Fit of the one parameter taken from whole steps: the band of speeds of GPUs that wait for each other.
 
 ``python -m lab.fit.speed_band [--data FOLDER] [-o FILE]`` predicts the published training steps of
 :mod:`lab.steps.training_rows` with nothing fitted to them, and writes ``costmodel/calibration/speed_band.json``.
@@ -7,7 +7,7 @@ The width makes the sum of |log(predicted / measured)| least over steps of dense
 weighing the same. What is left says how wide intervals are: with k the share of the kernels' own errors that a step
 keeps and r the rest, k is what makes the interval score of Gneiting and Raftery (2007) least (width, and ten times what
 is missed at 80 %), r then holds 80 % of the steps. All models were developed with these steps in view, so their errors
-are not those of steps that nobody has seen: r is at least :data:`UNSEEN`. ``lab.validate training`` repeats all
+are not those of unseen steps: r is at least :data:`UNSEEN`. ``lab.validate training`` repeats all
 of it without the source that it asks about.
 """
 
@@ -33,13 +33,13 @@ from lab.steps.training_runs import BareStep, teaches
 WIDTHS = np.linspace(0.0, 0.3, 601)
 KEPT = np.linspace(0.0, 1.0, 21)
 CONFIDENCE = 0.8
-# Of 182 dense steps in 16 bits that were kept from the makers of version 1.0 the mean error was 9.2 %: of a normal
+# Of 182 dense steps in 16 bits that were withheld during the work on version 1.0 the mean error was 9.2 %: of a normal
 # distribution 80 % then lie within 1.606 times as much.
 UNSEEN = 1.606 * 0.092
 
 
 def fit_speed_band(steps: Sequence[BareStep]) -> SpeedBand | None:
-    """The band that those of ``steps`` tell which teach; ``None`` where they are of fewer than two sources."""
+    """Band fitted to those of ``steps`` that qualify; ``None`` if they are from fewer than two sources."""
     taught = [step for step in steps if step.teaches]
     rows = Counter(step.asked.row.family for step in taught)
     if len(rows) < 2:
@@ -56,7 +56,7 @@ def fit_speed_band(steps: Sequence[BareStep]) -> SpeedBand | None:
 
 
 def left_out_bands(steps: Sequence[BareStep]) -> dict[str, SpeedBand | None]:
-    """Source -> the band that the steps of all others tell."""
+    """Bands by source, each fitted to the steps of all other sources."""
     sources = dict.fromkeys(step.asked.row.family for step in steps)
     return {name: fit_speed_band([step for step in steps if step.asked.row.family != name]) for name in sources}
 
@@ -72,7 +72,7 @@ def _width(steps: Sequence[BareStep], weights: np.ndarray) -> float:
 
 
 def _errors(steps: Sequence[BareStep], weights: np.ndarray, band: SpeedBand) -> StepErrors:
-    """What the steps still differ by: the share ``kept`` of the kernels' errors with the least score, and the rest."""
+    """Remaining errors of the steps: the share ``kept`` of the kernels' errors with the least score, and the rest."""
     slowed = [step.predicted.slowed(band.slowdown(step.asked.row.gpus)) for step in steps]
     logs = np.array([np.log(s.asked.row.seconds / p.seconds) for s, p in zip(steps, slowed, strict=True)])
     found: list[tuple[float, float, float]] = []

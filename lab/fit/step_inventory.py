@@ -1,4 +1,4 @@
-"""The kernels of measured image models, counted: what ``python -m lab.fit`` inverts whole steps with.
+"""Counts of the kernels of measured image models, with which ``python -m lab.fit`` inverts whole steps.
 
 ``python -m lab.fit.step_inventory --data FOLDER -o FILE`` writes it anew. Capturing needs timm and PyTorch, which
 the fit does without: calibration/vision/steps.json.gz is its result. With ``--held-out N`` it draws steps that no
@@ -25,14 +25,14 @@ from lab.fit.image_steps import INVENTORY
 from lab.steps.image_steps import all_steps, family_of, fitted_on, timm_request
 
 MODELS_OF_A_FAMILY, TRAINED_MODELS = 2, 8
-_EVERY = 25  # steps after which what is there is written
+_EVERY = 25  # number of steps after which intermediate results are written
 
 
 def inventory_steps(
     steps: Iterable[TimmStep], most: int = MODELS_OF_A_FAMILY, training: int = TRAINED_MODELS
 ) -> list[TimmStep]:
-    """Of each family ``most`` models with all of their steps, and training steps of ``training`` models, which tell
-    about more classes of kernels; both spread evenly by time.
+    """From each family, ``most`` models with all of their steps, and training steps of ``training`` models, which cover
+    more classes of kernels; both spread evenly by time.
     """
     by_family: dict[str, list[TimmStep]] = {}
     for step in sorted(steps, key=lambda step: (not step.training, step.channels_last, step.seconds / step.batch)):
@@ -51,7 +51,9 @@ def _spread_models(steps: Sequence[TimmStep], most: int) -> set[str]:
 
 
 def drawn(steps: Iterable[TimmStep], count: int, machine: str = "", seed: int = 0) -> list[TimmStep]:
-    """``count`` random ones of ``steps`` that no factor is fitted on, of different models, on ``machine`` or any."""
+    """Draw ``count`` random ones of ``steps`` on which no factor is fitted, of different models, on ``machine``
+    or any.
+    """
     held_out = [step for step in steps if not fitted_on(step) and machine in ("", step.machine)]
     order = random.Random(seed).sample(sorted(held_out, key=lambda step: step.name), len(held_out))
     first: dict[str, TimmStep] = {}

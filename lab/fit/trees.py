@@ -37,9 +37,10 @@ def train(
     effort: TreeEffort | None = None,
     known: Lattice | None = None,
 ) -> Residual:
-    """Learns ``log_ratio`` (rows,). Rows where ``held_out`` set the interval's margin and train the middle only.
+    """Train a residual on ``log_ratio`` (rows,). Rows where ``held_out`` set the interval's margin and only train the
+    middle.
 
-    ``known``: the lattice that ``log_ratio`` is relative to; then only the interval is learned.
+    ``known``: the lattice to which ``log_ratio`` is relative; then only the interval is learned.
     """
     matrix = np.stack([np.asarray(column, dtype=np.float32) for column in features.values()], axis=1)
     effort = effort or effort_for(len(matrix))
@@ -63,14 +64,14 @@ def train(
 
 
 def effort_for(rows: int) -> TreeEffort:
-    """Size of trees that so many rows carry."""
+    """Size of trees suitable for ``rows`` rows."""
     return LARGE if rows >= MANY_ROWS else SMALL
 
 
 def middle_of(
     features: np.ndarray, log_ratio: np.ndarray, effort: TreeEffort, weights: np.ndarray | None = None
 ) -> Forest:
-    """The forest that meets ``log_ratio`` (rows,) over ``features`` (rows, columns) best."""
+    """Forest with the best fit of ``log_ratio`` (rows,) over ``features`` (rows, columns)."""
     return boost(features, log_ratio, effort.depth, effort.rounds, {"objective": "reg:squarederror"}, weights)
 
 
@@ -94,14 +95,14 @@ def boost(
 
 
 def constant(value: float) -> Forest:
-    """The forest that answers ``value`` whatever it is asked."""
+    """Forest that always predicts ``value``."""
     return Forest(
         np.zeros((0, 1), dtype=np.uint8), np.zeros((0, 1), dtype=np.float32), np.zeros((0, 2), dtype=np.float32), value
     )
 
 
 def from_booster(booster: Any, depth: int) -> Forest:
-    """The trees of an xgboost ``booster`` whose depth is at most ``depth``."""
+    """Trees of an xgboost ``booster`` with depth at most ``depth``."""
     config = json.loads(booster.save_config())
     base = config["learner"]["learner_model_param"]["base_score"]
     trees = [json.loads(dump) for dump in booster.get_dump(dump_format="json")]
@@ -117,7 +118,7 @@ def from_booster(booster: Any, depth: int) -> Forest:
 def _fill(
     node: Any, place: int, names: dict[str, int], columns: np.ndarray, thresholds: np.ndarray, leaves: np.ndarray
 ) -> None:
-    """Copies the tree under ``node`` to heap position ``place``; a leaf above the bottom is repeated below itself."""
+    """Copy the tree under ``node`` to heap position ``place``; a leaf above the bottom is repeated below itself."""
     inner = len(columns)
     if "leaf" in node:
         while place < inner:

@@ -1,8 +1,8 @@
-"""Image models that were measured, and the steps that are predicted for them.
+"""Measured image models, and their steps to predict.
 
-Of timm's results every row can be asked for; without a choice a spread of them is taken, one model of each family
-(module of timm) per file. Families are split by name in those that factors are fitted on and those held out; of the
-fitted ones only steps on :data:`FITTED_MACHINE` are used, so the other card is held out altogether.
+Every row of timm's results can be selected; by default a spread of them is taken, one model of each family (module of
+timm) per file. Families are split by name into fitted and held-out ones; of the fitted ones only steps on
+:data:`FITTED_MACHINE` are used, so that the other card is held out altogether.
 """
 
 from __future__ import annotations
@@ -30,39 +30,39 @@ _FUSED_ATTENTION_FROM, _FP32_ATTENTION_FROM = 200, 250
 # FP32, +33 % and +82 %, while vision transformers, on PyTorch's LayerNorm in timm of that year, are +1 % with them.
 # Training results (2022) are older.
 _PLAIN_NORMS, _TIMM_NORMS_FROM = ("vision_transformer", "deit", "vision_transformer_hybrid"), 291
-# LSTMs over rows and columns run as thousands of steps where there is no cuDNN.
+# LSTMs over rows and columns run as thousands of steps without cuDNN.
 _NOT_CAPTURED = ("sequencer",)
-# timm's own table of old names calls the wide ones of these 8 channels wide, too.
+# timm's own table of old names maps the wide variants of these to ones 8 channels wide.
 _RENAMED = {f"ig_resnext101_32x{width}d": f"resnext101_32x{width}d" for width in (16, 32)}
-# A model of the measured name that has so much more or fewer parameters today is another one.
+# A model whose parameter count differs by more than this is another one than the measured one.
 _PARAMETERS_WITHIN = 0.01
-_LEAST_MODELS = 4  # of a family in a file, to be in the spread
+_LEAST_MODELS = 4  # models of a family in a file needed for the spread
 
 
 def family_of(model: str) -> str:
-    """The module of timm that ``model`` is defined in, such as ``efficientnet``; empty for one it no longer has."""
+    """Module of timm that defines ``model``, such as ``efficientnet``; empty for one it no longer has."""
     entry = timm_library().models._registry._model_to_module
     return str(entry.get(model.partition(".")[0], ""))
 
 
 def is_held_out(family: str) -> bool:
-    """Whether no row of ``family`` is fitted on: about half of the families, by a checksum of their names."""
+    """True if no row of ``family`` is fitted on: about half of the families, by a checksum of their names."""
     return zlib.crc32(family.encode()) % 100 < 50
 
 
 def fitted_on(step: TimmStep) -> bool:
-    """Whether factors may be fitted on ``step``: eager, on the one card, of a family that is not held out."""
+    """True if factors may be fitted on ``step``: eager, on the fitted card, of a family that is not held out."""
     return step.machine == FITTED_MACHINE and not step.compiled and not is_held_out(family_of(step.model))
 
 
 def all_steps(data: Path) -> list[TimmStep]:
-    """Every measured step in ``data`` whose model timm still has, and that can be captured."""
+    """All measured steps in ``data`` whose model timm still has, and that can be captured."""
     out = ("", *_NOT_CAPTURED)
     return [step for path in timm_files(data) for step in read_timm(path) if family_of(step.model) not in out]
 
 
 def spread(steps: Iterable[TimmStep]) -> list[TimmStep]:
-    """Of each file and each larger family the step in the middle by time."""
+    """The step with the median time of each file and each larger family."""
     groups: dict[tuple[str, str, int, str], list[TimmStep]] = {}
     for step in steps:
         groups.setdefault((step.machine, step.group, step.version, family_of(step.model)), []).append(step)
@@ -71,19 +71,19 @@ def spread(steps: Iterable[TimmStep]) -> list[TimmStep]:
 
 
 def chosen(steps: Sequence[TimmStep], only: str) -> list[TimmStep]:
-    """Those whose name contains ``only``; the spread for an empty one."""
+    """Steps whose name contains ``only``; the spread for an empty text."""
     return [step for step in steps if only in step.name] if only else spread(steps)
 
 
 def _has_plain_norm(step: TimmStep) -> bool:
-    """Whether the norms of the model were PyTorch's own, which ``--fast-norm`` leaves in FP32, in timm of 2024."""
+    """True if the norms of the model were PyTorch's own, which ``--fast-norm`` leaves in FP32, in timm of 2024."""
     return step.version < _TIMM_NORMS_FROM and family_of(step.model) in _PLAIN_NORMS
 
 
 @contextmanager
 def _unfused_attention_of(version: int) -> Iterator[None]:
-    """Attention that no fused kernel takes (five dimensions, as in NesT and Twins) computes in FP32 from PyTorch 2.5 on
-    (``allow_fp16_bf16_reduction_math_sdp``), before in the type of its operands.
+    """Select the dtype of attention without a fused kernel (five dimensions, as in NesT and Twins): FP32 from PyTorch
+    2.5 on (``allow_fp16_bf16_reduction_math_sdp``), before that the type of its operands.
     """
     before = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(version < _FP32_ATTENTION_FROM)
@@ -94,7 +94,9 @@ def _unfused_attention_of(version: int) -> Iterator[None]:
 
 
 def _check_same_model(step: TimmStep, module: torch.nn.Module) -> None:
-    """By the number of parameters, which tables give in millions with two digits."""
+    """Compare the number of parameters with the table's, given in millions with two digits; ``ModelError`` if it
+    differs.
+    """
     here = sum(each.numel() for each in module.parameters())
     if step.parameters and abs(here - step.parameters) > _PARAMETERS_WITHIN * step.parameters + 1e4:
         raise ModelError(
@@ -104,14 +106,14 @@ def _check_same_model(step: TimmStep, module: torch.nn.Module) -> None:
 
 
 def timm_request(step: TimmStep) -> Script:
-    """What a user would ask for ``step``, with timm's ``benchmark.py`` as the script."""
+    """Request for ``step``, with timm's ``benchmark.py`` as the script."""
     return Script(script=partial(_benchmark, step), compile=step.compiled, gpu=step.machine)
 
 
 def _benchmark(step: TimmStep) -> tuple[torch.nn.Module, Callable[[], None]]:
-    """The model and a step of it as ``benchmark.py`` runs them.
+    """Model and step as run by ``benchmark.py``.
 
-    ``ModelError`` where today's timm makes another model of that name than the one that was measured.
+    ``ModelError`` if the installed timm builds another model of that name than the measured one.
     """
     fused, fast = step.version >= _FUSED_ATTENTION_FROM, not step.training
     slow = {"norm_layer": partial(torch.nn.LayerNorm, eps=1e-6)} if fast and _has_plain_norm(step) else {}

@@ -28,10 +28,10 @@ CLASSES = {
     ("bert", "inf"): "BertForSequenceClassification",
     ("bert", "train"): "BertForPreTraining",
 }
-# Layers that take one expert and layers that take two, in turns. All tokens of a sequence are alike at first, so that
-# one expert takes as many as it may and the others none; later layers tell those it took from the rest. On models with
-# fewer channels and random weights 64 to 96 tokens a sequence and layer were taken by experts of capacity 64, 1.4
-# experts on average (`python -m lab.bench.switch_routing`).
+# Layers that use one expert and layers that use two, alternating. All tokens of a sequence are the same at first, so
+# that one expert takes as many as its capacity and the others none; later layers distinguish those tokens from the
+# rest. On models with fewer channels and random weights 64 to 96 tokens per sequence and layer were processed by
+# experts of capacity 64, 1.4 experts on average (`python -m lab.bench.switch_routing`).
 EXPERTS_USED = (1, 2, 1, 2, 1)
 
 LabelledAttention = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -87,7 +87,7 @@ def _weights(module: torch.nn.Module, scores: torch.Tensor, dropout: float) -> t
 
 
 def _gpt2(batch: int, length: int) -> LabelledAttention:
-    """Scores divided by a tensor on the device, masked by ``where``."""
+    """Attention with scores divided by a tensor on the device, masked by ``where``."""
     allowed = torch.ones((1, 1, length, length), dtype=torch.bool, device="meta")
 
     def attention(module: Any, query: Any, key: Any, value: Any, mask: Any, dropout: float = 0.0, **_: Any) -> Any:
@@ -101,7 +101,7 @@ def _gpt2(batch: int, length: int) -> LabelledAttention:
 
 
 def _bert(batch: int, length: int) -> LabelledAttention:
-    """Scores divided by a number; a mask that hides nothing is added all the same."""
+    """Attention with scores divided by a number; a mask without effect is added."""
     mask_of_all = torch.zeros((batch, 1, 1, length), device="meta")
 
     def attention(module: Any, query: Any, key: Any, value: Any, mask: Any, dropout: float = 0.0, **_: Any) -> Any:
@@ -113,7 +113,7 @@ def _bert(batch: int, length: int) -> LabelledAttention:
 
 
 def _opt(batch: int, length: int) -> LabelledAttention:
-    """Copies of queries, keys and values, batched products, a mask that is added and a lower limit."""
+    """Attention with copies of queries, keys and values, batched products, an additive mask and a lower limit."""
     causal = torch.zeros((batch, 1, length, length), device="meta")
     lowest = torch.empty((), device="meta")
 
@@ -129,12 +129,14 @@ def _opt(batch: int, length: int) -> LabelledAttention:
 
 
 def _switch(batch: int, length: int) -> LabelledAttention:
-    """No scale; the bias of relative positions and the mask are added to each other once per stack, as in T5."""
+    """Attention without a scale; the bias of relative positions and the mask are added to each other once per stack, as
+    in T5.
+    """
     masks = {
         True: torch.zeros((batch, 1, length, length), device="meta"),
         False: torch.zeros((batch, 1, 1, length), device="meta"),
     }
-    # The bias that came last, and its sum with the mask.
+    # The most recent bias, and its sum with the mask.
     latest: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def masked(bias: torch.Tensor, causal: bool) -> torch.Tensor:
@@ -180,7 +182,7 @@ def _route_alike_tokens(model: torch.nn.Module, capacity: int) -> None:
 
 
 def _sparse_layer(layer: Any, used: int, capacity: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """One expert after the other on the tokens that it takes; tokens that none takes pass unchanged."""
+    """Sparse layer: the experts in turn on their tokens; tokens of no expert pass unchanged."""
 
     def forward(states: torch.Tensor) -> torch.Tensor:
         mask, probabilities, _ = layer.router(states)

@@ -13,7 +13,7 @@ Beside the network a step there
   instead of taking the place of nothing (PyTorch before 2.0); the optimizer runs tensor by tensor, as there was no
   other form of it;
 * scales the loss, and unscales the gradients, where precision is mixed;
-* waits for the GPU behind every batch, so that the next one's first kernels wait for the host.
+* waits for the GPU after every batch, so that the next one's first kernels wait for the host.
 
 Validation adds the loss and the two accuracies. What is left out: labels and loss as they travel, logging (outside
 the time that is measured).
@@ -52,14 +52,15 @@ _MIXED, _SMOOTHING, _MOMENTUM, _DECAY, _SCALE = 0.2, 0.1, 0.875, 3e-5, 128.0
 
 @dataclass(frozen=True)
 class ScriptRun:
-    """How the script was called. ``loader``: what hands over the pictures; ``mixup``: pictures and labels are mixed,
-    labels smoothed; ``batches``: of one step of the optimizer; ``divides``: gradients are divided by their number in a
-    kernel each (46ff3707), not the loss.
-    """
+    """Options of the script."""
 
+    # Loader of the pictures.
     loader: Literal["pytorch", "dali-cpu"] = "pytorch"
+    # Pictures and labels are mixed, labels smoothed.
     mixup: bool = False
+    # Batches per step of the optimizer.
     batches: int = 1
+    # Gradients are divided by the number of batches, in a kernel each (46ff3707), instead of the loss.
     divides: bool = False
 
 
@@ -75,13 +76,13 @@ class _Pictures:
     layout: torch.memory_format
 
     def ready(self, loader: str) -> torch.Tensor:
-        """The pictures in FP32 and in the layout of the network."""
+        """Pictures in FP32 and in the layout of the network."""
         if loader == "pytorch":
             return self.raw.float().sub_(self.mean).div_(self.deviation)
         return self.raw.float().contiguous(memory_format=self.layout)
 
     def mixed(self, loader: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Pictures and shares of the classes, each mixed with those of another picture."""
+        """Pictures and class shares, each mixed with those of another picture."""
         data = self.ready(loader)
         shares = torch.zeros(len(self.labels), CLASSES, device=data.device)
         shares = shares.scatter(1, self.labels.unsqueeze(1), 1.0)
@@ -100,8 +101,8 @@ def scripted_workload(
     channels_last: bool,
     mixed_precision: bool,
 ) -> CapturedWorkload:
-    """``run.batches`` batches of ``batch`` pictures of ``side`` pixels, and one step of the optimizer if ``training``;
-    else one batch, validated. ``model`` is on the meta device.
+    """Workload of ``run.batches`` batches of ``batch`` pictures of ``side`` pixels and one step of the optimizer if
+    ``training``; else of one validated batch. ``model`` is on the meta device.
     """
     layout = torch.channels_last if channels_last else torch.contiguous_format
     model = model.to(memory_format=layout)  # type: ignore[call-overload]
@@ -164,7 +165,7 @@ def _training(
 
 
 def _optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
-    """SGD with momentum, tensor by tensor; norms do not decay."""
+    """SGD with momentum, tensor by tensor; norms have no weight decay."""
     norms = [each for name, each in model.named_parameters() if "bn" in name]
     others = [each for name, each in model.named_parameters() if "bn" not in name]
     groups = [{"params": norms, "weight_decay": 0.0}, {"params": others}]
@@ -211,7 +212,7 @@ Precision = Literal["tf32", "amp", "float32"]
 
 @dataclass(frozen=True)
 class PublishedStep:
-    """One published throughput, as seconds of a step of ``batch`` pictures, ``run.batches`` times over in training."""
+    """One published throughput, as seconds of a step: ``run.batches`` batches of ``batch`` pictures in training."""
 
     model: str
     machine: str
@@ -223,28 +224,28 @@ class PublishedStep:
 
     @property
     def seconds(self) -> float:
-        """Of one step of the optimizer, or of one batch that is validated."""
+        """Seconds of one step of the optimizer, or of one validated batch."""
         return self.run.batches * self.batch / self.images_per_second
 
     @property
     def compiled(self) -> bool:
-        """None of them is."""
+        """False for all of these steps."""
         return False
 
     @property
     def channels_last(self) -> bool:
-        """As ``configs.yml`` has it."""
+        """Memory layout according to ``configs.yml``."""
         return self.precision == "amp"
 
     @property
     def group(self) -> str:
-        """Mode, layout and number types."""
+        """Mode, layout and dtypes."""
         mode, layout = "train" if self.training else "infer", "nhwc" if self.channels_last else "nchw"
         return f"{mode}-{layout}-{self.precision}"
 
     @property
     def version(self) -> int:
-        """PyTorch of the container, 1.8 (of 20.06: 1.6)."""
+        """PyTorch version of the container, 1.8 (of 20.06: 1.6)."""
         return 18
 
     @property
@@ -255,14 +256,16 @@ class PublishedStep:
 
 _RESNET, _RESNEXT, _SE_RESNEXT = "resnet-50", "resnext101_32x4d", "seresnext101_32x4d"
 _A100, _A100_40, _V100 = "a100-sxm-80gb", "a100-sxm-40gb", "v100-sxm2-16gb"
-# The command of its page.
+# Options of the command on its page.
 _BY_PAGE = ScriptRun("dali-cpu", divides=True)
 
 
 def _trained(
     machine: str, precision: Precision, batch: int, rate: float, model: str = _RESNET, optimizer_batch: int = 2048
 ) -> PublishedStep:
-    """By ``launch.py``; ``optimizer_batch``: pictures of a step of the optimizer (``resnet_params_2k`` and others)."""
+    """Training step by ``launch.py``; ``optimizer_batch``: pictures per optimizer step (``resnet_params_2k`` and
+    others).
+    """
     run = ScriptRun("pytorch", mixup=True, batches=optimizer_batch // batch)
     return PublishedStep(model, machine, True, precision, batch, rate, run)
 
@@ -298,12 +301,12 @@ PUBLISHED: tuple[PublishedStep, ...] = (
 
 
 def published_request(step: PublishedStep) -> Script:
-    """What a user would ask for ``step``, with NVIDIA's script."""
+    """Request for ``step``, with NVIDIA's script."""
     return Script(script=partial(_scripted, step), gpu=step.machine)
 
 
 def _scripted(step: PublishedStep) -> tuple[torch.nn.Module, Callable[[], object]]:
-    """The model and a step of it; ResNet-50 is the built-in one, others are timm's."""
+    """Model and step; ResNet-50 is built in, others are timm's."""
     if step.model in IMAGES:
         make, side = IMAGES[step.model]
         module = make()

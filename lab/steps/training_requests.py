@@ -1,4 +1,6 @@
-"""What ``predict`` is asked for a published training step, and why some cannot be asked.
+"""Requests to ``predict`` for published training steps, and the reasons why some have none.
+
+Settings missing in a table are taken from its source and listed in ``assumed`` of the row:
 
 What a table leaves out is taken from its source; such a figure is said in the ``assumed`` of the row:
 
@@ -8,19 +10,19 @@ What a table leaves out is taken from its source; such a figure is said in the `
   gathered beside the forward pass, and tensor-parallel communication beside products; 8,192 tokens for Llama 3.1
   8B, 4,096 for Nemotron-4 15B and the fine-tuning of Llama 3 8B (tokens per step over sequences). Those of 25.04
   name neither batch nor degrees: as the recipe of 25.02. Fine-tuning is on SQuAD, packed in performance mode
-  (llama3_finetune.py of the recipe; ``packed_sequence = performance_mode`` of NeMo's finetune recipes): examples see
-  themselves alone. With LoRA the loss is not fused (``cross_entropy_loss_fusion = False`` there).
+  (llama3_finetune.py of the recipe; ``packed_sequence = performance_mode`` of NeMo's finetune recipes): attention is
+  limited to each example. With LoRA the loss is not fused (``cross_entropy_loss_fusion = False`` there).
 * Megatron-Bridge (scripts/performance of each release; docs/performance-summary.md) reduces gradients in BF16, shares
   tokens evenly among experts (``moe_router_force_load_balancing``, before 25.11 by dropping tokens beyond an equal
   share and padding to it) and repeats nothing in the backward pass but what :data:`REPEATED` names. FSDP = 1 is
   Megatron-FSDP, which shards parameters too. Virtual stages are in its table. Tokens go by ``alltoall``, since 26.04 on
   H100 by HybridEP: once to every node, as DeepEP's do. Its table of 25.09 has no column of precision, but a footnote on
   the scales of FP8 and figures (Llama 3 8B: 725 model TFLOP/s on H100) that BF16 cannot reach. FP8 keeps the first and
-  the last layer in BF16, which is not asked for: 2 of 32 or 48 layers. What the table does not tell: whether 25.11 and
+  the last layer in BF16, which the request omits: 2 of 32 or 48 layers. The table does not state whether 25.11 and
   26.02 overlapped tokens with computation, whether processes were bound to the cores near their GPU, and why 26.02.01
   takes 0.56 of the time of 26.02 with the same degrees (issue 1998: "2X slower with dropless than with token drop",
   still open).
-* torchtitan trains with FSDP2 alone where the table says nothing else, among the ranks of context parallel too
+* torchtitan trains only with FSDP2 unless the table states otherwise, among the ranks of context parallel too
   (``dp_shard_cp`` of its parallel_dims.py), and sums gradients in FP32 (``mixed_precision_reduce`` of its
   job_config.py).
 * SimuMax ran Megatron-LM with Transformer Engine (simu_tools/megatron_scripts): distributed optimizer, FP32 gradients
@@ -28,14 +30,14 @@ What a table leaves out is taken from its source; such a figure is said in the `
   Its context parallel exchanges heads for tokens (``cp_comm_type=a2a``).
 * Grok 1 (dgxc-benchmarking, grok1/grok1_314b.yaml): tp=4, pp=8 of 8 virtual stages, cp=2, ep=8, two sequences for a
   GPU, tokens beyond an equal share dropped and the rest padded to it, a product for every expert, tensor parallel
-  messages not overlapped. How many layers its proxies have is not told there.
+  messages not overlapped. The number of layers of its proxies is not given.
 * NeMo's document of performance (2024): rates of sequences from 4k to 1M are model TFLOP/s by its own count
   (:func:`_nemo_flops`: attention as if it were not causal).
-* ml-engineering (insights/when-to-upgrade-gpus/benchmark.py): DeepSpeed's ZeRO 3 with the optimizer alone on the host
+* ml-engineering (insights/when-to-upgrade-gpus/benchmark.py): DeepSpeed's ZeRO 3 with only the optimizer on the host
   (``offload_optimizer``), gradients clipped, whole layers recomputed, Liger's kernels, every GPU a sequence of its own;
   FlashAttention 3 on H200 and 4 on B200.
-* CUDA graphs of whole steps (``full_iteration``) are asked for where the recipe of that model and GPU has them
-  (llama3_workload_base_configs.py: Llama 3 8B on B200). Graphs of parts of a layer are not asked for.
+* CUDA graphs of whole steps (``full_iteration``) are requested if the recipe of that model and GPU has them
+  (llama3_workload_base_configs.py: Llama 3 8B on B200). Graphs of parts of a layer are not requested.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ from e2e.step.choices import AttentionForm
 from e2e.step.precision import Precision
 from lab.steps.training_rows import TrainingRow
 
-# Names in the table -> built-in model, longest first where one begins another.
+# Names in the table -> built-in model; longer names before their prefixes.
 MODELS = {
     "llama3.1-8b": "llama-3.1-8b",
     "llama3.1-70b": "llama-3-70b",
@@ -72,7 +74,7 @@ MODELS = {
     "gpt oss 120b": "gpt-oss-120b",
     "grok 1 314b dev": "grok-1",
 }
-# Of SimuMax: model -> built-in model and its changes, as run_pretrain_llama3.sh and run_pretrain_deepseekv2.sh have it.
+# SimuMax: model -> built-in model and its changes, according to run_pretrain_llama3.sh and run_pretrain_deepseekv2.sh.
 SIMUMAX_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-3-70b": ("llama-3-70b", {}),
     "llama-3-405b": ("llama-3.1-405b", {"num_key_value_heads": 16}),
@@ -91,11 +93,11 @@ LENGTHS = {"llama-3.1-8b": 8192, "nemotron-4-15b": 4096, "llama-3-8b": 4096}
 LORA_RANK = 8
 # Fine-tuning packs SQuAD into sequences (see the module). An example of its training split has 906 bytes (dataset card:
 # 79,346,108 bytes, 87,599 examples), 40 of them names and numbers; the prompt adds 27 letters. English text has 4.7
-# letters to a token of Llama 3.
+# letters per token of Llama 3.
 SQUAD_TOKENS = 190
 BF16 = ("bf16", "amp_bf16")
 # Source and precision -> recipe. Composer's amp_fp8 and NeMo's FP8 are Transformer Engine's DelayedScaling; -CS is its
-# current scaling, which Megatron-Bridge's recipes for H100 have where they say FP8 alone.
+# current scaling, which Megatron-Bridge's recipes for H100 use where they only say FP8.
 RECIPES_OF: dict[tuple[str, str], Precision] = {
     ("llm-foundry", "amp_fp8"): "fp8-delayed",
     ("dgxc-benchmarking", "fp8"): "fp8-delayed",
@@ -113,13 +115,13 @@ Kind = Literal["dense BF16", "8 bits", "mixtures", "adapters", "fine-tuning", "o
 
 
 def is_mixture(model: str) -> bool:
-    """Whether the built-in ``model`` has experts."""
+    """True if the built-in ``model`` has experts."""
     return any(key in PRESETS[model] for key in ("num_experts", "num_local_experts")) or "deepseek" in model
 
 
 @dataclass(frozen=True)
 class AskedStep:
-    """A row and what is asked for it. ``config``: changes to the configuration of the built-in ``model``."""
+    """Row and the settings of its request. ``config``: changes to the configuration of the built-in ``model``."""
 
     row: TrainingRow
     model: str
@@ -138,7 +140,7 @@ class AskedStep:
 
     @property
     def kind(self) -> Kind:
-        """What is new in it beside a dense model that trains in 16 bits on its GPUs alone."""
+        """Main difference from dense 16-bit training entirely on GPUs."""
         if self.spec.offloaded_state or self.spec.offloaded_layers:
             return "offload"
         if self.lora is not None:
@@ -151,9 +153,10 @@ class AskedStep:
 
     @property
     def attention(self) -> AttentionForm:
-        """The kernel of attention that ran: llm-foundry's is Triton's FlashAttention 1; Transformer Engine takes
-        cuDNN's on Hopper and FlashAttention 2 before; torchtitan's PyTorch of 2024 has FlashAttention 2. Megatron-LM's
-        tests write it out, but for sequences that are shared. ml-engineering's is Tri Dao's newest.
+        """Attention kernel of the measured run: Triton's FlashAttention 1 for llm-foundry; cuDNN's on Hopper and
+        FlashAttention 2 before for Transformer Engine; FlashAttention 2 for torchtitan's PyTorch of 2024. Megatron-LM's
+        tests use separate operations, except for sequences split by context parallelism. ml-engineering's is Tri Dao's
+        newest.
         """
         if self.row.family == ML_ENGINEERING:
             return "flash3" if self.row.gpu == "dgx-h200" else "flash4"
@@ -165,7 +168,7 @@ class AskedStep:
 
 
 def asked_step(row: TrainingRow) -> AskedStep | str:
-    """The question for ``row``, or the reason why there is none."""
+    """Request for ``row``, or the reason why there is none."""
     told = row.precision.lower()
     if told and told not in BF16 and (row.family, told) not in RECIPES_OF:
         return f"precision {row.precision}: which casts and scales that is, is not known"
@@ -215,7 +218,7 @@ def _llm_foundry(row: TrainingRow) -> AskedStep:
     return AskedStep(row, row.model, config, row.micro_batch, row.sequence_length, spec, "llm-foundry")
 
 
-# "selective layer" checkpoints every second layer (torchtitan's default selective_ac_option of then).
+# "selective layer" checkpoints every second layer (torchtitan's default selective_ac_option at that time).
 TITAN_CHECKPOINTING: dict[str, tuple[Recompute, int]] = {
     "no": ("none", 1),
     "full": ("full", 1),
@@ -250,9 +253,9 @@ def _torchtitan(row: TrainingRow) -> AskedStep:
 
 
 def _in_stages(spec: ParallelSpec, layers: int, virtual_stages: int) -> ParallelSpec:
-    """A pipeline of torchtitan: weights stay gathered and gradients whole from the first micro-batch to the last
+    """Pipeline of torchtitan: weights stay gathered and gradients unsharded from the first micro-batch to the last
     (``reshard_after_forward`` of apply_fsdp in parallelize_llama.py, ``set_requires_gradient_sync`` of the stages). The
-    first part has the layers that every part has, those beyond go to the parts behind it (``generate_split_points``).
+    first part has the base number of layers, additional ones go to the following parts (``generate_split_points``).
     """
     if virtual_stages > 1:
         spec = replace(spec, schedule="interleaved", virtual_stages=virtual_stages)
@@ -267,7 +270,7 @@ TOKEN_DROP = ExpertRouting(capacity=1.0)
 # that has four sequences a micro-batch.
 HYBRID_EP = {"dgx-h100": "26.04", "dgx-b200": "26.02.01"}
 # Mixtures whose recipe sends rows to experts without DeepEP or HybridEP (gpt_oss_workload_base_configs.py: none is set
-# for B200), and those that hide it behind the other half of a micro-batch (moe_a2a_overlap of
+# for B200), and those that overlap it with the other half of a micro-batch (moe_a2a_overlap of
 # deepseek_workload_base_configs.py, B200, MXFP8 with a batch of 4096).
 ALL_TO_ALL = (("gpt-oss-120b", "dgx-b200"),)
 OVERLAPPED = (("deepseek-v3", "dgx-b200"),)
@@ -295,7 +298,7 @@ def _nvidia(row: TrainingRow) -> AskedStep:
             pp, assumed = 1, ("pp=1: the table's 41 is a slip",)
         assumed += (f"examples of {SQUAD_TOKENS} tokens",)
     if row.task == "lora":
-        lora, stack = LORA_RANK, "te"  # which differs by the loss
+        lora, stack = LORA_RANK, "te"  # differs by the loss
     replicas = row.gpus // (tp * pp * cp)
     spec = ParallelSpec(
         fsdp=replicas, cp=cp, tp=tp, pp=pp, micro_batches=batch // (micro * replicas), master_weights=True
@@ -324,7 +327,9 @@ def _nvidia(row: TrainingRow) -> AskedStep:
 
 
 def _interleaved(spec: ParallelSpec, virtual_stages: int, layers: int) -> ParallelSpec:
-    """Where ``layers`` do not divide into the parts, the ends have fewer, the last one the fewest: it has the head."""
+    """Interleaved schedule; if ``layers`` do not divide evenly, the ends have fewer, the last part (with the head) the
+    fewest.
+    """
     spec = replace(spec, schedule="interleaved", virtual_stages=virtual_stages)
     most = -(-layers // spec.stages)
     ends = layers - most * (spec.stages - 2)
@@ -332,7 +337,7 @@ def _interleaved(spec: ParallelSpec, virtual_stages: int, layers: int) -> Parall
 
 
 def _grok(row: TrainingRow) -> AskedStep:
-    """As its recipe has it (see the module)."""
+    """Request for Grok 1 by its recipe (see the module)."""
     tp, pp, cp, ep = 4, 8, 2, 8
     replicas, batch = row.gpus // (tp * pp * cp), 2 * row.gpus
     spec = ParallelSpec(
@@ -352,7 +357,7 @@ def _ml_engineering(row: TrainingRow) -> AskedStep:
 
 
 def _longer(model: str, length: int) -> dict[str, Any]:
-    """The change that lets ``model`` take sequences of ``length`` tokens."""
+    """Configuration change that lets ``model`` take sequences of ``length`` tokens."""
     known = PRESETS[model].get("max_position_embeddings", 0)
     return {"max_position_embeddings": length} if length > known else {}
 

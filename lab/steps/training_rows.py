@@ -1,10 +1,10 @@
 """Published whole training steps of language models: ``llm_training.csv`` and ``llm_training_kinds.csv`` in
-``whole_step`` of the data folder, read in place, and ``simumax_b200.csv`` and ``torchtitan_h100.csv`` beside this file,
-to which nothing is fitted.
+``whole_step`` of the data folder, and ``simumax_b200.csv`` and ``torchtitan_h100.csv`` beside this file, to which
+nothing is fitted.
 
 Sources of the former: mosaicml/llm-foundry (scripts/train/benchmarking), NVIDIA/dgxc-benchmarking, pytorch/torchtitan
 (docs/performance.md and benchmarks), NVIDIA-NeMo/Megatron-Bridge; seconds are mostly batch x length / throughput. The
-latter say where they are from; beside SimuMax's steps stand its own predictions.
+latter name their sources; SimuMax's steps include its own predictions.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from costmodel.base.errors import InputError
 from lab.data.sealed_rows import is_sealed
 
 TRAINING_FILE = Path("whole_step/llm_training.csv")
-# Kinds that the former lacks; one job in four of it is sealed (:mod:`lab.data.sealed_rows`).
+# Kinds absent from the former; one job in four of it is sealed (:mod:`lab.data.sealed_rows`).
 KINDS_FILE = Path("whole_step/llm_training_kinds.csv")
 SIMUMAX_FILE, TORCHTITAN_FILE = "simumax_b200.csv", "torchtitan_h100.csv"
-# What the table calls a GPU, and the machine or cluster that it is.
+# Name of a GPU in the table -> machine or cluster.
 TRAINING_MACHINES = {
-    # 1,600 Gb/s of RoCE per node, as the README of the table says.
+    # 1,600 Gb/s of RoCE per node, according to the README of the table.
     "a100_40gb": "oci-bm-gpu4-8",
     "a100_80gb": "dgx-a100",
     "A100-80GB": "dgx-a100",
@@ -39,13 +39,9 @@ TRAINING_MACHINES = {
 
 @dataclass(frozen=True)
 class TrainingRow:
-    """One published step. ``place``: its line in the table, counted from 1 after the header; sizes that the table does
-    not tell are 0, texts empty. ``memory_gib``: reserved by the allocator at most, ``allocated_gib``: in use at most.
-    ``peer_seconds``, ``peer_allocated_gib``: what the source's own program predicts. ``async_tp``: tensor parallel
-    messages go beside products. ``held_out``: nothing is fitted to it. ``mfu``: as published, a share; ``tflops``: as
-    published, of a GPU. ``sealed``: nobody has looked at it before.
-    """
+    """One published step. Sizes missing in the table are 0, texts empty."""
 
+    # Line in the table, counted from 1 after the header.
     place: int
     source: str
     task: str
@@ -65,21 +61,29 @@ class TrainingRow:
     precision: str
     compiled: bool
     seconds: float
+    # Peak memory reserved by the allocator.
     memory_gib: float
     note: str
     layers: int = 0
+    # Peak memory in use.
     allocated_gib: float = 0.0
+    # Predictions of the source's own program.
     peer_seconds: float = 0.0
     peer_allocated_gib: float = 0.0
+    # Tensor-parallel messages are overlapped with products.
     async_tp: bool = False
+    # Nothing is fitted to the step.
     held_out: bool = False
+    # As published, a share.
     mfu: float = 0.0
+    # As published, per GPU.
     tflops: float = 0.0
+    # The step was never looked at before.
     sealed: bool = False
 
     @property
     def name(self) -> str:
-        """What ``--only`` is compared with, behind the GPU."""
+        """Name for ``--only``, after the GPU."""
         sizes = f"{self.gpus}gpus-batch{self.global_batch}-seq{self.sequence_length}"
         if self.held_out:
             degrees = {"tp": self.tp, "pp": self.pp, "cp": self.cp, "ep": self.ep}
@@ -88,22 +92,22 @@ class TrainingRow:
 
     @property
     def family(self) -> str:
-        """The source without its version."""
+        """Source without its version."""
         return self.source.split()[0]
 
     @property
     def release(self) -> str:
-        """The version of the source, empty where it names none; versions compare as texts."""
+        """Version of the source, empty if not given; versions compare as texts."""
         return self.source.partition(" ")[2]
 
 
 def read_training_rows(data: Path) -> list[TrainingRow]:
-    """All rows of the table below ``data``; ``InputError`` names the file where it is absent or none."""
+    """Read all rows of the table below ``data``; ``InputError`` names the file if it is absent or malformed."""
     return [_row(place, cells) for place, cells in _table(data, TRAINING_FILE)]
 
 
 def read_kinds_rows(data: Path, *, sealed: bool = False) -> list[TrainingRow]:
-    """The rows of :data:`KINDS_FILE` that anybody may look at, or the ``sealed`` ones; ``InputError`` as above."""
+    """Read the unsealed rows of :data:`KINDS_FILE`, or the ``sealed`` ones; ``InputError`` as above."""
     table = KINDS_FILE.as_posix()
     return [
         replace(_row(place, cells), held_out=True, sealed=sealed)
@@ -133,25 +137,25 @@ def _table(data: Path, name: Path) -> list[tuple[int, dict[str, str]]]:
 
 
 def read_held_out_rows() -> list[TrainingRow]:
-    """The rows of the files of this folder."""
+    """Rows of the files in this folder."""
     return [*read_simumax_rows(), *read_torchtitan_rows()]
 
 
 def read_simumax_rows() -> list[TrainingRow]:
-    """The rows of ``simumax_b200.csv``: 8 GPUs each, micro-batches of one sequence."""
+    """Rows of ``simumax_b200.csv``: 8 GPUs each, micro-batches of one sequence."""
     return [_simumax_row(place, cells) for place, cells in _own_table(SIMUMAX_FILE)]
 
 
 def read_torchtitan_rows() -> list[TrainingRow]:
-    """The rows of ``torchtitan_h100.csv``. Pipelines run as many micro-batches as they have stages of GPUs
-    (``build_pipeline_schedule`` of torchtitan's pipelining_utils.py then), interleaved ones two parts on each
+    """Rows of ``torchtitan_h100.csv``. Pipelines run as many micro-batches as they have stages of GPUs
+    (``build_pipeline_schedule`` of torchtitan's pipelining_utils.py at that time), interleaved ones two parts on each
     (``generate_split_points``).
     """
     return [_torchtitan_row(place, cells) for place, cells in _own_table(TORCHTITAN_FILE)]
 
 
 def _own_table(name: str) -> Iterator[tuple[int, Mapping[str, str]]]:
-    """Rows of a file of this folder, counted from 1; lines that begin with # say where it is from."""
+    """Rows of a file in this folder, counted from 1; lines that begin with # give its source."""
     lines = (Path(__file__).parent / name).read_text(encoding="utf-8").splitlines()
     return enumerate(csv.DictReader(line for line in lines if not line.startswith("#")), 1)
 
@@ -250,6 +254,6 @@ def _row(place: int, cells: Mapping[str, str]) -> TrainingRow:
 
 
 def _published(told: str, kind: str) -> float:
-    """The number of ``mfu 41.12`` (a percentage) or ``tflops 731``; 0 where another ``kind`` is told."""
+    """Number in ``mfu 41.12`` (a percentage) or ``tflops 731``; 0 for another ``kind``."""
     found, _, number = told.partition(" ")
     return float(number) if found == kind else 0.0

@@ -1,4 +1,4 @@
-"""Predictions of published training steps, in processes of their own; what was predicted once is kept on disk."""
+"""Predictions of published training steps, in separate processes; results are cached on disk."""
 
 from __future__ import annotations
 
@@ -25,52 +25,52 @@ from costmodel.base.user_folders import user_folder
 from lab.steps.training_requests import BF16, asked_step
 from lab.steps.training_rows import TrainingRow
 
-# Of the critical path: what runs on multiprocessors.
+# Kinds of the critical path that run on multiprocessors.
 KERNEL_KINDS = ("compute", "memory", "kernel")
 
 
 @dataclass(frozen=True)
 class PredictedStep:
-    """What ``predict`` says of one row with nothing fitted to whole steps. ``failure``: its message where it refuses;
-    ``shortage``: what does not fit; ``allocated_bytes``: of the peak, without the allocator's reserve. ``banded``: the
-    same step simulated with kernels that take ``1 + lost`` times as long.
-
-    ``parts``: seconds of the critical path by kind; ``below``, ``above`` and ``taken``: by how much the families of
-    kernels on it may be faster and slower, and what they take, in seconds
-    (:class:`e2e.explain.intervals.Deviations`); ``host_seconds`` of it are the host's, whose times may be
-    ``host_factor`` times shorter or longer. ``chip``: see :func:`e2e.price.speed_band.chip_name`; ``warnings``: of the
-    prediction.
-    """
+    """Prediction of one row, without parameters fitted to whole steps."""
 
     seconds: float = 0.0
     interval_seconds: tuple[float, float] = (0.0, 0.0)
     peak_memory_bytes: int | None = None
     memory_capacity_bytes: int = 0
+    # Memory that does not fit.
     shortage: str | None = None
     coverage: Mapping[str, float] | None = None
+    # Seconds of the critical path by kind.
     parts: Mapping[str, float] | None = None
+    # Error message of `predict`.
     failure: str | None = None
+    # Peak without the allocator's reserve.
     allocated_bytes: int | None = None
+    # By family of kernels on the critical path: how much faster and slower they may be, and their time, in seconds
+    # (:class:`e2e.explain.intervals.Deviations`).
     below: Mapping[str, float] = field(default_factory=dict)
     above: Mapping[str, float] = field(default_factory=dict)
     taken: Mapping[str, float] = field(default_factory=dict)
+    # Host seconds on the critical path, and the factor by which they may be shorter or longer.
     host_seconds: float = 0.0
     host_factor: float = 1.0
+    # See :func:`e2e.price.speed_band.chip_name`.
     chip: str = ""
     warnings: Sequence[str] = ()
+    # The same step simulated with kernels that take `1 + lost` times as long.
     lost: float = 0.0
     banded: Mapping[str, Any] | None = None
 
     @property
     def kernel_share(self) -> float:
-        """Of the critical path: what is slower on a slower GPU."""
+        """Share of the critical path that slows down on a slower GPU."""
         parts = self.parts or {}
         whole = sum(parts.values())
         return sum(parts.get(kind, 0.0) for kind in KERNEL_KINDS) / whole if whole else 0.0
 
     def slowed(self, slowdown: float) -> PredictedStep:
-        """The step with kernels that take ``1 + slowdown`` times as long: as simulated where that was done with it,
-        else were the critical path to stay what it is, transfers that such kernels would hide still seen.
+        """The step with kernels that take ``1 + slowdown`` times as long: from the simulation with that slowdown if
+        available, else with an unchanged critical path, so that transfers that slower kernels would hide stay exposed.
         """
         if self.banded is not None and math.isclose(slowdown, self.lost, abs_tol=1e-9):
             return replace(self, **self.banded)
@@ -80,7 +80,7 @@ class PredictedStep:
         return replace(self, seconds=self.seconds * factor, below=below, above=above, taken=taken)
 
     def interval(self, errors: StepErrors | None = None) -> tuple[float, float]:
-        """Where the step lies, by what ``errors`` say of such steps."""
+        """Interval of the step according to ``errors``."""
         deviations = Deviations(self.below, self.above, self.taken)
         return deviations.around(self.seconds, self.host_seconds, self.host_factor, errors)
 
@@ -88,8 +88,8 @@ class PredictedStep:
 def predict_steps(
     steps: Sequence[AskedStep], kept: Path, workers: int | None = None, *, banded: bool = True
 ) -> Iterator[PredictedStep]:
-    """Of every step, in their order. ``kept``: a folder of one's own for captures and answers of this program as it is;
-    ``workers``: processes (``None``: as many as there are cores); ``banded``: with the band of speeds too.
+    """Predictions of every step, in their order. ``kept``: folder for captures and results of this version of the
+    program; ``workers``: processes (``None``: one per core); ``banded``: with the band of speeds too.
     """
     from e2e.sweeps.workers import each_in_processes
 
@@ -103,7 +103,7 @@ def predict_steps(
 
 
 def predict_step(task: tuple[AskedStep, Path, bool]) -> PredictedStep:
-    """The prediction of one step, as ``python -m e2e predict`` makes it; kept in the folder of ``task``."""
+    """Prediction of one step, as made by ``python -m e2e predict``; cached in the folder of ``task``."""
     step, kept, banded = task
     try:
         bare = _known(step, kept, False) or _predicted(step, kept)
@@ -117,7 +117,7 @@ def predict_step(task: tuple[AskedStep, Path, bool]) -> PredictedStep:
 
 
 def prepared(step: AskedStep, kept: Path) -> PreparedStep:
-    """The step of a row as ``predict`` checks and prepares it, unpriced; captures are kept in ``kept``."""
+    """Step of a row, checked and prepared by ``predict`` but unpriced; captures are cached in ``kept``."""
     from e2e.sources.known_requests import SpreadModel
     from e2e.sources.spread_model import prepare
 
@@ -144,7 +144,7 @@ def prepared(step: AskedStep, kept: Path) -> PreparedStep:
 def _predicted(step: AskedStep, kept: Path) -> PredictedStep:
     from e2e.sources.prepared_step import run
 
-    # What is fitted to whole steps is left out here: whoever judges it decides which steps it is fitted to.
+    # Parameters fitted to whole steps are excluded here: the validation decides which steps they are fitted to.
     ready = prepared(step, kept)
     answer = run(replace(ready, band=None))
     found, deviations = answer.prediction, path_deviations(answer.graph, answer.path)
@@ -168,7 +168,7 @@ def _predicted(step: AskedStep, kept: Path) -> PredictedStep:
 
 
 def _with_band(bare: PredictedStep, step: AskedStep, kept: Path) -> PredictedStep:
-    """``bare`` and the same step simulated with the band that saw nothing of its source."""
+    """``bare`` with the same step simulated with the band fitted without its source."""
     from e2e.sources.prepared_step import run
 
     band = left_out_band(step.row.family)
@@ -188,13 +188,13 @@ def _with_band(bare: PredictedStep, step: AskedStep, kept: Path) -> PredictedSte
 
 
 def left_out_band(source: str) -> SpeedBand | None:
-    """The shipped band of speeds, or where ``source`` taught it the one that the others' steps tell."""
+    """Shipped band of speeds, or the one fitted to the other sources' steps if ``source`` contributed to it."""
     band = load_speed_band()
     return None if band is None else band.left_out.get(source, band)
 
 
 def _configuration(step: AskedStep, kept: Path) -> Path:
-    """A file of the model as the row has it."""
+    """Configuration file of the model with the row's changes."""
     from e2e.capture.models.transformer import PRESETS
 
     text = json.dumps({**PRESETS[step.model], **step.config}, indent=1)
@@ -221,26 +221,26 @@ def _known(step: AskedStep, kept: Path, banded: bool) -> PredictedStep | None:
 
 
 class BareStep(NamedTuple):
-    """A published step, and what is predicted with nothing fitted to any."""
+    """Published step and its prediction without parameters fitted to any step."""
 
     asked: AskedStep
     predicted: PredictedStep
 
     @property
     def teaches(self) -> bool:
-        """Whether the band is fitted to such steps."""
+        """True if the band is fitted to such steps."""
         return teaches(self.asked.row)
 
 
 def teaches(row: TrainingRow) -> bool:
-    """Whether the band is fitted to such rows: dense models in 16 bits, of several GPUs, not held out."""
+    """True if the band is fitted to such rows: dense models in 16 bits, on several GPUs, not held out."""
     return row.precision.lower() in BF16 and row.gpus > 1 and row.ep <= 1 and not row.held_out
 
 
 def predicted_steps(
     rows: Sequence[TrainingRow], only: str = "", *, banded: bool = True
 ) -> tuple[list[BareStep], dict[str, str], dict[str, str]]:
-    """The chosen rows with what is predicted; row -> why it is not asked; row -> what ``predict`` said instead.
+    """Selected rows with their predictions; reasons for rows without a request; errors of ``predict``, by row.
     ``banded``: with the band of speeds too.
     """
     chosen = [row for row in rows if only in f"{row.gpu}/{row.name}"]
@@ -257,5 +257,7 @@ def predicted_steps(
 
 
 def answers_folder() -> Path:
-    """``$XDG_CACHE_HOME/costmodel/validate``, else below ``~/.cache``: answers are kept by a digest of this program."""
+    """Cache folder, ``$XDG_CACHE_HOME/costmodel/validate``, else below ``~/.cache``; results are keyed by a digest of
+    this program.
+    """
     return user_folder("XDG_CACHE_HOME", ".cache") / "validate"

@@ -1,1 +1,1 @@
-"""Predicted against measured, a module per section of ``python -m lab.validate``."""
+"""Predicted against measured times, a module per section of ``python -m lab.validate``."""

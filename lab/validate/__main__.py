@@ -1,4 +1,4 @@
-"""``python -m lab.validate``: predicted against measured, section by section."""
+"""Command line ``python -m lab.validate``: predicted against measured times, section by section."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How good predictions are. Errors are relative to the measured time: ``(predicted - measured) / measured``."""
+"""Accuracy of predictions. Errors are relative to the measured time: ``(predicted - measured) / measured``."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from costmodel.model.cost_model import Estimate
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Fractions, not percent. ``geomean`` is pulled down by one lucky cell: report it beside the others only.
+    """Error statistics, as fractions, not percent. ``geomean`` is dominated by single small errors: only report it
+    beside the others.
 
     mape: mean absolute relative error; median, p90, worst: of the absolute relative errors; bias: mean signed error.
-    geomean: geometric mean of the absolute errors, each at least 1e-4.
-    interval: share of the measured times inside their estimate's [lower, upper].
-    coverage: share of the predicted time by source of the estimate.
+    geomean: geometric mean of the absolute errors, each at least 1e-4. interval: share of the measured times inside
+    their estimate's [lower, upper]. coverage: share of the predicted time by source of the estimate.
     """
 
     count: int
@@ -42,7 +42,7 @@ def relative_errors(predicted: Sequence[float], measured: Sequence[float]) -> np
 
 
 def accuracy(estimates: Sequence[Estimate], measured: Sequence[float]) -> Accuracy:
-    """Compares estimates with the times measured for the same operators, in seconds."""
+    """Compare estimates with the times measured for the same operators, in seconds."""
     signed = relative_errors([estimate.seconds for estimate in estimates], measured)
     errors = np.abs(signed)
     inside = [each.lower <= time <= each.upper for each, time in zip(estimates, measured, strict=True)]
@@ -60,7 +60,7 @@ def accuracy(estimates: Sequence[Estimate], measured: Sequence[float]) -> Accura
 
 
 def coverage(estimates: Sequence[Estimate]) -> dict[str, float]:
-    """Share of the total predicted time that came from each source."""
+    """Share of the total predicted time by source."""
     total = sum(estimate.seconds for estimate in estimates)
     shares: dict[str, float] = {}
     for estimate in estimates:

@@ -1,12 +1,12 @@
-"""Errors of the models of attention where they have to reach beyond their rows.
+"""Errors of the models of attention when extrapolating beyond their training rows.
 
-``lengths from 16k left out``   trees of a GPU that saw shorter queries and keys alone, on the longer ones
-``head counts left out``        trees that saw powers of two alone, on 3, 5, 6, 10, 12 ... heads
+``lengths from 16k left out``   trees trained only on a GPU's shorter queries and keys, tested on longer
+``head counts left out``        trees trained only on powers of two, tested on 3, 5, 6, 10, 12 ... heads
 ``one head count left out``     trees that saw all numbers of heads but one, on that one, each in turn (serving
                                 engines)
 ``published, longest left out``  kernels known from a few published figures (training's forward and backward): pace
                                 and level fitted without the lengths from 8k on, or without every third row where all
-                                lengths are alike
+                                lengths are equal
 
 Random rows and whole GPUs are left out of the same tables by :mod:`lab.validate.kernels`.
 
@@ -17,7 +17,7 @@ up to 300 cycles per 1,000 scores, the launches of one or two kernels (four wher
 Of linear attention, on random rows, on GPUs, and on lengths and shapes left out:
 
 ``held-out shapes``, ``left-out GPU``: as :mod:`lab.validate.kernels` says
-``lengths from 8k left out``     trees of a GPU that saw shorter sequences alone, on the longer ones
+``lengths from 8k left out``     trees trained only on a GPU's shorter sequences, tested on longer
 ``one width left out``           trees that saw every size of a model but one (heads x widths), on that one, each
                                  in turn
 """
@@ -51,7 +51,7 @@ _LEAST_ROWS, _LEAST_POINTS = 60, 8
 
 
 def validate_attention(data: Path, wanted: Wanted = everything) -> list[KernelErrors]:
-    """Every result; empty where ``data`` has no tables of attention."""
+    """All results; empty if ``data`` has no tables of attention."""
     rows = rows_by_family(read_attention(data, wanted))
     predicted: list[Predicted] = []
     for name, is_left_out in ((LONG, _is_long), (HEADS, _is_odd)):
@@ -63,7 +63,7 @@ def validate_attention(data: Path, wanted: Wanted = everything) -> list[KernelEr
 
 
 def validate_serving(data: Path, directory: Path = DIRECTORY, wanted: Wanted = everything) -> list[KernelErrors]:
-    """The same of kernels that only serving engines have; each number of heads is left out in turn."""
+    """All results for kernels only in serving engines; each number of heads is left out in turn."""
     rows = rows_by_family(read_engines(data, wanted))
     if not rows:
         return []
@@ -93,8 +93,8 @@ def _marked(rows: KernelRows, is_left_out: Callable[[Attention], bool]) -> np.nd
 
 
 def without_rows(rows: KernelRows, name: str, out: np.ndarray, least: int = _LEAST_ROWS) -> Predicted | None:
-    """``rows`` that ``out`` marks, by trees of the others; ``None`` where fewer than ``least`` are out, or few are
-    left.
+    """Predict the rows marked by ``out`` with trees trained on the others; ``None`` if fewer than ``least`` are marked,
+    or few are left.
     """
     if out.sum() < least or (~out).sum() < _LEAST_ROWS:
         return None
@@ -118,7 +118,9 @@ def _published() -> list[Predicted]:
 
 
 def _refitted(rows: KernelRows) -> Predicted | None:
-    """The longest sequences, or every third row where all are alike, by a pace that the others were fitted to."""
+    """Predict the longest sequences, or every third row if all lengths are equal, by a pace fitted to the other
+    rows.
+    """
     lengths = np.array([each.query_length for each in _attentions(rows)])
     out = lengths >= _LONG_PUBLISHED if lengths.max() > lengths.min() else np.arange(len(lengths)) % 3 == 2
     if (~out).sum() < _LEAST_POINTS or not isinstance(rows.family, FusedAttention):
@@ -137,7 +139,7 @@ _SCALE = 0.1
 
 
 def fit_pace(rows: Sequence[KernelRows]) -> KernelPace:
-    """The pace that fits ``rows`` (machines of one generation) best; all of one family of attention."""
+    """Pace with the best fit of ``rows`` (machines of one generation); all of one family of attention."""
     from scipy.optimize import least_squares
 
     family = rows[0].family
@@ -164,7 +166,7 @@ LONG_SCAN_TOKENS = 8192
 
 
 def validate_scans(data: Path, directory: Path = DIRECTORY, wanted: Wanted = everything) -> list[KernelErrors]:
-    """Every result; empty where ``data`` has no tables of linear attention."""
+    """All results; empty if ``data`` has no tables of linear attention."""
     rows = rows_by_family(read_scans(data, wanted))
     if not rows:
         return []
@@ -183,7 +185,7 @@ def _are_long(rows: KernelRows) -> np.ndarray:
 
 
 def _size(operator: AnyOperator) -> int:
-    """What tells models apart: states of a sequence, or channels."""
+    """Model size: states of a sequence, or channels."""
     if isinstance(operator, CausalConvolution):
         return operator.channels
     return operator.states // operator.batch if isinstance(operator, LinearAttention) else 0

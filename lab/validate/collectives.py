@@ -1,8 +1,8 @@
-"""How wrong the models of collectives are, on sizes, numbers of ranks and systems that they have not seen.
+"""Errors of the models of collectives on sizes, numbers of ranks and systems not used in their fit.
 
 ``held-out sizes``   every third size of each sweep left out in turn, its outermost ones excepted
 ``held-out ranks``   the inner numbers of ranks (4 of 2, 4, 8) left out: curves of the others, by the analytic model
-``left-out system``  constants fitted to the other systems, curves of none of its own; the system's datasheet and files.
+``left-out system``  constants fitted to the other systems, no curves of its own; the system's datasheet and files.
                      Others with the same GPU stay: a log of two nodes is a system, sweeps of one node are another
 
 Intervals are those of an estimate whose margins are not fitted yet.
@@ -33,7 +33,7 @@ LARGE_BYTES = 1 << 20
 def validate_collectives(
     data: Path, splits: Sequence[str] = (SIZES, RANKS, SYSTEM), wanted: Wanted = everything
 ) -> list[KernelErrors]:
-    """Every result of ``splits``, by split and machine; none where ``data`` has no wanted sweeps."""
+    """All results of ``splits``, by split and machine; empty if ``data`` has no wanted sweeps."""
     tables = by_machine(read_collectives(data, wanted))
     measured = [MeasuredRow(machine, rows_of(own)) for machine, own in tables.items()]
     if not measured:
@@ -52,7 +52,7 @@ def validate_collectives(
 
 
 def _left_out(machine: MeasuredRow, others: Sequence[MeasuredRow]) -> list[RowPrediction]:
-    """As if ``machine`` had never been measured: what is known of ``others``, chosen as for any other system."""
+    """Predict ``machine`` as if it had never been measured, from ``others``, selected as for any other system."""
     tiers = tiers_of([_calibration(each) for each in others], machine.cluster)
     model = CollectiveModel(machine.cluster, tiers, constants_of(others))
     estimates = model.estimate([row.transfer for row in machine.rows])
@@ -69,7 +69,7 @@ def _results(split: str, machine: str, predictions: Sequence[RowPrediction]) -> 
     for each in predictions:
         size = _size_class(each.row)
         groups[f"{each.row.transfer.kind}, {size}"].append(each)
-        groups[f"~all kinds, {size}"].append(each)  # after every kind in the alphabet
+        groups[f"~all kinds, {size}"].append(each)  # sorts after every kind
     return [
         KernelErrors(split, name.removeprefix("~"), machine, _accuracy(members))
         for name, members in sorted(groups.items())

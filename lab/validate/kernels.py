@@ -1,8 +1,8 @@
-"""Errors of the GPU models by split, family and machine, on rows that no fit has seen.
+"""Errors of the GPU models by split, family and machine, on rows not used in any fit.
 
 ``held-out shapes``       the shipped model of a GPU on the report split of its own tables
 ``..., >= 0.4 TFLOP``     of them those of products of so much work
-``..., disturbed``        those that a twin's table shows to be, which stand in no other line and are in no fit
+``..., disturbed``        those that a twin's table shows to be disturbed, excluded from all other lines and fits
 ``left-out GPU``          the same rows as if that GPU had never been measured: no residual, levels of the other GPUs;
                           sustained rates and DRAM bandwidth are its datasheet x what the others reach of theirs
 ``..., 20 points``        as before, after twenty measurements of the GPU, drawn at random, have moved the family to it
@@ -50,7 +50,7 @@ class KernelErrors:
 
 @dataclass(frozen=True)
 class Predicted:
-    """``estimates`` of rows of one family on one machine that took ``seconds`` (rows,)."""
+    """Predictions ``estimates`` of rows of one family on one machine, with their measured ``seconds`` (rows,)."""
 
     split: str
     family: str
@@ -66,7 +66,7 @@ def result_record(result: KernelErrors) -> dict[str, Any]:
 
 
 def results_of(predicted: Sequence[Predicted]) -> list[KernelErrors]:
-    """By split and family in the order of ``predicted``: every machine, then all of them together."""
+    """Errors by split and family in the order of ``predicted``: every machine, then all of them together."""
     groups: dict[tuple[str, str], list[Predicted]] = {}
     for each in predicted:
         groups.setdefault((each.split, each.family), []).append(each)
@@ -83,7 +83,7 @@ def results_of(predicted: Sequence[Predicted]) -> list[KernelErrors]:
 
 
 def joined(predicted: list[Predicted]) -> list[Predicted]:
-    """Predictions of one kind, family and machine as one."""
+    """Predictions concatenated by split, family and machine."""
     groups: dict[tuple[str, str, str], list[Predicted]] = {}
     for each in predicted:
         groups.setdefault((each.split, each.family, each.machine), []).append(each)
@@ -105,8 +105,8 @@ ReadTables = Callable[[Path, Wanted], list[KernelTable]]
 def validate(
     data: Path, directory: Path = DIRECTORY, wanted: Wanted = everything, read: ReadTables = read_tables
 ) -> list[KernelErrors]:
-    """Every result of the tables that ``read`` finds, machines of a family before their total; ``InputError`` where
-    ``data`` has no wanted ones.
+    """All results of the tables from ``read``, machines of a family before their total; ``InputError`` if ``data`` has
+    no wanted ones.
     """
     rows, aside = told_apart(rows_by_family(read(data, wanted)))
     if not rows:
@@ -122,7 +122,7 @@ def validate(
 
 
 def _held_out(rows: KernelRows, directory: Path) -> list[Predicted]:
-    """All rows of the report split, then those of each size of :data:`SIZES`."""
+    """Predictions of all rows of the report split, then of each size of :data:`SIZES`."""
     report = rows.of("report")
     estimates = gpu_cost_model(rows.machine, directory).estimate(report.operators)
     every = Predicted(HELD_OUT, rows.family.name, rows.machine.name, estimates, report.seconds)

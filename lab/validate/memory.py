@@ -1,5 +1,5 @@
-"""The section ``memory`` of ``python -m lab.validate``: peaks of GPU memory that were published, predicted; and whether
-steps that ran are said to fit, and batches that did not run are said not to.
+"""The section ``memory`` of ``python -m lab.validate``: predictions of published peaks of GPU memory, and
+whether steps that ran are predicted to fit and batches that failed are not.
 
 * Steps of language models (:mod:`lab.steps.training_rows`): each ran, some tell their peak.
 * Megatron-LM's own functional tests on 8 A100 (``megatron_golden/a100.csv.gz``): the most that was in use on the last
@@ -57,23 +57,23 @@ SCRIPTS_FILE = "scripts/published.csv"
 
 @dataclass(frozen=True)
 class AskedMemory:
-    """A step whose memory is asked for. ``ran``: whether it did; ``reserved`` and ``allocated``: published bytes of the
-    peak, with and without what the allocator keeps, 0 where they are not told. ``last``: of the last rank, not of the
-    fullest one. ``sealed``: nobody has looked at it before.
-    """
+    """Step whose memory is predicted."""
 
     name: str
     source: str
     step: AskedStep | TimmStep
+    # True if the step ran.
     ran: bool = True
+    # Published bytes of the peak, with and without the allocator's cache; 0 if unknown.
     reserved: float = 0.0
     allocated: float = 0.0
+    # Published for the last rank, not for the fullest one.
     last: bool = False
 
 
 @dataclass(frozen=True)
 class FoundMemory:
-    """Predicted bytes of a step and whether they fit; ``failure``: why there is no prediction."""
+    """Predicted bytes of a step and whether they fit; ``failure``: reason for a missing prediction."""
 
     reserved: int = 0
     allocated: int = 0
@@ -84,14 +84,16 @@ class FoundMemory:
 
 @dataclass(frozen=True)
 class MemoryCase:
-    """``error``: (predicted - published) / published of the peak; ``None`` where none is published."""
+    """Memory of a step, published and predicted."""
 
     asked: AskedMemory
     found: FoundMemory
 
     @property
     def error(self) -> float | None:
-        """Of what was in use, where that is told, else of what was reserved."""
+        """(predicted - published) / published of the peak in use if published, else of the reserved peak; ``None``
+        without either.
+        """
         asked, found = self.asked, self.found
         if asked.allocated:
             return found.allocated / asked.allocated - 1.0
@@ -99,27 +101,27 @@ class MemoryCase:
 
     @property
     def wrong(self) -> bool:
-        """Whether a step that ran is said not to fit, or one that failed to fit."""
+        """True if a step that ran is predicted not to fit, or one that failed is predicted to fit."""
         return self.found.said == ("does not fit" if self.asked.ran else "fits")
 
 
 @dataclass(frozen=True)
 class MemorySection:
-    """All cases, and by name why others are left out."""
+    """All cases, and the reasons for skipped ones by name."""
 
     cases: Sequence[MemoryCase]
     left_out: dict[str, str]
 
     def figures(self) -> list[dict[str, Any]]:
-        """By source, and of all: steps that ran and how many of them are refused, failed batches and how many of them
-        are said to fit, peaks and the errors of them.
+        """Figures by source, and of all: steps that ran and number of them refused, failed batches and number of them
+        accepted, peaks and their errors.
         """
         sources = dict.fromkeys(case.asked.source for case in self.cases)
         groups = [(name, [case for case in self.cases if case.asked.source == name]) for name in sources]
         return [_figures(name, cases) for name, cases in [*groups, ("all", list(self.cases))]]
 
     def record(self) -> dict[str, Any]:
-        """The JSON document."""
+        """JSON document of the section."""
         rows = [
             {
                 "case": case.asked.name, "source": case.asked.source, "ran": case.asked.ran, "error": case.error,
@@ -131,7 +133,7 @@ class MemorySection:
         return {"figures": self.figures(), "cases": rows, "left_out": self.left_out}
 
     def render(self) -> None:
-        """Published peaks, what is said wrongly, and the figures of each source."""
+        """Print published peaks, wrong verdicts, and the figures of each source."""
         wide = None if sys.stdout.isatty() else 160
         console = Console(highlight=False, width=wide, no_color=not sys.stdout.isatty())
         table = Table("step", "published GiB", "predicted GiB", "error", "room GiB", "", box=None)
@@ -183,7 +185,7 @@ def _figures(name: str, cases: Sequence[MemoryCase]) -> dict[str, Any]:
 
 
 def memory_section(data: Path, only: str = "") -> MemorySection | None:
-    """Every step whose name contains ``only``; ``None`` if there is none."""
+    """Section of every step whose name contains ``only``; ``None`` if there is none."""
     from e2e.sweeps.workers import each_in_processes
     from lab.steps.training_runs import answers_folder
 
@@ -205,7 +207,7 @@ def memory_section(data: Path, only: str = "") -> MemorySection | None:
 
 
 def asked_memory(data: Path) -> tuple[list[AskedMemory], dict[str, str]]:
-    """Every step that is asked for, and by name why others are not."""
+    """Steps to predict, and the reasons for skipped ones by name."""
     left_out: dict[str, str] = {}
     found: list[AskedMemory] = []
     rows = read_held_out_rows()
@@ -241,7 +243,7 @@ def _found(task: tuple[AskedMemory, Path]) -> FoundMemory:
 # --- Megatron-LM's functional tests ------------------------------------------------------------------
 _GPUS = 8
 _WORDS = 50257
-# Of a case's name, what tells a setting, and what changes nothing of the memory's most.
+# Parts of a case's name that identify a setting, and those that do not affect the peak memory.
 _TOLD = (
     "uniform_full_recompute", "dist_optimizer", "sequence_parallel", r"vp(\d+)", r"(?:tp|pp|cp)\d+", "te",
     "overlap_grad_reduce", "param_gather", "no_mmap_bin_files", "nondeterministic", "dp_last", "decoupled_lr",
@@ -252,7 +254,7 @@ _CASE = re.compile(rf"gpt/gpt3_mcore(?:_(?:{'|'.join(_TOLD)}))+$")
 
 
 def golden_memory(data: Path) -> tuple[list[AskedMemory], dict[str, str]]:
-    """The cases of Megatron-LM's GPT tests that are not sealed, each once, and why others are left out."""
+    """Unsealed cases of Megatron-LM's GPT tests, each once, and the reasons for skipped ones."""
     found: dict[str, AskedMemory] = {}
     left_out: dict[str, str] = {}
     for cells in _rows(data / GOLDEN_FILE):
@@ -302,7 +304,7 @@ def _golden_step(case: str, cells: dict[str, str]) -> AskedStep:
 
 # --- torchtune ---------------------------------------------------------------------------------------
 
-# meta-llama/Llama-3.2-3B beside Llama 3.1 8B.
+# meta-llama/Llama-3.2-3B as changes to Llama 3.1 8B.
 _LLAMA_3B = {
     "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24,
     "tie_word_embeddings": True,
@@ -312,7 +314,7 @@ _FROM_THERE = ("Packed Dataset", "Compile", "Chunked Cross Entropy", "Activation
 
 
 def torchtune_memory(data: Path) -> tuple[list[AskedMemory], dict[str, str]]:
-    """The rows of torchtune's table whose options `predict` has."""
+    """Rows of torchtune's table whose options `predict` supports."""
     found: list[AskedMemory] = []
     left_out: dict[str, str] = {}
     rows = [_TUNE.format(name) for name in _FROM_THERE]
@@ -337,7 +339,7 @@ def torchtune_memory(data: Path) -> tuple[list[AskedMemory], dict[str, str]]:
 
 # --- timm --------------------------------------------------------------------------------------------
 def timm_memory(data: Path) -> tuple[list[AskedMemory], dict[str, str]]:
-    """Steps in the middle of every family and file, as they ran, and with the batch that had been tried before."""
+    """Steps of median time of every family and file, as they ran, and with the batch tried before."""
     from lab.steps.image_steps import all_steps, spread
 
     if not timm_files(data):
@@ -361,8 +363,8 @@ def timm_memory(data: Path) -> tuple[list[AskedMemory], dict[str, str]]:
 
 
 def tried_before(batch: int, first: int) -> int:
-    """The batch after which timm's ``benchmark.py`` tries ``batch``, beginning with ``first``
-    (``decay_batch_step``: halves, and one step between two of them).
+    """Batch after which timm's ``benchmark.py`` tries ``batch``, starting with ``first`` (``decay_batch_step``: halves,
+    and one step between two of them).
     """
     tried = first
     while (following := _smaller(tried)) > batch:
@@ -383,7 +385,7 @@ def _timm_step(step: TimmStep) -> PreparedStep:
 
 
 def _rows(path: Path) -> Iterator[dict[str, str]]:
-    """Rows of a table; none where it is absent, ``InputError`` where it is none."""
+    """Rows of a table; empty if it is absent, ``InputError`` if malformed."""
     if not path.exists():
         return
     opened: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open

@@ -35,7 +35,7 @@ MACHINES = {
     "Tesla_T4": "t4",
     "Tesla_V100-PCIE-32GB": "v100-pcie-32gb",
 }
-# Configurations that the data folder lacks.
+# Configurations missing in the data folder.
 _BUILT_IN = {"switchxl4": "switch-xl-4"}
 
 
@@ -53,14 +53,14 @@ class LabelledCase:
 
     @property
     def name(self) -> str:
-        """Model, mode, sequence length and batch size, and ``compiled`` where it was."""
+        """Model, mode, sequence length and batch size, and ``compiled`` for compiled cases."""
         sizes = f"{self.model}-{self.mode}-{self.sequence_length}-{self.batch_size}"
         return f"{sizes}-compiled" if self.compiled else sizes
 
 
 @dataclass(frozen=True)
 class CaseResult:
-    """``error``: (predicted - measured) / measured."""
+    """Prediction of one case. ``error``: (predicted - measured) / measured."""
 
     case: LabelledCase
     predicted_seconds: float
@@ -71,14 +71,14 @@ class CaseResult:
 
 @dataclass(frozen=True)
 class Validation:
-    """All cases, their errors, and which were left out and why."""
+    """All cases, their errors, and the reasons for skipped ones."""
 
     results: Sequence[CaseResult]
     left_out: Mapping[str, str]
 
     @property
     def summary(self) -> Accuracy | None:
-        """Errors of the steps that PyTorch ran operator by operator."""
+        """Errors of the eager steps."""
         return _accuracy([each for each in self.results if not each.case.compiled])
 
     @property
@@ -88,8 +88,8 @@ class Validation:
 
     @property
     def batches(self) -> Mapping[str, float]:
-        """``GPU/case from B`` -> error of what ``--what-if batch=`` makes of the step measured with batch ``B``: its
-        time times the predicted ratio of the two. Of every two batches of one model both ways.
+        """Error by ``GPU/case from B`` of ``--what-if batch=`` applied to the step measured with batch ``B``: its time
+        multiplied by the predicted ratio of the two. For every two batches of one model, in both directions.
         """
         found = {}
         for known in self.results:
@@ -105,7 +105,7 @@ class Validation:
         return found
 
     def record(self) -> dict[str, Any]:
-        """The JSON document."""
+        """JSON document of the validation."""
         rows = [{**asdict(each), "case": each.case.name, "gpu": each.case.gpu} for each in self.results]
         summaries = {"summary": self.summary, "compiled_summary": self.compiled_summary}
         found = {name: summary and asdict(summary) for name, summary in summaries.items()}
@@ -134,8 +134,8 @@ def _coverage(results: Sequence[CaseResult]) -> dict[str, float]:
 
 
 def cases(data: Path) -> Iterator[LabelledCase]:
-    """The measured cases in ``data`` of the GPUs in ``MACHINES``. ``InputError`` if the folder is not there, or names a
-    file that is none.
+    """Yield the measured cases in ``data`` of the GPUs in ``MACHINES``. ``InputError`` if the folder does not exist, or
+    for a malformed file.
     """
     labels = data / LABELS
     if not labels.is_dir():
@@ -158,7 +158,7 @@ def _case(path: Path) -> LabelledCase:
 
 
 def validate_models(data: Path, only: str = "") -> Validation:
-    """Predicts every case whose ``gpu/name`` contains ``only``; each model is captured once per shape."""
+    """Predict every case whose ``gpu/name`` contains ``only``; each model is captured once per shape."""
     from costmodel.machines.cluster import single_gpu
     from costmodel.machines.machine_catalog import load_machine
     from e2e.explain.predictor import Setting, predict
@@ -194,7 +194,7 @@ def validate_models(data: Path, only: str = "") -> Validation:
 
 
 def capture_case(data: Path, case: LabelledCase) -> OperatorTrace:
-    """The operators that were measured; see :mod:`lab.steps.labelled_models`."""
+    """Operators of the measured case; see :mod:`lab.steps.labelled_models`."""
     from e2e.capture.models.transformer import PRESETS, read_config
     from e2e.capture.session import capture
     from e2e.step.options import StepOptions
@@ -208,7 +208,7 @@ def capture_case(data: Path, case: LabelledCase) -> OperatorTrace:
 
 
 def _by_gpu(results: Sequence[CaseResult]) -> Table:
-    """Errors of the steps of each GPU that PyTorch ran operator by operator."""
+    """Table of the errors of the eager steps of each GPU."""
     table = Table("GPU", "cases", "MAPE", "median", "p90", "worst", "bias", box=None)
     eager = [each for each in results if not each.case.compiled]
     for gpu in dict.fromkeys(each.case.gpu for each in eager):
@@ -220,7 +220,7 @@ def _by_gpu(results: Sequence[CaseResult]) -> Table:
 
 
 def render_validation(validation: Validation) -> None:
-    """The table of all cases and the error figures."""
+    """Print the table of all cases and the error figures."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140, no_color=not sys.stdout.isatty())
     table = Table("GPU", "case", "measured ms", "predicted ms", "error", box=None)
     for each in validation.results:

@@ -1,9 +1,9 @@
-"""MFU as published beside MFU as counted here, of the same measured steps: ``python -m lab.validate.published_mfu``.
+"""Published MFU against our count for the same measured steps: ``python -m lab.validate.published_mfu``.
 
-Only the count of FLOPs is compared: both divide by the time that was measured, and by the same datasheet rate. The
-sources count by a closed form, ``6 x parameters + 12 x layers x width x sequence`` per token, in which embeddings are
-parameters like all others, whether a product uses them (a head that is tied to the words) or they are looked up alone
-(positions of MPT, words of Llama). ``embeddings`` of :class:`ComparedMfu` is what that adds.
+Only the count of FLOPs is compared: both divide by the measured time and by the same datasheet rate. The sources use a
+closed form, ``6 x parameters + 12 x layers x width x sequence`` per token, in which embeddings count as parameters,
+whether a product uses them (a head tied to the words) or they are only looked up (positions of MPT, words of Llama).
+``embeddings`` of :class:`ComparedMfu` is that addition.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from lab.steps.training_runs import prepared
 
 @dataclass(frozen=True)
 class ComparedMfu:
-    """``published`` and ``counted`` MFU of ``row``, shares; ``hfu``: as counted. ``embeddings``: what the published one
-    has for those that nothing multiplies.
+    """``published`` and ``counted`` MFU of ``row``, as shares; ``hfu``: as counted. ``embeddings``: share of the
+    published MFU for embeddings that are only looked up.
     """
 
     row: TrainingRow
@@ -40,18 +40,18 @@ class ComparedMfu:
 
     @property
     def unexplained(self) -> float:
-        """The same with embeddings counted as published."""
+        """(counted - published) / published, with embeddings counted as published."""
         return (self.counted + self.embeddings) / self.published - 1.0
 
 
 def published_rows(data: Path) -> list[AskedStep]:
-    """Rows of the table below ``data`` that publish their MFU and can be asked."""
+    """Requests for the rows of the table below ``data`` with a published MFU."""
     asked = (asked_step(row) for row in read_training_rows(data) if row.mfu)
     return [each for each in asked if isinstance(each, AskedStep)]
 
 
 def compared(steps: Sequence[AskedStep], kept: Path) -> Iterator[ComparedMfu]:
-    """Of each of ``steps``; captures are kept in ``kept``. All micro-batches compute alike: one is counted."""
+    """Compare each of ``steps``; captures are cached in ``kept``. All micro-batches are the same: one is counted."""
     for step in steps:
         micro_batches = step.spec.micro_batches
         once = prepared(replace(step, spec=replace(step.spec, micro_batches=1)), kept)
@@ -62,7 +62,7 @@ def compared(steps: Sequence[AskedStep], kept: Path) -> Iterator[ComparedMfu]:
 
 
 def _embeddings(step: AskedStep) -> float:
-    """Flop/s of one GPU for embeddings that are looked up alone, were they multiplied."""
+    """Flop/s of one GPU for embeddings that are only looked up, if they were multiplied."""
     from transformers import CONFIG_MAPPING
 
     from e2e.capture.models.transformer import PRESETS
@@ -75,7 +75,7 @@ def _embeddings(step: AskedStep) -> float:
 
 
 def main() -> None:
-    """Prints the table of all rows, or of every n-th."""
+    """Print the table of all rows, or of every n-th."""
     parser = argparse.ArgumentParser(description="Published MFU beside the one that is counted here.")
     parser.add_argument("--data", type=Path, help="folder of the measurements (default: as validate)")
     parser.add_argument("--every", type=int, default=1, help="of the rows only every n-th")

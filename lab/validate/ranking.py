@@ -1,9 +1,9 @@
-"""How well kernels are ranked before any measurement, on networks left out of the training: ``lab.validate.ranking``.
+"""Quality of the ranking of kernels before any measurement, on networks left out of the training:
+``lab.validate.ranking``.
 
-For every network the ranking is trained without all operators that occur in it, and asked to order the configurations
-that were measured of each of them. Four methods, so that it is seen what each part is worth: a random order, the
-templates' analytic cost (issue slots and cache traffic), trees without that cost, and trees over it, which is what
-a run uses.
+For every network the ranking is trained without all operators that occur in it, and orders the measured configurations
+of each of them. Four methods show the contribution of each part: a random order, the templates' analytic cost (issue
+slots and cache traffic), trees without that cost, and trees over it, which is the method of a tuning run.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ from schedules.kernels.template_table import config_terms, template_for
 from schedules.records.shipped_records import MACHINE_FILE, CpuRecords, KernelRecords
 
 METHODS = ("random", "analytic", "trees", "both")
-# Kernels with fewer configurations say nothing of an order.
+# Fewest configurations of a kernel for which an order is meaningful.
 LEAST_CONFIGURATIONS = 8
-# Orders that stand for all random ones.
+# Number of random orders that are averaged.
 _RANDOM_ORDERS = 20
 
 
 @dataclass(frozen=True)
 class RankedKernel:
-    """One method on one kernel. ``top1``, ``top5``: whether the first, or one of the first five, is the fastest;
-    ``correlation``: Spearman's, of the order and the times; ``loss1``, ``loss5``: how much longer the first, or the
-    best of five, takes than the fastest (0.1: by 10 %).
-    """
+    """Figures of one method on one kernel."""
 
     network: str
     family: str
     dtype: str
     method: str
     seconds: float
+    # Whether the first, or one of the first five, is the fastest.
     top1: float
     top5: float
+    # Spearman's, of the order and the times.
     correlation: float
+    # Relative excess of the time of the first, or the best of five, over the fastest (0.1: 10 %).
     loss1: float
     loss5: float
 
@@ -74,7 +74,7 @@ class RankingRow:
 
 
 def evaluate_ranking(content: CpuRecords, machine: Machine, say: Say = lambda _: None) -> list[RankedKernel]:
-    """Every method on every kernel of every network, that network left out of the training."""
+    """Evaluate every method on every kernel of every network, with that network left out of the training."""
     found = []
     terms = _Terms()
     for network in content.networks:
@@ -93,7 +93,7 @@ def evaluate_ranking(content: CpuRecords, machine: Machine, say: Say = lambda _:
 
 
 def summed_up(kernels: Sequence[RankedKernel], group: str) -> list[RankingRow]:
-    """A row per method. ``group``: what they have in common."""
+    """A row per method. ``group``: common property of the kernels."""
     rows = []
     for method in METHODS:
         ours = [kernel for kernel in kernels if kernel.method == method]
@@ -107,7 +107,7 @@ def summed_up(kernels: Sequence[RankedKernel], group: str) -> list[RankingRow]:
 
 
 def report(kernels: Sequence[RankedKernel]) -> list[RankingRow]:
-    """All together, then by dtype, by family of kernels and by network."""
+    """Rows for all kernels, then by dtype, by family of kernels and by network."""
     rows = summed_up(kernels, "all")
     for name in ("dtype", "family", "network"):
         for value in sorted({getattr(kernel, name) for kernel in kernels}):
@@ -121,7 +121,7 @@ def _tells(kernel: KernelRecords, content: CpuRecords) -> bool:
 
 
 class _Terms:
-    """:func:`config_terms` of every measured configuration, asked once: every network left out trains on nearly all."""
+    """:func:`config_terms` of every measured configuration, cached: nearly all are used for every network left out."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, Operator], dict[ConfigKey, np.ndarray]] = {}
@@ -172,7 +172,7 @@ def _ranked(
         scores = [np.random.default_rng(seed).random(len(times)) for seed in range(_RANDOM_ORDERS)]
     elif model is not None and model.knows(kernel.operator):
         scores = [model.scores(kernel.operator, configs)]
-    else:  # what a run falls back to
+    else:  # fallback of a tuning run
         scores = [terms(kernel.operator, configs, cpu)[:, 0]]
     figures = np.mean([_figures(each, times) for each in scores], axis=0)
     dtype = kernel.operator.dtype
@@ -180,7 +180,7 @@ def _ranked(
 
 
 def _figures(scores: np.ndarray, times: np.ndarray) -> tuple[float, float, float, float, float]:
-    """Those of :class:`RankedKernel` from ``top1`` on."""
+    """Figures of :class:`RankedKernel` from ``top1`` on."""
     order = np.argsort(scores, kind="stable")
     fastest = int(np.argmin(times))
     first, five = times[order[0]], times[order[:5]].min()
@@ -195,7 +195,7 @@ def _figures(scores: np.ndarray, times: np.ndarray) -> tuple[float, float, float
 
 
 def spearman(scores: np.ndarray, times: np.ndarray) -> float:
-    """Rank correlation, ties sharing their mean rank; 0 where all scores, or all times, are equal."""
+    """Rank correlation, with mean ranks for ties; 0 if all scores, or all times, are equal."""
     from scipy.stats import rankdata
 
     first, second = rankdata(scores), rankdata(times)

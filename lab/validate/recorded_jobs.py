@@ -1,15 +1,15 @@
 """The section ``dlrm`` of ``python -m lab.validate``: recorded jobs predicted, beside the figures of the papers.
 
-Operators alone give the step, models its kernels and transfers, tables the host.
+The step is given only by operators, its kernels and transfers by models, the host by tables.
 
-The papers' own question (Lin et al., HiPC 2022; ISPASS 2025), on the recorded jobs that are public. Nothing of the
-recording but its operators goes in: not one kernel's time. Two tables of host overheads: (a) the job's own T1 to T5 by
+The papers' own question (Lin et al., HiPC 2022; ISPASS 2025), on the recorded jobs that are public. Only the
+operators of the recording are used, no kernel times. Two tables of host overheads: (a) the job's own T1 to T5 by
 operator; (b) those of the other jobs, this one left out. Both as profiled, since the recorded steps are profiled too;
 what the operator records of the profiler cost is then predicted once more without them. A job of several ranks begins
 as late on each rank as it was recorded to begin: what happened before is no part of the step.
 
 The profiles of ResNet-50 and its execution traces were recorded in different runs of one script, whose operators are
-the same one by one; of the job of two ranks one rank is recorded, and the other is taken as alike.
+the same one by one; of the job of two ranks one rank is recorded, and the other is assumed equal.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from lab.fit.host_overheads import NOT_SHARED, STACKS
 
 @dataclass(frozen=True)
 class PredictedJob:
-    """``name`` is that of the stack in :data:`lab.fit.host_overheads.STACKS`, which has its profiles; ``traces``:
+    """Recorded job. ``name``: that of the stack in :data:`lab.fit.host_overheads.STACKS` with its profiles; ``traces``:
     its execution traces; ``ranks``: of the job.
     """
 
@@ -71,7 +71,7 @@ JOBS = (
         "a100-sxm-40gb",
         "traces/execution_traces/1.1.0-chakra.0.0.4/resnet_2gpu_et.json.gz",
         ranks=2,
-        tf32=True,  # its recorded kernels are (tf32f32, s1688)
+        tf32=True,  # its recorded kernels use it (tf32f32, s1688)
     ),
 )
 
@@ -79,7 +79,7 @@ JOBS = (
 @dataclass(frozen=True)
 class RankResult:
     """Seconds of one rank's step. ``own`` and ``left_out``: predicted with the two tables, as profiled;
-    ``profiler_seconds``: what the profiler's operator records take of the former.
+    ``profiler_seconds``: overhead of the profiler's operator records in the former.
     """
 
     job: str
@@ -92,27 +92,27 @@ class RankResult:
 
     @property
     def own_error(self) -> float:
-        """Of the job's own table, relative."""
+        """Relative error with the job's own table."""
         return self.own_seconds / self.recorded_seconds - 1.0
 
     @property
     def left_out_error(self) -> float:
-        """Of the other jobs' table, relative."""
+        """Relative error with the other jobs' table."""
         return self.left_out_seconds / self.recorded_seconds - 1.0
 
 
 @dataclass(frozen=True)
 class PredictedJobs:
-    """All ranks of all jobs."""
+    """Results of all ranks of all jobs."""
 
     results: Sequence[RankResult]
 
     def of(self, job: str) -> list[RankResult]:
-        """The ranks of one job."""
+        """Results of the ranks of one job."""
         return [each for each in self.results if each.job == job]
 
     def record(self) -> dict[str, Any]:
-        """The JSON document."""
+        """JSON document of the jobs."""
         rows = [
             {**asdict(each), "own_error": each.own_error, "left_out_error": each.left_out_error}
             for each in self.results
@@ -129,7 +129,7 @@ class PredictedJobs:
 
 
 def predicted_jobs(data: Path, only: str = "") -> PredictedJobs:
-    """Every job whose ``gpu/name`` contains ``only``. ``InputError`` if the recordings are not in ``data``."""
+    """Predict every job whose ``gpu/name`` contains ``only``. ``InputError`` if the recordings are not in ``data``."""
     samples = {job.name: _samples(data, job.name) for job in JOBS}
     results: list[RankResult] = []
     for job in JOBS:
@@ -187,7 +187,7 @@ def _traces(data: Path, job: PredictedJob) -> Sequence[OperatorTrace]:
 def _seconds(
     graph: ExecutionGraph, table: OverheadTable, job: PredictedJob, cluster: Cluster, step: RecordedStep
 ) -> dict[int, float]:
-    """Rank -> its step: of several ranks one from their recorded starts, of one GPU the steady one."""
+    """Step seconds by rank: several ranks from their recorded starts, a single GPU in steady state."""
     priced = priced_graph(graph, Setting(load_machine(job.gpu), replace(table, factor=1.0)), cluster)
     if not step.ranks:
         return {graph.ranks[0].rank: simulate_iterations(priced, ITERATIONS).period_seconds}
@@ -204,22 +204,22 @@ PUBLISHED = (
     ("embedding lookups", "3-6 %"),
     ("all-to-all, all-reduce", "5-6 %"),
 )
-# An error of nothing would pull a geometric mean to nothing.
+# Floor of errors, since an error of 0 would make a geometric mean 0.
 _LEAST = 1e-4
 
 
 @dataclass(frozen=True)
 class JobsSection:
-    """All recorded jobs, predicted."""
+    """Predictions of all recorded jobs."""
 
     jobs: PredictedJobs
 
     def record(self) -> dict[str, Any]:
-        """The JSON document."""
+        """JSON document of the section."""
         return {**self.jobs.record(), "published": dict(PUBLISHED)}
 
     def render(self) -> None:
-        """Every rank, every job's mean, and what the papers say of theirs."""
+        """Print every rank, every job's mean, and the figures of the papers."""
         console = Console(highlight=False, width=None if sys.stdout.isatty() else 140, no_color=not sys.stdout.isatty())
         console.print(
             "recorded jobs predicted from their operators alone: (a) host overheads of the job's own profile, by "
@@ -266,7 +266,9 @@ def _figures(errors: list[float]) -> tuple[float, float, float]:
 
 
 def jobs_section(data: Path, only: str = "") -> JobsSection | None:
-    """``None`` if ``only`` names something else; ``InputError`` if the recordings are not in ``data``."""
+    """Section of the jobs; ``None`` if ``only`` matches no job; ``InputError`` if the recordings are not in
+    ``data``.
+    """
     if not any(only in f"{job.gpu}/{job.name}" for job in JOBS):
         return None
     return JobsSection(predicted_jobs(data, only))

@@ -1,4 +1,4 @@
-"""A recorded job simulated with its own kernel, transfer and host times: what the scheduler alone gets wrong."""
+"""Replay of a recorded job with its own kernel, transfer and host times: errors of the scheduler alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DLRM_TRACES = Path("traces/dlrm_8xV100/dlrm_pytorch_et.tar.gz")
 
 @dataclass(frozen=True)
 class RankReplay:
-    """A rank's step in seconds. ``linked``: how many of its trace's operators have a profiled one, and of how many."""
+    """Step of one rank in seconds. ``linked``: operators of its trace with a profiled one, and their total."""
 
     rank: int
     recorded_seconds: float
@@ -33,23 +33,23 @@ class RankReplay:
 
 @dataclass(frozen=True)
 class CollectiveReplay:
-    """One collective over all ranks. ``end_error``: of its end, the largest over the ranks as a share of their steps;
-    ``transfer_seconds`` and ``longest_wait_seconds`` are what the recorded kernel times come apart into.
-    """
+    """One collective over all ranks."""
 
     kind: str
     group: str
     sequence: int
     ranks: int
     size_bytes: int
+    # Parts into which the recorded kernel times are split.
     transfer_seconds: float
     longest_wait_seconds: float
+    # Largest error of its end over the ranks, as a share of their steps.
     end_error: float
 
 
 @dataclass(frozen=True)
 class Replay:
-    """``source``: the first profile. ``step_error``: of the whole job, first start to last end."""
+    """Result of a replay. ``source``: the first profile. ``step_error``: of the whole job, first start to last end."""
 
     source: str
     ranks: Sequence[RankReplay]
@@ -58,21 +58,21 @@ class Replay:
 
     @property
     def worst_rank(self) -> float:
-        """The largest error of a rank's step."""
+        """Largest error of a rank's step."""
         return max((abs(each.error) for each in self.ranks), default=0.0)
 
     @property
     def worst_collective(self) -> float:
-        """The largest error of a collective's end."""
+        """Largest error of a collective's end."""
         return max((each.end_error for each in self.collectives), default=0.0)
 
     def record(self) -> dict[str, Any]:
-        """The JSON document."""
+        """JSON document of the replay."""
         return {**asdict(self), "worst_rank": self.worst_rank, "worst_collective": self.worst_collective}
 
 
 def replay_public(data: Path) -> Replay:
-    """The 8-rank DLRM run of the data folder. ``InputError`` if it is not there."""
+    """Replay the 8-rank DLRM run of the data folder. ``InputError`` if it does not exist."""
     for path in (data / DLRM_PROFILES, data / DLRM_TRACES):
         if not path.is_file():
             raise InputError(f"{path}: no recorded ranks there; {BROUGHT}")
@@ -80,13 +80,13 @@ def replay_public(data: Path) -> Replay:
 
 
 def replay(run: RecordedRun) -> Replay:
-    """Records, simulates and compares every rank and every collective of ``run``."""
+    """Simulate and compare every rank and every collective of ``run``."""
     step = recorded_ranks(run.profiles, links=run.links)
     return compare(step, simulate(step.graph, step.starts), run)
 
 
 def compare(step: RecordedStep, timeline: Timeline, run: RecordedRun) -> Replay:
-    """``timeline`` of a replay beside what was recorded."""
+    """Compare the ``timeline`` of a replay with the recording."""
     ranks = []
     for graph in step.graph.ranks:
         times = step.ranks[graph.rank]

@@ -1,4 +1,6 @@
-"""The sections of ``python -m lab.validate``: each predicts what was measured, as a JSON document and as text."""
+"""Sections of ``python -m lab.validate``: each compares predictions with measurements, as a JSON document and
+as text.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +25,19 @@ from lab.validate.collectives import validate_collectives
 from lab.validate.kernels import KernelErrors, result_record, validate
 from lab.validate.replay import Replay, replay_public
 
-# What --only is compared with.
+# Case name of the replay for --only.
 REPLAY_CASE = "v100-sxm2-32gb/dlrm-8-ranks"
 
 
 class Section(Protocol):
-    """One section that has run."""
+    """Result of one section."""
 
     def record(self) -> dict[str, Any]:
         """JSON-able content."""
         ...
 
     def render(self) -> None:
-        """Prints it for people."""
+        """Print the result as text."""
         ...
 
 
@@ -66,8 +68,9 @@ class _Replayed:
 
 @dataclass(frozen=True)
 class Asked:
-    """What is validated: the cases of the folder ``data`` whose GPU/case contains ``only``; of kernels, by the fitted
-    files of the folder ``models`` (default: the shipped ones), with ``all_files`` on every table that is there.
+    """Request of a validation: the cases of the folder ``data`` whose GPU/case contains ``only``; kernels are predicted
+    by the fitted files of the folder ``models`` (default: the shipped ones), with ``all_files`` on every existing
+    table.
     """
 
     data: Path
@@ -95,10 +98,10 @@ class _Kernels:
 
 
 def run_sections(asked: Asked, names: Sequence[str] = (), *, sealed: bool = False) -> dict[str, Section]:
-    """Run the sections ``names``, in their order; default: all that have a case of what is asked, but for those whose
-    data `data fetch` does not bring and that are not there.
+    """Run the sections ``names``, in their order; default: all that have a matching case, except those whose data `data
+    fetch` does not provide and that are absent.
 
-    ``InputError`` for an unknown section, for absent data, and if no case is as asked.
+    ``InputError`` for an unknown section, for absent data, and if no case matches.
     """
     if sealed:
         return {"training": _sealed(asked, names)}
@@ -118,7 +121,7 @@ def run_sections(asked: Asked, names: Sequence[str] = (), *, sealed: bool = Fals
 
 
 def _sealed(asked: Asked, names: Sequence[str]) -> Section:
-    """The rows of training steps that are kept until a release is judged, alone."""
+    """Section of only the sealed rows of training steps, which are kept until a release is validated."""
     from lab.steps.training_rows import KINDS_FILE, read_kinds_rows
     from lab.validate.training import training_section
 
@@ -135,7 +138,7 @@ def _sealed(asked: Asked, names: Sequence[str]) -> Section:
 
 
 def _by_default(section: str, asked: Asked) -> bool:
-    """Whether ``section`` runs where none is named. Tables of kernels are validated whole: not for one case."""
+    """True if ``section`` runs by default. Tables of kernels are only validated whole, not for one case."""
     from lab.steps.training_rows import TRAINING_FILE
 
     if section in ("training", "memory"):
@@ -204,7 +207,7 @@ def _training(asked: Asked) -> Section | None:
     published = read_held_out_rows()
     if (data / KINDS_FILE).exists():
         published += read_kinds_rows(data)
-    # Rows of the project do without the data; where others are asked for, an absent table is named.
+    # The project's own rows need no data; if other rows are requested, an absent table is named.
     asked_for = bool(only) and any(only in f"{row.gpu}/{row.name}" for row in published)
     table = read_training_rows(data) if (data / TRAINING_FILE).exists() or not asked_for else []
     return training_section([*table, *published], only, anew=not only)
@@ -238,7 +241,7 @@ SECTIONS: dict[str, Callable[[Asked], Section | None]] = {
 
 
 def render_replay(replay: Replay) -> None:
-    """Every rank and every collective, recorded and simulated."""
+    """Print every rank and every collective, recorded and simulated."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140, no_color=not sys.stdout.isatty())
     console.print(f"replayed with measured kernel, transfer and host times: {replay.source}", soft_wrap=True)
     table = Table("rank", "operators linked", "recorded ms", "simulated ms", "error", box=None)

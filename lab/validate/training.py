@@ -1,6 +1,6 @@
-"""The section ``training`` of ``python -m lab.validate``: published training steps of language models, predicted.
+"""The section ``training`` of ``python -m lab.validate``: predictions of published training steps of language models.
 
-One number of a prediction is fitted to such steps (:mod:`e2e.price.speed_band`): here it is fitted anew for every
+One parameter of a prediction is fitted to such steps (:mod:`e2e.price.speed_band`): here it is refitted for every
 source, to the steps of the others.
 """
 
@@ -30,7 +30,7 @@ LENGTH_CLASSES = ((2048, "to 2k tokens"), (4096, "4k tokens"), (8192, "8k tokens
 
 @dataclass(frozen=True)
 class TrainingCase:
-    """One row, what was asked and what was predicted with nothing fitted to whole steps; ``band``: fitted to those of
+    """One row, its request and its prediction without parameters fitted to whole steps; ``band``: fitted to those of
     other sources (``None``: there are none).
     """
 
@@ -40,7 +40,7 @@ class TrainingCase:
 
     @cached_property
     def left_out(self) -> PredictedStep:
-        """The prediction with the band that saw nothing of the row's source."""
+        """Prediction with the band fitted without the row's source."""
         row = self.asked.row
         if self.band is None or row.gpus == 1:
             return self.predicted
@@ -48,18 +48,18 @@ class TrainingCase:
 
     @property
     def error(self) -> float:
-        """(predicted - measured) / measured, this source left out of all that is fitted."""
+        """(predicted - measured) / measured, with this source left out of all fits."""
         return self.left_out.seconds / self.asked.row.seconds - 1.0
 
     @property
     def bare_error(self) -> float:
-        """As :attr:`error`, with nothing fitted to whole steps."""
+        """:attr:`error` without parameters fitted to whole steps."""
         return self.predicted.seconds / self.asked.row.seconds - 1.0
 
     @cached_property
     def interval_seconds(self) -> tuple[float, float]:
-        """That of :attr:`left_out`; where no step of the row's chip was learned from, as if nothing were known; wider
-        where its libraries are older than the tables'.
+        """Interval of :attr:`left_out`; treats all families as unknown if no step of the row's chip was fitted to;
+        wider if its libraries are older than the tables'.
         """
         if self.band is None or self.left_out is self.predicted:
             return self.predicted.interval_seconds
@@ -72,30 +72,30 @@ class TrainingCase:
 
     @property
     def inside(self) -> bool:
-        """Whether the measured time lies in the interval."""
+        """True if the measured time lies in the interval."""
         low, high = self.interval_seconds
         return low <= self.asked.row.seconds <= high
 
     @property
     def memory_error(self) -> float | None:
-        """As :attr:`error`, of what the allocator reserved at most; ``None`` if not published or not predicted."""
+        """:attr:`error` of the peak reserved by the allocator; ``None`` if not published or not predicted."""
         return _memory_error(self.predicted.peak_memory_bytes, self.asked.row.memory_gib)
 
     @property
     def allocated_error(self) -> float | None:
-        """As :attr:`memory_error`, of what was in use at most."""
+        """:attr:`memory_error` of the peak in use."""
         return _memory_error(self.predicted.allocated_bytes, self.asked.row.allocated_gib)
 
     @property
     def peer_errors(self) -> tuple[float, float] | None:
-        """Errors of the source's own program: of the time, and of the memory in use; ``None`` where it has none."""
+        """Errors of the source's own program: of the time, and of the memory in use; ``None`` if it has none."""
         row = self.asked.row
         if not row.peer_seconds or not row.allocated_gib:
             return None
         return row.peer_seconds / row.seconds - 1.0, row.peer_allocated_gib / row.allocated_gib - 1.0
 
     def groups(self) -> Iterator[tuple[str, str]]:
-        """(kind, name) of the groups that it belongs to, that of all first."""
+        """Yield (kind, name) of the groups to which the case belongs, that of all first."""
         row = self.asked.row
         yield "all", "all"
         yield "kind", self.asked.kind
@@ -120,12 +120,7 @@ class TrainingCase:
 
 @dataclass(frozen=True)
 class TrainingFigures:
-    """Errors of a group, as fractions, each source left out; ``bare_mape`` and ``bare_bias`` with nothing fitted to
-    whole steps. ``refused``: rows said not to fit, though they ran; ``memory``: mean error of the ``memory_count``
-    published peaks, ``None`` without any; ``allocated``: the same of what was in use. ``peer_mape`` and
-    ``peer_allocated``: of the source's own program, where it has predicted the steps; ``nearer``: how often its time is
-    beaten.
-    """
+    """Errors of a group, as fractions, each source left out."""
 
     kind: str
     name: str
@@ -135,28 +130,34 @@ class TrainingFigures:
     p90: float
     worst: float
     bias: float
+    # Without parameters fitted to whole steps.
     bare_mape: float
     bare_bias: float
     interval: float
+    # Rows predicted not to fit, though they ran.
     refused: int
+    # Mean error of the `memory_count` published peaks, None without any.
     memory: float | None
     memory_count: int
+    # The same for the memory in use.
     allocated: float | None = None
+    # Errors of the source's own program, where it has predicted the steps.
     peer_mape: float | None = None
     peer_allocated: float | None = None
+    # Number of cases in which our time is nearer than that program's.
     nearer: int = 0
 
 
 @dataclass(frozen=True)
 class TrainingReport:
-    """All cases. ``left_out``: row -> why it was not asked; ``failed``: row -> what ``predict`` said."""
+    """All cases. ``left_out``: reasons for rows without a request; ``failed``: errors of ``predict``, by row."""
 
     cases: Sequence[TrainingCase]
     left_out: Mapping[str, str]
     failed: Mapping[str, str]
 
     def figures(self) -> list[TrainingFigures]:
-        """Of every group with a case."""
+        """Figures of every group with a case."""
         groups: dict[tuple[str, str], list[TrainingCase]] = {}
         for case in self.cases:
             for group in case.groups():
@@ -165,7 +166,7 @@ class TrainingReport:
         return [training_figures(*group, groups[group]) for group in sorted(groups, key=lambda g: order.index(g[0]))]
 
     def record(self) -> dict[str, Any]:
-        """The JSON document."""
+        """JSON document of the report."""
         rows = [
             {
                 "case": f"{case.asked.row.gpu}/{case.asked.row.name}",
@@ -202,7 +203,7 @@ class TrainingReport:
         }
 
     def render(self) -> None:
-        """Every row, then the figures of every group, then what was left out, by reason."""
+        """Print every row, then the figures of every group, then the skipped rows, by reason."""
         wide = None if sys.stdout.isatty() else 160
         console = Console(highlight=False, width=wide, no_color=not sys.stdout.isatty())
         console.print(_case_table(self.cases))
@@ -221,7 +222,7 @@ class TrainingReport:
 
 
 def training_figures(kind: str, name: str, cases: Sequence[TrainingCase]) -> TrainingFigures:
-    """The errors of ``cases``, of which there is at least one."""
+    """Errors of ``cases``, at least one."""
     signed = np.array([case.error for case in cases])
     bare = np.array([case.bare_error for case in cases])
     size = np.abs(signed)
@@ -251,10 +252,10 @@ def training_figures(kind: str, name: str, cases: Sequence[TrainingCase]) -> Tra
 
 
 def training_section(rows: Sequence[TrainingRow], only: str = "", *, anew: bool = False) -> TrainingReport | None:
-    """Every one of ``rows`` whose ``gpu/name`` contains ``only``; ``None`` if there is none.
+    """Report of ``rows`` whose ``gpu/name`` contains ``only``; ``None`` if there is none.
 
-    The band of speeds for a row is the shipped one that saw nothing of its source, or with ``anew`` fitted to all other
-    rows but those.
+    The band of speeds for a row is the shipped one fitted without its source, or with ``anew`` one fitted to all other
+    rows.
     """
     found, left_out, failed = predicted_steps(rows, only)
     if not found and not left_out and not failed:
@@ -302,7 +303,7 @@ def _case_table(cases: Sequence[TrainingCase]) -> Table:
 
 
 def _evidence(cases: Sequence[TrainingCase]) -> str:
-    """Which of the figures are errors of steps that nobody had looked at."""
+    """Statement on how many of the rows had not been looked at during development."""
     sealed = sum(case.asked.row.sealed for case in cases)
     if sealed == len(cases):
         return f"{sealed} sealed rows: drawn before work began, looked at by nobody, fitted to by nothing"

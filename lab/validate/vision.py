@@ -1,7 +1,7 @@
-"""The section ``vision`` of ``python -m lab.validate``: measured steps of image models, predicted.
+"""The section ``vision`` of ``python -m lab.validate``: predictions of measured steps of image models.
 
-The steps are timm's results in the data folder and what NVIDIA has published. All but ResNet-50 need timm to build the
-models (:mod:`e2e.capture.models.timm_models`); where that is absent the section says so and leaves them out.
+The steps are timm's results in the data folder and figures published by NVIDIA. All but ResNet-50 need timm to build
+the models (:mod:`e2e.capture.models.timm_models`); if it is absent the section reports that and skips them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class VisionResult:
-    """A measured step and its prediction. ``held_out``: no factor was fitted on it or on its like; ``error``:
+    """Measured step and its prediction. ``held_out``: no factor was fitted on it or on similar ones; ``error``:
     (predicted - measured) / measured.
     """
 
@@ -51,7 +51,9 @@ class VisionResult:
 
 @dataclass(frozen=True)
 class VisionSection:
-    """All cases; ``left_out``: name -> why it is not predicted; ``skipped``: why there is none, or empty."""
+    """All cases; ``left_out``: reason for a missing prediction by name; ``skipped``: reason for skipped cases, or
+    empty.
+    """
 
     results: Sequence[VisionResult]
     left_out: Mapping[str, str]
@@ -74,13 +76,13 @@ class VisionSection:
         ]
 
     def record(self) -> dict[str, Any]:
-        """The JSON document."""
+        """JSON document of the section."""
         rows = [{**asdict(each), "case": each.step.name} for each in self.results]
         figures = [{"group": name, "kind": kind, **asdict(each)} for name, kind, each in self.figures()]
         return {"figures": figures, "cases": rows, "left_out": dict(self.left_out), "skipped": self.skipped}
 
     def render(self) -> None:
-        """The error figures, a line for each group of cases, and every case where there are few."""
+        """Print the error figures, a line for each group of cases, and every case if there are few."""
         console = Console(highlight=False, width=None if sys.stdout.isatty() else 140, no_color=not sys.stdout.isatty())
         if self.skipped:
             console.print(f"vision: not all of it: {self.skipped}", soft_wrap=True)
@@ -104,7 +106,7 @@ class VisionSection:
         return table
 
 
-_FEW = 60  # cases that are listed one by one
+_FEW = 60  # largest number of cases listed individually
 
 
 def _how(step: MeasuredStep) -> str:
@@ -112,7 +114,9 @@ def _how(step: MeasuredStep) -> str:
 
 
 def vision_section(data: Path, only: str = "") -> VisionSection | None:
-    """``None`` if no case contains ``only``; without timm a section that says what it needs."""
+    """Section of the image models; ``None`` if no case contains ``only``; without timm a section that states the
+    requirement.
+    """
     from e2e.capture.models.catalog import IMAGES
     from e2e.capture.models.timm_models import timm_library
     from lab.steps.image_steps import all_steps, chosen
@@ -137,8 +141,8 @@ def vision_section(data: Path, only: str = "") -> VisionSection | None:
 
 
 def validate_vision(steps: Iterable[MeasuredStep]) -> VisionSection:
-    """Predicts ``steps`` one by one, as users do (``predict`` of a script); one that cannot be captured is left out
-    with the reason.
+    """Predict ``steps`` one by one by the public interface (``predict`` of a script); one that cannot be captured is
+    skipped with the reason.
     """
     from e2e.sources.predict_request import predict_request
 
@@ -160,7 +164,7 @@ def validate_vision(steps: Iterable[MeasuredStep]) -> VisionSection:
 
 
 def _asked(step: MeasuredStep) -> tuple[str, bool, Script]:
-    """Family, whether it is held out, and what a user would ask."""
+    """Family, whether it is held out, and the request."""
     if isinstance(step, TimmStep):
         from lab.steps.image_steps import family_of, fitted_on, timm_request
 

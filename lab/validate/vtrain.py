@@ -53,7 +53,7 @@ from lab.data.data_folder import AGAIN, BROUGHT
 FOLDER, FILES = Path("vtrain"), "iteration_times_*.csv"
 CLUSTER, NODE_GPUS = "dgx-a100-40gb", 8
 NETWORK = "infiniband-hdr:4"
-# Of the host per kernel, in the profiled runs: least mean error over the cases of width FITTED_HIDDEN.
+# Host seconds per kernel in the profiled runs: least mean error over the cases of width FITTED_HIDDEN.
 HOST_SECONDS, FITTED_HIDDEN = 75e-6, 1024
 COLUMNS = 11
 
@@ -81,12 +81,12 @@ class VtrainCase:
 
     @property
     def nodes(self) -> int:
-        """Nodes that hold its GPUs."""
+        """Number of nodes that hold its GPUs."""
         return -(-self.gpus // NODE_GPUS)
 
     @property
     def spec(self) -> ParallelSpec:
-        """How the model is spread."""
+        """Parallelism of the model."""
         return ParallelSpec(
             dp=self.dp,
             tp=self.tp,
@@ -124,7 +124,7 @@ class VtrainReport:
         return np.array(self.predicted) / published - 1
 
     def figures(self) -> list[Figures]:
-        """Of all cases, by number of GPUs, by parallelism, and of those not fitted on."""
+        """Figures of all cases, by number of GPUs, by parallelism, and of those not fitted on."""
         groups: list[tuple[str, Callable[[VtrainCase], bool]]] = [
             ("all", lambda case: True),
             (f"held out: width other than {FITTED_HIDDEN}", lambda case: case.hidden != FITTED_HIDDEN),
@@ -139,7 +139,7 @@ class VtrainReport:
         return [_figures(name, self.errors[mask]) for name, mask in found if mask.any()]
 
     def record(self) -> dict[str, Any]:
-        """The JSON document."""
+        """JSON document of the report."""
         rows = [
             {**asdict(case), "predicted_seconds": seconds, "error": float(error)}
             for case, seconds, error in zip(self.cases, self.predicted, self.errors, strict=True)
@@ -155,7 +155,7 @@ def _figures(name: str, errors: np.ndarray) -> Figures:
 
 
 def read_cases(data: Path) -> list[VtrainCase]:
-    """The published iterations in the folder ``data``, of every number of GPUs; ``InputError`` names the file."""
+    """Read the published iterations in the folder ``data``, for every number of GPUs; ``InputError`` names the file."""
     paths = sorted((data / FOLDER).glob(FILES))
     if not paths:
         raise InputError(f"{data / FOLDER / FILES}: no such file; {BROUGHT}")
@@ -183,7 +183,7 @@ def _case(row: list[str]) -> VtrainCase:
 
 
 def validate(data: Path, host: float = HOST_SECONDS, cases: Iterable[VtrainCase] | None = None) -> VtrainReport:
-    """Predicts every case (all of the file if ``cases`` is not given)."""
+    """Predict every case (by default all of the file)."""
     chosen = list(cases) if cases is not None else read_cases(data)
     predictor = Predictor(host)
     return VtrainReport(chosen, [predictor.seconds(case) for case in chosen])
@@ -197,13 +197,13 @@ class Predictor:
     _profiles: dict[Any, Any] = field(default_factory=dict)
 
     def seconds(self, case: VtrainCase) -> float:
-        """Of one iteration from a standing start."""
+        """Seconds of one iteration from a standing start."""
         from e2e.simulate.simulator import simulate
 
         return simulate(self.graph(case)).step_seconds
 
     def graph(self, case: VtrainCase) -> Any:
-        """The priced graph of ``case``."""
+        """Priced graph of ``case``."""
         from costmodel.collectives import collective_cost_model
         from costmodel.machines.cluster import load_cluster
         from e2e.parallelism.layers.megatron_kernels import fused_adam
@@ -252,7 +252,7 @@ class Predictor:
 
 @dataclass(frozen=True)
 class _Host:
-    """A host that takes ``launch_seconds`` per kernel. In a graph of profiled parts it takes nothing besides them."""
+    """Host that takes ``launch_seconds`` per kernel; in a graph of profiled parts it takes no additional time."""
 
     launch_seconds: float
     factor: float = 1.0
@@ -264,8 +264,9 @@ class _Host:
 
 def regularity(cases: Iterable[VtrainCase]) -> float:
     """Largest deviation, as a fraction, of the published times of one node from ``a + b L + c m + d L m`` (layers L,
-    micro-batches m) within one choice of everything else without replicas: zero for figures that were put together,
-    not measured."""
+    micro-batches m) within one choice of all other settings without replicas: zero for figures that were composed, not
+    measured.
+    """
     groups: dict[Any, list[VtrainCase]] = {}
     for case in cases:
         if case.dp == 1 and case.nodes == 1:
@@ -280,23 +281,23 @@ def _deviation(group: Sequence[VtrainCase]) -> float:
     return float(np.abs(terms @ solution / seconds - 1).max())
 
 
-# What --only is compared with.
+# Case name for --only.
 CASE = f"{CLUSTER}/vtrain-gpt"
 
 
 @dataclass(frozen=True)
 class VtrainSection:
-    """All published iterations, predicted. ``regularity``: see :func:`lab.validate.vtrain.regularity`."""
+    """Predictions of all published iterations. ``regularity``: see :func:`lab.validate.vtrain.regularity`."""
 
     report: VtrainReport
     regularity: float
 
     def record(self) -> dict[str, Any]:
-        """The JSON document."""
+        """JSON document of the section."""
         return {**self.report.record(), "regularity": self.regularity}
 
     def render(self) -> None:
-        """The error figures, a line for each group of cases."""
+        """Print the error figures, a line for each group of cases."""
         console = Console(highlight=False, width=None if sys.stdout.isatty() else 140, no_color=not sys.stdout.isatty())
         console.print("GPT iterations of vTrain on A100 (TP x DP x PP), put together from predicted parts")
         table = Table("cases", "number", "MAPE", "geomean", "p90", "worst", "bias", box=None)
@@ -313,7 +314,7 @@ class VtrainSection:
 
 
 def vtrain_section(data: Path, only: str = "") -> VtrainSection | None:
-    """``None`` if ``only`` names something else; ``InputError`` if the table is not in ``data``."""
+    """Section of vTrain; ``None`` if ``only`` does not match; ``InputError`` if the table is not in ``data``."""
     if only not in CASE:
         return None
     cases = read_cases(data)
@@ -322,7 +323,9 @@ def vtrain_section(data: Path, only: str = "") -> VtrainSection | None:
 
 @dataclass
 class Profiler:
-    """``overheads``: of the profiled host; ``collectives`` prices transfers among ``tp`` ranks on ``nodes`` nodes."""
+    """Profiler of parts. ``overheads``: of the profiled host; ``collectives``: prices of transfers among ``tp`` ranks
+    on ``nodes`` nodes.
+    """
 
     model: CostModel
     overheads: HostOverheads
@@ -334,7 +337,9 @@ class Profiler:
         self._condenser = Condenser(self.overheads, kernels=1)
 
     def pieces(self, pieces: Pieces) -> Pieces:
-        """All parts of ``pieces``, each as one task. Gradients of later micro-batches cost what the first ones do."""
+        """All parts of ``pieces``, each as one task. Gradients of later micro-batches cost the same as the
+        first ones.
+        """
 
         def parts(given: Mapping[Any, Part]) -> dict[Any, Part]:
             return {
@@ -347,11 +352,11 @@ class Profiler:
         return replace(pieces, forward=forward, backward=backward, accumulate=backward, core={}, chosen={}, needed={})
 
     def items(self, items: tuple[Item, ...], calls: Mapping[int, CallInfo]) -> tuple[Item, ...]:
-        """A single list of items as one task."""
+        """A list of items as one task."""
         return self._whole(items, calls, "optimizer")
 
     def priced(self, items: tuple[Item, ...], calls: Mapping[int, CallInfo]) -> tuple[Item, ...]:
-        """``items`` with the prices of the host and of the kernels by themselves, as they are profiled."""
+        """``items`` priced for the host and the kernels separately, as they are profiled."""
         condensed = self._condenser.items(items, calls)
         counts = Counter(operator for item in condensed if isinstance(item, Work) for operator in item.operators)
         (prices,) = operator_prices([counts], self.model)
@@ -375,7 +380,7 @@ class Profiler:
 
 
 def standing_start(items: tuple[Item, ...]) -> float:
-    """Seconds from an idle machine until host and device have ended priced ``items``, kernels one after another."""
+    """Seconds from an idle machine until host and device have finished the priced ``items``, kernels in sequence."""
     host = device = 0.0
     for item in items:
         if isinstance(item, HostWork) and item.duration is not None:

@@ -1,1 +1,1 @@
-"""What kernels cost by physics, one file per family of kernels: analytic seconds and features."""
+"""Analytic models of kernels, one file per kernel family: seconds and features."""

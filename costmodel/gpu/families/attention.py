@@ -1,16 +1,16 @@
 """Fused attention by kernel and architecture: tiles of products and exponentials, blocks in waves, bytes.
 
-Every multiprocessor works through tiles of queries x keys (:mod:`costmodel.gpu.families.attention_tiles`). A score of
-a tile costs its products, at a share of the chip's rate that the kernel reaches, and what of the softmax (exponentials,
-maxima, conversions) does not hide behind them, in cycles:
+Every multiprocessor works through tiles of queries x keys (:mod:`costmodel.gpu.families.attention_tiles`). A score of a
+tile costs its products, at the kernel's share of the chip's rate, and the part of the softmax (exponentials, maxima,
+conversions) that is not hidden behind them, in cycles:
 
     score = 2 * (width of queries + of values) / (rate * products) + softmax / (multiprocessors * clock)
 
 so that narrow heads reach fewer flop/s. The busiest multiprocessor sets the pace: whole waves of equal blocks; blocks
-of a causal mask, which differ, are given out longest first. Each block costs some cycles besides (prologue, epilogue).
-Decode (a token behind a cache) splits the keys over blocks and is bound by their bytes. Backward a score has five
-products, and gradients of queries are added up in FP32. What L2 holds from before is not read again from DRAM.
-``math`` is the unfused form: products at the GEMM rate in FP32, scores written and read again by each kernel.
+of a causal mask, which differ, are scheduled longest first. Each block adds a fixed number of cycles (prologue,
+epilogue). Decode (one token with a cache) splits the keys over blocks and is bound by their bytes. Backward, a score
+has five products, and gradients of queries are added up in FP32. Data left in L2 is not read again from DRAM. ``math``
+is the unfused form: products at the GEMM rate in FP32, scores written and read again by each kernel.
 """
 
 from __future__ import annotations
@@ -31,20 +31,22 @@ from costmodel.operators.any_operator import AnyOperator
 from costmodel.operators.attention import Attention, AttentionKernel, AttentionPhase
 from costmodel.operators.layers import element_bytes
 
-_OVERLAP = 4.0  # norm in which arithmetic and DRAM add up; both tables and the published figures are bound by one
-# L2 holds what fits from the launch before, and of more a part: decode of aiconfigurator, repeated over one cache.
+# norm in which arithmetic and DRAM are combined; in both tables and the published figures one of them dominates
+_OVERLAP = 4.0
+# Fill of L2 below which all data of the previous launch is still in L2, and above which none is: decode of
+# aiconfigurator, repeated over one cache.
 _WARM_FILL = (0.3, 1.0)
 _SCORE_BYTES = 4  # the unfused form computes 16-bit inputs in FP32 (aten/native/transformers/attention.cpp, math)
-# Tensors of scores that the unfused form moves: written, scaled and masked (2), softmax (2), read; backward besides.
+# Passes over the scores in the unfused form: written, scaled and masked (2), softmax (2), read; more for backward.
 _SCORE_PASSES = {"forward": 6, "backward": 10}
-_SINK_PASSES = 2  # concatenated with the column of sinks and cut off again, as models without a kernel for it do
-# Per 1,000 scores: ten rounds of Philox, about 60 integer instructions of 64 a cycle, make 16 numbers of 8 bits
+_SINK_PASSES = 2  # passes to append the column of sinks and to remove it again, as models without a kernel for it do
+# Cycles per 1,000 scores: ten rounds of Philox, about 60 integer instructions of 64 a cycle, make 16 numbers of 8 bits
 # (flash-attention csrc, dropout.h).
 _DROPOUT_CYCLES = 60.0
 
 
 class FusedAttention(Family[Attention]):
-    """Attention of one ``kernel`` in one ``phase``; its name is theirs, as in ``flash2-backward``."""
+    """Attention by one ``kernel`` in one ``phase``; the family name combines them, as in ``flash2-backward``."""
 
     def __init__(self, kernel: AttentionKernel, phase: AttentionPhase, pace: KernelPace | None = None) -> None:
         self.kernel = kernel
@@ -71,11 +73,11 @@ class FusedAttention(Family[Attention]):
         )
 
     def with_pace(self, pace: KernelPace) -> FusedAttention:
-        """The same with another ``pace`` than the one known of its kernel."""
+        """The same family with another ``pace`` than the kernel's default."""
         return FusedAttention(self.kernel, self.phase, pace)
 
     def covers(self, operator: Attention) -> bool:
-        """Tables hold BF16, or 8 bits, without masks and sinks; FP16 runs the same code."""
+        """True for operators of the tables: BF16 or 8 bits, no masks or sinks; FP16 runs the same code."""
         measured = ("float8",) if self.kernel == EIGHT_BITS else ("bfloat16", "float16")
         return operator.dtype in measured and not operator.mask and not operator.sinks
 
@@ -95,8 +97,8 @@ _FAMILIES: dict[tuple[AttentionKernel, AttentionPhase], FusedAttention] = {}
 
 
 def attention_family(operator: AnyOperator, machine: Machine) -> FusedAttention:
-    """The family of the kernel that computes ``operator`` on ``machine``; always the same object for one kernel and
-    phase. ``MachineError`` if ``machine`` is no GPU.
+    """Family of the kernel that computes ``operator`` on ``machine``; always the same object for one kernel and phase.
+    ``MachineError`` if ``machine`` is no GPU.
     """
     if not isinstance(operator, Attention):
         raise UnsupportedOperatorError(
@@ -106,12 +108,12 @@ def attention_family(operator: AnyOperator, machine: Machine) -> FusedAttention:
 
 
 def named_family(kernel: AttentionKernel, phase: AttentionPhase) -> FusedAttention:
-    """The one family of ``kernel`` and ``phase``."""
+    """The unique family object of ``kernel`` and ``phase``."""
     return _FAMILIES.setdefault((kernel, phase), FusedAttention(kernel, phase))
 
 
 def attention_families() -> dict[str, FusedAttention]:
-    """Every family that tables are named after."""
+    """All families that have tables, by name."""
     members = (named_family(kernel, phase) for kernel in _MEASURED for phase in get_args(AttentionPhase))
     return {each.name: each for each in members}
 
@@ -119,7 +121,7 @@ def attention_families() -> dict[str, FusedAttention]:
 def _compute_seconds(
     operator: Attention, work: TiledWork, pace: KernelPace, kernel: AttentionKernel, machine: Machine
 ) -> float:
-    """Seconds of the busiest multiprocessor."""
+    """Compute seconds of the busiest multiprocessor."""
     chip = machine.chip()
     sms = chip.sm_count
     waves = np.ceil(work.blocks / sms)
@@ -137,13 +139,13 @@ def _compute_seconds(
 
 
 # FlashAttention 1 and 2 have one head dimension for queries, keys and values; narrower values are padded. cuDNN takes
-# 192 and 128 as long as 192 and 192 (B200 of SimuMax).
+# as long for 192 and 128 as for 192 and 192 (B200 of SimuMax).
 _ONE_WIDTH = ("flash1", "flash2", "cudnn")
 
 
 def _features(operators: Sequence[Attention], works: Sequence[TiledWork], sms: int) -> dict[str, np.ndarray]:
-    """Shapes and their ratios to the number of multiprocessors alone: no rate of the machine, so that a faster machine
-    is never priced slower because of what was learned.
+    """Features: shapes and their ratios to the number of multiprocessors, but no rate of the machine, so that a faster
+    machine is never priced slower because of the learned residual.
     """
     sparse = [each.pairs / max(each.query_length * each.key_length, 1) for each in operators]
     columns: dict[str, list[float]] = {
@@ -161,7 +163,9 @@ def _features(operators: Sequence[Attention], works: Sequence[TiledWork], sms: i
 
 
 def _unfused(operators: Sequence[Attention], machine: Machine) -> KernelAnalysis:
-    """Products of all pairs, masked ones too, and the passes over the scores between them."""
+    """Analysis of the unfused form: products of all pairs, masked ones too, and the passes over the scores between
+    them.
+    """
     floor = kernel_floor(machine)
     compute, dram, launches = [], [], []
     for each in operators:

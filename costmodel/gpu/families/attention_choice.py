@@ -1,11 +1,11 @@
-"""Which kernel ``scaled_dot_product_attention`` takes, by GPU, number type, shape, mask and version of PyTorch.
+"""Kernel selection of ``scaled_dot_product_attention`` by GPU, dtype, shape, mask and PyTorch version.
 
-After ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`` of the versions named. The order is flash, memory-
-efficient, math; cuDNN is tried first on Hopper and datacenter Blackwell by version 2.5.0, which 2.5.1 took back
-(pytorch issues 138340 and 138522), and from 2.11 on, whose cuDNN is newer than the 9.15 that the test asks for
-(pytorch pull request 162073; huggingface/transformers pull request 48163). Version 2.2 brought FlashAttention 2, 2.0
-and 2.1 have the first. Flash needs Ampere or later, 16 bits, no mask and heads of up to 256 (128 in the first); the
-memory-efficient kernel takes masks and FP32, but BF16 from Ampere on alone; what neither takes runs as products.
+After ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`` of the versions named. The order is flash,
+memory-efficient, math; cuDNN is tried first on Hopper and datacenter Blackwell by version 2.5.0, which 2.5.1 reverted
+(pytorch issues 138340 and 138522), and from 2.11 on, whose cuDNN is newer than the required 9.15 (pytorch pull request
+162073; huggingface/transformers pull request 48163). Version 2.2 introduced FlashAttention 2; 2.0 and 2.1 have the
+first. Flash needs Ampere or later, 16 bits, no mask and heads of up to 256 (128 in the first); the memory-efficient
+kernel supports masks and FP32, but BF16 only from Ampere on; all other cases run as separate products.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ EIGHT_BITS: AttentionKernel = "flash3-fp8"
 
 
 def kernel_of(operator: Attention, machine: Machine, release: Release = LATEST) -> AttentionKernel:
-    """The kernel that ``operator`` names, or the one that PyTorch ``release`` takes for it on ``machine``.
+    """Kernel named by ``operator``, or the one that PyTorch ``release`` selects for it on ``machine``.
 
-    ``MachineError`` where a named kernel does not run there.
+    ``MachineError`` if a named kernel does not run there.
     """
     if operator.dtype == "float8" and operator.kernel != EIGHT_BITS:
         raise UnsupportedOperatorError(
@@ -54,15 +54,15 @@ def kernel_of(operator: Attention, machine: Machine, release: Release = LATEST) 
 
 
 def generation_of(machine: Machine) -> str:
-    """Whose kernels a GPU runs: its architecture's, but consumer Blackwell (capability 12.0: no tensor memory, and
-    PyTorch does not prefer cuDNN there) those of Ada.
+    """Architecture whose kernels a GPU runs: its own, except that consumer Blackwell (capability 12.0: no tensor
+    memory, and PyTorch does not prefer cuDNN there) runs those of Ada.
     """
     architecture = machine.chip().architecture
     return "ada" if architecture == "blackwell-rtx" else architecture
 
 
 def sdpa_kernel(operator: Attention, machine: Machine, release: Release = LATEST) -> AttentionKernel:
-    """What ``scaled_dot_product_attention`` of PyTorch ``release`` takes for the shapes of ``operator``."""
+    """Kernel that ``scaled_dot_product_attention`` of PyTorch ``release`` selects for the shapes of ``operator``."""
     architecture = machine.chip().architecture
     half, modern = operator.dtype in _HALVES, architecture not in _BEFORE_AMPERE
     even = len(set(operator.widths)) == 1
@@ -85,8 +85,8 @@ def _flash(release: Release) -> AttentionKernel:
 
 
 def _fits_cudnn(widths: tuple[int, int], machine: Machine, release: Release) -> bool:
-    """``check_cudnn_tensor_shapes``: of queries and values, which need not be as wide. Wider than 128 on Hopper by
-    cuDNN 9.10, on Blackwell for latent attention alone.
+    """True if ``check_cudnn_tensor_shapes`` accepts the head dimensions of queries and values, which may differ. Above
+    128 on Hopper with cuDNN 9.10, on Blackwell for latent attention only.
     """
     wide = release >= _CUDNN_AGAIN and (generation_of(machine) == "hopper" or widths == _LATENT)
     return max(widths) <= (_WIDEST if wide else _WIDEST // 2) and all(width % 8 == 0 for width in widths)

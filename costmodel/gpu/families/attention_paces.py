@@ -1,8 +1,8 @@
-"""How fast each attention kernel goes through its tiles on each generation of GPUs.
+"""Speed of each attention kernel per tile on each GPU generation.
 
 Fitted to the rows named, least absolute error of log times, where a source is named (mean error of the fit in
 brackets); 62.5 cycles per 1,000 scores would be exponentials alone, 16 a cycle (CUDA C++ Programming Guide, throughput
-of arithmetic instructions). What nobody measured is estimated as said beside it.
+of arithmetic instructions). Values without measurements are estimated as stated beside them.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from costmodel.operators.attention import AttentionKernel, AttentionPhase
 
 @dataclass(frozen=True)
 class KernelPace:
-    """``products``: share of the sustained GEMM rate; ``softmax``: cycles of a multiprocessor per 1,000 scores that do
-    not hide behind products; ``block``: cycles per block besides; ``launches``: shortest kernels that the call costs.
-    """
+    """Pace of an attention kernel."""
 
+    # Share of the sustained GEMM rate.
     products: float
+    # Cycles of a multiprocessor per 1,000 scores that are not hidden behind products.
     softmax: float
+    # Additional cycles per block.
     block: float
+    # Cost of launching the call, in shortest kernels.
     launches: float = 1.0
 
 
@@ -88,7 +90,7 @@ _TABLE: MappingProxyType[tuple[str, str, str], KernelPace] = MappingProxyType({
     },
 })  # fmt: skip
 
-# Where a phase or a generation has no line of its own.
+# Substitutes for a phase or a generation without a line of its own.
 _AS_PHASE: MappingProxyType[str, AttentionPhase] = MappingProxyType(
     {"encoder": "forward", "paged": "forward", "decode": "forward"}
 )
@@ -98,7 +100,9 @@ _AS_GENERATION = MappingProxyType(
 
 
 def pace_of(kernel: AttentionKernel, phase: AttentionPhase, generation: str) -> KernelPace:
-    """The pace of ``kernel`` in ``phase`` on a ``generation`` of GPUs, or that of the phase and generation nearest."""
+    """Pace of ``kernel`` in ``phase`` on a ``generation`` of GPUs, or that of the nearest known phase and
+    generation.
+    """
     if kernel == "math":
         raise KeyError("the unfused form has no pace of its own")
     for name in (generation, _AS_GENERATION.get(generation, "ampere"), "ampere", "hopper"):

@@ -1,7 +1,7 @@
-"""How fused attention is cut: tiles of queries x keys, the blocks that take them, and what a mask leaves out.
+"""Tiling of fused attention: tiles of queries x keys, the blocks that process them, and tiles skipped by a mask.
 
-Forward a block owns some queries of a head and goes over the keys that they see; backward it owns some keys. Tiles that
-no query sees are skipped, those that some queries see are computed whole.
+Forward, a block owns some queries of a head and iterates over the keys visible to them; backward, it owns some keys.
+Tiles without visible scores are skipped, partly visible ones are computed whole.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import numpy as np
 
 from costmodel.operators.attention import Attention, CausalPlace, seen_keys
 
-# Head dimensions that kernels are made for; others are padded (flash-attention, csrc: hdim32 ... hdim256; FlashMLA: 576
-# of keys, 512 of values).
+# Head dimensions supported by kernels; others are padded (flash-attention, csrc: hdim32 ... hdim256; FlashMLA: 576 of
+# keys, 512 of values).
 _WIDTHS = (32, 64, 96, 128, 192, 256, 512, 576)
-# Rows of queries that a tensor-core instruction takes at least, four warps together.
+# Least rows of queries of a tensor-core instruction, four warps together.
 _LEAST_ROWS = 64
 
 
@@ -33,7 +33,7 @@ class TileSize:
             raise ValueError(f"tiles of queries for {sorted(self.queries)}, of keys for {sorted(self.keys)}")
 
     def of(self, width: int) -> tuple[int, int]:
-        """Of head dimension ``width``; that of the widest one known beyond it."""
+        """Queries and keys of a tile for head dimension ``width``; beyond the widest known one, those of the widest."""
         known = max(self.queries) if width > max(self.queries) else min(each for each in self.queries if each >= width)
         return self.queries[known], self.keys[known]
 
@@ -46,14 +46,14 @@ FORWARD_TILES: dict[str, TileSize] = {
     "flash1": TileSize({64: 128, 128: 128}, {64: 128, 128: 128}),
     "flash2": TileSize({64: 128, 128: 128, 256: 128}, {64: 128, 128: 64, 256: 64}),
     "flash3": TileSize({64: 192, 128: 128, 256: 128}, {64: 128, 128: 128, 256: 80}),
-    "flash4": TileSize({256: 256}, {256: 128}),  # two tiles of 128 queries in turns
+    "flash4": TileSize({256: 256}, {256: 128}),  # two tiles of 128 queries, alternating
     "cudnn": TileSize({256: 128}, {256: 128}),
     "efficient": TileSize({64: 64, 256: 32}, {64: 64, 256: 128}),
     "flash3-fp8": TileSize({64: 192, 128: 128, 256: 128}, {64: 160, 128: 192, 256: 128}),
     "mla": TileSize({576: 64}, {576: 64}),
 }
-# Two tiles of queries in turns, which datacenter Blackwell's kernels have (times of SimuMax's B200 do not fall below
-# 16 heads of 4,096 queries).
+# Two alternating tiles of queries, as in datacenter Blackwell's kernels (times of SimuMax's B200 do not fall below 16
+# heads of 4,096 queries).
 _BLACKWELL_TILES = {"cudnn": TileSize({256: 256}, {256: 128})}
 BACKWARD_TILES: dict[str, TileSize] = {
     "flash1": TileSize({64: 128, 128: 128}, {64: 128, 128: 128}),
@@ -67,28 +67,30 @@ BACKWARD_TILES: dict[str, TileSize] = {
 
 @dataclass(frozen=True)
 class TiledWork:
-    """``blocks`` of the whole operator, ``tiles`` of all of them and of the ``longest``; ``shape`` of a tile.
+    """Tiles and blocks of one attention operator."""
 
-    ``equal``: all blocks take as long. ``rows`` of queries in a block, grouped ones together. ``splits``: blocks that
-    share the keys of the same queries.
-    """
-
+    # Thread blocks of the whole operator.
     blocks: float
+    # Tiles of all blocks, and of the longest block.
     tiles: float
     longest: float
+    # Queries and keys of a tile.
     shape: tuple[int, int]
+    # True if all blocks take equally long.
     equal: bool
+    # Rows of queries in a block, grouped heads together.
     rows: float
+    # Number of blocks that share the keys of the same queries.
     splits: int = 1
 
 
 def padded(width: int) -> int:
-    """The head dimension that is computed where ``width`` is asked for."""
+    """Head dimension that is computed for ``width``."""
     return next((each for each in _WIDTHS if each >= width), -(-width // 256) * 256)
 
 
 def tiled(operator: Attention, kernel: str, sms: int, generation: str) -> TiledWork:
-    """The work of ``operator`` in tiles of ``kernel`` on a chip of ``sms`` multiprocessors of ``generation``."""
+    """Work of ``operator`` in tiles of ``kernel`` on a chip of ``sms`` multiprocessors of ``generation``."""
     width = padded(max(operator.widths))
     forward = operator.direction == "forward"
     sizes = FORWARD_TILES if forward else BACKWARD_TILES
@@ -100,7 +102,7 @@ def tiled(operator: Attention, kernel: str, sms: int, generation: str) -> TiledW
         rows = operator.query_length * (group if operator.phase == "decode" else 1)
         shape = (min(shape[0], -(-rows // _LEAST_ROWS) * _LEAST_ROWS), shape[1])
     if operator.phase == "decode":
-        # TensorRT-LLM's latent attention before Hopper leaves the keys of a sequence to one block (its times on A100
+        # TensorRT-LLM's latent attention before Hopper processes the keys of a sequence in one block (its times on A100
         # and L40S do not grow from 1 to 32 sequences).
         return _split(operator, shape, 1 if kernel == "mla" and generation in ("ampere", "ada") else sms)
     parts = [
@@ -114,7 +116,9 @@ def tiled(operator: Attention, kernel: str, sms: int, generation: str) -> TiledW
 
 
 def _split(operator: Attention, shape: tuple[int, int], sms: int) -> TiledWork:
-    """A block per key-value head, sequence and tile of queries, or as many as there are multiprocessors left for."""
+    """Work of decode: one block per key-value head, sequence and tile of queries, or more if multiprocessors are left
+    over.
+    """
     queries = operator.query_length * operator.heads // operator.kv_heads
     pairs = operator.batch * operator.kv_heads * -(-queries // shape[0])
     seen = operator.window if 0 < operator.window < operator.key_length else operator.key_length
@@ -127,7 +131,7 @@ def _split(operator: Attention, shape: tuple[int, int], sms: int) -> TiledWork:
 def _cut(
     queries: int, keys: int, causal: bool, window: int, placed: CausalPlace, shape: tuple[int, int], forward: bool
 ) -> tuple[int, float, float]:
-    """Blocks, tiles and the most tiles of a block, of one sequence and head."""
+    """Blocks, tiles and the largest number of tiles of a block, for one sequence and head."""
     if placed == "spread" and causal and keys > queries:
         blocks, tiles, longest = _cut(keys, keys, causal, window, "end", shape, forward)
         return max(blocks * queries // keys, 1), tiles * queries / keys, longest

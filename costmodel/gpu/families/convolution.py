@@ -22,8 +22,8 @@ from costmodel.machines.machine_records import Machine
 from costmodel.operators.device_work import ConvolutionBackward
 from costmodel.operators.layers import Conv2d, element_bytes
 
-# Of a pixel grid as implicit-GEMM rows, the operands are gathered: the share of a plain product's rate that remains (a
-# judgement; what it is off by, trees learn where there are tables).
+# Rate of implicit GEMM relative to a plain product, since its operands are gathered from a pixel grid (a judgement;
+# trees correct it where there are tables).
 _GATHER = 0.9
 _WINOGRAD_TILE = 4
 _WINOGRAD_POINTS = 36
@@ -54,7 +54,7 @@ class Convolution(Family[Conv2d | ConvolutionBackward]):
         )
 
     def covers(self, operator: Conv2d | ConvolutionBackward) -> bool:
-        # The tables hold 3x3 filters of stride 1 alone.
+        # The tables only hold 3x3 filters of stride 1.
         if not isinstance(operator, Conv2d) or operator.dtype != "float32" or operator.groups != 1:
             return False
         return operator.kernel == (3, 3) and operator.stride == (1, 1)
@@ -78,7 +78,7 @@ def _gemm_shape(operator: Conv2d | ConvolutionBackward) -> tuple[int, int, int, 
         return conv.groups, pixels, outputs, inputs * taps
     if operator.wrt == "weight":
         return conv.groups, outputs, inputs * taps, pixels
-    # As many products as forward: each input pixel meets taps / stride^2 outputs.
+    # As many products as forward: each input pixel contributes to taps / stride^2 outputs.
     steps = conv.stride[0] * conv.stride[1]
     return conv.groups, conv.batch * conv.height * conv.width, inputs, max(outputs * taps // steps, 1)
 
@@ -86,7 +86,7 @@ def _gemm_shape(operator: Conv2d | ConvolutionBackward) -> tuple[int, int, int, 
 def _implicit(
     products: Products, weight: np.ndarray, operators: Sequence[Conv2d | ConvolutionBackward], machine: Machine
 ) -> Triple:
-    """As :func:`analyse_products`; traffic is that of the tensors, not of the gathered matrix."""
+    """Analysis like :func:`analyse_products`, with the traffic of the tensors instead of the gathered matrix."""
     tensor = np.array([uses_tensor_cores(machine, each.dtype) for each in operators])
     results = []
     for tiles in (TENSOR_TILES, simt_tiles(machine, False)):

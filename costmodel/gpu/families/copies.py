@@ -1,6 +1,6 @@
 """Copies between host and device over PCIe or NVLink-C2C, and between devices over NVLink or PCIe.
 
-Those within a device are element-wise kernels.
+Copies within a device are element-wise kernels.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class Copies(Family[MemoryCopy]):
         return KernelAnalysis(np.maximum(terms["memory:DRAM"], terms["link"]) + terms["launch"], terms, features)
 
     def least(self, operators: Sequence[MemoryCopy], machine: Machine) -> np.ndarray:
-        return np.zeros(len(operators))  # one end is in another memory, and no table is learned from
+        return np.zeros(len(operators))  # one end is in another memory, and no table exists to learn from
 
     def covers(self, operator: MemoryCopy) -> bool:
         return False  # no measured tables yet
 
 
 def _terms(operator: MemoryCopy, machine: Machine) -> tuple[float, float, float]:
-    """Seconds in DRAM, on the link, and to start."""
+    """Seconds in DRAM, on the link, and of the start."""
     link = _link(machine, operator.kind)
     share = 1.0 if operator.pinned or operator.kind == "peer" else _PAGEABLE_SHARE
     one_way = operator.size_bytes / dram_bandwidth(machine)
@@ -48,7 +48,7 @@ def _terms(operator: MemoryCopy, machine: Machine) -> tuple[float, float, float]
 
 
 def is_within_device(operator: MemoryCopy) -> bool:
-    """Whether no link is crossed."""
+    """True if no link is crossed."""
     return operator.kind in ("device_to_device", "memset")
 
 

@@ -1,6 +1,6 @@
-"""Depthwise convolutions: which library computes one; PyTorch's gradient of weights.
+"""Depthwise convolutions: the library that computes one; PyTorch's own gradient of weights.
 
-PyTorch asks cuDNN for all of them in NHWC. In NCHW it asks for those in FP16 with square windows of 1, 3 or 5 elements
+PyTorch uses cuDNN for all of them in NHWC, in NCHW for those in FP16 with square windows of 1, 3 or 5 elements
 from 32 channels on, of stride 1, or of stride 2 with many channels (``use_cudnn_depthwise`` and
 ``check_cudnn_depthwise_workload_with_filter`` in aten/src/ATen/native/Convolution.cpp, cuDNN 8.2 and later). The rest
 are kernels of its own (aten/src/ATen/native/cuda/DepthwiseConv2d.cu): forward and the gradient of the data take a
@@ -10,8 +10,8 @@ of the window, whose warps go over the pictures one by one,
     seconds = factor * max(bytes / DRAM bandwidth, waves * loads of a thread * latency of a load)
 
 so that it costs as many passes over both tensors as the window has elements, and few channels leave most of the GPU
-without work. Forward and data kernels of either library are not told apart: steps of families left out are not met
-better with classes of their own.
+idle. Forward and data kernels of the two libraries share classes: separate classes do not improve the predictions of
+held-out families.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from costmodel.machines.machine_records import Machine
 from costmodel.operators.layers import Conv2d
 
 _CUDNN_WINDOWS, _CUDNN_CHANNELS, _CUDNN_WIDTH = (1, 3, 5), 32, 7
-# Of stride 2, for more than one picture: from so many channels on at any width, and at this one.
+# For stride 2 and more than one picture: fewest channels at any width, and at this width.
 _STRIDED_CHANNELS, _STRIDED_CHANNELS_WIDE, _STRIDED_WIDTH = 512, 256, 28
 _WARP, _GRADIENT_WARPS = 32, 8  # getGradParamsNumThreads: a warp per picture, 256 threads at most
 
 
 def asks_cudnn(conv: Conv2d) -> bool:
-    """Whether PyTorch has cuDNN compute the depthwise ``conv`` and its gradients, rather than its own kernels."""
+    """True if PyTorch computes the depthwise ``conv`` and its gradients by cuDNN rather than by its own kernels."""
     if conv.channels_last:
         return True
     plane = conv.depth is None and conv.dilation == (1, 1)
@@ -51,9 +51,9 @@ def _asks_strided(conv: Conv2d) -> bool:
 
 
 def own_gradient_seconds(conv: Conv2d, machine: Machine) -> float:
-    """Seconds that the loads of PyTorch's own gradient of the weights of ``conv`` take, before any factor.
+    """Load time, before any factor, of PyTorch's own gradient of the weights of ``conv``, in seconds.
 
-    Of a window's passes over the tensors the first finds them in DRAM, the others, which run beside it, in L2.
+    Of a window's passes over the tensors the first reads DRAM, the others, which run concurrently, read L2.
     """
     chip = machine.chip()
     window = conv.kernel[0] * conv.kernel[1] * (1 if conv.depth is None else conv.depth[0])

@@ -1,7 +1,7 @@
-"""What the model of one kernel family is made of: an analytic time of many operators at once, and features.
+"""Interface of a kernel family's model: analytic time of many operators at once, and features.
 
-Features are what a learned residual may see. They are logarithms of shapes and of ratios (times over times, waves,
-bytes over capacities), so that what is learned on one GPU carries over to another.
+Features are the inputs of a learned residual. They are logarithms of shapes and of ratios (times over times, waves,
+bytes over capacities), so that a residual learned on one GPU transfers to another.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from costmodel.operators.layers import Conv2d
 
 @dataclass(frozen=True)
 class KernelAnalysis:
-    """Arrays over the operators, seconds. ``terms`` are what the analytic time is made of, ``features`` what a
-    learned residual may see, both by name.
-    """
+    """Analysis of several operators: arrays over the operators."""
 
+    # Seconds of each operator.
     seconds: np.ndarray
+    # Terms of the analytic time, in seconds, by name.
     terms: Mapping[str, np.ndarray]
+    # Inputs of a learned residual, by name.
     features: Mapping[str, np.ndarray]
 
     def bound(self, place: int) -> str:
-        """Name of the largest term of the operator at ``place``."""
+        """Name of the largest term of the operator at index ``place``."""
         return max(self.terms, key=lambda name: float(self.terms[name][place]))
 
     def matrix(self) -> np.ndarray:
@@ -45,15 +46,15 @@ Grade = Literal["measured", "dtype", "kind", "unknown"]
 
 @runtime_checkable
 class Gridded(Protocol):
-    """A family whose tables are grids of sizes, so that a lattice (:mod:`costmodel.gpu.residuals.lattice`) holds what
-    was learned of it. ``axes``: the points that it has even where no table has rows.
+    """Family whose tables are grids of sizes, so that its residual can be a lattice
+    (:mod:`costmodel.gpu.residuals.lattice`). ``axes``: grid points that exist even without table rows.
     """
 
     name: str
     axes: tuple[np.ndarray, ...]
 
     def sizes(self, operators: Sequence[Any]) -> np.ndarray:
-        """Sizes (operators, axes) of the one kernel that does no more than each of ``operators``."""
+        """Sizes (operators, axes) of one plain kernel that does no more work than each of ``operators``."""
 
     def at_sizes(self, sizes: np.ndarray, machine: Machine) -> KernelAnalysis:
         """Analysis of plain kernels of ``sizes`` (rows, axes)."""
@@ -66,8 +67,8 @@ FamilyOperator = TypeVar("FamilyOperator", bound=AnyOperator)
 
 
 class Family(ABC, Generic[FamilyOperator]):
-    """One kernel family. ``name`` is also that of its fitted model; ``clock_bound``: its time depends on the clock of
-    the multiprocessors, which sinks on power-limited cards, more than on the memory's.
+    """One kernel family. ``name``: also that of its fitted model; ``clock_bound``: True if its time depends on the
+    clock of the multiprocessors, which drops on power-limited cards, more than on the memory's.
     """
 
     name: str
@@ -78,24 +79,24 @@ class Family(ABC, Generic[FamilyOperator]):
         """Analytic time and features of ``operators`` (all of this family) on the GPU ``machine``."""
 
     def least(self, operators: Sequence[FamilyOperator], machine: Machine) -> np.ndarray:
-        """Seconds (operators,) that no kernel can undercut, by the datasheet of ``machine``."""
+        """Lower bound in seconds (operators,) by the datasheet of ``machine``."""
         return least_seconds(operators, machine)
 
     def covers(self, operator: FamilyOperator) -> bool:
-        """Whether measurements of this family say something about ``operator`` (its dtype above all)."""
+        """True if measurements of this family apply to ``operator`` (depends mainly on its dtype)."""
         return dtype_of(operator) == "float32"
 
     def grade(self, operator: FamilyOperator) -> Grade:
-        """How near the measured kernels of this family are to ``operator``: those that it is one of, the same in
-        another ``dtype``, another ``kind``, or nobody knows what it is.
+        """Similarity of the measured kernels of this family to ``operator``: "measured" if it is one of them, "dtype"
+        for the same kernels in another dtype, "kind" for another kind, "unknown" if it is unidentified.
         """
         return "measured" if self.covers(operator) else "kind"
 
 
 def least_seconds(operators: Sequence[AnyOperator], machine: Machine, spared: Sequence[float] = ()) -> np.ndarray:
-    """By the datasheet of ``machine``: the operations at the rate of their number type, each ``spared`` so many times
-    (empty: none), and the bytes that L2 cannot hold at the bandwidth of DRAM. What the machine file does not tell
-    counts nothing.
+    """Lower bound in seconds by the datasheet of ``machine``: operations at the rate of their dtype, divided by the
+    savings factor ``spared`` (empty: 1), and bytes beyond L2's capacity at the DRAM bandwidth. Figures missing from the
+    machine file count as no time.
     """
     peaks = {dtype: dense_peak(machine, dtype) or np.inf for dtype in {dtype_of(each) for each in operators}}
     times = spared if len(spared) else [1.0] * len(operators)
@@ -112,7 +113,9 @@ def _operations(operator: AnyOperator) -> float:
 
 
 def _moved_bytes(operator: AnyOperator) -> float:
-    """Bytes that ``operator`` reads and writes at least once. Of rows between the windows of a convolution none."""
+    """Bytes that ``operator`` reads and writes at least once, excluding rows skipped between the windows of a
+    convolution.
+    """
     if isinstance(operator, LayerWork):
         rows = min(operator.kernel[0] / operator.stride[0], 1.0) if isinstance(operator, Conv2d) else 1.0
         return rows * operator.input_bytes + operator.weight_bytes + operator.output_bytes
@@ -122,5 +125,5 @@ def _moved_bytes(operator: AnyOperator) -> float:
 
 
 def safe_log2(values: np.ndarray) -> np.ndarray:
-    """Base-2 logarithm, of values below a tiny positive number that of this number."""
+    """Base-2 logarithm, with values clamped below at a tiny positive number."""
     return np.asarray(np.log2(np.maximum(np.asarray(values, dtype=float), 1e-30)))

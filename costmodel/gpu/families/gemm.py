@@ -45,24 +45,26 @@ from costmodel.operators.scaled_work import ScaledGemm
 
 @dataclass(frozen=True)
 class Tile:
-    """Output tile of one thread block; ``efficiency``: share of the SM's rate that its inner loop reaches;
-    ``resident``: blocks of it that one SM holds at a time; ``tensor``: computed on the tensor cores."""
+    """Output tile of one thread block."""
 
     m: int
     n: int
+    # Share of the SM's rate that its inner loop reaches.
     efficiency: float
+    # Blocks of it that one SM holds at a time.
     resident: int
+    # Computed on the tensor cores.
     tensor: bool = False
 
 
 # FP32 tiles of cuBLAS 12 with their share of the sustained rate, padding counted: medians over those rows of NeuSight
-# op_latency (V100, A100) whose kernel name tells the tile: volta_sgemm_128x64_tn covers 64 rows and 128 columns of a
+# op_latency (V100, A100) whose kernel name gives the tile: volta_sgemm_128x64_tn covers 64 rows and 128 columns of a
 # row-major output. A smaller tile reuses a loaded operand less. Pascal runs kernels made for Maxwell, which reach less.
 _LARGE, _WIDE, _SQUARE = Tile(128, 128, 1.05, 2), Tile(64, 128, 1.0, 3), Tile(64, 64, 0.85, 5)
 _TALL, _FLAT, _LOW, _SMALL = Tile(128, 32, 0.9, 3), Tile(32, 128, 0.88, 3), Tile(32, 64, 0.82, 5), Tile(32, 32, 0.7, 6)
 _SINGLE_TILES = (_LARGE, _WIDE, _TALL, _FLAT, _LOW, _SMALL)
 _MAXWELL_TILES = (Tile(128, 32, 0.8, 3), Tile(64, 64, 0.67, 5), Tile(32, 128, 0.66, 3))
-# By architecture: the tiles of single products, then the fewer ones of batched products. Chips later than Ampere run
+# By architecture: the tiles of single products, then the fewer ones of batched products. Later chips than Ampere run
 # Ampere's kernels.
 SIMT_TILES = {
     "pascal": (_MAXWELL_TILES, (_WIDE,)),
@@ -70,7 +72,7 @@ SIMT_TILES = {
     "turing": (_SINGLE_TILES, (_WIDE, _SQUARE, _FLAT)),
     "ampere": (_SINGLE_TILES, (_LARGE,)),
 }
-# Tensor-core tiles of cuBLAS and CUTLASS, down to the narrow ones for a few rows.
+# Tensor-core tiles of cuBLAS and CUTLASS, down to narrow ones for few rows.
 TENSOR_TILES = (
     Tile(128, 256, 1.0, 1, True),
     Tile(256, 128, 1.0, 1, True),
@@ -82,39 +84,40 @@ TENSOR_TILES = (
 )
 SPLITS = (1, 2, 4, 8, 16)
 STEP = 8  # k of one pass through shared memory; the pipeline fills for one of them
-OVERLAP = 3.0  # norm in which arithmetic, L2 and DRAM add up; 2 and no overlap fit the tables worse
-# Tensors of back-to-back kernels are found in L2 if they fill up to a tenth of it, and not at all from three tenths on
+OVERLAP = 3.0  # norm in which arithmetic, L2 and DRAM are combined; 2, or no overlap, fits the tables worse
+# Tensors of back-to-back kernels are still in L2 if they fill up to a tenth of it, and not at all from three tenths on
 # (skinny BF16 GEMMs of aiconfigurator on A100, H100 and L40S).
 _WARM_FILL = (0.1, 0.3)
 # Blocks of a cluster receive a shared operand once (TMA multicast, CUDA C++ Programming Guide): clusters of 2 x 2.
 CLUSTER_SHARE = {"hopper": 0.5, "blackwell": 0.5}
-# What blocks of a wave wait for one after another, in latencies of DRAM: their first operands before the arithmetic,
-# the stores behind it; Hopper's kernels store one tile while they compute the next. aiconfigurator's BF16 products of
-# 2,048 rows and more beyond L2: with it the mean deviation from the median of measured over analytic times is 0.040
-# instead of 0.081 on A100 (64 long in k: +10 instead of -40 %), 0.059 instead of 0.091 on H200. Cards with GDDR show
-# none of it (L40S 0.116, 0.121; the RTX 3090's steps are met worse with it): their memory keeps all blocks waiting.
-# Families with tables learn it from them; others ask for it.
+# Sequential waits of the blocks of a wave, in DRAM latencies: the first operands before the arithmetic, the stores
+# after it; Hopper's kernels store one tile while they compute the next. aiconfigurator's BF16 products of 2,048 rows
+# and more beyond L2: with these waits the mean deviation from the median of measured over analytic times is 0.040
+# instead of 0.081 on A100 (64 long in k: +10 instead of -40 %), 0.059 instead of 0.091 on H200. Cards with GDDR show no
+# such effect (L40S 0.116, 0.121; the RTX 3090's steps fit worse with it): their memory keeps all blocks waiting.
+# Families with tables learn the effect from them; others enable it by `wave_seconds`.
 _WAVE_LATENCIES, _STORING_LATENCIES = 4.5, 2.5
-# Of the time that DRAM takes for FP32 results that a product is added to, what is not hidden: gradients of weights of
-# the 35 shapes of 2,560 x 4,096 and more beside the mean of the other two products of their layers (SimuMax, A100,
-# 4,096 tokens): 80 % of them 0.34 to 0.71, median 0.56.
+# Share of the DRAM time of accumulating into FP32 results that is not hidden: gradients of weights of the 35 shapes of
+# 2,560 x 4,096 and more beside the mean of the other two products of their layers (SimuMax, A100, 4,096 tokens): 80 %
+# of them 0.34 to 0.71, median 0.56.
 ACCUMULATING_SHARE = 0.56
 
 
 @dataclass(frozen=True)
 class Products:
-    """Columns of many matrix products (float arrays of one length). ``size``: bytes of an element; ``rate``: flop/s
-    before the clock sinks; ``long_load``: what a long load leaves of it, a share of each or of all; ``wave_seconds``:
-    what each wave of blocks takes besides (:func:`wave_seconds`).
-    """
+    """Columns of many matrix products (float arrays of equal length)."""
 
     batch: np.ndarray
     m: np.ndarray
     n: np.ndarray
     k: np.ndarray
+    # Bytes of an element.
     size: np.ndarray
+    # Flop/s before the clock drops.
     rate: np.ndarray
+    # Share of that rate left under a long load, per product or for all.
     long_load: np.ndarray | float = 1.0
+    # Additional seconds of each wave of blocks (:func:`wave_seconds`).
     wave_seconds: float = 0.0
 
     @property
@@ -135,7 +138,9 @@ class Products:
 
 @dataclass(frozen=True)
 class TileTimes:
-    """Of every candidate, shape (operators, tiles): seconds with the best split, their terms, waves and that split."""
+    """Times of every candidate, shape (operators, tiles): seconds with the best split, their terms, waves, and that
+    split.
+    """
 
     seconds: np.ndarray
     compute: np.ndarray
@@ -146,7 +151,7 @@ class TileTimes:
 
 
 def tile_times(products: Products, tiles: Sequence[Tile], machine: Machine, splits: Sequence[int]) -> TileTimes:
-    """Time of each product with each tile, every tile with its best split."""
+    """Times of each product with each tile, every tile with its best split."""
     columns = []
     for tile in tiles:
         cube = np.stack([_candidate(products, tile, split, machine) for split in splits])  # (splits, terms, operators)
@@ -157,7 +162,7 @@ def tile_times(products: Products, tiles: Sequence[Tile], machine: Machine, spli
 
 
 def _candidate(products: Products, tile: Tile, split: int, machine: Machine) -> np.ndarray:
-    """Rows seconds, compute, DRAM, L2 (seconds) and waves, shape (5, operators)."""
+    """Seconds, compute, DRAM and L2 time (seconds) and waves of one tile and split, shape (5, operators)."""
     sms = machine.chip().sm_count
     rows, columns = np.ceil(products.m / tile.m), np.ceil(products.n / tile.n)
     blocks = products.batch * rows * columns * split
@@ -168,7 +173,7 @@ def _candidate(products: Products, tile: Tile, split: int, machine: Machine) -> 
     dram_bytes = operand_traffic(products, tile, split, machine) + products.output_bytes
     extra = 0.0
     if split > 1:
-        # Partial sums, in FP32, written and read again, and the kernel that adds them.
+        # Partial sums in FP32, written and read again, and the kernel that adds them.
         dram_bytes = dram_bytes + 2 * split * products.batch * products.m * products.n * 4
         extra = kernel_floor(machine)
     dram = dram_bytes * _miss_share(products, machine) / dram_bandwidth(machine)
@@ -178,7 +183,7 @@ def _candidate(products: Products, tile: Tile, split: int, machine: Machine) -> 
 
 
 def wave_seconds(machine: Machine) -> float:
-    """What the blocks of a wave wait for memory before and behind their arithmetic, with nothing to hide it."""
+    """Seconds that the blocks of a wave wait for memory before and after their arithmetic, if nothing hides it."""
     if not has_stacked_memory(machine):
         return 0.0
     stores_aside = machine.chip().architecture in CLUSTER_SHARE
@@ -186,13 +191,13 @@ def wave_seconds(machine: Machine) -> float:
 
 
 def _miss_share(products: Products, machine: Machine) -> np.ndarray:
-    """Share of the traffic that L2 does not hold from the kernel before, by the share of L2 that the tensors fill."""
+    """Share of the traffic not left in L2 by the previous kernel, by the share of L2 that the tensors fill."""
     fill = (products.operand_bytes + products.output_bytes) / l2_bytes(machine)
     return np.asarray(np.clip((fill - _WARM_FILL[0]) / (_WARM_FILL[1] - _WARM_FILL[0]), 0.0, 1.0))
 
 
 def operand_traffic(products: Products, tile: Tile, split: int, machine: Machine) -> np.ndarray:
-    """Bytes of both operands that DRAM delivers."""
+    """Bytes of both operands read from DRAM."""
     rows, columns = np.ceil(products.m / tile.m), np.ceil(products.n / tile.n)
     resident = float(machine.chip().sm_count * tile.resident)
     wave_rows = np.minimum(rows, np.ceil(np.sqrt(resident * tile.n / tile.m)))
@@ -237,8 +242,9 @@ def analyse_products(
 
 
 def accumulating_seconds(operators: Sequence[Gemm | ScaledGemm], machine: Machine) -> np.ndarray:
-    """What products that are added to values take longer than such that write 16 bits: these values are read, and in
-    FP32 twice as many bytes are written."""
+    """Additional seconds of products that accumulate into their output, relative to products that write 16 bits: the
+    previous values are read, and in FP32 twice as many bytes are written.
+    """
     narrow = element_bytes("bfloat16")
     more = [
         each.m * each.n * (2 * element_bytes(each.accumulates) - narrow) if each.accumulates else 0
@@ -248,7 +254,7 @@ def accumulating_seconds(operators: Sequence[Gemm | ScaledGemm], machine: Machin
 
 
 def _misalignment(products: Products) -> np.ndarray:
-    """0 to 3: how far the rows of the operands are from 8-element alignment."""
+    """Misalignment of the operands' rows, from 0 (aligned to 8 elements) to 3."""
     inner = np.gcd(np.gcd(products.k.astype(np.int64), products.n.astype(np.int64)), 8)
     return 3 - np.log2(inner)
 
@@ -273,7 +279,9 @@ _GRID_DTYPE = "bfloat16"
 
 
 class SimtGemm(Family[Gemm]):
-    """One product in FP32, or in FP64, which the tensor cores of datacenter chips compute in tiles of the same kind."""
+    """Single product in FP32, or in FP64, which the tensor cores of datacenter chips compute in tiles of the
+    same kind.
+    """
 
     name = "gemm"
 
@@ -285,7 +293,7 @@ class SimtGemm(Family[Gemm]):
 
 
 class BatchedSimtGemm(Family[Gemm]):
-    """Several products in one kernel; libraries have fewer tiles for them, and no split-K."""
+    """Batched products in one kernel; libraries have fewer tiles for them, and no split-K."""
 
     name = "gemm-batched"
 
@@ -309,7 +317,7 @@ class TensorGemm(Family[Gemm]):
         return KernelAnalysis(seconds + more, {**terms, "memory:DRAM": terms["memory:DRAM"] + more}, features)
 
     def sizes(self, operators: Sequence[Gemm]) -> np.ndarray:
-        # Several products have the work of one of all their rows, and read and write no less.
+        # A batched product has the work of one product of all its rows, and reads and writes no less.
         return np.array([(each.batch * each.m, each.n, each.k) for each in operators], dtype=float).reshape(-1, 3)
 
     def at_sizes(self, sizes: np.ndarray, machine: Machine) -> KernelAnalysis:
@@ -337,7 +345,7 @@ class TensorGemm(Family[Gemm]):
         return "measured" if self.covers(operator) else "dtype"
 
 
-# Share of the rate left to 16-bit products whose rows begin at multiples of so many elements: 16-byte loads need 8, and
+# Share of the rate of 16-bit products whose rows begin at multiples of this many elements: 16-byte loads need 8, and
 # without them no kernel fills the tensor cores (NVIDIA, "Matrix Multiplication Background", section on alignment). From
 # the output layers of width 1024 with 50,257 and 12,564 columns in vtrain/iteration_times_2_4_gpus.csv (A100, FP16);
 # those of width 2048 agree. 2 is interpolated.
@@ -345,7 +353,7 @@ _ALIGNED_SHARE = {8: 1.0, 4: 0.45, 2: 0.4, 1: 0.36}
 
 
 def _alignment(operator: Gemm) -> int:
-    """Elements, 1 to 8, that divide the row lengths of both operands and of the output as they are stored."""
+    """Greatest common alignment, 1 to 8 elements, of the stored rows of both operands and of the output."""
     if operator.dtype not in ("bfloat16", "float16"):
         return 8
     first = operator.m if operator.transpose_a else operator.k
@@ -361,7 +369,7 @@ Triple = tuple[np.ndarray, Mapping[str, np.ndarray], Mapping[str, np.ndarray]]
 
 
 def choose(mask: np.ndarray, if_true: Triple, if_false: Triple) -> Triple:
-    """Row by row, where ``mask`` holds, the first (seconds, terms, features), else the second."""
+    """Row-wise selection: the first (seconds, terms, features) where ``mask`` is true, else the second."""
     terms, features = _columns(mask, if_true[1], if_false[1]), _columns(mask, if_true[2], if_false[2])
     return np.where(mask, if_true[0], if_false[0]), terms, features
 
@@ -373,7 +381,7 @@ def _columns(
 
 
 def gemm_family(operator: Gemm, machine: Machine) -> Family[Gemm]:
-    """The family whose kernels compute ``operator`` on ``machine``."""
+    """Family whose kernels compute ``operator`` on ``machine``."""
     if uses_tensor_cores(machine, operator.dtype):
         return _THIN if is_thin(operator) else _TENSOR
     return _BATCHED if operator.batch > 1 else _SINGLE

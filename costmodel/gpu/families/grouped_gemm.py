@@ -10,8 +10,8 @@ the depth c_e. Operands come from DRAM as in :mod:`costmodel.gpu.families.gemm`,
 expert that gets rows is read once at least. A fused layer is both products, the activation, the gathering of rows and
 the sum of results.
 
-Features are shares and logarithms of what these add up to, the same for a product alone as for a layer, so that what is
-learned of measured layers serves the products of training steps.
+Features are shares and logarithms of these terms, the same for single products and for layers, so that a residual
+learned on measured layers applies to the products of training steps.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from costmodel.machines.machine_records import Machine
 from costmodel.operators.expert_work import ExpertLayer, ExpertOperator, GroupedGemm
 from costmodel.operators.layers import element_bytes
 
-# Kernels of a fused layer besides its products: rows counted and sorted by expert, gathered, activation, results added.
+# Additional kernels of a fused layer: counting and sorting rows by expert, gathering, activation, adding the results.
 _BESIDES = 5
 
 
 @dataclass(frozen=True)
 class _Product:
-    """One product's seconds and what they are made of."""
+    """Seconds of one product and their terms."""
 
     seconds: float
     compute: float
@@ -46,7 +46,7 @@ class _Product:
 
 
 class _Same:
-    """A machine as a key: itself alone is equal to it."""
+    """Wrapper that makes a machine a cache key, equal only to the same object."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
@@ -63,7 +63,7 @@ def grouped_product(work: GroupedGemm, machine: Machine) -> _Product:
     return _known_product(work, _Same(machine))
 
 
-@lru_cache(maxsize=2**17)  # a fit and its validation ask for the same layers many times, at half a millisecond each
+@lru_cache(maxsize=2**17)  # a fit and its validation evaluate the same layers many times, at half a millisecond each
 def _known_product(work: GroupedGemm, same: _Same) -> _Product:
     machine = same.machine
     counts = np.array([each for each in work.counts if each], dtype=float)
@@ -95,7 +95,7 @@ def _tiled(work: GroupedGemm, counts: np.ndarray, tile: Tile, machine: Machine) 
 
 
 def _operands(work: GroupedGemm, counts: np.ndarray, tile: Tile, machine: Machine, size: int) -> float:
-    """Bytes of operands from DRAM: as that many products of the mean number of rows."""
+    """Bytes of operands from DRAM, computed as products that all have the mean number of rows."""
     mean = counts.mean()
     m, k = (mean, float(work.k)) if work.wrt == "rows" else (float(work.k), mean)
     batch, rows, n, depth, bytes_, rate = (np.array([float(each)]) for each in (len(counts), m, work.n, k, size, 1.0))
@@ -103,11 +103,11 @@ def _operands(work: GroupedGemm, counts: np.ndarray, tile: Tile, machine: Machin
 
 
 def _layer_besides(work: ExpertLayer, machine: Machine) -> float:
-    """Seconds of gathering, activation and the sum of results of a fused layer, products of 16 bits between them."""
+    """Seconds of gathering, activation and summing the results of a fused layer with 16-bit intermediates."""
     rows = sum(work.counts)
     inner = work.inner * ((2 if work.gated else 1) + 1)
     moved = inner * rows * 2 + rows * work.hidden * 2 + work.tokens * work.hidden * 2
-    if work.kernel == "cutlass":  # gathers rows into a tensor of their own
+    if work.kernel == "cutlass":  # gathers rows into a separate tensor
         moved += rows * work.hidden * 2 + work.tokens * work.hidden * 2
     return moved / dram_bandwidth(machine) + _BESIDES * kernel_floor(machine)
 
@@ -171,7 +171,7 @@ def _row(work: ExpertOperator, machine: Machine) -> dict[str, float]:
 
 
 def grouped_family(operator: ExpertOperator) -> GroupedProducts:
-    """The family whose kernels compute ``operator``."""
+    """Family whose kernels compute ``operator``."""
     return _SCALED if operator.dtype in ScaledGroupedProducts.dtypes else _PLAIN
 
 

@@ -1,4 +1,7 @@
-"""Two kernels of image models in FP16, which tables hold in FP32 alone: layer norm of short rows, transposing copies.
+"""Two FP16 kernels of image models that the tables hold only in FP32: layer norm of short rows, transposing copies.
+
+In FP32, layer norm forward of up to 1,024 columns is bound by instructions rather than bytes
+(:mod:`costmodel.gpu.families.row_wise`); its cost in FP16 is inferred from image models:
 
 Layer norm forward of up to 1,024 columns costs instructions rather than bytes in FP32
 (:mod:`costmodel.gpu.families.row_wise`); what it costs in FP16 image models say:
@@ -29,7 +32,7 @@ from costmodel.machines.machine_records import Machine
 from costmodel.operators.device_work import Normalization, Rearrangement
 
 HalfOperator = Normalization | Rearrangement
-_COLUMNS = 1024  # of the longest row of which instructions count
+_COLUMNS = 1024  # longest row for which instructions dominate
 _SECTOR_BYTES = 32
 _TERMS = ("memory:DRAM", "memory:L2", "compute", "launch")
 _NORMS, _COPIES = NormRows(), MemoryBound()
@@ -49,7 +52,7 @@ class HalfRows(Family[HalfOperator]):
         return shares.scaled(plain_half_analysis(operators, machine), [half_class(each) for each in operators], machine)
 
     def covers(self, operator: HalfOperator) -> bool:
-        """No table holds single kernels of FP16."""
+        """False: no table holds single FP16 kernels."""
         return False
 
 
@@ -68,7 +71,7 @@ def plain_half_analysis(operators: Sequence[HalfOperator], machine: Machine) -> 
 
 
 def _copies_analysis(copies: Sequence[Rearrangement], machine: Machine) -> KernelAnalysis:
-    """As in FP32, but for the sectors that L2 delivers."""
+    """Analysis of copies as in FP32, with the sectors that L2 delivers added."""
     plain = _COPIES.analyse(copies, machine)
     sectors = np.array([each.elements for each in copies], dtype=float) * _SECTOR_BYTES / l2_bandwidth(machine)
     seconds = np.maximum(plain.seconds, sectors + kernel_floor(machine))
@@ -76,7 +79,7 @@ def _copies_analysis(copies: Sequence[Rearrangement], machine: Machine) -> Kerne
 
 
 def is_half_work(operator: object) -> bool:
-    """Whether :class:`HalfRows` prices ``operator``."""
+    """True if :class:`HalfRows` prices ``operator``."""
     if isinstance(operator, Normalization):
         forward = operator.kind == "layer_norm" and operator.direction == "forward"
         return forward and operator.dtype == "float16" and operator.columns <= _COLUMNS
@@ -86,6 +89,6 @@ def is_half_work(operator: object) -> bool:
 
 
 def half_class(operator: HalfOperator) -> str:
-    """Kind, direction and type."""
+    """Class name: kind, direction and dtype."""
     kind = "layer-norm" if isinstance(operator, Normalization) else "transpose"
     return f"{kind} forward float16"

@@ -5,9 +5,9 @@ implementations do better (persistent kernels of cuDNN that keep a channel on th
 direction and layout, inverted from whole steps (:mod:`costmodel.gpu.families.inverted_shares`).
 
 In NCHW one block of threads takes one channel (``bn_fw_tr_1C11`` of cuDNN, ``batch_norm_collect_statistics`` of
-PyTorch) and has so many bytes on their way; with few channels that, not DRAM, is the limit:
+PyTorch) with a fixed number of bytes in flight; with few channels that, not DRAM, is the limit:
 
-    bandwidth = min(DRAM bandwidth, channels * bytes on their way / latency)
+    bandwidth = min(DRAM bandwidth, channels * bytes in flight / latency)
 
 The gradient of max pooling in NCHW (``max_pool_backward_nchw``, a thread per pixel of the image) is built for eight
 blocks of 256 threads on a multiprocessor. Chips that hold 2,048 threads have 32 registers for each, and on three of
@@ -29,13 +29,14 @@ from costmodel.machines.machine_records import Machine
 from costmodel.operators.device_work import Normalization, Pooling
 
 ImageOperator = Normalization | Pooling
-# Bytes that a thread of ``max_pool_backward_nchw`` spills and reads back, as ptxas of CUDA 11.8, 12.8 and 13.0 reports
-# for the kernel of PyTorch 1.11 to 2.9 (64-bit sizes), in FP32 and FP16: 32 + 40 for sm_60, 44 + 44 for sm_70, 52 + 52
-# for sm_80, nothing for sm_75, sm_86, sm_89 (more registers a thread), sm_90, sm_100 and sm_120. With them recorded
-# ResNet-50 steps are met on both chips (V100 1.11 ms, A100 0.60) at the published bandwidths of their L2.
+# Bytes that a thread of ``max_pool_backward_nchw`` spills and reads back, as reported by ptxas of CUDA 11.8, 12.8 and
+# 13.0 for the kernel of PyTorch 1.11 to 2.9 (64-bit sizes), in FP32 and FP16: 32 + 40 for sm_60, 44 + 44 for sm_70, 52
+# + 52 for sm_80, nothing for sm_75, sm_86, sm_89 (more registers per thread), sm_90, sm_100 and sm_120. With them
+# recorded ResNet-50 steps are predicted on both chips (V100 1.11 ms, A100 0.60) at the published bandwidths of their
+# L2.
 _SPILLED_BYTES = {"pascal": 72, "volta": 88, "ampere": 104}
 _SPILLING_THREADS = 2048
-# Further readings of the input: of the statistics; of x and dy by the kernel of the input's gradient.
+# Additional reads of the input: for the statistics; of x and dy by the kernel of the input's gradient.
 _STATISTICS_AGAIN, _BACKWARD_AGAIN = 1.0, 1.0
 
 
@@ -55,7 +56,7 @@ class ImageKernels(Family[ImageOperator]):
         )
 
     def covers(self, operator: ImageOperator) -> bool:
-        """No table holds single kernels of these kinds."""
+        """False: no table holds single kernels of these kinds."""
         return False
 
 
@@ -68,7 +69,7 @@ def plain_image_analysis(operators: Sequence[ImageOperator], machine: Machine) -
 
 
 def _spilled(operator: ImageOperator, machine: Machine) -> float:
-    """Bytes that the threads of ``operator`` move between registers and L2 because they have too few of those."""
+    """Bytes of register spills that the threads of ``operator`` move between registers and L2."""
     if not isinstance(operator, Pooling) or operator.channels_last:
         return 0.0
     chip = machine.chip()
@@ -79,14 +80,14 @@ def _spilled(operator: ImageOperator, machine: Machine) -> float:
 
 
 def _blocks(operator: ImageOperator) -> float:
-    """Blocks of threads of a kernel that gives one to each channel; of the others more than enough."""
+    """Number of thread blocks of a kernel with one block per channel; infinite for other kernels."""
     if isinstance(operator, Normalization) and operator.training and not operator.channels_last:
         return float(operator.columns)
     return np.inf
 
 
 def image_class(operator: ImageOperator) -> str:
-    """Kind, direction and layout."""
+    """Class name: kind, direction and layout."""
     layout = layout_name(operator.channels_last)
     if isinstance(operator, Pooling):
         return f"{operator.kind}-pooling {operator.direction} {layout}"
@@ -95,14 +96,14 @@ def image_class(operator: ImageOperator) -> str:
 
 
 def is_image_work(operator: object) -> bool:
-    """Whether :class:`ImageKernels` prices ``operator``."""
+    """True if :class:`ImageKernels` prices ``operator``."""
     return isinstance(operator, Pooling) or (isinstance(operator, Normalization) and operator.kind == "batch_norm")
 
 
 def _traffic(operator: ImageOperator) -> float:
     size = float(operator.read_bytes + operator.write_bytes)
     if isinstance(operator, Pooling):
-        # Gradients are added where windows overlap, into a zeroed tensor.
+        # Gradients are accumulated where windows overlap, into a zeroed tensor.
         return size + operator.write_bytes if operator.direction == "backward" else size
     if operator.direction == "backward":
         return size + _BACKWARD_AGAIN * operator.read_bytes

@@ -1,4 +1,8 @@
-"""Shares by which kernels of image models differ from their analytic time, found by inverting whole measured steps.
+"""Factors of measured over analytic time for kernels of image models, found by inverting whole measured steps.
+
+There is no public table of convolutions in 16-bit types, nor of batch norm and pooling by memory layout. Hundreds of
+whole steps of different models share a few dozen classes of kernels; the factor of each class is fitted so that the
+sums match (:mod:`lab.fit.image_steps`). A class is named like ``spatial forward nhwc``.
 
 There is no public table of convolutions in 16-bit types, nor of batch norm and pooling by memory layout. Hundreds of
 whole steps of different models share a few dozen classes of kernels; what each class costs is what makes the sums come
@@ -29,20 +33,23 @@ SHARES = Path(__file__).parents[2] / "calibration" / "vision" / "shares.json"
 
 @dataclass(frozen=True)
 class InvertedShares:
-    """``factors``: class of kernels -> measured time over analytic time. ``spread``: half of the interval in log units
-    that holds 80 % of the steps of models left out of the fit, of one class alone more by far.
-    """
+    """Factors of kernel classes."""
 
+    # Measured over analytic time, by class of kernels.
     factors: Mapping[str, float]
+    # Half of the interval, in log units, that holds 80 % of the steps of models left out of the fit; single classes
+    # vary far more.
     spread: float
     provenance: Mapping[str, Any]
 
     def factor(self, name: str) -> float:
-        """Of the class ``name``; 1 where no step told."""
+        """Factor of the class ``name``; 1 if no step contains it."""
         return self.factors.get(name, 1.0)
 
     def scaled(self, plain: KernelAnalysis, classes: Sequence[str], machine: Machine) -> KernelAnalysis:
-        """``plain``, the analysis of a kernel of each of ``classes``, times their factors; the launch stays."""
+        """Analysis ``plain`` of one kernel of each of ``classes`` multiplied by their factors; the launch is
+        unchanged.
+        """
         factor = np.array([self.factor(name) for name in classes])
         floor = kernel_floor(machine)
         terms = {name: column * factor for name, column in plain.terms.items()}
@@ -52,7 +59,7 @@ class InvertedShares:
 
 @lru_cache(maxsize=4)
 def inverted_shares(path: Path = SHARES) -> InvertedShares:
-    """What is in ``path``; without the file every factor is 1. ``InputError`` names a corrupt file."""
+    """Read factors from ``path``; without the file every factor is 1. ``InputError`` names a corrupt file."""
     if not path.exists():
         return InvertedShares({}, 0.0, {})
     try:
@@ -64,5 +71,5 @@ def inverted_shares(path: Path = SHARES) -> InvertedShares:
 
 
 def layout_name(channels_last: bool) -> str:
-    """How a layout is called in the names of classes."""
+    """Name of a memory layout in class names."""
     return "nhwc" if channels_last else "nchw"

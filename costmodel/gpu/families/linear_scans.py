@@ -1,4 +1,8 @@
-"""Linear attention and the short convolutions in front of it, by kernel.
+"""Linear attention and its preceding short convolutions, by kernel.
+
+Whole sequences: matrix products of chunks at a share of the GEMM rate, the tensors between the kernels of one call
+(states of every chunk, scores within chunks) through DRAM, and the sequential scan over the chunks that passes the
+states on. The scan has a block per sequence, head and part of the values, and each block processes all chunks in turn:
 
 Whole sequences: matrix products of chunks at a share of the GEMM rate, the tensors between the kernels of one call
 (states of every chunk, scores within chunks) through DRAM, and the walk over the chunks that hands the states on. That
@@ -6,7 +10,7 @@ walk has a block per sequence, head and part of the values, and each of its bloc
 
     seconds = launches * floor + |products, bytes|_2 + chunks * ceil(blocks / multiprocessors) * cycles / clock
 
-Mamba 1 computes token by token outside the tensor cores: an exponential and two multiply-adds per state. A token behind
+Mamba 1 computes token by token outside the tensor cores: an exponential and two multiply-adds per state. One token with
 a cache, and the convolutions, are bound by the bytes that they move.
 
 No table has a backward pass. That of the gated delta rule is published for flash-linear-attention 0.5.1 in a CUDA graph
@@ -36,31 +40,32 @@ from costmodel.operators.linear_attention import CausalConvolution, LinearAttent
 from costmodel.operators.lookups import Direction
 
 _HALVES = ("bfloat16", "float16")
-_VALUE_PART = 64  # values of a head that one block of the walk over chunks keeps
+_VALUE_PART = 64  # values of a head kept by one block of the scan over chunks
 
 
 @dataclass(frozen=True)
 class ScanPace:
-    """``products``: share of the sustained GEMM rate (of ``selective``: of the FP32 rate); ``cycles``: of one step of
-    the walk over chunks; ``launches``: kernels of one call.
-    """
+    """Pace of one kind of linear attention."""
 
+    # Share of the sustained GEMM rate (for ``selective``: of the FP32 rate).
     products: float
+    # Cycles of one step of the scan over chunks.
     cycles: float
+    # Kernels of one call.
     launches: float
 
 
 PACES: MappingProxyType[LinearKind, ScanPace] = MappingProxyType({
-    # Mamba 2 as published: vLLM's Triton kernels, which are mamba_ssm's, on H100 (vllm-project/vllm pull request 27299:
-    # 128 heads of 64, 128 states, chunks of 256, 4,096 to 16,384 tokens, which are not bound by launches).
+    # Mamba 2 as published: vLLM's Triton kernels, which are those of mamba_ssm, on H100 (vllm-project/vllm pull request
+    # 27299: 128 heads of 64, 128 states, chunks of 256, 4,096 to 16,384 tokens, which are not bound by launches).
     "ssd": ScanPace(0.105, 100.0, 5.0),
     # TensorRT-LLM's table of H100 and H200 (7 %).
     "gated_delta": ScanPace(0.70, 4000.0, 6.6),
     "kimi_delta": ScanPace(0.70, 4000.0, 6.6),
-    # Nobody has measured it; half of what exponentials alone would take (16 a cycle of a multiprocessor of 128 lanes).
+    # Without measurements: half of what exponentials alone would take (16 a cycle of a multiprocessor of 128 lanes).
     "selective": ScanPace(0.25, 0.0, 1.0),
 })  # fmt: skip
-# Of flash-linear-attention 0.5.1, fitted to the rows of QwenLM/FlashQLA (mean error): GB200 forward, 45 rows (5.5 %),
+# Fitted for flash-linear-attention 0.5.1 to the rows of QwenLM/FlashQLA (mean error): GB200 forward, 45 rows (5.5 %),
 # and backward, 8 rows each of H200 and GB200 (0.6 and 0.5 %; the long ones by a fit to the short ones 0.9 and 0.6 %,
 # few heads by a fit to many 2.4 and 0.8 %). Triton's kernels take as long on datacenter Blackwell as on Hopper.
 _OWN: MappingProxyType[tuple[LinearKind, Direction, str], ScanPace] = MappingProxyType({
@@ -69,15 +74,15 @@ _OWN: MappingProxyType[tuple[LinearKind, Direction, str], ScanPace] = MappingPro
     ("gated_delta", "backward", "hopper"): ScanPace(0.293, 2280.0, 5.8),
     ("gated_delta", "backward", "blackwell"): ScanPace(0.107, 2760.0, 4.1),
 })  # fmt: skip
-# The work of a backward pass, of which a pace of its own says how fast: the forward pass again, and the gradients of
-# both sides of every product. Of Kimi's rule, what was published of it.
+# Work of a backward pass relative to the forward pass, where it has a pace of its own: the forward pass again, and the
+# gradients of both sides of every product. For Kimi's rule, the published ratio.
 BACKWARD: MappingProxyType[LinearKind, float] = MappingProxyType(
     {"gated_delta": 3.0, "kimi_delta": 3.7, "ssd": 3.0, "selective": 3.0}
 )
 
 
 def scan_pace(kind: LinearKind, direction: Direction, generation: str) -> ScanPace:
-    """The pace of ``kind`` in one ``direction`` on a ``generation`` of GPUs: its own, or that of the forward pass."""
+    """Pace of ``kind`` in one ``direction`` on a ``generation`` of GPUs; by default that of the forward pass."""
     for way in (direction, "forward"):
         found = _OWN.get((kind, way, generation))
         if found is not None:
@@ -134,7 +139,7 @@ class ChunkedScan(Family[LinearAttention]):
         )
 
     def covers(self, operator: LinearAttention) -> bool:
-        """Tables hold BF16, forward, of Mamba 2 and the gated delta rule."""
+        """True for the operators in the tables: BF16, forward, Mamba 2 and the gated delta rule."""
         return operator.kind in ("ssd", "gated_delta") and operator.direction == "forward" and operator.dtype in _HALVES
 
     def grade(self, operator: LinearAttention) -> Grade:
@@ -152,9 +157,9 @@ _WARM = 0.25
 
 
 def _between_bytes(operator: LinearAttention) -> float:
-    """Bytes that the kernels of one call write for each other. ``ssd``: states of every chunk in FP32 and, handed on,
-    in the type of the operands; scores within chunks by group. Delta rules: keys and values behind the inverse, values
-    less what the states say, states of every chunk, scores and the inverse by head.
+    """Bytes of intermediate tensors between the kernels of one call. ``ssd``: states of every chunk in FP32 and, passed
+    on, in the dtype of the operands; scores within chunks by group. Delta rules: keys and values after the inverse,
+    values less the states' predictions, states of every chunk, scores and the inverse by head.
     """
     size, tokens = element_bytes(operator.dtype), operator.batch * operator.length
     within = min(operator.chunk, operator.length)
@@ -170,13 +175,13 @@ def _between_bytes(operator: LinearAttention) -> float:
 
 
 def _bound_by_memory(operators: Sequence[LinearAttention | CausalConvolution], machine: Machine) -> KernelAnalysis:
-    """Kernels that read and write each of their tensors once."""
+    """Analysis of kernels that read and write each of their tensors once."""
     traffic = np.array([each.read_bytes + each.write_bytes for each in operators], dtype=float)
     return memory_analysis(traffic, np.array([each.flops for each in operators], dtype=float), machine)
 
 
 class StateUpdates(Family[LinearAttention]):
-    """One token behind a cache: every state is read and written."""
+    """One token with a cache: every state is read and written."""
 
     name = "scan-step"
     clock_bound = False
@@ -197,7 +202,7 @@ class StateUpdates(Family[LinearAttention]):
 
 
 class CausalConvolutions(Family[CausalConvolution]):
-    """Short convolutions over time, of whole sequences and of one token behind a cache."""
+    """Short convolutions over time, of whole sequences and of one token with a cache."""
 
     name = "causal-conv"
     clock_bound = False
@@ -227,7 +232,7 @@ _STEPS, _CONVOLUTIONS = StateUpdates(), CausalConvolutions()
 
 
 def linear_family(operator: AnyOperator) -> Family[LinearAttention] | Family[CausalConvolution]:
-    """The family whose kernels compute ``operator``."""
+    """Family whose kernels compute ``operator``."""
     if isinstance(operator, CausalConvolution):
         return _CONVOLUTIONS
     if not isinstance(operator, LinearAttention):
@@ -238,6 +243,6 @@ def linear_family(operator: AnyOperator) -> Family[LinearAttention] | Family[Cau
 
 
 def linear_families() -> dict[str, Family[LinearAttention] | Family[CausalConvolution]]:
-    """Every family that tables are named after."""
+    """All families that have tables, by name."""
     found: dict[str, Family[LinearAttention] | Family[CausalConvolution]] = {e.name: e for e in _SCANS.values()}
     return found | {_STEPS.name: _STEPS, _CONVOLUTIONS.name: _CONVOLUTIONS}

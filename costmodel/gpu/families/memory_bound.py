@@ -1,8 +1,8 @@
-"""Kernels that compute little per byte: time is bytes over the bandwidth of the memory they come from.
+"""Memory-bound kernels: time is bytes over the bandwidth of the memory they come from.
 
     seconds = launch + max(DRAM bytes / DRAM bandwidth, all bytes / L2 bandwidth, flops / FP32 rate)
 
-Bytes count against DRAM but for a quarter of L2: what the kernel before left there, and what is written last.
+All bytes count against DRAM except a quarter of L2: data left there by the previous kernel, and the last writes.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from costmodel.operators.layers import Pool2d, element_bytes
 # sectors (CUDA C++ Best Practices Guide, coalesced access). Transposes go through shared memory and lose less.
 _SECTOR_BYTES = 32
 _UNKNOWN = "unknown"
-# Of L2, what a kernel finds or leaves. Vidur's additions in FP16 within layers: bytes over (time - launch) against the
-# DRAM bandwidth give 0.19 to 0.21 of L2 on A100 for traffic of 0.5 to 1 times L2, 0.20 to 0.35 on H100 for 0.5 to 2
-# times, LLMServingSim's activations on RTX 4090 0.24 to 0.31 for 0.7 to 2 times.
+# Share of L2 whose content a kernel finds or leaves. Vidur's additions in FP16 within layers: bytes over (time -
+# launch) against the DRAM bandwidth give 0.19 to 0.21 of L2 on A100 for traffic of 0.5 to 1 times L2, 0.20 to 0.35 on
+# H100 for 0.5 to 2 times, LLMServingSim's activations on RTX 4090 0.24 to 0.31 for 0.7 to 2 times.
 WARM_SHARE = 0.25
-# Elementwise by what they compute, but kernels of their own rather than PyTorch's TensorIterator, which was measured.
+# Element-wise operations with kernels of their own rather than PyTorch's TensorIterator, which was measured.
 _OWN_KERNELS = ("rotary", "silu_mul", "fused")
 # A one-pass reduction reads once; along strided dimensions the partial sums of few outputs occupy few multiprocessors.
 # A judgement, which Liger's layer norms backward do not contradict (:mod:`costmodel.gpu.families.row_wise`).
 _STRIDED_REDUCTION = 1.3
-# Loss kernels of PyTorch give each row to one thread or warp; log-softmax is priced apart. A judgement: no table.
+# Loss kernels of PyTorch give each row to one thread or warp; log-softmax is priced separately. A judgement: no table.
 _LOSS_PASSES = 1.5
-_BLOCK_BYTES = 1024 * 16  # that a block of 1,024 threads has on their way, 16 bytes each
+_BLOCK_BYTES = 1024 * 16  # bytes in flight of a block of 1,024 threads, 16 bytes each
 
 
 MemoryBoundOperator = Elementwise | Reduction | Rearrangement | OptimizerStep | Loss | Pool2d | MemoryCopy
 
 
 class MemoryBound(Family[MemoryBoundOperator]):
-    """Element-wise kernels, optimizers, reductions, rearrangements, copies within a device, losses, and pooling of the
-    CPU's records.
+    """Element-wise kernels, optimizers, reductions, rearrangements, copies within a device, losses, and the CPU
+    records' pooling.
     """
 
     name = "elementwise"
@@ -52,7 +52,7 @@ class MemoryBound(Family[MemoryBoundOperator]):
         return memory_analysis(traffic, flops, machine, [_blocks(each) for each in operators])
 
     def covers(self, operator: MemoryBoundOperator) -> bool:
-        """What nobody knows (``unknown``) was not measured either, whatever its bytes."""
+        """True for measured kernels; ``unknown`` operators were not measured, whatever their bytes."""
         return isinstance(operator, Elementwise) and operator.dtype == "float32" and operator.kind != _UNKNOWN
 
     def grade(self, operator: MemoryBoundOperator) -> Grade:
@@ -73,8 +73,8 @@ def memory_analysis(
     blocks: Sequence[float] | float = np.inf,
     spilled: np.ndarray | float = 0.0,
 ) -> KernelAnalysis:
-    """Analysis of kernels that move ``traffic`` bytes and do ``flops`` in so many ``blocks`` of threads, which wait for
-    what they have on their way (Little's law), whatever L2 holds. ``spilled`` bytes of registers stay in L2.
+    """Analysis of kernels that move ``traffic`` bytes and do ``flops`` in ``blocks`` thread blocks, whose bandwidth is
+    limited by their bytes in flight (Little's law), even for data in L2. ``spilled`` bytes of registers stay in L2.
     """
     floor = kernel_floor(machine)
     dram = np.maximum(traffic - WARM_SHARE * l2_bytes(machine), 0.0) / dram_bandwidth(machine)
@@ -91,15 +91,15 @@ def memory_analysis(
 
 
 def _blocks(operator: MemoryBoundOperator) -> float:
-    """Blocks of 1,024 threads of a kernel that gives half of one to each pair of moments (``RowwiseMoments`` of
-    group_norm_kernel.cu); of the others more than enough.
+    """Number of 1,024-thread blocks of a kernel that gives half of one to each pair of moments (``RowwiseMoments`` of
+    group_norm_kernel.cu); infinite for other kernels.
     """
     moments = isinstance(operator, Reduction) and operator.kind == "moments"
     return operator.outputs / 4 if moments else np.inf  # type: ignore[union-attr]
 
 
 def _traffic(operator: MemoryBoundOperator) -> float:
-    """Bytes that ``operator`` moves, the useless part of half-used sectors included."""
+    """Bytes that ``operator`` moves, including the unused part of sectors."""
     size = float(operator.read_bytes + operator.write_bytes) if not isinstance(operator, Pool2d) else _pooled(operator)
     if isinstance(operator, Rearrangement):
         return size * _sector_loss(operator)
@@ -111,14 +111,14 @@ def _traffic(operator: MemoryBoundOperator) -> float:
 
 
 def _lost_sectors(operator: MemoryBoundOperator, machine: Machine) -> float:
-    """Bytes of strided operands fetched in vain: the rest of each sector has left L2 before its turn comes."""
+    """Bytes of strided operands fetched in vain: the rest of each sector has left L2 before it is used."""
     if not isinstance(operator, Elementwise) or operator.reuse_bytes <= l2_bytes(machine):
         return 0.0
     return float(operator.strided_elements * (_SECTOR_BYTES - element_bytes(operator.dtype)))
 
 
 def _sector_loss(operator: Rearrangement) -> float:
-    """Factor by which scattered short runs inflate traffic; on the reading side alone."""
+    """Factor by which scattered short runs increase the traffic, on the reading side only."""
     run = max(operator.inner, 1) * operator.write_bytes / max(operator.elements, 1)
     if operator.kind == "transpose" or run >= _SECTOR_BYTES:
         return 1.0 if run >= _SECTOR_BYTES else 1.25
@@ -126,7 +126,9 @@ def _sector_loss(operator: Rearrangement) -> float:
 
 
 def _loss_bytes(operator: Loss) -> float:
-    """``nll`` picks one value per row forward and writes zeros and one value backward; other losses read all."""
+    """Bytes of a loss. ``nll`` reads one value per row forward and writes zeros and one value backward; other losses
+    read all.
+    """
     if operator.kind != "nll":
         return (operator.read_bytes + operator.write_bytes) * _LOSS_PASSES
     return operator.rows * (_SECTOR_BYTES + 8.0) + operator.write_bytes

@@ -1,8 +1,8 @@
-"""Sorting (key, value) pairs on a GPU: the first half of most backward passes of embeddings.
+"""Sorting of (key, value) pairs on a GPU: the first half of most backward passes of embeddings.
 
 cub sorts few pairs in one thread block, more of them in passes of eight bits over all, each of which reads and writes
 every pair once (Onesweep: Adinets, Merrill, arXiv 2206.01784). A pass is a chain of dependent loads (look-back), which
-is what small sorts wait for. Chains in loads, and what a block sorts: kernels of the eight ranks of
+dominates small sorts. Lengths of the chains in loads, and pairs sorted by one block: kernels of the eight ranks of
 `traces/dlrm_8xV100` (facebookresearch/param), 32 to 13,312 pairs, on V100.
 """
 
@@ -17,7 +17,7 @@ from costmodel.gpu.families.rates import dram_bandwidth, kernel_floor, latency
 from costmodel.machines.machine_records import Machine
 from costmodel.operators.device_work import RadixSort
 
-_BLOCK_PAIRS = 3072  # one block sorted 2,304 pairs, 4,736 took passes
+_BLOCK_PAIRS = 3072  # 2,304 pairs were sorted by one block, 4,736 in passes
 _BLOCK_LOADS, _BLOCK_BITS, _BLOCK_PASS_CYCLES = 8, 6, 1400
 _HISTOGRAM_LOADS, _PASS_LOADS, _FIRST_PASS_LOADS, _PASS_BITS = 6, 10, 12, 8
 
@@ -28,7 +28,7 @@ def sort_bits(rows: np.ndarray) -> np.ndarray:
 
 
 def fixed_seconds(pairs: np.ndarray, bits: np.ndarray, machine: Machine) -> np.ndarray:
-    """Launches and chains of loads, which do not grow with the number of pairs."""
+    """Seconds of launches and chains of loads, which do not grow with the number of pairs."""
     floor, load = kernel_floor(machine), latency(machine, 1)
     on_chip = np.ceil(bits / _BLOCK_BITS) * _BLOCK_PASS_CYCLES / machine.chip().clock_hz
     block = floor + _BLOCK_LOADS * load + on_chip
@@ -38,13 +38,13 @@ def fixed_seconds(pairs: np.ndarray, bits: np.ndarray, machine: Machine) -> np.n
 
 
 def traffic_seconds(pairs: np.ndarray, bits: np.ndarray, pair_bytes: np.ndarray, machine: Machine) -> np.ndarray:
-    """Reading and writing the pairs in DRAM, and reading them once for the histogram."""
+    """Seconds to read and write the pairs in DRAM, and to read them once for the histogram."""
     passes = np.ceil(bits / _PASS_BITS)
     return np.asarray((2 * passes + 1) * pairs * pair_bytes / dram_bandwidth(machine))
 
 
 class Sorting(Family[RadixSort]):
-    """Sorts on their own: those of the indices before gradients are added up."""
+    """Standalone sorts: those of the indices before gradients are accumulated."""
 
     name = "sort"
 

@@ -1,20 +1,20 @@
-"""Rates of a GPU as its kernels see them, and what to do about a dtype that the machine file does not list."""
+"""Rates of a GPU as kernels see them, with substitutes for dtypes that the machine file does not list."""
 
 from __future__ import annotations
 
 from costmodel.machines.machine_records import Machine
 
-# Without its own units a dtype is computed with those of the next one: TF32 off or absent means FP32; BF16 before
+# A dtype without its own units is computed with those of the next one: TF32 off or absent means FP32; BF16 before
 # Ampere is converted to FP32, FP16 on Pascal's small chips runs in FP32 (cuBLAS compute types).
-_FULL_DOUBLE = 0.3  # FP64 over FP32 of chips with full units: 1/2, others have 1/32 and less
+_FULL_DOUBLE = 0.3  # FP64 over FP32 of chips with full units is 1/2; others have 1/32 and less
 _STACKED = ("volta", "hopper", "blackwell")
 _FALLBACK = {"tf32": "float32", "bfloat16": "float32", "float16": "float32", "int8": "float32"}
 
 
 def matrix_rate(machine: Machine, dtype: str) -> float:
-    """Flop/s of short matrix products of ``dtype``; ``MachineError`` if neither it nor its stand-in is listed.
+    """Flop/s of short matrix products of ``dtype``; ``MachineError`` if neither it nor its substitute is listed.
 
-    What a long load leaves of it says :mod:`costmodel.gpu.power`.
+    For the rate under a long load see :mod:`costmodel.gpu.power`.
     """
     dtype = stand_in(machine, dtype)
     machine.peak_flops(dtype, 1)
@@ -22,8 +22,8 @@ def matrix_rate(machine: Machine, dtype: str) -> float:
 
 
 def _on_double_tensor_cores(machine: Machine, dtype: str) -> float:
-    """How much faster than their vector units GPUs multiply matrices in FP64: datacenter chips of Ampere and Hopper
-    twice (19.5 for 9.7 TFLOP/s on A100, 67 for 33.5 on H100, by their datasheets), Blackwell's no more.
+    """Ratio of the FP64 rate of matrix products to that of the vector units: 2 on datacenter chips of Ampere and Hopper
+    (19.5 for 9.7 TFLOP/s on A100, 67 for 33.5 on H100, by their datasheets), 1 on Blackwell and others.
     """
     single = machine.compute.get("float32")
     double = machine.compute.get("float64")
@@ -34,13 +34,13 @@ def _on_double_tensor_cores(machine: Machine, dtype: str) -> float:
 
 
 def stand_in(machine: Machine, dtype: str) -> str:
-    """The dtype whose units compute products of ``dtype`` on ``machine``."""
+    """Dtype whose units compute products of ``dtype`` on ``machine``."""
     return dtype if dtype in machine.compute else _FALLBACK.get(dtype, dtype)
 
 
 def dense_peak(machine: Machine, dtype: str) -> float | None:
-    """Flop/s of dense products of ``dtype`` in the vendor's datasheet, of its stand-in where there are no own units;
-    ``None`` where the machine file has no datasheet rate.
+    """Flop/s of dense products of ``dtype``, or of its substitute, in the vendor's datasheet; ``None`` if the machine
+    file has no datasheet rate.
     """
     known = machine.compute.get(stand_in(machine, dtype))
     if known is None or known.datasheet is None:
@@ -49,12 +49,12 @@ def dense_peak(machine: Machine, dtype: str) -> float | None:
 
 
 def vector_rate(machine: Machine) -> float:
-    """Flop/s in FP32 outside the tensor cores, in which element-wise kernels compute."""
+    """FP32 flop/s outside the tensor cores, the rate of element-wise kernels."""
     return matrix_rate(machine, "float32")
 
 
 def uses_tensor_cores(machine: Machine, dtype: str) -> bool:
-    """Whether matrix products of ``dtype`` run faster than those of FP32 there."""
+    """True if matrix products of ``dtype`` run on the tensor cores of ``machine``."""
     return dtype in ("tf32", "float16", "bfloat16") and machine.compute.get(dtype) is not None
 
 
@@ -64,7 +64,7 @@ def dram_bandwidth(machine: Machine) -> float:
 
 
 def has_stacked_memory(machine: Machine) -> bool:
-    """Whether the memory is HBM, of Pascal and Ampere that of the chips with 64 lanes a multiprocessor."""
+    """True if the memory is HBM; for Pascal and Ampere that holds for chips with 64 lanes per multiprocessor."""
     chip = machine.chip()
     return chip.architecture in _STACKED or (chip.architecture in ("pascal", "ampere") and chip.lanes == 64)
 
@@ -75,15 +75,15 @@ def l2_bandwidth(machine: Machine) -> float:
 
 
 def l2_bytes(machine: Machine) -> float:
-    """Capacity of the last-level cache."""
+    """Capacity of the last-level cache in bytes."""
     return machine.memory[0].capacity_bytes
 
 
 def latency(machine: Machine, level: int) -> float:
-    """Seconds of one load at a random place that ``machine.memory[level]`` (0: L2, 1: DRAM) answers.
+    """Seconds of one load at a random address served by ``machine.memory[level]`` (0: L2, 1: DRAM).
 
-    Where the machine file does not say: a quarter of the shortest kernel in DRAM (V100: 0.65 us of 2.6), a quarter of
-    that in L2 (as published for V100 and A100).
+    If the machine file lacks it: a quarter of the shortest kernel for DRAM (V100: 0.65 us of 2.6), a quarter of that
+    for L2 (as published for V100 and A100).
     """
     known = machine.memory[level].latency_seconds
     return known if known is not None else kernel_floor(machine) / (4 if level else 16)

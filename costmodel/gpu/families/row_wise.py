@@ -1,4 +1,8 @@
-"""Softmax and normalisation: a thread block (or warp) per row, which it reads more than once.
+"""Softmax and normalisation: a thread block (or warp) per row, which is read more than once.
+
+Rows that fit a warp's registers are read once (softmax up to 1,024 columns in PyTorch); longer rows are read again for
+the result, layer norm always is. Repeated reads come from L2 while the rows in flight on all multiprocessors fit there,
+else from DRAM:
 
 Rows that fit a warp's registers are read once (softmax up to 1,024 columns in PyTorch); longer rows are read again for
 the result, layer norm always is. What is read again comes from L2 while the rows in flight on all multiprocessors fit
@@ -27,7 +31,7 @@ from costmodel.operators.device_work import Normalization, Softmax
 from costmodel.operators.layers import element_bytes
 
 _WARP_SOFTMAX_COLUMNS = 1024  # aten/src/ATen/native/cuda/PersistentSoftmax.cuh: dim_size <= 1024
-_SOFTMAX_ELEMENTS = 4  # of a row per thread (SoftMax.cu, SoftMax_getBlockSize)
+_SOFTMAX_ELEMENTS = 4  # elements of a row per thread (SoftMax.cu, SoftMax_getBlockSize)
 _NORM_THREADS = 128  # four warps per row (layer_norm_kernel.cu)
 _NORM_L1_COLUMNS = 1024  # the rows of the blocks of one multiprocessor stay in its L1 up to this length
 _NORM_INSTRUCTIONS = 1800.0  # of warps per row
@@ -35,12 +39,13 @@ _NORM_INSTRUCTIONS = 1800.0  # of warps per row
 
 @dataclass(frozen=True)
 class _Again:
-    """Further readings of the input that cost DRAM time: ``least`` if L2 holds the rows in flight, ``more`` in addition
-    if it holds none; between the two fillings of L2 it holds a part.
-    """
+    """Repeated reads of the input that cost DRAM time."""
 
+    # Reads if L2 holds the rows in flight.
     least: float
+    # Additional reads if L2 holds none of them.
     more: float
+    # Fills of L2 between which it holds a part of them.
     filling: tuple[float, float]
 
     def readings(self, in_flight_bytes: np.ndarray, machine: Machine) -> np.ndarray:
@@ -53,9 +58,9 @@ class _Again:
 # row, and that L1 suffices, from the shorter ones (1,400 to 2,500 by GPU).
 _SOFTMAX_AGAIN = _Again(0.4, 1.0, (0.35, 0.5))
 _NORM_AGAIN = _Again(0.0, 1.1, (0.2, 0.8))
-# Gradients: the kernel of the input's reads x and dy twice, for the sums and for the result; weight and bias have a
-# kernel of their own (a `Reduction`). Layer norms of Liger's benchmarks (FP32, 4,096 rows of 4,096 to 16,384) move 7.2
-# to 8.1 tensors at the DRAM rate in both together on H100 and A100: 2 x 2 + 1 here, 2 x 1.3 there.
+# Gradients: the kernel of the input's gradient reads x and dy twice, for the sums and for the result; weight and bias
+# have a separate kernel (a `Reduction`). Layer norms of Liger's benchmarks (FP32, 4,096 rows of 4,096 to 16,384) move
+# 7.2 to 8.1 tensors at the DRAM rate in both together on H100 and A100: 2 x 2 + 1 here, 2 x 1.3 there.
 _NORM_BACKWARD_AGAIN = 1.0
 
 
@@ -116,7 +121,7 @@ def _norm_again(operator: Normalization, layer_norm: float) -> float:
 def _analyse(
     operators: Sequence[Softmax | Normalization], again: np.ndarray, issue: np.ndarray, machine: Machine
 ) -> KernelAnalysis:
-    """``again``: further readings of the input that reach DRAM; ``issue``: seconds of instructions beside memory's."""
+    """Analysis with ``again``, repeated reads of the input from DRAM, and ``issue``, seconds of instruction issue."""
     read = np.array([each.read_bytes for each in operators], dtype=float)
     written = np.array([each.write_bytes for each in operators], dtype=float)
     flops = np.array([each.flops for each in operators], dtype=float)

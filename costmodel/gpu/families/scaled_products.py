@@ -2,10 +2,10 @@
 
 A product is that of :mod:`costmodel.gpu.families.gemm` at the 8-bit rate of the tensor cores, its operands of one byte
 and its result of two. Scales of blocks are multiplied in between (the sums of 128 k are promoted to FP32 outside the
-tensor cores: DeepSeek-V3, arXiv 2412.19437, section 3.3.2), which is left to what the tables say of such products.
-Tables have sums kept in the tensor cores, as inference takes them; Hopper's gradients with one scale per tensor are
-promoted to FP32, which costs more arithmetic time (:data:`SPLIT_SUMS`). Blackwell's sums are FP32 in any case.
-A cast is memory-bound: it reads the wide values once and writes narrow ones.
+tensor cores: DeepSeek-V3, arXiv 2412.19437, section 3.3.2); the residual learned from the tables accounts for that. In
+the tables sums stay in the tensor cores, as in inference; Hopper's gradients with one scale per tensor are promoted to
+FP32, which costs more arithmetic time (:data:`SPLIT_SUMS`). Blackwell's sums are FP32 in any case. A cast is
+memory-bound: it reads the wide values once and writes narrow ones.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from costmodel.machines.machine_records import Machine
 from costmodel.operators.layers import element_bytes
 from costmodel.operators.scaled_work import ScaledCast, ScaledGemm
 
-# Arithmetic time of products whose sums are promoted to FP32, over such that are not, on H100: the middle of 1.1 to 1.2
-# (pytorch/ao issue 2377).
+# Ratio of the arithmetic time of products whose sums are promoted to FP32 to that of others, on H100: the middle of 1.1
+# to 1.2 (pytorch/ao issue 2377).
 SPLIT_SUMS = 1.15
 
 
@@ -66,14 +66,14 @@ class ScaledProducts(Family[ScaledGemm]):
 
 
 def _promoting_shares(operators: Sequence[ScaledGemm], machine: Machine) -> np.ndarray:
-    """Arithmetic time that promoting the sums to FP32 adds, as a share of that of products in the tables."""
+    """Additional arithmetic time of promoting the sums to FP32, as a share of that of products in the tables."""
     hopper = machine.chip().architecture == "hopper"
     promoted = np.array([hopper and each.split_sums and each.scaling == "tensor" for each in operators], dtype=float)
     return (SPLIT_SUMS - 1) * promoted
 
 
 class ScaledCasts(Family[ScaledCast]):
-    """Casts to 8 bits, and the search for the largest value before them."""
+    """Casts to 8 bits, including the preceding search for the largest value."""
 
     name = "quantize"
     clock_bound = False
@@ -91,6 +91,7 @@ class ScaledCasts(Family[ScaledCast]):
         return KernelAnalysis(analysis.seconds, analysis.terms, features)
 
     def covers(self, operator: ScaledCast) -> bool:
-        """Measured with one output, static or by rows; a transposed copy or a search alone is carried over from them
-        by its bytes."""
+        """True for measured casts: one output, static or by rows. Casts with a transposed copy, and the search alone,
+        are extrapolated by their bytes.
+        """
         return operator.dtype in ("bfloat16", "float16")

@@ -22,7 +22,7 @@ The gradient of the weights of a grouped convolution has tensor-core kernels for
     seconds = factor * (bytes / DRAM bandwidth + flops of the padded width / (0.05 * FP32 rate)) + launch
 
 Factors by class (stem, pointwise, spatial, grouped by width, depthwise by window), direction and layout are inverted
-from whole steps (:mod:`costmodel.gpu.families.inverted_shares`): they hold what implementations lose, such as second
+from whole steps (:mod:`costmodel.gpu.families.inverted_shares`): they include losses of implementations, such as second
 readings of the operands by the gradient of the weights.
 """
 
@@ -52,29 +52,30 @@ from costmodel.operators.layers import Conv2d, element_bytes
 
 AnyConvolution = Conv2d | ConvolutionBackward
 _ALIGNMENT_BYTES = 16
-_STEM_CHANNELS = 4  # of pictures and little else
-_DEPTHWISE_SHARE = 0.2  # a judgement, as is that of direct kernels below: factors by class are fitted on top of both
-# Classes of depthwise windows and of channels per group; the last stands for all above.
+_STEM_CHANNELS = 4  # most channels of an input that counts as pictures
+# a judgement, as is the share of direct kernels below: factors by class are fitted on top of both
+_DEPTHWISE_SHARE = 0.2
+# Classes of depthwise windows and of channels per group; the last includes all above.
 _WINDOWS, _WIDTHS = (3, 5, 7, 9), (4, 8, 16, 32, 64)
-_WEIGHT_SPLITS = (1, 4, 16, 64)  # of the sum over all pixels
+_WEIGHT_SPLITS = (1, 4, 16, 64)  # splits of the sum over all pixels
 TURNING, CHANNELWISE = "turning", "channelwise"
 _GROUP_TILE = 32  # columns of the narrowest tile of grouped kernels
-# Which gradients of grouped weights are slow shows in steps of the families that factors are fitted on (ResNeXt 32x4d
-# and 64x4d against 32x16d, ResNeSt, NFNet, NF-RegNet): groups of these widths, in multiples of so many channels (NHWC,
-# NCHW), are fast. The others take in NHWC as long per pixel and channel for 128 channels in a group as for 64, less for
-# up to 32; in NCHW as long for any width.
+# The slow gradients of grouped weights follow from steps of the families on which factors are fitted (ResNeXt 32x4d and
+# 64x4d against 32x16d, ResNeSt, NFNet, NF-RegNet): groups of these widths, in multiples of these numbers of channels
+# (NHWC, NCHW), are fast. The others take in NHWC as long per pixel and channel for 128 channels in a group as for 64,
+# less for up to 32; in NCHW as long for any width.
 _GROUPED_WIDTHS, _GROUPED_STEPS = (4, 8, 16, 32), (128, 256)
 _DIRECT_TILE, _DIRECT_NARROW, _DIRECT_NCHW, _DIRECT_SHARE = 128, 32, 8, 0.05
 
 
 @dataclass(frozen=True)
 class ConvolutionPieces:
-    """What the kernels of convolutions take before any factor: arrays over the operators, seconds without the launch.
-    ``names`` and ``turned_names``: the classes whose factors multiply ``kernel`` and ``turned``.
-    """
+    """Times of convolution kernels before any factor: arrays over the operators, in seconds, without the launch."""
 
+    # Classes whose factors multiply `kernel`.
     names: Sequence[str]
     kernel: np.ndarray
+    # Classes whose factors multiply `turned`, the transposition of operands.
     turned_names: Sequence[str]
     turned: np.ndarray
     terms: dict[str, np.ndarray]
@@ -109,12 +110,12 @@ class TensorConvolution(Family[AnyConvolution]):
         return KernelAnalysis(seconds, terms, features)
 
     def covers(self, operator: AnyConvolution) -> bool:
-        """No table holds single kernels of these types."""
+        """False: no table holds single kernels of these types."""
         return False
 
 
 def convolution_pieces(operators: Sequence[AnyConvolution], machine: Machine) -> ConvolutionPieces:
-    """``operators`` taken apart into what factors multiply."""
+    """Split the times of ``operators`` into the parts that factors multiply."""
     convs = [_forward(each) for each in operators]
     traffic = np.array([_traffic(each) for each in operators], dtype=float)
     dram = traffic / dram_bandwidth(machine)
@@ -145,7 +146,7 @@ def convolution_pieces(operators: Sequence[AnyConvolution], machine: Machine) ->
 
 
 def convolution_class(operator: AnyConvolution) -> str:
-    """Kind, direction and layout."""
+    """Class name: kind, direction and layout."""
     conv = _forward(operator)
     kind = _kind(conv).replace("grouped", "direct") if _is_direct(operator) else _kind(conv)
     kind = CHANNELWISE if _is_own_gradient(operator) else kind
@@ -153,7 +154,7 @@ def convolution_class(operator: AnyConvolution) -> str:
 
 
 def turning_class(operator: AnyConvolution) -> str:
-    """The class of the kernels that turn operands around, by kind and direction."""
+    """Class name of the kernels that transpose operands, by kind and direction."""
     conv = _forward(operator)
     kind = "pointwise" if conv.kernel == (1, 1) and _depth(conv) == 1 else "spatial"
     return f"{TURNING} {kind} {_direction(operator)}"
@@ -179,13 +180,13 @@ def _kind(conv: Conv2d) -> str:
 
 
 def _is_own_gradient(operator: AnyConvolution) -> bool:
-    """Whether PyTorch computes this gradient of the weights by a kernel of its own."""
+    """True if PyTorch computes this gradient of the weights by its own kernel."""
     conv = _forward(operator)
     return _direction(operator) == "weight" and conv.is_depthwise and not asks_cudnn(conv)
 
 
 def _is_direct(operator: AnyConvolution) -> bool:
-    """Whether ``operator`` is the gradient of weights in groups for which tensor cores have no kernel."""
+    """True if ``operator`` is a gradient of grouped weights without a tensor-core kernel."""
     conv = _forward(operator)
     if _direction(operator) != "weight" or conv.groups == 1 or conv.is_depthwise:
         return False
@@ -202,7 +203,7 @@ def _direct_flops(conv: Conv2d) -> float:
 
 
 def _next(value: int, steps: Sequence[int]) -> int:
-    """The first of ``steps`` that is not below ``value``, or the last."""
+    """First of ``steps`` that is not below ``value``, or the last."""
     return next((step for step in steps if value <= step), steps[-1])
 
 
@@ -212,7 +213,9 @@ def _traffic(operator: AnyConvolution) -> int:
 
 
 def _turned_bytes(operator: AnyConvolution) -> int:
-    """Of tensors in NCHW those of the whole image, read and written once; depthwise kernels take them as they are."""
+    """Bytes of transposing NCHW tensors: the whole image, read and written once; depthwise kernels need no
+    transposition.
+    """
     conv = _forward(operator)
     if conv.channels_last or conv.is_depthwise:
         return 0
@@ -222,10 +225,10 @@ def _turned_bytes(operator: AnyConvolution) -> int:
 def _products_seconds(
     operators: Sequence[AnyConvolution], machine: Machine, dram: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Seconds of arithmetic, of L2, of waiting, and of the whole of the implicit products, whose tensors take ``dram``
+    """Seconds of arithmetic, of L2, of waiting, and of the whole implicit products, whose tensors take ``dram``
     seconds.
 
-    Sums of the weights' gradient are split where that is faster; a kernel more adds the parts.
+    Sums of the weights' gradient are split if that is faster; an additional kernel adds the parts.
     """
     shapes = np.array([_padded_shape(each) for each in operators], dtype=float).reshape(-1, 4).T
     size = np.array([element_bytes(each.dtype) for each in operators], dtype=float)
@@ -247,7 +250,9 @@ def _products_seconds(
 
 
 def _padded_shape(operator: AnyConvolution) -> tuple[int, int, int, int]:
-    """(products, m, n, k), channels padded. Groups lie side by side in one product, padded to the width of a tile."""
+    """(products, m, n, k) with padded channels. Groups lie side by side in one product, padded to the width of
+    a tile.
+    """
     conv = _forward(operator)
     step = _ALIGNMENT_BYTES // element_bytes(conv.dtype)
     pixels = conv.batch * conv.out_height * conv.out_width
@@ -256,7 +261,7 @@ def _padded_shape(operator: AnyConvolution) -> tuple[int, int, int, int]:
     outputs = _multiple(conv.out_channels // conv.groups, step)
     groups = conv.groups
     if groups > 1:
-        # Several groups share a tile: what lies off the diagonal is multiplied in vain.
+        # Several groups share a tile: the off-diagonal part is multiplied in vain.
         together = max(min(groups, _GROUP_TILE // max(outputs, 1)), 1)
         groups, inputs, outputs = -(-groups // together), inputs * together, outputs * together
     if _direction(operator) == "forward":
@@ -269,7 +274,7 @@ def _padded_shape(operator: AnyConvolution) -> tuple[int, int, int, int]:
 
 
 def _depth(conv: Conv2d) -> int:
-    """The window of ``conv`` along the depth; 1 of two dimensions."""
+    """Window of ``conv`` along the depth; 1 for two dimensions."""
     return 1 if conv.depth is None else conv.depth[0]
 
 
@@ -281,8 +286,8 @@ _TENSOR, _SIMT = TensorConvolution(), Convolution()
 
 
 def convolution_family(operator: AnyConvolution, machine: Machine) -> Family[AnyConvolution]:
-    """The family whose kernels compute ``operator`` on ``machine``: by its number type, but depthwise ones are the same
-    kernels in all types.
+    """Family whose kernels compute ``operator`` on ``machine``: by its dtype, except that depthwise convolutions use
+    the same kernels in all types.
     """
     tensor = uses_tensor_cores(machine, operator.dtype) or _forward(operator).is_depthwise
     return _TENSOR if tensor else _SIMT

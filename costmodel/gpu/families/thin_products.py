@@ -24,11 +24,11 @@ from costmodel.machines.machine_records import Machine
 from costmodel.operators.device_work import Gemm
 
 _WIDEST = 16  # elements of both short sides
-_SHORTEST = 1 << 17  # of the long side: twice the longest of the tables of products
+_SHORTEST = 1 << 17  # of the long side: twice the longest in the tables of products
 
 
 class ThinProducts(Family[Gemm]):
-    """Single products of which one side is long and two are short (:func:`is_thin`)."""
+    """Single products with one long and two short sides (:func:`is_thin`)."""
 
     name = "gemm-thin"
     clock_bound = False
@@ -41,7 +41,7 @@ class ThinProducts(Family[Gemm]):
         return shares.scaled(plain_thin_analysis(operators, machine), [thin_class(each) for each in operators], machine)
 
     def covers(self, operator: Gemm) -> bool:
-        """No table holds single kernels of these shapes."""
+        """False: no table holds single kernels of these shapes."""
         return False
 
 
@@ -52,7 +52,7 @@ def plain_thin_analysis(operators: Sequence[Gemm], machine: Machine) -> KernelAn
 
 
 def is_thin(operator: object) -> bool:
-    """Whether :class:`ThinProducts` prices ``operator``."""
+    """True if :class:`ThinProducts` prices ``operator``."""
     if not isinstance(operator, Gemm) or operator.batch > 1 or operator.dtype not in ("float16", "bfloat16"):
         return False
     _, middle, longest = sorted((operator.m, operator.n, operator.k))
@@ -60,5 +60,5 @@ def is_thin(operator: object) -> bool:
 
 
 def thin_class(operator: Gemm) -> str:
-    """Whether the sum is long, as of the gradient of a narrow matrix, or the rows are."""
+    """Class name: a long sum, as in the gradient of a narrow matrix, or long rows."""
     return "thin sum" if operator.k == max(operator.m, operator.n, operator.k) else "thin rows"

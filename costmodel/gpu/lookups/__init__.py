@@ -1,1 +1,1 @@
-"""What the kernels of embedding lookups cost, as arrays over thousands of tables."""
+"""Cost of the kernels of embedding lookups, as arrays over thousands of tables."""

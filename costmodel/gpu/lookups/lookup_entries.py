@@ -1,4 +1,4 @@
-"""Embedding operators as arrays: an entry per operator and different table, so that thousands are priced at once."""
+"""Embedding operators as arrays: an entry per operator and distinct table, so that thousands are priced at once."""
 
 from __future__ import annotations
 
@@ -14,55 +14,56 @@ from costmodel.operators.layers import element_bytes
 from costmodel.operators.lookups import EmbeddingLookup, TableLookup
 
 KERNELS = ("embedding", "embedding_bag", "table_batched")
-# Pooled values and their gradients: FP32 in table-batched kernels, whatever the rows are (output_dtype of FBGEMM and
-# TorchRec); of the rows' type in PyTorch's own.
+# Pooled values and their gradients: FP32 in table-batched kernels, whatever the dtype of the rows (output_dtype of
+# FBGEMM and TorchRec); of the rows' dtype in PyTorch's own kernels.
 _BATCHED_VALUE = 4.0
 
 
 @dataclass(frozen=True)
 class Entries:
-    """Arrays over entries. ``operator``: the place of the entry's operator; ``copies``: tables alike in it.
+    """Arrays over entries."""
 
-    ``group_rows``, ``group_chance`` (entries, groups): popularity, padded with groups of no rows. ``known_unique``:
-    distinct rows where they are known, else NaN. ``kernel``: place in :data:`KERNELS`. ``state_row``,
-    ``state_element``: FP32 numbers of a fused optimizer, ``fused`` whether there is one. Sizes in bytes: ``row`` of one
-    with its scale and bias, ``element`` of one of its values, ``value`` of a pooled one.
-    """
-
+    # Index of the entry's operator.
     operator: np.ndarray
+    # Number of identical tables in it.
     copies: np.ndarray
     rows: np.ndarray
     dim: np.ndarray
     indices: np.ndarray
     bags: np.ndarray
+    # Bytes of a row with its scale and bias, of one of its values, and of a pooled value.
     row: np.ndarray
     element: np.ndarray
     value: np.ndarray
     index_bytes: np.ndarray
+    # Distinct rows if known, else NaN.
     known_unique: np.ndarray
+    # Popularity (entries, groups), padded with groups of no rows.
     group_rows: np.ndarray
     group_chance: np.ndarray
+    # Index into :data:`KERNELS`.
     kernel: np.ndarray
     backward: np.ndarray
     whole: np.ndarray
     sparse: np.ndarray
     maximum: np.ndarray
+    # True if there is a fused optimizer, and its FP32 values of state per row and per element.
     fused: np.ndarray
     state_row: np.ndarray
     state_element: np.ndarray
 
     @property
     def operators(self) -> int:
-        """How many operators there are."""
+        """Number of operators."""
         return int(self.operator[-1]) + 1 if len(self.operator) else 0
 
     @property
     def pooling(self) -> np.ndarray:
-        """Mean lookups of a bag."""
+        """Mean number of lookups per bag."""
         return np.asarray(self.indices / np.maximum(self.bags, 1))
 
     def total(self, values: np.ndarray) -> np.ndarray:
-        """Sum over the tables of each operator, alike ones counted."""
+        """Sum over the tables of each operator, identical ones counted."""
         return np.bincount(self.operator, values * self.copies, self.operators)
 
     def most(self, values: np.ndarray) -> np.ndarray:
@@ -72,12 +73,12 @@ class Entries:
         return result
 
     def first(self, values: np.ndarray) -> np.ndarray:
-        """Value of the first entry of each operator: what all of them share."""
+        """Value of the first entry of each operator, for values that all its entries share."""
         return values[np.searchsorted(self.operator, np.arange(self.operators))]
 
 
 class _Row(NamedTuple):
-    """One entry: the numbers behind the arrays of the same names in :class:`Entries`."""
+    """One entry: scalars for the arrays of the same names in :class:`Entries`."""
 
     operator: int
     copies: int
@@ -131,7 +132,7 @@ def _row(place: int, operator: EmbeddingLookup, table: TableLookup, copies: int)
 
 
 def entries_of_tables(tables: Sequence[EmbeddingTable], batches: np.ndarray, backward: bool) -> Entries:
-    """Entries of table-batched kernels of one table each: the forward pass, or all of the backward pass."""
+    """Entries of table-batched kernels of one table each: the forward pass, or the whole backward pass."""
     rows = [
         _table_row(place, each, float(batch), backward)
         for place, (each, batch) in enumerate(zip(tables, batches, strict=True))
@@ -175,7 +176,7 @@ def _entries(rows: Sequence[_Row], popularity: Sequence[tuple[IndexStatistics | 
 
 
 def _groups(popularity: Sequence[tuple[IndexStatistics | None, int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Rows and chances by group, (entries, groups); even popularity is one group."""
+    """Rows and probabilities by group, (entries, groups); uniform popularity is one group."""
     width = max((1 if each is None else len(each.group_rows) for each, _ in popularity), default=1)
     rows, chances = np.zeros((len(popularity), width)), np.zeros((len(popularity), width))
     for place, (each, count) in enumerate(popularity):

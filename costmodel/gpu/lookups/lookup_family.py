@@ -1,4 +1,4 @@
-"""Embedding lookups, forward and backward, of one table or many: the family of their kernels.
+"""Kernel family of embedding lookups, forward and backward, of one table or many.
 
 The stages of a pass are in :mod:`costmodel.gpu.lookups.lookup_passes`, the operators as arrays in
 :mod:`costmodel.gpu.lookups.lookup_entries`.
@@ -30,10 +30,12 @@ class LookupKernels(Family[EmbeddingLookup]):
         return analysis(entries, found, stages_of(entries, found, machine))
 
     def least(self, operators: Sequence[EmbeddingLookup], machine: Machine) -> np.ndarray:
-        return np.zeros(len(operators))  # rows that are looked up again come from caches
+        return np.zeros(len(operators))  # repeatedly accessed rows come from caches
 
     def covers(self, operator: EmbeddingLookup) -> bool:
-        """What `costmodel measure --suite embedding` times: forward calls, and backward ones from end to end."""
+        """True for operators that `costmodel measure --suite embedding` times: forward calls, and whole backward
+        passes.
+        """
         whole = operator.direction == "forward" or operator.whole_pass
         return whole and all(table.dtype in _MEASURED for table, _ in operator.parts)
 
@@ -74,6 +76,6 @@ def _features(entries: Entries, found: Reuse) -> dict[str, np.ndarray]:
 
 
 def _shares(seconds: np.ndarray, terms: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Seconds, and how much of them each term is."""
+    """Seconds, and the share of each term in them."""
     shares = {f"{name}_share": safe_log2(values / np.maximum(seconds, 1e-12) + 1e-6) for name, values in terms.items()}
     return {"seconds": safe_log2(seconds), **shares}

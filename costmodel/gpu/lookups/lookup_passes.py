@@ -1,4 +1,8 @@
-"""What the kernels of embedding lookups do, stage by stage: traffic in DRAM and L2, loads that wait for each other.
+"""Stages of the kernels of embedding lookups: traffic in DRAM and L2, chains of dependent loads.
+
+A stage is one launch, or several consecutive ones. Its tables are processed in order (thread blocks are ordered by
+table in FBGEMM's kernels), so that times that need the whole GPU add up, while a bag or a row processed by one group of
+threads may outlast all of them:
 
 A stage is one launch, or several that follow each other. Its tables are taken one after the other (thread blocks are
 ordered by table in FBGEMM's kernels), so that times that need the whole GPU add up, while a bag or a row that one group
@@ -27,18 +31,18 @@ from costmodel.gpu.lookups.lookup_entries import KERNELS, Entries
 from costmodel.machines.machine_records import USABLE_SHARE, Machine
 from costmodel.operators import index_reuse as reuse
 
-_SECTOR, _FETCH = 32, 64  # bytes that L2 moves, and what it asks of DRAM (CUDA's cudaLimitMaxL2FetchGranularity)
+_SECTOR, _FETCH = 32, 64  # bytes that L2 moves, and that it requests from DRAM (CUDA's cudaLimitMaxL2FetchGranularity)
 _ROW_OVERHEAD = 32  # bytes; see above
-_OCCUPANCY = 0.75  # of the threads that fit: 33 registers each in blocks of 512 (dlrm_8xV100)
+_OCCUPANCY = 0.75  # share of the resident threads: 33 registers each in blocks of 512 (dlrm_8xV100)
 _BAG_ROWS_IN_FLIGHT = 4.0
-# Loads in a row besides those of the rows: table, offsets, indices, output. Of the update of rows looked up up to 32
-# times 11, of the search for others 2, of their update 18: kernels of `dlrm_8xV100` with 32 lookups (12 to 14 us, 3 to
-# 4 us) and with rows looked up more than 32 times (15 us and more), over the latency of a load.
+# Sequential loads besides those of the rows: table, offsets, indices, output. For the update of rows accessed up to 32
+# times 11, for the search for other rows 2, for their update 18: kernels of `dlrm_8xV100` with 32 lookups (12 to 14 us,
+# 3 to 4 us) and with rows accessed more than 32 times (15 us and more), over the latency of a load.
 _FORWARD_LOADS, _UPDATE_LOADS, _SEARCH_LOADS, _LONG_ROW_LOADS = 4, 11, 2, 18
-# Lookups of a row that one group adds; more are shared by the 32 groups of a block, and by several blocks beyond 1,024
-# (FBGEMM: max_segment_length_per_warp, max_segment_length_per_cta; `dlrm_8xV100`: a block per 1,024 lookups).
+# Most lookups of a row added by one group; more are shared by the 32 groups of a block, and by several blocks beyond
+# 1,024 (FBGEMM: max_segment_length_per_warp, max_segment_length_per_cta; `dlrm_8xV100`: a block per 1,024 lookups).
 _WARP_SEGMENT, _BLOCK_SEGMENT, _BLOCK_GROUPS = 32, 1024, 32
-# aten/src/ATen/native/cuda/Embedding.cu: so many need no sort, from compute capability 9 on and before.
+# aten/src/ATen/native/cuda/Embedding.cu: most lookups without a sort, from compute capability 9 on and before.
 _UNSORTED_INDICES, _UNSORTED_BEFORE = 4096, 3072
 _PARTIAL_ROWS, _PARTIAL_LAUNCHES = 10, 7  # EmbeddingBackwardKernel.cu: NROWS_PER_THREAD; kernels after the sort
 _EMBEDDING, _BAG, _BATCHED = range(len(KERNELS))
@@ -46,7 +50,7 @@ _EMBEDDING, _BAG, _BATCHED = range(len(KERNELS))
 
 @dataclass(frozen=True)
 class LookupStage:
-    """``dram``, ``l2``, ``waiting``, ``longest`` over entries, ``fixed`` over operators; seconds."""
+    """Times of one stage in seconds: ``dram``, ``l2``, ``waiting``, ``longest`` per entry, ``fixed`` per operator."""
 
     dram: np.ndarray
     l2: np.ndarray
@@ -56,18 +60,18 @@ class LookupStage:
 
     @property
     def throughput(self) -> np.ndarray:
-        """What each table needs of the whole GPU, (entries,)."""
+        """Seconds of the whole GPU that each table needs, (entries,)."""
         return np.asarray(np.maximum(np.maximum(self.dram, self.l2), self.waiting))
 
     def seconds(self, entries: Entries) -> np.ndarray:
-        """Time of the stage, (operators,)."""
+        """Seconds of the stage, (operators,)."""
         return np.asarray(self.fixed + np.maximum(entries.total(self.throughput), entries.most(self.longest)))
 
 
 @dataclass(frozen=True)
 class Reuse:
-    """Of every entry: distinct rows, misses of the rows in L2 and in the L1 caches, of the gradients of the bags in L2,
-    and lookups of the most popular row, (entries,).
+    """Reuse in caches, per entry: distinct rows, misses of the rows in L2 and in the L1 caches, of the gradients of the
+    bags in L2, and lookups of the most popular row.
     """
 
     unique: np.ndarray
@@ -77,13 +81,13 @@ class Reuse:
     most_popular: np.ndarray
 
     def waits(self, misses: np.ndarray, entries: Entries, machine: Machine) -> np.ndarray:
-        """Seconds that a load of a row takes on average, hits in L2 and misses together."""
+        """Mean seconds of a load of a row, L2 hits and misses together."""
         share = misses / np.maximum(entries.indices, 1)
         return np.asarray((1 - share) * latency(machine, 0) + share * latency(machine, 1))
 
 
 def reuse_of(entries: Entries, machine: Machine) -> Reuse:
-    """How often the rows and gradients of ``entries`` are found in L2."""
+    """Cache reuse of the rows and gradients of ``entries``."""
     lookups, capacity = entries.indices, USABLE_SHARE * l2_bytes(machine)
     cache = capacity / _whole(entries.row, _SECTOR)
     model = reuse.expected_unique(entries.group_rows, entries.group_chance, lookups)
@@ -100,7 +104,7 @@ def reuse_of(entries: Entries, machine: Machine) -> Reuse:
 
 
 def _l1_misses(entries: Entries, machine: Machine, l2_misses: np.ndarray) -> np.ndarray:
-    """Lookups that reach L2: each multiprocessor has its part of them, at random, and a cache of its own."""
+    """Lookups that miss L1 and reach L2: each multiprocessor has a random part of them, and its own cache."""
     chip = machine.chip()
     parts = np.minimum(float(chip.sm_count), np.maximum(entries.indices, 1))
     cache = USABLE_SHARE * chip.shared_memory_bytes / _whole(entries.row, _SECTOR)
@@ -109,7 +113,7 @@ def _l1_misses(entries: Entries, machine: Machine, l2_misses: np.ndarray) -> np.
 
 
 def stages_of(entries: Entries, found: Reuse, machine: Machine) -> list[LookupStage]:
-    """The stages of every operator; one that an operator does not have takes no time."""
+    """Stages of every operator; stages that an operator lacks take no time."""
     forward, batched = ~entries.backward, entries.kernel == _BATCHED
     plain = entries.backward & ~batched
     most = _UNSORTED_INDICES if machine.chip().architecture in ("hopper", "blackwell") else _UNSORTED_BEFORE
@@ -138,12 +142,12 @@ def _masked(stage: LookupStage, mask: np.ndarray, entries: Entries) -> LookupSta
 
 
 def _whole(size: np.ndarray, unit: int) -> np.ndarray:
-    """Bytes that ``size`` ones at a random place move, in units that are moved whole."""
+    """Bytes moved for ``size`` bytes at a random address, in whole units."""
     return np.asarray(size + unit - np.gcd(size.astype(int), unit))
 
 
 def _scattered(size: np.ndarray) -> np.ndarray:
-    """Bytes of DRAM time that ``size`` ones at a random place cost."""
+    """Bytes of DRAM traffic equivalent to ``size`` bytes at a random address."""
     return _whole(size, _FETCH) + _ROW_OVERHEAD
 
 
@@ -171,7 +175,9 @@ def _stage(
     fixed: np.ndarray,
     on: Machine,
 ) -> LookupStage:
-    """``chains``: thread-seconds of waiting, spread over the threads that the GPU holds."""
+    """Stage from bytes and chains. ``chains``: thread-seconds of waiting, spread over the threads that the GPU
+    holds.
+    """
     return LookupStage(
         dram_bytes / dram_bandwidth(on), l2_bytes_ / l2_bandwidth(on), chains / _slots(on), longest, fixed
     )
@@ -205,9 +211,9 @@ def _clear(entries: Entries, machine: Machine) -> LookupStage:
 
 
 def _linearize(entries: Entries, machine: Machine) -> LookupStage:
-    """Row numbers of all tables made one range: a warp takes 32 bags, one after the other, 32 lookups at a time.
+    """Stage that maps the row numbers of all tables to one range: a warp takes 32 bags in turn, 32 lookups at a time.
 
-    Half of a load's latency is seen per step (`dlrm_8xV100`: 13 to 48 us for 1 to 100 lookups per bag).
+    Half of a load's latency is visible per step (`dlrm_8xV100`: 13 to 48 us for 1 to 100 lookups per bag).
     """
     size = entries.indices * (entries.index_bytes + 12)
     steps = np.ceil(entries.pooling / 32) * latency(machine, 1) / 2
@@ -216,7 +222,9 @@ def _linearize(entries: Entries, machine: Machine) -> LookupStage:
 
 
 def _sort(entries: Entries, found: Reuse, machine: Machine) -> LookupStage:
-    """Pairs of (row, lookup) sorted; runs of equal rows found (run lengths and their sums: four launches)."""
+    """Stage that sorts pairs of (row, lookup) and finds runs of equal rows (run lengths and their sums: four
+    launches).
+    """
     batched = entries.kernel == _BATCHED
     pair = np.where(batched, 12.0, 16.0)
     bits = radix_sort.sort_bits(entries.total(entries.rows))[entries.operator]
@@ -230,9 +238,10 @@ def _sort(entries: Entries, found: Reuse, machine: Machine) -> LookupStage:
 
 
 def _update(entries: Entries, found: Reuse, machine: Machine) -> LookupStage:
-    """Gradients of a row's lookups added up; the row and its optimizer state read and written, or its gradient written.
+    """Stage that adds up the gradients of a row's lookups and updates the row and its optimizer state, or writes its
+    gradient.
 
-    One kernel for rows of many lookups, after one that looks for them, and one for the others.
+    One kernel for rows of many lookups, preceded by one that finds them, and one for the others.
     """
     scattered, sectors = _scattered(entries.row), _whole(entries.row, _SECTOR)
     state = 2.0 * (_FETCH + _ROW_OVERHEAD) * (entries.state_row > 0) + 8.0 * entries.state_element * entries.dim
@@ -255,7 +264,7 @@ def _update(entries: Entries, found: Reuse, machine: Machine) -> LookupStage:
 
 
 def _partial_sums(entries: Entries, found: Reuse, machine: Machine) -> LookupStage:
-    """Sums of up to ten sorted lookups of a row in FP32, then sums of those, written to a dense gradient."""
+    """Stage that sums up to ten sorted lookups of a row in FP32, then these sums, and writes a dense gradient."""
     gradients = np.where(entries.kernel == _EMBEDDING, entries.indices, found.gradient_misses)
     partial = 2 * (found.unique + entries.indices / _PARTIAL_ROWS) * entries.dim * 4
     lists = 32 * entries.indices
@@ -272,9 +281,9 @@ def _partial_sums(entries: Entries, found: Reuse, machine: Machine) -> LookupSta
 
 
 def _unsorted(entries: Entries, found: Reuse, machine: Machine) -> LookupStage:
-    """Few lookups: each thread block takes 32 values of all rows and goes through the lookups, 32 at a time.
+    """Stage for few lookups: each thread block takes 32 values of all rows and iterates over the lookups, 32 at a time.
 
-    Two loads in a row per step: 50 ns per lookup on A100 (pytorch/pytorch, pull request 49913: 64 values, 1,024 to
+    Two sequential loads per step: 50 ns per lookup on A100 (pytorch/pytorch, pull request 49913: 64 values, 1,024 to
     3,072 lookups).
     """
     size = (entries.indices + 2 * found.unique) * _scattered(entries.row)
@@ -284,14 +293,14 @@ def _unsorted(entries: Entries, found: Reuse, machine: Machine) -> LookupStage:
 
 
 def _scatter(entries: Entries, machine: Machine) -> LookupStage:
-    """Backward of a maximum: every value of a bag is added, atomically, to the row that it came from."""
+    """Backward stage of max pooling: every value of a bag is added, atomically, to the row that it came from."""
     size = entries.bags * entries.dim * (entries.element + 8.0 + 2 * _SECTOR)
     zero = np.zeros(len(entries.rows))
     return _stage(size, size, zero, zero, _fixed(entries, 1, _FORWARD_LOADS, machine), machine)
 
 
 def _expand(entries: Entries, found: Reuse, machine: Machine) -> LookupStage:
-    """A sparse gradient: the bag's gradient copied for each lookup. Without pooling it is a view."""
+    """Stage of a sparse gradient: the bag's gradient is copied for each lookup; without pooling it is a view."""
     written = entries.indices * (entries.dim * entries.element + 8.0)
     bag = (entries.kernel == _BAG).astype(float)
     zero = np.zeros(len(entries.rows))

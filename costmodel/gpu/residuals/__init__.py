@@ -1,1 +1,1 @@
-"""What measurements add to the physics of GPU kernels: trees, levels, a few points of one's own."""
+"""Corrections of the analytic models of GPU kernels by measurements: trees, levels, adaptations to a few points."""

@@ -1,7 +1,8 @@
-"""A family moved to a GPU by a few measurements: log(measured / predicted) as a level and slopes over its features.
+"""Adaptation of a family to a GPU by a few measurements: log(measured / predicted) as a level and slopes over its
+features.
 
-Ridge regression with Huber weights: the level is free, each slope (per standard deviation of its feature) is drawn
-towards zero as one normally distributed around it would be. With very few points the level alone, their median.
+Ridge regression with Huber weights: the level is free, each slope (per standard deviation of its feature) has a normal
+prior around zero. With very few points only the level, their median.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-MINIMUM_POINTS = 3  # before they say more about the GPU than about themselves
+MINIMUM_POINTS = 3  # fewer are dominated by their own noise
 # Chosen on the select split of left-out GPUs (20 random rows of each): slopes from 0.05 to 0.2, with and without.
 _SLOPE, _NOISE, _POINTS_FOR_SLOPES = 0.05, 0.25, 8
 _LEAST_SPREAD, _REACH, _SWEEPS = 0.3, 3.0, 6
@@ -19,7 +20,9 @@ _LEAST_SPREAD, _REACH, _SWEEPS = 0.3, 3.0, 6
 
 @dataclass(frozen=True)
 class Adaptation:
-    """``weights``: level, then a slope per feature in units of ``scale`` around ``centre``; ``points``: how many."""
+    """Adaptation of a family. ``weights``: level, then a slope per feature in units of ``scale`` around ``centre``;
+    ``points``: number of measurements.
+    """
 
     names: tuple[str, ...]
     centre: np.ndarray
@@ -28,14 +31,18 @@ class Adaptation:
     points: int
 
     def shift(self, features: np.ndarray) -> np.ndarray:
-        """What to add to the log time of each row of ``features`` (rows, features); extrapolates three deviations."""
+        """Shift of the log time of each row of ``features`` (rows, features); extrapolates by up to three
+        deviations.
+        """
         units = np.clip((features.astype(float) - self.centre) / self.scale, -_REACH, _REACH)
         shift: np.ndarray = self.weights[0] + units @ self.weights[1:]
         return shift
 
 
 def adapt(names: tuple[str, ...], features: np.ndarray, log_errors: np.ndarray) -> Adaptation | None:
-    """From ``log_errors`` (points,), log(measured / predicted), at ``features``; ``None`` for too few points."""
+    """Fit an adaptation to ``log_errors`` (points,), log(measured / predicted), at ``features``; ``None`` for too few
+    points.
+    """
     points = len(log_errors)
     if points < MINIMUM_POINTS:
         return None
@@ -71,7 +78,7 @@ def to_record(adaptation: Adaptation) -> dict[str, Any]:
 
 
 def from_record(record: dict[str, Any]) -> Adaptation:
-    """Inverse of :func:`to_record`; ``ValueError`` or ``KeyError`` for anything else."""
+    """Inverse of :func:`to_record`; ``ValueError`` or ``KeyError`` for invalid records."""
     centre, scale, weights = (np.array(record[name], dtype=float) for name in ("centre", "scale", "weights"))
     names = tuple(record["features"])
     if not len(names) == len(centre) == len(scale) == len(weights) - 1:

@@ -4,7 +4,7 @@ calibration/gpu/<machine>.json    residuals by family, and which tables they wer
 calibration/gpu/transfer.json     how far measured GPUs are from their analytic model, per family and power class,
                                   and for some families how that depends on the shape
 
-What a user measured (``python -m costmodel fit --table``) lies in :func:`own_directory`: points alone, which move what
+What a user measured (``python -m costmodel fit --table``) lies in :func:`own_directory`: only points, which adapt what
 is shipped.
 """
 
@@ -31,7 +31,8 @@ from costmodel.machines.machine_records import Machine
 
 DIRECTORY = Path(__file__).parents[2] / "calibration" / "gpu"
 TRANSFER = "transfer"
-# Within a folder of fitted models, those of linear attention and of what only serving engines run: fits of their own.
+# Subfolders of a folder of fitted models, with separate fits: linear attention, and operators only run by serving
+# engines.
 SCANS, SERVING = "scans", "serving"
 ANY_POWER, OPEN, LIMITED, HALF_RATE = "any", "open", "power-limited", "half-rate"
 ANY_FAMILY = "any"
@@ -42,21 +43,24 @@ Grades = Mapping[str, Mapping[str, tuple[float, float]]]
 
 @dataclass(frozen=True)
 class Fitted:
-    """Residuals by family of one machine. ``provenance``: tables, rows, versions. ``adaptations``: by family and dtype
-    of which a few rows only were measured.
-    """
+    """Residuals of one machine."""
 
     machine: str
     architecture: str
     power_limited: bool
+    # By family.
     families: Mapping[str, Residual]
+    # Tables, rows, versions.
     provenance: Mapping[str, Any]
+    # For families and dtypes with few measured rows.
     adaptations: Mapping[str, Adaptation] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Level:
-    """log(measured / analytic) of GPUs of one class: median over the GPUs, and what holds 80 % of the rows of each."""
+    """log(measured / analytic) of a class of GPUs: median over the GPUs, and the interval that holds 80 % of the rows
+    of each.
+    """
 
     middle: float
     lower: float
@@ -66,8 +70,8 @@ class Level:
 
 @dataclass(frozen=True)
 class LevelTransfer:
-    """Levels by family and power class (:func:`power_class`; ``any`` of families that the clock hardly matters to);
-    what the trees of ``shapes`` say adds to them. ``grades``: see :mod:`lab.fit.grades`.
+    """Levels by family and power class (:func:`power_class`; ``any`` for families that hardly depend on the clock),
+    plus corrections by the trees of ``shapes``. ``grades``: see :mod:`lab.fit.grades`.
     """
 
     levels: Mapping[str, Mapping[str, Level]]
@@ -76,21 +80,21 @@ class LevelTransfer:
     grades: Grades = field(default_factory=dict)
 
     def grade(self, family: str, name: str) -> tuple[float, float] | None:
-        """Range of log(measured / predicted) of the grade ``name`` of :mod:`lab.fit.grades`: that of ``family``,
-        else of all together; ``None`` where nothing was measured.
+        """Range of log(measured / predicted) of the grade ``name`` of :mod:`lab.fit.grades`: for ``family``, else for
+        all families together; ``None`` without measurements.
         """
         return self.grades.get(family, {}).get(name) or self.grades.get(ANY_FAMILY, {}).get(name)
 
     def level(self, family: str, machine: Machine) -> Level | None:
-        """The level for ``machine``, of another class if its own was not measured; ``None`` if no class was."""
+        """Level for ``machine``, or of another class if its own was not measured; ``None`` if no class was."""
         classes = self.levels.get(family, {})
         own = classes.get(ANY_POWER) or classes.get(power_class(machine)) or classes.get(OPEN)
         return own or next(iter(classes.values()), None)
 
 
 def power_class(machine: Machine) -> str:
-    """``power-limited`` for cards of 75 W and less; ``half-rate`` for GeForce cards, whose tensor cores reach twice
-    the FP32 rate where others reach four times and more, and are easier to feed; else ``open``.
+    """Power class: ``power-limited`` for cards of 75 W and less; ``half-rate`` for GeForce cards, whose tensor cores
+    reach twice the FP32 rate where others reach four times and more, and are easier to feed; else ``open``.
     """
     if machine.chip().power_limited:
         return LIMITED
@@ -98,7 +102,7 @@ def power_class(machine: Machine) -> str:
 
 
 def is_relative(known: Fitted, machine: Machine) -> bool:
-    """Whether what was learned on the GPU of ``known`` is asked for ``machine``: the same architecture, lanes per
+    """True if residuals learned on the GPU of ``known`` apply to ``machine``: the same architecture, lanes per
     multiprocessor (A100 and RTX 3090 are both Ampere) and, where power limits, power class.
     """
     chip = machine.chip()
@@ -108,7 +112,9 @@ def is_relative(known: Fitted, machine: Machine) -> bool:
 
 
 def _unlike(known: Fitted, machine: Machine) -> tuple[bool, float, float]:
-    """How unlike a relative is: of another class, then by the number of multiprocessors, then by the memory's rate."""
+    """Distance of a relative for sorting: another class, then the ratio of multiprocessors, then that of the memory's
+    rate.
+    """
     there = packaged_machine(known.machine)
     if there is None:
         return True, 0.0, 0.0
@@ -118,9 +124,9 @@ def _unlike(known: Fitted, machine: Machine) -> tuple[bool, float, float]:
 
 
 def residuals_for(machine: Machine, directory: Path = DIRECTORY) -> dict[str, tuple[str, Residual]]:
-    """Family -> (machine it was fitted on, residual): ``machine`` itself or, where it was not measured, a relative.
+    """Residuals by family, each with the machine it was fitted on: ``machine`` itself or, if not measured, a relative.
 
-    The most alike of the relatives (:func:`is_relative`) comes first. ``InputError`` names a corrupt file.
+    The most similar of the relatives (:func:`is_relative`) comes first. ``InputError`` names a corrupt file.
     """
     known, name = all_fitted(directory), known_as(machine)
     relatives = [each for each in known.values() if each.machine != name and is_relative(each, machine)]
@@ -134,18 +140,18 @@ def residuals_for(machine: Machine, directory: Path = DIRECTORY) -> dict[str, tu
 
 
 def adaptations_for(machine: Machine, directory: Path = DIRECTORY) -> Mapping[str, Adaptation]:
-    """What a few measurements of ``machine`` itself say, by family and dtype; empty where there are none."""
+    """Adaptations to measurements of ``machine`` itself, by family and dtype; may be empty."""
     known, name = all_fitted(directory), known_as(machine)
     return known[name].adaptations if name in known else {}
 
 
 def own_directory() -> Path:
-    """Where the models of the user's own GPUs lie, beside those of the user's own collectives."""
+    """Folder of the models of the user's own GPUs, beside those of the user's own collectives."""
     return user_directory() / "calibration" / "gpu"
 
 
 def all_fitted(directory: Path = DIRECTORY) -> Mapping[str, Fitted]:
-    """Every fitted machine by name; what is shipped is moved by the user's own points. ``InputError`` names a corrupt
+    """All fitted machines by name; shipped models are adapted by the user's own points. ``InputError`` names a corrupt
     file.
     """
     if directory != DIRECTORY:
@@ -159,14 +165,14 @@ def all_fitted(directory: Path = DIRECTORY) -> Mapping[str, Fitted]:
 
 @lru_cache(maxsize=8)
 def fitted_in(directory: Path) -> Mapping[str, Fitted]:
-    """The machines of one folder alone by name, as a fit of what is shipped takes them."""
+    """Fitted machines of one folder by name, without the user's adaptations."""
     files = sorted(path for path in directory.glob("*.json") if path.stem != TRANSFER)
     return {path.stem: _read_fitted(path) for path in files}
 
 
 @lru_cache(maxsize=8)
 def transfer(directory: Path = DIRECTORY) -> LevelTransfer:
-    """What carries over; no levels where the file is absent."""
+    """Levels that transfer to unmeasured GPUs; empty if the file is absent."""
     path = directory / f"{TRANSFER}.json"
     if not path.exists():
         return LevelTransfer({}, {}, {})
@@ -187,7 +193,7 @@ def transfer(directory: Path = DIRECTORY) -> LevelTransfer:
 
 
 def merged(first: LevelTransfer, second: LevelTransfer) -> LevelTransfer:
-    """Both together, of fits of different families; what is known of any family alike is that of ``first``."""
+    """Union of two fits of different families; values for any family are those of ``first``."""
     return LevelTransfer(
         {**second.levels, **first.levels},
         {**second.shapes, **first.shapes},
@@ -197,7 +203,7 @@ def merged(first: LevelTransfer, second: LevelTransfer) -> LevelTransfer:
 
 
 def write_fitted(fitted: Fitted, directory: Path) -> Path:
-    """Writes ``directory/<machine>.json``; ``OutputError`` if it cannot."""
+    """Write ``directory/<machine>.json``; ``OutputError`` on failure."""
     record = {
         "machine": fitted.machine,
         "architecture": fitted.architecture,
@@ -210,7 +216,7 @@ def write_fitted(fitted: Fitted, directory: Path) -> Path:
 
 
 def write_transfer(content: LevelTransfer, directory: Path) -> Path:
-    """Writes ``directory/transfer.json``; ``OutputError`` if it cannot."""
+    """Write ``directory/transfer.json``; ``OutputError`` on failure."""
     levels = {
         family: {name: {**vars(each), "machines": list(each.machines)} for name, each in classes.items()}
         for family, classes in content.levels.items()
@@ -257,7 +263,7 @@ def _write(path: Path, record: dict[str, Any]) -> Path:
 
 
 def forget_fitted() -> None:
-    """Files were written: what was read of them is read again."""
+    """Clear the cache of fitted models after files were written."""
     fitted_in.cache_clear()
     transfer.cache_clear()
 

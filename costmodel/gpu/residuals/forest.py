@@ -1,4 +1,4 @@
-"""Boosted trees as plain arrays: small files, the same answer everywhere, and no xgboost needed to predict."""
+"""Boosted trees as plain arrays: small files, reproducible predictions, no xgboost needed to predict."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 
-_LARGEST_BASE = 50.0  # of a logarithm
+_LARGEST_BASE = 50.0  # largest base, as a logarithm
 
 
 @dataclass(frozen=True)
 class Forest:
-    """Complete binary trees of one depth d. ``columns`` and ``thresholds``: (trees, 2^d - 1) in heap order, a row goes
-    right where its value is not below the threshold; ``leaves``: (trees, 2^d). The answer is the sum plus ``base``.
+    """Complete binary trees of equal depth d. ``columns`` and ``thresholds``: (trees, 2^d - 1) in heap order, a row
+    goes right if its value is not below the threshold; ``leaves``: (trees, 2^d). The prediction is the sum of leaves
+    plus ``base``.
     """
 
     columns: np.ndarray
@@ -24,7 +25,7 @@ class Forest:
     base: float
 
     def predict(self, features: np.ndarray) -> np.ndarray:
-        """Answer per row of ``features`` (rows, columns), shape (rows,)."""
+        """Prediction for each row of ``features`` (rows, columns), shape (rows,)."""
         rows = np.asarray(features, dtype=np.float32)
         total = np.full(len(rows), self.base, dtype=float)
         depth = int(self.leaves.shape[1]).bit_length() - 1
@@ -39,7 +40,7 @@ class Forest:
 
 
 def to_record(forest: Forest) -> dict[str, Any]:
-    """JSON-able content; leaves keep 16 bits, which is a relative error of 0.0005 in a small addend."""
+    """JSON-able content; leaves keep 16 bits, a relative error of 0.0005 in a small addend."""
     return {
         "trees": len(forest.leaves),
         "base": round(forest.base, 7),
@@ -50,7 +51,7 @@ def to_record(forest: Forest) -> dict[str, Any]:
 
 
 def from_record(record: dict[str, Any]) -> Forest:
-    """Inverse of :func:`to_record`; ``ValueError`` or ``KeyError`` for anything else."""
+    """Inverse of :func:`to_record`; ``ValueError`` or ``KeyError`` for invalid records."""
     trees = int(record["trees"])
     inner = unpacked(record["columns"], np.uint8).size // trees if trees else 1
     columns = unpacked(record["columns"], np.uint8).reshape(trees, inner)
@@ -64,12 +65,12 @@ def from_record(record: dict[str, Any]) -> Forest:
 
 
 def packed(array: np.ndarray) -> str:
-    """``array`` compressed, as text."""
+    """``array`` compressed and encoded as text."""
     return base64.b64encode(zlib.compress(np.ascontiguousarray(array).tobytes(), 9)).decode("ascii")
 
 
 def unpacked(text: str, dtype: Any) -> np.ndarray:
-    """Inverse of :func:`packed`, one-dimensional; ``ValueError`` for anything else."""
+    """Inverse of :func:`packed`, one-dimensional; ``ValueError`` for invalid text."""
     try:
         return np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype=dtype)
     except zlib.error as error:

@@ -1,9 +1,9 @@
-"""Seconds of kernels as a table over their sizes that rises along every axis, interpolated between its rows.
+"""Seconds of kernels as a table over their sizes, non-decreasing along every axis and interpolated between points.
 
-Trees answer in steps, and what they add to a model that rises with a size may make the whole fall. So where tables are
-grids of sizes, trees are asked at the points of a lattice alone. There their answers are moved by as little as makes
-them rise with every size, and the seconds between are interpolated linearly in the sizes, which is exact for
-arithmetic, for traffic and for a fixed cost. Beyond the last point the rate of that point holds.
+Trees predict step functions, and adding them to a model that rises with a size may make the sum fall. So where tables
+are grids of sizes, trees are evaluated only at the points of a lattice. Their values are changed as little as possible
+to make them non-decreasing in every size, and the seconds between points are interpolated linearly in the sizes, which
+is exact for arithmetic, for traffic and for a fixed cost. Beyond the last point the rate of that point holds.
 """
 
 from __future__ import annotations
@@ -17,24 +17,26 @@ import numpy as np
 
 from costmodel.gpu.residuals.forest import packed, unpacked
 
-_STEPS = 1e4  # of a logarithm, in which seconds are kept
-_LONGEST = 20.0  # log seconds that a file may hold
-_ROUNDS = 20  # of projections, after which little is left to raise
+_STEPS = 1e4  # resolution of stored seconds: steps per unit of a logarithm
+_LONGEST = 20.0  # largest log seconds in a file
+_ROUNDS = 20  # projections, after which little is left to raise
 
 
 @dataclass(frozen=True)
 class Lattice:
-    """``axes``: the sizes of each, ascending; ``seconds`` (points of each axis ...) rises along all of them."""
+    """Lattice of seconds. ``axes``: ascending sizes of each axis; ``seconds`` (points of each axis ...)
+    non-decreasing.
+    """
 
     axes: tuple[np.ndarray, ...]
     seconds: np.ndarray
 
     def points(self) -> np.ndarray:
-        """The sizes at every point (points, axes), the last axis fastest."""
+        """Sizes at every point (points, axes), the last axis fastest."""
         return np.stack(np.meshgrid(*self.axes, indexing="ij"), axis=-1).reshape(-1, len(self.axes))
 
     def scaled(self, shares: np.ndarray) -> Lattice:
-        """This one times ``shares`` (points,), and rising."""
+        """The lattice multiplied by ``shares`` (points,), made non-decreasing."""
         return Lattice(self.axes, raised(self.seconds * shares.reshape(self.seconds.shape)))
 
     def at(self, sizes: np.ndarray) -> np.ndarray:
@@ -54,16 +56,16 @@ class Lattice:
 
 
 def raised(seconds: np.ndarray) -> np.ndarray:
-    """The least array that is nowhere below ``seconds`` and falls along no axis."""
+    """Smallest array that is nowhere below ``seconds`` and non-decreasing along all axes."""
     for axis in range(seconds.ndim):
         seconds = np.maximum.accumulate(seconds, axis=axis)
     return seconds
 
 
 def rising(seconds: np.ndarray) -> np.ndarray:
-    """The array nearest to ``seconds`` (least squares of logarithms) that falls along no axis.
+    """Array nearest to ``seconds`` (least squares of logarithms) that is non-decreasing along all axes.
 
-    One axis after the other, as Dykstra (1983) projects onto several convex sets, then raised by what is left.
+    Alternating projections of Dykstra (1983) onto the convex sets of each axis, then :func:`raised` for the remainder.
     """
     from scipy.optimize import isotonic_regression
 
@@ -84,7 +86,7 @@ def to_record(lattice: Lattice) -> dict[str, Any]:
 
 
 def from_record(record: dict[str, Any]) -> Lattice:
-    """Inverse of :func:`to_record`; ``ValueError`` or ``KeyError`` for anything else."""
+    """Inverse of :func:`to_record`; ``ValueError`` or ``KeyError`` for invalid records."""
     axes = tuple(np.array(axis, dtype=float) for axis in record["axes"])
     if not all(
         len(axis) > 1 and np.isfinite(axis).all() and axis[0] > 0 and (np.diff(axis) > 0).all() for axis in axes
@@ -97,5 +99,5 @@ def from_record(record: dict[str, Any]) -> Lattice:
 
 
 def axes_of(*sizes: Sequence[float]) -> tuple[np.ndarray, ...]:
-    """Axes of these sizes."""
+    """Axes with the given sizes."""
     return tuple(np.array(each, dtype=float) for each in sizes)

@@ -1,4 +1,4 @@
-"""The GPUs on which learned models are asked, whatever GPU is at hand: as their files stand in the package."""
+"""Reference GPUs on which learned models are evaluated, whatever the actual GPU: their packaged files."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from costmodel.machines.machine_file import read_machine
 from costmodel.machines.machine_records import Machine
 from costmodel.operators.any_operator import AnyOperator
 
-# What carries over to GPUs without tables depends on shapes as they look on this one.
+# Shape corrections for GPUs without tables use features computed with the rates of this GPU.
 NOMINAL = "a100-pcie-40gb"
 
 
 @lru_cache(maxsize=64)
 def packaged_machine(name: str) -> Machine | None:
-    """The packaged GPU of that name; ``None`` if there is none."""
-    # By what is there: a name of a foreign file may be longer than any path.
+    """Packaged GPU named ``name``, or ``None``."""
+    # Compares with existing files: a name from a user's file may be longer than any path.
     path = next((each for each in (PACKAGED_DIRECTORY / "gpu").glob("*.yaml") if each.stem == name), None)
     return None if path is None else read_machine(path)
 
 
 def known_as(machine: Machine) -> str:
-    """The name under which models know ``machine``: its own if a packaged GPU has it, else that of a packaged one that
-    is the same but for names, texts, the power limit, whose effect the rates tell, and the capacity of its memory (one
-    of the same capacity first); its own if there is none.
+    """Name under which models know ``machine``: its own if a packaged GPU has it, else that of a packaged GPU that
+    differs only in names, texts, the power limit (whose effect the rates include) and memory capacity (equal capacity
+    preferred); its own if there is none.
     """
     if packaged_machine(machine.name):
         return machine.name
@@ -44,7 +44,7 @@ def known_as(machine: Machine) -> str:
 
 
 def _figures(machine: Machine | None) -> object:
-    """What kernels see of ``machine``."""
+    """Figures of ``machine`` that affect kernels."""
     if machine is None or machine.gpu is None:
         return None
     compute = {name: (each.sustained, each.burst, each.datasheet) for name, each in machine.compute.items()}
@@ -56,9 +56,9 @@ def _figures(machine: Machine | None) -> object:
 
 
 def nominal_features(family: Family[Any], operators: Sequence[AnyOperator], machine: Machine) -> np.ndarray:
-    """Features (operators, features) of ``operators`` on a GPU built as ``machine``, at the rates of :data:`NOMINAL`.
+    """Features (operators, features) of ``operators`` on a GPU built like ``machine``, at the rates of :data:`NOMINAL`.
 
-    Multiprocessors and L2's capacity are those of ``machine``; no rate of it is asked.
+    Multiprocessors and L2's capacity are those of ``machine``; its rates are not used.
     """
     nominal = packaged_machine(NOMINAL)
     assert nominal is not None

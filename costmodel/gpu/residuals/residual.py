@@ -1,4 +1,4 @@
-"""What the analytic model of a family misses on one GPU: log(measured / analytic), learned with an interval."""
+"""Residual of a family's analytic model on one GPU: log(measured / analytic), learned with an interval."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from costmodel.gpu.residuals.lattice import Lattice
 
 @dataclass(frozen=True)
 class Residual:
-    """``names``: the features in order, with the range seen of each. ``margin`` (log units) widens quantiles so that
-    held-out rows fall inside as often as they should (conformalised quantile regression, Romano et al., NeurIPS 2019).
+    """Learned residual. ``names``: the features in order, with their observed ranges ``lowest`` to ``highest``.
+    ``margin`` (log units) widens quantiles so that held-out rows are covered as often as intended (conformalised
+    quantile regression, Romano et al., NeurIPS 2019).
 
-    ``lattice``: seconds on the GPU itself, of families with sizes of their own; the forests then add to its logarithm
+    ``lattice``: seconds on the GPU itself, for families with sizes of their own; the forests then add to its logarithm
     rather than to that of the analytic time, and the middle adds nothing.
     """
 
@@ -39,12 +40,14 @@ class Residual:
         return middle, np.minimum(low, middle), np.maximum(high, middle)
 
     def outside(self, row: np.ndarray) -> tuple[str, ...]:
-        """Names of the features of ``row`` beyond what was seen, by more than half a doubling (or half a unit)."""
+        """Names of the features of ``row`` outside their observed range by more than half a doubling (or half a
+        unit).
+        """
         beyond = (row < self.lowest - 0.5) | (row > self.highest + 0.5)
         return tuple(name for name, out in zip(self.names, beyond, strict=True) if out)
 
 
-_MOST_MARGIN = 50.0  # of a logarithm: beyond it nothing is known
+_MOST_MARGIN = 50.0  # largest margin, as a logarithm
 
 
 def to_record(residual: Residual) -> dict[str, Any]:
@@ -64,7 +67,7 @@ def to_record(residual: Residual) -> dict[str, Any]:
 
 
 def from_record(record: dict[str, Any]) -> Residual:
-    """Inverse of :func:`to_record`; ``ValueError`` or ``KeyError`` for anything else."""
+    """Inverse of :func:`to_record`; ``ValueError`` or ``KeyError`` for invalid records."""
     trees = {name: forest.from_record(record[name]) for name in ("middle", "lower", "upper")}
     if not all(isinstance(name, str) for name in record["features"]):
         raise ValueError("features are not names")

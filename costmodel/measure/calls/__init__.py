@@ -1,1 +1,1 @@
-"""What the measuring suites run: operators, copies, lookups and collectives on real tensors."""
+"""Calls timed by the measuring suites: operators, copies, lookups and collectives on real tensors."""

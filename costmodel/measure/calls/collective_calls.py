@@ -10,13 +10,15 @@ from costmodel.operators.collective_transfer import CollectiveTransfer
 from costmodel.operators.layers import element_bytes
 
 TORCH = True
-# Of an uneven all-to-all, what every rank sends to the first one; the others share the rest.
+# Share of an uneven all-to-all that every rank sends to the first one; the others receive equal parts of the rest.
 HOT_SHARE = 0.5
 
 
 @dataclass(frozen=True)
 class RankGroup:
-    """``ranks``: global numbers of the members, on ``nodes`` nodes. ``handle``: torch's process group."""
+    """Group of ranks. ``ranks``: global numbers of the members, on ``nodes`` nodes. ``handle``: torch's process
+    group.
+    """
 
     ranks: tuple[int, ...]
     nodes: int
@@ -24,7 +26,9 @@ class RankGroup:
 
 
 def sendable(transfer: CollectiveTransfer, dtype: str) -> CollectiveTransfer | None:
-    """``transfer`` with a size that the ranks can divide into elements of ``dtype``; ``None`` if that leaves none."""
+    """``transfer`` with its size rounded down so that the ranks can divide it into elements of ``dtype``; ``None`` if
+    empty.
+    """
     parts = transfer.ranks if transfer.kind in ("reduce_scatter", "all_to_all") else 1
     unit = parts * element_bytes(dtype)
     size = transfer.size_bytes // unit * unit
@@ -36,19 +40,23 @@ def sendable(transfer: CollectiveTransfer, dtype: str) -> CollectiveTransfer | N
 
 
 def splits(elements: int, ranks: int) -> list[int]:
-    """Elements that each rank sends to rank 0, 1 ...: a share to the first, the rest evenly, none lost."""
+    """Elements that each rank sends to rank 0, 1 ...: a larger share to the first, equal parts of the rest, no
+    remainder.
+    """
     rest = (elements - int(elements * HOT_SHARE)) // (ranks - 1)
     return [elements - rest * (ranks - 1), *[rest] * (ranks - 1)]
 
 
 def uneven(size_bytes: float, ranks: int, nodes: int, dtype: str) -> CollectiveTransfer:
-    """An all-to-all in which every rank sends :data:`HOT_SHARE` of its buffer to the first one, the busiest."""
+    """All-to-all in which every rank sends :data:`HOT_SHARE` of its buffer to the first one, the busiest."""
     first = splits(int(size_bytes) // element_bytes(dtype), ranks)[0] * element_bytes(dtype)
     return CollectiveTransfer("all_to_all", size_bytes, ranks, nodes, busiest_bytes=float((ranks - 1) * first))
 
 
 def make_call(transfer: CollectiveTransfer, group: RankGroup, rank: int, dtype: str, device: Any) -> Callable[[], Any]:
-    """What rank ``rank`` calls to take part. Zeros: sums of random values would overflow after some repetitions."""
+    """Function by which rank ``rank`` takes part. Uses zeros: sums of random values would overflow after some
+    repetitions.
+    """
     import torch
     import torch.distributed as dist
 
@@ -60,7 +68,7 @@ def make_call(transfer: CollectiveTransfer, group: RankGroup, rank: int, dtype: 
         return torch.zeros(length, dtype=torch_dtype, device=device)
 
     own = tensor(elements)
-    if transfer.kind in ("all_reduce", "barrier"):  # a barrier of torch is an all-reduce of one element
+    if transfer.kind in ("all_reduce", "barrier"):  # torch's barrier is an all-reduce of one element
         return lambda: dist.all_reduce(own, group=handle)
     if transfer.kind == "all_gather":
         gathered = tensor(elements * count)

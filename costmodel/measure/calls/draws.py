@@ -14,9 +14,9 @@ TORCH = True
 
 
 def draw_indices(table: TableLookup, device: Any) -> torch.Tensor:
-    """``table.indices`` row numbers, int64, independent of each other, rows as likely as ``table.statistics`` says.
+    """Draw ``table.indices`` independent row numbers, int64, with the probabilities of ``table.statistics``.
 
-    Popular rows are spread over the table: neighbours in popularity are no neighbours in memory.
+    Popular rows are spread over the table: neighbours in popularity are not neighbours in memory.
     """
     statistics = table.statistics or uniform(table.rows)
     sizes = torch.tensor(statistics.group_rows, dtype=torch.float64, device=device)
@@ -30,7 +30,7 @@ def draw_indices(table: TableLookup, device: Any) -> torch.Tensor:
 
 
 def _stride(rows: int) -> int:
-    """A step near the golden section of ``rows`` that visits every row once."""
+    """Step near the golden section of ``rows`` that visits every row once."""
     step = max(int(rows * 0.6180339887), 1)
     while math.gcd(step, rows) != 1:
         step += 1

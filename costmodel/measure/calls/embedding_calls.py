@@ -1,4 +1,4 @@
-"""Makes an embedding lookup into a call on a device, on random rows and lookups that follow its statistics."""
+"""Calls of embedding lookups on a device, on random rows with lookups that follow their statistics."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ TORCH = True
 
 
 def make_embedding_call(operator: EmbeddingLookup, device: Any) -> tuple[DeviceCall, list[torch.Tensor]]:
-    """The call, and the lookups of every table that it makes (for the statistics of the row).
+    """The call, and its lookups for every table (for the statistics of the row).
 
-    A backward call runs the backward pass alone. Errors of torch and Triton pass through.
+    A backward call runs only the backward pass. Errors of torch and Triton propagate.
     """
     if operator.implementation == "table_batched":
         tables = [table for table, count in operator.parts for _ in range(count)]

@@ -1,4 +1,4 @@
-"""Calls of operators that move data, and of optimizers; the rest is in
+"""Calls of operators that move data, and of optimizers; other operators are in
 :mod:`costmodel.measure.calls.operator_calls`.
 """
 
@@ -19,7 +19,7 @@ OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.o
 
 @singledispatch
 def make_call(operator: AnyOperator, device: Any) -> DeviceCall | None:
-    """The call of ``operator`` on ``device``; ``None`` if there is none."""
+    """Call of ``operator`` on ``device``, or ``None`` if not supported."""
     return None
 
 
@@ -67,7 +67,7 @@ def _rearrangement(operator: Rearrangement, device: Any) -> DeviceCall | None:
 
 
 def _divisor(elements: int) -> int:
-    """The divisor of ``elements`` up to its square root that is largest: the squarest matrix."""
+    """Largest divisor of ``elements`` up to its square root: rows of the squarest matrix."""
     return next(rows for rows in range(int(elements**0.5), 0, -1) if elements % rows == 0)
 
 

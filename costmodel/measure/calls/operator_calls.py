@@ -1,7 +1,7 @@
-"""Makes an operator's record into a call that runs its kernel on a device, on random data.
+"""Calls that run an operator's kernel on a device, on random data.
 
-A backward call keeps its graph and runs the backward pass alone: gradients are returned, never accumulated, so that
-nothing but the kernels of the operator is launched. ``None``: the record has no call here.
+A backward call keeps its graph and runs only the backward pass: gradients are returned, never accumulated, so that only
+the kernels of the operator are launched. ``None`` for records without a call.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ REDUCTIONS = {"sum": torch.sum, "mean": torch.mean, "max": torch.amax, "norm": t
 
 @singledispatch
 def make_call(operator: AnyOperator, device: Any) -> DeviceCall | None:
-    """The call of ``operator`` on ``device``. Errors of torch (out of memory, not implemented) pass through."""
+    """Call of ``operator`` on ``device``. Errors of torch (out of memory, not implemented) propagate."""
     return movement_calls.make_call(operator, device)
 
 
 def backward(output: Any, inputs: Sequence[Any]) -> DeviceCall:
-    """The backward pass alone from ``output`` to ``inputs``, with a random gradient."""
+    """Call of the backward pass from ``output`` to ``inputs``, with a random gradient."""
     gradient = torch.randn_like(output)
     return lambda: torch.autograd.grad(output, inputs, gradient, retain_graph=True)
 
@@ -138,7 +138,7 @@ def _normalization(operator: Normalization, device: Any) -> DeviceCall | None:
 
 
 def _laid_out(tensor: Any, channels_last: bool) -> Any:
-    """``tensor`` in NHWC if asked for."""
+    """``tensor`` in NHWC if ``channels_last``, else unchanged."""
     return tensor.contiguous(memory_format=torch.channels_last) if channels_last else tensor
 
 

@@ -1,4 +1,4 @@
-"""Random tensors for measurements: never zeros, on which chips draw less power and run faster; calls on them."""
+"""Random tensors for measurements (on zeros, chips draw less power and run faster), and calls on them."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ DTYPES = {
 
 
 def random(shape: Sequence[int], dtype: str, device: Any) -> torch.Tensor:
-    """Normally distributed values of ``shape``."""
+    """Normally distributed values of shape ``shape``."""
     return torch.randn(tuple(shape), dtype=DTYPES[dtype], device=device)
 
 
 def indices(rows: int, count: int, device: Any) -> torch.Tensor:
-    """``count`` evenly distributed row numbers below ``rows``, int64."""
+    """``count`` uniformly distributed row numbers below ``rows``, int64."""
     return torch.randint(rows, (count,), device=device)
 
 
 def allow_tf32(allowed: bool) -> None:
-    """Whether float32 products and convolutions run on TF32 units."""
+    """Allow or forbid TF32 units for float32 products and convolutions."""
     torch.backends.cuda.matmul.allow_tf32 = allowed
     torch.backends.cudnn.allow_tf32 = allowed

@@ -1,4 +1,4 @@
-"""Tables and a batch of lookups on a device, as one table-batched operator: what a case of the embedding suite runs."""
+"""Tables and a batch of lookups on a device as one table-batched operator, for cases of the embedding suite."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ RATE, EPSILON = 0.01, 1e-8
 
 
 def triton_runs_on(device: Any) -> bool:
-    """Whether the Triton kernels can be measured on ``device``."""
+    """True if the Triton kernels can be measured on ``device``."""
     return device.type == "cuda" and find_spec("triton") is not None
 
 
 class TableBatch:
-    """Weights of ``tables`` in one flat buffer, the lookups of a batch, and scratch of the backward pass.
+    """Weights of ``tables`` in one flat buffer, the lookups of a batch, and scratch memory of the backward pass.
 
-    All tables have the same number of bags and the same dtype. ``indices``: table by table, drawn from their statistics
-    unless given.
+    All tables have the same number of bags and the same dtype. ``indices``: table by table, by default drawn from their
+    statistics.
     """
 
     def __init__(self, tables: Sequence[TableLookup], device: Any, indices: torch.Tensor | None = None) -> None:
@@ -44,7 +44,7 @@ class TableBatch:
         self.gradient = torch.randn((self.batch, self.width), device=device)  # FP32, as FBGEMM's output
 
     def forward(self) -> torch.Tensor:
-        """Sums of rows, (batch, width)."""
+        """Sums of rows, shape (batch, width)."""
         from costmodel.measure.calls import triton_tables
 
         output = torch.empty_like(self.gradient)
@@ -56,7 +56,7 @@ class TableBatch:
         return output
 
     def backward(self, optimizer: str) -> None:
-        """Updates the rows that were looked up, by ``sgd`` or ``rowwise_adagrad``; no wait for the device."""
+        """Update the rows in the batch by ``sgd`` or ``rowwise_adagrad``, without waiting for the device."""
         from costmodel.measure.calls import triton_tables
 
         bags, rows, lookups, run_starts = self._sorted()
@@ -77,7 +77,7 @@ class TableBatch:
         )  # fmt: skip
 
     def _sorted(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Bag of each lookup; rows of all tables sorted, the lookup of each, and where its row begins."""
+        """Bag of each lookup; rows of all tables sorted, the lookup of each, and the start of its row's run."""
         count = len(self.indices)
         every = torch.arange(len(self.lengths), device=self.indices.device)
         bags = torch.repeat_interleave(every, self.lengths, output_size=count)
@@ -102,7 +102,7 @@ class TableBatch:
 
 
 def _lengths(table: TableLookup, device: Any) -> torch.Tensor:
-    """Lookups of every bag: as even as they divide."""
+    """Number of lookups of every bag, as even as possible."""
     each, rest = divmod(table.indices, table.bags)
     lengths = torch.full((table.bags,), each, dtype=torch.int64, device=device)
     lengths[:rest] += 1

@@ -1,9 +1,10 @@
-"""Triton kernels of table-batched embeddings, written for measuring: forward, and backward fused with the optimizer.
+"""Triton kernels of table-batched embeddings for measurements: forward, and backward fused with the optimizer.
 
-Tables of any sizes lie in one flat buffer of weights. Bags are ordered by table: bag t * batch + s is that of sample s
-in table t, ``offsets`` (bags + 1,) say where its lookups begin. A program takes one bag, as the groups of threads of
-FBGEMM's kernels do. Backward, lookups come sorted by row: a program takes up to ``SPLIT`` of a row's, and rows with
-more of them gather their sums in ``partial`` for a second kernel. Importing this needs Triton.
+Tables of any sizes are stored in one flat buffer of weights. Bags are ordered by table: bag t * batch + s is that of
+sample s in table t, ``offsets`` (bags + 1,) give the start of its lookups. A program processes one bag, as the thread
+groups of FBGEMM's kernels do. Backward, lookups are sorted by row: a program processes up to ``SPLIT`` lookups of a
+row, and rows with more of them accumulate their sums in ``partial`` for a second kernel. Importing this module requires
+Triton.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ SPLIT = 1024  # a row's lookups per program, as in FBGEMM (max_segment_length_pe
 def forward_kernel(
     weights, indices, offsets, weight_starts, dims, columns, output, batch, width, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Sums of rows: bag t * batch + s to ``output`` (batch, width) from ``columns[t]`` on."""
+    """Sums of rows: bag t * batch + s is written to ``output`` (batch, width) from column ``columns[t]`` on."""
     bag = tl.program_id(0).to(tl.int64)
     table = bag // batch
     dim = tl.load(dims + table)
@@ -59,10 +60,11 @@ def backward_kernel(
     row_starts, weight_starts, dims, columns, count, batch, width, rate, epsilon,
     BLOCK: tl.constexpr, TILE: tl.constexpr, LONGEST: tl.constexpr, ADAGRAD: tl.constexpr,
 ):  # fmt: skip
-    """Program p takes the lookups of one row from the sorted place p on, if its share begins there.
+    """Program p processes the lookups of one row from sorted position p on, if its share begins there.
 
-    ``rows`` sorted, of all tables; ``lookups``: which lookup each was; ``run_starts``: where its row begins; ``bags``
-    of each lookup; ``partial`` (programs / LONGEST, BLOCK), ``partial_starts``: for rows of more than LONGEST lookups.
+    ``rows``: sorted rows of all tables; ``lookups``: lookup of each; ``run_starts``: start of its row's run; ``bags``:
+    bag of each lookup; ``partial`` (programs / LONGEST, BLOCK), ``partial_starts``: for rows of more than LONGEST
+    lookups.
     """
     place = tl.program_id(0).to(tl.int64)
     begin = tl.load(run_starts + place)
@@ -103,7 +105,7 @@ def backward_long_kernel(
     weights, state, rows, lookups, bags, partial, partial_starts, row_starts, weight_starts, dims, batch, rate, epsilon,
     BLOCK: tl.constexpr, ADAGRAD: tl.constexpr,
 ):  # fmt: skip
-    """Updates the rows whose sums several programs have gathered in ``partial``; two such rows never share a slot."""
+    """Update the rows whose sums several programs have accumulated in ``partial``; no two such rows share a slot."""
     slot = tl.program_id(0).to(tl.int64)
     begin = tl.load(partial_starts + slot)
     if begin >= 0:

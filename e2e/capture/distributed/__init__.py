@@ -1,1 +1,1 @@
-"""Captures a distributed script, rank by rank, in one process and without GPUs."""
+"""Capture of a distributed script, rank by rank, in one process and without GPUs."""

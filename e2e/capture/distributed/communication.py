@@ -1,8 +1,8 @@
-"""Collectives and point-to-point calls of a script: what they return without peers, and how they are recorded.
+"""Collectives and point-to-point calls of a script: results without peers, and records.
 
-The calls are caught where PyTorch dispatches them (``c10d::*``, ``_c10d_functional::*``), so it does not matter which
-Python function, wrapper or C++ code made them. Each becomes a record with the name of its process group, the sizes in
-its tensors, the stream it was called on, and the number of the work object that it returned.
+The calls are intercepted at PyTorch's dispatcher (``c10d::*``, ``_c10d_functional::*``), so any Python function,
+wrapper or C++ code may make them. Each becomes a record with the name of its process group, the sizes in its tensors,
+the stream of the call, and the number of the returned work object.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from costmodel.base.errors import ModelError
 from e2e.capture.cuda_streams import WAIT
 from e2e.step.collective_names import BELOW_FUNCTIONAL, EAGER, EAGER_CALLS, WAIT_TENSOR
 
-# Functional forms that add up in place: what they return is their first argument.
+# Functional forms that work in place: they return their first argument.
 _IN_PLACE = frozenset(("all_reduce_", "broadcast_", "all_reduce_coalesced_"))
-# Functional forms that work in place on a copy, as their C++ bodies do.
+# Functional forms that work in place on a copy, as in their C++ bodies.
 _COPIES_FIRST = frozenset(("all_reduce", "broadcast", "all_reduce_coalesced"))
 
 
 class RecordedWork(dist._Work):
-    """What a call returns: ``wait`` is recorded, nothing is waited for."""
+    """Work object returned by a call: ``wait`` is recorded and returns at once."""
 
     def __init__(self, number: int, results: list[torch.Tensor], waited: Callable[[int], None]) -> None:
         super().__init__()
@@ -37,8 +37,8 @@ class RecordedWork(dist._Work):
         self._waited = waited
 
     def wait(self, timeout: Any = None) -> bool:
-        """The wait for the collective, recorded."""
-        self._results = []  # the recording asks how long tensors live
+        """Record the wait for the collective."""
+        self._results = []  # references would extend the recorded lifetimes of tensors
         self._waited(self.number)
         return True
 
@@ -56,13 +56,13 @@ class RecordedWork(dist._Work):
 
 @dataclass
 class GroupNames:
-    """Names of process groups that all their members agree on: description and ranks, numbered if alike."""
+    """Names of process groups, the same on all members: description and ranks, numbered if equal."""
 
     ranks: dict[str, tuple[int, ...]] = field(default_factory=dict)
     _names: dict[str, str] = field(default_factory=dict)
 
     def name(self, group: Any) -> str:
-        """The name of ``group``; its ranks are noted."""
+        """Return the name of ``group`` and note its ranks."""
         key = group.group_name
         if key not in self._names:
             ranks = tuple(dist.get_process_group_ranks(group))
@@ -77,7 +77,7 @@ class GroupNames:
 
 
 def _spell(ranks: tuple[int, ...]) -> str:
-    """``0-7``, ``0-56:8`` or ``0,3,4``."""
+    """Format ranks as ``0-7``, ``0-56:8`` or ``0,3,4``."""
     step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
     if len(ranks) < 3 or any(later - earlier != step for earlier, later in zip(ranks, ranks[1:], strict=False)):
         return ",".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]},{ranks[1]}..{ranks[-1]} ({len(ranks)})"
@@ -85,10 +85,10 @@ def _spell(ranks: tuple[int, ...]) -> str:
 
 
 class Communication:
-    """Answers calls and tells ``recorder`` (:class:`e2e.capture.recorder.Recorder`) of them.
+    """Handler of communication calls, which it reports to ``recorder`` (:class:`e2e.capture.recorder.Recorder`).
 
-    ``peers``: ranks that this one has sent to or received from. ``backend``: what the script asked for.
-    ``settling``: steps after which the script repeats itself.
+    ``peers``: ranks that this one has sent to or received from. ``backend``: backend requested by the script.
+    ``settling``: steps until the script repeats itself.
     """
 
     NAMESPACES = frozenset(("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"))
@@ -100,14 +100,14 @@ class Communication:
         self.settling = 1
         self._recorder = recorder
         self._record = recorder.record_call
-        # C++ calls these objects, which Python must keep alive for it.
+        # C++ calls these objects, so Python must keep them alive.
         self._works: list[RecordedWork] = []
         self._batch: int | None = None
         self._batches = 0
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Point-to-point calls inside run as one kernel, which makes progress on all of them at once."""
+        """Context of point-to-point calls that run as one kernel, which makes progress on all of them at once."""
         self._batches += 1
         before, self._batch = self._batch, self._batches
         try:
@@ -116,7 +116,7 @@ class Communication:
             self._batch = before
 
     def call(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """The result of ``func``, one of :attr:`NAMESPACES`."""
+        """Return the result of ``func``, an operator in :attr:`NAMESPACES`."""
         name = func.name().partition(".")[0]
         if name == "_dtensor::mesh_get_process_group":
             return func(*args, **kwargs)
@@ -133,7 +133,7 @@ class Communication:
             return func.decompose(*args, **kwargs)
         return self._functional(name, func, args, kwargs)
 
-    # --- eager: c10d::allreduce_ and its like ----------------------------------------------------------
+    # --- eager: c10d::allreduce_ and similar ----------------------------------------------------------
 
     def _eager(self, name: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
@@ -152,7 +152,7 @@ class Communication:
         return work.boxed()
 
     def barrier(self, group: Any, async_op: bool) -> RecordedWork | None:
-        """NCCL's barrier is an all-reduce of one element that the host waits for."""
+        """Record a barrier: in NCCL an all-reduce of one element that the host waits for."""
         work = self._work([])
         attributes = {"process_group": self.groups.name(group), "async_op": async_op, "work": work.number}
         self._record(EAGER_CALLS["barrier"], (), (), attributes | {"blocks_host": not async_op})
@@ -182,7 +182,9 @@ class Communication:
     # --- functional: results are new tensors -----------------------------------------------------------
 
     def _functional(self, name: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """As the C++ bodies: copy if the eager call works in place, allocate, call, return at once."""
+        """Run a functional collective as its C++ body does: copy if the eager call works in place, allocate, call,
+        return at once.
+        """
         short = name.partition("::")[2]
         if short not in BELOW_FUNCTIONAL:
             raise ModelError(f"{name} is not captured yet; use the functions of torch.distributed instead")
@@ -207,7 +209,7 @@ class Communication:
     def _shard_to_shard(
         self, func: Any, tensor: torch.Tensor, gather_dim: int, shard_dim: int, group_name: str
     ) -> torch.Tensor:
-        """The CUDA body of the operator: pieces are put one behind the other, exchanged and put in place."""
+        """Run the operator as its CUDA body does: concatenate the pieces, exchange them, and reorder them."""
         group = torch._C._distributed_c10d._resolve_process_group(group_name)
         size = group.size()
         with self._recorder:
@@ -220,7 +222,9 @@ class Communication:
 
 
 def _splits(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Rows for each rank and from each, where an exchange is uneven; PyTorch refuses those that miss their tensor."""
+    """Return the rows for and from each rank of an uneven exchange; raise ``ModelError`` if they do not match their
+    tensor.
+    """
     found: dict[str, Any] = {}
     for splits, tensor in (("output_split_sizes", given.get("output")), ("input_split_sizes", given.get("input"))):
         if given.get(splits):

@@ -1,16 +1,18 @@
-"""The user's own distributed step on any number of GPUs, captured on none: :func:`capture_distributed`.
+"""Capture of the user's own distributed step for any number of GPUs, without a GPU: :func:`capture_distributed`.
 
-Which ranks are captured
-------------------------
-Ranks that run the same program are captured once; ``multiplicity`` of the graph says how many each stands for.
+Selection of captured ranks
+---------------------------
+
+Ranks that run the same program are captured once; ``multiplicity`` of the graph gives the number that each represents.
 
 1. Rank 0 is captured, and every rank that a captured one sends to or receives from: one per pipeline stage.
-2. Ranks that only meet in collectives count as alike: data-parallel, FSDP and tensor-parallel ranks are one each. Of a
-   tensor that does not divide evenly rank 0 holds the largest part, so it stands for the slowest.
-3. That is checked: the last rank of the job is made (not run), and its parameters and buffers are compared with those
-   of the captured ranks by name, shape, dtype and placement. If they differ (tables of embeddings spread over the
+2. Ranks that meet only in collectives count as identical: data-parallel, FSDP and tensor-parallel ranks are one each.
+Of
+   a tensor that does not divide evenly rank 0 holds the largest part, so it represents the slowest.
+3. This is checked: the last rank of the job is constructed (not run), and its parameters and buffers are compared with
+   those of the captured ranks by name, shape, dtype and placement. If they differ (tables of embeddings spread over the
    ranks), all ranks of the smallest process group whose last rank differs are captured.
-4. ``ranks`` names the ranks to capture instead, for example where the code branches by rank without showing it in the
+4. ``ranks`` names the ranks to capture instead, for example if the code branches by rank without a difference in the
    parameters; their partners in point-to-point calls are captured too.
 """
 
@@ -30,22 +32,23 @@ from e2e.capture.session import CapturedWorkload
 from e2e.step.operator_trace import OperatorTrace
 from e2e.step.options import NO_TF32, StepOptions, Tf32Switches
 
-# Beyond that many different programs a user should say which ones matter.
+# Above this number of different programs the user must select ranks.
 MOST_DIFFERENT = 64
 
 
 @dataclass(frozen=True)
 class DistributedCapture:
-    """``traces``: of the captured ranks, in their order; ``multiplicity``: how many ranks each of them stands for, as
-    many as GPUs in all. ``samples`` of ``sequence_length`` tokens: the batch of one rank, as far as that is told;
-    ``switches``: of TF32, as the script leaves them.
-    """
+    """Captured ranks of a job."""
 
+    # One per captured rank, in order of ranks.
     traces: tuple[OperatorTrace, ...]
+    # Captured rank -> number of ranks it represents; the sum is the number of GPUs.
     multiplicity: Mapping[int, int]
     source: str
+    # Batch of one rank, in samples of ``sequence_length`` tokens, if known.
     samples: int | None = None
     sequence_length: int | None = None
+    # TF32 switches as set by the script.
     switches: Tf32Switches = NO_TF32
 
 
@@ -60,17 +63,18 @@ def capture_distributed(
     progress: Say | None = None,
     accept: Callable[[CapturedWorkload], None] | None = None,
 ) -> DistributedCapture:
-    """One steady step of ``script`` (``FILE.py:FUNCTION``, or the function) on ``gpus`` GPUs, operator by operator.
+    """Capture one steady step of ``script`` (``FILE.py:FUNCTION``, or the function) on ``gpus`` GPUs, operator by
+    operator.
 
     The function is written as for :func:`e2e.capture.script.load_script`, and as it would run under ``torchrun``: it
     may call ``torch.distributed.init_process_group("nccl")``, reads ``RANK``, ``LOCAL_RANK`` and ``WORLD_SIZE``, and
     uses DDP, ``fully_shard``, DTensor, ``torch.distributed.pipelining``, process groups and collectives, CUDA streams
-    and events. ``parameters`` (``batch_size``, per rank ...) are given to it as far as it takes them. ``ranks``: see
-    the rule at the top of this module. ``progress`` is told what is being captured. ``accept``: see
+    and events. Those of ``parameters`` (``batch_size``, per rank ...) that it takes are passed to it. ``ranks``: see
+    the rules in the module docstring. ``progress``: callback for progress messages. ``accept``: see
     :class:`e2e.capture.distributed.rank_capture.RankScript`.
 
-    ``InputError`` for impossible numbers; a script that fails shows its own traceback on standard error and raises
-    ``ModelError``, as does one that waits for what no rank sends.
+    Raise ``InputError`` for impossible numbers. A script that fails prints its own traceback on standard error and
+    raises ``ModelError``, as does one that waits for an object that no rank sends.
     """
     program = RankScript(script, dict(parameters or {}), options or StepOptions(), accept)
     job = _Job(program, gpus, gpus_per_node, progress)
@@ -107,7 +111,9 @@ class _Job:
                 )
 
     def capture(self, ranks: Sequence[int]) -> None:
-        """Captures ``ranks`` and whom they talk to; one that waits for an object begins again when it has come."""
+        """Capture ``ranks`` and their peers; a rank that waits for an object is captured again when it has been
+        sent.
+        """
         wanted = [rank for rank in dict.fromkeys(ranks) if rank not in self.captured]
         waiting: dict[int, NotYetSent] = {}
         while wanted:
@@ -128,7 +134,7 @@ class _Job:
         )
 
     def _attempt(self, rank: int, waiting: dict[int, NotYetSent]) -> set[int]:
-        """Captures ``rank`` or notes what it waits for; returns the ranks it talks to."""
+        """Capture ``rank`` or note the object it waits for; return its peers."""
         if self.progress is not None:
             self.progress(f"capturing rank {rank} of {self.gpus}")
         try:
@@ -139,7 +145,7 @@ class _Job:
         return set(self.captured[rank].peers)
 
     def unlike(self) -> list[int]:
-        """Ranks that hold something else than those captured so far (rules 3 above)."""
+        """Return the ranks whose parameters differ from those captured so far (rule 3 in the module docstring)."""
         known = {each.signature for each in self.captured.values()}
         if self._signature(self.gpus - 1) in known:
             return []
@@ -164,6 +170,6 @@ class _Job:
 
 
 def _multiplicity(ranks: Sequence[int], gpus: int) -> dict[int, int]:
-    """As even as it goes; the first of them stands for what is left."""
+    """Divide ``gpus`` evenly over the captured ranks; the first one gets the remainder."""
     share, left = divmod(gpus, len(ranks))
     return {rank: share + (left if rank == ranks[0] else 0) for rank in ranks}

@@ -1,6 +1,6 @@
-"""Python objects that ranks send to each other, as pipeline stages do to agree on shapes.
+"""Python objects sent between ranks, as pipeline stages do to agree on shapes.
 
-A :class:`Mailbox` outlives the capture of one rank: a rank that asks for an object not sent yet stops with
+A :class:`Mailbox` outlives the capture of one rank: a rank that requests an object not sent yet stops with
 :class:`NotYetSent` and is captured again, from its beginning, when its peer has sent it.
 """
 
@@ -11,7 +11,9 @@ from typing import Any
 
 
 class NotYetSent(BaseException):
-    """The rank waits for the object number ``place`` from ``source``. No ``except Exception`` of a script stops it."""
+    """Raised when a rank waits for the object number ``place`` from ``source``. Not caught by ``except Exception`` of a
+    script.
+    """
 
     def __init__(self, source: int, place: int) -> None:
         super().__init__(f"object {place} from rank {source}")
@@ -20,31 +22,31 @@ class NotYetSent(BaseException):
 
 @dataclass
 class Mailbox:
-    """Objects on their way: (source, target) -> all that were sent, in order."""
+    """Objects in transit: (source, target) -> all objects sent, in order."""
 
     sent: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
     _posted: dict[tuple[int, int], int] = field(default_factory=dict)
     _taken: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def begin(self, rank: int) -> None:
-        """``rank`` starts from its beginning: it sends and receives the same once more."""
+        """Restart ``rank`` from its beginning: it sends and receives the same objects again."""
         for counts in (self._posted, self._taken):
             for pair in [pair for pair in counts if rank == pair[0 if counts is self._posted else 1]]:
                 del counts[pair]
 
     def post(self, source: int, target: int, objects: list[Any]) -> None:
-        """Kept, unless it had been sent in an earlier attempt."""
+        """Store the objects, unless they were sent in an earlier attempt."""
         place = self._posted[source, target] = self._posted.get((source, target), 0) + 1
         box = self.sent.setdefault((source, target), [])
         if place > len(box):
             box.append(objects)
 
     def ready(self, rank: int, wanted: NotYetSent) -> bool:
-        """Whether what ``rank`` waited for has come."""
+        """True if the object that ``rank`` waited for has been sent."""
         return len(self.sent.get((wanted.source, rank), [])) > wanted.place
 
     def take(self, source: int, target: int) -> list[Any]:
-        """The next one; :class:`NotYetSent`."""
+        """Return the next objects; raise :class:`NotYetSent` if they have not been sent."""
         place = self._taken.get((source, target), 0)
         box = self.sent.get((source, target), [])
         if place >= len(box):

@@ -1,4 +1,4 @@
-"""DDP, FSDP2 and pipeline schedules on tensors without memory: what they check, resize and vote on goes another way."""
+"""DDP, FSDP2 and pipeline schedules on meta tensors: patches of their checks, resizing and votes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from e2e.capture.recorder import Recorder
 
 
 def ddp_patches(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
-    """DDP's own all-reduce, written as a communication hook: the built-in one wants a result of C++.
+    """Yield the patches of DDP: its all-reduce as a communication hook, since the built-in one needs a result of C++.
 
-    It begins when a bucket is full, as the built-in one; a hook of the script takes its place.
+    It begins when a bucket is full, like the built-in one; a hook of the script replaces it.
     """
     ddp = torch.nn.parallel.DistributedDataParallel
     construct, register = ddp.__init__, ddp.register_comm_hook
@@ -43,7 +43,7 @@ def ddp_patches(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
             done.set_result(bucket.buffer())
             return done
 
-        # Annotations as objects: DDP compares them.
+        # Annotations as objects, since DDP compares them.
         reduce.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
         register(self, None, reduce)
 
@@ -61,9 +61,10 @@ def ddp_patches(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
 
 
 def _divide(recorder: Recorder, bucket: dist.GradBucket, ranks: int) -> None:
-    """Without a hook of the script DDP divides each gradient: on its way into the bucket, or in place if it is there.
+    """Divide each gradient as DDP does without a hook of the script: during the copy into the bucket, or in place if it
+    is there.
 
-    (``mark_variable_ready_dense`` in reducer.cpp; with any hook it only copies, so the copies are amended.)
+    (``mark_variable_ready_dense`` in reducer.cpp; with any hook it only copies, so the recorded copies are amended.)
     """
     if not recorder.enabled:
         return
@@ -75,34 +76,34 @@ def _divide(recorder: Recorder, bucket: dist.GradBucket, ranks: int) -> None:
 
 
 class _QuietLogger:
-    """DDP's, without the times of an iteration: there are none, and it warns of that."""
+    """DDP's logger without the times of iterations, which do not exist here and would cause a warning."""
 
     def __init__(self, logger: Any) -> None:
         self._logger = logger
 
     def set_runtime_stats_and_log(self) -> None:
-        """Nothing to log."""
+        """Do nothing, since there are no statistics."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._logger, name)
 
 
 class LibraryPatches:
-    """FSDP2's check of real storage, memory that it resizes by hand and shards that get other memory, the vote of
-    pipeline stages, the state of DTensor's random numbers.
+    """Patches of libraries that the script has imported, which together take seconds to import.
 
-    Only of libraries that the script has imported: together they take seconds to import. ``stack`` undoes everything.
+    FSDP2's check of real storage, memory that it resizes by hand and shards whose memory is replaced, the vote of
+    pipeline stages, the state of DTensor's random numbers. ``stack`` undoes everything.
     """
 
     def __init__(self, recorder: Recorder, stack: ExitStack) -> None:
         self._recorder = recorder
         self._stack = stack
         self._done: set[str] = set()
-        # Of libraries that the script's function imports.
+        # For libraries imported by the script's function.
         stack.enter_context(patch.object(recorder, "before_wrapper", self.update))
 
     def update(self) -> None:
-        """Patches what has been imported since the last call."""
+        """Patch the libraries imported since the last call."""
         for name, patches in (
             ("torch.distributed.fsdp._fully_shard._fsdp_param", self._fsdp),
             ("torch.distributed.pipelining.schedules", self._pipelines),
@@ -127,10 +128,10 @@ class LibraryPatches:
         yield schedules._PipelineSchedule, "_warmup_p2p", _infer_shapes
 
     def _random_numbers(self, random: Any) -> Iterator[tuple[Any, str, Any]]:
-        """``torch.nn.init`` of sharded parameters: ranks would agree on a state that lies on the GPU."""
+        """Patch ``torch.nn.init`` of sharded parameters, where ranks would synchronise a state on the GPU."""
         made = random._RNGStateTracker.__init__
         yield random.OffsetBasedRNGTracker, "__init__", lambda self, *given, **named: made(self, torch.device("meta"))
-        yield random, "_rng_tracker", None  # what a capture makes does not outlive it
+        yield random, "_rng_tracker", None  # state made during a capture does not outlive it
 
 
 def _refuse_first_version(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -138,7 +139,7 @@ def _refuse_first_version(self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 class _Chunks:
-    """The parts of ``torch.chunk`` over as many ranks, empty ones at the end: FSDP2 looks at two of thousands."""
+    """Lazy parts of ``torch.chunk`` over all ranks, empty ones at the end: FSDP2 reads two of thousands."""
 
     def __init__(self, tensor: torch.Tensor, num_chunks: int, dim: int) -> None:
         self._tensor, self._dim = tensor, dim
@@ -151,8 +152,9 @@ class _Chunks:
 
 
 def _renewed(reset: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Shards that got other memory (``to_empty``, ``to``) are gathered from there. FSDP2 takes a tensor on the meta
-    device for one that has none yet, and keeps what was there before.
+    """Make shards whose memory was replaced (``to_empty``, ``to``) be gathered from the new memory.
+
+    FSDP2 treats a tensor on the meta device as not allocated yet, and keeps the old memory.
     """
 
     def reset_sharded_param(self: Any) -> None:
@@ -186,7 +188,9 @@ def _resized(recorder: Recorder, function: Callable[[torch.Tensor], None]) -> Ca
 
 
 def _infer_shapes(self: Any, stages: list[Any], has_backward: bool, p2p_done: bool) -> None:
-    """Stages vote by tensors whose values do not exist here; asking for shapes works for all of them."""
+    """Infer shapes without the stages' vote, whose tensors have no values here; inference of shapes works for all of
+    them.
+    """
     mode = import_module("torch.distributed.pipelining.stage").InferenceMode.DYNAMIC
     for stage in stages:
         stage._inference_mode = mode

@@ -1,4 +1,4 @@
-"""One rank of the user's distributed script: a steady step, recorded."""
+"""Capture of one rank of the user's distributed script: a steady step, recorded."""
 
 from __future__ import annotations
 
@@ -29,41 +29,42 @@ RankSignature = tuple[tuple[str, tuple[int, ...], str, str], ...]
 
 @dataclass(frozen=True)
 class RankScript:
-    """``FILE.py:FUNCTION`` or a function, what it is called with, and what the capture assumes. ``accept`` is shown
-    what the function made, before a step of it runs, and raises where that is no job to look at.
-    """
+    """Script of a job with its arguments and options."""
 
+    # ``FILE.py:FUNCTION`` or a function.
     script: StepFunction
     parameters: dict[str, Any]
     options: StepOptions
+    # Check of the workload before its first step, which raises if the job is not wanted.
     accept: Callable[[CapturedWorkload], None] | None = None
 
     @property
     def reference(self) -> str:
-        """For messages."""
+        """Name of the script for messages."""
         return script_name(self.script)
 
 
 @dataclass(frozen=True)
 class CapturedRank:
-    """``peers``: ranks that it sends to or receives from; ``signature``: what it holds; ``samples`` of
-    ``sequence_length`` tokens: the batch that the script's function was called for, as far as that is told;
-    ``switches``: of TF32, as the script leaves them.
-    """
+    """Captured step of one rank."""
 
     trace: OperatorTrace
+    # Ranks that it sends to or receives from.
     peers: frozenset[int]
+    # Its parameters and buffers.
     signature: RankSignature
+    # Batch of the script's function, in samples of ``sequence_length`` tokens, if known.
     samples: int | None = None
     sequence_length: int | None = None
+    # TF32 switches as set by the script.
     switches: Tf32Switches = NO_TF32
 
 
 def capture_rank(script: RankScript, place: RankPlace, mailbox: Mailbox) -> CapturedRank:
-    """A steady step of ``script`` on the rank ``place``.
+    """Capture a steady step of ``script`` on the rank ``place``.
 
-    The first step settles what real jobs settle in it: FSDP learns its order of prefetching, pipeline stages agree on
-    shapes, optimizers make their state. DDP builds its buckets anew in the second, in the order of the first.
+    The first step does the set-up of real jobs: FSDP learns its order of prefetching, pipeline stages agree on shapes,
+    optimizers make their state. DDP rebuilds its buckets in the second, in the order of the first. Raise
     :class:`e2e.capture.distributed.mailbox.NotYetSent` if it needs an object from a rank that has not run so far.
     """
     with _prepared(script, place, mailbox) as (recorder, make):
@@ -94,7 +95,7 @@ def capture_rank(script: RankScript, place: RankPlace, mailbox: Mailbox) -> Capt
 
 
 def rank_signature(script: RankScript, place: RankPlace, mailbox: Mailbox) -> RankSignature:
-    """What the rank ``place`` holds, without running a step."""
+    """Return the parameters and buffers of the rank ``place``, without running a step."""
     with _prepared(script, place, mailbox) as (_, make):
         return _signature(make().module)
 
@@ -103,7 +104,9 @@ def rank_signature(script: RankScript, place: RankPlace, mailbox: Mailbox) -> Ra
 def _prepared(
     script: RankScript, place: RankPlace, mailbox: Mailbox
 ) -> Iterator[tuple[Recorder, Callable[[], CapturedWorkload]]]:
-    """Inside, this process is the rank ``place``; nothing is recorded yet. The second result makes the workload."""
+    """Context in which this process is the rank ``place``, without recording. Yields the recorder and a function that
+    makes the workload.
+    """
     recorder = Recorder({})
     recorder.enabled = False
     recorder.communication = Communication(recorder)
@@ -119,14 +122,14 @@ def _prepared(
 
         def make() -> CapturedWorkload:
             workload = make_workload(script.script, script.parameters, libraries.update)
-            libraries.update()  # for what the function itself imported
+            libraries.update()  # for imports of the function itself
             return workload
 
         yield recorder, make
 
 
 def _forget(names: set[str], script: StepFunction) -> None:
-    """Modules beside the script are imported afresh on the next rank, as in its own process."""
+    """Forget modules next to the script, to be imported again on the next rank, as in its own process."""
     folder = script_folder(script)
     if folder is None:
         return
@@ -137,7 +140,9 @@ def _forget(names: set[str], script: StepFunction) -> None:
 
 
 def _signature(module: torch.nn.Module) -> RankSignature:
-    """Parts of one sharded tensor count as alike: rank 0 has the largest."""
+    """Return the parameters and buffers of a module; parts of one sharded tensor count as equal, since rank 0 has the
+    largest.
+    """
     held = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     return tuple(
         (name, tuple(tensor.shape), str(tensor.dtype), str(getattr(tensor, "placements", ""))) for name, tensor in held

@@ -1,7 +1,7 @@
-"""One rank of a job of any size, in this process alone: PyTorch's fake process group, and what it does not cover.
+"""One rank of a job of any size in this process alone: PyTorch's fake process group, and patches of what it lacks.
 
-Inside :func:`fake_world` a script finds its rank, world size and GPUs as under ``torchrun``. Collectives of tensors go
-to :class:`e2e.capture.distributed.communication.Communication`, Python objects to a
+Inside :func:`fake_world` a script finds its rank, world size and GPUs as under ``torchrun``. Collectives of tensors are
+handled by :class:`e2e.capture.distributed.communication.Communication`, Python objects by a
 :class:`e2e.capture.distributed.mailbox.Mailbox`.
 """
 
@@ -28,14 +28,14 @@ c10d = import_module("torch.distributed.distributed_c10d")
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Which rank of how many, and how many of them share a node."""
+    """Rank of a job, with the world size and the number of ranks per node."""
 
     rank: int
     world_size: int
     gpus_per_node: int = 8
 
     def environment(self) -> dict[str, str]:
-        """What ``torchrun`` sets."""
+        """Return the environment variables set by ``torchrun``."""
         local = min(self.gpus_per_node, self.world_size)
         node, local_rank = divmod(self.rank, local)
         return {
@@ -51,18 +51,18 @@ class RankPlace:
 
 @contextmanager
 def fake_world(place: RankPlace, recorder: Recorder, mailbox: Mailbox) -> Iterator[None]:
-    """Inside, this process is the rank ``place``; everything is put back on leaving."""
+    """Context in which this process is the rank ``place``; everything is restored on exit."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     mailbox.begin(place.rank)
     with ExitStack() as stack:
         stack.enter_context(patch.dict(os.environ, place.environment()))
-        stack.enter_context(patch.object(sys, "excepthook", sys.excepthook))  # the next line changes it
+        stack.enter_context(patch.object(sys, "excepthook", sys.excepthook))  # changed by the next line
         dist.init_process_group("fake", rank=place.rank, world_size=place.world_size, store=FakeStore())
         stack.callback(dist.destroy_process_group)
         for target, name, value in _patches(place, recorder, mailbox):
             stack.enter_context(patch.object(target, name, value))
-        # Libraries look the functions of a device up by its name.
+        # Libraries look up the functions of a device by its name.
         stack.enter_context(patch.object(torch, "meta", torch.cuda, create=True))
         yield
 
@@ -75,7 +75,7 @@ def _patches(place: RankPlace, recorder: Recorder, mailbox: Mailbox) -> Iterator
 
 
 def _start_patches(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
-    """The group is there already; it says that it is NCCL's."""
+    """Yield the patches of initialisation: the process group exists already and reports NCCL as its backend."""
 
     def init(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
         recorder.communication.backend = backend or "cuda:nccl,cpu:gloo"
@@ -128,7 +128,9 @@ def _cuda_patches(place: RankPlace) -> Iterator[tuple[Any, str, Any]]:
 
 
 def _object_patches(place: RankPlace, mailbox: Mailbox) -> Iterator[tuple[Any, str, Any]]:
-    """Objects between two ranks really travel; in a collective, the other ranks put in what this one does."""
+    """Yield the patches of object communication: objects between two ranks are really sent; in a collective, the other
+    ranks send the same as this one.
+    """
 
     def peer(group: Any, world_rank: int | None, group_rank: int | None) -> int:
         if world_rank is not None:

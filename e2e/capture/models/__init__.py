@@ -1,1 +1,1 @@
-"""The built-in models: own definitions of convolutional and recommendation models, transformers by configuration."""
+"""Built-in models: own definitions of convolutional and recommendation models, transformers by configuration."""

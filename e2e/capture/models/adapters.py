@@ -1,7 +1,7 @@
-"""``--lora``: frozen weights with low-rank adapters beside the products of a Hugging Face model. Imports ``torch``.
+"""Low-rank adapters (``--lora``) beside the frozen weights of a Hugging Face model. Imports ``torch``.
 
-``y = W x + (alpha / rank) B A x`` (Hu et al., arXiv 2106.09685): two thin products, a scaling and an addition more, and
-no gradient of ``W``. As NeMo's performance recipes and PEFT's defaults have it, queries, keys and values are adapted.
+``y = W x + (alpha / rank) B A x`` (Hu et al., arXiv 2106.09685): adds two thin products, a scaling and an addition;
+``W`` has no gradient. As in NeMo's performance recipes and PEFT's defaults, queries, keys and values are adapted.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ ADAPTED = ("q_proj", "k_proj", "v_proj", "packed_proj", "c_attn", "query", "key"
 
 
 def add_adapters(model: nn.Module, rank: int, source: str) -> None:
-    """Freezes ``model`` and adapts its products of queries, keys and values; ``InputError`` if it has none, or
-    none of so high a rank.
+    """Freeze ``model`` and adapt its products of queries, keys and values; raise ``InputError`` if it has none, or if
+    the rank is too high.
     """
     found = [module for name, module in model.named_modules() if name.rpartition(".")[2] in ADAPTED and _weighs(module)]
     if not found:
@@ -41,7 +41,7 @@ def _weighs(module: nn.Module) -> bool:
 
 def _adapt(module: Any, rank: int) -> None:
     rows, columns = module.weight.shape
-    if type(module).__name__ == "Conv1D":  # GPT-2 keeps (in, out)
+    if type(module).__name__ == "Conv1D":  # GPT-2 stores (in, out)
         rows, columns = columns, rows
     kind = {"dtype": module.weight.dtype, "device": "meta"}
     module.lora_down = nn.Parameter(torch.empty(rank, columns, **kind))

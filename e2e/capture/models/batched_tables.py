@@ -1,7 +1,7 @@
-"""All embedding tables of a model as one operator, as FBGEMM's table-batched embedding: the step updates its rows.
+"""All embedding tables of a model as one operator, as in FBGEMM's table-batched embedding, with the optimizer inside.
 
-Rows of all tables lie in one weight (sum of rows, dim). The backward operator applies the optimizer itself, so that
-the weight has no dense gradient.
+Rows of all tables are in one weight (sum of rows, dim). The backward operator applies the optimizer itself, so that the
+weight has no dense gradient.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NAMESPACE = "e2e"
 def table_batched_embedding(
     weights: torch.Tensor, indices: torch.Tensor, rows: int, tables: int, batch: int, optimizer: str
 ) -> torch.Tensor:
-    """Sums of the looked-up rows, (batch, tables, dim). ``indices``: table by table, equally many per bag."""
+    """Sum the looked-up rows to (batch, tables, dim). ``indices``: table by table, the same number per bag."""
     bags = indices.view(tables, batch, -1)
     base = torch.arange(tables, device=indices.device).view(-1, 1, 1) * rows
     return weights[bags + base].sum(2).transpose(0, 1).contiguous()
@@ -41,7 +41,7 @@ def table_batched_embedding_backward(
     batch: int,
     optimizer: str,
 ) -> None:
-    """Updates the rows that the batch touched; only shapes are ever needed here."""
+    """Update the rows of the batch; only shapes are ever needed here."""
     raise NotImplementedError("table_batched_embedding_backward is for capture on meta tensors")
 
 
@@ -71,14 +71,16 @@ class _Lookup(torch.autograd.Function):
 
 
 class TableBatchedEmbedding(nn.Module):
-    """``tables`` tables of ``rows`` rows each on average, ``dim`` wide; the optimizer is part of the backward pass."""
+    """Embedding of ``tables`` tables with ``rows`` rows each on average and width ``dim``; the optimizer is part of the
+    backward pass.
+    """
 
     def __init__(self, rows: tuple[int, ...], dim: int, optimizer: str = "sgd") -> None:
         super().__init__()
         self.tables = len(rows)
         self.mean_rows = sum(rows) // len(rows)
         self.optimizer = optimizer
-        # A buffer, not a parameter: no optimizer step and no dense gradient.
+        # A buffer instead of a parameter, without optimizer step and dense gradient.
         self.register_buffer("weights", torch.empty((sum(rows), dim)))
         self.trigger = torch.empty(0, requires_grad=True)
 

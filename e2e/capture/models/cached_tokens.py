@@ -1,8 +1,8 @@
-"""Keys and values of earlier tokens, for steps that decode (``--cache-length``). Imports ``torch``.
+"""Cache of keys and values of earlier tokens, for steps that decode (``--cache-length``). Imports ``torch``.
 
-The cache is written in place, a row per new token, and read where it lies, as serving engines and the static cache of
-Transformers have it; the library's default cache copies itself for every token. Layers of a sliding window keep all
-tokens here and attend to those of the window.
+The cache is written in place, one row per new token, and read without a copy, as in serving engines and the static
+cache of Transformers; the library's default cache copies itself for every token. Layers with a sliding window keep all
+tokens here and attend to those in the window.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from e2e.capture.fused_attention import CACHED
 def decoding_arguments(
     model: Any, ids: torch.Tensor, tokens: int, source: str, dtype: torch.dtype | None = None
 ) -> Mapping[str, Any]:
-    """Arguments of a ``model`` of Transformers for new tokens ``ids`` (batch, length) behind ``tokens`` cached ones,
-    kept as ``dtype`` (``None``: that of the model).
+    """Return the arguments of a Transformers ``model`` for new tokens ``ids`` (batch, length) after ``tokens`` cached
+    ones, stored as ``dtype`` (None: the model's type).
 
-    ``InputError`` where the model keeps something else than keys and values, or reads a sequence before it writes one.
+    Raise ``InputError`` if the model's cache is not of keys and values, or if the model has an encoder.
     """
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
@@ -47,10 +47,10 @@ def decoding_arguments(
 
 
 def _in_place(base: type[Any]) -> type[Any]:
-    """A layer of the library's cache, which is imported when it is needed."""
+    """Return a layer of the library's cache, which is imported only here."""
 
     class LayerInPlace(base):  # type: ignore[misc]
-        """Keys and values of ``tokens`` tokens and those of the step, which each call writes anew."""
+        """Keys and values of ``tokens`` tokens and those of the step, which each call writes again."""
 
         def __init__(self, tokens: int, kept: torch.dtype | None) -> None:
             super().__init__()

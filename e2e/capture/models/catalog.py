@@ -35,7 +35,7 @@ IMAGES: dict[str, tuple[Callable[[], torch.nn.Module], int]] = {
     "resnet-50": (ResNet50, 224),
     "inception-v3": (InceptionV3, 299),
 }
-# As other libraries name them.
+# Names in other libraries.
 ALIASES = {"resnet50": "resnet-50", "inception_v3": "inception-v3"}
 TIMM = "timm/"
 # `dlrm-random-<tables>` or `dlrm-random-<tables>-<seed>`.
@@ -47,14 +47,16 @@ MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
 
 def known_models() -> tuple[str, ...]:
-    """Names that :func:`build` takes; besides ``dlrm-random-<tables>[-<seed>]``, and ``timm/NAME`` for image models of
-    that library where it is installed.
+    """Return the names for :func:`build`.
+
+    It also accepts ``dlrm-random-<tables>[-<seed>]``, and ``timm/NAME`` for image models of that library if it is
+    installed.
     """
     return tuple(sorted((*IMAGES, *dlrm.CONFIGS, *transformer.PRESETS)))
 
 
 def unknown_model(name: str, known: Sequence[str]) -> InputError:
-    """The refusal of a ``name`` that is none of ``known``, with the nearest ones and all."""
+    """Return the error for a ``name`` that is not in ``known``, with the nearest names and all names."""
     near = difflib.get_close_matches(name.lower(), known, 3)
     nearest = f"nearest: {', '.join(near)}; " if near else ""
     return InputError(
@@ -65,7 +67,9 @@ def unknown_model(name: str, known: Sequence[str]) -> InputError:
 def build(
     name: str, batch_size: int, sequence_length: int | None = None, options: StepOptions | None = None
 ) -> CapturedWorkload:
-    """The built-in workload ``name``. ``InputError`` for an unknown name (nearest ones offered) or impossible sizes."""
+    """Build the workload ``name``; raise ``InputError`` for an unknown name (offering the nearest) or impossible
+    sizes.
+    """
     options = options or StepOptions()
     _check_sizes(batch_size, sequence_length)
     name = ALIASES.get(name, name)
@@ -102,7 +106,7 @@ def build(
 def build_from_file(
     path: Path, batch_size: int, sequence_length: int | None = None, options: StepOptions | None = None
 ) -> CapturedWorkload:
-    """The workload of a Hugging Face configuration file."""
+    """Build the workload of a Hugging Face configuration file."""
     config = transformer.read_config(path)
     _check_sizes(batch_size, sequence_length)
     return build_from_config(config, batch_size, sequence_length, options or StepOptions(), str(path))
@@ -111,7 +115,7 @@ def build_from_file(
 def build_from_config(
     config: Any, batch_size: int, sequence_length: int | None, options: StepOptions, source: str
 ) -> CapturedWorkload:
-    """A transformer by its configuration. Training uses AdamW on the library's own loss."""
+    """Build a transformer from its configuration. Training uses AdamW on the library's own loss."""
     attention = transformer.library_form(options.form)
     model = transformer.build_transformer(config, attention, source)
     length, cached = sequence_length or 1, options.cache_length
@@ -141,7 +145,7 @@ def build_from_config(
 
 
 def build_dlrm(config: dlrm.DlrmConfig, batch_size: int, options: StepOptions, name: str = "dlrm") -> CapturedWorkload:
-    """DLRM with plain SGD; the rows of batched tables are updated in the backward pass."""
+    """Build DLRM with plain SGD; the rows of batched tables are updated in the backward pass."""
     with torch.device("meta"):
         model = dlrm.Dlrm(config)
     _prepare(model, options)
@@ -168,7 +172,7 @@ def workload(
     options: StepOptions,
     make_optimizer: MakeOptimizer,
 ) -> CapturedWorkload:
-    """The step of ``options.mode`` around ``forward``, which gives the loss (in inference, any result)."""
+    """Return the step of ``options.mode`` with ``forward``, which returns the loss (in inference, any result)."""
     if options.mode == "inference":
         return CapturedWorkload(name, model, forward)
     trained = [each for each in model.parameters() if each.requires_grad]
@@ -191,8 +195,9 @@ def images_workload(
     options: StepOptions,
     autocast: torch.dtype | None = None,
 ) -> CapturedWorkload:
-    """A classifier of pictures (N, 3, ``side``, ``side``): cross entropy, SGD with momentum. ``autocast``: the forward
-    pass runs under ``torch.autocast`` with this type, without a loss scaler.
+    """Return the workload of an image classifier (N, 3, ``side``, ``side``): cross entropy, SGD with momentum.
+
+    ``autocast``: type of ``torch.autocast`` in the forward pass, without a loss scaler.
     """
     _prepare(model, options)
     layout = torch.channels_last if options.layout == "channels-last" else torch.contiguous_format
@@ -213,7 +218,9 @@ def images_workload(
 def classification(
     model: torch.nn.Module, pictures: torch.Tensor, labels: torch.Tensor, mode: Mode
 ) -> Callable[[], torch.Tensor]:
-    """The forward pass of a classifier: its scores for inference, otherwise the loss, its auxiliary head's included."""
+    """Return the forward pass of a classifier: scores for inference, otherwise the loss, including its auxiliary
+    head's.
+    """
     criterion = torch.nn.CrossEntropyLoss()
 
     def forward() -> torch.Tensor:
@@ -230,7 +237,7 @@ def classification(
 def _prepare(model: torch.nn.Module, options: StepOptions) -> None:
     eight = {name: each for name, each in model.named_parameters() if each.itemsize == 1}
     model.to(TORCH_DTYPES[options.dtype])
-    for name, weight in eight.items():  # weights that are kept in 8 bits stay so
+    for name, weight in eight.items():  # weights stored in 8 bits are not cast
         module = model.get_submodule(name.rpartition(".")[0])
         setattr(module, name.rpartition(".")[2], weight)
     model.train(options.mode != "inference")

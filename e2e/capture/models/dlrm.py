@@ -18,22 +18,22 @@ CRITEO_TERABYTE_ROWS = (
 
 @dataclass(frozen=True)
 class DlrmConfig:
-    """``bottom``: widths from the dense features to the embedding's width; ``top``: hidden widths and the output.
-
-    ``lookups``: indices per table and sample. ``embedding``: ``batched`` is one fused operator for all tables,
-    ``bags`` one ``nn.EmbeddingBag`` with a dense gradient per table.
-    """
+    """Sizes of a DLRM."""
 
     rows: tuple[int, ...]
     dim: int
+    # Widths from the dense features to the embedding's width.
     bottom: tuple[int, ...]
+    # Hidden widths and the output.
     top: tuple[int, ...]
+    # Indices per table and sample.
     lookups: int
     loss: Literal["mse", "bce"] = "mse"
+    # ``batched``: one fused operator for all tables; ``bags``: one ``nn.EmbeddingBag`` with a dense gradient per table.
     embedding: Literal["batched", "bags"] = "batched"
 
 
-# The configurations of facebookresearch/dlrm (bench/ and README) that the published performance models were tested on.
+# Configurations of facebookresearch/dlrm (bench/ and README) used in published tests of performance models.
 CONFIGS = {
     "dlrm": DlrmConfig((1_000_000,) * 8, 64, (512, 512, 64), (1024, 1024, 1024, 1), 100),
     "dlrm-mlperf": DlrmConfig(CRITEO_TERABYTE_ROWS, 128, (13, 512, 256, 128), (1024, 1024, 512, 256, 1), 1, "bce"),
@@ -42,7 +42,9 @@ CONFIGS = {
 
 
 def random_tables(tables: int, seed: int, dim: int = 64, lookups: int = 20) -> DlrmConfig:
-    """``tables`` tables of 10^3 to 10^7 rows, log-uniform and reproducible, as papers draw their random placements."""
+    """Return ``tables`` tables of 10^3 to 10^7 rows, log-uniform and reproducible, like the random placements in
+    papers.
+    """
     generator = torch.Generator().manual_seed(seed)
     exponents = 3 + 4 * torch.rand(tables, generator=generator, device="cpu")
     rows = tuple(int(10**exponent) for exponent in exponents.tolist())
@@ -50,7 +52,7 @@ def random_tables(tables: int, seed: int, dim: int = 64, lookups: int = 20) -> D
 
 
 def mlp(widths: tuple[int, ...], last_sigmoid: bool) -> nn.Sequential:
-    """Linear layers with ReLU between; the last activation is a sigmoid for the click probability."""
+    """Return linear layers with ReLU between; the last activation is a sigmoid for the click probability."""
     layers: list[nn.Module] = []
     for place, (before, after) in enumerate(zip(widths, widths[1:], strict=False)):
         layers.append(nn.Linear(before, after))
@@ -60,7 +62,7 @@ def mlp(widths: tuple[int, ...], last_sigmoid: bool) -> nn.Sequential:
 
 
 class Dlrm(nn.Module):
-    """Dense features (N, bottom[0]) and indices to probabilities (N, 1)."""
+    """DLRM: dense features (N, bottom[0]) and indices to probabilities (N, 1)."""
 
     def __init__(self, config: DlrmConfig) -> None:
         super().__init__()
@@ -85,7 +87,7 @@ class Dlrm(nn.Module):
         return self.top(torch.cat([first, pairs], dim=1))
 
     def _lookup(self, indices: torch.Tensor, offsets: torch.Tensor, batch: int) -> torch.Tensor:
-        """(N, tables, dim). ``indices``: (tables, N x lookups)."""
+        """Return (N, tables, dim) for ``indices`` (tables, N x lookups)."""
         if isinstance(self.tables, TableBatchedEmbedding):
             return self.tables(indices.view(-1), batch)
         assert isinstance(self.tables, nn.ModuleList)

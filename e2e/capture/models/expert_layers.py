@@ -1,17 +1,17 @@
-"""Mixtures of experts as training frameworks run them: fused permutation, grouped products. Imports ``torch``.
+"""Mixtures of experts as in training frameworks: fused permutation, grouped products. Imports ``torch``.
 
 Megatron-LM, torchtitan and vLLM sort the rows of tokens by expert in one kernel (``permute``), multiply all experts in
-one launch, weigh and gate in one kernel, and add the results of a token up in one (``unpermute``); the backward passes
-of the first and the last are each other. Here these are operators without effect, of the shapes and autograd structure
-of the kernels (megatron/core/fusions/fused_weighted_swiglu.py, transformer_engine/pytorch/permutation.py);
-:mod:`e2e.lowering.families.expert_operators` says what they move. The layers are those of Hugging Face's library: their
-own loop with gathers and ``index_put`` is the form ``huggingface``.
+one launch, apply weights and gate in one kernel, and sum the outputs of a token in one (``unpermute``); the backward
+passes of the first and the last are each other. Here these are operators without effect, with the shapes and autograd
+structure of the kernels (megatron/core/fusions/fused_weighted_swiglu.py, transformer_engine/pytorch/permutation.py);
+:mod:`e2e.lowering.families.expert_operators` gives the bytes they move. The layers are those of Hugging Face's library:
+their own loop with gathers and ``index_put`` is the form ``huggingface``.
 
-Transformer Engine's ``GroupedLinear`` launches a product of cuBLAS for every expert (``by_expert``; up to version 2.14
-but for Blackwell's fused forms: ``te_general_grouped_gemm`` loops over streams, and casts that need a scale of the
-present tensor over experts, ``multi_tensor_quantize_impl`` of its cast.cpp). How many rows each expert gets must be
-known on the host then, and wherever rows are exchanged: the host waits for the counts (:data:`COUNTS`), unless experts
-have a capacity that all are padded to.
+Transformer Engine's ``GroupedLinear`` launches a cuBLAS product for every expert (``by_expert``; up to version 2.14
+except for Blackwell's fused forms: ``te_general_grouped_gemm`` loops over streams, and casts that need a scale of the
+current tensor over experts, ``multi_tensor_quantize_impl`` of its cast.cpp). The number of rows of each expert must
+then be known on the host, and also wherever rows are exchanged: the host waits for the counts (:data:`COUNTS`), unless
+experts have a capacity that all are padded to.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ Products = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Permute(torch.autograd.Function):
-    """The rows of tokens (tokens, width) that ``rows`` names, sorted by expert; gradients are added up per token."""
+    """Rows of tokens (tokens, width) selected by ``rows``, sorted by expert; gradients are summed per token."""
 
     @staticmethod
     def forward(ctx: Any, states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -91,7 +91,7 @@ class Permute(torch.autograd.Function):
 
 
 class Unpermute(torch.autograd.Function):
-    """Results of rows added up to those of ``tokens``."""
+    """Sum of the outputs of rows per token, for ``tokens`` tokens."""
 
     @staticmethod
     def forward(ctx: Any, states: torch.Tensor, rows: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -104,7 +104,7 @@ class Unpermute(torch.autograd.Function):
 
 
 class _WeightedGate(torch.autograd.Function):
-    """Activation, product with the other half (if gated) and with the row's routing weight in one kernel."""
+    """Activation, product with the other half (if gated) and with the row's routing weight, in one kernel."""
 
     @staticmethod
     def forward(ctx: Any, given: torch.Tensor, weights: torch.Tensor, gated: bool) -> torch.Tensor:
@@ -119,15 +119,17 @@ class _WeightedGate(torch.autograd.Function):
 
 
 def grouped_products(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Rows (all, k) sorted by expert times the matrix (experts, k, n) of each, in one launch."""
-    if rows.dtype is torch.float32:  # PyTorch has the kernel for 16 bits alone
+    """Multiply rows (all, k) sorted by expert by the matrices (experts, k, n), in one launch."""
+    if rows.dtype is torch.float32:  # PyTorch has the kernel for 16 bits only
         return torch.nn.functional.grouped_mm(rows, matrices, offs=ends)
     product: torch.Tensor = torch._grouped_mm(rows, matrices, offs=ends)
     return product
 
 
 class _ByExpert(torch.autograd.Function):
-    """Rows (all, k) sorted by expert times (experts, k, n), a launch for each expert forward and two backward."""
+    """Products of rows (all, k) sorted by expert with (experts, k, n): one launch per expert forward and two
+    backward.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -142,15 +144,15 @@ class _ByExpert(torch.autograd.Function):
 
 
 def products_by_expert(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """As :func:`grouped_products`, a launch for each expert."""
+    """Multiply as :func:`grouped_products`, with one launch per expert."""
     product: torch.Tensor = _ByExpert.apply(rows, matrices, ends)
     return product
 
 
 def use_grouped_experts(model: torch.nn.Module, products: Products = grouped_products, waits: bool = False) -> int:
-    """Gives every layer of experts of ``model`` whose weights are stacked in one tensor the grouped form; how many.
+    """Set the grouped form in every layer of experts of ``model`` with stacked weights; return their number.
 
-    ``products``: what multiplies, such as one in 8 bits. ``waits``: the host needs the counts of rows for it.
+    ``products``: function of the products, such as one in 8 bits. ``waits``: it needs the counts of rows on the host.
     """
     found = list(stacked_experts(model))
     for experts in found:
@@ -160,7 +162,7 @@ def use_grouped_experts(model: torch.nn.Module, products: Products = grouped_pro
 
 
 def stacked_experts(model: torch.nn.Module) -> Iterator[Any]:
-    """The modules of ``model`` that hold the weights of all experts of a layer in one tensor (experts, out, in)."""
+    """Yield the modules of ``model`` with the weights of all experts of a layer in one tensor (experts, out, in)."""
     for module in model.modules():
         if hasattr(module, "down_proj") and hasattr(module, "is_transposed") and hasattr(module, "has_gate"):
             yield module
@@ -182,7 +184,7 @@ def _grouped(experts: Any, products: Products, waits: bool) -> Callable[..., tor
 
 
 def pads(products: Products) -> bool:
-    """Whether each expert's rows are copied to a place whose length divides by 16 first (``Fp8Padding``), and back."""
+    """True if each expert's rows are first copied into memory padded to a multiple of 16 (``Fp8Padding``), and back."""
     return bool(getattr(products, "pads", False))
 
 
@@ -193,9 +195,9 @@ def apply_experts(
     products: Products = grouped_products,
     padded: bool = False,
 ) -> torch.Tensor:
-    """Both products of ``experts`` on ``rows`` that are sorted by expert, weighted by ``weights`` (rows, 1).
+    """Compute both products of ``experts`` on ``rows`` sorted by expert, weighted by ``weights`` (rows, 1).
 
-    ``padded``: rows are copied before and after, of which the padding itself, less than 16 per expert, is left out.
+    ``padded``: rows are copied before and after; the padding itself, less than 16 rows per expert, is neglected.
     """
     if padded:
         order = rows.new_empty((rows.shape[0],), dtype=torch.int32)
@@ -210,13 +212,13 @@ def apply_experts(
 
 
 def _with_biases(output: torch.Tensor, biases: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Rows (all, width) sorted by expert with the bias (experts, width) of each, weighed as they are, in FP32 and one
-    expert after the other (``_apply_bias`` of Megatron-LM's experts.py; cuBLAS adds that of the first product).
+    """Add to rows (all, width) sorted by expert the weighted bias (experts, width) of each, in FP32 and expert by
+    expert (``_apply_bias`` of Megatron-LM's experts.py; cuBLAS adds the bias of the first product).
     """
     parts = zip(output.tensor_split(len(biases)), biases, weights.float().tensor_split(len(biases)), strict=True)
     return torch.cat([rows + bias * share for rows, bias, share in parts]).to(output.dtype)
 
 
 def _matrices(experts: Any, weight: torch.Tensor) -> torch.Tensor:
-    """(experts, in, out)."""
+    """Return the weights as (experts, in, out)."""
     return weight if experts.is_transposed else weight.transpose(-2, -1)

@@ -1,10 +1,10 @@
-"""Linear layers whose products are in 8 bits, by a recipe of :mod:`e2e.step.precision`. Imports ``torch``.
+"""Linear layers with 8-bit products, by a recipe of :mod:`e2e.step.precision`. Imports ``torch``.
 
-``float8::amax`` and ``float8::cast`` are operators without effect that stand for one kernel each; the products are
-PyTorch's ``_scaled_mm`` and ``_scaled_grouped_mm``, with operands laid out as those take them. The input of several
-layers (queries, keys, values) is cast once: Transformer Engine has one layer of them, and ``torch.compile`` shares what
-torchao casts. Weights that FSDP gathers in 8 bits (``enable_fsdp_float8_all_gather`` of torchao) are cast by their
-shards, outside the layers. Inference: weights are in 8 bits already, activations are cast for every layer.
+``float8::amax`` and ``float8::cast`` are operators without effect that represent one kernel each; the products are
+PyTorch's ``_scaled_mm`` and ``_scaled_grouped_mm``, with operands in their layout. The input of several layers
+(queries, keys, values) is cast once: Transformer Engine has one layer for them, and ``torch.compile`` shares torchao's
+casts. Weights that FSDP gathers in 8 bits (``enable_fsdp_float8_all_gather`` of torchao) are cast by their shards,
+outside the layers. Inference: weights are stored in 8 bits, activations are cast for every layer.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from e2e.step.precision import Recipe
 
 _LIBRARY = torch.library.Library("float8", "DEF")
 _LIBRARY.define("amax(Tensor given) -> Tensor")
-# ``split_sums``: of :class:`costmodel.operators.scaled_work.ScaledGemm`, as Transformer Engine's recipes and torchao's
-# tensor-wise one have it: gradients alone.
+# ``split_sums``: see :class:`costmodel.operators.scaled_work.ScaledGemm`; Transformer Engine's recipes and torchao's
+# tensor-wise one set it for gradients only.
 _LIBRARY.define("cast(Tensor given, str scaling, int share) -> Tensor")
 _LIBRARY.define("cast_both(Tensor given, str scaling, int share) -> (Tensor, Tensor)")
 _LIBRARY.define("each_amax(Tensor given, Tensor ends) -> Tensor")
@@ -31,7 +31,7 @@ _LIBRARY.define("mm(Tensor first, Tensor second, str scaling, bool split_sums) -
 _LIBRARY.define("grouped_mm(Tensor first, Tensor second, Tensor ends, str scaling) -> Tensor")
 _LIBRARY.define("grouped_gradient(Tensor first, Tensor second, Tensor ends, str scaling) -> Tensor")
 _EIGHT = torch.float8_e4m3fn
-_UNIT = 16  # _scaled_mm wants every extent to be a multiple of 16; layers that are not stay as they were
+_UNIT = 16  # _scaled_mm requires extents that are multiples of 16; other layers are unchanged
 
 
 def _cast(given: torch.Tensor, scaling: str, share: int) -> torch.Tensor:
@@ -75,10 +75,11 @@ _ops = torch.ops.float8
 
 
 class Caster:
-    """Casts by a recipe. ``share``: micro-batches of a step over which the cast of a weight that is kept is spread, so
-    that every micro-batch bears its part. ``by_expert``: the products of a mixture are a launch for each expert, and
-    so are its casts, unless their scale is known before (one kernel casts the rows of all experts then).
-    ``weights_arrive``: those of linear layers come to the layers in 8 bits.
+    """Casts of a recipe.
+
+    ``share``: number of micro-batches of a step over which the cast of a kept weight is spread evenly. ``by_expert``:
+    the products of a mixture are one launch per expert, and so are its casts, unless their scale is known before (one
+    kernel then casts the rows of all experts). ``weights_arrive``: weights of linear layers are gathered in 8 bits.
     """
 
     def __init__(self, recipe: Recipe, share: int = 1, by_expert: bool = False, weights_arrive: bool = False) -> None:
@@ -86,8 +87,8 @@ class Caster:
         self._last: tuple[Any, Any] = (None, None)
 
     def activations(self, given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Operand of the forward product, and its copy for the gradient where one kernel makes both; the same for
-        layers that follow each other on the same input.
+        """Return the operand of the forward product, and its copy for the gradient if one kernel makes both;
+        consecutive layers on the same input share the cast.
         """
         if self._last[0] is not given:
             self._last = (given, self.operands(given))
@@ -95,9 +96,9 @@ class Caster:
         return result
 
     def weight(self, given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As :meth:`operands`, of the weight (n, k) of a linear layer."""
+        """Return :meth:`operands` of the weight (n, k) of a linear layer."""
         if self.weights_arrive:
-            # The same memory in a type of half the size: no kernel, and nothing more is kept.
+            # The same memory viewed as a type of half the size: no kernel, and no additional tensor is kept.
             turned = given.stride(-1) != 1
             rows = given.detach().t() if turned else given.detach()
             narrow = rows.view(_EIGHT)[..., : rows.shape[-1]]
@@ -107,7 +108,7 @@ class Caster:
     def operands(
         self, given: torch.Tensor, share: int = 1, alone: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """``given`` in 8 bits, and transposed if the recipe makes ``both`` and not ``alone``."""
+        """Return ``given`` in 8 bits, and transposed if the recipe makes ``both`` and not ``alone``."""
         if self.recipe.search:
             _ops.amax(given)
         if self.recipe.both and not alone:
@@ -116,7 +117,7 @@ class Caster:
         return _ops.cast(given, self.recipe.scaling, share), None
 
     def rows_of_experts(self, given: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As :meth:`operands`, of rows that are sorted by expert."""
+        """Return :meth:`operands` of rows sorted by expert."""
         recipe = self.recipe
         if not self.by_expert or (recipe.scaling == "tensor" and not recipe.search):
             return self.operands(given)
@@ -130,7 +131,7 @@ class Caster:
     def multiply(
         self, first: torch.Tensor, second: torch.Tensor, ends: torch.Tensor, *, gradient: bool = False
     ) -> torch.Tensor:
-        """Rows of experts times their matrices. ``gradient``: of the rows."""
+        """Multiply rows of experts by their matrices. ``gradient``: the rows are gradients."""
         scaling = self.recipe.scaling
         result: torch.Tensor = (
             _ops.each_mm(first, second, ends, scaling, gradient)
@@ -140,7 +141,7 @@ class Caster:
         return result
 
     def multiply_gradients(self, first: torch.Tensor, second: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """The gradients of the matrices, of rows and their gradients."""
+        """Return the gradients of the matrices from rows and their gradients."""
         scaling = self.recipe.scaling
         result: torch.Tensor = (
             _ops.each_gradient(first, second, ends, scaling, True)
@@ -151,7 +152,7 @@ class Caster:
 
 
 class ScaledLinear(torch.autograd.Function):
-    """Input (..., k) times the transposed weight (n, k), forward and both gradients in 8 bits."""
+    """Product of input (..., k) and transposed weight (n, k), forward and both gradients in 8 bits."""
 
     @staticmethod
     def forward(ctx: Any, given: torch.Tensor, weight: torch.Tensor, caster: Caster) -> torch.Tensor:
@@ -171,9 +172,9 @@ class ScaledLinear(torch.autograd.Function):
         gradient = gradients[0].reshape(-1, gradients[0].shape[-1])
         eight, turned = caster.operands(gradient, alone=not of_weight)
         if not caster.recipe.both:
-            # torchao keeps the wide operands and casts them again, the gradient too, along the other dimension.
+            # torchao keeps the wide operands and casts them again, also the gradient, along the other dimension.
             if of_input:
-                # Cast anew along the other dimension, or turned as it came.
+                # Cast again along the other dimension, or transposed if gathered in 8 bits.
                 second = caster.weight(second)[0].contiguous() if caster.weights_arrive else caster.operands(second)[0]
             if of_weight:
                 first, _ = caster.operands(first)
@@ -186,7 +187,7 @@ class ScaledLinear(torch.autograd.Function):
 
 
 class ScaledExperts(torch.autograd.Function):
-    """Rows (all, k) sorted by expert times (experts, k, n), forward and both gradients in 8 bits."""
+    """Product of rows (all, k) sorted by expert and (experts, k, n), forward and both gradients in 8 bits."""
 
     @staticmethod
     def forward(
@@ -211,9 +212,9 @@ class ScaledExperts(torch.autograd.Function):
 
 
 def convert(model: torch.nn.Module, caster: Caster, left_out: tuple[str, ...] = ("lm_head", "gate", "router")) -> int:
-    """Gives linear layers of ``model`` the 8-bit form, in place; how many.
+    """Set the 8-bit form in linear layers of ``model``, in place; return their number.
 
-    Not those with a name in ``left_out`` (heads and routers), nor those whose extents are no multiples of 16.
+    Layers with a name in ``left_out`` (heads and routers), or with extents that are not multiples of 16, are unchanged.
     """
     head = getattr(model, "get_output_embeddings", lambda: None)()
     converted = 0
@@ -239,7 +240,7 @@ def _linear(module: Any, caster: Caster, turned: bool) -> Callable[[torch.Tensor
 
 
 def expert_products(caster: Caster) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
-    """For :func:`e2e.capture.models.expert_layers.use_grouped_experts`."""
+    """Return the products for :func:`e2e.capture.models.expert_layers.use_grouped_experts`."""
 
     def products(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = ScaledExperts.apply(rows, matrices, ends, caster)
@@ -250,7 +251,7 @@ def expert_products(caster: Caster) -> Callable[[torch.Tensor, torch.Tensor, tor
 
 
 def serve(model: torch.nn.Module, caster: Caster) -> None:
-    """Linear layers and experts of ``model`` with weights that are in 8 bits already: inference."""
+    """Set the inference form, with weights stored in 8 bits, in linear layers and experts of ``model``."""
     for name, module in model.named_modules():
         kind, weight = type(module).__name__, getattr(module, "weight", None)
         fits = isinstance(weight, torch.Tensor) and not any(extent % _UNIT for extent in weight.shape)
@@ -275,7 +276,7 @@ def _serving(module: Any, caster: Caster) -> Callable[[torch.Tensor], torch.Tens
 
 
 def serving_products(caster: Caster) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
-    """The same for experts whose weights are in 8 bits."""
+    """Return the products of experts with weights stored in 8 bits."""
 
     def products(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         eight, _ = caster.operands(rows, alone=True)

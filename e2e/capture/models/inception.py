@@ -1,4 +1,4 @@
-"""Inception-V3 (Szegedy et al., CVPR 2016) with its auxiliary classifier, which runs in training alone."""
+"""Inception-V3 (Szegedy et al., CVPR 2016) with its auxiliary classifier, which runs only in training."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ConvUnit(nn.Module):
 
 
 class PooledUnit(nn.Module):
-    """3x3 average pooling, then a 1x1 unit."""
+    """Average pooling over 3x3, then a 1x1 unit."""
 
     def __init__(self, channels: int, out: int) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class PooledUnit(nn.Module):
 
 
 class Branches(nn.Module):
-    """Branches over the same input, side by side in the channels."""
+    """Branches over the same input, concatenated in the channels."""
 
     def __init__(self, *branches: nn.Module) -> None:
         super().__init__()
@@ -44,12 +44,12 @@ class Branches(nn.Module):
 
 
 def chain(*units: nn.Module) -> nn.Module:
-    """The modules one after the other as one."""
+    """Combine modules in sequence."""
     return nn.Sequential(*units)
 
 
 def block_a(channels: int, pooled: int) -> nn.Module:
-    """35 x 35: 1x1, 5x5, double 3x3, pooling."""
+    """Return a block at 35 x 35: 1x1, 5x5, double 3x3, pooling."""
     return Branches(
         ConvUnit(channels, 64, 1),
         chain(ConvUnit(channels, 48, 1), ConvUnit(48, 64, 5, padding=2)),
@@ -59,7 +59,7 @@ def block_a(channels: int, pooled: int) -> nn.Module:
 
 
 def block_b(channels: int) -> nn.Module:
-    """35 x 35 to 17 x 17."""
+    """Return the block from 35 x 35 to 17 x 17."""
     return Branches(
         ConvUnit(channels, 384, 3, stride=2),
         chain(ConvUnit(channels, 64, 1), ConvUnit(64, 96, 3, padding=1), ConvUnit(96, 96, 3, stride=2)),
@@ -68,7 +68,7 @@ def block_b(channels: int) -> nn.Module:
 
 
 def block_c(channels: int, width: int) -> nn.Module:
-    """17 x 17: 7x7 factored into 1x7 and 7x1."""
+    """Return a block at 17 x 17: 7x7 factored into 1x7 and 7x1."""
     row: tuple[tuple[int, int], tuple[int, int]] = ((1, 7), (0, 3))
     column: tuple[tuple[int, int], tuple[int, int]] = ((7, 1), (3, 0))
     return Branches(
@@ -90,7 +90,7 @@ def block_c(channels: int, width: int) -> nn.Module:
 
 
 def block_d(channels: int) -> nn.Module:
-    """17 x 17 to 8 x 8."""
+    """Return the block from 17 x 17 to 8 x 8."""
     return Branches(
         chain(ConvUnit(channels, 192, 1), ConvUnit(192, 320, 3, stride=2)),
         chain(
@@ -104,7 +104,7 @@ def block_d(channels: int) -> nn.Module:
 
 
 def block_e(channels: int) -> nn.Module:
-    """8 x 8: 3x3 split into 1x3 beside 3x1."""
+    """Return a block at 8 x 8: 3x3 split into parallel 1x3 and 3x1."""
 
     def spread() -> nn.Module:
         return Branches(ConvUnit(384, 384, (1, 3), padding=(0, 1)), ConvUnit(384, 384, (3, 1), padding=(1, 0)))
@@ -118,7 +118,7 @@ def block_e(channels: int) -> nn.Module:
 
 
 class Auxiliary(nn.Module):
-    """The classifier on the 17 x 17 features."""
+    """Auxiliary classifier on the 17 x 17 features."""
 
     def __init__(self, channels: int, classes: int) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class Auxiliary(nn.Module):
 
 
 class InceptionV3(nn.Module):
-    """Pictures (N, 3, 299, 299) to scores (N, classes); in training also the auxiliary scores."""
+    """Inception-V3: images (N, 3, 299, 299) to scores (N, classes); in training also the auxiliary scores."""
 
     def __init__(self, classes: int = 1000) -> None:
         super().__init__()

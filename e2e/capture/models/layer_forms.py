@@ -1,6 +1,6 @@
-"""Which kernels compute the layers of a library model: its mixtures of experts, and its products in 8 bits.
+"""Kernels of a library model's layers: mixtures of experts, and 8-bit products.
 
-Applied to a built model before it is split over ranks: the forms look at the weights when they run. Imports ``torch``.
+Applied to a built model before it is split over ranks: the forms read the weights when they run. Imports ``torch``.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from e2e.step.precision import RECIPES, Precision, Recipe, recipe_of
 def apply_forms(
     model: torch.nn.Module, config: Mapping[str, Any], options: StepOptions, source: str, micro_batches: int = 1
 ) -> None:
-    """Changes ``model`` in place to what ``options`` and the configuration's ``quantization_config`` say.
+    """Change ``model`` in place according to ``options`` and the configuration's ``quantization_config``.
 
-    ``InputError``, which names ``source``, for a quantization that is not known, and for one that is to be trained.
+    Raise ``InputError``, which names ``source``, for an unknown quantization, and for training with one.
     """
     recipe = recipe_of(options.precision, options.dtype)
     stored = stored_recipe(config, source)
@@ -68,7 +68,7 @@ def _keeps_cache_in_8_bits(stored: Mapping[str, Any]) -> bool:
 
 
 def stored_recipe(config: Mapping[str, Any], source: str) -> Recipe | None:
-    """How the weights of ``config`` are kept in 8 bits, ``None`` without a ``quantization_config``."""
+    """Return the recipe of weights stored in 8 bits in ``config``, or None without a ``quantization_config``."""
     stored = config.get("quantization_config")
     if not stored:
         return None
@@ -102,7 +102,7 @@ _FOUR_BITS = ("mxfp4", "nvfp4", "load_in_4bit", "awq")
 
 
 def _reason(stored: Any) -> str:
-    """Why a quantization has no price, in brackets."""
+    """Return the reason why a quantization is not supported, in brackets."""
     text = json.dumps(stored, default=str).lower()
     if any(name in text for name in _FOUR_BITS) or _bits_of(stored) == 4:
         return "(weights of 4 bits: no table has their products on any GPU here)"
@@ -110,7 +110,7 @@ def _reason(stored: Any) -> str:
 
 
 def _bits_of(stored: Any) -> int | None:
-    """Bits of the weights, where the configuration says them."""
+    """Return the bits of the weights, if the configuration gives them."""
     if not isinstance(stored, Mapping):
         return None
     found = stored.get("bits") or stored.get("w_bit") or stored.get("num_bits")

@@ -9,17 +9,17 @@ import torch
 
 
 def adamw(parameters: list[torch.nn.Parameter]) -> Callable[[], Any]:
-    """AdamW on the parameters themselves, in the form that PyTorch chooses on a GPU."""
+    """Return the step of AdamW on the parameters themselves, in the form that PyTorch selects on a GPU."""
     return torch.optim.AdamW(parameters, lr=1e-4).step
 
 
 def mixed_adamw(parameters: list[torch.nn.Parameter]) -> Callable[[], Any]:
-    """The update of :class:`MixedAdamW`."""
+    """Return the update of :class:`MixedAdamW`."""
     return MixedAdamW(parameters).update
 
 
 class MixedAdamW(torch.optim.Optimizer):
-    """16-bit parameters with FP32 master weights, as ``Float16OptimizerWithFloat16Params`` of Megatron-LM.
+    """Optimizer of 16-bit parameters with FP32 master weights, as ``Float16OptimizerWithFloat16Params`` of Megatron-LM.
 
     Gradients are copied to FP32, for FP16 divided by the loss scale and checked (which the host waits for), AdamW
     updates the master weights, and they are copied back.
@@ -38,11 +38,11 @@ class MixedAdamW(torch.optim.Optimizer):
             master.grad = torch.empty_like(master)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """:meth:`update`, which hooks of optimizers hear of."""
+        """Run :meth:`update`, with the hooks of optimizers."""
         self.update()
 
     def update(self) -> None:
-        """One step of what has gradients."""
+        """Run one step on the parameters with gradients."""
         there = [place for place, each in enumerate(self.narrow) if each.grad is not None]
         gradients = [self.narrow[place].grad.to(torch.float32) for place in there]  # type: ignore[union-attr]
         if self.scaled:

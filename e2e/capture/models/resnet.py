@@ -1,4 +1,4 @@
-"""ResNet-50 (He et al., CVPR 2016) in the form of common libraries: stride in the 3x3 convolution of a block."""
+"""ResNet-50 (He et al., CVPR 2016) as in common libraries: stride in the 3x3 convolution of a block."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ EXPANSION = 4
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3, 1x1 with a shortcut, projected where the shape changes."""
+    """Block of 1x1, 3x3, 1x1 convolutions with a shortcut, projected if the shape changes."""
 
     def __init__(self, channels: int, width: int, stride: int) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet50(nn.Module):
-    """Pictures (N, 3, 224, 224) to scores (N, classes)."""
+    """ResNet-50: images (N, 3, 224, 224) to scores (N, classes)."""
 
     def __init__(self, classes: int = 1000) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""Fused kernels that training stacks put in the place of several operators, on the device without memory: a capture
-records one call for each launch. What each moves: :mod:`e2e.lowering.families.stack_operators`.
+"""Fused kernels of training stacks that replace several operators, on the meta device.
 
-Sources: transformer_engine (swiglu, fused_rope, cross_entropy in Triton), Megatron-Core's fusions, flash-attn's cross
-entropy, linkedin/Liger-Kernel (swiglu, rope, fused_linear_cross_entropy). Imports ``torch``.
+A capture records one call per launch. Bytes moved: :mod:`e2e.lowering.families.stack_operators`. Sources:
+transformer_engine (swiglu, fused_rope, cross_entropy in Triton), Megatron-Core's fusions, flash-attn's cross entropy,
+linkedin/Liger-Kernel (swiglu, rope, fused_linear_cross_entropy). Imports ``torch``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _ops = torch.ops.stack
 
 
 class SquaredRelu(torch.autograd.Function):
-    """The square of ``relu``, in one kernel each way."""
+    """Square of ``relu``, in one kernel each way."""
 
     @staticmethod
     def forward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
@@ -54,7 +54,7 @@ class SquaredRelu(torch.autograd.Function):
 
 
 class Rotary(torch.autograd.Function):
-    """Rotary embedding of queries or of keys; nothing but the tables is kept."""
+    """Rotary embedding of queries or of keys; only the tables are kept for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, given: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
@@ -67,7 +67,7 @@ class Rotary(torch.autograd.Function):
 
 
 class Gated(torch.autograd.Function):
-    """``activation(gate) * given``."""
+    """Gated activation ``activation(gate) * given``."""
 
     @staticmethod
     def forward(ctx: Any, gate: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
@@ -80,7 +80,7 @@ class Gated(torch.autograd.Function):
 
 
 class PackedGated(torch.autograd.Function):
-    """The same of the two halves of one product's output."""
+    """Gated activation of the two halves of one product's output."""
 
     @staticmethod
     def forward(ctx: Any, both: torch.Tensor) -> torch.Tensor:
@@ -93,7 +93,9 @@ class PackedGated(torch.autograd.Function):
 
 
 class SplitColumns(torch.autograd.Function):
-    """Parts of one product's output, whose gradients are written where the whole one is (``SplitAlongDim``)."""
+    """Parts of one product's output, whose gradients are written directly into the whole gradient
+    (``SplitAlongDim``).
+    """
 
     @staticmethod
     def forward(ctx: Any, whole: torch.Tensor, *sizes: int) -> tuple[torch.Tensor, ...]:
@@ -106,7 +108,7 @@ class SplitColumns(torch.autograd.Function):
 
 
 class FusedCrossEntropy(torch.autograd.Function):
-    """Losses (tokens,) of scores (tokens, words); their gradient is written over the scores."""
+    """Losses (tokens,) of scores (tokens, words); their gradient overwrites the scores."""
 
     @staticmethod
     def forward(ctx: Any, scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -122,8 +124,9 @@ class FusedCrossEntropy(torch.autograd.Function):
 
 
 class WideCrossEntropy(torch.autograd.Function):
-    """Losses (tokens,) by PyTorch's operators in place of one FP32 copy of the scores (tokens, words), which becomes
-    their gradient (``_VocabParallelCrossEntropy`` of Megatron-Core's tensor_parallel/cross_entropy.py)."""
+    """Losses (tokens,) by PyTorch's operators in place on one FP32 copy of the scores (tokens, words), which becomes
+    their gradient (``_VocabParallelCrossEntropy`` of Megatron-Core's tensor_parallel/cross_entropy.py).
+    """
 
     @staticmethod
     def forward(ctx: Any, scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -143,8 +146,9 @@ class WideCrossEntropy(torch.autograd.Function):
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """Head and loss together, a few tokens at a time, with the gradients made in the forward pass
-    (``LigerFusedLinearCrossEntropyFunction``): the scores of all tokens are never there."""
+    """Head and loss together, a few tokens at a time, with the gradients computed in the forward pass
+    (``LigerFusedLinearCrossEntropyFunction``): the scores of all tokens never exist at once.
+    """
 
     @staticmethod
     def forward(ctx: Any, states: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -167,8 +171,11 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def chunks(tokens: int, words: int, width: int) -> Sequence[tuple[int, int]]:
-    """(begin, end) of the tokens at a time: as many parts as the vocabulary is wider than the states, of a power of two
-    of tokens (``fused_linear_cross_entropy_forward`` of Liger-Kernel)."""
+    """Return (begin, end) of the chunks of tokens.
+
+    The number of chunks is the ratio of vocabulary to width of the states, with a power of two of tokens each
+    (``fused_linear_cross_entropy_forward`` of Liger-Kernel).
+    """
     parts = -(-words // width)
     size = 1 << (-(-tokens // parts) - 1).bit_length()
     return [(begin, min(begin + size, tokens)) for begin in range(0, tokens, size)]

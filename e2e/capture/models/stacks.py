@@ -1,7 +1,7 @@
-"""``--stack``: what a training stack really launches for a Hugging Face model, and how it keeps weights and optimizer.
+"""Training stacks (``--stack``): their kernels for a Hugging Face model, and their storage of weights and optimizer.
 
-A stack changes the model before it is captured: modules are replaced by those whose kernels it has. Each field says
-where that is from; what a field does not change runs as the library writes it. Imports ``torch``.
+A stack changes the model before it is captured: modules are replaced by those with its kernels. Comments name the
+sources; everything else runs as the library writes it. Imports ``torch``.
 """
 
 from __future__ import annotations
@@ -34,44 +34,47 @@ Loss = Literal["plain", "fused", "wide", "chunked"]
 
 @dataclass(frozen=True)
 class Stack:
-    """``fused``: norms, rotary embeddings and activations of the MLP are one kernel each way. ``packed``: queries, keys
-    and values are one product, gate and up another. ``loss``: cross entropy as PyTorch has it, in one kernel each way,
-    in one FP32 copy of the scores, or together with the head and a few tokens at a time. ``fused_optimizer``: one
-    kernel, instead of PyTorch's default.
-    ``accumulates``: products of weight gradients add to what is there, in FP32. ``metrics``: so many more cross
-    entropies of every micro-batch, forward in FP32, that the trainer reports. ``stops_early``: a recomputed layer stops
-    where nothing more is needed. ``by_expert``: products of a mixture of experts are a launch for each expert.
-    ``ends_compiled``: ``--compile`` is for what is before and behind the layers too. ``expandable``: the launcher sets
-    the allocator's ``expandable_segments``. ``keeps_last``: the last layer, which the backward pass begins with, stays
-    whole after its forward pass where FSDP shards the others again. ``pipelining``: pipelines are those of
-    ``torch.distributed.pipelining``, whose stages are FSDP's. ``loss_parallel``: with ``tp`` the loss is DTensor's.
-    ``clips``: gradients are clipped by their norm before every step of the optimizer. ``shards_stay``: where ``zero=3``
-    has the optimizer on the host, it is DeepSpeed's (``offload_optimizer``): 16-bit shards stay on the GPU.
-    ``older_libraries``: it runs a PyTorch and CUDA years older than those that kernels were measured with
-    (:mod:`e2e.price.release_spread`).
-    """
+    """Kernels and settings of a training stack."""
 
     about: str
+    # Norms, rotary embeddings and activations of the MLP are one kernel each way.
     fused: bool = False
+    # Queries, keys and values are one product, gate and up another.
     packed: bool = False
+    # Cross entropy as in PyTorch, in one kernel each way, in one FP32 copy of the scores, or together with the head and
+    # a few tokens at a time.
     loss: Loss = "plain"
+    # One kernel, instead of PyTorch's default.
     fused_optimizer: bool = False
+    # Products of weight gradients accumulate in place, in FP32.
     accumulates: bool = False
+    # Recomputation of a layer stops at the last operator needed.
     stops_early: bool = False
+    # Number of additional cross entropies per micro-batch, forward in FP32, that the trainer reports.
     metrics: int = 0
+    # Products of a mixture of experts are one launch per expert.
     by_expert: bool = False
+    # ``--compile`` includes the parts before and after the layers.
     ends_compiled: bool = True
+    # The launcher sets the allocator's ``expandable_segments``.
     expandable: bool = False
+    # The last layer, which the backward pass begins with, stays whole after its forward pass where FSDP reshards the
+    # others.
     keeps_last: bool = False
+    # Pipelines are those of ``torch.distributed.pipelining``, with FSDP stages.
     pipelining: bool = False
+    # With ``tp`` the loss is DTensor's.
     loss_parallel: bool = False
+    # Gradients are clipped by their norm before every optimizer step.
     clips: bool = False
+    # ``zero=3`` with the optimizer on the host is DeepSpeed's (``offload_optimizer``): 16-bit shards stay on the GPU.
     shards_stay: bool = False
+    # Its PyTorch and CUDA are years older than those of the kernel measurements (:mod:`e2e.price.release_spread`).
     older_libraries: bool = False
 
     @property
     def optimizer_form(self) -> OptimizerForm:
-        """How it updates parameters where nobody asks for another way."""
+        """Default form of the optimizer."""
         return "fused" if self.fused_optimizer else "foreach"
 
 
@@ -103,7 +106,7 @@ STACKS: dict[str, Stack] = {
         fused=True, packed=True, loss="wide", fused_optimizer=True, accumulates=True, by_expert=True,
         clips=True,
     ),
-    # Transformer Engine's TransformerLayer in a loop of one's own.
+    # Transformer Engine's TransformerLayer in a custom loop.
     "te": Stack(
         "Transformer Engine's layers in PyTorch", fused=True, packed=True, fused_optimizer=True, by_expert=True
     ),
@@ -123,7 +126,9 @@ STACKS: dict[str, Stack] = {
 
 
 def stack_of(name: str | None) -> Stack:
-    """The stack ``name``; ``None``: every operator as it is captured. ``InputError`` for an unknown name."""
+    """Return the stack ``name``, or for None one that leaves every operator as captured; raise ``InputError`` for an
+    unknown name.
+    """
     if name is None:
         return Stack("as captured")
     if name not in STACKS:
@@ -132,7 +137,7 @@ def stack_of(name: str | None) -> Stack:
 
 
 def apply_stack(model: Any, stack: Stack, source: str) -> None:
-    """Replaces modules of a Hugging Face ``model`` on the device without memory, before it is split or captured."""
+    """Replace modules of a Hugging Face ``model`` on the meta device, before it is split or captured."""
     if stack.packed:
         _pack_products(model)
     if stack.fused:
@@ -179,7 +184,7 @@ def _fuse_activations(model: nn.Module) -> None:
             module.forward = _gated(module)
         if type(module).__name__ == "ReLUSquaredActivation":
             module.forward = SquaredRelu.apply
-        if type(module).__name__ in COMPOSED_GELUS:  # half a dozen operators in the library
+        if type(module).__name__ in COMPOSED_GELUS:  # six or so operators in the library
             module.forward = partial(nn.functional.gelu, approximate="tanh")
 
 
@@ -192,7 +197,7 @@ def _gated(module: Any) -> Callable[..., torch.Tensor]:
 
 
 def _fuse_rotations(model: nn.Module) -> None:
-    """Attention modules look the function up in their own file."""
+    """Replace the rotation function in the attention modules' own files, where they look it up."""
     for module in model.modules():
         home = sys.modules[type(module).__module__]
         if type(module).__name__.endswith("Attention") and hasattr(home, "apply_rotary_pos_emb"):
@@ -225,7 +230,7 @@ def _pack_products(model: nn.Module) -> None:
 
 
 def _packed(parts: list[Any]) -> nn.Linear:
-    """One product with the outputs of ``parts`` side by side."""
+    """Return one product with the outputs of ``parts`` side by side."""
     first = parts[0].weight
     rows = sum(part.weight.shape[0] for part in parts)
     with torch.device("meta"):
@@ -242,7 +247,7 @@ def _pack_attention(module: Any) -> None:
 
 
 class _PartOfProduct(nn.Module):
-    """Stands for one of three products: the first that is asked for runs the packed one."""
+    """Placeholder of one of three products; the first one called runs the packed product."""
 
     def __init__(self, owner: tuple[Any], widths: tuple[int, ...], place: int, made: list[torch.Tensor]) -> None:
         super().__init__()
@@ -255,9 +260,9 @@ class _PartOfProduct(nn.Module):
             self.made[:] = SplitColumns.apply(whole, *sizes)
         part = self.made[self.place]
         if self.place == len(self.widths) - 1:
-            self.made.clear()  # what is held here would never be freed
-            # Queries and keys are new tensors when they are rotated. Values are copied, as Transformer Engine's
-            # DotProductAttention does with what is not contiguous, so that the product's whole result is not kept.
+            self.made.clear()  # references here would never be freed
+            # Queries and keys are new tensors after rotation. Values are copied, as Transformer Engine's
+            # DotProductAttention does with non-contiguous tensors, so that the product's whole output is not kept.
             return part.contiguous()
         return part
 
@@ -277,8 +282,9 @@ def _fused_loss(logits: torch.Tensor, labels: torch.Tensor, *_: Any, **__: Any) 
 
 
 def _report_metrics(model: Any, count: int) -> None:
-    """Cross entropies of a micro-batch behind its backward pass (``_train_microbatch`` of Composer's trainer updates
-    metrics there), when no activation is left but the scores."""
+    """Run the metrics' cross entropies of a micro-batch after its backward pass (``_train_microbatch`` of Composer's
+    trainer updates metrics there), when the scores are the only remaining activations.
+    """
     scored: list[tuple[torch.Tensor, torch.Tensor]] = []
     embedding, loss = model.get_input_embeddings(), model.loss_function
     embed = embedding.forward
@@ -298,7 +304,7 @@ def _report_metrics(model: Any, count: int) -> None:
 
 
 class _Behind(torch.autograd.Function):
-    """Runs ``after`` behind the backward pass of what follows."""
+    """Callback ``after`` at the end of the backward pass of all later operators."""
 
     @staticmethod
     def forward(ctx: Any, given: torch.Tensor, after: Callable[[], None]) -> torch.Tensor:
@@ -317,7 +323,7 @@ def _wide_loss(logits: torch.Tensor, labels: torch.Tensor, *_: Any, **__: Any) -
 
 
 def _chunk_loss(model: Any, source: str) -> None:
-    """The head hands its input on, and the loss runs both."""
+    """Make the head pass on its input, and the loss run both head and loss."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if head is None or not hasattr(model, "loss_function"):
         raise InputError(f"{source}: has no head and loss of a causal language model; use another --stack")

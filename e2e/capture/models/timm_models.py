@@ -1,8 +1,7 @@
-"""Image models of the library ``timm`` by their names, where it is installed (it is no dependency of this project).
+"""Image models of the library ``timm`` by name, if it is installed (it is not a dependency of this project).
 
-``timm`` imports ``torchvision`` for the pictures that it loads; its models need none of it but one class to compare
-with. Where ``torchvision`` is absent or was made for another PyTorch, empty modules stand in for it while ``timm`` is
-imported.
+``timm`` imports ``torchvision`` for image loading; its models need only one class of it for comparison. If
+``torchvision`` is absent or built for another PyTorch, empty modules replace it while ``timm`` is imported.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _ABSENT = "torchvision"
 
 
 class _Anything(type):
-    """A class whose attributes are classes like it: members of enumerations, nested functions."""
+    """Class whose attributes are such classes: members of enumerations, nested functions."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -37,7 +36,7 @@ class _Anything(type):
 
 
 class _StandIn(ModuleType):
-    """A package of which every name can be imported."""
+    """Package from which any name can be imported."""
 
     __path__: list[str] = []
 
@@ -50,7 +49,7 @@ class _StandIn(ModuleType):
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Finds :class:`_StandIn` for ``torchvision`` and all that is in it."""
+    """Finder of :class:`_StandIn` for ``torchvision`` and its submodules."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] == _ABSENT else None
@@ -76,7 +75,7 @@ def _without_torchvision() -> Iterator[None]:
 
 @cache
 def timm_library() -> Any:
-    """The module ``timm``; ``InputError`` that says how to install it where it is absent."""
+    """Return the module ``timm``; raise ``InputError`` with installation advice if it is absent."""
     try:
         importlib.import_module(_ABSENT)
         return importlib.import_module("timm")
@@ -91,7 +90,7 @@ def timm_library() -> Any:
 
 
 def has_timm() -> bool:
-    """Whether models of ``timm`` can be built here."""
+    """True if models of ``timm`` can be built here."""
     try:
         timm_library()
     except InputError:
@@ -102,12 +101,12 @@ def has_timm() -> bool:
 def timm_module(
     name: str, side: int | None = None, *, fused_attention: bool = True, fast_norm: bool = False, **arguments: Any
 ) -> tuple[torch.nn.Module, int]:
-    """The model ``name`` on the meta device, and the side in pixels of the pictures that it takes.
+    """Return the model ``name`` on the meta device, and the side of its images in pixels.
 
-    ``side``: other than the model's own. ``fused_attention``: as of PyTorch 2, by ``scaled_dot_product_attention``.
-    ``fast_norm``: layer and group norm in the type of autocast instead of FP32 (timm's ``--fast-norm``).
-    ``arguments``: further ones of the model. ``InputError`` for an unknown name, ``ModelError`` for a model that cannot
-    be built without data.
+    ``side``: replaces the model's own. ``fused_attention``: as since PyTorch 2, by ``scaled_dot_product_attention``.
+    ``fast_norm``: layer and group norm in the type of autocast instead of FP32 (timm's ``--fast-norm``). ``arguments``:
+    further arguments of the model. Raise ``InputError`` for an unknown name, ``ModelError`` for a model that cannot be
+    built without data.
     """
     timm = timm_library()
     if not timm.is_model(name.partition(".")[0]):
@@ -124,7 +123,7 @@ def timm_module(
 
 
 def _made(timm: Any, name: str, side: int | None, arguments: Mapping[str, Any]) -> torch.nn.Module:
-    """Models of one size take it when they are built; the others do not know the argument."""
+    """Build the model; models of a fixed size take it as an argument, which the others do not have."""
     with torch.device("meta"):
         if side is not None:
             try:

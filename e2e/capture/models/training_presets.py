@@ -1,4 +1,4 @@
-"""Configurations of models whose training speed is published, by name; sources beside each."""
+"""Configurations of models with published training speeds, by name; sources beside each."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from typing import Any
 
 
 def _mpt(width: int, heads: int, layers: int) -> dict[str, Any]:
-    """MPT as llm-foundry's benchmarks train it (mosaicml/llm-foundry, scripts/train/benchmarking): the published
-    parameter counts are those of tied embeddings of 50,368 words, learned positions (they grow by the width with every
-    token of the sequence length) and biases everywhere, which is GPT-2 without dropout.
+    """Return the configuration of an MPT model in llm-foundry's benchmarks (mosaicml/llm-foundry,
+    scripts/train/benchmarking).
+
+    The published parameter counts are those of tied embeddings of 50,368 words, learned positions (which grow with the
+    sequence length, by the width per token) and biases everywhere, i.e. GPT-2 without dropout.
     """
     return {
         "model_type": "gpt2",
@@ -59,7 +61,7 @@ TRAINING_PRESETS: dict[str, dict[str, Any]] = {
         hidden_size=16384, intermediate_size=53248, num_hidden_layers=126, num_attention_heads=128,
         num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072,
     ),
-    # Configuration of xai-org/grok-1 (its run.py), in the form that Mixtral has.
+    # Configuration of xai-org/grok-1 (its run.py), in the form of Mixtral.
     "grok-1": {
         "model_type": "mixtral",
         "vocab_size": 131072,

@@ -23,8 +23,8 @@ from e2e.capture.oversized_tensors import oversized_told
 from e2e.step.choices import AttentionForm
 
 # Model type and the keys that differ from the defaults of the library's configuration class; sources: the published
-# configurations of each name, GPT-3 sizes as in table 2.1 of Brown et al. (2020). Its XL row says 24 heads of 128 with
-# a width of 2048, which do not agree; the width here is 24 x 128 as in the measurements of Lee et al. (ASPLOS 2025).
+# configurations of each name, GPT-3 sizes as in table 2.1 of Brown et al. (2020). Its XL row has 24 heads of 128 with a
+# width of 2048, which do not agree; the width here is 24 x 128 as in the measurements of Lee et al. (ASPLOS 2025).
 PRESETS: dict[str, dict[str, Any]] = {
     "gpt2": {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]},
     "gpt2-medium": {"model_type": "gpt2", "n_embd": 1024, "n_layer": 24, "n_head": 16},
@@ -126,7 +126,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "expert_capacity": 64,
     },
 }
-# What users call the model of this size of its latest family.
+# Common name of this size of the latest family.
 PRESETS["llama-8b"] = PRESETS["llama-3-8b"]
 PRESETS.update(TRAINING_PRESETS)
 ARCHITECTURES = {
@@ -138,14 +138,14 @@ ARCHITECTURES = {
     "switch_transformers": "SwitchTransformersForConditionalGeneration",
 }
 DEFAULT_LENGTH = 512
-# Tokens of a sequence where nobody says: what models with longer positions are mostly trained with.
+# Default sequence length of models with longer position tables, as in most training.
 LONGEST_DEFAULT = 4096
 LENGTH_KEYS = ("max_position_embeddings", "n_positions", "n_ctx")
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """A Hugging Face ``config.json``; ``InputError`` names the file and what is wrong, more layers than
-    :data:`MOST_LAYERS` among it.
+    """Read a Hugging Face ``config.json``; raise ``InputError`` naming the file and the problem, such as more than
+    :data:`MOST_LAYERS` layers.
     """
     try:
         config = decoded(read_text(path, "configuration"), once=True)
@@ -164,8 +164,8 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def library_form(attention: AttentionForm) -> str:
-    """Which function of the library computes ``attention``: its own products, PyTorch's, or a kernel by name, which
-    takes windows and sinks as they are, or latents as they are cached.
+    """Return the library's name of the function for ``attention``: its own products, PyTorch's, or a kernel by name,
+    with windows and sinks, or cached latents.
     """
     if attention == "eager":
         return "eager"
@@ -175,8 +175,8 @@ def library_form(attention: AttentionForm) -> str:
 
 
 def attention_forms(config: Mapping[str, Any], source: str) -> tuple[AttentionForm, ...]:
-    """How the library's model of ``config`` can compute attention, the first as it would be trained; empty where there
-    is no such model, which building it tells.
+    """Return the attention forms that the library's model of ``config`` supports, with the training default first;
+    empty if there is no such model, which building it reports.
     """
     try:
         import transformers
@@ -186,7 +186,7 @@ def attention_forms(config: Mapping[str, Any], source: str) -> tuple[AttentionFo
         with quiet():
             settings = known[config["model_type"]](**{key: each for key, each in config.items() if key not in _IGNORED})
         model = _model_class(transformers, settings, named[0], source)
-    except Exception:  # the library raises what it likes; the same is told with advice when the model is built
+    except Exception:  # the library raises any exception; building the model reports the same with advice
         return ()
     own: tuple[AttentionForm, ...] = ("flash", "efficient", "math") if getattr(model, "_supports_sdpa", True) else ()
     if getattr(model, "_supports_attention_backend", False):
@@ -195,7 +195,9 @@ def attention_forms(config: Mapping[str, Any], source: str) -> tuple[AttentionFo
 
 
 def build_transformer(config: Mapping[str, Any], attention: str, source: str) -> torch.nn.Module:
-    """The model of ``config`` on the meta device, ``float32``, uninitialised; ``attention`` of :func:`library_form`."""
+    """Build the model of ``config`` on the meta device, ``float32``, uninitialised; ``attention`` of
+    :func:`library_form`.
+    """
     try:
         import transformers
         from transformers.initialization import no_init_weights
@@ -221,12 +223,12 @@ def build_transformer(config: Mapping[str, Any], attention: str, source: str) ->
             )
         with torch.device("meta"), no_init_weights(), quiet():
             model = model_class._from_config(settings, attn_implementation=attention, dtype=torch.float32)
-            # Some models make weights by a constructor that knows no default device.
+            # Some models make weights by a constructor that ignores the default device.
             model.to("meta")
             model.tie_weights()
     except InputError:
         raise
-    except Exception as error:  # the library raises what it likes on a configuration that it cannot use
+    except Exception as error:  # the library raises any exception on a configuration that it cannot use
         raise ModelError(
             f"{source}: transformers cannot build it ({' '.join(str(error).split())}); correct the configuration"
         ) from error
@@ -235,7 +237,7 @@ def build_transformer(config: Mapping[str, Any], attention: str, source: str) ->
 
 
 def _check_layers(config: Mapping[str, Any], source: str) -> None:
-    """``InputError`` for no layers, and for so many that building them would take minutes."""
+    """Raise ``InputError`` for no layers, and for so many that building them would take minutes."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             _check_layers(value, source)
@@ -245,17 +247,17 @@ def _check_layers(config: Mapping[str, Any], source: str) -> None:
             raise InputError(f"{source}: {key} is {value}; a model has a layer at least, correct it")
 
 
-# Pictures and sounds, without which some models run and others do not.
+# Inputs other than text, which some models require.
 _OTHER_INPUTS = {"pixel_values", "input_features", "input_values"}
 MOST_LAYERS = 2000  # the deepest published transformers have 1,000 (arXiv 2203.00555)
-# How deep the model itself is; other parts may have no layers.
+# Keys of the depth of the model itself; other parts may have no layers.
 _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _LAYERS = re.compile(r"(^|_)n?_?layers?$|_layers?_num$|^depth$")
 _IGNORED = ("model_type", "architectures", "torch_dtype", "dtype", "transformers_version", "quantization_config")
 
 
 def _model_class(transformers: Any, settings: Any, name: str | None, source: str) -> Any:
-    """The class that the configuration names, or the causal language model of its type."""
+    """Return the class that the configuration names, or the causal language model of its type."""
     if name is not None and hasattr(transformers, name):
         return getattr(transformers, name)
     if name is not None:
@@ -272,14 +274,16 @@ def _model_class(transformers: Any, settings: Any, name: str | None, source: str
 
 @contextmanager
 def _without_scipy(transformers: Any) -> Iterator[None]:
-    """The library imports scipy's optimizers for losses of object detection, which no language model has: 0.3 s."""
+    """Skip the library's import of scipy's optimizers (0.3 s) for losses of object detection, which no language model
+    has.
+    """
     with patch.object(transformers.utils, "is_scipy_available", lambda: False):
         yield
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """The library warns of what has no meaning for a model without weights, and of its own default for the loss."""
+    """Silence the library's warnings about missing weights and about its default loss."""
     logger = logging.getLogger("transformers")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -290,7 +294,7 @@ def quiet() -> Iterator[None]:
 
 
 def sequence_length(config: Mapping[str, Any], wanted: int | None, source: str) -> int:
-    """``wanted``, or what the model is made for, :data:`LONGEST_DEFAULT` at most; ``InputError`` beyond its position
+    """Return ``wanted``, or the model's maximum up to :data:`LONGEST_DEFAULT`; raise ``InputError`` beyond its position
     table.
     """
     limits = [config[key] for key in LENGTH_KEYS if isinstance(config.get(key), int)]
@@ -314,11 +318,12 @@ def forward_call(
     cached: int | None = None,
     kept_as: torch.dtype | None = None,
 ) -> Any:
-    """A function that runs ``model`` on token ids (batch, length) and returns the loss, or the scores without one;
-    behind ``cached`` tokens where that is not ``None``, whose keys and values are ``kept_as`` (``None``: as computed).
+    """Return a function that runs ``model`` on token ids (batch, length) and returns the loss, or the scores without
+    one.
 
-    It raises ``ModelError``, which names ``source`` and gives ``advice``, where the model cannot be run: not every
-    configuration can.
+    ``cached``: number of earlier tokens (None: no cache), with keys and values in the type ``kept_as`` (None: as
+    computed). It raises ``ModelError``, which names ``source`` and gives ``advice``, if the model cannot be run, as
+    some configurations cannot.
     """
     wanted = getattr(model, "main_input_name", "input_ids")
     if wanted != "input_ids":
@@ -352,12 +357,12 @@ def forward_call(
 
     if cached is not None:
         with torch.no_grad():
-            run()  # makes the cache, which lies there before the step
+            run()  # makes the cache, which exists before the step
     return run
 
 
 def without_cache(model: torch.nn.Module) -> None:
-    """No keys and values are kept for later tokens. Encoders and decoders have configurations of their own."""
+    """Disable caches of keys and values. Encoders and decoders have separate configurations."""
     for module in model.modules():
         config = getattr(module, "config", None)
         if config is not None and hasattr(config, "use_cache"):
@@ -365,7 +370,7 @@ def without_cache(model: torch.nn.Module) -> None:
 
 
 def _balance_experts(model: torch.nn.Module) -> None:
-    """Routing depends on values: without them every expert gets its equal share of the tokens, up to its capacity."""
+    """Give every expert an equal share of the tokens, up to its capacity, since routing depends on values."""
     for module in model.modules():
         if type(module).__name__ == "SwitchTransformersSparseMLP":
             experts: Any = module.experts
@@ -374,12 +379,14 @@ def _balance_experts(model: torch.nn.Module) -> None:
 
 
 def _note_length(layer: Any, arguments: tuple[torch.Tensor, ...]) -> None:
-    """Capacities are per sequence, and experts see tokens of all sequences in one row."""
+    """Note the sequence length: capacities are per sequence, and experts see tokens of all sequences in one row."""
     layer.experts.length = arguments[0].shape[1]
 
 
 def _balanced(experts: Any, capacity: int) -> Any:
-    """The library's loop over experts with equal shares instead of the routed rows; the operators are the same."""
+    """Return the library's loop over experts with equal shares instead of the routed rows; the operators are the
+    same.
+    """
     from e2e.capture.meta_results import true_share
 
     def forward(states: torch.Tensor, selected: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

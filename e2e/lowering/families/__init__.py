@@ -1,1 +1,1 @@
-"""What operators launch on a GPU, one file per family of operators, each with its ``TABLE``."""
+"""Device work of operators, one file per family, each with its ``TABLE``."""

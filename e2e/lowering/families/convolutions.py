@@ -1,4 +1,4 @@
-"""Convolutions with both backward passes."""
+"""Convolutions with their data and weight gradients."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ def conv2d(
     dtype: str,
     channels_last: bool = False,
 ) -> Conv2d:
-    """The record of a convolution with ``data`` (N, C, spatial...) and ``weight`` (K, C / groups, spatial...).
+    """Return the record of a convolution with ``data`` (N, C, spatial...) and ``weight`` (K, C / groups, spatial...).
 
-    One dimension is a picture of height 1. Three dimensions do the products of the 2-d convolution over the last two
-    with the depth of the kernel folded into the channels, over planes that several windows share (``Conv2d.depth``).
+    A 1-d convolution is one over an image of height 1. A 3-d convolution does the products of a 2-d convolution over
+    the last two dimensions, with the kernel's depth folded into the channels, over planes that several windows share
+    (``Conv2d.depth``).
     """
     rank = len(data) - 2
     steps, pads, spreads = _each(stride, 1, rank), _each(padding, 0, rank), _each(dilation, 1, rank)
@@ -65,12 +66,12 @@ def conv2d(
 
 
 def takes_channels_last(context: Context, data: Tensor, weight: Tensor) -> bool:
-    """NHWC if the data or the weights lie so (``cudnn_conv_suggest_memory_format`` in ConvUtils.h)."""
+    """True if the data or the weights are in NHWC (``cudnn_conv_suggest_memory_format`` in ConvUtils.h)."""
     return any(is_channels_last(each.shape, context.stride(each)) for each in (data, weight))
 
 
 def _brought(context: Context, channels_last: bool, *operands: Tensor) -> list[DeviceWork]:
-    """Copies of operands that lie in memory otherwise than the convolution takes them (``contiguous``)."""
+    """Return copies of operands whose layout differs from the convolution's (``contiguous``)."""
     return [
         rearrangement("transpose", each, name="aten::copy_")
         for each in operands
@@ -79,13 +80,13 @@ def _brought(context: Context, channels_last: bool, *operands: Tensor) -> list[D
 
 
 def _each(value: Value, default: int, rank: int) -> tuple[int, ...]:
-    """One number per spatial dimension; a single one holds for all."""
+    """Return one number per spatial dimension; a single one applies to all."""
     numbers = integers(value) or (default,)
     return numbers * rank if len(numbers) == 1 else numbers
 
 
 def _plane(extents: tuple[int, ...]) -> tuple[int, int]:
-    """The last two of ``extents``; a line is a plane of height 1."""
+    """Return the last two of ``extents``; height 1 for a 1-d shape."""
     return (1, extents[0]) if len(extents) == 1 else (extents[-2], extents[-1])
 
 
@@ -94,7 +95,7 @@ def _groups(value: Value) -> int:
 
 
 def _cudnn(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """``cudnn_convolution(input, weight, padding, stride, dilation, groups, ...)``."""
+    """Lower ``cudnn_convolution(input, weight, padding, stride, dilation, groups, ...)``."""
     data, weight = tensor_argument(call, 0), tensor_argument(call, 1)
     padding, stride, dilation, groups = (argument(call, place) for place in range(2, 6))
     dtype = product_dtype(data, context, context.options.switches.convolutions)
@@ -104,7 +105,7 @@ def _cudnn(call: OperatorCall, context: Context) -> list[DeviceWork]:
 
 
 def _cudnn_transpose(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """A transposed convolution is the data gradient of the convolution from its output to its input."""
+    """Lower a transposed convolution: the data gradient of the convolution from its output to its input."""
     data, weight = tensor_argument(call, 0), tensor_argument(call, 1)
     padding, _, stride, dilation, groups = (argument(call, place) for place in range(2, 7))
     image = gpu_outputs(call)[0].shape
@@ -115,7 +116,7 @@ def _cudnn_transpose(call: OperatorCall, context: Context) -> list[DeviceWork]:
 
 
 def _convolution(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """``convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups)``."""
+    """Lower ``convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups)``."""
     data, weight = tensor_argument(call, 0), tensor_argument(call, 1)
     bias, stride, padding, dilation, transposed, _, groups = (argument(call, place) for place in range(2, 9))
     dtype = product_dtype(data, context, context.options.switches.convolutions)
@@ -130,7 +131,7 @@ def _convolution(call: OperatorCall, context: Context) -> list[DeviceWork]:
 
 
 def _conv2d(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """``conv2d(input, weight, bias, stride, padding, dilation, groups)`` where nothing nested is recorded."""
+    """Lower ``conv2d(input, weight, bias, stride, padding, dilation, groups)`` without recorded nested calls."""
     data, weight = tensor_argument(call, 0), tensor_argument(call, 1)
     bias = argument(call, 2, "bias")
     stride, padding = argument(call, 3, "stride", 1), argument(call, 4, "padding", 0)
@@ -146,9 +147,9 @@ def _conv2d(call: OperatorCall, context: Context) -> list[DeviceWork]:
 
 
 def _convolution_backward(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """``convolution_backward(grad, input, weight, bias_sizes, stride, padding, dilation, transposed, ...)``.
+    """Lower ``convolution_backward(grad, input, weight, bias_sizes, stride, padding, dilation, transposed, ...)``.
 
-    Gradients as the outputs say: of the data, of the weights, and of the bias, which is a sum over all but channels.
+    Gradients by the output mask: of the data, of the weights, and of the bias, a sum over all dimensions but channels.
     """
     gradient, data, weight = (tensor_argument(call, place) for place in range(3))
     stride, padding, dilation, transposed = (argument(call, place) for place in range(4, 8))

@@ -16,7 +16,7 @@ from e2e.lowering.families.work import (
 )
 from e2e.step.operator_trace import OperatorCall
 
-# One kernel that reads every tensor argument once and writes every result once.
+# One kernel that reads every tensor argument once and writes every output once.
 SIMPLE = (
     ("add", "sub", "rsub", "mul", "div", "true_divide", "floor_divide", "remainder", "fmod", "pow", "neg", "negative")
     + ("abs", "sign", "sgn", "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "reciprocal")
@@ -48,7 +48,7 @@ SIMPLE = (
     + ("conj_physical", "special_erf", "digamma", "lgamma", "addcmul_out", "_masked_scale", "positive", "gcd", "lcm")
 )
 
-# Written without reading: from a generator, from an index, from a constant.
+# Kernels that write without reading: from a generator, an index, a constant.
 GENERATED = (
     ("arange", "linspace", "rand", "randn", "randint", "randperm", "uniform_", "normal_", "bernoulli_", "random_")
     + ("exponential_", "eye", "full", "full_like", "ones", "ones_like", "zeros", "zeros_like", "rand_like")
@@ -90,9 +90,9 @@ def _generated(name: str) -> Lowering:
 
 
 def _dropout(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """``native_dropout``: reads the tensor, writes the result and a mask of one byte per element.
+    """Lower ``native_dropout``: reads the tensor, writes the output and a mask of one byte per element.
 
-    A record's outputs are alike, so the mask is counted in whole elements among the smaller operands.
+    All outputs of a record have one type, so the mask is counted in whole elements among the smaller operands.
     """
     data = gpu_inputs(call)[0]
     elements, dtype = numel(data), dtype_of(data)
@@ -101,7 +101,7 @@ def _dropout(call: OperatorCall, context: Context) -> list[DeviceWork]:
 
 
 def _bce_with_logits(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """Composed of kernels on CUDA: log-sigmoid, 1 - target, product, difference, then the reduction."""
+    """Lower the loss to its CUDA kernels: log-sigmoid, 1 - target, product, difference, then the reduction."""
     data, target = gpu_inputs(call)[:2]
     pieces = (("log_sigmoid_forward", [data]), ("rsub", [target]), ("mul_", [data, target]), ("sub_", [data, data]))
     work = [elementwise(context, kind.rstrip("_"), data, read, 1, f"aten::{kind}") for kind, read in pieces]
@@ -110,7 +110,7 @@ def _bce_with_logits(call: OperatorCall, context: Context) -> list[DeviceWork]:
 
 
 def in_place_forms(names: tuple[str, ...]) -> dict[str, str]:
-    """Name of the operator -> its base name, for each and its in-place form."""
+    """Return operator name -> base name, for each operator and its in-place form."""
     forms = {f"aten::{name}": name for name in names}
     forms.update({f"aten::{name}_": name for name in names if not name.endswith("_")})
     return forms

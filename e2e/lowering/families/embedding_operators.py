@@ -21,14 +21,14 @@ from e2e.lowering.families.work import (
 )
 from e2e.step.operator_trace import OperatorCall, Tensor
 
-# cub sorts the indices of a batch in a few passes; up to this many, one kernel works without sorting
-# (`embedding_dense_backward_cuda` in Embedding.cu).
+# Up to this many indices one kernel works without sorting (`embedding_dense_backward_cuda` in Embedding.cu); more are
+# sorted by cub in a few passes.
 UNSORTED_INDICES = 3072
 _MAXIMUM = 2  # torch.nn.functional.embedding_bag: 0 sum, 1 mean, 2 max
 
 
 def _embedding(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """``embedding(weight, indices)``: one row per index."""
+    """Lower ``embedding(weight, indices)``: one row per index."""
     table, indices = tensor_argument(call, 0), tensor_argument(call, 1)
     count = numel(indices)
     record = EmbeddingLookup(table.shape[0], table.shape[1], count, count, dtype=dtype_of(table))
@@ -36,7 +36,9 @@ def _embedding(call: OperatorCall, context: Context) -> list[DeviceWork]:
 
 
 def _embedding_backward(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """``embedding_dense_backward(grad, indices, rows, ...)``: a dense gradient, cleared first; many indices sorted."""
+    """Lower ``embedding_dense_backward(grad, indices, rows, ...)``: a dense gradient, cleared first; many indices are
+    sorted.
+    """
     gradient, indices, output = tensor_argument(call, 0), tensor_argument(call, 1), gpu_outputs(call)[0]
     count = numel(indices)
     work = [fill(output, "aten::zero_")]
@@ -49,7 +51,7 @@ def _embedding_backward(call: OperatorCall, context: Context) -> list[DeviceWork
 
 
 def _embedding_bag(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """``_embedding_bag(weight, indices, offsets, ...)``: the results' rows are the bags."""
+    """Lower ``_embedding_bag(weight, indices, offsets, ...)``: one output row per bag."""
     table, indices, output = tensor_argument(call, 0), tensor_argument(call, 1), gpu_outputs(call)[0]
     record = EmbeddingLookup(
         table.shape[0],
@@ -64,12 +66,14 @@ def _embedding_bag(call: OperatorCall, context: Context) -> list[DeviceWork]:
 
 
 def _bag_kernel(lookups: int, bags: int) -> Literal["auto", "embedding_bag"]:
-    """Bags of one lookup each look like no bags."""
+    """Return the kernel for bags; bags of one lookup each would otherwise count as plain lookups."""
     return "embedding_bag" if lookups == bags else "auto"
 
 
 def _embedding_bag_backward(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """Sorted by row, then summed per row into a dense gradient (``embedding_bag_backward_cuda_sum_avg``)."""
+    """Lower the gradient: sorted by row, then summed per row into a dense gradient
+    (``embedding_bag_backward_cuda_sum_avg``).
+    """
     gradient, indices, output = tensor_argument(call, 0), tensor_argument(call, 1), gpu_outputs(call)[0]
     count, bags = numel(indices), gradient.shape[0]
     record = EmbeddingLookup(
@@ -89,7 +93,9 @@ def _embedding_bag_backward(call: OperatorCall, context: Context) -> list[Device
 
 
 def _tables_forward(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """``e2e::table_batched_embedding(weights, indices, rows, tables, batch, optimizer)``: all tables in one kernel."""
+    """Lower ``e2e::table_batched_embedding(weights, indices, rows, tables, batch, optimizer)``: all tables in one
+    kernel.
+    """
     return [DeviceWork(call.name, (_tables_record(call, tensor_argument(call, 0), tensor_argument(call, 1), False),))]
 
 
@@ -101,9 +107,10 @@ def _tables_backward(call: OperatorCall, context: Context) -> list[DeviceWork]:
 def update_work(
     call: OperatorCall, context: Context, record: EmbeddingLookup, indices: Tensor, values: int
 ) -> list[DeviceWork]:
-    """Of FBGEMM's nine launches: rows made global, sorted, counted and found (scans), then summed and updated.
+    """Return FBGEMM's nine launches: rows made global, sorted, counted and found (scans), then summed and updated.
 
-    ``values``: elements of all tables. The search for rows of many lookups and their kernel are part of the last piece.
+    ``values``: elements of all tables. The search for rows with many lookups and their kernel are part of the last
+    piece.
     """
     counts = Tensor(-1, -1, indices.shape, "int32", indices.device)
     one = Tensor(-1, -1, (1,), "int32", indices.device)
@@ -119,12 +126,14 @@ def update_work(
 
 
 def _sort(indices: Tensor, rows: int, pair_bytes: int = 16, name: str = "cub::DeviceRadixSort") -> DeviceWork:
-    """Row numbers below ``rows`` sorted with their places: by as many bits as the largest has."""
+    """Return the radix sort of row numbers below ``rows`` with their positions, over the bits of the largest number."""
     return DeviceWork(name, (RadixSort(numel(indices), max((rows - 1).bit_length(), 1), pair_bytes),))
 
 
 def _shifted(call: OperatorCall) -> OperatorCall:
-    """The backward operator has the gradient in front of the forward one's arguments."""
+    """Return the call without its first argument: the backward operator has the gradient before the forward
+    arguments.
+    """
     return OperatorCall(call.id, call.name, call.parent, call.thread, call.inputs[1:], call.outputs)
 
 

@@ -1,7 +1,7 @@
 """Fused kernels of mixtures of experts, see :mod:`e2e.capture.models.expert_layers`: one launch each.
 
-A token is read once however many experts want it (its copies are written from registers), and its results are added up
-in registers; what is left are the bytes of the rows.
+A token is read once for all its experts (its copies are written from registers), and its outputs are summed in
+registers; only the bytes of the rows remain.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from e2e.step.operator_trace import OperatorCall, tensors
 
 
 def _row_map(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """Counts and prefix sums over the routing map (tokens x experts) of one byte each, then the map of rows."""
+    """Lower the row map: counts and prefix sums over the routing map (tokens x experts, one byte each), then the map of
+    rows.
+    """
     selected = tensor_argument(call, 0)
     experts = next(value for value in call.inputs[1:] if isinstance(value, int))
     table = Elementwise("row_map", selected.shape[0] * experts, 1, 1, 0, "bool", "int32")
@@ -28,8 +30,10 @@ def _row_map(call: OperatorCall, context: Context) -> list[DeviceWork]:
 
 
 def _counts(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """Four bytes of each expert, for which the host waits (``tokens_per_expert.to("cpu")`` of Megatron-LM's
-    dispatchers, ``tolist`` of torchtitan's)."""
+    """Lower the copy of the counts, four bytes per expert, for which the host waits.
+
+    Sources: ``tokens_per_expert.to("cpu")`` of Megatron-LM's dispatchers, ``tolist`` of torchtitan's.
+    """
     experts = next(value for value in call.inputs[1:] if isinstance(value, int))
     record = MemoryCopy(4 * experts, "device_to_host")
     return [DeviceWork("Memcpy DtoH", (record,), "copy", synchronizes=True)]
@@ -46,7 +50,7 @@ def _unpermute(call: OperatorCall, context: Context) -> list[DeviceWork]:
 
 
 def _pointwise(kind: str) -> Lowering:
-    """Reads its arguments once, writes its results once."""
+    """Return the lowering of a kernel that reads its inputs once and writes its outputs once."""
 
     def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
         largest = max(gpu_outputs(call), key=numel)

@@ -22,7 +22,7 @@ from e2e.lowering.families.work import (
 )
 from e2e.step.operator_trace import OperatorCall, Tensor, tensors
 
-# The part of FBGEMM's operator names that says which optimizer runs inside the backward kernels -> ours.
+# Optimizer in FBGEMM's operator names, which runs inside the backward kernels -> name in this package.
 OPTIMIZERS: Mapping[str, str] = {
     "rowwise_adagrad": "rowwise_adagrad",
     "approx_rowwise_adagrad": "rowwise_adagrad",
@@ -43,14 +43,16 @@ BACKWARD = (
 
 
 def _forward(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """``fbgemm::split_embedding_codegen_lookup_<optimizer>_function``, and the one without an optimizer inside."""
+    """Lower ``fbgemm::split_embedding_codegen_lookup_<optimizer>_function``, and the lookup without a fused
+    optimizer.
+    """
     return [DeviceWork(call.name, (_record(call, "forward"),))]
 
 
 def _backward(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """The autograd node of the same lookup: only its gradient stands in a trace, the rest with the forward call.
+    """Lower the autograd node of a lookup; a trace gives only its gradient, the rest is in the forward call.
 
-    Where the trace has no such forward call, the node is an operator of unknown work over its gradient.
+    If the trace has no such forward call, the node is an operator of unknown work over its gradient.
     """
     gradient, optimizer = tensor_argument(call, 0), _optimizer_of(call.name)
     forward = _forward_of(gradient, optimizer, context)
@@ -72,16 +74,18 @@ def _forward_of(gradient: Tensor, optimizer: str, context: Context) -> OperatorC
 
 
 def _optimizer_of(name: str) -> str:
-    """A key of :data:`OPTIMIZERS`: of ``..._lookup_adagrad_function`` or of ``...SplitLookupFunction_adagrad_Op>``."""
+    """Return the key of :data:`OPTIMIZERS` in ``..._lookup_adagrad_function`` or
+    ``...SplitLookupFunction_adagrad_Op>``.
+    """
     words = name.lower().removesuffix("_function").removesuffix("_op>")
     return next((each for each in OPTIMIZERS if words.endswith(("lookup_" + each, "function_" + each))), "dense")
 
 
 def batch_arguments(call: OperatorCall) -> tuple[int, Tensor, Tensor, int]:
-    """Sum of the widths, indices, offsets, number of tables.
+    """Return the sum of the widths, indices, offsets and number of tables.
 
-    Found as neighbours (sum, widest, ends of the tables, bits of a row, indices, offsets): the rest of the arguments
-    differs between versions.
+    They are found as adjacent arguments (sum, widest, ends of the tables, bits of a row, indices, offsets): the other
+    arguments differ between versions.
     """
     for place in range(len(call.inputs) - 5):
         width, widest, ends, bits, indices, offsets = call.inputs[place : place + 6]
@@ -93,12 +97,14 @@ def batch_arguments(call: OperatorCall) -> tuple[int, Tensor, Tensor, int]:
 
 
 def _table_values(call: OperatorCall) -> int:
-    """Elements of all tables: the largest tensor of floats in front of the offsets."""
+    """Return the number of elements of all tables: the largest float tensor before the offsets."""
     return max(numel(each) for each in tensors(call.inputs) if each.dtype.startswith(("float", "bfloat", "uint8")))
 
 
 def _record(call: OperatorCall, direction: Literal["forward", "backward"]) -> EmbeddingLookup:
-    """Tables alike on average: a trace tells their number, the sums of their widths and elements, not each."""
+    """Return the record of equal tables of mean size: a trace gives their number and the sums of widths and
+    elements.
+    """
     width, indices, offsets, tables = batch_arguments(call)
     dim = max(round(width / tables), 1)
     weights = next(each for each in tensors(call.inputs) if numel(each) == _table_values(call))
@@ -115,7 +121,7 @@ def _record(call: OperatorCall, direction: Literal["forward", "backward"]) -> Em
 
 
 def _bounds_check(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """``bounds_check_indices(rows per table, indices, offsets, ...)``: a warp per bag reads its indices."""
+    """Lower ``bounds_check_indices(rows per table, indices, offsets, ...)``: one warp per bag reads its indices."""
     indices = tensor_argument(call, 1)
     return [elementwise(context, "bounds_check", indices, [indices], name="bounds_check_indices_kernel")]
 
@@ -125,7 +131,7 @@ def _cumulative_sum(call: OperatorCall, context: Context) -> list[DeviceWork]:
 
 
 def _scan(values: Tensor, context: Context) -> list[DeviceWork]:
-    """cub's scan: its state is cleared, then one pass."""
+    """Return cub's scan: initialisation of its state, then one pass."""
     state = Tensor(-1, -1, (1,), "int32", values.device)
     return [
         elementwise(context, "fill", state, (), name="DeviceScanInit"),
@@ -134,7 +140,7 @@ def _scan(values: Tensor, context: Context) -> list[DeviceWork]:
 
 
 def _permute(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """``permute_2D_sparse_data(permutation, lengths, values, ...)``: lengths moved, both summed up, values moved."""
+    """Lower ``permute_2D_sparse_data(permutation, lengths, values, ...)``: lengths moved, two scans, values moved."""
     lengths, values = tensor_argument(call, 1), tensor_argument(call, 2)
     sums = [*_scan(lengths, context), *_scan(lengths, context)]
     first = rearrangement("gather", lengths, inner=lengths.shape[-1], name="permute_2D_lengths_kernel")

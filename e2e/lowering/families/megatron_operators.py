@@ -18,7 +18,9 @@ from e2e.step.operator_trace import OperatorCall, tensors
 
 
 def _softmax(backward: bool) -> Lowering:
-    """A row of scores per warp; of the masked half nothing is read, zeros are written (forward) or read (backward)."""
+    """Lower the softmax: one warp per row of scores; the masked half is not read, and zeros are written (forward) or
+    read (backward).
+    """
 
     def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
         scores = tensor_argument(call, 0)
@@ -39,7 +41,9 @@ def _pointwise(kind: str) -> Lowering:
 
 
 def _fused_adam(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """Gradients and 16-bit parameters, FP32 moments: 12 bytes read and 10 written per element, here in 2-byte units."""
+    """Lower FusedAdam: gradients and 16-bit parameters, FP32 moments; 12 bytes read and 10 written per element, here in
+    2-byte units.
+    """
     gradients = list(tensors((call.inputs[0],)))
     return [
         DeviceWork(call.name, (OptimizerStep("adam", elements, count, 6, 5, "float16"),))

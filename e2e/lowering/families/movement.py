@@ -1,4 +1,4 @@
-"""What moves or selects data: copies, casts, concatenation, indexing, interpolation, padding."""
+"""Data movement and selection: copies, casts, concatenation, indexing, interpolation, padding."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from e2e.step.operator_trace import OperatorCall, Tensor, tensors
 
 
 def copy(context: Context, source: Tensor, target: Tensor, name: str, blocking: bool = True) -> list[DeviceWork]:
-    """What ``copy_`` launches: a transfer, a memcpy, a cast, or a kernel that follows the strides."""
+    """Return the launches of ``copy_``: a transfer, a memcpy, a cast, or a kernel that follows the strides."""
     if on_gpu(source) != on_gpu(target):
         kind = "device_to_host" if on_gpu(source) else "host_to_device"
         title = "Memcpy DtoH" if kind == "device_to_host" else "Memcpy HtoD"
@@ -47,7 +47,7 @@ def copy(context: Context, source: Tensor, target: Tensor, name: str, blocking: 
 
 
 def common_run(context: Context, source: Tensor, target: Tensor) -> int:
-    """Elements that lie next to each other in both tensors, in the longest run that a copy can move together."""
+    """Return the number of elements contiguous in both tensors, in the longest run that a copy can move together."""
     shape = target.shape
     if len(source.shape) != len(shape):
         return 1
@@ -68,7 +68,7 @@ def _copy_in_place(call: OperatorCall, context: Context) -> list[DeviceWork]:
 
 
 def _copy_new(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """``clone``, ``contiguous``, ``_to_copy``: as the result's layout, type and device say."""
+    """Lower ``clone``, ``contiguous`` and ``_to_copy``, by layout, type and device of the output."""
     source = tensor_argument(call, 0)
     results = list(tensors(call.outputs))
     if not results or results[0].storage == source.storage != -1:
@@ -77,7 +77,7 @@ def _copy_new(call: OperatorCall, context: Context) -> list[DeviceWork]:
 
 
 def _read_scalar(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """``.item()``: one value to the host, which waits for everything before it."""
+    """Lower ``.item()``: a copy of one value to the host, which waits for all earlier work."""
     source = tensor_argument(call, 0)
     return [transfer(source, "device_to_host", "Memcpy DtoH", synchronizes=True)] if on_gpu(source) else []
 
@@ -95,7 +95,9 @@ def _split_copies(call: OperatorCall, context: Context) -> list[DeviceWork]:
 
 
 def _select(kind: str) -> Lowering:
-    """``index_select``, ``gather``, ``take``, ``index``: as many elements as the result has."""
+    """Return the lowering of ``index_select``, ``gather``, ``take`` or ``index``: as many elements as the output
+    has.
+    """
 
     def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
         source, output = tensor_argument(call, 0), gpu_outputs(call)[0]
@@ -105,13 +107,13 @@ def _select(kind: str) -> Lowering:
 
 
 def _elements(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """``gather`` and ``take``: every element has an index of its own, or a run of them one that was expanded."""
+    """Lower ``gather`` and ``take``: one index per element, or one expanded index for a run of elements."""
     inner = _expanded(gpu_inputs(call)[1:], context)
     return [rearrangement("gather", gpu_outputs(call)[0], inner, name=call.name)]
 
 
 def _expanded(others: Sequence[Tensor], context: Context) -> int:
-    """Neighbouring elements that share an index: the trailing dimensions along which that lies only once in memory."""
+    """Return the number of adjacent elements that share an index: the trailing dimensions in which it has stride 0."""
     index = next((tensor for tensor in others if tensor.dtype in ("int64", "int32")), None)
     if index is None:
         return 1
@@ -124,7 +126,7 @@ def _expanded(others: Sequence[Tensor], context: Context) -> int:
 
 
 def _row(source: Tensor, output: Tensor) -> int:
-    """Trailing dimensions that are taken whole."""
+    """Return the number of elements in the trailing dimensions that are copied whole."""
     run = 1
     for first, second in zip(reversed(source.shape[1:]), reversed(output.shape), strict=False):
         if first != second:
@@ -134,7 +136,7 @@ def _row(source: Tensor, output: Tensor) -> int:
 
 
 def _scatter(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """The out-of-place form copies its first argument before."""
+    """Lower a scatter; the out-of-place form copies its first argument before."""
     target = tensor_argument(call, 0)
     values = [tensor for tensor in gpu_inputs(call)[1:] if tensor.dtype == target.dtype]
     indices = [tensor for tensor in gpu_inputs(call)[1:] if tensor.dtype != target.dtype]
@@ -147,7 +149,7 @@ def _scatter(call: OperatorCall, context: Context) -> list[DeviceWork]:
 
 
 def _index_put(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """``index_put_`` with accumulation sorts the indices first (``index_put_with_sort_kernel``)."""
+    """Lower ``index_put_``, which sorts the indices first if it accumulates (``index_put_with_sort_kernel``)."""
     target, places, values = tensor_argument(call, 0), argument(call, 1), tensor_argument(call, 2)
     written = Tensor(-1, -1, values.shape, target.dtype, target.device)
     work: list[DeviceWork] = []
@@ -166,7 +168,7 @@ def _triangle(kind: str) -> Lowering:
 
 
 def _pad(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """Fills the result, then copies the source into it."""
+    """Lower padding: a fill of the output, then a copy of the source into it."""
     source, output = tensor_argument(call, 0), gpu_outputs(call)[0]
     inside = Tensor(-1, -1, source.shape, source.dtype, source.device, contiguous_stride(source.shape))
     moved = Rearrangement("transpose", numel(inside), source.shape[-1] if source.shape else 1, dtype_of(inside))
@@ -174,7 +176,7 @@ def _pad(call: OperatorCall, context: Context) -> list[DeviceWork]:
 
 
 def _slice_backward(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """The gradient of a view: zeros of the whole, the part copied in."""
+    """Lower the gradient of a view: zeros of the whole tensor, then a copy of the part."""
     gradient, output = tensor_argument(call, 0), gpu_outputs(call)[0]
     inner = gradient.shape[-1] if gradient.shape else 1
     moved = Rearrangement("transpose", numel(gradient), inner, dtype_of(gradient))
@@ -183,7 +185,9 @@ def _slice_backward(call: OperatorCall, context: Context) -> list[DeviceWork]:
 
 
 def _resample(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """Interpolation reads its source about once, however much larger than the result, and computes each result."""
+    """Lower interpolation, which reads its source about once, even if larger than the output, and computes each
+    element.
+    """
     source, output = gpu_inputs(call)[0], gpu_outputs(call)[0]
     record = Elementwise("interpolate", numel(output), 0, 1, distinct(context, source), dtype_of(output))
     return [DeviceWork(call.name, (record,))]

@@ -58,7 +58,9 @@ def _row_norm(kind: str) -> Lowering:
 
 
 def _row_norm_backward(kind: str) -> Lowering:
-    """One kernel for the gradient of the data, one that sums the gradients of the affine parameters over the rows."""
+    """Return the lowering of a gradient: one kernel for the data, one that sums the gradients of the affine parameters
+    over the rows.
+    """
 
     def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
         data = tensor_argument(call, 1)
@@ -76,8 +78,10 @@ def _row_norm_backward(kind: str) -> Lowering:
 
 
 def _group_norm(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """``native_group_norm(input, weight, bias, N, C, HxW, group, eps)``: moments, a block of threads for each group of
-    each picture; factors of each channel; the result (group_norm_kernel.cu). Images in NHWC are copied into NCHW first.
+    """Lower ``native_group_norm(input, weight, bias, N, C, HxW, group, eps)`` (group_norm_kernel.cu).
+
+    Moments, with one block of threads per group and image; factors of each channel; the output. NHWC images are copied
+    to NCHW first.
     """
     data = tensor_argument(call, 0)
     batch, groups = (integers(argument(call, place)) or (1,) for place in (3, 6))
@@ -89,8 +93,10 @@ def _group_norm(call: OperatorCall, context: Context) -> list[DeviceWork]:
 
 
 def _group_norm_backward(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """Sums over each channel of each picture, of which the gradients of weights and bias are made too; factors; the
-    gradient of the data.
+    """Lower the gradient of a group norm.
+
+    Sums over each channel of each image, which also give the gradients of weights and bias; factors; the gradient of
+    the data.
     """
     gradient, data = tensor_argument(call, 0), tensor_argument(call, 1)
     channels = data.shape[0] * data.shape[1]
@@ -103,7 +109,7 @@ def _group_norm_backward(call: OperatorCall, context: Context) -> list[DeviceWor
 
 
 def _scaled(data: Tensor, inputs: int) -> tuple[Elementwise, Elementwise]:
-    """Two factors of each channel of each picture, and ``inputs`` tensors like ``data`` that they scale."""
+    """Return the kernels for two factors per channel and image, and for scaling ``inputs`` tensors like ``data``."""
     channels = data.shape[0] * data.shape[1]
     factors = Elementwise("group_norm", channels, 2, 2)
     return factors, Elementwise("group_norm", numel(data), inputs, 1, 2 * channels, dtype_of(data))
@@ -118,7 +124,9 @@ def _in_nchw(context: Context, *operands: Tensor) -> list[DeviceWork]:
 
 
 def _weight_norm(reads: int, writes: int) -> Lowering:
-    """Weights of unit norm times a length for each row: norms first, then the scaled weights (WeightNorm.cu)."""
+    """Return the lowering of weights scaled to a length per row: norms first, then the scaled weights
+    (WeightNorm.cu).
+    """
 
     def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
         weight = tensor_argument(call, 0)

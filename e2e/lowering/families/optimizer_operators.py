@@ -1,7 +1,7 @@
-"""Foreach and fused optimizer kernels: how many launches a list of tensors takes, and what each moves.
+"""Foreach and fused optimizer kernels: number of launches for a list of tensors, and bytes moved by each.
 
 The split into launches is that of ``multi_tensor_apply`` (aten/src/ATen/native/cuda/MultiTensorApply.cuh): chunks of
-65,536 elements, at most 320 blocks, and at most so many tensors as fit into the kernel's arguments.
+65,536 elements, at most 320 blocks, and at most as many tensors as fit into the kernel's arguments.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from e2e.step.operator_trace import OperatorCall, Tensor, tensors
 
 CHUNK_ELEMENTS = 65536
 MAX_BLOCKS = 320
-# Lists in the kernel's arguments -> tensors per launch; the second where each tensor has a scalar of its own.
+# Number of lists in the kernel's arguments -> tensors per launch; the second table is for one scalar per tensor.
 MAX_TENSORS = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}
 MAX_TENSORS_WITH_SCALARS = {1: 96, 2: 64, 3: 48, 4: 36, 5: 30}
 
 
 def launches(tensor_list: Sequence[Tensor], max_tensors: int) -> Iterator[tuple[int, int]]:
-    """(elements, tensors) of each launch over ``tensor_list``."""
+    """Iterate over (elements, tensors) of the launches over ``tensor_list``."""
     blocks = elements = count = 0
     for tensor in tensor_list:
         left = numel(tensor)
@@ -35,14 +35,14 @@ def launches(tensor_list: Sequence[Tensor], max_tensors: int) -> Iterator[tuple[
             if blocks == MAX_BLOCKS or (count == max_tensors and left == 0):
                 yield elements, count
                 blocks = elements = 0
-                # A tensor cut in two goes on as the first one of the next launch.
+                # A tensor split between two launches is the first one of the next launch.
                 count = 1 if left else 0
     if blocks:
         yield elements, count
 
 
 def _lists(call: OperatorCall) -> list[tuple[Tensor, ...]]:
-    """The lists of GPU tensors among the arguments."""
+    """Return the lists of GPU tensors among the arguments."""
     lists = []
     for value in call.inputs:
         if isinstance(value, tuple) and value and isinstance(value[0], Tensor):
@@ -58,7 +58,9 @@ def _has_scalar_list(call: OperatorCall) -> bool:
 
 
 def _foreach(name: str) -> Lowering:
-    """Element by element over lists: in place, the first list is also written; otherwise a new list is."""
+    """Return the lowering of an element-wise operator over lists: the first list is also written if in place, otherwise
+    a new list.
+    """
     kind = f"foreach_{name.rstrip('_')}"
 
     def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
@@ -78,7 +80,7 @@ def _foreach(name: str) -> Lowering:
 
 
 def _foreach_norm(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """Partial norms by chunk, then a clean-up kernel per list."""
+    """Lower ``_foreach_norm``: partial norms by chunk, then a clean-up kernel per list."""
     lists = _lists(call)
     if not lists:
         return []
@@ -90,7 +92,7 @@ def _foreach_norm(call: OperatorCall, context: Context) -> list[DeviceWork]:
     return [*work, DeviceWork(call.name, (OptimizerStep("foreach_norm", len(lists[0]), len(lists[0]), 1, 1, dtype),))]
 
 
-# Lists of each fused optimizer that have the parameters' shape -> (kind, reads, writes).
+# Fused optimizer -> (kind, reads, writes) in lists with the parameters' shape.
 FUSED = {
     "aten::_fused_adam_": ("adam", 4, 3),
     "aten::_fused_adamw_": ("adamw", 4, 3),
@@ -100,7 +102,9 @@ FUSED = {
 
 
 def _fused(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """Parameters, gradients and state in one kernel; lists that are empty (no momentum, no amsgrad) are not moved."""
+    """Lower a fused optimizer: parameters, gradients and state in one kernel; empty lists (no momentum, no amsgrad) are
+    skipped.
+    """
     kind, reads, writes = FUSED[call.name]
     lists = [group for group in _lists(call) if numel(group[0]) == numel(_lists(call)[0][0])]
     shapes = [tensor.shape for tensor in lists[0]]
@@ -114,7 +118,7 @@ def _fused(call: OperatorCall, context: Context) -> list[DeviceWork]:
 
 
 def _unscale(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """Gradients divided by the loss scale and checked for overflow, in place."""
+    """Lower the unscaling of gradients by the loss scale with the overflow check, in place."""
     lists = _lists(call)
     dtype = dtype_of(lists[0][0])
     return [

@@ -19,7 +19,7 @@ from e2e.step.operator_trace import OperatorCall, Tensor
 
 
 def _image(shape: tuple[int, ...]) -> tuple[int, int, int, int]:
-    """(N, C, H, W) of a 1-d, 2-d or 3-d image; depth folds into the height."""
+    """Return (N, C, H, W) of a 1-d, 2-d or 3-d image; depth is folded into the height."""
     if len(shape) == 3:
         return shape[0], shape[1], 1, shape[2]
     if len(shape) == 5:
@@ -37,7 +37,9 @@ def _pool(kind: str) -> Lowering:
 
 
 def _pool_backward(kind: str) -> Lowering:
-    """``(grad_output, input, kernel, ...)``; the scattered form adds into zeros, so the gradient is cleared first."""
+    """Return the lowering of ``(grad_output, input, kernel, ...)``; the scattering form adds to a gradient that is
+    cleared first.
+    """
 
     def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
         gradient, data = tensor_argument(call, 0), tensor_argument(call, 1)

@@ -26,19 +26,19 @@ from e2e.step.operator_trace import OperatorCall, Tensor
 
 
 def product_dtype(tensor: Tensor, context: Context, allowed: bool = False) -> str:
-    """``tf32`` for float32 operands where the options allow it in all products, or in these (``allowed``)."""
+    """Return the type of products; ``tf32`` for float32 operands if allowed in all products or by ``allowed``."""
     dtype = dtype_of(tensor)
     return "tf32" if dtype == "float32" and (allowed or context.options.switches.products) else dtype
 
 
 def is_transposed(tensor: Tensor, context: Context) -> bool:
-    """Whether the last two dimensions lie column-major in memory; cuBLAS takes them so without a copy."""
+    """True if the last two dimensions are column-major in memory; cuBLAS takes them without a copy."""
     *_, row, column = context.stride(tensor)
     return row == 1 and column != 1 and tensor.shape[-2] != 1
 
 
 def gemm(context: Context, first: Tensor, second: Tensor, name: str, bias: bool = False) -> DeviceWork:
-    """(..., m, k) x (..., k, n)."""
+    """Return the product (..., m, k) x (..., k, n)."""
     m, k = first.shape[-2:]
     record = Gemm(
         batch=prod(first.shape[:-2]),
@@ -58,7 +58,7 @@ def _plain(call: OperatorCall, context: Context) -> list[DeviceWork]:
 
 
 def _with_addend(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """``addmm``: cuBLASLt adds a bias vector in its epilogue; a full matrix is copied to the output before."""
+    """Lower ``addmm``: cuBLASLt adds a bias vector in its epilogue; a full matrix is copied to the output before."""
     addend, first, second = (tensor_argument(call, place) for place in range(3))
     bias = len(addend.shape) <= 1
     work = [gemm(context, first, second, call.name, bias)]
@@ -68,7 +68,7 @@ def _with_addend(call: OperatorCall, context: Context) -> list[DeviceWork]:
 
 
 def _linear(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """``linear`` where nothing nested is recorded: rows of the input times the transposed weight."""
+    """Lower ``linear`` without recorded nested calls: rows of the input times the transposed weight."""
     data, weight = tensor_argument(call, 0), tensor_argument(call, 1)
     rows = prod(data.shape[:-1])
     bias = isinstance(argument(call, 2, "bias"), Tensor)
@@ -88,8 +88,9 @@ def _linear_backward(call: OperatorCall, context: Context) -> list[DeviceWork]:
 
 
 def _grouped(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """Products of groups of rows, columns or summands, which ``offs`` bounds on the device: shared as the options'
-    routing says. Three-dimensional operands on both sides are an ordinary batched product.
+    """Lower a grouped product over rows, columns or summands, with bounds ``offs`` on the device.
+
+    The group sizes follow the options' routing. If both operands are 3-d, it is an ordinary batched product.
     """
     first, second = tensor_argument(call, 0), tensor_argument(call, 1)
     if len(first.shape) == len(second.shape) == 3:
@@ -99,8 +100,8 @@ def _grouped(call: OperatorCall, context: Context) -> list[DeviceWork]:
 
 
 def grouped(first: Tensor, second: Tensor, groups: int, dtype: str, context: Context, scaling: str = "") -> GroupedGemm:
-    """The record of ``groups`` products: (rows, k) x (groups, k, n), its mirror image, or the gradients of the
-    matrices, (k, rows) x (rows, n).
+    """Return the record of ``groups`` products: (rows, k) x (groups, k, n), its mirror image, or the matrix gradients
+    (k, rows) x (rows, n).
     """
     share = context.options.routing.counts
     (m, k), n = first.shape[-2:], second.shape[-1]
@@ -112,7 +113,7 @@ def grouped(first: Tensor, second: Tensor, groups: int, dtype: str, context: Con
 
 
 def by_expert(work: GroupedGemm) -> list[tuple[int, int, int]]:
-    """(m, n, k) of the product of each expert that gets rows."""
+    """Return (m, n, k) of the product of each expert with rows."""
     counts = [each for each in work.counts if each]
     if work.wrt == "weight":
         return [(work.k, work.n, each) for each in counts]
@@ -120,8 +121,8 @@ def by_expert(work: GroupedGemm) -> list[tuple[int, int, int]]:
 
 
 def experts_product(call: OperatorCall, context: Context, dtype: str, scaling: str = "") -> GroupedGemm:
-    """Of a call (first, second, ends): rows (all, k) times (experts, k, n), or the gradients of the matrices from rows
-    (all, k) and their gradients (all, n).
+    """Return the record of a call (first, second, ends): rows (all, k) times (experts, k, n), or the matrix gradients
+    from rows (all, k) and their gradients (all, n).
     """
     first, second, ends = (tensor_argument(call, place) for place in range(3))
     counts = context.options.routing.counts(first.shape[0], ends.shape[0])
@@ -130,14 +131,14 @@ def experts_product(call: OperatorCall, context: Context, dtype: str, scaling: s
 
 
 def _each(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """``moe::each_mm`` and ``moe::each_gradient``: a kernel for each expert."""
+    """Lower ``moe::each_mm`` and ``moe::each_gradient``: one kernel per expert."""
     dtype = product_dtype(tensor_argument(call, 0), context)
     work = experts_product(call, context, dtype)
     return [DeviceWork(call.name, (Gemm(1, m, n, k, dtype),)) for m, n, k in by_expert(work)]
 
 
 def _matrix_vector(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """``mv`` and ``addmv``: a product with one column."""
+    """Lower ``mv`` and ``addmv``: a product with one column."""
     place = 1 if call.name.endswith("addmv") else 0
     matrix = tensor_argument(call, place)
     record = Gemm(1, matrix.shape[0], 1, matrix.shape[1], product_dtype(matrix, context))
@@ -150,7 +151,7 @@ def _dot(call: OperatorCall, context: Context) -> list[DeviceWork]:
 
 
 def _matmul(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """``matmul`` where nothing nested is recorded; a matrix shared by all products folds into the rows."""
+    """Lower ``matmul`` without recorded nested calls; a matrix shared by all products is folded into the rows."""
     first, second = tensor_argument(call, 0), tensor_argument(call, 1)
     if len(first.shape) < 2 or len(second.shape) < 2:
         raise UnforeseenCall("a product with a vector")
@@ -164,8 +165,10 @@ def _matmul(call: OperatorCall, context: Context) -> list[DeviceWork]:
 def _attention_record(
     call: OperatorCall, context: Context, operands: tuple[Tensor, Tensor, Tensor], causal: bool, direction: Direction
 ) -> Attention:
-    """Shapes are (batch, heads, length, head_dim). More keys than queries under a causal mask: the ranks of context
-    parallelism, which share the work evenly; a single query is that of a token behind a cache.
+    """Return the record of an attention call with operands of shape (batch, heads, length, head_dim).
+
+    More keys than queries under a causal mask: a rank of context parallelism, with an even share of the work; a single
+    query: the new token of a cached sequence.
     """
     query, key, value = operands
     biased = isinstance(argument(call, _BIAS_PLACE.get(call.name, len(call.inputs)), "attn_bias"), Tensor)
@@ -187,7 +190,7 @@ def _attention_record(
     )
 
 
-# Where the operators that take an additive mask have it.
+# Index of the additive mask among the arguments.
 _BIAS_PLACE = {
     "aten::scaled_dot_product_attention": 3,
     "aten::_scaled_dot_product_efficient_attention": 3,
@@ -209,12 +212,12 @@ _DROPOUT_PLACE = {
 
 
 def _kernel(name: str, context: Context, dtype: str, biased: bool) -> AttentionKernel:
-    """The kernel that the options name, unless it cannot do what is asked of it; else that of the operator ``name``."""
+    """Return the kernel named by the options if it supports the call, otherwise the kernel of the operator ``name``."""
     if name.startswith("attention::flex"):
-        return "flash2"  # generated; its speed is nearest to it (PyTorch's own figures: 0.85 to 0.9 of it on A100)
+        return "flash2"  # generated kernel, closest in speed to it (PyTorch's own figures: 0.85 to 0.9 of it on A100)
     asked = context.options.kernel
     if asked == "mla" or (asked == "flash3-fp8" and name != "attention::fused"):
-        return "sdpa"  # kernels of serving engines, in the places where those call them
+        return "sdpa"  # kernels of serving engines, used only where those call them
     if asked is not None:
         able = asked in ("sdpa", "efficient", "math") or (dtype in ("float16", "bfloat16") and not biased)
         return asked if able else "sdpa"
@@ -223,7 +226,7 @@ def _kernel(name: str, context: Context, dtype: str, biased: bool) -> AttentionK
 
 
 def _operands(call: OperatorCall, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value, from argument ``first`` on."""
+    """Return query, key and value, from argument ``first`` on."""
     return tensor_argument(call, first), tensor_argument(call, first + 1), tensor_argument(call, first + 2)
 
 
@@ -236,8 +239,8 @@ def _fused(causal_place: int) -> Lowering:
 
 
 def _fused_backward(causal_place: int) -> Lowering:
-    """All gradients as one: published times of a backward, which kernels are fitted to, hold the sums of output x
-    gradient before them and the conversion of the query gradient after.
+    """Return the lowering of all gradients as one kernel: published backward times, which kernels are fitted to,
+    include the sums of output x gradient before and the conversion of the query gradient after.
     """
 
     def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
@@ -248,7 +251,9 @@ def _fused_backward(causal_place: int) -> Lowering:
 
 
 def _library_attention(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """A call of an attention library (:mod:`e2e.capture.fused_attention`): windows, sinks and documents as they are."""
+    """Lower a call of an attention library (:mod:`e2e.capture.fused_attention`), with its window, sinks and
+    documents.
+    """
     backward = call.name.endswith("_backward")
     first = 1 if backward else 0
     sinks, causal, window, dropout = (argument(call, first + 3 + place) for place in range(4))
@@ -270,7 +275,9 @@ def _library_attention(call: OperatorCall, context: Context) -> list[DeviceWork]
 
 
 def _latent_attention(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """``attention::latent`` (:mod:`e2e.capture.latent_attention`): queries of every head, a latent per cached token."""
+    """Lower ``attention::latent`` (:mod:`e2e.capture.latent_attention`): queries of all heads, one latent per cached
+    token.
+    """
     query, latents, rotated = _operands(call)
     record = Attention(
         batch=query.shape[0],
@@ -289,7 +296,7 @@ def _latent_attention(call: OperatorCall, context: Context) -> list[DeviceWork]:
 
 
 def _casts(call: OperatorCall, operands: tuple[Tensor, ...], record: Attention) -> list[DeviceWork]:
-    """To 8 bits, of what is not in 8 bits already (a cache is)."""
+    """Return the casts to 8 bits of operands that are not in 8 bits already (a cache is)."""
     if record.dtype != "float8":
         return []
     wide = [each for each in operands if dtype_of(each) != "float8"]
@@ -298,7 +305,7 @@ def _casts(call: OperatorCall, operands: tuple[Tensor, ...], record: Attention) 
 
 
 def _documents(tokens: int, length: int) -> tuple[int, ...]:
-    """Lengths of the documents of which ``tokens`` are packed; none where one of ``length`` is all of them."""
+    """Return the lengths of the packed documents in ``tokens``; empty if one document of ``length`` covers all."""
     if not 0 < length < tokens:
         return ()
     rest = tokens % length
@@ -316,7 +323,9 @@ def _baddbmm(call: OperatorCall, context: Context) -> list[DeviceWork]:
 
 
 def _triangular(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """cuBLAS solves with half of a matrix: half of a product's work (``linalg_solve_triangular``)."""
+    """Lower the triangular solve: half of a product's work, since cuBLAS uses half of the matrix
+    (``linalg_solve_triangular``).
+    """
     matrix, right = tensor_argument(call, 0), tensor_argument(call, 1)
     rows, columns = right.shape[-2:]
     record = Gemm(prod(right.shape[:-2]), rows, columns, max(matrix.shape[-1] // 2, 1), product_dtype(right, context))

@@ -1,10 +1,10 @@
-"""cuDNN's recurrent layers: what its standard algorithm launches.
+"""Recurrent layers of cuDNN: launches of its standard algorithm.
 
-Per layer and direction one product of all time steps' inputs with the input weights; then, one time step after the
-other, the product of the state with the recurrent weights and the gates' element-wise kernel. Backward the same steps
-in reverse order, then the gradients of inputs and weights in one product each (NVIDIA, Optimizing Performance of
-Recurrent Neural Networks on GPUs, arXiv 1604.01946). The persistent algorithm, which cuDNN may take for small states,
-is not modelled: it is faster.
+Per layer and direction one product of all time steps' inputs with the input weights; then for each time step the
+product of the state with the recurrent weights and the element-wise kernel of the gates. Backward: the same steps in
+reverse order, then the gradients of inputs and weights in one product each (NVIDIA, Optimizing Performance of Recurrent
+Neural Networks on GPUs, arXiv 1604.01946). The persistent algorithm, which cuDNN may use for small states, is not
+modelled: it is faster.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from e2e.lowering.families.work import (
 from e2e.step.operator_trace import OperatorCall
 
 _GATES = (1, 1, 4, 3)
-# Where the numbers begin in the arguments: mode, hidden size, projection, layers, batch first, dropout, train, both.
+# Index of the first number in the arguments: mode, hidden size, projection, layers, batch first, dropout, train,
+# bidirectional.
 _FORWARD, _BACKWARD = 6, 10
 
 
@@ -45,13 +46,13 @@ class _Network:
     product: str
 
     def widths(self) -> Iterator[int]:
-        """Input width of every layer, once for each direction."""
+        """Iterate over the input width of every layer, once per direction."""
         for layer in range(self.layers):
             for _ in range(self.directions):
                 yield self.hidden * self.directions if layer else self.width
 
     def pointwise(self) -> Elementwise:
-        """The gates of one time step: pre-activations and the state are read, the state and the gates written."""
+        """Return the kernel of one time step's gates: reads pre-activations and state, writes state and gates."""
         return Elementwise("fused", self.batch * self.hidden, 2 * self.gates + 1, self.gates + 1, 0, self.dtype)
 
 

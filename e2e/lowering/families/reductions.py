@@ -42,20 +42,20 @@ REDUCTIONS = (
     "norm",
     "std",
 ) + ("var", "var_mean", "std_mean", "linalg_vector_norm", "logsumexp", "nansum", "count_nonzero", "median", "mode")
-# Of single precision, 8 bytes a point, in shared memory of 32 KiB; the largest prime that cuFFT has kernels for.
+# Points of single precision (8 bytes each) in 32 KiB of shared memory; largest prime with kernels in cuFFT.
 _FOURIER_POINTS, _FOURIER_PRIME = 4096, 127
 SCANS = ("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "_cumsum", "cumsum_")
 
 
 def reduction(kind: str, data: Tensor, output: Tensor, context: Context, name: str) -> DeviceWork:
-    """All of ``data`` to ``output``; contiguous if what is kept does not include the innermost dimension."""
+    """Return the reduction of ``data`` to ``output``; contiguous if the innermost dimension is reduced."""
     return DeviceWork(
         name, (Reduction(kind, numel(data), numel(output), dtype_of(data), _innermost(data, output, context)),)
     )
 
 
 def _innermost(data: Tensor, output: Tensor, context: Context) -> bool:
-    """Whether the dimension with stride 1 is among those summed."""
+    """True if the dimension with stride 1 is reduced."""
     if not data.shape or numel(output) == 1:
         return True
     inner = min(range(len(data.shape)), key=lambda place: context.stride(data)[place])
@@ -75,19 +75,19 @@ def _reduce(name: str) -> Lowering:
 
 
 def _scan(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """``cummax`` and ``cummin`` write places besides."""
+    """Lower a scan; ``cummax`` and ``cummin`` also write indices."""
     data, (output, *places) = tensor_argument(call, 0), gpu_outputs(call)
     return [elementwise(context, "scan", output, [data, *places], 1, call.name)]
 
 
 def _sort(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """Values and indices through a segmented radix sort: an index fill, then the sort."""
+    """Lower a segmented radix sort of values and indices: an index fill, then the sort."""
     data = tensor_argument(call, 0)
     return [rearrangement("sort", data, name=call.name), rearrangement("sort", data, inputs=2, name=call.name)]
 
 
 def _rows(data: Tensor, dimension: object) -> tuple[int, int]:
-    """(rows, columns) of an operator along ``dimension``."""
+    """Return (rows, columns) of an operator along ``dimension``."""
     place = dimension if isinstance(dimension, int) else -1
     columns = data.shape[place] if data.shape else 1
     return numel(data) // max(columns, 1), columns
@@ -118,15 +118,18 @@ def _softmax_backward(kind: str) -> Lowering:
 
 
 def _inner(data: Tensor, dimension: Value) -> int:
-    """Elements behind one step along ``dimension``: 1 for the last one."""
+    """Return the number of elements per step along ``dimension``: 1 for the last one."""
     place = dimension if isinstance(dimension, int) else -1
     return prod(data.shape[place % max(len(data.shape), 1) + 1 :])
 
 
 def _spatial_softmax(call: OperatorCall, data: Tensor) -> DeviceWork:
-    """Along another dimension than the last each thread walks a column three times: forward for the maximum, the sum
-    and the result, backward once over the gradient and once over gradient and output (SoftMax.cu,
-    ``cunn_SpatialSoftMaxForward`` and ``cunn_SpatialSoftMaxBackward``)."""
+    """Return the kernel of a softmax along another dimension than the last.
+
+    Each thread walks a column three times: forward for the maximum, the sum and the output, backward once over the
+    gradient and once over gradient and output (SoftMax.cu, ``cunn_SpatialSoftMaxForward`` and
+    ``cunn_SpatialSoftMaxBackward``).
+    """
     return DeviceWork(call.name, (Elementwise("spatial_softmax", numel(data), 3, 1, 0, dtype_of(data)),))
 
 
@@ -136,7 +139,7 @@ def _softmax_record(kind: str, rows: int, columns: int, data: Tensor, backward: 
 
 
 def _classes(shape: tuple[int, ...]) -> tuple[int, int]:
-    """(rows, classes) of scores (N, C) or (N, C, d1, ...)."""
+    """Return (rows, classes) of scores (N, C) or (N, C, d1, ...)."""
     if len(shape) < 2:
         return 1, shape[0] if shape else 1
     rows = shape[0]
@@ -146,14 +149,14 @@ def _classes(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _nll(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """Reads one score per row: the other classes stay where they are."""
+    """Lower the loss, which reads one score per row only."""
     data = tensor_argument(call, 0)
     rows, _ = _classes(data.shape)
     return [DeviceWork(call.name, (Loss("nll", rows, 1, dtype_of(data)),))]
 
 
 def _nll_backward(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """Clears the gradient of all scores, then writes one per row."""
+    """Lower its gradient: clears the gradient of all scores, then writes one per row."""
     data = tensor_argument(call, 1)
     rows, _ = _classes(data.shape)
     clear = elementwise(context, "fill", data, (), 1, "aten::zero_", auxiliary=True)
@@ -161,7 +164,9 @@ def _nll_backward(call: OperatorCall, context: Context) -> list[DeviceWork]:
 
 
 def _pointwise_loss(kind: str) -> Lowering:
-    """``mse_loss`` and alike: an element-wise kernel, then a reduction unless the caller wants every element."""
+    """Return the lowering of ``mse_loss`` and similar: an element-wise kernel, then a reduction unless all elements are
+    returned.
+    """
 
     def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
         data, output = tensor_argument(call, 0), gpu_outputs(call)[0]
@@ -174,7 +179,7 @@ def _pointwise_loss(kind: str) -> Lowering:
 
 
 def _count(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """``nonzero``: counts, tells the host how many there are, then writes their places."""
+    """Lower ``nonzero``: counts, copies the count to the host, then writes the indices."""
     data, output = tensor_argument(call, 0), gpu_outputs(call)[0]
     count = Tensor(-1, -1, (), "int64", data.device)
     found = DeviceWork(call.name, (Reduction("count", numel(data), 1, dtype_of(data)),))
@@ -186,8 +191,10 @@ def _count(call: OperatorCall, context: Context) -> list[DeviceWork]:
 
 
 def _isin(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """``isin(elements, sought)``: every element against each of the few that are sought (tokens that end a text), then
-    any of them; of many both are sorted, which is not foreseen (``isin_Tensor_Tensor_out`` in TensorCompare.cpp,
+    """Lower ``isin(elements, sought)`` for few sought values (tokens that end a text): pairwise comparison, then
+    ``any``.
+
+    For many values PyTorch sorts both, which is not supported here (``isin_Tensor_Tensor_out`` in TensorCompare.cpp,
     ``isin_default_kernel_gpu`` in TensorCompare.cu).
     """
     data, sought = tensor_argument(call, 0), tensor_argument(call, 1)
@@ -209,8 +216,11 @@ def _bincount(call: OperatorCall, context: Context) -> list[DeviceWork]:
 
 
 def _fourier(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """``_fft_c2c(input, dim, normalization, forward)`` and its like: kernels of cuFFT for each dimension, which must be
-    the last ones in memory (``_exec_fft``), then the normalisation. Half of a spectrum is as large as real numbers.
+    """Lower ``_fft_c2c(input, dim, normalization, forward)`` and similar: cuFFT kernels per dimension, then the
+    normalisation.
+
+    The transformed dimensions must be the innermost in memory (``_exec_fft``). Half of a spectrum is as large as the
+    real numbers.
     """
     data, output = tensor_argument(call, 0), gpu_outputs(call)[0]
     places = sorted(place % len(data.shape) for place in integers(argument(call, 1)))
@@ -228,9 +238,10 @@ def _fourier(call: OperatorCall, context: Context) -> list[DeviceWork]:
 
 
 def _fourier_passes(length: int) -> tuple[int, float]:
-    """Kernels of a transform of ``length`` points, and by what their data are longer: one while the points fit into
-    shared memory. Lengths with prime factors above 127 are convolutions of twice the length (Bluestein's algorithm, by
-    cuFFT's documentation), a transform there and one back.
+    """Return the number of kernels of a transform of ``length`` points, and the growth factor of its data.
+
+    One kernel if the points fit into shared memory. Lengths with prime factors above 127 are convolutions of twice the
+    length (Bluestein's algorithm, by cuFFT's documentation), a transform and its inverse.
     """
     rest = length
     for prime in range(2, _FOURIER_PRIME + 1):

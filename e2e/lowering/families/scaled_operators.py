@@ -1,4 +1,4 @@
-"""8-bit products with scales, and casts: PyTorch's own operators and those of :mod:`e2e.capture.models.float8`."""
+"""Products in 8 bits with scales, and casts: PyTorch's operators and those of :mod:`e2e.capture.models.float8`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from e2e.step.operator_trace import OperatorCall, Tensor
 
 
 def _scaling_of(scale: Tensor, operand: Tensor) -> str:
-    """What shares a scale, by how many scales the operand (rows, k) has."""
+    """Return the granularity of scaling from the number of scales of the operand (rows, k)."""
     scales, elements, rows = numel(scale), numel(operand), operand.shape[-2]
     if scales <= 1:
         return "tensor"
@@ -31,12 +31,12 @@ def _scaling_of(scale: Tensor, operand: Tensor) -> str:
     return "mx" if elements // scales <= 32 else "block"
 
 
-# Place of ``use_fast_accum`` among the arguments of ``_scaled_mm``; without it PyTorch takes False.
+# Index of ``use_fast_accum`` in the arguments of ``_scaled_mm``; PyTorch's default is False.
 _FAST_ACCUM = 7
 
 
 def _scaled(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """``_scaled_mm(a, b, scale_a, scale_b, ...)``."""
+    """Lower ``_scaled_mm(a, b, scale_a, scale_b, ...)``."""
     first, second, scale = (tensor_argument(call, place) for place in range(3))
     record = ScaledGemm(
         first.shape[-2],
@@ -51,14 +51,14 @@ def _scaled(call: OperatorCall, context: Context) -> list[DeviceWork]:
 
 
 def _integers(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """``_int_mm(a, b)``: sums in int32."""
+    """Lower ``_int_mm(a, b)``, with sums in int32."""
     first, second = tensor_argument(call, 0), tensor_argument(call, 1)
     record = ScaledGemm(first.shape[-2], second.shape[-1], first.shape[-1], "int8", "tensor", "int32")
     return [DeviceWork(call.name, (record,))]
 
 
 def _scaled_groups(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """``_scaled_grouped_mm(a, b, scale_a, scale_b, offs, ...)``."""
+    """Lower ``_scaled_grouped_mm(a, b, scale_a, scale_b, offs, ...)``."""
     first, second, scale = (tensor_argument(call, place) for place in range(3))
     groups = next((each.shape[0] for each in (second, first, gpu_outputs(call)[0]) if len(each.shape) == 3), 0)
     if not groups:
@@ -69,7 +69,7 @@ def _scaled_groups(call: OperatorCall, context: Context) -> list[DeviceWork]:
 
 
 def _cast(dynamic: bool, outputs: int | None = None) -> Lowering:
-    """``float8::cast(given, scaling, ...)``; of rows by the last dimension."""
+    """Return the lowering of ``float8::cast(given, scaling, ...)``; rows are along the last dimension."""
 
     def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
         given = tensor_argument(call, 0)
@@ -86,7 +86,7 @@ def _cast(dynamic: bool, outputs: int | None = None) -> Lowering:
 
 
 def _product(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """``float8::mm``: the scaling is told by name."""
+    """Lower ``float8::mm``, which names its scaling."""
     first, second = tensor_argument(call, 0), tensor_argument(call, 1)
     output = gpu_outputs(call)[0]
     (m, k), n = first.shape, second.shape[1]
@@ -95,8 +95,9 @@ def _product(call: OperatorCall, context: Context) -> list[DeviceWork]:
 
 
 def _amax(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """``float8::amax``: the largest value, and from it the scale, on the GPU
-    (``nvte_compute_amax``, ``nvte_compute_scale_from_amax``; torchao divides in kernels of their own too)."""
+    """Lower ``float8::amax``: the maximum, and the scale from it, on the GPU (``nvte_compute_amax``,
+    ``nvte_compute_scale_from_amax``; torchao divides in separate kernels too).
+    """
     return [*_cast(False, 0)(call, context), DeviceWork(call.name, (_SCALE,))]
 
 
@@ -104,7 +105,9 @@ _SCALE = Elementwise("scale", 1, 1, 1, 0, "float32")
 
 
 def _each_cast(searched: bool) -> Lowering:
-    """``float8::each_amax`` and ``float8::each_cast``: the kernels of :func:`_amax` or of a cast for each expert."""
+    """Return the lowering of ``float8::each_amax`` or ``float8::each_cast``: the kernels of :func:`_amax` or of a cast,
+    per expert.
+    """
 
     def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
         given, ends = tensor_argument(call, 0), tensor_argument(call, 1)
@@ -124,12 +127,12 @@ def _each_cast(searched: bool) -> Lowering:
 
 
 def _experts(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """``float8::grouped_mm`` and ``float8::grouped_gradient``."""
+    """Lower ``float8::grouped_mm`` and ``float8::grouped_gradient``."""
     return [DeviceWork(call.name, (experts_product(call, context, "float8", _named(call)),))]
 
 
 def _each_expert(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """``float8::each_mm`` and ``float8::each_gradient``: a kernel for each expert."""
+    """Lower ``float8::each_mm`` and ``float8::each_gradient``: one kernel per expert."""
     work = experts_product(call, context, "float8", _named(call))
     dtype = dtype_of(gpu_outputs(call)[0])
     split_sums = _splits_sums(call)

@@ -1,6 +1,6 @@
 """Fused kernels of linear attention, see :mod:`e2e.capture.scan_libraries`: one launch each.
 
-The kernels of one call follow each other at once; what the host takes for the later ones is not counted apart.
+The kernels of one call follow each other without a gap; the host time of the later launches is not counted separately.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from costmodel.operators.lookups import Direction
 from e2e.lowering.families.work import Context, DeviceWork, Lowering, argument, dtype_of, numel, tensor_argument
 from e2e.step.operator_trace import OperatorCall, Tensor
 
-_CHUNK = 64  # of Mamba 1's kernel, which has none that anyone sees
+_CHUNK = 64  # of Mamba 1's kernel, which has no visible chunks
 
 
 def _convolution(direction: Direction, update: bool = False) -> Lowering:
@@ -62,7 +62,7 @@ def _selective(direction: Direction) -> Lowering:
 
 
 def _update(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """Mamba 1: states (batch, channels, states); Mamba 2: (batch, heads, width, states)."""
+    """Lower a state update: states (batch, channels, states) for Mamba 1, (batch, heads, width, states) for Mamba 2."""
     data, states = tensor_argument(call, 0), tensor_argument(call, 1)
     heads, width = states.shape[1], states.shape[2] if len(states.shape) > 3 else 1
     record = LinearAttention(

@@ -1,6 +1,6 @@
-"""FSDP2's own operators: parameters into and out of the flat buffers that its collectives take.
+"""Operators of FSDP2: copies of parameters into and out of the flat buffers of its collectives.
 
-They are ``_foreach_copy_``, ``split_with_sizes_copy`` and ``_chunk_cat`` underneath
+They are built on ``_foreach_copy_``, ``split_with_sizes_copy`` and ``_chunk_cat``
 (``torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py``), each one kernel over all parameters of a group.
 """
 
@@ -12,20 +12,20 @@ from e2e.step.operator_trace import OperatorCall, Tensor, tensors
 
 
 def _copy_in(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """Shards side by side into the part of the all-gather's buffer that belongs to this rank."""
+    """Lower the copy of shards into this rank's part of the all-gather buffer."""
     shards = list(tensors(call.inputs[:1]))
     return _moved(call, "concat", sum(map(numel, shards)), shards, dtype_of(tensor_argument(call, 1)))
 
 
 def _copy_out(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """The gathered buffer into whole parameters: from every rank's part a piece of each."""
+    """Lower the copy of the gathered buffer into whole parameters, a piece of each from every rank's part."""
     gathered = tensor_argument(call, 0)
     targets = list(tensors((call.attributes.get("out"),)))
     return _moved(call, "split", numel(gathered), targets or [gathered], dtype_of(gathered))
 
 
 def _gradients_in(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """Gradients cut into one piece per rank; padding is written too, and the dtype may change on the way."""
+    """Lower the split of gradients into one piece per rank, including padding; the dtype may change."""
     target = next(iter(tensors((call.attributes.get("out"),))), None)
     gradients = list(tensors(call.inputs[:1]))
     if target is None:
@@ -34,7 +34,7 @@ def _gradients_in(call: OperatorCall, context: Context) -> list[DeviceWork]:
 
 
 def _moved(call: OperatorCall, kind: str, elements: int, pieces: list[Tensor], dtype: str) -> list[DeviceWork]:
-    """``inner``: the mean piece moves as one run."""
+    """Return the rearrangement kernel; ``inner`` is the mean size of a piece."""
     inner = max(elements // max(len(pieces), 1), 1)
     return [DeviceWork(call.name, (Rearrangement(kind, elements, inner, dtype, len(pieces)),))]
 

@@ -17,7 +17,7 @@ from e2e.step.operator_trace import OperatorCall, tensors
 
 
 def _pointwise(kind: str) -> Lowering:
-    """All inputs are read once, all outputs written."""
+    """Return the lowering of a kernel that reads all inputs and writes all outputs once."""
 
     def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
         outputs = gpu_outputs(call)
@@ -27,7 +27,9 @@ def _pointwise(kind: str) -> Lowering:
 
 
 def _halves(reads: int, writes: int, place: int) -> Lowering:
-    """``reads`` and ``writes``: of tensors half as large as argument ``place``, which holds two of them."""
+    """Return the lowering of a gated activation; ``reads`` and ``writes`` count tensors half as large as argument
+    ``place``.
+    """
 
     def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
         both = tensor_argument(call, place)
@@ -38,7 +40,7 @@ def _halves(reads: int, writes: int, place: int) -> Lowering:
 
 
 def _over_scores(reads: int, writes: int) -> Lowering:
-    """Passes over the scores; one number per token beside them is nothing."""
+    """Return the lowering of passes over the scores; the one number per token is neglected."""
 
     def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
         scores = tensor_argument(call, 0)

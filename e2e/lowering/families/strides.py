@@ -1,19 +1,21 @@
-"""How operands lie in memory beside the result that a kernel writes in order."""
+"""Memory layout of operands relative to an output written in order."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-SECTOR_BYTES = 32  # what DRAM delivers at least (CUDA C++ Best Practices Guide, coalesced access)
+SECTOR_BYTES = 32  # smallest DRAM access (CUDA C++ Best Practices Guide, coalesced access)
 
 
 def strided_reads(
     shape: Sequence[int], result: Sequence[int], operand: Sequence[int], element_bytes: int
 ) -> tuple[float, int]:
-    """Share of a full-size operand's elements that lie in a sector of their own for the threads that read them, and the
-    bytes of other sectors that are touched before the next element of such a sector is read.
+    """Return the uncoalesced fraction of a full-size operand's elements, and the reuse distance of their sectors in
+    bytes.
 
-    ``result``, ``operand``: strides in elements. Threads follow the result, along its smallest stride.
+    Fraction of elements that lie in different sectors for adjacent threads; bytes of other sectors touched before the
+    next element of the same sector is read. ``result``, ``operand``: strides in elements. Threads follow the result,
+    along its smallest stride.
     """
     order = sorted((dim for dim, extent in enumerate(shape) if extent > 1), key=lambda dim: result[dim])
     if not order:
@@ -23,12 +25,12 @@ def strided_reads(
         return 0.0, 0
     share = min(1.0, (step - element_bytes) / (SECTOR_BYTES - element_bytes))
     near = [dim for dim in order if 0 < operand[dim] * element_bytes < SECTOR_BYTES]
-    # The next element in the sector comes one step further along the first such dimension of the result.
+    # The next element in the sector is one step further along the first such dimension of the result.
     return share, (result[near[0]] if near else 0) * SECTOR_BYTES
 
 
 def is_channels_last(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether a batch of images lies in memory as NHWC; where extents of one leave it open, PyTorch's own answer
+    """True if a batch of images is NHWC in memory; ambiguous extents of 1 are decided as in PyTorch
     (``is_channels_last_strides_2d_s4`` in c10/core/MemoryFormat.h).
     """
     if len(shape) != 4 or stride[1] == 0:
@@ -42,7 +44,7 @@ def is_channels_last(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def lies_dense(shape: Sequence[int], stride: Sequence[int], channels_last: bool) -> bool:
-    """Whether a tensor lies row by row without gaps, as NHWC if ``channels_last``; extents of one do not matter."""
+    """True if a tensor is row-major without gaps, as NHWC if ``channels_last``; extents of 1 do not matter."""
     order = (0, 2, 3, 1) if channels_last and len(shape) == 4 else tuple(range(len(shape)))
     step = 1
     for dim in reversed(order):

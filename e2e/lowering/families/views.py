@@ -1,4 +1,4 @@
-"""Operators that launch nothing: views, metadata, allocation. They cost the host time (T5) alone."""
+"""Operators without launches: views, metadata, allocation. They cost only host time (T5)."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ METADATA = (
 )
 
 NO_LAUNCH = frozenset(f"aten::{name}" for name in ALIASES + ALLOCATIONS + METADATA)
-# Calls of other namespaces that launch nothing of their own.
+# Calls of other namespaces that launch nothing themselves.
 QUIET_PREFIXES = ("autograd::", "torch::autograd::", "torch::distributed::", "torch.distributed.", "profiler::")
 
 
 def launches_nothing(name: str) -> bool:
-    """Whether calls of ``name`` are known to launch nothing of their own."""
+    """True if calls of ``name`` are known to launch nothing themselves."""
     return name in NO_LAUNCH or name.startswith(QUIET_PREFIXES) or "::" not in name

@@ -1,4 +1,4 @@
-"""One piece of device work, and the helpers with which the tables describe it."""
+"""Records of device work, and helper functions for the lowering tables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from e2e.step.execution_graph import TaskKind
 from e2e.step.operator_trace import OperatorCall, Tensor, Value, tensors
 from e2e.step.options import StepOptions
 
-# Types that the cost models do not tell apart from one of the same size.
+# Types that the cost models price like another type of the same size.
 SAME_SIZE = {
     "int16": "float16",
     "uint16": "float16",
@@ -28,36 +28,35 @@ SAME_SIZE = {
 
 
 class UnforeseenCall(Exception):
-    """A call that the table of lowerings does not foresee, which makes its operator an unknown one."""
+    """Raised for a call that the table of lowerings does not support; its operator is then treated as unknown."""
 
 
 @dataclass(frozen=True)
 class DeviceWork:
-    """A kernel, copy or memset that an operator launches.
-
-    ``auxiliary``: a fill or copy that a nested call launches where the source records nested calls, and that the
-    operator must launch itself where it does not. ``synchronizes``: the host waits for it.
-    """
+    """Kernel, copy or memset launched by an operator."""
 
     name: str
     operators: tuple[AnyOperator, ...]
     kind: TaskKind = "kernel"
+    # True for a fill or copy that is a nested call where the source records nested calls, and is otherwise launched by
+    # the operator itself.
     auxiliary: bool = False
+    # True if the host waits for it.
     synchronizes: bool = False
 
 
 @dataclass
 class Context:
-    """What lowering knows besides the call: options, strides that a trace tells only of views, and the forward calls of
-    lookups (``lookups``) whose backward calls do not say what was looked up.
-    """
+    """State of lowering besides the call."""
 
     options: StepOptions = field(default_factory=StepOptions)
+    # (tensor id, storage) -> strides that a trace gives only for views.
     strides: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+    # Forward calls of lookups, whose backward calls lack the arguments.
     lookups: list[OperatorCall] = field(default_factory=list)
 
     def stride(self, tensor: Tensor) -> tuple[int, ...]:
-        """Elements between neighbours per dimension; contiguous where the source does not tell."""
+        """Return the strides in elements; contiguous if the source does not give them."""
         known = tensor.stride or self.strides.get((tensor.id, tensor.storage))
         if known is not None and len(known) == len(tensor.shape):
             return known
@@ -68,7 +67,7 @@ Lowering = Callable[[OperatorCall, Context], list[DeviceWork]]
 
 
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a row-major tensor."""
+    """Return the strides of a row-major tensor."""
     strides: list[int] = []
     step = 1
     for extent in reversed(shape):
@@ -78,12 +77,12 @@ def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def numel(tensor: Tensor) -> int:
-    """How many elements ``tensor`` has."""
+    """Return the number of elements of ``tensor``."""
     return prod(tensor.shape)
 
 
 def dtype_of(tensor: Tensor) -> str:
-    """A dtype that the cost models price; unknown ones by their size, or as float32."""
+    """Return a dtype that the cost models price; other types by their size, or as float32."""
     if tensor.dtype in DTYPE_BYTES:
         return tensor.dtype
     if tensor.dtype.startswith("float8"):
@@ -92,34 +91,34 @@ def dtype_of(tensor: Tensor) -> str:
 
 
 def size_bytes(tensor: Tensor) -> int:
-    """Bytes of ``tensor`` by shape and number type."""
+    """Return the bytes of ``tensor`` by shape and number type."""
     return numel(tensor) * DTYPE_BYTES[dtype_of(tensor)]
 
 
 def on_gpu(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is in the memory of a GPU."""
+    """True if ``tensor`` is in GPU memory."""
     return tensor.device != "cpu" and tensor.device != ""
 
 
 def gpu_inputs(call: OperatorCall) -> list[Tensor]:
-    """The tensors that the call reads in the memory of a GPU, in order."""
+    """Return the input tensors of the call in GPU memory, in order."""
     return [tensor for tensor in tensors(call.inputs) if on_gpu(tensor)]
 
 
 def gpu_outputs(call: OperatorCall) -> list[Tensor]:
-    """The tensors that the call gives back in the memory of a GPU, in order."""
+    """Return the output tensors of the call in GPU memory, in order."""
     return [tensor for tensor in tensors(call.outputs) if on_gpu(tensor)]
 
 
 def argument(call: OperatorCall, place: int, name: str = "", default: Value = None) -> Value:
-    """An argument by place, or by name where the source keeps named ones apart."""
+    """Return an argument by index, or by name if the source keeps keyword arguments apart."""
     if place < len(call.inputs):
         return call.inputs[place]
     return call.attributes.get(name, default) if name else default
 
 
 def tensor_argument(call: OperatorCall, place: int) -> Tensor:
-    """The tensor at ``place``; :class:`UnforeseenCall` if there is none."""
+    """Return the tensor at ``place``; raise :class:`UnforeseenCall` if there is none."""
     value = argument(call, place)
     if not isinstance(value, Tensor):
         raise UnforeseenCall(f"{call.name}: argument {place} is no tensor")
@@ -127,14 +126,14 @@ def tensor_argument(call: OperatorCall, place: int) -> Tensor:
 
 
 def integers(value: Value) -> tuple[int, ...]:
-    """A number or a list of numbers as a tuple."""
+    """Return a number or a list of numbers as a tuple."""
     if isinstance(value, tuple):
         return tuple(int(item) for item in value if isinstance(item, (int, float)))
     return (int(value),) if isinstance(value, (int, float)) else ()
 
 
 def pair(value: Value, default: int) -> tuple[int, int]:
-    """Height and width of a window; one number stands for both."""
+    """Return height and width of a window; a single number is used for both."""
     numbers = integers(value)
     if not numbers:
         return default, default
@@ -142,7 +141,7 @@ def pair(value: Value, default: int) -> tuple[int, int]:
 
 
 def distinct(context: Context, tensor: Tensor) -> int:
-    """Elements in memory: what is expanded (stride 0) is read once."""
+    """Return the number of elements in memory; expanded dimensions (stride 0) count once."""
     strides = context.stride(tensor)
     return prod(extent for extent, step in zip(tensor.shape, strides, strict=True) if step != 0 or extent == 1)
 
@@ -156,7 +155,7 @@ def elementwise(
     name: str = "",
     auxiliary: bool = False,
 ) -> DeviceWork:
-    """A kernel that reads ``inputs`` (full-size or broadcast) and writes ``outputs`` tensors like ``output``."""
+    """Return a kernel that reads ``inputs`` (full-size or broadcast) and writes ``outputs`` tensors like ``output``."""
     elements = numel(output)
     full, broadcast, dtype, scattered, reuse = 0, 0, "", 0, 0
     for tensor in inputs:
@@ -167,7 +166,7 @@ def elementwise(
             if DTYPE_BYTES[dtype_of(tensor)] == width:
                 full += 1
             else:
-                # Of another width than the first: its bytes in elements of the first.
+                # Element size differs from the first input: bytes are counted in elements of the first.
                 broadcast += count * DTYPE_BYTES[dtype_of(tensor)] // width
             if tensor.shape == output.shape:
                 width = DTYPE_BYTES.get(dtype_of(tensor), 4)
@@ -186,19 +185,22 @@ def elementwise(
 
 
 def fill(tensor: Tensor, name: str = "fill") -> DeviceWork:
-    """A fill kernel (PyTorch fills by an element-wise kernel, not by a memset, except for whole zeroed storages)."""
+    """Return a fill kernel (PyTorch fills by an element-wise kernel, not by a memset, except for whole zeroed
+    storages).
+    """
     record = Elementwise("fill", numel(tensor), 0, 1, 0, dtype_of(tensor))
     return DeviceWork(name, (record,), auxiliary=True)
 
 
 def memset(tensor: Tensor, name: str = "memset") -> DeviceWork:
-    """``cudaMemsetAsync`` over the tensor."""
+    """Return ``cudaMemsetAsync`` over the tensor."""
     return DeviceWork(name, (MemoryCopy(size_bytes(tensor), "memset"),), "memset", auxiliary=True)
 
 
 def transfer(tensor: Tensor, kind: str, name: str, synchronizes: bool) -> DeviceWork:
-    """A copy between host and device. One that the host does not wait for is one of pinned memory: from pageable memory
-    the driver would make the host wait.
+    """Return a copy between host and device.
+
+    A copy that the host does not wait for uses pinned memory: with pageable memory the driver would make the host wait.
     """
     way: Literal["host_to_device", "device_to_host"] = (
         "host_to_device" if kind == "host_to_device" else "device_to_host"
@@ -208,6 +210,6 @@ def transfer(tensor: Tensor, kind: str, name: str, synchronizes: bool) -> Device
 
 
 def rearrangement(kind: str, tensor: Tensor, inner: int = 1, inputs: int = 1, name: str = "") -> DeviceWork:
-    """A kernel that moves ``tensor``'s elements."""
+    """Return a kernel that moves the elements of ``tensor``."""
     record = Rearrangement(kind, numel(tensor), max(inner, 1), dtype_of(tensor), inputs)
     return DeviceWork(name or kind, (record,))

@@ -1,1 +1,1 @@
-"""The layers of built-in models on one rank: captured, divided among ranks, cut into pieces."""
+"""Layers of built-in models on one rank: captured, divided among ranks, split into parts."""

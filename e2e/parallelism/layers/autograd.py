@@ -1,4 +1,4 @@
-"""Communication of tensor-parallel layers as operators without effect: a capture records where they are, and how large.
+"""Communication of tensor-parallel layers as operators without effect: a capture records their positions and sizes.
 
 The four pairs are those of Megatron-LM (Shoeybi et al., arXiv 1909.08053, section 3; Korthikanti et al., arXiv
 2205.05198, section 4.2.2): ``f`` copies forward and all-reduces backward, ``g`` the reverse; with sequence parallelism
@@ -30,7 +30,7 @@ def _shorter(given: torch.Tensor, ranks: int, dimension: int) -> torch.Tensor:
     return given.new_empty(shape)
 
 
-# Kind of collective -> arguments of its operator, and what comes out.
+# Kind of collective -> arguments of its operator, and function that makes its output.
 _RESIZING = "Tensor given, int ranks, int dimension"
 _OPERATORS: dict[str, tuple[str, Any]] = {
     "all_reduce": ("Tensor given", _alike),
@@ -47,7 +47,7 @@ _ops = torch.ops.parallel
 
 
 class CopyToRanks(torch.autograd.Function):
-    """``f``: the input of a column-parallel product; its gradient is the sum over the ranks."""
+    """Operator ``f``: copies the input of a column-parallel product; its gradient is summed over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
@@ -59,7 +59,7 @@ class CopyToRanks(torch.autograd.Function):
 
 
 class ReduceFromRanks(torch.autograd.Function):
-    """``g``: the partial results of a row-parallel product summed over the ranks."""
+    """Operator ``g``: sums the partial outputs of a row-parallel product over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
@@ -71,7 +71,7 @@ class ReduceFromRanks(torch.autograd.Function):
 
 
 class _Resized(torch.autograd.Function):
-    """``there`` forward and ``back`` backward: operators (tensor, ranks, dimension) that undo each other's shapes."""
+    """``there`` forward and ``back`` backward: operators (tensor, ranks, dimension) with inverse changes of shape."""
 
     @staticmethod
     def forward(ctx: Any, given: torch.Tensor, there: Any, back: Any, ranks: int, dimension: int) -> torch.Tensor:
@@ -84,23 +84,25 @@ class _Resized(torch.autograd.Function):
 
 
 def gather_sequence(given: torch.Tensor, ranks: int, dimension: int) -> torch.Tensor:
-    """``g`` of sequence parallelism in front of a column-parallel product."""
+    """Gather along the sequence (``g`` of sequence parallelism), before a column-parallel product."""
     return _Resized.apply(given, _ops.all_gather, _ops.reduce_scatter, ranks, dimension)
 
 
 def scatter_sequence(given: torch.Tensor, ranks: int, dimension: int) -> torch.Tensor:
-    """The reverse, behind a row-parallel product."""
+    """Scatter along the sequence, after a row-parallel product."""
     return _Resized.apply(given, _ops.reduce_scatter, _ops.all_gather, ranks, dimension)
 
 
 def gather_context(given: torch.Tensor, ranks: int, dimension: int) -> torch.Tensor:
-    """Keys or values of whole sequences, from the ranks that share them; gradients go back to where they are from."""
+    """Gather keys or values of whole sequences from the context-parallel ranks; gradients are scattered back."""
     return _Resized.apply(given, _ops.context_all_gather, _ops.context_reduce_scatter, ranks, dimension)
 
 
 class ExchangeHeads(torch.autograd.Function):
-    """Ranks that share sequences exchange their part of dimension ``joined``, which comes together, for shares of
-    dimension ``split``: tokens for heads or back. Pieces are copied before and behind, as messages must be contiguous.
+    """All-to-all of context-parallel ranks, which joins dimension ``joined`` and splits dimension ``split``: tokens for
+    heads or back.
+
+    Pieces are copied before and after, since messages must be contiguous.
     """
 
     @staticmethod
@@ -122,15 +124,16 @@ ExpertRanks = Literal["all", "inside", "across"]
 
 
 def exchange_rows(given: torch.Tensor, received: int, group: ExpertRanks = "all") -> torch.Tensor:
-    """Rows go out, ``received`` come in: among all ranks that divide experts, those inside a node, or those of other
-    nodes that have the same place in theirs."""
+    """Exchange rows, ``received`` of them incoming: among all expert-parallel ranks, those inside a node, or those at
+    the same place in every node.
+    """
     names = {"all": _ops.expert_all_to_all, "inside": _ops.expert_inside, "across": _ops.expert_across}
     result: torch.Tensor = names[group](given, received)
     return result
 
 
 class ExchangeTokens(torch.autograd.Function):
-    """Rows for the experts of other ranks for the ``received`` rows that come here."""
+    """Exchange rows for the experts of other ranks, ``received`` of them incoming."""
 
     @staticmethod
     def forward(ctx: Any, given: torch.Tensor, received: int) -> torch.Tensor:
@@ -143,8 +146,9 @@ class ExchangeTokens(torch.autograd.Function):
 
 
 class LossOverRanks(torch.autograd.Function):
-    """Cross entropy of scores whose classes are split: maximum, sum of exponentials and the label's score are summed
-    over the ranks, one FP32 number per token each (``vocab_parallel_cross_entropy`` of Megatron-LM)."""
+    """Cross entropy of scores with split classes: maximum, sum of exponentials and the label's score are reduced over
+    the ranks, one FP32 number per token each (``vocab_parallel_cross_entropy`` of Megatron-LM).
+    """
 
     @staticmethod
     def forward(ctx: Any, scores: torch.Tensor) -> torch.Tensor:
@@ -158,9 +162,11 @@ class LossOverRanks(torch.autograd.Function):
 
 
 class ParallelCrossEntropy(torch.autograd.Function):
-    """Mean cross entropy of FP32 scores (tokens, classes of this rank), operator by operator as DTensor's
-    ``loss_parallel`` has it (torch/distributed/tensor/parallel/loss.py): logarithms of the softmax are kept, and the
-    gradient is put together from -1 at the labels and their exponentials."""
+    """Mean cross entropy of FP32 scores (tokens, classes of this rank), operator by operator as in DTensor's
+    ``loss_parallel`` (torch/distributed/tensor/parallel/loss.py).
+
+    Log-softmax values are kept, and the gradient is built from -1 at the labels and their exponentials.
+    """
 
     @staticmethod
     def forward(ctx: Any, scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

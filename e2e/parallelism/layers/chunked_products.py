@@ -1,19 +1,20 @@
-"""Tensor-parallel communication beside the products it belongs to (``tp-overlap=yes``).
+"""Overlap of tensor-parallel communication with its products (``tp-overlap=yes``).
 
-As Transformer Engine's user buffers (``tp_comm_overlap`` of NeMo and Megatron-LM) and torchtitan's async tensor
-parallelism do it with sequence parallelism among ``tp`` ranks:
+As in Transformer Engine's user buffers (``tp_comm_overlap`` of NeMo and Megatron-LM) and torchtitan's async tensor
+parallelism, with sequence parallelism among ``tp`` ranks:
 
-* what a product needs goes round the ring in ``tp - 1`` pieces, and the product is cut into ``tp``: the rank's own
+* the input of a product is passed round a ring in ``tp - 1`` pieces, and the product is split into ``tp``: the rank's
+own
   piece is computed while the next one arrives;
-* what a product makes is scattered piece by piece while the next piece is computed;
+* the output of a product is scattered piece by piece while the next piece is computed;
 * in the backward pass of a column-parallel product, the input gathered again arrives during one of its two products,
-  and the gradient of the input is scattered during the other ("bulk" overlap, as plain Megatron-LM has it too).
+  and the gradient of the input is scattered during the other ("bulk" overlap, as in plain Megatron-LM too).
 
-Pieces go from buffer to buffer without a call of NCCL each: together they take as long as the whole does.
+Pieces are copied between buffers without an NCCL call each: together they take as long as the whole message.
 
-In 8 bits Transformer Engine gathers what is cast already (``with_quantized_all_gather`` of its linear layers), whether
-or not that goes beside products: every rank casts its own part of the sequence, half the bytes travel, and the copy for
-the gradient of the weights is transposed behind (:func:`gathered_in_8_bits`).
+In 8 bits Transformer Engine gathers data after the cast (``with_quantized_all_gather`` of its linear layers), with or
+without overlap: every rank casts its own part of the sequence, half the bytes are sent, and the copy for the gradient
+of the weights is transposed afterwards (:func:`gathered_in_8_bits`).
 """
 
 from __future__ import annotations
@@ -31,12 +32,14 @@ Key = TypeVar("Key")
 
 
 def beside_products(pieces: Pieces, tp: int) -> Pieces:
-    """``pieces`` of a rank with sequence parallelism among ``tp``, rewritten; work and bytes stay the same."""
+    """Rewrite ``pieces`` of a rank with sequence parallelism among ``tp`` ranks; work and bytes stay the same."""
     return pieces.with_items(lambda items: overlapped(items, tp))
 
 
 def gathered_in_8_bits(items: Sequence[Item], tp: int) -> tuple[Item, ...]:
-    """``items`` with casts of what ``tp`` ranks gather in front of the gather, each of the rank's own part."""
+    """Return ``items`` with casts of the data gathered by ``tp`` ranks moved before the gather, each over the rank's
+    own part.
+    """
     found: list[Item] = []
     place = 0
     while place < len(items):
@@ -47,7 +50,7 @@ def gathered_in_8_bits(items: Sequence[Item], tp: int) -> tuple[Item, ...]:
             found.append(item)
             continue
         assert isinstance(item, LayerCollective)
-        whole = 0  # values of the first cast, which is of what is gathered; others are of weights
+        whole = 0  # values of the first cast, which is of the gathered data; other casts are of weights
         both: Work | None = None
         for each in items[place : place + casts]:
             operator = each.operators[0] if isinstance(each, Work) else None
@@ -71,7 +74,9 @@ def gathered_in_8_bits(items: Sequence[Item], tp: int) -> tuple[Item, ...]:
 
 
 def _casts_behind(items: Sequence[Item], place: int) -> int:
-    """How many items from ``place`` on prepare operands in 8 bits for the product behind them; 0 without any."""
+    """Return the number of items from ``place`` on that prepare 8-bit operands for the next product; 0 if there are
+    none.
+    """
     cast, at = False, place
     while at < len(items) and not _is_product(items[at]):
         item = items[at]
@@ -92,16 +97,16 @@ def _casts_behind(items: Sequence[Item], place: int) -> int:
 
 
 def overlapped(items: Sequence[Item], tp: int) -> tuple[Item, ...]:
-    """One list of items."""
+    """Rewrite one list of items."""
     return tuple(_scattered(list(_gathered(_in_bulk(list(items)), tp)), tp))
 
 
 def _in_bulk(items: list[Item]) -> list[Item]:
-    """The reduce-scatter behind two or more products of which the first runs beside a gather is put in front of the
-    last of them.
+    """Move the reduce-scatter after two or more products, the first of which overlaps a gather, to before the last of
+    them.
     """
     found: list[Item] = []
-    products: list[int] | None = None  # places in ``found``, since an early gather
+    products: list[int] | None = None  # indices in ``found``, since an early gather
     for item in items:
         if isinstance(item, LayerCollective):
             run = products if products is not None else _scaled_before(found)
@@ -117,7 +122,7 @@ def _in_bulk(items: list[Item]) -> list[Item]:
 
 
 def _scaled_before(items: Sequence[Item]) -> list[int]:
-    """Places of the products in 8 bits that ``items`` end with: the gradients of an input and of weights, for which
+    """Return the indices of the 8-bit products at the end of ``items``: gradients of an input and of weights, for which
     nothing is gathered again.
     """
     places: list[int] = []
@@ -172,13 +177,13 @@ def _scattered(items: list[Item], tp: int) -> Iterator[Item]:
 
 
 def _makes(item: Item | None, scattered: Item | None) -> bool:
-    """Whether ``item`` is a whole product of which ``scattered`` is the reduce-scatter, that follows it."""
+    """True if ``item`` is a whole product and ``scattered``, the next item, the reduce-scatter of its output."""
     return _is_product(item) and not _cut(item) and _waited_for(scattered, "reduce_scatter")
 
 
 def _products_behind(items: Sequence[Item], place: int) -> list[int]:
-    """Places of the products that directly follow: all of them in a forward pass; where gradients of weights are among
-    them, the first alone.
+    """Return the indices of the directly following products: all of them in a forward pass; only the first if gradients
+    of weights are among them.
     """
     found: list[int] = []
     for at in range(place + 1, len(items)):
@@ -193,7 +198,7 @@ def _products_behind(items: Sequence[Item], place: int) -> list[int]:
 
 
 def _pieces(works: Sequence[Work], tp: int, number: int) -> Iterator[Item]:
-    """One of ``tp`` pieces of each product; the first is launched by what launches the whole."""
+    """Yield piece ``number`` of ``tp`` pieces of each product; the first is launched by the launch of the whole."""
     for work in works:
         if number:
             yield HostWork("T5", work.call)

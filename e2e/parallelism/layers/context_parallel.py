@@ -1,12 +1,12 @@
-"""Attention of ranks that share every sequence: keys and values are gathered, everything else stays with its tokens.
+"""Attention of context-parallel ranks: keys and values are gathered, everything else stays with its tokens.
 
-As Llama 3 was trained (arXiv 2407.21783, section 3.3.2): each rank has one piece of the front and one of the back of a
-sequence, so that causal attention is the same work for all, half of its queries x all keys. What is gathered is
-gathered again for the backward pass. ``ring``: block by block (:mod:`e2e.parallelism.layers.ring_attention`).
-``a2a``: tokens are exchanged for heads, so that every rank attends over whole sequences with its share of the heads
-(DeepSpeed-Ulysses, arXiv 2309.14509; ``cp_comm_type=a2a`` of Megatron-Core, whose copy that puts the halves of a
-sequence in order is left out). What a kernel does with windows and sinks says
-:mod:`e2e.capture.fused_attention`, here as on one rank. Imports ``torch``.
+As in the training of Llama 3 (arXiv 2407.21783, section 3.3.2): each rank has one piece of the front and one of the
+back of a sequence, so that causal attention is the same work for all, half of its queries x all keys. Gathered data are
+gathered again for the backward pass. ``ring``: block by block (:mod:`e2e.parallelism.layers.ring_attention`). ``a2a``:
+tokens are exchanged for heads, so that every rank attends over whole sequences with its share of the heads
+(DeepSpeed-Ulysses, arXiv 2309.14509; ``cp_comm_type=a2a`` of Megatron-Core, whose copy that reorders the halves of a
+sequence is left out). Kernels handle windows and sinks as in :mod:`e2e.capture.fused_attention`, here as on one rank.
+Imports ``torch``.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ HEADS = 1  # dimension of the heads in (batch, heads, tokens, head_dim)
 
 
 def split_attention(model: Any, cp: int, attention: str, form: ContextForm = "gather", heads: int = 1) -> None:
-    """Makes a Hugging Face ``model`` that runs on ``1 / cp`` of the tokens attend to those of all ``cp`` ranks.
+    """Make a Hugging Face ``model`` on ``1 / cp`` of the tokens attend to those of all ``cp`` ranks.
 
     ``attention``: ``eager``, ``sdpa`` or ``fused``, as the model was built. ``form``: as ``cp-form`` of
-    :mod:`e2e.parallelism.spec`; ``heads``: ranks among which tokens are exchanged for heads. Models whose attention has
-    no entry in the library's table of attention functions stay as they are.
+    :mod:`e2e.parallelism.spec`; ``heads``: number of ranks that exchange tokens for heads. Models whose attention is
+    not in the library's table of attention functions are unchanged.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -64,7 +64,7 @@ def _attend(
     attention_mask: torch.Tensor | None,
     **others: Any,
 ) -> Any:
-    """Attention of the rank's queries to the keys of all ranks."""
+    """Compute attention of the rank's queries to the keys of all ranks."""
     gathered = Regathered(lambda part: torch.ops.parallel.context_all_gather(part, cp, TOKENS))
     keys, values = (gather_context(part, cp, TOKENS) for part in (key, value))
     gathered.know(keys, key)
@@ -84,7 +84,7 @@ def _own(
     attention_mask: torch.Tensor | None,
     **others: Any,
 ) -> Any:
-    """The attention as the model was built with it."""
+    """Compute attention by the function that the model was built with."""
     if attention == "eager":
         own = sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[attr-defined]
         return own(module, query, keys, values, attention_mask, **others)
@@ -104,7 +104,7 @@ def _attend_by_heads(
     attention_mask: torch.Tensor | None,
     **others: Any,
 ) -> Any:
-    """Attention, by ``inner``, of the tokens of all ``ranks`` with a share of the heads."""
+    """Compute attention, by ``inner``, over the tokens of all ``ranks`` with a share of the heads."""
     for part, kind in ((query, "attention heads"), (key, "key-value heads")):
         if part.shape[HEADS] % ranks:
             count = part.shape[HEADS]
@@ -121,7 +121,7 @@ def _attend_by_heads(
         length = query.shape[TOKENS]
         attention_mask = attention_mask.new_empty((*attention_mask.shape[:-2], length, length))
     output, *rest = inner(module, query, key, value, attention_mask, **others)
-    # What attention gives back has its tokens before its heads: the dimensions have changed places.
+    # The output of attention has tokens before heads: the two dimensions are exchanged.
     return ExchangeHeads.apply(output, ranks, HEADS, TOKENS), *rest
 
 
@@ -137,7 +137,7 @@ def _attend_ring(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of the rank's queries to the keys of all ranks, a block at a time."""
+    """Compute attention of the rank's queries to the keys of all ranks, block by block."""
     if sliding_window or s_aux is not None or not getattr(module, "is_causal", True):
         raise InputError("cp-form=ring is for causal attention without windows and sinks; use cp-form=gather")
     keys, values = (repeated(each, query.shape[1]) for each in (key, value))
@@ -156,7 +156,9 @@ def _fused(
     is_causal: bool | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """As the library's ``sdpa_attention_forward``, which would drop keys where there are more than queries."""
+    """Compute attention as the library's ``sdpa_attention_forward``, which would drop keys if there are more than
+    queries.
+    """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     output = torch.nn.functional.scaled_dot_product_attention(
         query,

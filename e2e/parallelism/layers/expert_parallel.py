@@ -1,11 +1,12 @@
-"""Experts divided among ranks: rows of tokens go to the ranks of their experts, and back (GShard, arXiv 2006.16668).
+"""Experts divided among ranks: rows of tokens are sent to the ranks of their experts, and back (GShard, arXiv
+2006.16668).
 
-``alltoall``, as Megatron-LM's dispatcher of that name: rows are sorted by expert, one per token and expert exchanged
-together with their routing weights, sorted again among the experts of the rank that received them, computed, and sent
-back. ``deepep`` (deepseek-ai/DeepEP): a token is sent once to every rank that has any of its experts, over the network
-once to every node, from where its GPUs hand it on; the rank that receives it makes the rows, and adds their results up
-before one is sent back. Which experts tokens choose depends on values: :class:`ExpertRouting` says how many rows the
-rank gets that gets most, and that rank is captured. Imports ``torch``.
+``alltoall``, as Megatron-LM's dispatcher of that name: rows are sorted by expert, exchanged together with their routing
+weights, one row per token and expert, sorted again among the experts of the receiving rank, computed, and sent back.
+``deepep`` (deepseek-ai/DeepEP): a token is sent once to every rank with any of its experts, over the network once to
+every node, where the GPUs forward it; the receiving rank makes the rows, and sums their outputs before one is sent
+back. The experts of tokens depend on values: :class:`ExpertRouting` gives the number of rows of the busiest rank, which
+is the rank captured. Imports ``torch``.
 """
 
 from __future__ import annotations
@@ -30,38 +31,41 @@ _ops = torch.ops.moe
 
 @dataclass(frozen=True)
 class Exchange:
-    """``ranks`` among which experts are divided; ``inside``: as many of them are in one node (``None``: all).
-    ``groups``: how many of how many equal groups of experts a token may choose from, which keeps it to few nodes
-    (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
-    """
+    """Exchange of tokens between expert-parallel ranks."""
 
+    # Number of ranks that divide the experts.
     ranks: int
     dispatch: Dispatch = "alltoall"
     routing: ExpertRouting = BALANCED
+    # Number of these ranks in one node (None: all).
     inside: int | None = None
+    # (number of groups that a token may choose from, number of equal groups of experts), a restriction to few nodes
+    # (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
     groups: tuple[int, int] = (1, 1)
 
     @property
     def in_node(self) -> int:
-        """Ranks of one node."""
+        """Number of ranks in one node."""
         return self.ranks if self.inside is None else max(min(self.inside, self.ranks), 1)
 
 
 def distinct(experts: int, chosen: int, parts: int) -> float:
-    """How many of ``parts`` equal parts of the experts a token that chooses ``chosen`` of them meets, on average."""
+    """Return the mean number of ``parts`` equal parts of the experts in which a token that chooses ``chosen`` experts
+    has any.
+    """
     outside = experts - experts // parts
     missed = comb(outside, chosen) / comb(experts, chosen) if outside >= chosen else 0.0
     return parts * (1 - missed)
 
 
 def met(exchange: Exchange, experts: int, chosen: int, parts: int) -> float:
-    """As :func:`distinct`, of a token that keeps to its groups."""
+    """Return the number of :func:`distinct` for a token restricted to its groups."""
     allowed, groups = exchange.groups
     if groups == 1 or experts % groups or (parts % groups and groups % parts):
         return distinct(experts, chosen, parts)
     if parts % groups == 0:
         return distinct(experts * allowed // groups, chosen, parts * allowed // groups)
-    # A part holds several groups, of which the token may choose from ``k``.
+    # A part holds several groups, ``k`` of which the token may choose from.
     own, size = groups // parts, experts // groups
     missed = 0.0
     for k in range(max(0, allowed - groups + own), min(own, allowed) + 1):
@@ -71,7 +75,7 @@ def met(exchange: Exchange, experts: int, chosen: int, parts: int) -> float:
 
 
 def divide(model: Any, layers: nn.ModuleList, exchange: Exchange, source: str) -> None:
-    """Leaves ``1 / ranks`` of the experts of every layer on this rank, in place; ``InputError`` where it cannot be."""
+    """Keep ``1 / ranks`` of the experts of every layer on this rank, in place; raise ``InputError`` if not possible."""
     ep = exchange.ranks
     groups = getattr(model.config, "n_group", None) or 1
     exchange = replace(exchange, groups=(getattr(model.config, "topk_group", None) or groups, groups))
@@ -103,12 +107,14 @@ def _shrink(experts: Any, ep: int) -> None:
 
 
 def _received(exchange: Exchange, experts: int, rows: int) -> int:
-    """Rows of the rank that gets most, where every rank sends ``rows``."""
+    """Return the rows of the busiest rank, if every rank sends ``rows``."""
     return sum(exchange.routing.slowest(rows * exchange.ranks, experts, exchange.ranks))
 
 
 def _library(own: Any, exchange: Exchange, experts: int) -> Callable[..., torch.Tensor]:
-    """``own``: the library's forward of this rank's experts on rows that one expert each takes."""
+    """Return the exchanging forward; ``own``: the library's forward of this rank's experts on rows of one expert
+    each.
+    """
 
     def forward(states: torch.Tensor, selected: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         tokens, chosen = selected.shape
@@ -139,8 +145,9 @@ def _rows_exchanged(experts: Any, exchange: Exchange, whole: int, products: Prod
 
 
 def _wait_for_counts(exchange: Exchange, selected: torch.Tensor, experts: int) -> None:
-    """The host must know how many rows it sends and gets, and its experts have; not with a capacity, to which rows are
-    padded."""
+    """Record the host's wait for the numbers of rows sent, received and per expert; not needed with a capacity, to
+    which rows are padded.
+    """
     if exchange.routing.capacity is None:
         _ops.counts_to_host(selected, experts)
 
@@ -169,7 +176,7 @@ def _tokens_exchanged(experts: Any, exchange: Exchange, whole: int, products: Pr
 
 
 class _Resized(torch.autograd.Function):
-    """Rows copied or added up to ``rows`` of them inside the kernels that exchange: shapes change, no kernel runs."""
+    """Copy or sum rows to ``rows`` of them, as done inside the exchanging kernels: shapes change, no kernel runs."""
 
     @staticmethod
     def forward(ctx: Any, given: torch.Tensor, rows: int) -> torch.Tensor:
@@ -182,7 +189,7 @@ class _Resized(torch.autograd.Function):
 
 
 class _SentOn(torch.autograd.Function):
-    """``sent`` copies of rows go out and ``received`` come in; the gradients go the other way."""
+    """Exchange of ``sent`` outgoing and ``received`` incoming copies of rows; gradients go the other way."""
 
     @staticmethod
     def forward(ctx: Any, given: torch.Tensor, sent: int, received: int, group: Any) -> torch.Tensor:
@@ -199,8 +206,9 @@ class _SentOn(torch.autograd.Function):
 def _on_this_rank(
     experts: Any, exchange: Exchange, given: torch.Tensor, weights: torch.Tensor, rows: int, products: Products
 ) -> torch.Tensor:
-    """Rows sorted by this rank's experts, computed, and put back as they came."""
-    # A capacity is a multiple already, and DeepEP's receiving kernels leave the room (pad_multiple of its HybridEP).
+    """Sort rows by this rank's experts, compute, and restore their order."""
+    # Rows of a capacity are a multiple already, and DeepEP's receiving kernels add the padding (pad_multiple of its
+    # HybridEP).
     padded = pads(products) and exchange.routing.capacity is None and exchange.dispatch == "alltoall"
     if experts.num_experts == 1 and given.shape[0] == rows:
         return apply_experts(experts, given, weights, products, padded)

@@ -1,8 +1,9 @@
-"""The fused kernels of Megatron-LM and Apex as operators on the device without memory. Imports ``torch``.
+"""Fused kernels of Megatron-LM and Apex as operators on the meta device. Imports ``torch``.
 
-Each stands for one launch of a CUDA or TorchScript-fused kernel; :mod:`e2e.lowering.families.megatron_operators` says
-what it moves. Sources: megatron/fused_kernels (scaled_upper_triang_masked_softmax), megatron/model/fused_bias_gelu.py,
-``bias_dropout_add_fused_train`` of megatron/model/transformer.py, csrc/multi_tensor_adam.cu of Apex.
+Each represents one launch of a CUDA or TorchScript-fused kernel; :mod:`e2e.lowering.families.megatron_operators` gives
+the bytes it moves. Sources: megatron/fused_kernels (scaled_upper_triang_masked_softmax),
+megatron/model/fused_bias_gelu.py, ``bias_dropout_add_fused_train`` of megatron/model/transformer.py,
+csrc/multi_tensor_adam.cu of Apex.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class BiasDropoutAdd(torch.autograd.Function):
 
 
 def fused_adam(parameters: list[torch.nn.Parameter]) -> Callable[[], None]:
-    """A step of Apex' ``FusedAdam`` over 16-bit parameters with FP32 moments and no master weights."""
+    """Return a step of Apex's ``FusedAdam`` over 16-bit parameters with FP32 moments and no master weights."""
     moments = [[torch.empty_like(each, dtype=torch.float32) for each in parameters] for _ in range(2)]
     values = [each.detach() for each in parameters]
     gradients = [each.grad for each in parameters]

@@ -1,7 +1,7 @@
-"""GPT as Megatron-LM builds it: sequence-first, fused kernels, tensor-parallel layers of one rank. Imports ``torch``.
+"""GPT as built by Megatron-LM: sequence-first, fused kernels, tensor-parallel layers of one rank. Imports ``torch``.
 
-What each rank holds and communicates follows Shoeybi et al. (arXiv 1909.08053): heads, the inner width of the MLP and
-the vocabulary are split over ``tp`` ranks. Only shapes matter; nothing is initialised.
+The split over ranks follows Shoeybi et al. (arXiv 1909.08053): heads, the inner width of the MLP and the vocabulary are
+split over ``tp`` ranks. Only shapes matter; nothing is initialised.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ VOCABULARY_MULTIPLE = 128
 
 @dataclass(frozen=True)
 class GptConfig:
-    """``layers`` of width ``hidden`` with ``heads``. ``padded``: the vocabulary is padded so that it divides, and head
-    and loss are Megatron-LM's; else each rank has ``vocabulary // tp`` rows in a head of its own, and the loss is
-    ``torch.nn.CrossEntropyLoss`` over the second dimension, as in vTrain's profiled model (src/model/gpt_model.py).
+    """Sizes of a GPT model.
+
+    If ``padded``, the vocabulary is padded to divide evenly, and head and loss are Megatron-LM's; otherwise each rank
+    has ``vocabulary // tp`` rows in a separate head, and the loss is ``torch.nn.CrossEntropyLoss`` over the second
+    dimension, as in vTrain's profiled model (src/model/gpt_model.py).
     """
 
     layers: int
@@ -34,12 +36,12 @@ class GptConfig:
     padded: bool = True
 
     def rows(self, tp: int) -> int:
-        """Of the vocabulary on one rank."""
+        """Return the rows of the vocabulary on one rank."""
         multiple = VOCABULARY_MULTIPLE * tp
         return (-(-self.vocabulary // multiple) * multiple if self.padded else self.vocabulary) // tp
 
     def check(self, tp: int) -> None:
-        """``InputError`` if the heads do not divide."""
+        """Raise ``InputError`` if the heads do not divide evenly."""
         if self.heads % tp or self.hidden % self.heads:
             raise InputError(
                 f"hidden size {self.hidden}, {self.heads} heads: cannot be split over tp={tp}; "
@@ -48,7 +50,7 @@ class GptConfig:
 
 
 class ParallelLinear(nn.Module):
-    """A product whose bias is added elsewhere (``skip_bias_add``)."""
+    """Weights of a product whose bias is added elsewhere (``skip_bias_add``)."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -57,7 +59,7 @@ class ParallelLinear(nn.Module):
 
 
 class MegatronAttention(nn.Module):
-    """Heads / tp heads; column-parallel query-key-value, row-parallel output."""
+    """Attention with heads / tp heads; column-parallel query-key-value, row-parallel output."""
 
     def __init__(self, config: GptConfig, tp: int) -> None:
         super().__init__()
@@ -81,7 +83,7 @@ class MegatronAttention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Column-parallel to four times the width, row-parallel back."""
+    """MLP: column-parallel to four times the width, row-parallel back."""
 
     def __init__(self, config: GptConfig, tp: int) -> None:
         super().__init__()
@@ -99,7 +101,7 @@ class Mlp(nn.Module):
 
 
 class MegatronLayer(nn.Module):
-    """Attention and MLP behind layer norms, with fused residual connections."""
+    """Attention and MLP, each after a layer norm, with fused residual connections."""
 
     def __init__(self, config: GptConfig, tp: int) -> None:
         super().__init__()
@@ -116,7 +118,7 @@ class MegatronLayer(nn.Module):
 
 
 class MegatronEmbedding(nn.Module):
-    """Tokens of this rank's part of the vocabulary, positions, dropout."""
+    """Embedding of tokens of this rank's part of the vocabulary, positions, dropout."""
 
     def __init__(self, config: GptConfig, tp: int) -> None:
         super().__init__()
@@ -138,7 +140,7 @@ class MegatronEmbedding(nn.Module):
 
 
 class Gpt(nn.Module):
-    """The whole model of one tensor-parallel rank; ``forward`` gives the loss."""
+    """Whole model of one tensor-parallel rank; ``forward`` returns the loss."""
 
     def __init__(self, config: GptConfig, tp: int) -> None:
         super().__init__()
@@ -153,7 +155,7 @@ class Gpt(nn.Module):
 
     @property
     def tied_weight(self) -> torch.Tensor | None:
-        """The word embedding, if the head is the same."""
+        """Word embedding if the head shares it, or None."""
         return self.head if self.padded else None
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -202,8 +204,9 @@ class ParallelCrossEntropy(torch.autograd.Function):
 
 
 def inputs(config: GptConfig, batch: int, tp: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens, positions and labels on the device without memory: (batch, sequence), labels of the plain loss
-    (batch, rows of the vocabulary)."""
+    """Return tokens, positions and labels on the meta device: (batch, sequence), labels of the plain loss (batch, rows
+    of the vocabulary).
+    """
     with torch.device("meta"):
         shape = (batch, config.sequence_length)
         tokens, positions = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))

@@ -1,7 +1,8 @@
-"""What the passes of a part of the model allocate and free, so that a stage's memory can be replayed.
+"""Allocations and frees of the passes of a model's parts, for replaying a stage's memory.
 
-Each part is closed: a storage that another part makes and this one frees (the activations between two layers, the
-gradient of such) counts as allocated when this part begins, and in the part that makes it until that ends.
+Each part is self-contained: a storage that is made by another part and freed by this one (the activations between two
+layers, or their gradient) counts as allocated at the beginning of this part, and in the part that makes it until that
+part ends.
 """
 
 from __future__ import annotations
@@ -14,38 +15,40 @@ from e2e.step.caching_allocator import whole_blocks
 from e2e.step.memory import Lifetime, lifetimes, role_of
 from e2e.step.operator_trace import OperatorTrace, tensors
 
-# The cast of a weight of which Transformer Engine keeps both copies for the micro-batches of a step.
+# Cast of a weight with both copies, which Transformer Engine keeps for the micro-batches of a step.
 _CAST = "float8::cast_both"
 _GATHER = "parallel::all_gather"
-# A part's name, and with it: which pass, whether backward.
+# Name of a part; with the number of the pass, and True for backward.
 PartName = str | int
 PartKey = tuple[int, bool, PartName]
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryEvent:
-    """``storage`` is allocated with ``size`` bytes, or freed where that is 0. ``gradient``: it is a parameter's, which
-    no event frees, of ``alike`` experts. ``cast_weight``: it is a weight in 8 bits, the same in every pass of a step.
-    """
+    """Allocation of ``storage`` with ``size`` bytes, or its free if ``size`` is 0."""
 
     storage: int
     size: int
+    # True if it is the gradient of a parameter, which no event frees.
     gradient: bool = False
+    # Number of experts in the gradient.
     alike: int = 1
+    # True if it is a weight in 8 bits, the same in every pass of a step.
     cast_weight: bool = False
 
 
 @dataclass(frozen=True)
 class PartMemory:
-    """``forward`` and ``backward``: what a pass allocates and frees, in order. Of the storages that the forward pass
-    leaves to the backward pass: ``given`` are its input, ``core`` those that selective recomputation makes anew.
-    ``chosen``: what recomputation by operators keeps.
-    """
+    """Allocations and frees of one part."""
 
+    # Events of the forward and backward pass, in order.
     forward: tuple[MemoryEvent, ...] = ()
     backward: tuple[MemoryEvent, ...] = ()
+    # Storages kept for the backward pass that are the input of the part.
     given: frozenset[int] = frozenset()
+    # Storages that selective recomputation makes again.
     core: frozenset[int] = frozenset()
+    # Storages that recomputation by operators keeps.
     chosen: frozenset[int] = frozenset()
 
     @property
@@ -60,8 +63,9 @@ class PartMemory:
         return alive
 
     def kept(self, recompute: str) -> frozenset[int]:
-        """What of the forward pass stays for the backward pass with ``recompute=``: a layer that runs again needs what
-        it was given, whether or not the backward pass itself reads that."""
+        """Return the storages kept for the backward pass with ``recompute=``; a recomputed layer needs its input even
+        if the backward pass does not read it.
+        """
         if recompute == "full":
             return self.given
         if recompute == "operators":
@@ -70,8 +74,9 @@ class PartMemory:
         return left - self.core if recompute == "selective" else left
 
     def coarse(self) -> PartMemory:
-        """The same with one storage for all temporary ones of a pass: their most, of the backward pass until the
-        gradients are there."""
+        """Return the events with all temporary storages of a pass merged into one of their peak size, freed in the
+        backward pass after the gradients are allocated.
+        """
         cast = tuple(event for event in self.forward if event.cast_weight and event.size)
         if cast:
             others = [
@@ -100,7 +105,9 @@ class PartMemory:
         )
 
     def _most_in_backward(self, left: Mapping[int, int]) -> int:
-        """Bytes besides what the forward pass has left, gradients among them."""
+        """Return the peak bytes of the backward pass beyond the storages kept by the forward pass, without
+        gradients.
+        """
         level, most = sum(left.values()), 0
         sizes = dict(left)
         for event in self.backward:
@@ -114,7 +121,7 @@ class PartMemory:
 
 
 def _most(events: tuple[MemoryEvent, ...], besides: Mapping[int, int]) -> int:
-    """Most bytes of storages not in ``besides`` at a time."""
+    """Return the peak bytes of storages not in ``besides``."""
     level = most = 0
     sizes: dict[int, int] = {}
     for event in events:
@@ -134,11 +141,11 @@ def memory_of_parts(
     chosen: Collection[int] = (),
     never_made: Collection[int] = (),
 ) -> dict[PartName, PartMemory]:
-    """Part -> its memory in the first two passes of ``trace``.
+    """Return part -> its memory in the first two passes of ``trace``.
 
-    ``parts``: call -> where it belongs. ``core``, ``chosen``: calls, with those inside them, of the forward pass that
-    selective recomputation repeats and whose results recomputation by operators keeps. ``never_made``: storages that
-    compiled code keeps in registers or makes anew.
+    ``parts``: call -> its part. ``core``, ``chosen``: forward calls, with their nested calls, that selective
+    recomputation repeats, and whose outputs recomputation by operators keeps. ``never_made``: storages that compiled
+    code keeps in registers or recomputes.
     """
     found = lifetimes(trace)
     writer = _PartWriter(trace, parts, _cast_weights(trace, found), _own_shares(trace))
@@ -158,8 +165,9 @@ def memory_of_parts(
 
 
 def _cast_weights(trace: OperatorTrace, found: Mapping[int, Lifetime]) -> frozenset[int]:
-    """Storages of weights in 8 bits that the backward pass reads, and of their other copies of the same casts. Recipes
-    that cast anew in every pass keep the weights alone, and none of these.
+    """Return the storages of 8-bit weights that the backward pass reads, and of other copies by the same casts.
+
+    Empty for recipes that cast in every pass and keep only the weights.
     """
     cast: set[int] = set()
     for call in trace.calls:
@@ -172,9 +180,10 @@ def _cast_weights(trace: OperatorTrace, found: Mapping[int, Lifetime]) -> frozen
 
 
 def _own_shares(trace: OperatorTrace) -> dict[int, float]:
-    """Storage -> the share of it that is kept for the backward pass, of casts of what was gathered from other ranks:
-    Transformer Engine keeps the rank's own part in 8 bits and gathers it again (``_LayerNormLinear`` of its module/
-    layernorm_linear.py), as sequence-parallel layers of 16 bits do.
+    """Return storage -> fraction kept for the backward pass, for casts of data gathered from other ranks.
+
+    Transformer Engine keeps the rank's own part in 8 bits and gathers it again (``_LayerNormLinear`` of its
+    module/layernorm_linear.py), as sequence-parallel layers of 16 bits do.
     """
     gathered: dict[int, float] = {}
     found: dict[int, float] = {}
@@ -193,7 +202,7 @@ def _own_shares(trace: OperatorTrace) -> dict[int, float]:
 
 @dataclass
 class _PartWriter:
-    """Collects allocations and frees by part and pass, each with its place among the calls."""
+    """Collector of allocations and frees by part and pass, each with its index among the calls."""
 
     trace: OperatorTrace
     keys: Mapping[int, PartKey]
@@ -215,7 +224,7 @@ class _PartWriter:
                 self.ends[last[1:]] = (begin, place)
 
     def add(self, storage: int, life: Lifetime) -> None:
-        """A storage that is made in the first two passes."""
+        """Add a storage made in the first two passes."""
         owner, end = self.at[life.first], self.at[min(life.last, len(self.at) - 1)]
         if owner is None or owner[0] != 0:
             return
@@ -232,7 +241,7 @@ class _PartWriter:
         last = life.last
         other = end[1:] if end is not None and end[0] == 0 else home
         if other not in (home, (True, home[1])):
-            # Another part may have freed what it did not use: a name in Python was bound anew there.
+            # Another part may have freed a storage without using it, when a Python name was rebound there.
             user = self.at[life.used]
             last, other = life.used, user[1:] if user is not None and user[0] == 0 else home
         if other == home:
@@ -245,11 +254,11 @@ class _PartWriter:
     def _hand_on(
         self, storage: int, size: int, last: int, home: tuple[bool, PartName], other: tuple[bool, PartName]
     ) -> None:
-        """Another part frees it: from that one's first pass after it was made it is there as given."""
+        """Split a storage that another part frees: it is an input of that part from the part's first pass on."""
         self._event(home, self.ends[home][1] + 0.5, MemoryEvent(storage, 0))
         name = other[1]
         entry = (False, name) if not home[0] and (False, name) in self.ends else other
-        given = -1 - storage  # its own number: the part that has made it has its own
+        given = -1 - storage  # a separate number, since the part that makes it has its own
         self._event(entry, self.ends[entry][0] - 0.5, MemoryEvent(given, size))
         self._event(other, last + 0.5, MemoryEvent(given, 0))
         if not entry[0]:
@@ -271,6 +280,6 @@ class _PartWriter:
 
 
 def _closed(memory: PartMemory) -> PartMemory:
-    """With the marks of its own storages alone."""
+    """Return ``memory`` with the marks of its own storages only."""
     own = frozenset(event.storage for event in memory.forward)
     return PartMemory(memory.forward, memory.backward, memory.given, memory.core & own, memory.chosen & own)

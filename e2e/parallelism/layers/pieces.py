@@ -1,7 +1,7 @@
-"""A captured step cut into parts that can be put together anew: what comes before the layers, a layer, what follows.
+"""Parts of a captured step that can be recombined: the part before the layers, a layer, the part after the layers.
 
-Three layers are captured however many the model has: the first, one from the middle, the last. Each runs twice, because
-a gradient that is added to another one costs a kernel that the first of a step does not.
+Three layers are captured, however many the model has: the first, a middle one, the last. Each runs twice, since adding
+a gradient to an earlier one costs a kernel that the first gradient of a step does not need.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from e2e.step.operator_trace import OperatorCall, OperatorTrace, tensors
 
 CAPTURED_LAYERS = 3
 FIRST, LAST = "first", "last"
-# A part's name: what precedes the layers, the place of a captured layer, what follows the layers.
+# Name of a part: before the layers, the index of a captured layer, after the layers.
 Name = str | int
-# (place of a captured layer, module inside it, operator) -> whether selective recomputation runs it again.
+# (index of a captured layer, module inside it, operator) -> True if selective recomputation runs it again.
 Repeats = Callable[[int, str, str], bool]
-# Pass, whether backward, part.
+# Pass, True for backward, part.
 Key = tuple[int, bool, Name]
 
 
 def nothing_again(place: int, module: str, operator: str) -> bool:
-    """The :data:`Repeats` of layers that keep all."""
+    """Return False: the :data:`Repeats` of layers without recomputation."""
     return False
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A kernel to launch, or several as one: a task without its place. Durations of the kernel and of its launch, where
+    """Kernel to launch, or several as one: a task without its index. Durations of the kernel and its launch, if
     known.
     """
 
@@ -50,22 +50,23 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class LayerCollective:
-    """A collective inside a layer that the compute stream waits for. ``size_bytes``: what one rank puts in; ``group``:
-    as in :data:`e2e.step.collective_names.INSIDE_LAYERS`; ``early``: only what follows the next kernel waits;
-    ``pieces``: it is one of so many of this size that start as one.
-    """
+    """Collective inside a layer that the compute stream waits for."""
 
     kind: str
+    # Input of one rank.
     size_bytes: int
     call: int
+    # As in :data:`e2e.step.collective_names.INSIDE_LAYERS`.
     group: str = "tp"
+    # True if the next kernel does not wait for it, only later work.
     early: bool = False
+    # Number of transfers of this size that are started as one.
     pieces: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The gradient of one parameter is there. ``experts``: it is of the weights of all experts of a layer."""
+    """The gradient of one parameter is complete. ``experts``: it is that of the weights of all experts of a layer."""
 
     size_bytes: int
     experts: bool = False
@@ -73,7 +74,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Called:
-    """The host calls so many operators in what follows, those inside others too."""
+    """Number of operators called by the host in the following items, including nested ones."""
 
     operators: int
 
@@ -83,42 +84,43 @@ Item = HostWork | Synchronize | Work | LayerCollective | Ready | Called
 
 @dataclass(frozen=True)
 class Part:
-    """One direction of a piece of the model."""
+    """One direction of a part of the model."""
 
     items: tuple[Item, ...] = ()
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """``forward[name]``, ``backward[name]`` and ``accumulate[name]`` (gradients are added to those of earlier passes).
-
-    ``core``: of each layer's forward part, what selective recomputation runs again. ``chosen``: what recomputation by
-    operators runs again (attention and every second product are kept); ``needed``: what recomputation of whole layers
-    runs, up to the last operator whose result the backward pass needs. ``leading``: layers that are like the first; all
-    others are like the second. ``weights``, ``added_weights``: gradients of weights, where they are apart from
-    ``backward`` and ``accumulate`` (:mod:`e2e.parallelism.layers.weight_gradients`). ``memory``: what the passes of
-    each part allocate and free.
-    """
+    """Parts of a model by name."""
 
     forward: Mapping[Name, Part]
     backward: Mapping[Name, Part]
+    # Backward parts with gradients added to those of earlier passes.
     accumulate: Mapping[Name, Part]
+    # Forward operators of each layer that selective recomputation runs again.
     core: Mapping[Name, Part]
     calls: Mapping[int, CallInfo]
+    # Number of layers like the first; all others are like the second.
     leading: int = 1
+    # Forward operators that recomputation by operators runs again (attention and every second product are kept).
     chosen: Mapping[Name, Part] = field(default_factory=dict)
+    # Forward operators that recomputation of whole layers runs, up to the last one whose output the backward pass
+    # needs.
     needed: Mapping[Name, Part] = field(default_factory=dict)
+    # Gradients of weights, if separate from ``backward`` and ``accumulate``
+    # (:mod:`e2e.parallelism.layers.weight_gradients`).
     weights: Mapping[Name, Part] = field(default_factory=dict)
     added_weights: Mapping[Name, Part] = field(default_factory=dict)
+    # Allocations and frees of the passes of each part.
     memory: Mapping[Name, PartMemory] = field(default_factory=dict)
 
     def again(self, recompute: str) -> Mapping[Name, Part]:
-        """What of each layer's forward pass ``recompute=`` runs again before its backward pass."""
+        """Return the forward operators of each layer that ``recompute=`` runs again before its backward pass."""
         known = {"none": {}, "selective": self.core, "operators": self.chosen, "full": self.needed or self.forward}
         return known[recompute]
 
     def with_items(self, rewrite: Callable[[tuple[Item, ...]], tuple[Item, ...]]) -> Pieces:
-        """All parts with ``rewrite`` of their items; what they allocate stays the same."""
+        """Return all parts with their items rewritten by ``rewrite``; allocations stay the same."""
 
         def parts(given: Mapping[Name, Part]) -> dict[Name, Part]:
             return {name: replace(part, items=rewrite(part.items)) for name, part in given.items()}
@@ -136,7 +138,7 @@ class Pieces:
         )
 
     def captured(self, name: Name, layers: int) -> Name:
-        """The captured part that stands for part ``name`` of a model of ``layers`` layers."""
+        """Return the captured part that represents part ``name`` of a model of ``layers`` layers."""
         if not isinstance(name, int):
             return name
         if name < self.leading:
@@ -146,7 +148,7 @@ class Pieces:
 
 @dataclass(frozen=True)
 class _Unit:
-    """``inner``: the call and all below it."""
+    """Outermost call; ``inner``: the call and all its nested calls."""
 
     call: OperatorCall
     items: tuple[Item, ...]
@@ -154,7 +156,7 @@ class _Unit:
 
 
 def parts_of(trace: OperatorTrace, layers_path: str) -> dict[int, Key]:
-    """Call -> the pass, direction and part of the model that it belongs to; see :func:`cut`."""
+    """Return call -> its pass, direction and part of the model; see :func:`cut`."""
     inner = _inner_calls(trace)
     outermost = [_Unit(call, ()) for call in trace.calls if call.parent is None]
     keys = _assigned(outermost, _layer_pattern(layers_path))
@@ -168,13 +170,14 @@ def cut(
     repeats: Repeats = nothing_again,
     never_made: Collection[int] | None = None,
 ) -> Pieces:
-    """The parts of ``trace``, which holds two passes over :data:`CAPTURED_LAYERS` layers; ``graph``: it lowered.
+    """Return the parts of ``trace``, which holds two passes over :data:`CAPTURED_LAYERS` layers; ``graph``: lowered
+    trace.
 
-    ``layers_path``: module path of the list of layers. ``repeats``: what selective recomputation runs again,
-    communication left out. ``never_made``: of compiled code, storages of the trace
-    that it does not need. Recomputation by operators keeps in eager code the result of every operator that it names; in
-    compiled code only of those behind which something is computed again, for the partitioner of AOTAutograd saves what
-    the backward pass needs (``min_cut_rematerialization_partition``).
+    ``layers_path``: module path of the list of layers. ``repeats``: operators that selective recomputation runs again,
+    except communication. ``never_made``: storages of the trace that compiled code does not need, or None for eager
+    code. Recomputation by operators keeps, in eager code, the output of every operator that it names; in compiled code
+    only the outputs that later recomputation needs, since AOTAutograd's partitioner saves what the backward pass needs
+    (``min_cut_rematerialization_partition``).
     """
     groups: dict[Key, list[_Unit]] = {}
     for key, unit in _assigned(list(_units(trace, graph)), _layer_pattern(layers_path)):
@@ -183,7 +186,7 @@ def cut(
     backward = {name: _part(units) for (run, back, name), units in groups.items() if run == 0 and back}
     accumulate = {name: _part(units) for (run, back, name), units in groups.items() if run == 1 and back}
     for each in (backward, accumulate):
-        each.update({name: Part() for name in forward if name not in each})  # of frozen weights there may be none
+        each.update({name: Part() for name in forward if name not in each})  # frozen weights may have none
     core: dict[Name, Part] = {}
     chosen: dict[Name, Part] = {}
     needed: dict[Name, Part] = {}
@@ -217,7 +220,9 @@ def _layer_pattern(layers_path: str) -> re.Pattern[str]:
 
 
 def _assigned(units: list[_Unit], pattern: re.Pattern[str]) -> Iterator[tuple[Key, _Unit]]:
-    """Each unit with its pass, direction and part; what names no layer belongs to the part before it but at ends."""
+    """Yield each unit with its pass, direction and part; a unit outside all layers belongs to the preceding part, or to
+    an end.
+    """
     run, back, name = 0, False, FIRST  # type: tuple[int, bool, Name]
     for unit in units:
         call = unit.call
@@ -240,7 +245,7 @@ def _outside(name: Name, back: bool) -> Name:
 
 
 def _units(trace: OperatorTrace, graph: RankGraph) -> Iterator[_Unit]:
-    """The outermost operators in the order of the script, each with its actions."""
+    """Yield the outermost operators in script order, each with its actions."""
     calls = {call.id: call for call in trace.calls}
     found: dict[int, list[Item]] = {}
     for actions in graph.threads.values():
@@ -262,13 +267,13 @@ def _units(trace: OperatorTrace, graph: RankGraph) -> Iterator[_Unit]:
     gradients = _gradients(trace)
     inner = _inner_calls(trace)
     for place in gradients:
-        found.setdefault(place, [])  # of compiled code nothing else may be left of these
+        found.setdefault(place, [])  # compiled code may leave nothing else of these
     for place in sorted(found):
         yield _Unit(calls[place], (*found[place], *gradients.get(place, ())), tuple(inner.get(place, [calls[place]])))
 
 
 def _inner_calls(trace: OperatorTrace) -> dict[int, list[OperatorCall]]:
-    """Outermost call -> itself and all calls below it."""
+    """Return outermost call -> itself and all its nested calls."""
     inner: dict[int, list[OperatorCall]] = {}
     outermost: dict[int, int] = {}
     for call in trace.calls:
@@ -277,7 +282,7 @@ def _inner_calls(trace: OperatorTrace) -> dict[int, list[OperatorCall]]:
     return inner
 
 
-# Among them those in 8 bits: torchao's tensors go through ``aten.mm``, where the policy of the checkpoint sees them.
+# Products, including those in 8 bits: torchao's tensors call ``aten.mm``, which the checkpoint policy sees.
 PRODUCTS = ("aten::linear", "aten::mm", "aten::addmm", "aten::matmul", "float8::mm")
 ATTENTIONS = (
     "attention::fused",
@@ -287,8 +292,9 @@ ATTENTIONS = (
 
 
 def _kept_operators(units: Iterable[_Unit]) -> set[int]:
-    """Outermost calls whose results are kept: attention, and products but for every second (the save list of
-    torchtitan's ``apply_ac``, which counts ``mm``)."""
+    """Return the outermost calls whose outputs are kept: attention, and every second product (the save list of
+    torchtitan's ``apply_ac``, which counts ``mm``).
+    """
     kept: set[int] = set()
     products = 0
     for unit in units:
@@ -302,11 +308,13 @@ def _kept_operators(units: Iterable[_Unit]) -> set[int]:
 
 
 def _until_needed(units: Sequence[_Unit], backward: Iterable[_Unit]) -> list[_Unit]:
-    """``units`` up to the last whose result ``backward`` reads: there PyTorch's checkpoint stops a recomputed layer."""
+    """Return ``units`` up to the last whose output ``backward`` reads, where PyTorch's checkpoint stops recomputing a
+    layer.
+    """
     read = {tensor.storage for unit in backward for call in unit.inner for tensor in tensors(call.inputs)}
     last = 0
     for place, unit in enumerate(units):
-        given = {tensor.storage for tensor in tensors(unit.call.inputs)}  # views of these are made, and read, too
+        given = {tensor.storage for tensor in tensors(unit.call.inputs)}  # views of these are also made and read
         made = {tensor.storage for call in unit.inner for tensor in tensors(call.outputs)}
         if (made - given) & read:
             last = place
@@ -314,18 +322,18 @@ def _until_needed(units: Sequence[_Unit], backward: Iterable[_Unit]) -> list[_Un
 
 
 def _meets(unit: _Unit) -> bool:
-    """Whether ``unit`` is communication, which hooks put in front of attention and behind its last product."""
+    """True if ``unit`` is communication, which hooks add before attention and after its last product."""
     return any(isinstance(item, LayerCollective) for item in unit.items)
 
 
 def _put_in(call: OperatorCall, kind: str) -> int:
-    """Bytes that a rank puts in; of an exchange what it takes out, where that is more."""
+    """Return the input bytes of a rank; for an exchange the larger of input and output."""
     given = sum(size_bytes(tensor) for tensor in tensors(call.inputs))
     return max(given, sum(size_bytes(tensor) for tensor in tensors(call.outputs))) if kind == "all_to_all" else given
 
 
 def _gradients(trace: OperatorTrace) -> dict[int, tuple[Ready, ...]]:
-    """Outermost call -> the gradient that it completes."""
+    """Return outermost call -> gradient that it completes."""
     parents = {call.id: call.parent for call in trace.calls}
     accumulating = {call.id for call in trace.calls if call.name == ACCUMULATE_GRAD}
     found: dict[int, tuple[Ready, ...]] = {}

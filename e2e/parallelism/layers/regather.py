@@ -1,4 +1,4 @@
-"""What was gathered from other ranks is not kept for the backward pass: the rank's own part is, and gathered again.
+"""Gathered tensors that are not kept for the backward pass: the rank's own part is kept, and gathered again.
 
 So do Megatron-LM's sequence-parallel layers (Korthikanti et al., arXiv 2205.05198, section 4.2.2) and Transformer
 Engine's context-parallel attention. Imports ``torch``.
@@ -17,7 +17,7 @@ Gather = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(eq=False)
 class _Whole:
-    """A gathered tensor: the rank's ``part``, and while the backward pass uses it, all of it ``again``."""
+    """Gathered tensor: the rank's ``part``, and the whole tensor ``again`` while the backward pass uses it."""
 
     part: torch.Tensor
     kept: int = 0
@@ -27,7 +27,7 @@ class _Whole:
 
 @dataclass(frozen=True, eq=False)
 class _View:
-    """How what autograd keeps lies in the whole."""
+    """View of the whole tensor saved by autograd."""
 
     whole: _Whole
     shape: tuple[int, ...]
@@ -36,8 +36,8 @@ class _View:
 
 
 class Regathered:
-    """Hooks for tensors that autograd saves. ``gather`` makes the whole of a part in the backward pass, once for all
-    that saved it.
+    """Hooks for tensors saved by autograd. ``gather`` makes the whole tensor from a part in the backward pass, once for
+    all that saved it.
     """
 
     def __init__(self, gather: Gather) -> None:
@@ -45,11 +45,11 @@ class Regathered:
         self._wholes: dict[int, _Whole] = {}
 
     def know(self, whole: torch.Tensor, part: torch.Tensor) -> None:
-        """``whole`` was gathered from ``part`` and others; it must live as long as the hooks are set."""
+        """Register ``whole``, gathered from ``part`` and others; it must live as long as the hooks are set."""
         self._wholes[whole.untyped_storage()._cdata] = _Whole(part)
 
     def hooks(self) -> Any:
-        """The context in which what was gathered is not kept."""
+        """Return the context in which gathered tensors are not kept."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _View:

@@ -1,5 +1,5 @@
-"""What selective recomputation runs again: parts of a layer by the names that Megatron-Core's ``recompute_modules`` has
-for them. Imports ``torch``.
+"""Selective recomputation: parts of a layer by their names in Megatron-Core's ``recompute_modules``. Imports
+``torch``.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ _UP_PROJECTIONS = ("q_b_proj", "kv_b_proj")
 
 
 def repeats(names: Sequence[str], layers: Any, source: str) -> Repeats:
-    """What ``names`` mean in ``layers``; ``InputError`` for a part that none of them has, but for attention.
+    """Return the predicate of the parts ``names`` in ``layers``; raise ``InputError`` for a part, other than attention,
+    that no layer has.
 
-    ``core_attn``: attention with all that its module does itself; ``mla_up_proj``: queries, keys and values of latents,
-    and their rotation; ``layernorm``: norms between the parts of a layer; ``mlp``: one without experts; ``moe_act``:
-    the activation of experts.
+    ``core_attn``: attention with all operators of its module itself; ``mla_up_proj``: queries, keys and values of
+    latents, and their rotation; ``layernorm``: norms between the parts of a layer; ``mlp``: one without experts;
+    ``moe_act``: the activation of experts.
     """
     inside = [{name for name, _ in layer.named_modules()} for layer in layers]
     attention = {block for each in inside for block in ATTENTION if block in each}

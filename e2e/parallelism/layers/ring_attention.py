@@ -1,12 +1,12 @@
-"""Attention of ranks that share every sequence, block by block (``cp-form=ring``): PyTorch's ``context_parallel``.
+"""Ring attention of context-parallel ranks, block by block (``cp-form=ring``): PyTorch's ``context_parallel``.
 
 Each rank has a piece of the front and one of the back of every sequence. Keys and values of all ranks are gathered
-while the rank's own block is computed (``rotate_method`` allgather, torchtitan's default); then comes a block for every
-other rank, of all queries and the front half of its keys or of the back half of the queries and all its keys, which is
-as much. Results and their logarithmic sums are merged in FP32, gradients of keys and values passed on in FP32 beside
-the next block (``convert_to_f32`` of torch/distributed/tensor/experimental/_attention.py, ``_SDPAMerger`` and
-``_templated_ring_attention_backward``). Its kernels have as many heads of keys as of queries: those that share are
-repeated. Imports ``torch``.
+while the rank's own block is computed (``rotate_method`` allgather, torchtitan's default); then follows a block for
+every other rank, of all queries and the front half of its keys or of the back half of the queries and all its keys,
+which is the same work. Outputs and their logarithmic sums are merged in FP32, gradients of keys and values are passed
+on in FP32 during the next block (``convert_to_f32`` of torch/distributed/tensor/experimental/_attention.py,
+``_SDPAMerger`` and ``_templated_ring_attention_backward``). Its kernels have as many key heads as query heads: shared
+key heads are repeated. Imports ``torch``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Block = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class RingAttention(torch.autograd.Function):
-    """Causal attention of (batch, heads, length, head_dim), as many heads of keys as of queries, among ``ranks``."""
+    """Causal attention of (batch, heads, length, head_dim), with as many key heads as query heads, among ``ranks``."""
 
     @staticmethod
     def forward(
@@ -69,19 +69,21 @@ class RingAttention(torch.autograd.Function):
 
 
 def _gather(key: torch.Tensor, value: torch.Tensor, ranks: int) -> None:
-    """Of all ranks, in one message; the first block does not wait for it."""
+    """Gather keys and values of all ranks in one message; the first block does not wait for it."""
     _parallel.context_all_gather_early(torch.cat((key.flatten(), value.flatten())), ranks, 0)
 
 
 def _block(step: int, ranks: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[Block, bool]:
-    """Operands of the block after ``step`` others on the middle rank, and whether they are the back half's queries."""
+    """Return the operands of the block after ``step`` others on the middle rank, and True if only the back half of the
+    queries is used.
+    """
     if step <= ranks // 2:
         return (query, _front(key), _front(value)), False
     return (_back(query), key, value), True
 
 
 def _added_behind(whole: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """``whole`` with ``own`` added to its back half, as a copy."""
+    """Return a copy of ``whole`` with ``own`` added to its back half."""
     return torch.cat((_front(whole), _back(whole) + own), TOKENS)
 
 
@@ -94,5 +96,5 @@ def _back(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def repeated(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    """Keys or values (batch, kv_heads, tokens, head_dim) for each of ``heads``."""
+    """Repeat keys or values (batch, kv_heads, tokens, head_dim) for ``heads`` heads."""
     return tensor if tensor.shape[1] == heads else tensor.repeat_interleave(heads // tensor.shape[1], 1)

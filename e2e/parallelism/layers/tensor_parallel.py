@@ -1,6 +1,6 @@
-"""Turns a Hugging Face transformer on the device without memory into what one tensor-parallel rank holds.
+"""Conversion of a Hugging Face transformer on the meta device to the part of one tensor-parallel rank.
 
-Products in front of the heads and the MLP's inner width are split by columns, those behind by rows, those of experts
+Products before the heads and the MLP's inner width are split by columns, products after them by rows, those of experts
 by their inner width, embedding and head by vocabulary (Megatron-LM, arXiv 1909.08053). Communication becomes the
 operators of :mod:`e2e.parallelism.layers.autograd`. Imports ``torch``.
 """
@@ -25,7 +25,7 @@ from e2e.parallelism.layers.autograd import (
 from e2e.parallelism.layers.regather import Regathered
 from e2e.step.memory import EXPERT_DIMENSIONS
 
-# Products inside a layer, by their names in GPT-2; Llama and its relatives; DeepSeek; OPT; BERT.
+# Products inside a layer, by their names in GPT-2; Llama and related models; DeepSeek; OPT; BERT.
 COLUMN = (
     ("attn.c_attn", "mlp.c_fc", "fc1")
     + ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.q_b_proj", "self_attn.kv_b_proj")
@@ -36,14 +36,14 @@ ROW = ("attn.c_proj", "mlp.c_proj", "self_attn.o_proj", "mlp.down_proj", "self_a
     "attention.output.dense",
     "output.dense",
 )
-# An MLP of experts: their weights, all in one tensor, and what stands beside them. The sum over ranks is behind it all.
+# MLP of experts: weights of all experts in one tensor, and shared experts. The sum over ranks comes after both.
 MIXTURE, EXPERTS = "mlp", "mlp.experts"
 SHARED = ("mlp.shared_expert", "mlp.shared_experts")
 SHARED_COLUMN = tuple(f"{shared}.{name}" for shared in SHARED for name in ("gate_proj", "up_proj", "gate_up_proj"))
 SHARED_ROW = tuple(f"{shared}.down_proj" for shared in SHARED)
-# Products that every rank computes: they are small.
+# Products that every rank computes in full, since they are small.
 WHOLE = ("mlp.gate", "mlp.router", "mlp.shared_expert_gate", "self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa")
-# Modules whose input is gathered or copied, once for all products inside; and the attention among them.
+# Modules whose input is gathered or copied once for all products inside, and the attention modules among them.
 BLOCKS = ("attn", "self_attn", "attention.self", "mlp", "fc1", "intermediate")
 ATTENTION = ("attn", "self_attn", "attention.self")
 # Attributes that count heads or columns of the whole layer.
@@ -63,11 +63,11 @@ def shard(
     whole_experts: bool = False,
     loss_parallel: bool = False,
 ) -> None:
-    """Splits ``model`` over ``tp`` ranks in place; ``InputError`` where it cannot be.
+    """Split ``model`` over ``tp`` ranks in place; raise ``InputError`` if not possible.
 
-    ``loss_parallel``: the loss is DTensor's, of operators of its own, in the place of the model's.
-    ``whole_experts``: those of a mixture, and its router, stay whole and see the rank's own part of the sequence alone;
-    what stands beside them gathers its input itself (``SharedExpertMLP`` of Megatron-Core).
+    ``loss_parallel``: the model's loss is replaced by DTensor's, with its own operators. ``whole_experts``: experts of
+    a mixture, and its router, stay whole and see only the rank's own part of the sequence; shared experts gather their
+    input themselves (``SharedExpertMLP`` of Megatron-Core).
     """
     if whole_experts and not any(name == EXPERTS for layer in layers for name, _ in layer.named_modules()):
         kind = model.config.model_type
@@ -103,7 +103,7 @@ def _check(config: Any, layers: nn.ModuleList, tp: int, source: str, whole_exper
 
 
 def _check_widths(layer: nn.Module, tp: int, source: str, whole_experts: bool) -> None:
-    """What is split must divide."""
+    """Raise ``InputError`` if a split dimension does not divide evenly."""
     for name, parameter in layer.named_parameters():
         module = name.rpartition(".")[0]
         if module in (*COLUMN, *SHARED_COLUMN, *ROW, *SHARED_ROW) and parameter.dim() > 1:
@@ -120,7 +120,7 @@ def _check_widths(layer: nn.Module, tp: int, source: str, whole_experts: bool) -
 def _shard_layer(layer: nn.Module, tp: int, sequence_parallel: bool, whole_experts: bool) -> None:
     modules = dict(layer.named_modules())
     whole = whole_experts and EXPERTS in modules
-    # A mixture of whole experts communicates in what stands beside them, if anything does.
+    # In a mixture of whole experts only the shared experts, if any, communicate.
     blocks = {*BLOCKS, *SHARED} - {MIXTURE} if whole else set(BLOCKS)
     ends = {*ROW, *SHARED} if whole else {*ROW, MIXTURE} if EXPERTS in modules else set(ROW)
     for name, module in modules.items():
@@ -145,7 +145,9 @@ def _shard_layer(layer: nn.Module, tp: int, sequence_parallel: bool, whole_exper
 
 
 def _shrink(module: Any, tp: int, columns: bool) -> None:
-    """Linear keeps (out, in), GPT-2's Conv1D (in, out). The bias of a row-parallel product stays whole."""
+    """Split weights (out, in) of Linear or (in, out) of GPT-2's Conv1D. The bias of a row-parallel product stays
+    whole.
+    """
     module.weight = _smaller(module.weight, tp, _split_dimension(module, columns))
     if columns and module.bias is not None:
         module.bias = _smaller(module.bias, tp, 0)
@@ -161,7 +163,9 @@ def _shrink_experts(experts: Any, tp: int) -> None:
 
 
 def _inner_dimension(experts: Any, name: str) -> int:
-    """Weights are (experts, out, in), or (experts, in, out) by what the module says; gate and up give the inner."""
+    """Return the inner dimension of weights (experts, out, in), or (experts, in, out) if the module is transposed; it
+    is the output of gate and up.
+    """
     inner = 2 if experts.is_transposed else 1
     return 3 - inner if name.endswith("down_proj") else inner
 
@@ -181,12 +185,14 @@ def _smaller(parameter: torch.Tensor, tp: int, dimension: int) -> nn.Parameter:
 
 
 def _sequence(given: torch.Tensor) -> int:
-    """Dimension of the tokens: activations are (batch, sequence, hidden) or, in OPT's MLP, (tokens, hidden)."""
+    """Return the dimension of the tokens: activations are (batch, sequence, hidden) or, in OPT's MLP, (tokens,
+    hidden).
+    """
     return given.dim() - 2
 
 
 def _gather_in_front(module: nn.Module, tp: int) -> None:
-    """The input of ``module`` is gathered, and again in the backward pass."""
+    """Gather the input of ``module``, and again in the backward pass."""
     contexts: list[Any] = []
 
     def gather(given: torch.Tensor) -> torch.Tensor:
@@ -227,10 +233,10 @@ def _behind(tp: int, sequence_parallel: bool) -> Callable[..., Any]:
 
 
 def _shard_vocabulary(model: Any, tp: int, sequence_parallel: bool, loss_parallel: bool) -> None:
-    """The vocabulary is padded so that it divides; the loss sees this rank's classes.
+    """Split the vocabulary, padded to divide evenly; the loss sees this rank's classes.
 
-    With sequence parallelism the scatter in front of the first layer adds up the looked up parts, and the gradients of
-    the head's input are added up where those of the gather behind the last layer are scattered.
+    With sequence parallelism the scatter before the first layer sums the partial embeddings, and the gradients of the
+    head's input are summed where the gradients of the gather after the last layer are scattered.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     multiple = VOCABULARY_MULTIPLE * tp
@@ -251,7 +257,7 @@ def _shard_vocabulary(model: Any, tp: int, sequence_parallel: bool, loss_paralle
         else:
             head.register_forward_hook(_before_loss)
     model.config.vocab_size = rows
-    if hasattr(model, "vocab_size"):  # some families ask the model for it
+    if hasattr(model, "vocab_size"):  # some families read the attribute of the model
         model.vocab_size = rows
 
 
@@ -260,12 +266,12 @@ def _loss_over_ranks(logits: torch.Tensor, labels: torch.Tensor, *_: Any, **__: 
 
 
 def _before_loss(head: nn.Module, args: Any, scores: torch.Tensor) -> torch.Tensor:
-    """Scores of inference stay where they are, each rank with its words."""
+    """Apply the distributed loss to the scores; in inference they stay split by vocabulary."""
     return LossOverRanks.apply(scores) if head.training else scores  # type: ignore[no-any-return]
 
 
 def _split_between(layers: nn.ModuleList, tp: int) -> None:
-    """Activations are scattered before the first layer and gathered behind the last."""
+    """Scatter activations before the first layer and gather them after the last."""
 
     def scatter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:

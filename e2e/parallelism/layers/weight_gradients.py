@@ -1,8 +1,8 @@
-"""Products that make gradients of weights: apart from those of activations, for zero-bubble schedules (Qi et al., arXiv
-2401.10241), or added to what is there.
+"""Products that compute gradients of weights: separated from those of activations, for zero-bubble schedules (Qi et
+al., arXiv 2401.10241), or accumulating in place.
 
-A backward pass is computed in two parts that may lie apart: what the stage before waits for, and the products that make
-gradients of weights, which nobody waits for before the optimizer.
+A backward pass is split into two parts that may be computed at different times: the gradients of activations, which the
+previous stage waits for, and the products of weight gradients, which are needed only by the optimizer.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ Product = Gemm | ScaledGemm
 
 
 def apart(pieces: Pieces, element_bytes: int) -> Pieces:
-    """``pieces`` whose backward parts are without gradients of weights, which are in ``weights`` and, added to those of
-    earlier passes, ``added_weights``. ``element_bytes``: of a gradient's element.
+    """Return ``pieces`` with gradients of weights moved from the backward parts to ``weights`` and, added to those of
+    earlier passes, ``added_weights``.
+
+    ``element_bytes``: bytes of a gradient's element.
     """
 
     def parts(given: Mapping[Name, Part]) -> tuple[dict[Name, Part], dict[Name, Part]]:
@@ -36,9 +38,10 @@ def apart(pieces: Pieces, element_bytes: int) -> Pieces:
 
 
 def split(items: Sequence[Item], element_bytes: int) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
-    """The items of a backward pass: all others, and those that make gradients of weights with what follows from them.
+    """Split the items of a backward pass: gradients of weights with their dependent items, and all other items
+    (returned first).
 
-    The product of a weight's gradient is the last one before the gradient is there whose result has its size.
+    The product of a weight's gradient is the last one before the gradient is complete whose output has its size.
     """
     moved: set[int] = set()
     for place, item in enumerate(items):
@@ -55,7 +58,9 @@ def split(items: Sequence[Item], element_bytes: int) -> tuple[tuple[Item, ...], 
 
 
 def _making(items: Sequence[Item], ready: int, elements: int, moved: set[int]) -> list[int]:
-    """Places of the product that makes a gradient of ``elements``, and of its sum with the one of earlier passes."""
+    """Return the indices of the product of a gradient with ``elements``, and of its addition to the gradient of earlier
+    passes.
+    """
     added: list[int] = []
     for place in range(ready - 1, -1, -1):
         item = items[place]
@@ -70,8 +75,10 @@ def _making(items: Sequence[Item], ready: int, elements: int, moved: set[int]) -
 
 
 def added_in_place(pieces: Pieces, element_bytes: int, dtype: str) -> Pieces:
-    """``pieces`` whose products add gradients of weights to values of ``dtype``, in every pass, as Megatron-LM's do
-    (``gradient_accumulation_fusion``). ``element_bytes``: of a gradient's element as the capture has it.
+    """Return ``pieces`` whose products add gradients of weights to values of ``dtype``, in every pass, as in
+    Megatron-LM (``gradient_accumulation_fusion``).
+
+    ``element_bytes``: bytes of a gradient's element in the capture.
     """
     backward = {
         name: replace(part, items=_accumulating(part.items, element_bytes, dtype))
@@ -95,8 +102,9 @@ def _accumulating(items: Sequence[Item], element_bytes: int, dtype: str) -> tupl
 
 
 def _products_of(items: Sequence[Item], ready: int, elements: int, taken: set[int | None]) -> list[int]:
-    """Places of the products of the last call before ``ready`` whose results are ``elements`` together, as those of all
-    experts of a layer are; calls in ``taken`` have made other gradients."""
+    """Return the indices of the products of the last call before ``ready`` whose outputs have ``elements`` together, as
+    those of all experts of a layer; calls in ``taken`` belong to other gradients.
+    """
     made: dict[int | None, list[int]] = {}
     sizes: dict[int | None, int] = {}
     for place in range(ready - 1, -1, -1):

@@ -1,1 +1,1 @@
-"""What a placement of embedding tables costs every rank, and what it holds in memory."""
+"""Costs of placements of embedding tables on every rank, in time and memory."""

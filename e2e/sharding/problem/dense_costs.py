@@ -1,7 +1,7 @@
-"""Seconds of the dense part of a DLRM from the widths of its MLPs, for the planner: kernels alone, no host.
+"""Kernel seconds of the dense part of a DLRM from the widths of its MLPs, for the planner; host time excluded.
 
-``predict`` captures the model itself (:mod:`e2e.sharding.dense_model`); here a plan only needs to know what its
-exchanges can hide behind.
+``predict`` captures the model itself (:mod:`e2e.sharding.dense_model`); a plan only needs the time that its exchanges
+can overlap with.
 """
 
 from __future__ import annotations
@@ -21,19 +21,22 @@ from e2e.sharding.problem.transfers import TransferTimes
 
 @dataclass(frozen=True)
 class DenseModel:
-    """``bottom``: widths from the dense features to the embedding's; ``top``: hidden widths and the output, as in
-    ``DlrmConfig``. Vectors are multiplied pairwise where all are of one width, else laid side by side.
+    """Widths of the MLPs, as in ``DlrmConfig``.
+
+    Vectors are multiplied pairwise if all have the same width, otherwise concatenated.
     """
 
+    # Widths from the dense features to the embedding width.
     bottom: tuple[int, ...]
+    # Hidden widths and the output width.
     top: tuple[int, ...]
 
     def interacts(self, tables: Sequence[EmbeddingTable]) -> bool:
-        """Whether there is a dot interaction."""
+        """True if the model has a dot interaction."""
         return all(table.dim == self.bottom[-1] for table in tables)
 
     def top_widths(self, tables: Sequence[EmbeddingTable]) -> tuple[int, ...]:
-        """With the width that comes in."""
+        """Return the widths of the top MLP, input width included."""
         vectors = len(tables) + 1
         if self.interacts(tables):
             return (self.bottom[-1] + vectors * (vectors - 1) // 2, *self.top)
@@ -41,7 +44,7 @@ class DenseModel:
 
 
 def read_dense_model(model: Mapping[str, Any]) -> DenseModel | None:
-    """The ``model`` part of ``tables.yaml``; ``None`` if there is none, ``InputError`` for another form."""
+    """Parse the ``model`` part of ``tables.yaml``; ``None`` if it is absent, raises ``InputError`` if it is invalid."""
     if not model:
         return None
     if set(model) != {"bottom", "top"}:
@@ -60,7 +63,7 @@ def _is_width(value: object) -> bool:
 def dense_part(
     model: DenseModel, tables: Sequence[EmbeddingTable], batch: int, gpu: CostModel, times: TransferTimes
 ) -> DensePart:
-    """FP32, SGD; gradients all-reduced by DDP once per MLP."""
+    """Return the dense part in FP32 with SGD; gradients are all-reduced by DDP once per MLP."""
     top = model.top_widths(tables)
     elements, top_elements = _parameters(model.bottom), _parameters(top)
     forward, backward = _interaction(model, tables, batch)
@@ -94,7 +97,7 @@ def _mlp_forward(widths: Sequence[int], batch: int) -> list[AnyOperator]:
 
 
 def _mlp_backward(widths: Sequence[int], batch: int, to_input: bool) -> list[AnyOperator]:
-    """Gradients of weights, biases and inputs; those of the first layer's input only where something needs them."""
+    """Operators of the gradients of weights, biases and inputs; those of the first layer's input only if needed."""
     records: list[AnyOperator] = []
     layers = list(zip(widths, widths[1:], strict=False))
     for place, (before, after) in reversed(list(enumerate(layers))):
@@ -111,7 +114,7 @@ def _mlp_backward(widths: Sequence[int], batch: int, to_input: bool) -> list[Any
 def _interaction(
     model: DenseModel, tables: Sequence[EmbeddingTable], batch: int
 ) -> tuple[list[AnyOperator], list[AnyOperator]]:
-    """Forward and backward."""
+    """Operators of the interaction, forward and backward."""
     vectors, width = len(tables) + 1, model.bottom[-1]
     together = batch * model.top_widths(tables)[0]
     if not model.interacts(tables):

@@ -1,4 +1,4 @@
-"""When nothing fits: how much is missing, and how many GPUs would do."""
+"""Diagnosis if nothing fits: the missing memory, and the number of GPUs that suffices."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Shortage:
-    """Bytes of all GPUs together: ``needed`` at the least, ``available``. ``table``: one that no option fits on a rank,
-    with the least ``table_bytes`` of its shards; empty if there is none. ``gpus``: the fewest for which the sum fits, 0
-    if no number does.
-    """
+    """Memory shortage, in bytes of all GPUs together."""
 
+    # Lower bound of the needed memory.
     needed: float
     available: float
+    # A table without an option that fits on a rank, or empty; `table_bytes`: the least bytes of its shards.
     table: str
     table_bytes: float
+    # The fewest GPUs for which the sum fits; 0: no number does.
     gpus: int
 
 
 def shortage(problem: Problem) -> Shortage:
-    """Compares the least that tables can take with what there is."""
+    """Compare the least memory that the tables can take with the available memory."""
     costs, ranks = problem.costs, problem.ranks
     needed, worst, name = 0.0, 0.0, ""
     for table, numbers in enumerate(problem.of_table):
@@ -42,7 +42,7 @@ def shortage(problem: Problem) -> Shortage:
 
 
 def _enough(problem: Problem, needed: float) -> int:
-    """Weights are shared by more GPUs; what every GPU needs for its own samples stays."""
+    """Number of GPUs that suffices: weights are spread over more GPUs, buffers for a GPU's own samples are not."""
     task = problem.task
     weights = sum(table.weight_bytes + table.optimizer_bytes for table in task.tables)
     own = (needed - weights) / problem.ranks
@@ -56,7 +56,7 @@ def _enough(problem: Problem, needed: float) -> int:
 
 
 def shortage_message(problem: Problem, found: Shortage) -> str:
-    """One line: what is missing and what to do."""
+    """Return a one-line message: the shortage and a remedy."""
     task = problem.task
     where = f"{problem.ranks} x {task.cluster.machine.name}"
     room = f"{problem.capacity / GIB:.1f} GiB of each left for tables ({task.reserve:.0%} reserved)"

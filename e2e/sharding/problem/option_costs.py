@@ -1,9 +1,11 @@
-"""What every option costs the ranks it touches: seconds of lookups, bytes of exchanges, bytes of memory.
+"""Costs of every option on the ranks that it uses: lookup seconds, exchanged bytes, bytes of memory.
 
 Bytes of a step (N samples of all ranks, B of one; L lookups per sample; D columns of a shard):
+
   indices   N L x 8 to the rank of a shard, N L / ranks of a block of rows; int64 as TorchRec sends them
-  lengths   N x 8 per shard: how many indices each sample has
+  lengths   N x 8 per shard: number of indices of each sample
   output    N D x 4 of a shard (pooled sums, FP32), and as many of gradients back
+
 Memory: weights, optimizer state, one batch of indices, lengths, output and its gradient where the shard is; the
 exchanged output and its gradient, B D x 4 each, on every rank.
 """
@@ -38,7 +40,7 @@ LOADS = 6
 
 
 class TableLookups(Protocol):
-    """What is asked of :class:`costmodel.gpu.table_costs.TableSeconds`."""
+    """Interface of :class:`costmodel.gpu.table_costs.TableSeconds` as used here."""
 
     @property
     def forward(self) -> Floats: ...
@@ -65,34 +67,36 @@ class TableLookups(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class OptionCosts:
-    """Arrays over options. ``shard`` (options, 6): what one shard adds to its rank (FORWARD ... MEMORY); of kinds that
-    are on all ranks, what they add to each. ``everywhere`` (options,): bytes of memory on every rank besides.
-    ``all_reduce`` (options,): seconds of a data-parallel table's gradients.
-    ``launch`` (2,): what the kernels of a group of tables cost besides, forward and backward. ``alone`` (options, 2):
-    of a shard by itself; a group never takes less than its slowest. ``lookups`` has the exact times of groups, by the
-    numbers in ``pieces`` (options,); ``update`` (options,): seconds of dense updates in the backward pass.
-    ``half_width`` (options, 2): of the 80 % interval of a shard's forward and backward lookup, in log units.
-    """
+    """Arrays over options."""
 
     options: tuple[Option, ...]
+    # Load that one shard adds to its rank (FORWARD ... MEMORY), or to each rank for kinds on all ranks, shape (options,
+    # 6).
     shard: Floats
+    # Further bytes of memory on every rank, shape (options,).
     everywhere: Floats
+    # Seconds for the gradients of a data-parallel table, shape (options,).
     all_reduce: Floats
+    # Fixed cost of the kernels of a group of tables, forward and backward, shape (2,).
     launch: Floats
+    # Seconds of a shard alone, a lower bound of its group's, shape (options, 2).
     alone: Floats
+    # Exact times of groups, by the numbers in `pieces`, shape (options,).
     lookups: TableLookups
     pieces: Integers
+    # Seconds of dense updates in the backward pass, shape (options,).
     update: Floats
+    # Half-width of the 80 % interval of a shard's forward and backward lookup, in log units, shape (options, 2).
     half_width: Floats
 
     def kernel(self, options: Sequence[int]) -> tuple[float, float]:
-        """Forward and backward seconds of a shard of each of ``options`` in one kernel; (0, 0) for none."""
+        """Forward and backward seconds of one kernel over a shard of each of ``options``; (0, 0) if there are none."""
         forward, backward = self.lookups.kernel(self.pieces[list(options)])
         extra = float(self.update[list(options)].sum())
         return forward, backward + extra
 
 
-# Pieces, samples of each, machine -> times of the distinct ones, and which of them each piece is.
+# Function: (pieces, samples of each, machine) -> (times of the distinct pieces, index of each piece among them).
 LookupPrices = Callable[[Sequence[EmbeddingTable], Sequence[int], Machine], tuple[TableLookups, Integers]]
 
 
@@ -103,8 +107,10 @@ def option_costs(
     gpu: CostModel | None = None,
     price: LookupPrices | None = None,
 ) -> OptionCosts:
-    """Costs of ``options`` of ``task``. ``gpu`` prices what data-parallel tables need besides lookups, ``price``
-    lookups (both default to the fitted models of the task's machine).
+    """Return the costs of ``options`` of ``task``.
+
+    ``gpu`` prices the other work of data-parallel tables, ``price`` the lookups (defaults: the fitted models of the
+    task's machine).
     """
     pieces = [piece_of(task.tables[option.table], option) for option in options]
     batches = [task.batch_size if option.kind == "data-parallel" else task.samples for option in options]
@@ -132,7 +138,10 @@ def option_costs(
 
 
 def piece_of(table: EmbeddingTable, option: Option) -> EmbeddingTable:
-    """One shard as a table of its own. Rows of a block are taken for a random part of all: hot ones spread evenly."""
+    """Return one shard as a table of its own.
+
+    Rows of a block are assumed to be a random part of all: hot ones spread evenly.
+    """
     if option.kind == "column-wise":
         return replace(table, dim=table.dim // option.shards)
     if option.kind == "row-wise":
@@ -142,20 +151,20 @@ def piece_of(table: EmbeddingTable, option: Option) -> EmbeddingTable:
             rows = statistics.rows
         return replace(table, rows=rows, pooling=table.pooling / option.shards, statistics=statistics)
     if option.kind == "data-parallel":
-        # The backward kernel adds into a dense gradient; the optimizer runs apart.
+        # The backward kernel adds into a dense gradient; the optimizer is a separate kernel.
         return replace(table, optimizer="sgd")
     return table
 
 
 def shard_bytes(piece: EmbeddingTable) -> int:
-    """Weights and optimizer state."""
+    """Bytes of weights and optimizer state."""
     return piece.weight_bytes + piece.optimizer_bytes
 
 
 def _lookup_seconds(
     pieces: Sequence[EmbeddingTable], batches: Sequence[int], machine: Machine
 ) -> tuple[TableLookups, Integers]:
-    """Times of the distinct pieces, and which of them each piece is."""
+    """Return the times of the distinct pieces, and the index of each piece among them."""
     keys = [(replace(piece, name=""), batch) for piece, batch in zip(pieces, batches, strict=True)]
     distinct = list(dict.fromkeys(keys))
     place = {key: at for at, key in enumerate(distinct)}
@@ -164,7 +173,7 @@ def _lookup_seconds(
 
 
 def _all_reduce_seconds(table: EmbeddingTable, times: TransferTimes) -> float:
-    """Of FP32 gradients; small tables share a bucket."""
+    """Seconds of the all-reduce of FP32 gradients; small tables share a bucket."""
     size = table.rows * table.dim * 4
     if size >= BUCKET_BYTES:
         return float(times.of("all_reduce", size))
@@ -172,7 +181,7 @@ def _all_reduce_seconds(table: EmbeddingTable, times: TransferTimes) -> float:
 
 
 def _dense_updates(task: ShardingTask, options: Sequence[Option], gpu: CostModel | None) -> Floats:
-    """A data-parallel table clears its dense gradient and updates all its rows, in each step, (options,)."""
+    """Seconds to clear a data-parallel table's gradient and to update all its rows, shape (options,)."""
     update = np.zeros(len(options))
     places = [place for place, option in enumerate(options) if option.kind == "data-parallel"]
     if not places:

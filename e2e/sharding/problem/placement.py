@@ -1,7 +1,8 @@
-"""How an embedding table can be cut over GPUs, and where its pieces are.
+"""Ways to cut an embedding table over GPUs, and placements of the pieces.
 
-As TorchRec names them (torchrec/distributed/types.py): ``table-wise`` whole on one rank; ``column-wise`` equal blocks
-of columns on different ranks; ``row-wise`` equal blocks of rows, one per rank; ``data-parallel`` a copy on every rank.
+Names are those of TorchRec (torchrec/distributed/types.py): ``table-wise`` whole on one rank; ``column-wise`` equal
+blocks of columns on different ranks; ``row-wise`` equal blocks of rows, one per rank; ``data-parallel`` a copy on every
+rank.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ if TYPE_CHECKING:
 
 PlacementKind = Literal["table-wise", "column-wise", "row-wise", "data-parallel"]
 KINDS: tuple[PlacementKind, ...] = get_args(PlacementKind)
-# Kinds whose pieces go to ranks that are chosen; the others are on all ranks.
+# Kinds whose pieces are placed on chosen ranks; the others are on all ranks.
 PLACED: tuple[PlacementKind, ...] = ("table-wise", "column-wise")
 
 # Narrower rows use less than a 128-byte line of memory in FP32 (an L2 line of NVIDIA GPUs).
 MINIMUM_COLUMNS = 32
-MOST_GPUS = 65536  # of a plan
+MOST_GPUS = 65536  # limit of a plan
 # FBGEMM's table-batched kernels read rows as vectors of four (`D % 4 == 0` in split_table_batched_embeddings_ops).
 COLUMN_MULTIPLE = 4
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What may be tried. ``minimum_columns`` of a column-wise block; ``kinds`` of placements."""
+    """Constraints on placements: least columns of a column-wise block, allowed kinds."""
 
     minimum_columns: int = MINIMUM_COLUMNS
     kinds: tuple[PlacementKind, ...] = KINDS
@@ -35,7 +36,10 @@ class Rules:
 
 @dataclass(frozen=True)
 class Option:
-    """``table`` (its number) cut into ``shards`` pieces, before ranks are chosen (as many as ranks if all have one)."""
+    """``table`` (by number) cut into ``shards`` pieces, without a choice of ranks.
+
+    One piece per rank for kinds on all ranks.
+    """
 
     table: int
     kind: PlacementKind
@@ -43,13 +47,13 @@ class Option:
 
     @property
     def placed(self) -> bool:
-        """Whether ranks are to be chosen."""
+        """True if ranks are to be chosen."""
         return self.kind in PLACED
 
 
 @dataclass(frozen=True)
 class TablePlacement:
-    """Where ``table`` (its name) is. ``ranks``: of the block of columns or rows in this place; of the copies."""
+    """Placement of ``table`` (by name). ``ranks``: of each block of columns or rows, in order, or of the copies."""
 
     table: str
     kind: PlacementKind
@@ -57,7 +61,7 @@ class TablePlacement:
 
 
 def enumerate_options(tables: Sequence[EmbeddingTable], ranks: int, rules: Rules | None = None) -> list[Option]:
-    """All ways to cut each table, table by table, table-wise first."""
+    """Enumerate all ways to cut each table, in order of tables, table-wise first."""
     rules = rules or Rules()
     return [option for place, table in enumerate(tables) for option in _of_table(place, table, ranks, rules)]
 
@@ -75,7 +79,7 @@ def _of_table(place: int, table: EmbeddingTable, ranks: int, rules: Rules) -> It
 
 
 def column_blocks(dim: int, ranks: int, minimum: int) -> list[int]:
-    """Numbers of equal blocks of columns: at least ``minimum`` wide, a multiple of four, each on its own rank."""
+    """Possible numbers of equal blocks of columns: at least ``minimum`` wide, a multiple of four, one per rank."""
     return [
         count
         for count in range(2, min(ranks, dim // minimum) + 1)

@@ -1,4 +1,4 @@
-"""A plan while it is searched: the option and ranks of every table, and the loads that follow."""
+"""State of a plan during the search: option and ranks of every table, and the resulting loads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOWHERE: Choice = (-1, ())
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """A task with the costs of its options. ``of_table``: numbers of the options of each table."""
+    """Task with the costs of its options. ``of_table``: option numbers of each table."""
 
     task: ShardingTask
     costs: OptionCosts
@@ -39,7 +39,7 @@ class Problem:
 
     @property
     def ranks(self) -> int:
-        """GPUs."""
+        """Number of GPUs."""
         return self.task.ranks
 
     @property
@@ -49,7 +49,7 @@ class Problem:
 
 
 class State:
-    """Choice of every table: (option, ranks); ``NOWHERE`` before it has one.
+    """Choice of every table: (option, ranks); ``NOWHERE`` while it has none.
 
     ``loads`` (ranks, 6): of placed tables; ``totals`` (17,): of the plan; ``common_memory``: bytes on every rank.
     """
@@ -63,7 +63,7 @@ class State:
         self._largest: Floats = np.zeros((len(self.choices), TOTALS - SUMS))
 
     def copy(self) -> State:
-        """A state of its own, which changes without this one."""
+        """Return an independent copy."""
         other = State.__new__(State)
         other.problem, other.choices = self.problem, list(self.choices)
         other.loads, other.totals = self.loads.copy(), self.totals.copy()
@@ -71,7 +71,7 @@ class State:
         return other
 
     def put(self, table: int, choice: Choice) -> None:
-        """Gives ``table`` another place (``NOWHERE``: none)."""
+        """Move ``table`` to another place (``NOWHERE``: remove it)."""
         self._add(self.choices[table], -1.0)
         self.choices[table] = choice
         self._add(choice, 1.0)
@@ -91,20 +91,20 @@ class State:
             self.common_memory += sign * costs.shard[option, MEMORY]
 
     def seconds(self) -> float:
-        """Of a step."""
+        """Return the time of a step."""
         return float(self.problem.model.seconds(self.loads.max(axis=0), self.totals))
 
     def memory(self) -> Floats:
-        """Bytes of tables and buffers on every rank, (ranks,)."""
+        """Bytes of tables and buffers on every rank, shape (ranks,)."""
         return self.loads[:, MEMORY] + self.common_memory
 
     def fits(self) -> bool:
-        """Every table has a place and no rank too much."""
+        """True if every table has a place and no rank exceeds its memory."""
         complete = all(option >= 0 for option, _ in self.choices)
         return complete and float(self.memory().max()) <= self.problem.capacity * (1 + 1e-12)
 
     def placements(self) -> tuple[TablePlacement, ...]:
-        """The plan as it is told to others."""
+        """Return the placements as in a plan."""
         options, tables = self.problem.costs.options, self.problem.task.tables
         return tuple(
             TablePlacement(table.name, options[option].kind, tuple(ranks))
@@ -113,7 +113,7 @@ class State:
 
 
 def state_of(problem: Problem, placements: tuple[TablePlacement, ...]) -> State:
-    """The state of a plan; ``KeyError`` for a placement that is none of the problem's options."""
+    """Return the state of a plan; raises ``KeyError`` for a placement that is not among the problem's options."""
     options = problem.costs.options
     known = {(options[at].table, options[at].kind, options[at].shards): at for at in range(len(options))}
     state = State(problem)
@@ -123,5 +123,5 @@ def state_of(problem: Problem, placements: tuple[TablePlacement, ...]) -> State:
 
 
 def all_ranks(problem: Problem) -> tuple[int, ...]:
-    """Ranks of an option that is on all of them."""
+    """Return the ranks of an option that is on all of them."""
     return tuple(range(problem.ranks))

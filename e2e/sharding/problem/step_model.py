@@ -1,11 +1,11 @@
-"""Seconds of a step from the loads of the ranks: the closed form of the simulated step of :mod:`step_graph`.
+"""Step time from the loads of the ranks: closed form of the simulated step of :mod:`step_graph`.
 
 Order of a TorchRec DLRM step with its sparse pipeline (``TrainPipelineSparseDist``), as recorded on 8 V100
-(facebookresearch/param); collectives one after another on a stream of their own, beside the kernels:
+(facebookresearch/param); collectives run one after another on a stream of their own, beside the kernels:
 
   kernels                                               collectives
   bottom MLP
-  lookups of placed tables, of blocks of rows, copies   all_to_all behind the first, reduce_scatter behind the second
+  lookups of placed tables, of blocks of rows, copies   all_to_all after the first, reduce_scatter after the second
   interaction, top MLP, loss                            sizes, lengths, indices of the next batch: all_to_all
   top MLP backward                                      all_reduce of its gradients
   interaction backward                                  all_gather for blocks of rows, all_to_all for placed tables
@@ -14,8 +14,8 @@ Order of a TorchRec DLRM step with its sparse pipeline (``TrainPipelineSparseDis
   bottom MLP backward                                   all_reduce of its gradients
   optimizer
 
-A collective waits for the last rank, so the largest load of each kind counts. Where one rank has the most forward
-and another the most backward work, the form is an upper bound of the simulated time.
+A collective waits for the last rank, so the largest load of each kind counts. If one rank has the most forward and
+another the most backward work, the form is an upper bound of the simulated time.
 """
 
 from __future__ import annotations
@@ -33,13 +33,16 @@ from e2e.step.arrays import Floats
 (PLACED, ROWS, ROW_FORWARD, ROW_BACKWARD, ROW_INDICES, ROW_LENGTHS, ROW_OUTPUT) = range(7)
 (COPIES, COPY_FORWARD, COPY_BACKWARD, COPY_REDUCE) = range(7, 11)
 SUMS = 11
-# Of shards by themselves, forward and backward; largest, not summed.
+# Shards alone, forward and backward; combined by maximum, not by sum.
 (PLACED_ALONE, ROW_ALONE, COPY_ALONE) = range(11, 17, 2)
 TOTALS = 17
 
 
 def option_totals(costs: OptionCosts) -> Floats:
-    """What each option adds to the totals, (options, 17); from column ``SUMS`` on the largest of a plan counts."""
+    """Contribution of each option to the totals, shape (options, 17).
+
+    Columns from ``SUMS`` on are combined by maximum.
+    """
     totals = np.zeros((len(costs.options), TOTALS))
     for place, option in enumerate(costs.options):
         load = costs.shard[place]
@@ -79,7 +82,7 @@ class StepTimes:
 
 @dataclass(frozen=True, eq=False)
 class StepModel:
-    """``launch`` (2,): what the kernel of a group of tables costs besides its tables."""
+    """Closed form of the step. ``launch`` (2,): fixed cost of the kernel of a group of tables."""
 
     times: TransferTimes
     dense: DensePart
@@ -87,7 +90,10 @@ class StepModel:
     ranks: int
 
     def pieces(self, peak: Floats, totals: Floats) -> StepTimes:
-        """``peak`` (..., 5 or 6): the largest load of any rank by placed tables; ``totals`` (..., 17)."""
+        """Return the pieces.
+
+        ``peak`` (..., 5 or 6): largest load of any rank by placed tables; ``totals`` (..., 17).
+        """
         placed, rows, copies = (totals[..., place] > 0 for place in (PLACED, ROWS, COPIES))
         forward, backward = self.launch
         return StepTimes(
@@ -101,7 +107,7 @@ class StepModel:
         )
 
     def transfers(self, peak: Floats, totals: Floats) -> dict[str, Floats]:
-        """The transfers among the pieces, by their names in :class:`StepTimes`."""
+        """Return the transfers among the pieces, by their names in :class:`StepTimes`."""
         move = self.times.of
         placed, rows, copies = (totals[..., place] > 0 for place in (PLACED, ROWS, COPIES))
         row_output = totals[..., ROW_OUTPUT]
@@ -117,11 +123,11 @@ class StepModel:
         }
 
     def seconds(self, peak: Floats, totals: Floats) -> Floats:
-        """Of a step, in the common shape of the leading axes."""
+        """Step time, in the common shape of the leading axes."""
         return self.combine(self.pieces(peak, totals))
 
     def combine(self, at: StepTimes) -> Floats:
-        """Seconds of a step of these pieces."""
+        """Combine the pieces to the time of a step."""
         dense = self.dense
         looked_up = dense.bottom_forward + at.placed_forward
         exchanged = looked_up + at.placed_output
@@ -144,6 +150,6 @@ class StepModel:
         return np.asarray(np.maximum(reduced, bottom_done) + dense.optimizer)
 
     def weights(self, peak: Floats) -> Floats:
-        """Seconds that one more unit of each load costs about, (6,); memory costs none."""
+        """Approximate seconds per unit of each load, shape (6,); 0 for memory."""
         slopes = [self.times.line("all_to_all", peak[load] / 2, peak[load])[1] for load in (INDICES, LENGTHS, OUTPUT)]
         return np.array([1.0, 1.0, slopes[0], slopes[1], 2 * slopes[2], 0.0])

@@ -1,4 +1,4 @@
-"""Seconds of the exchanges of a step, as functions of bytes: tabulated once, read by the thousand."""
+"""Seconds of the exchanges of a step as functions of bytes, tabulated once for many look-ups."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from costmodel.operators.collective_transfer import CollectiveKind, CollectiveTr
 from e2e.step.arrays import Floats
 
 KINDS: tuple[CollectiveKind, ...] = ("all_to_all", "reduce_scatter", "all_gather", "all_reduce")
-# Sizes at which the model is asked, eight to an octave; straight lines between them.
+# Range and density of the tabulated sizes, with linear interpolation between them.
 SMALLEST, LARGEST, PER_OCTAVE = 2**8, 2**38, 8
 
 
 class TransferTimes:
-    """Collectives among all ``ranks`` on ``nodes``. Sizes as :class:`CollectiveTransfer` counts them; of an
-    all_to_all: what the busiest rank receives (or sends) with its own part. One rank moves nothing.
+    """Tabulated collectives among all ``ranks`` on ``nodes``; zero for one rank.
 
-    ``factors``: kind -> what its times are multiplied by (for experiments on wrong models). ``half_width``: kind ->
-    half of the model's 80 % interval in log units, as it is at the middle one of the sizes.
+    Sizes as in :class:`CollectiveTransfer`; for an all_to_all: bytes that the busiest rank receives (or sends), its own
+    part included.
+
+    ``factors``: kind -> multiplier of its times (for experiments with wrong models). ``half_width``: kind -> half-width
+    of the model's 80 % interval in log units, the median over the sizes.
     """
 
     def __init__(self, model: CostModel, ranks: int, nodes: int, factors: Mapping[str, float] | None = None) -> None:
@@ -44,22 +46,23 @@ class TransferTimes:
             self.half_width[kind] = float(np.median(widths)) if widths else 0.0
 
     def of(self, kind: CollectiveKind, size_bytes: ArrayLike) -> Floats:
-        """Seconds, in the shape of ``size_bytes``; in proportion beyond the largest size."""
+        """Seconds, in the shape of ``size_bytes``; proportional to the size beyond the largest one."""
         size = np.asarray(size_bytes, dtype=float)
         table = self.seconds[kind]
         beyond = np.maximum(size / LARGEST, 1.0)
         return np.asarray(np.interp(size, self.sizes, table) * beyond)
 
     def line(self, kind: CollectiveKind, low: float, high: float) -> tuple[float, float]:
-        """Start and slope of the straight line through two sizes."""
+        """Return intercept and slope of the straight line through two sizes."""
         high = max(high, low + 1.0)
         first, last = (float(self.of(kind, size)) for size in (low, high))
         slope = max((last - first) / (high - low), 0.0)
         return max(first - slope * low, 0.0), slope
 
     def floor_lines(self, kind: CollectiveKind, seconds: float) -> tuple[tuple[float, float], ...]:
-        """Start and slope of a few lines nowhere above the times that are at most ``seconds``: edges of the lower
-        convex hull, those near the largest such size and fractions of it.
+        """Return (intercept, slope) of a few lines that bound the times up to ``seconds`` from below.
+
+        They are edges of the lower convex hull, near the largest such size and fractions of it.
         """
         table = self.seconds[kind]
         last = max(int((table <= seconds).sum()), 2)
@@ -79,7 +82,7 @@ class TransferTimes:
 
 
 def _lower_hull(sizes: Floats, times: Floats) -> list[int]:
-    """Places of the corners of the lower convex hull (Andrew's monotone chain)."""
+    """Indices of the corners of the lower convex hull (Andrew's monotone chain)."""
     hull: list[int] = []
     for at in range(len(sizes)):
         while len(hull) > 1 and _above(sizes, times, hull[-2], hull[-1], at):
@@ -89,7 +92,7 @@ def _lower_hull(sizes: Floats, times: Floats) -> list[int]:
 
 
 def _above(sizes: Floats, times: Floats, first: int, middle: int, last: int) -> bool:
-    """Whether the middle point is on or above the line between the others."""
+    """True if the middle point is on or above the line between the others."""
     rise = (times[middle] - times[first]) * (sizes[last] - sizes[first])
     return bool(rise >= (times[last] - times[first]) * (sizes[middle] - sizes[first]))
 

@@ -1,1 +1,1 @@
-"""Searches for placements of embedding tables, and the bound that none can beat."""
+"""Search for placements of embedding tables, and a lower bound of the step time."""

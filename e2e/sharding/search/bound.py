@@ -1,7 +1,7 @@
-"""A lower bound of the step that no plan can beat: the linear program in which tables may be cut at will.
+"""Lower bound of the step time of any plan: the linear program in which tables may be split arbitrarily.
 
-Ranks are alike, so an even spread of every option is the best of fractional plans, and loads are means over the ranks.
-Transfers are lines that are nowhere above the model's times.
+Ranks are identical, so an even spread of every option is the best fractional plan, and loads are means over the ranks.
+Transfers are lines that bound the model's times from below.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from e2e.step.arrays import Floats
 
 @dataclass(frozen=True)
 class Relaxation:
-    """``seconds``: no plan is faster. ``options``: of each table, the one that the fractional plan has most of."""
+    """Solution of the relaxation."""
 
+    # Lower bound of any plan's step.
     seconds: float
+    # Option of each table with the largest share in the fractional plan.
     options: tuple[int, ...]
 
 
 def relax(problem: Problem, seconds: float) -> Relaxation | None:
-    """Over plans that take ``seconds`` at most (those of a known plan); ``None`` if none of them fits in memory."""
+    """Solve over plans that take at most ``seconds`` (the time of a known plan); ``None`` if none fits in memory."""
     options = problem.costs.options
     count = len(options)
     switches = (count, count + 1, count + 2)
@@ -47,9 +49,7 @@ def relax(problem: Problem, seconds: float) -> Relaxation | None:
 
 
 def floor_lines(problem: Problem, seconds: float) -> Lines:
-    """Lines below the times of transfers, as far as they take ``seconds`` at most: no plan that is as fast has longer
-    ones.
-    """
+    """Lines that bound transfer times up to ``seconds`` from below; no plan of that time has longer transfers."""
     times = problem.times
     exchange = times.floor_lines("all_to_all", seconds)
     gather = times.floor_lines("all_gather", seconds)
@@ -61,13 +61,13 @@ def floor_lines(problem: Problem, seconds: float) -> Lines:
         row_lengths=exchange,
         row_indices=exchange,
         row_output=times.floor_lines("reduce_scatter", seconds),
-        # A rank puts its share of the whole output into the all_gather.
+        # A rank contributes its share of the whole output to the all_gather.
         row_gradient=tuple((start, slope / problem.ranks) for start, slope in gather),
     )
 
 
 def _solve(problem: Problem, rows: Inequalities, end: int, switches: tuple[int, int, int]) -> Floats | None:
-    """Values of the yes-or-no variables (from 0 to 1), then of times."""
+    """Return the values of the relaxed binary variables (0 to 1), then of times; ``None`` if infeasible."""
     matrix: list[tuple[int, int, float]] = []
     limits: list[float] = []
 
@@ -105,7 +105,7 @@ def _solve(problem: Problem, rows: Inequalities, end: int, switches: tuple[int, 
     return np.asarray(result.x) if result.status == 0 else None
 
 
-# Of the objective only: seconds are small beside the solver's tolerances.
+# Scale of the objective only: seconds are small compared with the solver's tolerances.
 _SCALE = 1e3
 
 
@@ -119,7 +119,7 @@ def _sparse(entries: list[tuple[int, int, float]], shape: tuple[int, int]) -> cs
 
 
 def _all_copies(problem: Problem) -> float | None:
-    """Of the plan without any exchange, which the inequalities take for slower than it is."""
+    """Time of the plan without exchanges, which the inequalities overestimate; ``None`` if it is not possible."""
     state = State(problem)
     for table, numbers in enumerate(problem.of_table):
         copy = [number for number in numbers if problem.costs.options[number].kind == "data-parallel"]

@@ -1,17 +1,17 @@
-"""Greedy generators of table-wise plans, as the published comparison has them.
+"""Greedy generators of table-wise plans, as in the published comparison.
 
-Tables in the order of falling cost, each to the rank with the least cost so far that has memory for it (longest
+Tables in the order of decreasing cost, each to the rank with the least cost so far that has memory for it (longest
 processing time first; AutoShard, KDD 2022, DreamShard, NeurIPS 2022 and Lin et al., TPDS 2024 use the same):
 
   size               rows x dim
   lookup             pooling x dim: values read per sample
   size-lookup        pooling x dim x log10(rows) (as in the code of DreamShard: large tables miss caches more)
-  normalised-lookup  distinct rows of the step's batch x dim: lookups divided by how often a row is reused. (The
-                     published generator of this name is not defined in print; this is our reading of it.)
+  normalised-lookup  distinct rows of the step's batch x dim: lookups divided by the mean reuse of a row. (The
+                      published generator of this name is not defined in print; this is our reading of it.)
   random             tables in random order, each on a random rank with memory for it
   round-robin        table i on rank i modulo the ranks, or the next one with memory
 
-A table too large for any one rank is row-wise in all of them.
+A table too large for any single rank is row-wise in all of them.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ GREEDY = ("size", "lookup", "size-lookup", "normalised-lookup", "random", "round
 
 
 def greedy_plans(problem: Problem, seed: int = 0) -> dict[str, State | None]:
-    """Generator -> its plan; ``None`` where one does not fit in memory."""
+    """Map each generator to its plan, ``None`` if that does not fit in memory."""
     return {name: greedy_plan(problem, name, seed) for name in GREEDY}
 
 
 def greedy_plan(problem: Problem, name: str, seed: int = 0) -> State | None:
-    """The plan of the generator ``name``, ``None`` if it finds no memory for a table."""
+    """Return the plan of the generator ``name``, ``None`` if it finds no memory for a table."""
     state = State(problem)
     whole = _place_oversized(state)
     if whole is None:
@@ -51,7 +51,7 @@ def greedy_plan(problem: Problem, name: str, seed: int = 0) -> State | None:
 
 
 def costs_of(problem: Problem, name: str) -> list[float]:
-    """The generator's cost of every table."""
+    """Return the generator's cost of every table."""
     return [_COSTS[name](table, problem.task.samples) for table in problem.task.tables]
 
 
@@ -64,8 +64,9 @@ _COSTS: dict[str, Callable[[EmbeddingTable, int], float]] = {
 
 
 def _place_oversized(state: State) -> list[int] | None:
-    """Tables that no rank can hold become row-wise; returns the others, ``None`` if that is not allowed or does not
-    fit.
+    """Make tables that no rank can hold row-wise; return the others.
+
+    ``None`` if row-wise placement is not allowed or does not fit.
     """
     problem = state.problem
     options, shard, everywhere = problem.costs.options, problem.costs.shard, problem.costs.everywhere
@@ -105,7 +106,7 @@ def _fill(state: State, order: Sequence[int], preference: Callable[[int, int], S
 
 
 def _first_with_memory(state: State, table: int, ranks: Sequence[int]) -> int | None:
-    """Puts the whole ``table`` on the first of ``ranks`` that can hold it."""
+    """Place the whole ``table`` on the first of ``ranks`` that can hold it; return the rank or ``None``."""
     problem = state.problem
     whole = next(at for at in problem.of_table[table] if problem.costs.options[at].kind == "table-wise")
     free = problem.capacity - state.memory() - problem.costs.everywhere[whole]

@@ -1,7 +1,7 @@
-"""The exact search: OR-tools' CP-SAT over the tables that are free, min-max of lookups and exchanges under memory.
+"""Exact search: OR-tools' CP-SAT over the free tables, min-max of lookups and exchanges under memory limits.
 
 Transfers are their convex lower hulls, so that the solver's bound holds for every plan of the free tables. With a fixed
-seed, interleaved workers and deterministic time the answer is the same on every machine that does not run into the
+seed, interleaved workers and deterministic time the result is reproducible on every machine that does not reach the
 wall-clock limit.
 """
 
@@ -21,40 +21,45 @@ from e2e.sharding.problem.step_model import COPIES, PLACED, ROWS
 from e2e.sharding.search.bound import floor_lines
 from e2e.sharding.search.linear_step import Inequalities, Variables, step_rows
 
-# Smallest step of time and memory in the program: of the plan it starts from, and of a rank.
+# Resolution of time and memory in the program: parts of the start plan's time, and of a rank's memory.
 TIME_STEPS = 10_000_000
 MEMORY_STEPS = 10_000_000
-# No time of a plan that is looked for is longer; what takes longer is taken for this long.
+# Upper limit of the time variables, and value to which longer durations are clipped.
 _LONGEST, _NEVER = 4 * TIME_STEPS, 5 * TIME_STEPS
-# How long Ctrl-C may wait: the system may hand the signal to another thread, which does not wake this one.
+# Poll interval for Ctrl-C: the system may deliver the signal to another thread, which does not wake this one.
 _PATIENCE_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
 class Limits:
-    """``deterministic``: of CP-SAT's own measure of work (about seconds of one core); ``seconds``: of the clock."""
+    """Limits of a search."""
 
+    # Work limit in CP-SAT's own measure, about seconds of one core.
     deterministic: float = 4.0
+    # Wall-clock limit.
     seconds: float = 20.0
     seed: int = 0
 
 
 @dataclass(frozen=True)
 class Solution:
-    """``state``: the better of the plan given and the one found, by the closed form; ``bound``: no plan of the free
-    tables is faster (0: unknown); ``status``: the solver's word.
-    """
+    """Result of a search."""
 
+    # The better of the given plan and the one found, by the closed form.
     state: State
+    # Lower bound of plans of the free tables; 0: unknown.
     bound: float
+    # The solver's status.
     status: str
 
 
 def solve(
     state: State, tables: Sequence[int] | None = None, ranks: Sequence[int] | None = None, limits: Limits | None = None
 ) -> Solution:
-    """Starts from ``state``, which fits. ``tables``: free ones (default all); ``ranks``: those that they may be on
-    (default all) - each free table must be on these now. Tables that are not free stay.
+    """Search from ``state``, which fits. Tables that are not free keep their places.
+
+    ``tables``: the free ones (default all); ``ranks``: ranks for them (default all); free tables must already be on
+    these.
     """
     limits = limits or Limits()
     free = list(range(len(state.choices))) if tables is None else list(tables)
@@ -67,7 +72,8 @@ def solve(
     parameters.interleave_search = True
     parameters.max_deterministic_time = limits.deterministic
     parameters.max_time_in_seconds = limits.seconds
-    # Its own handler would leave the system's default one behind: Ctrl-C would then end Python without a word.
+    # Disabled: CP-SAT's handler would afterwards leave the system's default handler in place, and Ctrl-C would then
+    # kill Python without a message.
     parameters.catch_sigint_signal = False
     status = _stoppable(solver, program.model)
     name = str(solver.status_name(status)).lower()
@@ -80,7 +86,7 @@ def solve(
 
 
 def _stoppable(solver: cp_model.CpSolver, model: cp_model.CpModel) -> Any:
-    """The status of a search that Ctrl-C stops: Python's handler runs in this thread while another one searches."""
+    """Run the search in another thread, so that Python's Ctrl-C handler can stop it; return the status."""
     with ThreadPoolExecutor(1) as pool:
         search = pool.submit(solver.solve, model)
         try:
@@ -93,7 +99,10 @@ def _stoppable(solver: cp_model.CpSolver, model: cp_model.CpModel) -> Any:
 
 
 class _Program:
-    """Yes-or-no: option of a free table; shard of an option on a rank. Times in units of the start's."""
+    """Program with binary variables: option of a free table.
+
+    Shard of an option on a rank. Unit of time: see ``unit``.
+    """
 
     def __init__(self, state: State, free: list[int], ranks: list[int]) -> None:
         self.state, self.problem, self.free, self.ranks = state, state.problem, free, ranks
@@ -147,7 +156,7 @@ class _Program:
         self.model.add(sum(places) == shards * self.yes[choice])
 
     def _switch(self, kind: str, total: int) -> int:
-        """Whether any table of this kind is in the plan."""
+        """Add a variable that is true if any table of this kind is in the plan."""
         options = self.problem.costs.options
         members = [choice for choice, number in self.chosen.items() if _switch_kind(options[number].kind) == kind]
         fixed = bool(self.rest.totals[total] > 0)
@@ -159,12 +168,12 @@ class _Program:
         return switch
 
     def _memory(self) -> None:
-        """Of every rank; what is everywhere counts on all. Rounded up, so that what the program allows fits."""
+        """Limit the memory of every rank; memory on all ranks counts on each. Rounded up, so that solutions fit."""
         costs, step = self.problem.costs, self.problem.capacity / MEMORY_STEPS
         common = []
 
         def steps(size: float) -> int:
-            """Rounded up; what does not fit by far is not told from what does not fit, for the solver's integers."""
+            """Convert bytes to steps, rounded up, and clipped to keep the solver's integers small."""
             return int(min(np.ceil(size / step), 2 * MEMORY_STEPS))
 
         for choice, number in self.chosen.items():
@@ -192,7 +201,7 @@ class _Program:
         self.model.minimize(times[end])
 
     def read(self, solver: cp_model.CpSolver) -> State:
-        """The plan of the solver's answer."""
+        """Return the plan of the solver's solution."""
         state = self.rest.copy()
         options = self.problem.costs.options
         for choice, number in self.chosen.items():
@@ -214,7 +223,7 @@ def _switch_kind(kind: str) -> str:
 
 
 def neighbourhood(state: State, ranks: Sequence[int]) -> list[int]:
-    """Tables that are on ``ranks`` alone, so that these can be solved by themselves."""
+    """Return the tables that are on ``ranks`` only, so that they can be solved separately."""
     inside = set(ranks)
     options = state.problem.costs.options
     return [

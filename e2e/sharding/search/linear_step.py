@@ -1,6 +1,6 @@
-"""The step of :mod:`step_model` as linear inequalities between times and yes-or-no variables.
+"""The step of :mod:`step_model` as linear inequalities between times and binary variables.
 
-A maximum becomes "at least each of them", a transfer a straight line. Both the integer program and the bound use it.
+A maximum becomes "at least each argument", a transfer a straight line. Used by the integer program and the bound.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from e2e.sharding.problem.option_costs import BACKWARD, FORWARD, INDICES, LENGTH
 from e2e.sharding.problem.state import Problem
 from e2e.step.arrays import Floats
 
-# Start and slope of lines; a transfer takes at least what each of them says.
+# (intercept, slope) of lines; a transfer takes at least the value of each.
 Line = tuple[tuple[float, float], ...]
-# Yes-or-no variable -> seconds that a yes adds.
+# Binary variable -> seconds that it adds.
 Terms = Mapping[int, float]
 
 
 @dataclass(frozen=True)
 class Lines:
-    """Of each transfer, by its bytes."""
+    """Lines of each transfer, by its bytes."""
 
     splits: float
     lengths: Line
@@ -35,23 +35,23 @@ class Lines:
 
 @dataclass
 class Inequalities:
-    """Rows ``time >= sum of earlier times + sum of terms + constant``; ``yes``: how many yes-or-no variables."""
+    """Rows ``time >= sum of earlier times + sum of terms + constant``; ``yes``: number of binary variables."""
 
     yes: int
     times: int = 0
     rows: list[tuple[int, tuple[int, ...], Terms, float]] = field(default_factory=list)
 
     def time(self) -> int:
-        """A new time, at least 0."""
+        """Add and return a new time variable, at least 0."""
         self.times += 1
         return self.times - 1
 
     def at_least(self, time: int, times: Iterable[int] = (), terms: Terms | None = None, constant: float = 0.0) -> None:
-        """Adds a row."""
+        """Add a row."""
         self.rows.append((time, tuple(times), terms or {}, constant))
 
     def latest(self, *ways: tuple[Sequence[int], float]) -> int:
-        """A time at least each of the ``ways``: earlier times and a constant."""
+        """Return a time that is at least each of ``ways``: earlier times plus a constant."""
         found = self.time()
         for times, constant in ways:
             self.at_least(found, times, constant=constant)
@@ -60,22 +60,22 @@ class Inequalities:
 
 @dataclass(frozen=True, eq=False)
 class Variables:
-    """``chosen``: yes-or-no variable -> option it means, for totals. ``held``: of each rank (or of their mean),
-    variable -> (option, how much of a shard). ``any_placed``, ``any_rows``, ``any_copies``: variables.
-    ``loads`` (ranks, 6), ``totals`` (17,): what is there already.
-    """
+    """Variables of the program, and the loads of fixed tables."""
 
+    # Binary variable -> its option, for totals.
     chosen: Mapping[int, int]
+    # Shards of each rank (or of the mean rank): variable -> (option, part of a shard).
     held: Sequence[Mapping[int, tuple[int, float]]]
     any_placed: int
     any_rows: int
     any_copies: int
+    # Loads and totals of fixed tables, shapes (ranks, 6) and (17,).
     loads: Floats
     totals: Floats
 
 
 def step_rows(problem: Problem, rows: Inequalities, found: Variables, lines: Lines) -> int:
-    """Adds the step to ``rows``; returns the time of its end."""
+    """Add the step to ``rows``; return the time variable of its end."""
     dense = problem.task.dense
     forward, backward = problem.model.launch
     placed = {
@@ -128,7 +128,7 @@ def step_rows(problem: Problem, rows: Inequalities, found: Variables, lines: Lin
 
 
 def _placed(problem: Problem, rows: Inequalities, found: Variables, load: int, line: Line) -> int:
-    """At least what any rank takes for its placed shards."""
+    """Add a time that is at least every rank's time for its placed shards."""
     time = rows.time()
     shard = problem.costs.shard[:, load]
     for start, slope in line:
@@ -140,7 +140,7 @@ def _placed(problem: Problem, rows: Inequalities, found: Variables, load: int, l
 
 
 def _longest_alone(problem: Problem, rows: Inequalities, found: Variables, forward: int, backward: int) -> None:
-    """No rank is faster than any of its shards by itself."""
+    """Add rows by which no rank is faster than each of its shards alone."""
     costs = problem.costs
     for column, time, load in ((0, forward, FORWARD), (1, backward, BACKWARD)):
         tables: dict[int, dict[int, float]] = {}

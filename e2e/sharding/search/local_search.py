@@ -1,4 +1,4 @@
-"""Local search over plans: options of tables are changed, shards moved and swapped, small kicks leave local optima."""
+"""Local search over plans: change options of tables, move and swap shards, leave local optima by small kicks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,10 @@ KICKED_TABLES = 4
 
 
 def construct(problem: Problem, options: Sequence[int] | None = None) -> State | None:
-    """Tables one after another, the one with the largest share of all costs or of all memory first, each on the ranks
-    with the least so far.
+    """Place tables one after another on the least loaded ranks, largest share of all costs or memory first.
 
-    A table that would take more than a rank's even share of everything, or more memory than a rank has, is cut: into
-    the fewest blocks of columns that do not, else into blocks of rows; or all as ``options`` (one per table) say.
-    ``None`` if one does not fit.
+    A table that would exceed a rank's even share of the cost, or a rank's memory, is cut: into the fewest blocks of
+    columns that do not, else into blocks of rows; or as ``options`` (one per table) say. ``None`` if one does not fit.
     """
     weights = rough_weights(problem)
     shard = problem.costs.shard
@@ -41,20 +39,23 @@ def construct(problem: Problem, options: Sequence[int] | None = None) -> State |
 
 
 def _excess(problem: Problem, choice: Choice, weights: Floats, share: float) -> tuple[float, int, int]:
-    """How much a shard is above an even ``share``; of those that are not: whole, few columns, rows, copies."""
+    """Sort key of a choice: excess of a shard over an even ``share``, kind, number of shards.
+
+    Kinds are ordered whole, columns, rows, copies.
+    """
     option = problem.costs.options[choice[0]]
     seconds = float(problem.costs.shard[choice[0]] @ weights)
     return max(seconds - share, 0.0) if option.placed else 0.0, KINDS.index(option.kind), option.shards
 
 
 def rough_weights(problem: Problem) -> Floats:
-    """Seconds per unit of load, around even ranks with every table whole or in its first form."""
+    """Approximate seconds per unit of load, at even ranks with every table in its first option."""
     first = [numbers[0] for numbers in problem.of_table]
     return problem.model.weights(problem.costs.shard[first].sum(axis=0) / problem.ranks)
 
 
 def best_choice(state: State, table: int, weights: Floats) -> Choice | None:
-    """The option of a table that has none, on the least loaded ranks with memory, with the best score."""
+    """Return the best-scoring option of an unplaced table, on the least loaded ranks with memory, or ``None``."""
     best: tuple[float, Choice] | None = None
     for choice in _choices(state, table, weights):
         state.put(table, choice)
@@ -66,7 +67,7 @@ def best_choice(state: State, table: int, weights: Floats) -> Choice | None:
 
 
 def _choices(state: State, table: int, weights: Floats) -> list[Choice]:
-    """One per option that has memory."""
+    """Return one choice per option that fits in memory."""
     problem = state.problem
     costs = problem.costs
     memory = state.memory()
@@ -87,7 +88,7 @@ def _choices(state: State, table: int, weights: Floats) -> list[Choice]:
 
 
 def change_options(state: State, weights: Floats, tables: Sequence[int], deadline: float) -> bool:
-    """Gives each of ``tables`` the option that makes the plan best, ranks chosen anew; whether any changed."""
+    """Give each of ``tables`` its best option, ranks chosen anew; return ``True`` if any changed."""
     improved = False
     now = score(state, weights)
     for table in tables:
@@ -106,7 +107,7 @@ def change_options(state: State, weights: Floats, tables: Sequence[int], deadlin
 
 
 def descend(state: State, deadline: float) -> State:
-    """A copy of ``state`` from which neither moves and swaps nor other options of one table go on."""
+    """Return a copy of ``state`` improved until neither moves, swaps nor other options of one table help."""
     state = state.copy()
     while time.monotonic() < deadline:
         weights = state.problem.model.weights(state.loads.max(axis=0))
@@ -118,14 +119,14 @@ def descend(state: State, deadline: float) -> State:
 
 
 def _by_weight(state: State, weights: Floats) -> list[int]:
-    """Tables, the most costly first."""
+    """Return the tables, the most costly first."""
     shard = state.problem.costs.shard
     size = [float(shard[option] @ weights) for option, _ in state.choices]
     return sorted(range(len(size)), key=lambda table: -size[table])
 
 
 def iterate(state: State, rounds: int, deadline: float, seed: int) -> State:
-    """Kicks the best plan and descends again, ``rounds`` times or until ``deadline`` (of :func:`time.monotonic`)."""
+    """Kick the best plan and descend again, ``rounds`` times or until ``deadline`` (of :func:`time.monotonic`)."""
     generator = np.random.default_rng(seed)
     best = state
     for _ in range(rounds):
@@ -143,7 +144,7 @@ def iterate(state: State, rounds: int, deadline: float, seed: int) -> State:
 
 
 def kick(state: State, generator: np.random.Generator) -> State | None:
-    """Some tables get other places at random; ``None`` if memory does not allow it."""
+    """Place some tables at random; ``None`` if the memory does not suffice."""
     trial = state.copy()
     problem = trial.problem
     count = min(KICKED_TABLES, len(trial.choices))

@@ -1,4 +1,4 @@
-"""Moves and swaps of shards away from the ranks that hold up a step, all of one rank looked at together."""
+"""Moves and swaps of shards away from the ranks that limit a step, evaluated together for one rank."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from e2e.sharding.problem.option_costs import LOADS, MEMORY
 from e2e.sharding.problem.state import State
 from e2e.step.arrays import Floats, Integers
 
-# Share of a step that evenness of the ranks counts beside its time: where several ranks are equally slow, no single
-# move makes the step shorter, but it makes the next one able to.
+# Weight of the evenness of ranks relative to the step time: if several ranks are equally slow, no single move shortens
+# the step, but it may enable the next one to.
 EVENNESS = 1e-3
 SMALLEST_GAIN = 1e-7
-# Ranks that are looked at for a swap; with more, each step of the search takes longer and is hardly better.
+# Ranks considered for a swap; more make each search step slower with hardly better results.
 PARTNERS = 12
 
 
@@ -30,7 +30,7 @@ class Shards:
 
 
 def shards_of(state: State) -> Shards:
-    """Of every placed table."""
+    """Return the shards of every placed table."""
     options, shard = state.problem.costs.options, state.problem.costs.shard
     found = [
         (table, rank, option)
@@ -43,7 +43,7 @@ def shards_of(state: State) -> Shards:
 
 
 def score(state: State, weights: Floats) -> float:
-    """Seconds of a step and a little of how uneven the ranks are."""
+    """Seconds of a step plus a small penalty for uneven ranks."""
     rank_seconds = state.loads @ weights
     evenness = _evenness((rank_seconds**2).sum(), float(rank_seconds.sum()))
     return state.seconds() + EVENNESS * float(evenness)
@@ -54,15 +54,16 @@ def _evenness(squares: Floats, total: float) -> Floats:
 
 
 def critical_ranks(state: State, weights: Floats) -> list[int]:
-    """Ranks with the most of any load that costs time, the most expensive load first."""
+    """Return the ranks with the most of any load that costs time, the most expensive load first."""
     loads = [load for load in np.argsort(-weights * state.loads.max(axis=0)) if weights[load] > 0]
     over = [int(state.memory().argmax())] if state.memory().max() > state.problem.capacity else []
     return list(dict.fromkeys([*over, *(int(state.loads[:, load].argmax()) for load in loads)]))
 
 
 def improve(state: State, weights: Floats, deadline: float = math.inf) -> bool:
-    """Moves and swaps shards until none of a critical rank's makes the plan better (or until ``deadline`` of
-    :func:`time.monotonic`); whether any did.
+    """Move and swap shards until no change of a critical rank helps, or until ``deadline`` of :func:`time.monotonic`.
+
+    Returns ``True`` if any change was made.
     """
     improved = False
     shards = shards_of(state)
@@ -74,7 +75,7 @@ def improve(state: State, weights: Floats, deadline: float = math.inf) -> bool:
 
 
 def _best_exchange(state: State, shards: Shards, rank: int, weights: Floats) -> bool:
-    """Applies the best move or swap of a shard of ``rank``, to ``shards`` too."""
+    """Apply the best move or swap of a shard of ``rank``, also to ``shards``; return ``False`` if there is none."""
     here = np.flatnonzero(shards.rank == rank)
     if not here.size or state.problem.ranks == 1:
         return False
@@ -102,13 +103,13 @@ def _best_exchange(state: State, shards: Shards, rank: int, weights: Floats) -> 
 
 
 def _partners(state: State, weights: Floats) -> Integers:
-    """Ranks to swap with: those with the least work, and with the least memory."""
+    """Return the ranks to swap with: those with the least work, and those with the least memory in use."""
     by_seconds, by_memory = np.argsort(state.loads @ weights), np.argsort(state.loads[:, MEMORY])
     return np.union1d(by_seconds[:PARTNERS], by_memory[: PARTNERS // 2])
 
 
 def _send(state: State, shards: Shards, shard: int, target: int) -> None:
-    """Moves a shard, in the plan and in the list of shards."""
+    """Move a shard, in the plan and in the list of shards."""
     table, source = int(shards.table[shard]), int(shards.rank[shard])
     option, ranks = state.choices[table]
     state.put(table, (option, tuple(target if rank == source else rank for rank in ranks)))
@@ -118,7 +119,7 @@ def _send(state: State, shards: Shards, shard: int, target: int) -> None:
 def _forbid_meetings(
     state: State, shards: Shards, here: Integers, there: Integers, moved: Floats, swapped: Floats
 ) -> None:
-    """Two shards of a table never meet on a rank."""
+    """Exclude changes that would put two shards of a table on one rank."""
     holds = np.zeros((len(state.choices), state.problem.ranks), dtype=bool)
     holds[shards.table, shards.rank] = True
     mine = shards.table[here]
@@ -131,7 +132,7 @@ def _forbid_meetings(
 
 
 class _Rivals:
-    """Scores of plans in which ``rank`` gives away shards: what the other ranks have matters by its largest."""
+    """Scores of plans in which ``rank`` gives away shards; loads of uninvolved ranks count by their maximum."""
 
     def __init__(self, state: State, rank: int, weights: Floats) -> None:
         self.state, self.rank, self.weights = state, rank, weights
@@ -142,13 +143,13 @@ class _Rivals:
         largest = loads[first, columns]
         loads[first, columns] = -np.inf
         second = np.maximum(loads.max(axis=0), 0.0)
-        # Largest load of any rank but this one and b, (ranks, 6).
+        # Largest load of any rank other than this one and b, shape (ranks, 6).
         self.others = np.where(np.arange(len(loads))[:, None] == first, second, np.maximum(largest, 0.0))
         seconds = state.loads @ weights
         self.seconds, self.total, self.squares = seconds, float(seconds.sum()), float((seconds**2).sum())
 
     def scores(self, given: Floats, taken: Floats, target: Integers) -> Floats:
-        """(given, taken) scores of giving a shard to the rank ``target`` for the shard ``taken`` there."""
+        """Scores of exchanges of shards between ``rank`` and the ranks ``target``, shape (given, taken)."""
         state, problem = self.state, self.state.problem
         change = given[:, None, :] - taken[None, :, :]
         mine = state.loads[self.rank] - change

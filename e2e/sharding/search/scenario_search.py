@@ -1,8 +1,8 @@
-"""The search for a plan that is fast on average over scenarios: large neighbourhoods, a few tables at a time.
+"""Search for a plan that is fast on average over scenarios: large neighbourhoods of a few tables at a time.
 
-Tables of two ranks (the busiest and another), or any, lose their places and get the best ones again, one after another
-(ruin and recreate, Schrimpf et al., J. Comput. Phys. 2000); what is not better is undone. Moves of single tables begin
-and end the search.
+Tables of two ranks (the busiest and another), or of any, are removed and reinserted one after another at their best
+places (ruin and recreate, Schrimpf et al., J. Comput. Phys. 2000); changes without improvement are undone. Moves of
+single tables begin and end the search.
 """
 
 from __future__ import annotations
@@ -21,36 +21,39 @@ from e2e.sharding.search.scenarios import Scenarios
 from e2e.step.arrays import Floats
 
 MOST_TABLES = 6
-# How often the second best place is taken, and how far from the order of sizes tables are placed again: without any
-# chance in it the same tables would come to the same places.
+# Probability of taking the second best place, and noise of the reinsertion order: without randomness the same tables
+# would return to the same places.
 _BLINK, _DISORDER = 0.1, 0.5
-# Ranks with the least work, one of which a shard of columns goes to.
+# Number of least loaded ranks, one of which gets a shard of columns.
 _CALM_RANKS = 3
-# Weight of a step beyond the limit.
+# Penalty weight of a step beyond the limit.
 _PENALTY = 10.0
-# A plan should be faster than the rivals by this share; how much a step's mean counts beside what is missing of that.
+# Target margin over the rivals; weight of the mean step relative to the shortfall from that margin.
 MARGIN, _MEAN = 0.05, 0.1
 
 
 @dataclass(frozen=True, eq=False)
 class Aim:
-    """What is made small, over all scenarios but the first: the expected regret against ``rivals`` (draws,), seconds of
-    the best of the simple plans in each scenario, and a little of the mean. Where the first scenario (the models' own
-    times) takes more than ``limit`` seconds, much more is added.
+    """Objective to minimise: expected regret against the rivals, plus a little of the mean step.
+
+    Both are taken over all scenarios but the first.
+
+    A nominal time (first scenario) above ``limit`` seconds is penalised strongly.
     """
 
+    # Seconds of the best simple plan in each scenario, shape (draws,).
     rivals: Floats
     limit: float = sys.float_info.max
 
     def of(self, seconds: Floats) -> Floats:
-        """(..., draws) -> (...)."""
+        """Return the objective of step times, shape (..., draws) -> (...)."""
         share = seconds[..., 1:] / self.rivals[1:]
         missing = np.maximum(share - (1.0 - MARGIN), 0.0).mean(axis=-1) + _MEAN * share.mean(axis=-1)
         return np.asarray(missing + _PENALTY * np.maximum(seconds[..., 0] / self.limit - 1.0, 0.0))
 
 
 def search(state: State, scenarios: Scenarios, aim: Aim, rounds: int, deadline: float, seed: int) -> State:
-    """The best plan found from ``state`` in so many rounds or until ``deadline`` of :func:`time.monotonic`."""
+    """Return the best plan found from ``state`` in ``rounds`` or until ``deadline`` of :func:`time.monotonic`."""
     generator = np.random.default_rng(seed)
     work = _Search(ScenarioState(state, scenarios), aim, deadline)
     work.descend()
@@ -59,7 +62,7 @@ def search(state: State, scenarios: Scenarios, aim: Aim, rounds: int, deadline: 
             break
         work.rebuild(generator)
     work.descend()
-    # Sums in the order of the tables: without what thousands of additions and subtractions leave behind.
+    # Recomputed in the order of the tables, without the rounding errors of thousands of additions and subtractions.
     return ScenarioState(work.plan.state, scenarios).state
 
 
@@ -72,7 +75,7 @@ class _Search:
         self.best = float(aim.of(plan.seconds()))
 
     def descend(self) -> None:
-        """Moves single tables until none helps."""
+        """Move single tables until none helps."""
         improved = True
         while improved and time.monotonic() < self.deadline:
             improved = False
@@ -94,7 +97,7 @@ class _Search:
         return better
 
     def rebuild(self, generator: np.random.Generator) -> None:
-        """Some tables get places anew; undone if that is not better."""
+        """Remove and reinsert some tables; undo that if it is no improvement."""
         chosen = self._some_tables(generator)
         before = [(table, self.plan.state.choices[table]) for table in chosen]
         self._put([(table, NOWHERE) for table in chosen])
@@ -120,7 +123,7 @@ class _Search:
             self.plan.put(table, choice)
 
     def _some_tables(self, generator: np.random.Generator) -> list[int]:
-        """Half of the time any, else of the busiest rank and another one."""
+        """Choose random tables: half of the time any, else those of the busiest rank and another one."""
         count = int(generator.integers(1, MOST_TABLES + 1))
         pool = list(self.tables)
         if generator.random() < 0.5:
@@ -137,8 +140,9 @@ class _Search:
         return self.plan.state.choices[table][1]
 
     def _places(self, table: int, now: Choice | None = None) -> list[Choice]:
-        """Choices of a table without a place: whole on any rank, blocks of columns on the calmest ranks, or one of
-        those of ``now`` elsewhere.
+        """Choices of an unplaced table: whole on any rank, or blocks of columns on the least loaded ranks.
+
+        With ``now`` also those in which one of its blocks is elsewhere.
         """
         options, ranks = self.problem.costs.options, self.problem.ranks
         calm = np.argsort(self.plan.rank_seconds(), kind="stable").tolist()

@@ -1,4 +1,4 @@
-"""A plan in many scenarios at once: seconds of a step in each, also of all plans in which one table is elsewhere."""
+"""Plan in many scenarios at once: step time in each, also for all possible places of one table."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from e2e.sharding.problem.step_model import COPIES, PLACED, ROWS, SUMS, StepTime
 from e2e.sharding.search.scenarios import Scenarios
 from e2e.step.arrays import Floats
 
-# What a transfer among the pieces of a step is.
+# Kind of each transfer among the pieces of a step.
 _TRANSFERS = {
     "splits": "all_to_all",
     "placed_input": "all_to_all",
@@ -25,8 +25,10 @@ _TRANSFERS = {
 
 
 class ScenarioState:
-    """``state`` (a copy of the given one) with its kernels by scenario. Kernels are numbered: of placed tables by rank,
-    then that of blocks of rows and that of copies, which are alike on all ranks.
+    """``state`` (a copy of the given one) with its kernel times by scenario.
+
+    Kernels are numbered: those of placed tables by rank, then that of blocks of rows and that of copies, which are the
+    same on all ranks.
 
     ``added`` (ranks + 2, stages, draws): sums over the tables of a kernel; ``longest``, of the same shape: maxima.
     """
@@ -41,7 +43,7 @@ class ScenarioState:
             self.put(table, choice)
 
     def put(self, table: int, choice: Choice) -> None:
-        """As :meth:`State.put`."""
+        """Place a table, as :meth:`State.put`."""
         before = self.state.choices[table]
         self.state.put(table, choice)
         for kernel in self._kernels(before):
@@ -63,20 +65,21 @@ class ScenarioState:
         return {"row-wise": (self.problem.ranks,), "data-parallel": (self.problem.ranks + 1,)}.get(kind, ranks)
 
     def rank_seconds(self) -> Floats:
-        """Mean over scenarios of the kernels of placed tables, forward and backward, (ranks,)."""
+        """Mean over scenarios of the kernels of placed tables, forward plus backward, shape (ranks,)."""
         ranks = self.problem.ranks
         return np.asarray(np.maximum(self.added[:ranks], self.longest[:ranks]).sum(axis=1).mean(axis=-1))
 
     def seconds(self) -> Floats:
-        """Of a step, (draws,)."""
+        """Step times, shape (draws,)."""
         kernels = self._passes(self.added, self.longest)
         placed = kernels[:-2].max(axis=0)
         state = self.state
         return self._step(state.loads.max(axis=0)[None], state.totals[None], placed[None], kernels[None, -2:])[0]
 
     def with_table(self, choices: Sequence[Choice]) -> Floats:
-        """Of a step with a table that has no place yet at each of ``choices``, (choices, draws); infinite where that
-        takes too much memory.
+        """Step times with an unplaced table at each of ``choices``, shape (choices, draws).
+
+        Infinite if memory is exceeded.
         """
         state, costs = self.state, self.problem.costs
         numbers = np.array([option for option, _ in choices])
@@ -84,7 +87,7 @@ class ScenarioState:
         which = np.array([kernel for found in kernels for kernel in found])
         option = np.repeat(numbers, [len(found) for found in kernels])
         starts = np.cumsum([0, *(len(found) for found in kernels[:-1])])
-        # A shard makes kernels longer only: the longest is one of those that get it, or the one that was it before.
+        # A shard only makes kernels longer: the longest is one of those that get it, or the previous longest.
         now = self._passes(self.added, self.longest)
         new = self._passes(
             self.added[which] + self.scenarios.added[option],
@@ -105,15 +108,17 @@ class ScenarioState:
         return np.where(fits[:, None], seconds, np.inf)
 
     def _passes(self, added: Floats, longest: Floats) -> Floats:
-        """Of kernels (..., stages, draws): seconds forward and backward, (..., 2, draws)."""
+        """Forward and backward seconds of kernels, (..., stages, draws) -> (..., 2, draws)."""
         stages = np.maximum(added, longest)
         forward, launch = self.scenarios.forward, self.problem.costs.launch
         both = [stages[..., :forward, :].sum(axis=-2), stages[..., forward:, :].sum(axis=-2)]
         return np.stack(both, axis=-2) + launch[:, None]
 
     def _step(self, peak: Floats, totals: Floats, placed: Floats, others: Floats) -> Floats:
-        """(plans, draws) of ``peak`` (plans, 6), ``totals`` (plans, 17), kernels of ``placed`` tables on the slowest
-        rank (plans, 2, draws) and of the ``others``, blocks of rows and copies, (plans, 2, 2, draws).
+        """Step times (plans, draws).
+
+        ``peak`` (plans, 6), ``totals`` (plans, 17); ``placed`` (plans, 2, draws): kernels of placed tables on the
+        slowest rank; ``others`` (plans, 2, 2, draws): kernels of blocks of rows and of copies.
         """
         model, factors = self.problem.model, self.scenarios.transfers
         transfers = {

@@ -1,8 +1,8 @@
-"""What the costs may be where the models are wrong: draws from the intervals that the models themselves give.
+"""Scenarios of model errors: costs drawn from the intervals of the models.
 
 A plan that is perfectly even by the models' times is uneven by the true ones, and the step waits for the slowest rank.
-So plans are judged by the mean over draws: tables that are cut over all ranks, or copied, cannot make ranks uneven, and
-many small tables on a rank err less together than a few large ones.
+So plans are judged by the mean over draws: tables cut over all ranks, or copied, cannot make ranks uneven, and errors
+of many small tables on a rank average out more than those of a few large ones.
 """
 
 from __future__ import annotations
@@ -17,38 +17,40 @@ from e2e.sharding.problem.state import Problem
 from e2e.sharding.problem.transfers import KINDS
 from e2e.step.arrays import Floats
 
-# Half-widths of the 80 % interval of a normal distribution, in standard deviations.
+# Half-width of the 80 % interval of a normal distribution, in standard deviations.
 _DEVIATIONS = 1.2816
-# An interval holds what is wrong with all tables of a GPU alike (its level), which no placement can mend, and what is
-# wrong with one table. Of measured families the second is this share: GEMM errs by 8.2 % on shapes left out, by 18.1 %
-# on a GPU left out (`python -m lab.validate kernels`).
+# An interval covers the error common to all tables of a GPU (its level), which no placement can change, and the error
+# of one table. In measured families the latter is this share: GEMM errs by 8.2 % on shapes left out, by 18.1 % on a GPU
+# left out (`python -m lab.validate kernels`).
 OWN_SHARE = 0.45
-# What is wrong with a table is mostly so however it is cut, and half as much again differs by cut.
+# Share of a table's error that depends on its cut; the rest is common to all cuts.
 _CUT_SHARE = 0.5
 
 
 @dataclass(frozen=True, eq=False)
 class Scenarios:
-    """``draws`` of them, the first as the models say. ``added``, ``longest`` (options, stages, draws): seconds that
-    a shard adds to each stage of its kernels, and the least that the stage takes with it. ``forward``: how many of the
-    stages are of the forward pass. ``transfers``: kind -> (draws,) factors of its times.
-    """
+    """Drawn scenarios, ``draws`` of them; the first is the nominal one."""
 
     draws: int
+    # Seconds that a shard adds to each stage of its kernels, and the least time of the stage with it, shapes (options,
+    # stages, draws).
     added: Floats
     longest: Floats
+    # Number of stages of the forward pass.
     forward: int
+    # Kind -> factors of its times, shape (draws,).
     transfers: Mapping[str, Floats]
 
 
 def uncertain(problem: Problem) -> bool:
-    """Whether the models give any interval at all."""
+    """True if the models give any interval at all."""
     return bool(problem.costs.half_width.max(initial=0.0) > 0 or max(problem.times.half_width.values()) > 0)
 
 
 def draw(problem: Problem, draws: int, seed: int) -> Scenarios:
-    """``draws`` (odd: the models' own, and pairs that mirror each other) of lognormal factors: of each table and
-    direction, of each way to cut it, and of each kind of collective.
+    """Draw ``draws`` scenarios (an odd number: the nominal one, and antithetic pairs) of lognormal factors.
+
+    There are factors for each table and direction, each way to cut it, and each kind of collective.
     """
     generator = np.random.default_rng([seed, draws])
     costs, tables = problem.costs, [option.table for option in problem.costs.options]
@@ -69,8 +71,9 @@ def draw(problem: Problem, draws: int, seed: int) -> Scenarios:
 
 
 def _stages(costs: OptionCosts) -> tuple[Floats, Floats, int]:
-    """(options, stages) seconds added and longest, and how many stages are of the forward pass. A stage of their own
-    are the dense updates of copies.
+    """Added and longest seconds, shape (options, stages) each, and the number of stages of the forward pass.
+
+    The dense updates of copies are a stage of their own.
     """
     lookups, pieces = costs.lookups, costs.pieces
     passes = [

@@ -1,1 +1,1 @@
-"""Reads the files that profilers write, PyTorch's of every version and Chakra's, as records."""
+"""Readers of profiler files: PyTorch's of every version, and Chakra's."""

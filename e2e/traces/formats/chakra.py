@@ -1,8 +1,8 @@
-"""MLCommons Chakra execution traces (``.et``, protobuf) to an :class:`OperatorTrace`.
+"""Reader of MLCommons Chakra execution traces (``.et``, protobuf) as :class:`OperatorTrace`.
 
-A file is a ``GlobalMetadata`` and one ``Node`` per operator, each with its length before it, perhaps gzipped. Chakra's
+A file has a ``GlobalMetadata`` and one ``Node`` per operator, each preceded by its length, possibly gzipped. Chakra's
 converter writes the host's operators with the arguments of PyTorch's execution trace, and kernels beside them
-(``is_cpu_op`` false), whose times belong to the recorded GPU: the operators say what there is to do.
+(``is_cpu_op`` false), whose times belong to the recorded GPU: only the operators are used.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from e2e.traces.formats.trace_values import ValueReader
 _SUFFIXES = (".et", ".et.gz")
 _GZIP = b"\x1f\x8b"
 _NONE = -1
-# Some converters count the calls of a name: aten::conv2d(0).
+# Some converters append a counter to names: aten::conv2d(0).
 _COUNTED = re.compile(r"(?<=\w)\(\d+\)$")
 
 
 def is_chakra(path: Path | str) -> bool:
-    """Whether the name of ``path`` is that of a Chakra trace."""
+    """True if ``path`` has the suffix of a Chakra trace."""
     return str(path).endswith(_SUFFIXES)
 
 
 def read_chakra(path: Path | str) -> OperatorTrace:
-    """The operator calls in ``path``, in the order they began.
+    """Read the operator calls in ``path``, in the order they began.
 
-    :class:`InputError` names the file when it is truncated, of another format, or holds no framework's operators (such
-    as traces that a generator wrote for a network simulator).
+    Raises :class:`InputError` naming the file if it is truncated, of another format, or contains no framework's
+    operators (such as traces generated for a network simulator).
     """
     values = ValueReader()
     nodes = [_node(message, values, path) for message in _messages(path) if _on_host(message)]
@@ -71,7 +71,7 @@ def _messages(path: Path | str) -> Iterator[Any]:
 
 
 def _on_host(message: Any) -> bool:
-    """Kernels and nodes without a name are none of the host's calls; metadata nodes carry process groups."""
+    """True for calls of the host: not for kernels and nodes without a name. Metadata nodes carry process groups."""
     return bool(message.name) and (bool(_attributes(message).get("is_cpu_op", True)) or message.type == METADATA_NODE)
 
 
@@ -115,7 +115,7 @@ def _node(message: Any, values: ValueReader, path: Path | str) -> TraceNode:
 
 @lru_cache(maxsize=1 << 15)
 def _literal(text: str) -> list[Any]:
-    """The converter writes lists as Python does."""
+    """Parse a list, which the converter writes as a Python literal."""
     found = ast.literal_eval(text) if text else []
     if not isinstance(found, list):
         raise ValueError(f"{text[:40]!r} is no list")

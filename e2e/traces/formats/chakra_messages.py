@@ -1,6 +1,6 @@
-"""The messages of MLCommons Chakra execution traces (``schema/protobuf/et_def.proto``, 0.0.4), declared by hand.
+"""Messages of MLCommons Chakra execution traces (``schema/protobuf/et_def.proto``, 0.0.4), declared by hand.
 
-Only what a trace of a framework carries; fields of storage operations are skipped by the decoder as unknown.
+Only the fields of a framework's trace; the decoder skips those of storage operations as unknown.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from costmodel.base.errors import MissingDependencyError
 
 # Values of ``NodeType``.
 METADATA_NODE, COMP_NODE, COMM_SEND_NODE, COMM_RECV_NODE, COMM_COLL_NODE = 1, 4, 5, 6, 7
-# The types of an attribute's value, in the order of their field numbers: each alone and as a list.
+# Types of an attribute's value, in the order of their field numbers: each as a scalar and as a list.
 _SCALARS = ("double", "float", "int32", "int64", "uint32", "uint64", "sint32", "sint64", "fixed32", "fixed64") + (
     "sfixed32",
     "sfixed64",
@@ -25,7 +25,7 @@ _PACKAGE = "ChakraProtoMsg"
 
 @cache
 def messages() -> tuple[Any, Any]:
-    """The classes of ``GlobalMetadata`` and ``Node``."""
+    """Return the message classes of ``GlobalMetadata`` and ``Node``."""
     try:
         from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
     except ImportError:
@@ -39,7 +39,7 @@ def messages() -> tuple[Any, Any]:
         "Node",
         ("id", 1, "uint64"),
         ("name", 2, "string"),
-        ("type", 3, "int32"),  # an enumeration, encoded alike
+        ("type", 3, "int32"),  # an enumeration, same encoding
         ("ctrl_deps", 4, "uint64", True),
         ("data_deps", 5, "uint64", True),
         ("start_time_micros", 6, "uint64"),
@@ -56,7 +56,7 @@ def messages() -> tuple[Any, Any]:
 
 
 def _add_attributes(file: Any) -> None:
-    """``AttributeProto``: a name and one of many types of value."""
+    """Add ``AttributeProto``: a name and one of many types of value."""
     fields: list[tuple[Any, ...]] = [("name", 1, "string"), ("doc_string", 2, "string")]
     for place, kind in enumerate(_SCALARS):
         _add(file, f"{kind.capitalize()}List", ("values", 1, kind, True))
@@ -69,7 +69,7 @@ def _add_attributes(file: Any) -> None:
 
 
 def _add(file: Any, name: str, *fields: tuple[Any, ...]) -> Any:
-    """A message of (name, number, type, whether repeated)."""
+    """Add a message with fields (name, number, type, whether repeated)."""
     message = file.message_type.add(name=name)
     for field_name, number, kind, *repeated in fields:
         field = message.field.add(name=field_name, number=number)

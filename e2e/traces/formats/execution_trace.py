@@ -1,7 +1,7 @@
-"""PyTorch execution traces (schema 1.0.x and 1.1.x, also with Chakra's suffix) to an :class:`OperatorTrace`.
+"""Reader of PyTorch execution traces (schema 1.0.x and 1.1.x, also with Chakra's suffix) as :class:`OperatorTrace`.
 
-What the recorder writes for its own bookkeeping (process and thread nodes, user annotations) is no operator call: the
-calls under it move to the next operator above, and carry the names in ``attributes["annotations"]``.
+Bookkeeping nodes of the recorder (processes, threads, user annotations) are not operator calls: the calls under them
+move to the next operator above, with the names in ``attributes["annotations"]``.
 """
 
 from __future__ import annotations
@@ -30,18 +30,17 @@ _COLLECTIVE_ATTRIBUTES = ("collective_name", "dtype", "in_msg_nelems", "out_msg_
 
 @dataclass(slots=True)
 class TraceNode:
-    """One node of any layout: schema 1.0.1 keeps its fields at the top level, later ones in ``attrs``.
-
-    ``function``: id of the record function; ``forward_thread`` and ``sequence`` of a backward one: of its forward one.
-    """
+    """One node in any layout: schema 1.0.1 keeps its fields at the top level, later ones in ``attrs``."""
 
     id: int
     name: str
     parent: int
     scope: int
     thread: int
+    # Thread and sequence number of the forward operator, for a backward one.
     forward_thread: int
     sequence: int
+    # Id of the record function.
     function: int
     schema: str
     inputs: tuple[Value, ...]
@@ -50,13 +49,13 @@ class TraceNode:
 
 
 def read_execution_trace(path: Path | str, only: Container[int] | None = None) -> OperatorTrace:
-    """Operator calls of the execution trace ``path`` (see :func:`read_members` for archives), in the order they began.
+    """Read the operator calls of the execution trace ``path`` in the order they began (archives: :func:`read_members`).
 
-    Every call carries ``attributes["rf_id"]`` (the record-function id that links it to a profile) and the schema's
-    ``overload``; collectives also carry name, group and sizes in elements. ``rank`` is the index of the device that
-    holds most tensors where that is a rank of the group, since the format has none.
-    ``only``: ids of the nodes that are kept (``None``: all); the others take no memory.
-    :class:`InputError` names the file when it is truncated, of another format or of another schema.
+    Every call has ``attributes["rf_id"]`` (the record-function id that links it to a profile) and the schema's
+    ``overload``; collectives also have name, group and sizes in elements. The format has no rank: ``rank`` is the index
+    of the device that holds most tensors, if that is a rank of the group. ``only``: ids of the nodes to keep (``None``:
+    all); the others use no memory. Raises :class:`InputError` naming the file if it is truncated, of another format or
+    of another schema.
     """
     header: dict[str, Any] = {}
     values = ValueReader()
@@ -70,7 +69,7 @@ def read_execution_trace(path: Path | str, only: Container[int] | None = None) -
         else:
             header[key] = value
     _check_header(header, nodes, path)
-    nodes.sort(key=lambda node: node.id)  # ids are given when a call begins; the file is in the order of ends
+    nodes.sort(key=lambda node: node.id)  # ids are assigned at the begin of a call; the file is in order of ends
     return trace_of_nodes(nodes, header, str(path))
 
 
@@ -140,13 +139,14 @@ def _nested_node(node: Mapping[str, Any], values: ValueReader) -> TraceNode:
 
 
 def trace_of_nodes(nodes: list[TraceNode], header: Mapping[str, Any], source: str) -> OperatorTrace:
-    """The calls of ``nodes``, which are in the order in which they began."""
+    """Return the calls of ``nodes``, which are in the order in which they began."""
     threads = {tid: place for place, tid in enumerate(sorted({node.thread for node in nodes if node.thread > 0}))}
     groups = _process_groups(nodes, source)
     calls: dict[int, OperatorCall] = {}
-    annotations: dict[int, tuple[tuple[str, ...], int | None]] = {}  # node -> annotations around it, operator around it
+    # Node -> (annotations around it, operator around it).
+    annotations: dict[int, tuple[tuple[str, ...], int | None]] = {}
     for node in nodes:
-        if node.id in annotations:  # calls could be inside of themselves
+        if node.id in annotations:  # a repeated id could make a call its own ancestor
             raise InputError(f"{source}: node {node.id} is there twice; record the trace again")
         around, parent = annotations.get(node.parent, ((), None))
         if node.parent in calls:
@@ -167,11 +167,13 @@ def trace_of_nodes(nodes: list[TraceNode], header: Mapping[str, Any], source: st
 
 
 def _named_ranges(nodes: Iterable[TraceNode], calls: Mapping[int, OperatorCall]) -> NamedRanges:
-    """Those that the script named. A backward call is of the ranges of the last forward call with its number, which
-    made the node of autograd; those before it with this number made none.
+    """Return the ranges named by the script.
+
+    A backward call belongs to the ranges of the last forward call with its sequence number, which made the autograd
+    node; earlier ones with this number made none.
     """
     entered: dict[int, NamedRange] = {}
-    innermost: dict[int, int] = {}  # node -> the entry that it is, or is in
+    innermost: dict[int, int] = {}  # node -> entry that it is, or is in
     for node in nodes:
         around = innermost.get(node.parent)
         if node.scope == USER_SCOPE and is_named_by_script(node.name):
@@ -215,7 +217,7 @@ def _call(
 
 
 def _phase(node: TraceNode, above: OperatorCall | None, around: tuple[str, ...]) -> Phase:
-    """From what stands around a call: annotations of PyTorch itself, the autograd thread, backward functions."""
+    """Phase of a call from its surroundings: annotations of PyTorch itself, the autograd thread, backward functions."""
     if any(name.startswith("Optimizer.") for name in around):
         return "optimizer"
     if any(name.startswith("enumerate(DataLoader)") for name in around):
@@ -226,7 +228,7 @@ def _phase(node: TraceNode, above: OperatorCall | None, around: tuple[str, ...])
 
 
 def _process_groups(nodes: Iterable[TraceNode], source: str) -> dict[str, tuple[int, ...]]:
-    """Groups of the init nodes; an empty list of ranks means all of the first ``group_size``."""
+    """Read the process groups of the init nodes; an empty list of ranks means the first ``group_size`` ranks."""
     groups: dict[str, tuple[int, ...]] = {}
     for node in nodes:
         if node.name != GROUPS_NODE or not node.inputs:

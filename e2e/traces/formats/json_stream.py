@@ -1,4 +1,4 @@
-"""JSON files of any size, member by member: plain, ``.gz``, or inside a ``.tar``/``.tar.gz``/``.tgz``.
+"""Streaming reader of large JSON files: plain, ``.gz``, or inside a ``.tar``/``.tar.gz``/``.tgz``.
 
 A trace is one object with a few scalars and one very long array. It is decoded element by element with the decoder of
 the standard library on a sliding buffer, so that memory is bounded by the largest element, not by the file.
@@ -22,7 +22,7 @@ from costmodel.base.errors import InputError
 from costmodel.base.foreign_files import MOST_BYTES, Bounded, counted, open_tar, open_unpacked
 
 _CHUNK = 1 << 20
-# One element of a trace is a few kilobytes; something larger is not a trace, and must not fill the memory.
+# Limit of memory: an element of a trace is a few kilobytes; something larger is not a trace.
 _LARGEST_ELEMENT = 1 << 28
 _LITERALS = ("true", "false", "null", "NaN", "-Infinity", "Infinity")
 _LONGEST_LITERAL = max(map(len, _LITERALS))
@@ -32,17 +32,20 @@ _SPACE = " \t\r\n"
 
 
 def archive_members(path: Path | str) -> tuple[str, ...]:
-    """Names of the JSON files inside the tar archive ``path``, in archive order; :class:`InputError` if unreadable."""
+    """Return the JSON files inside the tar archive ``path``, in archive order.
+
+    Raises :class:`InputError` if unreadable.
+    """
     with _reading(Path(path)), open_tar(path) as archive:
         return tuple(info.name for info in archive if info.isfile() and info.name.endswith(".json"))
 
 
 def read_members(path: Path | str) -> Iterator[tuple[str, Any]]:
-    """(key, value) pairs of the object in ``path``; an array gives one pair per element.
+    """Yield (key, value) pairs of the object in ``path``; an array gives one pair per element.
 
-    ``path`` of a file in an archive continues the archive's: ``traces.tar.gz/rank_0.json``; an archive with one JSON
-    file needs no more than its own path. Numbers of more than 16 characters come as ``Decimal``, because a time in
-    microseconds since 1970 has no room for its fraction in a float. :class:`InputError` names the file.
+    The path of a file in an archive continues the archive's: ``traces.tar.gz/rank_0.json``; for an archive with a
+    single JSON file its own path suffices. Numbers of more than 16 characters become ``Decimal``, because a float
+    cannot represent the fraction of a time in microseconds since 1970. Raises :class:`InputError` naming the file.
     """
     with (
         _reading(Path(path)),
@@ -54,7 +57,7 @@ def read_members(path: Path | str) -> Iterator[tuple[str, Any]]:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Turns what goes wrong while reading into one clear line."""
+    """Convert errors of reading to a one-line :class:`InputError`."""
     try:
         yield
     except (EOFError, zlib.error, gzip.BadGzipFile, tarfile.TarError) as error:
@@ -81,7 +84,7 @@ def _opened(path: Path) -> Iterator[io.BufferedReader]:
 
 
 def _split(path: Path) -> tuple[Path | None, str]:
-    """The archive that ``path`` is or leads into, and the rest."""
+    """Split ``path`` into the archive that it is or leads into (``None``: no archive), and the rest."""
     for parent in (path, *path.parents):
         if parent.name.endswith(_ARCHIVES) and parent.is_file():
             return parent, path.relative_to(parent).as_posix() if parent != path else ""
@@ -105,14 +108,14 @@ def _number(text: str) -> float | Decimal:
 
 
 def _cut(rest: str, message: str) -> bool:
-    """Whether a decoder that stopped before ``rest``, the end of the file, may have stopped because of the end."""
+    """True if ``rest``, where a decoder stopped, may be the beginning of a value truncated by the end of the file."""
     rest = rest.strip()
     begun = any(literal.startswith(rest) for literal in _LITERALS) or _NUMBER_END.fullmatch(rest) is not None
     return begun or message.startswith(("Unterminated", "Invalid \\"))
 
 
 class _Decoder:
-    """A sliding buffer over a text stream with the decoder of the standard library."""
+    """Decoder of the standard library on a sliding buffer over a text stream."""
 
     def __init__(self, stream: io.TextIOWrapper, source: str) -> None:
         self._stream = stream
@@ -120,7 +123,7 @@ class _Decoder:
         self._decode = json.JSONDecoder(strict=False, parse_float=_number).raw_decode
         self._buffer = ""
         self._place = 0
-        self._before = 0  # characters that the buffer has dropped
+        self._before = 0  # number of characters dropped from the buffer
 
     def members(self) -> Iterator[tuple[str, Any]]:
         if self._peek() != "{":
@@ -161,7 +164,7 @@ class _Decoder:
         self._place += 1
 
     def _peek(self) -> str:
-        """The next character that is not space."""
+        """Return the next non-space character."""
         while True:
             while self._place < len(self._buffer):
                 if self._buffer[self._place] not in _SPACE:
@@ -171,18 +174,21 @@ class _Decoder:
                 raise self._truncated()
 
     def _value(self) -> Any:
-        """The next whole value: decoded again with twice the text while it does not end inside the buffer."""
+        """Return the next whole value.
+
+        Decoding is retried with twice the text while it does not end inside the buffer.
+        """
         self._peek()
         size = _CHUNK
-        stopped: tuple[int, str] | None = None  # not the exception: its traceback would keep old buffers alive
+        stopped: tuple[int, str] | None = None  # not the exception, whose traceback would keep old buffers alive
         while True:
             try:
                 value, end = self._decode(self._buffer, self._place)
-                if end < len(self._buffer):  # a number that ends with the buffer may go on in the file
+                if end < len(self._buffer):  # a number at the end of the buffer may continue in the file
                     self._place = end
                     return value
             except json.JSONDecodeError as error:
-                # Where the decoder stopped: at the end of what was read (go on), or before (not JSON).
+                # Position of the error: at the end of the buffer (read more), or before (not JSON).
                 at_end = error.pos >= len(self._buffer) - _LONGEST_LITERAL or error.msg.startswith("Unterminated")
                 if not at_end or len(self._buffer) - self._place > _LARGEST_ELEMENT:
                     raise self._broken(error.msg) from None

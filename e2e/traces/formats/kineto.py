@@ -1,4 +1,4 @@
-"""Kineto profiles (``torch.profiler`` Chrome traces) to a :class:`KinetoTrace`, streamed.
+"""Streaming reader of Kineto profiles (``torch.profiler`` Chrome traces) as :class:`KinetoTrace`.
 
 Times of the format are microseconds with fractions, whatever ``displayTimeUnit`` says; files whose times can only be
 nanoseconds (converted ones) are recognised by their magnitude.
@@ -47,14 +47,14 @@ _DEVICE: dict[str, DeviceKind] = {
     "memset": "memset",
 }
 _SYNC = {"Stream Sync": "stream", "Event Sync": "event", "Stream Wait Event": "stream_wait", "Context Sync": "device"}
-# Streams and correlations that the profiler does not know are written as -1 or as its unsigned form.
+# Unknown streams and correlations are written as -1 or as its unsigned form.
 _UNKNOWN = (-1, 2**32 - 1, 2**64 - 1)
 
 
 def read_kineto(path: Path | str) -> KinetoTrace:
-    """The profile ``path`` (see :func:`e2e.traces.formats.json_stream.read_members` for archives).
+    """Read the profile ``path`` (archives: :func:`e2e.traces.formats.json_stream.read_members`).
 
-    :class:`InputError` names the file when it is truncated, of another format, or has no events with a duration.
+    Raises :class:`InputError` naming the file if it is truncated, of another format, or has no events with a duration.
     """
     header: dict[str, Any] = {}
     collector = _Collector(str(path))
@@ -71,7 +71,7 @@ def read_kineto(path: Path | str) -> KinetoTrace:
 
 
 class _Collector:
-    """Gathers events as they come; times stay exact (``Decimal`` or ``int``) until the first one is known."""
+    """Collector of events; times stay exact (``Decimal`` or ``int``) until the first one is known."""
 
     def __init__(self, source: str) -> None:
         self._source = source
@@ -97,7 +97,7 @@ class _Collector:
             if self._first is None or start < self._first:
                 self._first = start
             if category in _HOST:
-                # PyTorch up to 1.8 calls the profiler's own marks operators.
+                # PyTorch up to 1.8 records the profiler's own marks as operators.
                 own = str(event["name"]).startswith(_MARKS)
                 self._host.append((start, event["dur"], "annotation" if own else _HOST[category], _kept(event)))
             else:
@@ -106,7 +106,7 @@ class _Collector:
             self._synchronizations.append(_synchronization(event["args"]))
 
     def trace(self, header: Mapping[str, Any]) -> KinetoTrace:
-        """All that was gathered; times become seconds from the first event."""
+        """Return the collected trace, with times in seconds from the first event."""
         if self._first is None:
             raise InputError(
                 f"{self._source}: not a profiler trace, or an empty one (no events with a duration); "
@@ -154,7 +154,7 @@ class _Collector:
         begin, taken = float(Decimal(start) - Decimal(self._first)) * scale, float(duration) * scale
         if not (math.isfinite(begin) and math.isfinite(taken)):
             raise ValueError(f"an event begins at {start} and takes {duration}")
-        return begin, begin + max(taken, 0.0)  # clocks that were set together may end before they begin
+        return begin, begin + max(taken, 0.0)  # with clocks that were aligned afterwards, the end may precede the begin
 
     def _host_span(self, place: int, item: tuple[Any, Any, HostKind, dict[str, Any]], scale: float) -> HostSpan:
         args = item[3]["args"]
@@ -191,21 +191,21 @@ class _Collector:
 
 
 def _kept(event: dict[str, Any]) -> dict[str, Any]:
-    """Of an event what spans need: a trace of gigabytes must not be kept whole."""
+    """Keep only the fields of an event that spans need: a trace of gigabytes must not be kept whole."""
     if not isinstance(event["name"], str):
         raise TypeError("its name is no text")
-    hash((event["pid"], event["tid"]))  # TypeError for what is no name of a process or thread
+    hash((event["pid"], event["tid"]))  # TypeError for invalid process or thread names
     return {"name": event["name"], "pid": event["pid"], "tid": event["tid"], "args": event.get("args") or {}}
 
 
 def _host_order(span: HostSpan) -> tuple[float, int, float, int]:
-    # In whole microseconds many spans start together; operators are numbered in the order in which they began.
+    # With times in whole microseconds many spans start together; operators are numbered in the order they began.
     number = span.external if span.kind != "runtime" and span.external is not None else -1
     return span.start, number, -span.end, span.id
 
 
 def _number(value: Any) -> int | None:
-    """A number that links events; ``None`` where there is none."""
+    """Convert an id that links events; ``None`` if there is none."""
     return None if value is None else int(value)
 
 
@@ -230,7 +230,7 @@ def _collective(args: Mapping[str, Any]) -> CollectiveInfo | None:
         return None
     try:
         ranks = tuple(int(rank) for rank in decoded(args.get("Process Group Ranks") or "[]"))
-    except MALFORMED:  # a long list is cut with dots
+    except MALFORMED:  # long lists are truncated with dots
         ranks = ()
     dtype = str(args.get("dtype", ""))
     return CollectiveInfo(
@@ -273,7 +273,10 @@ def _gpu(header: Mapping[str, Any], device: list[DeviceSpan]) -> str:
 
 
 def _main_thread(host: list[HostSpan], pid: int) -> int:
-    """The process's first thread if it runs operators, else the one with the profiler's steps or most operators."""
+    """Return the main thread.
+
+    The process's first thread if it runs operators, else the one with the profiler's steps or most operators.
+    """
     operators = Counter(span.thread for span in host if span.kind == "operator")
     steps = Counter(span.thread for span in host if span.name.startswith("ProfilerStep#"))
     if steps:

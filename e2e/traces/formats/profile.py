@@ -1,4 +1,4 @@
-"""What a profiler recorded, as records: host spans, device work, synchronisations. Times in seconds.
+"""Records of a profile: host spans, device work, synchronisations. Times in seconds.
 
 Times count from :attr:`KinetoTrace.base_seconds`, the first event of the file, so that floats keep nanoseconds.
 """
@@ -15,52 +15,53 @@ DeviceKind = Literal["kernel", "copy", "memset"]
 
 @dataclass(frozen=True, slots=True)
 class CollectiveInfo:
-    """A collective as NCCL's metadata tell it. ``ranks`` is empty where unknown; sizes in elements of ``dtype``.
-
-    ``peer``: of a send or receive, the other rank of the job (``None``: not told).
-    """
+    """Collective as described by NCCL's metadata."""
 
     kind: str
     group: str
+    # Empty if unknown.
     ranks: tuple[int, ...]
+    # Size in elements of `dtype`.
     input_elements: int
     dtype: str
+    # Other rank of a send or receive, by its number in the job; `None`: unknown.
     peer: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class HostSpan:
-    """An operator, a user annotation or a CUDA runtime call on a host thread (``thread`` is the system's id).
-
-    ``external`` and ``function``: ids that link it to device work and to an execution trace; ``correlation``: of a
-    runtime call, to device work; ``sequence`` and ``forward_thread`` link a backward operator with its forward one.
-    ``shapes`` and ``dtypes`` of the inputs, where recorded.
-    """
+    """Operator, user annotation or CUDA runtime call on a host thread."""
 
     id: int
     name: str
     kind: HostKind
+    # The system's thread id.
     thread: int
     start: float
     end: float
+    # Id that links it to device work.
     external: int | None = None
+    # Id that links it to an execution trace.
     function: int | None = None
+    # Correlation id of a runtime call, which links it to device work.
     correlation: int | None = None
+    # `sequence` and `forward_thread` link a backward operator with its forward one
     sequence: int | None = None
     forward_thread: int = 0
+    # Shapes and dtypes of the inputs, if recorded.
     shapes: tuple[object, ...] = ()
     dtypes: tuple[str, ...] = ()
     collective: CollectiveInfo | None = None
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Duration of the span."""
         return self.end - self.start
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpan:
-    """A kernel, copy or memset on ``stream`` of ``device``; ``size_bytes`` of copies and memsets."""
+    """Kernel, copy or memset on ``stream`` of ``device``; ``size_bytes``: of copies and memsets."""
 
     id: int
     name: str
@@ -76,32 +77,27 @@ class DeviceSpan:
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Duration of the span."""
         return self.end - self.start
 
 
 @dataclass(frozen=True, slots=True)
 class Synchronization:
-    """What a synchronising runtime call (by ``correlation``) waited for, as newer profilers tell.
-
-    ``kind``: ``stream``, ``event``, ``stream_wait``, ``device``. ``stream`` is the waiting one of a ``stream_wait``
-    and the awaited one of a ``stream``; ``record``: correlation of the ``cudaEventRecord`` that is awaited and
-    ``record_stream`` where that was recorded.
-    """
+    """Target of a synchronising runtime call, as recorded by newer profilers."""
 
     kind: Literal["stream", "event", "stream_wait", "device"]
+    # Correlation id of the runtime call.
     correlation: int
+    # Waiting stream of a `stream_wait`, awaited stream of a `stream`.
     stream: int | None = None
+    # Correlation of the awaited `cudaEventRecord`, if recorded; `record_stream`: its stream.
     record: int | None = None
     record_stream: int | None = None
 
 
 @dataclass(frozen=True)
 class KinetoTrace:
-    """One rank's profile. Host and device spans in the order of their starts; a span's ``id`` is unique in the trace.
-
-    ``main_thread``: system id of the thread that runs the training loop.
-    """
+    """Profile of one rank. Spans are in the order of their starts; a span's ``id`` is unique in the trace."""
 
     operators: tuple[HostSpan, ...]
     annotations: tuple[HostSpan, ...]
@@ -113,6 +109,7 @@ class KinetoTrace:
     process_groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     gpu: str = ""
     pid: int = 0
+    # System id of the thread that runs the training loop.
     main_thread: int = 0
     base_seconds: float = 0.0
     source: str = ""

@@ -1,4 +1,4 @@
-"""One training step of an execution trace that recorded several: by the profiler's steps, else by the optimizer's."""
+"""Selection of one training step of an execution trace: by the profiler's steps, else by the optimizer's."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from e2e.step.operator_trace import OperatorCall, OperatorTrace
 
 _PROFILER_STEP = "ProfilerStep#"
 _OPTIMIZER_STEP = "Optimizer.step#"
-# Of the calls up to an optimizer's step and of those up to an earlier one, by name, where both end a step.
+# Least similarity, as a share of calls with equal names, of two parts between optimizer steps that both end a step.
 _ALIKE = 0.9
 
 
 def last_step(trace: OperatorTrace) -> OperatorTrace:
-    """``trace`` without all steps but the last whole one; unchanged where it marks fewer than two.
+    """Return ``trace`` with only its last whole step; unchanged if fewer than two steps are marked.
 
-    Profiler steps are marked around everything that happens in them. Without them a step ends with the optimizer's:
-    what follows the last one belongs to a step that was not recorded to its end. Of several optimizers with other work
-    between them (two networks that train each other) a step ends with the one after which the calls repeat.
+    Profiler steps are marks around all work of a step. Without them a step ends with the optimizer's: what follows the
+    last one belongs to an incomplete step. With several optimizers and other work between them (two networks that train
+    each other) a step ends with the one after which the calls repeat.
     """
     calls = trace.calls
     marks = [[step_mark(name) for name in _annotations(call)] for call in calls]
@@ -39,10 +39,10 @@ def last_step(trace: OperatorTrace) -> OperatorTrace:
 def of_last_step(
     threads: Sequence[int], steps: Sequence[int | None], optimizing: Sequence[bool], names: Sequence[Hashable]
 ) -> Sequence[bool] | None:
-    """Which calls (in the order they began) are of the last whole step; ``None`` where fewer than two are marked.
+    """Select the calls (in the order they began) of the last whole step; ``None`` if fewer than two are marked.
 
     ``steps``: number of the profiler's step around a call; ``optimizing``: an optimizer's step is around it; ``names``:
-    of the calls, or what stands for these.
+    names of the calls, or hashes of them.
     """
     numbers = _by_profiler(threads, steps)
     if len(set(numbers) - {None}) < 2:
@@ -52,18 +52,18 @@ def of_last_step(
 
 
 def step_mark(annotation: str) -> int | None:
-    """The number of the profiler's step that ``annotation`` stands around."""
+    """Return the step number of an annotation of a profiler step, ``None`` for others."""
     number = annotation.removeprefix(_PROFILER_STEP)
     return whole_number(number) if number != annotation else None
 
 
 def is_optimizer_step(annotation: str) -> bool:
-    """Whether ``annotation`` is what PyTorch puts around an optimizer's step."""
+    """True if ``annotation`` is PyTorch's mark of an optimizer's step."""
     return annotation.startswith(_OPTIMIZER_STEP)
 
 
 def _by_profiler(threads: Sequence[int], steps: Sequence[int | None]) -> list[int | None]:
-    """Only the thread that steps the profiler is marked; calls of others are of the step then open."""
+    """Assign calls to profiler steps; calls of threads without marks belong to the step that is open."""
     marked = {thread for thread, step in zip(threads, steps, strict=True) if step is not None}
     numbers: list[int | None] = []
     current: int | None = None
@@ -75,7 +75,7 @@ def _by_profiler(threads: Sequence[int], steps: Sequence[int | None]) -> list[in
 
 
 def _by_optimizer(optimizing: Sequence[bool], names: Sequence[Hashable]) -> list[int | None]:
-    """How many steps had ended before a call began; nothing with fewer than two of them."""
+    """Number of steps that had ended before each call began; empty with fewer than two steps."""
     places: list[int] = []
     ended, before = 0, False
     for now in optimizing:
@@ -92,7 +92,7 @@ def _by_optimizer(optimizing: Sequence[bool], names: Sequence[Hashable]) -> list
 
 
 def _period(places: Sequence[int], names: Sequence[Hashable], whole: int) -> int | None:
-    """After how many of the ``whole`` parts, each up to an optimizer's step, the calls repeat."""
+    """Number of parts, each up to an optimizer's step, after which the calls repeat; ``None`` if they do not."""
     parts: list[Counter[Hashable]] = [Counter() for _ in range(whole)]
     for place, name in zip(places, names, strict=True):
         if place < whole:
@@ -101,7 +101,7 @@ def _period(places: Sequence[int], names: Sequence[Hashable], whole: int) -> int
 
 
 def _alike(parts: Sequence[Counter[Hashable]], later: int, earlier: int) -> bool:
-    """The first part may have been recorded from its middle on, or make the optimizer's state besides."""
+    """True if two parts have similar calls; the first one may be truncated, or also create the optimizer's state."""
     first, second = parts[earlier].total(), parts[later].total()
     common = (parts[later] & parts[earlier]).total()
     lenient = earlier == 0 and second > first / 2

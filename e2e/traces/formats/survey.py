@@ -1,7 +1,7 @@
-"""Which nodes of an execution trace make its last step, in a few bytes per node.
+"""Selection of the nodes of the last step of an execution trace, with a few bytes of memory per node.
 
-A recording of many steps may be larger than memory as operator calls. It is read twice: once for the order, nesting and
-step of every node, then for the nodes that are wanted.
+A recording of many steps may exceed the memory as operator calls. It is read twice: once for the order, nesting and
+step of every node, then for the selected nodes.
 """
 
 from __future__ import annotations
@@ -21,19 +21,22 @@ from e2e.traces.formats.steps import is_optimizer_step, last_step, of_last_step,
 
 
 def read_last_step(path: Path | str) -> OperatorTrace:
-    """:func:`last_step` of :func:`read_execution_trace`, in memory for that step alone; errors are those of both."""
+    """Return :func:`last_step` of :func:`read_execution_trace`, with memory for that step alone.
+
+    Same errors as both.
+    """
     survey = _Survey()
     for key, value in read_members(path):
         if key == "nodes":
             try:
                 survey.add(value)
             except MALFORMED:
-                return read_execution_trace(path)  # which says what is wrong with the node
+                return read_execution_trace(path)  # reports the invalid node
     return last_step(read_execution_trace(path, survey.last_step()))
 
 
 class _Survey:
-    """Nodes in the order of the file. ``marks``: by id, what annotations say; ``annotations``: ids of all of them."""
+    """Nodes in the order of the file. ``marks``: by id, the parsed annotations; ``annotations``: ids of all of them."""
 
     def __init__(self) -> None:
         self.ids, self.parents, self.threads, self.names = array("q"), array("q"), array("q"), array("q")
@@ -58,14 +61,17 @@ class _Survey:
                 self.marks[number] = mark
 
     def last_step(self) -> set[int] | None:
-        """Ids of the calls of the last step, of the annotations around them and of process groups; ``None``: all."""
+        """Ids of the calls of the last step, of the annotations around them and of process groups.
+
+        ``None``: all nodes.
+        """
         if not self.marks:
             return None
         ids = np.frombuffer(self.ids, dtype=np.int64)
         order = np.argsort(ids, kind="stable")
         ids, parents = ids[order], np.frombuffer(self.parents, dtype=np.int64)[order]
         if (np.diff(ids) == 0).any():
-            return None  # ids do not tell nodes apart
+            return None  # ids are not unique
         above = np.searchsorted(ids, parents)
         above[above == len(ids)] = 0
         above[(ids[above] != parents) | (above >= np.arange(len(ids)))] = -1
@@ -101,7 +107,7 @@ class _Survey:
         return wanted
 
     def _add_annotations(self, place: int, ids: list[int], above: list[int], wanted: set[int]) -> None:
-        """The annotations above, as far as the next one that is there already."""
+        """Add the annotations around a node, up to the first one that has been added before."""
         while place >= 0 and ids[place] not in wanted:
             if ids[place] in self.annotations:
                 wanted.add(ids[place])

@@ -1,5 +1,6 @@
-"""Arguments of execution-trace nodes: (value, shape, type, stride) as recorded to values of
-:mod:`e2e.step.operator_trace`.
+"""Reader of the arguments of execution-trace nodes.
+
+Converts recorded (value, shape, type, stride) to values of :mod:`e2e.step.operator_trace`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 
 from e2e.step.operator_trace import Tensor, Value
 
-# C++ and ATen names of scalar types; what stands in no row keeps its own name.
+# C++ and ATen names of scalar types; types that are not listed keep their names.
 DTYPES = {
     "float": "float32",
     "double": "float64",
@@ -32,13 +33,13 @@ DTYPES = {
     "c10::Float8_e4m3fn": "float8_e4m3fn",
     "c10::Float8_e5m2": "float8_e5m2",
 }
-LARGEST_EXTENT = 2**48  # more elements than all memory there is
+LARGEST_EXTENT = 2**48  # more elements than any memory holds
 _UNDEFINED = "nullptr"
 _MISSING = "<None>"
 
 
 class ValueReader:
-    """Reads arguments; equal tensors become one object, because a trace repeats each many times."""
+    """Reader of arguments; equal tensors become one object, because a trace repeats each many times."""
 
     def __init__(self) -> None:
         self._tensors: dict[Tensor, Tensor] = {}
@@ -50,11 +51,11 @@ class ValueReader:
         types: Sequence[str],
         strides: Sequence[Any] | None = None,
     ) -> tuple[Value, ...]:
-        """One value per argument. A tensor is ``[id, storage, offset, elements, element bytes, device]``."""
+        """Convert all arguments. A tensor is ``[id, storage, offset, elements, element bytes, device]``."""
         for name, given in (("values", values), ("shapes", shapes), ("types", types)):
             if not isinstance(given, list | tuple):
                 raise TypeError(f"the {name} of its arguments are {str(given)[:40]!r}, not a list")
-        # Generated kernels are recorded with more values than types: their launch grid has none.
+        # Generated kernels are recorded with more values than types: their launch grid has no type.
         return tuple(
             self._value(value, _at(shapes, i), _at(types, i) or "", _at(strides, i)) for i, value in enumerate(values)
         )
@@ -89,14 +90,14 @@ class ValueReader:
 
 
 def _whole(value: Any) -> int:
-    """``value``, a whole number; ``TypeError`` for anything else."""
+    """Return ``value`` if it is an integer; raises ``TypeError`` otherwise."""
     if type(value) is not int:
         raise TypeError(f"{str(value)[:40]!r} is no whole number")
     return value
 
 
 def _extent(value: Any) -> int:
-    """A size or a stride, as far as memory goes; ``ValueError`` for others."""
+    """Return a size or a stride; raises ``ValueError`` if it exceeds any memory."""
     if not 0 <= _whole(value) <= LARGEST_EXTENT:
         raise ValueError(f"{value} is no size of a tensor")
     return int(value)

@@ -1,1 +1,1 @@
-"""Finds out which device work of a profile belongs to which operator."""
+"""Assignment of a profile's device work to operators."""

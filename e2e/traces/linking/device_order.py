@@ -1,7 +1,7 @@
-"""When device work was launched and when it ran: what synchronising calls and stream waits are explained with.
+"""Launch and run times of device work, used to infer the targets of synchronising calls and stream waits.
 
-Old profiles say of a ``cudaStreamWaitEvent`` or ``cudaStreamSynchronize`` neither stream nor event. They are then
-inferred from what the recording shows: a dependency is believed only if the recorded times obey it.
+Old profiles record neither stream nor event of a ``cudaStreamWaitEvent`` or ``cudaStreamSynchronize``. These are then
+inferred from the recorded times: a dependency is only assumed if the times obey it.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 from e2e.traces.formats.profile import DeviceSpan, HostSpan
 
-# Clocks of host and device are aligned to a few microseconds, and older profiles round to one.
+# Host and device clocks are aligned to a few microseconds, and older profiles round to one.
 TOLERANCE = 3e-6
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchedWork:
-    """One launch and what it put on the device: one span, or those of a graph launch. ``thread``: who launched."""
+    """One launch and its device work: one span, or those of a graph launch. ``thread``: the launching thread."""
 
     launch: HostSpan | None
     thread: int
@@ -28,17 +28,17 @@ class LaunchedWork:
 
     @property
     def start(self) -> float:
-        """When its first kernel or copy began, in seconds."""
+        """Begin of its first kernel or copy, in seconds."""
         return self.spans[0].start
 
     @property
     def end(self) -> float:
-        """When its last kernel or copy ended, in seconds."""
+        """End of its last kernel or copy, in seconds."""
         return max(span.end for span in self.spans)
 
 
 class DeviceOrder:
-    """All work of a profile in launch order; answers who came last where."""
+    """All work of a profile in launch order, with queries for the last work on a stream or of a thread."""
 
     def __init__(self, works: Sequence[LaunchedWork]) -> None:
         self.works = works
@@ -59,37 +59,37 @@ class DeviceOrder:
         return tuple(self._of_stream)
 
     def outstanding(self, time: float) -> int:
-        """How many pieces of work are launched before ``time`` and not yet ended then."""
+        """Number of works launched before ``time`` that have not ended by then."""
         return bisect_left(self._launched, time) - bisect_right(self._ends, time)
 
     def last_end(self, time: float) -> float:
-        """When all that was launched before ``time`` has ended; 0 if nothing was."""
+        """Return the end of all work launched before ``time``, 0 if there is none."""
         place = bisect_left(self._launched, time)
         return self._running_end[place - 1] if place else 0.0
 
     def last_on(self, stream: int, time: float) -> LaunchedWork | None:
-        """The last work launched on ``stream`` before ``time``."""
+        """Return the last work launched on ``stream`` before ``time``."""
         places = self._of_stream.get(stream, [])
         found = bisect_left(places, bisect_left(self._launched, time)) - 1
         return self.works[places[found]] if found >= 0 else None
 
     def next(self, time: float) -> LaunchedWork | None:
-        """The first work launched at or after ``time`` on any stream."""
+        """Return the first work launched at or after ``time`` on any stream."""
         place = bisect_left(self._launched, time)
         return self.works[place] if place < len(self.works) else None
 
     def previous_of(self, thread: int, time: float) -> LaunchedWork | None:
-        """The last work that ``thread`` launched before ``time``."""
+        """Return the last work that ``thread`` launched before ``time``."""
         for place in range(bisect_left(self._launched, time) - 1, -1, -1):
             if self.works[place].thread == thread:
                 return self.works[place]
         return None
 
     def awaited_by_stream(self, time: float) -> tuple[int, list[LaunchedWork]] | None:
-        """Of a wait called at ``time``: the stream that waits and, on the other streams, the work it waits for.
+        """Infer a stream wait called at ``time``: the waiting stream, and the work on other streams that it waits for.
 
-        The waiting stream is that of the next launch. It waits for whatever was launched last on another stream and
-        had ended when the stream went on; ``None`` if nothing qualifies.
+        The waiting stream is that of the next launch. It waits for the last launched work of each other stream that had
+        ended when the stream went on; ``None`` if there is none.
         """
         following = self.next(time)
         if following is None:
@@ -99,8 +99,10 @@ class DeviceOrder:
         return (following.stream, found) if found else None
 
     def awaited_by_host(self, call: HostSpan) -> int | None:
-        """The stream that a synchronising call awaited: that of the thread's last launch if it had ended by then,
-        else the one whose last work ended latest before the call returned.
+        """Infer the stream that a synchronising call awaited, or ``None``.
+
+        It is the stream of the thread's last launch if that work had ended by then, else the one whose last work ended
+        latest before the call returned.
         """
         own = self.previous_of(call.thread, call.start)
         candidates = []
@@ -113,7 +115,7 @@ class DeviceOrder:
         return max(candidates)[1] if candidates else None
 
     def ended_within(self, start: float, end: float) -> LaunchedWork | None:
-        """The work launched before ``start`` that ended latest in ``start .. end`` (an event's wait, if any)."""
+        """Return the work launched before ``start`` that ended latest in ``start .. end`` (an event's wait, if any)."""
         place = bisect_left(self._launched, start)
         found = [work for work in self.works[:place] if start < work.end <= end + TOLERANCE]
         return max(found, key=lambda work: work.end) if found else None

@@ -8,16 +8,16 @@ from e2e.traces.formats.profile import DeviceSpan, KinetoTrace
 from e2e.traces.linking.device_order import LaunchedWork
 from e2e.traces.linking.nesting import launches_by_correlation
 
-# When work was launched that ran already when the recording began: before everything in it.
+# Launch time of work that was already running at the start of the recording: before everything in it.
 BEFORE_RECORDING = -1.0
 
 
 def device_works(kineto: KinetoTrace) -> list[LaunchedWork]:
-    """All work in launch order.
+    """Return all work in launch order.
 
-    A profiler that starts late or drops records leaves device spans without a launch. Such work is taken as launched
-    when it began, by the main thread, and never before what was launched earlier on its stream; but what ran before the
-    first work with a launch, up to a call that waited for it, was launched before the recording began.
+    A profiler that starts late or drops records leaves device spans without a launch. Such work is assumed to be
+    launched by the main thread when it began, and never before earlier launches on its stream; but work that ran before
+    the first work with a launch, up to a call that waited for it, was launched before the recording began.
     """
     launches = launches_by_correlation(kineto)
     grouped: dict[int, list[DeviceSpan]] = {}
@@ -36,7 +36,7 @@ def device_works(kineto: KinetoTrace) -> list[LaunchedWork]:
 
 
 def _with_orphans(works: list[LaunchedWork], orphans: list[DeviceSpan], kineto: KinetoTrace) -> list[LaunchedWork]:
-    """Puts each orphan where its stream ran it, at the latest moment before the next launch on that stream."""
+    """Insert each orphan at its place on its stream, at the latest moment before the next launch on that stream."""
     awaited_until = _first_wait(works, orphans, kineto)
     by_stream: dict[int, list[LaunchedWork]] = {}
     for work in works:
@@ -53,9 +53,9 @@ def _with_orphans(works: list[LaunchedWork], orphans: list[DeviceSpan], kineto: 
 
 
 def _first_wait(works: list[LaunchedWork], orphans: list[DeviceSpan], kineto: KinetoTrace) -> float:
-    """The end of the first call that waited, before anything was launched, for orphans; 0 if there is none.
+    """Return the end of the first call that waited for orphans before anything was launched, 0 if there is none.
 
-    A host that is held in such a call launches nothing, so that what begins meanwhile was launched earlier.
+    A host that is held in such a call launches nothing, so work that begins meanwhile was launched earlier.
     """
     first = min((work.launched for work in works), default=kineto.end)
     for call in kineto.runtime:

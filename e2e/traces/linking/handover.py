@@ -1,7 +1,7 @@
-"""Which stretches of a helper thread (autograd's, a data loader's) the main thread started and waited for.
+"""Detection of stretches of a helper thread (autograd's, a data loader's) that the main thread started and waited for.
 
-A burst is a helper's activity without a sign of the main thread between its spans. Where the main thread shows no sign
-during nearly all of the burst either, it was waiting: that time belongs to the helper, not to the main thread's work.
+A burst is activity of a helper without any event of the main thread between its spans. If the main thread has no event
+during nearly all of the burst either, it was waiting: that time is the helper's, not work of the main thread.
 """
 
 from __future__ import annotations
@@ -12,23 +12,24 @@ from dataclasses import dataclass
 
 from e2e.traces.formats.profile import HostSpan
 
-# Of a burst, the share that the main thread must be silent to count as waiting: it goes on while the helper still
-# leaves its last operator.
+# Share of a burst during which the main thread must have no events to count as waiting: it continues while the helper
+# is still leaving its last operator.
 _WAITS = 0.8
 
 
 @dataclass(frozen=True, slots=True)
 class Burst:
-    """``awaited``: from when to when the main thread waited for it, ``None`` if it did not."""
+    """Burst of a helper thread."""
 
     thread: int
     start: float
     end: float
+    # Interval in which the main thread waited for it, `None` if it did not.
     awaited: tuple[float, float] | None
 
 
 def bursts(main: Iterable[HostSpan], helper: Sequence[HostSpan]) -> list[Burst]:
-    """Bursts of the spans ``helper`` of one thread, in order; ``main``: all spans of the main thread."""
+    """Return the bursts of one thread's ``helper`` spans, in order; ``main``: all spans of the main thread."""
     marks = sorted({time for span in main for time in (span.start, span.end)})
     found: list[Burst] = []
     start = end = None
@@ -52,5 +53,5 @@ def _burst(marks: Sequence[float], thread: int, start: float, end: float) -> Bur
 
 
 def _marked(marks: Sequence[float], start: float, end: float) -> bool:
-    """Whether a mark lies strictly between the two."""
+    """True if a mark lies strictly between ``start`` and ``end``."""
     return bisect_left(marks, end) > bisect_right(marks, start)

@@ -1,4 +1,4 @@
-"""What a launch call costs the host (T4), without what it only waits for."""
+"""Host cost of a launch call (T4), without its waiting."""
 
 from __future__ import annotations
 
@@ -10,34 +10,35 @@ from e2e.step.execution_graph import Action, Duration, HostWork, Synchronize
 from e2e.traces.formats.profile import HostSpan
 from e2e.traces.linking.device_order import TOLERANCE, DeviceOrder, LaunchedWork
 
-# A stream takes about a thousand launches ahead (1,024 on current drivers, copies and memsets included); from here
-# on a slow call is taken to wait for room.
+# A stream queues about a thousand launches (1,024 on current drivers, copies and memsets included); from this number on
+# a slow call is assumed to wait for room.
 QUEUE_NEARLY_FULL = 768
 _SLOW = 3.0  # times the typical cost of the call
-# A stream that waited for another one goes on this soon, in seconds (recorded: 3 to 9 us on V100).
+# A stream that waited for another one continues within this time, in seconds (recorded: 3 to 9 us on V100).
 _HANDED_ON = 20e-6
-# Copies that hold the host until they are done: to or from pageable memory, or without a stream.
+# Copies that block the host until they are done: to or from pageable memory, or without a stream.
 _BLOCKING_NAMES = ("cudaMemcpy", "cudaMemset", "hipMemcpy")
 
 
 @dataclass(frozen=True, slots=True)
 class Waited:
-    """Seconds of a launch call that were waiting: for room in the queue, for the copy itself. ``idle``: what the host
-    did (it copied into pinned memory) after that wait and before the copy began, while the stream had nothing to do.
-    """
+    """Seconds of a launch call that were waiting."""
 
+    # Waiting for room in the queue.
     full_queue: float = 0.0
+    # Waiting for the copy itself.
     blocking: float = 0.0
+    # Host work (copying into pinned memory) after that wait and before the copy began, while the stream was idle.
     idle: float = 0.0
 
     @property
     def seconds(self) -> float:
-        """All that was waiting."""
+        """Total waiting time."""
         return self.full_queue + self.blocking
 
 
 class LaunchCosts:
-    """``order`` and ``works`` of the whole profile; ``call_of`` names the operator call around a runtime call."""
+    """Launch costs of a profile, given its ``order`` and ``works``; ``call_of``: operator call of a runtime call."""
 
     def __init__(
         self, order: DeviceOrder, works: Sequence[LaunchedWork], call_of: Callable[[HostSpan], int | None]
@@ -51,7 +52,10 @@ class LaunchCosts:
         self._typical = {name: median(seconds) for name, seconds in free.items()}
 
     def of(self, place: int, work: LaunchedWork) -> tuple[float, tuple[Action, ...], Waited]:
-        """Seconds of the call, what the host does after it (wait for a blocking copy), and what was waiting."""
+        """Return the seconds of the call, the host's actions after it, and the waiting time.
+
+        A blocking copy is followed by a wait.
+        """
         call = work.launch
         assert call is not None
         if _blocks(work):
@@ -65,17 +69,19 @@ class LaunchCosts:
         return self._order.outstanding(call.start) >= QUEUE_NEARLY_FULL
 
     def _split(self, work: LaunchedWork, call: HostSpan) -> tuple[float, tuple[Action, ...], Waited]:
-        """Work may begin before its call returns: the rest of the call is then host work after the launch."""
+        """Split a call whose work begins before it returns: the rest of the call is host work after the launch."""
         reach = max(work.start - call.start, 0.0)
         if reach >= call.seconds:
             return call.seconds, (), Waited()
         return reach, (HostWork("T4", self._call_of(call), Duration.measured(call.seconds - reach)),), Waited()
 
     def _blocking(self, work: LaunchedWork, call: HostSpan) -> tuple[float, tuple[Action, ...], Waited]:
-        """Launch, then a wait for the stream; what follows the copy's end is the wait's own cost.
+        """Convert a blocking copy to a launch and a wait for its stream.
 
-        The copy is held up by what is before it on its stream, or by what that stream waits for: work of another one
-        that ended right when the copy could begin.
+        Time after the copy's end is the wait's own cost.
+
+        The copy is delayed by earlier work on its stream, or by what that stream waits for: work of another stream that
+        ended just when the copy could begin.
         """
         before = self._order.last_on(work.stream, work.launched)
         free = call.start if before is None else before.end
@@ -93,7 +99,10 @@ class LaunchCosts:
 
 
 def _blocks(work: LaunchedWork) -> bool:
-    """A copy from or to pageable memory, or by a call without a stream, that was over when the call returned."""
+    """True for a blocking copy that was done when the call returned.
+
+    Blocking: from or to pageable memory, or by a call without a stream.
+    """
     call, span = work.launch, work.spans[0]
     assert call is not None
     synchronous = call.name in _BLOCKING_NAMES or (span.kind == "copy" and "Pageable" in span.name)

@@ -1,7 +1,7 @@
-"""An execution trace and a profile of the same process, linked: which profiled operator is which call.
+"""Link between an execution trace and a profile of the same process: the profiled operator of each call.
 
-Three ways, the surest first: record-function ids; the profiler's external ids, which count the same calls and differ
-by a constant; the order of names on each thread. Names alone never link: each way must explain whole threads.
+Three methods, the most reliable first: record-function ids; the profiler's external ids, which count the same calls and
+differ by a constant; the order of names on each thread. Names alone never link: each method must explain whole threads.
 """
 
 from __future__ import annotations
@@ -19,42 +19,41 @@ from e2e.traces.linking.nesting import launches_by_correlation, nest
 
 Method = Literal["function id", "external id", "order on each thread"]
 
-_ENOUGH = 0.95  # of the calls must be explained
+_ENOUGH = 0.95  # least share of the calls that a method must explain
 _SAMPLE = 64
-# Adjacent iterations may differ in a few data-dependent shapes; another batch or model differs nearly everywhere.
+# Consecutive iterations may differ in a few data-dependent shapes; another batch or model differs nearly everywhere.
 _SHAPES_MAY_DIFFER = 0.25
-# Aligning two long sequences takes time with the product of their lengths.
+# Limit of alignments, whose time is proportional to the product of both lengths.
 _LONGEST_ALIGNMENT = 6000
 
 
 @dataclass(frozen=True)
 class LinkedTrace:
-    """``spans``: call id -> profiled operator; ``device``: call id -> device work launched by it, not by its children.
-
-    ``linked_operators`` of ``total_operators`` calls have a profiled operator. Of the ``total_device`` device spans
-    that were launched while the linked operators ran, ``linked_device`` belong to one of them.
-    """
+    """Execution trace linked with a profile."""
 
     trace: OperatorTrace
     kineto: KinetoTrace
+    # Call id -> profiled operator.
     spans: Mapping[int, int]
+    # Call id -> device work launched by the call itself, not by its children.
     device: Mapping[int, tuple[int, ...]]
     method: Method
+    # Number of device spans that belong to linked operators, of the `total_device` launched while these ran.
     linked_device: int
     total_device: int
 
     @property
     def linked_operators(self) -> int:
-        """How many operators were found in the profile."""
+        """Number of operators found in the profile."""
         return len(self.spans)
 
     @property
     def total_operators(self) -> int:
-        """How many operators the trace has."""
+        """Number of operators of the trace."""
         return len(self.trace.calls)
 
     def part(self, trace: OperatorTrace) -> LinkedTrace:
-        """The same link of a part of the calls, ``trace``, with the device work that these launched."""
+        """Return the link restricted to the calls of ``trace`` and the device work that they launched."""
         kept = {call.id for call in trace.calls}
         spans = {call: span for call, span in self.spans.items() if call in kept}
         device = {call: work for call, work in self.device.items() if call in kept}
@@ -62,7 +61,7 @@ class LinkedTrace:
         return replace(self, trace=trace, spans=spans, device=device, linked_device=count, total_device=count)
 
     def describe(self) -> str:
-        """One line for people."""
+        """Return a one-line summary."""
         return (
             f"{self.linked_operators} of {self.total_operators} operators and {self.linked_device} of "
             f"{self.total_device} device events linked by {self.method}"
@@ -70,10 +69,10 @@ class LinkedTrace:
 
 
 def link(trace: OperatorTrace, kineto: KinetoTrace) -> LinkedTrace:
-    """Links the calls of ``trace`` with the operators of ``kineto``.
+    """Link the calls of ``trace`` with the operators of ``kineto``.
 
-    :class:`InputError` says why two files do not belong together: other processes, other devices, other sequences of
-    operators, other shapes.
+    Raises :class:`InputError` with the reason if the files do not belong together: other processes, devices, sequences
+    of operators, or shapes.
     """
     _check_origin(trace, kineto)
     method, matched = _match(trace, kineto)
@@ -115,7 +114,7 @@ def _match(trace: OperatorTrace, kineto: KinetoTrace) -> tuple[Method, dict[int,
 
 
 def _by_number(calls: Sequence[OperatorCall], spans: Sequence[HostSpan], field: str) -> dict[int, HostSpan] | None:
-    """Calls and spans whose numbers differ by one constant and whose names then agree; ``None``: no such constant."""
+    """Match calls and spans whose numbers differ by one constant and whose names agree; ``None``: no such constant."""
     numbered = {getattr(span, field): span for span in spans if getattr(span, field)}
     if not numbered or not calls:
         return None
@@ -123,7 +122,7 @@ def _by_number(calls: Sequence[OperatorCall], spans: Sequence[HostSpan], field: 
     anchor = min(calls, key=lambda call: counts.get(call.name) or len(spans) + 1)
     step = max(1, len(calls) // _SAMPLE)
     shifts = [number - _function(anchor) for number, span in numbered.items() if span.name == anchor.name]
-    # Iterations alike fit with several shifts; counters that began together differ by little.
+    # Identical iterations fit with several shifts; counters that started together differ by little.
     for shift in sorted(shifts, key=abs):
         if len(_agreeing(calls[::step], numbered, shift)) >= _ENOUGH * len(calls[::step]):
             matched = _agreeing(calls, numbered, shift)
@@ -143,7 +142,10 @@ def _agreeing(calls: Iterable[OperatorCall], numbered: Mapping[int, HostSpan], s
 
 
 def _by_order(trace: OperatorTrace, kineto: KinetoTrace) -> dict[int, HostSpan]:
-    """Each thread's names as one text, found in a profiled thread's text: the last place that starts with thread 0."""
+    """Match each thread's sequence of names in that of a profiled thread.
+
+    The last place is used that begins with thread 0.
+    """
     codes: dict[str, str] = {}
     threads = {
         thread: [span for span in spans if span.kind == "operator"] for thread, spans in nest(kineto).threads.items()
@@ -165,7 +167,7 @@ def _by_order(trace: OperatorTrace, kineto: KinetoTrace) -> dict[int, HostSpan]:
 
 
 def _text(items: Sequence[OperatorCall | HostSpan], codes: dict[str, str]) -> str:
-    """One character per name, above the surrogates, so that text search finds sequences."""
+    """Encode names as a text with one character each, above the surrogates, so that text search finds sequences."""
     return "".join(codes.setdefault(item.name, chr(0x10000 + len(codes))) for item in items)
 
 
@@ -217,7 +219,10 @@ def _check_shapes(trace: OperatorTrace, kineto: KinetoTrace, matched: Mapping[in
 
 
 def _device_work(kineto: KinetoTrace, calls: Mapping[int, int]) -> tuple[dict[int, tuple[int, ...]], int, int]:
-    """Device spans of each call (by the innermost linked operator around their launch), how many, and of how many."""
+    """Return the device spans of each call, their number, and the total.
+
+    A span belongs to the innermost linked operator around its launch.
+    """
     parent = nest(kineto).parent
     launches = launches_by_correlation(kineto)
     linked = [span for span in kineto.operators if span.id in calls]

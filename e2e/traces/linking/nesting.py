@@ -1,4 +1,4 @@
-"""Which host span lies in which: operators around operators, around runtime calls. Per thread, by time alone."""
+"""Nesting of host spans: operators and runtime calls inside operators, per thread, by time alone."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from e2e.traces.formats.profile import HostSpan, KinetoTrace
 
 @dataclass(frozen=True)
 class Nesting:
-    """``parent``: operator or runtime call -> the operator right around it, ``None`` at the top level.
+    """Nesting of a profile."""
 
-    ``top``: operator -> the outermost one around it, itself at the top level. ``threads``: thread -> its operators and
-    runtime calls in the order they began; of two that began together the outer one comes first.
-    """
-
+    # Operator or runtime call -> operator directly around it, `None` at the top level.
     parent: Mapping[int, int | None]
+    # Operator -> outermost operator around it, or itself.
     top: Mapping[int, int]
+    # Thread -> its operators and runtime calls in the order they began, the outer one first if two began together.
     threads: Mapping[int, tuple[HostSpan, ...]]
 
 
 def nest(kineto: KinetoTrace) -> Nesting:
-    """The nesting of the operators and runtime calls of ``kineto``; annotations are transparent."""
+    """Return the nesting of the operators and runtime calls of ``kineto``; annotations are ignored."""
     by_thread: dict[int, list[HostSpan]] = {}
     for span in (*kineto.operators, *kineto.runtime):
         by_thread.setdefault(span.thread, []).append(span)
@@ -39,7 +38,7 @@ def nest(kineto: KinetoTrace) -> Nesting:
 def _nest_thread(spans: Iterable[HostSpan], parent: dict[int, int | None], top: dict[int, int]) -> None:
     stack: list[HostSpan] = []
     for span in spans:
-        # A span of no length at the end of another one is its last child, for times in whole microseconds.
+        # With times in whole microseconds, a span of length 0 at the end of another one is its last child.
         while stack and (stack[-1].end <= span.start if span.end > stack[-1].end else stack[-1].end < span.start):
             stack.pop()
         parent[span.id] = stack[-1].id if stack else None
@@ -49,5 +48,5 @@ def _nest_thread(spans: Iterable[HostSpan], parent: dict[int, int | None], top: 
 
 
 def launches_by_correlation(kineto: KinetoTrace) -> dict[int, HostSpan]:
-    """Correlation id -> the runtime call that has it."""
+    """Map correlation ids to their runtime calls."""
     return {call.correlation: call for call in kineto.runtime if call.correlation is not None}

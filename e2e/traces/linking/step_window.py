@@ -1,4 +1,4 @@
-"""One iteration of a profile: by the profiler's step annotations, another annotation, or what repeats."""
+"""Selection of one iteration of a profile: by the profiler's steps, another annotation, or repetition."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from e2e.traces.formats.profile import HostSpan, KinetoTrace
 from e2e.traces.linking.link import LinkedTrace
 
 _STEP = "ProfilerStep#"
-_WHOLE = "whole trace"  # of a profile in which nothing repeats
+_WHOLE = "whole trace"  # name of the only iteration if nothing repeats
 _BACKWARD = "autograd::engine::evaluate_function"
-# Of the operators that are linked in the iteration with most of them: others with as many were traced too.
+# Least number of linked operators, relative to the iteration with most of them, for an iteration to count as traced.
 _LINKED_SHARE = 0.9
-# Runtime calls that the first steps of a process make; no steady step spends much of its time in them.
+# Runtime calls of the first steps of a process; a steady step spends little time in them.
 _STARTING = ("cudaMalloc", "cuModuleLoad", "cuLibraryLoad", "cudaHostAlloc", "cudaFuncGetAttributes", "cuModuleGet")
 _STARTING_SHARE = 0.2
 
@@ -32,18 +32,18 @@ class StepWindow:
 
     @property
     def seconds(self) -> float:
-        """How long the step took."""
+        """Duration of the iteration."""
         return self.end - self.start
 
     def holds(self, time: float) -> bool:
-        """Whether ``time`` lies in the step."""
+        """True if ``time`` is in the iteration."""
         return self.start <= time < self.end
 
 
 def iterations(kineto: KinetoTrace) -> tuple[StepWindow, ...]:
-    """All iterations in order: from each ``ProfilerStep`` to the next, else from each repetition to the next.
+    """Return all iterations in order: from each ``ProfilerStep`` to the next, else from each repetition to the next.
 
-    A profile in which nothing repeats is one iteration, its whole length.
+    A profile without repetition is one iteration, its whole length.
     """
     main = [span for span in kineto.annotations if span.thread == kineto.main_thread]
     steps = [span for span in main if span.name.startswith(_STEP)]
@@ -60,10 +60,10 @@ def iterations(kineto: KinetoTrace) -> tuple[StepWindow, ...]:
 
 
 def choose(kineto: KinetoTrace, step: int | str | None = None) -> StepWindow:
-    """The iteration ``step``: its place (negative from the end), the name of an annotation, or ``None``.
+    """Return the iteration ``step``: its index (negative from the end), the name of an annotation, or ``None``.
 
-    ``None`` takes the one of median length among those after the first; of an annotation that occurs more than once,
-    the last outermost one. :class:`InputError` says which there are.
+    ``None`` selects the one of median length among those after the first; of an annotation that occurs several times,
+    the last outermost one is used. Raises :class:`InputError` that lists the existing ones.
     """
     found = iterations(kineto)
     if step is None:
@@ -82,12 +82,11 @@ def choose(kineto: KinetoTrace, step: int | str | None = None) -> StepWindow:
 def choose_together(
     profiles: Sequence[KinetoTrace], step: int | str | None = None, links: Mapping[int, LinkedTrace] | None = None
 ) -> list[StepWindow]:
-    """The same iteration of every rank of a job, as :func:`choose` names it.
+    """Return the same iteration of every rank of a job, selected as in :func:`choose`.
 
-    Without ``step`` the one of median length among those that all ranks recorded: the profiler's steps are the same
-    where their numbers are, other iterations where they began at the same time. With ``links`` (by rank) only
-    iterations whose operators the execution traces hold are considered. :class:`InputError` if no step was recorded on
-    all ranks.
+    Without ``step`` the one of median length among those that all ranks recorded: profiler steps are matched by number,
+    other iterations by their begin. With ``links`` (by rank) only iterations whose operators are in the execution
+    traces are considered. Raises :class:`InputError` if no step was recorded on all ranks.
     """
     if step is not None:
         return [choose(profile, step) for profile in profiles]
@@ -105,13 +104,13 @@ def choose_together(
 
 
 def _steady(seconds: Sequence[float]) -> int:
-    """The place of the iteration of median length among those after the first."""
+    """Index of the iteration of median length among those after the first."""
     places = sorted(range(min(1, len(seconds) - 1), len(seconds)), key=lambda place: seconds[place])
     return places[(len(places) - 1) // 2]
 
 
 def _by_number(profiles: Sequence[KinetoTrace], found: Sequence[Sequence[StepWindow]]) -> list[list[StepWindow]]:
-    """Rows of the windows with the same number of the profiler's step, those that all ranks have."""
+    """Return rows of the windows with the same profiler step, for steps that all ranks have."""
     named = [{window.name: window for window in windows} for windows in found]
     rows = [[names[window.name] for names in named] for window in found[0] if all(window.name in n for n in named)]
     if not rows:
@@ -124,7 +123,7 @@ def _by_number(profiles: Sequence[KinetoTrace], found: Sequence[Sequence[StepWin
 
 
 def _by_time(profiles: Sequence[KinetoTrace], found: Sequence[Sequence[StepWindow]]) -> list[list[StepWindow]]:
-    """For every window of the first rank, those of the others that began nearest to it."""
+    """Return, for every window of the first rank, those of the others that began nearest to it."""
 
     def nearest(place: int, moment: float) -> StepWindow:
         base = profiles[place].base_seconds
@@ -135,7 +134,7 @@ def _by_time(profiles: Sequence[KinetoTrace], found: Sequence[Sequence[StepWindo
 
 
 def _linked_starts(profile: KinetoTrace, linked: LinkedTrace | None) -> list[float]:
-    """When the operators of the execution trace began, ascending."""
+    """Begin times of the operators in the execution trace, ascending."""
     known = set() if linked is None else set(linked.spans.values())
     return [span.start for span in profile.operators if span.id in known]
 
@@ -145,7 +144,7 @@ def _count_within(starts: Sequence[float], window: StepWindow) -> int:
 
 
 def doubts(kineto: KinetoTrace, window: StepWindow) -> list[str]:
-    """Why the iteration ``window`` may be no steady step of what was recorded, a line for each reason."""
+    """Return a line for each reason why the iteration ``window`` may not be a steady step of the recording."""
     found: list[str] = []
     count = len(iterations(kineto))
     if count > 1 and not window.name.startswith(_STEP):
@@ -172,20 +171,21 @@ def doubts(kineto: KinetoTrace, window: StepWindow) -> list[str]:
 
 
 def _launches(kineto: KinetoTrace) -> list[float]:
-    """When the calls began that put work on the device, ascending."""
+    """Begin times of the calls that launched device work, ascending."""
     launched = {span.correlation for span in kineto.device}
     return sorted(call.start for call in kineto.runtime if call.correlation in launched)
 
 
 def _all_launch(kineto: KinetoTrace, windows: Sequence[StepWindow]) -> bool:
-    """Whether each window puts work on the device: what repeats without that is a part of an iteration."""
+    """True if each window launches device work: repetitions without any are parts of an iteration."""
     starts = _launches(kineto)
     return all(_count_within(starts, window) for window in windows)
 
 
 def _whole_steps(kineto: KinetoTrace, windows: Sequence[StepWindow]) -> bool:
-    """Whether the windows are steps and no layers: what is done once in a step, the backward pass and the optimizer, is
-    in all of them that were recorded to their end, or nowhere.
+    """True if the windows are steps, not layers.
+
+    Work that is done once in a step, the backward pass and the optimizer, is in all complete windows, or in none.
     """
     once = [span.start for span in kineto.operators if span.name.startswith(_BACKWARD)]
     once += [span.start for span in kineto.annotations if span.name.startswith(f"{OPTIMIZER_STEP}#")]
@@ -211,9 +211,11 @@ def _outermost(spans: Sequence[HostSpan]) -> list[HostSpan]:
 
 
 def _repeated(spans: Sequence[HostSpan]) -> list[HostSpan]:
-    """The spans that begin the iterations: the first name of the longest regular repetition, at least three times.
+    """Return the spans that begin the iterations.
 
-    Regular: between two of them the same outermost spans follow each time (but for the last, which may be cut).
+    They are the first name of the longest regular repetition, at least three times.
+
+    Regular: between two of them the same outermost spans follow each time (except the last, which may be truncated).
     """
     outer = _outermost(spans)
     names = [span.name for span in outer]
@@ -223,7 +225,7 @@ def _repeated(spans: Sequence[HostSpan]) -> list[HostSpan]:
         places = [place for place, other in enumerate(names) if other == name]
         bodies = [tuple(names[one:other]) for one, other in zip(places, places[1:], strict=False)]
         common, times = Counter(bodies).most_common(1)[0]
-        # Most bodies alike, and they are nearly all of the trace: an inner loop repeats too, but less of it.
+        # Most bodies are equal and cover nearly all of the trace: an inner loop repeats too, but covers less.
         if times >= 2 and times * len(common) >= 0.8 * len(names[places[0] :]):
             return [outer[place] for place in places]
     return []

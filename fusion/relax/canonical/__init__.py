@@ -1,1 +1,1 @@
-"""Rules that bring to one form what exporters write in many."""
+"""Rules that convert the many forms that exporters write to one canonical form."""

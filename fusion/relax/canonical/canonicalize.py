@@ -1,44 +1,44 @@
-"""Canonical Relax: one form for everything that a kernel of ours may compute.
+"""Canonical form of Relax modules: one form for all operators that a template kernel may compute.
 
-Modules from ONNX (:func:`fusion.relax.import_onnx`) and from ``torch.export`` reach the same form. In it
+Modules from ONNX (:func:`fusion.relax.import_onnx`) and from ``torch.export`` reach the same form, in which
 
-- convolutions are ``R.nn.conv2d(x, const)`` in NCHW x OIHW; their padding (top, left, bottom, right) includes pads that
-  stood before them; a bias is ``R.add(conv, const)`` directly after, of shape (1, C, 1, 1);
+- convolutions are ``R.nn.conv2d(x, const)`` in NCHW x OIHW; their padding (top, left, bottom, right) includes pads
+  before them; a bias is ``R.add(conv, const)`` directly after, of shape (1, C, 1, 1);
 - dense layers are ``R.matmul(x, const)``, the weight (in, out), already transposed; a bias is ``R.add(matmul, const)``
   of shape (out,);
-- the variable operand of ``R.add`` and ``R.multiply`` stands left of a constant one; ``x - const`` is an addition;
-- batch norms, constant scales and shifts are folded into the convolution or product before them when nothing else reads
-  its result, else into the one after them (before a convolution with padding, whose zeros stay zeros, only scales);
+- the variable operand of ``R.add`` and ``R.multiply`` is left of a constant one; ``x - const`` is an addition;
+- batch norms, constant scales and shifts are folded into the convolution or product before them if nothing else reads
+  its result, else into the one after them (only scales before a convolution with padding, whose zeros stay zeros);
   otherwise a batch norm is ``R.multiply`` then ``R.add`` with constants of shape (1, C, 1, 1);
-- convolutions of one tensor that are summed, and a batch norm of that tensor beside them, are one convolution; a gate
+- convolutions of one tensor that are summed, and a batch norm of that tensor in the sum, are one convolution; a gate
   with a bypass, ``x + x g``, is ``R.multiply(x, R.add(g, 1))``;
-- convolutions of the parts of a split that are concatenated again are the groups of one, mixed depthwise windows the
-  largest of them; convolutions of one tensor with one window are one; what else is concatenated from convolutions has
-  scales, shifts and activations in its parts;
+- convolutions of the parts of a split that are concatenated again are the groups of one, mixed depthwise windows become
+  the largest of them; convolutions of one tensor with one window are one; other concatenations of convolutions have
+  scales, shifts and activations in their parts;
 - activations of ``x``:
   relu ``R.nn.relu(x)``; relu6 ``R.clip(x, 0, 6)``; sigmoid ``R.sigmoid(x)``; silu ``R.nn.silu(x)``;
   gelu ``R.nn.gelu(x)``, its approximation by tanh ``R.nn.gelu_tanh(x)``;
   hard_sigmoid ``h = R.multiply(R.clip(R.add(x, 3), 0, 6), 1/6)``, each step a binding of its own and the constants
   scalars; hard_swish ``R.multiply(x, h)`` (``x`` on the left); hard sigmoids of another slope stay generic;
-- layer norms are ``R.nn.layer_norm`` with their scale and shift, also where an exporter took them apart; instance norms
-  and group norms are ``R.nn.group_norm`` of images, those that an exporter wrote as rows of groups too;
+- layer norms are ``R.nn.layer_norm`` with their scale and shift, also if an exporter wrote them as single operators;
+  instance norms and group norms are ``R.nn.group_norm`` of images, also if an exporter wrote them as rows of groups;
 - convolutions and pools of one dimension are those of images of one row, between views;
 - images that an exporter holds channels-last are NCHW again, as far as element-wise operators, layer norms, products
   of the channels, pads, slices, concatenations and reductions reach: layer norms are ``R.nn.layer_norm`` along axis 1,
   products 1x1 convolutions; an input is brought to NCHW before it is padded or scaled;
-- what is stacked along a new axis and summed along it is ``R.add`` of the parts;
+- a stack along a new axis that is summed along it is ``R.add`` of the parts;
 - convolutions with computed weights are ``R.matmul`` with the pixels that their windows read;
 - convolutions along one axis or three and pools along one are those of images, seen as ``R.reshape`` (sequences, and
-  volumes whose rows are frames) or ``R.permute_dims(R.reshape)`` (frames behind channels); what follows per channel or
-  per value stands before that;
+  volumes whose rows are frames) or ``R.permute_dims(R.reshape)`` (frames after channels); subsequent operators per
+  channel or per value come before that;
 - transposed convolutions are ``R.nn.conv2d`` whose channels hold the phases of the stride (of several, one for each
-  phase, ``R.concat``), then depth-to-space: ``R.reshape``, ``R.permute_dims``, ``R.reshape``; what follows per channel
-  or per value stands before that;
+  phase, ``R.concat``), then depth-to-space: ``R.reshape``, ``R.permute_dims``, ``R.reshape``; subsequent operators per
+  channel or per value come before that;
 - global average pooling is ``R.mean(x, axis=[2, 3], keepdims=True)``; a model that drops the dimensions does so with a
   reshape after it; other pools are ``R.nn.max_pool2d`` and ``R.nn.avg_pool2d``, their padding includes pads before them
   and what ``ceil_mode`` adds;
-- flatten, squeeze and expand_dims are ``R.reshape`` to a static shape; dropout, identities and casts that do nothing
-  are gone; constant sub-graphs are constants.
+- flatten, squeeze and expand_dims are ``R.reshape`` to a static shape; dropout, identities and casts without effect
+  are removed; constant sub-graphs are constants.
 
 Variables keep their names (from ONNX: the name of the node; ``_bias`` is appended for the bias of one node).
 """
@@ -73,19 +73,19 @@ from fusion.relax.canonical.rewriter import RewriteRule, rewrite, rule_key
 
 RuleTable: TypeAlias = dict[str, tuple[RewriteRule, ...]]
 Naming: TypeAlias = Callable[[str], str]
-# Ends every name while rules work. The builder numbers a name that a dead variable still holds, so that a copy of
-# ``Conv_1`` would be ``Conv_11``, which may be another's.
+# Suffix of every name while rules work. The builder numbers a name that a dead variable still holds: a copy of
+# ``Conv_1`` would be ``Conv_11``, which may be the name of another variable.
 _MARK = "__itself"
 
 
 def canonicalize(mod: tvm.IRModule) -> tvm.IRModule:
-    """``mod`` in canonical form: shorthand for ``Canonicalize()(mod)``."""
+    """Return ``mod`` in canonical form: shorthand for ``Canonicalize()(mod)``."""
     transform: tvm.transform.Pass = Canonicalize()
     return transform(mod)
 
 
 def merge(tables: Sequence[RuleTable]) -> RuleTable:
-    """Rules per operator, earlier tables first."""
+    """Merge tables of rules per operator; rules of earlier tables come first."""
     merged: RuleTable = {}
     for table in tables:
         for operator, rules in table.items():
@@ -118,9 +118,9 @@ RULES = merge(
 
 @tvm.transform.module_pass(opt_level=0, name="Canonicalize")
 class Canonicalize:
-    """Ordinary module pass: every Relax function in the canonical form of this file.
+    """Module pass that brings every Relax function to the canonical form of this file.
 
-    Parameters must be bound as constants first (``relax.transform.BindParams``); what stays variable is left as it is.
+    Parameters must be bound as constants first (``relax.transform.BindParams``); variable operands are left unchanged.
     """
 
     def transform_module(self, mod: tvm.IRModule, context: tvm.transform.PassContext) -> tvm.IRModule:
@@ -132,7 +132,7 @@ class Canonicalize:
         )
         mod, simpler = _rewrite_all(prepare(mod))
         mod = clean(mod)
-        # Constants that only TVM can evaluate, and users that are gone, may complete a pattern.
+        # Constants that only TVM can evaluate, and users that were removed, may complete a pattern.
         folded = _folded(mod)
         if simpler or folded is not mod:
             mod = clean(_rewrite_all(folded)[0])
@@ -145,7 +145,7 @@ def _relax_functions(mod: tvm.IRModule) -> dict[tvm.ir.GlobalVar, relax.Function
 
 
 def _rewrite_all(mod: tvm.IRModule) -> tuple[tvm.IRModule, bool]:
-    """``mod`` after all rules, and whether one of them fitted."""
+    """Apply all rules; return the new module, and True if one of them matched."""
     simpler = False
     rewritten = tvm.IRModule(mod.functions, attrs=mod.attrs, global_infos=mod.global_infos)
     for variable, function in _relax_functions(mod).items():
@@ -156,9 +156,9 @@ def _rewrite_all(mod: tvm.IRModule) -> tuple[tvm.IRModule, bool]:
 
 
 def _folded(mod: tvm.IRModule) -> tvm.IRModule:
-    """``mod`` with what is computed from constants alone evaluated; itself where there is nothing of the kind.
+    """Return ``mod`` with constant sub-graphs evaluated, or ``mod`` itself if there are none.
 
-    TVM's pass lowers every call that it meets to see whether it can be evaluated, so it gets the constant ones alone.
+    TVM's pass lowers every call that it meets to see if it can be evaluated, so it is given only the constant ones.
     """
     folded = mod
     for variable, function in _relax_functions(mod).items():
@@ -179,7 +179,7 @@ def _folded(mod: tvm.IRModule) -> tvm.IRModule:
 
 
 def _constant_bindings(function: relax.Function) -> list[relax.VarBinding]:
-    """Bindings in dataflow that read nothing but each other, constants and shapes."""
+    """Return the dataflow bindings that read only each other, constants and shapes."""
     found: dict[relax.Var, relax.VarBinding] = {}
     for block in function.body.blocks:
         for binding in block.bindings if isinstance(block, relax.DataflowBlock) else ():
@@ -191,7 +191,7 @@ def _constant_bindings(function: relax.Function) -> list[relax.VarBinding]:
 
 
 def _known_shape(value: relax.Expr) -> relax.Expr:
-    """The shape itself in place of a call that asks for one without unknown sizes."""
+    """Return the shape in place of a ``shape_of`` call without unknown sizes; other values unchanged."""
     if rule_key(value) != "relax.shape_of":
         return value
     shape = value.args[0].ty.shape
@@ -200,7 +200,7 @@ def _known_shape(value: relax.Expr) -> relax.Expr:
 
 
 def _with_values(function: relax.Function, values: Mapping[relax.Var, relax.Expr]) -> relax.Function:
-    """``function`` with other ``values`` of the variables that have one there."""
+    """Return ``function`` with the values of some variables replaced."""
     blocks = []
     for block in function.body.blocks:
         bindings = [
@@ -229,7 +229,9 @@ def _mark(name: str) -> str:
 
 
 class _Unmarked:
-    """Original names for marked ones. A numbered copy gets the name of the one it replaced if that one is gone."""
+    """Mapping from marked names to original names. A numbered copy gets the name of the variable it replaced if that is
+    gone.
+    """
 
     def __init__(self, function: relax.Function, original: frozenset[str]) -> None:
         names = _variable_names(function)
@@ -250,17 +252,19 @@ class _Unmarked:
         return found
 
     def _is_free(self, name: str, exact: bool, own: bool) -> bool:
-        """``exact``: the variable of this very name itself; ``own``: it, or a copy of it."""
+        """True if ``name`` may be used; ``exact``: for the original variable itself; ``own``: for it or
+        a copy of it.
+        """
         if name in self._taken:
             return False
         if name in self._original and not own:
-            return False  # made of another's name: it may still come
+            return False  # This name was derived from another variable's, and its original owner may still follow.
         return exact or name not in self._present
 
 
 @relax.expr_functor.mutator
 class _Renamer(PyExprMutator):
-    """Gives every variable the name that ``naming`` has for its own."""
+    """Mutator that renames every variable by ``naming``."""
 
     def __init__(self, mod: tvm.IRModule, naming: Naming) -> None:
         super().__init__(mod)

@@ -1,8 +1,9 @@
-"""Local rewriting of Relax: rules look at a call and the calls behind its arguments, and name a simpler form.
+"""Local rewriting of Relax: rules look at a call and at the calls that compute its arguments, and return a simpler
+form.
 
 A rule is a pure function ``(call, graph) -> expression | None``; None: not applicable. The expression may nest calls:
-they are simplified and bound in turn, a call that stands in it twice once. Producers that lose their last user are left
-for dead-code elimination.
+they are simplified and bound in turn, a call that occurs twice in it only once. Producers that lose their last user are
+left for dead-code elimination.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ from tvm.relax import PyExprMutator
 
 from fusion.relax.bindings import constant_array
 
-# Rules only ever make a form simpler; a chain this long is a bug of ours.
+# Limit of rewrites of one call. Rules only ever make a form simpler; a longer chain is a bug in the rules.
 MAX_REWRITES = 64
-# What rules look through to the tensor behind it.
+# Operators that rules look through, to the tensor that is viewed.
 _VIEWS = frozenset({"relax.permute_dims", "relax.reshape"})
 
 
 class Definitions:
-    """What rules may ask about a function that is being rewritten."""
+    """Information for rules about the function that is being rewritten."""
 
     def __init__(self) -> None:
         self._values: dict[relax.Var, relax.Expr] = {}
         self._users: Counter[relax.Var] = Counter()
         self._names: dict[relax.Expr, str] = {}
-        self.binding_name = ""  # what the call that rules look at will be bound to
+        self.binding_name = ""  # name of the variable that the current call will be bound to
 
     def resolve(self, expr: relax.Expr) -> relax.Expr:
-        """``expr`` without trivial bindings in between: a variable (parameter or bound value) or a constant."""
+        """Return ``expr`` without trivial bindings in between: a variable (parameter or bound value) or a constant."""
         while isinstance(expr, relax.Var):
             value = self._values.get(expr)
             if not isinstance(value, relax.Var | tvm.ir.GenericConst):
@@ -43,23 +44,23 @@ class Definitions:
         return expr
 
     def value(self, expr: relax.Expr) -> relax.Expr:
-        """The bound value behind a variable, or ``expr`` itself."""
+        """Return the bound value behind a variable, or ``expr`` itself."""
         expr = self.resolve(expr)
         return self._values.get(expr, expr) if isinstance(expr, relax.Var) else expr
 
     def call(self, expr: relax.Expr, *operators: str) -> relax.Call | None:
-        """The call behind ``expr`` if it is to one of ``operators`` (such as ``relax.add``)."""
+        """Return the call behind ``expr`` if it is to one of ``operators`` (such as ``relax.add``), else None."""
         value = self.value(expr)
         return value if rule_key(value) in operators else None
 
     def constant(self, expr: relax.Expr) -> np.ndarray | None:
-        """The array behind ``expr`` if it is constant."""
+        """Return the array behind ``expr`` if it is constant, else None."""
         return constant_array(self.resolve(expr))
 
     def is_constant(self, expr: relax.Expr) -> bool:
-        """Whether ``expr`` is computed from constants alone."""
+        """True if ``expr`` is computed from constants alone."""
         left, seen = [expr], set()
-        while left:  # not by recursion: a whole network may stand behind ``expr``
+        while left:  # iterative: ``expr`` may be the result of a whole network
             value = self.value(left.pop())
             if isinstance(value, relax.Var):
                 return False
@@ -67,7 +68,7 @@ class Definitions:
                 continue
             seen.add(value)
             if isinstance(value, relax.Call):
-                left.extend(value.args)  # arrays of TVM, which would make "+=" theirs
+                left.extend(value.args)  # ``+=`` would use the operator of TVM's array type
             elif isinstance(value, relax.Tuple):
                 left.extend(value.fields)
             elif isinstance(value, relax.TupleGetItem):
@@ -75,44 +76,44 @@ class Definitions:
         return True
 
     def scalar(self, expr: relax.Expr) -> float | None:
-        """The number behind ``expr`` if it is a constant with one element, or an immediate."""
+        """Return the number behind ``expr`` if it is a constant with one element, or an immediate, else None."""
         if isinstance(expr, tirx.IntImm | tirx.FloatImm):
             return float(expr.value)
         array = self.constant(expr)
         return float(array.reshape(-1)[0]) if array is not None and array.size == 1 else None
 
     def has_single_user(self, expr: relax.Expr) -> bool:
-        """Whether the value behind ``expr`` is read once, so that rewriting it away repeats no work."""
+        """True if the value behind ``expr`` is read once, so that rewriting it repeats no work."""
         return self._users[self.resolve(expr)] == 1
 
     def same(self, left: relax.Expr, right: relax.Expr) -> bool:
-        """Whether two expressions are the same variable."""
+        """True if two expressions are the same variable."""
         return self.resolve(left).same_as(self.resolve(right))
 
     def named_as(self, call: relax.Call, source: relax.Expr) -> relax.Call:
-        """``call``, to be bound under the name of the variable ``source`` that it replaces."""
+        """Return ``call``, to be bound under the name of the variable ``source`` that it replaces."""
         source = self.resolve(source)
         if isinstance(source, relax.Var):
             self._names[call] = source.name
         return call
 
     def named_here(self, call: relax.Call) -> relax.Call:
-        """``call``, to be bound under the name of the call that rules look at, inside of the form that replaces it."""
+        """Return ``call``, a part of the replacement, to be bound under the name of the call that is being replaced."""
         self._names[call] = self.binding_name
         return call
 
     def with_bias(self, call: relax.Call, bias: relax.Expr) -> relax.Call:
-        """``call + bias`` in place of the call that rules look at, whose name goes to ``call``."""
+        """Return ``call + bias`` as the replacement of the current call, whose name goes to ``call``."""
         total = relax.op.add(call, bias)
         self._names[call], self._names[total] = self.binding_name, f"{self.binding_name}_bias"
         return total
 
     def name_for(self, expr: relax.Expr, default: str) -> str:
-        """The name to bind ``expr`` under."""
+        """Return the name to bind ``expr`` under."""
         return self._names.get(expr, default)
 
     def inherit_name(self, expr: relax.Expr, source: relax.Expr) -> None:
-        """``expr`` replaces ``source``, a call with other arguments."""
+        """Give ``expr``, which replaces the call ``source`` with other arguments, the name of ``source``."""
         if source in self._names:
             self._names[expr] = self._names[source]
 
@@ -125,10 +126,10 @@ class Definitions:
         self._values[variable] = value
         root = self.resolve(variable)
         if root is not variable and isinstance(root, relax.Var):
-            self._users[root] += users - 1  # an alias: its users read the root instead of the alias itself
+            self._users[root] += users - 1  # an alias: its users read the root instead of the alias
             return
         self._users[variable] = users
-        # Rules look through views: each user of one may come to read what is behind it.
+        # Rules look through views: each user of a view may come to read the viewed tensor.
         while users > 1 and rule_key(value) in _VIEWS:
             source = self.resolve(value.args[0])
             if not isinstance(source, relax.Var):
@@ -141,8 +142,8 @@ RewriteRule: TypeAlias = Callable[[relax.Expr, Definitions], relax.Expr | None]
 
 
 def rule_key(expr: object) -> str | None:
-    """What rules are found by: ``relax.nn.conv2d`` for a call to it, ``TupleGetItem`` for a projection, None for
-    anything else.
+    """Return the key of the rules for an expression: ``relax.nn.conv2d`` for a call to it, ``TupleGetItem`` for a
+    projection, None for anything else.
     """
     if isinstance(expr, relax.TupleGetItem):
         return "TupleGetItem"
@@ -152,25 +153,25 @@ def rule_key(expr: object) -> str | None:
 
 
 def short_name(expr: relax.Expr) -> str:
-    """``conv2d`` for a call to ``relax.nn.conv2d``: what a binding without a name of its own is called."""
+    """Return the default name of a binding: ``conv2d`` for a call to ``relax.nn.conv2d``."""
     return (rule_key(expr) or "value").rpartition(".")[2].lower()
 
 
 def constant_of(array: np.ndarray) -> relax.Expr:
-    """``array`` as a constant of its own type: ``relax.const`` makes 32 bits of 64."""
+    """Return ``array`` as a constant of its own dtype: ``relax.const`` would convert 64 bits to 32."""
     return relax.const(np.asarray(array), str(array.dtype))
 
 
 def is_float(expr: relax.Expr) -> bool:
-    """Whether a tensor expression holds real numbers."""
+    """True if a tensor expression holds floating-point numbers."""
     return isinstance(expr.ty, relax.TensorType) and "float" in str(expr.ty.dtype)
 
 
 def rewrite(
     function: relax.Function, mod: tvm.IRModule, rules: Mapping[str, Sequence[RewriteRule]]
 ) -> tuple[relax.Function, bool]:
-    """``function`` with every rule applied until none fits, and whether one did; the first of an operator's rules that
-    fits wins.
+    """Apply rules until none matches; of an operator's rules the first that matches wins. Return the new function, and
+    True if a rule matched.
     """
     rewriter = _Rewriter(mod, rules, _count_users(function))
     return rewriter.visit_expr(function), rewriter.fitted
@@ -189,7 +190,7 @@ def _count_users(function: relax.Function) -> Counter[relax.Var]:
 
 
 def _values(function: relax.Function) -> Iterator[relax.Expr]:
-    """Bound values and the result. Inside a bound If, variables count once per mention, which is enough."""
+    """Yield bound values and the result. Inside a bound If, variables count once per mention, which is enough."""
     for block in function.body.blocks:
         for binding in block.bindings:
             yield binding.value
@@ -206,7 +207,7 @@ class _Rewriter(PyExprMutator):
         self.users = users
         self.definitions = Definitions()
         self.fitted = False
-        self.bound: dict[relax.Expr, relax.Var] = {}  # nested calls that are bound already: of the binding at hand
+        self.bound: dict[relax.Expr, relax.Var] = {}  # nested calls that are already bound, of the current binding
 
     def visit_var_binding_(self, binding: relax.VarBinding) -> None:
         if rule_key(binding.value) is None and not isinstance(binding.value, relax.Tuple | relax.Var):
@@ -222,7 +223,7 @@ class _Rewriter(PyExprMutator):
         self.set_var_remap(binding.var, variable)
 
     def _simplify(self, expr: relax.Expr, name: str) -> relax.Expr:
-        """``expr`` with simple arguments, after all rules."""
+        """Return ``expr`` with simple arguments after all rules."""
         for _ in range(MAX_REWRITES):
             expr = self._bind_arguments(expr, name)
             self.definitions.binding_name = self.definitions.name_for(expr, name)
@@ -255,7 +256,7 @@ class _Rewriter(PyExprMutator):
         return normal
 
     def _bind(self, expr: relax.Expr, name: str) -> relax.Expr:
-        """A variable for a nested call; anything else as it is."""
+        """Return a variable for a nested call; other expressions unchanged."""
         if isinstance(expr, relax.Tuple):
             fields = [self._bind(field, name) for field in expr.fields]
             changed = any(new is not old for new, old in zip(fields, expr.fields, strict=True))

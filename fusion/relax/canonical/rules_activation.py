@@ -1,4 +1,4 @@
-"""Rules that give every activation one form, whatever the framework spells it like."""
+"""Rules that bring every activation to one form, independent of the operators that a framework uses for it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tvm import relax
 from fusion.relax.bindings import static_shape
 from fusion.relax.canonical.rewriter import Definitions, is_float
 
-# Values that frameworks round to their own precision: 1/6 as 0.16666667, 3 as 3.0000001.
+# Tolerance for constants that frameworks round to their own precision: 1/6 as 0.16666667, 3 as 3.0000001.
 _TOLERANCE = 1e-6
 
 
@@ -19,18 +19,18 @@ def _close(value: float | None, expected: float) -> bool:
 
 
 def clip_bounds(call: relax.Call, graph: Definitions) -> tuple[float, float] | None:
-    """Lower and upper bound of a call to ``R.clip``."""
+    """Return the lower and upper bound of a call to ``R.clip``; None if they are not constant."""
     low, high = graph.scalar(call.args[1]), graph.scalar(call.args[2])
     return None if low is None or high is None else (low, high)
 
 
 def relu6(call: relax.Call, graph: Definitions) -> relax.Expr:
-    """``nn.relu6(x) -> clip(x, 0, 6)``."""
+    """Rewrite ``nn.relu6(x) -> clip(x, 0, 6)``."""
     return relax.op.clip(call.args[0], 0, 6)
 
 
 def simplify_clip(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """Open bounds: ``clip(x, 0, inf) -> relu(x)``; of two clips one: ``clip(clip(x, a, b), c, d)``."""
+    """Simplify clips: ``clip(x, 0, inf) -> relu(x)``; ``clip(clip(x, a, b), c, d)`` as one clip."""
     bounds = clip_bounds(call, graph)
     if bounds is None:
         return None
@@ -48,7 +48,7 @@ def simplify_clip(call: relax.Call, graph: Definitions) -> relax.Expr | None:
 
 
 def _interval(expr: relax.Expr, graph: Definitions) -> tuple[relax.Expr, float, float] | None:
-    """``expr`` as ``clip(source, low, high)``, relu included."""
+    """Return ``expr``, a clip or relu, as (source, low, high) of ``clip(source, low, high)``; else None."""
     call = graph.call(expr, "relax.clip", "relax.nn.relu")
     if call is None or not is_float(call):
         return None
@@ -59,12 +59,12 @@ def _interval(expr: relax.Expr, graph: Definitions) -> tuple[relax.Expr, float, 
 
 
 def maximum_to_clip(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """``maximum(x, c) -> clip(x, c, inf)``, which :func:`simplify_clip` takes further."""
+    """Rewrite ``maximum(x, c) -> clip(x, c, inf)``, which :func:`simplify_clip` simplifies further."""
     return _bound(call, graph, lambda data, value: relax.op.clip(data, value, math.inf))
 
 
 def minimum_to_clip(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """``minimum(x, c) -> clip(x, -inf, c)``."""
+    """Rewrite ``minimum(x, c) -> clip(x, -inf, c)``."""
     return _bound(call, graph, lambda data, value: relax.op.clip(data, -math.inf, value))
 
 
@@ -77,12 +77,14 @@ def _bound(call: relax.Call, graph: Definitions, clip) -> relax.Expr | None:
 
 
 def _keeps_shape(call: relax.Call, data: relax.Expr) -> bool:
-    """A constant of shape (1, 1, 1) may raise the rank of its partner."""
+    """True if ``call`` has the rank of ``data``: a constant of shape (1, 1, 1) may raise the rank of the
+    other operand.
+    """
     return len(call.ty.shape) == len(data.ty.shape)
 
 
 def relu_of_clip(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """``relu(clip(x, a, b))`` as one clip; ``relu(relu(x)) -> relu(x)``."""
+    """Rewrite ``relu(clip(x, a, b))`` as one clip; ``relu(relu(x)) -> relu(x)``."""
     inner = _interval(call.args[0], graph)
     if inner is None or inner[2] <= 0:
         return None
@@ -93,7 +95,7 @@ def relu_of_clip(call: relax.Call, graph: Definitions) -> relax.Expr | None:
 
 
 def silu(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """``x * sigmoid(x) -> nn.silu(x)``."""
+    """Rewrite ``x * sigmoid(x) -> nn.silu(x)``."""
     for data, gate in (call.args, reversed(call.args)):
         inner = graph.call(gate, "relax.sigmoid")
         if inner is not None and graph.same(inner.args[0], data) and graph.has_single_user(gate):
@@ -102,7 +104,7 @@ def silu(call: relax.Call, graph: Definitions) -> relax.Expr | None:
 
 
 def _gate_source(expr: relax.Expr, graph: Definitions) -> relax.Expr | None:
-    """``x`` if ``expr`` is ``clip(x + 3, 0, 6)``."""
+    """Return ``x`` if ``expr`` is ``clip(x + 3, 0, 6)``, else None."""
     call = graph.call(expr, "relax.clip")
     if call is None or clip_bounds(call, graph) != (0, 6):
         return None
@@ -122,7 +124,7 @@ def _hard_sigmoid(data: relax.Expr) -> relax.Expr:
 
 
 def hard_sigmoid_source(expr: relax.Expr, graph: Definitions) -> relax.Expr | None:
-    """``x`` if ``expr`` is the canonical hard sigmoid of ``x``."""
+    """Return ``x`` if ``expr`` is the canonical hard sigmoid of ``x``, else None."""
     call = graph.call(expr, "relax.multiply")
     if call is None or not _close(graph.scalar(call.args[1]), 1.0 / 6.0):
         return None
@@ -130,7 +132,7 @@ def hard_sigmoid_source(expr: relax.Expr, graph: Definitions) -> relax.Expr | No
 
 
 def hard_sigmoid_of_division(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """``clip(x + 3, 0, 6) / 6``."""
+    """Rewrite ``clip(x + 3, 0, 6) / 6`` as the canonical hard sigmoid."""
     if not _close(graph.scalar(call.args[1]), 6.0):
         return None
     source = _gate_source(call.args[0], graph)
@@ -138,7 +140,9 @@ def hard_sigmoid_of_division(call: relax.Call, graph: Definitions) -> relax.Expr
 
 
 def hard_sigmoid_of_clip(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """``clip(x / 6 + 0.5, 0, 1)``, ONNX's form with alpha = 1/6; other slopes stay as they are."""
+    """Rewrite ``clip(x / 6 + 0.5, 0, 1)``, ONNX's form with alpha = 1/6, as the canonical hard sigmoid; not for other
+    slopes.
+    """
     if clip_bounds(call, graph) != (0, 1):
         return None
     total = graph.call(call.args[0], "relax.add")
@@ -155,7 +159,7 @@ def hard_sigmoid_of_clip(call: relax.Call, graph: Definitions) -> relax.Expr | N
 
 
 def hard_swish(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """Products of ``x``, ``clip(x + 3, 0, 6)`` and 1/6, in any order, as ``x * hard_sigmoid(x)``."""
+    """Rewrite products of ``x``, ``clip(x + 3, 0, 6)`` and 1/6, in any order, as ``x * hard_sigmoid(x)``."""
     factor = graph.scalar(call.args[1])
     if factor is not None:
         return _hard_swish_of(call.args[0], graph) if _close(factor, 1.0 / 6.0) else None
@@ -167,12 +171,12 @@ def hard_swish(call: relax.Call, graph: Definitions) -> relax.Expr | None:
     left, right = call.args
     source = hard_sigmoid_source(left, graph)
     if source is not None and graph.same(source, right):
-        return relax.op.multiply(right, left)  # the gate stands on the right
+        return relax.op.multiply(right, left)  # the gate is the right operand
     return None
 
 
 def hard_swish_of_division(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """``x * clip(x + 3, 0, 6) / 6``."""
+    """Rewrite ``x * clip(x + 3, 0, 6) / 6`` as ``x * hard_sigmoid(x)``."""
     return _hard_swish_of(call.args[0], graph) if _close(graph.scalar(call.args[1]), 6.0) else None
 
 
@@ -188,7 +192,7 @@ def _hard_swish_of(expr: relax.Expr, graph: Definitions) -> relax.Expr | None:
 
 
 def _sixth_of(expr: relax.Expr, graph: Definitions) -> relax.Expr | None:
-    """``x`` if ``expr`` is ``x / 6``."""
+    """Return ``x`` if ``expr`` is ``x / 6``, else None."""
     call = graph.call(expr, "relax.multiply", "relax.divide")
     if call is None:
         return None
@@ -197,7 +201,7 @@ def _sixth_of(expr: relax.Expr, graph: Definitions) -> relax.Expr | None:
 
 
 def gelu(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """Products of ``x``, ``1 + erf(x / sqrt(2))`` and one half, in any order, as ``nn.gelu(x)``."""
+    """Rewrite products of ``x``, ``1 + erf(x / sqrt(2))`` and one half, in any order, as ``nn.gelu(x)``."""
     factors, scale = _factors(call, graph)
     if len(factors) != 2 or not _close(scale, 0.5):
         return None
@@ -216,7 +220,9 @@ def gelu(call: relax.Call, graph: Definitions) -> relax.Expr | None:
 
 
 def _factors(call: relax.Call, graph: Definitions) -> tuple[list[relax.Expr], float]:
-    """Tensors that ``call`` multiplies, through products that nothing else reads, and the product of its scalars."""
+    """Return the tensors that ``call`` multiplies, through products with a single user, and the product
+    of its scalars.
+    """
     factors: list[relax.Expr] = []
     scale = 1.0
     for arg in call.args:
@@ -231,7 +237,7 @@ def _factors(call: relax.Call, graph: Definitions) -> tuple[list[relax.Expr], fl
     return factors, scale
 
 
-# Products and roots are vector instructions; a power is a call of a library for every value.
+# Products and roots are vector instructions; a power is a library call per value.
 _POWERS: dict[float, Callable[[relax.Expr], relax.Expr]] = {
     1.0: lambda x: x,
     2.0: lambda x: relax.op.multiply(x, x),
@@ -242,7 +248,7 @@ _POWERS: dict[float, Callable[[relax.Expr], relax.Expr]] = {
 
 
 def simple_power(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """``power(x, 2) -> x * x``, and other powers that products and roots are."""
+    """Rewrite ``power(x, 2) -> x * x``, and other powers that are products and roots."""
     exponent = graph.scalar(call.args[1])
     simple = None if exponent is None else _POWERS.get(exponent)
     if simple is None or not is_float(call) or static_shape(call) != static_shape(call.args[0]):

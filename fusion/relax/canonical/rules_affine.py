@@ -16,12 +16,13 @@ MATMUL = "relax.matmul"
 
 @dataclass(frozen=True, eq=False)
 class Affine:
-    """``operator(data, weight) [+ bias]`` with constant weight; ``bias`` has one value per output channel."""
+    """Affine operator ``operator(data, weight) [+ bias]`` with constant weight."""
 
     call: relax.Call
     call_source: relax.Expr
     sum_source: relax.Expr | None
     weight: np.ndarray
+    # One value per output channel.
     bias: np.ndarray | None
 
     @property
@@ -33,17 +34,17 @@ class Affine:
         return self.weight.shape[0] if self.is_convolution else self.weight.shape[-1]
 
     def scaled(self, scale: np.ndarray) -> np.ndarray:
-        """The weight times ``scale`` (channels,), computed in double precision."""
+        """Return the weight times ``scale`` (channels,), computed in double precision."""
         shape = (-1,) + (1,) * (self.weight.ndim - 1) if self.is_convolution else (1, -1)
         return (self.weight.astype(np.float64) * scale.reshape(shape)).astype(self.weight.dtype)
 
     def bias_shape(self) -> tuple[int, ...]:
-        """Canonical shape of the bias: (1, C, 1, 1) after a convolution, (C,) after a matrix product."""
+        """Return the canonical shape of the bias: (1, C, 1, 1) after a convolution, (C,) after a matrix product."""
         return (1, -1) + (1,) * (self.weight.ndim - 2) if self.is_convolution else (-1,)
 
 
 def match_affine(expr: relax.Expr, graph: Definitions) -> Affine | None:
-    """``expr`` as an affine operator that nothing else reads."""
+    """Return ``expr`` as an affine operator with a single user, else None."""
     if not graph.has_single_user(expr):
         return None
     total = graph.call(expr, "relax.add")
@@ -62,18 +63,20 @@ def match_affine(expr: relax.Expr, graph: Definitions) -> Affine | None:
 
 
 def has_plain_weight(call: relax.Call, weight: np.ndarray) -> bool:
-    """Output channels are the weight's first axis (convolution) or second one (matrix product)."""
+    """True if output channels are the weight's first axis (convolution) or second axis (matrix product)."""
     if weight.dtype.kind != "f" or str(call.ty.dtype) != str(weight.dtype):
         return False
     if call.op.name == MATMUL:
         return weight.ndim == 2
     data, kernel, out = call.attrs.data_layout, call.attrs.kernel_layout, call.attrs.out_layout
-    blocked = not (data + kernel).isupper()  # NCHW16c spells the block in lower case
+    blocked = not (data + kernel).isupper()  # NCHW16c writes the block in lower case
     return data.startswith("NC") and kernel.startswith("OI") and out in ("", data) and not blocked
 
 
 def per_channel(expr: relax.Expr, affine: Affine, graph: Definitions) -> np.ndarray | None:
-    """A constant that holds one value per output channel (or one for all), as (channels,) in double precision."""
+    """Return a constant with one value per output channel (or one for all) as (channels,) in double precision; else
+    None.
+    """
     array = graph.constant(expr)
     shape = static_shape(affine.call)
     if array is None or shape is None or array.ndim > len(shape):
@@ -83,12 +86,12 @@ def per_channel(expr: relax.Expr, affine: Affine, graph: Definitions) -> np.ndar
     if any(size != 1 for position, size in enumerate(sizes) if position != axis):
         return None
     if sizes[axis] not in (1, affine.channels):
-        return None  # one channel that becomes several
+        return None  # one channel broadcast to several
     return np.broadcast_to(array.reshape(-1).astype(np.float64), (affine.channels,))
 
 
 def _rebuild(affine: Affine, graph: Definitions, scale: np.ndarray | None, bias: np.ndarray) -> relax.Expr:
-    """``operator(data, weight * scale) + bias``; the operator keeps its name."""
+    """Return ``operator(data, weight * scale) + bias``; the operator keeps its name."""
     weight = affine.weight if scale is None else affine.scaled(scale)
     args = [affine.call.args[0], constant_of(weight)]
     call = graph.named_as(relax.Call(affine.call.op, args, affine.call.attrs), affine.call_source)
@@ -99,7 +102,7 @@ def _rebuild(affine: Affine, graph: Definitions, scale: np.ndarray | None, bias:
 
 
 def constant_right(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """``c + x -> x + c`` and ``c * x -> x * c``, so that later rules look on one side only."""
+    """Rewrite ``c + x -> x + c`` and ``c * x -> x * c``, so that later rules look on one side only."""
     left, right = call.args
     if graph.constant(left) is None or graph.constant(right) is not None:
         return None
@@ -107,7 +110,7 @@ def constant_right(call: relax.Call, graph: Definitions) -> relax.Expr | None:
 
 
 def fold_addition(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """``(op(x, w) + b) + c -> op(x, w) + (b + c)``; a bias alone gets its canonical shape."""
+    """Rewrite ``(op(x, w) + b) + c -> op(x, w) + (b + c)``; a single bias gets its canonical shape."""
     affine = match_affine(call.args[0], graph)
     shift = None if affine is None else per_channel(call.args[1], affine, graph)
     if affine is None or shift is None:
@@ -121,7 +124,7 @@ def fold_addition(call: relax.Call, graph: Definitions) -> relax.Expr | None:
 
 
 def fold_subtraction(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """``x - c -> x + (-c)`` for real constants."""
+    """Rewrite ``x - c -> x + (-c)`` for floating-point constants."""
     constant = graph.constant(call.args[1])
     if constant is None or constant.dtype.kind != "f" or graph.constant(call.args[0]) is not None:
         return None
@@ -129,7 +132,9 @@ def fold_subtraction(call: relax.Call, graph: Definitions) -> relax.Expr | None:
 
 
 def negate_subtrahend(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """``x - (op(y, w) + b) -> x + (op(y, -w) - b)``: a sum of two is what kernels compute behind their own."""
+    """Rewrite ``x - (op(y, w) + b) -> x + (op(y, -w) - b)``: kernels add a second tensor to their result, none
+    subtracts.
+    """
     affine = match_affine(call.args[1], graph)
     if affine is None:
         return None
@@ -138,7 +143,7 @@ def negate_subtrahend(call: relax.Call, graph: Definitions) -> relax.Expr | None
 
 
 def fold_multiplication(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """``(op(x, w) + b) * s -> op(x, w s) + b s``."""
+    """Rewrite ``(op(x, w) + b) * s -> op(x, w s) + b s``."""
     affine = match_affine(call.args[0], graph)
     scale = None if affine is None else per_channel(call.args[1], affine, graph)
     if affine is None or scale is None:
@@ -148,7 +153,7 @@ def fold_multiplication(call: relax.Call, graph: Definitions) -> relax.Expr | No
 
 
 def fold_division(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """``(op(x, w) + b) / s`` as the multiplication by ``1 / s``."""
+    """Rewrite ``(op(x, w) + b) / s`` as the multiplication by ``1 / s``."""
     affine = match_affine(call.args[0], graph)
     scale = None if affine is None else per_channel(call.args[1], affine, graph)
     if affine is None or scale is None or not scale.all():
@@ -158,7 +163,9 @@ def fold_division(call: relax.Call, graph: Definitions) -> relax.Expr | None:
 
 
 def fold_batch_norm(item: relax.TupleGetItem, graph: Definitions) -> relax.Expr | None:
-    """Inference batch norm: folded into the affine operator before it, else one multiplication and one addition."""
+    """Fold an inference batch norm into the preceding affine operator, else rewrite it as one multiplication and one
+    addition.
+    """
     call = graph.call(item.tuple_value, "relax.nn.batch_norm")
     if call is None or call.attrs.training or not is_float(call.args[0]):
         return None
@@ -183,7 +190,7 @@ def fold_batch_norm(item: relax.TupleGetItem, graph: Definitions) -> relax.Expr 
 
 def _scale_and_shift(call: relax.Call, statistics: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     gamma, beta, mean, variance = statistics
-    with np.errstate(all="ignore"):  # of a negative variance NaN is made here as in the model
+    with np.errstate(all="ignore"):  # a negative variance gives NaN, as in the model
         scale = (gamma if call.attrs.scale else 1.0) / np.sqrt(variance + float(call.attrs.epsilon))
         return scale, (beta if call.attrs.center else 0.0) - mean * scale
 

@@ -16,20 +16,21 @@ from fusion.relax.canonical.rules_preceding import match_scaled
 
 @dataclass(frozen=True, eq=False)
 class Branch:
-    """A convolution, NCHW x OIHW, in double precision.
-
-    ``window``: strides, dilation and groups; ``top_left``: padding above and left of the image.
-    """
+    """Convolution, NCHW x OIHW, in double precision."""
 
     source: relax.Expr
     weight: np.ndarray
     bias: np.ndarray
+    # Strides, dilation and groups.
     window: tuple[tuple[int, ...], tuple[int, ...], int]
+    # Padding above and left of the image.
     top_left: tuple[int, int]
 
 
 def merge_convolutions(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """``conv(x, v) + conv(x, w) -> conv(x, v + w)``, the smaller window inside the larger one (RepVGG, MobileOne)."""
+    """Rewrite ``conv(x, v) + conv(x, w) -> conv(x, v + w)``, the smaller window inside the larger one (RepVGG,
+    MobileOne).
+    """
     affines = [convolution_of(arg, graph) for arg in call.args]
     if affines[0] is None or affines[1] is None:
         return None
@@ -44,7 +45,7 @@ def merge_convolutions(call: relax.Call, graph: Definitions) -> relax.Expr | Non
 
 
 def merge_identity(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """``conv(x, w) + (x s + t)``, the scale being what is left of a batch norm, as one convolution."""
+    """Rewrite ``conv(x, w) + (x s + t)``, whose scale and shift come from a batch norm, as one convolution."""
     for branch, rest in (call.args, reversed(call.args)):
         affine = convolution_of(branch, graph)
         scaled = None if affine is None else match_scaled(rest, 1, graph)
@@ -61,7 +62,7 @@ def merge_identity(call: relax.Call, graph: Definitions) -> relax.Expr | None:
 
 
 def convolution_of(expr: relax.Expr, graph: Definitions) -> Affine | None:
-    """``expr`` as a convolution, NCHW x OIHW, that nothing else reads, with its bias."""
+    """Return ``expr`` as a convolution, NCHW x OIHW, with a single user, and its bias; else None."""
     affine = match_affine(expr, graph)
     if affine is None or affine.call.op.name != "relax.nn.conv2d" or len(affine.call.attrs.padding) != 4:
         return None
@@ -69,7 +70,7 @@ def convolution_of(expr: relax.Expr, graph: Definitions) -> Affine | None:
 
 
 def split_convolution(affine: Affine) -> Branch:
-    """The arrays and the window of a convolution."""
+    """Return the arrays and the window of a convolution."""
     attrs = affine.call.attrs
     window = tuple(map(int, attrs.strides)), tuple(map(int, attrs.dilation)), int(attrs.groups)
     bias = np.zeros(affine.channels) if affine.bias is None else affine.bias
@@ -78,7 +79,7 @@ def split_convolution(affine: Affine) -> Branch:
 
 
 def _identity(like: Branch, scale: np.ndarray, shift: np.ndarray) -> Branch:
-    """``x scale + shift`` as a 1x1 convolution with the groups of ``like``."""
+    """Return ``x scale + shift`` as a 1x1 convolution with the groups of ``like``."""
     inputs = like.weight.shape[1]
     weight = np.zeros((len(scale), inputs, 1, 1))
     weight[np.arange(len(scale)), np.arange(len(scale)) % inputs, 0, 0] = scale
@@ -86,10 +87,7 @@ def _identity(like: Branch, scale: np.ndarray, shift: np.ndarray) -> Branch:
 
 
 def embedded_weight(small: Branch, large: Branch) -> np.ndarray | None:
-    """The weight of ``small`` in the window of ``large``; None if that does not read the same pixels.
-
-    Shape: the channels of ``small``, the window of ``large``.
-    """
+    """Return the weight of ``small`` in the window of ``large``; None if that does not read the same pixels."""
     (strides, dilation, groups), (own_strides, own_dilation, own_groups) = large.window, small.window
     taps, sizes = small.weight.shape[2:], large.weight.shape[2:]
     if (strides, groups) != (own_strides, own_groups):
@@ -108,7 +106,7 @@ def embedded_weight(small: Branch, large: Branch) -> np.ndarray | None:
 
 
 def _summed(affine: Affine, large: Branch, weight: np.ndarray, bias: np.ndarray, graph: Definitions) -> relax.Expr:
-    """The convolution ``large``, which keeps its name, with ``weight`` and ``bias`` added."""
+    """Return the convolution ``large``, under its own name, with ``weight`` and ``bias`` added."""
     total, dtype = large.bias + bias, affine.weight.dtype
     args = [large.source, constant_of((large.weight + weight).astype(dtype))]
     call = graph.named_as(relax.Call(affine.call.op, args, affine.call.attrs), affine.call_source)
@@ -116,8 +114,8 @@ def _summed(affine: Affine, large: Branch, weight: np.ndarray, bias: np.ndarray,
 
 
 def factor_gate(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """``x + x g -> x (g + 1)`` where the gate ``g`` is smaller than ``x``: one pass over ``x`` less. A constant summand
-    stays behind it: ``x + (x g + c)`` as ConvNeXt V2 has it.
+    """Rewrite ``x + x g -> x (g + 1)`` if the gate ``g`` is smaller than ``x``: this saves one pass over ``x``. A
+    constant summand stays after it: ``x + (x g + c)`` as in ConvNeXt V2.
     """
     for data, rest in (call.args, reversed(call.args)):
         total = graph.call(rest, "relax.add") if graph.has_single_user(rest) else None
@@ -135,7 +133,7 @@ def factor_gate(call: relax.Call, graph: Definitions) -> relax.Expr | None:
 
 
 def scale_gate(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """``(x g) c -> x (g c)`` where the gate ``g`` is smaller than ``x`` and the constant not larger than it."""
+    """Rewrite ``(x g) c -> x (g c)`` if the gate ``g`` is smaller than ``x`` and the constant not larger than ``g``."""
     product = graph.call(call.args[0], "relax.multiply") if graph.has_single_user(call.args[0]) else None
     constant = graph.constant(call.args[1])
     if product is None or constant is None:

@@ -1,8 +1,8 @@
-"""Rules that bring images that an exporter holds channels-last back to NCHW: transpositions sink until two meet.
+"""Rules that convert channels-last images of exporters to NCHW by moving transpositions down until two meet.
 
-``op(permute(x))`` becomes ``permute(op'(x))`` with ``op'`` along axis 1 where ``op`` was along the last one; a product
-of the last axis with a constant matrix is a 1x1 convolution. What no rule takes reads the transposed tensor as before.
-What is computed channels-last from an input of the network, before the first transposition, is computed behind it.
+``op(permute(x))`` becomes ``permute(op'(x))``, where ``op'`` works along axis 1 if ``op`` worked along the last axis; a
+product of the last axis with a constant matrix is a 1x1 convolution. An operator without a rule still reads the
+transposed tensor. Operators on a channels-last network input before the first transposition are moved after it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fusion.relax.bindings import static_shape
 from fusion.relax.canonical.rewriter import Definitions, RewriteRule, constant_of
 
 _LAST = (0, 2, 3, 1)  # NCHW to NHWC
-_FIRST = (0, 3, 1, 2)  # and back
+_FIRST = (0, 3, 1, 2)  # NHWC to NCHW
 _UNARY = (
     *("relax.nn.relu", "relax.nn.gelu", "relax.nn.gelu_tanh", "relax.nn.silu", "relax.clip", "relax.sigmoid"),
     *("relax.nn.leakyrelu", "relax.nn.softplus", "relax.tanh", "relax.erf", "relax.exp", "relax.log", "relax.negative"),
@@ -40,7 +40,9 @@ def _axes(call: relax.Call) -> tuple[int, ...] | None:
 
 
 def _image(expr: relax.Expr, graph: Definitions) -> relax.Expr | None:
-    """``x`` in NCHW if ``expr`` is its NHWC form: a reshape where one of the two orders has nothing to move."""
+    """Return ``x`` in NCHW if ``expr`` is its NHWC form: a transposition, or a reshape where both orders are the same
+    in memory; else None.
+    """
     call = graph.call(expr, "relax.permute_dims", "relax.reshape")
     shape = None if call is None else static_shape(call.args[0])
     if call is None or shape is None or len(shape) != 4 or static_shape(call) != _moved(shape, _LAST):
@@ -63,7 +65,7 @@ def _first(expr: relax.Expr) -> relax.Expr:
 
 
 def join(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """Two transpositions in a row as one, or none."""
+    """Rewrite two consecutive transpositions as one, or none if they cancel."""
     inner = graph.call(call.args[0], "relax.permute_dims")
     outer_axes, inner_axes = _axes(call), None if inner is None else _axes(inner)
     if inner is None or outer_axes is None or inner_axes is None:
@@ -73,7 +75,7 @@ def join(call: relax.Call, graph: Definitions) -> relax.Expr | None:
 
 
 def sink_unary(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """Behind an operator that computes element by element."""
+    """Move a transposition after an element-wise operator of one operand."""
     image = _image(call.args[0], graph)
     if image is None:
         return None
@@ -81,8 +83,8 @@ def sink_unary(call: relax.Call, graph: Definitions) -> relax.Expr | None:
 
 
 def sink_binary(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """Behind an operator on two transposed images, on one and a constant, or on one and a factor for each channel of a
-    picture or for each of its pixels.
+    """Move transpositions after an operator on two transposed images, on one and a constant, or on one and a factor per
+    channel of an image or per pixel.
     """
     shape = static_shape(call)
     sides = [_image(arg, graph) for arg in call.args]
@@ -99,7 +101,7 @@ def _zip(sides: Sequence[relax.Expr | None], call: relax.Call) -> list[tuple[rel
 
 
 def _operand(expr: relax.Expr, graph: Definitions) -> relax.Expr | None:
-    """What broadcasts over NHWC, as it broadcasts over NCHW; None where that would have to be moved."""
+    """Return an operand that broadcasts over NHWC in its form for NCHW; None if its values would have to be moved."""
     if graph.constant(expr) is not None:
         return _constant_first(expr, graph)
     shape = static_shape(expr)
@@ -112,7 +114,7 @@ def _operand(expr: relax.Expr, graph: Definitions) -> relax.Expr | None:
 
 
 def _constant_first(expr: relax.Expr, graph: Definitions) -> relax.Expr | None:
-    """A constant that broadcasts over NHWC, as it broadcasts over NCHW."""
+    """Return a constant that broadcasts over NHWC in its form for NCHW, or None."""
     array = graph.constant(expr)
     if array is None or array.ndim > 4:
         return None
@@ -123,7 +125,7 @@ def _constant_first(expr: relax.Expr, graph: Definitions) -> relax.Expr | None:
 
 
 def sink_slopes(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """Behind a parametric ReLU along the channels."""
+    """Move a transposition after a parametric ReLU along the channels."""
     image = _image(call.args[0], graph)
     if image is None or int(call.attrs.axis) % 4 != 3:
         return None
@@ -131,7 +133,7 @@ def sink_slopes(call: relax.Call, graph: Definitions) -> relax.Expr | None:
 
 
 def sink_norm(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """Behind a layer norm along the channels."""
+    """Move a transposition after a layer norm along the channels."""
     image = _image(call.args[0], graph)
     if image is None or [int(axis) % 4 for axis in call.attrs.axes] != [3]:
         return None
@@ -140,7 +142,7 @@ def sink_norm(call: relax.Call, graph: Definitions) -> relax.Expr | None:
 
 
 def sink_product(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """Behind a product of the channels with a constant matrix: a 1x1 convolution."""
+    """Move a transposition after a product of the channels with a constant matrix, which becomes a 1x1 convolution."""
     image, weight = _image(call.args[0], graph), graph.constant(call.args[1])
     if image is None or weight is None or weight.ndim != 2 or weight.dtype != np.float32:
         return None
@@ -149,23 +151,23 @@ def sink_product(call: relax.Call, graph: Definitions) -> relax.Expr | None:
 
 
 def sink_reduction(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """Behind a mean, sum, maximum or minimum over the pixels or over the channels."""
+    """Move a transposition after a mean, sum, maximum or minimum over the pixels or over the channels."""
     image, shape, axes = _image(call.args[0], graph), static_shape(call), call.attrs.axis
     along = None if axes is None else sorted(int(axis) % 4 for axis in axes)
     if image is None or shape is None or along not in ([1, 2], [3]):
         return None
     reduced = _REDUCTIONS[call.op.name](image, axis=sorted(_LAST[axis] for axis in along), keepdims=True)
-    return relax.op.reshape(graph.named_here(reduced), shape)  # one of what is left has nothing to move
+    return relax.op.reshape(graph.named_here(reduced), shape)  # the rest need not be transposed
 
 
 def sink_pad(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """Behind a pad."""
+    """Move a transposition after a pad."""
     image = _image(call.args[0], graph)
     return None if image is None else _last(graph.named_here(_padded(call, image, _FIRST)))
 
 
 def _padded(call: relax.Call, data: relax.Expr, order: Sequence[int]) -> relax.Call:
-    """The pad of ``call`` on ``data``, whose axes are those of its own in ``order``."""
+    """Return the pad of ``call`` on ``data``, whose axes are those of the original operand in ``order``."""
     widths = [int(width) for width in call.attrs.pad_width]
     pairs = _moved([widths[2 * axis : 2 * axis + 2] for axis in range(4)], order)
     moved = [width for pair in pairs for width in pair]
@@ -173,7 +175,7 @@ def _padded(call: relax.Call, data: relax.Expr, order: Sequence[int]) -> relax.C
 
 
 def sink_concat(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """Behind a concatenation of transposed images and constants."""
+    """Move transpositions after a concatenation of transposed images and constants."""
     fields, shape = graph.value(call.args[0]), static_shape(call)
     if not isinstance(fields, relax.Tuple) or shape is None or len(shape) != 4 or call.attrs.axis is None:
         return None
@@ -196,7 +198,7 @@ def _constant_part(expr: relax.Expr, graph: Definitions) -> relax.Expr | None:
 
 
 def sink_slice(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """Behind a slice."""
+    """Move a transposition after a slice."""
     image, axes = _image(call.args[0], graph), getattr(call.args[1], "fields", None)
     if image is None or axes is None:
         return None
@@ -208,7 +210,7 @@ def sink_slice(call: relax.Call, graph: Definitions) -> relax.Expr | None:
 
 
 def sink_split(item: relax.TupleGetItem, graph: Definitions) -> relax.Expr | None:
-    """Behind a split."""
+    """Move a transposition after a split."""
     call = graph.call(item.tuple_value, "relax.split")
     image = None if call is None else _image(call.args[0], graph)
     if call is None or image is None:
@@ -223,8 +225,8 @@ def sink_split(item: relax.TupleGetItem, graph: Definitions) -> relax.Expr | Non
 
 
 def lift(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """A pad, or an operator on one tensor and a constant, behind the transposition to NCHW: the layer that reads it can
-    take it in.
+    """Move a pad, or an operator on one tensor and a constant, after the transposition to NCHW, where the next layer
+    can absorb it.
     """
     if _axes(call) != _FIRST or static_shape(call) is None or not graph.has_single_user(call.args[0]):
         return None

@@ -1,7 +1,7 @@
 """Rules for convolutions whose weights are computed (modulated or predicted by other layers, cross-correlation).
 
-No kernel has packed such weights; products of two computed tensors have one. So the pixels that a window reads are
-copied next to each other, and the convolution is a product with them.
+Kernels for convolutions need constant, packed weights; kernels for products of two computed tensors do not. So the
+pixels that a window reads are copied next to each other, and the convolution is a product with them.
 """
 
 from __future__ import annotations
@@ -12,19 +12,22 @@ from tvm import relax
 from fusion.relax.bindings import static_shape
 from fusion.relax.canonical.rewriter import Definitions, RewriteRule
 
-# Copies of the image, one for each tap of the window: more than this is no gain any more.
+# Limit of copies of the image, one per tap of the window: beyond it the rewrite does not pay.
 MOST_TAPS = 64
 
 
 def product_of_columns(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """``conv2d(x, w)`` with a computed ``w`` as ``matmul(w, columns of x)``, a product for each image and group."""
+    """Rewrite ``conv2d(x, w)`` with a computed ``w`` as ``matmul(w, columns of x)``, a product for each image and
+    group.
+    """
     data, weight = call.args
     shape, taps, result = static_shape(data), static_shape(weight), static_shape(call)
     attrs = call.attrs
     layouts = (attrs.data_layout, attrs.kernel_layout, attrs.out_layout or "NCHW")
     if shape is None or taps is None or result is None or layouts != ("NCHW", "OIHW", "NCHW"):
         return None
-    # What is of constants alone (dequantised weights) is computed before it runs; a parameter may be bound to one yet.
+    # Weights computed from constants alone (dequantised weights) are evaluated before the run; a parameter may still be
+    # bound to a constant.
     if not isinstance(graph.value(weight), relax.Call) or graph.is_constant(weight) or taps[2] * taps[3] > MOST_TAPS:
         return None
     if str(call.ty.dtype) != "float32" or str(weight.ty.dtype) != "float32":
@@ -42,7 +45,7 @@ def product_of_columns(call: relax.Call, graph: Definitions) -> relax.Expr | Non
 def _columns(
     call: relax.Call, data: relax.Expr, shape: tuple[int, ...], taps: tuple[int, ...], result: tuple[int, ...]
 ) -> relax.Expr:
-    """For each channel of ``data`` and tap of the window the pixels that it reads, (N, C, taps, pixels)."""
+    """Return the pixels that each tap of the window reads from each channel of ``data``, (N, C, taps, pixels)."""
     attrs = call.attrs
     top, left, bottom, right = (int(width) for width in attrs.padding)
     strides, dilation = [int(step) for step in attrs.strides], [int(step) for step in attrs.dilation]

@@ -10,7 +10,7 @@ from tvm import relax
 from fusion.relax.bindings import static_shape
 from fusion.relax.canonical.rewriter import Definitions, RewriteRule, constant_of
 
-# The operators between a framework's parameters and their use; TVM's FoldConstant evaluates all others.
+# Operators between a framework's parameters and their use; TVM's FoldConstant evaluates all others.
 _BINARY: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     "relax.add": np.add,
     "relax.subtract": np.subtract,

@@ -1,5 +1,5 @@
-"""Rules that give normalisation one form: ``R.nn.layer_norm`` along one axis, ``R.nn.group_norm`` of images, each with
-its scale and shift.
+"""Rules that bring normalisation to one form: ``R.nn.layer_norm`` along one axis, ``R.nn.group_norm`` of images, each
+with its scale and shift.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ GROUP_NORM = "relax.nn.group_norm"
 
 @dataclass(frozen=True, eq=False)
 class _Centred:
-    """``data - mean(data)`` along ``axis``."""
+    """Centred tensor ``data - mean(data)`` along ``axis``."""
 
     data: relax.Expr
     axis: int
 
 
 def assemble_norm(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """``d / sqrt(mean(d d) + e)`` with ``d = x - mean(x)``, taken apart by an exporter."""
+    """Rewrite ``d / sqrt(mean(d d) + e)`` with ``d = x - mean(x)``, written as single operators by an exporter, as a
+    layer norm.
+    """
     difference, root = call.args
     centred = _centred(difference, graph)
     epsilon = None if centred is None else _root_of_variance(root, difference, centred, graph)
@@ -46,7 +48,9 @@ def _centred(expr: relax.Expr, graph: Definitions) -> _Centred | None:
 
 
 def _mean_of(expr: relax.Expr, data: relax.Expr, graph: Definitions) -> int | None:
-    """The axis, counted from the front, if ``expr`` is the mean of ``data`` along one, its dimension kept."""
+    """Return the axis, counted from the front, if ``expr`` is the mean of ``data`` along one axis with its dimension
+    kept; else None.
+    """
     call, shape = graph.call(expr, "relax.mean"), static_shape(data)
     if call is None or shape is None or not graph.same(call.args[0], data) or not call.attrs.keepdims:
         return None
@@ -57,7 +61,7 @@ def _mean_of(expr: relax.Expr, data: relax.Expr, graph: Definitions) -> int | No
 def _root_of_variance(
     expr: relax.Expr, difference: relax.Expr, centred: _Centred, graph: Definitions
 ) -> float | None:  # fmt: skip
-    """The epsilon of ``sqrt(mean(d d) + epsilon)``."""
+    """Return the epsilon of ``sqrt(mean(d d) + epsilon)``; None if ``expr`` is not of this form."""
     root = graph.call(expr, "relax.sqrt")
     total = None if root is None else graph.call(root.args[0], "relax.add")
     epsilon = None if total is None else graph.scalar(total.args[1])
@@ -80,12 +84,12 @@ def _is_square(expr: relax.Expr, source: relax.Expr, graph: Definitions) -> bool
 
 
 def scale_of_norm(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """A constant factor behind a layer norm that nothing else reads, taken into its scale and shift."""
+    """Fold a constant factor after a layer norm with a single user into its scale and shift."""
     return _absorbed(call, graph, lambda scale, shift, factor: (scale * factor, shift * factor))
 
 
 def shift_of_norm(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """A constant summand behind a layer norm that nothing else reads, taken into its shift."""
+    """Fold a constant summand after a layer norm with a single user into its shift."""
     return _absorbed(call, graph, lambda scale, shift, summand: (scale, shift + summand))
 
 
@@ -109,7 +113,7 @@ def _absorbed(call: relax.Call, graph: Definitions, combine) -> relax.Expr | Non
 
 
 def _axis_of_weights(norm: relax.Call) -> int | None:
-    """The dimension along which the scale and the shift of a norm vary; ``None`` if there are several."""
+    """Return the dimension along which the scale and the shift of a norm vary; None if there are several."""
     rank = len(static_shape(norm) or ())
     if norm.op.name == GROUP_NORM:
         return int(norm.attrs.channel_axis) % rank
@@ -117,7 +121,7 @@ def _axis_of_weights(norm: relax.Call) -> int | None:
 
 
 def group_norm_of_rows(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """``reshape(norm(reshape(x, (N, G, -1))), shape of x)``, a row for each group, as a group norm of ``x``."""
+    """Rewrite ``reshape(norm(reshape(x, (N, G, -1))), shape of x)``, a row per group, as a group norm of ``x``."""
     norm = graph.call(call.args[0], GROUP_NORM) if graph.has_single_user(call.args[0]) else None
     rows = None if norm is None else graph.call(norm.args[0], "relax.reshape")
     if norm is None or rows is None:

@@ -1,4 +1,4 @@
-"""Rules for convolutions side by side, whose results are concatenated: mixed depthwise windows, groups taken apart."""
+"""Rules for parallel convolutions whose results are concatenated: mixed depthwise windows, separate groups."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from fusion.relax.canonical.rewriter import Definitions
 from fusion.relax.canonical.rules_affine import Affine, match_affine
 from fusion.relax.canonical.rules_branches import Branch, convolution_of, embedded_weight, split_convolution
 
-# Zeros that small windows take on inside the largest: multiply-adds of the merged convolution over those of its parts.
-# A depthwise layer waits for memory, and its parts for each other: MixNet's worst has 2.2 times the multiply-adds.
+# Limit of the multiply-adds of a merged depthwise convolution relative to those of its parts (small windows are filled
+# up with zeros to the largest). A depthwise layer is bound by memory, and its parts wait for each other: MixNet's worst
+# layer has 2.2 times the multiply-adds.
 MOST_DEPTHWISE_WORK = 2.5
 MOST_DENSE_WORK = 1.0
 ELEMENT_WISE = ("relax.nn.relu", "relax.nn.silu", "relax.sigmoid", "relax.nn.gelu", "relax.nn.gelu_tanh", "relax.clip")
 
 
 def merge_parts(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """``concat(conv(x_1, w_1), ..., conv(x_n, w_n))`` as one convolution, where one computes the same.
+    """Rewrite ``concat(conv(x_1, w_1), ..., conv(x_n, w_n))`` as one convolution, if one computes the same.
 
-    Either the ``x_i`` are all parts of one split along the channels, in their order: the groups of the result
-    (MixConv, ResNeXt as branches); or they are one tensor, read with one window: its output channels.
+    Either the ``x_i`` are all parts of one split along the channels, in their order: the convolutions are the groups of
+    the result (MixConv, ResNeXt as branches); or they are one tensor, read with one window: the convolutions give its
+    output channels.
     """
     fields = _fields(call, graph)
     if fields is None or len(fields) < 2:
@@ -43,7 +45,7 @@ def merge_parts(call: relax.Call, graph: Definitions) -> relax.Expr | None:
 
 
 def _fields(call: relax.Call, graph: Definitions) -> list[relax.Expr] | None:
-    """What is concatenated along the channels of images, each read by nothing else."""
+    """Return the tensors that are concatenated along the channels of images, each with a single user; else None."""
     parts = graph.value(call.args[0])
     shape = static_shape(call)
     if not isinstance(parts, relax.Tuple) or shape is None or len(shape) != 4 or int(call.attrs.axis) % 4 != 1:
@@ -54,7 +56,7 @@ def _fields(call: relax.Call, graph: Definitions) -> list[relax.Expr] | None:
 def _common_activation(
     fields: Sequence[relax.Expr], graph: Definitions
 ) -> tuple[Callable[[relax.Expr], relax.Expr] | None, list[relax.Expr]]:
-    """The element-wise operator that ends every part, the same for all, and the parts without it."""
+    """Return the element-wise operator that ends every part, if it is the same for all, and the parts without it."""
     calls = [graph.call(part, *ELEMENT_WISE) for part in fields]
     first = calls[0]
     if first is None:
@@ -69,7 +71,7 @@ def _common_activation(
 
 
 def _grouped(branches: Sequence[Branch], graph: Definitions) -> Branch | None:
-    """Convolutions of the parts of a split as the groups of one."""
+    """Return convolutions of the parts of a split as one grouped convolution, or None."""
     source = _split_source(branches, graph)
     if source is None or len({branch.weight.shape[1] for branch in branches}) > 1:
         return None
@@ -81,7 +83,7 @@ def _grouped(branches: Sequence[Branch], graph: Definitions) -> Branch | None:
 
 
 def _split_source(branches: Sequence[Branch], graph: Definitions) -> relax.Expr | None:
-    """The tensor whose parts the branches read, all of them and in their order."""
+    """Return the tensor whose parts the branches read, all of them and in their order; else None."""
     items = [graph.value(branch.source) for branch in branches]
     if not all(isinstance(item, relax.TupleGetItem) for item in items):
         return None
@@ -98,7 +100,7 @@ def _split_source(branches: Sequence[Branch], graph: Definitions) -> relax.Expr 
 
 
 def _widened(branches: Sequence[Branch], graph: Definitions) -> Branch | None:
-    """Convolutions of one tensor with one window as one with more output channels."""
+    """Return convolutions of one tensor with one window as one with more output channels, or None."""
     first = branches[0]
     if any(branch.window[2] != 1 or not graph.same(branch.source, first.source) for branch in branches):
         return None
@@ -106,11 +108,13 @@ def _widened(branches: Sequence[Branch], graph: Definitions) -> Branch | None:
 
 
 def _stacked(branches: Sequence[Branch], source: relax.Expr, groups: int, most: float) -> Branch | None:
-    """The weights above each other, small windows inside the largest; None beyond ``most`` times the work."""
+    """Return the weights stacked, small windows inside the largest; None if this takes more than ``most`` times the
+    work.
+    """
     large = max(branches, key=lambda branch: branch.weight.shape[2] * branch.weight.shape[3])
     weights = []
     for branch in branches:
-        # Groups differ from part to part, and are no part of the window.
+        # Groups differ from part to part, and do not belong to the window.
         window = (*branch.window[:2], large.window[2])
         alike = Branch(branch.source, branch.weight, branch.bias, window, branch.top_left)
         weight = embedded_weight(alike, large)
@@ -125,7 +129,7 @@ def _stacked(branches: Sequence[Branch], source: relax.Expr, groups: int, most: 
 
 
 def _convolution(merged: Branch, large: Affine, graph: Definitions) -> relax.Expr:
-    """``merged`` as Relax, with the padding of its largest window and the name of the concatenation."""
+    """Return ``merged`` as Relax, with the padding of its largest window and the name of the concatenation."""
     dtype, attrs = large.weight.dtype, large.call.attrs
     strides, dilation, groups = merged.window
     call = relax.op.nn.conv2d(
@@ -145,7 +149,9 @@ def _convolution(merged: Branch, large: Affine, graph: Definitions) -> relax.Exp
 
 
 def scale_parts(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """``concat(parts) * c`` and ``concat(parts) + c`` for each part where all are convolutions, which take it in."""
+    """Rewrite ``concat(parts) * c`` and ``concat(parts) + c`` as operators on the parts if all are convolutions, which
+    absorb them.
+    """
     fields = _affine_fields(call.args[0], graph)
     constant, shape = graph.constant(call.args[1]), static_shape(call)
     if fields is None or constant is None or shape is None or constant.ndim > 4:
@@ -164,7 +170,9 @@ def scale_parts(call: relax.Call, graph: Definitions) -> relax.Expr | None:
 
 
 def activate_parts(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """``f(concat(parts))`` as ``concat(f(parts))`` where all are convolutions, whose kernels end with it."""
+    """Rewrite ``f(concat(parts))`` as ``concat(f(parts))`` if all parts are convolutions, whose kernels apply ``f`` at
+    the end.
+    """
     fields = _affine_fields(call.args[0], graph)
     if fields is None:
         return None
@@ -172,7 +180,7 @@ def activate_parts(call: relax.Call, graph: Definitions) -> relax.Expr | None:
 
 
 def _affine_fields(expr: relax.Expr, graph: Definitions) -> list[relax.Expr] | None:
-    """The parts of a concatenation of convolutions that nothing else reads."""
+    """Return the parts of a concatenation of convolutions with a single user, else None."""
     concat = graph.call(expr, "relax.concat")
     if concat is None or not graph.has_single_user(expr):
         return None

@@ -1,4 +1,4 @@
-"""Rules that fold a scale and a shift that stand before a convolution or matrix product into its weight and bias."""
+"""Rules that fold a scale and a shift before a convolution or matrix product into its weight and bias."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fusion.relax.canonical.rules_affine import CONVOLUTIONS, MATMUL, has_plain_
 
 @dataclass(frozen=True, eq=False)
 class ScaledInput:
-    """``source * scale + shift`` with one value per channel, in double precision."""
+    """Scaled tensor ``source * scale + shift`` with one value per channel, in double precision."""
 
     source: relax.Expr
     scale: np.ndarray
@@ -22,9 +22,9 @@ class ScaledInput:
 
 
 def match_scaled(expr: relax.Expr, axis: int, graph: Definitions, shared: bool = False) -> ScaledInput | None:
-    """``expr`` as constants along ``axis`` on something else; None if it is none.
+    """Return ``expr`` as constant scales and shifts along ``axis`` of another tensor; None if it has none.
 
-    Nothing else reads the values in between (``shared``: but the last one), so that folding them repeats no work.
+    The values in between have a single user (``shared``: except the last one), so that folding them repeats no work.
     """
     shape = static_shape(expr)
     if shape is None or not is_float(expr):
@@ -47,13 +47,15 @@ def match_scaled(expr: relax.Expr, axis: int, graph: Definitions, shared: bool =
 
 
 def _is_bias(call: relax.Call, graph: Definitions) -> bool:
-    """Whether a kernel adds it for nothing: it stays with the layer before."""
+    """True if ``call`` adds to or scales a layer with constant weights, whose kernel does it at no cost: it stays with
+    that layer.
+    """
     layer = graph.call(call.args[0], MATMUL, *CONVOLUTIONS)
     return layer is not None and graph.constant(layer.args[1]) is not None and graph.has_single_user(call.args[0])
 
 
 def _along(expr: relax.Expr, shape: tuple[int, ...], axis: int, graph: Definitions) -> np.ndarray | None:
-    """A constant that varies along ``axis`` alone, as a vector."""
+    """Return a constant that varies only along ``axis`` as a vector; else None."""
     array = graph.constant(expr)
     if array is None or array.ndim > len(shape):
         return None
@@ -64,14 +66,16 @@ def _along(expr: relax.Expr, shape: tuple[int, ...], axis: int, graph: Definitio
 
 
 def fold_into_convolution(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """``conv(x s + t, w) -> conv(x, w s) + sum(w t)``; with padding, which stays zero, only where ``t`` is zero."""
+    """Rewrite ``conv(x s + t, w) -> conv(x, w s) + sum(w t)``; with padding, which stays zero, only if
+    ``t`` is zero.
+    """
     weight = graph.constant(call.args[1])
     if weight is None or not has_plain_weight(call, weight):
         return None
     scaled = match_scaled(call.args[0], 1, graph)
     if scaled is None or (scaled.shift.any() and any(int(width) for width in call.attrs.padding)):
         return None
-    # Output channel o reads the input channels of its group.
+    # Output channel o reads the input channels of its own group.
     groups, (outputs, inputs) = int(call.attrs.groups), weight.shape[:2]
     read = (np.arange(outputs) // (outputs // groups) * inputs)[:, None] + np.arange(inputs)
     along = (outputs, inputs) + (1,) * (weight.ndim - 2)
@@ -82,7 +86,7 @@ def fold_into_convolution(call: relax.Call, graph: Definitions) -> relax.Expr | 
 
 
 def fold_into_product(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """``(x s + t) @ w -> x @ (s w) + t @ w``."""
+    """Rewrite ``(x s + t) @ w -> x @ (s w) + t @ w``."""
     weight, shape = graph.constant(call.args[1]), static_shape(call.args[0])
     if weight is None or shape is None or not has_plain_weight(call, weight):
         return None
@@ -97,7 +101,7 @@ def fold_into_product(call: relax.Call, graph: Definitions) -> relax.Expr | None
 def _with_bias(
     call: relax.Call, source: relax.Expr, weight: np.ndarray, bias: np.ndarray, graph: Definitions
 ) -> relax.Expr:
-    """The operator keeps its name; its bias, if there is one, is called after it."""
+    """Return the operator on ``source`` plus ``bias``, if that is not zero; the bias is named after the operator."""
     folded = relax.Call(call.op, [source, constant_of(weight)], call.attrs)
     return graph.with_bias(folded, constant_of(bias)) if bias.any() else folded
 

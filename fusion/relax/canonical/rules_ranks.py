@@ -1,8 +1,9 @@
-"""Rules that bring sequences (one axis besides the channels) and volumes (three) to images, which have kernels.
+"""Rules that convert sequences (one axis besides the channels) and volumes (three) to images, which have kernels.
 
-A convolution along one axis is one of images of a single row. One along three is one of frames, whose channels are
-those of all frames that a window reads; where it reads one pixel of each, the rows of its image are the frames. What
-follows per value or per channel is computed on the image, and :class:`_View` says how the tensor itself is seen in it.
+A convolution along one axis is one of images of a single row. A convolution along three axes is one of frames, whose
+channels are those of all frames that a window reads; if it reads one pixel of each frame, the rows of its image are the
+frames. Subsequent operators per value or per channel are computed on the image, and :class:`_View` describes how the
+original tensor is a view of it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from tvm import relax
 from fusion.relax.bindings import static_shape
 from fusion.relax.canonical.rewriter import Definitions, RewriteRule, constant_of
 
-# Kernels unroll the taps of a row and loop over the rows: longer windows stand upright.
+# Kernels unroll the taps of a row and loop over the rows: longer windows are placed along a column.
 LONGEST_ROW = 11
 _FRAMES_BEHIND_CHANNELS = (0, 2, 1, 3, 4)
 _UNARY = (
@@ -35,22 +36,21 @@ _CONV = "relax.nn.conv2d"
 
 @dataclass(frozen=True, eq=False)
 class _View:
-    """A tensor (N, C, ...) of ``shape`` that moves none of the values of ``image``, or brings its frames behind the
-    channels: ``frames``, its image is (N D, C, H, W) then.
-    """
+    """View of an image as a tensor (N, C, ...) of ``shape``: a reshape, or a move of the frames after the channels."""
 
     image: relax.Expr
     shape: tuple[int, ...]
+    # The image is (N D, C, H, W), and the frames are moved after the channels.
     frames: bool = False
 
     @property
     def image_shape(self) -> tuple[int, ...]:
         shape = static_shape(self.image)
-        assert shape is not None  # or it would not have been found
+        assert shape is not None  # guaranteed by _view
         return shape
 
     def of(self, image: relax.Expr, shape: Sequence[int]) -> relax.Expr:
-        """A tensor of ``shape``, seen in ``image`` as this one is in its own."""
+        """Return a tensor of ``shape``, the same kind of view of ``image``."""
         if not self.frames:
             return relax.op.reshape(image, shape)
         batch, channels, depth, height, width = shape
@@ -59,7 +59,7 @@ class _View:
 
 
 def _view(expr: relax.Expr, graph: Definitions) -> _View | None:
-    """``expr`` as a view of an image; None if it is none."""
+    """Return ``expr`` as a view of an image; None if it is not one."""
     shape = static_shape(expr)
     if shape is None or len(shape) not in (3, 4, 5):
         return None
@@ -75,7 +75,7 @@ def _view(expr: relax.Expr, graph: Definitions) -> _View | None:
         return None
     batch, channels = (shape[0], shape[1]) if turned is None else (shape[0] * shape[2], shape[1])
     if len(shape) == 4 and not (shape[2] == image[3] == 1 != image[2]):
-        return None  # of images alone a row that stands upright
+        return None  # single images: only a row placed along a column
     if image[:2] != (batch, channels) or (turned is not None and image[2:] != shape[3:]):
         return None
     return _View(merged.args[0], shape, frames=turned is not None)
@@ -85,7 +85,7 @@ def _view(expr: relax.Expr, graph: Definitions) -> _View | None:
 
 
 def convolution_of_a_sequence(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """``conv1d`` as ``conv2d`` of one row, or of one column where the window is long."""
+    """Rewrite ``conv1d`` as ``conv2d`` of one row, or of one column if the window is long."""
     weight, result, attrs = graph.constant(call.args[1]), static_shape(call), call.attrs
     shape = static_shape(call.args[0])
     if weight is None or shape is None or result is None or str(call.ty.dtype) != "float32":
@@ -107,7 +107,7 @@ def convolution_of_a_sequence(call: relax.Call, graph: Definitions) -> relax.Exp
 
 
 def stand_upright(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """``conv2d`` of an image of one row, as exporters write it, with a long window: of one column."""
+    """Rewrite ``conv2d`` of an image of one row (as exporters write it) with a long window as one of one column."""
     weight, shape, result, attrs = (
         graph.constant(call.args[1]),
         static_shape(call.args[0]),
@@ -132,7 +132,7 @@ def stand_upright(call: relax.Call, graph: Definitions) -> relax.Expr | None:
 
 
 def transposed_convolution_of_a_sequence(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """``conv1d_transpose`` as ``conv2d_transpose`` of one row, whose phases are convolutions."""
+    """Rewrite ``conv1d_transpose`` as ``conv2d_transpose`` of one row, whose phases are convolutions."""
     weight, result, attrs = graph.constant(call.args[1]), static_shape(call), call.attrs
     layouts = (attrs.data_layout, attrs.kernel_layout, attrs.out_layout or "NCW")
     if weight is None or result is None or static_shape(call.args[0]) is None or layouts != ("NCW", "IOW", "NCW"):
@@ -151,7 +151,7 @@ def transposed_convolution_of_a_sequence(call: relax.Call, graph: Definitions) -
 
 
 def pool_of_a_sequence(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """``max_pool1d`` and ``avg_pool1d`` as pools of an image of one row."""
+    """Rewrite ``max_pool1d`` and ``avg_pool1d`` as pools of an image of one row."""
     attrs, result = call.attrs, static_shape(call)
     view = _view(call.args[0], graph)
     if result is None or attrs.layout != "NCW" or static_shape(call.args[0]) is None:
@@ -172,7 +172,9 @@ def pool_of_a_sequence(call: relax.Call, graph: Definitions) -> relax.Expr | Non
 
 
 def pad_of_a_sequence(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """A pad along the sequence as one of an image: a convolution behind it can take in zeros, a kernel mirrors."""
+    """Rewrite a pad along the sequence as one of an image: a later convolution absorbs zeros, and there is a kernel for
+    mirrored pads.
+    """
     shape, result = static_shape(call.args[0]), static_shape(call)
     widths = [int(width) for width in call.attrs.pad_width]
     if shape is None or result is None or len(shape) != 3 or any(widths[:4]):
@@ -184,19 +186,21 @@ def pad_of_a_sequence(call: relax.Call, graph: Definitions) -> relax.Expr | None
 
 
 def _image_along(expr: relax.Expr, axis: int) -> relax.Expr:
-    """A sequence (N, C, L) as an image whose ``axis`` it lies along."""
+    """Return a sequence (N, C, L) as an image with L along ``axis``."""
     shape = static_shape(expr)
-    assert shape is not None  # callers ask
+    assert shape is not None  # checked by the callers
     return relax.op.reshape(expr, (*shape[:2], *_along(axis, shape[2], 1)))
 
 
 def _along(axis: int, value: int, other: int) -> tuple[int, int]:
-    """``value`` for ``axis`` of an image (2: rows, 3: columns), ``other`` for the other one."""
+    """Return ``value`` for ``axis`` of an image (2: rows, 3: columns) and ``other`` for the other axis, as (rows,
+    columns).
+    """
     return (value, other) if axis == 2 else (other, value)
 
 
 def convolution_of_a_volume(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """``conv3d`` as ``conv2d`` of frames."""
+    """Rewrite ``conv3d`` as ``conv2d`` of frames."""
     weight, shape, result = graph.constant(call.args[1]), static_shape(call.args[0]), static_shape(call)
     attrs = call.attrs
     if weight is None or shape is None or result is None or str(call.ty.dtype) != "float32":
@@ -207,7 +211,7 @@ def convolution_of_a_volume(call: relax.Call, graph: Definitions) -> relax.Expr 
     padding = [int(width) for width in attrs.padding]
     strides, dilation = [int(step) for step in attrs.strides], [int(step) for step in attrs.dilation]
     view = _view(call.args[0], graph)
-    # One pixel of one volume's frames needs none of them moved where they lie as images already.
+    # One pixel per frame of a single volume: the frames need not be moved if they are stored as images already.
     stays = shape[0] == 1 and view is not None and view.frames
     if weight.shape[3:] == (1, 1) and strides[1:] == [1, 1] and not any(padding[i] for i in (1, 2, 4, 5)) and not stays:
         batch, channels, depth, height, width = shape
@@ -248,16 +252,19 @@ def convolution_of_a_volume(call: relax.Call, graph: Definitions) -> relax.Expr 
 
 @dataclass(frozen=True)
 class _Depth:
-    """A window of ``taps`` frames, of which there are ``count``; ``padding``: frames of zeros before and behind."""
+    """Windows along the depth."""
 
+    # Frames that a window reads.
     taps: int
+    # Number of windows.
     count: int
     stride: int
     dilation: int
+    # Frames of zeros before and after.
     padding: tuple[int, int]
 
     def read(self, images: Sequence[relax.Expr], value: float = 0.0) -> list[relax.Expr]:
-        """Of each of ``images`` (frames of a single volume), one for each tap, the frames that this tap reads."""
+        """Return for each tap the frames that it reads, of its tensor in ``images`` (frames of a single volume)."""
         found = []
         for tap, frames in enumerate(images):
             start = tap * self.dilation
@@ -271,15 +278,15 @@ class _Depth:
 
 
 def _frames(data: relax.Expr, shape: tuple[int, ...]) -> relax.Expr:
-    """The images (N D, C, H, W) of a volume (N, C, D, H, W)."""
+    """Return the images (N D, C, H, W) of a volume (N, C, D, H, W)."""
     batch, channels, depth, height, width = shape
     frames = relax.op.permute_dims(data, _FRAMES_BEHIND_CHANNELS)
     return relax.op.reshape(frames, (batch * depth, channels, height, width))
 
 
 def _gathered_frames(data: relax.Expr, shape: tuple[int, ...], window: _Depth) -> relax.Expr:
-    """Images (N ``count``, C ``taps``, H, W): of each window along the depth the frames it reads, tap by tap within a
-    channel.
+    """Return images (N ``count``, C ``taps``, H, W): the frames that each window along the depth reads, tap by tap
+    within a channel.
     """
     batch, channels, _, height, width = shape
     frames = relax.op.permute_dims(data, _FRAMES_BEHIND_CHANNELS)
@@ -296,7 +303,7 @@ def _gathered_frames(data: relax.Expr, shape: tuple[int, ...], window: _Depth) -
 
 
 def maximum_of_a_volume(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """``max_pool3d`` of frames: of each frame, then of the frames that a window reads."""
+    """Rewrite ``max_pool3d`` of frames as a maximum within each frame, then over the frames that a window reads."""
     shape, result, attrs = static_shape(call.args[0]), static_shape(call), call.attrs
     view = _view(call.args[0], graph)
     if shape is None or result is None or view is None or not view.frames or shape[0] != 1:
@@ -312,11 +319,11 @@ def maximum_of_a_volume(call: relax.Call, graph: Definitions) -> relax.Expr | No
     return view.of(graph.named_here(largest), result)
 
 
-# --- what follows them ---------------------------------------------------------------------------
+# --- subsequent operators ------------------------------------------------------------------------
 
 
 def sink_unary(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """What computes element by element, on the image."""
+    """Apply an element-wise operator to the image instead of the view."""
     view = _view(call.args[0], graph)
     if view is None or static_shape(call) != view.shape:
         return None
@@ -325,7 +332,9 @@ def sink_unary(call: relax.Call, graph: Definitions) -> relax.Expr | None:
 
 
 def sink_binary(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """On two views of images of one kind, or on one and a constant along the channels."""
+    """Apply an operator on two views of images of one kind, or on one view and a constant along the channels, to the
+    images.
+    """
     left, right = (_view(arg, graph) for arg in call.args)
     shape = static_shape(call)
     view = left if left is not None and left.shape == shape else right
@@ -338,25 +347,29 @@ def sink_binary(call: relax.Call, graph: Definitions) -> relax.Expr | None:
 
 
 def _operand(expr: relax.Expr, own: _View | None, view: _View, graph: Definitions) -> relax.Expr | None:
-    """``expr`` as it broadcasts over the image of ``view``; None where it does not, or would have to be moved."""
+    """Return ``expr`` in a form that broadcasts over the image of ``view``; None if it does not, or would have to be
+    moved.
+    """
     if own is not None and own.frames == view.frames:
         alike = own.image_shape == view.image_shape and own.shape == view.shape
         gate = not view.frames and own.image_shape == (*view.image_shape[:2], 1, 1)
         return own.image if alike or gate else None
     if view.frames and static_shape(expr) == (1, view.shape[1], 1, 1, 1) and graph.constant(expr) is None:
-        return relax.op.reshape(expr, (1, view.shape[1], 1, 1))  # a gate of a single volume is one of all its frames
+        return relax.op.reshape(expr, (1, view.shape[1], 1, 1))  # a gate of a single volume applies to all its frames
     array = graph.constant(expr)
     if array is not None:
         return _constant(array, len(view.shape))
     free = not view.frames and static_shape(expr) == view.shape
-    # A residual: the kernel before adds it for nothing.
+    # A residual: the preceding kernel adds it at no cost.
     if free and _is_layer(view.image, graph) and graph.has_single_user(view.image):
         return relax.op.reshape(expr, view.image_shape)
     return None
 
 
 def _constant(array: np.ndarray, rank: int) -> relax.Expr | None:
-    """A constant that varies along the channels of a tensor of ``rank`` at most, as it does along those of an image."""
+    """Return a constant of at most ``rank`` dimensions that varies only along the channels in its form for an image, or
+    None.
+    """
     if array.size == 1 and array.ndim <= rank:
         return constant_of(array.reshape(()))
     if array.ndim > rank:
@@ -368,13 +381,13 @@ def _constant(array: np.ndarray, rank: int) -> relax.Expr | None:
 
 
 def _is_layer(expr: relax.Expr, graph: Definitions) -> bool:
-    """Whether ``expr`` is a convolution, with its bias or not."""
+    """True if ``expr`` is a convolution, with or without bias."""
     total = graph.call(expr, "relax.add")
     return graph.call(expr if total is None else total.args[0], _CONV) is not None
 
 
 def sink_reduction(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """A mean or maximum of everything but the channels, of the image."""
+    """Apply a mean or maximum over everything but the channels to the image."""
     view, result, axes = _view(call.args[0], graph), static_shape(call), call.attrs.axis
     if view is None or result is None or axes is None:
         return None
@@ -389,7 +402,7 @@ def sink_reduction(call: relax.Call, graph: Definitions) -> relax.Expr | None:
 
 
 def sink_concat(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """Of channels, where all parts are views of images of one kind and size."""
+    """Apply a concatenation of channels to the images, if all parts are views of images of one kind and size."""
     fields, shape = graph.value(call.args[0]), static_shape(call)
     if not isinstance(fields, relax.Tuple) or shape is None or call.attrs.axis is None:
         return None

@@ -1,4 +1,6 @@
-"""Rules for operators that compute no values: removed when they do nothing, else one reshape; look-ups are bounded."""
+"""Rules for operators that compute no values: removed if they have no effect, else one reshape; look-ups
+are bounded.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ _BINARY = (
 
 
 def reshape(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """Squeeze, expand_dims, flatten and reshape as ``reshape`` to a static shape; chains become one."""
+    """Rewrite squeeze, expand_dims, flatten and reshape as ``reshape`` to a static shape; chains become one."""
     source, result = static_shape(call.args[0]), static_shape(call)
     if source is None or result is None:
         return None
@@ -30,13 +32,13 @@ def reshape(call: relax.Call, graph: Definitions) -> relax.Expr | None:
 
 
 def _is_spread(call: relax.Call, graph: Definitions) -> bool:
-    """Whether ``call`` ends a depth-to-space: the image is what a sequence that is made of it is a view of."""
+    """True if ``call`` ends a depth-to-space, whose image must be kept: sequences made from it are views of it."""
     permuted, shape = graph.call(call.args[0], "relax.permute_dims"), static_shape(call)
     return permuted is not None and shape is not None and len(shape) == 4 and len(permuted.ty.shape) == 6
 
 
 def permute_dims(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """A transposition that only moves axes of size one is a reshape."""
+    """Rewrite a transposition that only moves axes of size one as a reshape."""
     shape = static_shape(call.args[0])
     if shape is None:
         return None
@@ -47,30 +49,30 @@ def permute_dims(call: relax.Call, graph: Definitions) -> relax.Expr | None:
 
 
 def drop_cast(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """A cast to the type the tensor already has."""
+    """Remove a cast to the dtype that the tensor already has."""
     return call.args[0] if str(call.args[0].ty.dtype) == str(call.ty.dtype) else None
 
 
 def drop_dropout(item: relax.TupleGetItem, graph: Definitions) -> relax.Expr | None:
-    """Dropout does nothing in inference."""
+    """Remove dropout, which does nothing in inference."""
     call = graph.call(item.tuple_value, "relax.nn.dropout")
     return call.args[0] if call is not None and item.index == 0 else None
 
 
 def open_tuple(item: relax.TupleGetItem, graph: Definitions) -> relax.Expr | None:
-    """``(a, b)[0] -> a``."""
+    """Rewrite ``(a, b)[0] -> a``."""
     value = graph.value(item.tuple_value)
     return value.fields[item.index] if isinstance(value, relax.Tuple) else None
 
 
 def single_concat(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """Concatenation of one tensor."""
+    """Remove a concatenation of one tensor."""
     fields = graph.value(call.args[0])
     return fields.fields[0] if isinstance(fields, relax.Tuple) and len(fields.fields) == 1 else None
 
 
 def drop_broadcast(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """An operand that is repeated to the shape of the other one, which the operator does by itself."""
+    """Remove a broadcast of one operand to the shape of the other, which the operator does by itself."""
     for index, arg in enumerate(call.args):
         repeated, result = graph.call(arg, "relax.broadcast_to"), static_shape(call)
         source = None if repeated is None else static_shape(repeated.args[0])
@@ -84,7 +86,7 @@ def drop_broadcast(call: relax.Call, graph: Definitions) -> relax.Expr | None:
 
 
 def bounded_take(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """A look-up whose indices may be anything: beyond the table the nearest row, where TVM's default would crash."""
+    """Clip the indices of a look-up to the table: with TVM's default, an index beyond it would crash."""
     if call.attrs.mode != "fast" or graph.constant(call.args[1]) is not None:
         return None
     axis = None if call.attrs.axis is None else int(call.attrs.axis)

@@ -1,5 +1,5 @@
-"""Rules for tensors that are stacked along a new axis to be weighted and summed along it (split attention, selective
-kernels, weighted pyramids): the sum of the parts themselves, which no stack is written for.
+"""Rules for tensors that are stacked along a new axis, then weighted and summed along it (split attention, selective
+kernels, weighted pyramids): the parts are summed directly, and no stack is written.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from tvm import relax
 from fusion.relax.bindings import static_shape
 from fusion.relax.canonical.rewriter import Definitions, RewriteRule
 
-# A chain of more additions than this is no simpler form.
+# A chain of more additions than this is not simpler.
 MOST_PARTS = 8
 _BINARY = ("relax.multiply", "relax.add")
 
 
 def sum_of_parts(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """``sum(stack(x_i) [* w], axis) -> x_1 [* w_1] + x_2 [* w_2] + ...``, and means."""
+    """Rewrite ``sum(stack(x_i) [* w], axis) -> x_1 [* w_1] + x_2 [* w_2] + ...``, and means likewise."""
     shape, result, axes = static_shape(call.args[0]), static_shape(call), call.attrs.axis
     if shape is None or result is None or axes is None or len(axes) != 1 or str(call.ty.dtype) != "float32":
         return None
@@ -33,7 +33,7 @@ def sum_of_parts(call: relax.Call, graph: Definitions) -> relax.Expr | None:
 
 
 def _parts(expr: relax.Expr, axis: int, graph: Definitions) -> list[relax.Expr] | None:
-    """What lies behind each other along ``axis``, which they lack; None where that would have to be cut out."""
+    """Return the parts that are stacked along ``axis``, without that axis; None if they would have to be cut out."""
     shape = static_shape(expr)
     if shape is None:
         return None
@@ -56,7 +56,7 @@ def _without(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
 
 
 def _channels(image: relax.Expr, shape: tuple[int, ...]) -> list[relax.Expr] | None:
-    """Parts of the channels of an image that was reshaped to ``shape``."""
+    """Return the parts of the channels of an image that was reshaped to ``shape``, or None."""
     batch, parts, channels, height, width = shape
     if static_shape(image) != (batch, parts * channels, height, width):
         return None
@@ -65,7 +65,7 @@ def _channels(image: relax.Expr, shape: tuple[int, ...]) -> list[relax.Expr] | N
 
 
 def _products(call: relax.Call, shape: tuple[int, ...], axis: int, graph: Definitions) -> list[relax.Expr] | None:
-    """Those of a product or sum with weights for each part."""
+    """Return the parts of a product or sum with weights per part, or None."""
     for data, weights in (call.args, reversed(call.args)):
         own = static_shape(weights)
         parts = _parts(data, axis, graph) if static_shape(data) == shape else None

@@ -1,8 +1,8 @@
 """Rules for transposed convolutions: each phase of their stride is an ordinary convolution.
 
 Row ``s q + y`` of the result (stride s, phase y) only reads every s-th row of the kernel (Shi et al. 2016, "Is the
-deconvolution layer the same as a convolutional layer?"). The phases lie in the channels then, and depth-to-space puts
-them in place. What follows per channel or per value is done before that, where a kernel does it for nothing.
+deconvolution layer the same as a convolutional layer?"). The channels hold the phases, and depth-to-space puts them in
+place. Subsequent operators per channel or per value are applied before that, where a kernel does them at no cost.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _UNARY = (
 _PRELU = "relax.nn.prelu"
 _WITH_CONSTANT = ("relax.add", "relax.multiply", _PRELU)
 # Orders of the axes (batch, two factors and channels in some order, height, width) that put rows and columns in place:
-# of factors before channels, as our own rule has them, and behind them, as ONNX's DepthToSpace of mode CRD has.
+# with the factors before the channels, as in our own rule, and after them, as in ONNX's DepthToSpace of mode CRD.
 _ROWS_FIRST = (0, 3, 4, 1, 5, 2)
 _CHANNELS_FIRST = (0, 1, 4, 2, 5, 3)
 
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase along one axis: ``taps`` of the kernel in the order in which a convolution reads them, and its pads."""
+    """Phase along one axis: ``taps`` of the kernel in the order in which a convolution reads them, and its pads."""
 
     taps: tuple[int, ...]
     before: int
@@ -38,8 +38,8 @@ class Phase:
 
 
 def split_into_phases(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """``conv2d_transpose`` as convolutions of as many groups; where all phases of one group read the same pixels (a
-    kernel as large as the stride), or there is a single phase, as a single one.
+    """Rewrite ``conv2d_transpose`` as one convolution per phase; as a single one if there is one phase, or if all
+    phases of one group read the same pixels (a kernel as large as the stride).
     """
     weight, shape, result = graph.constant(call.args[1]), static_shape(call.args[0]), static_shape(call)
     attrs = call.attrs
@@ -50,7 +50,7 @@ def split_into_phases(call: relax.Call, graph: Definitions) -> relax.Expr | None
     if not plain or any(int(step) != 1 for step in attrs.dilation) or str(call.ty.dtype) != "float32":
         return None
     padding = [int(width) for width in attrs.padding]
-    # All phases as long as each other, and what is too much cut off.
+    # All phases get the same length, and the excess is cut off.
     whole = [-(-result[2 + axis] // strides[axis]) * strides[axis] for axis in (0, 1)]
     axes = [
         phases_along(int(weight.shape[2 + axis]), strides[axis], padding[axis], shape[2 + axis], whole[axis])
@@ -76,15 +76,15 @@ def split_into_phases(call: relax.Call, graph: Definitions) -> relax.Expr | None
 
 
 def outputs_first(weight: np.ndarray, groups: int) -> np.ndarray:
-    """The weight of a transposed convolution, (in, out of a group, ...), as that of an ordinary one."""
+    """Return the weight of a transposed convolution, (in, out of a group, ...), as the weight of an ordinary one."""
     inputs, outputs, *window = weight.shape
     apart = weight.reshape(groups, inputs // groups, outputs, *window).swapaxes(1, 2)
     return np.ascontiguousarray(apart.reshape(groups * outputs, inputs // groups, *window))
 
 
 def phases_along(kernel: int, stride: int, padding: int, size: int, result: int) -> list[Phase] | None:
-    """The phases along an axis of a ``result`` in whole strides; None where they are no convolutions that are all as
-    long as each other.
+    """Return the phases along an axis of a ``result`` in whole strides; None if they are not convolutions of equal
+    length.
     """
     length = result // stride
     if kernel < stride:
@@ -108,7 +108,9 @@ def _convolution(data: relax.Expr, weight: np.ndarray, padding: Sequence[int], g
 def _depth_to_space(
     data: relax.Expr, strides: tuple[int, int], result: tuple[int, ...], order: Sequence[int] = _ROWS_FIRST
 ) -> relax.Expr:
-    """Channels to their places: in the order (row, column, channel of ``result``), or (channel, row, column)."""
+    """Move channels to pixels: channels in the order (row, column, channel of ``result``), or (channel,
+    row, column).
+    """
     batch, channels, height, width = result
     small = (height // strides[0], width // strides[1])
     factors = (*strides, channels) if order == _ROWS_FIRST else (channels, *strides)
@@ -117,7 +119,9 @@ def _depth_to_space(
 
 
 def _spread(expr: relax.Expr, graph: Definitions) -> tuple[relax.Expr, tuple[int, int], Sequence[int]] | None:
-    """What ``_depth_to_space`` makes ``expr`` of, its strides and order; None if it is anything else or read twice."""
+    """Return the input of the depth-to-space that computes ``expr``, its strides and order; None if it is something
+    else or read twice.
+    """
     merged = graph.call(expr, "relax.reshape") if graph.has_single_user(expr) else None
     permuted = None if merged is None else graph.call(merged.args[0], "relax.permute_dims")
     order = () if permuted is None else tuple(map(int, permuted.attrs.axes or ()))
@@ -136,7 +140,9 @@ def _spread(expr: relax.Expr, graph: Definitions) -> tuple[relax.Expr, tuple[int
 
 
 def apply_before_spreading(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """``f(depth_to_space(x)) -> depth_to_space(f(x))`` for what treats all pixels alike."""
+    """Rewrite ``f(depth_to_space(x)) -> depth_to_space(f(x))`` for functions that do not depend on the position of a
+    pixel.
+    """
     found, result = _spread(call.args[0], graph), static_shape(call)
     if found is None or result is None or static_shape(call.args[0]) != result:
         return None
@@ -156,7 +162,7 @@ def apply_before_spreading(call: relax.Call, graph: Definitions) -> relax.Expr |
 
 
 def _is_along_channels(call: relax.Call, constant: np.ndarray, channels: int) -> bool:
-    """Whether the constant operand is one value, or one for each channel."""
+    """True if the constant operand is one value, or one per channel."""
     if constant.size == 1:
         return True
     if call.op.name == _PRELU:
@@ -167,7 +173,7 @@ def _is_along_channels(call: relax.Call, constant: np.ndarray, channels: int) ->
 def _applied(
     call: relax.Call, data: relax.Expr, constant: np.ndarray | None, copies: int, order: Sequence[int]
 ) -> relax.Call:
-    """``call`` on ``data``, whose channels are ``copies`` times as many."""
+    """Return ``call`` on ``data``, which has ``copies`` times as many channels."""
     rest = list(call.args[1:])
     if constant is not None and constant.size > 1:
         copy = np.tile if order == _ROWS_FIRST else np.repeat

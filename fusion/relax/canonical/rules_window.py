@@ -1,4 +1,6 @@
-"""Rules for padding and pooling: pads belong to the window that reads them, global pools are means over H and W."""
+"""Rules for padding and pooling: pads are folded into the window that reads them, global pools are means
+over H and W.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from fusion.relax.canonical.rules_activation import clip_bounds
 
 
 def _zero_padding(expr: relax.Expr, graph: Definitions) -> tuple[relax.Expr, tuple[int, ...], float] | None:
-    """(data, (top, left, bottom, right), value) if ``expr`` pads H and W of an NCHW tensor with a constant."""
+    """Return (data, (top, left, bottom, right), value) if ``expr`` pads H and W of an NCHW tensor with a constant; else
+    None.
+    """
     call = graph.call(expr, "relax.nn.pad")
     if call is None or call.attrs.pad_mode != "constant":
         return None
@@ -30,12 +34,12 @@ def _sum(left: Sequence[int], right: Sequence[int]) -> tuple[int, ...]:
 
 
 def remove_pad(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """A pad of nothing."""
+    """Remove a pad of width zero."""
     return None if any(int(width) for width in call.attrs.pad_width) else call.args[0]
 
 
 def fold_pad_into_conv(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """``conv2d(pad(x, 0))`` with the widths added to the convolution's own padding."""
+    """Rewrite ``conv2d(pad(x, 0))`` with the widths added to the convolution's own padding."""
     padding = _zero_padding(call.args[0], graph)
     if padding is None or call.attrs.data_layout != "NCHW" or padding[2] != 0:
         return None
@@ -56,7 +60,9 @@ def fold_pad_into_conv(call: relax.Call, graph: Definitions) -> relax.Expr | Non
 
 
 def fold_pad_into_max_pool(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """A pad that cannot win a maximum: minus infinity, or zero below values that are not negative."""
+    """Fold a pad into a max pool if it cannot be the maximum: minus infinity, or zero below values that are not
+    negative.
+    """
     padding = _zero_padding(call.args[0], graph)
     attrs = call.attrs
     if padding is None or attrs.layout != "NCHW" or attrs.ceil_mode:
@@ -64,7 +70,7 @@ def fold_pad_into_max_pool(call: relax.Call, graph: Definitions) -> relax.Expr |
     data, widths, value = padding
     total = _sum(attrs.padding, widths)
     harmless = value <= -3e38 or (value == 0 and _is_non_negative(data, graph))
-    # A window in the padding alone would yield the value of the pad.
+    # A window entirely in the padding would yield the value of the pad.
     inside = all(width < int(size) for width, size in zip(total, (*attrs.pool_size, *attrs.pool_size), strict=True))
     if not harmless or not inside:
         return None
@@ -72,7 +78,7 @@ def fold_pad_into_max_pool(call: relax.Call, graph: Definitions) -> relax.Expr |
 
 
 def fold_pad_into_avg_pool(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """A zero pad before an average that counts it; the pool must not have padding that it leaves out."""
+    """Fold a zero pad into an average pool that counts it; the pool must not have padding that it does not count."""
     padding = _zero_padding(call.args[0], graph)
     attrs = call.attrs
     if padding is None or attrs.layout != "NCHW" or attrs.ceil_mode or padding[2] != 0:
@@ -96,7 +102,7 @@ def _is_non_negative(expr: relax.Expr, graph: Definitions) -> bool:
 
 
 def global_average(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """An average over the whole image as ``mean(axis=[2, 3], keepdims=True)``."""
+    """Rewrite an average over the whole image as ``mean(axis=[2, 3], keepdims=True)``."""
     shape, result = static_shape(call.args[0]), static_shape(call)
     attrs = call.attrs
     if shape is None or result is None or attrs.layout != "NCHW" or result[2:] != (1, 1):
@@ -107,7 +113,7 @@ def global_average(call: relax.Call, graph: Definitions) -> relax.Expr | None:
 
 
 def _averages_everything(image: Sequence[int], attrs: Any) -> bool:
-    """Whether the one window of a pool holds the whole image and counts nothing else."""
+    """True if the one window of a pool holds the whole image and counts nothing else."""
     padding = [int(width) for width in attrs.padding]
     counts_padding = bool(attrs.count_include_pad) and any(padding)
     # The first window starts at the padding before the image.
@@ -116,7 +122,9 @@ def _averages_everything(image: Sequence[int], attrs: Any) -> bool:
 
 
 def canonical_mean(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """Means over H and W keep their dimensions; a reshape drops them afterwards where the model does."""
+    """Rewrite means over H and W to keep their dimensions, with a reshape after them if the model drops
+    the dimensions.
+    """
     shape, result = static_shape(call.args[0]), static_shape(call)
     if shape is None or result is None or len(shape) != 4 or call.attrs.axis is None:
         return None
@@ -128,7 +136,7 @@ def canonical_mean(call: relax.Call, graph: Definitions) -> relax.Expr | None:
 
 
 def sum_of_pixels(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """A sum over H and W as so many times the mean, for which there is a kernel."""
+    """Rewrite a sum over H and W as the mean times the number of pixels: there is a kernel for the mean."""
     shape, result, axes = static_shape(call.args[0]), static_shape(call), call.attrs.axis
     if shape is None or result is None or len(shape) != 4 or axes is None or str(call.ty.dtype) != "float32":
         return None
@@ -139,14 +147,14 @@ def sum_of_pixels(call: relax.Call, graph: Definitions) -> relax.Expr | None:
 
 
 def drop_unit_window(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """A pool whose window is one pixel with stride one."""
+    """Remove a pool whose window is one pixel with stride one."""
     attrs = call.attrs
     sizes = [*attrs.pool_size, *attrs.strides]
     return call.args[0] if math.prod(map(int, sizes)) == 1 and not any(map(int, attrs.padding)) else None
 
 
 def resolve_ceil_mode(call: relax.Call, graph: Definitions) -> relax.Expr | None:
-    """``ceil_mode`` as padding after the image, where that computes the same."""
+    """Rewrite ``ceil_mode`` as padding after the image, if that computes the same."""
     shape, result = static_shape(call.args[0]), static_shape(call)
     attrs = call.attrs
     if not attrs.ceil_mode or shape is None or result is None or attrs.layout != "NCHW":
@@ -155,7 +163,7 @@ def resolve_ceil_mode(call: relax.Call, graph: Definitions) -> relax.Expr | None
     padding = [int(width) for width in attrs.padding]
     extra = [_missing_padding(shape[2 + a], result[2 + a], padding[a] + padding[2 + a], attrs, a) for a in (0, 1)]
     if is_average and any(extra) and attrs.count_include_pad and any(padding):
-        return None  # counts the model's padding, but not what lies beyond it
+        return None  # would count the model's padding, but not the pixels beyond it
     total = (*padding[:2], padding[2] + extra[0], padding[3] + extra[1])
     pool = relax.op.nn.avg_pool2d if is_average else relax.op.nn.max_pool2d
     counted = bool(attrs.count_include_pad) and not any(extra)

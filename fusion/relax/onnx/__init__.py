@@ -1,1 +1,1 @@
-"""Reads ONNX files into Relax modules, and refuses those that cannot be read."""
+"""Import of ONNX files into Relax modules, with errors for files that cannot be read."""

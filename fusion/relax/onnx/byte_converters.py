@@ -1,4 +1,4 @@
-"""Steps between bytes (:mod:`fusion.relax.onnx.byte_steps`) to Relax."""
+"""Converters of byte steps (:mod:`fusion.relax.onnx.byte_steps`) to Relax."""
 
 from __future__ import annotations
 

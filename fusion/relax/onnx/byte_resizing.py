@@ -1,4 +1,4 @@
-"""Resizing between the pixels of an image of bytes, found in an ONNX graph."""
+"""Linear resizing of byte images, found in an ONNX graph."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 def linear_resize(
     tensors: QuantisedTensors, shapes: Mapping[str, tuple[int, ...]], node: NodeProto, cut_off: bool
 ) -> ByteResize | None:
-    """What the Resize ``node`` of mode ``linear`` does to an NCHW image; ``None`` for any other, and for forms that
-    have no :class:`ByteResize`. ``cut_off``: it reads bytes as they are.
+    """Return the Resize ``node`` of mode ``linear`` of an NCHW image as a :class:`ByteResize`; None for any other node,
+    and for forms that it does not cover. ``cut_off``: the node reads bytes directly and truncates.
     """
     given = {each.name: each for each in node.attribute}
     shape, result = shapes.get(node.input[0], ()), shapes.get(node.output[0], ())
@@ -40,7 +40,7 @@ def linear_resize(
 
 
 def linear_resizes(model: ModelProto) -> frozenset[str]:
-    """The results that have a :class:`ByteResize`, of bytes read as they are."""
+    """Return the outputs of Resize nodes that read bytes directly and have a :class:`ByteResize`."""
     from onnx import shape_inference
 
     if not any(map(_is_linear, model.graph.node)):
@@ -51,14 +51,16 @@ def linear_resizes(model: ModelProto) -> frozenset[str]:
 
 
 def _is_linear(node: NodeProto) -> bool:
-    """Whether ``node`` is a Resize between two pixels along each axis."""
+    """True if ``node`` is a Resize of mode ``linear``."""
     return node.op_type == "Resize" and any(each.name == "mode" and each.s == b"linear" for each in node.attribute)
 
 
 def _scales(
     tensors: QuantisedTensors, node: NodeProto, shape: tuple[int, ...], result: tuple[int, ...]
 ) -> np.ndarray | None:
-    """Along each of four axes, FP32: of the file, or of the sizes where it names these."""
+    """Return the scales along the four axes, FP32: from the file, or the ratios of the sizes if it states sizes; else
+    None.
+    """
     if len(node.input) < 3:
         return None
     if not node.input[2] or (node.input[2] in tensors.constants and not tensors.constants[node.input[2]].size):

@@ -1,4 +1,4 @@
-"""Bytes with a sign as bytes without, of a zero point that is 128 more: they stand for the same."""
+"""Conversion of int8 tensors to uint8 tensors with a zero point 128 higher: both represent the same values."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def remove_signs(model: ModelProto, resized: Collection[str] = ()) -> bool:
-    """Changes ``model`` where bytes with a sign are quantised and read; says whether there were any. Zero points must
-    be there (:func:`fusion.relax.onnx.zero_points.with_zero_points`). ``resized``: results of a Resize that reads bytes
-    as they are and cuts off behind the comma, which whoever computes them does towards what was their zero.
+    """Convert int8 tensors that are quantised and read in ``model`` (in place); return True if it changed. Zero points
+    must be present (:func:`fusion.relax.onnx.zero_points.with_zero_points`). ``resized``: outputs of Resize nodes that
+    read bytes directly and truncate; the kernels that compute them truncate towards the original zero.
     """
     signs = _Signs(QuantisedTensors(model), resized)
     for node in model.graph.node:
@@ -32,13 +32,13 @@ class _Signs:
         self._resized = resized
 
     def remove(self, node: NodeProto) -> None:
-        """From the bytes of the QuantizeLinear ``node``."""
+        """Convert the tensors that hold the bytes of the QuantizeLinear ``node``."""
         for end in self._ends(node):
             self._shift(end)
 
     def _ends(self, node: NodeProto) -> list[NodeProto]:
-        """The quantising and dequantising nodes of the tensors that hold the bytes of ``node``; none if some other node
-        reads or makes one of them, or they have no sign.
+        """Return the quantising and dequantising nodes of the tensors that hold the bytes of ``node``; empty if any
+        other node reads or writes one of them, or they are unsigned.
         """
         tensors, ends = self._tensors, []
         waiting, seen = [node.output[0]], set()
@@ -77,4 +77,4 @@ class _Signs:
             self._tensors.graph.initializer.append(numpy_helper.from_array(shifted, name))
         node.input[2] = name
         for each in [each for each in node.attribute if each.name == "output_dtype"]:
-            node.attribute.remove(each)  # the zero point says so
+            node.attribute.remove(each)  # the zero point determines the type

@@ -1,9 +1,9 @@
-"""What a quantised model computes in floats between bytes, where bytes can be computed from bytes.
+"""Float operators between quantised tensors of a model that can be computed as byte steps.
 
-Whatever depends on one tensor of bytes element by element is a table of 256 entries: activations, changes of scale,
-several of them one after the other, a tensor times a function of itself. It is evaluated here once, in FP32, as ONNX
-Runtime would for every element; for each channel where there are numbers for each: slopes, factors, batch norms. Sums
-and products of two tensors and averages, of images and of windows, have kernels of their own.
+An element-wise function of one byte tensor is a table of 256 entries: activations, changes of scale, chains of them, a
+tensor times a function of itself. The table is evaluated here once, in FP32, as ONNX Runtime would for every element;
+once per channel if there are parameters per channel: slopes, factors, batch norms. Sums and products of two tensors,
+and averages over images and windows, have their own kernels.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 BYTE_TABLE, BYTE_PAIR = "FusionByteTable", "FusionBytePair"
 BYTE_MEAN, BYTE_WINDOW, BYTE_RESIZE = "FusionByteMean", "FusionByteWindow", "FusionByteResize"
 _NORM = "BatchNormalization"
-# Element by element, whatever else they read numbers.
+# Operators that are element-wise in their data; their other inputs are constants.
 _ELEMENT_WISE = frozenset(
     {"Abs", "Add", "Ceil", "Celu", "Clip", "Div", "Elu", "Erf", "Exp", "Floor", "Gelu", "HardSigmoid", "HardSwish"}
     | {"Identity", "LeakyRelu", "Log", "Max", "Min", "Mish", "Mul", "Neg", "PRelu", "Pow", "Reciprocal", "Relu"}
     | {"Round", "Selu", "Sigmoid", "Softplus", "Softsign", "Sqrt", "Sub", "Swish", "Tanh", "ThresholdedRelu", _NORM}
 )
 _PAIRS: dict[str, PairKind] = {"Add": "add", "Mul": "multiply"}
-# Longer chains than this are none.
+# Do not fold chains of more nodes.
 _MOST_NODES = 32
 _EVERY_BYTE = np.arange(256, dtype=np.uint8)
 
@@ -54,14 +54,14 @@ class _Region:
     """Nodes between dequantised tensors and a value, in the order in which they are computed."""
 
     nodes: list[NodeProto] = field(default_factory=list)
-    leaves: dict[str, TensorOfBytes] = field(default_factory=dict)  # by the names of their floats
-    numbers: dict[str, np.ndarray] = field(default_factory=dict)  # one of each, or of each channel
-    sums: list[str] = field(default_factory=list)  # floats that layers make
+    leaves: dict[str, TensorOfBytes] = field(default_factory=dict)  # by the name of the dequantised tensor
+    numbers: dict[str, np.ndarray] = field(default_factory=dict)  # one value, or one per channel
+    sums: list[str] = field(default_factory=list)  # float results of layers
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a QuantizeLinear ``node`` makes: of ``value``, cut off at the bounds of ``quantisation``."""
+    """Result of a QuantizeLinear ``node``: ``value`` quantised, clipped to the bounds of ``quantisation``."""
 
     node: NodeProto
     value: str
@@ -69,34 +69,37 @@ class Target:
 
     @property
     def output(self) -> str:
-        """The name of its bytes."""
+        """Name of the quantised tensor."""
         return self.node.output[0]
 
 
 def dequantised(data: np.ndarray, scale: np.float32, zero: int) -> np.ndarray:
-    """What bytes stand for, float32."""
+    """Return the values that bytes represent, float32."""
     return (data.astype(np.int32) - zero).astype(np.float32) * scale
 
 
 def quantised(values: np.ndarray, target: Quantisation) -> np.ndarray:
-    """float32 to bytes: over the scale, to nearest, ties to even."""
+    """Quantise float32 values: divided by the scale, rounded to nearest, ties to even."""
     steps = (values.astype(np.float32) / target.scale).astype(np.float32)
     steps = np.rint(np.clip(steps, -target.zero, 255 - target.zero)) + target.zero
     return np.clip(steps, target.low, target.high).astype(np.uint8)
 
 
 class ByteSteps:
-    """Collects ``nodes``, by the bytes that they make. ``shapes``: of tensors, where they are known."""
+    """Collector of byte steps: ``nodes`` by the byte tensor that they compute.
+
+    ``shapes``: of tensors, if known.
+    """
 
     def __init__(self, tensors: QuantisedTensors, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.nodes: dict[str, list[NodeProto]] = {}
         self._tensors = tensors
         self._shapes = shapes
-        self._tables: dict[str, tuple[str, np.ndarray]] = {}  # of what bytes they are, and how
+        self._tables: dict[str, tuple[str, np.ndarray]] = {}  # output bytes -> source bytes, table
 
     def table_of(self, target: Target) -> tuple[str, np.ndarray, list[NodeProto]] | None:
-        """The bytes that ``target`` depends on alone, for each of 256 what it makes of it, (256,), or (channels, 256)
-        where that differs between these, and the nodes between.
+        """Return the only byte tensor that ``target`` depends on, the table of 256 results, (256,), or (channels, 256)
+        if the channels differ, and the nodes in between; else None.
         """
         region = _Region()
         if not self._visit(target.node.input[0], region) or not region.leaves or not self._of_channels(region):
@@ -116,7 +119,7 @@ class ByteSteps:
         return roots.pop(), table, region.nodes
 
     def put_table(self, output: str, root: str, table: np.ndarray) -> None:
-        """Bytes ``output`` by ``table`` from those of ``root``."""
+        """Add a step: bytes ``output`` by ``table`` from those of ``root``."""
         self._tables[output] = root, table
         if np.array_equal(table, _EVERY_BYTE):
             self.nodes[output] = [_node("Identity", [root], output)]
@@ -128,7 +131,7 @@ class ByteSteps:
         return _node(BYTE_TABLE, [source, name], output, per_channel=int(table.ndim > 1))
 
     def take(self, target: Target) -> bool:
-        """Whether a step makes ``target``, which is now among ``nodes``."""
+        """Add a byte step that computes ``target`` to ``nodes``; True if there is one."""
         maker = self._tensors.made_by.get(target.value)
         if maker is None:
             return False
@@ -143,7 +146,9 @@ class ByteSteps:
         return maker.op_type == "Concat" and self._concatenation(maker, target)
 
     def rescaled(self, name: str, data: TensorOfBytes, target: Quantisation) -> str:
-        """The bytes of ``data`` as those of ``target``: by a table of the name ``name`` where they differ."""
+        """Return the name of the bytes of ``data`` in the quantisation ``target``: converted by a table under ``name``
+        if it differs.
+        """
         root, before = self._origin(data.source)
         own = quantisation_of(data)
         table = quantised(dequantised(before, own.scale, own.zero), target)
@@ -153,14 +158,15 @@ class ByteSteps:
         return name
 
     def rescaling(self, output: str, moved: str, data: TensorOfBytes, target: Quantisation) -> list[NodeProto]:
-        """Nodes that make ``output`` of the bytes ``moved``, which stand for the same as those of ``data``."""
+        """Return nodes that compute ``output`` from the bytes ``moved``, which have the quantisation of ``data``."""
         own = quantisation_of(data)
         table = quantised(dequantised(_EVERY_BYTE, own.scale, own.zero), target)
         return [self._look_up(moved, table, output)]
 
     def activation_of(self, value: str, layers: Collection[str]) -> tuple[Activation, str, np.ndarray | None] | None:
-        """The activation that makes ``value`` of what one of the operators ``layers`` makes, the name of that, and of a
-        ``prelu`` the slope of each of its channels; ``None`` where something else reads what lies between.
+        """Return the activation between the output of an operator in ``layers`` and ``value``, the name of that output,
+        and for ``prelu`` the slope of each channel. None if there is no such activation, or another node reads a tensor
+        in between.
         """
         region = _Region()
         if not self._visit(value, region, layers) or region.leaves or len(region.sums) != 1 or not region.nodes:
@@ -177,7 +183,7 @@ class ByteSteps:
         return None if slopes is None else (Activation("prelu"), before, slopes)
 
     def _of_one_kind(self, region: _Region, before: str, value: str) -> Activation | None:
-        """The activation that makes ``value`` of ``before``, the same in every channel."""
+        """Return the activation from ``before`` to ``value`` if it is the same in every channel; else None."""
         if any(numbers.size != 1 for numbers in region.numbers.values()):
             return None
         numbers = {name: each.reshape(()) for name, each in region.numbers.items()}
@@ -189,7 +195,9 @@ class ByteSteps:
         return recognised(computed)
 
     def _slopes(self, region: _Region, before: str) -> np.ndarray | None:
-        """Those of a lone PRelu of an image: of each channel, also where all have one that no other activation has."""
+        """Return the slopes of a single PRelu of an image, one per channel (also if all are equal, for slopes outside
+        ``leaky_relu``); else None.
+        """
         shape = self._shapes.get(before, ())
         if len(region.nodes) != 1 or region.nodes[0].op_type != "PRelu" or len(shape) != 4:
             return None
@@ -206,8 +214,8 @@ class ByteSteps:
         return self._tables.get(source, (source, _EVERY_BYTE))
 
     def _visit(self, name: str, region: _Region, layers: Collection[str] = ()) -> bool:
-        """Whether ``name`` is computed element by element from dequantised tensors, and from what operators ``layers``
-        make; adds what there is before it.
+        """Add the nodes before ``name`` to ``region``. True if they compute it element by element from dequantised
+        tensors and outputs of the operators ``layers``.
         """
         if name in region.leaves or name in region.sums or any(name in node.output for node in region.nodes):
             return True
@@ -231,8 +239,8 @@ class ByteSteps:
         return True
 
     def _of_channels(self, region: _Region) -> bool:
-        """Whether each of the numbers is one, or one for each channel of images; brings the latter into the form in
-        which they are read beside (1, channels, 256, 1).
+        """True if each parameter is one number, or one per channel of images; reshapes the latter to broadcast against
+        (1, channels, 256, 1).
         """
         shapes = [self._shapes.get(name, ()) for name in region.leaves]
         of_norms = {name for node in region.nodes if node.op_type == _NORM for name in node.input[1:]}
@@ -253,7 +261,7 @@ class ByteSteps:
         return True
 
     def _evaluated(self, region: _Region, made: Mapping[str, np.ndarray], target: Target) -> np.ndarray | None:
-        """In FP32."""
+        """Return the table of ``target``, evaluated in FP32; None if it cannot be evaluated."""
         channels = max((len(each) for each in _per_channel(made, region)), default=0)
         shape = (1, channels, 256, 1) if channels else (256,)
         floats = {}
@@ -273,8 +281,8 @@ class ByteSteps:
         floats: Mapping[str, np.ndarray],
         result: str,
     ) -> np.ndarray | None:
-        """What ``nodes`` make of ``floats``, all of one shape and float32, by the reference of the ``onnx`` package;
-        ``None`` where that does not know them, or it is no number.
+        """Return the results of ``nodes`` on ``floats``, all of one shape and float32, by the reference evaluator of
+        the ``onnx`` package; None if it does not support them, or a result is NaN.
         """
         from onnx import TensorProto, helper, numpy_helper
         from onnx.reference import ReferenceEvaluator
@@ -291,13 +299,13 @@ class ByteSteps:
             evaluator = ReferenceEvaluator(helper.make_model(graph, opset_imports=opsets))
             with np.errstate(all="ignore"):
                 (found,) = evaluator.run(None, dict(floats))
-        except Exception:  # the evaluator raises anything on what it does not know: computed in floats then
+        except Exception:  # the evaluator raises any error for unsupported nodes; they are computed in floats then
             return None
         values = np.asarray(found)
         return values if values.shape == shape and values.dtype == np.float32 and not np.isnan(values).any() else None
 
     def _paired_table(self, region: _Region, made: Mapping[str, np.ndarray], target: Target) -> np.ndarray | None:
-        """Of a lone sum or product: as a kernel of two tensors would round."""
+        """Return the table of a single sum or product, rounded as the kernel of two tensors rounds; else None."""
         if len(region.nodes) != 1 or region.nodes[0].op_type not in _PAIRS:
             return None
         (node,) = region.nodes
@@ -307,7 +315,7 @@ class ByteSteps:
         if any(each is None for each in operands):
             return None
         (left, a), (right, b) = [each for each in operands if each is not None]
-        if a.shape[-1] == 1:  # ONNX Runtime adds numbers to a tensor, whichever comes first
+        if a.shape[-1] == 1:  # ONNX Runtime adds numbers to a tensor, in either order
             (left, a), (right, b) = (right, b), (left, a)
         kind = _PAIRS[node.op_type]
         factors = _FACTORS[kind](left, right, _uncut(target))
@@ -316,7 +324,9 @@ class ByteSteps:
     def _operand(
         self, name: str, region: _Region, made: Mapping[str, np.ndarray]
     ) -> tuple[Quantisation, np.ndarray] | None:
-        """The bytes of an operand of a lone sum or product, (256,) or (channels, 1), and what they stand for."""
+        """Return the quantisation and the bytes, (256,) or (channels, 1), of an operand of a single sum or product, or
+        None.
+        """
         if name in region.leaves:
             return quantisation_of(region.leaves[name]), made[name]
         held = self._tensors.dequantised(name)
@@ -399,7 +409,9 @@ class ByteSteps:
         return True
 
     def take_resize_of_bytes(self, node: NodeProto) -> None:
-        """A Resize that reads bytes as they are, and cuts off: those of a sign towards what was their zero."""
+        """Add the step of a Resize that reads bytes directly and truncates; signed bytes are truncated towards their
+        original zero.
+        """
         offset = self._tensors.offset_behind(node.input[0])
         step = None if offset is None else linear_resize(self._tensors, self._shapes, node, cut_off=True)
         if step is not None and offset is not None:
@@ -412,7 +424,9 @@ class ByteSteps:
         self.nodes[output] = [_node(BYTE_RESIZE, [source, name], output, **options, cut_off=int(step.cut_off))]
 
     def _concatenation(self, node: NodeProto, target: Target) -> bool:
-        """Each part rescaled where its bytes stand for something else."""
+        """Add a concatenation of bytes, with each part rescaled if its quantisation differs; True if all parts are byte
+        tensors.
+        """
         parts = [self._tensors.data(name) for name in node.input]
         known = [part for part in parts if part is not None]
         if len(known) < len(parts):
@@ -429,7 +443,7 @@ class ByteSteps:
         return True
 
     def constant(self, name: str, array: np.ndarray) -> str:
-        """``array`` as a constant of the graph; its ``name``."""
+        """Add ``array`` as a constant of the graph; return ``name``."""
         from onnx import numpy_helper
 
         self._tensors.graph.initializer.append(numpy_helper.from_array(np.ascontiguousarray(array), name))
@@ -440,12 +454,12 @@ _FACTORS: dict[str, Any] = {"add": addition_factors, "multiply": product_factors
 
 
 def quantisation_of(data: TensorOfBytes) -> Quantisation:
-    """Of a tensor of bytes that are all alike."""
+    """Return the quantisation of a byte tensor with one scale and zero point."""
     return Quantisation(np.float32(data.scale.reshape(-1)[0]), int(data.zero.reshape(-1)[0]), offset=data.offset)
 
 
 def is_over_pixels(tensors: QuantisedTensors, node: NodeProto) -> bool:
-    """Whether a GlobalAveragePool or ReduceMean of an image is the mean over its rows and columns."""
+    """True if a GlobalAveragePool or ReduceMean of an image is the mean over its rows and columns."""
     if node.op_type == "GlobalAveragePool":
         return True
     axes = next((list(each.ints) for each in node.attribute if each.name == "axes"), None)
@@ -455,8 +469,8 @@ def is_over_pixels(tensors: QuantisedTensors, node: NodeProto) -> bool:
 
 
 def only_readers(tensors: QuantisedTensors, source: str, allowed: Collection[str]) -> bool:
-    """Whether nothing but the nodes that make ``allowed`` reads what bytes ``source`` stand for, and nothing the bytes
-    themselves.
+    """True if only the nodes that compute ``allowed`` read the dequantised bytes ``source``, and no node reads the
+    bytes directly.
     """
     if source in tensors.results:
         return False
@@ -469,22 +483,24 @@ def only_readers(tensors: QuantisedTensors, source: str, allowed: Collection[str
 
 
 def outputs_of(nodes: Iterable[NodeProto]) -> set[str]:
-    """The names of all that ``nodes`` make."""
+    """Return the names of all outputs of ``nodes``."""
     return {name for node in nodes for name in node.output}
 
 
 def _uncut(target: Target) -> Quantisation:
-    """Without the bounds of activations, which are among the nodes that a table is made of."""
+    """Return the quantisation without the bounds of activations, which are among the nodes that a table is
+    made from.
+    """
     return replace(target.quantisation, low=0, high=255)
 
 
 def _is_gate(small: Sequence[int], image: Sequence[int]) -> bool:
-    """(N, C, 1, 1) for an image of as many channels."""
+    """True if ``small`` is (N, C, 1, 1) for an image of the same number of channels."""
     return len(small) == len(image) == 4 and tuple(small) == (*image[:2], 1, 1)
 
 
 def _per_channel(made: Mapping[str, np.ndarray], region: _Region) -> list[np.ndarray]:
-    """Tables and numbers of each channel, which come first in them."""
+    """Return the tables and the parameters that vary by channel, the channel as the first axis."""
     tables = [table for table in made.values() if table.ndim > 1]
     return tables + [numbers.reshape(-1) for numbers in region.numbers.values() if numbers.ndim]
 
@@ -493,8 +509,9 @@ _Window: TypeAlias = tuple[tuple[int, int], tuple[int, int], tuple[int, int, int
 
 
 def _pooling(node: NodeProto, image: tuple[int, int], result: Sequence[int]) -> _Window | None:
-    """Kernel, strides, padding (top, left, bottom, right) and whether it counts, of an AveragePool of ``image`` to
-    ``result``; the padding behind is as wide as ``ceil_mode`` lets windows reach. ``None`` for what is none of those.
+    """Return kernel, strides, padding (top, left, bottom, right) and if the padding is counted, of an AveragePool of
+    ``image`` to ``result``; with ``ceil_mode`` the padding at the end covers the last window. None for unsupported
+    forms.
     """
     given = {each.name: each for each in node.attribute}
     lists = {name: list(each.ints) for name, each in given.items() if each.ints}
@@ -516,7 +533,7 @@ def _pooling(node: NodeProto, image: tuple[int, int], result: Sequence[int]) -> 
     for n, k, s, first, last in zip(image, kernel, stride, before, behind, strict=True):
         rest = n + first + last - k
         count = (-(-rest // s) if _integer(node, "ceil_mode", 0) else rest // s) + 1
-        if (count - 1) * s >= n + first:  # no window begins in the padding behind
+        if (count - 1) * s >= n + first:  # no window begins in the padding at the end
             count -= 1
         counts.append(count)
         reach.append(max(last, (count - 1) * s + k - n - first))

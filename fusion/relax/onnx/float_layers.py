@@ -1,4 +1,4 @@
-"""Which layers of a quantised model are computed in floats, and why, in words that many layers share."""
+"""Layers of a quantised model that are computed in floats, and the reasons, in texts that many layers share."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _NAMED = 3
 
 @dataclass(frozen=True)
 class FloatLayer:
-    """A layer by the name of its node, and why it is computed in floats."""
+    """Name of the node of a layer, and the reason why it is computed in floats."""
 
     name: str
     reason: str
 
 
 def layers_in_floats(model: ModelProto) -> tuple[FloatLayer, ...]:
-    """Of a quantised ``model`` whose layers in whole numbers have been found
-    (:func:`fusion.relax.onnx.integer_layers.with_integer_layers`); none of any other.
+    """Return the float layers of a quantised ``model`` after the search for integer layers
+    (:func:`fusion.relax.onnx.integer_layers.with_integer_layers`); empty for any other model.
     """
     if not is_quantised(model.graph):
         return ()
@@ -47,7 +47,7 @@ def layers_in_floats(model: ModelProto) -> tuple[FloatLayer, ...]:
 
 
 def told_in_floats(layers: Sequence[FloatLayer]) -> list[str]:
-    """A sentence for each reason, the commonest first."""
+    """Return a sentence for each reason, the most frequent first."""
     found: dict[str, list[str]] = {}
     for layer in layers:
         found.setdefault(layer.reason, []).append(layer.name)

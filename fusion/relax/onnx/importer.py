@@ -1,7 +1,6 @@
-"""ONNX file to canonical Relax, ready for the extraction of kernels.
+"""Import of an ONNX file to canonical Relax, ready for the extraction of kernels.
 
-Operators are converted in ``onnx_frontend.py``; those without a converter are refused in
-``onnx_unsupported.py``.
+Operators are converted in ``onnx_frontend.py``; those without a converter are refused in ``onnx_unsupported.py``.
 """
 
 from __future__ import annotations
@@ -27,13 +26,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class ImportedModel:
-    """``mod``: canonical Relax (:mod:`fusion.relax.canonical.canonicalize`); inputs and outputs in the order of
-    ``main``. ``in_floats``: layers of a quantised model that are not computed in whole numbers.
+    """Model in canonical Relax (:mod:`fusion.relax.canonical.canonicalize`); inputs and outputs in the order of
+    ``main``.
     """
 
     mod: IRModule
     inputs: tuple[TensorInfo, ...]
     outputs: tuple[TensorInfo, ...]
+    # Layers of a quantised model that are not computed in integers.
     in_floats: tuple[FloatLayer, ...] = ()
 
 
@@ -43,13 +43,13 @@ def import_onnx(
     batch: int | None = None,
     whole_numbers: bool = True,
 ) -> ImportedModel:
-    """Read an ONNX model and bring it into canonical Relax; ``shapes`` fixes dynamic inputs by name, ``batch`` rewrites
-    the leading dimension. ``whole_numbers``: layers of a quantised model are computed in these, for CPUs that have
+    """Read an ONNX model and convert it to canonical Relax; ``shapes`` fixes dynamic inputs by name, ``batch`` rewrites
+    the leading dimension. ``whole_numbers``: layers of a quantised model are computed in integers, for CPUs that have
     kernels for ``int8``; else in floats, for which every CPU has kernels.
 
     ``main`` takes the real inputs and returns the output, or a tuple of several. ``ModelError`` for files that cannot
-    be read, ``UnsupportedOperatorError`` (with node names) for operators and opsets without a converter,
-    ``InputError`` for shapes that are missing or do not fit; each message is one line and names the file.
+    be read, ``UnsupportedOperatorError`` (with node names) for operators and opsets without a converter, ``InputError``
+    for shapes that are missing or do not fit; each message is one line and names the file.
     """
     file = Path(path)
     model = load_model(file)
@@ -72,7 +72,7 @@ def _convert(file: Path, prepared: ModelProto, whole_numbers: bool) -> tuple[IRM
         return canonicalize(convert(computed)), in_floats
     except UnsupportedOperatorError as error:
         raise UnsupportedOperatorError(f"{file}: {error}") from error
-    except Exception as error:  # TVM raises anything on graphs and types that it does not expect
+    except Exception as error:  # TVM raises any error for unexpected graphs and types
         raise ModelError(
             f"{file}: the graph cannot be converted: {sentence(error)}; "
             "export the model in another way, or cut out what is refused"
@@ -87,7 +87,7 @@ def _result_types(mod: IRModule) -> list[Any]:
 
 
 def _describe(file: Path, names: Sequence[str], types: Sequence[Any]) -> tuple[TensorInfo, ...]:
-    """Names of ONNX beside the types of Relax, which are what will run."""
+    """Return names from ONNX with the types of the Relax module, which is what will run."""
     from tvm import relax, tirx
 
     if len(names) != len(types):

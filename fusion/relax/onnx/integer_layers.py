@@ -1,9 +1,10 @@
-"""Layers of a quantised model that are computed in whole numbers: DequantizeLinear, a layer, QuantizeLinear become one.
+"""Layers of a quantised model that are computed in integers: DequantizeLinear, a layer and QuantizeLinear become one
+node.
 
-Convolutions and products with constant matrices are taken, with an activation and with a residual behind them; max
-pooling and moves of values are done on the bytes themselves, and what :mod:`fusion.relax.onnx.byte_steps`
-knows. A tensor of bytes with a sign becomes one of bytes without, of a zero point that is 128 more. Whatever is not
-taken stays as it was: computed in floats between DequantizeLinear and QuantizeLinear.
+Convolutions and products with constant matrices are converted, with an activation and a residual after them; max
+pooling, moves of values and the steps of :mod:`fusion.relax.onnx.byte_steps` work on the bytes directly. An int8 tensor
+becomes a uint8 tensor with a zero point 128 higher. All other nodes stay unchanged: computed in floats between
+DequantizeLinear and QuantizeLinear.
 """
 
 from __future__ import annotations
@@ -29,16 +30,17 @@ if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
 
 QUANTISED_CONV, QUANTISED_DENSE = "FusionQuantisedConv", "FusionQuantisedDense"
-# Inputs of these: data, weight, bias, multiplier, integers and factors of `requantisation_arrays`, perhaps a residual.
+# Inputs of the converted nodes: data, weight, bias, multiplier, integers and factors of `requantisation_arrays`, and
+# optionally a residual.
 _LAYERS = {"Conv": QUANTISED_CONV, "Gemm": QUANTISED_DENSE, "MatMul": QUANTISED_DENSE}
-# Sums of depthwise convolutions are taken in FP32, where whole numbers are exact so far.
+# Limit of exact integers in FP32, in which sums of depthwise convolutions are accumulated.
 _EXACT = 2**24
 _INT32 = np.iinfo(np.int32)
 
 
 @dataclass(eq=False)
 class _Layer:
-    """A layer in whole numbers, under construction; it will stand where ``output`` was quantised."""
+    """Integer layer under construction; it replaces the QuantizeLinear that computed ``output``."""
 
     operator: str
     name: str
@@ -51,12 +53,12 @@ class _Layer:
     residual: str = ""
     activation: Activation | None = None
     slopes: np.ndarray | None = None
-    before: list[NodeProto] = field(default_factory=list)  # make what it reads
+    before: list[NodeProto] = field(default_factory=list)  # compute the inputs of the layer
 
 
 def with_integer_layers(model: ModelProto) -> ModelProto:
-    """``model`` itself if it is not quantised; else a copy with layers in whole numbers, of operator types that ONNX
-    does not know (:data:`QUANTISED_CONV`, :data:`QUANTISED_DENSE`). Zero points must be there
+    """Return a copy of ``model`` with integer layers, of operator types that are not in ONNX (:data:`QUANTISED_CONV`,
+    :data:`QUANTISED_DENSE`); ``model`` itself if it is not quantised. Zero points must be present
     (:func:`fusion.relax.onnx.zero_points.with_zero_points`).
     """
     from onnx import ModelProto, shape_inference
@@ -81,13 +83,13 @@ class _Matcher:
     def __init__(self, tensors: QuantisedTensors) -> None:
         self._tensors = tensors
         self._shapes = tensors.shapes()
-        self._layers: dict[str, _Layer] = {}  # by the bytes that they make
+        self._layers: dict[str, _Layer] = {}  # by the byte tensor that they compute
         self._steps = ByteSteps(tensors, self._shapes)
-        # Bytes with zero points around them: which those are, and top, left, bottom, right.
+        # Byte tensors padded with their zero point: the tensor inside, and top, left, bottom, right.
         self._zero_padded: dict[str, tuple[str, tuple[int, int, int, int]]] = {}
 
     def match(self) -> None:
-        """Looks at every QuantizeLinear in turn, and at what resizes bytes."""
+        """Match every QuantizeLinear in turn, and every Resize of bytes."""
         for node in self._tensors.graph.node:
             if node.op_type == "Resize":
                 self._steps.take_resize_of_bytes(node)
@@ -113,7 +115,7 @@ class _Matcher:
         _ = taken or self._move(target) or self._padded(target)
 
     def _layer(self, target: Target) -> bool:
-        """Whether ``target`` is made by a layer in whole numbers."""
+        """Match ``target`` as the result of an integer layer; True if it is one."""
         maker, made = self._tensors.made_by.get(target.value), target.quantisation
         if maker is None or not self._tensors.inner(target.value):
             return False
@@ -128,8 +130,8 @@ class _Matcher:
         return target.output in self._layers
 
     def _table(self, target: Target) -> bool:
-        """Whether it depends on one tensor of bytes, each on one byte: by a table then, or by the bounds of the layer
-        that makes them if that cuts off and nothing else reads them.
+        """Match ``target`` as an element-wise function of one byte tensor: computed by a table, or by the bounds of the
+        layer that computes the tensor, if the function only clips and nothing else reads the tensor. True if matched.
         """
         found = self._steps.table_of(target)
         if found is None:
@@ -150,7 +152,7 @@ class _Matcher:
         return True
 
     def _bounds(self, node: NodeProto) -> tuple[float, float] | None:
-        """Of an activation that cuts off."""
+        """Return the bounds of an activation that clips; None for any other node."""
         if node.op_type == "Relu":
             return 0.0, np.inf
         if node.op_type != "Clip":
@@ -171,8 +173,8 @@ class _Matcher:
         activation: Activation | None = None,
         slopes: np.ndarray | None = None,
     ) -> None:
-        """``activation``, with these ``slopes`` of its channels: between the layer ``node`` and ``target``, which
-        rounds no more than its result.
+        """Match the layer ``node``, with ``activation`` (and its ``slopes`` per channel) between it and ``target``;
+        only the result is rounded.
         """
         made = target.quantisation
         data, held = self._tensors.data(node.input[0]), self._tensors.dequantised(node.input[1])
@@ -214,8 +216,8 @@ class _Matcher:
         )  # fmt: skip
 
     def _weight(self, node: NodeProto, held: TensorOfBytes) -> tuple[np.ndarray, np.ndarray] | None:
-        """Weights (out, ...) with a sign and a zero point of zero, and the scale of each output: int8, or int16 where
-        the zero point leaves more than 8 bits.
+        """Return signed weights (out, ...) with a zero point of zero, and the scale of each output: int8, or int16 if
+        the zero point requires more than 8 bits. None if they are not constant or the product is not plain.
         """
         values = self._tensors.constants.get(held.source)
         if values is None or values.dtype not in (np.int8, np.uint8):
@@ -243,9 +245,9 @@ class _Matcher:
     def _repeated_channels(
         self, node: NodeProto, target: Target, data: str, weight: np.ndarray
     ) -> tuple[str, np.ndarray, list[NodeProto]] | None:
-        """Data and weights of 8 bits that make the same sums as ``weight`` of 9: channels for which one does not fit
-        are there again for the rest of it, until nothing is left (of 255 a second 127 leaves 1). ``None`` for
-        convolutions in groups.
+        """Return data and 8-bit weights that give the same sums as the 9-bit ``weight``: channels with a weight that
+        does not fit are repeated for the remainder, until it is zero (of 255 a second 127 leaves 1). None for grouped
+        convolutions.
         """
         from onnx import helper
 
@@ -271,13 +273,13 @@ class _Matcher:
         return both, np.concatenate(parts, axis=1).astype(np.int8), before
 
     def _is_plain(self, node: NodeProto, options: dict[str, Any]) -> bool:
-        """A product without factors, its data not transposed."""
+        """True if a product has no factors and its data is not transposed."""
         ones = all(name not in options or options[name].f == 1.0 for name in ("alpha", "beta"))
         return ones and not ("transA" in options and options["transA"].i)
 
     def _bias(self, node: NodeProto, sums_scale: np.ndarray, rounded: bool) -> np.ndarray | None:
-        """In units of the sums; zeros where there is none, ``None`` where it is computed. One of floats, or in other
-        units, is rounded to these, as ONNX Runtime does; unless ``rounded``, it is what it stands for, in floats.
+        """Return the bias in units of the sums: zeros if there is none, None if it is computed. A bias in floats or in
+        other units is rounded to these units, as ONNX Runtime does; unless ``rounded``, it is returned as floats.
         """
         if len(node.input) < 3 or not node.input[2]:
             return np.zeros(sums_scale.shape, np.int64)
@@ -299,7 +301,9 @@ class _Matcher:
     def _addition(
         self, node: NodeProto, quantised: NodeProto, scale: np.float32, zero: int, bounds: tuple[int, int]
     ) -> None:
-        """Belongs to the layer that makes one of the summands, and nothing else; of two to the later one."""
+        """Add an addition to the layer that computes one of the summands, if nothing else reads that; of two layers, to
+        the later one.
+        """
         summands = [self._tensors.data(name) for name in node.input]
         left, right = summands
         if left is None or right is None or left.source == right.source:
@@ -338,7 +342,9 @@ class _Matcher:
         return shape is not None and shape == self._shapes.get(other.source)
 
     def _move(self, target: Target) -> bool:
-        """On the bytes; by a table behind it where they stand for something else then."""
+        """Match a move of values, done on the bytes, followed by a table if the quantisation changes; True
+        if matched.
+        """
         node = self._tensors.made_by.get(target.value)
         if node is None or not is_move(node) or len(node.output) > 1:
             return False
@@ -355,7 +361,7 @@ class _Matcher:
         return True
 
     def _padded(self, target: Target) -> bool:
-        """Padding, on bytes of the scale of ``target``."""
+        """Match a pad, done on bytes of the scale of ``target``; True if matched."""
         node = self._tensors.made_by.get(target.value)
         source = None if node is None else self._tensors.data(node.input[0])
         padding = None if node is None else padding_of(self._tensors, node)
@@ -377,7 +383,7 @@ class _Matcher:
         return True
 
     def apply(self) -> None:
-        """Writes the graph anew; what is not read any more is left out by whoever reads it."""
+        """Rewrite the graph; nodes that are not read any more are dropped."""
         graph = self._tensors.graph
         nodes: list[NodeProto] = []
         for node in graph.node:
@@ -415,20 +421,22 @@ class _Matcher:
 
 
 def _offset(node: NodeProto) -> int:
-    """Of what a QuantizeLinear makes of several tensors. ONNX Runtime's operators of bytes with a sign add these; where
-    steps stand around an operator of floats, its optimiser takes signs away first.
+    """Return the offset of the output of a QuantizeLinear with several inputs. ONNX Runtime's signed byte operators add
+    signed bytes; around a float operator its optimiser removes the signs first.
     """
     return offset_of(node) if node.name.endswith(OF_OPERATOR) else 0
 
 
 def _has_pads(node: NodeProto) -> bool:
-    """Whether it is a convolution whose padding its attributes say in numbers."""
+    """True if ``node`` is a convolution with explicit padding in its attributes."""
     automatic = next((each.s for each in node.attribute if each.name == "auto_pad"), b"NOTSET")
     return node.op_type == "Conv" and automatic in (b"NOTSET", b"")
 
 
 def _with_more_pads(attributes: Sequence[Any], around: Sequence[int]) -> list[Any]:
-    """Attributes of a convolution of images with ``around`` (top, left, bottom, right) added to its padding."""
+    """Return the attributes of a convolution of images with ``around`` (top, left, bottom, right) added to
+    its padding.
+    """
     from onnx import helper
 
     own = next((list(each.ints) for each in attributes if each.name == "pads"), [0, 0, 0, 0])
@@ -437,7 +445,7 @@ def _with_more_pads(attributes: Sequence[Any], around: Sequence[int]) -> list[An
 
 
 def _read(nodes: list[NodeProto], results: Iterable[str]) -> list[NodeProto]:
-    """Without nodes that nothing reads."""
+    """Return the nodes without those that nothing reads."""
     wanted, kept = set(results), []
     for node in reversed(nodes):
         nested = [each for attribute in node.attribute for each in (attribute.g, *attribute.graphs)]

@@ -1,5 +1,6 @@
-"""Models that are refused before anything is evaluated or tuned: too large, contradictory, of
-no numbers, or with broken weights."""
+"""Checks that refuse models before anything is evaluated or tuned: too large, contradictory, non-numeric types, broken
+weights.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +17,18 @@ from fusion.relax.onnx.onnx_file import packed_bits
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 
-# 1 GiB in FP32: a copy in each layout, the reference in FP64 and every candidate's buffers must fit beside it.
+# 1 GiB in FP32: a copy in each layout, the reference in FP64 and the buffers of every candidate must fit too.
 MOST_ELEMENTS = 2**28
-# Every height of a tile of rows up to the image's is a candidate.
+# Every height of a tile of rows up to the height of the image is a candidate.
 LONGEST_SIDE = 2**16
 AUTO_PADS = ("", "NOTSET", "SAME_UPPER", "SAME_LOWER", "VALID")
 _WINDOWED = frozenset({"Conv", "ConvTranspose", "MaxPool", "AveragePool", "LpPool"})
-# Operators whose constant operands, from this one on, are weights.
+# Operators, and the index of the first input that is a weight if constant.
 _WEIGHTS_FROM = {"Conv": 1, "ConvTranspose": 1, "Gemm": 0, "MatMul": 0, "BatchNormalization": 1}
 
 
 def check_limits(file: Path, model: ModelProto) -> None:
-    """``ModelError`` that names the node or tensor. Input shapes must be static; nothing is evaluated."""
+    """Raise ``ModelError`` that names the node or tensor. Input shapes must be static; nothing is evaluated."""
     for value in model.graph.input:
         _check_kind(file, value)
     constants = dict(_constants(model.graph))
@@ -50,7 +51,7 @@ def _check_kind(file: Path, value: ValueInfoProto) -> None:
 
 
 def _check_type(file: Path, name: str, tensor: TensorProto) -> None:
-    """Values that share bytes, for which there is no tensor in TVM."""
+    """Refuse types with several values per byte, which TVM has no tensors for."""
     from onnx import TensorProto
 
     bits = packed_bits(tensor.data_type)
@@ -98,13 +99,15 @@ def _check_window(file: Path, node: NodeProto, constants: dict[str, TensorProto]
 
 
 def _check_sizes(file: Path, model: ModelProto) -> None:
-    """Shapes as ONNX infers them: what depends on data, or cannot be inferred, is left to the importer."""
+    """Check the shapes that ONNX infers; shapes that depend on data, or cannot be inferred, are left to the
+    importer.
+    """
     import onnx
 
     _check_known(file, model.graph, {})
     try:
         inferred = onnx.shape_inference.infer_shapes(model).graph
-    except Exception:  # it raises anything on contradictory graphs, and on files of 2 GiB
+    except Exception:  # it raises any error on contradictory graphs, and on files of 2 GiB
         return
     makers = {name: f"{node.op_type} {node.name!r}" for node in inferred.node for name in node.output}
     _check_known(file, inferred, makers)
@@ -130,7 +133,9 @@ def _check_known(file: Path, graph: GraphProto, makers: dict[str, str]) -> None:
 
 
 def _check_values(file: Path, graph: GraphProto, constants: dict[str, TensorProto]) -> None:
-    """Weights that are NaN or infinite make every output so, and every candidate of their kernel look wrong."""
+    """Refuse NaN and infinite weights: they make every output NaN or infinite, and every candidate of their kernel
+    appear wrong.
+    """
     from onnx import numpy_helper
 
     checked: set[str] = set()

@@ -1,9 +1,9 @@
-"""QuantizeLinear and DequantizeLinear brought next to the layers whose data they round.
+"""Moves QuantizeLinear and DequantizeLinear next to the layers whose data they round.
 
-Files from training with rounded values have them at the inputs of layers alone: pooling, reshaping and other moves of
-values stand between a layer and where its result is rounded, or between bytes and the layer that reads them. Rounding
-commutes with a move, so that a pair of the two on its other side changes no value, and weights are moved before they
-are dequantised.
+Files from quantisation-aware training have them only at the inputs of layers: pooling, reshaping and other moves of
+values are between a layer and the rounding of its result, or between bytes and the layer that reads them. Rounding
+commutes with a move, so that a pair of the two on the other side of a move changes no value, and weights are moved
+before they are dequantised.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 def bring_steps_to_layers(model: ModelProto) -> bool:
-    """Changes ``model``: pairs behind moves of dequantised tensors that are read as floats, and before moves of floats
-    that are quantised then. Says whether there were any.
+    """Insert pairs in ``model`` (in place) after moves of dequantised tensors that are read as floats, and before moves
+    of floats that are quantised afterwards. Return True if ``model`` changed.
     """
     tensors, before = QuantisedTensors(model), len(model.graph.node)
     for name in _moves(tensors):
@@ -32,9 +32,8 @@ def bring_steps_to_layers(model: ModelProto) -> bool:
 
 
 def share_equal_steps(model: ModelProto) -> bool:
-    """Changes ``model``: a value that several QuantizeLinear round alike is rounded by the first of them. Tools that
-    give every reader a pair of its own write such; a layer is computed in whole numbers where one step reads it. Says
-    whether there were any.
+    """Merge QuantizeLinear nodes of ``model`` (in place) that round one value in the same way. Some tools write one
+    pair per reader; a layer is computed in integers only if one step reads it. Return True if ``model`` changed.
     """
     tensors = QuantisedTensors(model)
     kept: dict[tuple[object, ...], str] = {}
@@ -62,8 +61,9 @@ def share_equal_steps(model: ModelProto) -> bool:
 
 
 def transpose_weights(model: ModelProto) -> bool:
-    """Changes ``model``: a Transpose of dequantised constants becomes the DequantizeLinear of transposed ones. Tools
-    that round weights as training holds them, (out, in), write such in front of products. Says whether there were any.
+    """Replace each Transpose of dequantised constants in ``model`` (in place) by a DequantizeLinear of transposed
+    constants. Tools that round weights in the layout of training, (out, in), write such a Transpose before products.
+    Return True if ``model`` changed.
     """
     from onnx import helper, numpy_helper
 
@@ -85,13 +85,13 @@ def transpose_weights(model: ModelProto) -> bool:
 
 
 def _moves(tensors: QuantisedTensors) -> list[str]:
-    """What moves make, in order: inserting nodes makes other objects of those that there are."""
+    """Return the outputs of moves, in order; by name, because inserting nodes replaces the node objects."""
     nodes = [node for node in tensors.graph.node if len(node.output) == 1]
     return [node.output[0] for node in nodes if is_move(node) or _pads_exactly(tensors, node)]
 
 
 def _pads_exactly(tensors: QuantisedTensors, node: NodeProto) -> bool:
-    """Zeros are rounded to themselves by every scale."""
+    """True for a pad with zeros, which every scale rounds to themselves."""
     padding = padding_of(tensors, node)
     return padding is not None and not padding.value
 
@@ -120,7 +120,7 @@ def _backward(tensors: QuantisedTensors, node: NodeProto) -> None:
 
 
 def _is_of_all(tensors: QuantisedTensors, step: NodeProto) -> bool:
-    """Whether one positive scale and zero point is that of the whole tensor, which is computed."""
+    """True if ``step`` has one positive scale and zero point for the whole tensor, and the tensor is computed."""
     found = tensors.quantisation(step)
     return (
         found is not None
@@ -132,7 +132,9 @@ def _is_of_all(tensors: QuantisedTensors, step: NodeProto) -> bool:
 
 
 def _insert(tensors: QuantisedTensors, node: NodeProto, value: str, result: str, like: NodeProto, after: bool) -> None:
-    """``result`` is ``value`` quantised and dequantised as ``like`` says, computed beside ``node``."""
+    """Insert a pair next to ``node``: ``result`` is ``value`` quantised and dequantised with the parameters of
+    ``like``.
+    """
     from onnx import helper
 
     given, held = list(like.input[1:]), f"{result}_bytes"

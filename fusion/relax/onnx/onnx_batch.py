@@ -1,4 +1,6 @@
-"""A static model for another batch: the leading dimension of its inputs, and every shape inside that holds it."""
+"""Change of the batch of a static model: the leading dimension of its inputs, and every shape inside that
+contains it.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,15 @@ from costmodel.base.errors import InputError
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 
-# Operand that holds the wanted shape, by operator.
+# Index of the operand that holds the result shape, by operator.
 _SHAPE_OPERAND = {"Reshape": 1, "Resize": 3, "Expand": 1}
 
 
 def rebatch(file: Path, model: ModelProto, batch: int) -> ModelProto:
-    """A copy of ``model``, whose inputs are static, that takes ``batch`` samples at once.
+    """Return a copy of ``model``, whose inputs are static, that takes ``batch`` samples.
 
-    Constant shapes that begin with the batch, or a multiple of it, begin with the new one. ``InputError`` in one line
-    where the inputs have no common leading dimension, or the outputs would not grow with it.
+    Constant shapes that begin with the batch, or a multiple of it, are changed to the new one. ``InputError`` in one
+    line if the inputs have no common leading dimension, or the outputs would not grow with it.
     """
     from onnx import ModelProto
 
@@ -71,7 +73,7 @@ def _inferred(file: Path, model: ModelProto) -> ModelProto:
 
     try:
         return onnx.shape_inference.infer_shapes(model, strict_mode=True, data_prop=True)
-    except Exception as error:  # it raises bare errors of C++
+    except Exception as error:  # it raises plain C++ errors
         raise InputError(
             f"{file}: --batch: the shapes inside do not fit it: {sentence(error)}; export the model with an open batch"
         ) from error
@@ -101,7 +103,7 @@ def _rewrite_shapes(file: Path, graph: GraphProto, before: int, batch: int) -> N
         if tensor is None and name in made and made[name].op_type == "Constant":
             tensor = next((each.t for each in made[name].attribute if each.name == "value"), None)
         if tensor is None:
-            continue  # computed from shapes that the new batch reaches by itself
+            continue  # computed from shapes that change with the batch without help
         sizes = numpy_helper.to_array(tensor).copy()
         if not sizes.size or sizes[0] < 1 or sizes[0] * batch % before:
             continue
@@ -110,12 +112,12 @@ def _rewrite_shapes(file: Path, graph: GraphProto, before: int, batch: int) -> N
         if node.op_type == "Reshape" and -1 in sizes.tolist() and not _is_batch(sizes, before):
             continue
         sizes[0] = sizes[0] * batch // before
-        # Equal shapes may be shared with operators that must keep theirs.
+        # The constant may be shared with operators that must keep the old shape.
         own = f"{name}_batch_{len(graph.initializer)}"
         graph.initializer.append(numpy_helper.from_array(sizes, own))
         node.input[operand] = own
 
 
 def _is_batch(sizes: np.ndarray, before: int) -> bool:
-    """With a free size elsewhere only the batch itself may stand first."""
+    """True if the first size is the batch itself; for shapes with a free size elsewhere a multiple is not enough."""
     return int(sizes[0]) == before

@@ -1,7 +1,7 @@
-"""Reading an ONNX file that may be anything: every fault becomes one :class:`ModelError` that names the file.
+"""Reader of untrusted ONNX files: every fault becomes one :class:`ModelError` that names the file.
 
-External data is read from regular files inside the model's own folder alone, because a model file is untrusted input:
-a location that is absolute, climbs out of the folder or passes through a symbolic link is refused.
+External data is read only from regular files inside the model's own folder, because a model file is untrusted input: a
+location that is absolute, leaves the folder or passes through a symbolic link is refused.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _JUDGED_LATER = ("No Op registered", "No opset import for domain")
 
 
 def load_model(path: str | os.PathLike[str]) -> ModelProto:
-    """The model with all its weights in memory, structurally valid for the ONNX checker.
+    """Return the model with all its weights in memory, structurally valid for the ONNX checker.
 
-    ``ModelError``: missing or unreadable file, not ONNX, truncated, weights missing, outside the folder or of the
-    wrong size. ``UnsupportedOperatorError``: opset older than 7 or newer than the installed ``onnx`` package.
+    ``ModelError``: missing or unreadable file, not ONNX, truncated, weights missing, outside the folder or of the wrong
+    size. ``UnsupportedOperatorError``: opset older than 7 or newer than the installed ``onnx`` package.
     """
     file = Path(path)
     model = _parse(file)
@@ -46,7 +46,7 @@ def load_model(path: str | os.PathLike[str]) -> ModelProto:
 
 
 def require_loaded(file: Path) -> None:
-    """``ModelError`` where ONNX Runtime, which checks the outputs of a build, does not load the model."""
+    """Raise ``ModelError`` if ONNX Runtime, which checks the outputs of a build, cannot load the model."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -55,7 +55,7 @@ def require_loaded(file: Path) -> None:
     options.log_severity_level = 4
     try:
         onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # of its own and of Python's types
+    except Exception as error:  # its own and Python's exception types
         reason = sentence(str(error))
         raise ModelError(
             f"{file}: ONNX Runtime, which checks the outputs, does not load the model: {reason}; export it again"
@@ -63,7 +63,7 @@ def require_loaded(file: Path) -> None:
 
 
 def check_opset(file: Path, model: ModelProto) -> None:
-    """Refuse opsets whose operators we cannot vouch for."""
+    """Raise an error for opsets outside the supported range, and for models without one."""
     import onnx
 
     opset = opset_of(model)
@@ -78,26 +78,26 @@ def check_opset(file: Path, model: ModelProto) -> None:
 
 
 def opset_of(model: ModelProto) -> int:
-    """Version of the standard operator set; 0 when the model names none."""
+    """Return the version of the standard operator set; 0 if the model states none."""
     return next((int(entry.version) for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 0)
 
 
 def all_nodes(graph: GraphProto) -> Iterator[NodeProto]:
-    """Nodes of the graph and its sub-graphs."""
+    """Yield the nodes of the graph and its sub-graphs."""
     for node in graph.node:
         yield node
         yield from nested_nodes(node)
 
 
 def nested_nodes(node: NodeProto) -> Iterator[NodeProto]:
-    """Nodes of the sub-graphs of ``node``."""
+    """Yield the nodes of the sub-graphs of ``node``."""
     for attribute in node.attribute:
         for subgraph in (attribute.g, *attribute.graphs):
             yield from all_nodes(subgraph)
 
 
 def all_tensors(graph: GraphProto) -> Iterator[TensorProto]:
-    """Constant tensors of the graph and its sub-graphs: initializers and attributes."""
+    """Yield the constant tensors of the graph and its sub-graphs: initializers and attributes."""
     yield from graph.initializer
     for sparse in graph.sparse_initializer:
         yield from (sparse.values, sparse.indices)
@@ -111,9 +111,8 @@ def all_tensors(graph: GraphProto) -> Iterator[TensorProto]:
 
 
 def sort_nodes(graph: GraphProto) -> None:
-    """Nodes behind those whose results they read, else in the order of the file; as they are if they read in a circle.
-
-    ONNX demands that order, but tools that add casts to a model append them, and runtimes do not mind.
+    """Sort nodes after those whose outputs they read, otherwise in the order of the file; unchanged if there is a
+    cycle. ONNX requires that order, but tools that add casts to a model append them, and runtimes accept it.
     """
     known = {"", *(value.name for value in graph.input), *(tensor.name for tensor in graph.initializer)}
     known |= {sparse.values.name for sparse in graph.sparse_initializer}
@@ -137,7 +136,7 @@ def sort_nodes(graph: GraphProto) -> None:
 
 
 def _reads(node: NodeProto) -> Iterator[str]:
-    """What ``node`` and those in its sub-graphs read."""
+    """Yield the inputs of ``node`` and of the nodes in its sub-graphs."""
     yield from node.input
     for attribute in node.attribute:
         for subgraph in (attribute.g, *attribute.graphs):
@@ -174,7 +173,7 @@ def _parse(file: Path) -> ModelProto:
 
 
 def _check_interface(file: Path, graph: GraphProto) -> None:
-    """Types of inputs that there are, and weights that are dense."""
+    """Check that the types of inputs exist, and that weights are dense."""
     from onnx import TensorProto
 
     for value in graph.input:
@@ -188,7 +187,7 @@ def _check_interface(file: Path, graph: GraphProto) -> None:
 
 
 def _check_external_data(file: Path, tensor: TensorProto) -> None:
-    """The location must be a regular file in the model's folder, long enough for the tensor."""
+    """Check that the location is a regular file in the model's folder, long enough for the tensor."""
     from onnx import TensorProto
 
     if tensor.data_location != TensorProto.EXTERNAL:
@@ -224,7 +223,7 @@ def _check_external_data(file: Path, tensor: TensorProto) -> None:
 
 
 def _resolve(file: Path, location: str, where: str) -> Path:
-    """Path of an external data file, or ``ModelError`` when it leaves the model's folder."""
+    """Return the path of an external data file; ``ModelError`` if it is outside the model's folder."""
     refused = f"{where}: external data location {location!r} "
     relative = Path(location)
     if not location or "\0" in location:
@@ -250,7 +249,7 @@ def _load_external_data(file: Path, model: ModelProto) -> None:
 
 
 def tensor_bytes(tensor: TensorProto) -> int:
-    """Bytes of the tensor in ONNX's dense encoding; sub-byte elements are packed."""
+    """Return the bytes of the tensor in ONNX's dense encoding; sub-byte elements are packed."""
     import onnx
 
     count = 1
@@ -263,7 +262,7 @@ def tensor_bytes(tensor: TensorProto) -> int:
 
 
 def packed_bits(data_type: int) -> int:
-    """Bits per element of types that share bytes, else 0."""
+    """Return the bits per element of sub-byte types, 0 for all others."""
     from onnx import TensorProto
 
     name = TensorProto.DataType.Name(data_type)
@@ -271,7 +270,7 @@ def packed_bits(data_type: int) -> int:
 
 
 def _check_size(file: Path, tensor: TensorProto) -> None:
-    """A tensor whose data does not fill its shape would be read as garbage, or crash deep inside a library."""
+    """Check that the data fills the shape: otherwise it would be read as garbage, or crash deep inside a library."""
     from onnx import TensorProto, numpy_helper
 
     where = f"{file}: weights {tensor.name!r}"
@@ -297,7 +296,7 @@ def _check_size(file: Path, tensor: TensorProto) -> None:
 
 
 def _check_structure(file: Path, model: ModelProto) -> None:
-    """The ONNX checker, but for operators it does not know: those are listed all at once later."""
+    """Run the ONNX checker, ignoring operators that it does not know: those are reported together later."""
     import onnx
 
     with _open_ranks_hidden(model):
@@ -312,7 +311,7 @@ def _check_structure(file: Path, model: ModelProto) -> None:
 
 @contextmanager
 def _open_ranks_hidden(model: ModelProto) -> Iterator[None]:
-    """The checker stops at an input or output without a shape, which runtimes accept."""
+    """Hide inputs and outputs without a shape from the checker, which stops at them although runtimes accept them."""
     values = [*model.graph.input, *model.graph.output]
     tensors = [value.type.tensor_type for value in values if value.type.HasField("tensor_type")]
     shapeless = [tensor for tensor in tensors if not tensor.HasField("shape")]

@@ -1,7 +1,7 @@
-"""ONNX to Relax: TVM's importer with converters of ours where its form hides what a kernel could compute.
+"""Conversion of ONNX to Relax: TVM's importer, with own converters where its form hides operators that kernels compute.
 
 TVM converts Clip and Pad into opaque ``call_tir``, Sum of two tensors into stack + reduce, and applies the factors of
-Gemm at run time. Here they stay plain Relax operators, and every binding carries the name of its ONNX node.
+Gemm at run time. Here they stay plain Relax operators, and every binding has the name of its ONNX node.
 """
 
 from __future__ import annotations
@@ -39,44 +39,44 @@ if TYPE_CHECKING:
 
 Inputs = MutableSequence[Any]  # Relax expressions; None for an optional input that is absent
 Attributes = Mapping[str, Any]
-# In TVM's table under the name of a standard operator, with the semantics of ONNX Runtime's own one.
+# Operators in TVM's table under the name of a standard operator, but with the semantics of ONNX Runtime's own operator.
 _NOT_STANDARD = frozenset({"Attention"})
 _DIRECT = frozenset({"If", "Constant"})
-# What no file holds.
+# Operator types of this package, which occur in no file.
 _OWN = frozenset({QUANTISED_CONV, QUANTISED_DENSE, *BYTE_CONVERTERS})
 
 
 def supported_operators() -> frozenset[str]:
-    """Standard ONNX operators with a converter."""
+    """Return the standard ONNX operators with a converter."""
     return frozenset(tvm_onnx._get_convert_map()) - _NOT_STANDARD | _DIRECT | (_CONVERTERS.keys() - _OWN)
 
 
 def as_computed(model: ModelProto, whole_numbers: bool) -> ModelProto:
-    """A prepared model (see :mod:`fusion.relax.onnx.onnx_prepare`), the quantised layers of it in whole numbers, or
-    else in floats between dequantising and quantising.
+    """Return a prepared model (:mod:`fusion.relax.onnx.onnx_prepare`) with its quantised layers in integers, or else in
+    floats between dequantising and quantising.
     """
     model = with_zero_points(model)
     return with_integer_layers(model) if whole_numbers else model
 
 
 def convert(model: ModelProto) -> tvm.IRModule:
-    """Relax module of a model from :func:`as_computed`; function ``main``.
+    """Return the Relax module of a model from :func:`as_computed`, with function ``main``.
 
     ``UnsupportedOperatorError`` names the node that cannot be converted.
     """
     importer = _Importer(shape_dict={}, dtype_dict={})
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-        warnings.simplefilter("ignore")  # renamed inputs; and TVM prints operators it fails on
+        warnings.simplefilter("ignore")  # renamed inputs; TVM also prints the operators it fails on
         try:
             return importer.from_onnx(model.graph, opset_of(model))
         except Exception:
             with contextlib.suppress(Exception):
-                importer.bb._end_block()  # or the abandoned builder writes a warning of its own to the terminal
+                importer.bb._end_block()  # else the abandoned builder prints a warning to the terminal
             raise
 
 
 class _Importer(tvm_onnx.ONNXGraphImporter):
-    """TVM's importer; :data:`_CONVERTERS` come before its own table."""
+    """TVM's importer, with the converters of :data:`_CONVERTERS` taking precedence over its own."""
 
     def _convert_operator(self, op_name: str, inputs: Inputs, attrs: dict, opset: int) -> relax.Expr:
         custom = attrs["tvm_custom"]
@@ -88,7 +88,7 @@ class _Importer(tvm_onnx.ONNXGraphImporter):
                 converted = super()._convert_operator(op_name, inputs, attrs, opset)
         except UnsupportedOperatorError:
             raise
-        except Exception as error:  # a converter may fail with anything
+        except Exception as error:  # a converter may fail with any error
             raise UnsupportedOperatorError(
                 f"operator {op_name} of node {custom['name']!r} cannot be converted: {sentence(error)}; "
                 "export the model without it"
@@ -101,7 +101,7 @@ class _Importer(tvm_onnx.ONNXGraphImporter):
         return bind(self.bb, converted, name)
 
     def _check_for_unsupported_ops(self, graph: Any) -> None:
-        """They were named before, those without a converter of TVM's or ours."""
+        """Skip TVM's check: operators without any converter were reported before."""
 
     def _sanitize_name(self, name: str) -> str:
         return identifier(name)
@@ -111,7 +111,7 @@ class _Importer(tvm_onnx.ONNXGraphImporter):
         return None if converter is None else converter(self.bb, inputs, attrs, name)
 
 
-# Layers, whose operands must be of one type, and the least dimensions of what they read.
+# Layers, whose operands must be of one type, and the minimum rank of their data.
 _LAYERS = {"Conv": 3, "ConvTranspose": 3, "Gemm": 2, "MatMul": 1}
 _ADVICE = {
     "float64": "export the model in float32 (in PyTorch: model.float())",
@@ -120,7 +120,7 @@ _ADVICE = {
 
 
 def _require_layer(op_name: str, inputs: Inputs, node: str) -> None:
-    """``UnsupportedOperatorError`` in plain words for a layer of other types than float, or of too few dimensions."""
+    """Raise ``UnsupportedOperatorError`` for a layer of types other than float, or of too low rank."""
     if op_name not in _LAYERS:
         return
     types = [str(each.ty.dtype) for each in inputs[:2] if each is not None]
@@ -137,7 +137,7 @@ def _require_layer(op_name: str, inputs: Inputs, node: str) -> None:
 
 
 def bind(builder: relax.BlockBuilder, expr: relax.Expr, name: str) -> relax.Expr:
-    """Emit a call under ``name``; calls nested in it get the name and their operator as suffix."""
+    """Emit a call under ``name``; calls nested in it get the name with their operator as suffix."""
     if isinstance(expr, relax.TupleGetItem):
         source = bind(builder, expr.tuple_value, f"{name}_{short_name(expr.tuple_value)}")
         return builder.emit(relax.TupleGetItem(source, expr.index), name)
@@ -154,7 +154,9 @@ def _static_shape(expr: relax.Expr) -> tuple[int, ...]:
 
 
 def _conv(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str) -> relax.Expr | None:
-    """Two-dimensional convolution with explicit padding, bias as a separate addition; else TVM's converter."""
+    """Convert a two-dimensional convolution with explicit padding, its bias as a separate addition; None: use TVM's
+    converter.
+    """
     data, weight, bias = inputs[0], inputs[1], inputs[2] if len(inputs) > 2 else None
     if data is None or weight is None:
         return None
@@ -183,7 +185,7 @@ def _conv(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str) -
 
 
 def _quantised_conv(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str) -> relax.Expr:
-    """A convolution in whole numbers (:mod:`fusion.relax.onnx.integer_layers`)."""
+    """Convert an integer convolution (:mod:`fusion.relax.onnx.integer_layers`)."""
     (batch, channels, height, width), weight = _static_shape(inputs[0]), _static_shape(inputs[1])
     top, left, bottom, right = _padding(attrs, weight[2:], (height, width))
     strides, dilations = attrs.get("strides", (1, 1)), attrs.get("dilations", (1, 1))
@@ -205,7 +207,7 @@ def _quantised_conv(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, na
 
 
 def _quantised_dense(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str) -> relax.Expr:
-    """A product with a constant matrix in whole numbers; leading dimensions of the data are rows."""
+    """Convert an integer product with a constant matrix; leading dimensions of the data are rows."""
     shape, weight = _static_shape(inputs[0]), _static_shape(inputs[1])
     rows = math.prod(shape[:-1])
     operator = Dense(rows, shape[-1], weight[0], _quantised_epilogue(inputs, attrs), dtype="int8")
@@ -223,14 +225,14 @@ def _quantised_dense(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, n
 
 def _quantised_epilogue(inputs: Inputs, attrs: Attributes) -> Epilogue:
     activation = attrs.get("activation", b"").decode() or None
-    own = 7 if activation == "prelu" else 6  # with its slopes
+    own = 7 if activation == "prelu" else 6  # one more for the slopes
     residual: ResidualPosition | None = "before_activation" if len(inputs) > own else None
     slope = round(float(attrs.get("slope", 0.0)), 6)
     return Epilogue(bias=True, activation=activation, residual=residual, slope=slope)
 
 
 def _pool(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str) -> None:
-    """Resolve automatic padding, and let TVM's converter do the rest."""
+    """Resolve automatic padding, then leave the conversion to TVM's converter."""
     data = inputs[0]
     if attrs.get("auto_pad", b"NOTSET") not in (b"NOTSET", b"") and data is not None:
         attrs["pads"] = _padding(attrs, attrs["kernel_shape"], _static_shape(data)[2:])
@@ -238,7 +240,7 @@ def _pool(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str) -
 
 
 def _padding(attrs: Attributes, kernel: Sequence[int], image: Sequence[int]) -> tuple[int, ...]:
-    """Padding as (before of every axis, after of every axis); SAME as ONNX defines it for ``auto_pad``."""
+    """Return padding as (before for every axis, after for every axis); SAME as ONNX defines it for ``auto_pad``."""
     axes = range(len(kernel))
     strides = attrs.get("strides", (1,) * len(kernel))
     dilations = attrs.get("dilations", (1,) * len(kernel))
@@ -254,7 +256,7 @@ def _padding(attrs: Attributes, kernel: Sequence[int], image: Sequence[int]) -> 
 
 
 def _conv_transpose(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str) -> None:
-    """Resolve ``output_shape``, which TVM's converter ignores, into padding, and let it do the rest."""
+    """Resolve ``output_shape``, which TVM's converter ignores, into padding, then leave the conversion to it."""
     wanted = attrs.pop("output_shape", None)
     if wanted is None:
         return
@@ -263,7 +265,7 @@ def _conv_transpose(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, na
     strides, dilations = attrs.get("strides", ones), attrs.get("dilations", ones)
     added = attrs.get("output_padding", (0,) * len(kernel))
     whole = [strides[a] * (image[a] - 1) + dilations[a] * (kernel[a] - 1) + 1 + added[a] for a in axes]
-    cut = [whole[a] - wanted[a - len(kernel)] for a in axes]  # batch and channels may stand before
+    cut = [whole[a] - wanted[a - len(kernel)] for a in axes]  # batch and channels may come first
     attrs["output_padding"] = tuple(added[a] + max(-cut[a], 0) for a in axes)
     before = [padding_before(total, attrs.get("auto_pad") == b"SAME_UPPER") for total in cut]
     attrs["pads"] = (*before, *(max(total, 0) - first for total, first in zip(cut, before, strict=True)))
@@ -274,7 +276,7 @@ _PAD_MODES = {b"constant": "constant", b"reflect": "reflect", b"edge": "replicat
 
 
 def _pad(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str) -> relax.Expr | None:
-    """Padding with known, non-negative widths as ``R.nn.pad``; else TVM's converter."""
+    """Convert padding with known, non-negative widths to ``R.nn.pad``; None: use TVM's converter."""
     pads = constant_array(inputs[1]) if len(inputs) > 1 else None
     value = constant_array(inputs[2]) if len(inputs) > 2 and inputs[2] is not None else np.zeros(())
     axes = constant_array(inputs[3]) if len(inputs) > 3 and inputs[3] is not None else None
@@ -289,7 +291,7 @@ def _pad(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str) ->
 
 
 def _clip(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str) -> relax.Expr | None:
-    """Clip with constant bounds as ``R.clip``; a missing or NaN bound does not bound."""
+    """Convert Clip with constant bounds to ``R.clip``; a missing or NaN bound is open."""
     bounds = []
     for position, open_end in ((1, -np.inf), (2, np.inf)):
         bound = inputs[position] if len(inputs) > position else None
@@ -306,7 +308,9 @@ def _clip(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str) -
 
 
 def _gemm(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str) -> relax.Expr | None:
-    """``alpha A B + beta C`` with constant B and C: the factors and the transposition go into the constants."""
+    """Convert ``alpha A B + beta C`` with constant B and C: the factors and the transposition are applied to the
+    constants.
+    """
     weight = constant_array(inputs[1])
     bias = constant_array(inputs[2]) if len(inputs) > 2 else None
     if weight is None or weight.dtype.kind != "f" or attrs.get("transA", 0):
@@ -323,7 +327,7 @@ def _gemm(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str) -
 
 
 def _batch_norm(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str) -> relax.Expr | None:
-    """Inference batch norm with its one output; mixed precision is left to TVM's converter."""
+    """Convert an inference batch norm with its one output; mixed precision is left to TVM's converter."""
     if attrs.get("training_mode", 0):
         raise UnsupportedOperatorError(
             f"operator BatchNormalization of node {name!r} is in training mode; export the model for inference"
@@ -335,7 +339,7 @@ def _batch_norm(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: 
 
 
 def _instance_norm(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str) -> relax.Expr | None:
-    """As a group norm with as many groups as channels."""
+    """Convert an instance norm to a group norm with as many groups as channels."""
     data, weight, bias = inputs
     shape = data.ty.shape
     if any(constant_array(each) is None for each in (weight, bias)) or str(data.ty.dtype) != "float32":
@@ -346,9 +350,10 @@ def _instance_norm(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, nam
 
 
 def _resize(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str) -> relax.Expr | None:
-    """Images, channels first or last, as ``resize2d``. Those whose size is not the ``scales`` times that of the input
-    (13 rows times 1.5 are 19), that are filtered before they shrink (``antialias``) or symmetric about their middle,
-    and other axes, as products with the weights along each axis; TVM's converter does the rest.
+    """Convert a resize of images, channels first or last, to ``resize2d``. Images whose size is not ``scales`` times
+    that of the input (13 rows times 1.5 are 19), that are filtered before they shrink (``antialias``) or symmetric
+    about their middle, and other axes, are converted to products with the weights along each axis; the rest is left to
+    TVM's converter.
     """
     data, mode = inputs[0], attrs.get("mode", b"nearest").decode()
     if str(data.ty.dtype) in ("int8", "uint8") and mode != "nearest":
@@ -357,7 +362,7 @@ def _resize(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str)
     shape, rank = _static_shape(data), len(_static_shape(data))
     scales = constant_array(inputs[2]) if len(inputs) > 2 and inputs[2] is not None else None
     sizes = constant_array(inputs[3]) if len(inputs) > 3 and inputs[3] is not None else None
-    if scales is not None and not scales.size:  # opset 11 cannot leave them out
+    if scales is not None and not scales.size:  # opset 11 requires this input, so it may be empty
         inputs[2] = scales = None
     given = sizes if scales is None else scales
     kept = attrs.get("keep_aspect_ratio_policy", b"stretch") != b"stretch"
@@ -402,8 +407,8 @@ def _resize(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str)
 
 
 def _resize_whole_numbers(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str) -> relax.Expr | None:
-    """Bytes between pixels: computed in floats and cut off behind the comma, as ONNX Runtime does, but rounded where
-    they are filtered.
+    """Convert an interpolation of bytes: computed in floats and truncated, as in ONNX Runtime, but rounded with
+    ``antialias``.
     """
     data, *others = inputs
     dtype = str(data.ty.dtype)
@@ -420,7 +425,7 @@ def _resize_whole_numbers(builder: relax.BlockBuilder, inputs: Inputs, attrs: di
 def _resize_image(
     data: relax.Expr, size: tuple[int, int], mode: str, coordinates: str, attrs: Attributes
 ) -> relax.Expr:  # fmt: skip
-    """NCHW ``data`` with ``size`` rows and columns."""
+    """Return NCHW ``data`` resized to ``size`` rows and columns."""
     return relax.op.image.resize2d(
         data,
         size,
@@ -433,7 +438,7 @@ def _resize_image(
     )
 
 
-# Square roots are vector instructions; a power is a call of a library for every value.
+# Square roots are vector instructions; a power is a library call per value.
 _BY_ROOTS: dict[float, Callable[[relax.Expr], relax.Expr]] = {
     0.5: relax.op.rsqrt,
     0.75: lambda x: relax.op.multiply(relax.op.rsqrt(x), relax.op.sqrt(relax.op.rsqrt(x))),
@@ -442,14 +447,14 @@ _BY_ROOTS: dict[float, Callable[[relax.Expr], relax.Expr]] = {
 
 
 def _local_response_norm(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str) -> relax.Expr | None:
-    """``x / (bias + alpha / size * sum of squares of neighbouring channels) ** beta``: the sum is a 1x1 convolution
-    with a band of weights, for which there is a kernel.
+    """Convert ``x / (bias + alpha / size * sum of squares of neighbouring channels) ** beta``: the sum becomes a 1x1
+    convolution with a band of weights, for which there is a kernel.
     """
     data, size = inputs[0], int(attrs["size"])
     shape = _static_shape(data)
     if len(shape) != 4 or str(data.ty.dtype) != "float32":
         return None
-    offsets = np.subtract.outer(np.arange(shape[1]), np.arange(shape[1]))  # of the result's channel from the input's
+    offsets = np.subtract.outer(np.arange(shape[1]), np.arange(shape[1]))  # output channel minus input channel
     band = (offsets <= (size - 1) // 2) & (-offsets <= size // 2)
     weight = (float(attrs.get("alpha", 1e-4)) / size * band).astype(np.float32)
     squares = builder.emit(relax.op.multiply(data, data), f"{name}_squares")
@@ -463,7 +468,7 @@ def _local_response_norm(builder: relax.BlockBuilder, inputs: Inputs, attrs: dic
 
 
 def _pairwise(operator: Callable) -> Callable:
-    """Variadic element-wise operators as a chain of binary ones."""
+    """Return a converter of a variadic element-wise operator to a chain of binary ones."""
 
     def convert_pairwise(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str) -> relax.Expr | None:
         if any(isinstance(value.ty, relax.ShapeType) for value in inputs):
@@ -474,7 +479,7 @@ def _pairwise(operator: Callable) -> Callable:
 
 
 def _power(builder: relax.BlockBuilder, inputs: Inputs, attrs: dict, name: str) -> relax.Expr | None:
-    """A power of integers by way of doubles, as ONNX Runtime computes it; TVM has none of its own."""
+    """Convert a power of integers by way of doubles, as ONNX Runtime computes it; TVM has no integer power."""
     dtype = str(inputs[0].ty.dtype)
     if "int" not in dtype:
         return None

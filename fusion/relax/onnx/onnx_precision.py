@@ -1,7 +1,7 @@
-"""ONNX models in another floating-point precision than the one they are written in.
+"""Conversion of ONNX models to another floating-point precision.
 
-Kernels compute in FP32: CPUs have vector instructions for that, and TVM's code for numbers of 16 bits converts value by
-value. So a model of 16 bits is computed in 32, as ONNX Runtime does on CPUs; its inputs and outputs keep their types.
+Kernels compute in FP32: CPUs have vector instructions for it, and TVM's code for 16-bit numbers converts value by
+value. So a 16-bit model is computed in FP32, as ONNX Runtime does on CPUs; its inputs and outputs keep their types.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 def half_types() -> tuple[int, ...]:
-    """ONNX's numbers of the floating-point types of 16 bits."""
+    """Return ONNX's type numbers of the 16-bit floating-point types."""
     from onnx import TensorProto
 
     return (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
 
 def holds_half(graph: GraphProto) -> bool:
-    """Whether weights, inputs, constants or casts of ``graph`` or its sub-graphs have 16 bits."""
+    """True if weights, inputs, constants or casts of ``graph`` or its sub-graphs have 16 bits."""
     half = half_types()
     types = [tensor.data_type for tensor in graph.initializer]
     types += [value.type.tensor_type.elem_type for value in graph.input]
@@ -37,7 +37,9 @@ def holds_half(graph: GraphProto) -> bool:
 
 
 def widened(model: ModelProto, sources: Collection[int], target: int) -> ModelProto:
-    """A copy whose inputs, outputs, constants and casts of the types ``sources`` (ONNX's numbers) are of ``target``."""
+    """Return a copy with inputs, outputs, constants and casts of the types ``sources`` (ONNX's type numbers) changed to
+    ``target``.
+    """
     from onnx import ModelProto
 
     copy = ModelProto()
@@ -48,7 +50,9 @@ def widened(model: ModelProto, sources: Collection[int], target: int) -> ModelPr
 
 
 def computed_in_single(model: ModelProto) -> ModelProto:
-    """``model`` itself if nothing in it has 16 bits; else a copy in FP32, between casts of inputs and outputs."""
+    """Return a copy of ``model`` in FP32, between casts of inputs and outputs; ``model`` itself if nothing in it has 16
+    bits.
+    """
     from onnx import TensorProto, helper
 
     if not holds_half(model.graph):
@@ -93,7 +97,7 @@ def _new_name(name: str, taken: set[str]) -> str:
 
 
 def _rename(graph: GraphProto, names: Mapping[str, str]) -> None:
-    """Tensors of nodes, those in sub-graphs included."""
+    """Rename tensors of nodes, including those in sub-graphs."""
     for node in graph.node:
         node.input[:] = [names.get(name, name) for name in node.input]
         node.output[:] = [names.get(name, name) for name in node.output]
@@ -138,7 +142,7 @@ def _widen_attribute(attribute: AttributeProto, of_constant: bool, sources: Coll
 
 
 def _add_zero(node: NodeProto, target: int) -> None:
-    """The default of ConstantOfShape is a zero of single precision."""
+    """Add an explicit zero of type ``target``: the default of ConstantOfShape is a zero of single precision."""
     from onnx import helper, numpy_helper
 
     zero = np.zeros(1, helper.tensor_dtype_to_np_dtype(target))

@@ -1,4 +1,4 @@
-"""An ONNX model made ready for conversion: static shapes, one opset range, constants folded, operators checked."""
+"""Preparation of an ONNX model for conversion: static shapes, one opset range, constants folded, operators checked."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ from fusion.relax.onnx.onnx_unsupported import may_simplify, raise_unsupported
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, ValueInfoProto
 
-# Older operators take attributes where newer ones take inputs: the converters below read the newer form.
+# Older operators have attributes where newer ones have inputs: the converters expect the newer form.
 CONVERTED_OPSET = 17
 OLDEST_DIRECT_OPSET = 13
-# Fusions belong to Relax, and equal weights or nodes of a real model are equal for a reason.
+# Fusions belong to Relax, and equal weights or nodes of a real model are usually equal on purpose.
 SKIPPED_OPTIMIZATIONS = ["graph_fusion", "subexpression_elimination", "weight_tying"]
-# Operators with results that may be left out; of others the number of results decides what they compute.
+# Operators with optional outputs; for other operators the number of outputs decides what they compute.
 _WITH_OPTIONAL_RESULTS = frozenset({"Dropout", "GRU", "LSTM", "LayerNormalization", "MaxPool", "RNN"})
 
 
 def prepare(
     file: Path, model: ModelProto, shapes: Mapping[str, tuple[int, ...]] | None, batch: int | None = None
 ) -> ModelProto:
-    """A simplified copy of ``model``: inputs static, functions inlined, opset >= 13, constant sub-graphs evaluated.
+    """Return a simplified copy of ``model``: inputs static, functions inlined, opset >= 13, constant sub-graphs
+    evaluated.
 
     ``InputError`` for shapes that do not fit the inputs, ``UnsupportedOperatorError`` with every operator that no
-    converter covers, ``ModelError`` when a library cannot process the graph.
+    converter covers, ``ModelError`` if a library cannot process the graph.
     """
     import onnx
 
@@ -62,34 +63,34 @@ def prepare(
 
 
 def static_model(file: Path, shapes: Mapping[str, tuple[int, ...]] | None, batch: int | None = None) -> ModelProto:
-    """The model as the file holds it, its inputs static, for ``batch`` samples. Errors as of ``prepare``."""
+    """Return the model of the file with static inputs, for ``batch`` samples. Errors as in ``prepare``."""
     model = inline_functions(file, load_model(file))
     apply_shapes(file, model, shapes or {}, batch)
     return model if batch is None else rebatch(file, model, batch)
 
 
 def inline_functions(file: Path, model: ModelProto) -> ModelProto:
-    """Model-local functions replaced by their bodies."""
+    """Replace model-local functions by their bodies."""
     if not model.functions:
         return model
     import onnx.inliner
 
     try:
         return onnx.inliner.inline_local_functions(model)
-    except Exception as error:  # the inliner raises bare RuntimeErrors of C++
+    except Exception as error:  # the inliner raises plain C++ errors
         raise ModelError(
             f"{file}: local functions cannot be inlined: {sentence(error)}; export the model without them"
         ) from error
 
 
 def real_inputs(graph: GraphProto) -> list[ValueInfoProto]:
-    """Graph inputs that the user feeds: old files list weights among the inputs as well."""
+    """Return the graph inputs that the user supplies: old files list weights among the inputs as well."""
     weights = {tensor.name for tensor in graph.initializer}
     return [value for value in graph.input if value.name not in weights]
 
 
 def dimensions(value: ValueInfoProto) -> tuple[int | str, ...] | None:
-    """Sizes, or names (``?`` when unnamed) of dynamic dimensions; None when even the rank is open."""
+    """Return sizes, or names (``?`` if unnamed) of dynamic dimensions; None if even the rank is unknown."""
     tensor = value.type.tensor_type
     if not tensor.HasField("shape"):
         return None
@@ -99,7 +100,9 @@ def dimensions(value: ValueInfoProto) -> tuple[int | str, ...] | None:
 def apply_shapes(
     file: Path, model: ModelProto, shapes: Mapping[str, tuple[int, ...]], batch: int | None = None
 ) -> None:
-    """Write the user's shapes into the inputs, ``batch`` into open leading dimensions; then every input is static."""
+    """Write the user's shapes into the inputs, and ``batch`` into open leading dimensions; every input must be static
+    then.
+    """
     inputs = {value.name: value for value in real_inputs(model.graph)}
     for value in inputs.values():
         sizes = dimensions(value)
@@ -140,7 +143,7 @@ def _check_shape(file: Path, name: str, declared: tuple[int | str, ...] | None, 
 
 
 def _way_on(declared: tuple[int | str, ...], given: tuple[int, ...]) -> str:
-    """Where only the leading dimension is another: the option that rewrites it."""
+    """Return advice for the error: the option that rewrites the batch, if only the leading dimension differs."""
     alike = all(isinstance(old, str) or old == new for old, new in zip(declared[1:], given[1:], strict=True))
     return f"; --batch {given[0]} rewrites a model for another batch" if alike else "; give the sizes that it has"
 
@@ -162,7 +165,9 @@ def _describe(sizes: tuple[int | str, ...] | None) -> str:
 
 
 def _suggestion(sizes: tuple[int | str, ...] | None) -> str:
-    """One image of 224 x 224 where the model leaves the choice open; its channels stand last where they are so few."""
+    """Return example sizes: one image of 224 x 224 where the model leaves sizes open, channels last if the
+    model is so.
+    """
     if sizes is None or len(sizes) == 4:
         last = sizes is not None and sizes[3] in (1, 3, 4) and sizes[1] not in (1, 3, 4)
         usual: tuple[int, ...] = (1, 224, 224, 3) if last else (1, 3, 224, 224)
@@ -171,14 +176,14 @@ def _suggestion(sizes: tuple[int | str, ...] | None) -> str:
 
 
 def name_nodes(graph: GraphProto) -> None:
-    """Give nameless nodes the name of their first output, so that reports can name every site."""
+    """Give unnamed nodes the name of their first output, so that reports can name every node."""
     for node in graph.node:
         if not node.name:
             node.name = next((name for name in node.output if name), node.op_type)
 
 
 def drop_unread_results(graph: GraphProto) -> None:
-    """Optional results that nothing reads, which exporters name all the same: masks, indices, last states."""
+    """Remove optional outputs that nothing reads but exporters name: masks, indices, last states."""
     nodes = list(all_nodes(graph))
     read = {name for node in nodes for name in node.input} | {value.name for value in graph.output}
     read |= {value.name for node in nodes for each in node.attribute for value in each.g.output}
@@ -195,11 +200,11 @@ def _modernise(file: Path, model: ModelProto) -> ModelProto:
         return model
     import onnx.version_converter
 
-    # From IR 4 on weights need not be graph inputs; the converter of an older file misses those that are not.
+    # Since IR 4 weights need not be graph inputs; for an older version the converter does not find those that are not.
     model.ir_version = max(model.ir_version, 8)
     try:
         return onnx.version_converter.convert_version(model, CONVERTED_OPSET)
-    except Exception as error:  # raises bare C++ errors
+    except Exception as error:  # raises plain C++ errors
         raise UnsupportedOperatorError(
             f"{file}: opset {opset} cannot be converted to {CONVERTED_OPSET} ({sentence(error)}); "
             f"export the model again with opset {CONVERTED_OPSET}"
@@ -218,15 +223,15 @@ def _simplify(file: Path, model: ModelProto) -> ModelProto:
         raise ModelError(
             f"{file}: the graph cannot be simplified: {sentence(error)}; export the model again"
         ) from error
-    del simple.graph.input[:]  # onnxslim drops inputs that nothing reads; they are part of the interface
+    del simple.graph.input[:]  # onnxslim removes inputs that nothing reads; they are part of the interface
     simple.graph.input.extend(inputs)
     return simple
 
 
 @contextlib.contextmanager
 def _compared_quickly() -> Iterator[None]:
-    """onnxslim simplifies until nothing changes, which it asks of graphs in which every reader of a tensor meets all
-    others: 12 s where 10,000 nodes read one input. What the model says of nodes and shapes is the same question.
+    """Speed up onnxslim's test for convergence: it compares graphs in which all readers of a tensor are connected to
+    each other, 12 s if 10,000 nodes read one input. Comparing nodes and shapes of the model is equivalent.
     """
     import onnxslim.utils
 

@@ -1,7 +1,6 @@
-"""Quantised operators of ONNX and of ONNX Runtime, taken apart: each as the operator of floats that it stands for,
-between DequantizeLinear and QuantizeLinear. So there is one form of quantised models behind this file. Those whose
-scales are found while they run (ConvInteger, MatMulInteger) are computed in floats, of the whole numbers that they
-read.
+"""Decomposition of quantised operators of ONNX and of ONNX Runtime: each becomes the float operator that it stands for,
+between DequantizeLinear and QuantizeLinear, so that later passes see one form of quantised models. Operators with
+scales computed at run time (ConvInteger, MatMulInteger) become float operators on the integers that they read.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
 
 _RUNTIMES_OWN = "com.microsoft"
-# Ends the names of the nodes that round what such an operator computes.
+# Suffix of the names of nodes that round the result of such an operator.
 OF_OPERATOR = "_of_quantised_operator"
-# Ends those of the nodes that make whole numbers of what is computed in floats.
+# Suffix of the names of nodes that make integers from a float result.
 _WHOLE = "_whole_of_quantised_operator"
 
 
 class _Parts:
-    """Collects the nodes that one quantised node becomes."""
+    """Collector of the nodes that one quantised node becomes."""
 
     def __init__(self, node: NodeProto, constants: dict[str, np.ndarray], initializers: list[Any]) -> None:
         self.node = node
@@ -34,7 +33,7 @@ class _Parts:
         self._count = 0
 
     def given(self, index: int) -> str:
-        """The name of an input, empty where it is left out."""
+        """Return the name of an input, empty if it is omitted."""
         return self.node.input[index] if index < len(self.node.input) else ""
 
     def _name(self, what: str) -> str:
@@ -42,7 +41,9 @@ class _Parts:
         return f"{self.node.output[0]}_{what}_{self._count}"
 
     def dequantised(self, first: int, axis: int | None = None) -> str:
-        """The values behind the inputs tensor, scale and zero point from ``first`` on."""
+        """Return the name of the dequantised tensor whose values, scale and zero point are the inputs from ``first``
+        on.
+        """
         from onnx import helper
 
         name = self._name("values")
@@ -53,7 +54,7 @@ class _Parts:
         return name
 
     def bias(self, index: int, data_scale: int, weight_scale: int) -> list[str]:
-        """A bias of 32 bits in units of the sums, if there is one."""
+        """Return the dequantised int32 bias, in units of the sums, as a list of one name; empty if there is none."""
         from onnx import helper, numpy_helper
 
         if not self.given(index):
@@ -71,7 +72,9 @@ class _Parts:
         return [name]
 
     def compute(self, operator: str, inputs: Sequence[str], leave_out: Sequence[str] = (), named: bool = True) -> str:
-        """The operator of floats, with the attributes of the node but those ``leave_out``."""
+        """Add the float operator, with the attributes of the node except ``leave_out``; return the name of
+        its result.
+        """
         from onnx import helper
 
         output = self._name("result")
@@ -81,7 +84,7 @@ class _Parts:
         return output
 
     def quantise(self, value: str, scale: int, zero: int) -> None:
-        """``value`` as the output of the node."""
+        """Add the quantisation of ``value`` as the output of the node."""
         from onnx import helper
 
         inputs = [each for each in (value, self.given(scale), self.given(zero)) if each]
@@ -90,8 +93,8 @@ class _Parts:
         )
 
     def centred(self, data: int, zero: int) -> str:
-        """The whole numbers of the input ``data`` less the zero point at ``zero``, as floats. ``KeyError`` if that is
-        not one for all.
+        """Return the integers of the input ``data`` minus the zero point at ``zero``, as floats. ``KeyError`` if there
+        is more than one zero point.
         """
         from onnx import TensorProto, helper
 
@@ -109,8 +112,8 @@ class _Parts:
         return name
 
     def centred_weights(self, weight: int, zero: int, axis: int) -> str:
-        """Constant weights less their zero point, of all, of each output along ``axis``, or of as many axes as the
-        weights have, as floats.
+        """Return constant weights minus their zero point as floats; one zero point for all, one per output along
+        ``axis``, or an array of the rank of the weights.
         """
         from onnx import numpy_helper
 
@@ -125,8 +128,8 @@ class _Parts:
         return name
 
     def as_whole(self, value: str) -> None:
-        """``value`` as the output of the node, of int32: rounded, for a kernel may compute products of whole numbers by
-        fractions (Winograd).
+        """Add ``value`` as the int32 output of the node, rounded: a kernel may compute integer products with fractions
+        (Winograd).
         """
         from onnx import TensorProto, helper
 
@@ -135,7 +138,7 @@ class _Parts:
         self.nodes.append(helper.make_node("Cast", [rounded], [output], f"{output}{_WHOLE}", to=TensorProto.INT32))
 
     def rename_result(self, value: str) -> None:
-        """``value`` as the output of the node, which is of floats."""
+        """Make ``value`` the float output of the node."""
         for node in self.nodes:
             node.output[:] = [self.node.output[0] if name == value else name for name in node.output]
 
@@ -209,8 +212,8 @@ _OWN: dict[str, Callable[[_Parts], None]] = {
 
 
 def taken_apart(model: ModelProto) -> ModelProto:
-    """``model`` itself if it holds no such operator; else a copy without those whose weights and, where they have any,
-    scales are constant.
+    """Return a copy of ``model`` with such operators decomposed if their weights and scales (if any) are constant;
+    ``model`` itself if it contains none.
     """
     from onnx import ModelProto
 
@@ -228,14 +231,14 @@ def taken_apart(model: ModelProto) -> ModelProto:
         convert = converter(node)
         if convert is None:
             if _is_step_of_runtime(node):
-                node.domain = ""  # the same, of more types
+                node.domain = ""  # the standard operator, with more types
             nodes.append(node)
             continue
         initializers: list[Any] = []
         parts = _Parts(node, constants, initializers)
         try:
             convert(parts)
-        except KeyError:  # left as it is, to be refused
+        except KeyError:  # kept, and reported as unsupported later
             nodes.append(node)
             continue
         nodes += parts.nodes
@@ -251,7 +254,7 @@ def _is_step_of_runtime(node: NodeProto) -> bool:
 
 
 def _without_round_trips(nodes: Sequence[NodeProto]) -> list[NodeProto]:
-    """Sums of whole numbers, which are there in floats, are read as these where they are cast back."""
+    """Read integer sums, which exist as floats, as floats where they are cast back."""
     from onnx import TensorProto
 
     whole = {node.output[0]: node.input[0] for node in nodes if node.name.endswith(_WHOLE)}

@@ -1,4 +1,4 @@
-"""Is an ONNX model quantised, which of its layers are, and of which file."""
+"""Tests for quantised ONNX models: the model, the share of its layers, and the file that it was made from."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from fusion.relax.onnx.onnx_file import all_nodes
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto
 
-# Layers that do a network's arithmetic, as ONNX and ONNX Runtime's optimiser name them: in floating point, and in
-# integers.
+# Layers with most of the arithmetic of a network, by the names of ONNX and of ONNX Runtime's optimiser: in floating
+# point, and in integers.
 FLOAT_LAYERS = frozenset(
     {"Conv", "FusedConv", "NhwcFusedConv", "ConvTranspose", "Gemm", "FusedGemm", "MatMul", "FusedMatMul"}
 )
@@ -25,20 +25,22 @@ _STEPS = frozenset({"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear
 
 
 def is_quantised(graph: GraphProto) -> bool:
-    """Whether some value of ``graph`` or its sub-graphs is rounded to integers, or some layer computed in them."""
+    """True if some value of ``graph`` or its sub-graphs is rounded to integers, or some layer is computed
+    in integers.
+    """
     return any(node.op_type in _STEPS or node.op_type in INTEGER_LAYERS for node in all_nodes(graph))
 
 
 def integer_share(nodes: Iterable[NodeProto]) -> tuple[int, int]:
-    """Layers computed in integers, and all layers, of a graph as ONNX Runtime's optimiser left it."""
+    """Return the numbers of integer layers and of all layers in a graph optimised by ONNX Runtime."""
     kinds = [node.op_type for node in nodes]
     integers = sum(kind in INTEGER_LAYERS for kind in kinds)
     return integers, integers + sum(kind in FLOAT_LAYERS for kind in kinds)
 
 
 def quantised_share(graph: GraphProto) -> tuple[int, int]:
-    """Quantised layers and all layers of a graph as a file holds it: those of integers, and those of floating point
-    whose data and weights both come out of integers.
+    """Return the numbers of quantised layers and of all layers in the graph of a file: integer layers count, and float
+    layers with data and weights that are both dequantised.
     """
     restored = {name for node in graph.node if node.op_type == "DequantizeLinear" for name in node.output}
     layers = [node for node in graph.node if node.op_type in FLOAT_LAYERS or node.op_type in INTEGER_LAYERS]
@@ -47,14 +49,14 @@ def quantised_share(graph: GraphProto) -> tuple[int, int]:
 
 
 def quantized_path(model: Path) -> Path:
-    """Where ``python -m fusion quantize`` writes the quantised file of ``model`` unless told, and where it is looked
-    for.
+    """Return the default path of the quantised file of ``model``: ``python -m fusion quantize`` writes it, and other
+    commands look for it there.
     """
     return model.with_name(f"{model.stem}-int8.onnx")
 
 
 def set_origin(quantised: ModelProto, digest: str) -> None:
-    """Notes in ``quantised`` the SHA-256 of the file that it was made from."""
+    """Record in ``quantised`` the SHA-256 of the file that it was made from."""
     for entry in [each for each in quantised.metadata_props if each.key == _ORIGIN]:
         quantised.metadata_props.remove(entry)
     entry = quantised.metadata_props.add()
@@ -62,5 +64,5 @@ def set_origin(quantised: ModelProto, digest: str) -> None:
 
 
 def origin_of(model: ModelProto) -> str | None:
-    """The SHA-256 of the file that ``model`` was quantised from; ``None`` if another tool made it."""
+    """Return the SHA-256 of the file that ``model`` was quantised from; None if another tool made it."""
     return next((entry.value for entry in model.metadata_props if entry.key == _ORIGIN), None)

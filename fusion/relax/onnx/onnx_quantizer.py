@@ -1,4 +1,4 @@
-"""A float ONNX model to a quantised one, by ONNX Runtime's own quantiser: what it writes every runtime reads."""
+"""Quantisation of a float ONNX model by ONNX Runtime's own quantiser, whose output every runtime can read."""
 
 from __future__ import annotations
 
@@ -26,26 +26,27 @@ if TYPE_CHECKING:
 
 FORMATS = ("qdq", "qoperator")
 METHODS = ("minmax", "entropy", "percentile")
-# Lines of progress while samples run.
+# Number of progress lines while samples run.
 _REPORTS = 10
-# Models older than this are converted by the quantiser itself, which cannot with every operator.
+# The quantiser converts older models itself, which fails for some operators.
 _SAFE_OPSET = 11
-# ONNX Runtime's severities: what it says about graphs that it made itself, and its default.
+# Severities of ONNX Runtime: while it processes graphs of its own, and its default.
 _ERRORS, _WARNINGS = 3, 2
 
 
 @dataclass(frozen=True)
 class QuantizationOptions:
-    """``format``: steps around float layers (``qdq``) or integer layers (``qoperator``). ``per_channel``: a scale for
-    every output channel of a weight; ``symmetric``: activations from -128 to 127 around zero instead of 0 to 255 from
-    any zero point (weights always are symmetric); ``exclude``: names of nodes that stay in floating point; ``method``:
-    how ranges follow from the samples.
-    """
+    """Options of ``python -m fusion quantize``."""
 
+    # Quantisation steps around float layers (``qdq``) or integer layers (``qoperator``).
     format: str = "qdq"
+    # One scale per output channel of a weight.
     per_channel: bool = False
+    # Activations from -128 to 127 around zero instead of 0 to 255 from any zero point; weights are always symmetric.
     symmetric: bool = False
+    # Names of nodes that stay in floating point.
     exclude: tuple[str, ...] = ()
+    # Method that derives ranges from the samples.
     method: str = "minmax"
 
     def __post_init__(self) -> None:
@@ -55,8 +56,8 @@ class QuantizationOptions:
 
 
 def load_float_model(path: Path) -> ModelProto:
-    """The model in ``path``, every node with a name. ``ModelError`` if it cannot be read, is quantised already or has
-    16 bits.
+    """Return the model in ``path`` with a name for every node. ``ModelError`` if it cannot be read, is already
+    quantised or has 16 bits.
     """
     model = inline_functions(path, load_model(path))
     if is_quantised(model.graph):
@@ -68,7 +69,7 @@ def load_float_model(path: Path) -> ModelProto:
 
 
 def declared_inputs(path: Path, model: ModelProto) -> list[DeclaredInput]:
-    """The inputs as ``model`` declares them; ``ModelError`` for one of unknown rank."""
+    """Return the inputs as ``model`` declares them; ``ModelError`` for an input of unknown rank."""
     from onnx import helper
 
     found = []
@@ -90,10 +91,10 @@ def quantized(
     options: QuantizationOptions,
     say: Callable[[str], None] = lambda _: None,
 ) -> ModelProto:
-    """``model`` (of the file ``path``) quantised with the ranges that its tensors take in ``calls`` of ``data``.
+    """Return ``model`` (of the file ``path``) quantised with the ranges of its tensors in ``calls`` of ``data``.
 
-    ``InputError`` for excluded names that it has not, or if nothing is left to quantise; ``ModelError`` if ONNX Runtime
-    cannot process it.
+    ``InputError`` for excluded names that do not exist, or if nothing is left to quantise; ``ModelError`` if ONNX
+    Runtime cannot process the model.
     """
     quantizer = _library()
     with tempfile.TemporaryDirectory(prefix="quantising-") as folder, _silent(), _understood(path, model):
@@ -116,16 +117,17 @@ def quantized(
 
 
 def float_form(path: Path, model: ModelProto) -> ModelProto:
-    """``model`` as it is before its layers are quantised: constants folded, norms in the weights. Its nodes and tensors
-    have the names of the quantised model's, which may be excluded as those of ``model``. Errors: :func:`quantized`'s.
+    """Return ``model`` in the form before its layers are quantised: constants folded, norms in the weights. Its nodes
+    and tensors have the names of the quantised model, and can be excluded like those of ``model``. Errors as in
+    :func:`quantized`.
     """
     with tempfile.TemporaryDirectory(prefix="quantising-") as folder, _silent(), _understood(path, model):
         return _parsed(_prepared(_library(), model, Path(folder), lambda _: None))
 
 
 def with_what_follows(form: ModelProto, layers: Collection[str]) -> tuple[str, ...]:
-    """``layers`` (names of nodes of a :func:`float_form`) and the nodes that compute with what they leave, such as
-    additions: the quantiser would round those to bytes though no layer beside them is.
+    """Return ``layers`` (names of nodes of a :func:`float_form`) and the nodes that process their results, such as
+    additions: the quantiser would round those to bytes though no adjacent layer is quantised.
     """
     made = {output: node for node in form.graph.node for output in node.output}
     found = dict.fromkeys(layers)
@@ -142,7 +144,7 @@ def _understood(path: Path, model: ModelProto) -> Iterator[None]:
         yield
     except ProjectError:
         raise
-    except Exception as error:  # the library raises anything on graphs that it does not expect
+    except Exception as error:  # the library raises any error on unexpected graphs
         old = "; export the model again with opset 17" * (opset_of(model) < _SAFE_OPSET)
         raise ModelError(
             f"{path}: ONNX Runtime cannot quantise it: {sentence(error)}{old}; leave layers out with --exclude"
@@ -153,7 +155,7 @@ def _prepared(quantizer: Any, model: ModelProto, folder: Path, say: Callable[[st
     named, prepared = (folder / f"{stage}.onnx" for stage in ("named", "prepared"))
     say("preparing the graph")
     named.write_bytes(model.SerializeToString())
-    # Shapes of convolutional networks need no symbols, for which the library wants a further package.
+    # Shapes of convolutional networks need no symbols, for which the library requires another package.
     quantizer.shape_inference.quant_pre_process(str(named), str(prepared), skip_symbolic_shape=True)
     return prepared
 
@@ -176,14 +178,14 @@ def _quantize_static(
             "ActivationSymmetric": options.symmetric,
             "CalibTensorRangeSymmetric": options.symmetric,
             "WeightSymmetric": True,
-            # One call after the other: the library would hold every tensor of all calls in memory.
+            # One call at a time: else the library keeps every tensor of all calls in memory.
             "CalibStridedMinMax": 1,
         },
     )
 
 
 class _Samples:
-    """What the library reads calls from; a range of them is asked for at a time."""
+    """Reader of calls for the library, which requests one range of them at a time."""
 
     def __init__(self, data: CalibrationData, calls: Sequence[int], say: Callable[[str], None]) -> None:
         self._data, self._calls, self._say = data, list(calls), say
@@ -193,11 +195,11 @@ class _Samples:
         return len(self._calls)
 
     def set_range(self, start_index: int, end_index: int) -> None:
-        """Calls from ``start_index`` on, before ``end_index``."""
+        """Select the calls from ``start_index`` up to, excluding, ``end_index``."""
         self._next, self._end = start_index, end_index
 
     def get_next(self) -> Arrays | None:
-        """The next call of the range, ``None`` behind its end."""
+        """Return the next call of the range, None after its end."""
         if self._next >= self._end:
             return None
         self._next += 1
@@ -220,8 +222,8 @@ def _methods(quantizer: Any) -> dict[str, Any]:
 
 
 def _excluded(prepared: GraphProto, original: GraphProto, names: Sequence[str]) -> list[str]:
-    """Names in the prepared graph of the nodes called ``names`` in the original one: what a node was merged into has
-    its name with something behind, or makes its result.
+    """Return the names in the prepared graph of the nodes ``names`` of the original one: a node they were merged into
+    has their name with a suffix, or computes their result.
     """
     before = {node.name for node in original.node}
     results = {output for node in original.node if node.name in names for output in node.output}
@@ -245,7 +247,7 @@ def _some(names: Sequence[str], limit: int = 6) -> str:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """The library's own progress and advice are for developers."""
+    """Suppress the library's own progress and advice, which are for developers."""
     import onnxruntime
 
     level = logging.root.manager.disable

@@ -1,4 +1,4 @@
-"""Operators that cannot be taken, named all at once, and how to cut off the part of the model before them."""
+"""Reports of unsupported operators, all at once, with advice to cut out the part of the model before them."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ RANDOM_OPERATORS = frozenset(
     {"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
 )
 STANDARD_DOMAINS = ("", "ai.onnx")
-# The shapes of their results depend on values.
+# Operators whose result shapes depend on values.
 SHAPED_BY_VALUES = frozenset({"Compress", "NonMaxSuppression", "NonZero", "Unique"})
 _RUNTIMES_OWN = "com.microsoft"
 _QUANTISED = ("QLinear", "QGemm", "QAttention", "ConvInteger", "DynamicQuantize", "MatMulNBits", "MatMulInteger")
-# What a part must hold to be worth tuning.
+# Layers, at least one of which makes a part worth tuning.
 _LAYERS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 _MOST_NAMED = 6
 
 
 def may_simplify(node: NodeProto) -> bool:
-    """Whether a library may evaluate the node: not those of other domains, nor those that draw random numbers."""
+    """True if a library may evaluate the node: not for operators of other domains, nor for random numbers."""
     return node.domain in STANDARD_DOMAINS and node.op_type not in RANDOM_OPERATORS
 
 
 def raise_unsupported(file: Path, graph: GraphProto, original: GraphProto) -> None:
-    """``UnsupportedOperatorError`` that lists every operator without a converter once, with its nodes, and says how the
-    part before them is cut out of ``original``, the graph as ``file`` holds it.
+    """Raise ``UnsupportedOperatorError`` that lists every operator without a converter once, with its nodes, and
+    explains how to cut the part before them out of ``original``, the graph of ``file``.
     """
     from fusion.relax.onnx.onnx_frontend import supported_operators
 
@@ -52,7 +52,9 @@ def raise_unsupported(file: Path, graph: GraphProto, original: GraphProto) -> No
 
 
 def _origin(operators: Collection[str]) -> str:
-    """Where operators come from that an exporter does not write, if all are such: there is another file to tune."""
+    """Return advice on the source of operators that exporters do not write, if all are such: another file should be
+    tuned.
+    """
     names = [name.removeprefix(f"{_RUNTIMES_OWN}.") for name in operators]
     if all(name.startswith(_QUANTISED) for name in names):
         return (
@@ -69,8 +71,8 @@ def _some(names: list[str], limit: int = 3) -> str:
 
 
 def part_before(file: Path, graph: GraphProto, original: GraphProto, ends: Callable[[NodeProto], bool]) -> str:
-    """``; ...``: how to cut out of ``file`` what is computed before the nodes where it ``ends``; empty if that holds no
-    layer, or its results have no names in ``original``.
+    """Return advice (``; ...``) to cut out of ``file`` the part before the nodes for which ``ends`` is true; empty if
+    that part has no layer, or its results have no names in ``original``.
     """
     if not any(map(ends, all_nodes(graph))):
         return ""
@@ -83,7 +85,9 @@ def part_before(file: Path, graph: GraphProto, original: GraphProto, ends: Calla
 
 
 def require_known_shapes(file: Path, graph: GraphProto, original: GraphProto) -> None:
-    """``ModelError`` where shapes depend on values: it names the nodes, and how to cut out what comes before them."""
+    """Raise ``ModelError`` if shapes depend on values; it names the nodes, and explains how to cut out the part before
+    them.
+    """
     nodes = [f"{node.op_type} ({node.name})" for node in filter(_is_shaped_by_values, all_nodes(graph))]
     if nodes:
         way = part_before(file, graph, original, _is_shaped_by_values)
@@ -97,12 +101,14 @@ def _is_shaped_by_values(node: NodeProto) -> bool:
 
 
 def _interface_before(graph: GraphProto, ends: Callable[[NodeProto], bool]) -> tuple[list[str], list[str]]:
-    """Inputs and outputs of what is computed from the inputs before the nodes where it ``ends``; none without a layer.
+    """Return inputs and outputs of the part that is computed before the nodes for which ``ends`` is true; empty without
+    a layer.
 
-    Outputs are what those nodes, and all that come after them, read of it, and the results of ``graph`` in it.
+    Outputs are the tensors of the part that those nodes, and all nodes after them, read, and the outputs of ``graph``
+    in it.
     """
     weights = {tensor.name for tensor in graph.initializer}
-    # What each tensor before those nodes is computed from.
+    # Graph inputs that each tensor before those nodes is computed from.
     sources = {value.name: {value.name} for value in graph.input if value.name not in weights}
     computed: set[str] = set()
     wanted: dict[str, None] = {}

@@ -1,4 +1,4 @@
-"""The tensors of an ONNX graph that is quantised: who makes and reads them, and what their bytes stand for."""
+"""Tensors of a quantised ONNX graph: their producers and readers, and the values that their bytes represent."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import numpy as np
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto
 
-# Ends the names of zero points of bytes that had a sign.
+# Suffix of the names of zero points of bytes that were signed.
 SHIFTED = "_without_sign"
-# The same of bytes as of what they stand for.
+# Operators that do the same to bytes as to the values that they represent.
 MOVES = frozenset(
     {"MaxPool", "Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze", "Identity", "Concat", "Slice", "Tile"}
     | {"DepthToSpace", "SpaceToDepth", "Expand"}
 )
-# Of one tensor, value by value; other inputs are numbers.
+# Element-wise operators of one tensor; their other inputs are constants.
 _ALONG = frozenset({"Clip", "Elu", "HardSigmoid", "HardSwish", "LeakyRelu", "PRelu", "Relu", "Sigmoid", "Tanh"})
 
 
 @dataclass(frozen=True, eq=False)
 class TensorOfBytes:
-    """A tensor of bytes and what they stand for; ``node``: the DequantizeLinear that says so."""
+    """Byte tensor and its quantisation, from the DequantizeLinear ``node``."""
 
     source: str
     scale: np.ndarray
@@ -33,17 +33,17 @@ class TensorOfBytes:
     node: NodeProto
 
     def same_as(self, scale: np.float32, zero: int) -> bool:
-        """Whether equal bytes of that scale and zero point stand for the same."""
+        """True if bytes with that scale and zero point represent the same values."""
         return bool(self.scale.reshape(-1)[0] == scale) and int(self.zero.reshape(-1)[0]) == zero
 
     @property
     def offset(self) -> int:
-        """What was added to bytes with a sign."""
+        """Number that was added to signed bytes to make them unsigned."""
         return offset_of(self.node)
 
 
 class QuantisedTensors:
-    """Who makes a tensor, who reads it, and the values of those that are constant."""
+    """Producers and readers of tensors, and the values of constant ones."""
 
     def __init__(self, model: ModelProto) -> None:
         self.model = model
@@ -58,7 +58,7 @@ class QuantisedTensors:
         self.index()
 
     def index(self) -> None:
-        """Finds makers and readers, anew where nodes have changed."""
+        """Find producers and readers, again after nodes have changed."""
         self.made_by.clear()
         self.readers.clear()
         for node in self.graph.node:
@@ -68,12 +68,12 @@ class QuantisedTensors:
                 self.readers[name].append(node)
 
     def inner(self, name: str) -> bool:
-        """Whether one node alone reads it, and nobody outside."""
+        """True if exactly one node reads the tensor, and it is no output of the graph."""
         return len(self.readers[name]) == 1 and name not in self.results
 
     def quantisation(self, node: NodeProto) -> tuple[np.ndarray, np.ndarray] | None:
-        """Scale and zero point of a QuantizeLinear or DequantizeLinear; ``None`` where they are no constants, or of
-        blocks along an axis.
+        """Return scale and zero point of a QuantizeLinear or DequantizeLinear; None if they are not constant, or per
+        block along an axis.
         """
         scale = self.constants.get(node.input[1])
         if scale is None or scale.dtype != np.float32:
@@ -83,13 +83,13 @@ class QuantisedTensors:
         if len(node.input) > 2 and node.input[2]:
             zero = self.constants.get(node.input[2])
             return None if zero is None else (scale, zero)
-        # Bytes have a zero point, see `with_zero_points`; biases of 32 bits may lack one.
+        # Bytes have a zero point, see `with_zero_points`; int32 biases may lack one.
         held = self.constants.get(node.input[0]) if node.op_type == "DequantizeLinear" else None
         return None if held is None else (scale, np.zeros(scale.shape, held.dtype))
 
     def _quantise_constant(self, node: NodeProto) -> None:
-        """Weights that a file holds as floats in front of a QuantizeLinear, as training with rounded weights leaves
-        them: their bytes.
+        """Quantise weights that a file holds as floats before a QuantizeLinear, as quantisation-aware training leaves
+        them.
         """
         values, found = self.constants[node.input[0]], self.quantisation(node)
         if found is None or values.dtype != np.float32:
@@ -107,12 +107,12 @@ class QuantisedTensors:
         self.constants[node.output[0]] = np.clip(steps, bounds.min, bounds.max).astype(zero.dtype)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of tensors whose shapes are known."""
+        """Return the shapes of tensors, where known."""
         values = [*self.graph.value_info, *self.graph.input, *self.graph.output]
         return {value.name: tuple(size.dim_value for size in value.type.tensor_type.shape.dim) for value in values}
 
     def dequantised(self, name: str) -> TensorOfBytes | None:
-        """What ``name`` is dequantised from."""
+        """Return the byte tensor that ``name`` is dequantised from, or None."""
         node = self.made_by.get(name)
         if node is None or node.op_type != "DequantizeLinear":
             return None
@@ -123,7 +123,7 @@ class QuantisedTensors:
         return TensorOfBytes(node.input[0], found[0], found[1], axis, node)
 
     def floats(self, name: str) -> np.ndarray | None:
-        """The values of a constant, or of one that is dequantised by one scale; ``None`` for what is computed."""
+        """Return the values of a constant, or of a constant dequantised by one scale; None for computed tensors."""
         if name in self.constants:
             return self.constants[name]
         held = self.dequantised(name)
@@ -133,8 +133,8 @@ class QuantisedTensors:
         return steps.astype(np.float32) * held.scale.reshape(())
 
     def offset_behind(self, name: str) -> int | None:
-        """What was added to the bytes ``name`` when they lost their sign; ``None`` if they have one, or it is not known
-        who makes them.
+        """Return the number that was added to the bytes ``name`` to make them unsigned; None if they are signed, or
+        their producer is unknown.
         """
         node = self.made_by.get(name)
         while node is not None and node.op_type != "QuantizeLinear":
@@ -143,8 +143,8 @@ class QuantisedTensors:
         return None if node is None or found is None or found[1].dtype != np.uint8 else offset_of(node)
 
     def rounded_behind(self, name: str) -> tuple[tuple[NodeProto, ...], NodeProto] | None:
-        """What is computed of ``name`` alone, value by value, and the QuantizeLinear of one scale behind that; ``None``
-        where something else reads a value on the way.
+        """Return the element-wise nodes of ``name`` alone and the QuantizeLinear of one scale after them; None if
+        another node reads a tensor in between.
         """
         value = name
         nodes: list[NodeProto] = []
@@ -161,7 +161,7 @@ class QuantisedTensors:
         return None
 
     def data(self, name: str) -> TensorOfBytes | None:
-        """Of a computed tensor of bytes without a sign, all alike."""
+        """Return ``name`` as a computed, dequantised uint8 tensor with one scale and zero point, or None."""
         found = self.dequantised(name)
         if found is None or found.source in self.constants or found.scale.size != 1:
             return None
@@ -169,7 +169,7 @@ class QuantisedTensors:
 
 
 def constants_of(graph: GraphProto) -> dict[str, np.ndarray]:
-    """The tensors that ``graph`` itself holds, by name: initialisers, and what its Constant nodes make."""
+    """Return the constant tensors of ``graph`` itself by name: initializers, and results of Constant nodes."""
     from onnx import numpy_helper
 
     found = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
@@ -180,28 +180,31 @@ def constants_of(graph: GraphProto) -> dict[str, np.ndarray]:
 
 
 def offset_of(node: NodeProto) -> int:
-    """What was added to the bytes of a QuantizeLinear or DequantizeLinear when they lost their sign."""
+    """Return the number that was added to the bytes of a QuantizeLinear or DequantizeLinear to make them unsigned."""
     return 128 if node.input[2:] and node.input[2].endswith(SHIFTED) else 0
 
 
 def is_of_channels(numbers: np.ndarray, channels: int) -> bool:
-    """Whether there is one for each channel of images of shape (N, ``channels``, H, W), as ONNX broadcasts it."""
+    """True if ``numbers`` has one value per channel of images of shape (N, ``channels``, H, W), broadcast
+    as in ONNX.
+    """
     return (1,) * (4 - numbers.ndim) + numbers.shape == (1, channels, 1, 1)
 
 
 @dataclass(frozen=True)
 class Padding:
-    """A Pad by numbers: ``before`` and ``behind`` the ``axes``, all of them where that is empty, of the constant
-    ``value``, or where that is ``None`` of the tensor's own values.
-    """
+    """Padding of a Pad node with constant widths."""
 
+    # Widths at the start (``before``) and at the end (``behind``) of each of ``axes``.
     before: tuple[int, ...]
     behind: tuple[int, ...]
+    # Padded axes; empty: all.
     axes: tuple[int, ...]
+    # Constant that is padded with; None: values of the tensor itself.
     value: float | None
 
     def of_image(self) -> tuple[int, int, int, int] | None:
-        """Top, left, bottom, right of an NCHW tensor; ``None`` where it pads something else."""
+        """Return top, left, bottom, right of an NCHW tensor; None if other axes are padded or a width is negative."""
         axes = self.axes or range(4)
         widths = {axis % 4: pair for axis, pair in zip(axes, zip(self.before, self.behind, strict=True), strict=False)}
         others = any(width for axis in (0, 1) for width in widths.get(axis, ()))
@@ -210,7 +213,7 @@ class Padding:
 
 
 def padding_of(tensors: QuantisedTensors, node: NodeProto) -> Padding | None:
-    """What ``node`` pads; ``None`` if it is no Pad, or by what is computed."""
+    """Return the padding of ``node``; None if it is not a Pad, or its widths are computed."""
     if node.op_type != "Pad" or len(node.input) < 2:
         return None
     given = [tensors.constants.get(name) if name else np.zeros(()) for name in node.input[1:]]
@@ -226,7 +229,7 @@ def padding_of(tensors: QuantisedTensors, node: NodeProto) -> Padding | None:
 
 
 def is_move(node: NodeProto) -> bool:
-    """Whether it does the same to bytes as to what they stand for."""
+    """True if the node does the same to bytes as to the values that they represent."""
     if node.op_type == "Resize":
         return next((each.s for each in node.attribute if each.name == "mode"), b"nearest") == b"nearest"
     return node.op_type in MOVES and node.op_type != "Concat"

@@ -1,6 +1,7 @@
-"""ONNX's LSTM and GRU: one matrix product for the inputs of all steps, and a kernel that goes through them.
+"""Conversion of ONNX's LSTM and GRU: one matrix product for the inputs of all steps, and a kernel for the recurrence.
 
-Recognisers of text (CRNN) end in them. Forms that no exporter of networks for images writes are refused by name.
+Text recognisers (CRNN) end in them. Forms that exporters of networks for images do not write are refused with their
+name.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ from schedules.contract.kernel_compilation import TEMPLATE_ATTRIBUTE
 
 _BACKWARDS = {"forward": (False,), "reverse": (True,), "bidirectional": (False, True)}
 _ACTIVATIONS = {"LSTM": ("sigmoid", "tanh", "tanh"), "GRU": ("sigmoid", "tanh")}
-# Positions of inputs, and ONNX's names of those that no kernel takes.
+# Positions of inputs, and ONNX's names of inputs that no kernel supports.
 _WEIGHT, _RECURRENT, _BIAS, _LENGTHS, _STATE, _CELL, _PEEPHOLES = range(1, 8)
 
 
 def convert_lstm(builder: relax.BlockBuilder, inputs: Sequence[Any], attrs: Mapping[str, Any], name: str) -> relax.Expr:
-    """(hidden states, last hidden state, last cell state) as a tuple; where nothing else is read the first alone."""
+    """Convert to (hidden states, last hidden state, last cell state) as a tuple; to the first alone if nothing else is
+    read.
+    """
     _require_plain("LSTM", inputs, attrs, name)
     if attrs.get("input_forget", 0) or _at(inputs, _PEEPHOLES) is not None:
         raise _refused("LSTM", name, "peepholes and coupled gates")
@@ -37,7 +40,7 @@ def convert_lstm(builder: relax.BlockBuilder, inputs: Sequence[Any], attrs: Mapp
 
 
 def convert_gru(builder: relax.BlockBuilder, inputs: Sequence[Any], attrs: Mapping[str, Any], name: str) -> relax.Expr:
-    """(hidden states, last hidden state) as a tuple; where nothing else is read the first alone."""
+    """Convert to (hidden states, last hidden state) as a tuple; to the first alone if nothing else is read."""
     _require_plain("GRU", inputs, attrs, name)
     layer = _recurrence(3, inputs, attrs)
     weight, recurrent, bias = _weights("GRU", layer, inputs, name)
@@ -63,7 +66,7 @@ def _at(inputs: Sequence[Any], position: int) -> Any:
 
 
 def _require_plain(kind: str, inputs: Sequence[Any], attrs: Mapping[str, Any], name: str) -> None:
-    """``UnsupportedOperatorError`` for what neither kernel computes."""
+    """Raise ``UnsupportedOperatorError`` for forms that neither kernel computes."""
     direction = attrs.get("direction", b"forward").decode()
     if direction not in _BACKWARDS:
         raise _refused(kind, name, f"direction {direction!r}")
@@ -90,7 +93,7 @@ def _recurrence(gates: int, inputs: Sequence[Any], attrs: Mapping[str, Any]) -> 
 def _weights(
     kind: str, layer: Recurrence, inputs: Sequence[Any], name: str
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of the input, of the state, and both biases behind each other."""
+    """Return the weights of the input, the weights of the state, and both biases concatenated."""
     weight, recurrent, bias = (constant_array(_at(inputs, each)) for each in (_WEIGHT, _RECURRENT, _BIAS))
     if weight is None or recurrent is None or (bias is None and _at(inputs, _BIAS) is not None):
         raise _refused(kind, name, "weights that are computed")
@@ -108,7 +111,7 @@ def _gates(
     attrs: Mapping[str, Any],
     name: str,
 ) -> relax.Expr:
-    """What the input adds to the gates of every step."""
+    """Return the contribution of the input to the gates of every step."""
     if attrs.get("layout", 0):
         data = builder.emit(relax.op.permute_dims(data, [1, 0, 2]), f"{name}_steps_first")
     product = builder.emit(relax.op.matmul(data, relax.const(layer.pack_input(weight))), f"{name}_input")
@@ -119,7 +122,7 @@ def _gates(
 
 
 def _state(layer: Recurrence, given: relax.Expr | None, attrs: Mapping[str, Any]) -> relax.Expr:
-    """(directions, batch, hidden); zeros where none is given."""
+    """Return the initial state (directions, batch, hidden); zeros if there is none."""
     if given is None:
         return relax.const(np.zeros((layer.directions, layer.batch, layer.hidden), np.float32))
     return relax.op.permute_dims(given, [1, 0, 2]) if attrs.get("layout", 0) else given

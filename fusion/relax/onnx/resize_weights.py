@@ -1,8 +1,8 @@
-"""Weights of ONNX's Resize along one axis, for the forms that neither TVM's operator nor a table of pixels has.
+"""Weights of ONNX's Resize along one axis, for the forms that neither TVM's operator nor a table of pixels supports.
 
-Coordinates come from the scale that the file names, which is not the ratio of the two sizes where the size of the
-result is rounded down; with ``antialias`` the filter is as wide as what it skips. What it reads outside of the image
-are the outermost pixels, or nothing (``exclude``).
+Coordinates use the scale in the file, which is not the ratio of the two sizes if the size of the result was rounded
+down; with ``antialias`` the filter is as wide as the distance between samples. Outside the image the filter reads the
+outermost pixels, or nothing (``exclude``).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from fusion.relax.resize_kernel import COORDINATES, ROUNDINGS, keys_cubic
 
 
 def _symmetric(x: np.ndarray, size: int, result: int, scale: float) -> np.ndarray:
-    """Half pixels about the middle of the image, which a rounded size would move."""
+    """Half-pixel coordinates about the middle of the image, which a rounded size would move."""
     adjustment = result / (scale * size)
     return size / 2 * (1 - adjustment) + (x + 0.5) / scale - 0.5
 
@@ -32,7 +32,9 @@ def resize_matrix(
     exclude: bool = False,
     antialias: bool = False,
 ) -> np.ndarray:
-    """Shape (``result``, ``size``), float32. Names are those of ONNX; ``ValueError`` for one without a formula."""
+    """Return the weights, shape (``result``, ``size``), float32. Names are those of ONNX; ``ValueError`` for one
+    without a formula.
+    """
     if coordinates not in _POSITIONS or (mode == "nearest" and rounding not in ROUNDINGS):
         raise ValueError(f"Resize with {coordinates!r}, {rounding!r} has no formula")
     position = np.round(_POSITIONS[coordinates](np.arange(result, dtype=np.float64), size, result, scale), 6)

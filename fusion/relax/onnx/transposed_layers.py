@@ -1,8 +1,8 @@
-"""Transposed convolutions of a quantised model as ordinary ones, one for each phase of their stride, which are computed
-in whole numbers; see :mod:`fusion.relax.canonical.rules_transposed`.
+"""Transposed convolutions of a quantised model as ordinary ones, one per phase of their stride, which are computed in
+integers; see :mod:`fusion.relax.canonical.rules_transposed`.
 
-What is computed value by value behind one, and the step to bytes, are brought in front of the DepthToSpace that puts
-the phases in place: pixels are moved as bytes then.
+Element-wise operators after a transposed convolution, and the quantisation, are moved before the DepthToSpace that puts
+the phases in place, so that pixels are moved as bytes.
 """
 
 from __future__ import annotations
@@ -20,48 +20,49 @@ from fusion.relax.onnx.quantised_tensors import QuantisedTensors, TensorOfBytes,
 if TYPE_CHECKING:
     from onnx import AttributeProto, ModelProto, NodeProto
 
-# DepthToSpace has its modes, and Slice its inputs, from here on at the latest.
+# First opset in which DepthToSpace has modes, and Slice its parameters as inputs.
 _OLDEST_OPSET = 13
 
 
 @dataclass(frozen=True)
 class _Transposed:
-    """A transposed convolution of bytes: its ``weight``, of what ``held`` says, as of an ordinary one, for each phase
-    what that reads, and the nodes behind it up to the ``last``, which quantises. ``whole``: rows and columns of all
-    phases together, before they are cut to those of the shape ``result``.
-    """
+    """Transposed convolution of bytes."""
 
     node: NodeProto
+    # Nodes after it up to ``last``, the QuantizeLinear.
     behind: tuple[NodeProto, ...]
     last: NodeProto
+    # Quantisation of ``weight``, whose layout is that of an ordinary convolution.
     held: TensorOfBytes
     weight: np.ndarray
     stride: int
     groups: int
+    # Kernel taps and pads of each phase.
     phases: tuple[tuple[Phase, Phase], ...]
+    # Rows and columns of all phases together, before they are cut to the shape ``result``.
     whole: tuple[int, int]
     result: tuple[int, ...]
 
     @property
     def is_joined(self) -> bool:
-        """Whether all phases are outputs of a single convolution: they read the same pixels."""
+        """True if all phases are outputs of a single convolution: they read the same pixels."""
         pads = {self.pads(index) for index in range(len(self.phases))}
         taps = {(len(row.taps), len(column.taps)) for row, column in self.phases}
         return self.groups == 1 and len(pads) == len(taps) == 1
 
     def pads(self, index: int) -> tuple[int, int, int, int]:
-        """Top, left, bottom, right of a phase."""
+        """Return top, left, bottom, right padding of a phase."""
         row, column = self.phases[index]
         return row.before, column.before, row.after, column.after
 
     def taps(self, index: int) -> np.ndarray:
-        """The weights of a phase."""
+        """Return the weights of a phase."""
         row, column = self.phases[index]
         return self.weight[:, :, row.taps][:, :, :, column.taps]
 
 
 def split_transposed(model: ModelProto) -> bool:
-    """Changes ``model``, whose shapes are static; says whether there were any."""
+    """Replace the transposed convolutions of the static ``model`` (in place); return True if it changed."""
     from onnx import shape_inference
 
     if opset_of(model) < _OLDEST_OPSET or not any(node.op_type == "ConvTranspose" for node in model.graph.node):
@@ -79,7 +80,7 @@ def split_transposed(model: ModelProto) -> bool:
 
 
 def _found(tensors: QuantisedTensors, shapes: dict[str, tuple[int, ...]], node: NodeProto) -> _Transposed | None:
-    """``None`` where it is computed in floats."""
+    """Return the transposed convolution ``node`` with its parameters; None if it is to be computed in floats."""
     given = {each.name: each for each in node.attribute}
     data, held = tensors.dequantised(node.input[0]), tensors.dequantised(node.input[1])
     if data is None or held is None or data.source in tensors.constants or data.scale.size != 1:
@@ -114,7 +115,9 @@ def _found(tensors: QuantisedTensors, shapes: dict[str, tuple[int, ...]], node: 
 
 
 def _of_outputs(held: TensorOfBytes, shape: Sequence[int], groups: int) -> TensorOfBytes | None:
-    """``held`` with a scale for each output of all groups, or one; of weights (in, out of a group, ...)."""
+    """Return ``held`` of weights (in, out of a group, ...) with one scale, or one for each output of all groups; else
+    None.
+    """
     if held.scale.size == 1:
         return held
     if held.axis % 4 == 1:
@@ -127,7 +130,9 @@ def _of_outputs(held: TensorOfBytes, shape: Sequence[int], groups: int) -> Tenso
 def _pads_before(
     given: dict[str, AttributeProto], stride: int, kernel: Sequence[int], image: Sequence[int], result: Sequence[int]
 ) -> list[int]:
-    """What is cut off above and on the left: what the file says, or what its size of the ``result`` leaves."""
+    """Return the rows and columns cut off at the top and left: as the file states, or as its size of the ``result``
+    implies.
+    """
     automatic = given["auto_pad"].s if "auto_pad" in given else b"NOTSET"
     if "output_shape" not in given and automatic not in (b"SAME_UPPER", b"SAME_LOWER"):
         pads = list(given["pads"].ints) if "pads" in given else []
@@ -143,20 +148,21 @@ def _is_constant_bias(tensors: QuantisedTensors, name: str) -> bool:
 
 
 def _are_of_channels(tensors: QuantisedTensors, nodes: Sequence[NodeProto], channels: int) -> bool:
-    """Whether the numbers of ``nodes`` are one each, or one for each channel: others belong to pixels of the result."""
+    """True if each parameter of ``nodes`` is one number, or one per channel: others belong to pixels of the result."""
     numbers = [tensors.constants[name] for node in nodes for name in node.input[1:] if name]
     return all(each.size == 1 or is_of_channels(each, channels) for each in numbers)
 
 
 def padding_before(total: int, upper: bool) -> int:
-    """Of ``total`` rows or columns that a transposed convolution cuts off to make a result of the size that it says,
-    those in front; ``upper``: its ``auto_pad`` is ``SAME_UPPER``. Negative where it adds some instead, all behind.
+    """Return the part at the start of ``total`` rows or columns that a transposed convolution cuts off to reach its
+    stated output size; ``upper``: its ``auto_pad`` is ``SAME_UPPER``. A negative total adds rows or columns, all at the
+    end.
     """
     return max(total, 0) // 2 if upper else -(-max(total, 0) // 2)
 
 
 class _Writer:
-    """Puts the nodes of ``found`` where its result was quantised."""
+    """Writer of the nodes of ``found`` in place of the nodes that computed its result."""
 
     def __init__(self, tensors: QuantisedTensors, found: _Transposed) -> None:
         self._tensors = tensors
@@ -193,8 +199,8 @@ class _Writer:
         tensors.index()
 
     def _phase(self, what: str, weight: np.ndarray, pads: Sequence[int], copies: int) -> str:
-        """Bytes, dequantised, of a convolution with ``weight``, whose outputs are ``copies`` times those of the file;
-        returns their name.
+        """Add a convolution with ``weight``, with ``copies`` times the outputs of the file; return the name of its
+        result, quantised and dequantised.
         """
         found, node = self._found, self._found.node
         held = self._dequantised(f"{what}_weight", weight, found.held, copies)
@@ -230,14 +236,14 @@ class _Writer:
         return [self._dequantised(f"{what}_bias", np.tile(tensors.constants[held.source], copies), held, copies)]
 
     def _numbers(self, node: NodeProto, name: str, what: str, copies: int) -> str:
-        """Of an activation: those of every channel for every copy of these."""
+        """Return the parameters of an activation, repeated for every copy of the channels."""
         if not name or copies == 1 or self._tensors.constants[name].size == 1:
             return name
         copied = np.tile(self._tensors.constants[name].reshape(-1, 1, 1), (copies, 1, 1))
         return self._constant(copied, f"{node.output[0]}_{what}_numbers")
 
     def _stepped(self, value: str) -> str:
-        """``value`` to the bytes of the result, and back."""
+        """Add the quantisation of ``value`` to the bytes of the result, and the dequantisation."""
         given = list(self._found.last.input[1:])
         held = self._add("QuantizeLinear", [value, *given], f"{value}_bytes")
         return self._add("DequantizeLinear", [held, *given], f"{value}_stepped")

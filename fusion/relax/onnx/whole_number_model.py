@@ -1,9 +1,9 @@
-"""A quantised model in the form that ONNX Runtime computes in whole numbers wherever it can, to be compared with.
+"""Quantised model in the form that ONNX Runtime computes in integers wherever it can, for comparisons.
 
-It leaves a layer in floats where more than one node reads its data and these are bytes with a sign, or its data or its
-weights are moved between DequantizeLinear and the layer, transposed convolutions, what two steps round, and means over
-pixels that are written as ReduceMean. What such a layer rounds to lies now and then on the other side of two bytes, and
-from there on a network of many layers is another one: a quantised network has no digits that would die out.
+ONNX Runtime leaves these in floats: layers of signed bytes with several readers of their data, layers with a move
+between DequantizeLinear and the data or weights, transposed convolutions, values that two steps round, and means over
+pixels that are written as ReduceMean. The rounded result of such a layer sometimes differs by one byte, and in a deep
+network the difference grows: quantised networks do not damp it.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from fusion.relax.onnx.zero_points import with_zero_points
 if TYPE_CHECKING:
     from onnx import ModelProto
 
-# Axes of a Squeeze are an input from here on.
+# First opset in which the axes of Squeeze are an input.
 _AXES_AS_INPUT = 13
 
 
 def in_whole_numbers(model: ModelProto) -> ModelProto | None:
-    """A copy that stands for the same, of bytes without a sign, with one step next to each layer, transposed
-    convolutions by their phases, and with GlobalAveragePool for means over pixels; ``None`` if ``model`` itself is so.
+    """Return an equivalent copy with unsigned bytes, one quantisation step next to each layer, transposed convolutions
+    as phases, and GlobalAveragePool for means over pixels; None if ``model`` already has this form.
     """
     from onnx import ModelProto
 
     copy = ModelProto()
     copy.CopyFrom(with_zero_points(model))
-    # In turn, whatever those before it found.
+    # All of them, in order, whatever the earlier ones changed.
     changes = [share_equal_steps(copy), transpose_weights(copy), bring_steps_to_layers(copy), split_transposed(copy)]
     changes += [remove_signs(copy), _pool_means(copy)]
     return copy if any(changes) else None
 
 
 def _pool_means(model: ModelProto) -> bool:
-    """Changes ``model``; says whether there were any."""
+    """Replace means over pixels in ``model`` (in place) by GlobalAveragePool; return True if it changed."""
     from onnx import helper, numpy_helper, shape_inference
 
     shapes = QuantisedTensors(shape_inference.infer_shapes(model)).shapes()

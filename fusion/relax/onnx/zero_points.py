@@ -1,4 +1,4 @@
-"""Zero points that a quantised model leaves out, written down: the number type of its bytes hangs on them."""
+"""Explicit zero points for quantised models that omit them: they determine the dtype of the bytes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _STEPS = frozenset({"QuantizeLinear", "DequantizeLinear"})
 
 
 def with_zero_points(model: ModelProto) -> ModelProto:
-    """``model`` itself if nothing is left out; else a copy in which every QuantizeLinear and DequantizeLinear of 8
-    or 16 bits with a constant scale has a zero point, of the type of its bytes.
+    """Return a copy of ``model`` in which every QuantizeLinear and DequantizeLinear of 8 or 16 bits with a constant
+    scale has a zero point, of the dtype of its bytes; ``model`` itself if none is missing.
 
-    That of a QuantizeLinear without one is its ``output_dtype``, or ``uint8``; that of a DequantizeLinear the type of
-    what it reads, which may be bytes with a sign.
+    The dtype for a QuantizeLinear is its ``output_dtype``, or ``uint8``; for a DequantizeLinear the dtype of its input,
+    which may be signed.
     """
     from onnx import ModelProto, TensorProto, helper, numpy_helper, shape_inference
 

@@ -233,7 +233,7 @@ def test_deepspeed_puts_the_optimizer_alone_on_the_host(tmp_path: Path) -> None:
         ),
         ("offload-layers=4", {}, "offload-layers=4: of 4 layers at most 3 go to the host"),
         ("offload-optimizer=1", {}, "offload-optimizer updates FP32 weights on the host; add master-weights=yes"),
-        ("offload-layers=1", {"inference": True}, "offload-layers is about gradients and optimizer state"),
+        ("offload-layers=1", {"mode": "inference"}, "offload-layers is about gradients and optimizer state"),
     ],
 )
 def test_what_cannot_be_offloaded_is_said(tmp_path: Path, text: str, more: dict[str, Any], named: str) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from costmodel.gpu.residuals import forest
 from costmodel.gpu.residuals.forest import Forest
+from lab.fit.trees import from_booster
 
 
 def test_a_row_goes_right_from_the_threshold_on():
@@ -27,7 +28,7 @@ def test_the_arrays_answer_as_xgboost_does():
     targets = np.where(features[:, 0] > 0, 3.0, 1.0) + features[:, 1] * features[:, 2]
     booster = xgboost.train({"max_depth": 4, "verbosity": 0}, xgboost.DMatrix(features, targets), num_boost_round=30)
     expected = booster.predict(xgboost.DMatrix(features))
-    ours = forest.from_booster(booster, 4)
+    ours = from_booster(booster, 4)
     assert ours.predict(features) == pytest.approx(expected, abs=1e-4)
     read = forest.from_record(json.loads(json.dumps(forest.to_record(ours))))
     assert read.predict(features) == pytest.approx(expected, abs=0.02)
