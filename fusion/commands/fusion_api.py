@@ -149,10 +149,11 @@ def tune(
 ) -> TuneSummary:
     """Tune fused and separate kernels of the ONNX file ``model``, and write the fastest network into ``output``.
 
-    Outputs are checked against ONNX Runtime; :func:`fusion.load` opens the build. A second call continues from the
-    records. Options not listed are those of :func:`analyze`.
+    Outputs are checked against the model in FP64 (ONNX Runtime where that is impossible); :func:`fusion.load` opens the
+    build. A second call continues from the records. Options not listed are those of :func:`analyze`.
 
-    - ``trials``: candidates per kernel; ``minutes``: limit of the whole job (``None``: until the trials are done)
+    - ``trials``: candidates per kernel, those of earlier runs included
+    - ``minutes``: limit of the whole job (``None``: until the trials are done)
     - ``shapes``, ``batch``: with several shapes (a list of mappings) or batches, every combination is a profile with
       its own network in ``output``; ``minutes`` are shared among them, and :func:`fusion.load` selects by input shape
     - ``target``: another CPU to build for from its records, without measuring: ``"llvm -mcpu=znver4 -num-cores 8"`` or
