@@ -5,11 +5,6 @@ sustained load of their kind allows (:mod:`costmodel.gpu.families.clock`). Durin
 over all kernels, meets the limit. With T the time of arithmetic at the clock of a burst, M that of kernels that wait
 for memory, y the clock relative to a burst's and p(y) the power of arithmetic above idle, as a share of (limit - idle):
 
-Tables measure kernels one after another: short ones are over before the clock sinks, long ones run at the clock that a
-load of their kind alone leaves (:mod:`costmodel.gpu.families.clock`). During a step of seconds the power, averaged over
-all kernels, meets the limit. With T the time of arithmetic at the clock of a burst, M that of kernels that wait for
-memory, y the clock in shares of a burst's and p(y) what arithmetic draws above rest, in shares of (limit - rest):
-
     sum over arithmetic of T / y * p(y) + M * memory's power = sum of T / y + M,     y at most 1
 
 Arithmetic that fills its units to a share u draws u of what the best products draw, which is the limit at the clock of
