@@ -21,6 +21,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 import pytest
 
 from tests.source_imports import frameworks
+from tests.torch_switches import restore_defaults
 
 # As the commands do (e2e/commands/cli.py): among all that libraries have made, looking for garbage as often as usual
 # takes a quarter of the time of tests of predictions.
@@ -51,6 +52,13 @@ LONG_FOLDERS = ("fusion/commands", "fusion/tuning", "fusion/relax", "e2e/command
 
 CORES = os.sched_getaffinity(0)
 COMPILERS = ("g++", "gcc", "clang++", "clang", "c++", "cc")  # as TVM looks for them
+
+
+@pytest.fixture(autouse=True)
+def default_tf32_switches() -> Iterator[None]:
+    """What a captured script sets in PyTorch stays for the process; the next test begins with the defaults."""
+    yield
+    restore_defaults()
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,28 +18,6 @@ from e2e.sources.registry import request_of  # noqa: E402
 from e2e.sources.traced_job import recorded_switches  # noqa: E402
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor  # noqa: E402
 from e2e.step.options import Tf32Switches  # noqa: E402
-
-
-@pytest.fixture(autouse=True)
-def own_switches() -> Iterator[None]:
-    """PyTorch's defaults, and after the test what was there before."""
-    switches = (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn)
-    before = [each.fp32_precision for each in switches]
-    set_switches(["none", "tf32", "tf32"])
-    yield
-    set_switches(before)
-
-
-def set_switches(precisions: list[str]) -> None:
-    """Set PyTorch's switches for products, convolutions and recurrent networks, the older ones of the same meaning
-    first: where the two disagree, whoever reads the older (`torch.export` does) meets an error.
-    """
-    products, convolutions, recurrent = precisions
-    torch.set_float32_matmul_precision("high" if products == "tf32" else "highest")
-    torch.backends.cudnn.allow_tf32 = convolutions == "tf32"
-    torch.backends.cuda.matmul.fp32_precision = products
-    torch.backends.cudnn.conv.fp32_precision = convolutions
-    torch.backends.cudnn.rnn.fp32_precision = recurrent
 
 
 class Parts(torch.nn.Module):
