@@ -4,33 +4,20 @@ from __future__ import annotations
 
 import sys
 
-# Of products, convolutions and recurrent networks.
-DEFAULTS = ["none", "tf32", "tf32"]
-
-
-def switches() -> list[str]:
-    """Precision of float32 products, convolutions and recurrent networks."""
-    import torch
-
-    parts = (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn)
-    return [each.fp32_precision for each in parts]
-
-
-def set_switches(precisions: list[str]) -> None:
-    """Set PyTorch's switches for products, convolutions and recurrent networks, the older ones of the same meaning
-    first: where the two disagree, whoever reads the older (`torch.export` does) meets an error.
-    """
-    import torch
-
-    products, convolutions, recurrent = precisions
-    torch.set_float32_matmul_precision("high" if products == "tf32" else "highest")
-    torch.backends.cudnn.allow_tf32 = convolutions == "tf32"
-    torch.backends.cuda.matmul.fp32_precision = products
-    torch.backends.cudnn.conv.fp32_precision = convolutions
-    torch.backends.cudnn.rnn.fp32_precision = recurrent
-
 
 def restore_defaults() -> None:
-    """Set PyTorch's defaults where a test has left others."""
-    if hasattr(sys.modules.get("torch"), "backends") and switches() != DEFAULTS:
-        set_switches(DEFAULTS)
+    """Set PyTorch's defaults where a test has left others: off in products, on in convolutions and recurrent networks.
+
+    The older switches of the same meaning come first: where the two disagree, whoever reads the older (`torch.export`
+    does) meets an error.
+    """
+    torch = sys.modules.get("torch")
+    if not hasattr(torch, "backends"):
+        return
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    if (matmul.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision) == ("none", "tf32", "tf32"):
+        return
+    torch.set_float32_matmul_precision("highest")
+    cudnn.allow_tf32 = True
+    matmul.fp32_precision = "none"
+    cudnn.conv.fp32_precision = cudnn.rnn.fp32_precision = "tf32"

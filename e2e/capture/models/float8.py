@@ -26,7 +26,7 @@ _LIBRARY.define("each_amax(Tensor given, Tensor ends) -> Tensor")
 _LIBRARY.define("each_cast(Tensor given, Tensor ends, str scaling) -> Tensor")
 _LIBRARY.define("each_cast_both(Tensor given, Tensor ends, str scaling) -> (Tensor, Tensor)")
 _LIBRARY.define("each_mm(Tensor first, Tensor second, Tensor ends, str scaling, bool split_sums) -> Tensor")
-_LIBRARY.define("each_gradient(Tensor first, Tensor second, Tensor ends, str scaling, bool split_sums) -> Tensor")
+_LIBRARY.define("each_gradient(Tensor first, Tensor second, Tensor ends, str scaling) -> Tensor")
 _LIBRARY.define("mm(Tensor first, Tensor second, str scaling, bool split_sums) -> Tensor")
 _LIBRARY.define("grouped_mm(Tensor first, Tensor second, Tensor ends, str scaling) -> Tensor")
 _LIBRARY.define("grouped_gradient(Tensor first, Tensor second, Tensor ends, str scaling) -> Tensor")
@@ -66,11 +66,7 @@ _LIBRARY.impl("each_cast_both", lambda given, ends, scaling: _cast_both(given, s
 _LIBRARY.impl(
     "each_mm", lambda first, second, ends, scaling, split_sums: _grouped_mm(first, second, ends, scaling), "Meta"
 )
-_LIBRARY.impl(
-    "each_gradient",
-    lambda first, second, ends, scaling, split_sums: _grouped_gradient(first, second, ends, scaling),
-    "Meta",
-)
+_LIBRARY.impl("each_gradient", _grouped_gradient, "Meta")
 _ops = torch.ops.float8
 
 
@@ -142,12 +138,8 @@ class Caster:
 
     def multiply_gradients(self, first: torch.Tensor, second: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """Return the gradients of the matrices from rows and their gradients."""
-        scaling = self.recipe.scaling
-        result: torch.Tensor = (
-            _ops.each_gradient(first, second, ends, scaling, True)
-            if self.by_expert
-            else _ops.grouped_gradient(first, second, ends, scaling)
-        )
+        product = _ops.each_gradient if self.by_expert else _ops.grouped_gradient
+        result: torch.Tensor = product(first, second, ends, self.recipe.scaling)
         return result
 
 

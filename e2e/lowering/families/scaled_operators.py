@@ -135,7 +135,7 @@ def _each_expert(call: OperatorCall, context: Context) -> list[DeviceWork]:
     """Lower ``float8::each_mm`` and ``float8::each_gradient``: one kernel per expert."""
     work = experts_product(call, context, "float8", _named(call))
     dtype = dtype_of(gpu_outputs(call)[0])
-    split_sums = _splits_sums(call)
+    split_sums = work.wrt == "weight" or _splits_sums(call)
     products = [
         ScaledGemm(m, n, k, "float8", work.scaling, dtype, split_sums=split_sums) for m, n, k in by_expert(work)
     ]
