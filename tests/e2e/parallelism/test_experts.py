@@ -514,6 +514,11 @@ def test_casts_that_seek_their_scale_are_one_for_every_expert_and_others_one_for
     for precision in ("fp8-current", "fp8-delayed"):
         built = spread(tmp_path, "dp=1", asked={"precision": precision, "stack": "megatron"})
         found[precision] = [len(tasks_named(built, f"float8::each_{name}")) for name in ("amax", "cast_both", "mm")]
+        sums = [
+            [task.operators[0].split_sums for task in tasks_named(built, f"float8::each_{name}")]
+            for name in ("mm", "gradient")
+        ]
+        assert sum(sums[0]) == len(sums[0]) / 2 and all(sums[1])  # gradients of rows and of matrices alone
         # Inputs of two products and their gradients; the search is a kernel, and the scale from it another.
     assert found["fp8-current"] == [2 * 4 * EXPERTS * LAYERS, 4 * EXPERTS * LAYERS, 4 * EXPERTS * LAYERS]
     assert found["fp8-delayed"] == [0, 0, 4 * EXPERTS * LAYERS]
