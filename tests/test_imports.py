@@ -30,7 +30,7 @@ FORBIDDEN_FRAMEWORKS = {
 # Folders of each package from bottom to top: a module imports its own folder and those before it.
 ORDER: dict[str, tuple[str, ...]] = {
     "costmodel": (
-        "base", "pages", "operators", "machines", "model", "embedding", "cpu", "gpu", "collectives",
+        "base", "pages", "operators", "machines", "embedding", "cpu", "gpu", "collectives",
         "measure", "commands",
     ),
     "schedules": ("contract", "loops", "kernels", "records", "measuring", "tuning", "peers"),

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from costmodel.base.errors import UnsupportedOperatorError
 from costmodel.model.cost_model import CostModel, Estimate
 from costmodel.model.measurements import Measurement
-from costmodel.operators.any_operator import AnyOperator
+
+if TYPE_CHECKING:
+    from costmodel.operators.any_operator import AnyOperator
 
 
 class Dispatch(CostModel):

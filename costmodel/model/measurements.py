@@ -6,11 +6,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from costmodel.base.plain_json import MALFORMED
-from costmodel.operators.any_operator import AnyOperator
-from costmodel.operators.serialization import from_record, to_record
+
+if TYPE_CHECKING:
+    from costmodel.operators.any_operator import AnyOperator
 
 # Knob -> value: one way to build a kernel; JSON-able. Its key is hashable.
 Config = Mapping[str, int]
@@ -44,6 +45,8 @@ class Measurement:
 
 def measurement_to_record(measurement: Measurement) -> dict[str, Any]:
     """JSON-able content of ``measurement``."""
+    from costmodel.operators.serialization import to_record
+
     return {
         "operator": to_record(measurement.operator),
         "config": {knob: int(value) for knob, value in measurement.config.items()},
@@ -53,6 +56,8 @@ def measurement_to_record(measurement: Measurement) -> dict[str, Any]:
 
 def measurement_from_record(record: Any) -> Measurement:
     """Inverse of :func:`measurement_to_record`; ``ValueError`` for malformed content."""
+    from costmodel.operators.serialization import from_record
+
     try:
         return Measurement(
             operator=from_record(record["operator"]),

@@ -26,10 +26,10 @@ from costmodel.gpu.residuals.adaptation import Adaptation
 from costmodel.gpu.residuals.forest import Forest
 from costmodel.gpu.residuals.references import known_as, packaged_machine
 from costmodel.gpu.residuals.residual import Residual
-from costmodel.machines.machine_catalog import user_directory
+from costmodel.machines.machine_catalog import PACKAGED_DIRECTORY, user_directory
 from costmodel.machines.machine_records import Machine
 
-DIRECTORY = Path(__file__).parents[2] / "calibration" / "gpu"
+DIRECTORY = PACKAGED_DIRECTORY.parent / "calibration" / "gpu"
 TRANSFER = "transfer"
 # Subfolders of a folder of fitted models, with separate fits: linear attention, and operators only run by serving
 # engines.

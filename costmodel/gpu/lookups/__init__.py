@@ -1,1 +1,0 @@
-"""Cost of the kernels of embedding lookups, as arrays over thousands of tables."""

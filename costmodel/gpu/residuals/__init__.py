@@ -1,1 +1,0 @@
-"""Corrections of the analytic models of GPU kernels by measurements: trees, levels, adaptations to a few points."""

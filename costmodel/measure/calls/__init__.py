@@ -1,1 +1,0 @@
-"""Calls timed by the measuring suites: operators, copies, lookups and collectives on real tensors."""

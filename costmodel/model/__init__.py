@@ -1,1 +1,0 @@
-"""Cost models: their interface and estimates, measurements, dispatch by operator."""
