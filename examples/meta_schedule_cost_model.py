@@ -25,7 +25,7 @@ from costmodel.model.measurements import Measurement
 from costmodel.operators.layers import Conv2d, Epilogue
 from fusion.analysis.target_machine import machine_for
 from schedules.contract.cpu_target import host_target
-from schedules.peers.meta_schedule import CostModelAdapter, tune_kernel
+from schedules.tuning.meta_schedule import CostModelAdapter, tune_kernel
 
 RELU = Epilogue(bias=True, activation="relu")
 LAYERS = {

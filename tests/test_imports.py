@@ -33,7 +33,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "base", "pages", "operators", "machines", "embedding", "cpu", "gpu", "collectives",
         "measure", "commands",
     ),
-    "schedules": ("contract", "loops", "kernels", "records", "measuring", "tuning", "peers"),
+    "schedules": ("contract", "loops", "kernels", "records", "measuring", "tuning"),
     "fusion": (
         "model", "relax", "analysis", "passes", "search", "artifact", "comparing", "acceptance", "report", "tuning",
         "commands",

@@ -26,7 +26,7 @@ LOADERS = {
     "fusion/artifact/executable.py": {"tvm.runtime.load_module"},  # a build's own library: a build is code, docs say so
     "fusion/relax/kernel_objects.py": {"tvm.runtime.load_static_library"},  # compiled by this process
     "schedules/measuring/remote_server.py": {"session.load_module", "self.session.load_module"},  # sent there by us
-    "schedules/peers/bounded_build.py": {"tvm.runtime.load_module"},  # compiled by a child of this process
+    "schedules/tuning/bounded_build.py": {"tvm.runtime.load_module"},  # compiled by a child of this process
 }
 # Modules by names that the program holds in tables of its own.
 BY_NAME = {

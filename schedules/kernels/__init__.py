@@ -1,1 +1,1 @@
-"""Kernel templates, one file each, and their table."""
+"""Kernel templates, a file per kind of layer, and their table; those of several layers in ``fused``."""

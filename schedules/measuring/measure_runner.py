@@ -34,8 +34,6 @@ from schedules.measuring.measure_messages import (
     WorkerPhase,
 )
 
-__all__ = ["KernelCandidate", "MeasureOutcome", "Runner"]
-
 _ROOT = Path(__file__).resolve().parents[2]
 # Number of candidates compiled before the first of them is timed; if a search ends in between, the compilation of the
 # rest was wasted.

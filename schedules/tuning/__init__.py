@@ -1,1 +1,1 @@
-"""Selection of the next configuration to measure, and budget of a tuning run."""
+"""Tuning of kernels: the next configuration to measure, the budget of a run; and MetaSchedule."""

@@ -33,7 +33,7 @@ class MetaScheduleEngine:
 def _tune(workload: EngineWorkload, library: Path, progress: Say) -> None:
     from fusion.relax.onnx.importer import import_onnx
     from schedules.contract.cpu_target import host_target
-    from schedules.peers.stock_meta_schedule import tune_stock
+    from schedules.tuning.stock_meta_schedule import tune_stock
 
     if workload.trials_per_task < 1:
         raise Unavailable("MetaSchedule needs at least one trial for each task")

@@ -331,10 +331,10 @@ def test_metaschedule_loads_what_is_cached_and_tunes_otherwise(
         tuned.append((trials, cpu.threads))
         return Exported()
 
-    module = types.ModuleType("schedules.peers.stock_meta_schedule")
+    module = types.ModuleType("schedules.tuning.stock_meta_schedule")
     module.tune_stock = tune_stock
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "schedules.peers.stock_meta_schedule", module)
+        patch.setitem(sys.modules, "schedules.tuning.stock_meta_schedule", module)
         inputs = random_arrays(workload.inputs)
         for _ in range(2):
             session = stock_tvm.METASCHEDULE.prepare(workload, silent)

@@ -1,5 +1,6 @@
 """Networks whose products are computed in the tile registers of AMX: lowered, linked, and exact by the emulation."""
 
+# ruff: noqa: E402
 from __future__ import annotations
 
 from dataclasses import replace
@@ -10,20 +11,20 @@ import pytest
 
 tvm = pytest.importorskip("tvm")
 pytest.importorskip("ml_dtypes")
-from fusion.model.candidates import find_sites  # noqa: E402
-from fusion.model.precision import BFLOAT16, layers_covered, stored_in  # noqa: E402
-from fusion.model.selection import select, unfused_plan  # noqa: E402
-from fusion.relax.extract import extract_graph  # noqa: E402
-from fusion.relax.kernel_objects import KernelObjects  # noqa: E402
-from fusion.relax.layout_lowering import lower  # noqa: E402
-from fusion.relax.machine_code import build  # noqa: E402
-from schedules.contract.cpu_target import target_with  # noqa: E402
-from schedules.contract.llvm_features import flags_of_mcpu  # noqa: E402
-from schedules.kernels.template_table import template_for  # noqa: E402
-from tests.fusion.bfloat16_models import whole_numbers  # noqa: E402
-from tests.fusion.relax.test_lower_precision import Whole  # noqa: E402
-from tests.fusion.relax_models import CPU as HOST  # noqa: E402
-from tests.fusion.relax_models import kernel_names, module, stock  # noqa: E402
+from fusion.model.candidates import find_sites
+from fusion.model.precision import BFLOAT16, layers_covered, stored_in
+from fusion.model.selection import select, unfused_plan
+from fusion.relax.extract import extract_graph
+from fusion.relax.kernel_objects import KernelObjects
+from fusion.relax.layout_lowering import lower
+from fusion.relax.machine_code import build
+from schedules.contract.cpu_target import target_with
+from schedules.contract.llvm_features import flags_of_mcpu
+from schedules.kernels.template_table import template_for
+from tests.fusion.bfloat16_models import whole_numbers
+from tests.fusion.relax.test_lower_precision import Whole
+from tests.fusion.relax_models import CPU as HOST
+from tests.fusion.relax_models import kernel_names, module, stock
 
 CPU = target_with(flags_of_mcpu("sapphirerapids"), 2, 48 * 1024, 2**21, "sapphirerapids")
 

@@ -1,5 +1,6 @@
 """Kernels of a few microseconds on two servers of a tracker on this machine: no other machine, no other port."""
 
+# ruff: noqa: E402
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -10,19 +11,19 @@ import pytest
 
 tvm = pytest.importorskip("tvm")
 pytest.importorskip("tornado")
-from costmodel.base.errors import InputError, MissingDependencyError  # noqa: E402
-from costmodel.cpu.microbenchmark import find_compiler  # noqa: E402
-from costmodel.machines.machine_catalog import host_identity  # noqa: E402
-from costmodel.operators.layers import Conv2d, Epilogue  # noqa: E402
-from schedules.contract.cpu_target import host_target  # noqa: E402
-from schedules.contract.tile_permission import tiles_refused  # noqa: E402
-from schedules.kernels.template_table import template_for  # noqa: E402
-from schedules.measuring import remote_runner  # noqa: E402
-from schedules.measuring.kernel_arguments import unwritten_value  # noqa: E402
-from schedules.measuring.remote_identity import remote_facts  # noqa: E402
-from schedules.measuring.remote_runner import RemoteRunner  # noqa: E402
-from schedules.measuring.remote_server import parse_address  # noqa: E402
-from tests.schedules.rpc_servers import KEY, running_servers  # noqa: E402
+from costmodel.base.errors import InputError, MissingDependencyError
+from costmodel.cpu.microbenchmark import find_compiler
+from costmodel.machines.machine_catalog import host_identity
+from costmodel.operators.layers import Conv2d, Epilogue
+from schedules.contract.cpu_target import host_target
+from schedules.contract.tile_permission import tiles_refused
+from schedules.kernels.template_table import template_for
+from schedules.measuring import remote_runner
+from schedules.measuring.kernel_arguments import unwritten_value
+from schedules.measuring.remote_identity import remote_facts
+from schedules.measuring.remote_runner import RemoteRunner
+from schedules.measuring.remote_server import parse_address
+from tests.schedules.rpc_servers import KEY, running_servers
 
 POINTWISE = Conv2d(1, 16, 6, 6, 16, (1, 1), epilogue=Epilogue(bias=True))
 

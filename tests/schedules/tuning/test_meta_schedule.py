@@ -57,7 +57,7 @@ def test_tuning_a_kernel_asks_the_model_follows_it_and_teaches_it(tmp_path: Path
     import tvm
     from tvm.s_tir.meta_schedule.search_strategy import EvolutionarySearch
 
-    from schedules.peers.meta_schedule import CostModelAdapter, tune_kernel
+    from schedules.tuning.meta_schedule import CostModelAdapter, tune_kernel
 
     model = SmallTiles()
     strategy = EvolutionarySearch(population_size=48, genetic_num_iters=2, init_min_unmeasured=16, eps_greedy=0.0)
@@ -97,7 +97,7 @@ def candidate(*decided: Any, kinds: Sequence[str] = ("Sample", "Sample")) -> Any
 
 def test_scores_are_relative_to_the_best_and_higher_is_better():
     from schedules.contract.operator_workload import workload
-    from schedules.peers.meta_schedule import CostModelAdapter
+    from schedules.tuning.meta_schedule import CostModelAdapter
 
     adapter = CostModelAdapter(SmallTiles(), [CONV])._inst  # the Python object behind TVM's, to call it with fakes
     context = SimpleNamespace(mod=workload(CONV))
@@ -109,7 +109,7 @@ def test_scores_are_relative_to_the_best_and_higher_is_better():
 
 def test_sketches_and_decisions_are_knobs_and_failures_teach_nothing():
     from schedules.contract.operator_workload import workload
-    from schedules.peers.meta_schedule import CostModelAdapter
+    from schedules.tuning.meta_schedule import CostModelAdapter
 
     model = SmallTiles()
     adapter = CostModelAdapter(model, [CONV])._inst  # the Python object behind TVM's, to call it with fakes
@@ -127,7 +127,7 @@ def test_sketches_and_decisions_are_knobs_and_failures_teach_nothing():
 
 def test_failed_builds_and_runs_are_counted_not_raised():
     from schedules.contract.operator_workload import workload
-    from schedules.peers.in_process_measurer import InProcessMeasurer
+    from schedules.tuning.in_process_measurer import InProcessMeasurer
 
     measurer = InProcessMeasurer()
     result = measurer.build(workload(Dense(1, 4, 4)), "no such target")
@@ -159,7 +159,7 @@ def test_stock_meta_schedule_tunes_a_module_and_resumes(tmp_path: Path):
     import tvm
     from tvm import relax
 
-    from schedules.peers.stock_meta_schedule import task_reports, tune_stock
+    from schedules.tuning.stock_meta_schedule import task_reports, tune_stock
 
     mod, data, first, second = small_network()
     lines: list[str] = []
@@ -182,7 +182,7 @@ def test_stock_meta_schedule_tunes_a_module_and_resumes(tmp_path: Path):
 def test_a_module_without_tasks_is_an_error(tmp_path: Path):
     from tvm import relax
 
-    from schedules.peers.stock_meta_schedule import tune_stock
+    from schedules.tuning.stock_meta_schedule import tune_stock
 
     builder = relax.BlockBuilder()
     x = relax.Var("x", relax.TensorType((4,), "float32"))

@@ -14,8 +14,8 @@ from costmodel.base.errors import TuningError
 from costmodel.operators.layers import Dense
 from schedules.contract.cpu_target import host_target
 from schedules.contract.operator_workload import workload
-from schedules.peers import bounded_build
-from schedules.peers.bounded_build import build_bounded
+from schedules.tuning import bounded_build
+from schedules.tuning.bounded_build import build_bounded
 
 OPERATOR = Dense(2, 4, 3)
 

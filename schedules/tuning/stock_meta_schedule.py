@@ -23,7 +23,7 @@ from costmodel.base.errors import OutputError, TuningError
 from costmodel.base.whole_file import write_whole
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.lean_import import tvm_threads
-from schedules.peers.in_process_measurer import (
+from schedules.tuning.in_process_measurer import (
     InProcessMeasurer,
     import_tensor_intrinsics,
     log_to_files_only,

@@ -19,7 +19,7 @@ from tvm.ir.utils import derived_object
 from tvm.s_tir import meta_schedule as ms
 from tvm.s_tir.meta_schedule.runner.utils import alloc_argument_common, run_evaluator_common
 
-from schedules.peers.bounded_build import build_bounded
+from schedules.tuning.bounded_build import build_bounded
 
 
 def import_tensor_intrinsics() -> None:

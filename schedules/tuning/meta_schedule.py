@@ -33,7 +33,7 @@ from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.lean_import import tvm_threads
 from schedules.contract.operator_workload import workload
 from schedules.contract.template import Config
-from schedules.peers.in_process_measurer import (
+from schedules.tuning.in_process_measurer import (
     InProcessMeasurer,
     import_tensor_intrinsics,
     log_to_files_only,

@@ -1,0 +1,1 @@
+"""Templates of several layers in one kernel."""

@@ -1,1 +1,0 @@
-"""TVM's own MetaSchedule: tuned for comparison, and with this project's cost model."""
