@@ -35,7 +35,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     ),
     "schedules": ("contract", "loops", "kernels", "records", "measuring", "tuning"),
     "fusion": (
-        "model", "relax", "analysis", "passes", "search", "artifact", "comparing", "acceptance", "report", "tuning",
+        "model", "relax", "analysis", "passes", "artifact", "comparing", "acceptance", "report", "tuning",
         "commands",
     ),
     "e2e": (

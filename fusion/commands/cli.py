@@ -172,7 +172,7 @@ def tune(
     """Tune fused and separate kernels, keep what measures faster, check against ONNX Runtime, write the artifact."""
     from fusion.commands import fusion_api
     from fusion.report.console_report import print_summary
-    from fusion.search.progress import TuningDisplay
+    from fusion.tuning.progress import TuningDisplay
 
     shapes = parse_shapes(shape)
     import_tvm_alone()

@@ -22,8 +22,8 @@ from fusion.model.precision import Precision
 
 if TYPE_CHECKING:
     from fusion.analysis.analyzer import NetworkAnalysis
-    from fusion.search.progress import TuningDisplay
     from fusion.tuning.network import InputProfile
+    from fusion.tuning.progress import TuningDisplay
     from fusion.tuning.quantization import QuantizeSummary
 
 PathLike = str | os.PathLike[str]
@@ -172,7 +172,7 @@ def tune(
       ``"int8"``
     - ``report``: write ``report.html`` into ``output``
     - ``progress``: callback as in :func:`analyze`, or the progress bar of the command line,
-      :class:`fusion.search.progress.TuningDisplay`
+      :class:`fusion.tuning.progress.TuningDisplay`
 
     Ctrl-C while kernels are tuned builds the best network found so far. Raises ``ModelError`` and ``InputError`` as
     :func:`analyze`, ``OutputError`` for a folder that is not writable, ``TuningError`` if nothing could be built, run
@@ -188,8 +188,8 @@ def tune(
     require_tools(Path(model), Path(output))
     require_compiler()  # before imports that need it
     from fusion.report.tune_page import remove_reports, write_reports
-    from fusion.search.progress import TuningDisplay
     from fusion.tuning.network import TuneRequest
+    from fusion.tuning.progress import TuningDisplay
     from fusion.tuning.road import tune_model
 
     _check_counts(trials=trials, threads=threads)

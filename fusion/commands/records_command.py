@@ -151,8 +151,8 @@ def measure_records(
 def kernels_of(model: Path, folder: Path, threads: int | None) -> list[Operator]:
     """Kernels that `tune` would measure for an ONNX file: those of its layers, and of plausible sites."""
     from fusion.analysis.target_machine import this_cpu
-    from fusion.search.progress import TuningDisplay
     from fusion.tuning.network import TuneRequest, plausible_sites, read_networks
+    from fusion.tuning.progress import TuningDisplay
 
     display = TuningDisplay()
     request = TuneRequest(model, folder.parent, threads=threads, minutes=1.0)

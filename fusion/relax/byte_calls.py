@@ -180,7 +180,7 @@ def window_factors(data: Quantisation, result: Quantisation) -> np.ndarray:
 
 
 def resize_factors(data: Quantisation, result: Quantisation) -> np.ndarray:
-    """Return the factors of :func:`fusion.relax.byte_resize.resized`: zero point and scale of the data, scale and zero
+    """Return the factors of :func:`resized`: zero point and scale of the data, scale and zero
     point of the result, and its bounds.
     """
     return np.array([data.zero, data.scale, result.scale, result.zero, result.low, result.high], np.float32)

@@ -58,7 +58,7 @@ class _Run:
 def channel_move(
     sources: Sequence[tuple[int, ...]], phases: np.ndarray, lanes: int, dtype: str = "float32"
 ) -> tirx.PrimFunc:
-    """Build the kernel of a :class:`fusion.relax.channel_moves.ChannelMove` between blocked tensors of ``dtype``.
+    """Build the kernel of a :class:`ChannelMove` between blocked tensors of ``dtype``.
 
     ``sources``: their NCHW shapes; ``phases``: as in ChannelMove. Lanes beyond the channels of the result hold copies
     of other lanes.

@@ -38,7 +38,7 @@ class CompiledModule:
     leftovers: tuple[LeftoverKernel, ...]
     # Memory of a run of ``main``; None if there is no such function.
     memory: MemoryPlan | None = None
-    # Layer of each kernel call (:func:`fusion.relax.kernel_calls.kernel_layers`).
+    # Layer of each kernel call (:func:`kernel_layers`).
     layers: tuple[str, ...] = ()
     _machines: list[VirtualMachine] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)

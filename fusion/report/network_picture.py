@@ -82,7 +82,7 @@ def place_layers(layers: Sequence[Mapping[str, Any]]) -> dict[str, PlacedLayer]:
 
 
 def network_picture(network: Mapping[str, Any], short: Mapping[str, str]) -> Html:
-    """``network``: see :func:`fusion.commands.network_record.network_record`; ``short``: displayed names of layers."""
+    """``network``: see :func:`fusion.tuning.summary.network_record`; ``short``: displayed names of layers."""
     layers = network["layers"]
     placed = place_layers(layers)
     columns = min(COLUMNS, 1 + max((each.column for each in placed.values()), default=0))

@@ -1,1 +1,1 @@
-"""Stages of ``tune``: from an ONNX file to a build."""
+"""Stages of ``tune``: from an ONNX file over the search for kernels and fusions to a build."""

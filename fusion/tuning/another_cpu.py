@@ -23,12 +23,12 @@ from fusion.artifact.profile_folders import ProfileBuild
 from fusion.model.precision import BFLOAT16, layers_in, precision_of
 from fusion.model.selection import FusionPlan, select, unfused_plan
 from fusion.relax.onnx.float_layers import told_in_floats
-from fusion.search.progress import TuningDisplay
 from fusion.tuning.job import RECORDS, TuningJob
 from fusion.tuning.mixed_job import search_mixed
 from fusion.tuning.network import Network, TuneRequest, careful_configs, complete_configs, plausible_sites
 from fusion.tuning.network_check import CheckCost, NetworkCheck, build_network, loaded
 from fusion.tuning.precision import PrecisionReport
+from fusion.tuning.progress import TuningDisplay
 from fusion.tuning.summary import document
 from fusion.tuning.time_limit import FINAL_COMPILATION, StageClock, TimeLimit
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from costmodel.operators.layers import Operator
     from fusion.acceptance.output_check import Verdict
     from fusion.relax.machine_code import CompiledModule
-    from fusion.search.network_tuning import TunedKernels
+    from fusion.tuning.network_tuning import TunedKernels
     from schedules.contract.template import Config
     from schedules.measuring.remote_runner import RemoteRunner
 
@@ -117,7 +117,7 @@ class AnotherCpuJob(TuningJob):
         spare: Callable[[TunedKernels], float | None] | None = None,
     ) -> TunedKernels:
         """Results for the kernels: measured on the servers for at most ``seconds``, or from the records."""
-        from fusion.search.network_tuning import TuningBudget
+        from fusion.tuning.network_tuning import TuningBudget
         from schedules.measuring.measure_runner import Runner
         from schedules.records.record_store import RecordStore
 

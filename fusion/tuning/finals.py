@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from fusion.model.candidates import Site
     from fusion.model.conv_graph import Graph
     from fusion.relax.memory_plan import MemoryPlan
-    from fusion.search.network_tuning import TunedKernels
+    from fusion.tuning.network_tuning import TunedKernels
     from schedules.contract.template import Config
 
 FUSED, PARTLY, UNFUSED_NETWORK = "fused", "partly fused", "unfused"

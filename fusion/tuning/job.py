@@ -28,7 +28,6 @@ from fusion.comparing.probes import broken_inputs
 from fusion.model.named_arrays import random_arrays
 from fusion.model.precision import BFLOAT16, precision_of
 from fusion.relax.onnx.float_layers import told_in_floats
-from fusion.search.progress import TuningDisplay
 from fusion.tuning.finals import (
     FLOAT32_NETWORK,
     UNFUSED_NETWORK,
@@ -51,6 +50,7 @@ from fusion.tuning.network_check import (
     workload,
 )
 from fusion.tuning.precision import PrecisionPlan, PrecisionReport, precision_plan, with_raced
+from fusion.tuning.progress import TuningDisplay
 from fusion.tuning.quantization import Quantised, quantised_plan
 from fusion.tuning.summary import document
 from fusion.tuning.time_limit import FINAL_COMPILATION, LEAST_FINALISTS, StageClock, TimeLimit, race_sampling
@@ -58,7 +58,7 @@ from fusion.tuning.time_limit import FINAL_COMPILATION, LEAST_FINALISTS, StageCl
 if TYPE_CHECKING:
     from fusion.relax.machine_code import CompiledModule
     from fusion.relax.memory_plan import MemoryPlan
-    from fusion.search.network_tuning import NetworkRunner, NetworkTuner, TunedKernels
+    from fusion.tuning.network_tuning import NetworkRunner, NetworkTuner, TunedKernels
     from schedules.records.record_store import RecordStore
     from schedules.tuning.trial_search import Ranker
 
@@ -142,9 +142,9 @@ class TuningJob:
     ) -> TunedKernels:
         """Measure kernels of ``network``, fused and separate, for at most ``seconds``; results are stored at once.
 
-        ``spare``: see :class:`fusion.search.network_tuning.TuningBudget`.
+        ``spare``: see :class:`fusion.tuning.network_tuning.TuningBudget`.
         """
-        from fusion.search.network_tuning import TuningBudget
+        from fusion.tuning.network_tuning import TuningBudget
         from schedules.measuring.measure_runner import Runner
         from schedules.records.record_store import RecordStore
 
@@ -166,7 +166,7 @@ class TuningJob:
 
     def tuner(self, network: Network, store: RecordStore, cost_model: Ranker, runner: NetworkRunner) -> NetworkTuner:
         """Create the tuner of the kernels of ``network``."""
-        from fusion.search.network_tuning import NetworkTuner
+        from fusion.tuning.network_tuning import NetworkTuner
 
         return NetworkTuner(
             network.graph,

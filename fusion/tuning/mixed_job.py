@@ -29,7 +29,7 @@ from fusion.tuning.precision import (
 from fusion.tuning.time_limit import FINAL_COMPILATION, LEAST_FINALISTS, TimeLimit
 
 if TYPE_CHECKING:
-    from fusion.search.network_tuning import TunedKernels
+    from fusion.tuning.network_tuning import TunedKernels
 
 STAY = "all layers stay in float32; give it more --minutes"
 # Networks of the finals: mixed with the selected fusions, mixed without fusion, and the best in float32.

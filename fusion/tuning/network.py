@@ -15,7 +15,7 @@ from costmodel.base.say import Say
 from fusion.artifact.profile_folders import profile_names
 from fusion.model.precision import BFLOAT16, FLOAT32, INT8, PRECISIONS, Precision, stored_in
 from fusion.model.selection import FusionPlan
-from fusion.search.progress import TuningDisplay
+from fusion.tuning.progress import TuningDisplay
 
 if TYPE_CHECKING:
     from costmodel.cpu.learned_residual import ResidualModel

@@ -31,8 +31,8 @@ from fusion.model.named_arrays import Arrays
 from fusion.model.precision import BFLOAT16, INT8, layers_in, precision_of, stored_in
 from fusion.model.selection import FusionPlan, cover, select
 from fusion.relax.onnx.onnx_precision import holds_half
-from fusion.search.progress import TuningDisplay
 from fusion.tuning.network import Network, careful_configs, complete_configs, plausible_sites
+from fusion.tuning.progress import TuningDisplay
 from fusion.tuning.time_limit import reference_seconds
 
 if TYPE_CHECKING:

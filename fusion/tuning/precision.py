@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from fusion.comparing.output_errors import OutputErrors
     from fusion.model.conv_graph import Graph
     from fusion.model.named_arrays import Arrays
-    from fusion.search.progress import TuningDisplay
     from fusion.tuning.network import Network
+    from fusion.tuning.progress import TuningDisplay
 
 # Share of a limited job for errors of single layers, and the same for errors of networks in each choice, with lower and
 # upper limits in seconds; and the usual number of networks evaluated in a choice.
@@ -94,7 +94,7 @@ class PrecisionChooser:
         return PrecisionChooser(self._graph, self._target, plan, self._seconds)
 
     def with_followers(self, rounded: Collection[str]) -> set[str]:
-        """See :class:`fusion.analysis.mixed_times.MixedTimes`."""
+        """See :class:`MixedTimes`."""
         return self._times({}).with_followers(rounded)
 
     def chosen(self, sensitivity: Mapping[str, float], measured: Mapping[Operator, float]) -> PrecisionChoice:

@@ -37,10 +37,10 @@ from fusion.model.tensor_info import TensorInfo
 from fusion.relax.onnx.model_size_limits import MOST_ELEMENTS
 from fusion.relax.onnx.onnx_quantised import quantised_share, quantized_path, set_origin
 from fusion.relax.onnx.onnx_quantizer import QuantizationOptions, declared_inputs, load_float_model, quantized
-from fusion.search.progress import TuningDisplay
 from fusion.tuning.network import Network, TuneRequest
 from fusion.tuning.network_check import reference_worker
 from fusion.tuning.precision import MOST_REBUILDS, PrecisionChooser, PrecisionPlan, error_seconds
+from fusion.tuning.progress import TuningDisplay
 
 if TYPE_CHECKING:
     from fusion.analysis.target_machine import Target

@@ -16,11 +16,11 @@ from fusion.analysis.target_machine import this_cpu
 from fusion.artifact.build_folder import STAGING, output_directory
 from fusion.artifact.profile_folders import ProfileBuild, write_profiles, write_single
 from fusion.report.result_pictures import draw_frontiers
-from fusion.search.progress import TuningDisplay
 from fusion.tuning.another_cpu import AnotherCpuJob, another_cpu
 from fusion.tuning.job import TuningJob
 from fusion.tuning.mixed_job import MixedJob
 from fusion.tuning.network import Network, TuneRequest, read_networks
+from fusion.tuning.progress import TuningDisplay
 from fusion.tuning.quantization import QUANTISING, quantised_request
 from fusion.tuning.summary import profiles_document
 from fusion.tuning.time_limit import StageClock, end_of

@@ -18,8 +18,8 @@ from fusion.model.candidates import Site
 from fusion.model.conv_graph import Graph
 from fusion.model.precision import precision_of
 from fusion.model.selection import FusionPlan, unfused_seconds
-from fusion.search.network_tuning import TunedKernels
 from fusion.tuning.network import Network
+from fusion.tuning.network_tuning import TunedKernels
 
 if TYPE_CHECKING:
     from tvm import relax

@@ -26,7 +26,7 @@ from costmodel.operators.layers import Conv2d
 from fusion.analysis.analyzer import unfused_intensity
 from fusion.analysis.precision_outlook import PRECISE_TYPES
 from fusion.artifact.build_folder import SUMMARY
-from fusion.search.network_tuning import HOPELESS
+from fusion.tuning.network_tuning import HOPELESS
 
 # Gains beyond these limits are drawn at the edge.
 LEAST_DRAWN, MOST_DRAWN = 0.25, 4.0

@@ -29,8 +29,8 @@ from fusion.comparing.compare import Comparison, compare_command
 from fusion.comparing.probes import image_like
 from fusion.modelzoo import export
 from fusion.report.console_report import ERROR_TITLES, error_cells
-from fusion.search.progress import TuningDisplay
 from fusion.tuning.network import InputProfile, TuneRequest
+from fusion.tuning.progress import TuningDisplay
 from fusion.tuning.road import tune_model
 
 AGAINST = "onnxruntime,openvino,openvino-bf16,opencv,torch,torch-bf16,torch-eager,tvm-unfused"

@@ -53,25 +53,22 @@ from tvm import relax, tirx
 from tvm.relax import PyExprMutator
 
 from fusion.relax.bindings import variables
-from fusion.relax.canonical import (
-    rules_activation,
-    rules_affine,
-    rules_branches,
-    rules_channels_last,
-    rules_computed,
-    rules_constant,
-    rules_norm,
-    rules_parallel,
-    rules_preceding,
-    rules_ranks,
-    rules_shape,
-    rules_stacked,
-    rules_transposed,
-    rules_window,
-)
-from fusion.relax.canonical.rewriter import RewriteRule, rewrite, rule_key
+from fusion.relax.canonical.rewriter import RuleTable, rewrite, rule_key
+from fusion.relax.canonical.rules_activation import ACTIVATION_RULES
+from fusion.relax.canonical.rules_affine import AFFINE_RULES
+from fusion.relax.canonical.rules_branches import BRANCH_RULES
+from fusion.relax.canonical.rules_channels_last import CHANNELS_LAST_RULES
+from fusion.relax.canonical.rules_computed import COMPUTED_WEIGHT_RULES
+from fusion.relax.canonical.rules_constant import CONSTANT_RULES
+from fusion.relax.canonical.rules_norm import NORM_RULES
+from fusion.relax.canonical.rules_parallel import PARALLEL_RULES
+from fusion.relax.canonical.rules_preceding import PRECEDING_RULES
+from fusion.relax.canonical.rules_ranks import RANK_RULES
+from fusion.relax.canonical.rules_shape import SHAPE_RULES
+from fusion.relax.canonical.rules_stacked import STACK_RULES
+from fusion.relax.canonical.rules_transposed import TRANSPOSED_RULES
+from fusion.relax.canonical.rules_window import WINDOW_RULES
 
-RuleTable: TypeAlias = dict[str, tuple[RewriteRule, ...]]
 Naming: TypeAlias = Callable[[str], str]
 # Suffix of every name while rules work. The builder numbers a name that a dead variable still holds: a copy of
 # ``Conv_1`` would be ``Conv_11``, which may be the name of another variable.
@@ -95,23 +92,20 @@ def merge(tables: Sequence[RuleTable]) -> RuleTable:
 
 RULES = merge(
     [
-        module.RULES
-        for module in (
-            rules_constant,
-            rules_shape,
-            rules_transposed,
-            rules_window,
-            rules_activation,
-            rules_affine,
-            rules_preceding,
-            rules_branches,
-            rules_parallel,
-            rules_norm,
-            rules_channels_last,
-            rules_ranks,
-            rules_stacked,
-            rules_computed,
-        )
+        CONSTANT_RULES,
+        SHAPE_RULES,
+        TRANSPOSED_RULES,
+        WINDOW_RULES,
+        ACTIVATION_RULES,
+        AFFINE_RULES,
+        PRECEDING_RULES,
+        BRANCH_RULES,
+        PARALLEL_RULES,
+        NORM_RULES,
+        CHANNELS_LAST_RULES,
+        RANK_RULES,
+        STACK_RULES,
+        COMPUTED_WEIGHT_RULES,
     ]
 )
 

@@ -139,6 +139,7 @@ class Definitions:
 
 
 RewriteRule: TypeAlias = Callable[[relax.Expr, Definitions], relax.Expr | None]
+RuleTable: TypeAlias = dict[str, tuple[RewriteRule, ...]]  # by the key of :func:`rule_key`
 
 
 def rule_key(expr: object) -> str | None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from tvm import relax
 
 from fusion.relax.bindings import static_shape
-from fusion.relax.canonical.rewriter import Definitions, is_float
+from fusion.relax.canonical.rewriter import Definitions, RuleTable, is_float
 
 # Tolerance for constants that frameworks round to their own precision: 1/6 as 0.16666667, 3 as 3.0000001.
 _TOLERANCE = 1e-6
@@ -256,7 +256,7 @@ def simple_power(call: relax.Call, graph: Definitions) -> relax.Expr | None:
     return simple(call.args[0])
 
 
-RULES = {
+ACTIVATION_RULES: RuleTable = {
     "relax.power": (simple_power,),
     "relax.nn.relu6": (relu6,),
     "relax.nn.relu": (relu_of_clip,),

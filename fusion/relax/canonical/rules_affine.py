@@ -8,7 +8,7 @@ import numpy as np
 from tvm import relax
 
 from fusion.relax.bindings import static_shape
-from fusion.relax.canonical.rewriter import Definitions, constant_of, is_float
+from fusion.relax.canonical.rewriter import Definitions, RuleTable, constant_of, is_float
 
 CONVOLUTIONS = ("relax.nn.conv1d", "relax.nn.conv2d", "relax.nn.conv3d")
 MATMUL = "relax.matmul"
@@ -195,7 +195,7 @@ def _scale_and_shift(call: relax.Call, statistics: list[np.ndarray]) -> tuple[np
         return scale, (beta if call.attrs.center else 0.0) - mean * scale
 
 
-RULES = {
+AFFINE_RULES: RuleTable = {
     "relax.add": (constant_right, fold_addition),
     "relax.subtract": (fold_subtraction, negate_subtrahend),
     "relax.multiply": (constant_right, fold_multiplication),

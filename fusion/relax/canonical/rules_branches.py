@@ -9,7 +9,7 @@ import numpy as np
 from tvm import relax
 
 from fusion.relax.bindings import static_shape
-from fusion.relax.canonical.rewriter import Definitions, constant_of
+from fusion.relax.canonical.rewriter import Definitions, RuleTable, constant_of
 from fusion.relax.canonical.rules_affine import Affine, match_affine
 from fusion.relax.canonical.rules_preceding import match_scaled
 
@@ -155,4 +155,7 @@ def _is_smaller_gate(gate: relax.Expr, data: relax.Expr, graph: Definitions) -> 
     return "float" in str(gate.ty.dtype) and len(own) == len(shape) and math.prod(own) < math.prod(shape)
 
 
-RULES = {"relax.add": (merge_convolutions, merge_identity, factor_gate), "relax.multiply": (scale_gate,)}
+BRANCH_RULES: RuleTable = {
+    "relax.add": (merge_convolutions, merge_identity, factor_gate),
+    "relax.multiply": (scale_gate,),
+}

@@ -13,7 +13,7 @@ import numpy as np
 from tvm import relax
 
 from fusion.relax.bindings import static_shape
-from fusion.relax.canonical.rewriter import Definitions, RewriteRule, constant_of
+from fusion.relax.canonical.rewriter import Definitions, RuleTable, constant_of
 
 _LAST = (0, 2, 3, 1)  # NCHW to NHWC
 _FIRST = (0, 3, 1, 2)  # NHWC to NCHW
@@ -246,7 +246,7 @@ def lift(call: relax.Call, graph: Definitions) -> relax.Expr | None:
     return relax.Call(before.op, operands, before.attrs)
 
 
-RULES: dict[str, tuple[RewriteRule, ...]] = {
+CHANNELS_LAST_RULES: RuleTable = {
     "relax.permute_dims": (join, lift),
     **dict.fromkeys(_UNARY, (sink_unary,)),
     **dict.fromkeys(_BINARY, (sink_binary,)),

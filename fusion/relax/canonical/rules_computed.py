@@ -10,7 +10,7 @@ import numpy as np
 from tvm import relax
 
 from fusion.relax.bindings import static_shape
-from fusion.relax.canonical.rewriter import Definitions, RewriteRule
+from fusion.relax.canonical.rewriter import Definitions, RuleTable
 
 # Limit of copies of the image, one per tap of the window: beyond it the rewrite does not pay.
 MOST_TAPS = 64
@@ -63,4 +63,4 @@ def _columns(
     return read[0] if len(read) == 1 else relax.op.concat(relax.Tuple(read), axis=2)
 
 
-RULES: dict[str, tuple[RewriteRule, ...]] = {"relax.nn.conv2d": (product_of_columns,)}
+COMPUTED_WEIGHT_RULES: RuleTable = {"relax.nn.conv2d": (product_of_columns,)}

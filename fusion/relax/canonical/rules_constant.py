@@ -8,7 +8,7 @@ import numpy as np
 from tvm import relax
 
 from fusion.relax.bindings import static_shape
-from fusion.relax.canonical.rewriter import Definitions, RewriteRule, constant_of
+from fusion.relax.canonical.rewriter import Definitions, RewriteRule, RuleTable, constant_of
 
 # Operators between a framework's parameters and their use; TVM's FoldConstant evaluates all others.
 _BINARY: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
@@ -50,7 +50,7 @@ def _binary(function: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Rewrite
     return evaluate
 
 
-RULES: dict[str, tuple[RewriteRule, ...]] = {
+CONSTANT_RULES: RuleTable = {
     "relax.permute_dims": (transpose,),
     "relax.astype": (cast,),
     **dict.fromkeys(_RESHAPES, (reshape,)),

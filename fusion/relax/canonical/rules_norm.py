@@ -10,7 +10,7 @@ import numpy as np
 from tvm import relax
 
 from fusion.relax.bindings import static_shape
-from fusion.relax.canonical.rewriter import Definitions, constant_of, is_float
+from fusion.relax.canonical.rewriter import Definitions, RuleTable, constant_of, is_float
 
 NORM = "relax.nn.layer_norm"
 GROUP_NORM = "relax.nn.group_norm"
@@ -139,7 +139,7 @@ def group_norm_of_rows(call: relax.Call, graph: Definitions) -> relax.Expr | Non
     return relax.op.nn.group_norm(source, *weights, groups, channel_axis=1, axes=[2, 3], epsilon=epsilon)
 
 
-RULES = {
+NORM_RULES: RuleTable = {
     "relax.divide": (assemble_norm,),
     "relax.reshape": (group_norm_of_rows,),
     "relax.multiply": (scale_of_norm,),

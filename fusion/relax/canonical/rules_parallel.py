@@ -8,7 +8,7 @@ import numpy as np
 from tvm import relax
 
 from fusion.relax.bindings import static_shape
-from fusion.relax.canonical.rewriter import Definitions
+from fusion.relax.canonical.rewriter import Definitions, RuleTable
 from fusion.relax.canonical.rules_affine import Affine, match_affine
 from fusion.relax.canonical.rules_branches import Branch, convolution_of, embedded_weight, split_convolution
 
@@ -190,7 +190,7 @@ def _affine_fields(expr: relax.Expr, graph: Definitions) -> list[relax.Expr] | N
     return fields
 
 
-RULES = {
+PARALLEL_RULES: RuleTable = {
     "relax.concat": (merge_parts,),
     "relax.add": (scale_parts,),
     "relax.multiply": (scale_parts,),

@@ -8,7 +8,7 @@ import numpy as np
 from tvm import relax
 
 from fusion.relax.bindings import static_shape
-from fusion.relax.canonical.rewriter import Definitions, constant_of, is_float
+from fusion.relax.canonical.rewriter import Definitions, RuleTable, constant_of, is_float
 from fusion.relax.canonical.rules_affine import CONVOLUTIONS, MATMUL, has_plain_weight
 
 
@@ -106,7 +106,7 @@ def _with_bias(
     return graph.with_bias(folded, constant_of(bias)) if bias.any() else folded
 
 
-RULES = {
+PRECEDING_RULES: RuleTable = {
     "relax.nn.conv1d": (fold_into_convolution,),
     "relax.nn.conv2d": (fold_into_convolution,),
     "relax.nn.conv3d": (fold_into_convolution,),

@@ -17,7 +17,7 @@ import numpy as np
 from tvm import relax
 
 from fusion.relax.bindings import static_shape
-from fusion.relax.canonical.rewriter import Definitions, RewriteRule, constant_of
+from fusion.relax.canonical.rewriter import Definitions, RuleTable, constant_of
 
 # Kernels unroll the taps of a row and loop over the rows: longer windows are placed along a column.
 LONGEST_ROW = 11
@@ -417,7 +417,7 @@ def sink_concat(call: relax.Call, graph: Definitions) -> relax.Expr | None:
     return first.of(graph.named_here(relax.op.concat(images, axis=1)), shape)
 
 
-RULES: dict[str, tuple[RewriteRule, ...]] = {
+RANK_RULES: RuleTable = {
     "relax.nn.conv1d": (convolution_of_a_sequence,),
     "relax.nn.conv2d": (stand_upright,),
     "relax.nn.conv1d_transpose": (transposed_convolution_of_a_sequence,),

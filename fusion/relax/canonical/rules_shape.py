@@ -7,7 +7,7 @@ from __future__ import annotations
 from tvm import relax
 
 from fusion.relax.bindings import static_shape
-from fusion.relax.canonical.rewriter import Definitions, RewriteRule
+from fusion.relax.canonical.rewriter import Definitions, RuleTable
 
 _BINARY = (
     *("relax.add", "relax.subtract", "relax.multiply", "relax.divide", "relax.maximum", "relax.minimum"),
@@ -93,7 +93,7 @@ def bounded_take(call: relax.Call, graph: Definitions) -> relax.Expr | None:
     return relax.op.take(call.args[0], call.args[1], axis, mode="clip")
 
 
-RULES: dict[str, tuple[RewriteRule, ...]] = {
+SHAPE_RULES: RuleTable = {
     "relax.reshape": (reshape,),
     "relax.squeeze": (reshape,),
     "relax.expand_dims": (reshape,),

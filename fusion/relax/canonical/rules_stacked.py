@@ -10,7 +10,7 @@ import numpy as np
 from tvm import relax
 
 from fusion.relax.bindings import static_shape
-from fusion.relax.canonical.rewriter import Definitions, RewriteRule
+from fusion.relax.canonical.rewriter import Definitions, RuleTable
 
 # A chain of more additions than this is not simpler.
 MOST_PARTS = 8
@@ -81,4 +81,4 @@ def _products(call: relax.Call, shape: tuple[int, ...], axis: int, graph: Defini
     return None
 
 
-RULES: dict[str, tuple[RewriteRule, ...]] = {"relax.sum": (sum_of_parts,), "relax.mean": (sum_of_parts,)}
+STACK_RULES: RuleTable = {"relax.sum": (sum_of_parts,), "relax.mean": (sum_of_parts,)}

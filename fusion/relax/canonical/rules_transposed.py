@@ -14,7 +14,7 @@ import numpy as np
 from tvm import relax
 
 from fusion.relax.bindings import static_shape
-from fusion.relax.canonical.rewriter import Definitions
+from fusion.relax.canonical.rewriter import Definitions, RuleTable
 
 _UNARY = (
     *("relax.nn.relu", "relax.nn.gelu", "relax.nn.gelu_tanh", "relax.nn.silu", "relax.nn.leakyrelu"),
@@ -182,7 +182,7 @@ def _applied(
     return relax.Call(call.op, [data, *rest], call.attrs)
 
 
-RULES = {
+TRANSPOSED_RULES: RuleTable = {
     "relax.nn.conv2d_transpose": (split_into_phases,),
     "relax.add": (apply_before_spreading,),
     "relax.multiply": (apply_before_spreading,),

@@ -12,7 +12,7 @@ import numpy as np
 from tvm import relax
 
 from fusion.relax.bindings import static_shape
-from fusion.relax.canonical.rewriter import Definitions
+from fusion.relax.canonical.rewriter import Definitions, RuleTable
 from fusion.relax.canonical.rules_activation import clip_bounds
 
 
@@ -175,7 +175,7 @@ def _missing_padding(size: int, outputs: int, padding: int, attrs: Any, axis: in
     return max((outputs - 1) * int(attrs.strides[axis]) + extent - size - padding, 0)
 
 
-RULES = {
+WINDOW_RULES: RuleTable = {
     "relax.nn.pad": (remove_pad,),
     "relax.nn.conv2d": (fold_pad_into_conv,),
     "relax.nn.max_pool2d": (drop_unit_window, resolve_ceil_mode, fold_pad_into_max_pool),

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def remove_signs(model: ModelProto, resized: Collection[str] = ()) -> bool:
     """Convert int8 tensors that are quantised and read in ``model`` (in place); return True if it changed. Zero points
-    must be present (:func:`fusion.relax.onnx.zero_points.with_zero_points`). ``resized``: outputs of Resize nodes that
+    must be present (:func:`with_zero_points`). ``resized``: outputs of Resize nodes that
     read bytes directly and truncate; the kernels that compute them truncate towards the original zero.
     """
     signs = _Signs(QuantisedTensors(model), resized)

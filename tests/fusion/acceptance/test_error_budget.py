@@ -1,5 +1,7 @@
 """What bfloat16 costs is known before anything is built: layer by layer, and for the whole under a budget."""
 
+# ruff: noqa: E402
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -12,9 +14,9 @@ from onnx import TensorProto, helper, numpy_helper
 ml_dtypes = pytest.importorskip("ml_dtypes")
 pytest.importorskip("tvm")
 
-from costmodel.base.errors import TuningError  # noqa: E402
-from fusion.acceptance.double_precision import DoubleModel  # noqa: E402
-from fusion.acceptance.error_budget import (  # noqa: E402
+from costmodel.base.errors import TuningError
+from fusion.acceptance.double_precision import DoubleModel
+from fusion.acceptance.error_budget import (
     GIVEN_OUT,
     BudgetExceeded,
     BudgetInputs,
@@ -22,14 +24,14 @@ from fusion.acceptance.error_budget import (  # noqa: E402
     choose_layers,
     sensitivities,
 )
-from fusion.acceptance.output_check import TOLERANCE, prepare_check  # noqa: E402
-from fusion.acceptance.rounded_layers import rounded_runs, switched_model  # noqa: E402
-from fusion.comparing.probes import error_inputs, probes  # noqa: E402
-from fusion.model.precision import layers_in, stored_in  # noqa: E402
-from fusion.relax.extract import extract_graph  # noqa: E402
-from fusion.relax.onnx.importer import import_onnx  # noqa: E402
-from fusion.relax.onnx.onnx_file import load_model  # noqa: E402
-from fusion.relax.onnx.onnx_prepare import prepare  # noqa: E402
+from fusion.acceptance.output_check import TOLERANCE, prepare_check
+from fusion.acceptance.rounded_layers import rounded_runs, switched_model
+from fusion.comparing.probes import error_inputs, probes
+from fusion.model.precision import layers_in, stored_in
+from fusion.relax.extract import extract_graph
+from fusion.relax.onnx.importer import import_onnx
+from fusion.relax.onnx.onnx_file import load_model
+from fusion.relax.onnx.onnx_prepare import prepare
 
 DELICATE = "delicate"
 

@@ -23,8 +23,8 @@ from fusion.model.conv_graph import Graph
 from fusion.model.selection import unfused_plan
 from fusion.relax.extract import extract_graph
 from fusion.relax.onnx.importer import import_onnx
-from fusion.search.network_tuning import TunedKernels
 from fusion.tuning.network import plausible_sites
+from fusion.tuning.network_tuning import TunedKernels
 from fusion.tuning.summary import site_rows
 from schedules.contract.cpu_target import CpuTarget
 

@@ -1,17 +1,19 @@
 """Names of the layers that the kernels of a library compute, in the order in which it runs them."""
 
+# ruff: noqa: E402
+
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
 tvm = pytest.importorskip("tvm")
-from tvm import relax  # noqa: E402
-from tvm.relax import op  # noqa: E402
+from tvm import relax
+from tvm.relax import op
 
-from fusion.relax.kernel_calls import kernel_layers  # noqa: E402
-from fusion.relax.machine_code import build  # noqa: E402
-from tests.fusion.relax_models import CPU, module  # noqa: E402
+from fusion.relax.kernel_calls import kernel_layers
+from fusion.relax.machine_code import build
+from tests.fusion.relax_models import CPU, module
 
 
 def test_names_follow_the_calls_of_a_run_and_results_have_their_index():

@@ -1,5 +1,7 @@
 """Kernels of several networks are compiled once, several at a time, and linked into each."""
 
+# ruff: noqa: E402
+
 from __future__ import annotations
 
 from concurrent.futures import CancelledError
@@ -7,17 +9,17 @@ from concurrent.futures import CancelledError
 import pytest
 
 tvm = pytest.importorskip("tvm")
-from tvm.relax import op  # noqa: E402
-from tvm.tirx import PrimFunc  # noqa: E402
+from tvm.relax import op
+from tvm.tirx import PrimFunc
 
-from costmodel.base.errors import OutputError  # noqa: E402
-from fusion.model.selection import unfused_plan  # noqa: E402
-from fusion.relax.extract import extract_graph  # noqa: E402
-from fusion.relax.kernel_objects import KernelObjects  # noqa: E402
-from fusion.relax.layout_lowering import lower  # noqa: E402
-from fusion.relax.machine_code import build  # noqa: E402
-from schedules.kernels.template_table import template_for  # noqa: E402
-from tests.fusion.relax_models import CPU, assert_close, inputs_of, module  # noqa: E402
+from costmodel.base.errors import OutputError
+from fusion.model.selection import unfused_plan
+from fusion.relax.extract import extract_graph
+from fusion.relax.kernel_objects import KernelObjects
+from fusion.relax.layout_lowering import lower
+from fusion.relax.machine_code import build
+from schedules.kernels.template_table import template_for
+from tests.fusion.relax_models import CPU, assert_close, inputs_of, module
 
 
 def network(width: int):

@@ -1,21 +1,23 @@
 """Bytes of a planned module against networks whose memory is mental arithmetic."""
 
+# ruff: noqa: E402
+
 from __future__ import annotations
 
 import pytest
 
 tvm = pytest.importorskip("tvm")
-from tvm.relax import op  # noqa: E402
+from tvm.relax import op
 
-from fusion.model.candidates import find_sites  # noqa: E402
-from fusion.model.selection import cover  # noqa: E402
-from fusion.relax.extract import extract_graph  # noqa: E402
-from fusion.relax.layout_lowering import lower  # noqa: E402
-from fusion.relax.machine_code import build  # noqa: E402
-from fusion.relax.memory_plan import MemoryPlan  # noqa: E402
-from fusion.tuning.network import complete_configs  # noqa: E402
-from schedules.tuning.kernel_guesses import KernelGuesses  # noqa: E402
-from tests.fusion.relax_models import CPU, module  # noqa: E402
+from fusion.model.candidates import find_sites
+from fusion.model.selection import cover
+from fusion.relax.extract import extract_graph
+from fusion.relax.layout_lowering import lower
+from fusion.relax.machine_code import build
+from fusion.relax.memory_plan import MemoryPlan
+from fusion.tuning.network import complete_configs
+from schedules.tuning.kernel_guesses import KernelGuesses
+from tests.fusion.relax_models import CPU, module
 
 SIZE = 12
 TENSOR = 4 * 32 * SIZE * SIZE  # bytes of 32 channels of FP32: whole blocks on every CPU

@@ -17,10 +17,10 @@ from fusion.comparing.rounds import LEAST_ROUNDS, Sampling
 from fusion.model.candidates import Site
 from fusion.model.conv_graph import Graph, Node
 from fusion.model.selection import cover, unfused_plan
-from fusion.search.network_tuning import TunedKernels
-from fusion.search.rehearsal import Rehearsed
 from fusion.tuning.finals import MOST_REPEATS, finalists, race, told_apart
 from fusion.tuning.job import TuningJob
+from fusion.tuning.network_tuning import TunedKernels
+from fusion.tuning.rehearsal import Rehearsed
 from fusion.tuning.time_limit import StageClock, TimeLimit
 
 ROUNDS = Sampling(rounds=15, seconds=0.0)

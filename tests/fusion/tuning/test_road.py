@@ -9,9 +9,9 @@ import pytest
 pytest.importorskip("tvm")
 
 from costmodel.base.errors import InputError
-from fusion.search.progress import TuningDisplay
 from fusion.tuning import road
 from fusion.tuning.network import TuneRequest
+from fusion.tuning.progress import TuningDisplay
 
 
 def test_a_job_leaves_the_environment_as_it_was(tmp_path, monkeypatch):

@@ -1,7 +1,7 @@
 """Tuning schedule of a model's kernels: selection, order, time limits and results.
 
 First every kernel gets a few trials, which identifies sites that cannot win; the rest of the budget goes to the others.
-Then the best configurations and fusions are compared inside the network (:mod:`fusion.search.rehearsal`). Remaining
+Then the best configurations and fusions are compared inside the network (:mod:`fusion.tuning.rehearsal`). Remaining
 time goes into further trials, followed by another comparison. Kernels are ordered by predicted time, sites by predicted
 savings, so that a short budget is spent on the most important ones.
 """
@@ -20,7 +20,7 @@ from fusion.model.candidates import Site
 from fusion.model.conv_graph import Graph
 from fusion.model.selection import FusionPlan, select, unfused_seconds
 from fusion.model.timed_network import Variant
-from fusion.search.rehearsal import RehearsalStore, Rehearsed, Rehearsing, affordable_pool, rehearse
+from fusion.tuning.rehearsal import RehearsalStore, Rehearsed, Rehearsing, affordable_pool, rehearse
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import Config, WorkSplit
 from schedules.kernels.template_table import template_for

@@ -8,7 +8,7 @@ from costmodel.operators.layers import Conv2d, Epilogue
 from fusion.model.conv_graph import Graph, Node
 from fusion.model.selection import unfused_plan
 from fusion.model.timed_network import Variant
-from fusion.search.rehearsal import LEAST_GAIN, Neighbours, improvements, refine, trials
+from fusion.tuning.rehearsal import LEAST_GAIN, Neighbours, improvements, refine, trials
 from schedules.measuring.measure_messages import MeasureOutcome
 
 EXPAND = Conv2d(1, 32, 14, 14, 64, (1, 1))

@@ -14,9 +14,9 @@ from fusion.model.candidates import find_sites
 from fusion.model.conv_graph import Graph, Node
 from fusion.model.selection import FusionPlan
 from fusion.report.console_report import short_names
-from fusion.search import network_tuning, rehearsal
-from fusion.search.network_tuning import HOPELESS, SCREENING_TRIALS, NetworkTuner, TunedKernels, TuningBudget
-from fusion.search.rehearsal import Rehearsed
+from fusion.tuning import network_tuning, rehearsal
+from fusion.tuning.network_tuning import HOPELESS, SCREENING_TRIALS, NetworkTuner, TunedKernels, TuningBudget
+from fusion.tuning.rehearsal import Rehearsed
 from schedules.contract.cpu_target import CpuTarget
 from schedules.kernels.template_table import template_for
 from schedules.records.record_store import RecordStore

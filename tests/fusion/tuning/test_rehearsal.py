@@ -9,8 +9,8 @@ from fusion.model.candidates import find_sites
 from fusion.model.conv_graph import Graph, Node
 from fusion.model.selection import unfused_plan
 from fusion.model.timed_network import Variant
-from fusion.search import rehearsal
-from fusion.search.rehearsal import (
+from fusion.tuning import rehearsal
+from fusion.tuning.rehearsal import (
     FILE,
     LEAST_ROUNDS,
     LEAST_RUNS,

@@ -15,7 +15,7 @@ from fusion.model.conv_graph import Graph
 from fusion.relax.extract import extract_graph
 from fusion.relax.layout_lowering import lower
 from fusion.relax.machine_code import build
-from fusion.search.network_tuning import NetworkTuner, TunedKernels, TuningBudget
+from fusion.tuning.network_tuning import NetworkTuner, TunedKernels, TuningBudget
 from schedules.kernels import template_table as templates
 from schedules.kernels.template_table import config_cost, config_terms, template_for
 from schedules.records.record_store import RecordStore

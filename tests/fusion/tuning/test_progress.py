@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from costmodel.operators.layers import Dense
-from fusion.search import progress
-from fusion.search.progress import PLAIN_INTERVAL_SECONDS, TuningDisplay, describe
+from fusion.tuning import progress
+from fusion.tuning.progress import PLAIN_INTERVAL_SECONDS, TuningDisplay, describe
 from schedules.measuring.measure_messages import MeasureOutcome
 from schedules.tuning.tuning_session import TuningProgress
 

@@ -1,0 +1,1 @@
+"""Kernels of operators that no template covers: written once for every shape, not tuned."""

@@ -1,1 +1,0 @@
-"""Tuning of a network's kernels, and selection of kernels and fusions inside the network."""
