@@ -14,12 +14,11 @@ from typing import Any
 import torch
 
 from costmodel.operators.attention import seen_pairs
-from e2e.capture import fused_attention  # noqa: F401, its library of operators
+from e2e.capture.fused_attention import OPERATORS
 from e2e.capture.known_values import known
 
 FORWARD, BACKWARD = "attention::flex", "attention::flex_backward"
 _SAMPLES = 192  # queries and keys at which a mask is evaluated, evenly spaced
-_ops = torch.ops.attention
 
 
 class FlexibleAttention(torch.autograd.Function):
@@ -29,12 +28,12 @@ class FlexibleAttention(torch.autograd.Function):
     def forward(ctx: Any, query: Any, key: Any, value: Any, causal: bool, window: int) -> torch.Tensor:
         ctx.save_for_backward(query, key, value)
         ctx.how = (causal, window)
-        return _ops.flex(query, key, value, None, causal, window, 0.0)
+        return OPERATORS.flex(query, key, value, None, causal, window, 0.0)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         query, key, value = ctx.saved_tensors
-        return (*_ops.flex_backward(gradients[0], query, key, value, None, *ctx.how, 0.0), None, None)
+        return (*OPERATORS.flex_backward(gradients[0], query, key, value, None, *ctx.how, 0.0), None, None)
 
 
 def attend(

@@ -24,7 +24,7 @@ _LIBRARY = torch.library.Library("attention", "DEF")
 _ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? sinks, bool causal, int window, float dropout, int document=0"
 )
-for _name in ("fused", "flex"):  # ``flex``: of :mod:`e2e.capture.flex_attention`
+for _name in ("fused", "flex"):  # ``flex``: of :class:`FlexibleAttention`
     _LIBRARY.define(f"{_name}({_ARGUMENTS}) -> Tensor")
     _LIBRARY.define(f"{_name}_backward(Tensor gradient, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)")
 
@@ -42,7 +42,7 @@ def _gradients(
 for _name in ("fused", "flex"):
     _LIBRARY.impl(_name, _output, "Meta")
     _LIBRARY.impl(f"{_name}_backward", _gradients, "Meta")
-_ops = torch.ops.attention
+OPERATORS = torch.ops.attention
 
 
 class WindowedAttention(torch.autograd.Function):
@@ -54,13 +54,13 @@ class WindowedAttention(torch.autograd.Function):
     def forward(ctx: Any, query: Any, key: Any, value: Any, sinks: Any, *how: Any) -> torch.Tensor:
         ctx.save_for_backward(query, key, value, *(() if sinks is None else (sinks,)))
         ctx.how = how
-        return _ops.fused(query, key, value, sinks, *how)
+        return OPERATORS.fused(query, key, value, sinks, *how)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         query, key, value, *sinks = ctx.saved_tensors
         given = sinks[0] if sinks else None
-        found = _ops.fused_backward(gradients[0], query, key, value, given, *ctx.how)
+        found = OPERATORS.fused_backward(gradients[0], query, key, value, given, *ctx.how)
         return (*found, torch.zeros_like(given) if given is not None else None, None, None, None, None)
 
 

@@ -37,7 +37,7 @@ def register() -> str:
 
 
 def absorb(model: torch.nn.Module, cached: int | None, source: str) -> None:
-    """Make the latent-attention layers of ``model``, built with :data:`FORM`, pass on their latents as cached.
+    """Make the latent-attention layers of ``model``, built with the form ``latent``, pass on their latents as cached.
 
     Raise ``InputError`` if there are none, or if the step has no ``cached`` tokens: prefill computes keys and values.
     """

@@ -15,7 +15,6 @@ import torch
 
 from costmodel.base.errors import InputError, ModelError
 from costmodel.base.termination import Terminated
-from e2e.capture.distributed.mailbox import NotYetSent
 from e2e.capture.oversized_tensors import oversized
 from e2e.capture.watch import EndlessStepError
 
@@ -24,6 +23,16 @@ _OURS = Path(__file__).parent
 _PYTORCH = Path(torch.__file__).parent
 # For an operator missing on a device PyTorch lists its kernels elsewhere: a screen of lines about its own sources.
 _DISPATCHER = re.compile(r": (?:fallthrough )?registered at .*\[(?:backend fallback|kernel|autograd kernel)\]$")
+
+
+class NotYetSent(BaseException):
+    """Raised when a rank waits for the object number ``place`` from ``source``. Not caught by ``except Exception`` of a
+    script.
+    """
+
+    def __init__(self, source: int, place: int) -> None:
+        super().__init__(f"object {place} from rank {source}")
+        self.source, self.place = source, place
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from e2e.lowering.families.views import launches_nothing
 from e2e.lowering.families.work import (
     Context,
     DeviceWork,
-    StepOptions,
     UnforeseenCall,
     dtype_of,
     gpu_inputs,
@@ -31,6 +30,7 @@ from e2e.step.collective_names import EAGER, WAIT_TENSOR, kind_of
 from e2e.step.execution_graph import CallInfo, Collective, RankGraph, Task
 from e2e.step.multi_tensor_calls import gathering_calls, list_length
 from e2e.step.operator_trace import RECOMPUTED, TRITON, OperatorCall, OperatorTrace, Tensor, tensors
+from e2e.step.options import StepOptions
 from e2e.step.rank_writer import RankWriter
 
 UNKNOWN = "unknown"

@@ -12,15 +12,15 @@ from e2e.lowering.families import (
     movement,
     normalizations,
     optimizer_operators,
-    pooling,
     products,
     recurrent_networks,
     reductions,
     scaled_operators,
-    scan_operators,
     sharded_parameters,
     stack_operators,
 )
+from e2e.lowering.families.pooling import TABLE as POOLING_TABLE
+from e2e.lowering.families.scan_operators import TABLE as LINEAR_ATTENTION_TABLE
 from e2e.lowering.families.work import Lowering
 
 TABLE: dict[str, Lowering] = {
@@ -28,7 +28,7 @@ TABLE: dict[str, Lowering] = {
     **products.TABLE,
     **convolutions.TABLE,
     **normalizations.TABLE,
-    **pooling.TABLE,
+    **POOLING_TABLE,
     **embedding_operators.TABLE,
     **fbgemm.TABLE,
     **reductions.TABLE,
@@ -40,7 +40,7 @@ TABLE: dict[str, Lowering] = {
     **expert_operators.TABLE,
     **scaled_operators.TABLE,
     **recurrent_networks.TABLE,
-    **scan_operators.TABLE,
+    **LINEAR_ATTENTION_TABLE,
 }
 
 # Operators that launch their own kernels in addition to those of nested calls (which clear, sum or count for them). Any

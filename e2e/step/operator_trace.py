@@ -54,7 +54,7 @@ class OperatorCall:
     thread: int
     inputs: tuple[Value, ...] = ()
     outputs: tuple[Value, ...] = ()
-    # As marked by the source; lowering completes it (:mod:`e2e.step.call_phases`).
+    # As marked by the source; lowering completes it (:func:`e2e.step.call_phases.settled_phases`).
     phase: Phase = "other"
     # Links a backward operator with its forward operator.
     sequence: int | None = None

@@ -24,9 +24,10 @@ from typing import Any
 
 from costmodel.base.errors import InputError, ModelError
 from costmodel.base.say import Say
-from e2e.capture.distributed.mailbox import Mailbox, NotYetSent
+from e2e.capture.distributed.mailbox import Mailbox
 from e2e.capture.distributed.rank_capture import CapturedRank, RankScript, RankSignature, capture_rank, rank_signature
 from e2e.capture.distributed.world import RankPlace
+from e2e.capture.script_errors import NotYetSent
 from e2e.capture.script_reference import StepFunction, script_name
 from e2e.capture.session import CapturedWorkload
 from e2e.step.operator_trace import OperatorTrace

@@ -9,15 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-
-class NotYetSent(BaseException):
-    """Raised when a rank waits for the object number ``place`` from ``source``. Not caught by ``except Exception`` of a
-    script.
-    """
-
-    def __init__(self, source: int, place: int) -> None:
-        super().__init__(f"object {place} from rank {source}")
-        self.source, self.place = source, place
+from e2e.capture.script_errors import NotYetSent
 
 
 @dataclass

@@ -65,7 +65,7 @@ def capture_rank(script: RankScript, place: RankPlace, mailbox: Mailbox) -> Capt
 
     The first step does the set-up of real jobs: FSDP learns its order of prefetching, pipeline stages agree on shapes,
     optimizers make their state. DDP rebuilds its buckets in the second, in the order of the first. Raise
-    :class:`e2e.capture.distributed.mailbox.NotYetSent` if it needs an object from a rank that has not run so far.
+    :class:`e2e.capture.script_errors.NotYetSent` if it needs an object from a rank that has not run so far.
     """
     with _prepared(script, place, mailbox) as (recorder, make):
         workload, communication = make(), recorder.communication

@@ -16,7 +16,8 @@ import torch
 from costmodel.base.errors import InputError, MissingDependencyError, ModelError
 from costmodel.base.foreign_files import read_text
 from costmodel.base.plain_json import decoded
-from e2e.capture import fused_attention, latent_attention
+from e2e.capture.fused_attention import register as register_fused
+from e2e.capture.latent_attention import register as register_latent
 from e2e.capture.models.cached_tokens import decoding_arguments
 from e2e.capture.models.training_presets import TRAINING_PRESETS
 from e2e.capture.oversized_tensors import oversized_told
@@ -170,8 +171,8 @@ def library_form(attention: AttentionForm) -> str:
     if attention == "eager":
         return "eager"
     if attention == "mla":
-        return latent_attention.register()
-    return "sdpa" if attention in ("flash", "efficient", "math") else fused_attention.register()
+        return register_latent()
+    return "sdpa" if attention in ("flash", "efficient", "math") else register_fused()
 
 
 def attention_forms(config: Mapping[str, Any], source: str) -> tuple[AttentionForm, ...]:

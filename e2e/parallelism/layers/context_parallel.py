@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from costmodel.base.errors import InputError
-from e2e.capture import fused_attention
+from e2e.capture.fused_attention import FORM as FUSED_FORM
+from e2e.capture.fused_attention import attend as fused_attention
 from e2e.parallelism.layers.autograd import ExchangeHeads, gather_context
 from e2e.parallelism.layers.regather import Regathered
 from e2e.parallelism.layers.ring_attention import TOKENS, RingAttention, repeated
@@ -88,8 +89,8 @@ def _own(
     if attention == "eager":
         own = sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[attr-defined]
         return own(module, query, keys, values, attention_mask, **others)
-    if attention == fused_attention.FORM:
-        return fused_attention.attend(module, query, keys, values, None, **others)
+    if attention == FUSED_FORM:
+        return fused_attention(module, query, keys, values, None, **others)
     return _fused(module, query, keys, values, attention_mask, **others)
 
 
