@@ -54,6 +54,9 @@ def measure_command(
     resume: Annotated[bool, typer.Option("--resume", help="Continue the table that -o holds.")] = False,
 ) -> None:
     """Measures real steps of the built-in models on the GPU at hand."""
+    from costmodel.measure.device import open_device
+
+    open_device(device)  # names what is missing, PyTorch included
     from e2e.commands.measure_models import measure_models
 
     measure_models(device, output, minutes, resume, lambda line: print(line, file=sys.stderr, flush=True))

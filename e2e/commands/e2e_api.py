@@ -88,7 +88,7 @@ def predict(
         if priced is not None:
             answer = with_cost(answer, priced)
         if advice:
-            from e2e.advice.advisor import advise
+            from e2e.sweeps.advisor import advise
 
             answer = advise(request, answer, advice if callable(advice) else lambda line: None)
     write_files(answer, _path(timeline), _path(report))

@@ -6,12 +6,50 @@ whole step is in :mod:`e2e.explain.rank_attribution`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from e2e.explain.prediction import CollectiveFigures, Straggler
 from e2e.simulate.timeline import Timeline
 from e2e.step.collective_names import POINT_TO_POINT
 from e2e.step.execution_graph import ExecutionGraph, Task
+
+
+@dataclass(frozen=True)
+class CollectiveFigures:
+    """Figures of one collective of the step."""
+
+    name: str
+    kind: str
+    group: str
+    sequence: int
+    # Number of ranks that take part.
+    ranks: int
+    # The largest contribution of a rank.
+    size_bytes: int
+    # Time from the last arrival to the end, of which `sharing_seconds` are due to other users of the same links.
+    transfer_seconds: float
+    sharing_seconds: float
+    # Rank of the graph -> time from its arrival to the last one.
+    waiting_seconds: Mapping[int, float]
+    last_rank: int
+    # Begin and end of the transfer, from the start of the step.
+    start_seconds: float
+    end_seconds: float
+    source: str
+
+    @property
+    def skew_seconds(self) -> float:
+        """Seconds between the first and the last arrival."""
+        return max(self.waiting_seconds.values(), default=0.0)
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """Rank that came last in ``collectives`` of the step and delayed the second last by ``caused_seconds``."""
+
+    rank: int
+    collectives: int
+    caused_seconds: float
 
 
 def collective_figures(graph: ExecutionGraph, timeline: Timeline, iteration: int = 0) -> list[CollectiveFigures]:

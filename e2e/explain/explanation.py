@@ -12,9 +12,9 @@ from e2e.explain.energy import energy_of
 from e2e.explain.intervals import step_interval
 from e2e.explain.path_parts import path_parts
 from e2e.explain.phase_times import phase_seconds
-from e2e.explain.prediction import Prediction, RankFigures
+from e2e.explain.prediction import Prediction
 from e2e.explain.range_figures import range_figures
-from e2e.explain.rank_figures import fits, fullest, memory_verdict, rank_figures
+from e2e.explain.rank_figures import RankFigures, fits, fullest, memory_verdict, rank_figures
 from e2e.explain.simulated_step import SimulatedStep
 from e2e.explain.step_facts import board_of
 from e2e.explain.utilisation import beyond_the_peak, utilisation_of

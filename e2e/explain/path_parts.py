@@ -5,12 +5,24 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from e2e.explain.critical_path import CriticalPath, Segment
-from e2e.explain.prediction import PathPart
 from e2e.step.execution_graph import Kernel, Task
 
 PATH_PARTS = 40
+
+
+@dataclass(frozen=True)
+class PathPart:
+    """Part of the critical path: all segments of one ``kind`` and ``name``."""
+
+    kind: str
+    name: str
+    seconds: float
+    count: int
+    # What the segments mostly waited for.
+    waits_for: str
 
 
 # Tensor-core operators: their errors depend on the number type and, in experts, on the rows of each expert.

@@ -11,101 +11,13 @@ if TYPE_CHECKING:
     from e2e.explain.what_if_row import WhatIfRow
 
 from e2e.explain.alternatives import Advice
+from e2e.explain.collective_figures import CollectiveFigures, Straggler
 from e2e.explain.energy import StepCost, StepEnergy
+from e2e.explain.path_parts import PathPart
+from e2e.explain.rank_figures import RankFigures
 from e2e.explain.step_facts import AskedValue, Board, Throughput
 from e2e.explain.utilisation import Utilisation
 from e2e.step.memory_room import Verdict
-
-
-@dataclass(frozen=True)
-class PathPart:
-    """Part of the critical path: all segments of one ``kind`` and ``name``."""
-
-    kind: str
-    name: str
-    seconds: float
-    count: int
-    # What the segments mostly waited for.
-    waits_for: str
-
-
-@dataclass(frozen=True)
-class RankFigures:
-    """Figures of one rank of the graph within one step."""
-
-    rank: int
-    # Number of identical ranks that it represents.
-    multiplicity: int
-    # Time from its end of the previous step to its end of this one.
-    step_seconds: float
-    # Time in which some kernel runs.
-    compute_seconds: float
-    # Time in which some collective is on a stream, waiting included.
-    communication_seconds: float
-    # Time in which a transfer is under way and no kernel runs.
-    exposed_transfer_seconds: float
-    # Time without kernels and transfers, held up by other ranks in a collective.
-    exposed_wait_seconds: float
-    # Time without kernels and transfers, held up by its neighbours in a pipeline.
-    bubble_seconds: float
-    # Time without kernels and transfers, held up by its own host, which has nothing ready.
-    idle_seconds: float
-    # The rank's own critical path by kind, waits included (e2e/explain/rank_attribution.py); sums to the step's window.
-    attribution: Mapping[str, float]
-    # Part of the critical path across ranks on this rank; 0 if the step never waits for it.
-    path_seconds: float = 0.0
-    # Launches and operator calls of one step.
-    kernels: int = 0
-    operators: int = 0
-    # Peak with the `reserve` of the caching allocator, where that is simulated; `memory_breakdown` sums to it.
-    peak_memory_bytes: int | None = None
-    memory_breakdown: Mapping[str, int] | None = None
-    fits: bool | None = None
-
-    @property
-    def allocated_bytes(self) -> int | None:
-        """Bytes in use at the peak, without the allocator's reserve."""
-        if self.peak_memory_bytes is None:
-            return None
-        return self.peak_memory_bytes - (self.memory_breakdown or {}).get("reserve", 0)
-
-
-@dataclass(frozen=True)
-class CollectiveFigures:
-    """Figures of one collective of the step."""
-
-    name: str
-    kind: str
-    group: str
-    sequence: int
-    # Number of ranks that take part.
-    ranks: int
-    # The largest contribution of a rank.
-    size_bytes: int
-    # Time from the last arrival to the end, of which `sharing_seconds` are due to other users of the same links.
-    transfer_seconds: float
-    sharing_seconds: float
-    # Rank of the graph -> time from its arrival to the last one.
-    waiting_seconds: Mapping[int, float]
-    last_rank: int
-    # Begin and end of the transfer, from the start of the step.
-    start_seconds: float
-    end_seconds: float
-    source: str
-
-    @property
-    def skew_seconds(self) -> float:
-        """Seconds between the first and the last arrival."""
-        return max(self.waiting_seconds.values(), default=0.0)
-
-
-@dataclass(frozen=True)
-class Straggler:
-    """Rank that came last in ``collectives`` of the step and delayed the second last by ``caused_seconds``."""
-
-    rank: int
-    collectives: int
-    caused_seconds: float
 
 
 @dataclass(frozen=True)

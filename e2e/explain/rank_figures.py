@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from e2e.explain.breakdowns import kernel_count, operator_count
 from e2e.explain.critical_path import CriticalPath
-from e2e.explain.prediction import RankFigures
 from e2e.explain.rank_attribution import WAITS, rank_attribution
 from e2e.explain.simulated_step import SimulatedStep
 from e2e.step.execution_graph import RankGraph
@@ -14,6 +14,47 @@ from e2e.step.memory import MemoryUsage
 from e2e.step.memory_room import Verdict, verdict
 
 _FITS: dict[Verdict, bool | None] = {"fits": True, "does not fit": False, "may not fit": None, "not known": None}
+
+
+@dataclass(frozen=True)
+class RankFigures:
+    """Figures of one rank of the graph within one step."""
+
+    rank: int
+    # Number of identical ranks that it represents.
+    multiplicity: int
+    # Time from its end of the previous step to its end of this one.
+    step_seconds: float
+    # Time in which some kernel runs.
+    compute_seconds: float
+    # Time in which some collective is on a stream, waiting included.
+    communication_seconds: float
+    # Time in which a transfer is under way and no kernel runs.
+    exposed_transfer_seconds: float
+    # Time without kernels and transfers, held up by other ranks in a collective.
+    exposed_wait_seconds: float
+    # Time without kernels and transfers, held up by its neighbours in a pipeline.
+    bubble_seconds: float
+    # Time without kernels and transfers, held up by its own host, which has nothing ready.
+    idle_seconds: float
+    # The rank's own critical path by kind, waits included (e2e/explain/rank_attribution.py); sums to the step's window.
+    attribution: Mapping[str, float]
+    # Part of the critical path across ranks on this rank; 0 if the step never waits for it.
+    path_seconds: float = 0.0
+    # Launches and operator calls of one step.
+    kernels: int = 0
+    operators: int = 0
+    # Peak with the `reserve` of the caching allocator, where that is simulated; `memory_breakdown` sums to it.
+    peak_memory_bytes: int | None = None
+    memory_breakdown: Mapping[str, int] | None = None
+    fits: bool | None = None
+
+    @property
+    def allocated_bytes(self) -> int | None:
+        """Bytes in use at the peak, without the allocator's reserve."""
+        if self.peak_memory_bytes is None:
+            return None
+        return self.peak_memory_bytes - (self.memory_breakdown or {}).get("reserve", 0)
 
 
 def rank_figures(

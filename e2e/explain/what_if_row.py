@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from e2e.explain.critical_path import HOST_KINDS
-from e2e.explain.prediction import PathPart, Prediction
+from e2e.explain.path_parts import PathPart
+from e2e.explain.prediction import Prediction
 
 _COMMUNICATION = ("collective transfer", "collective wait", "bubble")
 _DEVICE = ("compute", "memory", "kernel", "copy")

@@ -8,8 +8,8 @@ from costmodel.pages.axes import Axis, around, bytes_text, linear_ticks, unit_of
 from costmodel.pages.charts import Chart, Point, stacked_rows
 from costmodel.pages.markup import Html, joined, tag
 from costmodel.pages.tables import legend
-from e2e.explain.prediction import RankFigures
 from e2e.explain.predictor import PredictionResult
+from e2e.explain.rank_figures import RankFigures
 from e2e.report.text_report import MEMORY_ROLES
 from e2e.step.execution_graph import HostWork, Launch, Synchronize
 from e2e.step.memory import ROLES, MemoryMoment

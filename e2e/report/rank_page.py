@@ -8,7 +8,9 @@ from costmodel.pages.axes import Axis, around, bytes_text, plain_number, seconds
 from costmodel.pages.charts import PALETTE, Chart, stacked_rows
 from costmodel.pages.markup import Html, joined, tag
 from costmodel.pages.tables import Cell, NumberCell, legend, table
-from e2e.explain.prediction import CollectiveFigures, Prediction, RankFigures
+from e2e.explain.collective_figures import CollectiveFigures
+from e2e.explain.prediction import Prediction
+from e2e.explain.rank_figures import RankFigures
 from e2e.report.rank_tables import COLLECTIVE_HEAD, PATH_MEANING, RANK_HEAD, collective_rows, rank_row
 from e2e.report.text_report import milliseconds
 

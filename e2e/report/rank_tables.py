@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from e2e.explain.prediction import CollectiveFigures, RankFigures
+from e2e.explain.collective_figures import CollectiveFigures
+from e2e.explain.rank_figures import RankFigures
 
 RANK_HEAD = (
     "rank", "alike", "step", "compute", "communication", "exposed", "waiting", "bubble", "idle", "on the path", "GiB",

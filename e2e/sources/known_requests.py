@@ -118,9 +118,9 @@ class Model(LinearAttention, AloneOnGpu, _Modelled, Gpu):
             raise InputError("--cache-length decodes: give --mode inference")
 
     def prepare(self) -> PreparedStep:
-        from e2e.sources.single_gpu import prepare
+        from e2e.sources.single_gpu import prepare_single
 
-        return prepare(self)
+        return prepare_single(self)
 
     def captured_anew(self, change: Change) -> Self | None:
         return replace(self, batch_size=change.samples) if isinstance(change, BatchChange) else None
@@ -169,9 +169,9 @@ class SpreadModel(_Modelled, Cluster):
         return meant_texts(asked, self)
 
     def prepare(self) -> PreparedStep:
-        from e2e.sources.spread_model import prepare
+        from e2e.sources.spread_model import prepare_spread
 
-        return prepare(self)
+        return prepare_spread(self)
 
     def captured_anew(self, change: Change) -> Self | None:
         if isinstance(change, BatchChange):
@@ -306,9 +306,9 @@ class Trace(_Recorded, Routed, Host, Cluster):
             raise InputError("--network is for jobs of several nodes; give --gpus and --nodes")
 
     def prepare(self) -> PreparedStep:
-        from e2e.sources.traced_job import prepare
+        from e2e.sources.traced_job import prepare_trace
 
-        return prepare(self)
+        return prepare_trace(self)
 
 
 @source("recorded run", "kineto")
@@ -338,9 +338,9 @@ class Recording(_Recorded, Nodes):
             raise InputError("--retarget needs the operators behind the kernels; give --trace of every rank too")
 
     def prepare(self) -> PreparedStep:
-        from e2e.sources.recorded_job import prepare
+        from e2e.sources.recorded_job import prepare_recording
 
-        return prepare(self)
+        return prepare_recording(self)
 
 
 # --- my tables ------------------------------------------------------------------------------------
@@ -365,9 +365,9 @@ class ShardedTables(Request, Host, Computed, Cluster):
             raise InputError("--sharding and --config are for --model dlrm")
 
     def prepare(self) -> PreparedStep:
-        from e2e.sources.sharded_model import prepare
+        from e2e.sources.sharded_model import prepare_sharded
 
-        return prepare(self)
+        return prepare_sharded(self)
 
     def captured_anew(self, change: Change) -> Self | None:
         return replace(self, batch_size=change.samples) if isinstance(change, BatchChange) else None

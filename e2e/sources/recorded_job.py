@@ -86,7 +86,7 @@ class _Recorded:
         ]
 
 
-def prepare(request: Recording) -> PreparedStep:
+def prepare_recording(request: Recording) -> PreparedStep:
     """Prepare one rank's steady step, or one iteration of all ranks of a job.
 
     Raises ``InputError`` for mismatched files.

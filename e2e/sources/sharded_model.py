@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from e2e.sharding.sharded_step import sharded_dlrm
 from e2e.sources.known_requests import ShardedTables
 from e2e.sources.prepared_step import Batch, PreparedStep
 from e2e.sources.request_parts import cluster_of, placed_values, setting_of, step_options
 
 
-def prepare(request: ShardedTables) -> PreparedStep:
+def prepare_sharded(request: ShardedTables) -> PreparedStep:
     """Capture the dense part and add the table kernels of every rank."""
+    from e2e.sharding.sharded_step import sharded_dlrm  # loads the planner, which other models do not need
+
     gpus, options = request.gpus, step_options(request)
     cluster = cluster_of(request, gpus)
     built = sharded_dlrm(request.sharding, request.tables, cluster, request.batch_size, options)

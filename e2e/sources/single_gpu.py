@@ -26,7 +26,7 @@ from e2e.whatif.operators_behind import TracedRank
 MOST_TIMES_MEMORY = 100.0
 
 
-def prepare(request: Model) -> PreparedStep:
+def prepare_single(request: Model) -> PreparedStep:
     """Prepare the step of a built-in model or of a Hugging Face configuration file, captured without a GPU."""
     cluster = one_gpu(request.gpu)  # invalid GPUs are reported before a capture
     options = step_options(request, attention=request.attention or "eager")

@@ -8,7 +8,8 @@ from pathlib import Path
 from costmodel.base.errors import InputError
 from costmodel.operators.expert_routing import BALANCED
 from e2e.capture.models.stacks import stack_of
-from e2e.parallelism import ParallelGraph, build
+from e2e.parallelism import ParallelGraph
+from e2e.parallelism import build as build_parallel
 from e2e.parallelism.condense import Condenser
 from e2e.parallelism.spec import require_consistent
 from e2e.price.release_spread import OLDER_NOTE
@@ -31,7 +32,7 @@ IN_PIECES = (
 )
 
 
-def prepare(request: SpreadModel, captures: Path | None = None) -> PreparedStep:
+def prepare_spread(request: SpreadModel, captures: Path | None = None) -> PreparedStep:
     """Prepare one training step, or one forward pass, of all ranks. ``captures``: cache folder of captured layers."""
     spec = request.parallel
     if spec is None:
@@ -42,7 +43,7 @@ def prepare(request: SpreadModel, captures: Path | None = None) -> PreparedStep:
     setting = setting_of(request, cluster.machine, step)
 
     def of(step: StepOptions) -> ParallelGraph:
-        return build(
+        return build_parallel(
             request.named, spec, step, captures=captures, condenser=Condenser(setting.overheads),
             node_gpus=cluster.gpus_per_node, host_bandwidth=cluster.host_bandwidth,
         )  # fmt: skip

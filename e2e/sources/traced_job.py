@@ -27,7 +27,7 @@ from e2e.traces.recorded_run import expand_files
 from e2e.whatif.operators_behind import TracedRank
 
 
-def prepare(request: Trace) -> PreparedStep:
+def prepare_trace(request: Trace) -> PreparedStep:
     """Prepare the step; raises ``InputError`` if a trace has collectives but the number of ranks is not known."""
     gpu_machine(request.gpu)  # invalid names are reported before a large file is read
     files, asked = expand_files(request.traces), request.gpus

@@ -1,1 +1,1 @@
-"""Sweep over many ways to spread a model over GPUs, predicted in parallel processes and ranked."""
+"""Many requests predicted: ways to spread a model over GPUs, in parallel processes and ranked; advice on one step."""

@@ -84,7 +84,7 @@ def _first_that_fits(task: SweepTask) -> SweepRow:
 
 
 def _evaluate(task: SweepTask, spec: ParallelSpec) -> SweepRow:
-    cell, step = task.cell, spread_model.prepare(task.asked(spec), task.captures)
+    cell, step = task.cell, spread_model.prepare_spread(task.asked(spec), task.captures)
     machine = step.setting.machine
     capacity, room = int(machine.memory[-1].capacity_bytes), memory_room(machine, step.graph, step.cluster)
     fullest = max((usage.within(room).peak_bytes for usage in step.memory.values()), default=None)

@@ -37,8 +37,8 @@ class Estimates:
     def ratio(self, before: Sequence[AnyOperator], after: Sequence[AnyOperator]) -> tuple[float, float, float]:
         """Return the ratio of the time of ``after`` to that of ``before``, with lower and upper bound.
 
-        Only the interval of ``after`` counts, as for another GPU (:mod:`e2e.price.retarget`). All are 1 if nothing is
-        known of ``before``.
+        Only the interval of ``after`` counts, as for another GPU (:mod:`e2e.price.retarget`). All are 1 if
+        nothing is known of ``before``.
         """
         known = self.sums(before)[0]
         if not known:

@@ -119,7 +119,7 @@ def predict_step(task: tuple[AskedStep, Path, bool]) -> PredictedStep:
 def prepared(step: AskedStep, kept: Path) -> PreparedStep:
     """Step of a row, checked and prepared by ``predict`` but unpriced; captures are cached in ``kept``."""
     from e2e.sources.known_requests import SpreadModel
-    from e2e.sources.spread_model import prepare
+    from e2e.sources.spread_model import prepare_spread
 
     request = SpreadModel(
         model_config=_configuration(step, kept),
@@ -138,7 +138,7 @@ def prepared(step: AskedStep, kept: Path) -> PreparedStep:
         gpu=step.row.gpu,
         gpus=step.row.gpus,
     )
-    return prepare(request, kept)
+    return prepare_spread(request, kept)
 
 
 def _predicted(step: AskedStep, kept: Path) -> PredictedStep:

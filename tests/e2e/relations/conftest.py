@@ -29,6 +29,8 @@ def shared_captures():
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(single_gpu, "capture", captured)
-        patched.setattr(spread_model, "prepare", functools.partial(spread_model.prepare, captures=CAPTURES))
+        patched.setattr(
+            spread_model, "prepare_spread", functools.partial(spread_model.prepare_spread, captures=CAPTURES)
+        )
         patched.setattr(machine_catalog, "read_machine", functools.cache(machine_catalog.read_machine))
         yield

@@ -12,7 +12,7 @@ from costmodel.base.errors import InputError
 from e2e.commands.cli import app
 from e2e.explain.alternatives import Advice, Alternative, LargestBatch
 from e2e.explain.energy import GpuPrice, StepEnergy, cost_of
-from e2e.explain.prediction import PathPart
+from e2e.explain.path_parts import PathPart
 from e2e.explain.step_facts import AskedValue, throughput_of
 from e2e.explain.what_if_row import WhatIfRow
 from e2e.report.fact_lines import number_text

@@ -8,7 +8,7 @@ import pytest
 
 from costmodel.base.errors import InputError
 from e2e.sources.known_requests import Recording
-from e2e.sources.recorded_job import prepare
+from e2e.sources.recorded_job import prepare_recording
 from e2e.traces.formats.kineto import read_kineto
 from e2e.traces.linking.step_window import choose, doubts, iterations
 from e2e.traces.recorded_graph import recorded_graph
@@ -108,7 +108,7 @@ def asked(profile: Profile, path: Path, gpu: str | None) -> Recording:
 def test_a_run_of_an_unknown_gpu_is_not_told_to_be_of_the_one_asked_for(tmp_path: Path) -> None:
     profile = steps(3)
     profile._header["deviceProperties"] = [{"id": 0, "name": "AMD Instinct MI300X"}]
-    step = prepare(asked(profile, tmp_path / "k.json", "a100-sxm-80gb"))
+    step = prepare_recording(asked(profile, tmp_path / "k.json", "a100-sxm-80gb"))
     assert "kernels and transfers are as recorded on AMD Instinct MI300X" in step.notes
     assert any("--gpu a100-sxm-80gb: the recorded GPU (AMD Instinct MI300X)" in line for line in step.warnings)
 
@@ -117,4 +117,4 @@ def test_a_profile_without_device_work_is_refused_for_that(tmp_path: Path) -> No
     profile = Profile()
     profile.operator("aten::mm", 5, 10)
     with pytest.raises(InputError, match="no work of a GPU in it"):
-        prepare(asked(profile, tmp_path / "k.json", None))
+        prepare_recording(asked(profile, tmp_path / "k.json", None))

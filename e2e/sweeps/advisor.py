@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from costmodel.base.errors import ProjectError
-from e2e.advice.changes import Change, batch_change, batch_of, possible_changes, with_batch
-from e2e.advice.largest_batch import largest_batch
 from e2e.explain.alternatives import TOGETHER, WORTH_TELLING, Advice, Alternative, LargestBatch, ranked
 from e2e.explain.prediction import Prediction
 from e2e.explain.predictor import PredictionResult
@@ -16,6 +14,8 @@ from e2e.sources.known_requests import Recording
 from e2e.sources.predict_request import predict_request
 from e2e.sources.request import Request
 from e2e.step.memory_room import largest_fitting
+from e2e.sweeps.changes import Change, batch_change, batch_of, possible_changes, with_batch
+from e2e.sweeps.largest_batch import largest_batch
 
 # Time after which no further setting is started.
 SECONDS = 180.0

@@ -1,1 +1,0 @@
-"""Advice: predictions of other settings of a step, and the largest batch that fits."""

@@ -1,1 +1,0 @@
-"""Costs of placements of embedding tables on every rank, in time and memory."""

@@ -1,1 +1,0 @@
-"""Search for placements of embedding tables, and a lower bound of the step time."""
