@@ -20,18 +20,18 @@ __all__ = ["Estimate", "Machine", "ProjectError", "estimate", "load_machine", "m
 if TYPE_CHECKING:
     from costmodel.base.errors import ProjectError
     from costmodel.commands.costmodel_api import estimate, machine_names
-    from costmodel.machines.machine_catalog import load_machine
+    from costmodel.cost_model import Estimate
+    from costmodel.machines.machine_file import load_machine
     from costmodel.machines.machine_records import Machine
-    from costmodel.model.cost_model import Estimate
 else:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
-            "Estimate": "costmodel.model.cost_model",
+            "Estimate": "costmodel.cost_model",
             "Machine": "costmodel.machines.machine_records",
             "ProjectError": "costmodel.base.errors",
             "estimate": "costmodel.commands.costmodel_api",
-            "load_machine": "costmodel.machines.machine_catalog",
+            "load_machine": "costmodel.machines.machine_file",
             "machine_names": "costmodel.commands.costmodel_api",
         },
     )

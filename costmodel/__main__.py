@@ -2,7 +2,7 @@
 
 import sys
 
-from costmodel.base.termination import interruptible_start
+from costmodel.base.process import interruptible_start
 
 
 def start() -> int:

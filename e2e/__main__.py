@@ -1,6 +1,6 @@
 """``python -m e2e``."""
 
-from costmodel.base.termination import interruptible_start
+from costmodel.base.process import interruptible_start
 
 
 def start() -> None:

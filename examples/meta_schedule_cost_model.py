@@ -19,9 +19,9 @@ import numpy as np
 from scipy.stats import spearmanr
 from tvm.s_tir.meta_schedule.search_strategy import EvolutionarySearch
 
+from costmodel.cost_model import Measurement
 from costmodel.cpu.learned_residual import ResidualModel
 from costmodel.cpu.roofline import RooflineModel
-from costmodel.model.measurements import Measurement
 from costmodel.operators.layers import Conv2d, Epilogue
 from fusion.analysis.target_machine import machine_for
 from schedules.contract.cpu_target import host_target

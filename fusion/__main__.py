@@ -1,6 +1,6 @@
 """Entry point of ``python -m fusion``."""
 
-from costmodel.base.termination import interruptible_start
+from costmodel.base.process import interruptible_start
 
 
 def start() -> None:

@@ -13,7 +13,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from costmodel.base.version import project_version
+from costmodel.base.command_line import project_version
 from tests.source_imports import PACKAGES, frameworks
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -45,7 +45,7 @@ REVEALED = [
     "bool",
     "tuple[int, ...]",
     "str",
-    "list[costmodel.model.cost_model.Estimate]",
+    "list[costmodel.cost_model.Estimate]",
 ]
 REFUSED = ['"batchsize" for "predict"', "incompatible type \"Literal['float12", 'Module has no attribute "laod"']
 

@@ -23,18 +23,20 @@ RUNS_WHAT_IT_READS = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill
 LOADERS = {
     "costmodel/commands/checkup.py": {"ctypes.CDLL"},  # of `doctor`: what it has just compiled
     "e2e/capture/script.py": {"spec.loader.exec_module"},  # the program that --script names
-    "fusion/artifact/executable.py": {"tvm.runtime.load_module"},  # a build's own library: a build is code, docs say so
-    "fusion/relax/kernel_objects.py": {"tvm.runtime.load_static_library"},  # compiled by this process
+    "fusion/artifact/tuned_model.py": {
+        "tvm.runtime.load_module"
+    },  # a build's own library: a build is code, docs say so
+    "fusion/relax/machine_code.py": {"tvm.runtime.load_static_library"},  # compiled by this process
     "schedules/measuring/remote_server.py": {"session.load_module", "self.session.load_module"},  # sent there by us
-    "schedules/tuning/bounded_build.py": {"tvm.runtime.load_module"},  # compiled by a child of this process
+    "schedules/tuning/in_process_measurer.py": {"tvm.runtime.load_module"},  # compiled by a child of this process
 }
 # Modules by names that the program holds in tables of its own.
 BY_NAME = {
     "costmodel/base/lazy_names.py",
     "e2e/capture/environment.py",
-    "e2e/capture/models/timm_models.py",
-    "e2e/sources/registry.py",
-    "fusion/comparing/engines/engine_table.py",
+    "e2e/capture/models/image_models.py",
+    "e2e/sources/known_requests.py",
+    "fusion/comparing/engines/engine.py",
     "fusion/modelzoo.py",
     "schedules/measuring/measure_worker.py",  # told by the process that started it
 }
@@ -126,7 +128,7 @@ def _arrays(trace: Path, path: Path) -> Path:
 
 
 def _machine(trace: Path, folder: Path) -> None:
-    from costmodel.machines.machine_catalog import load_machine
+    from costmodel.machines.machine_file import load_machine
 
     load_machine(_yaml(trace, folder / "machine.yaml"))
 
@@ -156,7 +158,7 @@ def _samples(trace: Path, folder: Path) -> None:
 
 
 def _statistics(trace: Path, folder: Path) -> None:
-    from costmodel.embedding.statistics_file import load_statistics
+    from costmodel.embedding.popularity import load_statistics
 
     load_statistics(_arrays(trace, folder / "statistics.npz"))
 

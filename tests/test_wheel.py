@@ -85,7 +85,7 @@ def test_clusters_and_fitted_models_are_found_elsewhere(installed: Path, tmp_pat
     code = (
         "from costmodel.collectives import collective_cost_model; from costmodel.machines.cluster import load_cluster\n"
         "from costmodel.operators.collective_transfer import CollectiveTransfer\n"
-        "from costmodel.gpu.residuals.fitted import all_fitted\n"
+        "from costmodel.gpu.fitted import all_fitted\n"
         "model = collective_cost_model(load_cluster('dgx-h100', 16, 2))\n"
         "print(model.estimate([CollectiveTransfer('all_reduce', 2.0**26, 16, 2)])[0].source, len(all_fitted()))"
     )

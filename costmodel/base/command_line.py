@@ -1,7 +1,7 @@
-"""Conventions shared by all command lines of the project: one-line user errors and fixed exit statuses.
+"""Conventions shared by all command lines of the project: one-line user errors, fixed exit statuses, the version.
 
-Exit status: 0 success, 1 ``doctor`` found something broken, 2 invalid input or output of the user (one line on standard
-error), 130 stopped with Ctrl-C, 143 terminated by SIGTERM, 129 by SIGHUP.
+Exit status: 0 success, 1 ``doctor`` found something broken, 2 invalid input or output of the user (one line on
+standard error), 130 stopped with Ctrl-C, 143 terminated by SIGTERM, 129 by SIGHUP.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 import functools
 import math
 import os
+import platform
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, ParamSpec
 
@@ -21,8 +23,32 @@ from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
 from costmodel.base.errors import InputError, ProjectError
-from costmodel.base.termination import Terminated, pass_ending, terminable
-from costmodel.base.version import version_line
+from costmodel.base.process import Terminated, pass_ending, terminable
+
+DISTRIBUTION = "fusion-costmodel"
+
+
+def project_version(packages: Path = Path(__file__).parents[2]) -> str:
+    """Version of the code: from ``pyproject.toml`` in a checkout, else from the installed metadata."""
+    import tomllib
+
+    try:
+        project = tomllib.loads((packages / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        # the metadata of an editable install keep the version at the time of installation
+        if project["name"] == DISTRIBUTION:
+            return str(project["version"])
+    except (OSError, KeyError, ValueError):
+        pass
+    try:
+        return metadata.version(DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def version_line() -> str:
+    """Version line, such as ``fusion-costmodel 1.0.0, Python 3.11.9``."""
+    return f"{DISTRIBUTION} {project_version()}, Python {platform.python_version()}"
+
 
 P = ParamSpec("P")
 _LONGEST_LINE = 1_200  # longest error line, in characters: a damaged file may hold a name of megabytes

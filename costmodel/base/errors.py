@@ -1,4 +1,4 @@
-"""Every error a user can cause, in one tree.
+"""Every error a user can cause, in one tree, and the callback by which long work reports its progress.
 
     ProjectError                      anything a user can cause; one clear line, exit status 2
     ├── MachineError                  a machine file is missing, unknown or malformed
@@ -13,6 +13,10 @@
 
 Command lines print ``str(error)`` and exit with status 2; the message names the file and what to do.
 """
+
+from __future__ import annotations
+
+from collections.abc import Callable
 
 
 class ProjectError(Exception):
@@ -57,3 +61,6 @@ class OutputError(ProjectError):
 
 class MissingDependencyError(ProjectError):
     """An optional part of the project is not installed."""
+
+
+Say = Callable[[str], None]

@@ -1,9 +1,14 @@
-"""Quantities with units: ``"160 GFLOP/s"`` <-> ``1.6e11``. All internal values are SI (seconds, bytes)."""
+"""Numbers given by users: quantities with units (``"160 GFLOP/s"`` <-> ``1.6e11``), whole numbers and counts.
+
+All internal values are SI (seconds, bytes).
+"""
 
 from __future__ import annotations
 
 import math
 import re
+
+from costmodel.base.errors import InputError
 
 _DECIMAL = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
@@ -65,3 +70,16 @@ def format_quantity(value: float, base_unit: str, digits: int = 4) -> str:
     smallest = min((scale, unit) for unit, scale in units.items())
     scale, unit = max(candidates, default=(1.0, base_unit) if value == 0 else smallest)
     return f"{value / scale:.{digits}g} {unit}"
+
+
+MOST_COUNT = 2**31 - 1  # libraries hold counts and sizes in 64 bits, and multiply them with one another
+
+
+def check_count(option: str, number: int | None) -> None:
+    """Raise ``InputError`` unless ``number`` is a whole number from 1 to :data:`MOST_COUNT` or ``None`` (not given)."""
+    if number is None:
+        return
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise InputError(f"--{option} {number}: must be a whole number, 1 or more")
+    if number > MOST_COUNT:
+        raise InputError(f"--{option} {number}: must be at most {MOST_COUNT:,}")

@@ -19,18 +19,19 @@ from costmodel.base.errors import InputError, MachineError, UnsupportedOperatorE
 from costmodel.collectives.calibration import (
     Calibration,
     CollectiveSweep,
+    Curve,
     Margins,
     adds,
     architecture_of,
+    between_curves,
+    bracket,
     calibrations_for,
     version_key,
 )
-from costmodel.collectives.constants import Constants, constants
-from costmodel.collectives.curve import Curve, between_curves, bracket
-from costmodel.collectives.physics import TransferAnalysis, analyse, can_reduce
-from costmodel.gpu.residuals.references import known_as
+from costmodel.collectives.physics import Constants, TransferAnalysis, analyse, can_reduce, constants
+from costmodel.cost_model import CostModel, Estimate, PriceSource
+from costmodel.gpu.fitted import known_as
 from costmodel.machines.cluster import Cluster, load_cluster
-from costmodel.model.cost_model import CostModel, Estimate, PriceSource
 from costmodel.operators.any_operator import AnyOperator
 from costmodel.operators.collective_transfer import CollectiveTransfer
 

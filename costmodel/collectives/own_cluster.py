@@ -22,16 +22,16 @@ from costmodel.collectives.calibration import (
     Calibration,
     CollectiveSweep,
     Margins,
+    smooth,
     version_key,
     write_calibration,
 )
 from costmodel.collectives.collective_model import NO_MARGINS, CollectiveModel
-from costmodel.collectives.constants import Constants
-from costmodel.collectives.curve import smooth
+from costmodel.collectives.physics import Constants
 from costmodel.collectives.sweep_logs import CollectiveRow, Given, read_log, read_own_table
+from costmodel.cost_model import Estimate
 from costmodel.machines.cluster import Cluster, load_cluster
-from costmodel.machines.machine_catalog import user_directory
-from costmodel.model.cost_model import Estimate
+from costmodel.machines.machine_file import user_directory
 
 FOLDS = 3  # every third size is held out in turn
 _LEAST_SIZES = 4  # sizes a sweep needs for holding out every third to be meaningful

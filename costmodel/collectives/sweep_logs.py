@@ -20,11 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from costmodel.base.errors import InputError
-from costmodel.base.foreign_files import read_text
-from costmodel.base.plain_json import MALFORMED, decoded
+from costmodel.base.input_files import MALFORMED, decoded, read_text
 from costmodel.base.units import whole_number
+from costmodel.operators.any_operator import from_record
 from costmodel.operators.collective_transfer import COLLECTIVE_KINDS, CollectiveKind, CollectiveTransfer
-from costmodel.operators.serialization import from_record
 
 _STARTING = re.compile(r"#\s*Collective test starting:\s*(\S+)")
 _RUN = re.compile(r"#\s*nThread\s+\d+\s+nGpus\s+\d+")

@@ -23,10 +23,10 @@ from typing import Literal
 
 import typer
 
-from costmodel.base.cores import core_quota, usable_cores
+from costmodel.base.command_line import DISTRIBUTION, version_line
 from costmodel.base.errors import ProjectError
+from costmodel.base.process import core_quota, usable_cores
 from costmodel.base.units import whole_number
-from costmodel.base.version import DISTRIBUTION, version_line
 
 State = Literal["ok", "note", "broken"]
 _THREADS = ("OMP_NUM_THREADS", "TVM_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import overload
 
 from costmodel.base.errors import InputError
-from costmodel.machines.machine_catalog import load_machine, machine_files
+from costmodel.cost_model import CostModel, Estimate
+from costmodel.machines.machine_file import load_machine, machine_files
 from costmodel.machines.machine_records import Machine
-from costmodel.model.cost_model import CostModel, Estimate
 from costmodel.operators.any_operator import AnyOperator
 
 MachineLike = str | os.PathLike[str] | Machine

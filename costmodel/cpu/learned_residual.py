@@ -1,27 +1,111 @@
-"""Residual of the analytic model, learned from measurements while tuning.
+"""Residual of the analytic model, learned from measurements while tuning, and its files.
 
 The target is log(measured / analytic) of each measured (operator, configuration). A family of kernels without enough
-measurements is priced by the analytic model alone; every estimate records which of the two it came from. Models can be
-stacked: a model trained on many networks provides the guess that another corrects while it tunes.
+measurements is priced by the analytic model alone; every estimate records which of the two it came from. Models can
+be stacked: a model trained on many networks provides the guess that another corrects while it tunes.
+
+Files hold a model's measurements with their provenance (``residual-model.json``), or trees trained beforehand
+(:func:`train_together`).
 """
 
 from __future__ import annotations
 
+import gzip
+import json
 import math
 import warnings
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from costmodel.cpu.boosted_trees import FOR_UNSEEN, BoostedResidual, xgboost_available
-from costmodel.cpu.configuration_features import column_names, feature_matrix, operator_family, tunable
-from costmodel.cpu.residual_file import read_measurements, write_measurements
-from costmodel.model.cost_model import CostModel, Estimate
-from costmodel.model.measurements import Config, ConfigKey, Measurement, config_key
+from costmodel.base.errors import InputError, OutputError
+from costmodel.base.input_files import MALFORMED, decoded, read_bytes, read_text
+from costmodel.base.output_files import write_whole
+from costmodel.cost_model import (
+    Config,
+    ConfigKey,
+    CostModel,
+    Estimate,
+    Measurement,
+    config_key,
+    measurement_from_record,
+    measurement_to_record,
+)
+from costmodel.cpu.boosted_trees import (
+    FOR_UNSEEN,
+    BoostedResidual,
+    column_names,
+    feature_matrix,
+    operator_family,
+    tunable,
+    xgboost_available,
+)
 from costmodel.operators.any_operator import AnyOperator, dtype_of
 from costmodel.operators.layers import Operator
+
+FILE_NAME = "residual-model.json"
+_FORMAT = 1
+
+
+def write_measurements(directory: Path, key: str, measurements: Sequence[Measurement]) -> Path:
+    """Write ``directory/residual-model.json`` atomically; ``OutputError`` on failure."""
+    record = {
+        "format": _FORMAT,
+        "key": key,
+        "provenance": {
+            "written": datetime.now(UTC).isoformat(timespec="seconds"),
+            "measurements": len(measurements),
+            "operators": len({each.operator for each in measurements}),
+            "xgboost": _version(),
+        },
+        "measurements": [measurement_to_record(each) for each in measurements],
+    }
+    path = directory / FILE_NAME
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(record))
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be written ({error.strerror}); choose another place, or free some") from None
+    return path
+
+
+def read_measurements(directory: Path, key: str) -> list[Measurement]:
+    """Read measurements from :func:`write_measurements`; ``InputError`` names the file and the remedy."""
+    path = directory / FILE_NAME
+    try:
+        record = decoded(read_text(path, "record"))
+        if not isinstance(record, dict) or record.get("format") != _FORMAT:
+            raise ValueError("unknown format")
+        measurements = [measurement_from_record(each) for each in _list(record.get("measurements"))]
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}); check its path and permissions") from None
+    except ValueError as error:
+        raise InputError(f"{path}: corrupt ({error}); delete it to learn anew") from None
+    if record.get("key") != key:
+        raise InputError(f"{path}: was learned on {record.get('key')!r}, not on {key!r}; use another directory")
+    return measurements
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError("measurements are missing")
+    return value
+
+
+def _version() -> str | None:
+    for name in ("xgboost", "xgboost-cpu"):
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
 
 MIN_MEASUREMENTS = 8  # measurements of a family needed to trust its trees more than the analytic order
 RETRAIN_GROWTH = 1.15  # growth of a family's measurements that triggers retraining
@@ -279,3 +363,34 @@ def _scaled(base: Estimate, middle: float, lower: float, upper: float) -> Estima
     low, mid, high = (base.seconds * math.exp(value) for value in (lower, middle, upper))
     breakdown = {**base.breakdown, "analytic_seconds": base.seconds}
     return Estimate(mid, min(low, mid), max(high, mid), base.bound, breakdown, "fitted")
+
+
+_TREES_FORMAT = 2
+
+
+def write_trees(path: Path, key: str, trees: Mapping[str, FamilyTrees], provenance: Mapping[str, Any]) -> None:
+    """Write ``path`` atomically; ``key`` identifies the platform of the training data. ``OutputError`` on failure."""
+    families = {family: {"knobs": list(knobs), "trees": each.to_record()} for family, (knobs, each) in trees.items()}
+    content = {"format": _TREES_FORMAT, "key": key, "provenance": dict(provenance), "families": families}
+    try:
+        write_whole(path, gzip.compress(json.dumps(content, separators=(",", ":")).encode(), mtime=0))
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be written ({error.strerror}); choose another place, or free some") from None
+
+
+def read_trees(path: Path, key: str) -> dict[str, FamilyTrees]:
+    """Read trees written by :func:`write_trees` for ``key``; ``InputError`` names the file and the remedy."""
+    try:
+        content = decoded(read_bytes(path, "record"))
+        if not isinstance(content, dict) or content.get("format") != _TREES_FORMAT:
+            raise ValueError("unknown format")
+        if content.get("key") != key:
+            raise InputError(f"{path}: was trained for {content.get('key')!r}, not for {key!r}; train it again")
+        return {
+            family: (tuple(entry["knobs"]), BoostedResidual.from_record(entry["trees"]))
+            for family, entry in content["families"].items()
+        }
+    except FileNotFoundError:
+        raise InputError(f"{path}: missing; train it with `python -m fusion records train`") from None
+    except (OSError, EOFError, zlib.error, *MALFORMED) as error:
+        raise InputError(f"{path}: damaged ({error}); train it again") from None

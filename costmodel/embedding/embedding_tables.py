@@ -25,12 +25,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from costmodel.base.errors import InputError
-from costmodel.embedding.reuse_histograms import ReuseHistogram, read_histograms
-from costmodel.embedding.statistics_file import load_statistics
-from costmodel.machines.file_fields import Text
+from costmodel.embedding.popularity import ReuseHistogram, load_statistics, read_histograms
+from costmodel.machines.machine_records import Text
 from costmodel.machines.record_file import StrictModel, explain, read_mapping
-from costmodel.operators.index_statistics import IndexStatistics, uniform, zipf
 from costmodel.operators.layers import element_bytes
+from costmodel.operators.lookups import IndexStatistics, uniform, zipf
 
 Optimizer = Literal["sgd", "rowwise_adagrad", "adagrad", "adam"]
 # FP32 values of state per row and per element (FBGEMM's fused optimizers of the same names).

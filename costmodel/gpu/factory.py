@@ -11,25 +11,24 @@ from typing import Any, get_args
 import numpy as np
 
 from costmodel.base.errors import UnsupportedOperatorError
+from costmodel.cost_model import CostModel, Estimate
 from costmodel.gpu.families.attention import attention_family
-from costmodel.gpu.families.copies import Copies, is_within_device
-from costmodel.gpu.families.family import Family
-from costmodel.gpu.families.gemm import gemm_family
+from costmodel.gpu.families.convolution import TensorConvolution, convolution_family
+from costmodel.gpu.families.family import Family, inverted_shares
+from costmodel.gpu.families.gemm import ScaledCasts, ScaledProducts, ThinProducts, gemm_family
 from costmodel.gpu.families.grouped_gemm import grouped_family
-from costmodel.gpu.families.half_rows import HalfRows, is_half_work
-from costmodel.gpu.families.image_kernels import ImageKernels, is_image_work
-from costmodel.gpu.families.inverted_shares import inverted_shares
 from costmodel.gpu.families.linear_scans import linear_family
-from costmodel.gpu.families.memory_bound import MemoryBound, MemoryBoundOperator
-from costmodel.gpu.families.radix_sort import Sorting
-from costmodel.gpu.families.row_wise import NormRows, SoftmaxRows
-from costmodel.gpu.families.scaled_products import ScaledCasts, ScaledProducts
-from costmodel.gpu.families.tensor_convolution import TensorConvolution, convolution_family
-from costmodel.gpu.families.thin_products import ThinProducts
-from costmodel.gpu.kernel_model import KernelModel, no_less
-from costmodel.gpu.lookups.lookup_family import LookupKernels
-from costmodel.gpu.power import GpuCostModel
-from costmodel.gpu.residuals.fitted import (
+from costmodel.gpu.families.lookups import LookupKernels
+from costmodel.gpu.families.memory_bound import Copies, MemoryBound, MemoryBoundOperator, Sorting, is_within_device
+from costmodel.gpu.families.normalization import (
+    HalfRows,
+    ImageKernels,
+    NormRows,
+    SoftmaxRows,
+    is_half_work,
+    is_image_work,
+)
+from costmodel.gpu.fitted import (
     ANY_POWER,
     DIRECTORY,
     SCANS,
@@ -41,10 +40,11 @@ from costmodel.gpu.residuals.fitted import (
     residuals_for,
     transfer,
 )
+from costmodel.gpu.kernel_model import KernelModel, no_less
+from costmodel.gpu.power import GpuCostModel
 from costmodel.machines.machine_records import Machine
-from costmodel.model.cost_model import CostModel, Estimate
 from costmodel.operators.any_operator import AnyOperator
-from costmodel.operators.attention import Attention
+from costmodel.operators.attention import Attention, CausalConvolution, LinearAttention
 from costmodel.operators.device_work import (
     ConvolutionBackward,
     Gemm,
@@ -52,13 +52,13 @@ from costmodel.operators.device_work import (
     Normalization,
     Pooling,
     RadixSort,
+    ScaledCast,
+    ScaledGemm,
     Softmax,
 )
-from costmodel.operators.expert_work import ExpertLayer, GroupedGemm
+from costmodel.operators.experts import ExpertLayer, GroupedGemm
 from costmodel.operators.layers import Conv2d
-from costmodel.operators.linear_attention import CausalConvolution, LinearAttention
 from costmodel.operators.lookups import EmbeddingLookup
-from costmodel.operators.scaled_work import ScaledCast, ScaledGemm
 
 
 def gpu_cost_model(machine: Machine, directory: Path = DIRECTORY) -> CostModel:

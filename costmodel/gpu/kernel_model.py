@@ -18,17 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from costmodel.gpu.families.clock import benchmark_clock, burst_clock, long_load_share
+from costmodel.cost_model import CostModel, Estimate, Measurement, PriceSource
 from costmodel.gpu.families.family import Family, Gridded, KernelAnalysis
-from costmodel.gpu.power import BURST_CLOCK, LONG_LOAD, PRICED_CLOCK
-from costmodel.gpu.residuals.adaptation import Adaptation, adapt
-from costmodel.gpu.residuals.fitted import Level, LevelTransfer
-from costmodel.gpu.residuals.lattice import Lattice
-from costmodel.gpu.residuals.references import known_as, nominal_features, packaged_machine
-from costmodel.gpu.residuals.residual import Residual
+from costmodel.gpu.fitted import Level, LevelTransfer, known_as, nominal_features, packaged_machine
+from costmodel.gpu.power import BURST_CLOCK, LONG_LOAD, PRICED_CLOCK, benchmark_clock, burst_clock, long_load_share
+from costmodel.gpu.residual import Adaptation, Lattice, Residual, adapt
 from costmodel.machines.machine_records import Machine
-from costmodel.model.cost_model import CostModel, Estimate, PriceSource
-from costmodel.model.measurements import Measurement
 from costmodel.operators.any_operator import AnyOperator, dtype_of
 
 # For a family without any measurement: half to twice the analytic time.

@@ -1,7 +1,7 @@
 """Fit of the user's own GPU: to tables of ``python -m costmodel measure``, or to times of whole steps.
 
 **Tables.** Each family and dtype with enough measurements is adapted by a level and, from eight on, by slopes over its
-features (:mod:`costmodel.gpu.residuals.adaptation`). The adaptation is applied to the shipped model of that GPU, or of
+features (:mod:`costmodel.gpu.residual`). The adaptation is applied to the shipped model of that GPU, or of
 a relative.
 
 **Steps.** A user often has no times of single kernels, but those of twenty steps. With X the predicted seconds of each
@@ -31,20 +31,17 @@ from typing import Any
 
 import numpy as np
 
-from costmodel.base.errors import InputError, UnsupportedOperatorError
-from costmodel.base.foreign_files import counted, digest, read_text
-from costmodel.base.plain_json import MALFORMED, decoded
-from costmodel.base.say import Say
+from costmodel.base.errors import InputError, Say, UnsupportedOperatorError
+from costmodel.base.input_files import MALFORMED, counted, decoded, digest, read_text
+from costmodel.cost_model import Measurement
 from costmodel.gpu.factory import gpu_cost_model
+from costmodel.gpu.fitted import DIRECTORY, Fitted, fitted_in, own_directory, write_fitted
 from costmodel.gpu.kernel_model import KernelModel
 from costmodel.gpu.power import GpuCostModel
-from costmodel.gpu.residuals.adaptation import MINIMUM_POINTS, Adaptation
-from costmodel.gpu.residuals.fitted import DIRECTORY, Fitted, fitted_in, own_directory, write_fitted
-from costmodel.machines.machine_catalog import load_machine
+from costmodel.gpu.residual import MINIMUM_POINTS, Adaptation
+from costmodel.machines.machine_file import load_machine
 from costmodel.machines.machine_records import Machine
-from costmodel.model.measurements import Measurement
-from costmodel.operators.any_operator import AnyOperator
-from costmodel.operators.serialization import from_record, to_record
+from costmodel.operators.any_operator import AnyOperator, from_record, to_record
 
 
 def fit_to_tables(files: Sequence[Path], machine_name: str, output: Path | None, progress: Say) -> Path:

@@ -13,11 +13,17 @@ from pathlib import Path
 import numpy as np
 
 from costmodel.embedding.embedding_tables import EmbeddingTable
+from costmodel.gpu.families.lookups import (
+    Entries,
+    LookupKernels,
+    Reuse,
+    analysis,
+    entries_of_tables,
+    reuse_of,
+    stages_of,
+)
+from costmodel.gpu.fitted import DIRECTORY, adaptations_for, residuals_for, transfer
 from costmodel.gpu.kernel_model import KernelModel
-from costmodel.gpu.lookups.lookup_entries import Entries, entries_of_tables
-from costmodel.gpu.lookups.lookup_family import LookupKernels, analysis
-from costmodel.gpu.lookups.lookup_passes import Reuse, reuse_of, stages_of
-from costmodel.gpu.residuals.fitted import DIRECTORY, adaptations_for, residuals_for, transfer
 from costmodel.machines.machine_records import Machine
 
 

@@ -38,15 +38,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from costmodel.base.errors import MachineError
-from costmodel.machines.file_fields import Count, FileRecord, Name, NotInFile, Text
-from costmodel.machines.machine_catalog import (
-    PACKAGED_DIRECTORY,
-    load_machine,
-    machine_files,
-    offered,
-    user_directory,
-)
-from costmodel.machines.machine_records import Bandwidth, Machine, Seconds
+from costmodel.machines.machine_file import PACKAGED_DIRECTORY, load_machine, machine_files, offered, user_directory
+from costmodel.machines.machine_records import Bandwidth, Count, FileRecord, Machine, Name, NotInFile, Seconds, Text
 from costmodel.machines.record_file import StrictModel, read_mapping, to_record
 
 Topology = Literal["switch", "mesh", "pairs", "host"]

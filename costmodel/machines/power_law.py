@@ -1,11 +1,8 @@
 """Clock and power of a GPU, and the sustained rate of a variant with another power limit.
 
 Power is a part independent of the clock (leakage, memory's refresh, fans) and a part proportional to clock times the
-square of the voltage. The voltage falls with the clock down to a floor, so that with x the clock relative to the boost
-clock
-
-Power is a part that the clock does not move (leakage, memory's refresh, fans) and a part that goes with clock times the
-square of the voltage. The voltage falls with the clock down to a floor, so that in shares of the boost clock x
+square of the voltage. The voltage falls with the clock down to a floor, so that with x the clock relative to the
+boost clock
 
     power above rest / power above rest at the boost clock = x * max(x, floor)^2
 """

@@ -12,8 +12,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from costmodel.base.errors import ProjectError
-from costmodel.base.foreign_files import read_text
-from costmodel.machines.file_fields import NotInFile, Written, key_of
+from costmodel.base.input_files import read_text
+from costmodel.machines.machine_records import NotInFile, Written, key_of
 
 Content = TypeVar("Content")
 _ADAPTERS: dict[type, TypeAdapter[Any]] = {}  # construction takes milliseconds
@@ -66,8 +66,8 @@ def _written_out(value: Any, known: dict[int, float]) -> float:
 
 
 def to_record(document: Mapping[str, Any], schema: type[Content], path: Path, failure: type[ProjectError]) -> Content:
-    """Convert ``document``, the content of ``path``, to ``schema`` (a record of :mod:`costmodel.machines.file_fields`
-    or a :class:`StrictModel`); ``failure`` names file and key.
+    """Convert ``document``, the content of ``path``, to ``schema``, a record of
+    :mod:`costmodel.machines.machine_records` or a :class:`StrictModel`; ``failure`` names file and key.
     """
     if schema not in _ADAPTERS:
         _ADAPTERS[schema] = TypeAdapter(schema)

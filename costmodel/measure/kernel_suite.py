@@ -1,21 +1,268 @@
-"""The kernels suite: a row per operator until the time budget is used up."""
+"""The kernels suite: a row per operator until the time budget is used up.
+
+Cases are operators of every family, sizes log-uniform, in a random but fixed order. Every family has its own random
+generator and the families are interleaved by weight, so that any prefix of the list is a fair sample of all of them:
+a run cut short by its time budget is smaller, not biased.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+import random
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from costmodel.base.say import Say
-from costmodel.base.termination import pass_ending
-from costmodel.measure.cases import DRAWS, MeasuredCase, cases_left, kernel_cases
-from costmodel.measure.device import largest_tensor_bytes, provenance
-from costmodel.measure.device_timing import TimingEffort, profile_call, time_call
-from costmodel.measure.failures import failure_line
-from costmodel.measure.result_tables import Table
-from costmodel.measure.time_budget import SuiteProgress, TimeBudget
-from costmodel.operators.any_operator import AnyOperator, dtype_of
+from costmodel.base.errors import Say
+from costmodel.base.process import pass_ending
+from costmodel.measure.device import (
+    TimingEffort,
+    failure_line,
+    largest_tensor_bytes,
+    profile_call,
+    provenance,
+    time_call,
+)
+from costmodel.measure.runs import SuiteProgress, Table, TimeBudget
+from costmodel.operators.any_operator import AnyOperator, dtype_of, to_record
+from costmodel.operators.attention import Attention
+from costmodel.operators.device_work import (
+    ConvolutionBackward,
+    Elementwise,
+    Gemm,
+    Loss,
+    MemoryCopy,
+    Normalization,
+    OptimizerStep,
+    Pooling,
+    Rearrangement,
+    Reduction,
+    Softmax,
+)
+from costmodel.operators.layers import Conv2d
+from costmodel.operators.lookups import EmbeddingLookup
+
+SEED = 20240917
+FLOATS = ("float32", "bfloat16", "float16")
+PRODUCTS = ("float32", "tf32", "bfloat16", "float16")
+# Full-size tensors read and written by each piece of the foreach form and by whole fused updates.
+FOREACH = {"foreach_add": (2, 1), "foreach_mul": (1, 1), "foreach_addcmul": (3, 1), "foreach_sqrt": (1, 1)}
+FUSED = {"sgd": (3, 2), "adam": (4, 3), "adamw": (4, 3)}
+BINARY = ("add", "mul", "div")
+UNARY = ("relu", "gelu", "tanh", "sigmoid", "silu", "exp", "dropout")
+
+CaseOperator = TypeVar("CaseOperator", bound=AnyOperator)
+Draw = Callable[[random.Random, int], AnyOperator]
+
+
+@dataclass(frozen=True)
+class MeasuredCase(Generic[CaseOperator]):
+    """One operator to measure. ``family``: the group it was drawn from, for progress and selection."""
+
+    family: str
+    operator: CaseOperator
+
+
+def cases_left(
+    cases: Iterable[MeasuredCase[CaseOperator]], done: Collection[str], budget: TimeBudget
+) -> Iterator[tuple[MeasuredCase[CaseOperator], str]]:
+    """Yield each case not in ``done`` with its operator as text, while there is time."""
+    for case in cases:
+        if not budget.left():
+            return
+        text = json.dumps(to_record(case.operator), separators=(",", ":"))
+        if text not in done:
+            yield case, text
+
+
+def _size(rng: random.Random, low: int, high: int, multiple: int = 1) -> int:
+    """Log-uniform size between ``low`` and ``high``, rounded to ``multiple`` three times out of four (as widths usually
+    are).
+    """
+    value = round(low * (high / low) ** rng.random())
+    if multiple > 1 and rng.random() < 0.75:
+        value = round(value / multiple) * multiple
+    return int(min(max(value, low), high))
+
+
+def _gemm(rng: random.Random, largest: int) -> Gemm:
+    top = max(int((largest / 4) ** 0.5), 16)
+    m, n, k = (_size(rng, 8, min(top, 16384), 64) for _ in range(3))
+    transposed = rng.random() < 0.6
+    return Gemm(1, m, n, k, rng.choice(PRODUCTS), False, transposed, transposed and rng.random() < 0.7)
+
+
+def _batched_gemm(rng: random.Random, largest: int) -> Gemm:
+    batch = _size(rng, 2, 512)
+    top = max(int((largest / 4 / batch) ** 0.5), 8)
+    m, n = (_size(rng, 8, min(top, 4096), 32) for _ in range(2))
+    k = rng.choice((32, 64, 80, 128, min(top, 1024)))
+    return Gemm(batch, m, n, min(k, max(top, 8)), rng.choice(PRODUCTS), False, rng.random() < 0.5)
+
+
+def _convolution(rng: random.Random, largest: int) -> Conv2d:
+    size, kernel = rng.choice((7, 8, 14, 17, 28, 35, 56, 112, 224)), rng.choice((1, 1, 3, 3, 5, 7))
+    top = min(max(largest // (8 * size * size), 16), 1024)
+    channels, outputs = _size(rng, 3, top, 32), _size(rng, 16, max(top, 17), 32)
+    groups = 1
+    if rng.random() < 0.1:
+        groups = outputs = channels
+    room = max(int(largest / (size * size * max(channels, outputs) * 4)), 1)
+    batch = _size(rng, 1, min(room, 256), 8)
+    stride, pad = rng.choice((1, 1, 2)), kernel // 2
+    return Conv2d(
+        batch, channels, size, size, outputs, (kernel, kernel), (stride, stride), (pad,) * 4, (1, 1), groups,
+        dtype=rng.choice(PRODUCTS), channels_last=rng.random() < 0.5,
+    )  # fmt: skip
+
+
+def _convolution_backward(rng: random.Random, largest: int) -> ConvolutionBackward:
+    return ConvolutionBackward(_convolution(rng, largest), rng.choice(("data", "weight")))
+
+
+def _attention(rng: random.Random, largest: int) -> Attention:
+    head_dim, heads = rng.choice((64, 64, 80, 128)), rng.choice((8, 12, 16, 20, 32))
+    length = _size(rng, 64, min(max(largest // (heads * head_dim * 16), 65), 8192), 64)
+    room = max(int(largest / (heads * length * head_dim * 16)), 1)
+    batch = _size(rng, 1, min(room, 64))
+    kv_heads = heads // 4 if heads % 4 == 0 and rng.random() < 0.2 else heads
+    dtype = rng.choice(("bfloat16", "bfloat16", "float16", "float32"))
+    return Attention(
+        batch, heads, length, length, head_dim, kv_heads, rng.random() < 0.5, dtype, _direction(rng)
+    )  # fmt: skip
+
+
+def _direction(rng: random.Random) -> Any:
+    return rng.choice(("forward", "backward"))
+
+
+def _matrix(rng: random.Random, largest: int) -> tuple[int, int]:
+    columns = _size(rng, 32, 65536, 64)
+    return _size(rng, 1, max(largest // (16 * columns), 1)), columns
+
+
+def _softmax(rng: random.Random, largest: int) -> Softmax:
+    rows, columns = _matrix(rng, largest)
+    return Softmax(rows, columns, rng.choice(FLOATS), _direction(rng), rng.choice(("softmax", "log_softmax")))
+
+
+def _normalization(rng: random.Random, largest: int) -> Normalization:
+    if rng.random() < 0.6:
+        rows, columns = _matrix(rng, largest)
+        return Normalization("layer_norm", rows, min(columns, 16384), rng.choice(FLOATS), _direction(rng))
+    channels = _size(rng, 16, 2048, 32)
+    rows = _size(rng, 64, max(largest // (16 * channels), 65))
+    dtype, direction, last = rng.choice(FLOATS), _direction(rng), rng.random() < 0.5
+    return Normalization("batch_norm", rows, channels, dtype, direction, channels_last=last)
+
+
+def _elementwise(rng: random.Random, largest: int) -> Elementwise:
+    elements, dtype, place = _size(rng, 1024, max(largest // 16, 2048)), rng.choice(FLOATS), rng.random()
+    if place < 0.4:
+        return Elementwise(rng.choice(BINARY), elements, inputs=2, dtype=dtype)
+    if place < 0.9:
+        kind = rng.choice(UNARY)
+        return Elementwise(kind, elements, outputs=1, dtype=dtype)
+    return Elementwise("cast", elements, dtype="float32", output_dtype=rng.choice(("bfloat16", "float16")))
+
+
+def _reduction(rng: random.Random, largest: int) -> Reduction:
+    rows, columns = _matrix(rng, largest)
+    kind, contiguous = rng.choice(("sum", "mean", "max", "norm")), rng.random() < 0.6
+    return Reduction(kind, rows * columns, rows if contiguous else columns, rng.choice(FLOATS), contiguous)
+
+
+def _embedding(rng: random.Random, largest: int) -> EmbeddingLookup:
+    dim = rng.choice((16, 32, 64, 128, 256, 768, 1024))
+    rows = _size(rng, 100, max(min(largest // (8 * dim), 20_000_000), 101))
+    bags = _size(rng, 64, max(min(largest // (8 * dim), 65536), 65))
+    pooling = rng.choice((1, 1, 10, 50, 100))
+    direction = _direction(rng)
+    return EmbeddingLookup(rows, dim, bags * pooling, bags, direction=direction, whole_pass=direction == "backward")
+
+
+def _copy(rng: random.Random, largest: int) -> MemoryCopy:
+    kind: Any = rng.choice(("host_to_device", "host_to_device", "device_to_host", "device_to_device", "memset"))
+    pinned = kind in ("host_to_device", "device_to_host") and rng.random() < 0.6
+    return MemoryCopy(_size(rng, 4096, max(min(largest // 2, 1 << 28), 8192)), kind, pinned)
+
+
+def _rearrangement(rng: random.Random, largest: int) -> Rearrangement:
+    kind, dtype = rng.choice(("transpose", "concat", "tril", "gather", "index")), rng.choice(FLOATS)
+    inner, elements = _size(rng, 16, 2048, 16), _size(rng, 4096, max(largest // 16, 8192))
+    if kind == "tril":
+        inner = max(int(min(elements, 1 << 26) ** 0.5), 2)
+        return Rearrangement(kind, inner * inner, inner, dtype)
+    outer = max(elements // inner, 2)
+    if kind == "transpose":
+        return Rearrangement(kind, outer * inner, 1, dtype)
+    inputs = rng.choice((2, 3, 8)) if kind == "concat" else 1
+    return Rearrangement(kind, outer * inner * inputs, inner, dtype, inputs)
+
+
+def _pooling(rng: random.Random, largest: int) -> Pooling:
+    size, kernel = rng.choice((14, 28, 56, 112)), rng.choice((2, 3))
+    channels = _size(rng, 16, 512, 16)
+    batch = _size(rng, 1, max(min(largest // (16 * channels * size * size), 128), 1))
+    out = (size - kernel) // 2 + 1
+    kind: Any = rng.choice(("max", "average"))
+    return Pooling(
+        kind, batch, channels, size, size, out, out, (kernel, kernel), rng.choice(FLOATS), _direction(rng),
+        rng.random() < 0.5,
+    )  # fmt: skip
+
+
+def _optimizer(rng: random.Random, largest: int) -> OptimizerStep:
+    kinds = FUSED if rng.random() < 0.5 else FOREACH
+    kind = rng.choice(tuple(kinds))
+    tensors, reads_writes = _size(rng, 1, 200), kinds[kind]
+    each = _size(rng, 256, max(min(largest // (16 * tensors), 1 << 26), 512))
+    return OptimizerStep(kind, each * tensors, tensors, *reads_writes)
+
+
+def _loss(rng: random.Random, largest: int) -> Loss:
+    kind, columns = rng.choice(("nll", "cross_entropy", "bce", "mse")), _size(rng, 2, 65536)
+    if kind in ("bce", "mse"):
+        columns = 1
+    rows = _size(rng, 32, max(min(largest // (16 * columns), 1 << 22), 33))
+    return Loss(kind, rows, columns, direction=_direction(rng))
+
+
+# Weight: roughly the number of cases per hundred; large for kernels whose time is hard to predict.
+DRAWS: dict[str, tuple[Draw, int]] = {
+    "gemm": (_gemm, 24),
+    "batched_gemm": (_batched_gemm, 12),
+    "convolution": (_convolution, 12),
+    "convolution_backward": (_convolution_backward, 12),
+    "attention": (_attention, 10),
+    "softmax": (_softmax, 6),
+    "normalization": (_normalization, 8),
+    "elementwise": (_elementwise, 8),
+    "reduction": (_reduction, 4),
+    "embedding": (_embedding, 6),
+    "copy": (_copy, 4),
+    "rearrangement": (_rearrangement, 5),
+    "pooling": (_pooling, 3),
+    "optimizer": (_optimizer, 4),
+    "loss": (_loss, 3),
+}
+
+
+def kernel_cases(largest_bytes: int, seed: int = SEED) -> Iterator[MeasuredCase[AnyOperator]]:
+    """Endless sequence of distinct cases whose largest tensor has about ``largest_bytes``; deterministic for a seed."""
+    generators = {name: random.Random(f"{seed}-{name}") for name in DRAWS}
+    order, names = random.Random(seed), [name for name, (_, weight) in DRAWS.items() for _ in range(weight)]
+    seen = set()
+    while True:
+        order.shuffle(names)
+        for name in names:
+            operator = DRAWS[name][0](generators[name], largest_bytes)
+            if operator not in seen:
+                seen.add(operator)
+                yield MeasuredCase(name, operator)
+
 
 TORCH = True
 COLUMNS = ("family", "operator", "median_s", "minimum_s", "kernel_s", "launches", "repeats", "calls", "error")
@@ -69,8 +316,7 @@ def _row(case: MeasuredCase[AnyOperator], device: Any, profiled: bool) -> dict[s
 def _measure(operator: Any, device: Any, profiled: bool) -> dict[str, Any]:
     import torch
 
-    from costmodel.measure.calls.operator_calls import make_call
-    from costmodel.measure.calls.sample_tensors import allow_tf32
+    from costmodel.measure.operator_calls import allow_tf32, make_call
 
     allow_tf32(dtype_of(operator) == "tf32")
     torch.manual_seed(0)

@@ -13,13 +13,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from costmodel.base.errors import OutputError
-from costmodel.base.say import Say
-from costmodel.base.whole_file import whole_file
-from costmodel.measure.device import provenance
-from costmodel.measure.device_timing import TimingEffort, synchronize, time_call
-from costmodel.measure.result_tables import Table
-from costmodel.measure.time_budget import SuiteProgress, TimeBudget
+from costmodel.base.errors import OutputError, Say
+from costmodel.base.output_files import whole_file
+from costmodel.measure.device import TimingEffort, provenance, synchronize, time_call
+from costmodel.measure.runs import SuiteProgress, Table, TimeBudget
 
 TORCH = True
 COLUMNS = ("quantity", "median_s", "minimum_s", "samples", "trace")

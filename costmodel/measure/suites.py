@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from costmodel.base.errors import InputError
-from costmodel.base.say import Say
+from costmodel.base.errors import InputError, Say
 from costmodel.measure.collective_suite import measure_collectives
 from costmodel.measure.device import open_device
 from costmodel.measure.embedding_suite import measure_embeddings
 from costmodel.measure.kernel_suite import measure_kernels
 from costmodel.measure.overhead_suite import measure_overheads
-from costmodel.measure.time_budget import TimeBudget
+from costmodel.measure.runs import TimeBudget
 
 SUITES = {
     "kernels": measure_kernels,

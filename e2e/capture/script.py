@@ -1,4 +1,9 @@
-"""Step of the user's script: ``train.py:make_step``."""
+"""Step of the user's script, ``train.py:make_step``: loaded, made into a workload, captured.
+
+Captures can be kept (:func:`captures_kept`): advice predicts one step under many settings, few of which change the
+script's calls. PyTorch's TF32 switches are read as the script has set them (:func:`tf32_switches`): float32 operations
+that run on TF32 units, on GPUs that have them.
+"""
 
 from __future__ import annotations
 
@@ -7,29 +12,26 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
 
 from costmodel.base.errors import InputError
-from costmodel.base.foreign_files import find_refusal, read_text
-from e2e.capture.cuda_streams import StreamState, pretend_streams
-from e2e.capture.environment import pretend_gpu
-from e2e.capture.functions import GpuDecisions
-from e2e.capture.generated_code import without_compiler
+from costmodel.base.input_files import find_refusal, read_text
+from e2e.capture.environment import StreamState, pretend_gpu, pretend_streams
+from e2e.capture.gpu_decisions import GpuDecisions
 from e2e.capture.recorder import Recorder
-from e2e.capture.script_errors import reporting
-from e2e.capture.script_reference import StepFunction, script_name
-from e2e.capture.session import CapturedWorkload, capture
-from e2e.capture.watch import watched
+from e2e.capture.script_errors import reporting, watched
+from e2e.capture.session import CapturedWorkload, capture, without_compiler
 from e2e.step.operator_trace import OperatorTrace
-from e2e.step.options import StepOptions
+from e2e.step.options import StepFunction, StepOptions, Tf32Switches, script_name
 
 # Parameters of a script's function set by prediction options.
 SIZES = ("batch_size", "sequence_length")
@@ -213,3 +215,44 @@ def _taken(function: Callable[..., Any], parameters: dict[str, Any], reference: 
         advice = f"give {', '.join(asked)}" if len(asked) == len(missing) else "give the parameter a default"
         raise InputError(f"{reference}: needs a value for {', '.join(missing)}; {advice}")
     return {name: value for name, value in given.items() if name in signature}
+
+
+# The original step, and the last one of another batch or optimizer: a capture of 100,000 calls takes a gigabyte.
+MOST_KEPT = 2
+_KEPT: ContextVar[dict[Hashable, Any] | None] = ContextVar("kept captures", default=None)
+Captured = TypeVar("Captured")
+
+
+@contextmanager
+def captures_kept() -> Iterator[None]:
+    """Context in which :func:`kept` caches."""
+    token = _KEPT.set({})
+    try:
+        yield
+    finally:
+        _KEPT.reset(token)
+
+
+def kept(key: Hashable, make: Callable[[], Captured]) -> Captured:
+    """Return the cached result of ``make`` for ``key``, inside :func:`captures_kept`; otherwise call it."""
+    held = _KEPT.get()
+    if held is None:
+        return make()
+    if key not in held:
+        found = make()
+        while len(held) >= MOST_KEPT:
+            held.pop(list(held)[-1])  # the first one is the original step
+        held[key] = found
+    return held[key]
+
+
+def tf32_switches() -> Tf32Switches:
+    """Return the switches of this process.
+
+    PyTorch's own defaults are on in cuDNN's kernels, off in products (``set_float32_matmul_precision``,
+    ``torch.backends.cuda.matmul.allow_tf32``).
+    """
+    cudnn = torch.backends.cudnn
+    switches = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
+    # The older `allow_tf32` raises if a script has set the newer ones, but not vice versa.
+    return Tf32Switches(*(switch.fp32_precision == "tf32" for switch in switches))

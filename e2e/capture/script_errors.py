@@ -1,10 +1,22 @@
-"""Reports of errors in a script: their place and advice, without PyTorch's references to the meta device."""
+"""Errors of a script while it is captured: reported with their place and advice, without PyTorch's references to the
+meta device; an end to scripts that do not end; tensors too large for any memory.
+
+A long capture prints its progress and is stopped during import, model construction and the step (:func:`watched`).
+Without data ``.item()`` never becomes the value that a loop waits for. Such a loop either calls operators endlessly,
+detected by their number, or none at all, detected by time.
+
+PyTorch counts bytes of tensors in 64 bits, and its error does not mention the step (:func:`oversized`).
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
+import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,9 +26,121 @@ from unittest.mock import patch
 import torch
 
 from costmodel.base.errors import InputError, ModelError
-from costmodel.base.termination import Terminated
-from e2e.capture.oversized_tensors import oversized
-from e2e.capture.watch import EndlessStepError
+from costmodel.base.process import Terminated
+
+# A training step of 36 layers calls 11,000, one of the 126 layers of Llama 3 405B four times as many.
+MOST_CALLS = 400_000
+# Limit including the unrecorded calls that make the model and settle the step.
+MOST_CALLED = 5 * MOST_CALLS
+# Longest time that a script may load data or compute on the CPU without a call.
+SILENT_SECONDS = 180.0
+FIRST_NOTE_SECONDS, NOTES_SECONDS, _WAKING_SECONDS = 20.0, 30.0, 2.0
+# A signal that is ignored without a handler.
+_WAKING = signal.SIGURG
+
+
+class EndlessStepError(ModelError):
+    """Raised for a script that does not end."""
+
+    def __init__(self, what: str = "") -> None:
+        super().__init__(
+            f"the script {what or f'has called no operator for {SILENT_SECONDS:.0f} seconds'} and has not ended: a "
+            "loop that waits for data (.item(), .any()) never sees them in a capture; give it a fixed number of "
+            "rounds; a layer that goes token by token needs fewer tokens, or --linear-attention fused where its "
+            "library has a kernel"
+        )
+
+
+@contextmanager
+def watched(count: Callable[[], int]) -> Iterator[None]:
+    """Context that prints progress of a long capture on standard error, and raises :class:`EndlessStepError` after too
+    long without a call.
+
+    ``count``: function that returns the number of calls so far.
+    """
+    done, stopped = threading.Event(), threading.Event()
+    watcher = threading.Thread(target=_watch, args=(count, done, stopped, threading.get_ident()), daemon=True)
+    watcher.start()
+    try:
+        with _wakeable():
+            yield
+    except BaseException as error:
+        if stopped.is_set() and not isinstance(error, EndlessStepError):
+            raise EndlessStepError from None  # errors on its way out
+        raise
+    finally:
+        done.set()
+        watcher.join()
+
+
+def _watch(count: Callable[[], int], done: threading.Event, stopped: threading.Event, watched_thread: int) -> None:
+    begin = last_call = time.monotonic()
+    calls, told = count(), FIRST_NOTE_SECONDS
+    while not done.wait(1.0):
+        now = time.monotonic()
+        if count() != calls:
+            calls, last_call = count(), now
+        if now - begin >= told:
+            print(f"capturing: {calls:,} operator calls after {now - begin:.0f} s", file=sys.stderr)
+            told += NOTES_SECONDS
+        if now - last_call > SILENT_SECONDS:
+            stopped.set()
+            # The only way to interrupt a loop without calls of this package.
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                ctypes.c_ulong(watched_thread), ctypes.py_object(EndlessStepError)
+            )
+            _wake(watched_thread, done)
+            return
+
+
+@contextmanager
+def _wakeable() -> Iterator[None]:
+    """Context in which :data:`_WAKING` ends a wait of the main thread (for a queue, a lock, a socket).
+
+    Python then calls a handler, in which a pending exception is raised.
+    """
+    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(_WAKING) is signal.SIG_DFL
+    if ours:
+        signal.signal(_WAKING, lambda number, frame: None)
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(_WAKING, signal.SIG_DFL)
+
+
+def _wake(thread: int, done: threading.Event) -> None:
+    if not done.wait(_WAKING_SECONDS) and callable(signal.getsignal(_WAKING)):
+        signal.pthread_kill(thread, _WAKING)
+
+
+_SAID = re.compile(
+    r"(?:size calculation|multiplication|unpacking long).*?overflow\w*|overflow\w* when unpacking long", re.I
+)
+_SIZES = re.compile(r"sizes=(\[[^\]]*\])")
+
+
+def oversized(error: Exception) -> str | None:
+    """Return a message about ``error`` if it is of a tensor too large for any memory, or None."""
+    said = str(error)
+    if not _SAID.search(said):
+        return None
+    sizes = _SIZES.search(said)
+    of = f" of {sizes[1]} elements" if sizes else ""
+    return f"a tensor{of} is larger than any memory; give a smaller batch, shorter sequences or a smaller model"
+
+
+@contextmanager
+def oversized_told() -> Iterator[None]:
+    """Context that raises ``InputError`` for errors that :func:`oversized` recognises."""
+    try:
+        yield
+    except (RuntimeError, OverflowError) as error:
+        told = oversized(error)
+        if told is None:
+            raise
+        raise InputError(told) from None
+
 
 # Folders of code whose frames say nothing about the script.
 _OURS = Path(__file__).parent

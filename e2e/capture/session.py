@@ -1,11 +1,22 @@
-"""Capture of one steady step of a workload."""
+"""Capture of one steady step of a workload.
+
+Threads started by the step are recorded too: PyTorch's modes apply to one thread, so each enters its own. Code that
+PyTorch or Triton would generate for the GPU is not generated: a compiled function (``torch.compile``) runs as written
+(:mod:`e2e.lowering` applies the fusion, if requested); a launch of a Triton kernel is a record ``triton::NAME`` of its
+tensors, which is priced by their bytes.
+"""
 
 from __future__ import annotations
 
+import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 from unittest.mock import patch
 
@@ -13,18 +24,107 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from e2e.capture.cuda_streams import StreamState, pretend_streams
-from e2e.capture.environment import pretend_gpu
-from e2e.capture.functions import GpuDecisions
-from e2e.capture.generated_code import generated_kernels, without_compiler
-from e2e.capture.recorder import Recorder
-from e2e.capture.scan_libraries import linear_attention_kernels
-from e2e.capture.script_ranges import heard
-from e2e.capture.threads import followed_threads
-from e2e.capture.watch import watched
-from e2e.step.choices import OptimizerForm
-from e2e.step.operator_trace import OperatorTrace
-from e2e.step.options import StepOptions
+from e2e.capture.attention import flex_attention
+from e2e.capture.environment import StreamState, pretend_gpu, pretend_streams
+from e2e.capture.gpu_decisions import GpuDecisions
+from e2e.capture.linear_attention import linear_attention_kernels
+from e2e.capture.recorder import Recorder, heard
+from e2e.capture.script_errors import watched
+from e2e.step.operator_trace import TRITON, OperatorTrace
+from e2e.step.options import AttentionForm, OptimizerForm, StepOptions
+
+
+@contextmanager
+def without_compiler(found: list[str]) -> Iterator[None]:
+    """Context in which ``torch.compile`` leaves functions unchanged, and modules may break its graphs. Names of
+    compiled functions and modules are added to ``found``.
+    """
+    compile_module = torch.compile
+
+    def compiled(model: Any = None, **options: Any) -> Any:
+        if model is None:
+            return partial(compiled, **options)
+        if isinstance(model, torch.nn.Module):
+            found.append(type(model).__name__)
+            return compile_module(model, **{**options, "fullgraph": False})
+        if not str(getattr(model, "__module__", "")).startswith("torch."):
+            found.append(getattr(model, "__name__", "function"))
+        return model
+
+    with patch.object(torch, "compile", compiled):
+        yield
+
+
+@contextmanager
+def generated_kernels(recorder: Recorder) -> Iterator[None]:
+    """Context in which flexible attention and launches of Triton kernels are recorded, if they have been imported."""
+    with ExitStack() as stack:
+        for target, name, value in (*_flexible(recorder), *_launches(recorder)):
+            stack.enter_context(patch.object(target, name, value))
+        yield
+
+
+def _flexible(recorder: Recorder) -> list[tuple[Any, str, Any]]:
+    """Return the patches of internals of ``flex_attention``, since scripts hold the function itself."""
+    module = sys.modules.get("torch.nn.attention.flex_attention")
+    if module is None:
+        return []
+    return [
+        (module, "_validate_device", lambda query, key, value: None),
+        (module, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True),  # its own call of the compiler
+        (module, "flex_attention_hop", partial(flex_attention, recorder.paused)),
+    ]
+
+
+def _launches(recorder: Recorder) -> list[tuple[Any, str, Callable[..., Any]]]:
+    if find_spec("triton") is None or "triton" not in sys.modules:
+        return []
+    kernel = import_module("triton.runtime.jit").JITFunction
+    tuner = import_module("triton.runtime.autotuner").Autotuner
+
+    def launch(self: Any, *args: Any, grid: Any = None, warmup: Any = None, **kwargs: Any) -> None:
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        recorder.record_call(f"{TRITON}{self.__name__}", given, (), {})
+
+    def tuned(self: Any, *args: Any, **kwargs: Any) -> None:
+        self.fn.run(*args, **kwargs)
+
+    return [(kernel, "run", launch), (tuner, "run", tuned)]
+
+
+@contextmanager
+def followed_threads(recorder: Recorder, attention: AttentionForm) -> Iterator[None]:
+    """Context in which operators of started threads are recorded too, in the order of their calls.
+
+    The host alternates between threads, as with Python's threads. On exit an exception that ended one of them is
+    raised.
+    """
+    failed: list[BaseException] = []
+    start = threading.Thread.start
+
+    def started(thread: threading.Thread) -> None:
+        thread.run = _followed(thread.run, recorder, attention, failed)  # type: ignore[method-assign]
+        start(thread)
+
+    with patch.object(threading.Thread, "start", started):
+        yield
+    if failed:
+        raise failed[0]
+
+
+def _followed(
+    run: Callable[[], Any], recorder: Recorder, attention: AttentionForm, failed: list[BaseException]
+) -> Callable[[], None]:
+    def follow() -> None:
+        try:
+            with GpuDecisions(recorder, attention), recorder:
+                run()
+        except SystemExit:
+            raise
+        except BaseException as error:
+            failed.append(error)  # reported by the capture, not by the thread
+
+    return follow
 
 
 @dataclass(frozen=True)

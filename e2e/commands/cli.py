@@ -15,8 +15,7 @@ from typing import Annotated
 import typer
 
 from costmodel.base.command_line import ProgramGroup, guarded, program_name, repeated, version_command
-from e2e.commands.options import JsonOption
-from e2e.commands.predict_command import predict_command
+from e2e.commands.predict_command import JsonOption, predict_command
 from e2e.commands.shard_command import shard_command
 from e2e.commands.sweep_command import sweep_command
 

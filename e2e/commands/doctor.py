@@ -9,7 +9,7 @@ from pathlib import Path
 from costmodel.commands import checkup
 from costmodel.commands.checkup import BadPair, Finding
 from costmodel.machines.cluster_file import cluster_files
-from costmodel.machines.machine_catalog import machine_files, user_directory
+from costmodel.machines.machine_file import machine_files, user_directory
 
 _TORCH = "pip install 'fusion-costmodel[e2e]'"
 PAIRS = (

@@ -14,13 +14,12 @@ from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
-from costmodel.base.counts import check_count
 from costmodel.base.errors import InputError
-from costmodel.base.whole_file import check_outputs
+from costmodel.base.output_files import check_outputs
+from costmodel.base.units import check_count
 from e2e.parallelism.spec import ParallelSpec, parse_parallel, text_of
-from e2e.step.choices import AttentionForm, Dtype, instead_of
 from e2e.step.option_fields import Options, options_of
-from e2e.step.precision import Precision
+from e2e.step.options import AttentionForm, Dtype, Precision, instead_of
 
 if TYPE_CHECKING:
     from e2e.explain.prediction import Prediction
@@ -66,7 +65,7 @@ def predict(
     >>> step.fits and 0 < step.interval_seconds[0] < step.iteration_seconds < step.interval_seconds[1]
     True
     """
-    from e2e.capture.kept_captures import captures_kept
+    from e2e.capture.script import captures_kept
     from e2e.report.outputs import write_files
     from e2e.sources.gpu_prices import asked_price, with_cost
     from e2e.sources.known_requests import SpreadModel
@@ -80,7 +79,7 @@ def predict(
     with _TURN, captures_kept() if advice else nullcontext():
         notes = []
         if isinstance(request, SpreadModel) and request.parallel is None:
-            from e2e.sweeps.best_way import with_best_way
+            from e2e.sweeps.first_look import with_best_way
 
             request, chosen = with_best_way(request)
             notes = [chosen]
@@ -88,7 +87,7 @@ def predict(
         if priced is not None:
             answer = with_cost(answer, priced)
         if advice:
-            from e2e.sweeps.advisor import advise
+            from e2e.sweeps.advice import advise
 
             answer = advise(request, answer, advice if callable(advice) else lambda line: None)
     write_files(answer, _path(timeline), _path(report))
@@ -97,7 +96,7 @@ def predict(
 
 def _request(asked: Sequence[str | Options], options: Mapping[str, Any]) -> Request:
     """Combine names, records and single options to one request."""
-    from e2e.sources.registry import all_options, request_of
+    from e2e.sources.known_requests import all_options, request_of
     from e2e.sources.request import Request
 
     if len(asked) == 1 and isinstance(asked[0], Request) and not options:
@@ -168,7 +167,7 @@ def sweep(
     from e2e.capture.models.stacks import stack_of
     from e2e.sources.recipes import recipe_of
     from e2e.sweeps.first_look import promising
-    from e2e.sweeps.run_plan import run_plan
+    from e2e.sweeps.sweep_driver import run_plan
     from e2e.sweeps.sweep_driver import sweep as run_sweep
     from e2e.sweeps.sweep_space import SweepRequest, cells_of
 

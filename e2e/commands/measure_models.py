@@ -1,25 +1,185 @@
-"""Models suite: step times of the built-in workloads, measured on the present device.
+"""Models suite: step times of the built-in workloads, measured on the present device. Imports ``torch``.
 
 Each case is timed over many steps without the profiler, with a wait only at the end of a sample, then traced for a few
-steps (Kineto). DLRM runs with ``nn.EmbeddingBag`` tables: the table-batched operator is not part of torch.
+steps (Kineto). Cases are in order of importance: an interrupted run still has one of each kind.
+
+Models are built by the same code as for the capture, but on a real device instead of the meta device, with weights and
+inputs. DLRM runs with ``nn.EmbeddingBag`` tables: the table-batched operator is not part of torch.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from costmodel.base.errors import OutputError
-from costmodel.base.say import Say
-from costmodel.base.termination import pass_ending
-from costmodel.measure.device import open_device, provenance
-from costmodel.measure.failures import failure_line, release_memory
+import torch
+
+from costmodel.base.errors import InputError, OutputError, Say
+from costmodel.base.process import pass_ending
+from costmodel.measure.device import failure_line, open_device, provenance, release_memory
 from costmodel.measure.overhead_suite import step_seconds, traced_seconds
-from costmodel.measure.result_tables import Table
-from costmodel.measure.time_budget import SuiteProgress, TimeBudget
-from e2e.commands.model_cases import CASES, CPU_CASES, ModelCase
+from costmodel.measure.runs import SuiteProgress, Table, TimeBudget
+from e2e.capture.models import catalog, dlrm, transformer
+from e2e.step.options import StepOptions
+
+
+@dataclass(frozen=True)
+class ModelCase:
+    """Step to measure. ``sequence_length`` 0: the model has no sequences. ``traced``: with a profiled run."""
+
+    model: str
+    batch_size: int
+    sequence_length: int = 0
+    mode: str = "train"
+    dtype: str = "float32"
+    attention: str = "eager"
+    traced: bool = False
+
+    def record(self) -> dict[str, str | int]:
+        """Return the columns that identify the case."""
+        return {
+            "model": self.model,
+            "mode": self.mode,
+            "dtype": self.dtype,
+            "attention": self.attention,
+            "batch_size": self.batch_size,
+            "sequence_length": self.sequence_length,
+        }
+
+    def key(self) -> tuple[str, ...]:
+        """Return the values of :meth:`record` as a table holds them."""
+        return tuple(str(value) for value in self.record().values())
+
+    def name(self) -> str:
+        """Return a name for files."""
+        return "-".join([self.model, self.mode, self.dtype, self.attention, *map(str, self._sizes())])
+
+    def _sizes(self) -> tuple[int, ...]:
+        return (self.batch_size, self.sequence_length) if self.sequence_length else (self.batch_size,)
+
+
+_WORKLOADS = (
+    ("gpt2-large", 4, 1024, True),
+    ("resnet-50", 64, 0, True),
+    ("dlrm-ddp", 2048, 0, True),
+    ("bert-large", 8, 512, True),
+    ("opt-1.3b", 2, 1024, False),
+    ("inception-v3", 64, 0, False),
+    ("llama-3.2-1b", 2, 1024, False),
+    ("xlnet-base", 8, 512, False),
+    ("dlrm", 512, 0, False),
+    ("switch-base-8", 4, 256, False),
+    ("gpt3-xl", 1, 1024, False),
+    ("gpt2", 1, 128, False),
+)
+_FORMS = (
+    ("train", "float32"),
+    ("train", "bfloat16"),
+    ("forward-backward", "float32"),
+    ("inference", "float32"),
+    ("train", "tf32"),
+    ("inference", "bfloat16"),
+    ("forward-backward", "bfloat16"),
+)
+CASES = tuple(
+    ModelCase(model, batch, length, mode, dtype, traced=traced and (mode, dtype) == ("train", "float32"))
+    for mode, dtype in _FORMS
+    for model, batch, length, traced in _WORKLOADS
+) + tuple(
+    ModelCase(model, batch, length, "train", "bfloat16", "flash")
+    for model, batch, length, _ in _WORKLOADS
+    if length and not model.startswith(("xlnet", "switch"))
+)
+CPU_CASES = (ModelCase("gpt2", 1, 8, "inference"),)
+
+
+Forward = Callable[[], torch.Tensor]
+
+
+def real_step(case: ModelCase, device: Any) -> Callable[[], Any]:
+    """Return one step of ``case`` on ``device`` with random weights and data.
+
+    Raises ``InputError`` for unknown models.
+    """
+    options = StepOptions(mode=case.mode, dtype=case.dtype, attention=case.attention)  # type: ignore[arg-type]
+    if case.model in catalog.IMAGES:
+        return _images(case, device, options)
+    if case.model in dlrm.CONFIGS:
+        return _dlrm(case, device, options)
+    if case.model in transformer.PRESETS:
+        return _transformer(case, device, options)
+    raise InputError(f"model {case.model!r} has no real step; choose one of {', '.join(catalog.known_models())}")
+
+
+def _prepared(model: torch.nn.Module, options: StepOptions) -> torch.nn.Module:
+    return model.to(catalog.TORCH_DTYPES[options.dtype]).train(options.mode != "inference")
+
+
+def _images(case: ModelCase, device: Any, options: StepOptions) -> Callable[[], Any]:
+    make, side = catalog.IMAGES[case.model]
+    with torch.device(device):
+        model = _prepared(make(), options)
+        pictures = torch.randn((case.batch_size, 3, side, side), dtype=catalog.TORCH_DTYPES[options.dtype])
+        labels = torch.randint(1000, (case.batch_size,))
+    forward = catalog.classification(model, pictures, labels, options.mode)
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=1e-4, momentum=0.9)
+
+    return catalog.workload(case.model, model, forward, options, optimizer).step
+
+
+def _dlrm(case: ModelCase, device: Any, options: StepOptions) -> Callable[[], Any]:
+    config = replace(dlrm.CONFIGS[case.model], embedding="bags")
+    dtype, lookups = catalog.TORCH_DTYPES[options.dtype], config.lookups
+    with torch.device(device):
+        model = _prepared(dlrm.Dlrm(config), options)
+        dense = torch.randn((case.batch_size, config.bottom[0]), dtype=dtype)
+        indices = torch.stack([torch.randint(rows, (case.batch_size * lookups,)) for rows in config.rows])
+        offsets = torch.arange(0, case.batch_size * lookups, lookups)
+        clicks = torch.rand((case.batch_size, 1)).to(dtype)
+    criterion = torch.nn.MSELoss() if config.loss == "mse" else torch.nn.BCELoss()
+
+    def forward() -> torch.Tensor:
+        probabilities = model(dense, indices, offsets)
+        return probabilities if options.mode == "inference" else criterion(probabilities, clicks)
+
+    step = catalog.workload(case.model, model, forward, options, lambda each: torch.optim.SGD(each, lr=1e-4))
+    return step.step
+
+
+def _transformer(case: ModelCase, device: Any, options: StepOptions) -> Callable[[], Any]:
+    attention = "eager" if case.attention == "eager" else "sdpa"
+    shape = transformer.build_transformer(transformer.PRESETS[case.model], attention, case.model)
+    length = transformer.sequence_length(shape.config.to_dict(), case.sequence_length or None, case.model)
+    with torch.device(device):
+        # Built again: the meta device does not keep the values of buffers such as masks and rotary frequencies.
+        model = type(shape)._from_config(shape.config, attn_implementation=attention, dtype=torch.float32)
+        model.tie_weights()
+        ids = torch.randint(min(model.config.vocab_size, 30000), (case.batch_size, length))
+    _prepared(model.to(device), options)
+    forward = _on_tokens(model, ids, options.mode != "inference")
+    return catalog.workload(case.model, model, forward, options, lambda each: torch.optim.AdamW(each, lr=1e-5)).step
+
+
+def _on_tokens(model: Any, ids: torch.Tensor, with_loss: bool) -> Forward:
+    arguments: dict[str, Any] = {"input_ids": ids}
+    if getattr(model.config, "is_encoder_decoder", False):
+        arguments["decoder_input_ids"] = ids
+    if with_loss:
+        arguments["labels"] = ids
+    model.config.use_cache = False
+
+    def run() -> torch.Tensor:
+        output = model(**arguments)
+        loss = getattr(output, "loss", None) if with_loss else output[0]
+        return loss if loss is not None else output[0].float().mean()
+
+    return run
+
 
 COLUMNS = (
     *("model", "mode", "dtype", "attention", "batch_size", "sequence_length"),
@@ -72,8 +232,7 @@ def _row(case: ModelCase, device: Any, output: Path) -> dict[str, Any]:
 def _measure(case: ModelCase, device: Any, output: Path) -> dict[str, Any]:
     import torch
 
-    from costmodel.measure.calls.sample_tensors import allow_tf32
-    from e2e.commands.model_steps import real_step
+    from costmodel.measure.operator_calls import allow_tf32
 
     allow_tf32(case.dtype == "tf32")
     torch.manual_seed(0)

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from costmodel.base.errors import InputError
-from costmodel.base.whole_file import check_outputs
-from e2e.commands.options import JsonOption, shared
-from e2e.sharding.problem.placement import KINDS, MINIMUM_COLUMNS, MOST_GPUS
+from costmodel.base.output_files import check_outputs
+from e2e.commands.predict_command import JsonOption, shared
+from e2e.sharding.placement import KINDS, MINIMUM_COLUMNS, MOST_GPUS
 
 if TYPE_CHECKING:
     from costmodel.embedding.embedding_tables import EmbeddingTable
     from e2e.sharding.planner import Planning
-    from e2e.sharding.problem.task import ShardingTask
+    from e2e.sharding.task import ShardingTask
 
 
 def shard_command(
@@ -50,11 +50,9 @@ def shard_command(
     as_json: JsonOption = False,
 ) -> None:
     """Places embedding tables on GPUs so that a training step is short and everything fits."""
-    from e2e.sharding.plan import plan_of
-    from e2e.sharding.plan_file import plan_record, save_plan
+    from e2e.sharding.plan import plan_of, plan_record, save_plan, save_torchrec
     from e2e.sharding.plan_report import render_plan
     from e2e.sharding.planner import SearchEffort, find_plan, make_problem
-    from e2e.sharding.torchrec_plan import save_torchrec
 
     request = ShardingRequest(tables, gpu, gpus, batch_size, nodes, network, indices, reserve, kinds, minimum_columns)
     check_outputs({"-o": output, "--torchrec": torchrec}, {"--tables": tables, "--indices": indices}, makes_folder=True)
@@ -93,10 +91,8 @@ class ShardingRequest:
         from costmodel.embedding.embedding_tables import read_table_file
         from costmodel.gpu.factory import gpu_cost_model
         from costmodel.machines.cluster import load_cluster
-        from e2e.sharding.problem.dense_costs import dense_part, read_dense_model
-        from e2e.sharding.problem.placement import Rules
-        from e2e.sharding.problem.task import ShardingTask
-        from e2e.sharding.problem.transfers import TransferTimes
+        from e2e.sharding.placement import Rules
+        from e2e.sharding.task import ShardingTask, TransferTimes, dense_part, read_dense_model
 
         wanted = tuple(kind for kind in KINDS if kind in self._kinds())
         file = read_table_file(self.tables)
@@ -129,7 +125,7 @@ def with_statistics(tables: Sequence[EmbeddingTable], path: Path | None) -> tupl
     """
     if path is None:
         return tuple(tables)
-    from costmodel.embedding.statistics_file import load_statistics
+    from costmodel.embedding.popularity import load_statistics
 
     known = load_statistics(path)
     if not any(table.name in known for table in tables):
@@ -151,7 +147,7 @@ def with_statistics(tables: Sequence[EmbeddingTable], path: Path | None) -> tupl
 
 
 def _explanation(planning: Planning) -> dict[str, Any]:
-    from e2e.sharding.explanation import explain
+    from e2e.sharding.plan_report import explain
 
     record = asdict(explain(planning))
     record["candidates"] = [

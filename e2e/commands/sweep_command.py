@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from costmodel.base.pictures import check_picture
-from costmodel.base.whole_file import check_outputs
-from e2e.commands import options
-from e2e.step.choices import AttentionForm, Dtype
+from costmodel.base.output_files import check_outputs
+from costmodel.pages.charts import check_picture
+from e2e.commands import predict_command
+from e2e.step.options import AttentionForm, Dtype
 
 if TYPE_CHECKING:
-    from e2e.step.precision import Precision
+    from e2e.step.options import Precision
     from e2e.sweeps.sweep_results import SweepRow
 
 
@@ -48,14 +48,14 @@ def sweep_command(
         str | None,
         typer.Option(help="One or several of the recipes of `predict`, such as megatron,torchtitan; default: plain."),
     ] = None,
-    dtype: Annotated[Dtype | None, options.shared("dtype")] = None,
-    attention: Annotated[AttentionForm | None, options.shared("attention")] = None,
-    stack: Annotated[str | None, options.shared("stack")] = None,
+    dtype: Annotated[Dtype | None, predict_command.shared("dtype")] = None,
+    attention: Annotated[AttentionForm | None, predict_command.shared("attention")] = None,
+    stack: Annotated[str | None, predict_command.shared("stack")] = None,
     precision: Annotated[
         str | None, typer.Option(help="Linear layers in 8 bits by one or several of these recipes, with commas.")
     ] = None,
-    compiled: Annotated[bool, options.shared("compile")] = False,
-    network: Annotated[str | None, options.shared("network")] = None,
+    compiled: Annotated[bool, predict_command.shared("compile")] = False,
+    network: Annotated[str | None, predict_command.shared("network")] = None,
     tries: Annotated[
         int,
         typer.Option(min=1, help="Ways of `auto` that are predicted on every number of GPUs: those that look best."),
@@ -66,13 +66,13 @@ def sweep_command(
     deadline: Annotated[
         str | None, typer.Option(help="Time that the run may take, such as 30d: rows that are late come last.")
     ] = None,
-    price: options.PriceOption = None,
+    price: predict_command.PriceOption = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes; default: the cores of this process.")] = None,
     ray: Annotated[str | None, typer.Option(help="Address of a Ray cluster instead: auto, local or HOST:PORT.")] = None,
     top: Annotated[int, typer.Option(min=1, help="Rows of the table per GPU and number of GPUs.")] = 5,
     plot: Annotated[Path | None, typer.Option(help="Draw samples per second over GPUs (.svg, .png, .pdf).")] = None,
     report: Annotated[Path | None, typer.Option(help="Write a self-contained HTML report.")] = None,
-    as_json: options.JsonOption = False,
+    as_json: predict_command.JsonOption = False,
 ) -> None:
     """Predicts a model on many GPUs, numbers of GPUs and ways to spread it, and ranks them."""
     from e2e.commands.e2e_api import sweep
@@ -111,7 +111,7 @@ def sweep_command(
     if plot is not None:
         write_plot(result, plot)
     if report is not None:
-        from e2e.sweeps.sweep_page import write_sweep_page
+        from e2e.sweeps.sweep_report import write_sweep_page
 
         write_sweep_page(result, report)
     if as_json:
@@ -121,7 +121,7 @@ def sweep_command(
 
 
 def _tell(done: int, total: int, seconds: float, row: SweepRow) -> None:
-    from e2e.report.fact_lines import number_text
+    from e2e.report.tables import number_text
 
     left = f"{seconds / done * (total - done):.0f} s"
     found = row.status if row.iteration_seconds is None else f"{number_text(row.iteration_seconds * 1e3)} ms"

@@ -1,25 +1,29 @@
-"""Critical path of a step: the chain of actions and tasks each of which had to wait for the previous one.
+"""Critical path of a simulated step: the chain of actions and tasks each of which had to wait for the previous one.
 
 From the end of the step back to its start, every node points to the node whose end let it go on, so the chain has no
 gaps and its pieces sum to the step time. Across ranks it follows the last rank to arrive at each collective; restricted
 to one rank, the time spent there is ``collective wait``, or ``bubble`` where the rank waits for the other end of a
-pipeline's send or receive.
+pipeline's send or receive. :func:`path_parts` is its summary; :func:`task_family` names the families of tasks whose
+errors are correlated.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, TypeVar
 
 import numpy as np
 
 from costmodel.base.errors import SimulationError
+from e2e.price.speed_band import StepErrors
 from e2e.simulate.instructions import describe
 from e2e.simulate.timeline import Edge, Timeline, TimeWindow
 from e2e.step.collective_names import POINT_TO_POINT
-from e2e.step.execution_graph import Action, ExecutionGraph, HostWork, Launch, RankGraph, Synchronize, Task
+from e2e.step.execution_graph import Action, ExecutionGraph, HostWork, Kernel, Launch, RankGraph, Synchronize, Task
 
 SegmentKind = Literal[
     "compute", "memory", "kernel", "copy", "collective transfer", "collective wait", "bubble",
@@ -220,3 +224,95 @@ def _action_kind(action: Action, rank: RankGraph) -> tuple[SegmentKind, str, int
         case Synchronize(call=call):
             return "synchronisation", describe(action, rank), call
     raise AssertionError(f"{action!r} takes no time")
+
+
+PATH_PARTS = 40
+
+
+@dataclass(frozen=True)
+class PathPart:
+    """Part of the critical path: all segments of one ``kind`` and ``name``."""
+
+    kind: str
+    name: str
+    seconds: float
+    count: int
+    # What the segments mostly waited for.
+    waits_for: str
+
+
+# Tensor-core operators: their errors depend on the number type and, in experts, on the rows of each expert.
+_PRODUCTS = ("Gemm", "Attention", "ScaledGemm")
+_SHORT = ("bfloat16", "float16")
+_OF_EXPERTS = ("moe::", "float8::each", "float8::grouped")
+
+
+def task_family(task: Task | Kernel) -> str:
+    """Family of a task: the type of its first record, or its kind.
+
+    Matrix products and attention also have their number type, unless it has 16 bits, and whether they are of experts.
+    """
+    if task.operators:
+        first = task.operators[0]
+        name = type(first).__name__
+        if name not in _PRODUCTS:
+            return name
+        dtype = getattr(first, "dtype", "")
+        name += "" if dtype in _SHORT else f" in {dtype}"
+        return f"{name} of experts" if task.name.startswith(_OF_EXPERTS) else name
+    collective = task.collective if isinstance(task, Task) else None
+    return collective.kind if collective is not None else task.kind
+
+
+def path_parts(path: CriticalPath) -> tuple[PathPart, ...]:
+    """Sum the path by kind and name, in descending order; the rest is one part, so that all parts sum to the step."""
+    groups: dict[tuple[str, str], list[Segment]] = defaultdict(list)
+    for segment in path.segments:
+        groups[segment.kind, segment.operator or segment.name].append(segment)
+    parts = sorted((_part(*key, segments) for key, segments in groups.items()), key=lambda part: -part.seconds)
+    rest = parts[PATH_PARTS:]
+    if rest:
+        seconds = math.fsum(part.seconds for part in rest)
+        parts = [*parts[:PATH_PARTS], PathPart("other", "all the rest", seconds, sum(part.count for part in rest), "")]
+    return tuple(parts)
+
+
+def _part(kind: str, name: str, segments: list[Segment]) -> PathPart:
+    waits: Mapping[str, int] = Counter(segment.waits_for for segment in segments)
+    most = max(waits, key=lambda each: waits[each])
+    return PathPart(kind, name, math.fsum(segment.seconds for segment in segments), len(segments), most)
+
+
+@dataclass(frozen=True)
+class SimulatedStep:
+    """Iteration ``iteration`` of ``timeline``."""
+
+    graph: ExecutionGraph
+    timeline: Timeline
+    iteration: int
+    # Time of a step.
+    seconds: float
+    # Rank -> seconds by which it began late.
+    starts: Mapping[int, float] = field(default_factory=dict)
+    # Factor by which the host's times may be shorter or longer.
+    host_factor: float = 1.0
+    # Error figures learned from measured steps of its kind.
+    errors: StepErrors | None = None
+
+    @property
+    def window(self) -> TimeWindow:
+        """Window from the end of the previous iteration to the end of this one."""
+        return self.timeline.window(self.iteration)
+
+    @cached_property
+    def path(self) -> CriticalPath:
+        """Critical path of the explained iteration through all ranks."""
+        return critical_path(self.graph, self.timeline, iteration=self.iteration)
+
+    @cached_property
+    def paths(self) -> Mapping[int, CriticalPath]:
+        """Critical path of the explained iteration through each rank alone, by rank."""
+        return {
+            rank.rank: critical_path(self.graph, self.timeline, iteration=self.iteration, rank=rank.rank)
+            for rank in self.graph.ranks
+        }

@@ -6,8 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
-from e2e.explain.critical_path import CriticalPath
-from e2e.explain.path_parts import task_family
+from e2e.explain.critical_path import CriticalPath, task_family
 from e2e.price.speed_band import StepErrors
 from e2e.step.execution_graph import Duration, ExecutionGraph, Kernel, Task
 

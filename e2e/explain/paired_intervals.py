@@ -13,8 +13,8 @@ import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from e2e.explain.critical_path import task_family
 from e2e.explain.intervals import path_deviations
-from e2e.explain.path_parts import task_family
 from e2e.explain.predictor import PredictionResult
 from e2e.price.speed_band import StepErrors
 from e2e.simulate.simulator import simulate, simulate_iterations

@@ -1,12 +1,16 @@
-"""Utilisation of the GPUs' peak compute rate by a step: MFU and HFU.
+"""Utilisation of the GPUs' peak compute rate by a step (MFU and HFU), its energy and its cost.
 
     MFU = (FLOPs in 8 bits / peak rate of 8 bits + all other FLOPs of the model / peak rate of the step) / (GPUs x time)
 
-FLOPs are those of the captured operators, counted by :mod:`costmodel.operators.model_work`; the rate is the dense one
+FLOPs are those of the captured operators, counted by :mod:`costmodel.operators.any_operator`; the rate is the dense one
 of the vendor's datasheet. Forward and backward pass count, recomputation in the backward pass does not: HFU includes
 everything that is executed. The rate of the step is that of the fastest number type of 16 bits or more among its
 products: wider internal arithmetic of attention kernels does not reduce the model's work. This is the definition of
 PaLM (Chowdhery et al., arXiv 2204.02311, appendix B); 8-bit products are compared with their own peak.
+
+The power model is that of the clock (:mod:`costmodel.gpu.power`): a constant part, and above it the power of running
+kernels. It covers the board alone: host, network, cooling and power supply come on top. The split between kernels of
+the power above idle is inferred from rates under a power limit, not from measured joules.
 """
 
 from __future__ import annotations
@@ -16,10 +20,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from costmodel.gpu.families.rates import dense_peak
+from costmodel.gpu.power import board_watts, memory_power
 from costmodel.machines.machine_records import Machine
-from costmodel.operators.any_operator import AnyOperator, dtype_of
-from costmodel.operators.model_work import CountedFlops, counted_flops
-from e2e.explain.phase_times import autograd_tasks
+from costmodel.operators.any_operator import AnyOperator, CountedFlops, counted_flops, dtype_of
+from e2e.explain.breakdowns import autograd_tasks
 from e2e.step.execution_graph import CallInfo, ExecutionGraph, Kernel, RankGraph, Task
 
 # Largest share of the kernels' time in unknown operators for which FLOPs are reported.
@@ -136,3 +140,80 @@ def _unknown_share(graph: ExecutionGraph) -> float:
                 whole += task.duration.seconds
                 unknown += 0.0 if task.operators or task.kernels else task.duration.seconds
     return unknown / whole if whole else 0.0
+
+
+# Up to this share of the kernels' time, kernels of unknown power are assumed to draw that of memory-bound ones.
+_UNKNOWN_POWER_SHARE = 0.1
+SECONDS_OF_AN_HOUR = 3600.0
+JOULES_OF_A_KILOWATT_HOUR = 3.6e6
+
+
+@dataclass(frozen=True)
+class StepEnergy:
+    """Energy of one step."""
+
+    # Energy of all boards.
+    joules: float
+    # Mean power of one board.
+    mean_watts: float
+    # Power limit of one board.
+    limit_watts: float
+
+
+@dataclass(frozen=True)
+class GpuPrice:
+    """Price of a GPU hour."""
+
+    per_gpu_hour: float
+    currency: str = "USD"
+    # Vendor and date of the price; both may be empty.
+    origin: str = ""
+    date: str = ""
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Cost of one step."""
+
+    price: GpuPrice
+    # Cost of all GPUs, in the currency of `price`.
+    per_step: float
+
+
+def cost_of(price: GpuPrice, seconds: float, gpus: int) -> StepCost:
+    """Return the cost of a step of ``seconds`` on ``gpus`` GPUs."""
+    return StepCost(price, price.per_gpu_hour * gpus * seconds / SECONDS_OF_AN_HOUR)
+
+
+def energy_of(graph: ExecutionGraph, machine: Machine, seconds: float) -> StepEnergy | None:
+    """Energy of a step of ``seconds``; ``None`` for recorded kernels and for GPUs without a power model."""
+    shares = [_drawn(rank, machine) for rank in graph.ranks]
+    if seconds <= 0 or any(each is None for each in shares):
+        return None
+    watts = gpus = 0.0
+    for rank, drawn in zip(graph.ranks, shares, strict=True):
+        alike = graph.multiplicity.get(rank.rank, 1)
+        watts += alike * board_watts(machine, (drawn or 0.0) / seconds)
+        gpus += alike
+    return StepEnergy(watts * seconds, watts / gpus, machine.chip().power_watts)
+
+
+def _drawn(rank: RankGraph, machine: Machine) -> float | None:
+    """Sum of seconds times power above idle, as a fraction of (limit - idle) power; ``None`` if too much is unknown.
+
+    A transfer draws the power of a memory-bound kernel times the share of the memory bandwidth that it uses.
+    """
+    waiting = memory_power(machine)
+    drawn = known = unknown = 0.0
+    for task in rank.tasks:
+        if task.duration is None:
+            continue
+        power = task.duration.power
+        if task.collective is not None:
+            power = waiting * (0.0 if task.load is None else task.load.memory)
+        elif power is None and task.kind == "kernel":
+            unknown += task.duration.seconds
+        elif power is not None:
+            known += task.duration.seconds
+        drawn += task.duration.seconds * (waiting if power is None else power)
+    return None if known == 0.0 or unknown > _UNKNOWN_POWER_SHARE * (known + unknown) else drawn

@@ -1,14 +1,19 @@
-"""Lowering of an operator trace to device work: :func:`lower`."""
+"""Lowering of an operator trace to device work and host actions: :func:`lower`. A captured step as the predicted graph,
+compiled on request, with its memory: :func:`lower_step`.
+
+Host work belongs to units, the outermost operator calls, on their threads. Ranges marked by a person or a library
+(``ProfilerStep#3``, ``Optimizer.step#AdamW.step``) are not units, but the calls in them are. The autograd engine's
+``evaluate_function`` is one, as in the traces to which overheads are fitted.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from costmodel.operators.device_work import Elementwise
-from e2e.lowering.collective_operators import Communicators
-from e2e.lowering.families.fbgemm import FORWARD as LOOKUPS
-from e2e.lowering.families.views import launches_nothing
+from e2e.lowering.families.embeddings import FORWARD as LOOKUPS
 from e2e.lowering.families.work import (
     Context,
     DeviceWork,
@@ -21,17 +26,104 @@ from e2e.lowering.families.work import (
     on_gpu,
     size_bytes,
 )
-from e2e.lowering.generated_kernels import generated_kernel, is_generated
-from e2e.lowering.operator_table import KEEP_OWN_WORK, TABLE
-from e2e.lowering.stream_order import RECORD, SYNCHRONIZING, WAIT, StreamOrder
-from e2e.lowering.units import OpenCalls, UnitGaps, is_annotation, thread_of
-from e2e.step.call_phases import settled_phases
-from e2e.step.collective_names import EAGER, WAIT_TENSOR, kind_of
-from e2e.step.execution_graph import CallInfo, Collective, RankGraph, Task
-from e2e.step.multi_tensor_calls import gathering_calls, list_length
-from e2e.step.operator_trace import RECOMPUTED, TRITON, OperatorCall, OperatorTrace, Tensor, tensors
+from e2e.lowering.operator_table import KEEP_OWN_WORK, TABLE, generated_kernel, is_generated, launches_nothing
+from e2e.lowering.stream_order import RECORD, SYNCHRONIZING, WAIT, Communicators, StreamOrder
+from e2e.lowering.torch_compile import between_collectives, compile_rank
+from e2e.step.collective_names import ANNOTATION, EAGER, WAIT_TENSOR, kind_of
+from e2e.step.execution_graph import AUTOGRAD, MAIN, CallInfo, Collective, ExecutionGraph, RankGraph, RankWriter, Task
+from e2e.step.memory import MemoryUsage, peak_memory, replayed_memory, tells_frees, workspace_bytes
+from e2e.step.operator_trace import (
+    OPTIMIZER_STEP,
+    PROFILER_STEP,
+    RECOMPUTED,
+    TRITON,
+    OperatorCall,
+    OperatorTrace,
+    Tensor,
+    crossed_ranges,
+    gap_names,
+    gathering_calls,
+    list_length,
+    settled_phases,
+    tensors,
+)
 from e2e.step.options import StepOptions
-from e2e.step.rank_writer import RankWriter
+
+# Profiler records per begin or end of an operator.
+_HALF = 0.5
+THREAD_NAMES = {0: MAIN, 1: AUTOGRAD}
+
+
+def thread_of(call: OperatorCall) -> str:
+    """Return the name of the thread of ``call``."""
+    return THREAD_NAMES.get(call.thread, f"thread {call.thread}")
+
+
+def is_annotation(call: OperatorCall) -> bool:
+    """True for a marked range instead of an operator: operators have a namespace, kernels of a compiler a backend."""
+    named = "::" in call.name or call.name.startswith(("cuda", "hip", ANNOTATION))
+    return not named and not is_generated(call)
+
+
+@dataclass
+class OpenCalls:
+    """Open operators inside the open unit of ``writer``, which counts each begin and end: host work around launches
+    grows with them.
+
+    A call ends when the next call is not inside it.
+    """
+
+    writer: RankWriter
+    _open: list[int] = field(default_factory=list)
+
+    def begin_unit(self, call: OperatorCall) -> None:
+        """Begin the unit ``call``, whose own begin is before its first piece."""
+        self._open = [call.id]
+        self.writer.nested(0.0)
+
+    def begin(self, call: OperatorCall) -> None:
+        """Begin ``call`` inside the unit, and end the open calls that do not contain it."""
+        while len(self._open) > 1 and self._open[-1] != call.parent:
+            self._open.pop()
+            self.writer.nested(_HALF)
+        self._open.append(call.id)
+        self.writer.nested(_HALF)
+
+    def end_unit(self) -> None:
+        """End the unit and all open calls in it."""
+        if self._open:
+            self.writer.nested(_HALF * len(self._open))
+        self._open = []
+
+
+@dataclass
+class UnitGaps:
+    """Names of the gaps before units of the main thread."""
+
+    # Calls with their phases.
+    infos: Mapping[int, CallInfo]
+    # True if the trace has marked ranges; a capture has only phases, of which the optimizer's begins with a marked
+    # range.
+    recorded: bool
+    _around: Sequence[str] | None = None
+    _optimizing: bool = False
+
+    def before(self, call: OperatorCall) -> tuple[str, ...]:
+        """Return the names of the parts of the gap before the unit ``call``; empty if the gap is the unit's own."""
+        if thread_of(call) != MAIN:
+            return ()
+        if not self.recorded:
+            begins = self.infos[call.id].phase == "optimizer" and not self._optimizing
+            self._optimizing |= begins
+            return (OPTIMIZER_STEP,) if begins else ()
+        told = call.attributes.get("annotations")
+        now = [str(name) for name in told] if isinstance(told, tuple) else []
+        before, self._around = self._around, now
+        if before is None:
+            # The profiler's range around a whole step does not count.
+            now = [name for name in now if not name.startswith(f"{PROFILER_STEP}#")]
+        return gap_names(*crossed_ranges(before or (), now))
+
 
 UNKNOWN = "unknown"
 # Size fields of the cost models' records; a record with a zero size is no work.
@@ -246,3 +338,69 @@ def _is_empty(piece: DeviceWork) -> bool:
 
 def _has_elements(tensor: Tensor) -> bool:
     return 0 not in tensor.shape
+
+
+_EAGER = "the script compiles its model (torch.compile), which runs eagerly here; add --compile"
+
+
+@dataclass(frozen=True)
+class LoweredStep:
+    """Lowered step. ``graph``: without prices; ``memory``: rank of the graph -> its peak."""
+
+    graph: ExecutionGraph
+    memory: Mapping[int, MemoryUsage]
+    warnings: tuple[str, ...]
+
+
+def lower_step(trace: OperatorTrace, options: StepOptions, architecture: str = "ampere") -> LoweredStep:
+    """Lower the step of one GPU of ``architecture``. Warnings name operations that are not predicted exactly."""
+    rank = lower(trace, options)
+    warnings = lowering_warnings(rank)
+    if options.compile:
+        rank = compile_rank(rank, trace)
+    elif trace.compiled:
+        warnings.append(_EAGER)
+    graph = ExecutionGraph((rank,), source=trace.source)
+    return LoweredStep(graph, {rank.rank: memory_of(trace, architecture)}, tuple(warnings))
+
+
+def lower_ranks(
+    traces: Sequence[OperatorTrace],
+    multiplicity: Mapping[int, int],
+    source: str,
+    options: StepOptions,
+    architecture: str = "ampere",
+) -> LoweredStep:
+    """Lower several ranks of a job, each representing as many ranks as ``multiplicity`` says.
+
+    Compiled ranks are compiled between collectives. Repeated warnings are given once.
+    """
+    ranks = tuple(lower(trace, options) for trace in traces)
+    warnings = dict.fromkeys(line for rank in ranks for line in lowering_warnings(rank))
+    if options.compile:
+        both = zip(ranks, traces, strict=True)
+        ranks = tuple(compile_rank(rank, trace, between_collectives(trace)) for rank, trace in both)
+    elif any(trace.compiled for trace in traces):
+        warnings[_EAGER] = None
+    graph = ExecutionGraph(ranks, multiplicity, source)
+    memory = {trace.rank: memory_of(trace, architecture) for trace in traces}
+    return LoweredStep(graph, memory, tuple(warnings))
+
+
+def memory_of(trace: OperatorTrace, architecture: str) -> MemoryUsage:
+    """Return the memory of a captured step in PyTorch's allocator on a GPU of ``architecture``; for a recorded step,
+    which does not record frees, the memory of its live tensors.
+    """
+    return replayed_memory(trace, workspace_bytes(architecture)) if tells_frees(trace) else peak_memory(trace)
+
+
+def lowering_warnings(rank: RankGraph) -> list[str]:
+    """Return the warning that names the operators without a model."""
+    unknown = unknown_operators(rank)
+    if not unknown:
+        return []
+    names = ", ".join(f"{name} ({count})" for name, count in unknown.most_common(5))
+    more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
+    return [
+        f"{sum(unknown.values())} launches of operators without a model, priced by the bytes they move: {names}{more}"
+    ]

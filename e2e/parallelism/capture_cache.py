@@ -21,9 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
-from costmodel.base.staged_files import digest_of
-from costmodel.base.user_folders import user_folder
-from costmodel.base.whole_file import write_whole
+from costmodel.base.output_files import digest_of, user_folder, write_whole
 from e2e.price.speed_band import SPEED_BAND
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from costmodel.base.errors import InputError
 from e2e.capture.session import CapturedWorkload, capture
 from e2e.lowering.lower_trace import lower
 from e2e.lowering.torch_compile import compile_rank, fused_storages
-from e2e.parallelism.layers.pieces import (
+from e2e.parallelism.pieces import (
     CAPTURED_LAYERS,
     FIRST,
     LAST,

@@ -21,9 +21,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from costmodel.operators.device_work import MemoryCopy
-from e2e.parallelism.layers.pieces import Name
-from e2e.parallelism.stage_kernels import StageKernels
-from e2e.parallelism.stage_writer import COMPUTE, GATHER, OFFLOAD, REDUCE, RELOAD, StageWriter
+from e2e.parallelism.pieces import Name
+from e2e.parallelism.stage_writer import COMPUTE, GATHER, OFFLOAD, REDUCE, RELOAD, StageKernels, StageWriter
 from e2e.step.execution_graph import Duration, HostWork
 
 # Bytes of host memory traffic per parameter, all in FP32. Fused Adam reads gradient, weight and two moments, and writes

@@ -1,4 +1,7 @@
-"""Entry point of ``--parallel``: the graph of the distinct ranks, from a model, a step and a parallel layout."""
+"""Entry point of ``--parallel``: the graph of the distinct ranks, from a model, a step and a parallel layout.
+
+Selective recomputation names parts of a layer as Megatron-Core's ``recompute_modules`` does. Imports ``torch``.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from typing import Any
 import torch
 
 from costmodel.base.errors import InputError
-from e2e.capture.models.optimizer_steps import adamw, mixed_adamw
+from e2e.capture.models.catalog import adamw, mixed_adamw
 from e2e.capture.models.stacks import Stack, stack_of
 from e2e.parallelism.capture_cache import digest, remembered
 from e2e.parallelism.captured import (
@@ -22,10 +25,10 @@ from e2e.parallelism.captured import (
     capture_optimizer,
     find_layers,
 )
-from e2e.parallelism.condense import Condenser
 from e2e.parallelism.host_offload import HostSeconds
-from e2e.parallelism.layers.chunked_products import beside_products, gathered_in_8_bits
-from e2e.parallelism.layers.pieces import (
+from e2e.parallelism.layers.tensor_parallel import ATTENTION, EXPERTS
+from e2e.parallelism.pieces import (
+    ATTENTIONS,
     CAPTURED_LAYERS,
     FIRST,
     LAST,
@@ -33,18 +36,53 @@ from e2e.parallelism.layers.pieces import (
     LayerCollective,
     Name,
     Part,
+    Repeats,
     Work,
 )
-from e2e.parallelism.layers.weight_gradients import added_in_place, apart
 from e2e.parallelism.pipeline import parts_of
+from e2e.parallelism.rewrites import Condenser, added_in_place, apart, beside_products, gathered_in_8_bits
 from e2e.parallelism.spec import ParallelSpec, for_inference
 from e2e.parallelism.stage import StagePlan, write_stage
-from e2e.parallelism.stage_kernels import StageKernels
 from e2e.parallelism.stage_memory import KeptWeights, kept_weights, stage_memory
+from e2e.parallelism.stage_writer import StageKernels
 from e2e.step.execution_graph import CallInfo, ExecutionGraph
 from e2e.step.memory import EXPERT_DIMENSIONS, MemoryUsage
-from e2e.step.options import StepOptions
-from e2e.step.precision import recipe_of
+from e2e.step.options import StepOptions, recipe_of
+
+GATE = "moe::gate"
+_UP_PROJECTIONS = ("q_b_proj", "kv_b_proj")
+
+
+def repeats(names: Sequence[str], layers: Any, source: str) -> Repeats:
+    """Return the predicate of the parts ``names`` in ``layers``; raise ``InputError`` for a part, other than attention,
+    that no layer has.
+
+    ``core_attn``: attention with all operators of its module itself; ``mla_up_proj``: queries, keys and values of
+    latents, and their rotation; ``layernorm``: norms between the parts of a layer; ``mlp``: one without experts;
+    ``moe_act``: the activation of experts.
+    """
+    inside = [{name for name, _ in layer.named_modules()} for layer in layers]
+    attention = {block for each in inside for block in ATTENTION if block in each}
+    dropouts = {f"{block}.{dropout}" for block in attention for dropout in ("attn_dropout", "dropout")}
+    projections = {f"{block}.{name}" for block in attention for name in _UP_PROJECTIONS}
+    norms = {name for each in inside for name in each if "." not in name and "norm" in name}
+    dense = {place for place, each in enumerate(inside) if "mlp" in each and EXPERTS not in each}
+    known: dict[str, tuple[bool, Repeats]] = {
+        "core_attn": (True, lambda _, module, __: module in attention or module in dropouts),
+        "mla_up_proj": (
+            any(projections & each for each in inside),
+            lambda _, module, name: module in projections or (module in attention and name not in ATTENTIONS),
+        ),
+        "layernorm": (bool(norms), lambda _, module, __: module in norms),
+        "mlp": (bool(dense), lambda place, module, _: place in dense and module.split(".")[0] == "mlp"),
+        "moe_act": (any(EXPERTS in each for each in inside), lambda _, __, name: name == GATE),
+    }
+    for name in names:
+        if not known[name][0]:
+            raise InputError(f"{source}: recompute-modules={name}: its layers have no such part; leave it out")
+    chosen = [known[name][1] for name in names]
+    return lambda place, module, name: any(each(place, module, name) for each in chosen)
+
 
 ModelChange = Callable[[tuple[Item, ...], Mapping[int, CallInfo]], tuple[Item, ...]]
 # Above this number, pricing and simulating kernel by kernel takes more than about 20 s of CPU.
@@ -402,14 +440,12 @@ def _source(
     """Return the model of few layers on one rank, with its share of layers and tokens, its real number of layers, and
     the options.
     """
-    from e2e.capture.fused_attention import pack_documents
+    from e2e.capture.attention import pack_documents
     from e2e.capture.models import transformer
-    from e2e.capture.models.adapters import add_adapters
     from e2e.capture.models.catalog import TORCH_DTYPES
-    from e2e.capture.models.layer_forms import apply_forms
+    from e2e.capture.models.layer_forms import add_adapters, apply_forms
     from e2e.capture.models.stacks import apply_stack
     from e2e.parallelism.layers import context_parallel, expert_parallel, tensor_parallel
-    from e2e.parallelism.layers.repeated_modules import repeats
 
     if config["model_type"] in UNCUT_TYPES:
         raise InputError(f"{name}: layers of model type {config['model_type']!r} are not alike; --parallel needs that")

@@ -12,13 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from e2e.parallelism.groups import ParameterFamily, StageGroups
 from e2e.parallelism.host_offload import ActivationOffload, HostAdam, HostSeconds, HostShards
-from e2e.parallelism.layers.part_memory import PartMemory
-from e2e.parallelism.layers.pieces import Item, Name, Pieces, Ready
+from e2e.parallelism.part_memory import PartMemory
+from e2e.parallelism.pieces import Item, Name, Pieces, Ready
 from e2e.parallelism.pipeline import Command, commands, part_of, stage_of
 from e2e.parallelism.spec import ParallelSpec
-from e2e.parallelism.stage_kernels import StageKernels
 from e2e.parallelism.stage_writer import (
     COMPUTE,
     GATHER,
@@ -30,10 +28,12 @@ from e2e.parallelism.stage_writer import (
     SEND_NEXT,
     SEND_PREVIOUS,
     SHARDS,
+    ParameterFamily,
+    StageGroups,
+    StageKernels,
     StageWriter,
 )
-from e2e.step.execution_graph import RankGraph
-from e2e.step.rank_writer import RankWriter
+from e2e.step.execution_graph import RankGraph, RankWriter
 
 NORM_BYTES = 4  # a number in FP32
 FIRST_BUCKET_BYTES = 2**20  # kDefaultFirstBucketBytes of torch/csrc/distributed/c10d/reducer.hpp

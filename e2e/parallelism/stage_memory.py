@@ -1,6 +1,6 @@
 """Peak memory of a pipeline stage: its passes replayed, with every allocation, through PyTorch's caching allocator.
 
-The parts of the stage allocate and free as in their captures (:mod:`e2e.parallelism.layers.part_memory`), in the order
+The parts of the stage allocate and free as in their captures (:mod:`e2e.parallelism.part_memory`), in the order
 of the schedule, in addition to the permanent storages. Additions of each form of parallelism:
 
 * FSDP (``zero=3``; torch/distributed/fsdp/_fully_shard): a layer is gathered into a buffer on a separate stream and
@@ -39,15 +39,13 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from e2e.capture.models.stacks import Stack
-from e2e.parallelism.groups import StageGroups
-from e2e.parallelism.layers.part_memory import MemoryEvent, PartMemory
-from e2e.parallelism.layers.pieces import Name
+from e2e.parallelism.part_memory import MemoryEvent, PartMemory
+from e2e.parallelism.pieces import Name
 from e2e.parallelism.pipeline import Command, part_of, passes
 from e2e.parallelism.spec import ParallelSpec
 from e2e.parallelism.stage import StagePlan
-from e2e.parallelism.stage_kernels import MASTER, MASTER_BYTES, StageKernels
-from e2e.step.allocation_replay import AllocationReplay, workspace_bytes
-from e2e.step.memory import MemoryUsage, Role
+from e2e.parallelism.stage_writer import MASTER, MASTER_BYTES, StageGroups, StageKernels
+from e2e.step.memory import AllocationReplay, MemoryUsage, Role, workspace_bytes
 
 FP32_BYTES = 4
 # Streams with separate blocks: passes, gathers, reductions.

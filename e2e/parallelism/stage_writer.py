@@ -1,17 +1,234 @@
-"""Writer of the captured parts of a model on a rank: kernels, collectives inside layers, uncaptured operations."""
+"""Writer of a pipeline stage's captured parts, its communication groups, and the kernels around its collectives.
+
+Ranks are numbered as in Megatron-LM, tensor-parallel neighbours first.
+
+    rank = ((stage * replicas + replica) * cp + part) * tp + place,   replica = outer (dp) * fsdp + inner
+
+Experts that are not split over ``tp`` (``etp=1``) are on neighbours too: ``ep`` of them hold all experts. All ranks of
+a stage do the same: the graph has the first of each stage, which represents ``replicas * cp * tp`` of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from costmodel.operators.any_operator import AnyOperator
-from e2e.parallelism.layers.pieces import Called, Item, LayerCollective, Ready, Work
+from costmodel.operators.device_work import Elementwise, Rearrangement, Reduction
+from e2e.parallelism.pieces import Called, Item, LayerCollective, Ready, Work
+from e2e.parallelism.spec import ParallelSpec
 from e2e.step.collective_names import ACROSS_NODES, EAGER_CALLS, INSIDE_NODES
-from e2e.step.execution_graph import Collective, Task, TaskKind
+from e2e.step.execution_graph import AUTOGRAD, MAIN, Collective, RankWriter, Task, TaskKind
 from e2e.step.operator_trace import Phase
-from e2e.step.rank_writer import AUTOGRAD, MAIN, RankWriter
+
+
+@dataclass(frozen=True)
+class ParameterFamily:
+    """Parameters of a stage whose gradients are summed over the same ranks: all but experts, or experts divided among
+    ranks.
+    """
+
+    experts: bool
+    # Ranks that hold the same parameters.
+    data: Sequence[int]
+    # Ranks that shard them.
+    sharded: Sequence[int]
+    # First ranks of such sets.
+    replicated: Sequence[int]
+
+    @property
+    def label(self) -> str:
+        """Suffix in names of groups."""
+        return " of experts" if self.experts else ""
+
+    def share(self, size: int) -> int:
+        """Return a rank's share of ``size`` bytes."""
+        return -(-size // len(self.sharded))
+
+
+@dataclass(frozen=True)
+class StageGroups:
+    """Communication groups of the first rank of ``stage``."""
+
+    spec: ParallelSpec
+    stage: int
+
+    @cached_property
+    def rank(self) -> int:
+        """Rank that represents the stage."""
+        return self.rank_of(self.stage)
+
+    def rank_of(self, stage: int) -> int:
+        """Return the rank that represents ``stage``."""
+        return stage * self.spec.contributors * self.spec.tp
+
+    @cached_property
+    def stages(self) -> tuple[int, ...]:
+        """Ranks of all stages of the same replica, including this one."""
+        return tuple(self.rank_of(stage) for stage in range(self.spec.pp))
+
+    @cached_property
+    def tensor(self) -> tuple[int, ...]:
+        """Ranks that split the layers."""
+        return tuple(range(self.rank, self.rank + self.spec.tp))
+
+    @cached_property
+    def context(self) -> tuple[int, ...]:
+        """Ranks that split the sequences."""
+        return tuple(self.rank + part * self.spec.tp for part in range(self.spec.cp))
+
+    @cached_property
+    def context_heads(self) -> tuple[int, ...]:
+        """Neighbours among the context-parallel ranks that exchange tokens for heads."""
+        return self.context[: self.spec.head_ranks]
+
+    @cached_property
+    def context_rest(self) -> tuple[int, ...]:
+        """Context-parallel ranks with the same heads."""
+        return self.context[:: self.spec.head_ranks]
+
+    @cached_property
+    def expert(self) -> tuple[int, ...]:
+        """Ranks that divide the experts."""
+        return tuple(self.rank + place * self.spec.expert_tensor for place in range(self.spec.ep))
+
+    def expert_inside(self, node_ranks: int | None) -> tuple[int, ...]:
+        """Return the expert-parallel ranks in the first rank's node, which holds ``node_ranks``."""
+        return self.expert[: node_ranks or len(self.expert)]
+
+    def expert_across(self, node_ranks: int | None) -> tuple[int, ...]:
+        """Return the expert-parallel ranks at the first rank's place in every node."""
+        return self.expert[:: node_ranks or len(self.expert)]
+
+    @cached_property
+    def families(self) -> tuple[ParameterFamily, ...]:
+        """Parameter families of a stage; the second, of experts, is left out if experts are not held by other ranks."""
+        return tuple(self._family(experts) for experts in ((False, True) if self.spec.experts_apart else (False,)))
+
+    def _family(self, experts: bool) -> ParameterFamily:
+        spec = self.spec
+        apart = spec.expert_set if experts else spec.tp
+        shards = spec.expert_shards if experts else spec.shards
+        alike = spec.contributors * spec.tp // apart
+        return ParameterFamily(
+            experts,
+            range(self.rank, self.rank + alike * apart, apart),
+            range(self.rank, self.rank + shards * apart, apart),
+            [self.rank + outer * spec.shards * spec.tp for outer in range(spec.copies)],
+        )
+
+    def pair(self, other: int) -> tuple[int, int]:
+        """Return the ranks of this stage and of stage ``other``, the lower rank first."""
+        low, high = sorted((self.rank, self.rank_of(other)))
+        return low, high
+
+
+SIZES = {2: "bfloat16", 4: "float32"}
+NARROW = "float8"
+MASTER = "float32"
+MASTER_BYTES = 4
+
+
+@dataclass(frozen=True)
+class StageKernels:
+    """Kernels around collectives. Sizes are bytes of parameters or gradients in the model's type, of ``element_bytes``
+    each.
+    """
+
+    spec: ParallelSpec
+    element_bytes: int
+
+    @property
+    def dtype(self) -> str:
+        """Type of parameters and gradients in the passes."""
+        return SIZES[self.element_bytes]
+
+    @property
+    def reduced_dtype(self) -> str:
+        """Type of gradients that are summed over ranks."""
+        return MASTER if self.spec.reduce_dtype == "float32" else self.dtype
+
+    @property
+    def share_dtype(self) -> str:
+        """Type of the share of summed gradients that a rank keeps: FSDP uses the type of its shards."""
+        return MASTER if self.spec.sharded_masters else self.reduced_dtype
+
+    def shard_bytes(self, size: int) -> int:
+        """Return the bytes of a share in the type of the ``zero=3`` optimizer, of parameters or summed gradients."""
+        wide = self.spec.sharded_masters and self.dtype != MASTER
+        return size * MASTER_BYTES // self.element_bytes if wide else size
+
+    def on_the_way(self, size: int) -> int:
+        """Return the bytes of gradients of ``size`` bytes as sent between ranks."""
+        return size * MASTER_BYTES // self.element_bytes if self.reduced_dtype == MASTER else size
+
+    def move(self, kind: str, size: int) -> Rearrangement:
+        """Return a copy of parameters or gradients."""
+        elements = self._elements(size)
+        return Rearrangement(kind, elements, elements, self.dtype)
+
+    def shards_cast(self, size: int) -> Elementwise:
+        """Return the cast of shards of ``size`` bytes into the 8-bit gather buffer (``fsdp_pre_all_gather`` of
+        torchao).
+        """
+        return self._cast(size, MASTER if self.spec.sharded_masters else self.dtype, NARROW)
+
+    def shards_searched(self, size: int) -> Reduction:
+        """Return the search for the maxima of shards of ``size`` bytes, for 8-bit scales."""
+        dtype = MASTER if self.spec.sharded_masters else self.dtype
+        return Reduction("max", self._elements(size), 1, dtype)
+
+    def shards_in(self, size: int) -> Rearrangement | Elementwise:
+        """Return the copy of shards of ``size`` bytes into the gather buffer; FP32 masters are cast to the type of the
+        passes.
+        """
+        if self.spec.sharded_masters and self.dtype != MASTER:
+            return self._cast(size, MASTER, self.dtype)
+        return self.move("concat", size)
+
+    def gradients_in(self, kind: str, size: int) -> Rearrangement | Elementwise:
+        """Return the copy of gradients into the reduction buffer: moved (``concat``) or divided by the number of ranks
+        (``mul``).
+        """
+        if kind == "concat" and self.reduced_dtype == self.dtype:
+            return self.move(kind, size)
+        return self._cast(size, self.dtype, self.reduced_dtype, "mul" if kind == "mul" else "to")
+
+    def gradients_out(self, size: int) -> Rearrangement | Elementwise:
+        """Return the copy of summed gradients out of the buffer."""
+        if self.reduced_dtype == self.dtype:
+            return self.move("copy", size)
+        return self._cast(size, self.reduced_dtype, self.dtype)
+
+    def share_to_master(self, size: int) -> Elementwise | None:
+        """Return the cast of a share of gradients to the type of the FP32 shard, or None if it was summed in that
+        type.
+        """
+        return (
+            None if self.share_dtype == self.reduced_dtype else self._cast(size, self.reduced_dtype, self.share_dtype)
+        )
+
+    def norm(self, size: int) -> Reduction:
+        """Return the norm of shares of summed gradients of ``size`` bytes: one number per 64k of them, then one."""
+        return Reduction("norm", self._elements(size), 1, self.share_dtype)
+
+    def scaled(self, size: int) -> Elementwise:
+        """Return the in-place scaling of shares of summed gradients."""
+        return Elementwise("mul", self._elements(size), 1, 1, 0, self.share_dtype)
+
+    def add(self, size: int) -> Elementwise:
+        """Return the addition of a share of gradients to that of earlier passes."""
+        return Elementwise("add", self._elements(size), 2, 1, 0, self.share_dtype)
+
+    def _cast(self, size: int, dtype: str, output: str, kind: str = "to") -> Elementwise:
+        output = "" if output == dtype else output
+        return Elementwise(kind, self._elements(size), 1, 1, 0, dtype, output)
+
+    def _elements(self, size: int) -> int:
+        return max(size // self.element_bytes, 1)
+
 
 # Streams of a rank. Every direction of point-to-point messages has its own stream: a message that waits for its peer
 # must not delay others, as in batched NCCL calls.

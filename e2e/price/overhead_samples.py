@@ -7,14 +7,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from e2e.step.marked_ranges import gap_names
-from e2e.traces.formats.profile import HostSpan, KinetoTrace
-from e2e.traces.linking.device_order import DeviceOrder
-from e2e.traces.linking.device_works import device_works
-from e2e.traces.linking.handover import Burst, bursts
-from e2e.traces.linking.launch_cost import LaunchCosts
-from e2e.traces.linking.nesting import Nesting, nest
-from e2e.traces.linking.step_window import iterations
+from e2e.step.operator_trace import gap_names
+from e2e.traces.formats.kineto import HostSpan, KinetoTrace
+from e2e.traces.host_time import Burst, Nesting, bursts, nest
+from e2e.traces.launches import DeviceOrder, LaunchCosts, device_works
+from e2e.traces.step_window import iterations
 from e2e.traces.synchronization import waiting_seconds
 
 
@@ -31,7 +28,7 @@ class OverheadSample:
 class OverheadSamples:
     """Samples of a profile."""
 
-    # (kind, name) -> samples; see :mod:`e2e.price.overheads`.
+    # (kind, name) -> samples; see :mod:`e2e.price.host_overheads`.
     values: Mapping[tuple[str, str], Sequence[OverheadSample]]
     source: str = ""
     gpu: str = ""
@@ -85,7 +82,7 @@ class AnnotationMarks:
 
     def between(self, start: float, end: float) -> tuple[str, ...]:
         """Return the names of the parts of the gap from ``start`` to ``end``; see
-        :func:`e2e.step.marked_ranges.gap_names`.
+        :func:`e2e.step.operator_trace.gap_names`.
         """
         names = self.names[bisect_left(self.times, start) : bisect_right(self.times, end)]
         begun = [name for name in names if name]

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from e2e.step.execution_graph import Action, Await, HostWork, Launch, RankGraph, Signal, Synchronize
-from e2e.step.marked_ranges import MARKED
-from e2e.step.named_ranges import around, around_forward
+from e2e.step.operator_trace import MARKED_GAPS, around, around_forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +82,7 @@ def ranges_of_threads(rank: RankGraph) -> dict[str, list[Chain]]:
             call = call_of(action, rank)
             if isinstance(action, Await):
                 told.append(signalled.get(action.flag))
-            elif call is None or call not in rank.calls or rank.calls[call].name in MARKED:
+            elif call is None or call not in rank.calls or rank.calls[call].name in MARKED_GAPS:
                 told.append(None)
             else:
                 told.append(ranges_around(rank, call))

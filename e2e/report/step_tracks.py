@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from e2e.explain.breakdowns import phase_spans
 from e2e.explain.critical_path import HOST_KINDS, Segment, task_kind, wait_kind
-from e2e.explain.phase_times import phase_spans
 from e2e.explain.predictor import PredictionResult
 from e2e.report.enclosing import Enclosed, call_of, enclosed, ranges_around
 from e2e.simulate.instructions import describe

@@ -10,19 +10,26 @@ from rich.markup import escape
 from rich.table import Table
 
 from e2e.explain.prediction import Prediction
-from e2e.report.fact_lines import (
+from e2e.report.tables import (
     ADVICE_HEAD,
+    COLLECTIVE_HEAD,
+    PATH_MEANING,
+    RANGE_HEAD,
+    RANK_HEAD,
     advice_remarks,
     advice_rows,
+    collective_rows,
     heading,
+    mean_figures,
     next_hint,
     overhead_meanings,
+    range_meaning,
+    range_rows,
+    rank_row,
+    render_what_if,
     short_name,
     speeds,
 )
-from e2e.report.range_table import RANGE_HEAD, range_meaning, range_rows
-from e2e.report.rank_tables import COLLECTIVE_HEAD, PATH_MEANING, RANK_HEAD, collective_rows, mean_figures, rank_row
-from e2e.report.what_if_table import render_what_if
 from e2e.step.memory_room import largest_fitting
 
 ROWS = 12

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from costmodel.base.errors import OutputError
-from costmodel.base.whole_file import whole_file
+from costmodel.base.output_files import whole_file
 from costmodel.operators.any_operator import AnyOperator
 from e2e.explain.critical_path import CriticalPath
 from e2e.report.enclosing import Chain, call_of, calls_around, enclosed, ranges_around, ranges_of_threads

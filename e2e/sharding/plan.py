@@ -1,17 +1,32 @@
-"""Sharding plan: the placement of every table and its predicted cost."""
+"""Sharding plan: the placement of every table and its predicted cost; its file; its export to TorchRec.
+
+``plan.json`` has a strict schema. TorchRec's ``ShardingPlan`` is exported as its serialised document and as the object.
+TorchRec makes one exchange per kind of placement. If a plan cuts tables by columns, whole tables are exported as
+``column_wise`` with one block, so that both share one exchange, as the plan was priced.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from costmodel.base.errors import InputError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from costmodel.base.errors import InputError, MissingDependencyError, OutputError
+from costmodel.base.input_files import decoded, read_text
+from costmodel.base.output_files import write_whole
 from costmodel.embedding.embedding_tables import EmbeddingTable
+from e2e.sharding.placement import PLACED, PlacementKind, TablePlacement
 from e2e.sharding.planner import Planning
-from e2e.sharding.problem.option_costs import INDICES, OUTPUT
-from e2e.sharding.problem.placement import TablePlacement
-from e2e.sharding.problem.state import State
 from e2e.sharding.step_graph import options_of_rank
+from e2e.sharding.step_model import State
+from e2e.sharding.task import INDICES, OUTPUT
+
+if TYPE_CHECKING:
+    from torchrec.distributed.types import ShardingPlan
 
 
 @dataclass(frozen=True)
@@ -137,3 +152,237 @@ def rank_loads(state: State) -> tuple[RankLoad, ...]:
             )
         )
     return tuple(loads)
+
+
+FORMAT = 1
+_Count = Annotated[int, Field(ge=1, strict=True)]
+_Size = Annotated[int, Field(ge=0, strict=True)]
+_Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+def save_plan(plan: TablePlan, path: Path) -> None:
+    """Write ``plan``; raises ``OutputError`` if it cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(plan_record(plan), indent=1) + "\n")
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be written ({error.strerror}); choose another place with -o") from None
+
+
+def load_plan(path: Path) -> TablePlan:
+    """Read the output of :func:`save_plan`; raises ``InputError`` naming the file and the problem."""
+    try:
+        document = decoded(read_text(path, "record"))
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}); make a plan with `python -m e2e shard`") from None
+    except ValueError as error:
+        raise InputError(f"{path}: not JSON ({error}); make a plan with `python -m e2e shard`") from None
+    if not isinstance(document, dict):
+        raise InputError(f"{path}: not a plan (a JSON object); make one with `python -m e2e shard`")
+    try:
+        return _plan(_File.model_validate(document))
+    except ValidationError as error:
+        problem = error.errors()[0]
+        key = ".".join(str(part) for part in problem["loc"])
+        text = problem["msg"].removeprefix("Value error, ")
+        raise InputError(f"{path}: {f'{key}: ' if key else ''}{text}; correct it or make a new plan") from None
+
+
+def plan_record(plan: TablePlan) -> dict[str, Any]:
+    """Return the JSON document."""
+    record = asdict(plan)
+    record["tables"] = [_table_record(table) for table in plan.tables]
+    record["ranks"] = list(record["ranks"])
+    return {"format": FORMAT, **record}
+
+
+def _table_record(table: PlannedTable) -> dict[str, Any]:
+    where = table.placement
+    return {
+        "table": where.table,
+        "kind": where.kind,
+        "ranks": list(where.ranks),
+        "rows": table.rows,
+        "dim": table.dim,
+        "dtype": table.dtype,
+        "optimizer": table.optimizer,
+    }
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class _Table(_Strict):
+    table: str
+    kind: PlacementKind
+    ranks: list[_Size]
+    rows: _Count
+    dim: _Count
+    dtype: str
+    optimizer: str
+
+    @model_validator(mode="after")
+    def _one_place_each(self) -> _Table:
+        if not self.ranks:
+            raise ValueError(f"table {self.table}: no ranks; name at least one")
+        if len(set(self.ranks)) < len(self.ranks):
+            raise ValueError(f"table {self.table}: a rank twice; name each once")
+        if self.kind == "table-wise" and len(self.ranks) != 1:
+            raise ValueError(
+                f"table {self.table}: table-wise is on one rank, not on {len(self.ranks)}; name one, or cut the table"
+            )
+        if self.kind == "column-wise" and len(self.ranks) < 2:
+            raise ValueError(f"table {self.table}: column-wise needs at least two ranks; on one it is table-wise")
+        if self.kind == "column-wise" and self.dim % len(self.ranks):
+            raise ValueError(
+                f"table {self.table}: {self.dim} columns do not divide into {len(self.ranks)} blocks; "
+                "name a number of ranks that divides them"
+            )
+        return self
+
+
+class _Rank(_Strict):
+    rank: _Size
+    tables: _Size
+    forward_seconds: _Seconds
+    backward_seconds: _Seconds
+    received_index_bytes: _Size
+    sent_output_bytes: _Size
+    memory_bytes: _Size
+
+
+class _File(_Strict):
+    format: Literal[1]
+    machine: str
+    gpus: _Count
+    nodes: _Count
+    batch_size: _Count
+    tables: list[_Table]
+    ranks: list[_Rank]
+    generator: str
+    step_seconds: _Seconds
+    dense_seconds: _Seconds
+    bound_seconds: _Seconds
+    memory_limit_bytes: _Size
+    greedy_seconds: dict[str, _Seconds | None]
+
+    @model_validator(mode="after")
+    def _known_ranks(self) -> _File:
+        if [rank.rank for rank in self.ranks] != list(range(len(self.ranks))) or len(self.ranks) != self.gpus:
+            raise ValueError(f"ranks are not those of {self.gpus} GPUs, in order; list them from 0 on")
+        names = [table.table for table in self.tables]
+        if len(set(names)) < len(names):
+            raise ValueError("a table is placed twice; leave one out")
+        for table in self.tables:
+            if max(table.ranks) >= self.gpus:
+                raise ValueError(
+                    f"table {table.table}: rank {max(table.ranks)} of {self.gpus} GPUs; "
+                    "ranks count from 0, name smaller ones"
+                )
+            if table.kind not in PLACED and sorted(table.ranks) != list(range(self.gpus)):
+                raise ValueError(f"table {table.table}: {table.kind} needs all {self.gpus} ranks")
+        return self
+
+
+def _plan(file: _File) -> TablePlan:
+    tables = tuple(
+        PlannedTable(
+            TablePlacement(each.table, each.kind, tuple(each.ranks)), each.rows, each.dim, each.dtype, each.optimizer
+        )
+        for each in file.tables
+    )
+    ranks = tuple(RankLoad(**each.model_dump()) for each in file.ranks)
+    rest = file.model_dump(exclude={"format", "tables", "ranks"})
+    return TablePlan(tables=tables, ranks=ranks, **rest)
+
+
+# Path of the EmbeddingBagCollection in a model (default: that of torchrec.models.dlrm.DLRM).
+MODULE = "sparse_arch.embedding_bag_collection"
+DENSE, FUSED = "dense", "fused"
+_TYPES = {
+    "table-wise": "table_wise",
+    "column-wise": "column_wise",
+    "row-wise": "row_wise",
+    "data-parallel": "data_parallel",
+}
+
+
+def torchrec_record(plan: TablePlan, module: str = MODULE, device: str = "cuda") -> dict[str, Any]:
+    """Return the output of ``ShardingPlan._serialize``: module -> table -> sharding type, kernel, ranks, shards.
+
+    ``device``: ``cuda``, or ``cpu`` to try a plan without GPUs.
+    """
+    columns = any(table.placement.kind == "column-wise" for table in plan.tables)
+    tables = {table.placement.table: _table(table, plan, columns, device) for table in plan.tables}
+    return {"plan": {module: tables}}
+
+
+def save_torchrec(plan: TablePlan, path: Path, module: str = MODULE) -> None:
+    """Write :func:`torchrec_record`; raises ``OutputError`` if it cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(torchrec_record(plan, module), indent=1) + "\n")
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be written ({error.strerror}); choose another place") from None
+
+
+def torchrec_plan(plan: TablePlan, module: str = MODULE, device: str = "cuda") -> ShardingPlan:
+    """Return the object for ``DistributedModelParallel(plan=...)``.
+
+    Raises ``MissingDependencyError`` without TorchRec.
+    """
+    try:
+        from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
+        from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"TorchRec cannot be imported ({error}); pip install '.[torchrec]', or use --torchrec FILE"
+        ) from None
+    record = torchrec_record(plan, module, device)
+    modules = {}
+    for name, tables in record["plan"].items():
+        found = EmbeddingModuleShardingPlan()
+        for table, entry in tables.items():
+            shards = [ShardMetadata(**shard) for shard in entry.get("shards", [])]
+            found[table] = ParameterSharding(
+                sharding_type=entry["sharding_type"],
+                compute_kernel=entry["compute_kernel"],
+                ranks=entry["ranks"],
+                sharding_spec=EnumerableShardingSpec(shards) if shards else None,
+            )
+        modules[name] = found
+    return ShardingPlan(modules)
+
+
+def _table(table: PlannedTable, plan: TablePlan, columns: bool, device: str) -> dict[str, Any]:
+    kind = table.placement.kind
+    copies = kind == "data-parallel"
+    name = _TYPES["column-wise"] if columns and kind == "table-wise" else _TYPES[kind]
+    entry: dict[str, Any] = {
+        "sharding_type": name,
+        "compute_kernel": DENSE if copies else FUSED,
+        "ranks": list(table.placement.ranks),
+    }
+    if not copies:
+        entry["shards"] = list(_shards(table, plan, device))
+    return entry
+
+
+def _shards(table: PlannedTable, plan: TablePlan, device: str) -> Iterator[dict[str, Any]]:
+    """Yield the shards; blocks of rows are ceil(rows / ranks) long, as in TorchRec; the last may be short or empty."""
+    ranks = table.placement.ranks
+    rows, columns = table.rows, table.dim
+    if table.placement.kind == "row-wise":
+        rows = -(-table.rows // len(ranks))
+    if table.placement.kind == "column-wise":
+        columns = table.dim // len(ranks)
+    for place, rank in enumerate(ranks):
+        row = min(place * rows, table.rows) if table.placement.kind == "row-wise" else 0
+        local = rank % (plan.gpus // plan.nodes)
+        column = place * columns if table.placement.kind == "column-wise" else 0
+        yield {
+            "shard_offsets": [row, column],
+            "shard_sizes": [min(rows, table.rows - row), columns],
+            "placement": f"rank:{rank}/cpu" if device == "cpu" else f"rank:{rank}/cuda:{local}",
+        }

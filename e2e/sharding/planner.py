@@ -1,31 +1,208 @@
-"""Planner from a task to a plan: enumerate, price, generate, improve, re-rank by simulation."""
+"""Planner from a task to a plan: enumerate, price, generate, improve, polish, re-rank by simulation.
+
+The last stage of the search changes and swaps single tables, evaluated with exact kernel times. The closed form adds up
+tables and knows only the slowest one by itself; the model of a table-batched kernel has more terms (stages that wait
+for chains of loads), which need all tables of a rank together.
+
+If nothing fits, the diagnosis is the missing memory and the number of GPUs that suffices.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from costmodel.base.errors import InputError
-from costmodel.model.cost_model import CostModel
-from e2e.sharding.polish import ExactTimes, kick_polish, polish
-from e2e.sharding.problem.memory_fit import shortage, shortage_message
-from e2e.sharding.problem.option_costs import option_costs
-from e2e.sharding.problem.placement import enumerate_options
-from e2e.sharding.problem.state import Problem, State
-from e2e.sharding.problem.task import ShardingTask
-from e2e.sharding.problem.transfers import TransferTimes
-from e2e.sharding.search.bound import Relaxation, relax
-from e2e.sharding.search.greedy import greedy_plans
-from e2e.sharding.search.local_search import construct, descend, iterate
-from e2e.sharding.search.scenario_search import Aim, search
-from e2e.sharding.search.scenario_state import ScenarioState
-from e2e.sharding.search.scenarios import Scenarios, draw, uncertain
-from e2e.sharding.step_graph import planned_graph
+from costmodel.cost_model import CostModel
+from e2e.sharding.linear_program import Relaxation, relax
+from e2e.sharding.local_search import SMALLEST_GAIN, construct, descend, greedy_plans, iterate, kick
+from e2e.sharding.placement import MOST_GPUS, enumerate_options
+from e2e.sharding.scenarios import Aim, Scenarios, ScenarioState, draw, search, uncertain
+from e2e.sharding.step_graph import options_of_rank, planned_graph
+from e2e.sharding.step_model import Choice, Problem, State, all_ranks
+from e2e.sharding.task import MEMORY, ShardingTask, TransferTimes, option_costs
 from e2e.simulate.simulator import simulate
 from e2e.step.arrays import Floats
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """Memory shortage, in bytes of all GPUs together."""
+
+    # Lower bound of the needed memory.
+    needed: float
+    available: float
+    # A table without an option that fits on a rank, or empty; `table_bytes`: the least bytes of its shards.
+    table: str
+    table_bytes: float
+    # The fewest GPUs for which the sum fits; 0: no number does.
+    gpus: int
+
+
+def shortage(problem: Problem) -> Shortage:
+    """Compare the least memory that the tables can take with the available memory."""
+    costs, ranks = problem.costs, problem.ranks
+    needed, worst, name = 0.0, 0.0, ""
+    for table, numbers in enumerate(problem.of_table):
+        whole = [
+            costs.options[number].shards * costs.shard[number, MEMORY] + ranks * costs.everywhere[number]
+            for number in numbers
+        ]
+        needed += min(whole)
+        least = min(float(costs.shard[number, MEMORY] + costs.everywhere[number]) for number in numbers)
+        if least > max(problem.capacity, worst):
+            worst, name = least, problem.task.tables[table].name
+    return Shortage(needed, problem.capacity * ranks, name, worst, _enough(problem, needed))
+
+
+def _enough(problem: Problem, needed: float) -> int:
+    """Number of GPUs that suffices: weights are spread over more GPUs, buffers for a GPU's own samples are not."""
+    task = problem.task
+    weights = sum(table.weight_bytes + table.optimizer_bytes for table in task.tables)
+    own = (needed - weights) / problem.ranks
+    if own >= problem.capacity:
+        return 0
+    count = -(-weights // max(int(problem.capacity - own), 1))
+    per_node = task.cluster.node_gpus
+    if count > per_node:
+        count = -(-count // per_node) * per_node
+    return int(count) if count <= MOST_GPUS else 0
+
+
+def shortage_message(problem: Problem, found: Shortage) -> str:
+    """Return a one-line message: the shortage and a remedy."""
+    task = problem.task
+    where = f"{problem.ranks} x {task.cluster.machine.name}"
+    room = f"{problem.capacity / GIB:.1f} GiB of each left for tables ({task.reserve:.0%} reserved)"
+    if found.table:
+        return (
+            f"nothing fits on {where}: no part of table {found.table!r} takes less than "
+            f"{found.table_bytes / GIB:.1f} GiB on a GPU, {room}; "
+            "allow more kinds of placement, take more GPUs or a smaller batch"
+        )
+    more = f"{found.gpus} GPUs would hold them" if found.gpus else "no number of these GPUs holds a batch of this size"
+    if found.needed > found.available:
+        missing = (found.needed - found.available) / GIB
+        return (
+            f"nothing fits on {where}: tables and buffers need at least {found.needed / GIB:.1f} GiB in all, "
+            f"{room}: {missing:.1f} GiB are missing; {more}, or use a smaller dtype or optimizer state"
+        )
+    return (
+        f"no placement found that fits on {where}: tables and buffers need {found.needed / GIB:.1f} of "
+        f"{found.available / GIB:.1f} GiB, {room}, but no way was found to pack them; lower --reserve or take more GPUs"
+    )
+
+
+class ExactTimes:
+    """Exact step times of plans of one problem, with a cache of kernels."""
+
+    def __init__(self) -> None:
+        self._kernels: dict[tuple[int, ...], tuple[float, float]] = {}
+
+    def seconds(self, state: State) -> float:
+        """Return the time of a step.
+
+        An upper bound if different ranks have the most forward and the most backward work.
+        """
+        groups = [options_of_rank(state, rank) for rank in range(state.problem.ranks)]
+        placed = np.array([self._kernel(state, group["placed"]) for group in groups]).max(axis=0)
+        rows, copies = (self._kernel(state, groups[0][name]) for name in ("rows", "copies"))
+        pieces = replace(
+            state.problem.model.pieces(state.loads.max(axis=0), state.totals),
+            placed_forward=placed[0],
+            placed_backward=placed[1],
+            row_forward=np.array(rows[0]),
+            row_backward=np.array(rows[1]),
+            copy_forward=np.array(copies[0]),
+            copy_backward=np.array(copies[1]),
+        )
+        return float(state.problem.model.combine(pieces))
+
+    def _kernel(self, state: State, options: list[int]) -> tuple[float, float]:
+        key = tuple(sorted(options))
+        if key not in self._kernels:
+            self._kernels[key] = state.problem.costs.kernel(key) if key else (0.0, 0.0)
+        return self._kernels[key]
+
+
+def kick_polish(state: State, rounds: int, deadline: float, seed: int) -> State:
+    """Kick, polish and keep improvements, ``rounds`` times or until ``deadline``."""
+    generator, exact, best = np.random.default_rng(seed), ExactTimes(), state
+    for _ in range(rounds):
+        if time.monotonic() > deadline:
+            break
+        trial = kick(best, generator)
+        if trial is None:
+            continue
+        trial = polish(trial, deadline, exact)
+        if exact.seconds(trial) < exact.seconds(best) * (1 - SMALLEST_GAIN):
+            best = trial
+    return best
+
+
+def polish(state: State, deadline: float, exact: ExactTimes | None = None) -> State:
+    """Return a copy of ``state``, improved until no single change helps.
+
+    Stops at ``deadline`` of :func:`time.monotonic`.
+    """
+    state, exact = state.copy(), exact or ExactTimes()
+    best, improved = exact.seconds(state), True
+    while improved and time.monotonic() < deadline:
+        improved = False
+        for changes in _changes(state):
+            if time.monotonic() > deadline:
+                break
+            before = [(table, state.choices[table]) for table, _ in changes]
+            for table, choice in changes:
+                state.put(table, choice)
+            seconds = exact.seconds(state) if state.fits() else np.inf
+            if seconds < best * (1 - SMALLEST_GAIN):
+                best, improved = seconds, True
+                continue
+            for table, choice in before:
+                state.put(table, choice)
+    return state
+
+
+def _changes(state: State) -> Iterator[list[tuple[int, Choice]]]:
+    """Yield every change of one table's place or cut, then every swap of two whole tables of different ranks.
+
+    Each change is relative to the state at the time it is yielded.
+    """
+    tables = range(len(state.choices))
+    for table in tables:
+        for choice in _elsewhere(state, table):
+            yield [(table, choice)]
+    for one in tables:
+        for other in range(one):
+            (first, here), (second, there) = state.choices[one], state.choices[other]
+            if len(here) == len(there) == 1 and here != there:
+                yield [(one, (first, there)), (other, (second, here))]
+
+
+def _elsewhere(state: State, table: int) -> Iterator[Choice]:
+    problem = state.problem
+    for number in problem.of_table[table]:
+        option = problem.costs.options[number]
+        if not option.placed:
+            yield number, all_ranks(problem)
+        elif option.shards == 1:
+            for rank in range(problem.ranks):
+                yield number, (rank,)
+        else:
+            seconds = state.loads[:, 0] + state.loads[:, 1]
+            yield number, tuple(sorted(int(rank) for rank in np.argsort(seconds, kind="stable")[: option.shards]))
+            current, ranks = state.choices[table]
+            if current == number:
+                for gone in ranks:
+                    for new in set(range(problem.ranks)) - set(ranks):
+                        yield number, tuple(new if rank == gone else rank for rank in ranks)
+
 
 # Largest number of tables for which every start is searched, and of binary variables for which CP-SAT gets the whole
 # task.
@@ -252,7 +429,7 @@ def _exact(start: State, effort: SearchEffort, deadline: float) -> tuple[State, 
     left = deadline - time.monotonic()
     if effort.deterministic <= 0 or left <= 0 or problem.ranks == 1:
         return start, "", 0.0
-    from e2e.sharding.search.integer_program import Limits, neighbourhood, solve
+    from e2e.sharding.integer_program import Limits, neighbourhood, solve
 
     size = sum(problem.ranks if option.placed else 1 for option in problem.costs.options)
     if size <= WHOLE_PROGRAM:

@@ -7,7 +7,7 @@ every transfer below speed 1 uses a full link on which no other transfer is fast
 
 Two resources of a GPU are shared: its memory, which is modelled as a link, and its multiprocessors. A collective keeps
 the multiprocessors that its blocks occupy; a concurrent kernel has the rest, and its speed is that share times the
-speed that the links allow. :mod:`e2e.price.contention` computes these shares.
+speed that the links allow. :mod:`e2e.price.collective_pricing` computes these shares.
 
 Speeds change only when a transfer or kernel begins or ends, so a calendar of these moments is enough. The caller
 advances it one moment at a time, and only once nothing can begin earlier.

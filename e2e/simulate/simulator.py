@@ -24,13 +24,11 @@ from dataclasses import dataclass
 from math import inf
 
 from costmodel.base.errors import SimulationError
-from e2e.simulate.deadlock import check_ended, check_folded_pairs
-from e2e.simulate.host_threads import HostThreads
 from e2e.simulate.instructions import compile_graph, where
 from e2e.simulate.link_sharing import LinkSharing, LinkTransfer
-from e2e.simulate.rendezvous import Arrival, Meeting, Rendezvous
-from e2e.simulate.timeline import Timeline
-from e2e.simulate.timeline_builder import build_timeline
+from e2e.simulate.rendezvous import Arrival, Meeting, Rendezvous, check_ended, check_folded_pairs
+from e2e.simulate.simulated_rank import HostThreads
+from e2e.simulate.timeline import Timeline, build_timeline
 from e2e.step.execution_graph import ExecutionGraph
 
 # Least number of iterations whose second half without the last one has at least two.

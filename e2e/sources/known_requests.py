@@ -1,4 +1,4 @@
-"""Requests of ``predict``: one class per source of steps, each with only its own options.
+"""Requests of ``predict``: one class per source of steps, with its own options, and the choice among them.
 
 | task | records |
 |---|---|
@@ -7,39 +7,42 @@
 | my trace | :class:`Trace`, :class:`Recording` |
 | my tables | :class:`ShardedTables` |
 
-Shared parts are in :mod:`e2e.step.options` (how the step is computed) and :mod:`e2e.sources.request` (the hardware).
-:mod:`e2e.sources.registry` selects the class for a user's options.
+:func:`request_of` chooses the class for a user's options, and refuses options that the class does not have. Shared
+parts are in :mod:`e2e.step.options` (how the step is computed) and :mod:`e2e.sources.request` (the hardware). Command
+lines import this module at their start: it loads no library.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from costmodel.base.errors import InputError
 from costmodel.base.units import whole_number
-from e2e.capture.script_reference import StepFunction, script_name
 from e2e.parallelism.spec import ParallelSpec, parse_parallel, text_of
-from e2e.sources.request import GPU_HELP, GPUS_HELP, Cluster, Gpu, Host, Nodes, Request, source
-from e2e.step.choices import Dtype
-from e2e.step.option_fields import option
+from e2e.sources.request import GPU_HELP, GPUS_HELP, SOURCES, Cluster, Gpu, Host, Nodes, Request, source
+from e2e.step.option_fields import OptionField, option, options_of
 from e2e.step.options import (
     MODEL_PANEL,
     AloneOnGpu,
     Captured,
     Computed,
+    Dtype,
     LinearAttention,
     Routed,
     Stack,
+    StepFunction,
+    script_name,
 )
 from e2e.whatif.questions import BatchChange, BucketChange, OtherHost
 
 if TYPE_CHECKING:
     from e2e.sources.prepared_step import PreparedStep
     from e2e.whatif.questions import Change
+
 
 TRACES_HELP = "PyTorch execution traces (.json, .gz, .tar.gz), one per rank: several files or patterns."
 SCRIPT_PANEL, TRACE_PANEL, TABLES_PANEL = "My script", "My trace", "My tables"
@@ -118,7 +121,7 @@ class Model(LinearAttention, AloneOnGpu, _Modelled, Gpu):
             raise InputError("--cache-length decodes: give --mode inference")
 
     def prepare(self) -> PreparedStep:
-        from e2e.sources.single_gpu import prepare_single
+        from e2e.sources.built_in_model import prepare_single
 
         return prepare_single(self)
 
@@ -169,7 +172,7 @@ class SpreadModel(_Modelled, Cluster):
         return meant_texts(asked, self)
 
     def prepare(self) -> PreparedStep:
-        from e2e.sources.spread_model import prepare_spread
+        from e2e.sources.built_in_model import prepare_spread
 
         return prepare_spread(self)
 
@@ -306,7 +309,7 @@ class Trace(_Recorded, Routed, Host, Cluster):
             raise InputError("--network is for jobs of several nodes; give --gpus and --nodes")
 
     def prepare(self) -> PreparedStep:
-        from e2e.sources.traced_job import prepare_trace
+        from e2e.sources.recorded_job import prepare_trace
 
         return prepare_trace(self)
 
@@ -365,9 +368,70 @@ class ShardedTables(Request, Host, Computed, Cluster):
             raise InputError("--sharding and --config are for --model dlrm")
 
     def prepare(self) -> PreparedStep:
-        from e2e.sources.sharded_model import prepare_sharded
+        from e2e.sources.built_in_model import prepare_sharded
 
         return prepare_sharded(self)
 
     def captured_anew(self, change: Change) -> Self | None:
         return replace(self, batch_size=change.samples) if isinstance(change, BatchChange) else None
+
+
+def all_options() -> dict[str, OptionField]:
+    """Return every option of every source by name, with the help of the first source that has it."""
+    found: dict[str, OptionField] = {}
+    for record in SOURCES:
+        for name, each in options_of(record).items():
+            found.setdefault(name, each)
+    return found
+
+
+def request_of(options: Mapping[str, Any]) -> Request:
+    """Make the request of ``options`` (by field, of all sources).
+
+    Raises ``InputError`` for an option that the selected source does not have, and for a missing one.
+    """
+    known = all_options()
+    read = {name: known[name].taken(value) for name, value in options.items()}
+    given = {name: value for name, value in read.items() if known[name].asks(value)}
+    record = chosen(given)
+    if record is None:
+        raise InputError(f"{_one_of(known)} (--trace may go with --kineto)")
+    own = options_of(record)
+    for name, value in given.items():
+        if name not in own and value != known[name].words.harmless:
+            raise InputError(_refusal(record, known[name], [each for each in known.values() if each.name in given]))
+    missing = [each for name, each in own.items() if each.needed and name not in given]
+    if missing:
+        raise InputError("give " + "; ".join(f"{each.flag}: {each.words.help.removesuffix('.')}" for each in missing))
+    return record(**{name: value for name, value in given.items() if name in own})
+
+
+def chosen(given: Mapping[str, Any]) -> type[Request] | None:
+    """Return the source selected by the options ``given``: the last registered one among the matches, or ``None``."""
+    found = [each for each in SOURCES if each.is_meant(given)]
+    return found[-1] if found else None
+
+
+def sources_with(option: str) -> list[type[Request]]:
+    """Return the sources that have the option of this name."""
+    return [record for record in SOURCES if option in options_of(record)]
+
+
+def _one_of(known: Mapping[str, OptionField]) -> str:
+    *others, last = [each.flag for each in known.values() if each.words.source]
+    return f"give exactly one of {', '.join(others)} and {last}"
+
+
+def _refusal(record: type[Request], refused: OptionField, given: Collection[OptionField]) -> str:
+    if refused.words.source:
+        saying = [each.flag for each in given if each.words.source or (each.name,) in record.chosen_by]
+        return f"{_one_of(all_options())}, got {' and '.join(saying)}"
+    others = ", ".join(f"{each.title} ({spelled(each)})" for each in sources_with(refused.name))
+    reason = f": {record.reason}" if record.reason else ""
+    return f"{refused.flag} is no option of {record.with_article()}{reason}; leave it out (it is for: {others})"
+
+
+def spelled(record: type[Request]) -> str:
+    """Format the options that select ``record``, as on a command line."""
+    known = options_of(record)
+    return " ".join(known[name].flag for name in record.chosen_by[0])

@@ -15,8 +15,8 @@ from costmodel.base.errors import InputError
 from costmodel.machines.machine_records import Machine
 from e2e.parallelism.spec import ParallelSpec, Recompute, ReduceDtype, keys_of, text_of
 from e2e.sources.known_requests import Model, SpreadModel
-from e2e.sources.request_parts import gpu_machine
-from e2e.step.choices import AttentionForm, Dtype
+from e2e.sources.prepared_step import gpu_machine
+from e2e.step.options import AttentionForm, Dtype
 
 # 16-bit number types in order of preference; the first supported by the GPU is used.
 NUMBER_TYPES: tuple[Dtype, ...] = ("bfloat16", "float16")

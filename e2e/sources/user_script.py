@@ -7,23 +7,26 @@ from dataclasses import replace
 from typing import Any
 
 from costmodel.machines.machine_records import Machine
-from costmodel.operators.expert_routing import BALANCED
+from costmodel.operators.experts import BALANCED
 from e2e.capture.distributed.distributed_capture import DistributedCapture, capture_distributed
-from e2e.capture.kept_captures import kept
-from e2e.capture.script import Fallback, capture_script, load_script, own_process, taken_names
-from e2e.capture.tf32_switches import tf32_switches
-from e2e.lowering.lowered_step import lower_ranks
+from e2e.capture.script import Fallback, capture_script, kept, load_script, own_process, taken_names, tf32_switches
+from e2e.lowering.lower_trace import lower_ranks
 from e2e.price.speed_band import band_of
-from e2e.sources.capture_notes import assumptions
+from e2e.sources.built_in_model import assumptions, require_size, single_step
 from e2e.sources.known_requests import Script, ScriptJob
-from e2e.sources.prepared_step import Batch, PreparedStep
-from e2e.sources.request_parts import cluster_of, on_machine, one_gpu, placed_values, setting_of, step_options
-from e2e.sources.single_gpu import require_size, single_step
-from e2e.step.choices import Dtype
-from e2e.step.operator_trace import OperatorTrace
-from e2e.step.options import SeenGpu, StepOptions, Tf32Switches
-from e2e.step.own_samples import has_own_samples
-from e2e.whatif.operators_behind import TracedRank
+from e2e.sources.prepared_step import (
+    Batch,
+    PreparedStep,
+    cluster_of,
+    on_machine,
+    one_gpu,
+    placed_values,
+    setting_of,
+    step_options,
+)
+from e2e.step.operator_trace import OperatorTrace, has_own_samples
+from e2e.step.options import Dtype, SeenGpu, StepOptions, Tf32Switches
+from e2e.whatif.traced_rank import TracedRank
 
 _OWN: Mapping[str, str] = {
     "--mode": "the script's own",

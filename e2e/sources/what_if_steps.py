@@ -11,24 +11,22 @@ from dataclasses import dataclass, replace
 
 from costmodel.base.errors import InputError
 from costmodel.collectives import collective_cost_model
+from costmodel.cost_model import CostModel
 from costmodel.machines.cluster import load_cluster
-from costmodel.model.cost_model import CostModel
 from e2e.explain.paired_intervals import ComparedStep, Comparison
+from e2e.explain.prediction import AS_IT_IS, WhatIfRow, compared, what_if_row
 from e2e.explain.predictor import PredictionResult, RecordedSite
-from e2e.explain.what_if_row import AS_IT_IS, WhatIfRow, compared, what_if_row
-from e2e.lowering.lowered_step import memory_of
+from e2e.lowering.lower_trace import memory_of
 from e2e.lowering.torch_compile import compile_rank
 from e2e.price.collective_pricing import NodeLayout
+from e2e.price.host_overheads import load_overheads
 from e2e.price.pricing import price
-from e2e.price.shared_overheads import load_overheads
 from e2e.sources.known_requests import Model, SpreadModel
 from e2e.sources.prepared_step import PreparedStep, run
 from e2e.sources.request import Request
 from e2e.step.execution_graph import RankGraph
-from e2e.whatif.fewer_kernels import batched_lookups, fusible_chains
-from e2e.whatif.joined_buckets import bucket_sizes, joined_buckets
-from e2e.whatif.merged_calls import MergedCalls, merge
-from e2e.whatif.operators_behind import TracedRank, names_in
+from e2e.whatif.merged_calls import MergedCalls, batched_lookups, bucket_sizes, fusible_chains, joined_buckets, merge
+from e2e.whatif.other_batch import Estimates, recorded_batch, resized, resized_graph
 from e2e.whatif.other_streams import move
 from e2e.whatif.questions import (
     BatchChange,
@@ -43,9 +41,8 @@ from e2e.whatif.questions import (
     WhatIf,
     together,
 )
-from e2e.whatif.resized_graph import Estimates, resized_graph
-from e2e.whatif.resized_trace import recorded_batch, resized
 from e2e.whatif.speeds import SpeedChange
+from e2e.whatif.traced_rank import TracedRank, names_in
 
 # Changes of single operators.
 _OF_OPERATORS = (BatchChange, BatchedLookups, FusedOperators, MovedOperators)

@@ -1,25 +1,34 @@
-"""Peak memory of a step from the lifetimes of its tensors.
+"""Peak memory of a step by role: from the lifetimes of its tensors, or by a replay of its allocations.
 
-Lifetimes are counted per storage, since views share one. A storage lives from the call in which it first appears (from
-the start of the step, if that call only reads it) until it is freed. Captures record when it is freed; for other traces
-the last use is taken, which is too early if Python still holds a reference. Each storage takes whole blocks of the
-caching allocator.
+Lifetimes (:func:`peak_memory`) are counted per storage, since views share one. A storage lives from the call in which
+it first appears (from the start of the step, if that call only reads it) until it is freed. Captures record when it is
+freed; for other traces the last use is taken, which is too early if Python still holds a reference. Each storage takes
+whole blocks of the caching allocator. Recorded traces get no more than this: fragmentation, the CUDA context and
+library workspaces are not counted.
 
-Recorded traces get no more than this: fragmentation, the CUDA context and library workspaces are not counted. A
-captured step is replayed through the allocator (``e2e/step/replayed_memory.py``), and so is a ``--parallel`` model
-(``e2e/parallelism/stage_memory.py``); tables placed by ``--sharding`` are summed in ``e2e/sharding/sharded_step.py``;
+A captured step is replayed through PyTorch's allocator, step after step (:func:`replayed_memory`). A capture records
+for every storage the call that makes it and the call before which it is freed. Weights and inputs exist before the
+first step; the optimizer's state is allocated where its first step begins, in memory left by activations, and stays;
+gradients stay until ``zero_grad`` of the next step (at the place recorded by the capture, or at the beginning of the
+step if nobody calls it), or throughout if ``zero_grad`` only fills them with zeros. Every thread and stream with matrix
+products has a cuBLAS workspace. Steps are replayed until the allocator reserves no more memory. Not counted: the CUDA
+context and loaded kernels (0.3 to 1.5 GB of the ``nvidia-smi`` figure), workspaces of cuDNN's convolutions, scratch
+memory inside single operators.
+
+Elsewhere: ``--parallel`` models are replayed in ``e2e/parallelism/stage_memory.py`` (also by :class:`AllocationReplay`,
+whose caller decides the order), tables placed by ``--sharding`` summed in ``e2e/sharding/sharded_step.py``;
 ``e2e/explain/rank_figures.py`` checks whether a rank's memory suffices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from costmodel.operators.layers import DTYPE_BYTES
-from e2e.step.caching_allocator import BLOCK_BYTES, whole_blocks
+from e2e.step.caching_allocator import BLOCK_BYTES, CachingAllocator, whole_blocks
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor, tensors
 
 ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
@@ -247,3 +256,176 @@ def role_of(storage: Lifetime) -> Role:
     if storage.first_phase == "forward" and "backward" in storage.phases:
         return "activations"
     return "temporary"
+
+
+# cuBLAS workspace per handle and stream that runs matrix products (aten/src/ATen/cuda/CublasHandlePool.cpp): on Hopper
+# and datacenter Blackwell, and on other GPUs (two pieces of 4 MiB, eight of 16 KiB).
+_LARGE_WORKSPACE, _WORKSPACE = 32 << 20, 2 * (4 << 20) + 8 * (16 << 10)
+
+
+def workspace_bytes(architecture: str) -> int:
+    """Size of a cuBLAS workspace in bytes on GPUs of ``architecture``."""
+    return _LARGE_WORKSPACE if architecture in ("hopper", "blackwell") else _WORKSPACE
+
+
+class AllocationReplay:
+    """Allocated blocks by key, each with its role.
+
+    ``expandable``: the allocator setting ``expandable_segments``. ``moment``: current call number and name, recorded as
+    ``fullest`` when a new peak is reached.
+    """
+
+    def __init__(self, expandable: bool = False) -> None:
+        self.allocator = CachingAllocator(expandable)
+        self.blocks: dict[Hashable, tuple[Any, Role]] = {}
+        self.levels: dict[Role, int] = dict.fromkeys(ROLES, 0)
+        self.moment = self.fullest = (-1, "")
+        self.peak, self.at_peak = 0, dict(self.levels)
+        self.course: list[MemoryMoment] = []
+
+    def take(self, key: Hashable, size: float, role: Role, stream: int = 0) -> None:
+        """Allocate ``size`` bytes; do nothing if the size is zero or ``key`` is already allocated."""
+        if size < 1 or key in self.blocks:
+            return
+        block = self.allocator.allocate(int(size), stream)
+        self.blocks[key] = block, role
+        self.levels[role] += block.size
+        if self.allocator.allocated > self.peak:
+            self.peak, self.at_peak, self.fullest = self.allocator.allocated, dict(self.levels), self.moment
+
+    def drop(self, key: Hashable) -> None:
+        """Free the block of ``key``, if there is one."""
+        held = self.blocks.pop(key, None)
+        if held is not None:
+            self.levels[held[1]] -= held[0].size
+            self.allocator.release(held[0])
+
+    def note(self) -> None:
+        """Append the current memory levels to the course of the step."""
+        self.course.append(MemoryMoment(self.moment[0], tuple(self.levels.values())))
+
+    def usage(self) -> MemoryUsage:
+        """Return the peak with its breakdown and the most memory the allocator reserved."""
+        most = max(self.allocator.most_reserved, self.peak)
+        breakdown = {**self.at_peak, "reserve": most - self.peak}
+        return MemoryUsage(most, breakdown, *self.fullest, course=tuple(self.course))
+
+
+# The first step begins without optimizer state, the second with it; after a third all blocks exist.
+_STEPS = 4
+# Operators computed by cuBLAS.
+_PRODUCTS = frozenset(
+    f"aten::{name}" for name in ("mm", "bmm", "addmm", "baddbmm", "addmm_", "baddbmm_", "_addmm_activation", "addmv")
+)
+
+
+def tells_frees(trace: OperatorTrace) -> bool:
+    """True if ``trace`` records when memory is freed, as captures do and recordings do not."""
+    return any("freed" in call.attributes for call in trace.calls)
+
+
+def replayed_memory(trace: OperatorTrace, workspace: int) -> MemoryUsage:
+    """Return the peak of steady steps of the captured ``trace``, with the memory reserved by the allocator.
+
+    ``workspace``: bytes of one cuBLAS workspace (:func:`e2e.step.memory.workspace_bytes`).
+    """
+    return _CapturedReplay(trace, workspace).run()
+
+
+class _CapturedReplay:
+    def __init__(self, trace: OperatorTrace, workspace: int) -> None:
+        self.trace = trace
+        self.workspace = workspace
+        self.replay = AllocationReplay()
+        self.storages = lifetimes(trace)
+        end = len(trace.calls) - 1
+        self.made: dict[int, list[int]] = {}
+        self.freed: dict[int, list[int]] = {}
+        self.left: list[int] = []  # alive at the end of a step; freed at the beginning of the next one
+        self.gradients: list[int] = []  # alive at the end of a step; freed by the next call of zero_grad
+        for storage, life in self.storages.items():
+            if life.existed or not life.size:
+                continue
+            self.made.setdefault(life.first, []).append(storage)
+            if life.last < end:
+                self.freed.setdefault(life.last + 1, []).append(storage)
+            else:
+                (self.gradients if life.gradient else self.left).append(storage)
+        self.cleared_at = self._cleared_at()
+        self.streams = self._streams()
+        self.users = self._users()
+        self.update = next((place for place, call in enumerate(trace.calls) if call.phase == "optimizer"), None)
+        places = {*self.made, *self.freed, *self.users, self.cleared_at, self.update}
+        self.places = sorted(place for place in places if place is not None)
+
+    def run(self) -> MemoryUsage:
+        for storage, life in self._existing():
+            if role_of(life) != "optimizer_state":
+                self.replay.take(storage, life.size, role_of(life))
+        before = -1
+        for _ in range(_STEPS):
+            self._step()
+            if self.replay.allocator.most_reserved == before:
+                break
+            before = self.replay.allocator.most_reserved
+        return self.replay.usage()
+
+    def _step(self) -> None:
+        self.replay.course.clear()  # only the course of the last step is kept
+        for storage in self.left:
+            self.replay.drop(storage)
+        for place in self.places:
+            call = self.trace.calls[place]
+            self.replay.moment = (call.id, call.name)
+            if place == self.cleared_at:
+                for storage in self.gradients:
+                    self.replay.drop(storage)
+            for storage in self.freed.get(place, ()):
+                self.replay.drop(storage)
+            if place == self.update:  # existing state stays
+                for storage, life in self._existing():
+                    self.replay.take(storage, life.size, role_of(life))
+            for storage in self.made.get(place, ()):
+                life = self.storages[storage]
+                self.replay.take(storage, life.size, role_of(life), self.streams.get(storage, 0))
+            user = self.users.get(place)
+            if user is not None:
+                self.replay.take(("workspace", user), self.workspace, "buffers", user[1])
+            self.replay.note()
+
+    def _cleared_at(self) -> int | None:
+        """Index of the call before which the gradients of the previous step are freed; None if they stay.
+
+        A step may clear some gradients in its middle: gradients alive at its end are cleared after it, or by the first
+        clearing call of the next step.
+        """
+        told = [(place, call.attributes.get("gradients")) for place, call in enumerate(self.trace.calls)]
+        cleared = [place for place, what in told if what == "cleared"]
+        if any(what == "cleared behind" for _, what in told):
+            return 0
+        if cleared:
+            return cleared[0]
+        return None if any(what is not None for _, what in told) else 0
+
+    def _existing(self) -> Iterator[tuple[int, Lifetime]]:
+        return ((storage, life) for storage, life in self.storages.items() if life.existed)
+
+    def _streams(self) -> dict[int, int]:
+        """Return storage -> stream of the call that makes it, for other streams than the default one."""
+        found: dict[int, int] = {}
+        for place, storages in self.made.items():
+            stream = self.trace.calls[place].attributes.get("stream")
+            if isinstance(stream, int) and not isinstance(stream, bool):
+                found.update(dict.fromkeys(storages, stream))
+        return found
+
+    def _users(self) -> dict[int, tuple[int, int]]:
+        """Return index of the first product of each thread and stream -> (thread, stream). Each thread has its own
+        handle.
+        """
+        found: dict[tuple[int, int], int] = {}
+        for place, call in enumerate(self.trace.calls):
+            if call.name in _PRODUCTS and any(each.device not in ("", "cpu") for each in tensors(call.inputs)):
+                stream = call.attributes.get("stream")
+                found.setdefault((call.thread, stream if isinstance(stream, int) else 0), place)
+        return {place: user for user, place in found.items()}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from costmodel.collectives.occupancy import most_channels
+from costmodel.collectives.physics import most_channels
 from costmodel.machines.cluster import Cluster
 from costmodel.machines.machine_records import Machine
 from e2e.step.execution_graph import ExecutionGraph

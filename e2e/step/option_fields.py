@@ -17,8 +17,8 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
-from costmodel.base.counts import check_count
 from costmodel.base.errors import InputError
+from costmodel.base.units import check_count
 
 _KEY = "option"
 _SIMPLE = (int, float, bool, str)

@@ -1,30 +1,178 @@
 """Options of a step, one field each, grouped in records; :class:`StepOptions` holds all of them for capture, lowering
-and the writer of parallel steps.
+and the writer of parallel steps. With the values that they take: fixed choices, the text of ``--routing``
+(``balanced``, ``power-law=1.2``, ``capacity=1.25``, or both of the latter separated by a comma), the reference to a
+script (``FILE.py:FUNCTION``, or the function itself), and recipes of 8-bit training.
+
+Recipes (:class:`Recipe`) say what is cast, with which scales and how often. torchao (``float8`` training) casts weights
+in every pass, Transformer Engine once per step. Delayed scaling uses the scale of earlier steps and finds the maximum
+during the cast; scaling by the current tensor reads it twice; scales of rows, blocks and groups of 32 values are found
+in the casting kernel. All three products of a linear layer are in 8 bits; the head, the router, attention, norms and
+the optimizer are unchanged. Block scales: DeepSeek-V3 (arXiv 2412.19437, section 3.3). MX: OCP Microscaling Formats
+1.0, on GPUs from Blackwell on.
+
+Command lines import this module at their start: no frameworks here.
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from costmodel.operators.expert_routing import BALANCED, ExpertRouting
-from e2e.step.choices import (
-    AttentionForm,
-    Dtype,
-    LinearAttentionForm,
-    MemoryLayout,
-    MixtureForm,
-    Mode,
-    OptimizerForm,
-    instead_of,
-)
+from costmodel.base.errors import InputError
+from costmodel.machines.machine_records import Machine
+from costmodel.operators.experts import BALANCED, ExpertRouting
 from e2e.step.option_fields import Options, option
-from e2e.step.precision import Precision
-from e2e.step.routing_text import parse_routing, routing_text
 
-if TYPE_CHECKING:  # imports NumPy, which command lines start without
-    from costmodel.machines.machine_records import Machine
+if TYPE_CHECKING:
     from costmodel.operators.attention import AttentionKernel
+
+
+# Mode of a step: with optimizer step, without it, or the forward pass alone in evaluation mode.
+Mode = Literal["train", "forward-backward", "inference"]
+# Number type of the model; ``tf32``: float32 tensors whose matrix products run on TF32 units.
+Dtype = Literal["float32", "tf32", "bfloat16", "float16"]
+# Names of number types in other tools -> advice for the user.
+_SHORT = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
+_MIXED = (
+    "a transformer in bfloat16 or float16 keeps FP32 master weights as --recipe says; autocast over FP32 weights (AMP) "
+    "is predicted of a --script that enters torch.autocast, not of built-in models"
+)
+_FOUR_BITS = (
+    "weights of 4 bits (QLoRA, NF4) are not predicted: no table has their products; --lora RANK trains adapters beside "
+    "frozen weights of 16 bits"
+)
+_EIGHT_BITS = "linear layers train in 8 bits by --precision, such as fp8-tensorwise, with --dtype bfloat16"
+_INSTEAD = {
+    **{name: f"write {dtype}" for name, dtype in _SHORT.items()},
+    **dict.fromkeys(("amp", "autocast", "mixed", "mixed-precision"), _MIXED),
+    **dict.fromkeys(("qlora", "nf4", "fp4", "int4", "4bit", "nvfp4", "mxfp4"), _FOUR_BITS),
+    **dict.fromkeys(("fp8", "float8", "int8", "mxfp8"), _EIGHT_BITS),
+}
+
+
+def instead_of(name: str) -> str | None:
+    """Return advice for the unsupported number type or precision ``name``, or None if no tool has such a name."""
+    return _INSTEAD.get(name.lower())
+
+
+# Attention implementation: separate products and softmax, as in the library (``eager``) or in PyTorch (``math``); the
+# kernel that ``scaled_dot_product_attention`` selects on the GPU (``flash``); or a kernel by name: FlashAttention 1
+# (Triton's too) to 4, cuDNN, the memory-efficient kernel; ``mla``: latent attention over cached latents, as serving
+# engines decode; ``flash3-fp8``: FlashAttention 3 over an 8-bit cache, forward only.
+AttentionForm = Literal[
+    "eager", "flash", "flash1", "flash2", "flash3", "flash3-fp8", "flash4", "cudnn", "efficient", "mla", "math"
+]
+# Memory layout of image batches: NCHW, or NHWC (``torch.channels_last``).
+MemoryLayout = Literal["contiguous", "channels-last"]
+# Expert implementation: fused permutation and grouped products, or the code of Hugging Face's library.
+MixtureForm = Literal["grouped", "huggingface"]
+# Linear attention (Mamba, gated delta rules): kernels of the libraries that fuse it, or single operators.
+LinearAttentionForm = Literal["fused", "unfused"]
+# Optimizer implementation if the model does not set one: tensor lists, operation by operation (PyTorch's default on
+# GPUs), or one kernel.
+OptimizerForm = Literal["foreach", "fused"]
+
+
+Precision = Literal["fp8-tensorwise", "fp8-rowwise", "fp8-delayed", "fp8-current", "fp8-block", "mxfp8"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Recipe of 8-bit training."""
+
+    name: Precision
+    # Values that share a scale (:mod:`costmodel.operators.device_work`).
+    scaling: Literal["tensor", "row", "block", "mx"]
+    # True if a separate pass searches for the maximum.
+    search: bool
+    # True if one cast also writes the transposed copy for the gradients; otherwise operands are cast again, in the
+    # other direction, when the gradients need them.
+    both: bool
+    # True if cast weights are kept for a whole step.
+    weights_kept: bool
+    # True if products of experts are in 8 bits as well.
+    experts: bool
+
+
+# torchao: float8/config.py (recipes tensorwise, rowwise) of pytorch/ao. Transformer Engine: DelayedScaling,
+# Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling of transformer_engine/common/recipe.
+RECIPES: dict[str, Recipe] = {
+    each.name: each
+    for each in (
+        Recipe("fp8-tensorwise", "tensor", True, False, False, False),
+        Recipe("fp8-rowwise", "row", False, False, False, False),
+        Recipe("fp8-delayed", "tensor", False, True, True, True),
+        Recipe("fp8-current", "tensor", True, True, True, True),
+        Recipe("fp8-block", "block", False, True, True, True),
+        Recipe("mxfp8", "mx", False, True, True, True),
+    )
+}
+
+
+def check_units(name: str | None, machine: Machine) -> None:
+    """Raise ``InputError`` if ``machine`` has no units for the recipe ``name``."""
+    if name is None or name not in RECIPES:
+        return
+    if "float8" not in machine.compute:
+        known = ", ".join(machine.compute)
+        raise InputError(
+            f"--precision {name}: {machine.name} has no rate for float8 ({known}); leave it "
+            "out, or choose a GPU that has one"
+        )
+    if RECIPES[name].scaling == "mx" and not machine.chip().architecture.startswith("blackwell"):
+        raise InputError(
+            f"--precision {name}: {machine.name} has no units for MX formats, which came with Blackwell; choose "
+            "fp8-block, or a GPU such as b200-sxm"
+        )
+
+
+def recipe_of(name: str | None, dtype: str) -> Recipe | None:
+    """Return the recipe ``name``; raise ``InputError`` if it is unknown or the model is not 16-bit."""
+    if name is None:
+        return None
+    if name not in RECIPES:
+        raise InputError(f"precision {name!r} is not known; choose one of {', '.join(get_args(Precision))}")
+    if dtype not in ("bfloat16", "float16"):
+        raise InputError(f"--precision {name} is for models of 16 bits; give --dtype bfloat16")
+    return RECIPES[name]
+
+
+ROUTING_FIELDS = {"power-law": "alpha", "capacity": "capacity"}
+
+
+def routing_text(routing: ExpertRouting) -> str:
+    """Return the ``--routing`` text of ``routing``; the inverse of :func:`parse_routing`."""
+    values = {name: getattr(routing, field) for name, field in ROUTING_FIELDS.items()}
+    default = ExpertRouting()
+    told = [f"{name}={value:g}" for name, value in values.items() if value != getattr(default, ROUTING_FIELDS[name])]
+    return ",".join(told) or "balanced"
+
+
+def parse_routing(text: str) -> ExpertRouting:
+    """Parse the text of ``--routing``; raise ``InputError`` naming the wrong part."""
+    values: dict[str, float] = {}
+    for part in (piece.strip() for piece in text.split(",")):
+        name, separator, number = part.partition("=")
+        if part == "balanced":
+            continue
+        if name not in ROUTING_FIELDS or not separator:
+            raise InputError(
+                f"--routing {text!r}: {part!r} is none of balanced, power-law=1.2, capacity=1.25; write one of these"
+            )
+        try:
+            value = float(number)
+        except ValueError:
+            raise InputError(f"--routing {text!r}: {name}={number} is no number; write such as {name}=1.25") from None
+        if not 0 < value < float("inf"):
+            raise InputError(f"--routing {text!r}: {name} must be more than 0")
+        if ROUTING_FIELDS[name] in values:
+            raise InputError(f"--routing {text!r}: {name} is given twice; leave one out")
+        values[ROUTING_FIELDS[name]] = value
+    return ExpertRouting(**values)
+
 
 MODEL_PANEL = "My model on N GPUs"
 STEP_PANEL = "The step"
@@ -248,3 +396,20 @@ class StepOptions(AloneOnGpu, Stack, LinearAttention, Captured):
     def switches(self) -> Tf32Switches:
         """Float32 operations in TF32."""
         return Tf32Switches(products=self.dtype == "tf32") if self.tf32 is None else self.tf32
+
+
+StepFunction = str | Callable[..., Any]
+
+
+def script_name(script: StepFunction) -> str:
+    """Return ``FILE.py:FUNCTION`` of either form: for messages, and as the name of the workload."""
+    if isinstance(script, str):
+        return script
+    function = inspect.unwrap(getattr(script, "func", script))  # of functools.partial, of decorators
+    code = getattr(function, "__code__", None)
+    return f"{code.co_filename if code else '<python>'}:{getattr(function, '__name__', type(function).__name__)}"
+
+
+def script_folder(script: StepFunction) -> Path | None:
+    """Return the folder whose modules belong to the script; None for a function, which is imported already."""
+    return Path(script.rpartition(":")[0]).resolve().parent if isinstance(script, str) else None

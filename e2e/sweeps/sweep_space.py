@@ -20,8 +20,7 @@ from costmodel.base.units import whole_number
 from costmodel.machines.cluster import load_cluster
 from e2e.parallelism.spec import ParallelSpec, Recompute, read_parallel
 from e2e.sources.recipes import recipe_of
-from e2e.step.choices import AttentionForm, Dtype
-from e2e.step.precision import Precision
+from e2e.step.options import AttentionForm, Dtype, Precision
 
 # Micro-batches per pipeline stage without a global batch: the bubble is then at most a fifth of a step.
 MICRO_BATCHES_PER_STAGE = 4

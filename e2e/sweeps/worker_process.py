@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 
-from costmodel.base.termination import end_with_parent
+from costmodel.base.process import end_with_parent
 
 
 def prepare_worker(parent: int) -> None:

@@ -15,9 +15,8 @@ from types import ModuleType
 from typing import Any, Protocol, TypeVar
 
 from costmodel.base.errors import InputError
-from costmodel.base.termination import interrupts_held
-from e2e.sweeps.evaluate import SweepTask, evaluate, failure
-from e2e.sweeps.sweep_results import SweepRow
+from costmodel.base.process import interrupts_held
+from e2e.sweeps.sweep_results import SweepRow, SweepTask, evaluate, failure
 from e2e.sweeps.worker_process import prepare_worker
 
 Task = TypeVar("Task")

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from e2e.step.execution_graph import Action, Duration, Launch, RecordEvent, StreamWait, Synchronize
-from e2e.traces.call_info import CallNames
-from e2e.traces.formats.profile import HostSpan, KinetoTrace
-from e2e.traces.linking.device_order import DeviceOrder, LaunchedWork
-from e2e.traces.linking.nesting import launches_by_correlation
-from e2e.traces.linking.step_window import StepWindow
+from e2e.traces.formats.kineto import HostSpan, KinetoTrace
+from e2e.traces.host_time import launches_by_correlation
+from e2e.traces.launches import DeviceOrder, LaunchedWork
+from e2e.traces.linked_trace import CallNames
+from e2e.traces.step_window import StepWindow
 
 _DEVICE = frozenset({"cudaDeviceSynchronize", "cuCtxSynchronize", "hipDeviceSynchronize"})
 _STREAM = frozenset({"cudaStreamSynchronize", "cuStreamSynchronize", "hipStreamSynchronize"})

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from e2e.step.execution_graph import Action, Launch, RankGraph, RecordEvent, StreamWait, Synchronize, Task
-from e2e.whatif.operators_behind import TracedRank
+from e2e.whatif.traced_rank import TracedRank
 
 # Place on a stream: (stream, task), or `None` as task for the end of the previous step.
 _Place = tuple[int, int | None]

@@ -1,4 +1,4 @@
-"""Rules for the sizes of results given those of arguments, by operator, for :mod:`e2e.whatif.resized_trace`.
+"""Rules for the sizes of results given those of arguments, by operator, for :mod:`e2e.whatif.other_batch`.
 
 Only operators that permute, split, join or contract dimensions have a rule; results of all others are aligned with
 their arguments as in broadcasting. Argument positions are those of PyTorch's schemas.
@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from e2e.lowering.families.fbgemm import FORWARD as LOOKUPS
-from e2e.lowering.families.fbgemm import batch_arguments
+from e2e.lowering.families.embeddings import FORWARD as LOOKUPS
+from e2e.lowering.families.embeddings import batch_arguments
 from e2e.lowering.families.work import UnforeseenCall
 from e2e.step.operator_trace import OperatorCall, Tensor, Value, tensors
 from e2e.whatif.extents import Extent, Extents, Part, fixed, grows, joined, proportional, reshaped, share

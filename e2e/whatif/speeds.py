@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from costmodel.base.errors import InputError
-from e2e.explain.path_parts import task_family
+from e2e.explain.critical_path import task_family
 from e2e.step.execution_graph import (
     Action,
     Duration,
@@ -19,8 +19,8 @@ from e2e.step.execution_graph import (
     Synchronize,
     Task,
 )
-from e2e.whatif.operators_behind import TracedRank
 from e2e.whatif.questions import FasterHost, FasterKernels
+from e2e.whatif.traced_rank import TracedRank
 
 _LISTED = 12
 

@@ -20,11 +20,9 @@ import numpy as np
 
 from costmodel.base.errors import TuningError
 from costmodel.operators.layers import Conv2d, Dense
-from fusion.comparing.engines.base import EngineWorkload, Unavailable
-from fusion.comparing.engines.engine_table import ENGINES, REFERENCE
+from fusion.comparing.engines.engine import ENGINES, REFERENCE, EngineWorkload, Unavailable
 from fusion.comparing.engines.engine_worker import PREPARE_TIMEOUT_SECONDS, EngineFailed, Worker
-from fusion.model.named_arrays import Arrays
-from fusion.model.tensor_info import TensorInfo
+from fusion.model.named_arrays import Arrays, TensorInfo
 
 if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto, TensorProto
@@ -85,7 +83,7 @@ class BFloat16Rounding:
 class ByteRounding:
     """Rounding by the quantisation steps around the layers of the model ``quantised``, a :class:`LayerRounding`.
 
-    Nodes and tensors must have the names of the float model (:func:`fusion.relax.onnx.onnx_quantizer.float_form`). The
+    Nodes and tensors must have the names of the float model (:func:`fusion.relax.onnx.quantised_model.float_form`). The
     error of quantising any set of layers is known after a few runs, where ONNX Runtime's quantiser would calibrate for
     every set again. Scales and zero points are those of the model with all layers quantised.
     """
@@ -180,7 +178,7 @@ class SwitchedModel:
 def switched_model(
     prepared: ModelProto, graph: Graph, exposed: Collection[str] = (), rounding: LayerRounding | None = None
 ) -> SwitchedModel:
-    """Copy of the model that ``graph`` was extracted from (:func:`fusion.relax.onnx.onnx_prepare.prepare`), with
+    """Copy of the model that ``graph`` was extracted from (:func:`fusion.relax.onnx.preparation.prepare`), with
     switches.
 
     Every layer with weights that is found in it has a switch. ``exposed``: tensors added to the outputs if they exist;
@@ -220,7 +218,7 @@ def _located(model: ModelProto, graph: Graph) -> dict[str, _Place]:
     Variables have the name of their ONNX node, possibly with a suffix; other layers, such as results of the function,
     are matched to the first remaining node with as many weights.
     """
-    from fusion.model.layer_names import identifier
+    from fusion.model.conv_graph import identifier
 
     nodes = {identifier(node.name): node for node in model.graph.node}
     readers: dict[str, list[NodeProto]] = defaultdict(list)

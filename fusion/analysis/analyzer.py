@@ -1,4 +1,6 @@
-"""Roofline analysis of the fusion sites of a model, with reasons; nothing is tuned or measured."""
+"""Roofline analysis of the fusion sites of a model, with reasons in words, and of the whole network in every
+precision; nothing is tuned or measured.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +10,212 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from costmodel.base.errors import InputError
-from costmodel.base.say import Say
-from costmodel.cpu.fused_tile import has_dense_window
-from costmodel.cpu.roofline import RooflineModel, RooflineReport
+from costmodel.base.errors import InputError, Say
+from costmodel.cost_model import CostModel
+from costmodel.cpu.roofline import RooflineModel, RooflineReport, has_dense_window
 from costmodel.machines.machine_records import Machine
-from costmodel.model.cost_model import CostModel
 from costmodel.operators.layers import Conv2d, Operator, conv_kind
-from fusion.analysis.precision_outlook import PRECISE_TYPES, WORTH_OF_GAINS, PrecisionOutlook, in_precision, outlooks
-from fusion.analysis.reasons import NEGLIGIBLE, NOT_TUNED, LayerCost, explain_decision
 from fusion.analysis.target_machine import this_cpu
-from fusion.model.candidates import Site, find_sites
-from fusion.model.precision import FLOAT32, INT8, layers_in, precision_of, require_float
-from fusion.model.selection import FusionPlan, select, unfused_seconds
+from fusion.model.conv_graph import (
+    BFLOAT16,
+    FLOAT32,
+    INT8,
+    FusionPlan,
+    Site,
+    find_sites,
+    layers_covered,
+    layers_in,
+    precision_of,
+    require_float,
+    select,
+    stored_in,
+    unfused_seconds,
+)
 
 if TYPE_CHECKING:
     from fusion.model.conv_graph import Graph, Node
     from schedules.contract.cpu_target import CpuTarget
+
+
+# Do not mention a term that changes the time by less than this fraction.
+NEGLIGIBLE = 0.02
+NOT_TUNED = "not tuned, since nothing is saved even if memory and arithmetic do not overlap"
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """Time of the kernels of one arm (fused or unfused) as a sum of terms in seconds."""
+
+    core_seconds: float
+    # Memory time not hidden by arithmetic.
+    memory_seconds: float
+    region_seconds: float
+    recomputation: float
+    # Memory level and size of the tensor between the convolutions.
+    intermediate_level: str
+    intermediate_bytes: float
+    # True if one of the convolutions uses Winograd's algorithm.
+    winograd: bool = False
+    # True if the tile of a fused kernel and its weights exceed every core-private cache.
+    spills: bool = False
+
+    @classmethod
+    def of(cls, reports: Sequence[RooflineReport]) -> LayerCost:
+        """Sum of the reports of one fused kernel, or of the kernels it would replace."""
+        fused = len(reports) == 1
+        between = "intermediate" if fused else "output"
+        inside = [traffic for traffic in reports[0].traffic if traffic.tensor == between]
+        return cls(
+            core_seconds=sum(report.core_seconds for report in reports),
+            memory_seconds=sum(max(report.memory_seconds - report.core_seconds, 0.0) for report in reports),
+            region_seconds=sum(report.region_seconds for report in reports),
+            recomputation=reports[0].recomputation if fused else 1.0,
+            intermediate_level=inside[0].level,
+            intermediate_bytes=sum(traffic.size_bytes for traffic in inside),
+            winograd=any(report.winograd_outputs for report in reports),
+            spills=fused and reports[0].spills,
+        )
+
+
+def explain_decision(
+    unfused: LayerCost, fused: LayerCost, unfused_seconds: float, fused_seconds: float, chosen: bool, rival: str | None
+) -> str:
+    """One sentence: time saved or lost by fusing, the terms responsible, and the site chosen instead, if any."""
+    change = fused_seconds / unfused_seconds - 1.0
+    gains, losses = _terms(unfused, fused, unfused_seconds)
+    if change >= 0:
+        verdict = "no gain" if change < NEGLIGIBLE else f"{change:.0%} slower fused"
+        return f"{verdict}: {'; '.join(losses or ['memory is not what limits these kernels'])}"
+    share = f"{-change:.0%}" if -change >= NEGLIGIBLE else f"less than {NEGLIGIBLE:.0%}"
+    text = f"{share} faster fused: {'; '.join(gains or ['arithmetic and memory overlap better in one kernel'])}"
+    if losses:
+        text += f"; against it, {'; '.join(losses)}"
+    if not chosen and rival is not None:
+        text += f"; but it overlaps {rival}, which saves more over the whole chain"
+    return text
+
+
+def _terms(unfused: LayerCost, fused: LayerCost, scale: float) -> tuple[list[str], list[str]]:
+    """Descriptions of the terms that decrease and of those that increase, largest first."""
+    named = [
+        (unfused.memory_seconds - fused.memory_seconds, _memory_text(unfused, fused)),
+        (unfused.core_seconds - fused.core_seconds, _core_text(unfused, fused)),
+        (unfused.region_seconds - fused.region_seconds, _region_text(unfused, fused)),
+    ]
+    named.sort(key=lambda term: -abs(term[0]))
+    gains = [text for saved, text in named if saved > NEGLIGIBLE * scale]
+    losses = [text for saved, text in named if saved < -NEGLIGIBLE * scale]
+    return gains, losses
+
+
+def _memory_text(unfused: LayerCost, fused: LayerCost) -> str:
+    size = format_bytes(unfused.intermediate_bytes)
+    where = f"the {size} intermediate stays in {fused.intermediate_level}"
+    if fused.intermediate_level != unfused.intermediate_level:
+        where += f" instead of {unfused.intermediate_level}"
+    return f"{where} (time waiting for memory {_change(unfused.memory_seconds, fused.memory_seconds)})"
+
+
+def _core_text(unfused: LayerCost, fused: LayerCost) -> str:
+    times = _change(unfused.core_seconds, fused.core_seconds)
+    if fused.winograd and fused.spills and fused.core_seconds > unfused.core_seconds:
+        return f"tiles and weights fit no core's own cache, which Winograd's transforms go through ({times})"
+    if unfused.winograd and not fused.winograd and fused.core_seconds > unfused.core_seconds:
+        return f"apart, Winograd's algorithm saves multiplications, one kernel for both computes direct sums ({times})"
+    if fused.core_seconds > unfused.core_seconds and fused.recomputation > 1.0 + NEGLIGIBLE:
+        return f"the halo of the tiles re-computes {fused.recomputation - 1:.0%} of the arithmetic ({times})"
+    return f"threads share the work {'worse' if fused.core_seconds > unfused.core_seconds else 'better'} ({times})"
+
+
+def _region_text(unfused: LayerCost, fused: LayerCost) -> str:
+    return f"fewer parallel regions ({_change(unfused.region_seconds, fused.region_seconds)})"
+
+
+def _change(before: float, after: float) -> str:
+    return f"{before * 1e6:.1f} to {after * 1e6:.1f} us"
+
+
+def format_bytes(size: float) -> str:
+    """Format a size with one decimal in the largest unit that fits, e.g. ``1.5 MiB``."""
+    for unit, scale in (("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10)):
+        if size >= scale:
+            return f"{size / scale:.1f} {unit}"
+    return f"{size:.0f} B"
+
+
+# Number types of layers, most exact first.
+PRECISE_TYPES = (FLOAT32, BFLOAT16, INT8)
+# Accuracy of predicted gains: networks of docs/benchmarks.md, sites of docs/limits.md.
+WORTH_OF_GAINS = (
+    "gains are what the roofline predicts, without an interval. Measured in 15 tuned networks that fused something, "
+    "fusion alone made them 1.06 times as fast (0.98 to 1.27); whether a site gains was told right for 68 to 79 % of "
+    "sites, little more often than by fusing always (57 against 55 % on one machine, 86 against 96 % on another)"
+)
+
+
+@dataclass(frozen=True)
+class PrecisionOutlook:
+    """Prediction for a network with some layers in ``precision``, the others in float32."""
+
+    precision: str
+    # Number of layers in ``precision``.
+    layers: int
+    sites: int
+    sites_fused: int
+    # Sustained rate of the machine in flop/s.
+    peak_flops: float
+    unfused_seconds: float
+    fused_seconds: float
+    # Flop per byte that kernels read or write.
+    unfused_intensity: float
+    fused_intensity: float
+    # Reason for the lack of kernels in this precision, or None.
+    missing: str | None = None
+
+    @property
+    def gain(self) -> float:
+        """Speedup by fusion."""
+        return self.unfused_seconds / self.fused_seconds if self.fused_seconds else 1.0
+
+
+def outlooks(graph: Graph, machine: Machine, cpu: CpuTarget) -> tuple[PrecisionOutlook, ...]:
+    """Outlooks for every precision that the machine has a compute rate for."""
+    return tuple(_outlook(graph, machine, cpu, dtype) for dtype in PRECISE_TYPES if dtype in machine.compute)
+
+
+def in_precision(graph: Graph, dtype: str, cpu: CpuTarget) -> Graph:
+    """``graph`` with every layer in ``dtype`` that our kernels support in it."""
+    return stored_in(graph, layers_covered(graph, dtype, cpu), dtype)
+
+
+def _outlook(graph: Graph, machine: Machine, cpu: CpuTarget, dtype: str) -> PrecisionOutlook:
+    stored = in_precision(graph, dtype, cpu)
+    sites = find_sites(stored, cpu)
+    apart = [node.operator for node in stored.nodes]
+    everything = list(dict.fromkeys([*apart, *(site.operator for site in sites)]))
+    size = float(sum(operator.weight_bytes + operator.output_bytes for operator in apart))
+    estimates = RooflineModel(machine, cpu.threads, size).estimate(everything)
+    seconds = {operator: found.seconds for operator, found in zip(everything, estimates, strict=True)}
+    plan = select(stored, sites, seconds)
+    fused = [group.operator for group in plan.groups]
+    return PrecisionOutlook(
+        precision=dtype,
+        layers=sum(node.operator.dtype == dtype for node in stored.nodes),
+        sites=len(sites),
+        sites_fused=sum(group.is_fused for group in plan.groups),
+        peak_flops=machine.peak_flops(dtype, cpu.threads),
+        unfused_seconds=sum(seconds[operator] for operator in apart),
+        fused_seconds=sum(seconds[operator] for operator in fused),
+        unfused_intensity=_intensity(apart),
+        fused_intensity=_intensity(fused),
+        missing=None if dtype == FLOAT32 else cpu.lacks(dtype),
+    )
+
+
+def _intensity(operators: Sequence[Operator]) -> float:
+    size = sum(each.input_bytes + each.weight_bytes + each.output_bytes + each.residual_bytes for each in operators)
+    return sum(each.flops for each in operators) / size if size else 0.0
+
 
 Explain = Callable[[Operator], RooflineReport]
 # A site loses clearly if its predicted fused time is above this multiple of the unfused time.
@@ -149,9 +340,9 @@ def read_graph(
     Raises ``InputError`` if the CPU lacks ``precision``, or if the model is quantised.
     """
     from fusion.relax.extract import extract_graph
-    from fusion.relax.onnx.float_layers import told_in_floats
     from fusion.relax.onnx.importer import import_onnx
-    from fusion.relax.onnx.onnx_file import require_loaded
+    from fusion.relax.onnx.model_file import require_loaded
+    from fusion.relax.onnx.quantised_model import told_in_floats
 
     target = this_cpu(machine, threads, say)
     cpu = target.cpu

@@ -9,10 +9,9 @@ import warnings
 from collections.abc import Callable
 from functools import cached_property
 
-from costmodel.base.cores import usable_cores
-from costmodel.base.errors import MachineError, ProjectError
-from costmodel.base.say import Say
-from costmodel.machines.machine_catalog import HOST_NAME, host_identity, host_machine, load_machine, user_directory
+from costmodel.base.errors import MachineError, ProjectError, Say
+from costmodel.base.process import usable_cores
+from costmodel.machines.machine_file import HOST_NAME, host_identity, host_machine, load_machine, user_directory
 from costmodel.machines.machine_records import Host, Machine
 from schedules.contract.cpu_target import CpuTarget, cpu_flags, host_target, required_flags
 
@@ -97,9 +96,8 @@ def _calibrated(threads: int, say: Say) -> Machine:
 
 
 def _calibrate_now(threads: int, say: Say) -> Machine:
-    from costmodel.cpu.calibrate import QUICK, calibrate
-    from costmodel.machines.machine_catalog import usable_threads
-    from costmodel.machines.machine_file import write_machine
+    from costmodel.cpu.calibration import QUICK, calibrate
+    from costmodel.machines.machine_file import usable_threads, write_machine
 
     say("this CPU is not calibrated yet: measuring it quickly (`python -m costmodel calibrate` measures it thoroughly)")
     machine = calibrate(max(threads, usable_threads()), QUICK)

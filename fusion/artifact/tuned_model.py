@@ -1,22 +1,174 @@
-"""Tuned models as Python functions on arrays. :func:`load` opens a build written by ``tune``."""
+"""Tuned models as Python functions on arrays, run by TVM's runtime. :func:`load` opens a build written by ``tune``;
+``python -m fusion run`` runs it on the arrays of a file.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from costmodel.base.cores import threads_to_use
 from costmodel.base.errors import InputError
-from fusion.artifact.build_folder import MODEL
-from fusion.artifact.executable import CompiledModel, load_compiled, threads_of_tvm
-from fusion.artifact.profile_folders import describe_inputs, read_profiles
-from fusion.model.named_arrays import Arrays, check_arrays
-from fusion.model.tensor_info import TensorInfo
+from costmodel.base.input_files import check_file
+from costmodel.base.output_files import check_outputs
+from costmodel.base.process import threads_to_use
+from fusion.artifact.build_folder import MODEL, Artifact, check_runnable, describe_inputs, read_profiles
+from fusion.model.library_messages import sentence
+from fusion.model.named_arrays import Arrays, TensorInfo, check_arrays, read_npz, to_tvm, write_npz
+from schedules.contract.tvm_import import lacks_compiler, tvm_threads, uninterrupted
+
+# Prefix of VM functions between kernels: storage, views, shape checks.
+_BUILTIN = "vm.builtin."
+_LEAST_RUNS = 5
+# True once the thread's pool exists: TVM reads its size from the environment at the thread's first kernel.
+_SETTLED = threading.local()
+
+
+class CompiledModel:
+    """One module of a build directory in the Relax virtual machine. Inputs must match the interface."""
+
+    def __init__(
+        self, machine: Any, inputs: tuple[TensorInfo, ...], outputs: tuple[TensorInfo, ...], threads: int | None = None
+    ) -> None:
+        """``threads``: of the kernels; default: TVM's."""
+        self._machine = machine
+        self._inputs = inputs
+        self._outputs = outputs
+        self._main = machine["main"]
+        self._lock = threading.Lock()
+        self._threads = threads
+
+    def __call__(self, arrays: Mapping[str, np.ndarray]) -> Arrays:
+        """Return the outputs, copied out of TVM's memory. Concurrent calls are serialised: a machine runs one call."""
+        arguments = self._arguments(arrays)
+        settle_threads(self._threads)
+        with self._lock:
+            result = self._main(*arguments)
+            values = [result] if hasattr(result, "numpy") else list(result)
+            return {info.name: value.numpy() for info, value in zip(self._outputs, values, strict=True)}
+
+    def bind(self, arrays: Mapping[str, np.ndarray]) -> Callable[[], Any]:
+        """Cheapest call on inputs that are already in TVM's memory, for timing; not thread-safe."""
+        arguments = self._arguments(arrays)
+        settle_threads(self._threads)
+        self._machine.save_function("main", "bound_main", *arguments, include_return=False)
+        return self._machine["bound_main"]
+
+    def kernel_durations(self, arrays: Mapping[str, np.ndarray], seconds: float) -> list[tuple[str, list[float]]]:
+        """(Symbol, durations in seconds of all runs) of every kernel call, in execution order.
+
+        Runs back to back for ``seconds``. A duration includes a few microseconds of clock overhead.
+        """
+        arguments, clock = self._arguments(arrays), time.perf_counter
+        settle_threads(self._threads)
+        calls: list[tuple[str, float, float]] = []
+        started = 0.0
+
+        def instrument(_: Any, symbol: str, before: bool, *__: Any) -> None:
+            nonlocal started
+            ended = clock()
+            if not before:
+                if not symbol.startswith(_BUILTIN):
+                    calls.append((symbol, started, ended))
+                return
+            started = clock()
+
+        runs: list[list[tuple[str, float]]] = []
+        with self._lock:
+            self._machine.set_instrument(instrument)
+            try:
+                end = clock() + seconds
+                while len(runs) <= _LEAST_RUNS or clock() < end:
+                    calls.clear()
+                    self._main(*arguments)
+                    runs.append([(symbol, ended - started) for symbol, started, ended in calls])
+            finally:
+                self._machine.set_instrument(None)
+        symbols = [symbol for symbol, _ in runs[0]]
+        same = [run for run in runs[1:] if [symbol for symbol, _ in run] == symbols]
+        return [(symbol, [run[index][1] for run in same]) for index, symbol in enumerate(symbols)]
+
+    def _arguments(self, arrays: Mapping[str, np.ndarray]) -> list[Any]:
+        return [to_tvm(arrays[info.name]) for info in self._inputs]
+
+
+def load_compiled(artifact: Artifact, name: str, threads: int) -> CompiledModel:
+    """Load the module ``name`` of a build to run on ``threads`` threads. Raises ``InputError``.
+
+    Only TVM's runtime library is loaded, unless this process already loaded the compiler.
+    """
+    library = artifact.library(name)
+    if library is None:
+        raise InputError(f"{artifact.directory}: this build has no {name}; tune the model again")
+    check_runnable(artifact)
+    with uninterrupted(), _runtime_alone():
+        import tvm
+
+    check_runnable(artifact, tvm_version=tvm.__version__)
+    settle_threads(threads)
+    return load_library(library, artifact.manifest.inputs, artifact.manifest.outputs, threads)
+
+
+def load_library(
+    library: Path, inputs: tuple[TensorInfo, ...], outputs: tuple[TensorInfo, ...], threads: int | None = None
+) -> CompiledModel:
+    """Load a shared library exported by ``tvm.relax.build``. Raises ``InputError``."""
+    import tvm
+    from tvm.runtime.vm import VirtualMachine
+
+    try:
+        check_file(library, "library")
+        machine = VirtualMachine(tvm.runtime.load_module(str(library)), tvm.cpu())
+        return CompiledModel(machine, inputs, outputs, threads)
+    except (RuntimeError, AttributeError, ValueError, OSError) as error:
+        raise InputError(f"{library}: cannot be loaded: {sentence(error)}; tune the model again") from error
+
+
+def settle_threads(count: int | None) -> None:
+    """Create the thread pool of TVM for the calling thread with ``count`` threads; an existing pool is unchanged."""
+    if count is not None and not getattr(_SETTLED, "done", False):
+        with tvm_threads(count):
+            threads_of_tvm()
+        _SETTLED.done = True
+
+
+def threads_of_tvm() -> int:
+    """Number of threads that TVM uses for this thread; fixed by the first call."""
+    from tvm_ffi import get_global_func
+
+    found = get_global_func("runtime.NumThreads")
+    return int(found())
+
+
+def require_compiler() -> None:
+    """Load TVM; raise ``InputError`` if this process loaded it without its compiler, which cannot be added later."""
+    if lacks_compiler():
+        raise InputError(
+            "this process loaded a tuned model with TVM's runtime alone, without its compiler: analyze and tune before "
+            "the first load, or in another process"
+        )
+    with uninterrupted():
+        import tvm  # noqa: F401
+
+
+@contextmanager
+def _runtime_alone() -> Iterator[None]:
+    """Load TVM without its compiler in this context. Child processes do not inherit the setting: they may compile."""
+    name = "TVM_USE_RUNTIME_LIB"
+    before = os.environ.get(name)
+    os.environ.setdefault(name, "1")
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,3 +314,35 @@ def _view(name: str, array: Any, source: str) -> np.ndarray:
         raise InputError(
             f"{source}: input '{name}' cannot be read in this CPU's memory: {reason}; give it as a NumPy array"
         ) from error
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """Result of ``run``; ``seconds``: the first call without loading (``compare`` measures latency)."""
+
+    output: str
+    outputs: tuple[TensorInfo, ...]
+    seconds: float
+    threads: int
+
+
+def run_command(build_dir: Path, input_npz: Path, output_npz: Path, threads: int | None = None) -> RunResult:
+    """Run the model of ``build_dir`` on the named arrays of ``input_npz`` and write its named outputs.
+
+    ``threads`` defaults to the number it was tuned for, limited by the available cores. Raises ``InputError`` or
+    ``OutputError``.
+    """
+    check_outputs({"--output": output_npz}, {"--input": input_npz})
+    model, arrays = load(build_dir, threads), read_npz(input_npz)
+    started = time.perf_counter()
+    outputs = model.run(arrays, source=str(input_npz))
+    seconds = time.perf_counter() - started
+    write_npz(output_npz, outputs)
+    described = tuple(TensorInfo(name, array.shape, str(array.dtype)) for name, array in outputs.items())
+    return RunResult(str(output_npz), described, seconds, model.threads)
+
+
+def render_run(result: RunResult) -> str:
+    """Format the outputs as text, one per line."""
+    lines = [f"{info.name}: {info.dtype}{list(info.shape)}" for info in result.outputs]
+    return "\n".join([*lines, f"written to {result.output}"])

@@ -21,8 +21,8 @@ from costmodel.base.command_line import ProgramGroup, guarded, program_name, ver
 from costmodel.base.errors import InputError
 from costmodel.base.units import whole_number
 from fusion.commands import records_command
-from fusion.comparing.engines.engine_table import DEFAULT, ENGINES
-from schedules.contract.lean_import import import_tvm_alone
+from fusion.comparing.engines.engine import DEFAULT, ENGINES
+from schedules.contract.tvm_import import import_tvm_alone
 
 app = typer.Typer(
     name="fusion",
@@ -172,7 +172,7 @@ def tune(
     """Tune fused and separate kernels, keep what measures faster, check against ONNX Runtime, write the artifact."""
     from fusion.commands import fusion_api
     from fusion.report.console_report import print_summary
-    from fusion.tuning.progress import TuningDisplay
+    from fusion.tuning.clock import TuningDisplay
 
     shapes = parse_shapes(shape)
     import_tvm_alone()
@@ -221,7 +221,7 @@ def run(
     json_: JsonOption = False,
 ) -> None:
     """Run a tuned model on named arrays."""
-    from fusion.artifact.run_files import render_run, run_command
+    from fusion.artifact.tuned_model import render_run, run_command
 
     result = run_command(build, input_, output, threads)
     _emit(asdict(result)) if json_ else typer.echo(render_run(result))
@@ -239,8 +239,8 @@ def benchmark(
     json_: JsonOption = False,
 ) -> None:
     """Latency percentiles and throughput of a tuned model by itself."""
-    from fusion.artifact.profile_folders import read_profiles
-    from fusion.comparing.benchmark_build import benchmark_build, render_times
+    from fusion.artifact.build_folder import read_profiles
+    from fusion.comparing.compare import benchmark_build, render_times
 
     folders = [artifact.directory for artifact in read_profiles(build)]
     times = [benchmark_build(folder, streams, threads, seconds, _say) for folder in folders]
@@ -271,9 +271,9 @@ def compare(
     json_: JsonOption = False,
 ) -> None:
     """Time a tuned model beside other engines, in turns, outputs compared too."""
-    from fusion.artifact.profile_folders import read_profiles
+    from fusion.artifact.build_folder import read_profiles
     from fusion.comparing.compare import compare_command
-    from fusion.comparing.rounds import Sampling
+    from fusion.comparing.timing import Sampling
     from fusion.report.console_report import print_comparison
 
     comparisons = [
@@ -326,7 +326,7 @@ def quantize(
     json_: JsonOption = False,
 ) -> None:
     """Quantise a float model to INT8 by ONNX Runtime's quantiser, and say how far its outputs are off."""
-    from fusion.relax.onnx.onnx_quantizer import QuantizationOptions
+    from fusion.relax.onnx.quantised_model import QuantizationOptions
     from fusion.tuning.quantization import quantize_model, render_quantized
 
     shapes = parse_shapes(shape)

@@ -13,17 +13,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from costmodel.base.counts import MOST_COUNT, check_count
-from costmodel.base.errors import InputError
-from costmodel.base.pictures import check_picture
-from costmodel.base.say import Say
-from costmodel.base.whole_file import check_writable
-from fusion.model.precision import Precision
+from costmodel.base.errors import InputError, Say
+from costmodel.base.output_files import check_writable
+from costmodel.base.units import MOST_COUNT, check_count
+from costmodel.pages.charts import check_picture
+from fusion.model.conv_graph import Precision
 
 if TYPE_CHECKING:
     from fusion.analysis.analyzer import NetworkAnalysis
+    from fusion.tuning.clock import TuningDisplay
     from fusion.tuning.network import InputProfile
-    from fusion.tuning.progress import TuningDisplay
     from fusion.tuning.quantization import QuantizeSummary
 
 PathLike = str | os.PathLike[str]
@@ -104,7 +103,7 @@ def analyze(
     >>> [site.name for site in analysis.sites if site.fuse]             # doctest: +SKIP
     ['/features/features.1/conv/...']
     """
-    from fusion.artifact.executable import require_compiler
+    from fusion.artifact.tuned_model import require_compiler
 
     require_compiler()
     from fusion.analysis.analyzer import analyze_in, by_precision, read_graph
@@ -120,7 +119,7 @@ def analyze(
     )
     found = analyze_in(precision, *read)
     if picture is not None:
-        from fusion.report.result_pictures import draw_roofline
+        from fusion.report.pictures import draw_roofline
 
         draw_roofline(read.machine, read.cpu.threads, by_precision(*read), Path(picture))
     return found
@@ -172,7 +171,7 @@ def tune(
       ``"int8"``
     - ``report``: write ``report.html`` into ``output``
     - ``progress``: callback as in :func:`analyze`, or the progress bar of the command line,
-      :class:`fusion.tuning.progress.TuningDisplay`
+      :class:`fusion.tuning.clock.TuningDisplay`
 
     Ctrl-C while kernels are tuned builds the best network found so far. Raises ``ModelError`` and ``InputError`` as
     :func:`analyze`, ``OutputError`` for a folder that is not writable, ``TuningError`` if nothing could be built, run
@@ -182,14 +181,14 @@ def tune(
     >>> summary.speedup_over_onnxruntime, summary.sites_fused                # doctest: +SKIP
     (1.44, 13)
     """
-    from fusion.artifact.executable import require_compiler
+    from fusion.artifact.tuned_model import require_compiler
     from fusion.commands.doctor import require_tools
 
     require_tools(Path(model), Path(output))
     require_compiler()  # before imports that need it
     from fusion.report.tune_page import remove_reports, write_reports
+    from fusion.tuning.clock import TuningDisplay
     from fusion.tuning.network import TuneRequest
-    from fusion.tuning.progress import TuningDisplay
     from fusion.tuning.road import tune_model
 
     _check_counts(trials=trials, threads=threads)
@@ -236,7 +235,7 @@ def quantize(
     >>> quantize("model.onnx", "images.npz", per_channel=True).errors.top1_agreement    # doctest: +SKIP
     0.98
     """
-    from fusion.relax.onnx.onnx_quantizer import QuantizationOptions
+    from fusion.relax.onnx.quantised_model import QuantizationOptions
     from fusion.tuning.quantization import quantize_model
 
     options = QuantizationOptions(format, per_channel, symmetric, tuple(exclude), method)

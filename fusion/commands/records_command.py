@@ -20,12 +20,12 @@ import typer
 
 from costmodel.base.command_line import guarded
 from costmodel.base.errors import InputError
-from costmodel.base.whole_file import write_whole
+from costmodel.base.output_files import write_whole
 
 if TYPE_CHECKING:
     from costmodel.operators.layers import Operator
-    from schedules.records.record_store import RecordStore
-    from schedules.tuning.kernel_sampling import SamplingProgress
+    from schedules.records.tuning_records import RecordStore
+    from schedules.tuning.kernel_ranking import SamplingProgress
 
 app = typer.Typer(help="Kernel measurements that are shipped, and the ranking learned from them.", no_args_is_help=True)
 
@@ -120,12 +120,12 @@ def measure_records(
 
     A kernel shared by several networks is measured once for all. Raises ``InputError`` for a network without kernels.
     """
-    from costmodel.base.cores import threads_to_use
+    from costmodel.base.process import threads_to_use
     from schedules.contract.cpu_target import host_target
     from schedules.measuring.measure_runner import Runner
-    from schedules.records.collect_records import records_folder
-    from schedules.records.record_store import RecordStore
-    from schedules.tuning.kernel_sampling import measure_samples, sampled_kernels
+    from schedules.records.shipped_records import records_folder
+    from schedules.records.tuning_records import RecordStore
+    from schedules.tuning.kernel_ranking import measure_samples, sampled_kernels
 
     threads_to_use(threads, 1)
     cpu = host_target(threads)
@@ -151,8 +151,8 @@ def measure_records(
 def kernels_of(model: Path, folder: Path, threads: int | None) -> list[Operator]:
     """Kernels that `tune` would measure for an ONNX file: those of its layers, and of plausible sites."""
     from fusion.analysis.target_machine import this_cpu
+    from fusion.tuning.clock import TuningDisplay
     from fusion.tuning.network import TuneRequest, plausible_sites, read_networks
-    from fusion.tuning.progress import TuningDisplay
 
     display = TuningDisplay()
     request = TuneRequest(model, folder.parent, threads=threads, minutes=1.0)
@@ -192,12 +192,12 @@ def collect_records(
     ``add``: merge with the existing records, whose ``note`` is kept by default; raises ``InputError`` if there are
     none.
     """
-    from costmodel.base.cores import usable_cores
+    from costmodel.base.process import usable_cores
     from costmodel.machines.machine_file import write_machine
     from fusion.analysis.target_machine import machine_for
     from schedules.contract.cpu_target import host_target
     from schedules.records import shipped_records
-    from schedules.records.collect_records import collect as collected_from
+    from schedules.records.shipped_records import collect as collected_from
 
     for name in leave_out:
         if not re.fullmatch(r"[\w.-]+", name):

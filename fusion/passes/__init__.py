@@ -1,6 +1,6 @@
 """The Relax pass ``FuseConvPairs`` for external pipelines (docs/relax-pass.md)."""
 
-from schedules.contract.lean_import import lacks_compiler
+from schedules.contract.tvm_import import lacks_compiler
 
 if lacks_compiler():
     raise ImportError(

@@ -15,21 +15,19 @@ import tvm
 from tvm import relax
 
 from costmodel.base.errors import InputError
+from costmodel.cost_model import CostModel
 from costmodel.cpu.roofline import RooflineModel
 from costmodel.machines.machine_records import Machine
-from costmodel.model.cost_model import CostModel
 from costmodel.operators.layers import Operator
 from fusion.analysis.analyzer import is_hopeless, network_bytes, predict
 from fusion.analysis.target_machine import machine_for
-from fusion.model.candidates import Site, find_sites
-from fusion.model.conv_graph import Graph
-from fusion.model.selection import FusionPlan, select, unfused_seconds
+from fusion.model.conv_graph import FusionPlan, Graph, Site, find_sites, select, unfused_seconds
 from fusion.relax.extract import extract_graph
 from fusion.relax.layout_lowering import lower
 from schedules.contract.cpu_target import CpuTarget, host_target
 from schedules.contract.template import Config
 from schedules.kernels.template_table import template_for
-from schedules.records.record_store import RECORDS, RecordStore
+from schedules.records.tuning_records import RECORDS, RecordStore
 from schedules.tuning.trial_search import Ranker
 
 _log = logging.getLogger(__name__)

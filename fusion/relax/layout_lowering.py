@@ -15,15 +15,11 @@ from tvm import relax
 from tvm.relax import PyExprMutator
 
 from costmodel.operators.layers import Conv2d, Operator, Pool2d
-from fusion.model.conv_graph import Node
-from fusion.model.selection import FusionPlan, Group
+from fusion.model.conv_graph import FusionPlan, Group, Node
 from fusion.relax.bindings import operator_name, read_program, static_shape, variables
-from fusion.relax.blocked_operators import BlockedOperators
-from fusion.relax.byte_operators import ByteOperators
 from fusion.relax.channel_moves import ChannelMoves
-from fusion.relax.layouts import Form, LaidOutValue, Layouts
-from fusion.relax.lowered_kernels import KernelLibrary, SummedKernel, is_covered
-from fusion.relax.row_operators import RowOperators
+from fusion.relax.lowered_module import Form, KernelLibrary, LaidOutValue, Layouts, SummedKernel, is_covered
+from fusion.relax.untuned_operators import BlockedOperators, ByteOperators, RowOperators
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import Config, TensorSpec
 

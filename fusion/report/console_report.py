@@ -13,13 +13,19 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from fusion.analysis.analyzer import NetworkAnalysis, SiteReport, TensorPlace, window_text
-from fusion.analysis.precision_outlook import PrecisionOutlook
-from fusion.analysis.reasons import NOT_TUNED, format_bytes
-from fusion.artifact.profile_folders import describe_inputs
+from fusion.analysis.analyzer import (
+    NOT_TUNED,
+    NetworkAnalysis,
+    PrecisionOutlook,
+    SiteReport,
+    TensorPlace,
+    format_bytes,
+    window_text,
+)
+from fusion.artifact.build_folder import describe_inputs
 from fusion.comparing.compare import Comparison
-from fusion.model.precision import BFLOAT16, INT8
-from fusion.model.tensor_info import TensorInfo
+from fusion.model.conv_graph import BFLOAT16, INT8
+from fusion.model.named_arrays import TensorInfo
 
 # Maximum number of listed layers.
 _LISTED_LAYERS = 12

@@ -10,18 +10,27 @@ from pathlib import Path
 from typing import Any
 
 from costmodel.base.errors import InputError
-from costmodel.base.foreign_files import read_text
-from costmodel.base.plain_json import MALFORMED
-from costmodel.pages.axes import Axis, around, seconds_text, with_prefix
-from costmodel.pages.charts import Chart, stacked_rows
-from costmodel.pages.document import contents, document, section, write_page
-from costmodel.pages.markup import Html, joined, tag
-from costmodel.pages.tables import BarCell, Cell, NumberCell, facts, legend, table
-from fusion.artifact.build_folder import REPORT, SUMMARY
-from fusion.artifact.profile_folders import describe_inputs
-from fusion.model.tensor_info import TensorInfo
+from costmodel.base.input_files import MALFORMED, read_text
+from costmodel.pages.charts import Axis, Chart, around, seconds_text, stacked_rows, with_prefix
+from costmodel.pages.document import (
+    BarCell,
+    Cell,
+    Html,
+    NumberCell,
+    contents,
+    document,
+    facts,
+    joined,
+    legend,
+    section,
+    table,
+    tag,
+    write_page,
+)
+from fusion.artifact.build_folder import REPORT, SUMMARY, describe_inputs
+from fusion.model.named_arrays import TensorInfo
 from fusion.report.console_report import memory_lines, precision_lines, short_names
-from fusion.report.network_picture import FUSED, network_picture
+from fusion.report.pictures import FUSED, network_picture
 
 _OURS, _APART, _PEER, _SOFT = "#228833", "#4477aa", "#aa3377", "#9aa3ad"
 _OLDER = "This build is older than what is shown here; `tune` makes it anew from its records."

@@ -16,24 +16,28 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fusion.comparing.crew import Crew, NotMeasured
-from fusion.comparing.engines.base import EngineWorkload
-from fusion.comparing.engines.engine_table import ENGINES, REFERENCE, TUNED, UNFUSED_ENGINE, select_engines
-from fusion.comparing.lost_layers import LostLayers
-from fusion.comparing.output_errors import OutputErrors, errors_json
-from fusion.comparing.probes import error_inputs
-from fusion.comparing.quantized_file import quantized_file
-from fusion.comparing.rounds import LEAST_ROUNDS, EngineTiming, Sampling, TimedEngine, measure
-from fusion.model.selection import FusionPlan, cover, unfused_plan, unfused_seconds
+from fusion.comparing.engines.engine import ENGINES, REFERENCE, TUNED, UNFUSED_ENGINE, EngineWorkload, select_engines
+from fusion.comparing.layer_table import LostLayers
+from fusion.comparing.output_errors import OutputErrors, error_inputs, errors_json
+from fusion.comparing.timing import (
+    LEAST_ROUNDS,
+    Crew,
+    EngineTiming,
+    NotMeasured,
+    Sampling,
+    TimedEngine,
+    measure,
+    quantized_file,
+)
+from fusion.model.conv_graph import FusionPlan, cover, unfused_plan, unfused_seconds
 
 if TYPE_CHECKING:
-    from costmodel.base.say import Say
+    from costmodel.base.errors import Say
     from costmodel.operators.layers import Operator
     from fusion.acceptance.output_check import Verdict
     from fusion.comparing.engines.engine_worker import Worker
-    from fusion.model.candidates import Site
-    from fusion.model.conv_graph import Graph
-    from fusion.relax.memory_plan import MemoryPlan
+    from fusion.model.conv_graph import Graph, Site
+    from fusion.relax.machine_code import MemoryPlan
     from fusion.tuning.network_tuning import TunedKernels
     from schedules.contract.template import Config
 

@@ -14,20 +14,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from costmodel.base.errors import TuningError
-from costmodel.base.whole_file import write_whole
+from costmodel.base.output_files import write_whole
 from fusion.acceptance.error_budget import BudgetExceeded
 from fusion.acceptance.output_check import lost_values
-from fusion.artifact.build_folder import MODEL, UNFUSED_MODULE, describe, output_directory, read_artifact
-from fusion.artifact.profile_folders import ProfileBuild, describe_inputs
-from fusion.comparing.engines.base import EngineWorkload
-from fusion.comparing.engines.engine_table import REFERENCE
+from fusion.artifact.build_folder import (
+    MODEL,
+    UNFUSED_MODULE,
+    ProfileBuild,
+    describe,
+    describe_inputs,
+    output_directory,
+    read_artifact,
+)
+from fusion.comparing.engines.engine import REFERENCE, EngineWorkload
 from fusion.comparing.engines.engine_worker import EngineFailed, Worker
-from fusion.comparing.lost_layers import LostLayers, lost_layers
-from fusion.comparing.output_errors import output_errors
-from fusion.comparing.probes import broken_inputs
+from fusion.comparing.layer_table import LostLayers, lost_layers
+from fusion.comparing.output_errors import broken_inputs, output_errors
+from fusion.model.conv_graph import BFLOAT16, precision_of
 from fusion.model.named_arrays import random_arrays
-from fusion.model.precision import BFLOAT16, precision_of
-from fusion.relax.onnx.float_layers import told_in_floats
+from fusion.relax.onnx.quantised_model import told_in_floats
+from fusion.tuning.clock import FINAL_COMPILATION, LEAST_FINALISTS, StageClock, TimeLimit, TuningDisplay, race_sampling
 from fusion.tuning.finals import (
     FLOAT32_NETWORK,
     UNFUSED_NETWORK,
@@ -50,16 +56,13 @@ from fusion.tuning.network_check import (
     workload,
 )
 from fusion.tuning.precision import PrecisionPlan, PrecisionReport, precision_plan, with_raced
-from fusion.tuning.progress import TuningDisplay
 from fusion.tuning.quantization import Quantised, quantised_plan
 from fusion.tuning.summary import document
-from fusion.tuning.time_limit import FINAL_COMPILATION, LEAST_FINALISTS, StageClock, TimeLimit, race_sampling
 
 if TYPE_CHECKING:
-    from fusion.relax.machine_code import CompiledModule
-    from fusion.relax.memory_plan import MemoryPlan
+    from fusion.relax.machine_code import CompiledModule, MemoryPlan
     from fusion.tuning.network_tuning import NetworkRunner, NetworkTuner, TunedKernels
-    from schedules.records.record_store import RecordStore
+    from schedules.records.tuning_records import RecordStore
     from schedules.tuning.trial_search import Ranker
 
 RECORDS = "records"
@@ -146,7 +149,7 @@ class TuningJob:
         """
         from fusion.tuning.network_tuning import TuningBudget
         from schedules.measuring.measure_runner import Runner
-        from schedules.records.record_store import RecordStore
+        from schedules.records.tuning_records import RecordStore
 
         display, output = self.display, network.request.output
         cost_model = network.ranking_model()
@@ -496,7 +499,7 @@ class BuiltLibrary:
 @contextmanager
 def batch_file(network: Network) -> Iterator[None]:
     """Write the copy of the model for another batch, which the build's comparisons read; delete it on failure."""
-    from fusion.relax.onnx.onnx_prepare import static_model
+    from fusion.relax.onnx.preparation import static_model
 
     if network.file == network.request.model:
         yield

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from costmodel.base.errors import TuningError
 from fusion.acceptance.error_budget import BudgetExceeded, PrecisionChoice, sensitivities
-from fusion.model.precision import BFLOAT16, layers_in
+from fusion.model.conv_graph import BFLOAT16, layers_in
+from fusion.tuning.clock import FINAL_COMPILATION, LEAST_FINALISTS, TimeLimit
 from fusion.tuning.finals import FLOAT32_NETWORK, FinalNetwork, TuneResult, finalists
 from fusion.tuning.job import TuningJob
 from fusion.tuning.network import Network
@@ -26,7 +27,6 @@ from fusion.tuning.precision import (
     ordered,
     with_raced,
 )
-from fusion.tuning.time_limit import FINAL_COMPILATION, LEAST_FINALISTS, TimeLimit
 
 if TYPE_CHECKING:
     from fusion.tuning.network_tuning import TunedKernels

@@ -9,13 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from costmodel.base.errors import InputError
-from costmodel.base.foreign_files import find_refusal
-from costmodel.base.say import Say
-from fusion.artifact.profile_folders import profile_names
-from fusion.model.precision import BFLOAT16, FLOAT32, INT8, PRECISIONS, Precision, stored_in
-from fusion.model.selection import FusionPlan
-from fusion.tuning.progress import TuningDisplay
+from costmodel.base.errors import InputError, Say
+from costmodel.base.input_files import find_refusal
+from fusion.artifact.build_folder import profile_names
+from fusion.model.conv_graph import BFLOAT16, FLOAT32, INT8, PRECISIONS, FusionPlan, Precision, stored_in
+from fusion.tuning.clock import TuningDisplay
 
 if TYPE_CHECKING:
     from costmodel.cpu.learned_residual import ResidualModel
@@ -24,12 +22,11 @@ if TYPE_CHECKING:
     from costmodel.operators.layers import Operator
     from fusion.analysis.analyzer import NetworkAnalysis
     from fusion.analysis.target_machine import Target
-    from fusion.model.candidates import Site
-    from fusion.model.conv_graph import Graph
+    from fusion.model.conv_graph import Graph, Site
     from fusion.relax.onnx.importer import ImportedModel
     from schedules.contract.cpu_target import CpuTarget
     from schedules.contract.template import Config
-    from schedules.tuning.kernel_guesses import KernelGuesses
+    from schedules.tuning.kernel_ranking import KernelGuesses
 
 
 @dataclass(frozen=True)
@@ -156,7 +153,7 @@ class Network:
     def stored(self, names: Collection[str], dtype: str) -> Network:
         """This network with the layers ``names`` in ``dtype``."""
         from fusion.analysis.analyzer import analyze
-        from fusion.model.candidates import find_sites
+        from fusion.model.conv_graph import find_sites
 
         graph = stored_in(self.graph, names, dtype)
         analysis, sites = analyze(graph, self.machine, self.cpu), find_sites(graph, self.cpu)
@@ -195,11 +192,11 @@ def read_networks(request: TuneRequest, target: Target, display: TuningDisplay) 
     Raises ``InputError`` for two equal profiles.
     """
     from fusion.analysis.analyzer import analyze
-    from fusion.model.candidates import find_sites
+    from fusion.model.conv_graph import find_sites
     from fusion.relax.extract import extract_graph
     from fusion.relax.onnx.importer import import_onnx
-    from fusion.relax.onnx.onnx_file import require_loaded
-    from schedules.tuning.kernel_guesses import KernelGuesses, guesses_for
+    from fusion.relax.onnx.model_file import require_loaded
+    from schedules.tuning.kernel_ranking import KernelGuesses, guesses_for
 
     cpu = target.cpu
     guesses = KernelGuesses(cpu) if request.elsewhere else guesses_for(cpu)

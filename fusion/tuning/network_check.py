@@ -16,35 +16,35 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from costmodel.base.errors import ModelError, ProjectError, TuningError
-from costmodel.model.measurements import ConfigKey, config_key
-from fusion.acceptance.double_precision import DoubleModel, NoReference
+from costmodel.cost_model import ConfigKey, config_key
 from fusion.acceptance.error_budget import RoundedLimit
-from fusion.acceptance.output_check import HALF_TOLERANCE, TOLERANCE, OutputCheck, Verdict, prepare_check
+from fusion.acceptance.output_check import (
+    HALF_TOLERANCE,
+    TOLERANCE,
+    DoubleModel,
+    NoReference,
+    OutputCheck,
+    Verdict,
+    prepare_check,
+)
 from fusion.artifact.build_folder import CACHE, MODEL, Executable, describe, write_artifact
-from fusion.comparing.engines.base import EngineWorkload, Unavailable
-from fusion.comparing.engines.engine_table import ENGINES, REFERENCE, TUNED
+from fusion.comparing.engines.engine import ENGINES, REFERENCE, TUNED, EngineWorkload, Unavailable
 from fusion.comparing.engines.engine_worker import PREPARE_TIMEOUT_SECONDS, EngineFailed, Worker
-from fusion.comparing.output_errors import OutputErrors
-from fusion.comparing.probes import probes
+from fusion.comparing.output_errors import OutputErrors, probes
+from fusion.model.conv_graph import BFLOAT16, INT8, FusionPlan, cover, layers_in, precision_of, select, stored_in
 from fusion.model.library_messages import sentence
 from fusion.model.named_arrays import Arrays
-from fusion.model.precision import BFLOAT16, INT8, layers_in, precision_of, stored_in
-from fusion.model.selection import FusionPlan, cover, select
-from fusion.relax.onnx.onnx_precision import holds_half
+from fusion.relax.onnx.preparation import holds_half
+from fusion.tuning.clock import TuningDisplay, reference_seconds
 from fusion.tuning.network import Network, careful_configs, complete_configs, plausible_sites
-from fusion.tuning.progress import TuningDisplay
-from fusion.tuning.time_limit import reference_seconds
 
 if TYPE_CHECKING:
     from onnx import ModelProto
 
     from costmodel.operators.layers import Operator
     from fusion.analysis.target_machine import Target
-    from fusion.model.candidates import Site
-    from fusion.model.conv_graph import Graph
-    from fusion.relax.kernel_objects import KernelObjects
-    from fusion.relax.machine_code import CompiledModule
-    from fusion.relax.memory_plan import MemoryPlan
+    from fusion.model.conv_graph import Graph, Site
+    from fusion.relax.machine_code import CompiledModule, KernelObjects, MemoryPlan
     from fusion.relax.onnx.importer import ImportedModel
     from schedules.contract.cpu_target import CpuTarget
     from schedules.contract.template import Config
@@ -68,7 +68,7 @@ class Subject:
 
     def stored(self, names: Collection[str], dtype: str, cpu: CpuTarget) -> Subject:
         """This subject with the layers ``names`` in ``dtype``."""
-        from fusion.model.candidates import find_sites
+        from fusion.model.conv_graph import find_sites
 
         graph = stored_in(self.graph, names, dtype)
         return replace(self, graph=graph, sites=find_sites(graph, cpu))
@@ -225,7 +225,7 @@ def first_check(
     gain, by records and ranking or else by the roofline; every kernel has the configuration guessed to be fastest. It
     is compiled while the reference is evaluated.
     """
-    from fusion.relax.kernel_objects import KernelObjects
+    from fusion.relax.machine_code import KernelObjects
 
     objects = KernelObjects(scratch / "kernels", network.cpu)
     subject, static = subject_of(network, scratch)
@@ -312,7 +312,7 @@ def _parts(plan: FusionPlan, configs: Mapping[Operator, Config]) -> list[tuple[o
 
 def subject_of(network: Network, scratch: Path) -> tuple[Subject, ModelProto]:
     """Subject of the check, and its ONNX model."""
-    from fusion.relax.onnx.onnx_prepare import static_model
+    from fusion.relax.onnx.preparation import static_model
 
     static = static_model(network.request.model, network.profile.shapes, network.profile.batch)
     exposed = expose(static)
@@ -373,7 +373,7 @@ def rounds_otherwise(graph: Graph) -> bool:
     """
     from costmodel.operators.layers import Conv2d, Dense
     from fusion.relax.bindings import is_float32
-    from fusion.relax.leftover_reasons import CHANNELS, MOVES, QUANTISED
+    from fusion.relax.extract import CHANNELS, MOVES, QUANTISED
 
     layers = [node.operator for node in graph.nodes if isinstance(node.operator, Conv2d | Dense)]
     others = (other for other in graph.others if other.reason not in (CHANNELS, MOVES, QUANTISED))
@@ -383,7 +383,7 @@ def rounds_otherwise(graph: Graph) -> bool:
 
 def _in_whole_numbers(network: Network, subject: Subject, static: ModelProto, scratch: Path) -> Path:
     """Model file for ONNX Runtime in the check: for integer layers an equivalent one that it computes in integers."""
-    from fusion.relax.onnx.whole_number_model import in_whole_numbers
+    from fusion.relax.onnx.quantised_rewrites import in_whole_numbers
 
     if not layers_in(network.graph, INT8) or static.ByteSize() > _LARGEST_COPY:
         return subject.path
@@ -397,7 +397,7 @@ def _in_whole_numbers(network: Network, subject: Subject, static: ModelProto, sc
 
 def exposed_subject(model: ModelProto, path: Path, cpu: CpuTarget) -> Subject:
     """Write ``model`` to ``path`` and import it."""
-    from fusion.model.candidates import find_sites
+    from fusion.model.conv_graph import find_sites
     from fusion.relax.extract import extract_graph
     from fusion.relax.onnx.importer import import_onnx
 

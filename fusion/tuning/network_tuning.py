@@ -16,19 +16,22 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from costmodel.operators.layers import FusedConvs, Operator
-from fusion.model.candidates import Site
-from fusion.model.conv_graph import Graph
-from fusion.model.selection import FusionPlan, select, unfused_seconds
-from fusion.model.timed_network import Variant
-from fusion.tuning.rehearsal import RehearsalStore, Rehearsed, Rehearsing, affordable_pool, rehearse
+from fusion.model.conv_graph import FusionPlan, Graph, Site, select, unfused_seconds
+from fusion.tuning.rehearsal import RehearsalStore, Rehearsed, Rehearsing, Variant, affordable_pool, rehearse
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import Config, WorkSplit
 from schedules.kernels.template_table import template_for
-from schedules.records.record_store import RecordStore
-from schedules.tuning.kernel_guesses import KernelGuesses
-from schedules.tuning.kernel_tuner import MeasuringRunner, SearchSettings, Tuner, TuningResult, TuningTask
+from schedules.records.tuning_records import RecordStore
+from schedules.tuning.kernel_ranking import KernelGuesses
+from schedules.tuning.kernel_tuner import (
+    MeasuringRunner,
+    SearchSettings,
+    Tuner,
+    TuningProgress,
+    TuningResult,
+    TuningTask,
+)
 from schedules.tuning.trial_search import Ranker
-from schedules.tuning.tuning_session import TuningProgress
 
 # Trials of every kernel before sites are dropped, and their maximum share of the time.
 SCREENING_TRIALS = 4

@@ -1,4 +1,11 @@
-"""Choice of the layers stored in a shorter number type, within a time limit."""
+"""Choice of the layers stored in a shorter number type, within a time limit, by the errors and the time of the
+network.
+
+The time of a network with some layers in a shorter type is the sum of its kernels and of the type conversions. A
+tensor that is written in one number type and read in another needs one more pass, whose time the roofline derives
+from its bytes; so does a model input that the first layer reads in a shorter type. Kernels that convert a tensor to
+or from the blocked layout also convert the number type.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from costmodel.base.errors import MachineError
+from costmodel.cpu.roofline import RooflineModel
+from costmodel.machines.machine_records import Machine
+from costmodel.operators.layers import Conv2d, Dense, element_bytes
 from fusion.acceptance.error_budget import (
     DEFAULT_MAX_ERROR,
     FRONTIER_POINTS,
@@ -21,28 +31,130 @@ from fusion.acceptance.error_budget import (
     choose_layers,
 )
 from fusion.acceptance.rounded_layers import rounded_runs, switched_model
-from fusion.analysis.mixed_times import MixedTimes, comparable, followers, predicted_in
-from fusion.comparing.output_errors import errors_json
-from fusion.comparing.probes import error_inputs
-from fusion.model.calibration_data import ONE_SAMPLE, DeclaredInput, read_calibration
-from fusion.model.precision import (
-    BFLOAT16,
-    FLOAT32,
-    Precision,
-    layers_covered,
-    layers_in,
-    require_float,
-)
+from fusion.analysis.analyzer import network_bytes
+from fusion.comparing.output_errors import error_inputs, errors_json
+from fusion.model.conv_graph import BFLOAT16, FLOAT32, Precision, in_dtype, layers_covered, layers_in, require_float
+from fusion.model.named_arrays import ONE_SAMPLE, DeclaredInput, read_calibration
 from fusion.tuning.network_check import expose
 
 if TYPE_CHECKING:
     from costmodel.operators.layers import Operator
     from fusion.analysis.target_machine import Target
     from fusion.comparing.output_errors import OutputErrors
-    from fusion.model.conv_graph import Graph
+    from fusion.model.conv_graph import Graph, Node
     from fusion.model.named_arrays import Arrays
+    from fusion.tuning.clock import TuningDisplay
     from fusion.tuning.network import Network
-    from fusion.tuning.progress import TuningDisplay
+    from schedules.contract.cpu_target import CpuTarget
+
+
+def predicted_in(graph: Graph, machine: Machine, threads: int, dtype: str) -> dict[Operator, float]:
+    """Roofline seconds of every layer of ``graph`` in float32 and in ``dtype``."""
+    roofline = RooflineModel(machine, threads, network_bytes(graph))
+    operators = {in_dtype(node.operator, each): None for node in graph.nodes for each in (FLOAT32, dtype)}
+    return {each: found.seconds for each, found in zip(operators, roofline.estimate(list(operators)), strict=True)}
+
+
+def comparable(
+    graph: Graph, predicted: Mapping[Operator, float], measured: Mapping[Operator, float], dtype: str
+) -> dict[Operator, float]:
+    """``measured`` times of layers measured in both number types, ``predicted`` ones for the others."""
+    seconds = dict(predicted)
+    for node in graph.nodes:
+        both = [in_dtype(node.operator, each) for each in (FLOAT32, dtype)]
+        if all(each in measured for each in both):
+            seconds.update((each, measured[each]) for each in both)
+    return seconds
+
+
+def followers(graph: Graph) -> set[str]:
+    """Names of pooling and normalisation nodes: the layers around them round their inputs and outputs anyway."""
+    return {node.name for node in graph.nodes if not isinstance(node.operator, Conv2d | Dense)}
+
+
+class MixedTimes:
+    """Seconds of a float32 ``graph`` with some layers in ``dtype``.
+
+    ``layers``: names of the layers with a form in ``dtype``; ``seconds``: of each layer in both number types.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        machine: Machine,
+        cpu: CpuTarget,
+        dtype: str,
+        layers: Collection[str],
+        seconds: Mapping[Operator, float],
+    ) -> None:
+        self._graph, self._machine, self._cpu, self._dtype = graph, machine, cpu, dtype
+        self._followers = followers(graph) & set(layers)
+        self._seconds = seconds
+        self._made = {node.output: node for node in graph.nodes}
+        self._readers: dict[Any, list[Node]] = {}
+        for node in graph.nodes:
+            for tensor in (node.data, node.residual, node.gate):
+                if tensor is not None:
+                    self._readers.setdefault(tensor, []).append(node)
+        others = {other.output for other in graph.others}
+        self._inputs = [tensor for tensor in self._readers if tensor not in self._made and tensor not in others]
+
+    def with_followers(self, rounded: Collection[str]) -> set[str]:
+        """``rounded`` plus the nodes after these layers that are neither convolution nor dense layer."""
+        found = set(rounded)
+        for node in self._graph.nodes:
+            before = self._made.get(node.data)
+            if node.name in self._followers and before is not None and before.name in found:
+                found.add(node.name)
+        return found
+
+    def __call__(self, rounded: Collection[str]) -> float:
+        """Return the seconds with the layers ``rounded`` in the shorter type."""
+        names = self.with_followers(rounded)
+        own = sum(self._seconds[self._stored(node, names)] for node in self._graph.nodes)
+        return own + sum(map(self._conversion_seconds, self.converted_values(rounded)))
+
+    def known(self, rounded: Collection[str], measured: Mapping[Operator, float]) -> bool:
+        """True if ``measured`` has every kernel of that network."""
+        names = self.with_followers(rounded)
+        return all(self._stored(node, names) in measured for node in self._graph.nodes)
+
+    def converted_values(self, rounded: Collection[str]) -> list[int]:
+        """Number of elements of each tensor needed in both number types: layer outputs and model inputs.
+
+        Other operators convert while reading and writing.
+        """
+        names = self.with_followers(rounded)
+        found = []
+        for node in self._graph.nodes:
+            readers = self._readers.get(node.output, ())
+            if any((reader.name in names) != (node.name in names) for reader in readers):
+                found.append(_elements(node.operator.output_bytes, node.operator.dtype))
+        for tensor in self._inputs:
+            rounding = [node for node in self._readers[tensor] if node.name in names and self._reads_plain(node)]
+            found += [_elements(node.operator.input_bytes, node.operator.dtype) for node in rounding[:1]]
+        return found
+
+    def _reads_plain(self, node: Node) -> bool:
+        from schedules.kernels.direct_conv2d import reads_plain_input
+
+        return isinstance(node.operator, Conv2d) and reads_plain_input(node.operator, self._cpu.lanes)
+
+    def _stored(self, node: Node, names: Collection[str]) -> Operator:
+        return in_dtype(node.operator, self._dtype if node.name in names else FLOAT32)
+
+    def _conversion_seconds(self, elements: int) -> float:
+        """Seconds of one pass that reads all bytes in one type and writes all in the other."""
+        sizes = [elements * element_bytes(dtype) for dtype in (FLOAT32, self._dtype)]
+        machine, threads = self._machine, self._cpu.threads
+        level = machine.level_holding(sum(sizes) / threads, threads)
+        moved = level.seconds(sizes[0], threads) + level.seconds(sizes[1], threads, write=True)
+        return moved + machine.region_seconds(threads)
+
+
+def _elements(size: int, dtype: str) -> int:
+    return size // element_bytes(dtype)
+
 
 # Share of a limited job for errors of single layers, and the same for errors of networks in each choice, with lower and
 # upper limits in seconds; and the usual number of networks evaluated in a choice.
@@ -188,8 +300,8 @@ def precision_plan(network: Network, scratch: Path, display: TuningDisplay) -> I
             f"{name}: no compute rate for {BFLOAT16}; measure this CPU again with "
             "`python -m costmodel calibrate`, or choose --precision float32"
         )
-    from fusion.relax.onnx.onnx_file import load_model
-    from fusion.relax.onnx.onnx_prepare import prepare
+    from fusion.relax.onnx.model_file import load_model
+    from fusion.relax.onnx.preparation import prepare
 
     inputs = budget_inputs(network)
     display.stage("finding out what bfloat16 does to the outputs")

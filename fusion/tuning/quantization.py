@@ -15,32 +15,37 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from costmodel.base.errors import InputError, ModelError, OutputError
-from costmodel.base.say import Say
-from costmodel.base.whole_file import check_writable, write_whole
+from costmodel.base.errors import InputError, ModelError, OutputError, Say
+from costmodel.base.output_files import check_writable, write_whole
 from fusion.acceptance.error_budget import GIVEN_OUT, BudgetInputs, PrecisionChoice, RoundedLimit, sensitivities
 from fusion.acceptance.rounded_layers import ByteRounding, rounded_runs, switched_model
-from fusion.analysis.mixed_times import followers
 from fusion.artifact.build_folder import digest
 from fusion.comparing.output_errors import ErrorTally, OutputErrors
-from fusion.model.calibration_data import (
+from fusion.model.conv_graph import FLOAT32, INT8
+from fusion.model.library_messages import sentence
+from fusion.model.named_arrays import (
     ONE_SAMPLE,
+    Arrays,
     CalibrationData,
     DeclaredInput,
+    TensorInfo,
     random_calibration,
     read_calibration,
 )
-from fusion.model.library_messages import sentence
-from fusion.model.named_arrays import Arrays
-from fusion.model.precision import FLOAT32, INT8
-from fusion.model.tensor_info import TensorInfo
-from fusion.relax.onnx.model_size_limits import MOST_ELEMENTS
-from fusion.relax.onnx.onnx_quantised import quantised_share, quantized_path, set_origin
-from fusion.relax.onnx.onnx_quantizer import QuantizationOptions, declared_inputs, load_float_model, quantized
+from fusion.relax.onnx.quantised_model import (
+    QuantizationOptions,
+    declared_inputs,
+    load_float_model,
+    quantised_share,
+    quantized,
+    quantized_path,
+    set_origin,
+)
+from fusion.relax.onnx.refusals import MOST_ELEMENTS
+from fusion.tuning.clock import TuningDisplay
 from fusion.tuning.network import Network, TuneRequest
 from fusion.tuning.network_check import reference_worker
-from fusion.tuning.precision import MOST_REBUILDS, PrecisionChooser, PrecisionPlan, error_seconds
-from fusion.tuning.progress import TuningDisplay
+from fusion.tuning.precision import MOST_REBUILDS, PrecisionChooser, PrecisionPlan, error_seconds, followers
 
 if TYPE_CHECKING:
     from fusion.analysis.target_machine import Target
@@ -282,7 +287,7 @@ def quantised_plan(
     network: Network, asked: TuneRequest, quantised: Quantised, scratch: Path
 ) -> Iterator[PrecisionPlan]:
     """Error limit of ``network``, whose model is quantised, against the float model. ``asked``: the user's request."""
-    from fusion.relax.onnx.onnx_prepare import static_model
+    from fusion.relax.onnx.preparation import static_model
 
     assert asked.calibration is not None, "who quantises has samples"
     file = scratch / "float.onnx"
@@ -352,9 +357,9 @@ def _choosing(
     """Precision chooser, error of each layer, and a function from layers kept in float32 to the nodes to exclude."""
     from fusion.relax.extract import extract_graph
     from fusion.relax.onnx.importer import import_onnx
-    from fusion.relax.onnx.onnx_file import load_model
-    from fusion.relax.onnx.onnx_prepare import prepare
-    from fusion.relax.onnx.onnx_quantizer import float_form, with_what_follows
+    from fusion.relax.onnx.model_file import load_model
+    from fusion.relax.onnx.preparation import prepare
+    from fusion.relax.onnx.quantised_model import float_form, with_what_follows
 
     assert request.calibration is not None, "who quantises has samples"
     profile = request.profiles[0]

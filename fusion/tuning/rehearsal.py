@@ -1,8 +1,8 @@
 """Measurement of kernels inside the network, to select the configurations and fusions that are fastest there.
 
 A kernel timed alone finds its input in the cache of the core that reads it. In the network the input comes from the
-previous kernel, possibly in another core's cache, which changes the order of the best configurations and the gain of a
-fusion. The network is run in variants that together contain every configuration and fusion in question; variants
+previous kernel, possibly in another core's cache, which changes the order of the best configurations and the gain of
+a fusion. The network is run in variants that together contain every configuration and fusion in question; variants
 alternate, and every kernel is timed in each. The best result is refined inside the network (:func:`refine`).
 """
 
@@ -16,23 +16,47 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Protocol
+from typing import Any, Protocol
 
 from costmodel.base.errors import InputError, OutputError
-from costmodel.base.plain_json import decoded
-from costmodel.base.whole_file import write_whole
-from costmodel.model.measurements import ConfigKey, config_key
+from costmodel.base.input_files import decoded
+from costmodel.base.output_files import write_whole
+from costmodel.cost_model import ConfigKey, config_key
+from costmodel.operators.any_operator import to_record
 from costmodel.operators.layers import Operator
-from costmodel.operators.serialization import to_record
-from fusion.model.candidates import Site
-from fusion.model.conv_graph import Graph
-from fusion.model.selection import FusionPlan, cover, select, unfused_plan
-from fusion.model.timed_network import Variant
+from fusion.model.conv_graph import FusionPlan, Graph, Group, Site, cover, select, unfused_plan
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import Config
 from schedules.measuring.kernel_program import WARMUP_RUNS
-from schedules.measuring.measure_messages import KernelCandidate, KernelProgram, MeasureOutcome
+from schedules.measuring.timing_protocol import KernelCandidate, KernelProgram, KernelStep, MeasureOutcome
 from schedules.records.tuning_records import environment
+
+
+@dataclass(frozen=True, eq=False)
+class Variant:
+    """A network: its kernels and their configurations. Kernels without a configuration are omitted when it runs."""
+
+    plan: FusionPlan
+    configs: Mapping[Operator, Config]
+
+    @property
+    def groups(self) -> list[Group]:
+        """Groups of the plan that have a configuration, in its order."""
+        return [group for group in self.plan.groups if group.operator in self.configs]
+
+    def program(self) -> KernelProgram:
+        """Kernels in order, each with the indices of the kernels whose outputs it reads."""
+        producer: dict[Any, int] = {}
+        steps = []
+        for index, group in enumerate(self.groups):
+            first, last = group.nodes[0], group.nodes[-1]
+            residual = None if last.residual is None else producer.get(last.residual)
+            gate = None if first.gate is None else producer.get(first.gate)
+            candidate = (group.operator, dict(self.configs[group.operator]))
+            steps.append(KernelStep(candidate, producer.get(first.data), residual, gate))
+            producer[last.output] = index
+        return tuple(steps)
+
 
 FILE = "rehearsals.jsonl"
 # Duration of alternating runs, divided into rounds: a shared machine is slow for seconds at a time, and the fastest

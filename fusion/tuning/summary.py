@@ -14,10 +14,7 @@ from costmodel.operators.layers import ChannelNorm, Conv2d, Dense, Operator, Poo
 from fusion.analysis.analyzer import NetworkAnalysis, SiteReport, network_bytes, window_text
 from fusion.comparing.layer_table import LayerTable
 from fusion.comparing.output_errors import OutputErrors, errors_json
-from fusion.model.candidates import Site
-from fusion.model.conv_graph import Graph
-from fusion.model.precision import precision_of
-from fusion.model.selection import FusionPlan, unfused_seconds
+from fusion.model.conv_graph import FusionPlan, Graph, Site, precision_of, unfused_seconds
 from fusion.tuning.network import Network
 from fusion.tuning.network_tuning import TunedKernels
 

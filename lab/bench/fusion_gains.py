@@ -21,10 +21,9 @@ from statistics import median
 from typing import Any
 
 from costmodel.base.errors import InputError, ProjectError
-from costmodel.base.pictures import check_picture, picture
 from costmodel.operators.layers import Conv2d
-from fusion.analysis.analyzer import unfused_intensity
-from fusion.analysis.precision_outlook import PRECISE_TYPES
+from costmodel.pages.charts import check_picture, picture
+from fusion.analysis.analyzer import PRECISE_TYPES, unfused_intensity
 from fusion.artifact.build_folder import SUMMARY
 from fusion.tuning.network_tuning import HOPELESS
 

@@ -13,12 +13,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from costmodel.model.cost_model import CostModel
-from e2e.price.overhead_files import load_inflation
+from costmodel.cost_model import CostModel
+from e2e.price.host_overheads import (
+    INFLATION,
+    KINDS,
+    Mean,
+    OverheadTable,
+    fit_table,
+    load_inflation,
+    load_overheads,
+    merge,
+)
 from e2e.price.overhead_samples import extract
-from e2e.price.overheads import KINDS, Mean, OverheadTable, fit_table, merge
 from e2e.price.pricing import price
-from e2e.price.shared_overheads import INFLATION, load_overheads
 from e2e.simulate.simulator import simulate_iterations
 from e2e.step.execution_graph import ExecutionGraph, HostWork, Launch, RankGraph
 from e2e.traces.formats.kineto import read_kineto

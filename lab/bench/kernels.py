@@ -21,14 +21,14 @@ from functools import partial
 from pathlib import Path
 from statistics import geometric_mean
 
+from costmodel.cpu.calibration import Microbenchmarks, compile_microbenchmarks
 from costmodel.cpu.learned_residual import ResidualModel
-from costmodel.cpu.microbenchmark import Microbenchmarks, compile_microbenchmarks
 from costmodel.cpu.roofline import RooflineModel
 from costmodel.operators.layers import Conv2d, Epilogue, FusedConvs
 from fusion.analysis.target_machine import machine_for
 from lab.data.data_folder import data_folder
 from schedules.contract.cpu_target import CpuTarget, host_target
-from schedules.records.record_store import RecordStore
+from schedules.records.tuning_records import RecordStore
 
 ROUNDS = 5
 WORKLOADS = data_folder() / "fusion_workloads.csv"
@@ -87,8 +87,7 @@ def measure(pairs: list[tuple[str, FusedConvs]], cpu: CpuTarget, directory: Path
     """Tune every kernel with the same effort, then time fused against separate kernels in turns."""
     from schedules.kernels.template_table import config_terms
     from schedules.measuring.measure_runner import Runner
-    from schedules.tuning.kernel_tuner import Tuner, TuningTask
-    from schedules.tuning.tuning_session import TuningProgress
+    from schedules.tuning.kernel_tuner import Tuner, TuningProgress, TuningTask
 
     machine = machine_for(None, cpu.threads, print)
     roofline = RooflineModel(machine, cpu.threads)

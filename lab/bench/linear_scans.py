@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from costmodel.gpu import gpu_cost_model
-from costmodel.machines.machine_catalog import load_machine
-from costmodel.operators.linear_attention import LinearAttention, LinearKind
+from costmodel.machines.machine_file import load_machine
+from costmodel.operators.attention import LinearAttention, LinearKind
 from costmodel.operators.lookups import Direction
 
 WIDTH = 128

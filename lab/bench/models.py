@@ -26,11 +26,11 @@ import numpy as np
 
 from costmodel.base.errors import ProjectError
 from fusion.comparing.compare import Comparison, compare_command
-from fusion.comparing.probes import image_like
+from fusion.comparing.output_errors import image_like
 from fusion.modelzoo import export
 from fusion.report.console_report import ERROR_TITLES, error_cells
+from fusion.tuning.clock import TuningDisplay
 from fusion.tuning.network import InputProfile, TuneRequest
-from fusion.tuning.progress import TuningDisplay
 from fusion.tuning.road import tune_model
 
 AGAINST = "onnxruntime,openvino,openvino-bf16,opencv,torch,torch-bf16,torch-eager,tvm-unfused"
@@ -56,7 +56,7 @@ def export_with_statistics(name: str, path: Path, *, from_timm: bool) -> None:
     """
     import torch
 
-    from e2e.capture.models.timm_models import timm_library
+    from e2e.capture.models.image_models import timm_library
     from lab.bench.published_networks import NETWORKS
 
     torch.manual_seed(0)

@@ -30,12 +30,10 @@ import fusion
 from costmodel.base.errors import InputError, ProjectError
 from fusion.artifact.build_folder import MANIFEST
 from fusion.comparing.compare import compare_command
-from fusion.comparing.engines.engine_table import UNFUSED_ENGINE, peers_of
-from fusion.model.calibration_data import DeclaredInput
-from fusion.model.named_arrays import write_npz
-from fusion.model.precision import BFLOAT16, FLOAT32, INT8
-from fusion.relax.onnx.onnx_quantised import quantized_path
-from fusion.relax.onnx.onnx_quantizer import QuantizationOptions, declared_inputs, load_float_model
+from fusion.comparing.engines.engine import UNFUSED_ENGINE, peers_of
+from fusion.model.conv_graph import BFLOAT16, FLOAT32, INT8
+from fusion.model.named_arrays import DeclaredInput, write_npz
+from fusion.relax.onnx.quantised_model import QuantizationOptions, declared_inputs, load_float_model, quantized_path
 from fusion.report.console_report import ERROR_TITLES, error_cells
 from fusion.tuning.quantization import quantize_model
 from lab.bench.models import geomean, network_file, picture

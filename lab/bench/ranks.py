@@ -12,11 +12,11 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from costmodel.base.pictures import picture
 from costmodel.machines.cluster import load_cluster
+from costmodel.pages.charts import picture
 from e2e.explain.predictor import Setting, predict
 from e2e.parallelism import build, parse_parallel
-from e2e.price.shared_overheads import load_overheads
+from e2e.price.host_overheads import load_overheads
 from e2e.step.options import StepOptions
 
 MODEL, GPU = "gpt2", "h100-sxm"

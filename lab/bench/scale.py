@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from costmodel.base.pictures import picture
+from costmodel.pages.charts import picture
 
 COUNTS = (64, 256, 1024, 4096)
 GPT3 = {"model_type": "gpt2", "n_embd": 12288, "n_layer": 96, "n_head": 96, "n_positions": 2048}

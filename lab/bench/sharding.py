@@ -24,17 +24,14 @@ import numpy as np
 
 from costmodel.collectives import collective_cost_model
 from costmodel.embedding.embedding_tables import EmbeddingTable
-from costmodel.embedding.reuse_histograms import read_histograms
+from costmodel.embedding.popularity import read_histograms
 from costmodel.machines.cluster import Cluster, load_cluster
-from costmodel.operators.index_statistics import IndexStatistics, zipf
-from e2e.sharding.planner import SearchEffort, find_plan, make_problem, simulated_seconds
-from e2e.sharding.polish import ExactTimes
-from e2e.sharding.problem.option_costs import BACKWARD, FORWARD, OptionCosts
-from e2e.sharding.problem.placement import Option
-from e2e.sharding.problem.state import Problem, State, state_of
-from e2e.sharding.problem.task import ShardingTask
-from e2e.sharding.problem.transfers import KINDS, TransferTimes
-from e2e.sharding.search.greedy import GREEDY
+from costmodel.operators.lookups import IndexStatistics, zipf
+from e2e.sharding.local_search import GREEDY
+from e2e.sharding.placement import Option
+from e2e.sharding.planner import ExactTimes, SearchEffort, find_plan, make_problem, simulated_seconds
+from e2e.sharding.step_model import Problem, State, state_of
+from e2e.sharding.task import BACKWARD, FORWARD, KINDS, OptionCosts, ShardingTask, TransferTimes
 from e2e.step.arrays import Floats
 from lab.data.data_folder import data_folder
 

@@ -19,12 +19,11 @@ from typing import Any
 import numpy as np
 
 from costmodel.gpu import gpu_cost_model
-from costmodel.machines.machine_catalog import load_machine
+from costmodel.machines.machine_file import load_machine
 from costmodel.operators.attention import Attention
-from costmodel.operators.device_work import Elementwise, Normalization, Reduction, Softmax
-from costmodel.operators.scaled_work import ScaledGemm
+from costmodel.operators.device_work import Elementwise, Normalization, Reduction, ScaledGemm, Softmax
 from lab.data.data_folder import data_folder
-from lab.data.sealed_rows import is_sealed
+from lab.data.selection import is_sealed
 
 LIGER = "liger/kernels.csv.gz"
 GPUS = {

@@ -27,20 +27,17 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from costmodel.base.cores import threads_to_use
-from costmodel.base.errors import InputError, ProjectError
-from costmodel.base.say import Say
+from costmodel.base.errors import InputError, ProjectError, Say
+from costmodel.base.process import threads_to_use
 from fusion.artifact.build_folder import SUMMARY, Artifact, check_runnable, read_artifact
 from fusion.commands.records_command import train_records
-from fusion.comparing.benchmark_build import build_workload
-from fusion.comparing.engines.base import Unavailable
-from fusion.comparing.engines.engine_table import ENGINES, TUNED
+from fusion.comparing.compare import build_workload
+from fusion.comparing.engines.engine import ENGINES, TUNED, Unavailable
 from fusion.comparing.engines.engine_worker import PREPARE_TIMEOUT_SECONDS, EngineFailed, Worker
-from fusion.comparing.rounds import EngineTiming, Sampling
-from fusion.comparing.rounds import measure as measure_in_turns
+from fusion.comparing.timing import EngineTiming, Sampling
+from fusion.comparing.timing import measure as measure_in_turns
 from fusion.model.named_arrays import random_arrays
-from schedules.records.collect_records import network_name
-from schedules.records.shipped_records import DIRECTORY_VARIABLE
+from schedules.records.shipped_records import DIRECTORY_VARIABLE, network_name
 
 FULL = "full"
 # Goals: largest latency relative to the full build, by minutes of tuning.

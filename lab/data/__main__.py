@@ -17,8 +17,7 @@ from costmodel.base.command_line import guarded
 from costmodel.base.errors import InputError
 from lab.command_line import run
 from lab.data.data_folder import FETCH, data_folder, user_data_directory
-from lab.data.fetching import fetch
-from lab.data.manifest import Standing, sources_named, standing
+from lab.data.manifest import Standing, fetch, sources_named, standing
 
 app = typer.Typer(
     help="The public measurements that models are fitted to and checked on.",

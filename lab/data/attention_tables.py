@@ -46,12 +46,11 @@ from typing import Any
 import numpy as np
 
 from costmodel.base.errors import InputError, MissingDependencyError
-from costmodel.machines.machine_catalog import load_machine
-from costmodel.operators.attention import Attention, AttentionKernel
-from costmodel.operators.linear_attention import CausalConvolution, LinearAttention
+from costmodel.machines.machine_file import load_machine
+from costmodel.operators.attention import Attention, AttentionKernel, CausalConvolution, LinearAttention
 from lab.data.data_folder import AGAIN
 from lab.data.kernel_table import MACHINES, KernelTable, files_of, machine_of, read_columns
-from lab.data.named_files import Wanted, everything
+from lab.data.selection import Wanted, everything
 
 MOST_ROWS = 3000
 _KERNELS: Mapping[str, AttentionKernel] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from costmodel.base.user_folders import user_folder
+from costmodel.base.output_files import user_folder
 
 ENVIRONMENT = "COSTMODEL_DATA"
 FETCH = "`python -m lab.data fetch`"

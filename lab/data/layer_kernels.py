@@ -26,7 +26,7 @@ from costmodel.base.errors import InputError
 from costmodel.operators.device_work import Elementwise, Gemm, Normalization, Rearrangement
 from lab.data.data_folder import AGAIN
 from lab.data.kernel_table import KernelTable
-from lab.data.named_files import Wanted, everything
+from lab.data.selection import Wanted, everything
 
 SIMULATED = {"RTX3090": "rtx-3090", "RTX4090": "rtx-4090", "A6000": "a6000", "H100": "h100-sxm"}
 VIDUR = {"a100": "a100-sxm-80gb", "h100": "h100-sxm"}

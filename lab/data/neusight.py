@@ -29,7 +29,7 @@ from costmodel.operators.device_work import Elementwise, Gemm, Normalization, So
 from costmodel.operators.layers import Conv2d
 from lab.data.data_folder import AGAIN, BROUGHT
 from lab.data.kernel_table import KernelTable
-from lab.data.named_files import Wanted, everything
+from lab.data.selection import Wanted, everything
 
 MACHINES = {
     "Tesla V100-PCIE-32GB": "v100-pcie-32gb",

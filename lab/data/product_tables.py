@@ -22,7 +22,7 @@ for each row takes besides. (SGLang's cast is a tenth as fast and left out, as a
 **Fused layers of experts.** Milliseconds of both products with activation, gathering and the sum of results, forward,
 in a CUDA graph. Rows whose work is known are taken: of TensorRT-LLM (``cutlass``) those with all experts or a balanced
 part of them, of vLLM (``triton``) those with all experts; of a rank of a random routing the table does not say what it
-got. Layers with 4-bit weights are left out. The rows of experts are those of :mod:`costmodel.operators.expert_routing`.
+got. Layers with 4-bit weights are left out. The rows of experts are those of :mod:`costmodel.operators.experts`.
 """
 
 from __future__ import annotations
@@ -33,13 +33,11 @@ from pathlib import Path
 import numpy as np
 
 from costmodel.base.errors import InputError
-from costmodel.operators.device_work import Gemm
-from costmodel.operators.expert_routing import ExpertRouting
-from costmodel.operators.expert_work import ExpertKernel, ExpertLayer
-from costmodel.operators.scaled_work import ScaledCast, ScaledGemm
+from costmodel.operators.device_work import Gemm, ScaledCast, ScaledGemm
+from costmodel.operators.experts import ExpertKernel, ExpertLayer, ExpertRouting
 from lab.data.data_folder import BROUGHT
 from lab.data.kernel_table import MACHINES, KernelTable, files_of, machine_of, read_columns
-from lab.data.named_files import Wanted, everything
+from lab.data.selection import Wanted, everything
 
 _COLUMNS = ("gemm_dtype", "m", "n", "k", "latency")
 # Below this time sizes matter more than rates; with this many neighbours two may be disturbed themselves.

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from costmodel.base.whole_file import check_writable
+from costmodel.base.output_files import check_writable
 from lab.command_line import chosen, program, run
 from lab.data.data_folder import data_folder
 from lab.fit.public_tables import PARTS, fit_public

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares
 
-from costmodel.base.staged_files import StagedFiles
+from costmodel.base.output_files import StagedFiles
 from costmodel.collectives.calibration import (
     NAME,
     CollectiveSweep,
@@ -27,18 +27,17 @@ from costmodel.collectives.calibration import (
     version_key,
     write_calibration,
 )
-from costmodel.collectives.constants import Constants, Protocol, constants, write_constants
 from costmodel.collectives.own_cluster import (
     MeasuredRow,
     calibrate,
     sweeps_of,
 )
-from costmodel.collectives.physics import analyse
+from costmodel.collectives.physics import Constants, Protocol, analyse, constants, write_constants
 from costmodel.collectives.sweep_logs import CollectiveRow
 from costmodel.machines.cluster import Cluster
 from costmodel.operators.collective_transfer import CollectiveTransfer
 from lab.data.collective_sweeps import CollectiveTable, read_collectives
-from lab.data.named_files import Wanted, everything, named_tables
+from lab.data.selection import Wanted, everything, named_tables
 
 LICENCES = "ai-dynamo/aiconfigurator (Apache-2.0), VIA-Research/vTrain (MIT), microsoft/vidur (MIT)"
 _COMMAND = "python -m lab.fit"

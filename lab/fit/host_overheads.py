@@ -17,10 +17,18 @@ from pathlib import Path
 import numpy as np
 
 from costmodel.base.errors import InputError, ProjectError
-from e2e.price.overhead_files import load_inflation, save_table
+from e2e.price.host_overheads import (
+    KINDS,
+    Mean,
+    OverheadPart,
+    OverheadTable,
+    complete_table,
+    fit_table,
+    load_inflation,
+    save_table,
+)
 from e2e.price.overhead_samples import OverheadSamples, extract
-from e2e.price.overheads import KINDS, Mean, OverheadPart, OverheadTable, complete_table, fit_table
-from e2e.step.multi_tensor_calls import is_multi_tensor
+from e2e.step.operator_trace import is_multi_tensor
 from e2e.traces.formats.json_stream import archive_members
 from e2e.traces.formats.kineto import read_kineto
 from lab.data.data_folder import FETCH

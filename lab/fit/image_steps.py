@@ -23,24 +23,29 @@ from typing import Any
 
 import numpy as np
 
-from costmodel.base.say import Say
-from costmodel.base.whole_file import write_whole
+from costmodel.base.errors import Say
+from costmodel.base.output_files import write_whole
+from costmodel.cost_model import CostModel
 from costmodel.gpu.factory import gpu_cost_model
-from costmodel.gpu.families.family import KernelAnalysis
-from costmodel.gpu.families.half_rows import half_class, is_half_work, plain_half_analysis
-from costmodel.gpu.families.image_kernels import image_class, is_image_work, plain_image_analysis
-from costmodel.gpu.families.inverted_shares import SHARES
+from costmodel.gpu.families.convolution import convolution_pieces
+from costmodel.gpu.families.family import SHARES, KernelAnalysis
+from costmodel.gpu.families.gemm import is_thin, plain_thin_analysis, thin_class
+from costmodel.gpu.families.normalization import (
+    half_class,
+    image_class,
+    is_half_work,
+    is_image_work,
+    plain_half_analysis,
+    plain_image_analysis,
+)
 from costmodel.gpu.families.rates import kernel_floor, uses_tensor_cores
-from costmodel.gpu.families.tensor_convolution import convolution_pieces
-from costmodel.gpu.families.thin_products import is_thin, plain_thin_analysis, thin_class
 from costmodel.gpu.own_gpu import CountedStep, inverted, read_inventory
-from costmodel.machines.machine_catalog import load_machine
+from costmodel.machines.machine_file import load_machine
 from costmodel.machines.machine_records import Machine
-from costmodel.model.cost_model import CostModel
 from costmodel.operators.any_operator import AnyOperator
 from costmodel.operators.device_work import ConvolutionBackward, Elementwise, Gemm, Normalization
 from costmodel.operators.layers import Conv2d
-from lab.data.named_files import Wanted, everything, named_tables
+from lab.data.selection import Wanted, everything, named_tables
 from lab.data.timm_steps import TimmStep, read_timm, timm_files
 
 INVENTORY = SHARES.parent / "steps.json.gz"

@@ -1,7 +1,7 @@
 """Spread of whole steps between releases of PyTorch and its libraries: the same models, timed twice on one card.
 
 ``python -m lab.fit.release_spread [--data FOLDER] [-o FILE]`` writes
-``costmodel/calibration/release_spread.json`` (:mod:`e2e.price.release_spread`) from timm's results and from products
+``costmodel/calibration/release_spread.json`` (:mod:`e2e.price.speed_band`) from timm's results and from products
 within layers on H100 (Vidur's and LLMServingSim's) in the data folder; half a minute, no model is built.
 """
 
@@ -18,14 +18,14 @@ from pathlib import Path
 import numpy as np
 
 from costmodel.base.errors import InputError, ProjectError
-from costmodel.base.whole_file import write_whole
+from costmodel.base.output_files import write_whole
 from costmodel.gpu.factory import gpu_cost_model
-from costmodel.machines.machine_catalog import load_machine
-from e2e.price.release_spread import RELEASE_SPREAD
+from costmodel.machines.machine_file import load_machine
+from e2e.price.speed_band import RELEASE_SPREAD
 from lab.data.data_folder import data_folder
 from lab.data.kernel_table import counted_only
 from lab.data.layer_kernels import read_layer_kernels
-from lab.data.named_files import named_tables
+from lab.data.selection import named_tables
 from lab.data.timm_steps import FOLDER, TimmStep, read_timm, timm_files
 from lab.fit.kernels import OF_FIRST_LIBRARIES, collection_of
 

@@ -23,8 +23,8 @@ from pathlib import Path
 import numpy as np
 
 from costmodel.base.errors import InputError, ProjectError
-from costmodel.base.foreign_files import digest
-from costmodel.base.whole_file import write_whole
+from costmodel.base.input_files import digest
+from costmodel.base.output_files import write_whole
 from e2e.price.speed_band import SPEED_BAND, SpeedBand, StepErrors, band_record
 from lab.data.data_folder import data_folder
 from lab.steps.training_rows import TRAINING_FILE, read_training_rows

@@ -9,9 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from costmodel.gpu.residuals.forest import Forest
-from costmodel.gpu.residuals.lattice import Lattice
-from costmodel.gpu.residuals.residual import Residual
+from costmodel.gpu.residual import Forest, Lattice, Residual
 
 QUANTILES = (0.1, 0.9)
 

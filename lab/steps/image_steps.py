@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from costmodel.base.errors import ModelError
-from e2e.capture.models.timm_models import timm_library, timm_module
+from e2e.capture.models.image_models import timm_library, timm_module
 from e2e.sources.known_requests import Script
 from lab.data.timm_steps import TimmStep, read_timm, timm_files
 

@@ -42,7 +42,7 @@ from typing import Literal
 import torch
 
 from e2e.capture.models.catalog import IMAGES
-from e2e.capture.models.timm_models import timm_module
+from e2e.capture.models.image_models import timm_module
 from e2e.capture.session import CapturedWorkload
 from e2e.sources.known_requests import Script
 

@@ -46,11 +46,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from costmodel.operators.expert_routing import BALANCED, ExpertRouting
+from costmodel.operators.experts import BALANCED, ExpertRouting
 from e2e.capture.models.transformer import PRESETS
 from e2e.parallelism.spec import ParallelSpec, Recompute
-from e2e.step.choices import AttentionForm
-from e2e.step.precision import Precision
+from e2e.step.options import AttentionForm, Precision
 from lab.steps.training_rows import TrainingRow
 
 # Names in the table -> built-in model; longer names before their prefixes.

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from costmodel.base.errors import InputError
-from lab.data.sealed_rows import is_sealed
+from lab.data.selection import is_sealed
 
 TRAINING_FILE = Path("whole_step/llm_training.csv")
-# Kinds absent from the former; one job in four of it is sealed (:mod:`lab.data.sealed_rows`).
+# Kinds absent from the former; one job in four of it is sealed (:mod:`lab.data.selection`).
 KINDS_FILE = Path("whole_step/llm_training_kinds.csv")
 SIMUMAX_FILE, TORCHTITAN_FILE = "simumax_b200.csv", "torchtitan_h100.csv"
 # Name of a GPU in the table -> machine or cluster.

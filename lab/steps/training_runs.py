@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from costmodel.base.cores import usable_cores
 from costmodel.base.errors import ProjectError
-from costmodel.base.whole_file import write_whole
+from costmodel.base.output_files import write_whole
+from costmodel.base.process import usable_cores
 from e2e.explain.intervals import Deviations, path_deviations
 from e2e.parallelism.capture_cache import digest
 from e2e.price.speed_band import SpeedBand, StepErrors, chip_name, load_speed_band
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from e2e.sources.prepared_step import PreparedStep
 from typing import NamedTuple
 
-from costmodel.base.user_folders import user_folder
+from costmodel.base.output_files import user_folder
 from lab.steps.training_requests import BF16, asked_step
 from lab.steps.training_rows import TrainingRow
 
@@ -118,8 +118,8 @@ def predict_step(task: tuple[AskedStep, Path, bool]) -> PredictedStep:
 
 def prepared(step: AskedStep, kept: Path) -> PreparedStep:
     """Step of a row, checked and prepared by ``predict`` but unpriced; captures are cached in ``kept``."""
+    from e2e.sources.built_in_model import prepare_spread
     from e2e.sources.known_requests import SpreadModel
-    from e2e.sources.spread_model import prepare_spread
 
     request = SpreadModel(
         model_config=_configuration(step, kept),

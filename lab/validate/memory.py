@@ -28,12 +28,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from costmodel.base.cores import usable_cores
 from costmodel.base.errors import InputError, ProjectError
+from costmodel.base.process import usable_cores
 from e2e.parallelism.spec import ParallelSpec
 from e2e.step.memory_room import Verdict, memory_room, verdict
 from lab.data.data_folder import AGAIN
-from lab.data.sealed_rows import is_sealed
+from lab.data.selection import is_sealed
 from lab.data.timm_steps import TimmStep, timm_files
 from lab.steps.training_requests import AskedStep, asked_step
 from lab.steps.training_rows import (

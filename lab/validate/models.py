@@ -17,10 +17,10 @@ from rich.console import Console
 from rich.table import Table
 
 from costmodel.base.errors import InputError
-from costmodel.model.cost_model import Estimate
+from costmodel.cost_model import Estimate
 from e2e.step.operator_trace import OperatorTrace
 from lab.data.data_folder import AGAIN, BROUGHT
-from lab.validate.accuracy import Accuracy, accuracy
+from lab.validate.cost_models import Accuracy, accuracy
 
 LABELS = Path("neusight/model_labels")
 CONFIGS = Path("neusight/model_configs")
@@ -160,10 +160,10 @@ def _case(path: Path) -> LabelledCase:
 def validate_models(data: Path, only: str = "") -> Validation:
     """Predict every case whose ``gpu/name`` contains ``only``; each model is captured once per shape."""
     from costmodel.machines.cluster import single_gpu
-    from costmodel.machines.machine_catalog import load_machine
+    from costmodel.machines.machine_file import load_machine
     from e2e.explain.predictor import Setting, predict
-    from e2e.lowering.lowered_step import lower_step
-    from e2e.price.shared_overheads import load_overheads
+    from e2e.lowering.lower_trace import lower_step
+    from e2e.price.host_overheads import load_overheads
     from e2e.step.options import StepOptions
 
     traces: dict[tuple[str, str, int, int], OperatorTrace] = {}

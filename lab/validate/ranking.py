@@ -19,12 +19,12 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from costmodel.base.say import Say
+from costmodel.base.errors import Say
+from costmodel.cost_model import Config, ConfigKey, config_key
 from costmodel.cpu.learned_residual import ResidualModel, train_together
 from costmodel.cpu.roofline import RooflineModel
 from costmodel.machines.machine_file import read_machine
 from costmodel.machines.machine_records import Machine
-from costmodel.model.measurements import Config, ConfigKey, config_key
 from costmodel.operators.layers import Operator
 from fusion.commands.records_command import records_here
 from lab.command_line import program, run

@@ -1,12 +1,14 @@
-"""The section ``dlrm`` of ``python -m lab.validate``: recorded jobs predicted, beside the figures of the papers.
+"""The sections ``dlrm`` and ``replay`` of ``python -m lab.validate``: recorded jobs, replayed with their own times and
+predicted without them.
 
-The step is given only by operators, its kernels and transfers by models, the host by tables.
+**Replay** takes a job's own kernel, transfer and host times: errors of the scheduler alone.
 
-The papers' own question (Lin et al., HiPC 2022; ISPASS 2025), on the recorded jobs that are public. Only the
-operators of the recording are used, no kernel times. Two tables of host overheads: (a) the job's own T1 to T5 by
-operator; (b) those of the other jobs, this one left out. Both as profiled, since the recorded steps are profiled too;
-what the operator records of the profiler cost is then predicted once more without them. A job of several ranks begins
-as late on each rank as it was recorded to begin: what happened before is no part of the step.
+**Prediction**: the step is given only by operators, its kernels and transfers by models, the host by tables. It is the
+papers' own question (Lin et al., HiPC 2022; ISPASS 2025), on the recorded jobs that are public, beside the figures of
+the papers. Only the operators of the recording are used, no kernel times. Two tables of host overheads: (a) the job's
+own T1 to T5 by operator; (b) those of the other jobs, this one left out. Both as profiled, since the recorded steps are
+profiled too; what the operator records of the profiler cost is then predicted once more without them. A job of several
+ranks begins as late on each rank as it was recorded to begin: what happened before is no part of the step.
 
 The profiles of ResNet-50 and its execution traces were recorded in different runs of one script, whose operators are
 the same one by one; of the job of two ranks one rank is recorded, and the other is assumed equal.
@@ -26,25 +28,132 @@ from rich.table import Table
 
 from costmodel.base.errors import InputError
 from costmodel.machines.cluster import Cluster, load_cluster, single_gpu
-from costmodel.machines.machine_catalog import load_machine
+from costmodel.machines.machine_file import load_machine
 from e2e.explain.predictor import ITERATIONS, Setting, priced_graph
-from e2e.lowering.lowered_step import lower_ranks
-from e2e.price.overhead_files import load_inflation
+from e2e.explain.rank_figures import collective_figures
+from e2e.lowering.lower_trace import lower_ranks
+from e2e.price.host_overheads import INFLATION, OverheadTable, fit_table, load_inflation
 from e2e.price.overhead_samples import OverheadSamples, extract
-from e2e.price.overheads import OverheadTable, fit_table
-from e2e.price.shared_overheads import INFLATION
 from e2e.simulate.simulator import simulate, simulate_iterations
+from e2e.simulate.timeline import Timeline
 from e2e.step.execution_graph import ExecutionGraph
 from e2e.step.operator_trace import OperatorTrace
 from e2e.step.options import StepOptions
-from e2e.traces.formats.kineto import read_kineto
-from e2e.traces.formats.profile import KinetoTrace
-from e2e.traces.formats.survey import read_last_step
+from e2e.traces.formats.kineto import KinetoTrace, read_kineto
+from e2e.traces.formats.last_step import read_last_step
 from e2e.traces.recorded_graph import RecordedStep, recorded_graph, recorded_ranks
-from e2e.traces.recorded_ranks import ranks_of_job
-from e2e.traces.recorded_run import expand_files
+from e2e.traces.recorded_run import RecordedRun, expand_files, ranks_of_job, read_recorded_run
 from lab.data.data_folder import BROUGHT
 from lab.fit.host_overheads import NOT_SHARED, STACKS
+
+# The public job of several ranks: profiles, execution traces.
+DLRM_PROFILES = Path("traces/dlrm_8xV100/dlrm_kineto.tar.gz")
+DLRM_TRACES = Path("traces/dlrm_8xV100/dlrm_pytorch_et.tar.gz")
+
+
+@dataclass(frozen=True)
+class RankReplay:
+    """Step of one rank in seconds. ``linked``: operators of its trace with a profiled one, and their total."""
+
+    rank: int
+    recorded_seconds: float
+    simulated_seconds: float
+    error: float
+    linked: tuple[int, int] | None
+
+
+@dataclass(frozen=True)
+class CollectiveReplay:
+    """One collective over all ranks."""
+
+    kind: str
+    group: str
+    sequence: int
+    ranks: int
+    size_bytes: int
+    # Parts into which the recorded kernel times are split.
+    transfer_seconds: float
+    longest_wait_seconds: float
+    # Largest error of its end over the ranks, as a share of their steps.
+    end_error: float
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Result of a replay. ``source``: the first profile. ``step_error``: of the whole job, first start to last end."""
+
+    source: str
+    ranks: Sequence[RankReplay]
+    collectives: Sequence[CollectiveReplay]
+    step_error: float
+
+    @property
+    def worst_rank(self) -> float:
+        """Largest error of a rank's step."""
+        return max((abs(each.error) for each in self.ranks), default=0.0)
+
+    @property
+    def worst_collective(self) -> float:
+        """Largest error of a collective's end."""
+        return max((each.end_error for each in self.collectives), default=0.0)
+
+    def record(self) -> dict[str, Any]:
+        """JSON document of the replay."""
+        return {**asdict(self), "worst_rank": self.worst_rank, "worst_collective": self.worst_collective}
+
+
+def replay_public(data: Path) -> Replay:
+    """Replay the 8-rank DLRM run of the data folder. ``InputError`` if it does not exist."""
+    for path in (data / DLRM_PROFILES, data / DLRM_TRACES):
+        if not path.is_file():
+            raise InputError(f"{path}: no recorded ranks there; {BROUGHT}")
+    return replay(read_recorded_run([data / DLRM_PROFILES], [data / DLRM_TRACES]))
+
+
+def replay(run: RecordedRun) -> Replay:
+    """Simulate and compare every rank and every collective of ``run``."""
+    step = recorded_ranks(run.profiles, links=run.links)
+    return compare(step, simulate(step.graph, step.starts), run)
+
+
+def compare(step: RecordedStep, timeline: Timeline, run: RecordedRun) -> Replay:
+    """Compare the ``timeline`` of a replay with the recording."""
+    ranks = []
+    for graph in step.graph.ranks:
+        times = step.ranks[graph.rank]
+        simulated = timeline.rank_ends(graph.rank)[0] - times.start
+        linked = run.links.get(graph.rank)
+        counts = None if linked is None else (linked.linked_operators, linked.total_operators)
+        error = simulated / times.seconds - 1.0
+        ranks.append(RankReplay(graph.rank, times.seconds, simulated, error, counts))
+    ends = _end_errors(step, timeline)
+    collectives = [
+        CollectiveReplay(
+            each.kind,
+            each.group,
+            each.sequence,
+            len(each.waiting_seconds),
+            each.size_bytes,
+            each.transfer_seconds,
+            each.skew_seconds,
+            ends[each.group, each.sequence],
+        )
+        for each in collective_figures(step.graph, timeline)
+    ]
+    return Replay(run.profiles[0].source, ranks, collectives, timeline.step_seconds / step.span_seconds - 1.0)
+
+
+def _end_errors(step: RecordedStep, timeline: Timeline) -> Mapping[tuple[str, int], float]:
+    """Largest distance of simulated and recorded end over the ranks, as a share of each rank's step."""
+    found: dict[tuple[str, int], float] = {}
+    for graph in step.graph.ranks:
+        times = step.ranks[graph.rank]
+        for task in graph.tasks:
+            if task.collective is not None:
+                key = (task.collective.group, task.collective.sequence)
+                off = abs(timeline.task(graph.rank, task.id).end - times.tasks[task.id]) / times.seconds
+                found[key] = max(off, found.get(key, 0.0))
+    return found
 
 
 @dataclass(frozen=True)

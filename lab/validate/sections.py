@@ -15,15 +15,21 @@ from rich.console import Console
 from rich.table import Table
 
 from costmodel.base.errors import InputError
-from costmodel.gpu.residuals.fitted import DIRECTORY
+from costmodel.gpu.fitted import DIRECTORY
 from lab.command_line import chosen
 from lab.data.data_folder import FETCH
-from lab.data.named_files import Wanted
+from lab.data.selection import Wanted
 from lab.fit.public_tables import PARTS, wanted_files
-from lab.validate.attention import validate_attention, validate_scans, validate_serving
-from lab.validate.collectives import validate_collectives
-from lab.validate.kernels import KernelErrors, result_record, validate
-from lab.validate.replay import Replay, replay_public
+from lab.validate.cost_models import (
+    KernelErrors,
+    result_record,
+    validate_attention,
+    validate_collectives,
+    validate_kernels,
+    validate_scans,
+    validate_serving,
+)
+from lab.validate.recorded_jobs import Replay, replay_public
 
 # Case name of the replay for --only.
 REPLAY_CASE = "v100-sxm2-32gb/dlrm-8-ranks"
@@ -154,7 +160,7 @@ def _kernel_part(part: str, validated: Callable[[Asked, Wanted], list[KernelErro
 
 
 def _kernels(asked: Asked, wanted: Wanted) -> list[KernelErrors]:
-    return [*validate(asked.data, asked.models or DIRECTORY, wanted), *validate_attention(asked.data, wanted)]
+    return [*validate_kernels(asked.data, asked.models or DIRECTORY, wanted), *validate_attention(asked.data, wanted)]
 
 
 def _scans(asked: Asked, wanted: Wanted) -> list[KernelErrors]:

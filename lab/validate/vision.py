@@ -1,7 +1,7 @@
 """The section ``vision`` of ``python -m lab.validate``: predictions of measured steps of image models.
 
 The steps are timm's results in the data folder and figures published by NVIDIA. All but ResNet-50 need timm to build
-the models (:mod:`e2e.capture.models.timm_models`); if it is absent the section reports that and skips them.
+the models (:mod:`e2e.capture.models.image_models`); if it is absent the section reports that and skips them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from rich.console import Console
 from rich.table import Table
 
 from costmodel.base.errors import InputError, ProjectError
-from costmodel.model.cost_model import Estimate
+from costmodel.cost_model import Estimate
 from lab.data.data_folder import BROUGHT
 from lab.data.timm_steps import TimmStep, read_timm, timm_files
-from lab.validate.accuracy import Accuracy, accuracy
+from lab.validate.cost_models import Accuracy, accuracy
 
 if TYPE_CHECKING:
     from e2e.sources.known_requests import Script
@@ -118,7 +118,7 @@ def vision_section(data: Path, only: str = "") -> VisionSection | None:
     requirement.
     """
     from e2e.capture.models.catalog import IMAGES
-    from e2e.capture.models.timm_models import timm_library
+    from e2e.capture.models.image_models import timm_library
     from lab.steps.image_steps import all_steps, chosen
     from lab.steps.published_images import PUBLISHED
 

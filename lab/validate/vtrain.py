@@ -41,10 +41,10 @@ from rich.console import Console
 from rich.table import Table
 
 from costmodel.base.errors import InputError
-from costmodel.model.cost_model import CostModel
+from costmodel.cost_model import CostModel
 from costmodel.operators.collective_transfer import CollectiveTransfer
-from e2e.parallelism.condense import NOTHING, Condenser
-from e2e.parallelism.layers.pieces import Item, LayerCollective, Part, Pieces, Work
+from e2e.parallelism.pieces import Item, LayerCollective, Part, Pieces, Work
+from e2e.parallelism.rewrites import NOTHING, Condenser
 from e2e.parallelism.spec import ParallelSpec
 from e2e.price.pricing import HostOverheads, duration_of, operator_prices
 from e2e.step.execution_graph import CallInfo, Duration, HostWork
@@ -206,7 +206,7 @@ class Predictor:
         """Priced graph of ``case``."""
         from costmodel.collectives import collective_cost_model
         from costmodel.machines.cluster import load_cluster
-        from e2e.parallelism.layers.megatron_kernels import fused_adam
+        from e2e.parallelism.layers.megatron_layers import fused_adam
         from e2e.parallelism.parallel_graph import assemble
         from e2e.price.collective_pricing import price_collectives
         from e2e.price.pricing import price
@@ -233,7 +233,7 @@ class Predictor:
         from costmodel.machines.cluster import load_cluster
         from e2e.parallelism.captured import ModelSource, capture_model
         from e2e.parallelism.layers import megatron_layers as megatron
-        from e2e.parallelism.layers.pieces import CAPTURED_LAYERS
+        from e2e.parallelism.pieces import CAPTURED_LAYERS
         from e2e.step.options import StepOptions
 
         config = megatron.GptConfig(CAPTURED_LAYERS, case.hidden, case.heads, case.sequence_length, padded=False)

@@ -6,9 +6,8 @@ from contextlib import AbstractContextManager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from schedules.contract.cpu_target import CpuTarget
+from schedules.contract.cpu_target import LIBRARY_REQUEST, CpuTarget, tiles_refused
 from schedules.contract.tile_operations import TILE_ATTRIBUTE, tile_definitions
-from schedules.contract.tile_permission import LIBRARY_REQUEST, tiles_refused
 from schedules.contract.vector_operations import definitions
 
 if TYPE_CHECKING:

@@ -1,7 +1,8 @@
-"""Interface of kernel templates, used by templates, tuner and lowering.
+"""Interface of kernel templates, used by templates, tuner and lowering: what they compute, in which layouts and dtypes.
 
-A template is one file (signature, knobs and their legal values, analytic cost, kernel) and one line in
-:mod:`schedules.kernels.template_table`.
+A template has a signature, knobs with their legal values, an analytic cost and a kernel; its line in
+:mod:`schedules.kernels.template_table` makes it known. Activations are stored blocked, NCHW as (N, ceil(C/V), H, W, V),
+where V is the number of FP32 values of a vector register.
 """
 
 from __future__ import annotations
@@ -13,12 +14,40 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
-from costmodel.model.measurements import Config as Config  # knob -> value
+from costmodel.cost_model import Config
 from costmodel.operators.layers import Operator
 from schedules.contract.cpu_target import CpuTarget
 
 if TYPE_CHECKING:
     from tvm import tirx
+
+
+def blocks(channels: int, lanes: int) -> int:
+    """Number of channel blocks that hold ``channels``."""
+    return -(-channels // lanes)
+
+
+def blocked_shape(shape: tuple[int, ...], lanes: int) -> tuple[int, int, int, int, int]:
+    """Blocked shape of an NCHW shape."""
+    batch, channels, height, width = shape
+    return (batch, blocks(channels, lanes), height, width, lanes)
+
+
+def block(array: np.ndarray, lanes: int) -> np.ndarray:
+    """Convert NCHW to blocked; lanes beyond the channels are zero."""
+    batch, channels, height, width = array.shape
+    count = blocks(channels, lanes)
+    padded = np.zeros((batch, count * lanes, height, width), array.dtype)
+    padded[:, :channels] = array
+    return np.ascontiguousarray(padded.reshape(batch, count, lanes, height, width).transpose(0, 1, 3, 4, 2))
+
+
+def unblock(array: np.ndarray, channels: int) -> np.ndarray:
+    """Convert blocked to NCHW with the first ``channels`` channels."""
+    batch, count, height, width, lanes = array.shape
+    plain = array.transpose(0, 1, 4, 2, 3).reshape(batch, count * lanes, height, width)
+    return np.ascontiguousarray(plain[:, :channels])
+
 
 # Part of the key of every record. Increase it with any change of a template that changes the code of a configuration;
 # the second if only code for values narrower than float32 changes.

@@ -11,15 +11,20 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from costmodel.operators.layers import ChannelNorm, Operator, element_bytes
-from schedules.contract.blocked_layout import blocked_shape, blocks
 from schedules.contract.cpu_target import CpuTarget
-from schedules.contract.template import Config, Parameters, Signature, Template, TensorSpec
+from schedules.contract.template import Config, Parameters, Signature, Template, TensorSpec, blocked_shape, blocks
 from schedules.loops import emit
-from schedules.loops.issue_slots import PORTS, TILE_CYCLES, exposed_traffic, parallel_cycles
+from schedules.loops.config_space import (
+    PORTS,
+    TILE_CYCLES,
+    cheapest_first,
+    exposed_traffic,
+    is_small,
+    parallel_cycles,
+    task_splits,
+    tile_widths,
+)
 from schedules.loops.loop_nests import TiledExtent, task_index
-from schedules.loops.register_tiling import tile_widths
-from schedules.loops.space_pruning import cheapest_first
-from schedules.loops.task_splits import is_small, task_splits
 
 _PASSES = 3  # over the channels of a tile: mean, variance, result
 

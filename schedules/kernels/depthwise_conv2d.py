@@ -9,16 +9,19 @@ from typing import Any, NamedTuple
 from tvm import tirx
 
 from costmodel.operators.layers import Conv2d, Operator
-from schedules.contract.blocked_layout import blocks
 from schedules.contract.cpu_target import CpuTarget
-from schedules.contract.template import Config, Parameters, Signature, SummedBuild, Template, TensorSpec
+from schedules.contract.template import Config, Parameters, Signature, SummedBuild, Template, TensorSpec, blocks
 from schedules.kernels.pointwise_kernel import conv_buffers, conv_signature, is_prepared
 from schedules.loops import emit
-from schedules.loops.issue_slots import depthwise_cycles, parallel_cycles
+from schedules.loops.config_space import (
+    cheapest_first,
+    depthwise_cycles,
+    depthwise_widths,
+    is_small,
+    parallel_cycles,
+    task_splits,
+)
 from schedules.loops.loop_nests import TiledExtent, depthwise_phase, store_finished, task_index
-from schedules.loops.register_tiling import depthwise_widths
-from schedules.loops.space_pruning import cheapest_first
-from schedules.loops.task_splits import is_small, task_splits
 from schedules.loops.weight_packing import depthwise_weight_shape, pack_channel_constants, pack_depthwise_of
 
 # A wider window has too many taps per row for the registers; the rows of a taller one are not unrolled.

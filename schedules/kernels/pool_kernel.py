@@ -13,16 +13,29 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from costmodel.operators.layers import Operator, Pool2d
-from schedules.contract.blocked_layout import blocked_shape, blocks
 from schedules.contract.cpu_target import CpuTarget
-from schedules.contract.template import Config, Parameters, Signature, Template, TensorSpec, tensor_dtype
+from schedules.contract.template import (
+    Config,
+    Parameters,
+    Signature,
+    Template,
+    TensorSpec,
+    blocked_shape,
+    blocks,
+    tensor_dtype,
+)
 from schedules.loops import emit
+from schedules.loops.config_space import (
+    PORTS,
+    TILE_CYCLES,
+    cheapest_first,
+    equal_tiles,
+    parallel_cycles,
+    task_splits,
+    tile_widths,
+)
 from schedules.loops.emit import Axis
-from schedules.loops.issue_slots import PORTS, TILE_CYCLES, equal_tiles, parallel_cycles
 from schedules.loops.loop_nests import TiledExtent, task_index
-from schedules.loops.register_tiling import tile_widths
-from schedules.loops.space_pruning import cheapest_first
-from schedules.loops.task_splits import task_splits
 
 # Maximum number of unrolled loads in a row of windows.
 _WRITTEN_OUT = 256

@@ -11,23 +11,22 @@ import numpy as np
 from costmodel.operators.layers import Operator
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import Config, Template
+from schedules.kernels.algorithms import ConvAlgorithms, ProductAlgorithms
 from schedules.kernels.channel_norm_kernel import ChannelNormKernel
-from schedules.kernels.conv_algorithms import ConvAlgorithms
-from schedules.kernels.conv_pair import conv_pairs
-from schedules.kernels.dense_kernel import DenseLayer
+from schedules.kernels.dense_kernel import DenseLayer, TileDense
 from schedules.kernels.depthwise_conv2d import DepthwiseConv2d
-from schedules.kernels.depthwise_pointwise import DepthwisePointwise
-from schedules.kernels.pointwise_depthwise import PointwiseDepthwise
-from schedules.kernels.pointwise_kernel import Pointwise
-from schedules.kernels.pointwise_pair import PointwisePair
+from schedules.kernels.direct_conv2d import TileConv2d
+from schedules.kernels.fused.conv_pair import conv_pairs
+from schedules.kernels.fused.depthwise_pairs import (
+    DepthwisePointwise,
+    PointwiseDepthwise,
+    TileDepthwisePointwise,
+    TilePointwiseDepthwise,
+)
+from schedules.kernels.fused.pointwise_pair import PointwisePair
+from schedules.kernels.fused.sliding_window import SlidingWindow
+from schedules.kernels.pointwise_kernel import Pointwise, ProloguePointwise, TilePointwise
 from schedules.kernels.pool_kernel import Pool
-from schedules.kernels.product_algorithms import ProductAlgorithms
-from schedules.kernels.prologue_pointwise import ProloguePointwise
-from schedules.kernels.sliding_window import SlidingWindow
-from schedules.kernels.tile_conv2d import TileConv2d
-from schedules.kernels.tile_dense import TileDense
-from schedules.kernels.tile_depthwise_pairs import TileDepthwisePointwise, TilePointwiseDepthwise
-from schedules.kernels.tile_pointwise import TilePointwise
 from schedules.loops.tile_products import DEPTHS
 
 _TILE_POINTWISE = {depth: TilePointwise(depth) for depth in DEPTHS}

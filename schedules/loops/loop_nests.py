@@ -13,13 +13,21 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from costmodel.operators.layers import Conv2d, Epilogue
-from schedules.contract.blocked_layout import blocks
+from schedules.contract.template import blocks
 from schedules.loops import emit
-from schedules.loops.column_words import QuadPlan, TapPlaces, quad_plan, quad_weights, quads, sums_pairs, sums_quads
-from schedules.loops.dot_products import dot_product
+from schedules.loops.config_space import RegisterTile
+from schedules.loops.dot_products import (
+    QuadPlan,
+    TapPlaces,
+    dot_product,
+    quad_plan,
+    quad_weights,
+    quads,
+    sums_pairs,
+    sums_quads,
+)
 from schedules.loops.emit import Axis, Expr
 from schedules.loops.register_kernels import ColumnPairs, ColumnQuads, DenseTile, DepthwiseTile
-from schedules.loops.register_tiling import RegisterTile
 from schedules.loops.requantised_sums import JOINED, initial_sums, requantised, requantised_bytes
 from schedules.loops.weight_packing import channel_vectors
 

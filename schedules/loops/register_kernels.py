@@ -9,8 +9,7 @@ from typing import Any
 from tvm.script.ir_builder import tirx as T
 
 from schedules.loops import emit
-from schedules.loops.column_words import QuadWord, TapPlaces
-from schedules.loops.dot_products import BFLOAT16, FLOAT32, INT8, DotProduct
+from schedules.loops.dot_products import BFLOAT16, FLOAT32, INT8, DotProduct, QuadWord, TapPlaces
 from schedules.loops.emit import Expr
 
 

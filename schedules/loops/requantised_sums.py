@@ -16,11 +16,10 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from costmodel.operators.layers import Conv2d, Dense, Epilogue
-from schedules.contract.blocked_layout import blocks
-from schedules.contract.template import Parameters
+from schedules.contract.template import Parameters, blocks
 from schedules.contract.vector_operations import MULTIPLY_ADD, PACK_UINT8
 from schedules.loops import emit
-from schedules.loops.column_words import sums_quads
+from schedules.loops.dot_products import sums_quads
 from schedules.loops.emit import Axis, Expr
 
 # Indices in the first row of the constants, which has the values per tensor.

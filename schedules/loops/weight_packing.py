@@ -5,10 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from costmodel.operators.layers import Conv2d, Epilogue
-from schedules.contract.blocked_layout import blocks
-from schedules.contract.template import Parameters, stored
-from schedules.loops.column_words import pack_depthwise_quads, quad_weights_shape, sums_quads
-from schedules.loops.dot_products import dot_product
+from schedules.contract.template import Parameters, blocks, stored
+from schedules.loops.dot_products import dot_product, pack_depthwise_quads, quad_weights_shape, sums_quads
 from schedules.loops.requantised_sums import pack_requantisation, requantisation_rows
 
 

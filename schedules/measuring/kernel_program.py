@@ -18,8 +18,8 @@ import numpy as np
 from costmodel.operators.layers import Conv2d, Operator
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import Signature, Template, TensorSpec, numpy_dtype
-from schedules.measuring.kernel_arguments import input_tensor, random_parameters, tensor_over
-from schedules.measuring.measure_messages import KernelProgram, KernelStep, MeasureOutcome
+from schedules.measuring.kernel_verification import input_tensor, random_parameters, tensor_over
+from schedules.measuring.timing_protocol import KernelProgram, KernelStep, MeasureOutcome
 
 _ALIGNMENT = 64  # alignment of TVM's allocations
 # A free buffer is used for a tensor smaller by at most this factor, as in TVM's memory planner.

@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import IO
 
 from costmodel.base.errors import TuningError
-from costmodel.model.measurements import ConfigKey, config_key
+from costmodel.cost_model import ConfigKey, config_key
 from costmodel.operators.layers import Operator
 from schedules.contract.cpu_target import CpuTarget
-from schedules.measuring.arm_timing import TimingProtocol
-from schedules.measuring.measure_messages import (
+from schedules.measuring.timing_protocol import (
     Answer,
     CompileRequest,
     FailureKind,
@@ -31,6 +30,7 @@ from schedules.measuring.measure_messages import (
     MeasureRequest,
     ProgramRequest,
     Setup,
+    TimingProtocol,
     WorkerPhase,
 )
 

@@ -21,26 +21,35 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from costmodel.base.termination import end_with_parent
-from costmodel.model.measurements import config_key
+from costmodel.base.process import end_with_parent
+from costmodel.cost_model import config_key
 from costmodel.operators.layers import Operator
 from schedules.contract.kernel_compilation import compile_kernel
-from schedules.contract.lean_import import import_tvm_alone
 from schedules.contract.template import Template
-from schedules.measuring.arm_timing import Arm, KernelCall, TimingProtocol, time_arms
-from schedules.measuring.kernel_arguments import VerificationCase, make_case
+from schedules.contract.tvm_import import import_tvm_alone
 from schedules.measuring.kernel_program import LoadedProgram, ProgramBuffers
-from schedules.measuring.measure_messages import (
+from schedules.measuring.kernel_verification import (
+    KernelFailure,
+    VerificationCase,
+    VerifiedKernel,
+    make_case,
+    one_line,
+    verified,
+)
+from schedules.measuring.timing_protocol import (
     Answer,
+    Arm,
     CompileRequest,
+    KernelCall,
     KernelCandidate,
     MeasureOutcome,
     MeasureRequest,
     ProgramRequest,
     Setup,
+    TimingProtocol,
     WorkerPhase,
+    time_arms,
 )
-from schedules.measuring.verified_kernel import KernelFailure, VerifiedKernel, one_line, verified
 
 # Maximum number and memory of operators whose arguments are kept: a tuner alternates between a few.
 _CACHED_CASES = 16

@@ -18,21 +18,25 @@ from typing import Any
 
 import numpy as np
 
-from costmodel.base.errors import InputError
-from costmodel.base.say import Say
-from costmodel.cpu.calibrate import CpuFacts
+from costmodel.base.errors import InputError, Say
+from costmodel.cpu.calibration import CpuFacts
 from costmodel.machines.machine_records import Host, Machine
 from costmodel.operators.layers import Operator
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.kernel_compilation import compile_function
 from schedules.contract.template import Template, TensorSpec, numpy_dtype
 from schedules.kernels.template_table import template_for
-from schedules.measuring.arm_timing import Arm, TimingProtocol, rotation_copies, time_arms
-from schedules.measuring.kernel_arguments import VerificationCase, WrongValues, make_case, unwritten_value
-from schedules.measuring.measure_messages import KernelCandidate, KernelProgram, MeasureOutcome
-from schedules.measuring.remote_identity import calibrate_remote, remote_facts, remote_target
-from schedules.measuring.remote_server import RemoteServer, Tracker
-from schedules.measuring.verified_kernel import one_line
+from schedules.measuring.kernel_verification import VerificationCase, WrongValues, make_case, one_line, unwritten_value
+from schedules.measuring.remote_server import RemoteServer, Tracker, calibrate_remote, remote_facts, remote_target
+from schedules.measuring.timing_protocol import (
+    Arm,
+    KernelCandidate,
+    KernelProgram,
+    MeasureOutcome,
+    TimingProtocol,
+    rotation_copies,
+    time_arms,
+)
 
 _SESSION_SECONDS = 60.0  # limit of one candidate, or of one comparison
 _CALIBRATION_SECONDS = 600.0

@@ -1,4 +1,5 @@
-"""Measured kernels of one CPU in one small file, shipped with the project as the starting point of tuning on that CPU.
+"""Measured kernels of one CPU in one small file, shipped with the project as the starting point of tuning on that CPU;
+and their collection from the folders that `tune` wrote.
 
 ``schedules/records/shipped/CPU/records.jsonl.gz``: a line with the CPU, the versions and the origin of the
 measurements, then a line for every (operator, threads) with all its configurations, slow ones included, as the ranking
@@ -14,23 +15,84 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from costmodel.base.errors import InputError, OutputError
-from costmodel.base.foreign_files import open_unpacked
-from costmodel.base.plain_json import MALFORMED, decoded
-from costmodel.base.whole_file import write_whole
-from costmodel.model.measurements import Config, Measurement, config_key
+from costmodel.base.input_files import MALFORMED, decoded, open_unpacked, read_text
+from costmodel.base.output_files import write_whole
+from costmodel.cost_model import Config, ConfigKey, Measurement, config_key
+from costmodel.operators.any_operator import from_record, to_record
 from costmodel.operators.layers import Operator
-from costmodel.operators.serialization import from_record, to_record
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import template_revision
-from schedules.records.cpu_identity import CpuIdentity, identity_of
-from schedules.records.tuning_records import Record, environment
+from schedules.records.tuning_records import RECORDS, Record, environment, parse_line, read_lines
+
+_NAMED_BY = ("vendor_id", "cpu family", "model", "stepping")
+
+
+@dataclass(frozen=True)
+class CpuIdentity:
+    """Identity of a CPU; the fields after ``chip`` are those of :class:`schedules.contract.cpu_target.CpuTarget`."""
+
+    # Vendor, family, model and stepping from CPUID, which virtual machines do not change.
+    chip: str
+    mcpu: str
+    features: tuple[str, ...]
+    lanes: int
+    registers: int
+    l1_bytes: int
+    l2_bytes: int
+
+    def runs_alike(self, other: CpuIdentity) -> bool:
+        """True if both get the same code, with the same cache sizes."""
+        return replace(self, chip=other.chip) == other
+
+    def distance(self, other: CpuIdentity) -> float:
+        """Dissimilarity of the code of both; infinite with other vectors or registers, whose configuration spaces
+        differ.
+
+        A feature of only one CPU counts as much as caches twice as large.
+        """
+        if (self.lanes, self.registers) != (other.lanes, other.registers):
+            return math.inf
+        caches = ((self.l1_bytes, other.l1_bytes), (self.l2_bytes, other.l2_bytes))
+        features = len(set(self.features) ^ set(other.features)) + (self.mcpu != other.mcpu)
+        return features + sum(abs(math.log2(one / two)) for one, two in caches)
+
+    def target(self, threads: int) -> CpuTarget:
+        """This CPU with ``threads`` threads."""
+        return CpuTarget(
+            self.lanes, self.registers, self.mcpu, self.features, threads, self.l1_bytes, self.l2_bytes
+        )  # fmt: skip
+
+
+def identity_of(cpu: CpuTarget) -> CpuIdentity:
+    """Identity of ``cpu``, which must be the CPU of this process."""
+    return CpuIdentity(
+        chip_name(), cpu.mcpu, cpu.features, cpu.lanes, cpu.registers, cpu.l1_bytes, cpu.l2_bytes
+    )  # fmt: skip
+
+
+def chip_name(cpuinfo: str | None = None) -> str:
+    """Vendor, family, model and stepping, e.g. ``AuthenticAMD 25/17/1``; empty if unknown."""
+    if cpuinfo is None:
+        try:
+            cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        except OSError:
+            return ""
+    fields: dict[str, str] = {}
+    for line in cpuinfo.splitlines():
+        name, _, value = line.partition(":")
+        fields.setdefault(name.strip(), value.strip())
+    vendor, *numbers = (fields.get(name, "") for name in _NAMED_BY)
+    return f"{vendor} {'/'.join(numbers)}" if vendor and all(numbers) else ""
+
 
 SHIPPED_DIRECTORY = Path(__file__).parent / "shipped"
 RECORDS_FILE = "records.jsonl.gz"
@@ -274,3 +336,96 @@ def merged(kernels: Iterable[KernelRecords], limit: int) -> tuple[KernelRecords,
         measured = max(kernel.measured for kernel in group)
         found.append(KernelRecords(operator, threads, networks, measured, tuple(thinned([*records.values()], limit))))
     return tuple(found)
+
+
+# Configurations kept per kernel: more add little information, and the file is part of the package.
+ROWS_PER_KERNEL = 200
+
+
+@dataclass(frozen=True)
+class Collected:
+    """Records to be shipped; ``left_out``: reason -> number of records not included."""
+
+    content: CpuRecords
+    left_out: Counter[str] = field(default_factory=Counter)
+
+
+def collect(
+    folders: Sequence[Path],
+    cpu: CpuTarget,
+    note: str = "",
+    keep: Callable[[str], bool] = lambda network: True,
+    rows: int = ROWS_PER_KERNEL,
+) -> Collected:
+    """Collect the records of ``cpu``, on any number of threads, in build folders of ``tune`` (or folders of records).
+
+    ``keep``: selects networks by name. Records of another CPU, TVM or revision of the templates are left out and
+    counted. Raises ``InputError`` for a folder without records, or if nothing is left.
+    """
+    own = environment(cpu)
+    identity = identity_of(cpu)
+    left_out: Counter[str] = Counter()
+    kernels: list[KernelRecords] = []
+    for folder in folders:
+        path = records_folder(folder) / RECORDS
+        network = network_name(folder)
+        if not keep(network):
+            left_out[f"of {network}"] += sum(1 for _ in read_lines(path, parse_line))
+            continue
+        measured = datetime.fromtimestamp(path.stat().st_mtime, UTC).date().isoformat()
+        last: dict[tuple[Operator, int], dict[ConfigKey, Record]] = {}
+        for record, made in _ours(path, left_out):
+            here = {**own, "templates": template_revision(record.operator.dtype)}
+            reason = _reason(made, here, lambda threads: identity.target(threads).key)
+            if reason is not None:
+                left_out[reason] += 1
+                continue
+            known = last.setdefault((record.operator, _threads(made["cpu"])), {})
+            known[config_key(record.config)] = record
+        kernels += [
+            KernelRecords(operator, threads, (network,), measured, tuple(records.values()))
+            for (operator, threads), records in last.items()
+        ]
+    if not kernels:
+        raise InputError(
+            f"{', '.join(map(str, folders))}: no records of this CPU and this version of the templates; "
+            "`python -m fusion tune` here makes some"
+        )
+    return Collected(CpuRecords(identity, own["tvm"], own["templates"], note, merged(kernels, rows)), left_out)
+
+
+def network_name(folder: Path) -> str:
+    """Stem of the ONNX file in the folder's summary; without a summary the name of the folder."""
+    try:
+        return Path(decoded(read_text(folder / "summary.json", "record"))["model"]).stem
+    except (OSError, ValueError, KeyError, TypeError):
+        return folder.resolve().name
+
+
+def records_folder(folder: Path) -> Path:
+    """Records folder of a build folder, or the folder itself if it has records; raises ``InputError`` without any."""
+    for path in (folder / "records", folder):
+        if (path / RECORDS).is_file():
+            return path
+    raise InputError(f"{folder}: holds no tuning records; name folders that `python -m fusion tune` wrote")
+
+
+def _ours(path: Path, left_out: Counter[str]) -> Iterator[tuple[Record, dict[str, str]]]:
+    for entry in read_lines(path, parse_line):
+        if entry is None:
+            left_out["not of this project"] += 1
+        else:
+            yield entry
+
+
+def _reason(made: dict[str, str], own: dict[str, str], key: Callable[[int], str]) -> str | None:
+    """Reason why records of the environment ``made`` are not valid here, or None."""
+    if made["templates"] != own["templates"]:
+        return f"of revision {made['templates']} of the templates, not {own['templates']}"
+    if made["tvm"] != own["tvm"]:
+        return f"of TVM {made['tvm']}, not {own['tvm']}"
+    return None if made["cpu"] == key(_threads(made["cpu"])) else "of another CPU"
+
+
+def _threads(key: str) -> int:
+    return int(key.rpartition("threads=")[2])

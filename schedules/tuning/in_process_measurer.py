@@ -1,8 +1,11 @@
-"""MetaSchedule's builder (in forks) and runner (in this process), and its imports, without long waits.
+"""MetaSchedule's builder (in forks, with a time limit), runner (in this process) and imports, without long waits.
 
 MetaSchedule's own ``LocalBuilder`` starts new processes for every batch, and each imports ``tvm.s_tir.tensor_intrin``
 first. That takes 20 s and more, because TVMScript inspects the whole stack for every intrinsic; on busy cores it
 exceeds the time limit of a build, and all candidates of the batch are lost with only a line in a log.
+
+LLVM needs many minutes for some candidates of a search (large bodies, fully unrolled). So each build runs in a forked
+child, which is cheap (no import, no copy of the module), and is killed at its limit.
 """
 
 from __future__ import annotations
@@ -10,8 +13,13 @@ from __future__ import annotations
 import inspect
 import itertools
 import logging
+import os
+import select
+import signal
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import tvm
@@ -19,7 +27,65 @@ from tvm.ir.utils import derived_object
 from tvm.s_tir import meta_schedule as ms
 from tvm.s_tir.meta_schedule.runner.utils import alloc_argument_common, run_evaluator_common
 
-from schedules.tuning.bounded_build import build_bounded
+from costmodel.base.errors import TuningError
+from costmodel.base.process import end_with_parent
+
+# Limit of MetaSchedule's own LocalBuilder.
+BUILD_SECONDS = 30.0
+
+
+def build_bounded(module: tvm.IRModule, target: tvm.target.Target, seconds: float = BUILD_SECONDS) -> Any:
+    """``tvm.compile(module)``, loaded from a library; raises ``TuningError`` on failure or after ``seconds``."""
+    with tempfile.TemporaryDirectory(prefix="candidate-") as folder:
+        library = Path(folder) / "candidate.so"
+        failure = _in_child(lambda: tvm.compile(module, target=target).export_library(str(library)), seconds)
+        if failure is not None:
+            raise TuningError(failure)
+        return tvm.runtime.load_module(str(library))
+
+
+def _in_child(work: Any, seconds: float) -> str | None:
+    """Run ``work`` in a forked child; return an error message, or None on success."""
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        _report(work, write_end)
+    os.close(write_end)
+    try:
+        return _await(child, read_end, seconds)
+    finally:
+        os.close(read_end)
+
+
+def _report(work: Any, write_end: int) -> None:
+    """Run the child, which never returns; its message is the error, or ``done``."""
+    word = "done"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
+    end_with_parent()
+    try:
+        work()
+    except BaseException as error:
+        word = str(error)[-2000:] or type(error).__name__
+    finally:
+        os.write(write_end, word.encode())
+        os._exit(0)
+
+
+def _await(child: int, read_end: int, seconds: float) -> str | None:
+    readable: list[int] = []
+    try:
+        readable, _, _ = select.select([read_end], [], [], seconds)
+    finally:  # also on Ctrl-C
+        if not readable:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    if not readable:
+        return f"compiling takes more than {seconds:g} s"
+    word = os.read(read_end, 4096).decode(errors="replace")
+    os.waitpid(child, 0)
+    if word == "done":
+        return None
+    return word or "the compiler crashed"
 
 
 def import_tensor_intrinsics() -> None:

@@ -1,25 +1,50 @@
-"""Order of trials for unmeasured kernels, trained on the records of many networks.
+"""Order of trials for unmeasured kernels, trained on the records of many networks: sampling for it, training, guesses.
 
 The model is :class:`costmodel.cpu.learned_residual.ResidualModel` on the analytic cost of the templates; here it is
 trained on the shipped records (:mod:`schedules.records.shipped_records`), of all thread counts together. A tuning run
-uses its trees as a prior and corrects them by its measurements.
+first tries what the shipped records of the same operator, or this ranking, expect to be fast; it uses the trees as a
+prior and corrects them by its measurements.
+
+A tuner measures what it expects to be fast, which yields few and similar configurations per kernel; a ranking trained
+on those cannot recognise slow ones. In sampling every kernel gets the same number, half of them in the order of the
+template's analytic cost and half drawn from the rest of its space. Kernels alternate, so that an interrupted run has a
+similar number for each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import math
+import random
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
-from costmodel.cpu.learned_residual import FamilyTrees, ResidualModel, train_together
+from costmodel.base.errors import MachineError
+from costmodel.cost_model import config_key
+from costmodel.cpu.learned_residual import FamilyTrees, ResidualModel, read_trees, train_together, write_trees
 from costmodel.cpu.roofline import RooflineModel
-from costmodel.cpu.trees_file import read_trees, write_trees
 from costmodel.machines.machine_file import read_machine
 from costmodel.machines.machine_records import Machine
+from costmodel.operators.any_operator import to_record
+from costmodel.operators.layers import Operator
 from schedules.contract.cpu_target import CpuTarget
+from schedules.contract.template import Config
 from schedules.kernels.template_table import config_terms, template_for
-from schedules.records.shipped_records import MACHINE_FILE, RANKING_FILE, CpuRecords, FoundRecords
+from schedules.records.shipped_records import (
+    MACHINE_FILE,
+    RANKING_FILE,
+    CpuRecords,
+    FoundRecords,
+    KernelRecords,
+    chip_name,
+    find_records,
+)
+from schedules.records.tuning_records import RecordStore
+from schedules.tuning.kernel_tuner import MeasuringRunner
 
 
 def empty_ranking(machine: Machine, cpu: CpuTarget, before: ResidualModel | None = None) -> ResidualModel:
@@ -65,3 +90,219 @@ def _key(content: CpuRecords) -> str:
     """Key of trees: one CPU (threads are a feature), TVM version and revision of the templates."""
     one = content.cpu.target(1).key.rpartition("/threads=")[0]
     return f"{content.cpu.chip}/{one}/tvm={content.tvm}/templates={content.templates}"
+
+
+# Number of recorded configurations tried first, if they are within this factor of the best.
+RECORDED_FIRST = 3
+RECORDED_RATIO = 1.05
+# Number of configurations of a space, in the order of analytic cost, that are ranked.
+RANKED = 160
+
+
+@dataclass(frozen=True)
+class KernelGuess:
+    """A configuration not measured here, and its expected time (None: unknown)."""
+
+    config: Config
+    seconds: float | None
+
+
+@dataclass
+class KernelGuesses:
+    """Guesses for one CPU."""
+
+    cpu: CpuTarget
+    # Trained ranking, or None.
+    ranking: ResidualModel | None = None
+    # Records by operator, on the same number of threads.
+    recorded: Mapping[Operator, KernelRecords] = field(default_factory=dict)
+    # Records are from a chip of the same name, so that their times are valid here.
+    trusted: bool = False
+    # Origin of the records in words.
+    origin: str = ""
+    # Exclude configurations with larger rounding errors than a plain sum of products.
+    careful: bool = False
+    _known: dict[Operator, KernelGuess] = field(default_factory=dict, repr=False)
+    _spaces: dict[Operator, Sequence[Config]] = field(default_factory=dict, repr=False)
+
+    def carefully(self) -> KernelGuesses:
+        """Guesses for a network whose errors are too large with fast algorithms."""
+        return KernelGuesses(self.cpu, self.ranking, self.recorded, self.trusted, self.origin, careful=True)
+
+    def allows(self, operator: Operator, config: Config) -> bool:
+        """True if a network may be built with ``config``."""
+        template = template_for(operator, self.cpu) if self.careful else None
+        return template is None or template.relative_rounding(config) <= 1.0
+
+    def first(self, operator: Operator) -> list[Config]:
+        """Configurations to try first: the best recorded ones of the same operator."""
+        kernel = self.recorded.get(operator)
+        if kernel is None:
+            return []
+        legal = {config_key(config) for config in self.space(operator)}
+        near = kernel.near_best(RECORDED_RATIO, RECORDED_FIRST)
+        return [config for config in near if config_key(config) in legal]
+
+    def space(self, operator: Operator) -> Sequence[Config]:
+        """Allowed space of the operator's template, enumerated once."""
+        if operator not in self._spaces:
+            template = template_for(operator, self.cpu)
+            assert template is not None, "only kernels of a template are guessed"
+            space = template.space(operator, self.cpu)
+            if self.careful:
+                space = [config for config in space if self.allows(operator, config)]
+            self._spaces[operator] = space
+        return self._spaces[operator]
+
+    def trials(self, operator: Operator) -> int:
+        """Number of configurations of the operator measured on the same kind of chip before."""
+        return len(self.recorded[operator].records) if self.trusted and operator in self.recorded else 0
+
+    def seconds(self, operator: Operator) -> float | None:
+        """Expected time of the operator, or None; the space is not enumerated if it is unknown."""
+        ranked = self.ranking is not None and self.ranking.knows(operator)
+        return self.guess(operator).seconds if ranked or (self.trusted and operator in self.recorded) else None
+
+    def guess(self, operator: Operator) -> KernelGuess:
+        """Configuration to use without a measurement. ``operator`` must have a template."""
+        if operator not in self._known:
+            self._known[operator] = self._guess(operator)
+        return self._known[operator]
+
+    def _guess(self, operator: Operator) -> KernelGuess:
+        recorded = self.first(operator)
+        if recorded and self.trusted:
+            best = self.recorded[operator].best
+            return KernelGuess(recorded[0], best.seconds if best.config == recorded[0] else None)
+        space = self.space(operator)[:RANKED]
+        if self.ranking is None or not self.ranking.knows(operator):
+            return KernelGuess(recorded[0] if recorded else space[0], None)
+        config = recorded[0] if recorded else space[self.ranking.rank(operator, space)[0]]
+        return KernelGuess(config, float(self.ranking.seconds(operator, [config])[0]))
+
+
+def guesses_for(cpu: CpuTarget) -> KernelGuesses:
+    """Guesses from the shipped records of ``cpu`` or of the most similar CPU; empty if none has vectors of the same
+    width.
+    """
+    found: FoundRecords | None = find_records(cpu, nearest=True)
+    chip = chip_name() or cpu.mcpu
+    if found is None:
+        origin = f"no records of {chip} or a CPU like it: kernels that were never measured are chosen by their cost"
+        return KernelGuesses(cpu, origin=origin)
+    try:
+        ranking = read_ranking(found, cpu.threads)
+    except MachineError:  # the machine model has fewer threads
+        ranking = None
+    origin = f"starting from records of this CPU, {chip}"
+    if not found.same_chip:
+        other = f"{found.content.cpu.chip}, {found.content.cpu.mcpu}"
+        like = "which runs the same code" if found.same_code else "the nearest with vectors as wide"
+        origin = f"no records of this CPU, {chip}: starting from those of {other}, {like}"
+    return KernelGuesses(cpu, ranking, found.content.of(cpu.threads), found.same_chip, origin)
+
+
+# Configurations of a kernel per turn: machines drift between turns, and verification data are created for each turn.
+TURN = 8
+
+
+@dataclass(frozen=True)
+class SamplingProgress:
+    """``measured`` of ``wanted`` configurations including earlier runs; ``kernels``: number of complete kernels."""
+
+    measured: int
+    wanted: int
+    kernels: int
+    failures: int
+
+
+@dataclass
+class SampledKernel:
+    """A kernel with its pending configurations, and the stores of the networks that contain it.
+
+    ``done``: configurations of its sample that are measured or have failed.
+    """
+
+    operator: Operator
+    pending: list[Config]
+    stores: tuple[RecordStore, ...]
+    done: int
+
+
+def sample(operator: Operator, space: Sequence[Config], count: int) -> list[Config]:
+    """At most ``count`` of ``space``, alternating between the next in order and a random one; deterministic."""
+    fast = list(space[: -(-count // 2)])
+    others = list(space[len(fast) :])
+    drawn = random.Random(_name(operator)).sample(others, min(count - len(fast), len(others))) if others else []
+    mixed = [config for pair in zip(fast, drawn, strict=False) for config in pair]
+    return [*mixed, *fast[len(drawn) :]]
+
+
+def sampled_kernels(
+    stores: Iterable[tuple[RecordStore, Iterable[Operator]]], cpu: CpuTarget, count: int
+) -> list[SampledKernel]:
+    """Distinct kernels of the networks, with ``count`` configurations each or the whole space.
+
+    ``stores``: the records of each network, and its kernels. Kernels without a template are left out.
+    """
+    found: dict[Operator, list[RecordStore]] = {}
+    for store, operators in stores:
+        for operator in dict.fromkeys(operators):
+            if template_for(operator, cpu) is not None:
+                found.setdefault(operator, []).append(store)
+    kernels = [_sampled(operator, tuple(own), cpu, count) for operator, own in found.items()]
+    # Shuffle, so that limited time is spread over kernels of all networks and kinds.
+    random.Random(0).shuffle(kernels)
+    return kernels
+
+
+def _sampled(operator: Operator, stores: tuple[RecordStore, ...], cpu: CpuTarget, count: int) -> SampledKernel:
+    template = template_for(operator, cpu)
+    assert template is not None, "only kernels of a template are measured"
+    wanted = sample(operator, template.space(operator, cpu), count)
+    known = {config_key(record.config) for store in stores for record in store.all(operator)}
+    known |= {config_key(failure.config) for store in stores for failure in store.failures(operator)}
+    pending = [config for config in wanted if config_key(config) not in known]
+    return SampledKernel(operator, pending, stores, len(wanted) - len(pending))
+
+
+def measure_samples(
+    kernels: Sequence[SampledKernel],
+    runner: MeasuringRunner,
+    end: float = math.inf,
+    progress: Callable[[SamplingProgress], None] = lambda _: None,
+) -> SamplingProgress:
+    """Measure pending configurations until ``end`` (``time.monotonic``), kernels with the fewest results first.
+
+    Every result is on disk at once. Kernels are compiled on all cores and timed alone.
+    """
+    failures = 0
+
+    def state() -> SamplingProgress:
+        done = sum(kernel.done for kernel in kernels)
+        left = sum(len(kernel.pending) for kernel in kernels)
+        return SamplingProgress(done, done + left, sum(not kernel.pending for kernel in kernels), failures)
+
+    while (unfinished := [kernel for kernel in kernels if kernel.pending]) and time.monotonic() < end:
+        kernel = min(unfinished, key=lambda each: each.done)
+        batch, kernel.pending = kernel.pending[:TURN], kernel.pending[TURN:]
+        waiting = {config_key(config): config for config in batch}
+        best = [record.seconds for store in kernel.stores if (record := store.best(kernel.operator)) is not None]
+        for config, outcome in runner.measure_batch(kernel.operator, batch, min(best, default=None)):
+            for store in kernel.stores:
+                if outcome.seconds is None:
+                    store.add_failure(kernel.operator, config, outcome.error or "run", outcome.message)
+                else:
+                    store.add(kernel.operator, config, outcome.seconds)
+            failures += outcome.seconds is None
+            kernel.done += 1
+            del waiting[config_key(config)]
+            if time.monotonic() >= end:
+                break
+        kernel.pending = [*waiting.values(), *kernel.pending]
+        progress(state())
+    return state()
+
+
+def _name(operator: Operator) -> str:
+    return json.dumps(to_record(operator), sort_keys=True)

@@ -26,13 +26,12 @@ from tvm.ir.utils import derived_object
 from tvm.s_tir import meta_schedule as ms
 
 from costmodel.base.errors import TuningError
-from costmodel.model.cost_model import Estimate
-from costmodel.model.measurements import Measurement
+from costmodel.cost_model import Estimate, Measurement
 from costmodel.operators.layers import Operator
 from schedules.contract.cpu_target import CpuTarget
-from schedules.contract.lean_import import tvm_threads
 from schedules.contract.operator_workload import workload
 from schedules.contract.template import Config
+from schedules.contract.tvm_import import tvm_threads
 from schedules.tuning.in_process_measurer import (
     InProcessMeasurer,
     import_tensor_intrinsics,

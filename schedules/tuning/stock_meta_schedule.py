@@ -20,9 +20,9 @@ from tvm.relax import transform
 from tvm.s_tir import meta_schedule as ms
 
 from costmodel.base.errors import OutputError, TuningError
-from costmodel.base.whole_file import write_whole
+from costmodel.base.output_files import write_whole
 from schedules.contract.cpu_target import CpuTarget
-from schedules.contract.lean_import import tvm_threads
+from schedules.contract.tvm_import import tvm_threads
 from schedules.tuning.in_process_measurer import (
     InProcessMeasurer,
     import_tensor_intrinsics,

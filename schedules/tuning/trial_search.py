@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-from costmodel.model.measurements import ConfigKey, Measurement, config_key
+from costmodel.cost_model import ConfigKey, Measurement, config_key
 from costmodel.operators.layers import Operator
 from schedules.contract.template import Config
 

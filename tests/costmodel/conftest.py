@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from costmodel.machines.machine_catalog import load_machine
+from costmodel.machines.machine_file import load_machine
 from costmodel.machines.machine_records import (
     ComputeRate,
     GpuChip,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from costmodel.machines.machine_catalog import load_machine
-from costmodel.model.cost_model import CostModel, Estimate
+from costmodel.cost_model import CostModel, Estimate
+from costmodel.machines.machine_file import load_machine
 from e2e.explain.predictor import PredictionResult, Setting, predict
-from e2e.lowering.lowered_step import lower_step
+from e2e.lowering.lower_trace import lower_step
 from e2e.step.execution_graph import ExecutionGraph
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor
 from e2e.step.options import StepOptions

@@ -188,7 +188,7 @@ def _kineto(path: Path) -> object:
 
 def _machine(path: Path) -> object:
     from costmodel.gpu.factory import gpu_cost_model
-    from costmodel.machines.machine_catalog import load_machine
+    from costmodel.machines.machine_file import load_machine
     from costmodel.operators.device_work import Elementwise, Gemm
 
     machine = load_machine(path)
@@ -221,8 +221,7 @@ def _sources(path: Path) -> object:
 
 def _records(path: Path) -> object:
     from schedules.contract.cpu_target import target_with
-    from schedules.records.record_store import RecordStore
-    from schedules.records.recorded_cpus import recorded_cpus
+    from schedules.records.tuning_records import RecordStore, recorded_cpus
 
     found = recorded_cpus(path)
     with RecordStore(path, found[0] if found else target_with((), 1, 32768, 1 << 20)) as store:
@@ -233,8 +232,7 @@ def _records(path: Path) -> object:
 
 
 def _build(path: Path) -> object:
-    from fusion.artifact.build_folder import check_runnable
-    from fusion.artifact.profile_folders import describe_inputs, read_profiles
+    from fusion.artifact.build_folder import check_runnable, describe_inputs, read_profiles
 
     for artifact in read_profiles(path):
         check_runnable(artifact, tvm_version="0.27.0")
@@ -243,7 +241,7 @@ def _build(path: Path) -> object:
 
 
 def _plan(path: Path) -> object:
-    from e2e.sharding.plan_file import load_plan, plan_record
+    from e2e.sharding.plan import load_plan, plan_record
 
     return plan_record(load_plan(path))
 
@@ -265,27 +263,25 @@ def _configuration(path: Path) -> object:
 
 
 def _overheads(path: Path) -> object:
-    from e2e.price.overhead_files import load_table
+    from e2e.price.host_overheads import load_table
 
     return load_table(path)
 
 
 def _statistics(path: Path) -> object:
-    from costmodel.embedding.statistics_file import load_statistics
+    from costmodel.embedding.popularity import load_statistics
 
     return load_statistics(path)
 
 
 def _histograms(path: Path) -> object:
-    from costmodel.embedding.reuse_histograms import read_histograms
+    from costmodel.embedding.popularity import read_histograms
 
     return [each.statistics(1000) for each in read_histograms(path).values()]
 
 
 def _samples(path: Path) -> object:
-    from fusion.model.calibration_data import DeclaredInput, read_calibration
-    from fusion.model.named_arrays import check_arrays, read_npz
-    from fusion.model.tensor_info import TensorInfo
+    from fusion.model.named_arrays import DeclaredInput, TensorInfo, check_arrays, read_calibration, read_npz
 
     data = read_calibration(path, [DeclaredInput("x", (None, 3), "float32"), DeclaredInput("n", (1,), "int64")])
     data.call(0)
@@ -307,8 +303,8 @@ def _calibration(path: Path) -> object:
 
 def _kernels(path: Path) -> object:
     from costmodel.gpu.factory import gpu_cost_model
-    from costmodel.gpu.residuals.fitted import forget_fitted
-    from costmodel.machines.machine_catalog import load_machine
+    from costmodel.gpu.fitted import forget_fitted
+    from costmodel.machines.machine_file import load_machine
     from costmodel.operators.device_work import Softmax
 
     forget_fitted()
@@ -316,9 +312,9 @@ def _kernels(path: Path) -> object:
 
 
 def _measured(path: Path) -> object:
-    from lab.data.own_measurements import read_table
+    from lab.data.kernel_table import read_own_table
 
-    return list(read_table(path, "t4"))
+    return list(read_own_table(path, "t4"))
 
 
 def _onnx(path: Path) -> object:
@@ -340,14 +336,14 @@ def _predict(path: Path) -> object:
 
 
 def _options(path: Path) -> object:
-    from costmodel.machines.machine_catalog import load_machine
+    from costmodel.machines.machine_file import load_machine
     from e2e.parallelism.spec import parse_parallel
     from e2e.simulate.skew import parse_skew
     from e2e.sources.known_requests import parse_ranks
-    from e2e.step.routing_text import parse_routing
+    from e2e.step.options import parse_routing
     from e2e.sweeps.sweep_space import counts, names
     from fusion.commands.cli import parse_shapes
-    from schedules.contract.named_target import parse_target
+    from schedules.contract.cpu_target import parse_target
 
     option, _, text = path.read_bytes().decode("utf-8", "surrogateescape").partition("\n")
     parsers: dict[str, Callable[[str], object]] = {

@@ -159,7 +159,7 @@ KINETO_TRACES = [
 
 def chakra_messages() -> list[Any]:
     """What the converter writes of the nodes above."""
-    from e2e.traces.formats.chakra_messages import COMP_NODE, messages
+    from e2e.traces.formats.chakra import COMP_NODE, messages
 
     metadata, node = messages()
     found = [metadata(version="0.0.4")]
@@ -227,8 +227,8 @@ def record_folders() -> list[dict[str, Any]]:
     """Tuning records as MetaSchedule's database has them."""
     from importlib.metadata import version
 
+    from costmodel.operators.any_operator import to_record
     from costmodel.operators.layers import Conv2d, Dense, Epilogue
-    from costmodel.operators.serialization import to_record
     from schedules.contract.cpu_target import target_with
     from schedules.contract.template import TEMPLATE_REVISION
 

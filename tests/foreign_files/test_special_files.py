@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from costmodel.base import foreign_files
+from costmodel.base import input_files
 from costmodel.base.errors import ProjectError
 from tests.foreign_files.readers import READERS, in_time, require
 
@@ -90,8 +90,8 @@ def test_what_is_no_file_of_its_kind_is_refused(name, tmp_path, monkeypatch):
 
 def test_what_unpacks_to_more_than_its_kind_is_refused_while_it_is_unpacked(tmp_path, monkeypatch):
     """Valid events, and rows of a table, without end."""
-    monkeypatch.setitem(foreign_files.MOST_BYTES, "trace", 1 << 20)
-    monkeypatch.setitem(foreign_files.MOST_BYTES, "table", 1 << 20)
+    monkeypatch.setitem(input_files.MOST_BYTES, "trace", 1 << 20)
+    monkeypatch.setitem(input_files.MOST_BYTES, "table", 1 << 20)
     event = {"ph": "X", "cat": "cpu_op", "name": "aten::add", "pid": 1, "tid": 1, "ts": 1.0, "dur": 1.0}
     events = json.dumps({"traceEvents": [event] * 30_000}).encode()
     rows = b"operator,median_s,error,source\n" + b"{},1.0,,x\n" * 200_000
@@ -101,7 +101,7 @@ def test_what_unpacks_to_more_than_its_kind_is_refused_while_it_is_unpacked(tmp_
         assert path.stat().st_size < 1 << 17 < 1 << 20 < len(content)
         with pytest.raises(ProjectError, match="unpacks to more than the 1 MiB that such a file may have"):
             READERS[name].read(path)
-    monkeypatch.setitem(foreign_files.MOST_BYTES, "arrays", 1 << 20)
+    monkeypatch.setitem(input_files.MOST_BYTES, "arrays", 1 << 20)
     np.savez_compressed(tmp_path / "a.npz", x=np.zeros((1 << 18, 8)))
     with pytest.raises(ProjectError, match="unpacked are more than the 1 MiB"):
         READERS["samples"].read(tmp_path / "a.npz")
@@ -111,21 +111,21 @@ def test_what_unpacks_to_more_than_its_kind_is_refused_while_it_is_unpacked(tmp_
 def test_a_file_of_more_small_parts_than_memory_and_time_allow_is_refused(name, tmp_path, monkeypatch):
     """A few megabytes unpack to millions of the smallest events or rows, which take more than large ones."""
     require(name)
-    for kind, (_, what) in foreign_files.MOST_PARTS.items():
-        monkeypatch.setitem(foreign_files.MOST_PARTS, kind, (1, what))
+    for kind, (_, what) in input_files.MOST_PARTS.items():
+        monkeypatch.setitem(input_files.MOST_PARTS, kind, (1, what))
     path, _ = whole_cases(name, tmp_path)[0]
     with pytest.raises(ProjectError, match=r"cannot be read \(it has more than the 1 (events|rows)"):
         READERS[name].read(path)
 
 
 def test_a_file_as_large_as_its_kind_may_be_is_read(tmp_path, monkeypatch):
-    monkeypatch.setitem(foreign_files.MOST_BYTES, "record", 1000)
+    monkeypatch.setitem(input_files.MOST_BYTES, "record", 1000)
     content = bytes(random.Random(0).randbytes(1000))
     for data in (content, gzip.compress(content, mtime=0)[:1000]):
         (tmp_path / "a").write_bytes(data)
     assert len(data) == 1000
     (tmp_path / "a").write_bytes(content)
-    assert foreign_files.read_bytes(tmp_path / "a", "record") == content
+    assert input_files.read_bytes(tmp_path / "a", "record") == content
     (tmp_path / "a").write_bytes(content + b"x")
     with pytest.raises(OSError, match="more than the 0 MiB"):
-        foreign_files.read_bytes(tmp_path / "a", "record")
+        input_files.read_bytes(tmp_path / "a", "record")

@@ -6,10 +6,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from fusion.model.candidates import find_sites
-from fusion.model.conv_graph import Graph
-from fusion.model.precision import BFLOAT16, layers_covered, stored_in
-from fusion.model.selection import FusionPlan, select, unfused_plan
+from fusion.model.conv_graph import (
+    BFLOAT16,
+    FusionPlan,
+    Graph,
+    find_sites,
+    layers_covered,
+    select,
+    stored_in,
+    unfused_plan,
+)
 from fusion.relax.extract import extract_graph
 from fusion.relax.layout_lowering import lower
 from fusion.relax.machine_code import build

@@ -62,7 +62,7 @@ def short_rounds() -> Iterator[None]:
     """Networks and engines of this process take turns in 5 rounds of 20 ms each, not in 15 of 150 ms: a toy's runs take
     microseconds, and which of two is faster is nothing that a test asks.
     """
-    from fusion.comparing.rounds import Sampling
+    from fusion.comparing.timing import Sampling
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Sampling.__init__, "__defaults__", (5, 0.02, 5, 5, 0))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from costmodel.operators.layers import Operator
-from schedules.measuring.measure_messages import MeasureOutcome
 from schedules.measuring.measure_runner import Runner
+from schedules.measuring.timing_protocol import MeasureOutcome
 
 
 class FakeRunner:

@@ -6,8 +6,7 @@ import random
 
 from tvm import relax
 
-from fusion.model.candidates import find_sites
-from fusion.model.selection import FusionPlan, select, unfused_plan
+from fusion.model.conv_graph import FusionPlan, find_sites, select, unfused_plan
 from fusion.relax.canonical.canonicalize import canonicalize
 from fusion.relax.extract import extract_graph
 from fusion.relax.layout_lowering import lower

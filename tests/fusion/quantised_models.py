@@ -144,8 +144,7 @@ def ours(path, data, fused=False, covered=True, cpu=CPU):
     import tvm
     from tvm import relax
 
-    from fusion.model.candidates import find_sites
-    from fusion.model.selection import FusionPlan, cover
+    from fusion.model.conv_graph import FusionPlan, cover, find_sites
     from fusion.relax.extract import extract_graph
     from fusion.relax.layout_lowering import lower
     from fusion.relax.machine_code import build

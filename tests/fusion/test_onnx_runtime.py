@@ -11,7 +11,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from fusion.artifact.build_folder import TensorInfo
-from fusion.comparing.engines.base import EngineWorkload
+from fusion.comparing.engines.engine import EngineWorkload
 from fusion.comparing.engines.onnx_runtime import OnnxRuntimeEngine, _open, _symbols
 
 

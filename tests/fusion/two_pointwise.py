@@ -10,15 +10,12 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from costmodel.operators.layers import FusedConvs
-from schedules.contract.blocked_layout import blocks
 from schedules.contract.cpu_target import CpuTarget
-from schedules.contract.template import Config
-from schedules.kernels.fused_chain import FusedTemplate, pointwise_output_phase, split_arguments
+from schedules.contract.template import Config, blocks
+from schedules.kernels.fused.fused_chain import FusedTemplate, pointwise_output_phase, split_arguments
 from schedules.loops import emit
-from schedules.loops.issue_slots import dense_cycles, parallel_cycles
+from schedules.loops.config_space import RegisterTile, cheapest_first, dense_cycles, parallel_cycles
 from schedules.loops.loop_nests import TiledExtent, pointwise_phase, store_finished, task_index
-from schedules.loops.register_tiling import RegisterTile
-from schedules.loops.space_pruning import cheapest_first
 
 
 class TwoPointwiseKnobs(NamedTuple):

@@ -7,10 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from costmodel.operators.layers import ChannelNorm, Conv2d, Dense, Epilogue, FusedConvs, Pool2d
-from schedules.contract.blocked_layout import block, unblock
 from schedules.contract.cpu_target import host_target
 from schedules.contract.kernel_compilation import compile_kernel
-from schedules.contract.template import Parameters
+from schedules.contract.template import Parameters, block, unblock
 from schedules.kernels.template_table import template_for
 
 CPU = host_target(2)

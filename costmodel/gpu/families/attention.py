@@ -1,35 +1,371 @@
 """Fused attention by kernel and architecture: tiles of products and exponentials, blocks in waves, bytes.
 
-Every multiprocessor works through tiles of queries x keys (:mod:`costmodel.gpu.families.attention_tiles`). A score of a
-tile costs its products, at the kernel's share of the chip's rate, and the part of the softmax (exponentials, maxima,
-conversions) that is not hidden behind them, in cycles:
+Every multiprocessor works through tiles of queries x keys. A score of a tile costs its products, at the kernel's
+share of the chip's rate, and the part of the softmax (exponentials, maxima, conversions) that is not hidden behind
+them, in cycles:
 
     score = 2 * (width of queries + of values) / (rate * products) + softmax / (multiprocessors * clock)
 
 so that narrow heads reach fewer flop/s. The busiest multiprocessor sets the pace: whole waves of equal blocks; blocks
 of a causal mask, which differ, are scheduled longest first. Each block adds a fixed number of cycles (prologue,
 epilogue). Decode (one token with a cache) splits the keys over blocks and is bound by their bytes. Backward, a score
-has five products, and gradients of queries are added up in FP32. Data left in L2 is not read again from DRAM. ``math``
-is the unfused form: products at the GEMM rate in FP32, scores written and read again by each kernel.
+has five products, and gradients of queries are added up in FP32. Data left in L2 is not read again from DRAM.
+``math`` is the unfused form: products at the GEMM rate in FP32, scores written and read again by each kernel.
+
+**Tiles.** Forward, a block owns some queries of a head and iterates over the keys visible to them; backward, it owns
+some keys. Tiles without visible scores are skipped, partly visible ones are computed whole.
+
+**Paces** of a kernel per tile on each GPU generation are fitted to the rows named, least absolute error of log times,
+where a source is named (mean error of the fit in brackets); 62.5 cycles per 1,000 scores would be exponentials alone,
+16 a cycle (CUDA C++ Programming Guide, throughput of arithmetic instructions). Values without measurements are
+estimated as stated beside them.
+
+**Choice of the kernel** of ``scaled_dot_product_attention`` by GPU, dtype, shape, mask and PyTorch version, after
+``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`` of the versions named. The order is flash, memory-efficient,
+math; cuDNN is tried first on Hopper and datacenter Blackwell by version 2.5.0, which 2.5.1 reverted (pytorch issues
+138340 and 138522), and from 2.11 on, whose cuDNN is newer than the required 9.15 (pytorch pull request 162073;
+huggingface/transformers pull request 48163). Version 2.2 introduced FlashAttention 2; 2.0 and 2.1 have the first.
+Flash needs Ampere or later, 16 bits, no mask and heads of up to 256 (128 in the first); the memory-efficient kernel
+supports masks and FP32, but BF16 only from Ampere on; all other cases run as separate products.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
 from typing import get_args
 
 import numpy as np
 
-from costmodel.base.errors import UnsupportedOperatorError
-from costmodel.gpu.families.attention_choice import EIGHT_BITS, generation_of, kernel_of
-from costmodel.gpu.families.attention_paces import KernelPace, pace_of
-from costmodel.gpu.families.attention_tiles import TiledWork, padded, tiled
+from costmodel.base.errors import MachineError, UnsupportedOperatorError
 from costmodel.gpu.families.family import Family, KernelAnalysis, safe_log2
 from costmodel.gpu.families.rates import dram_bandwidth, kernel_floor, l2_bytes, matrix_rate
 from costmodel.machines.machine_records import Machine
 from costmodel.operators.any_operator import AnyOperator
-from costmodel.operators.attention import Attention, AttentionKernel, AttentionPhase
+from costmodel.operators.attention import Attention, AttentionKernel, AttentionPhase, CausalPlace, seen_keys
 from costmodel.operators.layers import element_bytes
+
+Release = tuple[int, int, int]
+LATEST: Release = (2, 13, 0)
+_BEFORE_AMPERE = ("pascal", "volta", "turing")
+_CUDNN_FIRST = ("hopper", "blackwell")
+_CUDNN_BRIEFLY, _CUDNN_AGAIN, _FLASH_2, _GROUPED = (2, 5, 0), (2, 11, 0), (2, 2, 0), (2, 5, 0)
+_HALVES = ("float16", "bfloat16")
+_WIDEST = 256
+_LATENT = (192, 128)  # of DeepSeek V2 and V3
+EIGHT_BITS: AttentionKernel = "flash3-fp8"
+
+
+def kernel_of(operator: Attention, machine: Machine, release: Release = LATEST) -> AttentionKernel:
+    """Kernel named by ``operator``, or the one that PyTorch ``release`` selects for it on ``machine``.
+
+    ``MachineError`` if a named kernel does not run there.
+    """
+    if operator.dtype == "float8" and operator.kernel != EIGHT_BITS:
+        raise UnsupportedOperatorError(
+            f"attention in 8 bits by {operator.kernel!r} has no model; name `{EIGHT_BITS}` (Hopper, forward) or give "
+            "16 bits"
+        )
+    if operator.kernel == "sdpa":
+        return sdpa_kernel(operator, machine, release)
+    kernel = _flash(release) if operator.kernel == "flash" else operator.kernel
+    architecture = machine.chip().architecture
+    if kernel in ("flash3", EIGHT_BITS) and architecture != "hopper":
+        raise MachineError(f"{machine.name}: FlashAttention 3 runs on Hopper alone; name another kernel of attention")
+    if kernel == "flash4" and architecture != "blackwell":
+        raise MachineError(
+            f"{machine.name}: FlashAttention 4 is for B200 and its like; name another kernel of attention"
+        )
+    if kernel == EIGHT_BITS and operator.direction == "backward":
+        raise UnsupportedOperatorError("FlashAttention 3 has no gradients in 8 bits; name `flash3`")
+    if kernel in ("flash1", "flash2", "cudnn", "mla") and architecture in _BEFORE_AMPERE:
+        other = "eager" if kernel == "mla" else "efficient"
+        raise MachineError(f"{machine.name}: has no kernel {kernel!r}, which needs Ampere or later; name `{other}`")
+    return kernel
+
+
+def generation_of(machine: Machine) -> str:
+    """Architecture whose kernels a GPU runs: its own, except that consumer Blackwell (capability 12.0: no tensor
+    memory, and PyTorch does not prefer cuDNN there) runs those of Ada.
+    """
+    architecture = machine.chip().architecture
+    return "ada" if architecture == "blackwell-rtx" else architecture
+
+
+def sdpa_kernel(operator: Attention, machine: Machine, release: Release = LATEST) -> AttentionKernel:
+    """Kernel that ``scaled_dot_product_attention`` of PyTorch ``release`` selects for the shapes of ``operator``."""
+    architecture = machine.chip().architecture
+    half, modern = operator.dtype in _HALVES, architecture not in _BEFORE_AMPERE
+    even = len(set(operator.widths)) == 1
+    grouped = operator.kv_heads != operator.heads
+    plain = not operator.sinks and not operator.window and not (grouped and release < _GROUPED)
+    if _prefers_cudnn(machine, release) and half and plain and _fits_cudnn(operator.widths, machine, release):
+        return "cudnn"
+    widest = _WIDEST if release >= _FLASH_2 else 128
+    square = operator.query_length == operator.key_length or not operator.causal or operator.placed == "spread"
+    fits = even and square and max(operator.widths) <= widest
+    if modern and half and fits and plain and not operator.mask:
+        return _flash(release)
+    if not operator.sinks and not operator.window and (operator.dtype != "bfloat16" or modern):
+        return "efficient"
+    return "math"
+
+
+def _flash(release: Release) -> AttentionKernel:
+    return "flash2" if release >= _FLASH_2 else "flash1"
+
+
+def _fits_cudnn(widths: tuple[int, int], machine: Machine, release: Release) -> bool:
+    """True if ``check_cudnn_tensor_shapes`` accepts the head dimensions of queries and values, which may differ. Above
+    128 on Hopper with cuDNN 9.10, on Blackwell for latent attention only.
+    """
+    wide = release >= _CUDNN_AGAIN and (generation_of(machine) == "hopper" or widths == _LATENT)
+    return max(widths) <= (_WIDEST if wide else _WIDEST // 2) and all(width % 8 == 0 for width in widths)
+
+
+def _prefers_cudnn(machine: Machine, release: Release) -> bool:
+    return (release == _CUDNN_BRIEFLY or release >= _CUDNN_AGAIN) and generation_of(machine) in _CUDNN_FIRST
+
+
+@dataclass(frozen=True)
+class KernelPace:
+    """Pace of an attention kernel."""
+
+    # Share of the sustained GEMM rate.
+    products: float
+    # Cycles of a multiprocessor per 1,000 scores that are not hidden behind products.
+    softmax: float
+    # Additional cycles per block.
+    block: float
+    # Cost of launching the call, in shortest kernels.
+    launches: float = 1.0
+
+
+_TABLE: MappingProxyType[tuple[str, str, str], KernelPace] = MappingProxyType({
+    # FlashAttention-3 paper, arXiv 2407.08608, figures 5 and 6: H100 SXM5, 16k tokens of width 2,048 (2 to 8 %).
+    ("flash2", "forward", "hopper"): KernelPace(0.380, 5.0, 3800, 2.0),
+    ("flash3", "forward", "hopper"): KernelPace(0.959, 48.3, 4470, 2.0),
+    ("cudnn", "forward", "hopper"): KernelPace(0.764, 54.0, 2580, 1.8),
+    ("flash2", "encoder", "hopper"): KernelPace(0.454, 39.7, 1610, 2.0),
+    ("cudnn", "encoder", "hopper"): KernelPace(0.592, 33.6, 2080, 2.0),
+    ("flash2", "backward", "hopper"): KernelPace(0.414, 113.6, 10200, 2.0),
+    ("flash3", "backward", "hopper"): KernelPace(0.771, 90.4, 10400, 2.0),
+    ("cudnn", "backward", "hopper"): KernelPace(0.690, 92.6, 9740, 2.0),
+    # SimuMax, A100 PCIe 80 GB: causal, 4,096 tokens, widths 128 and 192 with 128 (3 to 5 %).
+    ("flash2", "forward", "ampere"): KernelPace(1.05, 105.8, 50, 2.0),
+    ("flash2", "backward", "ampere"): KernelPace(0.654, 0.5, 50, 2.0),
+    # SimuMax, B200: the same and up to 131,072 tokens (10 and 12 %).
+    ("cudnn", "forward", "blackwell"): KernelPace(1.05, 45.9, 50, 2.0),
+    ("cudnn", "backward", "blackwell"): KernelPace(0.616, 0.5, 50, 1.0),
+    # Dao-AILab/flash-attention pull request 2280, B200: 8,192 tokens of width 128, causal and not (1 and 4 %).
+    ("flash4", "forward", "blackwell"): KernelPace(0.905, 0.5, 50, 2.0),
+    ("flash4", "backward", "blackwell"): KernelPace(0.77, 0.5, 50, 2.0),
+    # aiconfigurator, every so many rows: encoders of vLLM and SGLang (9 to 11 %), prefill and decode (15 to 39 %, which
+    # trees correct).
+    ("flash2", "encoder", "ada"): KernelPace(0.949, 51.7, 5810, 1.0),
+    ("flash3", "encoder", "hopper"): KernelPace(1.05, 51.2, 8600, 2.0),
+    ("flash2", "paged", "ampere"): KernelPace(0.693, 28.5, 4830, 4.0),
+    ("flash2", "paged", "ada"): KernelPace(0.898, 214.1, 11400, 1.0),
+    ("flash3", "paged", "hopper"): KernelPace(0.812, 35.2, 7900, 4.0),
+    ("flash2", "decode", "ampere"): KernelPace(0.465, 32.6, 4130, 4.0),
+    ("flash2", "decode", "ada"): KernelPace(0.316, 300.0, 10600, 1.0),
+    ("flash3", "decode", "hopper"): KernelPace(0.355, 0.5, 4540, 3.6),
+    # TensorRT-LLM (FlashMLA on Hopper, its own kernel on the others: 11 to 14 %) and FlashAttention 3 in 8 bits (15 and
+    # 28 %; whole sequences as over a cache).
+    ("mla", "decode", "hopper"): KernelPace(0.602, 4.8, 10600, 3.1),
+    ("mla", "decode", "ampere"): KernelPace(0.430, 27.7, 7430, 1.0),
+    ("mla", "decode", "ada"): KernelPace(0.929, 1.4, 9720, 1.0),
+    ("flash3-fp8", "paged", "hopper"): KernelPace(0.574, 41.4, 60, 4.0),
+    ("flash3-fp8", "decode", "hopper"): KernelPace(0.223, 0.5, 4260, 4.0),
+    ("flash3-fp8", "forward", "hopper"): KernelPace(0.574, 41.4, 60, 2.0),
+    # Estimated: Ada as its encoders and as A100 backward; FlashAttention 2 uses Ampere's instructions, which later
+    # datacenter chips run at Hopper's rate (0.38 of 929 TFLOP/s there, 0.22 of 1,700 on B200).
+    ("flash2", "forward", "ada"): KernelPace(0.949, 51.7, 5810, 1.0),
+    ("flash2", "backward", "ada"): KernelPace(0.654, 0.5, 50, 2.0),
+    ("flash2", "forward", "blackwell"): KernelPace(0.22, 5.0, 3800, 2.0),
+    ("flash2", "backward", "blackwell"): KernelPace(0.23, 113.6, 10200, 2.0),
+    ("cudnn", "forward", "ampere"): KernelPace(1.05, 105.8, 50, 2.0),
+    ("cudnn", "backward", "ampere"): KernelPace(0.654, 0.5, 50, 2.0),
+    ("cudnn", "forward", "ada"): KernelPace(0.949, 51.7, 5810, 1.0),
+    ("cudnn", "backward", "ada"): KernelPace(0.654, 0.5, 50, 2.0),
+    # Text of the FlashAttention-2 paper, arXiv 2307.08691, section 1: FlashAttention reaches 30 to 50 % of A100's peak
+    # forward and 25 to 35 % backward; the middle of both at width 128. Hopper by the ratio that the second one has of
+    # its share there to that on A100, 0.58. xFormers' kernel is as fast as FlashAttention there (figures 4 to 6).
+    **{
+        (kernel, phase, architecture): KernelPace(products, 60.0, 3000, 2.0)
+        for kernel in ("flash1", "efficient")
+        for architecture, forward, backward in (
+            ("volta", 0.517, 0.36),
+            ("ampere", 0.517, 0.36),
+            ("hopper", 0.30, 0.21),
+            ("blackwell", 0.17, 0.12),
+        )
+        for phase, products in (("forward", forward), ("backward", backward))
+    },
+})  # fmt: skip
+
+# Substitutes for a phase or a generation without a line of its own.
+_AS_PHASE: MappingProxyType[str, AttentionPhase] = MappingProxyType(
+    {"encoder": "forward", "paged": "forward", "decode": "forward"}
+)
+_AS_GENERATION = MappingProxyType(
+    {"ada": "ampere", "turing": "volta", "pascal": "volta", "blackwell": "hopper", "blackwell-rtx": "ampere"}
+)
+
+
+def pace_of(kernel: AttentionKernel, phase: AttentionPhase, generation: str) -> KernelPace:
+    """Pace of ``kernel`` in ``phase`` on a ``generation`` of GPUs, or that of the nearest known phase and
+    generation.
+    """
+    if kernel == "math":
+        raise KeyError("the unfused form has no pace of its own")
+    for name in (generation, _AS_GENERATION.get(generation, "ampere"), "ampere", "hopper"):
+        for kind in (phase, _AS_PHASE.get(phase, phase)):
+            found = _TABLE.get((kernel, kind, name))
+            if found is not None:
+                return found
+    raise KeyError((kernel, phase, generation))
+
+
+# Head dimensions supported by kernels; others are padded (flash-attention, csrc: hdim32 ... hdim256; FlashMLA: 576 of
+# keys, 512 of values).
+_WIDTHS = (32, 64, 96, 128, 192, 256, 512, 576)
+# Least rows of queries of a tensor-core instruction, four warps together.
+_LEAST_ROWS = 64
+
+
+@dataclass(frozen=True)
+class TileSize:
+    """Queries and keys of a tile, by padded head dimension."""
+
+    queries: Mapping[int, int]
+    keys: Mapping[int, int]
+
+    def __post_init__(self) -> None:
+        if set(self.queries) != set(self.keys):
+            raise ValueError(f"tiles of queries for {sorted(self.queries)}, of keys for {sorted(self.keys)}")
+
+    def of(self, width: int) -> tuple[int, int]:
+        """Queries and keys of a tile for head dimension ``width``; beyond the widest known one, those of the widest."""
+        known = max(self.queries) if width > max(self.queries) else min(each for each in self.queries if each >= width)
+        return self.queries[known], self.keys[known]
+
+
+# flash-attention csrc (flash_fwd_launch_template.h, hopper/tile_size.h, flash_bwd_launch_template.h), FlashMLA's
+# (BLOCK_SIZE_M and PAGE_BLOCK_SIZE of 64, csrc/sm90/decode) and PyTorch's
+# mem_eff_attention (kernel_forward.h); cuDNN does not say, Triton's tutorial kernel has 128 x 64. Backward the second
+# FlashAttention fits 64 x 64 better than the 64 x 128 of its source (H100 0.2 % against 2.0, A100 2.8 against 4.2).
+FORWARD_TILES: dict[str, TileSize] = {
+    "flash1": TileSize({64: 128, 128: 128}, {64: 128, 128: 128}),
+    "flash2": TileSize({64: 128, 128: 128, 256: 128}, {64: 128, 128: 64, 256: 64}),
+    "flash3": TileSize({64: 192, 128: 128, 256: 128}, {64: 128, 128: 128, 256: 80}),
+    "flash4": TileSize({256: 256}, {256: 128}),  # two tiles of 128 queries, alternating
+    "cudnn": TileSize({256: 128}, {256: 128}),
+    "efficient": TileSize({64: 64, 256: 32}, {64: 64, 256: 128}),
+    "flash3-fp8": TileSize({64: 192, 128: 128, 256: 128}, {64: 160, 128: 192, 256: 128}),
+    "mla": TileSize({576: 64}, {576: 64}),
+}
+# Two alternating tiles of queries, as in datacenter Blackwell's kernels (times of SimuMax's B200 do not fall below 16
+# heads of 4,096 queries).
+_BLACKWELL_TILES = {"cudnn": TileSize({256: 256}, {256: 128})}
+BACKWARD_TILES: dict[str, TileSize] = {
+    "flash1": TileSize({64: 128, 128: 128}, {64: 128, 128: 128}),
+    "flash2": TileSize({64: 128, 256: 64}, {64: 128, 256: 64}),
+    "flash3": TileSize({64: 128, 128: 80, 256: 64}, {64: 128, 128: 128, 256: 80}),
+    "flash4": TileSize({256: 128}, {256: 128}),
+    "cudnn": TileSize({256: 64}, {256: 128}),
+    "efficient": TileSize({256: 64}, {256: 64}),
+}
+
+
+@dataclass(frozen=True)
+class TiledWork:
+    """Tiles and blocks of one attention operator."""
+
+    # Thread blocks of the whole operator.
+    blocks: float
+    # Tiles of all blocks, and of the longest block.
+    tiles: float
+    longest: float
+    # Queries and keys of a tile.
+    shape: tuple[int, int]
+    # True if all blocks take equally long.
+    equal: bool
+    # Rows of queries in a block, grouped heads together.
+    rows: float
+    # Number of blocks that share the keys of the same queries.
+    splits: int = 1
+
+
+def padded(width: int) -> int:
+    """Head dimension that is computed for ``width``."""
+    return next((each for each in _WIDTHS if each >= width), -(-width // 256) * 256)
+
+
+def tiled(operator: Attention, kernel: str, sms: int, generation: str) -> TiledWork:
+    """Work of ``operator`` in tiles of ``kernel`` on a chip of ``sms`` multiprocessors of ``generation``."""
+    width = padded(max(operator.widths))
+    forward = operator.direction == "forward"
+    sizes = FORWARD_TILES if forward else BACKWARD_TILES
+    if forward and generation == "blackwell":
+        sizes = FORWARD_TILES | _BLACKWELL_TILES
+    shape = sizes[kernel].of(width)
+    if forward:
+        group = operator.heads // operator.kv_heads
+        rows = operator.query_length * (group if operator.phase == "decode" else 1)
+        shape = (min(shape[0], -(-rows // _LEAST_ROWS) * _LEAST_ROWS), shape[1])
+    if operator.phase == "decode":
+        # TensorRT-LLM's latent attention before Hopper processes the keys of a sequence in one block (its times on A100
+        # and L40S do not grow from 1 to 32 sequences).
+        return _split(operator, shape, 1 if kernel == "mla" and generation in ("ampere", "ada") else sms)
+    parts = [
+        _cut(*piece, operator.causal, operator.window, operator.placed, shape, forward) for piece in operator.pieces
+    ]
+    heads = operator.batch * operator.heads
+    equal = len(set(operator.pieces)) == 1 and parts[0][1] == parts[0][0] * parts[0][2]
+    blocks, tiles = (heads * sum(part[place] for part in parts) for place in (0, 1))
+    rows = min(operator.query_length, shape[0])
+    return TiledWork(blocks, tiles, max(part[2] for part in parts), shape, equal, rows)
+
+
+def _split(operator: Attention, shape: tuple[int, int], sms: int) -> TiledWork:
+    """Work of decode: one block per key-value head, sequence and tile of queries, or more if multiprocessors are left
+    over.
+    """
+    queries = operator.query_length * operator.heads // operator.kv_heads
+    pairs = operator.batch * operator.kv_heads * -(-queries // shape[0])
+    seen = operator.window if 0 < operator.window < operator.key_length else operator.key_length
+    tiles = -(-seen // shape[1])
+    splits = int(np.clip(sms // pairs, 1, tiles))
+    return TiledWork(pairs * splits, pairs * tiles, -(-tiles // splits), shape, True, queries, splits)
+
+
+@lru_cache(maxsize=65536)
+def _cut(
+    queries: int, keys: int, causal: bool, window: int, placed: CausalPlace, shape: tuple[int, int], forward: bool
+) -> tuple[int, float, float]:
+    """Blocks, tiles and the largest number of tiles of a block, for one sequence and head."""
+    if placed == "spread" and causal and keys > queries:
+        blocks, tiles, longest = _cut(keys, keys, causal, window, "end", shape, forward)
+        return max(blocks * queries // keys, 1), tiles * queries / keys, longest
+    starts = np.arange(0, queries, shape[0])
+    ends = np.minimum(starts + shape[0], queries) - 1
+    first, _ = seen_keys(starts, queries, keys, causal, window, placed)
+    _, last = seen_keys(ends, queries, keys, causal, window, placed)
+    low, high = first // shape[1], -(-last // shape[1])
+    if forward:
+        count = np.maximum(high - low, 1)
+        return len(count), float(count.sum()), float(count.max())
+    columns = -(-keys // shape[1])
+    change = np.zeros(columns + 1)
+    seen = high > low
+    np.add.at(change, low[seen], 1)
+    np.add.at(change, high[seen], -1)
+    count = np.maximum(np.cumsum(change)[:columns], 1)
+    return columns, float(count.sum()), float(count.max())
+
 
 # norm in which arithmetic and DRAM are combined; in both tables and the published figures one of them dominates
 _OVERLAP = 4.0

@@ -2,6 +2,13 @@
 
 Features are the inputs of a learned residual. They are logarithms of shapes and of ratios (times over times, waves,
 bytes over capacities), so that a residual learned on one GPU transfers to another.
+
+**Inverted shares** are factors of measured over analytic time for classes of kernels that no public table holds:
+convolutions in 16-bit types, batch norm and pooling by memory layout. Hundreds of whole measured steps of different
+models share a few dozen classes of kernels; the factor of each class is fitted so that the sums match
+(:mod:`lab.fit.image_steps`). A class is named like ``spatial forward nhwc``.
+
+calibration/vision/shares.json    factor by class; how far measured steps lie from predicted ones; which steps
 """
 
 from __future__ import annotations
@@ -9,16 +16,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
-from costmodel.gpu.families.rates import dense_peak, l2_bytes
+from costmodel.base.errors import InputError
+from costmodel.base.input_files import MALFORMED, decoded, read_text
+from costmodel.gpu.families.rates import dense_peak, kernel_floor, l2_bytes
 from costmodel.machines.machine_records import Machine
 from costmodel.operators.any_operator import AnyOperator, dtype_of
-from costmodel.operators.counted_work import CountedWork, LayerWork
 from costmodel.operators.device_work import ConvolutionBackward
-from costmodel.operators.layers import Conv2d
+from costmodel.operators.layers import Conv2d, CountedWork, LayerWork
 
 
 @dataclass(frozen=True)
@@ -47,7 +57,7 @@ Grade = Literal["measured", "dtype", "kind", "unknown"]
 @runtime_checkable
 class Gridded(Protocol):
     """Family whose tables are grids of sizes, so that its residual can be a lattice
-    (:mod:`costmodel.gpu.residuals.lattice`). ``axes``: grid points that exist even without table rows.
+    (:mod:`costmodel.gpu.residual`). ``axes``: grid points that exist even without table rows.
     """
 
     name: str
@@ -127,3 +137,50 @@ def _moved_bytes(operator: AnyOperator) -> float:
 def safe_log2(values: np.ndarray) -> np.ndarray:
     """Base-2 logarithm, with values clamped below at a tiny positive number."""
     return np.asarray(np.log2(np.maximum(np.asarray(values, dtype=float), 1e-30)))
+
+
+SHARES = Path(__file__).parents[2] / "calibration" / "vision" / "shares.json"
+
+
+@dataclass(frozen=True)
+class InvertedShares:
+    """Factors of kernel classes."""
+
+    # Measured over analytic time, by class of kernels.
+    factors: Mapping[str, float]
+    # Half of the interval, in log units, that holds 80 % of the steps of models left out of the fit; single classes
+    # vary far more.
+    spread: float
+    provenance: Mapping[str, Any]
+
+    def factor(self, name: str) -> float:
+        """Factor of the class ``name``; 1 if no step contains it."""
+        return self.factors.get(name, 1.0)
+
+    def scaled(self, plain: KernelAnalysis, classes: Sequence[str], machine: Machine) -> KernelAnalysis:
+        """Analysis ``plain`` of one kernel of each of ``classes`` multiplied by their factors; the launch is
+        unchanged.
+        """
+        factor = np.array([self.factor(name) for name in classes])
+        floor = kernel_floor(machine)
+        terms = {name: column * factor for name, column in plain.terms.items()}
+        terms["launch"] = plain.terms["launch"]
+        return KernelAnalysis((plain.seconds - floor) * factor + floor, terms, plain.features)
+
+
+@lru_cache(maxsize=4)
+def inverted_shares(path: Path = SHARES) -> InvertedShares:
+    """Read factors from ``path``; without the file every factor is 1. ``InputError`` names a corrupt file."""
+    if not path.exists():
+        return InvertedShares({}, 0.0, {})
+    try:
+        record = decoded(read_text(path, "record"))
+        factors = {str(name): float(value) for name, value in record["factors"].items()}
+        return InvertedShares(factors, float(record["spread"]), record["provenance"])
+    except (OSError, *MALFORMED) as error:
+        raise InputError(f"{path}: not a file of shares ({error}); install the package again") from None
+
+
+def layout_name(channels_last: bool) -> str:
+    """Name of a memory layout in class names."""
+    return "nhwc" if channels_last else "nchw"

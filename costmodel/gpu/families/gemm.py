@@ -8,10 +8,27 @@ is small. With B = batch * ceil(m/tm) * ceil(n/tn) * split blocks on S multiproc
 the quantised form of flops / rate. Every block reads (tm + tn) * k operands through L2; blocks that run at the same
 time share theirs, so DRAM delivers per wave the perimeter of the rectangle that the wave covers (all operands once if
 they fit L2). The three overlap but not perfectly: their cubes are added, then the kernel floor; split-K adds the
-partial sums and a second kernel. The tile with the least time is taken, as libraries' heuristics try to.
+partial sums and a second kernel. The tile with the least time is taken, as libraries' heuristics try to. The terms
+follow "Matrix Multiplication Background" (NVIDIA deep-learning performance guide) and NeuSight (Lee et al., ASPLOS
+2025).
 
-The terms follow "Matrix Multiplication Background" (NVIDIA deep-learning performance guide) and NeuSight (Lee et al.,
-ASPLOS 2025).
+**Thin products** of 16-bit matrices are a few elements wide and millions long: bound by memory, not by tiles. Talking
+heads (CaiT) and gated positions (ConViT) multiply every score of an attention by a matrix as wide as there are heads:
+(pixels, 4) x (4, 4) forward, (4, pixels) x (pixels, 4) for the gradient of that matrix. A tile of the tensor cores
+would compute almost nothing but padding, and no table holds such shapes. Libraries have kernels that stream the long
+operand once:
+
+    seconds = factor * bytes / DRAM bandwidth + launch
+
+with the factors of long rows and of long sums inverted from whole steps
+(:class:`~costmodel.gpu.families.family.InvertedShares`).
+
+**8-bit products** with scales run at the 8-bit rate of the tensor cores, with operands of one byte and results of
+two. Scales of blocks are multiplied in between (the sums of 128 k are promoted to FP32 outside the tensor cores:
+DeepSeek-V3, arXiv 2412.19437, section 3.3.2); the residual learned from the tables accounts for that. In the tables
+sums stay in the tensor cores, as in inference; Hopper's gradients with one scale per tensor are promoted to FP32,
+which costs more arithmetic time (:data:`SPLIT_SUMS`). Blackwell's sums are FP32 in any case. The casts that make
+8-bit operands are memory-bound: they read the wide values once and write narrow ones.
 """
 
 from __future__ import annotations
@@ -23,8 +40,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from costmodel.gpu.families.clock import benchmark_clock, long_load_shares
-from costmodel.gpu.families.family import Family, Grade, KernelAnalysis, safe_log2
+from costmodel.gpu.families.family import Family, Grade, InvertedShares, KernelAnalysis, inverted_shares, safe_log2
+from costmodel.gpu.families.memory_bound import memory_analysis
 from costmodel.gpu.families.rates import (
     dram_bandwidth,
     has_stacked_memory,
@@ -35,12 +52,51 @@ from costmodel.gpu.families.rates import (
     matrix_rate,
     uses_tensor_cores,
 )
-from costmodel.gpu.families.thin_products import ThinProducts, is_thin
-from costmodel.gpu.residuals.lattice import axes_of
+from costmodel.gpu.power import benchmark_clock, long_load_shares
+from costmodel.gpu.residual import axes_of
 from costmodel.machines.machine_records import USABLE_SHARE, Machine
-from costmodel.operators.device_work import Gemm
+from costmodel.operators.device_work import Gemm, ScaledCast, ScaledGemm
 from costmodel.operators.layers import element_bytes
-from costmodel.operators.scaled_work import ScaledGemm
+
+_WIDEST = 16  # elements of both short sides
+_SHORTEST = 1 << 17  # of the long side: twice the longest in the tables of products
+
+
+class ThinProducts(Family[Gemm]):
+    """Single products with one long and two short sides (:func:`is_thin`)."""
+
+    name = "gemm-thin"
+    clock_bound = False
+
+    def __init__(self, shares: InvertedShares | None = None) -> None:
+        self._shares = shares
+
+    def analyse(self, operators: Sequence[Gemm], machine: Machine) -> KernelAnalysis:
+        shares = self._shares or inverted_shares()
+        return shares.scaled(plain_thin_analysis(operators, machine), [thin_class(each) for each in operators], machine)
+
+    def covers(self, operator: Gemm) -> bool:
+        """False: no table holds single kernels of these shapes."""
+        return False
+
+
+def plain_thin_analysis(operators: Sequence[Gemm], machine: Machine) -> KernelAnalysis:
+    """Analysis of ``operators`` before any factor."""
+    traffic = np.array([each.read_bytes + each.write_bytes for each in operators], dtype=float)
+    return memory_analysis(traffic, np.zeros(len(operators)), machine)
+
+
+def is_thin(operator: object) -> bool:
+    """True if :class:`ThinProducts` prices ``operator``."""
+    if not isinstance(operator, Gemm) or operator.batch > 1 or operator.dtype not in ("float16", "bfloat16"):
+        return False
+    _, middle, longest = sorted((operator.m, operator.n, operator.k))
+    return middle <= _WIDEST and longest >= _SHORTEST
+
+
+def thin_class(operator: Gemm) -> str:
+    """Class name: a long sum, as in the gradient of a narrow matrix, or long rows."""
+    return "thin sum" if operator.k == max(operator.m, operator.n, operator.k) else "thin rows"
 
 
 @dataclass(frozen=True)
@@ -388,3 +444,76 @@ def gemm_family(operator: Gemm, machine: Machine) -> Family[Gemm]:
 
 
 _SINGLE, _BATCHED, _TENSOR, _THIN = SimtGemm(), BatchedSimtGemm(), TensorGemm(), ThinProducts()
+
+
+# Ratio of the arithmetic time of products whose sums are promoted to FP32 to that of others, on H100: the middle of 1.1
+# to 1.2 (pytorch/ao issue 2377).
+SPLIT_SUMS = 1.15
+
+
+@dataclass(frozen=True)
+class _WideResults(Products):
+    """Products whose results have ``result`` bytes per element."""
+
+    result: np.ndarray | float = 2.0
+
+    @property
+    def output_bytes(self) -> np.ndarray:
+        """Bytes of the result of each product."""
+        return np.asarray(self.batch * self.m * self.n * self.result)
+
+
+class ScaledProducts(Family[ScaledGemm]):
+    """8-bit products."""
+
+    name = "gemm-8bit"
+
+    def analyse(self, operators: Sequence[ScaledGemm], machine: Machine) -> KernelAnalysis:
+        shapes = np.array([(1, each.m, each.n, each.k) for each in operators], dtype=float).reshape(-1, 4).T
+        sizes = np.array([element_bytes(each.dtype) for each in operators], dtype=float)
+        results = np.array([element_bytes(each.output_dtype) for each in operators], dtype=float)
+        rate = np.array([matrix_rate(machine, each.dtype) for each in operators])
+        load = long_load_shares(machine, [each.dtype for each in operators])
+        columns = _WideResults(shapes[0], shapes[1], shapes[2], shapes[3], sizes, rate, load, result=results)
+        seconds, terms, features = analyse_products(columns, TENSOR_TILES, machine)
+        more = accumulating_seconds(operators, machine)
+        seconds, terms = seconds + more, {**terms, "memory:DRAM": terms["memory:DRAM"] + more}
+        promoting = _promoting_shares(operators, machine) * terms["compute"]
+        seconds, terms = seconds + promoting, {**terms, "compute": terms["compute"] + promoting}
+        block = np.array([float(each.scaling in ("block", "mx")) for each in operators])
+        return KernelAnalysis(seconds, terms, {**features, "block": block})
+
+    def covers(self, operator: ScaledGemm) -> bool:
+        return operator.dtype == "float8"
+
+
+def _promoting_shares(operators: Sequence[ScaledGemm], machine: Machine) -> np.ndarray:
+    """Additional arithmetic time of promoting the sums to FP32, as a share of that of products in the tables."""
+    hopper = machine.chip().architecture == "hopper"
+    promoted = np.array([hopper and each.split_sums and each.scaling == "tensor" for each in operators], dtype=float)
+    return (SPLIT_SUMS - 1) * promoted
+
+
+class ScaledCasts(Family[ScaledCast]):
+    """Casts to 8 bits, including the preceding search for the largest value."""
+
+    name = "quantize"
+    clock_bound = False
+
+    def analyse(self, operators: Sequence[ScaledCast], machine: Machine) -> KernelAnalysis:
+        traffic = np.array([each.read_bytes + each.write_bytes for each in operators], dtype=float)
+        flops = np.array([each.flops for each in operators], dtype=float)
+        analysis = memory_analysis(traffic, flops, machine)
+        features = {
+            **analysis.features,
+            "rows": safe_log2(np.array([each.rows for each in operators])),
+            "columns": safe_log2(np.array([each.columns for each in operators])),
+            "dynamic": np.array([float(each.dynamic) for each in operators]),
+        }
+        return KernelAnalysis(analysis.seconds, analysis.terms, features)
+
+    def covers(self, operator: ScaledCast) -> bool:
+        """True for measured casts: one output, static or by rows. Casts with a transposed copy, and the search alone,
+        are extrapolated by their bytes.
+        """
+        return operator.dtype in ("bfloat16", "float16")

@@ -26,7 +26,7 @@ from costmodel.gpu.families.family import Family, KernelAnalysis, safe_log2
 from costmodel.gpu.families.gemm import CLUSTER_SHARE, OVERLAP, STEP, TENSOR_TILES, Products, Tile, operand_traffic
 from costmodel.gpu.families.rates import dram_bandwidth, kernel_floor, l2_bandwidth, matrix_rate
 from costmodel.machines.machine_records import Machine
-from costmodel.operators.expert_work import ExpertLayer, ExpertOperator, GroupedGemm
+from costmodel.operators.experts import ExpertLayer, ExpertOperator, GroupedGemm
 from costmodel.operators.layers import element_bytes
 
 # Additional kernels of a fused layer: counting and sorting rows by expert, gathering, activation, adding the results.

@@ -2,22 +2,19 @@
 
 Whole sequences: matrix products of chunks at a share of the GEMM rate, the tensors between the kernels of one call
 (states of every chunk, scores within chunks) through DRAM, and the sequential scan over the chunks that passes the
-states on. The scan has a block per sequence, head and part of the values, and each block processes all chunks in turn:
-
-Whole sequences: matrix products of chunks at a share of the GEMM rate, the tensors between the kernels of one call
-(states of every chunk, scores within chunks) through DRAM, and the walk over the chunks that hands the states on. That
-walk has a block per sequence, head and part of the values, and each of its blocks goes through all chunks in turn:
+states on. The scan has a block per sequence, head and part of the values, and each block processes all chunks in
+turn:
 
     seconds = launches * floor + |products, bytes|_2 + chunks * ceil(blocks / multiprocessors) * cycles / clock
 
-Mamba 1 computes token by token outside the tensor cores: an exponential and two multiply-adds per state. One token with
-a cache, and the convolutions, are bound by the bytes that they move.
+Mamba 1 computes token by token outside the tensor cores: an exponential and two multiply-adds per state. One token
+with a cache, and the convolutions, are bound by the bytes that they move.
 
-No table has a backward pass. That of the gated delta rule is published for flash-linear-attention 0.5.1 in a CUDA graph
-(QwenLM/FlashQLA, benchmark_results_H200.txt and _GB200.txt; MIT): 2.98 to 3.09 times the forward pass on H200, 2.96 to
-3.15 on GB200; of Kimi's 3.7 on H100 (meta-pytorch/attention-gym pull request 438) and 3.8 to 4.1 on B200 through
-autograd, by which the gated rule's is 3.4 to 3.7 (pytorch/helion, examples/linear/BENCHMARKS.md). Of Mamba 1 and 2
-nobody has published it: three times the forward pass.
+No table has a backward pass. That of the gated delta rule is published for flash-linear-attention 0.5.1 in a CUDA
+graph (QwenLM/FlashQLA, benchmark_results_H200.txt and _GB200.txt; MIT): 2.98 to 3.09 times the forward pass on H200,
+2.96 to 3.15 on GB200; of Kimi's 3.7 on H100 (meta-pytorch/attention-gym pull request 438) and 3.8 to 4.1 on B200
+through autograd, by which the gated rule's is 3.4 to 3.7 (pytorch/helion, examples/linear/BENCHMARKS.md). Of Mamba 1
+and 2 nobody has published it: three times the forward pass.
 """
 
 from __future__ import annotations
@@ -29,14 +26,14 @@ from types import MappingProxyType
 import numpy as np
 
 from costmodel.base.errors import UnsupportedOperatorError
-from costmodel.gpu.families.attention_choice import generation_of
+from costmodel.gpu.families.attention import generation_of
 from costmodel.gpu.families.family import Family, Grade, KernelAnalysis, safe_log2
 from costmodel.gpu.families.memory_bound import memory_analysis
 from costmodel.gpu.families.rates import dram_bandwidth, kernel_floor, l2_bytes, matrix_rate, vector_rate
 from costmodel.machines.machine_records import Machine
 from costmodel.operators.any_operator import AnyOperator
+from costmodel.operators.attention import CausalConvolution, LinearAttention, LinearKind
 from costmodel.operators.layers import element_bytes
-from costmodel.operators.linear_attention import CausalConvolution, LinearAttention, LinearKind
 from costmodel.operators.lookups import Direction
 
 _HALVES = ("bfloat16", "float16")

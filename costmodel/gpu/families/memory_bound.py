@@ -1,8 +1,17 @@
-"""Memory-bound kernels: time is bytes over the bandwidth of the memory they come from.
+"""Memory-bound kernels: time is bytes over the bandwidth of the memory or the link that they come from.
 
     seconds = launch + max(DRAM bytes / DRAM bandwidth, all bytes / L2 bandwidth, flops / FP32 rate)
 
 All bytes count against DRAM except a quarter of L2: data left there by the previous kernel, and the last writes.
+
+**Copies** between host and device go over PCIe or NVLink-C2C, between devices over NVLink or PCIe. Copies within a
+device are element-wise kernels.
+
+**Sorting** of (key, value) pairs is the first half of most backward passes of embeddings. cub sorts few pairs in one
+thread block, more of them in passes of eight bits over all, each of which reads and writes every pair once (Onesweep:
+Adinets, Merrill, arXiv 2206.01784). A pass is a chain of dependent loads (look-back), which dominates small sorts.
+Lengths of the chains in loads, and pairs sorted by one block: kernels of the eight ranks of `traces/dlrm_8xV100`
+(facebookresearch/param), 32 to 13,312 pairs, on V100.
 """
 
 from __future__ import annotations
@@ -11,10 +20,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from costmodel.base.errors import MachineError
 from costmodel.gpu.families.family import Family, Grade, KernelAnalysis, safe_log2
 from costmodel.gpu.families.rates import dram_bandwidth, kernel_floor, l2_bandwidth, l2_bytes, latency, vector_rate
-from costmodel.machines.machine_records import Machine
-from costmodel.operators.device_work import Elementwise, Loss, MemoryCopy, OptimizerStep, Rearrangement, Reduction
+from costmodel.machines.machine_records import Link, Machine
+from costmodel.operators.device_work import (
+    Elementwise,
+    Loss,
+    MemoryCopy,
+    OptimizerStep,
+    RadixSort,
+    Rearrangement,
+    Reduction,
+)
 from costmodel.operators.layers import Pool2d, element_bytes
 
 # Bytes fetched per byte used when runs of a few elements are read or written at scattered places: DRAM delivers 32-byte
@@ -28,7 +46,7 @@ WARM_SHARE = 0.25
 # Element-wise operations with kernels of their own rather than PyTorch's TensorIterator, which was measured.
 _OWN_KERNELS = ("rotary", "silu_mul", "fused")
 # A one-pass reduction reads once; along strided dimensions the partial sums of few outputs occupy few multiprocessors.
-# A judgement, which Liger's layer norms backward do not contradict (:mod:`costmodel.gpu.families.row_wise`).
+# A judgement, which Liger's layer norms backward do not contradict (:mod:`costmodel.gpu.families.normalization`).
 _STRIDED_REDUCTION = 1.3
 # Loss kernels of PyTorch give each row to one thread or warp; log-softmax is priced separately. A judgement: no table.
 _LOSS_PASSES = 1.5
@@ -136,3 +154,92 @@ def _loss_bytes(operator: Loss) -> float:
 
 def _pooled(operator: Pool2d) -> float:
     return float(operator.input_bytes + operator.output_bytes)
+
+
+# The driver stages pageable memory through a pinned buffer: about half the rate of pinned memory remains
+# (NVIDIA, "How to Optimize Data Transfers in CUDA C/C++").
+_PAGEABLE_SHARE = 0.5
+
+
+class Copies(Family[MemoryCopy]):
+    """Copies over a link."""
+
+    name = "copy"
+
+    def analyse(self, operators: Sequence[MemoryCopy], machine: Machine) -> KernelAnalysis:
+        rows = [_terms(each, machine) for each in operators]
+        names = ("memory:DRAM", "link", "launch")
+        terms = {name: np.array([row[place] for row in rows], dtype=float) for place, name in enumerate(names)}
+        features = {"size": safe_log2(np.array([each.size_bytes for each in operators]))}
+        return KernelAnalysis(np.maximum(terms["memory:DRAM"], terms["link"]) + terms["launch"], terms, features)
+
+    def least(self, operators: Sequence[MemoryCopy], machine: Machine) -> np.ndarray:
+        return np.zeros(len(operators))  # one end is in another memory, and no table exists to learn from
+
+    def covers(self, operator: MemoryCopy) -> bool:
+        return False  # no measured tables yet
+
+
+def _terms(operator: MemoryCopy, machine: Machine) -> tuple[float, float, float]:
+    """Seconds in DRAM, on the link, and of the start."""
+    link = _link(machine, operator.kind)
+    share = 1.0 if operator.pinned or operator.kind == "peer" else _PAGEABLE_SHARE
+    one_way = operator.size_bytes / dram_bandwidth(machine)
+    return one_way, operator.size_bytes / (share * link.bandwidth), link.latency_seconds
+
+
+def is_within_device(operator: MemoryCopy) -> bool:
+    """True if no link is crossed."""
+    return operator.kind in ("device_to_device", "memset")
+
+
+def _link(machine: Machine, kind: str) -> Link:
+    link = machine.link("nvlink" if kind == "peer" else "c2c") or machine.link("pcie")
+    if link is None:
+        raise MachineError(f"{machine.source or machine.name}: no link for copies ({kind}); add links: - kind: pcie")
+    return link
+
+
+_BLOCK_PAIRS = 3072  # 2,304 pairs were sorted by one block, 4,736 in passes
+_BLOCK_LOADS, _BLOCK_BITS, _BLOCK_PASS_CYCLES = 8, 6, 1400
+_HISTOGRAM_LOADS, _PASS_LOADS, _FIRST_PASS_LOADS, _PASS_BITS = 6, 10, 12, 8
+
+
+def sort_bits(rows: np.ndarray) -> np.ndarray:
+    """Bits of a row number below ``rows``, at least one."""
+    return np.asarray(np.maximum(np.ceil(np.log2(np.maximum(rows, 2))), 1))
+
+
+def sort_fixed_seconds(pairs: np.ndarray, bits: np.ndarray, machine: Machine) -> np.ndarray:
+    """Seconds of launches and chains of loads, which do not grow with the number of pairs."""
+    floor, load = kernel_floor(machine), latency(machine, 1)
+    on_chip = np.ceil(bits / _BLOCK_BITS) * _BLOCK_PASS_CYCLES / machine.chip().clock_hz
+    block = floor + _BLOCK_LOADS * load + on_chip
+    passes = np.ceil(bits / _PASS_BITS)
+    loads = _HISTOGRAM_LOADS + _FIRST_PASS_LOADS + passes * _PASS_LOADS
+    return np.where(pairs <= _BLOCK_PAIRS, block, (passes + 2) * floor + loads * load)
+
+
+def sort_traffic_seconds(pairs: np.ndarray, bits: np.ndarray, pair_bytes: np.ndarray, machine: Machine) -> np.ndarray:
+    """Seconds to read and write the pairs in DRAM, and to read them once for the histogram."""
+    passes = np.ceil(bits / _PASS_BITS)
+    return np.asarray((2 * passes + 1) * pairs * pair_bytes / dram_bandwidth(machine))
+
+
+class Sorting(Family[RadixSort]):
+    """Standalone sorts: those of the indices before gradients are accumulated."""
+
+    name = "sort"
+
+    def analyse(self, operators: Sequence[RadixSort], machine: Machine) -> KernelAnalysis:
+        pairs, bits, size = (np.array([getattr(each, name) for each in operators], dtype=float) for name in _FIELDS)
+        launch = sort_fixed_seconds(pairs, bits, machine)
+        dram = sort_traffic_seconds(pairs, bits, size, machine)
+        features = {"pairs": safe_log2(pairs), "bits": safe_log2(bits)}
+        return KernelAnalysis(launch + dram, {"memory:DRAM": dram, "launch": launch}, features)
+
+    def covers(self, operator: RadixSort) -> bool:
+        return False  # no measured tables yet
+
+
+_FIELDS = ("pairs", "bits", "pair_bytes")

@@ -1,8 +1,12 @@
-"""Collectives and point-to-point calls of a script: results without peers, and records.
+"""Communication of a script whose peers do not exist: results of collectives and point-to-point calls, and records.
 
-The calls are intercepted at PyTorch's dispatcher (``c10d::*``, ``_c10d_functional::*``), so any Python function,
+Calls of tensors are intercepted at PyTorch's dispatcher (``c10d::*``, ``_c10d_functional::*``), so any Python function,
 wrapper or C++ code may make them. Each becomes a record with the name of its process group, the sizes in its tensors,
 the stream of the call, and the number of the returned work object.
+
+Python objects are sent between ranks in a :class:`Mailbox`, as pipeline stages do to agree on shapes. It outlives the
+capture of one rank: a rank that requests an object not sent yet stops with
+:class:`e2e.capture.script_errors.NotYetSent` and is captured again, from its beginning, when its peer has sent it.
 """
 
 from __future__ import annotations
@@ -18,7 +22,8 @@ from torch._C._distributed_c10d import ProcessGroup
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from costmodel.base.errors import ModelError
-from e2e.capture.cuda_streams import WAIT
+from e2e.capture.environment import WAIT_EVENT
+from e2e.capture.script_errors import NotYetSent
 from e2e.step.collective_names import BELOW_FUNCTIONAL, EAGER, EAGER_CALLS, WAIT_TENSOR
 
 # Functional forms that work in place: they return their first argument.
@@ -164,7 +169,7 @@ class Communication:
         return work
 
     def _waited(self, work: int) -> None:
-        self._recorder.host_call(WAIT, work=work, stream=self._recorder.streams.current)
+        self._recorder.host_call(WAIT_EVENT, work=work, stream=self._recorder.streams.current)
 
     def _attributes(self, group: Any, given: dict[str, Any], func: Any) -> dict[str, Any]:
         found: dict[str, Any] = {"process_group": self.groups.name(group), "async_op": given.get("async_op", True)}
@@ -244,3 +249,38 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, (list, tuple)):
         return [tensor for item in value for tensor in _tensors(item)]
     return []
+
+
+@dataclass
+class Mailbox:
+    """Objects in transit: (source, target) -> all objects sent, in order."""
+
+    sent: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
+    _posted: dict[tuple[int, int], int] = field(default_factory=dict)
+    _taken: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def begin(self, rank: int) -> None:
+        """Restart ``rank`` from its beginning: it sends and receives the same objects again."""
+        for counts in (self._posted, self._taken):
+            for pair in [pair for pair in counts if rank == pair[0 if counts is self._posted else 1]]:
+                del counts[pair]
+
+    def post(self, source: int, target: int, objects: list[Any]) -> None:
+        """Store the objects, unless they were sent in an earlier attempt."""
+        place = self._posted[source, target] = self._posted.get((source, target), 0) + 1
+        box = self.sent.setdefault((source, target), [])
+        if place > len(box):
+            box.append(objects)
+
+    def ready(self, rank: int, wanted: NotYetSent) -> bool:
+        """True if the object that ``rank`` waited for has been sent."""
+        return len(self.sent.get((wanted.source, rank), [])) > wanted.place
+
+    def take(self, source: int, target: int) -> list[Any]:
+        """Return the next objects; raise :class:`NotYetSent` if they have not been sent."""
+        place = self._taken.get((source, target), 0)
+        box = self.sent.get((source, target), [])
+        if place >= len(box):
+            raise NotYetSent(source, place)
+        self._taken[source, target] = place + 1
+        return box[place]

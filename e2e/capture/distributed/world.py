@@ -2,14 +2,15 @@
 
 Inside :func:`fake_world` a script finds its rank, world size and GPUs as under ``torchrun``. Collectives of tensors are
 handled by :class:`e2e.capture.distributed.communication.Communication`, Python objects by a
-:class:`e2e.capture.distributed.mailbox.Mailbox`.
+:class:`e2e.capture.distributed.communication.Mailbox`. DDP, FSDP2 and pipeline schedules run on meta tensors by patches
+of their checks, resizing and votes.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
@@ -19,9 +20,190 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from e2e.capture.distributed.mailbox import Mailbox
-from e2e.capture.distributed.parallel_libraries import ddp_patches
+from costmodel.base.errors import ModelError
+from e2e.capture.distributed.communication import Mailbox
 from e2e.capture.recorder import Recorder
+
+
+def ddp_patches(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
+    """Yield the patches of DDP: its all-reduce as a communication hook, since the built-in one needs a result of C++.
+
+    It begins when a bucket is full, like the built-in one; a hook of the script replaces it.
+    """
+    ddp = torch.nn.parallel.DistributedDataParallel
+    construct, register = ddp.__init__, ddp.register_comm_hook
+
+    def construct_unsynchronized(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = {**kwargs, "init_sync": False, "device_ids": None, "output_device": None}
+        if recorder.bucket_mb is not None:
+            given["bucket_cap_mb"] = recorder.bucket_mb
+        construct(self, *args, **given)
+        self.logger = _QuietLogger(self.logger)
+        self._capture_hook = None
+        recorder.communication.settling = 2
+
+        def reduce(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+            if self._capture_hook is not None:
+                hook, own_state = self._capture_hook
+                return hook(own_state, bucket)
+            _divide(recorder, bucket, self.process_group.size())
+            dist.all_reduce(bucket.buffer(), group=self.process_group, async_op=True)
+            done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            done.set_result(bucket.buffer())
+            return done
+
+        # Annotations as objects, since DDP compares them.
+        reduce.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
+        register(self, None, reduce)
+
+    def register_later(self: Any, state: Any, hook: Any) -> None:
+        self._capture_hook = (hook, state)
+
+    def without_exchange(self: Any, input: torch.Tensor) -> Any:
+        if self.training and dist.get_world_size(self.process_group) > 1:
+            raise ModelError("SyncBatchNorm is not captured; keep BatchNorm: what it exchanges per layer is small")
+        return super(torch.nn.SyncBatchNorm, self).forward(input)
+
+    yield torch.nn.SyncBatchNorm, "forward", without_exchange
+    yield ddp, "__init__", construct_unsynchronized
+    yield ddp, "register_comm_hook", register_later
+
+
+def _divide(recorder: Recorder, bucket: dist.GradBucket, ranks: int) -> None:
+    """Divide each gradient as DDP does without a hook of the script: during the copy into the bucket, or in place if it
+    is there.
+
+    (``mark_variable_ready_dense`` in reducer.cpp; with any hook it only copies, so the recorded copies are amended.)
+    """
+    if not recorder.enabled:
+        return
+    copies = recorder.copies_into(bucket.buffer())
+    for row in copies:
+        row["name"], row["inputs"] = "aten::mul", (row["inputs"][1], 1 / ranks)
+    for gradient in () if copies else bucket.gradients():
+        recorder.record_call("aten::div_", (gradient, ranks), (gradient,), {})
+
+
+class _QuietLogger:
+    """DDP's logger without the times of iterations, which do not exist here and would cause a warning."""
+
+    def __init__(self, logger: Any) -> None:
+        self._logger = logger
+
+    def set_runtime_stats_and_log(self) -> None:
+        """Do nothing, since there are no statistics."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._logger, name)
+
+
+class LibraryPatches:
+    """Patches of libraries that the script has imported, which together take seconds to import.
+
+    FSDP2's check of real storage, memory that it resizes by hand and shards whose memory is replaced, the vote of
+    pipeline stages, the state of DTensor's random numbers. ``stack`` undoes everything.
+    """
+
+    def __init__(self, recorder: Recorder, stack: ExitStack) -> None:
+        self._recorder = recorder
+        self._stack = stack
+        self._done: set[str] = set()
+        # For libraries imported by the script's function.
+        stack.enter_context(patch.object(recorder, "before_wrapper", self.update))
+
+    def update(self) -> None:
+        """Patch the libraries imported since the last call."""
+        for name, patches in (
+            ("torch.distributed.fsdp._fully_shard._fsdp_param", self._fsdp),
+            ("torch.distributed.pipelining.schedules", self._pipelines),
+            ("torch.distributed.tensor._random", self._random_numbers),
+        ):
+            if name in sys.modules and name not in self._done:
+                self._done.add(name)
+                for target, attribute, value in patches(sys.modules[name]):
+                    self._stack.enter_context(patch.object(target, attribute, value))
+
+    def _fsdp(self, params: Any) -> Iterator[tuple[Any, str, Any]]:
+        group = import_module("torch.distributed.fsdp._fully_shard._fsdp_param_group")
+        first_version = import_module("torch.distributed.fsdp").FullyShardedDataParallel
+        yield first_version, "__init__", _refuse_first_version
+        yield group.FSDPParamGroup, "_validate_no_meta_params", lambda self: None
+        yield params, "_chunk_with_empty", _Chunks
+        yield params.FSDPParam, "reset_sharded_param", _renewed(params.FSDPParam.reset_sharded_param)
+        for module, name in ((params, "free_storage"), (params, "alloc_storage"), (group, "alloc_storage")):
+            yield module, name, _resized(self._recorder, getattr(module, name))
+
+    def _pipelines(self, schedules: Any) -> Iterator[tuple[Any, str, Any]]:
+        yield schedules._PipelineSchedule, "_warmup_p2p", _infer_shapes
+
+    def _random_numbers(self, random: Any) -> Iterator[tuple[Any, str, Any]]:
+        """Patch ``torch.nn.init`` of sharded parameters, where ranks would synchronise a state on the GPU."""
+        made = random._RNGStateTracker.__init__
+        yield random.OffsetBasedRNGTracker, "__init__", lambda self, *given, **named: made(self, torch.device("meta"))
+        yield random, "_rng_tracker", None  # state made during a capture does not outlive it
+
+
+def _refuse_first_version(self: Any, *args: Any, **kwargs: Any) -> None:
+    raise ModelError("FullyShardedDataParallel (FSDP1) is not captured; use torch.distributed.fsdp.fully_shard")
+
+
+class _Chunks:
+    """Lazy parts of ``torch.chunk`` over all ranks, empty ones at the end: FSDP2 reads two of thousands."""
+
+    def __init__(self, tensor: torch.Tensor, num_chunks: int, dim: int) -> None:
+        self._tensor, self._dim = tensor, dim
+        self._size = -(-tensor.size(dim) // num_chunks)
+
+    def __getitem__(self, place: int) -> torch.Tensor:
+        start = place * self._size
+        length = min(self._size, self._tensor.size(self._dim) - start)
+        return self._tensor.narrow(self._dim, start, length) if length > 0 else self._tensor.new_empty(0)
+
+
+def _renewed(reset: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Make shards whose memory was replaced (``to_empty``, ``to``) be gathered from the new memory.
+
+    FSDP2 treats a tensor on the meta device as not allocated yet, and keeps the old memory.
+    """
+
+    def reset_sharded_param(self: Any) -> None:
+        reset(self)
+        shard = self.sharded_param._local_tensor
+        if not shard.is_cuda or shard.untyped_storage()._cdata == self._sharded_param_data.untyped_storage()._cdata:
+            return
+        if shard.size() != self.padded_sharded_param_size:
+            place = self.fsdp_placement.dim
+            padded = shard.new_zeros(self.padded_sharded_param_size)
+            shard = padded.narrow(place, 0, shard.size(place) if shard.numel() else 0)
+            self.sharded_param._local_tensor = shard
+            self._sharded_param_data = padded.view(-1)
+        else:
+            self._sharded_param_data = shard.view(-1)
+
+    return reset_sharded_param
+
+
+def _resized(recorder: Recorder, function: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+    def resize(tensor: torch.Tensor) -> None:
+        before = tensor.untyped_storage().size()
+        function(tensor)
+        after = tensor.untyped_storage().size()
+        if before and not after:
+            recorder.convert.identities.emptied(tensor)
+        elif after and not before:
+            recorder.convert.identities.refilled(tensor)
+
+    return resize
+
+
+def _infer_shapes(self: Any, stages: list[Any], has_backward: bool, p2p_done: bool) -> None:
+    """Infer shapes without the stages' vote, whose tensors have no values here; inference of shapes works for all of
+    them.
+    """
+    mode = import_module("torch.distributed.pipelining.stage").InferenceMode.DYNAMIC
+    for stage in stages:
+        stage._inference_mode = mode
+
 
 c10d = import_module("torch.distributed.distributed_c10d")
 

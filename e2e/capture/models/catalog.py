@@ -1,14 +1,14 @@
-"""Built-in workloads by name: a model on the meta device and its step.
+"""Built-in workloads by name: a model on the meta device, its optimizer and its step.
 
 The names are in ``IMAGES`` here, in ``CONFIGS`` of :mod:`e2e.capture.models.dlrm` and in ``PRESETS`` of
-:mod:`e2e.capture.models.transformer`.
+:mod:`e2e.capture.models.transformer`. Imports ``torch``.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,19 +17,62 @@ from typing import Any
 import torch
 
 from costmodel.base.errors import InputError
-from e2e.capture.fused_attention import pack_documents
-from e2e.capture.latent_attention import absorb
+from e2e.capture.attention import absorb, pack_documents
 from e2e.capture.models import dlrm, transformer
-from e2e.capture.models.adapters import add_adapters
-from e2e.capture.models.inception import InceptionV3
-from e2e.capture.models.layer_forms import apply_forms
-from e2e.capture.models.optimizer_steps import MixedAdamW
-from e2e.capture.models.resnet import ResNet50
+from e2e.capture.models.image_models import InceptionV3, ResNet50, timm_module
+from e2e.capture.models.layer_forms import add_adapters, apply_forms
 from e2e.capture.models.stacks import apply_stack, stack_of
-from e2e.capture.models.timm_models import timm_module
 from e2e.capture.session import CapturedWorkload
-from e2e.step.choices import Mode
-from e2e.step.options import StepOptions
+from e2e.step.options import Mode, StepOptions
+
+
+def adamw(parameters: list[torch.nn.Parameter]) -> Callable[[], Any]:
+    """Return the step of AdamW on the parameters themselves, in the form that PyTorch selects on a GPU."""
+    return torch.optim.AdamW(parameters, lr=1e-4).step
+
+
+def mixed_adamw(parameters: list[torch.nn.Parameter]) -> Callable[[], Any]:
+    """Return the update of :class:`MixedAdamW`."""
+    return MixedAdamW(parameters).update
+
+
+class MixedAdamW(torch.optim.Optimizer):
+    """Optimizer of 16-bit parameters with FP32 master weights, as ``Float16OptimizerWithFloat16Params`` of Megatron-LM.
+
+    Gradients are copied to FP32, for FP16 divided by the loss scale and checked (which the host waits for), AdamW
+    updates the master weights, and they are copied back.
+    """
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        self.narrow = list(parameters)
+        super().__init__(self.narrow, {"lr": 1e-4})
+        self.masters = [torch.nn.Parameter(each.detach().to(torch.float32)) for each in self.narrow]
+        self.inner = torch.optim.AdamW(self.masters, lr=1e-4)
+        self.state = self.inner.state
+        self.values = [each.detach() for each in self.narrow]
+        self.scaled = self.narrow[0].dtype is torch.float16
+        self.found, self.inverse_scale = (torch.zeros(1, device=self.narrow[0].device) for _ in range(2))
+        for master in self.masters:
+            master.grad = torch.empty_like(master)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Run :meth:`update`, with the hooks of optimizers."""
+        self.update()
+
+    def update(self) -> None:
+        """Run one step on the parameters with gradients."""
+        there = [place for place, each in enumerate(self.narrow) if each.grad is not None]
+        gradients = [self.narrow[place].grad.to(torch.float32) for place in there]  # type: ignore[union-attr]
+        if self.scaled:
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, self.found, self.inverse_scale)
+            self.found.item()
+        for master in self.masters:
+            master.grad = None
+        for place, gradient in zip(there, gradients, strict=True):
+            self.masters[place].grad = gradient
+        self.inner.step()
+        torch._foreach_copy_(self.values, [each.detach() for each in self.masters])
+
 
 IMAGES: dict[str, tuple[Callable[[], torch.nn.Module], int]] = {
     "resnet-50": (ResNet50, 224),

@@ -4,7 +4,7 @@ Megatron-LM, torchtitan and vLLM sort the rows of tokens by expert in one kernel
 one launch, apply weights and gate in one kernel, and sum the outputs of a token in one (``unpermute``); the backward
 passes of the first and the last are each other. Here these are operators without effect, with the shapes and autograd
 structure of the kernels (megatron/core/fusions/fused_weighted_swiglu.py, transformer_engine/pytorch/permutation.py);
-:mod:`e2e.lowering.families.expert_operators` gives the bytes they move. The layers are those of Hugging Face's library:
+:mod:`e2e.lowering.families.library_kernels` gives the bytes they move. The layers are those of Hugging Face's library:
 their own loop with gathers and ``index_put`` is the form ``huggingface``.
 
 Transformer Engine's ``GroupedLinear`` launches a cuBLAS product for every expert (``by_expert``; up to version 2.14

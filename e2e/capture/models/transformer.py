@@ -1,4 +1,11 @@
-"""Transformers built from Hugging Face configurations; weights are never read or downloaded."""
+"""Transformers built from Hugging Face configurations, of presets by name or of files; weights are never read or
+downloaded. Presets with published training speeds name their sources.
+
+Steps that decode (``--cache-length``) have a cache of keys and values of earlier tokens. It is written in place, one
+row per new token, and read without a copy, as in serving engines and the static cache of Transformers; the library's
+default cache copies itself for every token. Layers with a sliding window keep all tokens here and attend to those in
+the window. Imports ``torch``.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +21,171 @@ from unittest.mock import patch
 import torch
 
 from costmodel.base.errors import InputError, MissingDependencyError, ModelError
-from costmodel.base.foreign_files import read_text
-from costmodel.base.plain_json import decoded
-from e2e.capture.fused_attention import register as register_fused
-from e2e.capture.latent_attention import register as register_latent
-from e2e.capture.models.cached_tokens import decoding_arguments
-from e2e.capture.models.training_presets import TRAINING_PRESETS
-from e2e.capture.oversized_tensors import oversized_told
-from e2e.step.choices import AttentionForm
+from costmodel.base.input_files import decoded, read_text
+from e2e.capture.attention import CACHED_TOKENS, register_fused, register_latent
+from e2e.capture.script_errors import oversized_told
+from e2e.step.options import AttentionForm
+
+
+def _mpt(width: int, heads: int, layers: int) -> dict[str, Any]:
+    """Return the configuration of an MPT model in llm-foundry's benchmarks (mosaicml/llm-foundry,
+    scripts/train/benchmarking).
+
+    The published parameter counts are those of tied embeddings of 50,368 words, learned positions (which grow with the
+    sequence length, by the width per token) and biases everywhere, i.e. GPT-2 without dropout.
+    """
+    return {
+        "model_type": "gpt2",
+        "vocab_size": 50368,
+        "n_embd": width,
+        "n_head": heads,
+        "n_layer": layers,
+        "n_positions": 2048,
+        "activation_function": "gelu",
+        "attn_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+    }
+
+
+def _llama(**sizes: Any) -> dict[str, Any]:
+    return {"model_type": "llama", **sizes}
+
+
+_LLAMA_3_8B = {"vocab_size": 128256, "intermediate_size": 14336, "num_key_value_heads": 8}
+_LLAMA_70B = {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+}
+
+TRAINING_PRESETS: dict[str, dict[str, Any]] = {
+    "mpt-125m": _mpt(768, 12, 12),
+    "mpt-350m": _mpt(1024, 16, 24),
+    "mpt-760m": _mpt(1536, 12, 24),
+    "mpt-1b": _mpt(2048, 16, 24),
+    "mpt-3b": _mpt(2560, 20, 32),
+    "mpt-7b": _mpt(4096, 32, 32),
+    "mpt-13b": _mpt(5120, 40, 40),
+    "mpt-30b": _mpt(7168, 56, 48),
+    "mpt-70b": _mpt(8192, 64, 80),
+    # Published Hugging Face configurations of meta-llama.
+    "llama-2-13b": _llama(
+        hidden_size=5120, intermediate_size=13824, num_hidden_layers=40, num_attention_heads=40,
+        max_position_embeddings=4096,
+    ),
+    "llama-2-70b": _llama(**_LLAMA_70B, max_position_embeddings=4096),
+    "llama-3-70b": _llama(**_LLAMA_70B, vocab_size=128256, max_position_embeddings=8192),
+    "llama-3.1-8b": _llama(**_LLAMA_3_8B, max_position_embeddings=131072),
+    "llama-3.1-405b": _llama(
+        hidden_size=16384, intermediate_size=53248, num_hidden_layers=126, num_attention_heads=128,
+        num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072,
+    ),
+    # Configuration of xai-org/grok-1 (its run.py), in the form of Mixtral.
+    "grok-1": {
+        "model_type": "mixtral",
+        "vocab_size": 131072,
+        "hidden_size": 6144,
+        "intermediate_size": 32768,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 48,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 8192,
+    },
+    # As in config.json of Qwen/Qwen3-235B-A22B.
+    "qwen3-235b-a22b": {
+        "model_type": "qwen3_moe",
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 1536,
+        "num_hidden_layers": 94,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "max_position_embeddings": 40960,
+    },
+    # nvidia/Nemotron-4-15B (Parmar et al., arXiv 2402.16819, table 1): squared ReLU, half of each head rotated.
+    "nemotron-4-15b": {
+        "model_type": "nemotron",
+        "vocab_size": 256000,
+        "hidden_size": 6144,
+        "intermediate_size": 24576,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 48,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 4096,
+    },
+}  # fmt: skip
+
+
+def decoding_arguments(
+    model: Any, ids: torch.Tensor, tokens: int, source: str, dtype: torch.dtype | None = None
+) -> Mapping[str, Any]:
+    """Return the arguments of a Transformers ``model`` for new tokens ``ids`` (batch, length) after ``tokens`` cached
+    ones, stored as ``dtype`` (None: the model's type).
+
+    Raise ``InputError`` if the model's cache is not of keys and values, or if the model has an encoder.
+    """
+    from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise InputError(
+            f"{source}: --cache-length: it has an encoder too; leave --cache-length out, or give a --script"
+        )
+    cache = DynamicCache(config=model.config)
+    kinds = {type(layer) for layer in cache.layers}
+    if not kinds or not kinds <= {DynamicLayer, DynamicSlidingWindowLayer}:
+        named = ", ".join(sorted(kind.__name__ for kind in kinds)) or "no cache"
+        raise InputError(f"{source}: --cache-length is for caches of keys and values, it has {named}; give a --script")
+    in_place = _in_place(DynamicLayer)
+    cache.layers = [in_place(tokens, dtype) for _ in cache.layers]
+    for module in model.modules():
+        setattr(module, CACHED_TOKENS, tokens)
+        config = getattr(module, "config", None)
+        if config is not None and hasattr(config, "use_cache"):
+            config.use_cache = True
+    return {"input_ids": ids, "past_key_values": cache, "use_cache": True}
+
+
+def _in_place(base: type[Any]) -> type[Any]:
+    """Return a layer of the library's cache, which is imported only here."""
+
+    class LayerInPlace(base):  # type: ignore[misc]
+        """Keys and values of ``tokens`` tokens and those of the step, which each call writes again."""
+
+        def __init__(self, tokens: int, kept: torch.dtype | None) -> None:
+            super().__init__()
+            self.tokens, self.kept = tokens, kept
+            self.is_initialized = False
+
+        def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
+            if not self.is_initialized:
+                self.keys, self.values = (self._longer(each) for each in (key_states, value_states))
+                self.is_initialized = True
+            for kept, new in ((self.keys, key_states), (self.values, value_states)):
+                kept[:, :, self.tokens :].copy_(new)
+            return self.keys, self.values
+
+        def get_seq_length(self) -> int:
+            return self.tokens
+
+        def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+            return self.tokens + query_length, 0
+
+        def _longer(self, new: torch.Tensor) -> torch.Tensor:
+            return new.new_empty((*new.shape[:2], self.tokens + new.shape[2], new.shape[3]), dtype=self.kept)
+
+    return LayerInPlace
+
 
 # Model type and the keys that differ from the defaults of the library's configuration class; sources: the published
 # configurations of each name, GPT-3 sizes as in table 2.1 of Brown et al. (2020). Its XL row has 24 heads of 128 with a

@@ -5,7 +5,6 @@ from __future__ import annotations
 from math import prod
 
 from costmodel.operators.device_work import Elementwise, Normalization, Reduction
-from e2e.lowering.families.strides import is_channels_last
 from e2e.lowering.families.work import (
     Context,
     DeviceWork,
@@ -14,6 +13,7 @@ from e2e.lowering.families.work import (
     dtype_of,
     gpu_outputs,
     integers,
+    is_channels_last,
     numel,
     rearrangement,
     tensor_argument,

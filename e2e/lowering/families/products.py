@@ -7,10 +7,9 @@ from math import prod
 from typing import Literal
 
 from costmodel.operators.attention import Attention, AttentionKernel
-from costmodel.operators.device_work import Gemm
-from costmodel.operators.expert_work import GroupedGemm
+from costmodel.operators.device_work import Gemm, ScaledCast
+from costmodel.operators.experts import GroupedGemm
 from costmodel.operators.lookups import Direction
-from costmodel.operators.scaled_work import ScaledCast
 from e2e.lowering.families.work import (
     Context,
     DeviceWork,
@@ -251,7 +250,7 @@ def _fused_backward(causal_place: int) -> Lowering:
 
 
 def _library_attention(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """Lower a call of an attention library (:mod:`e2e.capture.fused_attention`), with its window, sinks and
+    """Lower a call of an attention library (:mod:`e2e.capture.attention`), with its window, sinks and
     documents.
     """
     backward = call.name.endswith("_backward")
@@ -275,7 +274,7 @@ def _library_attention(call: OperatorCall, context: Context) -> list[DeviceWork]
 
 
 def _latent_attention(call: OperatorCall, context: Context) -> list[DeviceWork]:
-    """Lower ``attention::latent`` (:mod:`e2e.capture.latent_attention`): queries of all heads, one latent per cached
+    """Lower ``attention::latent`` (:mod:`e2e.capture.attention`): queries of all heads, one latent per cached
     token.
     """
     query, latents, rotated = _operands(call)

@@ -1,12 +1,11 @@
-"""Products in 8 bits with scales, and casts: PyTorch's operators and those of :mod:`e2e.capture.models.float8`."""
+"""Products in 8 bits with scales, and casts: PyTorch's operators and those of :mod:`e2e.capture.models.layer_forms`."""
 
 from __future__ import annotations
 
 from math import prod
 
-from costmodel.operators.device_work import Elementwise
-from costmodel.operators.expert_work import GroupedGemm
-from costmodel.operators.scaled_work import SCALINGS, ScaledCast, ScaledGemm
+from costmodel.operators.device_work import SCALINGS, Elementwise, ScaledCast, ScaledGemm
+from costmodel.operators.experts import GroupedGemm
 from e2e.lowering.families.products import by_expert, experts_product, grouped
 from e2e.lowering.families.work import (
     Context,

@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 from costmodel.base.errors import InputError
-from costmodel.operators.expert_routing import BALANCED, ExpertRouting
+from costmodel.operators.experts import BALANCED, ExpertRouting
 from e2e.capture.models.expert_layers import Permute, Products, Unpermute, apply_experts, pads
-from e2e.parallelism.layers.autograd import ExchangeTokens, exchange_rows
+from e2e.parallelism.layers.communication import ExchangeTokens, exchange_rows
 from e2e.parallelism.layers.tensor_parallel import EXPERTS
 
 Dispatch = Literal["alltoall", "deepep"]

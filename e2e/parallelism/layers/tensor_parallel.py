@@ -2,7 +2,7 @@
 
 Products before the heads and the MLP's inner width are split by columns, products after them by rows, those of experts
 by their inner width, embedding and head by vocabulary (Megatron-LM, arXiv 1909.08053). Communication becomes the
-operators of :mod:`e2e.parallelism.layers.autograd`. Imports ``torch``.
+operators of :mod:`e2e.parallelism.layers.communication`. Imports ``torch``.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import torch
 from torch import nn
 
 from costmodel.base.errors import InputError
-from e2e.parallelism.layers.autograd import (
+from e2e.parallelism.layers.communication import (
     CopyToRanks,
     LossOverRanks,
     ParallelCrossEntropy,
     ReduceFromRanks,
+    Regathered,
     gather_sequence,
     scatter_sequence,
 )
-from e2e.parallelism.layers.regather import Regathered
 from e2e.step.memory import EXPERT_DIMENSIONS
 
 # Products inside a layer, by their names in GPT-2; Llama and related models; DeepSeek; OPT; BERT.

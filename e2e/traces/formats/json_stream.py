@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from costmodel.base.errors import InputError
-from costmodel.base.foreign_files import MOST_BYTES, Bounded, counted, open_tar, open_unpacked
+from costmodel.base.input_files import MOST_BYTES, Bounded, counted, open_tar, open_unpacked
 
 _CHUNK = 1 << 20
 # Limit of memory: an element of a trace is a few kilobytes; something larger is not a trace.

@@ -24,18 +24,18 @@ from typing import Any, cast
 
 import numpy as np
 
-from costmodel.base.say import Say
-from costmodel.base.termination import end_with_parent
-from fusion.comparing.engines.base import (
+from costmodel.base.errors import Say
+from costmodel.base.process import end_with_parent
+from fusion.comparing.engines.engine import (
     Arrays,
     EngineCall,
+    EngineSpec,
     EngineWorkload,
     LayerTime,
     ProfiledSession,
     Session,
     Unavailable,
 )
-from fusion.comparing.engines.engine_table import EngineSpec
 from fusion.model.library_messages import sentence
 
 PREPARE_TIMEOUT_SECONDS, CALL_TIMEOUT_SECONDS = 1200.0, 120.0

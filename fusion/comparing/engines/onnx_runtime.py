@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from costmodel.base.say import Say
-from fusion.comparing.engines.base import (
+from costmodel.base.errors import Say
+from fusion.comparing.engines.engine import (
     Arrays,
     EngineCall,
     EngineWorkload,
@@ -183,8 +183,8 @@ def _integer_share(optimised: Path) -> tuple[int, int]:
     """(Number of integer layers, number of layers) of the graph that ONNX Runtime runs."""
     import onnx
 
-    from fusion.relax.onnx.onnx_file import all_nodes
-    from fusion.relax.onnx.onnx_quantised import integer_share
+    from fusion.relax.onnx.model_file import all_nodes
+    from fusion.relax.onnx.quantised_model import integer_share
 
     return integer_share(all_nodes(onnx.load(str(optimised), load_external_data=False).graph))
 

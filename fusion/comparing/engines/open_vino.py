@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from costmodel.base.say import Say
-from fusion.comparing.engines.base import (
+from costmodel.base.errors import Say
+from fusion.comparing.engines.engine import (
     Arrays,
     EngineCall,
     EngineWorkload,

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from costmodel.base.say import Say
-from fusion.comparing.engines.base import Arrays, EngineCall, EngineWorkload, Unavailable, fastest
+from costmodel.base.errors import Say
+from fusion.comparing.engines.engine import Arrays, EngineCall, EngineWorkload, Unavailable, fastest
 
 TorchModel = Callable[..., Any]
 Builder = Callable[[Any, list[Any]], TorchModel]

@@ -53,21 +53,13 @@ from tvm import relax, tirx
 from tvm.relax import PyExprMutator
 
 from fusion.relax.bindings import variables
+from fusion.relax.canonical.affine import AFFINE_RULES, PRECEDING_RULES
+from fusion.relax.canonical.branches import BRANCH_RULES, PARALLEL_RULES, STACK_RULES
+from fusion.relax.canonical.composites import ACTIVATION_RULES, NORM_RULES
+from fusion.relax.canonical.ranks import RANK_RULES
 from fusion.relax.canonical.rewriter import RuleTable, rewrite, rule_key
-from fusion.relax.canonical.rules_activation import ACTIVATION_RULES
-from fusion.relax.canonical.rules_affine import AFFINE_RULES
-from fusion.relax.canonical.rules_branches import BRANCH_RULES
-from fusion.relax.canonical.rules_channels_last import CHANNELS_LAST_RULES
-from fusion.relax.canonical.rules_computed import COMPUTED_WEIGHT_RULES
-from fusion.relax.canonical.rules_constant import CONSTANT_RULES
-from fusion.relax.canonical.rules_norm import NORM_RULES
-from fusion.relax.canonical.rules_parallel import PARALLEL_RULES
-from fusion.relax.canonical.rules_preceding import PRECEDING_RULES
-from fusion.relax.canonical.rules_ranks import RANK_RULES
-from fusion.relax.canonical.rules_shape import SHAPE_RULES
-from fusion.relax.canonical.rules_stacked import STACK_RULES
-from fusion.relax.canonical.rules_transposed import TRANSPOSED_RULES
-from fusion.relax.canonical.rules_window import WINDOW_RULES
+from fusion.relax.canonical.views import CHANNELS_LAST_RULES, CONSTANT_RULES, SHAPE_RULES
+from fusion.relax.canonical.windows import COMPUTED_WEIGHT_RULES, TRANSPOSED_RULES, WINDOW_RULES
 
 Naming: TypeAlias = Callable[[str], str]
 # Suffix of every name while rules work. The builder numbers a name that a dead variable still holds: a copy of

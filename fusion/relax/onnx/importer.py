@@ -1,6 +1,6 @@
 """Import of an ONNX file to canonical Relax, ready for the extraction of kernels.
 
-Operators are converted in ``onnx_frontend.py``; those without a converter are refused in ``onnx_unsupported.py``.
+Operators are converted in ``frontend.py``; those without a converter are refused in ``refusals.py``.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from costmodel.base.errors import ModelError, UnsupportedOperatorError
 from fusion.model.library_messages import sentence
-from fusion.model.tensor_info import TensorInfo
-from fusion.relax.onnx.float_layers import FloatLayer, layers_in_floats
-from fusion.relax.onnx.onnx_file import load_model
-from fusion.relax.onnx.onnx_prepare import prepare, real_inputs
-from fusion.relax.onnx.onnx_unsupported import require_known_shapes
+from fusion.model.named_arrays import TensorInfo
+from fusion.relax.onnx.model_file import load_model
+from fusion.relax.onnx.preparation import prepare, real_inputs
+from fusion.relax.onnx.quantised_model import FloatLayer, layers_in_floats
+from fusion.relax.onnx.refusals import require_known_shapes
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -64,7 +64,7 @@ def import_onnx(
 
 def _convert(file: Path, prepared: ModelProto, whole_numbers: bool) -> tuple[IRModule, tuple[FloatLayer, ...]]:
     from fusion.relax.canonical.canonicalize import canonicalize
-    from fusion.relax.onnx.onnx_frontend import as_computed, convert
+    from fusion.relax.onnx.frontend import as_computed, convert
 
     try:
         computed = as_computed(prepared, whole_numbers)

@@ -15,14 +15,31 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fusion.relax.activations import Activation
-from fusion.relax.byte_calls import Quantisation, addition_factors
-from fusion.relax.onnx.byte_resizing import linear_resizes
-from fusion.relax.onnx.byte_signs import remove_signs
-from fusion.relax.onnx.byte_steps import ByteSteps, Target, only_readers, outputs_of, quantisation_of, quantised
-from fusion.relax.onnx.moved_steps import bring_steps_to_layers, share_equal_steps, transpose_weights
-from fusion.relax.onnx.onnx_qlinear import OF_OPERATOR
-from fusion.relax.onnx.quantised_tensors import QuantisedTensors, TensorOfBytes, is_move, offset_of, padding_of
+from fusion.relax.epilogue import Activation
+from fusion.relax.integer_calls import Quantisation, addition_factors
+from fusion.relax.onnx.byte_steps import (
+    ByteSteps,
+    Target,
+    linear_resizes,
+    only_readers,
+    outputs_of,
+    quantisation_of,
+    quantised,
+)
+from fusion.relax.onnx.quantised_graph import (
+    OF_OPERATOR,
+    QuantisedTensors,
+    TensorOfBytes,
+    is_move,
+    offset_of,
+    padding_of,
+)
+from fusion.relax.onnx.quantised_rewrites import (
+    bring_steps_to_layers,
+    remove_signs,
+    share_equal_steps,
+    transpose_weights,
+)
 from fusion.relax.onnx.transposed_layers import split_transposed
 from schedules.contract.template import QuantisedAddition, Requantisation
 
@@ -59,7 +76,7 @@ class _Layer:
 def with_integer_layers(model: ModelProto) -> ModelProto:
     """Return a copy of ``model`` with integer layers, of operator types that are not in ONNX (:data:`QUANTISED_CONV`,
     :data:`QUANTISED_DENSE`); ``model`` itself if it is not quantised. Zero points must be present
-    (:func:`fusion.relax.onnx.zero_points.with_zero_points`).
+    (:func:`fusion.relax.onnx.quantised_rewrites.with_zero_points`).
     """
     from onnx import ModelProto, shape_inference
 

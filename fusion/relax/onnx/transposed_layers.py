@@ -1,5 +1,5 @@
 """Transposed convolutions of a quantised model as ordinary ones, one per phase of their stride, which are computed in
-integers; see :mod:`fusion.relax.canonical.rules_transposed`.
+integers; see :mod:`fusion.relax.canonical.windows`.
 
 Element-wise operators after a transposed convolution, and the quantisation, are moved before the DepthToSpace that puts
 the phases in place, so that pixels are moved as bytes.
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fusion.relax.canonical.rules_transposed import Phase, outputs_first, phases_along
-from fusion.relax.onnx.onnx_file import opset_of
-from fusion.relax.onnx.quantised_tensors import QuantisedTensors, TensorOfBytes, is_of_channels
+from fusion.relax.canonical.windows import Phase, outputs_first, phases_along
+from fusion.relax.onnx.model_file import opset_of
+from fusion.relax.onnx.quantised_graph import QuantisedTensors, TensorOfBytes, is_of_channels
 
 if TYPE_CHECKING:
     from onnx import AttributeProto, ModelProto, NodeProto

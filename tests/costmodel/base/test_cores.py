@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from costmodel.base.cores import core_quota, threads_to_use, usable_cores
 from costmodel.base.errors import InputError
-from costmodel.machines.machine_catalog import usable_threads
+from costmodel.base.process import core_quota, threads_to_use, usable_cores
+from costmodel.machines.machine_file import usable_threads
 from schedules.contract.cpu_target import host_target
 
 
@@ -57,13 +57,13 @@ def test_whole_cores_of_the_quota_but_at_least_one_and_never_more_than_there_are
 
 def test_kernels_and_calibration_take_no_more_threads_than_the_quota(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    monkeypatch.setattr("costmodel.base.cores.core_quota", lambda root: 3.7)
+    monkeypatch.setattr("costmodel.base.process.core_quota", lambda root: 3.7)
     assert usable_threads() == host_target().threads == 3
     assert host_target(5).threads == 5
 
 
 def test_threads_without_cores_are_refused_and_never_the_default(monkeypatch):
-    monkeypatch.setattr("costmodel.base.cores.usable_cores", lambda: 4)
+    monkeypatch.setattr("costmodel.base.process.usable_cores", lambda: 4)
     assert [threads_to_use(asked, 8) for asked in (None, 1, 4)] == [4, 1, 4]
     assert threads_to_use(None, 2) == 2
     with pytest.raises(InputError, match="--threads 5: this process may use 4 cores"):

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from costmodel.base import folder_lock
+from costmodel.base import output_files
 from costmodel.base.errors import OutputError
-from costmodel.base.folder_lock import LOCK, lock_folder
+from costmodel.base.output_files import LOCK, lock_folder
 
 HOLDS = """
 import sys
 from pathlib import Path
-from costmodel.base.folder_lock import lock_folder
+from costmodel.base.output_files import lock_folder
 lock = lock_folder(Path(sys.argv[1]), "results")
 print("held", flush=True)
 sys.stdin.read()
@@ -62,16 +62,16 @@ def test_a_folder_that_was_made_for_the_lock_goes_with_it_unless_it_is_used(tmp_
 
 def test_who_waited_for_a_lock_that_was_taken_away_takes_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Its file was opened before the holder took it away, and locked afterwards: two would hold two files."""
-    opened = folder_lock._opened
+    opened = output_files._opened
     first = lock_folder(tmp_path, "results")
 
     def too_early(path: Path, what: str):
-        monkeypatch.setattr(folder_lock, "_opened", opened)
+        monkeypatch.setattr(output_files, "_opened", opened)
         file = opened(path, what)
         first.close()
         return file
 
-    monkeypatch.setattr(folder_lock, "_opened", too_early)
+    monkeypatch.setattr(output_files, "_opened", too_early)
     with lock_folder(tmp_path, "results"), pytest.raises(OutputError, match="another process"):
         lock_folder(tmp_path, "results")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from costmodel.base.errors import InputError, OutputError
-from costmodel.base.pictures import check_picture, picture
+from costmodel.pages.charts import check_picture, picture
 
 
 def drawn(path: Path) -> bytes:

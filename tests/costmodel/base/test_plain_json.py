@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from costmodel.base.plain_json import decoded
+from costmodel.base.input_files import decoded
 
 
 def test_what_json_says_is_what_the_library_says():

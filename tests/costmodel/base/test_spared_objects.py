@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from costmodel.base.spared_objects import old_objects_spared
+from costmodel.base.process import old_objects_spared
 
 
 class Knot:

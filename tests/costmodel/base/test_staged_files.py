@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from costmodel.base import staged_files
+from costmodel.base import output_files
 from costmodel.base.errors import OutputError
-from costmodel.base.staged_files import StagedFiles
+from costmodel.base.output_files import StagedFiles
 
 
 def job(output: Path, made_from: object, stop_at: str = "") -> list[str]:
@@ -60,7 +60,7 @@ def test_what_was_made_from_something_else_is_not_taken(tmp_path: Path, monkeypa
     assert job(tmp_path, "new") == ["a.json", "sub/b.json", "c.json"] and files(tmp_path) == whole("new")
     with pytest.raises(KeyboardInterrupt):
         job(tmp_path, "new", stop_at="c.json")
-    monkeypatch.setattr(staged_files, "_program", lambda: "another program")
+    monkeypatch.setattr(output_files, "_program", lambda: "another program")
     assert job(tmp_path, "new") == ["a.json", "sub/b.json", "c.json"] and files(tmp_path) == whole("new")
 
 

@@ -14,7 +14,7 @@ import pytest
 import typer
 
 from costmodel.base.command_line import guarded
-from costmodel.base.termination import Terminated, interruptible_start, terminable
+from costmodel.base.process import Terminated, interruptible_start, terminable
 
 ROOT = Path(__file__).resolve().parents[3]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -117,7 +117,7 @@ def test_ctrl_c_while_a_program_is_loaded_is_one_line(capsys: pytest.CaptureFixt
 
 ENDS = """
 import atexit, time
-from costmodel.base.termination import interruptible_start
+from costmodel.base.process import interruptible_start
 
 def end():
     print("ending", flush=True)
@@ -139,7 +139,7 @@ def test_ctrl_c_while_the_interpreter_ends_is_told_as_no_error():
 
 PARENT = """
 import subprocess, sys, time
-child = "import sys, time\\nfrom costmodel.base.termination import end_with_parent\\nend_with_parent()\\n"
+child = "import sys, time\\nfrom costmodel.base.process import end_with_parent\\nend_with_parent()\\n"
 child += "print('ready', flush=True)\\ntime.sleep(600)"
 process = subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE, text=True, start_new_session=True)
 process.stdout.readline()
@@ -170,14 +170,14 @@ def test_a_child_ends_with_a_parent_that_was_killed():
 
 
 def test_a_child_whose_parent_had_ended_before_ends_at_once():
-    code = "from costmodel.base.termination import end_with_parent; end_with_parent(1 << 21); print('goes on')"
+    code = "from costmodel.base.process import end_with_parent; end_with_parent(1 << 21); print('goes on')"
     done = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "")
 
 
 GROUP = """
 import subprocess, sys
-from costmodel.base.termination import interrupts_held
+from costmodel.base.process import interrupts_held
 with interrupts_held():
     child = subprocess.Popen([sys.executable, "-c", "import time; print('ready', flush=True); time.sleep(600)"])
 try:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from costmodel.base.user_folders import NO_HOME, user_folder
-from costmodel.machines.machine_catalog import load_machine, user_directory
+from costmodel.base.output_files import NO_HOME, user_folder
+from costmodel.machines.machine_file import load_machine, user_directory
 
 
 def test_a_variable_goes_before_the_home(monkeypatch):

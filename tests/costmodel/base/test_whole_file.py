@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from costmodel.base.errors import OutputError
-from costmodel.base.whole_file import check_outputs, check_writable, remove_partials, whole_file, write_whole
+from costmodel.base.output_files import check_outputs, check_writable, remove_partials, whole_file, write_whole
 
 
 def test_content_arrives_and_nothing_else(tmp_path):
@@ -99,7 +99,7 @@ def test_lines_are_appended_whole_or_not_at_all(tmp_path):
     """A write that the file's limit cuts short stands for the end of the disk."""
     path = tmp_path / "lines"
     code = (
-        "import resource, signal, sys; from costmodel.base.whole_file import append_whole\n"
+        "import resource, signal, sys; from costmodel.base.output_files import append_whole\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (20, 20))\n"
         "stream = open(sys.argv[1], 'ab', buffering=0); append_whole(stream, b'twelve bytes')\n"
         "try:\n    append_whole(stream, b'twelve more.')\n"

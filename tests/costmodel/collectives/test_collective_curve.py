@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from costmodel.collectives.curve import Curve, Knots, between_curves, smooth
+from costmodel.collectives.calibration import Curve, Knots, between_curves, smooth
 
 
 def test_knots_of_data_that_rise_are_the_data():

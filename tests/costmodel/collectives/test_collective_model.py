@@ -12,6 +12,7 @@ from costmodel.collectives import CollectiveModel, collective_cost_model
 from costmodel.collectives.calibration import (
     Calibration,
     CollectiveSweep,
+    Knots,
     Margins,
     adds,
     calibrations,
@@ -22,7 +23,6 @@ from costmodel.collectives.calibration import (
     write_calibration,
 )
 from costmodel.collectives.collective_model import curve_of
-from costmodel.collectives.curve import Knots
 from costmodel.collectives.physics import can_reduce
 from costmodel.machines.cluster import Cluster, load_cluster
 from costmodel.machines.cluster_file import cluster_files

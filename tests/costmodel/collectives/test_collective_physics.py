@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from costmodel.collectives.constants import Constants, Protocol
-from costmodel.collectives.physics import analyse, rates_of, smooth_minimum
+from costmodel.collectives.physics import Constants, Protocol, analyse, rates_of, smooth_minimum
 from costmodel.machines.cluster import Cluster, load_cluster
 from costmodel.machines.cluster_file import cluster_files
 from costmodel.machines.machine_records import Link

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from costmodel.collectives.occupancy import channels, occupancy
+from costmodel.collectives.physics import channels, occupancy
 from costmodel.gpu.families.rates import dram_bandwidth
 from costmodel.machines.cluster import load_cluster
 from costmodel.operators.collective_transfer import CollectiveTransfer

@@ -6,8 +6,7 @@ import pytest
 
 import costmodel.commands.cli
 from costmodel.commands.cli import main
-from costmodel.machines.machine_catalog import load_machine
-from costmodel.machines.machine_file import machine_record
+from costmodel.machines.machine_file import load_machine, machine_record
 
 
 def run(capsys, *arguments):

@@ -8,7 +8,7 @@ import costmodel
 from costmodel.base.errors import InputError, MachineError, UnsupportedOperatorError
 from costmodel.cpu.roofline import RooflineModel
 from costmodel.gpu.factory import gpu_cost_model
-from costmodel.machines.machine_catalog import PACKAGED_DIRECTORY
+from costmodel.machines.machine_file import PACKAGED_DIRECTORY
 from costmodel.operators.device_work import Gemm
 from costmodel.operators.layers import Conv2d, Dense
 

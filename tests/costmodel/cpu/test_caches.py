@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from costmodel.cpu import caches
-from costmodel.cpu.caches import find_caches, parse_cpu_list, parse_size
+from costmodel.cpu import calibration
+from costmodel.cpu.calibration import find_caches, parse_cpu_list, parse_size
 
 
 def write_cache(root, index, level, kind, size, shared):
@@ -46,7 +46,7 @@ def test_where_the_system_has_no_files_getconf_is_asked(tmp_path, monkeypatch):
     program.write_text("#!/bin/sh\ncase $1 in *1_D*) echo 32768;; *2_*) echo 1048576;; *) echo undefined;; esac\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(program.parent))
-    monkeypatch.setattr(caches, "SYSFS", tmp_path)
+    monkeypatch.setattr(calibration, "SYSFS", tmp_path)
     assert [(each.name, each.capacity_bytes, each.shared) for each in find_caches(tmp_path)] == [
         ("L1", 32768, False), ("L2", 1048576, False),
     ]  # fmt: skip

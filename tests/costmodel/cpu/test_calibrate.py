@@ -8,27 +8,24 @@ import subprocess
 import pytest
 
 from costmodel.base.errors import InputError, MachineError, MissingDependencyError
-from costmodel.cpu.caches import Cache
-from costmodel.cpu.calibrate import (
+from costmodel.cpu.calibration import (
     QUICK,
-    CalibrationEffort,
-    buffer_bytes,
-    calibrate,
-    calibrate_with,
-    dram_bytes,
-    this_cpu,
-    thread_counts,
-)
-from costmodel.cpu.microbenchmark import (
     SOURCE,
+    Cache,
+    CalibrationEffort,
     KernelSample,
     Microbenchmarks,
     Microkernel,
+    buffer_bytes,
+    calibrate,
+    calibrate_with,
     compile_microbenchmarks,
+    dram_bytes,
     find_compiler,
+    this_cpu,
+    thread_counts,
 )
-from costmodel.machines.machine_catalog import load_machine
-from costmodel.machines.machine_file import write_machine
+from costmodel.machines.machine_file import load_machine, write_machine
 
 L1, L2, L3 = (
     Cache(level, size, shared, "test")
@@ -159,9 +156,9 @@ def test_a_measurement_that_dies_is_missing_not_fatal(tmp_path):
 def test_the_source_compiles_for_cpus_without_wide_vectors(flags, tmp_path, monkeypatch):
     if os.uname().machine != "x86_64":
         pytest.skip("flags of x86")
-    from costmodel.cpu import microbenchmark
+    from costmodel.cpu import calibration
 
-    monkeypatch.setattr(microbenchmark, "_NATIVE", (tuple(flags.split()),))
+    monkeypatch.setattr(calibration, "_NATIVE", (tuple(flags.split()),))
     benchmarks = compile_microbenchmarks(tmp_path)
     assert benchmarks.registers == 16
     assert {kernel.dtype for kernel in benchmarks.kernels} == {"float32", "float64"}

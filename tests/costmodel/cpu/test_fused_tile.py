@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from costmodel.cpu.fused_tile import fused_tile, fused_tiles, input_rows
+from costmodel.cpu.roofline import fused_tile, fused_tiles, input_rows
 from costmodel.operators.layers import Conv2d, FusedConvs
 
 # 1x1 from 2 to 4 channels, then depthwise 3x3, on 4 x 4 pixels.

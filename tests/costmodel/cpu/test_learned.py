@@ -11,9 +11,11 @@ import pytest
 
 import costmodel.cpu.learned_residual
 from costmodel.base.errors import InputError, OutputError
-from costmodel.cpu.boosted_trees import FOR_UNSEEN, BoostedResidual
-from costmodel.cpu.configuration_features import (
+from costmodel.cost_model import Measurement
+from costmodel.cpu.boosted_trees import (
     DTYPE_COLUMNS,
+    FOR_UNSEEN,
+    BoostedResidual,
     column_names,
     feature_matrix,
     knob_names,
@@ -21,7 +23,6 @@ from costmodel.cpu.configuration_features import (
 )
 from costmodel.cpu.learned_residual import MIN_MEASUREMENTS, ResidualModel
 from costmodel.cpu.roofline import RooflineModel
-from costmodel.model.measurements import Measurement
 from costmodel.operators.layers import Conv2d, Dense, FusedConvs, Pool2d
 
 LAYERS = [Conv2d(1, c, h, h, o, (1, 1)) for c, h, o in [(8, 28, 16), (16, 28, 32), (32, 14, 32), (64, 14, 64)]]

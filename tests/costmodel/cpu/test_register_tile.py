@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from costmodel.cpu.register_tile import core_work, vector_lanes
+from costmodel.cpu.core_work import core_work, vector_lanes
 from costmodel.operators.layers import Conv2d, Dense, Epilogue, Pool2d
 
 REGISTER = 16  # bytes of the vector toy machine: 4 lanes, 2 accumulators

@@ -8,9 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from costmodel.base.errors import MachineError, UnsupportedOperatorError
-from costmodel.cpu.fused_tile import fused_tile, middle_dtype
-from costmodel.cpu.register_tile import core_work, taps_inside
-from costmodel.cpu.roofline import RooflineModel, explain
+from costmodel.cpu.core_work import core_work, taps_inside
+from costmodel.cpu.roofline import RooflineModel, explain, fused_tile, middle_dtype
 from costmodel.machines.machine_records import PerThreads
 from costmodel.operators.layers import Conv2d, Dense, Epilogue, FusedConvs, Pool2d
 

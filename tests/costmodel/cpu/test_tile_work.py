@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from costmodel.base.errors import MissingDependencyError
-from costmodel.cpu.microbenchmark import build_program
-from costmodel.cpu.register_tile import core_work, tile_loads
+from costmodel.cpu.calibration import build_program
+from costmodel.cpu.core_work import core_work, tile_loads
 from costmodel.cpu.roofline import explain
-from costmodel.machines.machine_catalog import load_machine
+from costmodel.machines.machine_file import load_machine
 from costmodel.operators.layers import Conv2d, Dense, FusedConvs
 
 XEON = load_machine("xeon-amx-2c")

@@ -6,11 +6,18 @@ import dataclasses
 
 import pytest
 
-from costmodel.cpu.line_work import Lines, line_work, lines_of
-from costmodel.cpu.register_tile import core_work
+from costmodel.cpu.core_work import (
+    OUTPUTS,
+    Lines,
+    core_work,
+    line_work,
+    lines_of,
+    transform_operations,
+    winograd_applies,
+    winograd_work,
+)
 from costmodel.cpu.roofline import RooflineModel, explain
-from costmodel.cpu.winograd_work import OUTPUTS, transform_operations, winograd_applies, winograd_work
-from costmodel.machines.machine_catalog import load_machine
+from costmodel.machines.machine_file import load_machine
 from costmodel.operators.layers import Conv2d, Epilogue, FusedConvs
 
 # 4 x 4 outputs of 4 channels from 4: with registers of 4 floats one block in, one out.

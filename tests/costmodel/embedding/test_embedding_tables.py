@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 
 from costmodel.base.errors import InputError, MachineError
 from costmodel.embedding.embedding_tables import EmbeddingTable, load_tables, read_table_file
-from costmodel.embedding.statistics_file import save_statistics
+from costmodel.embedding.popularity import save_statistics
 from costmodel.gpu import gpu_cost_model
-from costmodel.gpu.lookups.lookup_family import LookupKernels
-from costmodel.gpu.residuals.fitted import Fitted, write_fitted
+from costmodel.gpu.families.lookups import LookupKernels
+from costmodel.gpu.fitted import Fitted, write_fitted
 from costmodel.gpu.table_costs import table_seconds
-from costmodel.machines.machine_catalog import load_machine
-from costmodel.operators.index_statistics import uniform, zipf
-from costmodel.operators.lookups import EmbeddingLookup, TableLookup
+from costmodel.machines.machine_file import load_machine
+from costmodel.operators.lookups import EmbeddingLookup, TableLookup, uniform, zipf
 from lab.fit.trees import train
 
 A100 = load_machine("a100-sxm-80gb")

@@ -11,11 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from costmodel.base.errors import InputError, OutputError
-from costmodel.embedding.index_batches import IndexBatch, load_batches, statistics_of_batch
-from costmodel.embedding.popularity_fit import CountBin, statistics_of_counts
-from costmodel.embedding.reuse_histograms import read_histograms
-from costmodel.embedding.statistics_file import load_statistics, save_statistics
-from costmodel.operators.index_statistics import REUSE_EDGES, IndexStatistics, uniform, zipf
+from costmodel.embedding.popularity import (
+    CountBin,
+    IndexBatch,
+    load_batches,
+    load_statistics,
+    read_histograms,
+    save_statistics,
+    statistics_of_batch,
+    statistics_of_counts,
+)
+from costmodel.operators.lookups import REUSE_EDGES, IndexStatistics, uniform, zipf
 from lab.data.data_folder import data_folder
 
 DATA = data_folder() / "dlrm_datasets"

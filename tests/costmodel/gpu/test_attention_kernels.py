@@ -10,16 +10,21 @@ import pytest
 
 from costmodel.base.errors import MachineError
 from costmodel.gpu.factory import gpu_cost_model
-from costmodel.gpu.families.attention import FusedAttention, attention_family, named_family
-from costmodel.gpu.families.attention_choice import kernel_of
-from costmodel.gpu.families.attention_paces import KernelPace, pace_of
-from costmodel.gpu.families.attention_tiles import tiled
-from costmodel.machines.machine_catalog import load_machine
+from costmodel.gpu.families.attention import (
+    FusedAttention,
+    KernelPace,
+    attention_family,
+    kernel_of,
+    named_family,
+    pace_of,
+    tiled,
+)
+from costmodel.machines.machine_file import load_machine
 from costmodel.machines.machine_records import ComputeRate, PerThreads
 from costmodel.operators.attention import Attention
-from lab.data.own_measurements import read_measured
+from lab.data.kernel_table import read_measured
 from lab.fit.kernels import rows_by_family
-from lab.validate.attention import fit_pace
+from lab.validate.cost_models import fit_pace
 
 BASE = Attention(2, 16, 4096, 4096, 128, 16, causal=True, dtype="bfloat16")
 

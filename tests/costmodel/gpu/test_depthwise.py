@@ -8,11 +8,10 @@ from typing import Literal
 import pytest
 
 from costmodel.gpu.factory import gpu_cost_model
-from costmodel.gpu.families.depthwise import asks_cudnn, own_gradient_seconds
-from costmodel.gpu.families.inverted_shares import InvertedShares
+from costmodel.gpu.families.convolution import TensorConvolution, asks_cudnn, convolution_class, own_gradient_seconds
+from costmodel.gpu.families.family import InvertedShares
 from costmodel.gpu.families.rates import kernel_floor, latency
-from costmodel.gpu.families.tensor_convolution import TensorConvolution, convolution_class
-from costmodel.machines.machine_catalog import load_machine
+from costmodel.machines.machine_file import load_machine
 from costmodel.operators.device_work import ConvolutionBackward
 from costmodel.operators.layers import Conv2d
 

@@ -12,14 +12,11 @@ from hypothesis import strategies as st
 
 from costmodel.base.errors import InputError
 from costmodel.gpu import gpu_cost_model
-from costmodel.gpu.lookups.lookup_entries import entries_of
-from costmodel.gpu.lookups.lookup_family import LookupKernels
-from costmodel.gpu.lookups.lookup_passes import reuse_of, stages_of
-from costmodel.machines.machine_catalog import load_machine
-from costmodel.operators.index_statistics import IndexStatistics, zipf
-from costmodel.operators.lookups import EmbeddingLookup, TableLookup
+from costmodel.gpu.families.lookups import LookupKernels, entries_of, reuse_of, stages_of
+from costmodel.machines.machine_file import load_machine
+from costmodel.operators.lookups import EmbeddingLookup, IndexStatistics, TableLookup, zipf
+from lab.bench.embedding_kernels import FILE, MACHINE, read_dlrm_trace
 from lab.data.data_folder import data_folder
-from lab.data.dlrm_trace import FILE, MACHINE, read_dlrm_trace
 
 DATA = data_folder()
 A100 = load_machine("a100-sxm-80gb")

@@ -10,9 +10,9 @@ import pytest
 
 from costmodel.base.errors import InputError
 from costmodel.gpu.factory import gpu_cost_model
+from costmodel.gpu.fitted import DIRECTORY, adaptations_for
 from costmodel.gpu.own_gpu import CountedStep, fit_to_steps, read_inventory, step_levels, write_inventory
-from costmodel.gpu.residuals.fitted import DIRECTORY, adaptations_for
-from costmodel.machines.machine_catalog import load_machine
+from costmodel.machines.machine_file import load_machine
 from costmodel.operators.device_work import Elementwise, Normalization
 from costmodel.operators.layers import Conv2d
 

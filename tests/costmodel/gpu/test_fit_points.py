@@ -11,12 +11,11 @@ import pytest
 from costmodel.base.errors import InputError, MachineError
 from costmodel.commands.cli import main
 from costmodel.gpu.factory import gpu_cost_model
+from costmodel.gpu.fitted import DIRECTORY, all_fitted, fitted_in
 from costmodel.gpu.own_gpu import fit_to_tables
-from costmodel.gpu.residuals.fitted import DIRECTORY, all_fitted, fitted_in
-from costmodel.machines.machine_catalog import load_machine
-from costmodel.operators.any_operator import AnyOperator
+from costmodel.machines.machine_file import load_machine
+from costmodel.operators.any_operator import AnyOperator, to_record
 from costmodel.operators.device_work import Elementwise, Gemm, MemoryCopy
-from costmodel.operators.serialization import to_record
 
 PRODUCTS = [Gemm(1, size, size, 1024, dtype="bfloat16") for size in (512, 1024, 1536, 2048, 3072, 4096, 6144, 8192)]
 HALVES = [Elementwise("add", elements, dtype="bfloat16") for elements in (1 << 24, 1 << 25, 1 << 26)]

@@ -18,7 +18,7 @@ from costmodel.gpu.families.gemm import (
     simt_tiles,
     tile_times,
 )
-from costmodel.machines.machine_catalog import load_machine
+from costmodel.machines.machine_file import load_machine
 from costmodel.machines.machine_records import PerThreads
 from costmodel.operators.device_work import Gemm
 

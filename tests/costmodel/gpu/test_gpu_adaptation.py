@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from costmodel.cost_model import Measurement
 from costmodel.gpu import gpu_cost_model
-from costmodel.gpu.residuals.adaptation import adapt, from_record, to_record
-from costmodel.machines.machine_catalog import load_machine
-from costmodel.model.measurements import Measurement
+from costmodel.gpu.residual import adapt, adaptation_from_record, adaptation_to_record
+from costmodel.machines.machine_file import load_machine
 from costmodel.operators.device_work import Gemm
 
 NAMES = ("m", "n")
@@ -51,9 +51,11 @@ def test_extrapolation_ends_at_three_deviations():
 def test_a_record_keeps_it_and_a_wrong_one_is_refused():
     moved = adapt(NAMES, draw(20), np.linspace(0, 1, 20))
     assert moved is not None
-    assert from_record(to_record(moved)).shift(draw(3)) == pytest.approx(moved.shift(draw(3)), abs=1e-3)
+    assert adaptation_from_record(adaptation_to_record(moved)).shift(draw(3)) == pytest.approx(
+        moved.shift(draw(3)), abs=1e-3
+    )
     with pytest.raises(ValueError, match="do not fit together"):
-        from_record({**to_record(moved), "weights": [0.0]})
+        adaptation_from_record({**adaptation_to_record(moved), "weights": [0.0]})
 
 
 def test_published_points_speak_for_their_dtype_alone():

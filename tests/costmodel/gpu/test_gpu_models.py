@@ -11,12 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from costmodel.base.errors import InputError, MachineError, UnsupportedOperatorError
-from costmodel.gpu import gpu_cost_model
-from costmodel.gpu.residuals import fitted
-from costmodel.gpu.residuals.fitted import all_fitted, residuals_for, transfer
-from costmodel.gpu.residuals.references import packaged_machine
-from costmodel.machines.machine_catalog import load_machine
-from costmodel.model.measurements import Measurement
+from costmodel.cost_model import Measurement
+from costmodel.gpu import fitted, gpu_cost_model
+from costmodel.gpu.fitted import all_fitted, packaged_machine, residuals_for, transfer
+from costmodel.machines.machine_file import load_machine
 from costmodel.operators.attention import Attention
 from costmodel.operators.device_work import (
     ConvolutionBackward,

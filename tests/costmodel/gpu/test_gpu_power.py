@@ -7,17 +7,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from costmodel.cost_model import Estimate
 from costmodel.gpu import gpu_cost_model
-from costmodel.gpu.families.clock import (
+from costmodel.gpu.power import (
+    BURST_CLOCK,
+    LONG_LOAD,
     MEMORY_POWER,
+    PRICED_CLOCK,
+    STEP_CLOCK,
     benchmark_clock,
     long_load_share,
     memory_power,
+    step_clock,
 )
-from costmodel.gpu.power import BURST_CLOCK, LONG_LOAD, PRICED_CLOCK, STEP_CLOCK, step_clock
-from costmodel.machines.machine_catalog import load_machine
+from costmodel.machines.machine_file import load_machine
 from costmodel.machines.power_law import VOLTAGE_FLOOR, clock_at, power_at, share_at_limit
-from costmodel.model.cost_model import Estimate
 from costmodel.operators.device_work import Elementwise, Gemm
 
 

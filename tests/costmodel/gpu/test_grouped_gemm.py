@@ -9,9 +9,9 @@ import pytest
 from costmodel.gpu import gpu_cost_model
 from costmodel.gpu.families.gemm import STEP, TENSOR_TILES
 from costmodel.gpu.families.grouped_gemm import GroupedProducts, ScaledGroupedProducts, grouped_family, grouped_product
-from costmodel.machines.machine_catalog import load_machine
+from costmodel.machines.machine_file import load_machine
 from costmodel.machines.machine_records import ComputeRate, PerThreads
-from costmodel.operators.expert_work import ExpertLayer, GroupedGemm
+from costmodel.operators.experts import ExpertLayer, GroupedGemm
 
 K = 1024 - STEP
 

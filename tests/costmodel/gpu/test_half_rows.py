@@ -7,12 +7,11 @@ from dataclasses import replace
 import pytest
 
 from costmodel.gpu.factory import gpu_cost_model
-from costmodel.gpu.families.half_rows import HalfRows, half_class, is_half_work
-from costmodel.gpu.families.inverted_shares import InvertedShares
+from costmodel.gpu.families.family import InvertedShares
 from costmodel.gpu.families.memory_bound import MemoryBound
+from costmodel.gpu.families.normalization import HalfRows, NormRows, half_class, is_half_work
 from costmodel.gpu.families.rates import kernel_floor, l2_bandwidth
-from costmodel.gpu.families.row_wise import NormRows
-from costmodel.machines.machine_catalog import load_machine
+from costmodel.machines.machine_file import load_machine
 from costmodel.operators.device_work import Normalization, Rearrangement
 
 CARD = load_machine("rtx-3090")

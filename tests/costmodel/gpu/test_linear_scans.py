@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from costmodel.gpu import gpu_cost_model
-from costmodel.machines.machine_catalog import load_machine
-from costmodel.operators.linear_attention import CausalConvolution, LinearAttention
-from costmodel.operators.serialization import from_record, to_record
+from costmodel.machines.machine_file import load_machine
+from costmodel.operators.any_operator import from_record, to_record
+from costmodel.operators.attention import CausalConvolution, LinearAttention
 
 # A layer of Mamba 2 of 2.7 billion parameters, one of Qwen3-Next, one of Mamba 1 of 2.8 billion.
 SSD = LinearAttention("ssd", 4, 4096, 1, 128, 80, 64, 256)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from costmodel.gpu import gpu_cost_model
 from costmodel.gpu.families.rates import kernel_floor
-from costmodel.machines.machine_catalog import load_machine
+from costmodel.machines.machine_file import load_machine
 from costmodel.machines.machine_records import Machine, PerThreads
 from costmodel.operators.device_work import (
     Attention,

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from costmodel.gpu import gpu_cost_model
 from costmodel.gpu.families.rates import dense_peak, kernel_floor, l2_bytes, latency, stand_in
-from costmodel.gpu.residuals.fitted import residuals_for
-from costmodel.machines.machine_catalog import load_machine as read_machine
-from costmodel.machines.machine_catalog import machine_files
+from costmodel.gpu.fitted import residuals_for
+from costmodel.machines.machine_file import load_machine as read_machine
+from costmodel.machines.machine_file import machine_files
 from costmodel.machines.machine_records import ABOVE_BOOST, PerThreads
 from costmodel.operators.any_operator import dtype_of
-from costmodel.operators.attention import Attention
+from costmodel.operators.attention import Attention, CausalConvolution, LinearAttention
 from costmodel.operators.device_work import (
     ConvolutionBackward,
     Elementwise,
@@ -30,14 +30,14 @@ from costmodel.operators.device_work import (
     RadixSort,
     Rearrangement,
     Reduction,
+    ScaledCast,
+    ScaledGemm,
     Softmax,
 )
-from costmodel.operators.expert_work import ExpertLayer, GroupedGemm
+from costmodel.operators.experts import ExpertLayer, GroupedGemm
 from costmodel.operators.layers import Conv2d
-from costmodel.operators.linear_attention import CausalConvolution, LinearAttention
 from costmodel.operators.lookups import EmbeddingLookup
-from costmodel.operators.scaled_work import ScaledCast, ScaledGemm
-from lab.fit.kernel_rows import are_twins
+from lab.fit.transfer import are_twins
 
 load_machine = functools.cache(read_machine)  # a file takes longer to read than a kernel to price
 GPUS = sorted(name for name, path in machine_files().items() if path.parent.name == "gpu")

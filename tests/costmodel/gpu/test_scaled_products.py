@@ -6,10 +6,9 @@ import pytest
 
 from costmodel.base.errors import MachineError
 from costmodel.gpu import gpu_cost_model
-from costmodel.machines.machine_catalog import load_machine
-from costmodel.operators.device_work import Gemm
-from costmodel.operators.scaled_work import ScaledCast, ScaledGemm
-from costmodel.operators.serialization import from_record, to_record
+from costmodel.machines.machine_file import load_machine
+from costmodel.operators.any_operator import from_record, to_record
+from costmodel.operators.device_work import Gemm, ScaledCast, ScaledGemm
 
 
 def test_sizes():

@@ -8,8 +8,8 @@ import pytest
 
 from costmodel.base.errors import MachineError, UnsupportedOperatorError
 from costmodel.gpu import gpu_cost_model
-from costmodel.gpu.families.attention_tiles import tiled
-from costmodel.machines.machine_catalog import load_machine
+from costmodel.gpu.families.attention import tiled
+from costmodel.machines.machine_file import load_machine
 from costmodel.operators.attention import Attention
 
 LATENT = Attention(64, 128, 1, 4096, 576, 1, dtype="bfloat16", kernel="mla", value_dim=512, paged=True)

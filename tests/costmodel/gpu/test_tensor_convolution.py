@@ -9,12 +9,12 @@ import pytest
 
 from costmodel.base.errors import InputError
 from costmodel.gpu.factory import gpu_cost_model
-from costmodel.gpu.families.image_kernels import ImageKernels, image_class
-from costmodel.gpu.families.inverted_shares import InvertedShares, inverted_shares
+from costmodel.gpu.families.convolution import TensorConvolution, convolution_class, convolution_pieces
+from costmodel.gpu.families.family import InvertedShares, inverted_shares
 from costmodel.gpu.families.memory_bound import WARM_SHARE
+from costmodel.gpu.families.normalization import ImageKernels, image_class
 from costmodel.gpu.families.rates import dram_bandwidth, kernel_floor, l2_bandwidth, l2_bytes, vector_rate
-from costmodel.gpu.families.tensor_convolution import TensorConvolution, convolution_class, convolution_pieces
-from costmodel.machines.machine_catalog import load_machine
+from costmodel.machines.machine_file import load_machine
 from costmodel.operators.device_work import ConvolutionBackward, Normalization, Pooling
 from costmodel.operators.layers import Conv2d
 

@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from costmodel.gpu.families.gemm import TensorGemm, gemm_family
-from costmodel.gpu.families.image_kernels import plain_image_analysis
-from costmodel.gpu.families.inverted_shares import InvertedShares
-from costmodel.gpu.families.tensor_convolution import convolution_class
-from costmodel.gpu.families.thin_products import ThinProducts, thin_class
-from costmodel.machines.machine_catalog import load_machine
+from costmodel.gpu.families.convolution import convolution_class
+from costmodel.gpu.families.family import InvertedShares
+from costmodel.gpu.families.gemm import TensorGemm, ThinProducts, gemm_family, thin_class
+from costmodel.gpu.families.normalization import plain_image_analysis
+from costmodel.machines.machine_file import load_machine
 from costmodel.operators.device_work import ConvolutionBackward, Gemm, Normalization
 from costmodel.operators.layers import Conv2d
 

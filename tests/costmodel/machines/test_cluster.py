@@ -7,7 +7,7 @@ import yaml
 
 from costmodel.base.errors import InputError, MachineError
 from costmodel.collectives.collective_model import collective_cost_model
-from costmodel.commands.cluster_listing import described, listing
+from costmodel.commands.cli import described, listing
 from costmodel.machines.cluster import load_cluster
 from costmodel.machines.cluster_file import (
     cluster_files,
@@ -17,7 +17,7 @@ from costmodel.machines.cluster_file import (
     read_cluster,
     read_network,
 )
-from costmodel.machines.machine_catalog import PACKAGED_DIRECTORY, load_machine, machine_files
+from costmodel.machines.machine_file import PACKAGED_DIRECTORY, load_machine, machine_files
 from costmodel.operators.collective_transfer import CollectiveTransfer
 
 FILE = {

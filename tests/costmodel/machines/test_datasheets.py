@@ -11,7 +11,7 @@ import dataclasses
 import pytest
 
 from costmodel.machines.cluster import load_cluster
-from costmodel.machines.machine_catalog import PACKAGED_DIRECTORY, load_machine
+from costmodel.machines.machine_file import PACKAGED_DIRECTORY, load_machine
 from costmodel.machines.machine_records import ABOVE_BOOST
 
 NAMES = sorted(path.stem for path in (PACKAGED_DIRECTORY / "gpu").glob("*.yaml"))

@@ -7,8 +7,13 @@ import yaml
 
 from costmodel.base.errors import MachineError
 from costmodel.commands.cli import main
-from costmodel.machines.machine_catalog import PACKAGED_DIRECTORY, load_machine, machine_files
-from costmodel.machines.machine_file import machine_record, write_machine
+from costmodel.machines.machine_file import (
+    PACKAGED_DIRECTORY,
+    load_machine,
+    machine_files,
+    machine_record,
+    write_machine,
+)
 
 V100 = ("v100-pcie-32gb", "v100-sxm2-16gb", "v100-sxm2-32gb")
 A100 = ("a100-pcie-40gb", "a100-pcie-80gb", "a100-sxm-40gb", "a100-sxm-80gb")

@@ -6,15 +6,16 @@ import pytest
 import yaml
 
 from costmodel.base.errors import MachineError, OutputError
-from costmodel.machines.machine_catalog import (
+from costmodel.machines.machine_file import (
     PACKAGED_DIRECTORY,
     host_identity,
     host_machine,
     load_machine,
     machine_files,
+    machine_record,
     user_directory,
+    write_machine,
 )
-from costmodel.machines.machine_file import machine_record, write_machine
 from costmodel.machines.machine_records import Host, PerThreads
 
 

@@ -4,9 +4,8 @@ import pytest
 import yaml
 
 from costmodel.base.errors import MachineError
-from costmodel.machines.cluster import load_cluster
+from costmodel.machines.cluster import RELAYED_SHARE, load_cluster, ring_links
 from costmodel.machines.cluster_file import cluster_files, read_cluster
-from costmodel.machines.mesh_rings import RELAYED_SHARE, ring_links
 
 SQUARE = ((0, 1, 1), (1, 2, 1), (2, 3, 1), (0, 3, 1))
 FULL = ((0, 1, 1), (0, 2, 1), (0, 3, 1), (1, 2, 1), (1, 3, 1), (2, 3, 1))

@@ -10,7 +10,7 @@ import yaml
 from costmodel.base.errors import MachineError
 from costmodel.gpu.factory import gpu_cost_model
 from costmodel.machines.cluster import load_cluster
-from costmodel.machines.machine_catalog import load_machine
+from costmodel.machines.machine_file import load_machine
 from costmodel.machines.power_law import share_at_limit
 from costmodel.operators.device_work import Elementwise, Gemm, Normalization, Softmax
 

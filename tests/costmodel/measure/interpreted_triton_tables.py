@@ -3,6 +3,8 @@
 Run by test_triton_tables.py in a process of its own, with TRITON_INTERPRET=1 from its start.
 """
 
+# ruff: noqa: E402
+
 from __future__ import annotations
 
 import numpy as np
@@ -11,10 +13,12 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from costmodel.measure.calls import table_batch, triton_tables  # noqa: E402
-from costmodel.measure.calls.table_batch import EPSILON, RATE, TableBatch  # noqa: E402
-from costmodel.operators.index_statistics import zipf  # noqa: E402
-from costmodel.operators.lookups import TableLookup  # noqa: E402
+from costmodel.measure import embedding_calls, triton_tables
+from costmodel.measure.embedding_calls import EPSILON, RATE, TableBatch
+from costmodel.operators.lookups import (
+    TableLookup,
+    zipf,
+)
 
 CPU = torch.device("cpu")
 MIXED = (TableLookup(7, 5, 12, 4), TableLookup(40, 16, 4, 4), TableLookup(3, 20, 21, 4, statistics=zipf(3, 1.0)))
@@ -97,4 +101,4 @@ def test_uneven_bags_and_given_lookups():
 
 
 def test_they_are_measured_on_gpus_alone():
-    assert not table_batch.triton_runs_on(CPU)
+    assert not embedding_calls.triton_runs_on(CPU)

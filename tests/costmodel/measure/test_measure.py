@@ -11,19 +11,27 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="measuring needs torch")
 
-from costmodel.base.errors import InputError, OutputError  # noqa: E402
-from costmodel.commands.cli import main  # noqa: E402
-from costmodel.measure import suites  # noqa: E402
-from costmodel.measure.calls.operator_calls import make_call  # noqa: E402
-from costmodel.measure.cases import DRAWS, MeasuredCase, kernel_cases  # noqa: E402
-from costmodel.measure.device_timing import Profile, TimingEffort, profile_call, time_call  # noqa: E402
-from costmodel.measure.failures import failure_line  # noqa: E402
-from costmodel.measure.kernel_suite import COLUMNS, measure_cases  # noqa: E402
-from costmodel.measure.overhead_suite import measure_overheads  # noqa: E402
-from costmodel.measure.result_tables import Table  # noqa: E402
-from costmodel.measure.time_budget import SuiteProgress, TimeBudget  # noqa: E402
-from costmodel.operators.attention import Attention  # noqa: E402
-from costmodel.operators.device_work import (  # noqa: E402
+from costmodel.base.errors import InputError, OutputError
+from costmodel.commands.cli import main
+from costmodel.measure import suites
+from costmodel.measure.device import (
+    Profile,
+    TimingEffort,
+    failure_line,
+    profile_call,
+    time_call,
+)
+from costmodel.measure.kernel_suite import COLUMNS, DRAWS, MeasuredCase, kernel_cases, measure_cases
+from costmodel.measure.operator_calls import make_call
+from costmodel.measure.overhead_suite import measure_overheads
+from costmodel.measure.runs import (
+    SuiteProgress,
+    Table,
+    TimeBudget,
+)
+from costmodel.operators.any_operator import from_record, to_record
+from costmodel.operators.attention import Attention
+from costmodel.operators.device_work import (
     ConvolutionBackward,
     Elementwise,
     Gemm,
@@ -35,10 +43,9 @@ from costmodel.operators.device_work import (  # noqa: E402
     Reduction,
     Softmax,
 )
-from costmodel.operators.layers import Conv2d  # noqa: E402
-from costmodel.operators.lookups import EmbeddingLookup  # noqa: E402
-from costmodel.operators.serialization import from_record, to_record  # noqa: E402
-from lab.data.own_measurements import read_measured  # noqa: E402
+from costmodel.operators.layers import Conv2d
+from costmodel.operators.lookups import EmbeddingLookup
+from lab.data.kernel_table import read_measured
 
 CPU = torch.device("cpu")
 ORIGIN = {"device": "toy"}

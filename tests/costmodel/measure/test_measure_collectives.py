@@ -11,10 +11,9 @@ import pytest
 
 from costmodel.collectives.sweep_logs import read_own_table
 from costmodel.commands.cli import main
-from costmodel.measure.calls.collective_calls import RankGroup, sendable, splits, uneven
-from costmodel.measure.collective_suite import KINDS, cases, groups_of
+from costmodel.measure.collective_suite import KINDS, RankGroup, cases, groups_of, sendable, splits, uneven
+from costmodel.operators.any_operator import from_record
 from costmodel.operators.collective_transfer import CollectiveTransfer
-from costmodel.operators.serialization import from_record
 
 pytest.importorskip("torch")
 

@@ -1,5 +1,7 @@
 """The embedding suite on CPU tensors: cases, draws, calls, rows, and how a fitted model would read them."""
 
+# ruff: noqa: E402
+
 from __future__ import annotations
 
 import csv
@@ -13,21 +15,27 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from costmodel.commands.cli import main  # noqa: E402
-from costmodel.gpu.lookups.lookup_family import LookupKernels  # noqa: E402
-from costmodel.measure.calls.draws import draw_indices  # noqa: E402
-from costmodel.measure.calls.embedding_calls import make_embedding_call  # noqa: E402
-from costmodel.measure.cases import MeasuredCase  # noqa: E402
-from costmodel.measure.embedding_cases import DRAWS, embedding_cases  # noqa: E402
-from costmodel.measure.embedding_suite import COLUMNS, measure_cases, measure_embeddings  # noqa: E402
-from costmodel.measure.result_tables import Table  # noqa: E402
-from costmodel.measure.time_budget import TimeBudget  # noqa: E402
-from costmodel.operators.index_statistics import zipf  # noqa: E402
-from costmodel.operators.layers import element_bytes  # noqa: E402
-from costmodel.operators.lookups import EmbeddingLookup, TableLookup  # noqa: E402
-from costmodel.operators.serialization import from_record, to_record  # noqa: E402
-from lab.data.own_measurements import read_measured  # noqa: E402
-from lab.fit.kernels import FAMILIES  # noqa: E402
+from costmodel.commands.cli import main
+from costmodel.gpu.families.lookups import LookupKernels
+from costmodel.measure.embedding_calls import (
+    draw_indices,
+    make_embedding_call,
+)
+from costmodel.measure.embedding_suite import COLUMNS, DRAWS, embedding_cases, measure_cases, measure_embeddings
+from costmodel.measure.kernel_suite import MeasuredCase
+from costmodel.measure.runs import (
+    Table,
+    TimeBudget,
+)
+from costmodel.operators.any_operator import from_record, to_record
+from costmodel.operators.layers import element_bytes
+from costmodel.operators.lookups import (
+    EmbeddingLookup,
+    TableLookup,
+    zipf,
+)
+from lab.data.kernel_table import read_measured
+from lab.fit.kernels import FAMILIES
 
 CPU = torch.device("cpu")
 

@@ -6,11 +6,16 @@ from dataclasses import FrozenInstanceError
 import pytest
 
 from costmodel.base.errors import UnsupportedOperatorError
-from costmodel.model.cost_model import CostModel, Estimate
-from costmodel.model.dispatch import Dispatch
-from costmodel.model.measurements import Measurement, measurement_from_record, measurement_to_record
+from costmodel.cost_model import (
+    CostModel,
+    Dispatch,
+    Estimate,
+    Measurement,
+    measurement_from_record,
+    measurement_to_record,
+)
+from costmodel.operators.any_operator import from_record, to_record
 from costmodel.operators.layers import Conv2d, Dense, Epilogue, FusedConvs, Pool2d
-from costmodel.operators.serialization import from_record, to_record
 
 DENSE = Dense(1, 2, 3, epilogue=Epilogue(bias=True, activation="relu", residual="after_activation"))
 POOL = Pool2d("average", 1, 4, 6, 6, (2, 2), (2, 2))

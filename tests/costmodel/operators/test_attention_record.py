@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from costmodel.operators.any_operator import from_record, to_record
 from costmodel.operators.attention import Attention, seen_pairs
-from costmodel.operators.serialization import from_record, to_record
 
 
 def drawn(queries: int, keys: int, causal: bool, window: int, placed: str) -> int:

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from costmodel.operators.any_operator import from_record, to_record
 from costmodel.operators.collective_transfer import COLLECTIVE_KINDS, CollectiveTransfer
-from costmodel.operators.serialization import from_record, to_record
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from costmodel.operators.expert_routing import BALANCED, ExpertRouting
+from costmodel.operators.experts import BALANCED, ExpertRouting
 
 LAW = ExpertRouting(alpha=1.2)
 

@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from costmodel.operators.attention import Attention
+from costmodel.operators.any_operator import NO_FLOPS, CountedFlops, counted_flops
+from costmodel.operators.attention import Attention, LinearAttention
 from costmodel.operators.device_work import ConvolutionBackward, Elementwise, Gemm, Normalization, OptimizerStep
 from costmodel.operators.layers import Conv2d
-from costmodel.operators.linear_attention import LinearAttention
-from costmodel.operators.model_work import NO_FLOPS, CountedFlops, counted_flops
 
 # 2 x 3 heads, 10 queries and keys, 4 wide: 2 * 6 * 100 * 4 = 4800 flops for each of its products.
 PRODUCT = 4800

@@ -11,11 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from costmodel.base.errors import OutputError
-from costmodel.pages.axes import Axis, around, bytes_text, linear_ticks, logarithmic_ticks, plain_number, seconds_text
-from costmodel.pages.charts import Chart, stacked_bar, stacked_rows
-from costmodel.pages.document import document, section, write_page
-from costmodel.pages.markup import Html, embedded_data, tag
-from costmodel.pages.tables import BarCell, NumberCell, table
+from costmodel.pages.charts import (
+    Axis,
+    Chart,
+    around,
+    bytes_text,
+    linear_ticks,
+    logarithmic_ticks,
+    plain_number,
+    seconds_text,
+    stacked_bar,
+    stacked_rows,
+)
+from costmodel.pages.document import BarCell, Html, NumberCell, document, embedded_data, section, table, tag, write_page
 from tests.web_pages import HOSTILE, read_page
 
 

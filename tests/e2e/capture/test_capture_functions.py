@@ -11,7 +11,7 @@ import torch.nn.functional as functional
 from torch.utils.checkpoint import checkpoint
 
 from costmodel.operators.device_work import Attention, Gemm
-from costmodel.operators.expert_work import GroupedGemm
+from costmodel.operators.experts import GroupedGemm
 from e2e.capture import CapturedWorkload, capture
 from e2e.lowering.lower_trace import lower
 from e2e.step.operator_trace import OperatorTrace

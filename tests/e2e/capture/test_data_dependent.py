@@ -14,7 +14,7 @@ from costmodel.operators.device_work import Gemm
 from e2e.capture.meta_results import true_share
 from e2e.capture.script import capture_script, load_script
 from e2e.lowering.lower_trace import lower, unknown_operators
-from e2e.sources.capture_notes import assumptions
+from e2e.sources.built_in_model import assumptions
 from e2e.step.execution_graph import RankGraph
 from e2e.step.operator_trace import OperatorTrace
 from e2e.step.options import StepOptions

@@ -8,8 +8,7 @@ import pytest
 
 from costmodel.base.errors import InputError
 from costmodel.operators.attention import Attention
-from costmodel.operators.device_work import Gemm
-from costmodel.operators.scaled_work import ScaledCast
+from costmodel.operators.device_work import Gemm, ScaledCast
 from e2e.capture.models.catalog import build_from_config
 from e2e.capture.session import CapturedWorkload, capture
 from e2e.lowering.lower_trace import lower

@@ -13,7 +13,7 @@ import pytest
 from costmodel.base.errors import InputError, ModelError
 from e2e.capture.distributed.distributed_capture import capture_distributed
 from e2e.lowering import unknown_operators
-from e2e.lowering.lowered_step import LoweredStep, lower_ranks
+from e2e.lowering.lower_trace import LoweredStep, lower_ranks
 from e2e.simulate.simulator import simulate_iterations
 from e2e.step.execution_graph import (
     Duration,

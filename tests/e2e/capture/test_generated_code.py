@@ -12,7 +12,7 @@ from torch import nn
 from costmodel.base.errors import ModelError
 from costmodel.operators.attention import Attention, seen_pairs
 from costmodel.operators.device_work import Elementwise
-from e2e.capture import recorder, watch
+from e2e.capture import recorder, script_errors
 from e2e.capture.script import capture_script, load_script
 from e2e.lowering.lower_trace import lower
 from e2e.step.operator_trace import OperatorTrace
@@ -118,7 +118,7 @@ def test_a_loop_that_waits_for_data_is_stopped(monkeypatch):
         return nn.Identity(), step
 
     monkeypatch.setattr(recorder, "MOST_CALLS", 50)
-    monkeypatch.setattr(watch, "SILENT_SECONDS", 0.0)
+    monkeypatch.setattr(script_errors, "SILENT_SECONDS", 0.0)
     with pytest.raises(
         ModelError, match=r"test_generated_code.py:\d+: the script has called .* a fixed number of rounds"
     ):

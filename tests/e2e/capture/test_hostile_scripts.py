@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from costmodel.base.errors import ModelError
-from e2e.capture import watch
+from e2e.capture import script_errors
 from e2e.capture.distributed.distributed_capture import capture_distributed
 from e2e.capture.script import capture_script, load_script, own_process
 from e2e.step.operator_trace import OperatorTrace
@@ -42,8 +42,8 @@ ENDLESS = {
 @pytest.mark.parametrize("where", ENDLESS)
 def test_what_does_not_end_is_stopped_wherever_it_is(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     captured(tmp_path, made("layer(data)"))  # what a first capture imports is not to be cut off
-    monkeypatch.setattr(watch, "SILENT_SECONDS", 0.0)
-    monkeypatch.setattr(watch, "_WAKING_SECONDS", 0.1)
+    monkeypatch.setattr(script_errors, "SILENT_SECONDS", 0.0)
+    monkeypatch.setattr(script_errors, "_WAKING_SECONDS", 0.1)
     with pytest.raises(ModelError, match="the script has called no operator for .* and has not ended"):
         captured(tmp_path, ENDLESS[where])
 

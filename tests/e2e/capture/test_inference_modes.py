@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from e2e.capture.models.catalog import IMAGES
 from e2e.capture.script import capture_script, load_script
-from e2e.lowering.lowered_step import lower_step
+from e2e.lowering.lower_trace import lower_step
 from e2e.step.execution_graph import RankGraph
 from e2e.step.options import StepOptions
 from tests.case_lists import one_in

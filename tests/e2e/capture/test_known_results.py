@@ -1,5 +1,7 @@
 """Results that are remembered are those that PyTorch would compute again; captures are the same with and without."""
 
+# ruff: noqa: E402
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -8,12 +10,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from e2e.capture.known_results import KnownResults  # noqa: E402
-from e2e.capture.models.catalog import build, build_from_config  # noqa: E402
-from e2e.capture.models.transformer import PRESETS  # noqa: E402
-from e2e.capture.session import capture  # noqa: E402
-from e2e.step.operator_trace import OperatorCall, OperatorTrace  # noqa: E402
-from e2e.step.options import StepOptions  # noqa: E402
+from e2e.capture.meta_results import KnownResults
+from e2e.capture.models.catalog import build, build_from_config
+from e2e.capture.models.transformer import PRESETS
+from e2e.capture.session import capture
+from e2e.step.operator_trace import OperatorCall, OperatorTrace
+from e2e.step.options import StepOptions
 
 aten = torch.ops.aten
 SMALL = {"n_layer": 3, "n_embd": 32, "n_head": 2, "n_positions": 16}

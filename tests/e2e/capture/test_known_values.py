@@ -11,7 +11,7 @@ from torch import nn
 
 from costmodel.base.errors import ModelError
 from e2e.capture.script import capture_script, load_script
-from e2e.sources.capture_notes import assumptions
+from e2e.sources.built_in_model import assumptions
 from e2e.step.operator_trace import OperatorTrace
 from e2e.step.options import StepOptions
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from costmodel.base.errors import InputError
-from costmodel.operators.linear_attention import CausalConvolution, LinearAttention
+from costmodel.operators.attention import CausalConvolution, LinearAttention
 from e2e.capture.models.catalog import build_from_config
 from e2e.capture.session import capture
 from e2e.lowering.lower_trace import lower, unknown_operators
-from e2e.sources.capture_notes import assumptions
+from e2e.sources.built_in_model import assumptions
 from e2e.step.options import StepOptions
 
 LENGTH = 96

@@ -1,5 +1,7 @@
 """The contract of ``make_step`` as its tutorial tells it: what is refused and with which advice, what reads give."""
 
+# ruff: noqa: E402
+
 from __future__ import annotations
 
 import re
@@ -9,10 +11,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from costmodel.base.errors import InputError, ModelError  # noqa: E402
-from e2e.capture import recorder  # noqa: E402
-from e2e.capture.distributed.distributed_capture import capture_distributed  # noqa: E402
-from e2e.capture.script import Fallback, capture_script, load_script  # noqa: E402
+from costmodel.base.errors import InputError, ModelError
+from e2e.capture import recorder
+from e2e.capture.distributed.distributed_capture import capture_distributed
+from e2e.capture.script import Fallback, capture_script, load_script
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "tutorials" / "predict-my-script.md"
 CONTRACT = PAGE.read_text(encoding="utf-8").partition("## The contract of `make_step`")[2]

@@ -15,8 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from e2e.capture import load_script
 from e2e.capture.script import capture_script
 from e2e.lowering.lower_trace import lower
-from e2e.step.named_ranges import names_around
-from e2e.step.operator_trace import OperatorTrace
+from e2e.step.operator_trace import OperatorTrace, names_around
 
 
 class Named(torch.nn.Module):

@@ -8,8 +8,7 @@ import pytest
 
 from costmodel.base.errors import InputError
 from e2e.capture.models.catalog import build, build_from_config
-from e2e.capture.models.stack_kernels import chunks
-from e2e.capture.models.stacks import STACKS, stack_of
+from e2e.capture.models.stacks import STACKS, chunks, stack_of
 from e2e.capture.session import capture
 from e2e.lowering.lower_trace import lower, unknown_operators
 from e2e.step.memory import peak_memory

@@ -9,7 +9,7 @@ import pytest
 
 from costmodel.base.errors import InputError
 from costmodel.operators.layers import Conv2d
-from e2e.capture.models import timm_models
+from e2e.capture.models import image_models
 from e2e.capture.models.catalog import build
 from e2e.capture.session import capture
 from e2e.lowering.lower_trace import lower
@@ -20,7 +20,7 @@ def test_torchvision_can_be_imported_from_while_it_is_stood_in_for(monkeypatch):
     before = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "torchvision"}
     for name in before:
         monkeypatch.delitem(sys.modules, name)
-    with timm_models._without_torchvision():
+    with image_models._without_torchvision():
         misc = importlib.import_module("torchvision.ops.misc")
         modes = importlib.import_module("torchvision.transforms").InterpolationMode
         assert not isinstance(3, misc.FrozenBatchNorm2d)
@@ -30,13 +30,13 @@ def test_torchvision_can_be_imported_from_while_it_is_stood_in_for(monkeypatch):
 
 def test_without_timm_the_error_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "timm", None)
-    timm_models.timm_library.cache_clear()
+    image_models.timm_library.cache_clear()
     try:
         with pytest.raises(InputError, match="pip install --no-deps timm"):
             build("timm/resnet18", 1)
-        assert not timm_models.has_timm()
+        assert not image_models.has_timm()
     finally:
-        timm_models.timm_library.cache_clear()
+        image_models.timm_library.cache_clear()
 
 
 @pytest.mark.parametrize(("layout", "expected"), [("contiguous", False), ("channels-last", True)])

@@ -15,10 +15,9 @@ from typer.testing import CliRunner
 
 from costmodel.base.errors import InputError
 from e2e.capture.models import catalog, dlrm, transformer
-from e2e.capture.models.resnet import ResNet50
+from e2e.capture.models.image_models import ResNet50
 from e2e.commands.cli import app
-from e2e.commands.measure_models import SAMPLES, measure_models
-from e2e.commands.model_cases import CASES, ModelCase
+from e2e.commands.measure_models import CASES, SAMPLES, ModelCase, measure_models
 
 TINY = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 16, "vocab_size": 64}
 CASES_OF_EVERY_KIND = (

@@ -7,12 +7,11 @@ from dataclasses import replace
 import pytest
 
 from costmodel.gpu import gpu_cost_model
-from costmodel.gpu.families.clock import MEMORY_POWER
-from costmodel.gpu.power import board_watts, drawn_power
-from costmodel.machines.machine_catalog import load_machine
+from costmodel.gpu.power import MEMORY_POWER, board_watts, drawn_power
+from costmodel.machines.machine_file import load_machine
 from costmodel.machines.power_law import REST_SHARE
 from costmodel.operators.device_work import Elementwise, Gemm
-from e2e.explain.energy import GpuPrice, cost_of, energy_of
+from e2e.explain.utilisation import GpuPrice, cost_of, energy_of
 from e2e.step.execution_graph import Duration, ExecutionGraph, GpuLoad
 from tests.e2e.drawn_graphs import Drawing
 

@@ -7,11 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from costmodel.machines.machine_catalog import load_machine
+from costmodel.machines.machine_file import load_machine
 from costmodel.operators.device_work import Gemm
-from e2e.explain.critical_path import CriticalPath, Segment
+from e2e.explain.critical_path import CriticalPath, Segment, task_family
 from e2e.explain.intervals import Deviations, step_interval
-from e2e.explain.path_parts import task_family
 from e2e.explain.predictor import Setting, predict
 from e2e.price.speed_band import StepErrors
 from e2e.simulate.timeline import Edge

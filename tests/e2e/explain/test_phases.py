@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from e2e.explain.phase_times import PhaseSeconds, phase_seconds
+from e2e.explain.breakdowns import PhaseSeconds, phase_seconds
 from e2e.explain.prediction import Prediction
-from e2e.step.call_phases import MarkedCall, settled_phases
+from e2e.step.execution_graph import AUTOGRAD as AUTOGRAD_THREAD
 from e2e.step.execution_graph import Await, CallInfo, Duration, Signal
-from e2e.step.operator_trace import Phase
-from e2e.step.rank_writer import AUTOGRAD as AUTOGRAD_THREAD
+from e2e.step.operator_trace import MarkedCall, Phase, settled_phases
 from e2e.traces.formats.kineto import read_kineto
 from e2e.traces.recorded_graph import recorded_graph
 from tests.e2e.drawn_graphs import Drawing, together

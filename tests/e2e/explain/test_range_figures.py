@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 
+from e2e.explain.breakdowns import range_figures
 from e2e.explain.critical_path import critical_path
-from e2e.explain.range_figures import range_figures
 from e2e.report.html_report import page
 from e2e.report.step_tracks import timeline_data
 from e2e.report.text_report import render
 from e2e.report.timeline_export import trace_events
 from e2e.simulate.simulator import simulate
 from e2e.step.execution_graph import Await, CallInfo, ExecutionGraph, Signal
-from e2e.step.named_ranges import NamedRange, NamedRanges
+from e2e.step.operator_trace import NamedRange, NamedRanges
 from tests.e2e.drawn_graphs import Drawing, together
 from tests.e2e.timeline_checks import faults
 from tests.e2e.toy_predictions import predict_ranks, predict_step, setting, step

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from e2e.explain.critical_path import critical_path
-from e2e.explain.rank_attribution import rank_attribution
+from e2e.explain.rank_figures import rank_attribution
 from e2e.simulate.simulator import simulate, simulate_iterations
 from e2e.step.execution_graph import ExecutionGraph
 from tests.e2e.drawn_graphs import Drawing, random_graph, together

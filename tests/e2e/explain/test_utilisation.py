@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from costmodel.machines.machine_catalog import load_machine
+from costmodel.machines.machine_file import load_machine
 from costmodel.operators.device_work import Gemm
 from e2e.explain.utilisation import utilisation_of
-from e2e.lowering.lowered_step import lower_step
+from e2e.lowering.lower_trace import lower_step
 from e2e.step.execution_graph import CallInfo, ExecutionGraph, Kernel
 from e2e.step.operator_trace import OperatorCall
 from e2e.step.options import StepOptions

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from costmodel.gpu import gpu_cost_model
-from costmodel.machines.machine_catalog import load_machine
+from costmodel.machines.machine_file import load_machine
 from costmodel.operators.device_work import Elementwise, RadixSort
 from costmodel.operators.lookups import EmbeddingLookup
 from e2e.lowering.lower_trace import lower

@@ -9,10 +9,9 @@ from torch import nn
 from costmodel.operators.device_work import ConvolutionBackward, Normalization, Pooling, Rearrangement
 from costmodel.operators.layers import Conv2d
 from e2e.capture.session import CapturedWorkload, capture
-from e2e.lowering.compiled_layout import turns_to_channels_last
-from e2e.lowering.families.strides import is_channels_last, lies_dense
+from e2e.lowering.families.work import is_channels_last, lies_dense
 from e2e.lowering.lower_trace import lower
-from e2e.lowering.torch_compile import compile_rank
+from e2e.lowering.torch_compile import compile_rank, turns_to_channels_last
 from e2e.step.execution_graph import Task
 from e2e.step.options import StepOptions
 

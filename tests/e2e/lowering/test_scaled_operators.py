@@ -8,13 +8,12 @@ import pytest
 import torch
 
 from costmodel.base.errors import InputError
-from costmodel.operators.expert_work import GroupedGemm
-from costmodel.operators.scaled_work import ScaledCast, ScaledGemm
+from costmodel.operators.device_work import ScaledCast, ScaledGemm
+from costmodel.operators.experts import GroupedGemm
 from e2e.capture.models.catalog import build_from_config
 from e2e.capture.session import CapturedWorkload, capture
 from e2e.lowering import lower
-from e2e.step.options import StepOptions
-from e2e.step.precision import RECIPES
+from e2e.step.options import RECIPES, StepOptions
 
 ROWS, WIDTH, INNER = 64, 32, 48
 SMALL = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from e2e.lowering.families.strides import strided_reads
+from e2e.lowering.families.work import strided_reads
 from e2e.lowering.lower_trace import lower
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor
 

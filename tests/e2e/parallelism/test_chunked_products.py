@@ -8,14 +8,12 @@ from typing import Any
 import pytest
 
 from costmodel.operators.any_operator import AnyOperator
-from costmodel.operators.device_work import Elementwise, Gemm
-from costmodel.operators.scaled_work import ScaledCast, ScaledGemm
-from e2e.parallelism.layers.chunked_products import gathered_in_8_bits, overlapped
-from e2e.parallelism.layers.pieces import Item, LayerCollective, Ready, Work
+from costmodel.operators.device_work import Elementwise, Gemm, ScaledCast, ScaledGemm
+from e2e.parallelism.pieces import Item, LayerCollective, Ready, Work
+from e2e.parallelism.rewrites import gathered_in_8_bits, overlapped
 from e2e.parallelism.stage_writer import StageWriter
 from e2e.simulate.simulator import simulate
-from e2e.step.execution_graph import Duration, ExecutionGraph, HostWork, Launch, RankGraph
-from e2e.step.rank_writer import RankWriter
+from e2e.step.execution_graph import Duration, ExecutionGraph, HostWork, Launch, RankGraph, RankWriter
 
 TP = 4
 NOTHING = Duration.measured(0.0)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from costmodel.base.errors import InputError, ModelError
-from costmodel.operators.expert_routing import ExpertRouting
+from costmodel.operators.experts import ExpertRouting
 from e2e.parallelism import ParallelGraph, build, parse_parallel
 from e2e.parallelism.layers.expert_parallel import Exchange, met
 from e2e.simulate.simulator import simulate

@@ -25,12 +25,10 @@ from e2e.parallelism.host_offload import (
     HostAdam,
     HostSeconds,
 )
-from e2e.parallelism.stage_kernels import StageKernels
-from e2e.parallelism.stage_writer import StageWriter
+from e2e.parallelism.stage_writer import StageKernels, StageWriter
 from e2e.simulate.simulator import simulate
-from e2e.step.execution_graph import Duration, ExecutionGraph, HostWork, Launch, Synchronize
+from e2e.step.execution_graph import Duration, ExecutionGraph, HostWork, Launch, RankWriter, Synchronize
 from e2e.step.options import StepOptions
-from e2e.step.rank_writer import RankWriter
 
 LAYERS, WIDTH, LENGTH, BATCH = 4, 64, 32, 2
 LLAMA = {

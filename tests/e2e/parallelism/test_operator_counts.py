@@ -11,8 +11,8 @@ pytest.importorskip("torch")
 import e2e
 from costmodel.operators.device_work import Gemm
 from e2e.explain.predictor import PredictionResult
-from e2e.parallelism.condense import Condenser
-from e2e.parallelism.layers.pieces import Called, Work
+from e2e.parallelism.pieces import Called, Work
+from e2e.parallelism.rewrites import Condenser
 from e2e.report.text_report import launches
 from e2e.simulate.simulator import simulate_iterations
 from e2e.step.execution_graph import CallInfo, ExecutionGraph, HostWork, RankGraph

@@ -12,12 +12,12 @@ import pytest
 
 from costmodel.base.errors import InputError, ProjectError
 from costmodel.machines.cluster import single_gpu
-from costmodel.machines.machine_catalog import load_machine
+from costmodel.machines.machine_file import load_machine
 from e2e.explain.predictor import Setting, predict
-from e2e.lowering.lowered_step import lower_step
+from e2e.lowering.lower_trace import lower_step
 from e2e.parallelism import ParallelGraph, build, parse_parallel
-from e2e.parallelism.condense import Condenser
-from e2e.price.shared_overheads import load_overheads
+from e2e.parallelism.rewrites import Condenser
+from e2e.price.host_overheads import load_overheads
 from e2e.step.execution_graph import Launch, RankGraph, Synchronize, Task
 from e2e.step.options import StepOptions
 

@@ -9,12 +9,12 @@ from functools import lru_cache
 import pytest
 
 from costmodel.machines.cluster import load_cluster
-from costmodel.machines.machine_catalog import PACKAGED_DIRECTORY, load_machine
+from costmodel.machines.machine_file import PACKAGED_DIRECTORY, load_machine
 from e2e.explain.prediction import Prediction
 from e2e.explain.predictor import Setting, predict
 from e2e.parallelism import ParallelGraph, build, parse_parallel
-from e2e.parallelism.condense import Condenser
-from e2e.price.shared_overheads import load_overheads
+from e2e.parallelism.rewrites import Condenser
+from e2e.price.host_overheads import load_overheads
 from e2e.simulate.skew import Skew
 from e2e.step.options import StepOptions
 

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from costmodel.base.errors import InputError
-from costmodel.model.cost_model import CostModel, Estimate
+from costmodel.cost_model import CostModel, Estimate
 from e2e.parallelism import ParallelSpec, parse_parallel
-from e2e.parallelism.layers.pieces import FIRST, LAST, Name, Part, Pieces, Ready, Work
 from e2e.parallelism.parallel_graph import layer_counts, part_names
+from e2e.parallelism.pieces import FIRST, LAST, Name, Part, Pieces, Ready, Work
 from e2e.parallelism.pipeline import Command, commands, in_flight, parts_of, passes
 from e2e.parallelism.stage import StagePlan, write_stage
 from e2e.parallelism.stage_writer import SHARDS

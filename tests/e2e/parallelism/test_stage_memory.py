@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from e2e.parallelism import ParallelSpec, parse_parallel
-from e2e.parallelism.layers.part_memory import MemoryEvent, PartMemory, memory_of_parts
-from e2e.parallelism.layers.pieces import FIRST, LAST, Name, Part, Pieces
 from e2e.parallelism.parallel_graph import layer_counts, part_names
+from e2e.parallelism.part_memory import MemoryEvent, PartMemory, memory_of_parts
+from e2e.parallelism.pieces import FIRST, LAST, Name, Part, Pieces
 from e2e.parallelism.pipeline import in_flight, parts_of, passes, warm_up
 from e2e.parallelism.stage import StagePlan, write_stage
 from e2e.parallelism.stage_memory import (
@@ -26,8 +26,7 @@ from e2e.parallelism.stage_memory import (
     kept_weights,
     stage_memory,
 )
-from e2e.step.allocation_replay import AllocationReplay
-from e2e.step.memory import MemoryUsage
+from e2e.step.memory import AllocationReplay, MemoryUsage
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor
 
 MIB = 1 << 20

@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from costmodel.operators.device_work import Elementwise, Gemm
-from costmodel.operators.scaled_work import ScaledGemm
+from costmodel.operators.device_work import Elementwise, Gemm, ScaledGemm
 from e2e.parallelism import ParallelSpec, parse_parallel
-from e2e.parallelism.layers.pieces import FIRST, LAST, Item, Part, Pieces, Ready, Work
-from e2e.parallelism.layers.weight_gradients import added_in_place, apart, split
+from e2e.parallelism.pieces import FIRST, LAST, Item, Part, Pieces, Ready, Work
 from e2e.parallelism.pipeline import in_flight, parts_of, passes
+from e2e.parallelism.rewrites import added_in_place, apart, split
 from e2e.parallelism.stage import write_stage
 from e2e.price.collective_pricing import price_collectives
 from e2e.price.pricing import price

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from costmodel.base.errors import InputError
-from costmodel.model.cost_model import CostModel, Estimate
+from costmodel.cost_model import CostModel, Estimate
 from e2e.price.collective_pricing import price_collectives
 from e2e.step.execution_graph import Duration, ExecutionGraph, GpuLoad, Task
 from tests.e2e.drawn_graphs import Drawing, together

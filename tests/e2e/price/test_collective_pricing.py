@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from costmodel.base.errors import InputError
-from costmodel.model.cost_model import Estimate
+from costmodel.cost_model import Estimate
 from e2e.price.collective_pricing import price_collectives
 from tests.e2e.drawn_graphs import Drawing, together
 from tests.e2e.toy_predictions import ToyCluster, ToyCollectives, predict_ranks, unpriced

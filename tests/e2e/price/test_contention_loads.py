@@ -8,10 +8,10 @@ import pytest
 
 from costmodel.gpu.families.rates import kernel_floor
 from costmodel.machines.cluster import load_cluster
-from costmodel.machines.machine_catalog import load_machine
+from costmodel.machines.machine_file import load_machine
 from costmodel.operators.collective_transfer import CollectiveTransfer
 from costmodel.operators.device_work import MemoryCopy
-from e2e.price.contention import kernel_loads, load_on
+from e2e.price.collective_pricing import kernel_loads, load_on
 from e2e.step.execution_graph import ExecutionGraph, GpuLoad, Kernel
 from tests.e2e.drawn_graphs import Drawing, together
 

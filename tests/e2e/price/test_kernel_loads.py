@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from costmodel.gpu.families.rates import kernel_floor
-from costmodel.machines.machine_catalog import load_machine
+from costmodel.machines.machine_file import load_machine
 from costmodel.operators.device_work import MemoryCopy
-from e2e.price.contention import kernel_loads
+from e2e.price.collective_pricing import kernel_loads
 from e2e.step.execution_graph import ExecutionGraph, GpuLoad, Task
 from tests.e2e.drawn_graphs import Drawing, together
 

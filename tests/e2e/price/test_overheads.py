@@ -9,20 +9,24 @@ from pathlib import Path
 import pytest
 
 from costmodel.base.errors import InputError
-from costmodel.machines.machine_catalog import load_machine, machine_files
-from e2e.price.overhead_files import load_inflation, load_table, save_table
-from e2e.price.overhead_samples import OverheadSample, OverheadSamples, extract
-from e2e.price.overheads import (
+from costmodel.machines.machine_file import load_machine, machine_files
+from e2e.price.host_overheads import (
     KINDS,
     Inflation,
     OverheadTable,
     family_of,
     fit_table,
+    known_hosts,
+    load_inflation,
+    load_overheads,
+    load_table,
     merge,
+    save_table,
+    standing_in,
     without_hiccups,
     without_outliers,
 )
-from e2e.price.shared_overheads import known_hosts, load_overheads, standing_in
+from e2e.price.overhead_samples import OverheadSample, OverheadSamples, extract
 from e2e.traces.formats.kineto import read_kineto
 from lab.fit.host_overheads import (
     H100_NAME,

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from costmodel.cost_model import CostModel, Estimate
 from costmodel.gpu.power import DRAWN_POWER
-from costmodel.model.cost_model import CostModel, Estimate
 from costmodel.operators.device_work import Elementwise, Gemm
 from e2e.price.pricing import as_cuda_graph, launching_calls, price, total
 from e2e.step.execution_graph import (

@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from costmodel.model.cost_model import CostModel, Estimate
+from costmodel.cost_model import CostModel, Estimate
 from costmodel.operators.device_work import Elementwise, Gemm
-from e2e.price.multi_tensor import GATHERING_SECONDS, RECORDED_TENSORS, TENSOR_SECONDS
-from e2e.price.pricing import as_cuda_graph, price
+from e2e.price.pricing import GATHERING_SECONDS, RECORDED_TENSORS, TENSOR_SECONDS, as_cuda_graph, price
 from e2e.simulate.simulator import simulate
 from e2e.step.execution_graph import CallInfo, Duration, ExecutionGraph, HostWork, Launch, RankGraph, Synchronize, Task
 

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from costmodel.base.errors import InputError
-from costmodel.machines.machine_catalog import load_machine
+from costmodel.machines.machine_file import load_machine
 from e2e.explain.predictor import predict
-from e2e.price.release_spread import release_spread
-from e2e.price.speed_band import SPEED_BAND, SpeedBand, StepErrors, chip_name, load_speed_band, slowed
+from e2e.price.speed_band import SPEED_BAND, SpeedBand, StepErrors, chip_name, load_speed_band, release_spread, slowed
 from e2e.simulate.skew import Skew, parse_skew
 from e2e.step.execution_graph import Duration, ExecutionGraph, Kernel
 from tests.e2e.drawn_graphs import Drawing, together

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 
-from costmodel.machines import machine_catalog
+from costmodel.machines import machine_file
 from tests.e2e.relations.relation_rows import CAPTURES
 
 MOST_HELD = 16
@@ -15,8 +15,8 @@ MOST_HELD = 16
 # By module: no other test of a worker meets what is put in place of the programs' own functions here.
 @pytest.fixture(scope="module", autouse=True)
 def shared_captures():
-    single_gpu = pytest.importorskip("e2e.sources.single_gpu")
-    from e2e.sources import spread_model
+    single_gpu = pytest.importorskip("e2e.sources.built_in_model")
+    from e2e.sources import built_in_model
 
     capture, held = single_gpu.capture, {}
 
@@ -30,7 +30,7 @@ def shared_captures():
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(single_gpu, "capture", captured)
         patched.setattr(
-            spread_model, "prepare_spread", functools.partial(spread_model.prepare_spread, captures=CAPTURES)
+            built_in_model, "prepare_spread", functools.partial(built_in_model.prepare_spread, captures=CAPTURES)
         )
-        patched.setattr(machine_catalog, "read_machine", functools.cache(machine_catalog.read_machine))
+        patched.setattr(machine_file, "read_machine", functools.cache(machine_file.read_machine))
         yield

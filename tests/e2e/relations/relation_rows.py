@@ -208,7 +208,7 @@ def spread(**keys: Any) -> Change:
 
 def card(**said: Any) -> Change:
     """On a variant of the GPU; values that can be called are given the machine's record."""
-    from costmodel.machines.machine_catalog import load_machine
+    from costmodel.machines.machine_file import load_machine
 
     def change(options: Options) -> Options:
         machine = load_machine(options["gpu"])

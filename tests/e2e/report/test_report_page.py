@@ -11,11 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from e2e.explain.phase_times import phase_seconds, phase_spans
-from e2e.report.html_report import page, write_report
-from e2e.report.memory_chart import changing, host_seconds
-from e2e.report.operator_rows import module_seconds, operator_rows
+from e2e.explain.breakdowns import phase_seconds, phase_spans
+from e2e.report.html_report import changing, host_seconds, page, write_report
 from e2e.report.step_tracks import KINDS, timeline_data
+from e2e.report.tables import module_seconds, operator_rows
 from e2e.step.execution_graph import CallInfo
 from e2e.step.memory import ROLES, MemoryMoment, MemoryUsage, peak_memory
 from e2e.step.operator_trace import OperatorCall

@@ -10,14 +10,12 @@ from typer.testing import CliRunner
 
 from costmodel.base.errors import InputError
 from e2e.commands.cli import app
-from e2e.explain.alternatives import Advice, Alternative, LargestBatch
-from e2e.explain.energy import GpuPrice, StepEnergy, cost_of
-from e2e.explain.path_parts import PathPart
-from e2e.explain.step_facts import AskedValue, throughput_of
-from e2e.explain.what_if_row import WhatIfRow
-from e2e.report.fact_lines import number_text
+from e2e.explain.critical_path import PathPart
+from e2e.explain.prediction import Advice, Alternative, AskedValue, LargestBatch, WhatIfRow, throughput_of
+from e2e.explain.utilisation import GpuPrice, StepEnergy, cost_of
 from e2e.report.html_report import page, write_report
 from e2e.report.outputs import show
+from e2e.report.tables import number_text
 from e2e.report.text_report import PLAIN_WIDTH, render
 from e2e.step.memory import MemoryUsage
 from tests.e2e.toy_predictions import predict_ranks, predict_step, reduced, setting, step

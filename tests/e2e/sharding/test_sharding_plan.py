@@ -15,16 +15,25 @@ from typer.testing import CliRunner
 
 from costmodel.base.errors import InputError
 from costmodel.embedding.embedding_tables import load_tables
-from costmodel.embedding.statistics_file import save_statistics
+from costmodel.embedding.popularity import save_statistics
 from costmodel.machines.cluster import load_cluster
-from costmodel.operators.index_statistics import zipf
+from costmodel.operators.lookups import zipf
 from e2e.commands.cli import app
 from e2e.commands.shard_command import with_statistics
-from e2e.sharding.plan import PlannedTable, RankLoad, TablePlan, plan_of
-from e2e.sharding.plan_file import load_plan, plan_record, save_plan
+from e2e.sharding.placement import TablePlacement
+from e2e.sharding.plan import (
+    PlannedTable,
+    RankLoad,
+    TablePlan,
+    load_plan,
+    plan_of,
+    plan_record,
+    save_plan,
+    save_torchrec,
+    torchrec_plan,
+    torchrec_record,
+)
 from e2e.sharding.planner import SearchEffort, find_plan
-from e2e.sharding.problem.placement import TablePlacement
-from e2e.sharding.torchrec_plan import save_torchrec, torchrec_plan, torchrec_record
 from tests.e2e.sharding import toy_sharding as toy
 
 RUN = CliRunner()

@@ -11,13 +11,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from costmodel.base.errors import InputError
-from e2e.sharding.explanation import explain
+from e2e.sharding.integer_program import Limits, neighbourhood, solve
+from e2e.sharding.linear_program import relax
+from e2e.sharding.placement import PLACED, Rules, TablePlacement
+from e2e.sharding.plan_report import explain
 from e2e.sharding.planner import SearchEffort, find_plan, simulated_seconds
-from e2e.sharding.problem.option_costs import MEMORY
-from e2e.sharding.problem.placement import PLACED, Rules, TablePlacement
-from e2e.sharding.problem.state import state_of
-from e2e.sharding.search.bound import relax
-from e2e.sharding.search.integer_program import Limits, neighbourhood, solve
+from e2e.sharding.step_model import state_of
+from e2e.sharding.task import MEMORY
 from lab.bench.sharding import optimum
 from tests.e2e.sharding import toy_sharding as toy
 

@@ -12,16 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from costmodel.embedding.embedding_tables import EmbeddingTable
-from costmodel.machines.machine_catalog import load_machine
-from e2e.sharding.planner import PREMIUM, SearchEffort, find_plan
-from e2e.sharding.polish import ExactTimes
-from e2e.sharding.problem.placement import Rules, TablePlacement
-from e2e.sharding.problem.state import NOWHERE, State, all_ranks, state_of
-from e2e.sharding.search.greedy import greedy_plans
-from e2e.sharding.search.local_search import kick
-from e2e.sharding.search.scenario_search import Aim, search
-from e2e.sharding.search.scenario_state import ScenarioState
-from e2e.sharding.search.scenarios import OWN_SHARE, draw, uncertain
+from costmodel.machines.machine_file import load_machine
+from e2e.sharding.local_search import greedy_plans, kick
+from e2e.sharding.placement import Rules, TablePlacement
+from e2e.sharding.planner import PREMIUM, ExactTimes, SearchEffort, find_plan
+from e2e.sharding.scenarios import OWN_SHARE, Aim, ScenarioState, draw, search, uncertain
+from e2e.sharding.step_model import NOWHERE, State, all_ranks, state_of
 from tests.e2e.sharding import toy_sharding as toy
 
 

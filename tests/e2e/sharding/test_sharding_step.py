@@ -7,12 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from e2e.sharding.problem.option_costs import FORWARD, INDICES, LENGTHS, MEMORY, OUTPUT, piece_of
-from e2e.sharding.problem.placement import Option, Rules, TablePlacement, column_blocks, enumerate_options
-from e2e.sharding.problem.state import State, state_of
-from e2e.sharding.problem.task import DensePart
-from e2e.sharding.search.greedy import greedy_plans
+from e2e.sharding.local_search import greedy_plans
+from e2e.sharding.placement import Option, Rules, TablePlacement, column_blocks, enumerate_options
 from e2e.sharding.step_graph import planned_graph
+from e2e.sharding.step_model import State, state_of
+from e2e.sharding.task import FORWARD, INDICES, LENGTHS, MEMORY, OUTPUT, DensePart, piece_of
 from e2e.simulate.simulator import simulate
 from tests.e2e.sharding import toy_sharding as toy
 

@@ -19,8 +19,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 
-from e2e.sharding.plan_file import load_plan
-from e2e.sharding.torchrec_plan import torchrec_plan
+from e2e.sharding.plan import load_plan, torchrec_plan
 
 SAMPLES = 3
 

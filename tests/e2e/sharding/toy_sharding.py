@@ -12,17 +12,15 @@ from typing import Any
 
 import numpy as np
 
+from costmodel.cost_model import CostModel, Estimate
 from costmodel.embedding.embedding_tables import EmbeddingTable
 from costmodel.machines.cluster import Cluster
-from costmodel.machines.machine_catalog import load_machine
+from costmodel.machines.machine_file import load_machine
 from costmodel.machines.machine_records import Machine
-from costmodel.model.cost_model import CostModel, Estimate
 from costmodel.operators.collective_transfer import CollectiveTransfer
-from e2e.sharding.problem.option_costs import option_costs
-from e2e.sharding.problem.placement import Rules, enumerate_options
-from e2e.sharding.problem.state import Problem
-from e2e.sharding.problem.task import DensePart, ShardingTask
-from e2e.sharding.problem.transfers import TransferTimes
+from e2e.sharding.placement import Rules, enumerate_options
+from e2e.sharding.step_model import Problem
+from e2e.sharding.task import DensePart, ShardingTask, TransferTimes, option_costs
 
 US = 1e-6
 

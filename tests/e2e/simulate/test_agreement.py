@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from costmodel.base.errors import SimulationError
-from e2e.simulate.rendezvous import Arrival, Meeting, Rendezvous, describe
+from e2e.simulate.rendezvous import Arrival, Meeting, Rendezvous, describe_collective
 from e2e.step.execution_graph import Collective
 
 WHERE = "job: all_reduce (group 'g', sequence 7): "
@@ -130,4 +130,4 @@ def test_the_last_to_come_is_the_lowest_of_several(starts, last):
 
 
 def test_a_collective_is_named_by_its_group_and_number():
-    assert describe(call("broadcast")) == "broadcast (group 'g', sequence 7)"
+    assert describe_collective(call("broadcast")) == "broadcast (group 'g', sequence 7)"

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from e2e.simulate.device_streams import LAUNCHED, Mark, Streams, action_cause
+from e2e.simulate.simulated_rank import LAUNCHED, Mark, Streams, action_cause
 
 
 @pytest.fixture

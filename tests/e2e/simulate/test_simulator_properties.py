@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from costmodel.base.errors import SimulationError
-from e2e.simulate.host_threads import HostThreads
+from e2e.simulate.simulated_rank import HostThreads
 from e2e.simulate.simulator import simulate, simulate_iterations
 from e2e.simulate.timeline import Edge
 from e2e.step.execution_graph import ExecutionGraph, Launch

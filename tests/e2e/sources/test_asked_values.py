@@ -8,10 +8,10 @@ import pytest
 from rich.console import Console
 
 import e2e
-from costmodel.operators.expert_routing import ExpertRouting
+from costmodel.operators.experts import ExpertRouting
 from e2e.report.text_report import render
 from e2e.simulate.skew import parse_skew, skew_text
-from e2e.step.routing_text import parse_routing, routing_text
+from e2e.step.options import parse_routing, routing_text
 
 torch = pytest.importorskip("torch")
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from costmodel.machines.machine_catalog import load_machine
+from costmodel.machines.machine_file import load_machine
 from e2e.commands.cli import app
 from e2e.explain.critical_path import HOST_KINDS
 

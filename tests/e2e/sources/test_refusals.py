@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 
 from typer.testing import CliRunner
 
-from e2e.capture import recorder, watch
+from e2e.capture import recorder, script_errors
 from e2e.commands.cli import app
 
 GPT2 = {"model_type": "gpt2", "n_layer": 1, "n_embd": 32, "n_head": 2, "n_positions": 32, "vocab_size": 64}
@@ -213,7 +213,7 @@ def test_digits_that_are_no_numbers(configuration, option, text):
 
 
 def test_a_long_capture_tells_how_far_it_is(script, monkeypatch):
-    monkeypatch.setattr(watch, "FIRST_NOTE_SECONDS", 0.0)
+    monkeypatch.setattr(script_errors, "FIRST_NOTE_SECONDS", 0.0)
     slow = "import time; layer(rows); time.sleep(1.5)"
     done = predict("--script", script(slow), "--mode", "inference")
     assert done.exit_code == 0

@@ -12,7 +12,7 @@ from costmodel.machines.cluster import MOST_GPUS, load_cluster
 from e2e.capture.models.transformer import read_config
 from e2e.parallelism.spec import parse_parallel
 from e2e.simulate.skew import parse_skew
-from e2e.step.precision import check_units
+from e2e.step.options import check_units
 from e2e.sweeps.workers import LocalWorkers
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2}

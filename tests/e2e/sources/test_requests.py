@@ -16,12 +16,20 @@ pytest.importorskip("torch")
 import e2e
 from costmodel.base.errors import InputError
 from e2e.commands.cli import app
-from e2e.commands.options import note
-from e2e.sources.known_requests import Model, Recording, Script, ScriptJob, ShardedTables, SpreadModel, Trace
-from e2e.sources.registry import request_of
+from e2e.commands.predict_command import note
+from e2e.sources.known_requests import (
+    Model,
+    Recording,
+    Script,
+    ScriptJob,
+    ShardedTables,
+    SpreadModel,
+    Trace,
+    request_of,
+)
+from e2e.sources.prepared_step import one_gpu
 from e2e.sources.request import SOURCES
-from e2e.sources.request_parts import one_gpu
-from e2e.step.precision import Precision
+from e2e.step.options import Precision
 
 ROOT = Path(__file__).resolve().parents[3]
 H100 = {"gpu": "h100-sxm"}
@@ -148,10 +156,10 @@ from dataclasses import dataclass
 from costmodel.operators.device_work import MemoryCopy
 from e2e.sources.prepared_step import PreparedStep
 from e2e.sources.request import Gpu, Request, source
-from e2e.sources.request_parts import one_gpu, setting_of
+from e2e.sources.prepared_step import one_gpu, setting_of
 from e2e.step.execution_graph import ExecutionGraph, Task
 from e2e.step.option_fields import option
-from e2e.step.rank_writer import RankWriter
+from e2e.step.execution_graph import RankWriter
 
 
 @source("plain copy", "copy")

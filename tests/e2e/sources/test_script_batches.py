@@ -1,5 +1,7 @@
 """How much a step of a script processes: accumulated gradients, ranks with samples of their own, and what is shared."""
 
+# ruff: noqa: E402
+
 from __future__ import annotations
 
 from typing import Any
@@ -8,12 +10,17 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import e2e  # noqa: E402
-from costmodel.base.errors import InputError  # noqa: E402
-from e2e.capture.script import capture_script, load_script  # noqa: E402
-from e2e.sources import single_gpu  # noqa: E402
-from e2e.step.operator_trace import OperatorCall, OperatorTrace, Phase, Tensor  # noqa: E402
-from e2e.step.own_samples import has_own_samples  # noqa: E402
+import e2e
+from costmodel.base.errors import InputError
+from e2e.capture.script import capture_script, load_script
+from e2e.sources import built_in_model
+from e2e.step.operator_trace import (
+    OperatorCall,
+    OperatorTrace,
+    Phase,
+    Tensor,
+    has_own_samples,
+)
 
 
 class Classifier(torch.nn.Module):
@@ -150,7 +157,7 @@ def test_ranks_that_share_samples_are_told_from_those_that_do_not(
 
 def test_what_a_rank_holds_is_limited_and_not_what_its_job_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thousandth of a GPU's memory is the limit here: shards of the model stay below it, the whole does not."""
-    monkeypatch.setattr(single_gpu, "MOST_TIMES_MEMORY", 1e-3)
+    monkeypatch.setattr(built_in_model, "MOST_TIMES_MEMORY", 1e-3)
 
     def sharded(batch_size: int = 4, shard: bool = True) -> Any:
         torch.distributed.init_process_group("nccl")

@@ -1,5 +1,7 @@
 """What a script's operators become: TF32 as it leaves PyTorch's switches, rows of experts as `--routing` says."""
 
+# ruff: noqa: E402
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -10,14 +12,17 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import e2e  # noqa: E402
-from costmodel.operators.expert_routing import BALANCED, ExpertRouting  # noqa: E402
-from costmodel.operators.expert_work import GroupedGemm  # noqa: E402
-from e2e.capture.tf32_switches import tf32_switches  # noqa: E402
-from e2e.sources.registry import request_of  # noqa: E402
-from e2e.sources.traced_job import recorded_switches  # noqa: E402
-from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor  # noqa: E402
-from e2e.step.options import Tf32Switches  # noqa: E402
+import e2e
+from costmodel.operators.experts import (
+    BALANCED,
+    ExpertRouting,
+    GroupedGemm,
+)
+from e2e.capture.script import tf32_switches
+from e2e.sources.known_requests import request_of
+from e2e.sources.recorded_job import recorded_switches
+from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor
+from e2e.step.options import Tf32Switches
 
 
 class Parts(torch.nn.Module):
@@ -155,7 +160,7 @@ def test_what_is_told():
 @pytest.mark.parametrize("example", ["ddp_step", "fsdp_step"])
 def test_ranks_are_compiled_between_their_collectives(example: str):
     from e2e.capture.distributed.distributed_capture import capture_distributed
-    from e2e.lowering.lowered_step import lower_ranks
+    from e2e.lowering.lower_trace import lower_ranks
     from e2e.lowering.torch_compile import between_collectives
     from e2e.step.options import StepOptions
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from costmodel.machines.cluster import load_cluster
-from costmodel.machines.machine_catalog import PACKAGED_DIRECTORY, load_machine
+from costmodel.machines.machine_file import PACKAGED_DIRECTORY, load_machine
 from e2e.explain.rank_figures import fits
 from e2e.step.execution_graph import Collective, ExecutionGraph, Launch, RankGraph, Task
 from e2e.step.memory_room import communicator_bytes, largest_fitting, memory_room, verdict

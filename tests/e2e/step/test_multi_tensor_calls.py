@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from e2e.step.multi_tensor_calls import gathering_calls, is_multi_tensor, list_length
-from e2e.step.operator_trace import OperatorCall, Tensor
+from e2e.step.operator_trace import OperatorCall, Tensor, gathering_calls, is_multi_tensor, list_length
 
 LIST = tuple(Tensor(number, number, (4,), "float32", "cuda:0") for number in range(7))
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import pytest
 
 from e2e.step.execution_graph import (
+    AUTOGRAD,
+    MAIN,
     Await,
     Duration,
     HostWork,
     Launch,
+    RankWriter,
     RecordEvent,
     Signal,
     StreamWait,
     Synchronize,
     Task,
 )
-from e2e.step.rank_writer import AUTOGRAD, MAIN, RankWriter
 
 
 def task(writer: RankWriter, call: int | None = None) -> Task:

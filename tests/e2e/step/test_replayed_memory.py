@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from e2e.lowering.lowered_step import memory_of
-from e2e.step.allocation_replay import workspace_bytes
+from e2e.lowering.lower_trace import memory_of
 from e2e.step.caching_allocator import LARGE_SEGMENT, SMALL_SEGMENT
+from e2e.step.memory import replayed_memory, workspace_bytes
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, Phase, Tensor
-from e2e.step.replayed_memory import replayed_memory
 
 MIB = 1 << 20
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from costmodel.base.errors import InputError
-from e2e.step.routing_text import parse_routing
+from e2e.step.options import parse_routing
 
 
 @pytest.mark.parametrize(

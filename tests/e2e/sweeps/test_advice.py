@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 import e2e
-from e2e.explain.alternatives import BEST, Alternative, ranked
+from e2e.explain.prediction import BEST, Alternative, ranked
 from e2e.parallelism.spec import parse_parallel
 from e2e.sources.known_requests import Model, SpreadModel
-from e2e.sweeps.changes import possible_changes
+from e2e.sweeps.advice import possible_changes
 
 torch = pytest.importorskip("torch")
 

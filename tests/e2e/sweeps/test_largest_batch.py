@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from e2e.sweeps.largest_batch import LARGEST, TRIES, largest_batch
+from e2e.sweeps.advice import LARGEST, TRIES, largest_batch
 
 
 @given(st.integers(0, 1000), st.integers(1, 50), st.integers(1, 100_000), st.integers(1, 64))

@@ -16,10 +16,8 @@ pytest.importorskip("torch")
 import e2e
 from e2e.parallelism.spec import text_of
 from e2e.sources.known_requests import SpreadModel
-from e2e.sweeps.best_way import with_best_way
-from e2e.sweeps.first_look import promising
-from e2e.sweeps.run_plan import DAY, run_plan
-from e2e.sweeps.sweep_driver import ranking_key
+from e2e.sweeps.first_look import promising, with_best_way
+from e2e.sweeps.sweep_driver import DAY, ranking_key, run_plan
 from e2e.sweeps.sweep_results import SweepRow
 from e2e.sweeps.sweep_space import SweepRequest, cells_of
 
@@ -100,7 +98,7 @@ def test_gpus_alone_prefer_a_way_that_fits_to_a_faster_one_that_may_not(tiny: st
             prediction=SimpleNamespace(fits=True if again else None, throughput=rate, memory_shortage=None)
         )
 
-    monkeypatch.setattr("e2e.sweeps.best_way.predict_request", predicted)
+    monkeypatch.setattr("e2e.sweeps.first_look.predict_request", predicted)
     asked = SpreadModel(model_config=Path(tiny), sequence_length=64, gpu="h100-sxm", gpus=2)
     best, line = with_best_way(asked)
     assert best.parallel.recompute == "selective" and " 80 tokens/s/GPU" in line

@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from costmodel.base.errors import InputError, SimulationError
-from costmodel.base.folder_lock import lock_folder
+from costmodel.base.output_files import lock_folder
 
 pytest.importorskip("torch")
 
@@ -24,10 +24,9 @@ from e2e.commands.cli import app
 from e2e.parallelism import ParallelSpec, parse_parallel
 from e2e.parallelism.spec import require_consistent
 from e2e.sources.prepared_step import run
-from e2e.sweeps.evaluate import SweepTask, evaluate
 from e2e.sweeps.sweep_driver import SweepResult, sweep
 from e2e.sweeps.sweep_report import place_labels, render_sweep, sweep_record, write_plot
-from e2e.sweeps.sweep_results import ResultFile, SweepRow
+from e2e.sweeps.sweep_results import ResultFile, SweepRow, SweepTask, evaluate
 from e2e.sweeps.sweep_space import RECOMPUTE, SweepCell, SweepRequest, automatic, cells_of, counts, experts_of, names
 from e2e.sweeps.workers import LocalWorkers, RayWorkers, each_in_processes
 
@@ -272,7 +271,7 @@ def test_a_cell_of_many_kernels_is_simulated_in_runs_of_them(tiny, monkeypatch):
         kernels.append(sum(len(rank.tasks) for rank in step.graph.ranks))
         return run(step)
 
-    monkeypatch.setattr("e2e.sweeps.evaluate.run", counted)
+    monkeypatch.setattr("e2e.sweeps.sweep_results.run", counted)
     cell = task(tiny, "pp=2,dp=2,micro-batches=8")
     plain = evaluate(cell)
     monkeypatch.setattr("e2e.parallelism.parallel_graph.MANY_KERNELS", 100)
@@ -297,7 +296,7 @@ def test_an_error_in_one_cell_is_its_row_and_is_tried_again(tiny, tmp_path, monk
     def broken(task: SweepTask) -> SweepRow:
         raise ZeroDivisionError("of this cell")
 
-    monkeypatch.setattr("e2e.sweeps.evaluate._first_that_fits", broken)
+    monkeypatch.setattr("e2e.sweeps.sweep_results._first_that_fits", broken)
     found = evaluate(task(tiny, "dp=4"))
     assert (found.status, found.reason) == ("failed", "ZeroDivisionError: of this cell")
     rows = [row(10.0), found]
@@ -312,7 +311,7 @@ def test_ctrl_c_that_an_extension_module_made_an_error_of_is_no_row(tiny, monkey
     def stopped(task: SweepTask) -> SweepRow:
         raise SystemError("returned a result with an exception set") from KeyboardInterrupt()
 
-    monkeypatch.setattr("e2e.sweeps.evaluate._first_that_fits", stopped)
+    monkeypatch.setattr("e2e.sweeps.sweep_results._first_that_fits", stopped)
     with pytest.raises(KeyboardInterrupt):
         evaluate(task(tiny, "dp=4"))
 

@@ -6,9 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from e2e.sources.gpu_prices import read_prices
-from e2e.sweeps.run_plan import DAY, RunPlan
-from e2e.sweeps.sweep_driver import SweepResult
-from e2e.sweeps.sweep_page import fastest, short_way, sweep_page, write_sweep_page
+from e2e.sweeps.sweep_driver import DAY, RunPlan, SweepResult
+from e2e.sweeps.sweep_report import fastest, short_way, sweep_page, write_sweep_page
 from e2e.sweeps.sweep_results import SweepRow
 from e2e.sweeps.sweep_space import SweepRequest
 from tests.web_pages import HOSTILE, OVERLAPS, found_in, read_page

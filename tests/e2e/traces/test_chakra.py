@@ -16,10 +16,9 @@ pytest.importorskip("google.protobuf")
 from google.protobuf.proto import parse_length_prefixed, serialize_length_prefixed
 
 from costmodel.base.errors import InputError
-from e2e.sources.traced_job import read_trace
+from e2e.sources.recorded_job import read_trace
 from e2e.step.operator_trace import Tensor
-from e2e.traces.formats.chakra import read_chakra
-from e2e.traces.formats.chakra_messages import COMM_COLL_NODE, COMP_NODE, messages
+from e2e.traces.formats.chakra import COMM_COLL_NODE, COMP_NODE, messages, read_chakra
 from e2e.traces.formats.execution_trace import read_execution_trace
 from e2e.traces.formats.json_stream import read_members
 from tests.e2e.recorded_traces import recorded

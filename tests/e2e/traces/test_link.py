@@ -11,9 +11,8 @@ from costmodel.base.errors import InputError
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor
 from e2e.traces.formats.execution_trace import read_execution_trace
 from e2e.traces.formats.json_stream import archive_members
-from e2e.traces.formats.kineto import read_kineto
-from e2e.traces.formats.profile import KinetoTrace
-from e2e.traces.linking.link import link
+from e2e.traces.formats.kineto import KinetoTrace, read_kineto
+from e2e.traces.linked_trace import link
 from tests.e2e.recorded_traces import AUTOGRAD, DLRM, DLRM_ET, LINEAR, LINEAR_ET, MAIN, Profile, recorded
 
 NAMES = ("aten::linear", "aten::addmm", "aten::relu", "aten::relu")

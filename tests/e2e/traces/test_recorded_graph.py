@@ -16,10 +16,10 @@ from e2e.step.execution_graph import Await, HostWork, Launch, RankGraph, RecordE
 from e2e.traces.formats.execution_trace import read_execution_trace
 from e2e.traces.formats.json_stream import archive_members
 from e2e.traces.formats.kineto import read_kineto
-from e2e.traces.linking.device_works import device_works
-from e2e.traces.linking.link import link
-from e2e.traces.linking.step_window import iterations
+from e2e.traces.launches import device_works
+from e2e.traces.linked_trace import link
 from e2e.traces.recorded_graph import RecordedStep, recorded_graph, recorded_ranks
+from e2e.traces.step_window import iterations
 from tests.e2e.recorded_traces import AUTOGRAD, DLRM, LINEAR, LINEAR_ET, RESNET_A100, RESNET_V100, Profile, recorded
 
 US = 1e-6

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from e2e.traces.formats.execution_trace import read_execution_trace
-from e2e.traces.formats.steps import last_step
-from e2e.traces.formats.survey import read_last_step
+from e2e.traces.formats.last_step import last_step, read_last_step
 from tests.e2e.recorded_traces import recorded
 
 WEIGHT = [1, 2, 0, 32, 4, "cuda:0"]

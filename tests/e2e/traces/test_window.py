@@ -10,8 +10,8 @@ from costmodel.base.errors import InputError
 from e2e.sources.known_requests import Recording
 from e2e.sources.recorded_job import prepare_recording
 from e2e.traces.formats.kineto import read_kineto
-from e2e.traces.linking.step_window import choose, doubts, iterations
 from e2e.traces.recorded_graph import recorded_graph
+from e2e.traces.step_window import choose, doubts, iterations
 from tests.e2e.recorded_traces import LINEAR, RESNET_A100, RESNET_V100, Profile, recorded
 
 US = 1e-6

@@ -6,15 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from costmodel.model.cost_model import CostModel, Estimate
+from costmodel.cost_model import CostModel, Estimate
 from e2e.simulate.simulator import simulate
 from e2e.step.execution_graph import CallInfo, RecordEvent, StreamWait
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor
 from e2e.step.options import StepOptions
-from e2e.whatif.joined_buckets import bucket_sizes, joined_buckets
-from e2e.whatif.operators_behind import TracedRank
-from e2e.whatif.resized_graph import Estimates, resized_graph
-from e2e.whatif.resized_trace import resized
+from e2e.whatif.merged_calls import bucket_sizes, joined_buckets
+from e2e.whatif.other_batch import Estimates, resized, resized_graph
+from e2e.whatif.traced_rank import TracedRank
 from tests.e2e.drawn_graphs import Drawing, together
 from tests.e2e.toy_predictions import ToyCluster, ToyCollectives
 

@@ -11,7 +11,7 @@ from costmodel.base.errors import InputError
 from e2e.lowering.lower_trace import lower
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor
 from e2e.whatif.extents import Part, SplitError, fixed, proportional, reshaped, share, size_at, stride_at
-from e2e.whatif.resized_trace import recorded_batch, resized
+from e2e.whatif.other_batch import recorded_batch, resized
 
 
 def sizes(extents, more):

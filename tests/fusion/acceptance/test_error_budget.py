@@ -15,7 +15,6 @@ ml_dtypes = pytest.importorskip("ml_dtypes")
 pytest.importorskip("tvm")
 
 from costmodel.base.errors import TuningError
-from fusion.acceptance.double_precision import DoubleModel
 from fusion.acceptance.error_budget import (
     GIVEN_OUT,
     BudgetExceeded,
@@ -24,14 +23,14 @@ from fusion.acceptance.error_budget import (
     choose_layers,
     sensitivities,
 )
-from fusion.acceptance.output_check import TOLERANCE, prepare_check
+from fusion.acceptance.output_check import TOLERANCE, DoubleModel, prepare_check
 from fusion.acceptance.rounded_layers import rounded_runs, switched_model
-from fusion.comparing.probes import error_inputs, probes
-from fusion.model.precision import layers_in, stored_in
+from fusion.comparing.output_errors import error_inputs, probes
+from fusion.model.conv_graph import layers_in, stored_in
 from fusion.relax.extract import extract_graph
 from fusion.relax.onnx.importer import import_onnx
-from fusion.relax.onnx.onnx_file import load_model
-from fusion.relax.onnx.onnx_prepare import prepare
+from fusion.relax.onnx.model_file import load_model
+from fusion.relax.onnx.preparation import prepare
 
 DELICATE = "delicate"
 

@@ -13,14 +13,9 @@ pytest.importorskip("tvm")
 from fusion.acceptance.rounded_layers import ByteRounding, rounded_runs, switched_model
 from fusion.relax.extract import extract_graph
 from fusion.relax.onnx.importer import import_onnx
-from fusion.relax.onnx.onnx_file import load_model
-from fusion.relax.onnx.onnx_prepare import prepare
-from fusion.relax.onnx.onnx_quantizer import (
-    QuantizationOptions,
-    float_form,
-    load_float_model,
-    with_what_follows,
-)
+from fusion.relax.onnx.model_file import load_model
+from fusion.relax.onnx.preparation import prepare
+from fusion.relax.onnx.quantised_model import QuantizationOptions, float_form, load_float_model, with_what_follows
 from fusion.tuning.quantization import quantize_model
 from tests.fusion.quantised_models import INPUT, float_network
 

@@ -9,7 +9,7 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from fusion.acceptance.double_precision import HALF_UNIT, SINGLE_UNIT, DoubleModel, NoReference, Rounding
+from fusion.acceptance.output_check import HALF_UNIT, SINGLE_UNIT, DoubleModel, NoReference, Rounding
 
 RNG = np.random.default_rng(3)
 

@@ -12,11 +12,12 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from costmodel.base.errors import TuningError
-from fusion.acceptance.double_precision import DoubleModel, NoReference
 from fusion.acceptance.output_check import (
     HALF_TOLERANCE,
     TOLERANCE,
+    DoubleModel,
     Expected,
+    NoReference,
     OutputCheck,
     deviation,
     lost_values,
@@ -24,7 +25,7 @@ from fusion.acceptance.output_check import (
     step_of,
 )
 from fusion.artifact.build_folder import TensorInfo
-from fusion.comparing.probes import PATTERNS, broken_inputs, probes
+from fusion.comparing.output_errors import PATTERNS, broken_inputs, probes
 from fusion.tuning.network_check import expose
 
 LAYERS = ("Conv", "Gemm", "MatMul")

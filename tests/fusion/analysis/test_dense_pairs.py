@@ -14,13 +14,10 @@ pytest.importorskip("onnx")
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from costmodel.machines.machine_catalog import load_machine
+from costmodel.machines.machine_file import load_machine
 from costmodel.operators.layers import FusedConvs
-from fusion.analysis.analyzer import NetworkAnalysis, analyze
-from fusion.analysis.reasons import NOT_TUNED
-from fusion.model.candidates import Site, find_sites
-from fusion.model.conv_graph import Graph
-from fusion.model.selection import unfused_plan
+from fusion.analysis.analyzer import NOT_TUNED, NetworkAnalysis, analyze
+from fusion.model.conv_graph import Graph, Site, find_sites, unfused_plan
 from fusion.relax.extract import extract_graph
 from fusion.relax.onnx.importer import import_onnx
 from fusion.tuning.network import plausible_sites

@@ -1,25 +1,27 @@
 """What a network with layers in two number types takes: its kernels, and conversions where they meet."""
 
+# ruff: noqa: E402
+
 from __future__ import annotations
 
 import pytest
 
 tvm = pytest.importorskip("tvm")
 pytest.importorskip("ml_dtypes")
-from tvm.relax import op  # noqa: E402
+from tvm.relax import op
 
-from costmodel.machines.machine_records import (  # noqa: E402
+from costmodel.machines.machine_records import (
     ComputeRate,
     Machine,
     MemoryLevel,
     ParallelRegion,
     PerThreads,
 )
-from fusion.analysis.mixed_times import MixedTimes, comparable, followers, predicted_in  # noqa: E402
-from fusion.model.precision import BFLOAT16, FLOAT32, in_dtype, layers_covered  # noqa: E402
-from fusion.relax.extract import extract_graph  # noqa: E402
-from tests.fusion.bfloat16_models import CPU, casts, lowered  # noqa: E402
-from tests.fusion.relax_models import kernel_names, module  # noqa: E402
+from fusion.model.conv_graph import BFLOAT16, FLOAT32, in_dtype, layers_covered
+from fusion.relax.extract import extract_graph
+from fusion.tuning.precision import MixedTimes, comparable, followers, predicted_in
+from tests.fusion.bfloat16_models import CPU, casts, lowered
+from tests.fusion.relax_models import kernel_names, module
 
 FLAT = PerThreads(((1, 1e9), (2, 1e9)))
 MACHINE = Machine(

@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 from costmodel.base.errors import InputError, MachineError
+from costmodel.cost_model import CostModel, Estimate
 from costmodel.machines.machine_file import write_machine
 from costmodel.machines.machine_records import ComputeRate, Machine
-from costmodel.model.cost_model import CostModel, Estimate
 from costmodel.operators.layers import Conv2d, Epilogue, FusedConvs
 from fusion.analysis.analyzer import (
+    NOT_TUNED,
+    WORTH_OF_GAINS,
     LayerReport,
     SiteReport,
     TensorPlace,
@@ -28,10 +30,7 @@ from fusion.analysis.analyzer import (
     read_graph,
     unfused_intensity,
 )
-from fusion.analysis.precision_outlook import WORTH_OF_GAINS
-from fusion.analysis.reasons import NOT_TUNED
-from fusion.model.candidates import Site
-from fusion.model.conv_graph import Graph, Node
+from fusion.model.conv_graph import Graph, Node, Site
 from schedules.contract.cpu_target import CpuTarget
 from tests.fusion.analysis.test_analyzer import CPU, DEPTHWISE, POINTWISE, one, pair, toy
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from costmodel.cpu.fused_tile import FusedTile
-from costmodel.cpu.roofline import RooflineReport, RooflineStage, TensorTraffic
+from costmodel.cpu.roofline import FusedTile, RooflineReport, RooflineStage, TensorTraffic
 from costmodel.operators.layers import Conv2d, FusedConvs, Operator
-from fusion.analysis.reasons import LayerCost, explain_decision, format_bytes
+from fusion.analysis.analyzer import LayerCost, explain_decision, format_bytes
 
 CONV = Conv2d(1, 4, 4, 4, 4, (1, 1))
 

@@ -27,7 +27,7 @@ from fusion.artifact.build_folder import (
     write_artifact,
     write_failure,
 )
-from fusion.model.tensor_info import TensorInfo
+from fusion.model.named_arrays import TensorInfo
 
 MANIFEST_OF_TEST = Manifest(
     model_path="model.onnx",

@@ -1,5 +1,7 @@
 """The C++ header and its example, compiled with what their page says and run on builds of template kernels."""
 
+# ruff: noqa: E402
+
 from __future__ import annotations
 
 import json
@@ -12,18 +14,17 @@ import numpy as np
 import pytest
 
 tvm = pytest.importorskip("tvm")
-from tvm.relax import op  # noqa: E402
+from tvm.relax import op
 
-from fusion.artifact.build_folder import Manifest, write_artifact  # noqa: E402
-from fusion.artifact.profile_folders import ProfileBuild, write_profiles  # noqa: E402
-from fusion.model.selection import unfused_plan  # noqa: E402
-from fusion.model.tensor_info import TensorInfo  # noqa: E402
-from fusion.relax.extract import extract_graph  # noqa: E402
-from fusion.relax.layout_lowering import lower  # noqa: E402
-from fusion.relax.machine_code import build  # noqa: E402
-from fusion.tuning.network import complete_configs  # noqa: E402
-from schedules.tuning.kernel_guesses import KernelGuesses  # noqa: E402
-from tests.fusion.relax_models import CPU, assert_close, inputs_of, module, stock  # noqa: E402
+from fusion.artifact.build_folder import Manifest, ProfileBuild, write_artifact, write_profiles
+from fusion.model.conv_graph import unfused_plan
+from fusion.model.named_arrays import TensorInfo
+from fusion.relax.extract import extract_graph
+from fusion.relax.layout_lowering import lower
+from fusion.relax.machine_code import build
+from fusion.tuning.network import complete_configs
+from schedules.tuning.kernel_ranking import KernelGuesses
+from tests.fusion.relax_models import CPU, assert_close, inputs_of, module, stock
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "run_model.cpp"

@@ -12,9 +12,18 @@ import pytest
 
 import fusion
 from costmodel.base.errors import InputError, OutputError
-from fusion.artifact.build_folder import MANIFEST, MODEL, Artifact, read_artifact
-from fusion.artifact.profile_folders import ProfileBuild, profile_names, read_profiles, write_profiles, write_single
-from fusion.model.tensor_info import TensorInfo
+from fusion.artifact.build_folder import (
+    MANIFEST,
+    MODEL,
+    Artifact,
+    ProfileBuild,
+    profile_names,
+    read_artifact,
+    read_profiles,
+    write_profiles,
+    write_single,
+)
+from fusion.model.named_arrays import TensorInfo
 
 
 class Library:

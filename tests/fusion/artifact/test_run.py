@@ -17,8 +17,7 @@ from hypothesis.extra.numpy import array_shapes, arrays
 
 from costmodel.base.errors import InputError, OutputError
 from fusion.artifact.build_folder import MODEL, Artifact, TensorInfo
-from fusion.artifact.run_files import render_run, run_command
-from fusion.artifact.tuned_model import TunedModel
+from fusion.artifact.tuned_model import TunedModel, render_run, run_command
 from fusion.model import named_arrays as tensors
 from fusion.model.named_arrays import check_arrays, random_arrays, read_npz, write_npz
 
@@ -52,7 +51,7 @@ def test_a_build_for_more_threads_runs_on_the_cores_there_are(
     tiny_build: Artifact, inputs: Path, tmp_path: Path, monkeypatch
 ):
     """Tuned for two threads on one machine, carried to a container of one core."""
-    monkeypatch.setattr("costmodel.base.cores.usable_cores", lambda: 1)
+    monkeypatch.setattr("costmodel.base.process.usable_cores", lambda: 1)
     assert run_command(tiny_build.directory, inputs, tmp_path / "y.npz").threads == 1
     with pytest.raises(InputError, match="--threads 2: this process may use 1 core"):
         run_command(tiny_build.directory, inputs, tmp_path / "y.npz", threads=2)
@@ -60,7 +59,7 @@ def test_a_build_for_more_threads_runs_on_the_cores_there_are(
 
 def test_running_needs_the_runtime_of_tvm_alone(tiny_build: Artifact, inputs: Path, tmp_path: Path):
     code = (
-        "import sys; from pathlib import Path; from fusion.artifact.run_files import run_command\n"
+        "import sys; from pathlib import Path; from fusion.artifact.tuned_model import run_command\n"
         f"run_command(Path({str(tiny_build.directory)!r}), Path({str(inputs)!r}), Path({str(tmp_path / 'y.npz')!r}))\n"
         "maps = open('/proc/self/maps').read()\n"
         "assert 'libtvm_runtime' in maps and 'libtvm_compiler' not in maps\n"

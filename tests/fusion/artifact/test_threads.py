@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from fusion.artifact.build_folder import MODEL, Artifact
-from fusion.artifact.executable import CompiledModel, load_compiled, threads_of_tvm
+from fusion.artifact.tuned_model import CompiledModel, load_compiled, threads_of_tvm
 from fusion.model.named_arrays import to_tvm
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -19,8 +19,8 @@ from onnx import TensorProto, helper, numpy_helper
 from typer.testing import CliRunner
 
 from costmodel.base.errors import InputError
-from costmodel.base.folder_lock import LOCK, lock_folder
-from costmodel.cpu.calibrate import calibrate
+from costmodel.base.output_files import LOCK, lock_folder
+from costmodel.cpu.calibration import calibrate
 from costmodel.machines.machine_file import write_machine
 from costmodel.machines.machine_records import ComputeRate, Machine, MemoryLevel, ParallelRegion, PerThreads
 from fusion.commands.cli import app, parse_shapes
@@ -456,7 +456,7 @@ def test_without_a_calibrated_machine_it_is_measured_once_and_said(folder, tmp_p
     """The first use measures and keeps; the second reads."""
     from dataclasses import replace
 
-    from costmodel.machines.machine_catalog import host_identity
+    from costmodel.machines.machine_file import host_identity
 
     measured = []
 
@@ -476,7 +476,7 @@ def test_without_a_calibrated_machine_it_is_measured_once_and_said(folder, tmp_p
 
 def test_a_planted_error_is_refused_before_anything_is_tuned(folder, tmp_path, monkeypatch):
     """Weights of our kernels off by 1 %: seconds, not the tuning."""
-    from fusion.relax.lowered_kernels import KernelLibrary
+    from fusion.relax.lowered_module import KernelLibrary
 
     constant = KernelLibrary.constant
     monkeypatch.setattr(KernelLibrary, "constant", lambda self, array: constant(self, array * np.float32(1.01)))

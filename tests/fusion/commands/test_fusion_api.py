@@ -128,9 +128,9 @@ def program(code: str) -> subprocess.CompletedProcess[str]:
 def test_what_cannot_be_done_after_a_load_is_said(tiny_build: Artifact, tiny_model: Path):
     """TVM is there without its compiler, and its threads are settled."""
     done = program(
-        "import fusion, costmodel, costmodel.base.cores\n"
+        "import fusion, costmodel, costmodel.base.process\n"
         f"fusion.load({str(tiny_build.directory)!r}, threads=1)\n"
-        "costmodel.base.cores.usable_cores = lambda: 2\n"
+        "costmodel.base.process.usable_cores = lambda: 2\n"
         f"for call in (lambda: fusion.analyze({str(tiny_model)!r}), lambda: fusion.tune({str(tiny_model)!r}, 'x'),\n"
         f"             lambda: fusion.load({str(tiny_build.directory)!r}, threads=2)):\n"
         "    try: call()\n"

@@ -9,24 +9,22 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from costmodel.machines.machine_catalog import load_machine
-from costmodel.machines.machine_file import write_machine
+from costmodel.machines.machine_file import load_machine, write_machine
 from costmodel.operators.layers import Conv2d
 from fusion.commands.cli import app
 from schedules.contract.cpu_target import host_target
 from schedules.kernels.template_table import config_cost, template_for
-from schedules.records.cpu_identity import identity_of
-from schedules.records.record_store import RECORDS, RecordStore
 from schedules.records.shipped_records import (
     MACHINE_FILE,
     RANKING_FILE,
     RECORDS_FILE,
     CpuRecords,
     KernelRecords,
+    identity_of,
     read_records,
     write_records,
 )
-from schedules.records.tuning_records import Record, environment
+from schedules.records.tuning_records import RECORDS, Record, RecordStore, environment
 
 CPU = host_target(1)
 SHARED, OWN, OTHER = (Conv2d(1, channels, 14, 14, 64, (1, 1)) for channels in (32, 64, 96))

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from costmodel.base.say import Say
-from fusion.comparing.engines.base import Arrays, EngineCall, EngineWorkload, Unavailable
+from costmodel.base.errors import Say
+from fusion.comparing.engines.engine import Arrays, EngineCall, EngineWorkload, Unavailable
 
 
 def _nothing() -> None:

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from costmodel.base.errors import InputError
 from fusion.artifact.build_folder import Artifact
 from fusion.commands.cli import app
-from fusion.comparing.benchmark_build import benchmark_build, render_times, summarize_calls
+from fusion.comparing.compare import benchmark_build, render_times, summarize_calls
 
 
 def test_throughput_adds_up_over_streams_and_latencies_are_of_all_calls():
@@ -26,8 +26,8 @@ def test_throughput_adds_up_over_streams_and_latencies_are_of_all_calls():
 
 @pytest.mark.parametrize("streams", [1, 2])
 def test_a_build_is_run_in_streams(tiny_build: Artifact, streams: int, monkeypatch):
-    monkeypatch.setattr("fusion.comparing.benchmark_build.usable_cores", lambda: 2)
-    monkeypatch.setattr("costmodel.base.cores.usable_cores", lambda: 2)
+    monkeypatch.setattr("fusion.comparing.compare.usable_cores", lambda: 2)
+    monkeypatch.setattr("costmodel.base.process.usable_cores", lambda: 2)
     times = benchmark_build(tiny_build.directory, streams, seconds=0.05)
     assert times.streams == streams and times.threads == 2 // streams and times.batch == 2
     assert times.calls >= 20 * streams and 0 < times.minimum <= times.median <= times.percentile_99 <= times.maximum
@@ -51,8 +51,8 @@ def test_the_command_prints_one_document(tiny_build: Artifact):
     ],
 )
 def test_what_cannot_be_measured_is_refused_by_name(tiny_build: Artifact, options, words, monkeypatch):
-    monkeypatch.setattr("fusion.comparing.benchmark_build.usable_cores", lambda: 2)
-    monkeypatch.setattr("costmodel.base.cores.usable_cores", lambda: 2)
+    monkeypatch.setattr("fusion.comparing.compare.usable_cores", lambda: 2)
+    monkeypatch.setattr("costmodel.base.process.usable_cores", lambda: 2)
     with pytest.raises(InputError, match=words):
         benchmark_build(tiny_build.directory, **options)
 

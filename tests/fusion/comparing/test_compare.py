@@ -12,13 +12,11 @@ import pytest
 
 from costmodel.base.errors import InputError
 from fusion.artifact.build_folder import MANIFEST, Artifact
-from fusion.comparing import compare, crew, probes
+from fusion.comparing import compare, output_errors, timing
 from fusion.comparing.compare import Comparison, EngineRow, compare_command
-from fusion.comparing.engines.base import Unavailable
-from fusion.comparing.engines.engine_table import ENGINES, EngineSpec
-from fusion.comparing.quantized_file import quantized_file
-from fusion.comparing.rounds import Sampling
-from fusion.model.tensor_info import TensorInfo
+from fusion.comparing.engines.engine import ENGINES, EngineSpec, Unavailable
+from fusion.comparing.timing import Sampling, quantized_file
+from fusion.model.named_arrays import TensorInfo
 from fusion.report.console_report import print_comparison
 from fusion.tuning.quantization import quantize_model
 
@@ -61,7 +59,7 @@ def test_engines_that_work_have_rows_and_the_others_reasons(comparison: Comparis
     assert rows["tuned"].max_abs_error < 1e-6
     assert rows["onnxruntime"].max_abs_error == 0
     assert rows["wrong"].max_abs_error == pytest.approx(0.5, abs=1e-6)
-    assert rows["wrong"].compared_inputs == len(probes.error_inputs(tiny_build.manifest.inputs))
+    assert rows["wrong"].compared_inputs == len(output_errors.error_inputs(tiny_build.manifest.inputs))
     assert rows["onnxruntime"].cosine == 1.0 and rows["onnxruntime"].top1_agreement == 1.0
     assert rows["wrong"].cosine < 0.99 and 0 < rows["wrong"].mean_relative_error <= rows["wrong"].max_relative_error
     assert rows["slow"].median_seconds >= rows["slow"].min_seconds >= 0.02
@@ -108,7 +106,7 @@ def test_the_model_must_be_there_and_be_the_one_that_was_tuned(tiny_build: Artif
 def test_no_process_outlives_the_command(fakes: None, tiny_build: Artifact, monkeypatch: pytest.MonkeyPatch):
     started = []
 
-    class Watched(crew.Worker):
+    class Watched(timing.Worker):
         def __init__(self, spec: EngineSpec, threads: int) -> None:
             super().__init__(spec, threads)
             started.append(self._process)
@@ -116,7 +114,7 @@ def test_no_process_outlives_the_command(fakes: None, tiny_build: Artifact, monk
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(crew, "Worker", Watched)
+    monkeypatch.setattr(timing, "Worker", Watched)
     monkeypatch.setattr(compare, "measure", interrupted)
     with pytest.raises(KeyboardInterrupt):
         compare_command(tiny_build.directory, ["slow"])
@@ -242,7 +240,7 @@ def test_without_a_quantised_file_engines_of_int8_are_skipped_with_the_way_on(ti
 
 
 def test_a_named_quantised_file_is_checked_before_engines_load(tiny_build: Artifact, tiny_model: Path, monkeypatch):
-    monkeypatch.setattr(crew, "Worker", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr(timing, "Worker", lambda *_: pytest.fail("loaded"))
     with pytest.raises(InputError, match="is not quantised"):
         compare_command(tiny_build.directory, ["onnxruntime"], quantized=tiny_model)
 

@@ -11,11 +11,10 @@ import pytest
 
 from fusion.artifact.build_folder import MANIFEST, MODEL, Artifact, describe, read_artifact, write_artifact
 from fusion.comparing.compare import compare_command
-from fusion.comparing.engines.base import EngineWorkload, LayerTime, Unavailable
-from fusion.comparing.engines.engine_table import ENGINES, TUNED
+from fusion.comparing.engines.engine import ENGINES, TUNED, EngineWorkload, LayerTime, Unavailable
 from fusion.comparing.engines.engine_worker import Worker
 from fusion.comparing.layer_table import graph_node, join_layers
-from fusion.comparing.rounds import Sampling
+from fusion.comparing.timing import Sampling
 from fusion.model.named_arrays import random_arrays
 from fusion.report.console_report import print_comparison
 from schedules.contract.cpu_target import host_target
@@ -56,7 +55,7 @@ def build(network: Path) -> Artifact:
     """Compiled without a search: the first configuration of every kernel."""
     import tvm
 
-    from fusion.model.selection import unfused_plan
+    from fusion.model.conv_graph import unfused_plan
     from fusion.relax.extract import extract_graph
     from fusion.relax.onnx.importer import import_onnx
     from fusion.tuning.network_check import build_network

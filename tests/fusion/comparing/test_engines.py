@@ -14,9 +14,8 @@ import pytest
 
 from costmodel.base.errors import InputError
 from fusion.artifact.build_folder import Artifact, TensorInfo, digest
-from fusion.comparing.engines import base
-from fusion.comparing.engines.base import EngineWorkload, Unavailable
-from fusion.comparing.engines.engine_table import ENGINES, EngineSpec, select_engines
+from fusion.comparing.engines import engine
+from fusion.comparing.engines.engine import ENGINES, EngineSpec, EngineWorkload, Unavailable, select_engines
 from fusion.comparing.engines.engine_worker import EngineFailed, Worker
 from fusion.model.named_arrays import random_arrays
 
@@ -286,7 +285,7 @@ def test_the_share_of_layers_is_told_where_it_is_not_all():
 
 
 def test_peers_of_a_precision_are_other_engines_that_need_no_tuning():
-    from fusion.comparing.engines.engine_table import peers_of
+    from fusion.comparing.engines.engine import peers_of
 
     assert peers_of("bfloat16") == ("openvino-bf16", "torch-bf16")
     assert set(peers_of("int8")) == {"openvino-int8", "onnxruntime-int8"}
@@ -296,7 +295,7 @@ def test_peers_of_a_precision_are_other_engines_that_need_no_tuning():
 
 def test_the_fastest_mode_is_chosen():
     calls = {"slow": lambda: time.sleep(0.03), "fast": lambda: time.sleep(0.001)}
-    assert base.fastest(calls) == "fast"
+    assert engine.fastest(calls) == "fast"
 
 
 def test_a_mode_without_hope_is_tried_once(monkeypatch: pytest.MonkeyPatch):
@@ -307,9 +306,9 @@ def test_a_mode_without_hope_is_tried_once(monkeypatch: pytest.MonkeyPatch):
         tried.append(name)
         return seconds[name]
 
-    monkeypatch.setattr(base, "_block", block)
-    assert base.fastest({name: name for name in seconds}) == "a"
-    assert tried.count("slow") == 1 and tried.count("a") == tried.count("b") == base.ROUNDS
+    monkeypatch.setattr(engine, "_block", block)
+    assert engine.fastest({name: name for name in seconds}) == "a"
+    assert tried.count("slow") == 1 and tried.count("a") == tried.count("b") == engine.ROUNDS
 
 
 def test_metaschedule_loads_what_is_cached_and_tunes_otherwise(
@@ -318,7 +317,7 @@ def test_metaschedule_loads_what_is_cached_and_tunes_otherwise(
     import dataclasses
     import shutil
 
-    from fusion.comparing.engines import stock_tvm
+    from fusion.comparing.engines import apache_tvm
 
     workload = dataclasses.replace(tiny, cache=tmp_path, trials_per_task=7)
     tuned = []
@@ -337,10 +336,10 @@ def test_metaschedule_loads_what_is_cached_and_tunes_otherwise(
         patch.setitem(sys.modules, "schedules.tuning.stock_meta_schedule", module)
         inputs = random_arrays(workload.inputs)
         for _ in range(2):
-            session = stock_tvm.METASCHEDULE.prepare(workload, silent)
+            session = apache_tvm.METASCHEDULE.prepare(workload, silent)
             np.testing.assert_allclose(session.run(inputs)["sum"], inputs["a"] + inputs["b"], rtol=1e-6)
         assert tuned == [(7, 2)]
-        stock_tvm.METASCHEDULE.prepare(dataclasses.replace(workload, trials_per_task=8), silent)
+        apache_tvm.METASCHEDULE.prepare(dataclasses.replace(workload, trials_per_task=8), silent)
         assert tuned == [(7, 2), (8, 2)]
 
 
@@ -410,9 +409,9 @@ def test_a_hang_is_ended_with_its_process(fake, tiny: EngineWorkload, monkeypatc
 
 def test_an_engine_dies_with_a_parent_that_is_killed(tmp_path: Path):
     code = (
-        "import os, signal\nfrom fusion.comparing.engines.engine_table import EngineSpec\n"
+        "import os, signal\nfrom fusion.comparing.engines.engine import EngineSpec\n"
         "from fusion.comparing.engines.engine_worker import Worker\n"
-        "from fusion.comparing.engines.base import EngineWorkload\n"
+        "from fusion.comparing.engines.engine import EngineWorkload\n"
         "worker = Worker(EngineSpec('hanging', 'fake_engines:HANGING', (), ''), 1)\n"
         "worker.prepare(None, 60)\nworker.bind({'a': 0, 'b': 0})\n"
         "worker._connection.send(('block', (0, 1, 0.0)))\n"  # now it sleeps for an hour

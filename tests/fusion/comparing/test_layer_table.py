@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from fusion.comparing import lost_layers as asked
-from fusion.comparing.engines.base import LayerTime, Unavailable, typical
+from fusion.comparing import layer_table as asked
+from fusion.comparing.engines.engine import LayerTime, Unavailable, typical
 from fusion.comparing.engines.onnx_runtime import node_times
-from fusion.comparing.layer_table import LayerTable, graph_node, join_layers, read_nodes
-from fusion.comparing.lost_layers import lost_layers
+from fusion.comparing.layer_table import LayerTable, graph_node, join_layers, lost_layers, read_nodes
 
 # /a/Conv -> /a/Relu -> /b/Conv -> /Add (with /a/Relu) -> pool -> Gemm without a name
 NODES = [

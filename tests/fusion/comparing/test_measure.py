@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fusion.comparing import rounds as rounds_module
+from fusion.comparing import timing as rounds_module
 from fusion.comparing.engines.engine_worker import EngineFailed
-from fusion.comparing.rounds import LEAST_ROUNDS, CacheFlush, Sampling, measure
+from fusion.comparing.timing import LEAST_ROUNDS, CacheFlush, Sampling, measure
 
 
 class Scripted:

@@ -16,7 +16,7 @@ import onnxruntime
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
-from fusion.comparing.engines.base import Unavailable
+from fusion.comparing.engines.engine import Unavailable
 from fusion.comparing.engines.torch_graph import convert, fold_batch_norms
 
 IMAGE = (1, 4, 7, 9)

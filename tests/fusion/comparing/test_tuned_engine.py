@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fusion.comparing.engines import tuned
+from fusion.comparing.engines import apache_tvm
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "mixed"])
@@ -14,7 +14,7 @@ def test_the_mode_names_another_precision_than_float32(monkeypatch: pytest.Monke
     artifact = SimpleNamespace(
         manifest=SimpleNamespace(precision=precision, outputs=(), layers={}), library=lambda file: file
     )
-    monkeypatch.setattr(tuned, "read_artifact", lambda folder: artifact)
-    monkeypatch.setattr(tuned, "load_compiled", lambda artifact, file, threads: None)
-    session = tuned.TUNED.prepare(SimpleNamespace(build="build", threads=1), lambda line: None)  # type: ignore[arg-type]
+    monkeypatch.setattr(apache_tvm, "read_artifact", lambda folder: artifact)
+    monkeypatch.setattr(apache_tvm, "load_compiled", lambda artifact, file, threads: None)
+    session = apache_tvm.TUNED.prepare(SimpleNamespace(build="build", threads=1), lambda line: None)  # type: ignore[arg-type]
     assert session.mode.endswith(f", {precision}") == (precision != "float32")

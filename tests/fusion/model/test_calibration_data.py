@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from costmodel.base.errors import InputError
-from fusion.model.calibration_data import DeclaredInput, random_calibration, read_calibration
-from fusion.model.tensor_info import TensorInfo
+from fusion.model.named_arrays import DeclaredInput, TensorInfo, random_calibration, read_calibration
 
 IMAGE = DeclaredInput("x", (None, 3, 4, None), "float32")
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from costmodel.operators.layers import Conv2d, Dense, Epilogue, Pool2d
-from fusion.model.candidates import find_sites
-from fusion.model.conv_graph import Graph, Node
+from fusion.model.conv_graph import Graph, Node, find_sites
 from schedules.contract.cpu_target import CpuTarget
 
 CPU = CpuTarget(lanes=16, registers=32, mcpu="skylake-avx512", features=(), threads=2, l1_bytes=32768, l2_bytes=1 << 20)

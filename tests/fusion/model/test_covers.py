@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fusion.model.selection import FusionPlan, Group, cover, select, unfused_plan, unfused_seconds
+from fusion.model.conv_graph import FusionPlan, Group, cover, select, unfused_plan, unfused_seconds
 from tests.fusion.model.test_selection import GRAPH, ONE_EACH, A, B, C, D, chosen, node, site
 
 

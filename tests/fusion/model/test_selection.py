@@ -9,9 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from costmodel.operators.layers import Conv2d, Epilogue, FusedConvs
-from fusion.model.candidates import Site
-from fusion.model.conv_graph import Node
-from fusion.model.selection import select, unfused_plan
+from fusion.model.conv_graph import Node, Site, select, unfused_plan
 
 
 def conv(tag: int) -> Conv2d:

@@ -1,5 +1,7 @@
 """``FuseConvPairs`` before and after, with and without records, inside pipelines of TVM."""
 
+# ruff: noqa: E402
+
 from __future__ import annotations
 
 import logging
@@ -13,22 +15,22 @@ import numpy as np
 import pytest
 
 tvm = pytest.importorskip("tvm")
-from tvm import relax  # noqa: E402
-from tvm.relax import op  # noqa: E402
+from tvm import relax
+from tvm.relax import op
 
-from costmodel.base.errors import InputError, MachineError  # noqa: E402
-from costmodel.machines.machine_catalog import load_machine  # noqa: E402
-from costmodel.model.cost_model import CostModel, Estimate  # noqa: E402
-from costmodel.operators.layers import FusedConvs  # noqa: E402
-from fusion.analysis.analyzer import analyze  # noqa: E402
-from fusion.model.candidates import find_sites  # noqa: E402
-from fusion.passes.fuse_conv_pairs import FuseConvPairs  # noqa: E402
-from fusion.relax import Canonicalize  # noqa: E402
-from fusion.relax.extract import extract_graph  # noqa: E402
-from schedules.contract.cpu_target import CpuTarget  # noqa: E402
-from schedules.kernels.template_table import template_for  # noqa: E402
-from schedules.records.record_store import RecordStore  # noqa: E402
-from tests.fusion.relax_models import CPU, Net, assert_close, inputs_of, kernel_names, module, stock  # noqa: E402
+from costmodel.base.errors import InputError, MachineError
+from costmodel.cost_model import CostModel, Estimate
+from costmodel.machines.machine_file import load_machine
+from costmodel.operators.layers import FusedConvs
+from fusion.analysis.analyzer import analyze
+from fusion.model.conv_graph import find_sites
+from fusion.passes.fuse_conv_pairs import FuseConvPairs
+from fusion.relax import Canonicalize
+from fusion.relax.extract import extract_graph
+from schedules.contract.cpu_target import CpuTarget
+from schedules.kernels.template_table import template_for
+from schedules.records.tuning_records import RecordStore
+from tests.fusion.relax_models import CPU, Net, assert_close, inputs_of, kernel_names, module, stock
 
 ROOT = Path(__file__).resolve().parents[3]
 

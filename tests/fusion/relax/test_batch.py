@@ -11,7 +11,7 @@ from costmodel.base.errors import InputError
 from costmodel.machines.machine_records import Host
 from fusion.analysis.target_machine import another_cpu
 from fusion.relax import import_onnx
-from fusion.relax.onnx.onnx_prepare import static_model
+from fusion.relax.onnx.preparation import static_model
 
 RNG = np.random.default_rng(5)
 SHAPES = {

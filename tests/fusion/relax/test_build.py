@@ -1,5 +1,7 @@
 """Whatever no template covers is compiled in parallel and in vectors, computes the same, and is listed."""
 
+# ruff: noqa: E402
+
 from __future__ import annotations
 
 import os
@@ -10,18 +12,18 @@ import numpy as np
 import pytest
 
 tvm = pytest.importorskip("tvm")
-from tvm import relax, tirx  # noqa: E402
-from tvm.relax import op  # noqa: E402
+from tvm import relax, tirx
+from tvm.relax import op
 
-from costmodel.base.errors import OutputError  # noqa: E402
-from fusion.model.selection import unfused_plan  # noqa: E402
-from fusion.relax import leftovers  # noqa: E402
-from fusion.relax.extract import extract_graph  # noqa: E402
-from fusion.relax.layout_lowering import lower  # noqa: E402
-from fusion.relax.leftovers import leftover_kernels  # noqa: E402
-from fusion.relax.machine_code import build, scheduling_pipeline  # noqa: E402
-from schedules.kernels.template_table import template_for  # noqa: E402
-from tests.fusion.relax_models import CPU, assert_close, inputs_of, kernel_names, module, stock  # noqa: E402
+from costmodel.base.errors import OutputError
+from fusion.model.conv_graph import unfused_plan
+from fusion.relax import leftovers
+from fusion.relax.extract import extract_graph
+from fusion.relax.layout_lowering import lower
+from fusion.relax.leftovers import leftover_kernels
+from fusion.relax.machine_code import build, scheduling_pipeline
+from schedules.kernels.template_table import template_for
+from tests.fusion.relax_models import CPU, assert_close, inputs_of, kernel_names, module, stock
 
 # Large enough for a parallel region, sizes that no vector divides among them.
 SHAPE = (2, 24, 30, 28)

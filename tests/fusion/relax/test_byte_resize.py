@@ -11,15 +11,14 @@ pytest.importorskip("tvm")
 pytest.importorskip("onnxruntime")
 import tvm
 
-from fusion.relax.byte_calls import Quantisation, resize_factors
-from fusion.relax.byte_kernels import resize_kernel
-from fusion.relax.byte_resize import ByteResize, resized
 from fusion.relax.extract import extract_graph
+from fusion.relax.integer_calls import ByteResize, Quantisation, resize_factors, resized
+from fusion.relax.kernels.bytes import resize_kernel
 from fusion.relax.onnx.importer import import_onnx
 from fusion.tuning.network_check import rounds_otherwise
-from schedules.contract.blocked_layout import block, unblock
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.kernel_compilation import compile_kernel
+from schedules.contract.template import block, unblock
 from tests.fusion.quantised_models import CPU, EMULATED, HOST, QuantisedGraph, ours, theirs
 
 SHAPE = (1, 24, 9, 7)

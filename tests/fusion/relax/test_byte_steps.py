@@ -16,8 +16,8 @@ pytest.importorskip("tvm")
 pytest.importorskip("onnxruntime")
 import tvm
 
-from fusion.relax import byte_kernels
-from fusion.relax.byte_calls import (
+from fusion.relax.extract import extract_graph
+from fusion.relax.integer_calls import (
     ByteMean,
     BytePair,
     ByteTable,
@@ -31,12 +31,12 @@ from fusion.relax.byte_calls import (
     window_factors,
     windows_averaged,
 )
-from fusion.relax.extract import extract_graph
+from fusion.relax.kernels import bytes
 from fusion.relax.onnx.importer import import_onnx
-from fusion.relax.onnx.whole_number_model import in_whole_numbers
+from fusion.relax.onnx.quantised_rewrites import in_whole_numbers
 from fusion.tuning import network_check
-from schedules.contract.blocked_layout import block, unblock
 from schedules.contract.kernel_compilation import compile_kernel
+from schedules.contract.template import block, unblock
 from tests.fusion.quantised_models import CPU, EMULATED, HOST, QuantisedGraph, ours, theirs
 
 SHAPE = (1, 16, 4, 8)
@@ -60,7 +60,7 @@ def test_a_table_is_looked_up(count, emulated):
     data, table = (generator.integers(0, 256, size).astype(np.uint8) for size in (count, 256))
     if count > 256:
         data[:256] = np.arange(256)
-    function = byte_kernels.table_kernel(count, CPU)
+    function = bytes.table_kernel(count, CPU)
     np.testing.assert_array_equal(
         called(function, data, table, np.zeros(count, np.uint8), emulated=emulated), table[data]
     )
@@ -76,7 +76,7 @@ def test_pairs_of_bytes_are_rounded_as_specified(kind, offset):
     factors = {"add": addition_factors, "multiply": product_factors}[kind](given[0], given[1], result)
     expected = paired(kind, left, right, factors)
     assert expected.min() >= 12 and expected.max() <= 250 and len(np.unique(expected)) > 50
-    found = called(byte_kernels.pair_kernel(kind, left.size, CPU), left, right, factors, np.zeros_like(left))
+    found = called(bytes.pair_kernel(kind, left.size, CPU), left, right, factors, np.zeros_like(left))
     np.testing.assert_array_equal(found, expected)
 
 
@@ -84,7 +84,7 @@ def test_a_gate_multiplies_every_pixel_of_its_channel():
     generator = np.random.default_rng(2)
     image, gate = (generator.integers(0, 256, (2, 24, *size)).astype(np.uint8) for size in ((5, 7), (1, 1)))
     factors = product_factors(quantisation(0.03, 120), quantisation(0.004, 0), quantisation(0.02, 110))
-    function = byte_kernels.gate_kernel(BytePair("multiply", image.shape, True), CPU)
+    function = bytes.gate_kernel(BytePair("multiply", image.shape, True), CPU)
     blocked = block(image, 16)
     found = unblock(called(function, blocked, block(gate, 16), factors, np.zeros_like(blocked)), 24)
     np.testing.assert_array_equal(found, paired("multiply", image, np.broadcast_to(gate, image.shape), factors))
@@ -97,7 +97,7 @@ def test_the_mean_of_pixels(size):
     expected = averaged(image, factors)
     blocked = block(image, 16)
     found = called(
-        byte_kernels.mean_kernel(ByteMean(image.shape), CPU), blocked, factors, np.zeros((2, 2, 1, 1, 16), np.uint8)
+        bytes.mean_kernel(ByteMean(image.shape), CPU), blocked, factors, np.zeros((2, 2, 1, 1, 16), np.uint8)
     )
     np.testing.assert_array_equal(unblock(found, 20), expected)
 
@@ -121,15 +121,15 @@ def test_the_mean_of_windows(window, counts_padding, offset):
     assert len(np.unique(expected)) > 50
     blocked = block(image, 16)
     result = np.zeros((2, 2, *step.result[2:], 16), np.uint8)
-    found = called(byte_kernels.window_kernel(step, CPU), blocked, factors, result)
+    found = called(bytes.window_kernel(step, CPU), blocked, factors, result)
     np.testing.assert_array_equal(unblock(found, 20), expected)
 
 
 def test_a_table_for_each_channel():
     generator = np.random.default_rng(4)
     image, tables = (generator.integers(0, 256, shape).astype(np.uint8) for shape in ((2, 20, 5, 7), (20, 256)))
-    blocked, packed = block(image, 16), byte_kernels.pack_channel_tables(tables, 16)
-    function = byte_kernels.channel_table_kernel(ByteTable(image.shape, True), CPU)
+    blocked, packed = block(image, 16), bytes.pack_channel_tables(tables, 16)
+    function = bytes.channel_table_kernel(ByteTable(image.shape, True), CPU)
     found = unblock(called(function, blocked, packed, np.zeros_like(blocked)), 20)
     np.testing.assert_array_equal(found, tables[np.arange(20)[:, None, None], image])
 

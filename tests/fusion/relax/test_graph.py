@@ -1,18 +1,20 @@
 """What becomes a node, what belongs to its epilogue, and what is left to others."""
 
+# ruff: noqa: E402
+
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
 tvm = pytest.importorskip("tvm")
-from tvm import relax  # noqa: E402
-from tvm.relax import op  # noqa: E402
+from tvm import relax
+from tvm.relax import op
 
-from costmodel.base.errors import ModelError  # noqa: E402
-from costmodel.operators.layers import ChannelNorm, Conv2d, Dense, Epilogue, Pool2d  # noqa: E402
-from fusion.relax.extract import extract_graph  # noqa: E402
-from tests.fusion.relax_models import Net, module  # noqa: E402
+from costmodel.base.errors import ModelError
+from costmodel.operators.layers import ChannelNorm, Conv2d, Dense, Epilogue, Pool2d
+from fusion.relax.extract import extract_graph
+from tests.fusion.relax_models import Net, module
 
 IMAGE = (2, 8, 9, 7)
 

@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from costmodel.base.errors import InputError, ModelError, ProjectError, UnsupportedOperatorError
 from fusion.relax import import_onnx
-from fusion.relax.onnx.onnx_unsupported import raise_unsupported
+from fusion.relax.onnx.refusals import raise_unsupported
 
 
 def make_model(nodes=None, shape=(1, 3, 8, 8), opset=17, domains=(), constants=None):

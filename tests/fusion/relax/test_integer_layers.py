@@ -14,9 +14,8 @@ import onnx
 from onnx import helper, numpy_helper
 
 from costmodel.operators.layers import Conv2d, Dense, Epilogue, Pool2d
-from fusion.model.precision import INT8, precision_of
-from fusion.relax.extract import extract_graph
-from fusion.relax.leftover_reasons import QUANTISED
+from fusion.model.conv_graph import INT8, precision_of
+from fusion.relax.extract import QUANTISED, extract_graph
 from fusion.relax.onnx.importer import import_onnx
 from fusion.tuning.network_check import rounds_otherwise
 from schedules.contract.operator_reference import _conv2d

@@ -11,8 +11,7 @@ tvm = pytest.importorskip("tvm")
 from tvm import relax
 from tvm.relax import op
 
-from fusion.relax.kernel_calls import kernel_layers
-from fusion.relax.machine_code import build
+from fusion.relax.machine_code import build, kernel_layers
 from tests.fusion.relax_models import CPU, module
 
 

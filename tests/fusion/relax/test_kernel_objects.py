@@ -13,11 +13,10 @@ from tvm.relax import op
 from tvm.tirx import PrimFunc
 
 from costmodel.base.errors import OutputError
-from fusion.model.selection import unfused_plan
+from fusion.model.conv_graph import unfused_plan
 from fusion.relax.extract import extract_graph
-from fusion.relax.kernel_objects import KernelObjects
 from fusion.relax.layout_lowering import lower
-from fusion.relax.machine_code import build
+from fusion.relax.machine_code import KernelObjects, build
 from schedules.kernels.template_table import template_for
 from tests.fusion.relax_models import CPU, assert_close, inputs_of, module
 

@@ -1,5 +1,7 @@
 """Lowered modules compute what the model computes, on shapes that are not nice, and convert no more than they need."""
 
+# ruff: noqa: E402
+
 from __future__ import annotations
 
 import numpy as np
@@ -8,19 +10,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 tvm = pytest.importorskip("tvm")
-from tvm import relax  # noqa: E402
-from tvm.relax import op  # noqa: E402
+from tvm import relax
+from tvm.relax import op
 
-from fusion.model.selection import FusionPlan  # noqa: E402
-from fusion.relax.canonical.canonicalize import canonicalize  # noqa: E402
-from fusion.relax.channel_kernels import channel_move  # noqa: E402
-from fusion.relax.layout_kernels import to_blocked, to_plain  # noqa: E402
-from fusion.relax.layout_lowering import lower  # noqa: E402
-from fusion.relax.machine_code import build  # noqa: E402
-from schedules.contract.blocked_layout import block, unblock  # noqa: E402
-from schedules.kernels.template_table import template_for  # noqa: E402
-from tests.fusion.lowered_models import check, configs_of, conversions, lowered, plan_of  # noqa: E402
-from tests.fusion.relax_models import CPU, assert_close, inputs_of, kernel_names, module, stock  # noqa: E402
+from fusion.model.conv_graph import FusionPlan
+from fusion.relax.canonical.canonicalize import canonicalize
+from fusion.relax.channel_moves import channel_move
+from fusion.relax.kernels.layouts import to_blocked, to_plain
+from fusion.relax.layout_lowering import lower
+from fusion.relax.machine_code import build
+from schedules.contract.template import block, unblock
+from schedules.kernels.template_table import template_for
+from tests.fusion.lowered_models import check, configs_of, conversions, lowered, plan_of
+from tests.fusion.relax_models import CPU, assert_close, inputs_of, kernel_names, module, stock
 
 LANES = CPU.lanes
 

@@ -1,5 +1,7 @@
 """Networks with layers stored in bfloat16: exact where all values have few digits, as near as rounding else."""
 
+# ruff: noqa: E402
+
 from __future__ import annotations
 
 import itertools
@@ -11,16 +13,16 @@ from tests.case_lists import one_in
 
 tvm = pytest.importorskip("tvm")
 ml_dtypes = pytest.importorskip("ml_dtypes")
-from tvm import relax  # noqa: E402
-from tvm.relax import op  # noqa: E402
+from tvm import relax
+from tvm.relax import op
 
-from fusion.model.precision import BFLOAT16, layers_in, precision_of  # noqa: E402
-from fusion.relax.group_norm_kernels import GroupNorm2d, channel_statistics, group_norm, statistics_shape  # noqa: E402
-from fusion.relax.layout_kernels import blocked_to_rows, rows_to_blocked, to_blocked, to_plain  # noqa: E402
-from schedules.contract.blocked_layout import block, unblock  # noqa: E402
-from schedules.contract.kernel_compilation import compile_kernel  # noqa: E402
-from tests.fusion.bfloat16_models import CPU, EMULATED, HOST, casts, compiled, lowered, rounded_graph, whole_numbers  # noqa: E402
-from tests.fusion.relax_models import inputs_of, kernel_names, module, stock  # noqa: E402
+from fusion.model.conv_graph import BFLOAT16, layers_in, precision_of
+from fusion.relax.kernels.layouts import blocked_to_rows, rows_to_blocked, to_blocked, to_plain
+from fusion.relax.kernels.reductions import GroupNorm2d, channel_statistics, group_norm, statistics_shape
+from schedules.contract.kernel_compilation import compile_kernel
+from schedules.contract.template import block, unblock
+from tests.fusion.bfloat16_models import CPU, EMULATED, HOST, casts, compiled, lowered, rounded_graph, whole_numbers
+from tests.fusion.relax_models import inputs_of, kernel_names, module, stock
 
 LANES = CPU.lanes
 DTYPES = ("float32", BFLOAT16)

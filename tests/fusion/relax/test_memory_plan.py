@@ -9,14 +9,12 @@ import pytest
 tvm = pytest.importorskip("tvm")
 from tvm.relax import op
 
-from fusion.model.candidates import find_sites
-from fusion.model.selection import cover
+from fusion.model.conv_graph import cover, find_sites
 from fusion.relax.extract import extract_graph
 from fusion.relax.layout_lowering import lower
-from fusion.relax.machine_code import build
-from fusion.relax.memory_plan import MemoryPlan
+from fusion.relax.machine_code import MemoryPlan, build
 from fusion.tuning.network import complete_configs
-from schedules.tuning.kernel_guesses import KernelGuesses
+from schedules.tuning.kernel_ranking import KernelGuesses
 from tests.fusion.relax_models import CPU, module
 
 SIZE = 12

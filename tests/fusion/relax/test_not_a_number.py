@@ -9,9 +9,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 pytest.importorskip("tvm")
-from fusion.model.candidates import find_sites
-from fusion.model.precision import BFLOAT16, stored_in
-from fusion.model.selection import cover
+from fusion.model.conv_graph import BFLOAT16, cover, find_sites, stored_in
 from fusion.relax import import_onnx
 from fusion.relax.extract import extract_graph
 from fusion.relax.layout_lowering import lower

@@ -12,7 +12,7 @@ from costmodel.operators.layers import Conv2d
 from fusion.relax import import_onnx
 from fusion.relax.extract import extract_graph
 from fusion.relax.machine_code import build
-from fusion.relax.onnx.onnx_precision import computed_in_single, holds_half
+from fusion.relax.onnx.preparation import computed_in_single, holds_half
 from schedules.contract.cpu_target import host_target
 
 HALF = TensorProto.FLOAT16

@@ -12,9 +12,16 @@ pytest.importorskip("tvm")
 pytest.importorskip("onnxruntime")
 from costmodel.base.errors import UnsupportedOperatorError
 from fusion.relax.extract import extract_graph
-from fusion.relax.onnx.float_layers import FLOAT_DATA, FLOAT_WEIGHTS, NOT_ROUNDED, WIDE_DATA, FloatLayer, told_in_floats
 from fusion.relax.onnx.importer import import_onnx
-from fusion.relax.onnx.whole_number_model import in_whole_numbers
+from fusion.relax.onnx.quantised_model import (
+    FLOAT_DATA,
+    FLOAT_WEIGHTS,
+    NOT_ROUNDED,
+    WIDE_DATA,
+    FloatLayer,
+    told_in_floats,
+)
+from fusion.relax.onnx.quantised_rewrites import in_whole_numbers
 from schedules.contract.cpu_target import CpuTarget
 from tests.fusion.quantised_models import CPU, QuantisedGraph, ours, theirs
 

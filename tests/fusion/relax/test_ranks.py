@@ -1,17 +1,19 @@
 """Sequences and volumes: convolutions along one axis and three become those of images, and compute the same."""
 
+# ruff: noqa: E402
+
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
 tvm = pytest.importorskip("tvm")
-from tvm import relax  # noqa: E402
-from tvm.relax import op  # noqa: E402
+from tvm import relax
+from tvm.relax import op
 
-from fusion.relax.canonical.canonicalize import canonicalize  # noqa: E402
-from fusion.relax.extract import extract_graph  # noqa: E402
-from tests.fusion.relax_models import Net, assert_close, inputs_of, module, stock  # noqa: E402
+from fusion.relax.canonical.canonicalize import canonicalize
+from fusion.relax.extract import extract_graph
+from tests.fusion.relax_models import Net, assert_close, inputs_of, module, stock
 
 SEQUENCE = (2, 6, 20)
 VOLUME = (1, 4, 5, 6, 7)

@@ -9,7 +9,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from costmodel.base.errors import UnsupportedOperatorError
-from fusion.acceptance.double_precision import DoubleModel
+from fusion.acceptance.output_check import DoubleModel
 from fusion.relax import import_onnx
 from fusion.relax.machine_code import build
 from schedules.contract.cpu_target import host_target

@@ -11,15 +11,11 @@ import pytest
 
 tvm = pytest.importorskip("tvm")
 pytest.importorskip("ml_dtypes")
-from fusion.model.candidates import find_sites
-from fusion.model.precision import BFLOAT16, layers_covered, stored_in
-from fusion.model.selection import select, unfused_plan
+from fusion.model.conv_graph import BFLOAT16, find_sites, layers_covered, select, stored_in, unfused_plan
 from fusion.relax.extract import extract_graph
-from fusion.relax.kernel_objects import KernelObjects
 from fusion.relax.layout_lowering import lower
-from fusion.relax.machine_code import build
-from schedules.contract.cpu_target import target_with
-from schedules.contract.llvm_features import flags_of_mcpu
+from fusion.relax.machine_code import KernelObjects, build
+from schedules.contract.cpu_target import flags_of_mcpu, target_with
 from schedules.kernels.template_table import template_for
 from tests.fusion.bfloat16_models import whole_numbers
 from tests.fusion.relax.test_lower_precision import Whole

@@ -11,7 +11,7 @@ pytest.importorskip("onnxruntime")
 from costmodel.operators.layers import Conv2d
 from fusion.relax.extract import extract_graph
 from fusion.relax.onnx.importer import import_onnx
-from fusion.relax.onnx.whole_number_model import in_whole_numbers
+from fusion.relax.onnx.quantised_rewrites import in_whole_numbers
 from tests.fusion.quantised_models import QuantisedGraph, ours, theirs
 
 SHAPE = (1, 16, 6, 5)

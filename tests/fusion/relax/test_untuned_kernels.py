@@ -9,10 +9,10 @@ pytest.importorskip("tvm")
 from tvm import relax
 from tvm.relax import op
 
-from fusion.relax import leftover_reasons
+from fusion.relax import extract
 from fusion.relax.canonical.canonicalize import canonicalize
 from fusion.relax.extract import extract_graph
-from fusion.relax.resize_kernel import Resize2d
+from fusion.relax.kernels.resize import Resize2d
 from tests.fusion.lowered_models import check, check_canonical, conversions
 from tests.fusion.relax_models import CPU, module
 
@@ -26,7 +26,7 @@ def reasons(mod) -> set[str]:
 def test_softmax_along_rows(shape):
     mod = module(shape, lambda net, x: net(op.nn.softmax(net(op.multiply(x, relax.const(9.0))), axis=-1)))
     assert any(name.startswith("row_softmax") for name in check(mod))
-    assert leftover_reasons.ROWS in reasons(mod)
+    assert extract.ROWS in reasons(mod)
 
 
 def test_softmax_of_large_values():
@@ -40,7 +40,7 @@ def test_softmax_along_columns(shape):
     """Over the channels of images, as networks for segmentation end."""
     mod = module(shape, lambda net, x: net(op.nn.softmax(net(op.multiply(x, relax.const(30.0))), axis=1)))
     assert any(name.startswith("column_softmax") for name in check(mod))
-    assert leftover_reasons.ROWS in reasons(mod)
+    assert extract.ROWS in reasons(mod)
 
 
 def test_softmax_of_few_columns_stays_as_it_is():
@@ -64,7 +64,7 @@ def test_layer_norm_along_rows(shape):
 def test_products_of_two_tensors(left, right):
     mod = module(left, lambda net, x, y: net(op.matmul(x, y)), right)
     assert any(name.startswith("batched_product") for name in check(mod))
-    assert reasons(mod) == {leftover_reasons.ROWS}
+    assert reasons(mod) == {extract.ROWS}
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_an_image_is_resized_in_the_blocked_layout(size, way):
     assert any(name.startswith("resize") for name in names)
     # One pixel each: what the network is given and what it gives.
     assert len([name for name in conversions(names) if "to_blocked" in name]) == 1
-    assert leftover_reasons.RESIZED in reasons(mod)
+    assert extract.RESIZED in reasons(mod)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_rows_and_columns_are_taken_in_the_blocked_layout(bounds):
     names = check(mod)
     assert any(name.startswith("slice") for name in names)
     assert len([name for name in conversions(names) if "to_blocked" in name]) == 1
-    assert leftover_reasons.RESIZED in reasons(mod)
+    assert extract.RESIZED in reasons(mod)
 
 
 def test_positions_that_lie_on_pixels_are_those_pixels():
@@ -194,7 +194,7 @@ def test_group_norms_run_on_blocked_tensors(shape, groups, taken_apart):
     names = check_canonical(mod)
     assert {"channel_statistics", "group_norm"} <= {name.rstrip("0123456789") for name in names}
     assert not any(name.startswith(("relax.nn.group_norm", "multiply", "relax.multiply")) for name in names)
-    assert leftover_reasons.NORMALISED in reasons(canonicalize(mod))
+    assert extract.NORMALISED in reasons(canonicalize(mod))
 
 
 def test_groups_that_straddle_vectors_stay_as_they_are():
@@ -232,7 +232,7 @@ def test_one_dimension_is_an_image_of_one_row():
     names = check_canonical(mod)
     templates = ("conv", "depthwise", "line", "pointwise", "pool", "to_")
     assert {name for name in names if not name.startswith(templates)} <= {"relax.reshape"}
-    assert not reasons(canonicalize(mod)) - {leftover_reasons.MOVES}
+    assert not reasons(canonicalize(mod)) - {extract.MOVES}
 
 
 def test_a_convolution_of_one_dimension_with_a_computed_filter_stays_as_it_is():
@@ -269,7 +269,7 @@ def test_an_image_is_padded_with_its_own_pixels_in_the_blocked_layout(mode):
     mod = module((2, 16, 9, 7), body)
     names = check(mod)
     assert any(name.startswith("mirror_pad") for name in names) and len(conversions(names)) == 1
-    assert reasons(mod) == {leftover_reasons.RESIZED}
+    assert reasons(mod) == {extract.RESIZED}
 
 
 @pytest.mark.parametrize("channels", [2 * CPU.lanes, 2 * CPU.lanes + 5, CPU.lanes // 2 + 1])
@@ -332,7 +332,7 @@ def test_channels_that_are_looked_up_are_moved():
     mod = module((2, 16, 9, 7), body)
     names = check(mod)
     assert any(name.startswith("channel_move") for name in names) and len(conversions(names)) == 1
-    assert leftover_reasons.CHANNELS in reasons(mod)
+    assert extract.CHANNELS in reasons(mod)
 
 
 @pytest.mark.parametrize("channels", [CPU.lanes, 24])

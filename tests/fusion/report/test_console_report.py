@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from fusion.analysis.analyzer import LayerReport, NetworkAnalysis, OtherOperator, SiteReport
-from fusion.analysis.reasons import NOT_TUNED
+from fusion.analysis.analyzer import NOT_TUNED, LayerReport, NetworkAnalysis, OtherOperator, SiteReport
 from fusion.comparing.compare import Comparison
 from fusion.comparing.layer_table import LayerRow, LayerTable
-from fusion.comparing.rounds import Sampling
+from fusion.comparing.timing import Sampling
 from fusion.report.console_report import precision_lines, print_analysis, print_comparison, window_text
 from fusion.tuning.summary import _decision as site_decision
 

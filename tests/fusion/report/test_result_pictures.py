@@ -9,7 +9,7 @@ pytest.importorskip("tvm")
 import fusion
 from costmodel.base.errors import InputError
 from costmodel.machines.machine_file import write_machine
-from fusion.report.result_pictures import FRONTIER, draw_frontiers
+from fusion.report.pictures import FRONTIER, draw_frontiers
 from tests.fusion.commands.test_cli import toy_machine, write_model
 
 

@@ -12,9 +12,8 @@ import pytest
 from costmodel.base.errors import InputError
 from costmodel.machines.machine_records import ComputeRate, Machine, MemoryLevel, ParallelRegion, PerThreads
 from costmodel.operators.layers import Conv2d
-from fusion.model.conv_graph import Graph, Node, Other
-from fusion.model.selection import FusionPlan, Group
-from fusion.report.network_picture import COLUMNS, network_picture, place_layers
+from fusion.model.conv_graph import FusionPlan, Graph, Group, Node, Other
+from fusion.report.pictures import COLUMNS, network_picture, place_layers
 from fusion.report.tune_page import page, remove_reports, write_reports
 from fusion.tuning.summary import network_record
 from tests.web_pages import HOSTILE, OVERLAPS, drawn_page, found_in, read_page

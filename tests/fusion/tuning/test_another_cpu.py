@@ -1,5 +1,7 @@
 """Builds for another CPU: named, or that of a tracker's servers, which are on this machine."""
 
+# ruff: noqa: E402
+
 from __future__ import annotations
 
 import json
@@ -10,14 +12,14 @@ import numpy as np
 import pytest
 
 tvm = pytest.importorskip("tvm")
-import fusion  # noqa: E402
-from costmodel.base.errors import InputError, MissingDependencyError, ProjectError  # noqa: E402
-from costmodel.cpu.microbenchmark import find_compiler  # noqa: E402
-from costmodel.machines.machine_file import write_machine  # noqa: E402
-from schedules.contract.cpu_target import host_target  # noqa: E402
-from tests.fusion.commands.test_cli import toy_machine, write_model  # noqa: E402
-from tests.fusion.quantised_models import quantised  # noqa: E402
-from tests.schedules.rpc_servers import KEY, running_servers  # noqa: E402
+import fusion
+from costmodel.base.errors import InputError, MissingDependencyError, ProjectError
+from costmodel.cpu.calibration import find_compiler
+from costmodel.machines.machine_file import write_machine
+from schedules.contract.cpu_target import host_target
+from tests.fusion.commands.test_cli import toy_machine, write_model
+from tests.fusion.quantised_models import quantised
+from tests.schedules.rpc_servers import KEY, running_servers
 
 
 @pytest.fixture(scope="module")

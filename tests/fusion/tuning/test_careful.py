@@ -12,20 +12,19 @@ pytest.importorskip("tvm")
 
 from costmodel.base.errors import TuningError
 from costmodel.operators.layers import Conv2d
-from fusion.model.conv_graph import Graph, Node
-from fusion.model.selection import unfused_plan
+from fusion.model.conv_graph import Graph, Node, unfused_plan
 from fusion.tuning import job as tuning_job
 from fusion.tuning import network_check
+from fusion.tuning.clock import StageClock
 from fusion.tuning.finals import FinalNetwork
 from fusion.tuning.job import TuningJob
 from fusion.tuning.network import careful_configs, complete_configs
 from fusion.tuning.network_check import CAREFUL, CheckCost, CheckedNetwork, NetworkCheck, first_check
 from fusion.tuning.network_tuning import TunedKernels
-from fusion.tuning.time_limit import StageClock
 from schedules.contract.cpu_target import host_target
 from schedules.kernels.template_table import template_for
-from schedules.records.record_store import RecordStore
-from schedules.tuning.kernel_guesses import KernelGuesses
+from schedules.records.tuning_records import RecordStore
+from schedules.tuning.kernel_ranking import KernelGuesses
 
 CPU = host_target(2)
 GUESSES = KernelGuesses(CPU)

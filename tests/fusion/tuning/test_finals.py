@@ -13,15 +13,13 @@ import numpy as np
 import pytest
 
 from costmodel.operators.layers import Conv2d, FusedConvs
-from fusion.comparing.rounds import LEAST_ROUNDS, Sampling
-from fusion.model.candidates import Site
-from fusion.model.conv_graph import Graph, Node
-from fusion.model.selection import cover, unfused_plan
+from fusion.comparing.timing import LEAST_ROUNDS, Sampling
+from fusion.model.conv_graph import Graph, Node, Site, cover, unfused_plan
+from fusion.tuning.clock import StageClock, TimeLimit
 from fusion.tuning.finals import MOST_REPEATS, finalists, race, told_apart
 from fusion.tuning.job import TuningJob
 from fusion.tuning.network_tuning import TunedKernels
 from fusion.tuning.rehearsal import Rehearsed
-from fusion.tuning.time_limit import StageClock, TimeLimit
 
 ROUNDS = Sampling(rounds=15, seconds=0.0)
 

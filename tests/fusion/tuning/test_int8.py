@@ -1,5 +1,7 @@
 """``tune --precision int8``: a float model quantised on the way, within an error budget or not at all."""
 
+# ruff: noqa: E402
+
 from __future__ import annotations
 
 import json
@@ -13,16 +15,16 @@ import pytest
 from onnx import numpy_helper
 
 tvm = pytest.importorskip("tvm")
-import fusion  # noqa: E402
-from costmodel.base.errors import InputError  # noqa: E402
-from costmodel.machines.machine_file import write_machine  # noqa: E402
-from fusion.comparing.compare import compare_command  # noqa: E402
-from fusion.comparing.rounds import Sampling  # noqa: E402
-from fusion.model.precision import INT8  # noqa: E402
-from fusion.report.console_report import precision_lines  # noqa: E402
-from schedules.contract.cpu_target import host_target  # noqa: E402
-from tests.fusion.commands.test_cli import toy_machine  # noqa: E402
-from tests.fusion.quantised_models import INPUT, float_network  # noqa: E402
+import fusion
+from costmodel.base.errors import InputError
+from costmodel.machines.machine_file import write_machine
+from fusion.comparing.compare import compare_command
+from fusion.comparing.timing import Sampling
+from fusion.model.conv_graph import INT8
+from fusion.report.console_report import precision_lines
+from schedules.contract.cpu_target import host_target
+from tests.fusion.commands.test_cli import toy_machine
+from tests.fusion.quantised_models import INPUT, float_network
 
 CPU = host_target(1)
 pytestmark = pytest.mark.usefixtures("short_rounds")

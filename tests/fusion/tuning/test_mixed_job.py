@@ -11,7 +11,8 @@ import pytest
 pytest.importorskip("tvm")
 
 from fusion.acceptance.error_budget import BudgetExceeded, FrontierPoint, PrecisionChoice
-from fusion.tuning import mixed_job, time_limit
+from fusion.tuning import clock, mixed_job
+from fusion.tuning.clock import RACE_SECONDS, StageClock
 from fusion.tuning.job import TuningJob
 from fusion.tuning.mixed_job import MixedJob, MixedSearch
 from fusion.tuning.network_check import CheckCost
@@ -22,7 +23,6 @@ from fusion.tuning.precision import (
     PrecisionReport,
     error_seconds,
 )
-from fusion.tuning.time_limit import RACE_SECONDS, StageClock
 
 CHOICE = PrecisionChoice(
     frozenset("ab"), (), 0.004, {"a": 0.001, "b": 0.003},
@@ -54,7 +54,7 @@ def job(monkeypatch) -> MixedJob:
     network = SimpleNamespace(graph=None, sites=None, folder=None, request=SimpleNamespace(minutes=1.0, output=None))
     job = MixedJob(network, Path(), StageClock(0.0), SimpleNamespace(say=lambda _: None))
     job.check, job.plan, job.done, job.now, job.race_takes = CHECK, PLAN, [], 0.0, 0.0
-    monkeypatch.setattr(time_limit.time, "monotonic", lambda: job.now)
+    monkeypatch.setattr(clock.time, "monotonic", lambda: job.now)
     monkeypatch.setattr(mixed_job, "search_mixed", lambda *_: MixedSearch(mixed, None, CHOICE))
     monkeypatch.setattr(mixed_job, "finalists", lambda *_, **__: ("unfused", "fused"))
     monkeypatch.setattr(mixed_job, "tightened", tightened)

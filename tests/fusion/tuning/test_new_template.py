@@ -8,17 +8,16 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("tvm")
+from costmodel.cost_model import Estimate
 from costmodel.cpu.learned_residual import ResidualModel
-from costmodel.model.cost_model import Estimate
-from fusion.model.candidates import find_sites
-from fusion.model.conv_graph import Graph
+from fusion.model.conv_graph import Graph, find_sites
 from fusion.relax.extract import extract_graph
 from fusion.relax.layout_lowering import lower
 from fusion.relax.machine_code import build
 from fusion.tuning.network_tuning import NetworkTuner, TunedKernels, TuningBudget
 from schedules.kernels import template_table as templates
 from schedules.kernels.template_table import config_cost, config_terms, template_for
-from schedules.records.record_store import RecordStore
+from schedules.records.tuning_records import RecordStore
 from tests.fusion.fake_runner import FakeRunner
 from tests.fusion.relax_models import CPU, assert_close, inputs_of, kernel_names, module, stock
 from tests.fusion.two_pointwise import TwoPointwise

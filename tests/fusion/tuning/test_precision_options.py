@@ -15,10 +15,9 @@ from typer.testing import CliRunner
 from costmodel.base.errors import InputError
 from costmodel.machines.machine_file import write_machine
 from costmodel.machines.machine_records import ComputeRate
-from fusion.analysis.analyzer import analyze_model
-from fusion.analysis.precision_outlook import outlooks
+from fusion.analysis.analyzer import analyze_model, outlooks
 from fusion.commands.cli import app
-from fusion.model.precision import BFLOAT16, INT8
+from fusion.model.conv_graph import BFLOAT16, INT8
 from fusion.relax.extract import extract_graph
 from fusion.relax.onnx.importer import import_onnx
 from fusion.report.console_report import precision_lines
@@ -129,7 +128,7 @@ def test_a_machine_without_a_rate_is_refused(folder, tmp_path, monkeypatch):
 @needs_bfloat16
 def test_what_each_precision_promises(folder):
     """A machine with eight times the rate in bfloat16: half the bytes, at most an eighth of the arithmetic."""
-    from costmodel.machines.machine_catalog import load_machine
+    from costmodel.machines.machine_file import load_machine
 
     graph = extract_graph(import_onnx(folder / "model.onnx").mod)
     single, half, *_ = outlooks(graph, load_machine(str(folder / "toy.yaml")), CPU)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from costmodel.operators.layers import Dense
-from fusion.tuning import progress
-from fusion.tuning.progress import PLAIN_INTERVAL_SECONDS, TuningDisplay, describe
-from schedules.measuring.measure_messages import MeasureOutcome
-from schedules.tuning.tuning_session import TuningProgress
+from fusion.tuning import clock as progress
+from fusion.tuning.clock import PLAIN_INTERVAL_SECONDS, TuningDisplay, describe
+from schedules.measuring.timing_protocol import MeasureOutcome
+from schedules.tuning.kernel_tuner import TuningProgress
 
 STATE = TuningProgress(
     stage="search",

@@ -14,8 +14,14 @@ from typer.testing import CliRunner
 
 from costmodel.base.errors import InputError, ModelError
 from fusion.commands.cli import app
-from fusion.relax.onnx.onnx_quantised import is_quantised, origin_of, quantised_share, quantized_path
-from fusion.relax.onnx.onnx_quantizer import METHODS, QuantizationOptions
+from fusion.relax.onnx.quantised_model import (
+    METHODS,
+    QuantizationOptions,
+    is_quantised,
+    origin_of,
+    quantised_share,
+    quantized_path,
+)
 from fusion.tuning.quantization import quantize_model, render_quantized
 
 SHAPE = (3, 16, 16)

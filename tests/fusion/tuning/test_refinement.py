@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 
 from costmodel.operators.layers import Conv2d, Epilogue
-from fusion.model.conv_graph import Graph, Node
-from fusion.model.selection import unfused_plan
-from fusion.model.timed_network import Variant
-from fusion.tuning.rehearsal import LEAST_GAIN, Neighbours, improvements, refine, trials
-from schedules.measuring.measure_messages import MeasureOutcome
+from fusion.model.conv_graph import Graph, Node, unfused_plan
+from fusion.tuning.rehearsal import LEAST_GAIN, Neighbours, Variant, improvements, refine, trials
+from schedules.measuring.timing_protocol import MeasureOutcome
 
 EXPAND = Conv2d(1, 32, 14, 14, 64, (1, 1))
 DEPTHWISE = Conv2d(1, 64, 14, 14, 64, (3, 3), padding=(1, 1, 1, 1), groups=64)

@@ -5,10 +5,7 @@ from __future__ import annotations
 import time
 
 from costmodel.operators.layers import Conv2d, Epilogue, FusedConvs
-from fusion.model.candidates import find_sites
-from fusion.model.conv_graph import Graph, Node
-from fusion.model.selection import unfused_plan
-from fusion.model.timed_network import Variant
+from fusion.model.conv_graph import Graph, Node, find_sites, unfused_plan
 from fusion.tuning import rehearsal
 from fusion.tuning.rehearsal import (
     FILE,
@@ -18,6 +15,7 @@ from fusion.tuning.rehearsal import (
     RUNS,
     TURNS_SECONDS,
     RehearsalStore,
+    Variant,
     affordable_pool,
     rehearse,
     rounds,
@@ -26,7 +24,7 @@ from fusion.tuning.rehearsal import (
 )
 from schedules.contract.cpu_target import CpuTarget
 from schedules.measuring.kernel_program import last_uses, plan_buffers
-from schedules.measuring.measure_messages import MeasureOutcome
+from schedules.measuring.timing_protocol import MeasureOutcome
 
 CPU = CpuTarget(lanes=16, registers=32, mcpu="skylake-avx512", features=(), threads=2, l1_bytes=32768, l2_bytes=1 << 20)
 EXPAND = Conv2d(1, 32, 14, 14, 64, (1, 1))

@@ -10,8 +10,8 @@ pytest.importorskip("tvm")
 
 from costmodel.base.errors import InputError
 from fusion.tuning import road
+from fusion.tuning.clock import TuningDisplay
 from fusion.tuning.network import TuneRequest
-from fusion.tuning.progress import TuningDisplay
 
 
 def test_a_job_leaves_the_environment_as_it_was(tmp_path, monkeypatch):

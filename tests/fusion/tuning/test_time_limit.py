@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from fusion.comparing.rounds import LEAST_ROUNDS, Sampling
-from fusion.tuning import time_limit
-from fusion.tuning.time_limit import (
+from fusion.comparing.timing import LEAST_ROUNDS, Sampling
+from fusion.tuning import clock as time_limit
+from fusion.tuning.clock import (
     LATE_SECONDS,
     LEAST_CALLS,
     LEAST_REFERENCE_SECONDS,

@@ -10,17 +10,15 @@ import pytest
 from costmodel.base.errors import OutputError, TuningError
 from costmodel.operators.layers import Conv2d, FusedConvs
 from fusion.artifact.build_folder import output_directory
-from fusion.model.candidates import find_sites
-from fusion.model.conv_graph import Graph, Node
-from fusion.model.selection import FusionPlan
+from fusion.model.conv_graph import FusionPlan, Graph, Node, find_sites
 from fusion.report.console_report import short_names
 from fusion.tuning import network_tuning, rehearsal
 from fusion.tuning.network_tuning import HOPELESS, SCREENING_TRIALS, NetworkTuner, TunedKernels, TuningBudget
 from fusion.tuning.rehearsal import Rehearsed
 from schedules.contract.cpu_target import CpuTarget
 from schedules.kernels.template_table import template_for
-from schedules.records.record_store import RecordStore
-from schedules.tuning import tuning_session
+from schedules.records.tuning_records import RecordStore
+from schedules.tuning import kernel_tuner
 from schedules.tuning.kernel_tuner import SearchSettings, Tuner
 from tests.fusion.fake_runner import FakeRunner, NoOpinion
 
@@ -280,7 +278,7 @@ def test_what_a_comparison_leaves_of_the_time_goes_into_trials_again(tmp_path, m
     """A trial takes 1 s, networks take no time: of 60 s none is given back, and what was found late is compared too."""
     clock = [0.0]
     monkeypatch.setattr(network_tuning.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(tuning_session.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(kernel_tuner.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(rehearsal.time, "monotonic", lambda: clock[0])
 
     class Slow(FakeRunner):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from costmodel.base.errors import InputError
-from fusion.model.calibration_data import DeclaredInput, read_calibration
+from fusion.model.named_arrays import DeclaredInput, read_calibration
 from lab.bench import precision
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from costmodel.operators.index_statistics import zipf
+from costmodel.operators.lookups import zipf
+from e2e.sharding.local_search import GREEDY
 from e2e.sharding.planner import SearchEffort, find_plan, make_problem, simulated_seconds
-from e2e.sharding.problem.state import state_of
-from e2e.sharding.search.greedy import GREEDY
+from e2e.sharding.step_model import state_of
 from lab.bench.sharding import ORACLE, OURS, Errors, Outcome, perturbed, run_task, small_task
 
 QUICK = SearchEffort(seconds=0.5, kicks=3, deterministic=0.0)

@@ -10,7 +10,7 @@ import pytest
 
 from costmodel.base.errors import InputError
 from fusion.artifact.build_folder import MANIFEST, Artifact
-from fusion.comparing.rounds import Sampling
+from fusion.comparing.timing import Sampling
 from lab.bench import zero_trials
 from lab.bench.zero_trials import compare_builds
 

@@ -11,14 +11,13 @@ import pytest
 import yaml
 
 from costmodel.base.errors import InputError, MissingDependencyError
-from costmodel.base.foreign_files import digest
+from costmodel.base.input_files import digest
 from lab.data import data_folder as folder
-from lab.data import fetching
+from lab.data import manifest as fetching
 from lab.data import manifest as sources
 from lab.data.__main__ import main
 from lab.data.data_folder import data_folder, user_data_directory
-from lab.data.fetching import fetch
-from lab.data.manifest import MANIFEST, read_sources, sources_named, standing
+from lab.data.manifest import MANIFEST, fetch, read_sources, sources_named, standing
 
 TABLE, TIMES = b"# gpus,ms\n2,1.5\n8,9.0\n4,2.5\n", b"size,ns\n1,2\n"
 

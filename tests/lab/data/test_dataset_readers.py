@@ -11,12 +11,12 @@ import pytest
 
 from costmodel.base.errors import InputError
 from costmodel.operators.collective_transfer import CollectiveTransfer
+from lab.bench.embedding_kernels import FILE, RANKS, SAMPLES, read_dlrm_trace
 from lab.data.collective_sweeps import read_collectives, sweep_files
-from lab.data.dlrm_trace import FILE, RANKS, SAMPLES, read_dlrm_trace
 from lab.data.neusight import latency_files
 from lab.data.product_tables import gemm_files
-from lab.validate.collectives import RANKS as LEFT_OUT_RANKS
-from lab.validate.collectives import SIZES, validate_collectives
+from lab.validate.cost_models import HELD_OUT_RANKS as LEFT_OUT_RANKS
+from lab.validate.cost_models import HELD_OUT_SIZES, validate_collectives
 
 
 def nccl_perf(data, rows, system="h100_sxm", version="2.99"):
@@ -120,9 +120,9 @@ def test_validation_of_collectives_on_a_made_sweep(tmp_path):
         for power in range(9, 28)
     ]
     nccl_perf(tmp_path, rows)
-    results = validate_collectives(tmp_path, (SIZES, LEFT_OUT_RANKS))
+    results = validate_collectives(tmp_path, (HELD_OUT_SIZES, LEFT_OUT_RANKS))
     own = {(each.split, each.family): each.accuracy for each in results if each.machine == "h100-sxm"}
-    assert own[SIZES, "all_reduce, from 1 MiB"].mape < 0.05
+    assert own[HELD_OUT_SIZES, "all_reduce, from 1 MiB"].mape < 0.05
     assert own[LEFT_OUT_RANKS, "all kinds, from 1 MiB"].count == 9  # 1 MiB to 256 MiB
     assert own[LEFT_OUT_RANKS, "all kinds, from 1 MiB"].mape < 0.15
 

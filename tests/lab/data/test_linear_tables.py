@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from costmodel.operators.linear_attention import CausalConvolution, LinearAttention
+from costmodel.operators.attention import CausalConvolution, LinearAttention
 from lab.data.attention_tables import read_linear
 
 pyarrow = pytest.importorskip("pyarrow")

@@ -10,9 +10,9 @@ import shutil
 import pytest
 
 from costmodel.base.errors import InputError
-from costmodel.base.foreign_files import digest
+from costmodel.base.input_files import digest
 from lab.data.data_folder import data_folder
-from lab.data.named_files import named_in, named_tables, select
+from lab.data.selection import named_in, named_tables, select
 from lab.fit import public_tables as fitting
 from lab.fit.__main__ import main as fit_main
 from lab.fit.collectives import fit_collectives

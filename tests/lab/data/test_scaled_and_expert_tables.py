@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from costmodel.operators.expert_work import ExpertLayer
-from costmodel.operators.scaled_work import ScaledCast, ScaledGemm
+from costmodel.operators.device_work import ScaledCast, ScaledGemm
+from costmodel.operators.experts import ExpertLayer
 from lab.data import product_tables as expert_tables
 from lab.data import product_tables as scaled_tables
 

@@ -1,6 +1,6 @@
 """The draw of rows that no fit sees."""
 
-from lab.data.sealed_rows import KEYS, is_sealed
+from lab.data.selection import KEYS, is_sealed
 
 TABLE = "whole_step/llm_training_kinds.csv"
 

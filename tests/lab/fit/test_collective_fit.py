@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from costmodel.collectives.calibration import DIRECTORY, NAME, read_calibration
-from costmodel.collectives.constants import FILE, constants
 from costmodel.collectives.own_cluster import MeasuredRow, calibrate, held_out_ranks, held_out_sizes
-from costmodel.collectives.physics import analyse
+from costmodel.collectives.physics import FILE, analyse, constants
 from costmodel.collectives.sweep_logs import CollectiveRow, whole_buffer
 from costmodel.operators.collective_transfer import CollectiveTransfer
 from lab.data.collective_sweeps import read_collectives
@@ -17,7 +16,7 @@ from lab.fit.__main__ import main as fit_main
 from lab.fit.collectives import by_machine, constants_of, fit_collectives, rows_of
 from lab.fit.public_tables import selection_of
 from lab.validate.__main__ import main as validate_main
-from lab.validate.collectives import RANKS, SIZES, validate_collectives
+from lab.validate.cost_models import HELD_OUT_RANKS, HELD_OUT_SIZES, validate_collectives
 
 DATA = data_folder()
 needs_data = pytest.mark.skipif(not (DATA / "vtrain").exists(), reason="the public measurements are not here")
@@ -160,8 +159,12 @@ GOALS = {"from 1 MiB": 0.08, "below 1 MiB": 0.20}
 @needs_data
 def test_goals_on_sizes_and_ranks_left_out():
     named = selection_of("collectives", DATA).wants
-    results = [each for each in validate_collectives(DATA, (SIZES, RANKS), named) if "all kinds" in each.family]
-    assert {each.split for each in results} == {SIZES, RANKS} and len(results) > 10
+    results = [
+        each
+        for each in validate_collectives(DATA, (HELD_OUT_SIZES, HELD_OUT_RANKS), named)
+        if "all kinds" in each.family
+    ]
+    assert {each.split for each in results} == {HELD_OUT_SIZES, HELD_OUT_RANKS} and len(results) > 10
     for each in results:
         size = each.family.removeprefix("all kinds, ")
         assert each.accuracy.mape <= GOALS[size], (each.split, each.family, each.machine, each.accuracy)

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from costmodel.gpu import gpu_cost_model
-from costmodel.machines.machine_catalog import load_machine
+from costmodel.machines.machine_file import load_machine
 from costmodel.operators.device_work import Gemm, Normalization
-from e2e.price.release_spread import RELEASE_SPREAD, OfOlderLibraries, release_spread
+from e2e.price.speed_band import RELEASE_SPREAD, OfOlderLibraries, release_spread
 from lab.data.timm_steps import TimmStep
 from lab.fit.release_spread import main, release_pairs, spread_of
 

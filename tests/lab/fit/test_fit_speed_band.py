@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from e2e.price.release_spread import release_spread
-from e2e.price.speed_band import SpeedBand, StepErrors
+from e2e.price.speed_band import SpeedBand, StepErrors, release_spread
 from lab.fit.speed_band import UNSEEN, fit_speed_band, left_out_bands
 from lab.steps.training_requests import AskedStep, asked_step
 from lab.steps.training_rows import TrainingRow

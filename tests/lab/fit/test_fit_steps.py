@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from costmodel.gpu.factory import gpu_cost_model
-from costmodel.gpu.families.image_kernels import ImageKernels
-from costmodel.gpu.families.inverted_shares import InvertedShares
-from costmodel.gpu.families.tensor_convolution import TensorConvolution
+from costmodel.gpu.families.convolution import TensorConvolution
+from costmodel.gpu.families.family import InvertedShares
+from costmodel.gpu.families.normalization import ImageKernels
 from costmodel.gpu.own_gpu import CountedStep, read_inventory, write_inventory
-from costmodel.machines.machine_catalog import load_machine
+from costmodel.machines.machine_file import load_machine
 from costmodel.operators.device_work import Elementwise, Normalization
 from costmodel.operators.layers import Conv2d
 from lab.data.timm_steps import read_timm

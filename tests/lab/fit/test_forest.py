@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from costmodel.gpu.residuals import forest
-from costmodel.gpu.residuals.forest import Forest
+from costmodel.gpu import residual
+from costmodel.gpu.residual import Forest
 from lab.fit.trees import from_booster
 
 
@@ -30,7 +30,7 @@ def test_the_arrays_answer_as_xgboost_does():
     expected = booster.predict(xgboost.DMatrix(features))
     ours = from_booster(booster, 4)
     assert ours.predict(features) == pytest.approx(expected, abs=1e-4)
-    read = forest.from_record(json.loads(json.dumps(forest.to_record(ours))))
+    read = residual.forest_from_record(json.loads(json.dumps(residual.forest_to_record(ours))))
     assert read.predict(features) == pytest.approx(expected, abs=0.02)
     assert (read.columns == ours.columns).all() and (read.thresholds == ours.thresholds).all()
 
@@ -39,4 +39,4 @@ def test_the_arrays_answer_as_xgboost_does():
 def test_a_damaged_record_is_a_value_error(change):
     tree = Forest(np.zeros((3, 1), np.uint8), np.zeros((3, 1), np.float32), np.zeros((3, 2), np.float32), 0.0)
     with pytest.raises(ValueError):
-        forest.from_record({**forest.to_record(tree), **change})
+        residual.forest_from_record({**residual.forest_to_record(tree), **change})

@@ -9,16 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from costmodel.base.foreign_files import digest
+from costmodel.base.input_files import digest
 from costmodel.commands.cli import main as costmodel_main
-from costmodel.gpu.residuals.fitted import all_fitted, transfer
-from costmodel.machines.machine_catalog import load_machine
+from costmodel.gpu.fitted import all_fitted, transfer
+from costmodel.machines.machine_file import load_machine
 from lab.data.data_folder import data_folder
 from lab.fit.__main__ import main as fit_main
-from lab.fit.kernel_rows import transfer_of
 from lab.fit.kernels import fit, rows_by_family
+from lab.fit.transfer import transfer_of
 from lab.validate.__main__ import main as validate_main
-from lab.validate.kernels import CALIBRATED, HELD_OUT, LEFT_OUT, left_out_machine, validate
+from lab.validate.cost_models import CALIBRATED, HELD_OUT_SHAPES, LEFT_OUT_GPU, left_out_machine, validate_kernels
 
 pytest.importorskip("xgboost")
 DATA = data_folder()
@@ -69,17 +69,19 @@ def test_one_file_per_gpu_with_provenance(models, invented):
 
 
 def test_what_is_fitted_is_learned_and_a_left_out_gpu_gets_the_others_level(invented, models):
-    errors = {(each.split, each.machine): each.accuracy for each in validate(invented, models)}
+    errors = {(each.split, each.machine): each.accuracy for each in validate_kernels(invented, models)}
     for _, name, _ in GPUS:
-        assert errors[HELD_OUT, name].mape < 0.01 and errors[HELD_OUT, name].coverage == {"fitted": pytest.approx(1)}
+        assert errors[HELD_OUT_SHAPES, name].mape < 0.01 and errors[HELD_OUT_SHAPES, name].coverage == {
+            "fitted": pytest.approx(1)
+        }
         assert errors[CALIBRATED, name].mape < 0.02
     shares = {name: load_machine(name).memory[-1] for _, name, _ in GPUS}
     share = {name: level.bandwidth.at(1) / level.datasheet for name, level in shares.items()}
     # T4 is taken for as slow as P4: by 1.4 / 1.2, and by what each reaches of its DRAM's datasheet.
     expected = 1.4 / 1.2 * share["t4"] / share["p4"] - 1
-    assert errors[LEFT_OUT, "t4"].bias == pytest.approx(expected, abs=0.01)
-    assert errors[LEFT_OUT, "t4"].coverage == {"analytic": pytest.approx(1)}
-    assert (LEFT_OUT, "l40s") not in errors  # nothing to learn from
+    assert errors[LEFT_OUT_GPU, "t4"].bias == pytest.approx(expected, abs=0.01)
+    assert errors[LEFT_OUT_GPU, "t4"].coverage == {"analytic": pytest.approx(1)}
+    assert (LEFT_OUT_GPU, "l40s") not in errors  # nothing to learn from
 
 
 def test_levels_weigh_machines_not_rows(invented, models):
@@ -110,7 +112,7 @@ def test_the_commands(invented, tmp_path, capsys):
     assert {Path(each["file"]).stem for each in files} >= {"t4", "p4", "l40s", "transfer", "l4"}  # l4: points alone
     assert validate_main(["kernels", "--all", "--data", str(invented), "--models", str(tmp_path), "--json"]) == 0
     results = json.loads(capsys.readouterr().out)["kernels"]["results"]
-    row = next(each for each in results if each["machine"] == "p4" and each["split"] == HELD_OUT)
+    row = next(each for each in results if each["machine"] == "p4" and each["split"] == HELD_OUT_SHAPES)
     assert row["mape"] < 0.01 and row["count"] > 20
     assert validate_main(["kernels", "--all", "--data", str(invented), "--models", str(tmp_path)]) == 0
     assert "left-out GPU, 20 points" in capsys.readouterr().out

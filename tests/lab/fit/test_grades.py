@@ -9,11 +9,10 @@ import pytest
 
 from costmodel.gpu import gpu_cost_model
 from costmodel.gpu.families.memory_bound import MemoryBound
-from costmodel.gpu.residuals.fitted import ANY_FAMILY, DIRECTORY, LevelTransfer, power_class, residuals_for, transfer
-from costmodel.machines.machine_catalog import load_machine
+from costmodel.gpu.fitted import ANY_FAMILY, DIRECTORY, LevelTransfer, power_class, residuals_for, transfer
+from costmodel.machines.machine_file import load_machine
 from costmodel.operators.device_work import Elementwise, Gemm, Normalization, OptimizerStep, Softmax
-from lab.fit.grades import with_grades
-from lab.fit.kernel_rows import KernelRows, transfer_of
+from lab.fit.transfer import KernelRows, transfer_of, with_grades
 
 ELEMENTS = 1 << 26
 

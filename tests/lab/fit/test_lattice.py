@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from costmodel.gpu.families.gemm import TensorGemm
-from costmodel.gpu.residuals.lattice import Lattice, axes_of, from_record, rising, to_record
-from costmodel.machines.machine_catalog import load_machine
+from costmodel.gpu.residual import Lattice, axes_of, lattice_from_record, lattice_to_record, rising
+from costmodel.machines.machine_file import load_machine
 from costmodel.operators.device_work import Gemm
-from lab.fit.kernel_rows import KernelRows, disturbed
+from lab.fit.transfer import KernelRows, disturbed
 
 AXES = axes_of((1, 2, 8, 64), (32, 128, 4096))
 
@@ -49,11 +49,11 @@ def test_one_row_out_of_line_moves_to_the_middle_of_its_neighbours():
 
 def test_it_survives_json_and_refuses_nonsense():
     known = lattice(3)
-    record = json.loads(json.dumps(to_record(known)))
-    assert from_record(record).seconds == pytest.approx(known.seconds, rel=1e-4)
+    record = json.loads(json.dumps(lattice_to_record(known)))
+    assert lattice_from_record(record).seconds == pytest.approx(known.seconds, rel=1e-4)
     for wrong in ({"axes": [[1, 1, 8, 64], [32, 128, 4096]]}, {"axes": [[1, 2], [32, 128]]}):
         with pytest.raises(ValueError, match="of a lattice"):
-            from_record({**record, **wrong})
+            lattice_from_record({**record, **wrong})
 
 
 def test_a_row_slower_than_its_twins_is_disturbed_and_a_level_between_the_two_is_not():

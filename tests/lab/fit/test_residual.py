@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from costmodel.gpu.residuals import residual
+from costmodel.gpu import residual
 from lab.fit.trees import TreeEffort, train
 
 pytest.importorskip("xgboost")
@@ -47,7 +47,7 @@ def test_rows_beyond_what_was_seen_are_named(learned):
 
 
 def test_it_survives_json(learned):
-    read = residual.from_record(json.loads(json.dumps(residual.to_record(learned))))
+    read = residual.residual_from_record(json.loads(json.dumps(residual.residual_to_record(learned))))
     rows = np.array([[2.0, 0.5], [8.0, 0.5]])
     assert read.predict(rows)[0] == pytest.approx(learned.predict(rows)[0], abs=0.01)
     assert (read.names, read.rows) == (learned.names, learned.rows)
@@ -56,5 +56,5 @@ def test_it_survives_json(learned):
 def test_training_twice_gives_the_same_file(sample):
     features, target = sample
     held_out = np.arange(1200) % 6 == 0
-    records = [residual.to_record(train(features, target, held_out, EFFORT)) for _ in range(2)]
+    records = [residual.residual_to_record(train(features, target, held_out, EFFORT)) for _ in range(2)]
     assert records[0] == records[1]

@@ -3,6 +3,8 @@
 The files list one layer of each model (an FX graph with shapes), besides what surrounds the layers.
 """
 
+# ruff: noqa: E402
+
 from __future__ import annotations
 
 import ast
@@ -16,15 +18,15 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from costmodel.operators.device_work import Elementwise, Gemm, Normalization, Rearrangement, Softmax  # noqa: E402
-from e2e.capture.models.transformer import PRESETS, read_config  # noqa: E402
-from e2e.capture.session import capture  # noqa: E402
-from e2e.lowering import unknown_operators  # noqa: E402
-from e2e.lowering.lower_trace import lower  # noqa: E402
-from e2e.step.execution_graph import RankGraph  # noqa: E402
-from e2e.step.options import StepOptions  # noqa: E402
-from lab.data.data_folder import data_folder  # noqa: E402
-from lab.steps.labelled_models import label_workload  # noqa: E402
+from costmodel.operators.device_work import Elementwise, Gemm, Normalization, Rearrangement, Softmax
+from e2e.capture.models.transformer import PRESETS, read_config
+from e2e.capture.session import capture
+from e2e.lowering import unknown_operators
+from e2e.lowering.lower_trace import lower
+from e2e.step.execution_graph import RankGraph
+from e2e.step.options import StepOptions
+from lab.data.data_folder import data_folder
+from lab.steps.labelled_models import label_workload
 
 DATA = data_folder() / "neusight"
 LAYERS = {"gpt2": "n_layer", "bert": "num_hidden_layers", "opt": "num_hidden_layers"}

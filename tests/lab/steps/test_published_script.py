@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from e2e.capture.session import capture
-from e2e.lowering.lowered_step import lower_step
+from e2e.lowering.lower_trace import lower_step
 from e2e.step.options import StepOptions
 from lab.steps.published_images import CLASSES, PUBLISHED, ScriptRun, scripted_workload
 

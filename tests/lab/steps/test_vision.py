@@ -92,12 +92,12 @@ def test_held_out_steps_have_figures_of_their_own(capsys):
 
 
 def test_without_timm_it_says_what_it_needs_and_predicts_its_own_models(monkeypatch, capsys):
-    from e2e.capture.models import timm_models
+    from e2e.capture.models import image_models
 
     def absent():
         raise InputError("timm is not installed; pip install --no-deps timm")
 
-    monkeypatch.setattr(timm_models, "timm_library", absent)
+    monkeypatch.setattr(image_models, "timm_library", absent)
     section = vision_section.vision_section(Path("nowhere"), "train-nhwc-amp-nvidia")
     assert section is not None and {each.step.model for each in section.results} == {"resnet-50"}
     section.render()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from costmodel.model.cost_model import Estimate
-from lab.validate.accuracy import accuracy, relative_errors
+from costmodel.cost_model import Estimate
+from lab.validate.cost_models import accuracy, relative_errors
 
 
 def estimate(seconds, lower=None, upper=None, source="analytic"):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lab.data.sealed_rows import is_sealed
+from lab.data.selection import is_sealed
 from lab.data.timm_steps import TimmStep
 from lab.validate.memory import (
     GOLDEN_FILE,

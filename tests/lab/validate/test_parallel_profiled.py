@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from costmodel.base.errors import InputError
+from costmodel.cost_model import CostModel, Estimate
 from costmodel.gpu.factory import gpu_cost_model
-from costmodel.machines.machine_catalog import load_machine
-from costmodel.model.cost_model import CostModel, Estimate
+from costmodel.machines.machine_file import load_machine
 from costmodel.operators.device_work import Gemm
-from e2e.parallelism.condense import Condenser
-from e2e.parallelism.layers.pieces import LayerCollective, Work
+from e2e.parallelism.pieces import LayerCollective, Work
+from e2e.parallelism.rewrites import Condenser
 from e2e.price.pricing import price
 from e2e.step.execution_graph import CallInfo, Duration, ExecutionGraph, HostWork, Launch, RankGraph, Task
 from lab.data.data_folder import data_folder

@@ -8,21 +8,20 @@ from pathlib import Path
 import pytest
 
 from costmodel.base.errors import InputError
-from costmodel.machines.machine_catalog import load_machine
-from costmodel.model.cost_model import CostModel, Estimate
+from costmodel.cost_model import CostModel, Estimate
+from costmodel.machines.machine_file import load_machine
 from costmodel.operators.device_work import Elementwise, Gemm
-from e2e.price.retarget import Scaling, retarget
+from e2e.price.recorded_kernels import Scaling, retarget
 from e2e.simulate.simulator import simulate
 from e2e.sources.known_requests import Recording
 from e2e.sources.prepared_step import run
 from e2e.sources.recorded_job import prepare_recording
 from e2e.step.execution_graph import CallInfo, Duration, ExecutionGraph, Launch, RankGraph, Task
-from e2e.traces.formats.gpu_names import machine_of_gpu
 from e2e.traces.formats.kineto import read_kineto
-from e2e.traces.linking.step_window import iterations
 from e2e.traces.recorded_graph import recorded_graph, recorded_ranks
-from e2e.traces.recorded_run import expand_files, read_recorded_run
-from lab.validate.replay import replay, replay_public
+from e2e.traces.recorded_run import expand_files, machine_of_gpu, read_recorded_run
+from e2e.traces.step_window import iterations
+from lab.validate.recorded_jobs import replay, replay_public
 from tests.e2e.recorded_traces import DATA, DLRM, DLRM_ET, LINEAR, LINEAR_ET, Profile, recorded
 
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from costmodel.base.errors import InputError
-from e2e.price.overhead_files import load_table
+from e2e.price.host_overheads import load_table
 from lab.fit import host_overheads as overhead_fitting
 from lab.fit.host_overheads import H100_NAME, INFLATION_FILE, SHARED_NAME, fit_shared_tables, level_of
 from lab.validate.models import CONFIGS, LABELS, cases
-from lab.validate.replay import DLRM_PROFILES, DLRM_TRACES
+from lab.validate.recorded_jobs import DLRM_PROFILES, DLRM_TRACES
 from lab.validate.sections import Asked, run_sections
 from tests.e2e.recorded_traces import MAIN, Profile
 

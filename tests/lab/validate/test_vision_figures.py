@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from costmodel.gpu.factory import gpu_cost_model
-from costmodel.gpu.families.inverted_shares import inverted_shares
+from costmodel.gpu.families.family import inverted_shares
 from costmodel.gpu.own_gpu import CountedStep, read_inventory
-from costmodel.machines.machine_catalog import load_machine
+from costmodel.machines.machine_file import load_machine
 
 SAMPLE = Path(__file__).parent / "vision_sample.json.gz"
 TRUST = Path(__file__).resolve().parents[3] / "docs" / "trust.md"

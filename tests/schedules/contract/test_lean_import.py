@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from costmodel.base.errors import OutputError
-from costmodel.base.termination import Terminated
-from schedules.contract.lean_import import import_tvm_alone, uninterrupted
+from costmodel.base.process import Terminated
+from schedules.contract.tvm_import import import_tvm_alone, uninterrupted
 
 
 def test_ctrl_c_waits_until_the_import_is_whole():

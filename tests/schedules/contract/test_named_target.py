@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from costmodel.base.errors import InputError, MachineError
-from costmodel.machines.machine_catalog import load_machine
+from costmodel.machines.machine_file import load_machine
 from costmodel.machines.machine_records import Host
-from schedules.contract.cpu_target import CpuTarget, required_flags, target_with
-from schedules.contract.named_target import machine_target, parse_target
-from schedules.records import recorded_cpus as records
-from schedules.records.recorded_cpus import recorded_cpus
+from schedules.contract.cpu_target import CpuTarget, machine_target, parse_target, required_flags, target_with
+from schedules.records import tuning_records as records
+from schedules.records.tuning_records import recorded_cpus
 
 pytest.importorskip("tvm")
 

@@ -6,7 +6,8 @@ import warnings
 
 import pytest
 
-from schedules.contract import cpu_target, tile_permission
+from schedules.contract import cpu_target
+from schedules.contract import cpu_target as tile_permission
 from schedules.contract.cpu_target import host_target, without_tiles
 
 XEON = frozenset((

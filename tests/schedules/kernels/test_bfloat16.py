@@ -15,17 +15,16 @@ from tests.case_lists import one_in
 
 pytest.importorskip("tvm")
 from costmodel.operators.layers import Conv2d, Dense, Epilogue, FusedConvs, Pool2d
-from schedules.contract.blocked_layout import unblock
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.kernel_compilation import VECTOR_ATTRIBUTE, compile_function, compile_kernel
 from schedules.contract.operator_reference import reference, rounded_to
 from schedules.contract.operator_workload import workload
-from schedules.contract.template import Signature, TensorSpec
+from schedules.contract.template import Signature, TensorSpec, unblock
 from schedules.kernels.template_table import TEMPLATES, template_for
 from schedules.loops import emit
 from schedules.loops.dot_products import BFLOAT16, DotProduct
-from schedules.measuring.kernel_arguments import WrongValues, make_case, random_parameters, tolerance
-from schedules.records.record_store import RecordStore
+from schedules.measuring.kernel_verification import WrongValues, make_case, random_parameters, tolerance
+from schedules.records.tuning_records import RecordStore
 from tests.schedules.awkward_operators import AWKWARD, RELU6, separable, stored_as
 from tests.schedules.kernel_cases import CPU, conv, pytorch, random_case, random_gate
 

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("tvm")
 from costmodel.operators.layers import Conv2d, Epilogue
 from schedules.contract.cpu_target import CpuTarget
-from schedules.kernels.column_lanes import COLUMNS_OF_A_VECTOR, LANE_COLUMNS, ColumnLanes, widened
+from schedules.kernels.few_channels import COLUMNS_OF_A_VECTOR, LANE_COLUMNS, ColumnLanes, widened
 from schedules.kernels.template_table import template_for
 from tests.schedules.kernel_cases import CPU, conv, pytorch, random_case, run_kernel
 

@@ -13,14 +13,13 @@ from hypothesis import strategies as st
 from tests.case_lists import one_in
 
 pytest.importorskip("tvm")
-from costmodel.cpu.winograd_work import OUTPUTS
+from costmodel.cpu.core_work import OUTPUTS
 from costmodel.operators.layers import Conv2d, Epilogue, FusedConvs
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.operator_reference import reference
-from schedules.kernels.conv_pair import ConvPair, ConvPairKnobs
-from schedules.kernels.pair_layers import has_winograd
+from schedules.kernels.fused.conv_pair import ConvPair, ConvPairKnobs, has_winograd
 from schedules.kernels.template_table import template_for
-from schedules.loops.row_window import RowWindow
+from schedules.loops.kernel_inputs import RowWindow
 from tests.schedules.kernel_cases import CPU, conv, pytorch, random_case, run_kernel
 
 RELU = Epilogue(bias=True, activation="relu")

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("tvm")
 from costmodel.operators.layers import Epilogue, Prologue
 from schedules.contract.cpu_target import CpuTarget
-from schedules.kernels.grouped_conv2d import GROUP_CHANNELS, GroupedConv2d
+from schedules.kernels.few_channels import GROUP_CHANNELS, GroupedConv2d
 from schedules.kernels.template_table import template_for
 from tests.schedules.kernel_cases import CPU, conv, pytorch, random_case, run_kernel
 

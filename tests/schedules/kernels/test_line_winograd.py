@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 pytest.importorskip("tvm")
-from costmodel.cpu.line_work import PIECES, Lines
+from costmodel.cpu.core_work import PIECES, Lines
 from costmodel.operators.layers import Conv2d, Epilogue
 from schedules.contract.cpu_target import CpuTarget
 from schedules.kernels.direct_conv2d import DirectConv2d
-from schedules.kernels.line_winograd import PIECE_TAPS, LineWinograd, piece_matrices
 from schedules.kernels.template_table import template_for
+from schedules.kernels.winograd_conv2d import PIECE_TAPS, LineWinograd, piece_matrices
 from tests.schedules.kernel_cases import CPU, conv, pytorch, random_case, run_kernel
 
 AVX2 = CpuTarget(8, 16, "haswell", ("avx2", "fma"), 2, 32 * 1024, 512 * 1024)

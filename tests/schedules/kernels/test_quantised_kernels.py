@@ -18,7 +18,7 @@ from schedules.contract.template import Parameters, QuantisedAddition, Requantis
 from schedules.kernels.template_table import template_for
 from schedules.loops.emit import Axis
 from schedules.loops.requantised_sums import EdgeClasses, pack_requantisation
-from schedules.measuring.kernel_arguments import WrongValues, make_case
+from schedules.measuring.kernel_verification import WrongValues, make_case
 
 HOST = host_target(2)
 EMULATED = "int8" not in HOST.dot_products

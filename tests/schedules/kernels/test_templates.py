@@ -20,7 +20,7 @@ from costmodel.operators.layers import ACTIVATIONS, Conv2d, Dense, Epilogue, Fus
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.operator_reference import reference
 from schedules.kernels.template_table import TEMPLATES, config_cost, template_for
-from schedules.loops.task_splits import task_splits
+from schedules.loops.config_space import task_splits
 from tests.schedules.awkward_operators import AWKWARD, RELU6, expanded, inverted, separable, stem
 from tests.schedules.kernel_cases import CPU, conv, pytorch, random_case, random_gate, run_kernel
 

@@ -18,15 +18,13 @@ from tests.case_lists import one_in
 
 pytest.importorskip("tvm")
 from costmodel.operators.layers import Dense, Epilogue, FusedConvs
-from schedules.contract.cpu_target import CpuTarget, host_target, target_with
+from schedules.contract.cpu_target import CpuTarget, flags_of_mcpu, host_target, target_with, tiles_refused
 from schedules.contract.kernel_compilation import compile_function, compile_kernel
-from schedules.contract.llvm_features import flags_of_mcpu
 from schedules.contract.tile_operations import TILE_BLOCKS, TileNumbers, configuration
-from schedules.contract.tile_permission import tiles_refused
+from schedules.kernels.pointwise_kernel import TilePointwiseKnobs
 from schedules.kernels.template_table import template_for
-from schedules.kernels.tile_pointwise import TilePointwiseKnobs
 from schedules.loops.tile_products import tile_shapes
-from schedules.measuring.kernel_arguments import WrongValues, make_case
+from schedules.measuring.kernel_verification import WrongValues, make_case
 from tests.schedules.awkward_operators import AWKWARD, stored_as
 from tests.schedules.kernel_cases import conv
 

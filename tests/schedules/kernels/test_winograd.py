@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 pytest.importorskip("tvm")
-from costmodel.cpu.winograd_work import OUTPUTS
+from costmodel.cpu.core_work import OUTPUTS
 from costmodel.operators.layers import Epilogue, Prologue
 from schedules.contract.cpu_target import CpuTarget
 from schedules.kernels.direct_conv2d import DirectConv2d
 from schedules.kernels.template_table import template_for
 from schedules.kernels.winograd_conv2d import WINOGRAD_OUTPUTS, WinogradConv2d
-from schedules.loops.winograd_transforms import relative_rounding, transformed_weight, winograd_matrices
+from schedules.loops.winograd import relative_rounding, transformed_weight, winograd_matrices
 from tests.schedules.kernel_cases import CPU, conv, pytorch, random_case, run_kernel
 
 AVX2 = CpuTarget(8, 16, "haswell", ("avx2", "fma"), 2, 32 * 1024, 512 * 1024)

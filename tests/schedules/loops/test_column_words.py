@@ -11,14 +11,7 @@ pytest.importorskip("tvm")
 
 from costmodel.operators.layers import Conv2d
 from schedules.loops import emit
-from schedules.loops.column_words import (
-    QuadPlan,
-    TapPlaces,
-    pack_depthwise_quads,
-    quad_plan,
-    sums_pairs,
-    sums_quads,
-)
+from schedules.loops.dot_products import QuadPlan, TapPlaces, pack_depthwise_quads, quad_plan, sums_pairs, sums_quads
 from schedules.loops.emit import Axis
 
 

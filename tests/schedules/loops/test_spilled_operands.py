@@ -13,8 +13,8 @@ from costmodel.operators.layers import Conv2d, Epilogue
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.kernel_compilation import compile_function
 from schedules.kernels.direct_conv2d import DirectConv2d
-from schedules.loops import issue_slots
-from schedules.loops.issue_slots import TapRow
+from schedules.loops import config_space
+from schedules.loops.config_space import TapRow
 
 CPU = CpuTarget(16, 32, "cascadelake", ("avx512f", "avx512_vnni"), 2, 32 * 1024, 1024 * 1024)
 CONV = Conv2d(
@@ -56,5 +56,5 @@ def test_tiles_that_fit_the_registers_come_first_where_bytes_are_multiplied(dtyp
 
     assert (cost(4, 4) < cost(2, 14)) == (dtype != "float32")
     before = cost(2, 14)
-    monkeypatch.setattr(issue_slots, "SPILL_SLOTS", 0.0)
+    monkeypatch.setattr(config_space, "SPILL_SLOTS", 0.0)
     assert (cost(2, 14) < before) == (dtype != "float32")

@@ -12,17 +12,15 @@ import pytest
 tvm = pytest.importorskip("tvm")
 pytest.importorskip("tornado")
 from costmodel.base.errors import InputError, MissingDependencyError
-from costmodel.cpu.microbenchmark import find_compiler
-from costmodel.machines.machine_catalog import host_identity
+from costmodel.cpu.calibration import find_compiler
+from costmodel.machines.machine_file import host_identity
 from costmodel.operators.layers import Conv2d, Epilogue
-from schedules.contract.cpu_target import host_target
-from schedules.contract.tile_permission import tiles_refused
+from schedules.contract.cpu_target import host_target, tiles_refused
 from schedules.kernels.template_table import template_for
 from schedules.measuring import remote_runner
-from schedules.measuring.kernel_arguments import unwritten_value
-from schedules.measuring.remote_identity import remote_facts
+from schedules.measuring.kernel_verification import unwritten_value
 from schedules.measuring.remote_runner import RemoteRunner
-from schedules.measuring.remote_server import parse_address
+from schedules.measuring.remote_server import parse_address, remote_facts
 from tests.schedules.rpc_servers import KEY, running_servers
 
 POINTWISE = Conv2d(1, 16, 6, 6, 16, (1, 1), epilogue=Epilogue(bias=True))

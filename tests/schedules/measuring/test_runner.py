@@ -19,18 +19,21 @@ from costmodel.base.errors import TuningError
 from costmodel.operators.layers import Conv2d, Dense, Epilogue, FusedConvs, Pool2d
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import TensorSpec
-from schedules.measuring import kernel_arguments as arguments
-from schedules.measuring.arm_timing import Arm, TimingProtocol, rotation_copies, time_arms
-from schedules.measuring.measure_messages import (
+from schedules.measuring import kernel_verification as arguments
+from schedules.measuring.measure_runner import Runner
+from schedules.measuring.measure_worker import MeasureWorker
+from schedules.measuring.timing_protocol import (
+    Arm,
     CompileRequest,
     KernelStep,
     MeasureOutcome,
     MeasureRequest,
     ProgramRequest,
     Setup,
+    TimingProtocol,
+    rotation_copies,
+    time_arms,
 )
-from schedules.measuring.measure_runner import Runner
-from schedules.measuring.measure_worker import MeasureWorker
 
 FAKES = "fake_templates:template_for"
 FAULTS = ("none", "crash", "abort", "hang", "raise", "wrong", "unwritten", "overrun", "clobber", "slow")
@@ -212,7 +215,7 @@ class FakeClock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
         self.log: list[str] = []
-        monkeypatch.setattr("schedules.measuring.arm_timing.time.perf_counter", lambda: self.now)
+        monkeypatch.setattr("schedules.measuring.timing_protocol.time.perf_counter", lambda: self.now)
 
     def work(self, name: str, seconds: float) -> None:
         self.log.append(name)
@@ -241,7 +244,7 @@ def test_a_clearly_slower_arm_stops_early(monkeypatch: pytest.MonkeyPatch):
 def test_an_arm_that_another_process_disturbs_gets_time_to_recover(monkeypatch: pytest.MonkeyPatch):
     """Time slices of 40 s until 200 s have passed; then the 1.2 s that the kernel takes. Always slow: it ends."""
     clock = FakeClock(monkeypatch)
-    monkeypatch.setattr("schedules.measuring.arm_timing.time.sleep", lambda seconds: clock.work("pause", 50.0))
+    monkeypatch.setattr("schedules.measuring.timing_protocol.time.sleep", lambda seconds: clock.work("pause", 50.0))
     disturbed = Arm([(lambda: clock.work("", 40.0 if clock.now < 200.0 else 1.2), ())], 1)
     time_arms([disturbed], PROTOCOL, best_seconds=1.0)
     assert disturbed.seconds == pytest.approx(1.2)
@@ -337,7 +340,7 @@ def test_arguments_of_large_operators_are_not_kept(monkeypatch: pytest.MonkeyPat
 def test_a_measuring_process_does_not_wait_for_torch():
     """TVM's bindings import PyTorch where it is installed; it may be imported afterwards."""
     code = (
-        "import sys; from schedules.contract.lean_import import import_tvm_alone; import_tvm_alone();"
+        "import sys; from schedules.contract.tvm_import import import_tvm_alone; import_tvm_alone();"
         "assert 'tvm' in sys.modules and 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).resolve().parents[3], check=True)

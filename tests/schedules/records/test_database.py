@@ -17,10 +17,9 @@ from costmodel.base.errors import InputError, OutputError
 from costmodel.operators.layers import Conv2d, Dense, Epilogue, FusedConvs, Operator, Pool2d, Prologue
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.operator_reference import reference
-from schedules.measuring.kernel_arguments import random_parameters
-from schedules.records import record_store as database
-from schedules.records.record_store import FAILURES, RECORDS, WORKLOADS, RecordStore
-from schedules.records.tuning_records import Record, read_config
+from schedules.measuring.kernel_verification import random_parameters
+from schedules.records import tuning_records as database
+from schedules.records.tuning_records import FAILURES, RECORDS, WORKLOADS, Record, RecordStore, read_config
 
 CPU = CpuTarget(16, 32, "skylake-avx512", ("avx2", "avx512f"), 2, 32 * 1024, 1024 * 1024)
 DENSE = Dense(3, 17, 5, Epilogue(bias=True, activation="relu"))
@@ -150,7 +149,7 @@ def test_a_file_where_the_directory_should_be(tmp_path: Path):
 
 def test_reading_makes_nothing_and_needs_no_tvm(tmp_path: Path):
     code = (
-        "import sys; from schedules.records.record_store import RecordStore\n"
+        "import sys; from schedules.records.tuning_records import RecordStore\n"
         "from schedules.contract.cpu_target import host_target\n"
         f"RecordStore({str(tmp_path / 'new')!r}, host_target()); sys.exit('tvm' in sys.modules)"
     )
@@ -207,7 +206,7 @@ def test_a_full_disk_leaves_whole_lines(tmp_path: Path):
     code = f"""
 import resource, signal, sys
 from costmodel.base.errors import OutputError
-from schedules.records.record_store import RecordStore
+from schedules.records.tuning_records import RecordStore
 from tests_database import CPU, DENSE, B
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 store = RecordStore({str(tmp_path)!r}, CPU)

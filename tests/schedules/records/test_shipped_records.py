@@ -11,20 +11,20 @@ import pytest
 from costmodel.base.errors import InputError
 from costmodel.operators.layers import Conv2d
 from schedules.contract.cpu_target import CpuTarget
-from schedules.records.collect_records import collect
-from schedules.records.cpu_identity import chip_name, identity_of
-from schedules.records.record_store import RECORDS, RecordStore
 from schedules.records.shipped_records import (
     RECORDS_FILE,
     CpuRecords,
     KernelRecords,
+    chip_name,
+    collect,
     find_records,
+    identity_of,
     merged,
     read_records,
     thinned,
     write_records,
 )
-from schedules.records.tuning_records import Record, environment
+from schedules.records.tuning_records import RECORDS, Record, RecordStore, environment
 
 CPU = CpuTarget(lanes=16, registers=32, mcpu="skylake-avx512", features=(), threads=2, l1_bytes=32768, l2_bytes=1 << 20)
 CONV = Conv2d(1, 32, 14, 14, 64, (1, 1))

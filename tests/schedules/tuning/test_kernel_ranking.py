@@ -11,13 +11,11 @@ import numpy as np
 import pytest
 
 from costmodel.base.errors import InputError
-from costmodel.machines.machine_catalog import load_machine
-from costmodel.machines.machine_file import write_machine
+from costmodel.machines.machine_file import load_machine, write_machine
 from costmodel.operators.layers import Conv2d
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import TEMPLATE_REVISION
 from schedules.kernels.template_table import config_cost, config_terms, template_for
-from schedules.records.cpu_identity import identity_of
 from schedules.records.shipped_records import (
     MACHINE_FILE,
     RANKING_FILE,
@@ -27,12 +25,19 @@ from schedules.records.shipped_records import (
     FoundRecords,
     KernelRecords,
     find_records,
+    identity_of,
     read_records,
     write_records,
 )
 from schedules.records.tuning_records import Record, environment
-from schedules.tuning.kernel_guesses import KernelGuesses, guesses_for
-from schedules.tuning.kernel_ranking import empty_ranking, read_ranking, train_ranking, write_ranking
+from schedules.tuning.kernel_ranking import (
+    KernelGuesses,
+    empty_ranking,
+    guesses_for,
+    read_ranking,
+    train_ranking,
+    write_ranking,
+)
 from schedules.tuning.trial_search import TaskState, next_batch
 
 CPU = CpuTarget(lanes=16, registers=32, mcpu="skylake-avx512", features=(), threads=2, l1_bytes=32768, l2_bytes=1 << 20)
@@ -109,7 +114,7 @@ def test_a_model_corrects_the_one_it_stands_on():
     def here(config) -> float:
         return true_seconds(operator, config, CPU) * config["unroll"] ** 2
 
-    from costmodel.model.measurements import Measurement
+    from costmodel.cost_model import Measurement
 
     configs = random.Random(1).sample(list(space), 40)
     model.update([Measurement(operator, config, here(config)) for config in configs])
@@ -160,7 +165,7 @@ def test_a_recorded_configuration_that_is_no_longer_legal_is_ignored():
 def test_a_run_says_in_one_line_where_its_guesses_are_from(own, tmp_path, monkeypatch):
     here = replace(identity_of(CPU), chip="Us 1/2/3")
     there = {"chip": here, "code": replace(here, chip="Them 4/5/6"), "nearest": replace(here, chip="T", l1_bytes=65536)}
-    for module in ("schedules.records.shipped_records.identity_of", "schedules.tuning.kernel_guesses.chip_name"):
+    for module in ("schedules.records.shipped_records.identity_of", "schedules.tuning.kernel_ranking.chip_name"):
         monkeypatch.setattr(module, lambda cpu=None, module=module: here if "identity" in module else here.chip)
     monkeypatch.setenv("FUSION_RECORDS", str(tmp_path))
     find_records.cache_clear()

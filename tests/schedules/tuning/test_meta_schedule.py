@@ -14,13 +14,12 @@ import numpy as np
 import pytest
 
 from costmodel.base.errors import TuningError
-from costmodel.model.cost_model import Estimate
-from costmodel.model.measurements import Measurement
+from costmodel.cost_model import Estimate, Measurement
 from costmodel.operators.layers import Conv2d, Dense, Epilogue
 from schedules.contract.cpu_target import host_target
 from schedules.contract.operator_reference import reference
 from schedules.contract.template import Config, Parameters
-from schedules.measuring.kernel_arguments import random_parameters
+from schedules.measuring.kernel_verification import random_parameters
 
 CPU = host_target(threads=2)
 CONV = Conv2d(1, 8, 14, 14, 16, (3, 3), padding=(1, 1, 1, 1), epilogue=Epilogue(bias=True, activation="relu"))
@@ -197,7 +196,7 @@ def test_the_example_learns_from_one_layer_and_ranks_the_next(tmp_path: Path):
     """What it prints: nothing known, then opinions; what it keeps can be loaded."""
     from costmodel.cpu.learned_residual import ResidualModel
     from costmodel.cpu.roofline import RooflineModel
-    from costmodel.machines.machine_catalog import load_machine
+    from costmodel.machines.machine_file import load_machine
 
     options = ["--machine", "toy", "--trials", "12", "--records", str(tmp_path)]
     command = [sys.executable, "examples/meta_schedule_cost_model.py", *options]

@@ -11,17 +11,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from costmodel.model.measurements import Measurement, config_key
+from costmodel.cost_model import Measurement, config_key
 from costmodel.operators.layers import Dense, Operator
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import Config, Template
-from schedules.measuring.measure_messages import KernelCandidate, MeasureOutcome
 from schedules.measuring.measure_runner import Runner
-from schedules.records.record_store import RecordStore
-from schedules.tuning import tuning_session
-from schedules.tuning.kernel_tuner import COMPARE_ATTEMPTS, SearchSettings, Tuner, TuningResult, TuningTask
+from schedules.measuring.timing_protocol import KernelCandidate, MeasureOutcome
+from schedules.records.tuning_records import RecordStore
+from schedules.tuning import kernel_tuner
+from schedules.tuning.kernel_tuner import (
+    COMPARE_ATTEMPTS,
+    COMPARE_RUNS,
+    COMPARE_SECONDS,
+    SearchSettings,
+    Tuner,
+    TuningProgress,
+    TuningResult,
+    TuningSession,
+    TuningTask,
+)
 from schedules.tuning.trial_search import TaskState, next_batch, next_task
-from schedules.tuning.tuning_session import COMPARE_RUNS, COMPARE_SECONDS, TuningProgress, TuningSession
 
 CPU = CpuTarget(16, 32, "x86-64", (), 2, 32 * 1024, 1024 * 1024)
 SMALL, LARGE = Dense(1, 4, 4), Dense(1, 4, 400)
@@ -169,7 +178,7 @@ def test_a_kernel_that_cannot_be_solved_is_named_and_the_others_go_on(tmp_path: 
 
 def test_time_ends_the_search_but_every_kernel_has_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     clock = iter(range(100_000))
-    monkeypatch.setattr("schedules.tuning.tuning_session.time.monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr("schedules.tuning.kernel_tuner.time.monotonic", lambda: float(next(clock)))
     runner, events = FakeRunner(), []
     operators = [Dense(1, 4, features) for features in range(1, 9)]
     tuner = make_tuner(tmp_path, runner, progress=events.append)
@@ -340,7 +349,7 @@ def test_tunes_a_real_kernel_while_candidates_crash(tmp_path: Path):
 def test_comparisons_at_the_end_take_little_of_the_time(monkeypatch: pytest.MonkeyPatch):
     """A trial is compiled, a finalist is not: thirty kernels of a second each trial leave time for a search."""
     clock = [0.0]
-    monkeypatch.setattr(tuning_session.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(kernel_tuner.time, "monotonic", lambda: clock[0])
     states = [TaskState(Dense(1, 4, 4 + index), 1, 20, SPACE) for index in range(30)]
     session = TuningSession(states, None, 60.0)
     for state in states:

@@ -1,7 +1,0 @@
-"""Progress callback: takes one line of text."""
-
-from __future__ import annotations
-
-from collections.abc import Callable
-
-Say = Callable[[str], None]

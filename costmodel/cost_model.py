@@ -1,0 +1,194 @@
+"""Interface of a cost model: operators in, one :class:`Estimate` each out; measured kernels to fit it to.
+
+:class:`Dispatch` is a cost model composed of several, selected by the operator's type.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from costmodel.base.errors import UnsupportedOperatorError
+from costmodel.base.input_files import MALFORMED
+
+if TYPE_CHECKING:
+    from costmodel.operators.any_operator import AnyOperator
+
+
+# Knob -> value: one way to build a kernel; JSON-able. Its key is hashable.
+Config = Mapping[str, int]
+ConfigKey = tuple[tuple[str, int], ...]
+
+
+def config_key(config: Config) -> ConfigKey:
+    """Hashable key of a configuration, independent of the order of its knobs."""
+    return tuple(sorted(config.items()))
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Time of ``operator`` in seconds with the knob values ``config`` (empty: the implementation has none)."""
+
+    operator: AnyOperator
+    config: Config = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.seconds) and self.seconds > 0):
+            raise ValueError(f"a measured time must be finite and above zero, got {self.seconds}")
+        object.__setattr__(self, "config", MappingProxyType(dict(self.config)))
+
+    def __hash__(self) -> int:
+        return hash((self.operator, config_key(self.config), self.seconds))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Measurement, (self.operator, dict(self.config), self.seconds)
+
+
+def measurement_to_record(measurement: Measurement) -> dict[str, Any]:
+    """JSON-able content of ``measurement``."""
+    from costmodel.operators.any_operator import to_record
+
+    return {
+        "operator": to_record(measurement.operator),
+        "config": {knob: int(value) for knob, value in measurement.config.items()},
+        "seconds": measurement.seconds,
+    }
+
+
+def measurement_from_record(record: Any) -> Measurement:
+    """Inverse of :func:`measurement_to_record`; ``ValueError`` for malformed content."""
+    from costmodel.operators.any_operator import from_record
+
+    try:
+        return Measurement(
+            operator=from_record(record["operator"]),
+            config={str(knob): int(value) for knob, value in record["config"].items()},
+            seconds=float(record["seconds"]),
+        )
+    except MALFORMED as error:
+        raise ValueError(f"malformed measurement: {error!r}") from None
+
+
+PriceSource = Literal["measured", "fitted", "analytic"]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Time of one operator in seconds with its interval ``lower <= seconds <= upper``.
+
+    ``bound``: limiting resource (such as ``compute`` or ``memory:L2``); ``breakdown``: terms of the total; ``source``:
+    origin of the number: a measurement, a fitted or an analytic model.
+    """
+
+    seconds: float
+    lower: float
+    upper: float
+    bound: str
+    breakdown: Mapping[str, float | str] = field(default_factory=dict)
+    source: PriceSource = "analytic"
+
+    def __post_init__(self) -> None:
+        if not all(math.isfinite(value) for value in (self.lower, self.seconds, self.upper)):
+            raise ValueError(f"estimate is not finite: {self.lower}, {self.seconds}, {self.upper}")
+        if not 0 <= self.lower <= self.seconds <= self.upper:
+            raise ValueError(f"need 0 <= lower <= seconds <= upper, got {self.lower}, {self.seconds}, {self.upper}")
+        if self.source not in get_args(PriceSource):
+            raise ValueError(f"source must be one of {', '.join(get_args(PriceSource))}, got {self.source!r}")
+        object.__setattr__(self, "breakdown", MappingProxyType(dict(self.breakdown)))
+
+    @property
+    def memory_bound(self) -> bool:
+        """True if a memory level is the limit: ``bound`` is ``memory:`` and the level's name."""
+        return self.bound.partition(":")[0] == "memory"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A mapping proxy cannot be pickled; estimates are sent to worker processes.
+        return Estimate, (
+            self.seconds,
+            self.lower,
+            self.upper,
+            self.bound,
+            dict(self.breakdown),
+            self.source,
+        )
+
+
+class CostModel(ABC):
+    """Prices of operators on one machine. Analytic models have nothing to fit or save: the defaults do nothing."""
+
+    @abstractmethod
+    def estimate(self, operators: Sequence[AnyOperator]) -> list[Estimate]:
+        """One estimate per operator, in order; ``UnsupportedOperatorError`` for one that the model does not know."""
+
+    def settle(self, estimates: Sequence[Estimate], counts: Sequence[int]) -> list[Estimate]:
+        """Adjust ``estimates`` of this model to a mixture in which each runs ``counts`` times; unchanged if the
+        machine's rates do not depend on the mixture.
+        """
+        return list(estimates)
+
+    def fit(self, measurements: Sequence[Measurement]) -> None:  # noqa: B027
+        """Replace what the model has learned by ``measurements``."""
+
+    def save(self, directory: Path) -> None:  # noqa: B027
+        """Write the model's learned state into ``directory`` (created if missing); ``OutputError`` on failure."""
+
+    def load(self, directory: Path) -> None:  # noqa: B027
+        """Restore the state written by :meth:`save`; ``InputError`` names a missing or corrupt file."""
+
+
+class Dispatch(CostModel):
+    """Dispatch of operators to ``models``, a mapping from operator type to model; subclasses use the model of their
+    base.
+
+    Raises :class:`UnsupportedOperatorError` for an operator without a model: there is no silent default.
+    """
+
+    def __init__(self, models: Mapping[type, CostModel]) -> None:
+        self._models = dict(models)
+
+    def estimate(self, operators: Sequence[AnyOperator]) -> list[Estimate]:
+        keys = [self._key(operator) for operator in operators]
+        results: list[Estimate | None] = [None] * len(operators)
+        for key in dict.fromkeys(keys):
+            places = [place for place, each in enumerate(keys) if each is key]
+            estimates = self._models[key].estimate([operators[place] for place in places])
+            for place, estimate in zip(places, estimates, strict=True):
+                results[place] = estimate
+        return [result for result in results if result is not None]
+
+    def fit(self, measurements: Sequence[Measurement]) -> None:
+        keys = [self._key(measurement.operator) for measurement in measurements]
+        for model, types in self._distinct():
+            model.fit([each for each, key in zip(measurements, keys, strict=True) if key in types])
+
+    def model_of(self, operator: AnyOperator) -> CostModel:
+        """Model that prices ``operator``."""
+        return self._models[self._key(operator)]
+
+    def save(self, directory: Path) -> None:
+        for model, types in self._distinct():
+            model.save(directory / types[0].__name__)
+
+    def load(self, directory: Path) -> None:
+        for model, types in self._distinct():
+            model.load(directory / types[0].__name__)
+
+    def _key(self, operator: AnyOperator) -> type:
+        for cls in type(operator).__mro__:
+            if cls in self._models:
+                return cls
+        known = ", ".join(cls.__name__ for cls in self._models)
+        raise UnsupportedOperatorError(f"no cost model for operator {type(operator).__name__} (known: {known})")
+
+    def _distinct(self) -> list[tuple[CostModel, list[type]]]:
+        """Each model once, with all types it serves: one model may serve several."""
+        groups: dict[int, tuple[CostModel, list[type]]] = {}
+        for cls, model in self._models.items():
+            groups.setdefault(id(model), (model, []))[1].append(cls)
+        return list(groups.values())

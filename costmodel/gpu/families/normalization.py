@@ -1,0 +1,318 @@
+"""Softmax, normalisation and pooling: kernels that read a row or an image more than once.
+
+**Rows** (softmax, layer and RMS norm): a thread block (or warp) per row. Rows that fit a warp's registers are read
+once (softmax up to 1,024 columns in PyTorch); longer rows are read again for the result, layer norm always is.
+Repeated reads come from L2 while the rows in flight on all multiprocessors fit there, else from DRAM:
+
+    DRAM bytes = operands + read again * share of the rows in flight that L2 cannot hold
+
+Layer norm also spends instructions on every row, however short (Welford reductions over warps with divisions), which
+the schedulers of a multiprocessor issue one per cycle each:
+
+    seconds = launch + |memory, rows / multiprocessors * instructions / (schedulers * clock)|_2
+
+**Images** (batch norm, pooling), by memory layout. Batch norm in training takes its statistics first, then reads
+again; its gradient reads both tensors twice. What implementations do better (persistent kernels of cuDNN that keep a
+channel on the chip) or worse is a factor by direction and layout, inverted from whole steps
+(:class:`~costmodel.gpu.families.family.InvertedShares`). In NCHW one block of threads takes one channel
+(``bn_fw_tr_1C11`` of cuDNN, ``batch_norm_collect_statistics`` of PyTorch) with a fixed number of bytes in flight;
+with few channels that, not DRAM, is the limit:
+
+    bandwidth = min(DRAM bandwidth, channels * bytes in flight / latency)
+
+The gradient of max pooling in NCHW (``max_pool_backward_nchw``, a thread per pixel of the image) is built for eight
+blocks of 256 threads on a multiprocessor. Chips that hold 2,048 threads have 32 registers for each, and on three of
+them that is too few: what the compiler spills goes to L2 and comes back from there,
+
+    seconds = max(bytes / DRAM bandwidth, (bytes + pixels * spilled bytes) / L2 bandwidth) + launch
+
+**Two FP16 kernels of image models** that the tables hold only in FP32. Layer norm forward of up to 1,024 columns is
+bound by instructions rather than bytes:
+
+    seconds = factor * seconds in FP32's model + launch
+
+A copy of a permuted tensor whose neighbours do not stay together (NHWC to NCHW, windows of attention) fetches a
+sector of L2 for every element of two bytes:
+
+    seconds = factor * max(bytes / DRAM bandwidth, elements * 32 bytes / L2 bandwidth) + launch
+
+Their factors are inverted from whole steps in FP16 too. BF16, which none of those steps has, is priced as before, as
+are longer rows and runs of several elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from costmodel.gpu.families.family import (
+    Family,
+    Grade,
+    InvertedShares,
+    KernelAnalysis,
+    inverted_shares,
+    layout_name,
+    safe_log2,
+)
+from costmodel.gpu.families.memory_bound import MemoryBound, memory_analysis
+from costmodel.gpu.families.rates import kernel_floor, l2_bandwidth, l2_bytes
+from costmodel.machines.machine_records import Machine
+from costmodel.operators.device_work import Normalization, Pooling, Rearrangement, Softmax
+from costmodel.operators.layers import element_bytes
+
+_WARP_SOFTMAX_COLUMNS = 1024  # aten/src/ATen/native/cuda/PersistentSoftmax.cuh: dim_size <= 1024
+_SOFTMAX_ELEMENTS = 4  # elements of a row per thread (SoftMax.cu, SoftMax_getBlockSize)
+_NORM_THREADS = 128  # four warps per row (layer_norm_kernel.cu)
+_NORM_L1_COLUMNS = 1024  # the rows of the blocks of one multiprocessor stay in its L1 up to this length
+_NORM_INSTRUCTIONS = 1800.0  # of warps per row
+
+
+@dataclass(frozen=True)
+class _Again:
+    """Repeated reads of the input that cost DRAM time."""
+
+    # Reads if L2 holds the rows in flight.
+    least: float
+    # Additional reads if L2 holds none of them.
+    more: float
+    # Fills of L2 between which it holds a part of them.
+    filling: tuple[float, float]
+
+    def readings(self, in_flight_bytes: np.ndarray, machine: Machine) -> np.ndarray:
+        low, high = self.filling
+        missing = np.clip((in_flight_bytes / l2_bytes(machine) - low) / (high - low), 0.0, 1.0)
+        return self.least + self.more * missing
+
+
+# NeuSight op_latency (P100, V100, P4, T4, A100): slope of time over bytes, rows above 1,024 columns; instructions per
+# row, and that L1 suffices, from the shorter ones (1,400 to 2,500 by GPU).
+_SOFTMAX_AGAIN = _Again(0.4, 1.0, (0.35, 0.5))
+_NORM_AGAIN = _Again(0.0, 1.1, (0.2, 0.8))
+# Gradients: the kernel of the input's gradient reads x and dy twice, for the sums and for the result; weight and bias
+# have a separate kernel (a `Reduction`). Layer norms of Liger's benchmarks (FP32, 4,096 rows of 4,096 to 16,384) move
+# 7.2 to 8.1 tensors at the DRAM rate in both together on H100 and A100: 2 x 2 + 1 here, 2 x 1.3 there.
+_NORM_BACKWARD_AGAIN = 1.0
+
+
+class SoftmaxRows(Family[Softmax]):
+    """Softmax and log-softmax over rows."""
+
+    name = "softmax"
+    clock_bound = False
+
+    def analyse(self, operators: Sequence[Softmax], machine: Machine) -> KernelAnalysis:
+        chip = machine.chip()
+        sizes = np.array([element_bytes(each.dtype) for each in operators], dtype=float)
+        in_flight = chip.sm_count * chip.max_threads * _SOFTMAX_ELEMENTS * sizes
+        long = np.array([each.columns > _WARP_SOFTMAX_COLUMNS for each in operators])
+        again = np.where(long, _SOFTMAX_AGAIN.readings(in_flight, machine), 0.0)
+        return _analyse(operators, again, np.zeros(len(operators)), machine)
+
+    def covers(self, operator: Softmax) -> bool:
+        return operator.dtype == "float32" and operator.direction == "forward"
+
+    def grade(self, operator: Softmax) -> Grade:
+        if operator.direction != "forward":
+            return "kind"
+        return "measured" if self.covers(operator) else "dtype"
+
+
+class NormRows(Family[Normalization]):
+    """Layer and RMS normalisation; batch norm is in :mod:`costmodel.gpu.families.normalization`."""
+
+    name = "normalization"
+    clock_bound = False
+
+    def analyse(self, operators: Sequence[Normalization], machine: Machine) -> KernelAnalysis:
+        chip = machine.chip()
+        columns = np.array([each.columns for each in operators], dtype=float)
+        sizes = np.array([element_bytes(each.dtype) for each in operators], dtype=float)
+        in_flight = chip.sm_count * (chip.max_threads // _NORM_THREADS) * columns * sizes
+        kept = np.where(columns <= _NORM_L1_COLUMNS, 0.0, _NORM_AGAIN.readings(in_flight, machine))
+        again = np.array([_norm_again(each, layer) for each, layer in zip(operators, kept, strict=True)])
+        rows = np.array([each.rows for each in operators])
+        issue = rows / chip.sm_count * _NORM_INSTRUCTIONS / (chip.schedulers * chip.clock_hz)
+        return _analyse(operators, again, issue, machine)
+
+    def covers(self, operator: Normalization) -> bool:
+        forward = operator.direction == "forward"
+        return operator.dtype == "float32" and forward and operator.kind == "layer_norm"
+
+    def grade(self, operator: Normalization) -> Grade:
+        if operator.direction != "forward" or operator.kind != "layer_norm":
+            return "kind"
+        return "measured" if self.covers(operator) else "dtype"
+
+
+def _norm_again(operator: Normalization, layer_norm: float) -> float:
+    return layer_norm if operator.direction == "forward" else _NORM_BACKWARD_AGAIN
+
+
+def _analyse(
+    operators: Sequence[Softmax | Normalization], again: np.ndarray, issue: np.ndarray, machine: Machine
+) -> KernelAnalysis:
+    """Analysis with ``again``, repeated reads of the input from DRAM, and ``issue``, seconds of instruction issue."""
+    read = np.array([each.read_bytes for each in operators], dtype=float)
+    written = np.array([each.write_bytes for each in operators], dtype=float)
+    flops = np.array([each.flops for each in operators], dtype=float)
+    analysis = memory_analysis(read * (1 + again) + written, flops, machine)
+    floor = kernel_floor(machine)
+    seconds = np.hypot(analysis.seconds - floor, issue) + floor
+    rows = np.array([each.rows for each in operators], dtype=float)
+    columns = np.array([each.columns for each in operators], dtype=float)
+    features = {
+        **analysis.features,
+        "seconds": safe_log2(seconds),
+        "rows": safe_log2(rows),
+        "columns": safe_log2(columns),
+        "waves": safe_log2(rows / machine.chip().sm_count),
+        "misaligned": (columns % 4 != 0).astype(float),
+    }
+    return KernelAnalysis(seconds, {**analysis.terms, "issue": issue}, features)
+
+
+ImageOperator = Normalization | Pooling
+# Bytes that a thread of ``max_pool_backward_nchw`` spills and reads back, as reported by ptxas of CUDA 11.8, 12.8 and
+# 13.0 for the kernel of PyTorch 1.11 to 2.9 (64-bit sizes), in FP32 and FP16: 32 + 40 for sm_60, 44 + 44 for sm_70, 52
+# + 52 for sm_80, nothing for sm_75, sm_86, sm_89 (more registers per thread), sm_90, sm_100 and sm_120. With them
+# recorded ResNet-50 steps are predicted on both chips (V100 1.11 ms, A100 0.60) at the published bandwidths of their
+# L2.
+_SPILLED_BYTES = {"pascal": 72, "volta": 88, "ampere": 104}
+_SPILLING_THREADS = 2048
+# Additional reads of the input: for the statistics; of x and dy by the kernel of the input's gradient.
+_STATISTICS_AGAIN, _BACKWARD_AGAIN = 1.0, 1.0
+
+
+class ImageKernels(Family[ImageOperator]):
+    """Batch norm and pooling, forward and backward."""
+
+    name = "image"
+    clock_bound = False
+
+    def __init__(self, shares: InvertedShares | None = None) -> None:
+        self._shares = shares
+
+    def analyse(self, operators: Sequence[ImageOperator], machine: Machine) -> KernelAnalysis:
+        shares = self._shares or inverted_shares()
+        return shares.scaled(
+            plain_image_analysis(operators, machine), [image_class(each) for each in operators], machine
+        )
+
+    def covers(self, operator: ImageOperator) -> bool:
+        """False: no table holds single kernels of these kinds."""
+        return False
+
+
+def plain_image_analysis(operators: Sequence[ImageOperator], machine: Machine) -> KernelAnalysis:
+    """Analysis of ``operators`` before any factor."""
+    traffic = np.array([_traffic(each) for each in operators], dtype=float)
+    flops = np.array([each.flops for each in operators], dtype=float)
+    spilled = np.array([_spilled(each, machine) for each in operators], dtype=float)
+    return memory_analysis(traffic, flops, machine, [_blocks(each) for each in operators], spilled)
+
+
+def _spilled(operator: ImageOperator, machine: Machine) -> float:
+    """Bytes of register spills that the threads of ``operator`` move between registers and L2."""
+    if not isinstance(operator, Pooling) or operator.channels_last:
+        return 0.0
+    chip = machine.chip()
+    if (operator.kind, operator.direction) != ("max", "backward") or chip.max_threads < _SPILLING_THREADS:
+        return 0.0
+    pixels = operator.batch * operator.channels * operator.height * operator.width
+    return float(pixels * _SPILLED_BYTES.get(chip.architecture, 0))
+
+
+def _blocks(operator: ImageOperator) -> float:
+    """Number of thread blocks of a kernel with one block per channel; infinite for other kernels."""
+    if isinstance(operator, Normalization) and operator.training and not operator.channels_last:
+        return float(operator.columns)
+    return np.inf
+
+
+def image_class(operator: ImageOperator) -> str:
+    """Class name: kind, direction and layout."""
+    layout = layout_name(operator.channels_last)
+    if isinstance(operator, Pooling):
+        return f"{operator.kind}-pooling {operator.direction} {layout}"
+    how = "" if operator.takes_statistics else " evaluation"
+    return f"batch-norm {operator.direction}{how} {layout}"
+
+
+def is_image_work(operator: object) -> bool:
+    """True if :class:`ImageKernels` prices ``operator``."""
+    return isinstance(operator, Pooling) or (isinstance(operator, Normalization) and operator.kind == "batch_norm")
+
+
+def _traffic(operator: ImageOperator) -> float:
+    size = float(operator.read_bytes + operator.write_bytes)
+    if isinstance(operator, Pooling):
+        # Gradients are accumulated where windows overlap, into a zeroed tensor.
+        return size + operator.write_bytes if operator.direction == "backward" else size
+    if operator.direction == "backward":
+        return size + _BACKWARD_AGAIN * operator.read_bytes
+    return size + (_STATISTICS_AGAIN * operator.read_bytes if operator.training else 0.0)
+
+
+HalfOperator = Normalization | Rearrangement
+_COLUMNS = 1024  # longest row for which instructions dominate
+_SECTOR_BYTES = 32
+_TERMS = ("memory:DRAM", "memory:L2", "compute", "launch")
+_NORMS, _COPIES = NormRows(), MemoryBound()
+
+
+class HalfRows(Family[HalfOperator]):
+    """Layer norm of short rows and copies of single elements, in FP16 (:func:`is_half_work`)."""
+
+    name = "half-rows"
+    clock_bound = False
+
+    def __init__(self, shares: InvertedShares | None = None) -> None:
+        self._shares = shares
+
+    def analyse(self, operators: Sequence[HalfOperator], machine: Machine) -> KernelAnalysis:
+        shares = self._shares or inverted_shares()
+        return shares.scaled(plain_half_analysis(operators, machine), [half_class(each) for each in operators], machine)
+
+    def covers(self, operator: HalfOperator) -> bool:
+        """False: no table holds single FP16 kernels."""
+        return False
+
+
+def plain_half_analysis(operators: Sequence[HalfOperator], machine: Machine) -> KernelAnalysis:
+    """Analysis of ``operators`` before any factor."""
+    norms = [each for each in operators if isinstance(each, Normalization)]
+    copies = [each for each in operators if isinstance(each, Rearrangement)]
+    first = np.array([isinstance(each, Normalization) for each in operators])
+    seconds = np.zeros(len(operators))
+    terms = {name: np.zeros(len(operators)) for name in _TERMS}
+    for places, found in ((first, _NORMS.analyse(norms, machine)), (~first, _copies_analysis(copies, machine))):
+        seconds[places] = found.seconds
+        for name in _TERMS:
+            terms[name][places] = found.terms[name]
+    return KernelAnalysis(seconds, terms, {"seconds": safe_log2(seconds)})
+
+
+def _copies_analysis(copies: Sequence[Rearrangement], machine: Machine) -> KernelAnalysis:
+    """Analysis of copies as in FP32, with the sectors that L2 delivers added."""
+    plain = _COPIES.analyse(copies, machine)
+    sectors = np.array([each.elements for each in copies], dtype=float) * _SECTOR_BYTES / l2_bandwidth(machine)
+    seconds = np.maximum(plain.seconds, sectors + kernel_floor(machine))
+    return KernelAnalysis(seconds, {**plain.terms, "memory:L2": sectors}, plain.features)
+
+
+def is_half_work(operator: object) -> bool:
+    """True if :class:`HalfRows` prices ``operator``."""
+    if isinstance(operator, Normalization):
+        forward = operator.kind == "layer_norm" and operator.direction == "forward"
+        return forward and operator.dtype == "float16" and operator.columns <= _COLUMNS
+    if isinstance(operator, Rearrangement):
+        return operator.kind == "transpose" and operator.dtype == "float16" and operator.inner == 1
+    return False
+
+
+def half_class(operator: HalfOperator) -> str:
+    """Class name: kind, direction and dtype."""
+    kind = "layer-norm" if isinstance(operator, Normalization) else "transpose"
+    return f"{kind} forward float16"

@@ -1,0 +1,208 @@
+"""Mixtures of experts on one GPU: their work, and the number of token rows per expert for unknown router outputs.
+
+Work: products of many experts in one kernel, and whole fused layers. ``counts``: token rows of each expert of this
+GPU, 0 for experts without rows. Multiply-accumulates count as two flops.
+
+Routing: ``balanced``: equal shares, as with forced balancing or a well-trained router. ``power-law``: a few experts
+get most rows, much as in the tables of aiconfigurator (``collector/helper.py`` of ai-dynamo/aiconfigurator,
+Apache-2.0), with the density x^-alpha from 1 on; up to 0.8 of the rows here, of the tokens there. The shares are the
+quantiles of that density instead of random numbers, in a fixed shuffled order, so that results are deterministic.
+
+Requests name a routing at the start of a command line: NumPy is imported only for counting.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Literal
+
+from costmodel.operators.layers import CountedWork, element_bytes
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+# Implementation: CUTLASS's grouped products (PyTorch, TensorRT-LLM; Transformer Engine's many streams come near it), or
+# the Triton kernel of vLLM and SGLang, which gathers rows itself.
+ExpertKernel = Literal["cutlass", "triton"]
+
+
+@dataclass(frozen=True)
+class GroupedGemm(CountedWork):
+    """Products of the rows of each expert with its matrix.
+
+    ``wrt`` ``rows``: (counts[e], k) x (k, n) for every expert, forward or the gradient of the rows; ``weight``: the
+    gradients of the matrices, (k, counts[e]) x (counts[e], n). ``scaling`` of 8-bit products as in
+    :class:`costmodel.operators.device_work.ScaledGemm`; results then have 16 bits.
+    """
+
+    counts: tuple[int, ...]
+    n: int
+    k: int
+    dtype: str = "bfloat16"
+    wrt: Literal["rows", "weight"] = "rows"
+    scaling: str = ""
+
+    @property
+    def rows(self) -> int:
+        """Rows of all experts together."""
+        return sum(self.counts)
+
+    @property
+    def active(self) -> int:
+        """Number of experts with rows."""
+        return sum(1 for each in self.counts if each)
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of an element of the result."""
+        return max(element_bytes(self.dtype), 2)
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.rows * self.n * self.k
+
+    @property
+    def read_bytes(self) -> int:
+        if self.wrt == "weight":
+            return self.rows * (self.n + self.k) * element_bytes(self.dtype)
+        return (self.rows * self.k + self.active * self.n * self.k) * element_bytes(self.dtype)
+
+    @property
+    def write_bytes(self) -> int:
+        if self.wrt == "weight":
+            return len(self.counts) * self.n * self.k * self.output_bytes
+        return self.rows * self.n * self.output_bytes
+
+
+@dataclass(frozen=True)
+class ExpertLayer(CountedWork):
+    """Fused layer of experts as in inference engines: rows gathered, first product, activation, second product, results
+    summed. ``tokens``: inputs, of which ``sum(counts)`` rows are computed; ``inner``: width between the products;
+    ``gated``: the first product gives gate and value.
+    """
+
+    counts: tuple[int, ...]
+    tokens: int
+    hidden: int
+    inner: int
+    dtype: str = "bfloat16"
+    kernel: ExpertKernel = "cutlass"
+    gated: bool = True
+    scaling: str = ""
+
+    @property
+    def products(self) -> tuple[GroupedGemm, GroupedGemm]:
+        """Both products of the layer."""
+        first = self.inner * (2 if self.gated else 1)
+        return (
+            GroupedGemm(self.counts, first, self.hidden, self.dtype, scaling=self.scaling),
+            GroupedGemm(self.counts, self.hidden, self.inner, self.dtype, scaling=self.scaling),
+        )
+
+    @property
+    def flops(self) -> int:
+        return sum(each.flops for each in self.products)
+
+    @property
+    def read_bytes(self) -> int:
+        return self.tokens * self.hidden * 2 + sum(
+            each.active * each.n * each.k * element_bytes(each.dtype) for each in self.products
+        )
+
+    @property
+    def write_bytes(self) -> int:
+        return self.tokens * self.hidden * 2
+
+
+ExpertOperator = GroupedGemm | ExpertLayer
+
+
+@dataclass(frozen=True)
+class ExpertRouting:
+    """Routing of tokens. ``alpha``: exponent of the power law, ``None`` for equal shares. ``capacity``: multiple of the
+    equal share beyond which an expert drops rows, ``None`` without dropping.
+    """
+
+    alpha: float | None = None
+    capacity: float | None = None
+
+    def counts(self, rows: int, experts: int) -> tuple[int, ...]:
+        """Rows of each of ``experts`` experts; without a capacity they add up to ``rows``."""
+
+        return shares(rows, experts, self.alpha, self.capacity)
+
+    def slowest(self, rows: int, experts: int, ranks: int) -> tuple[int, ...]:
+        """Rows of each expert of the busiest rank, if ``ranks`` hold ``experts / ranks`` each and share ``rows`` in
+        all: the mean over several orders of the experts, largest expert first.
+        """
+
+        return slowest_shares(rows, experts, ranks, self.alpha, self.capacity)
+
+    def imbalance(self, experts: int, ranks: int, rows: int = 2**20) -> float:
+        """Rows of the busiest rank relative to the mean of all ``ranks``."""
+        return sum(self.slowest(rows, experts, ranks)) * ranks / rows
+
+
+BALANCED = ExpertRouting()
+
+
+_LARGEST_SHARE = 0.8  # of the rows: upper end of the density, before shares are scaled to add up
+_MEAN_OF = 16  # number of shuffled orders whose busiest rank is averaged
+
+
+@lru_cache(maxsize=4096)
+def shares(rows: int, experts: int, alpha: float | None, capacity: float | None) -> tuple[int, ...]:
+    """Rows of each expert; arguments as in :class:`costmodel.operators.experts.ExpertRouting`."""
+    import numpy as np
+
+    found = _even(rows, experts) if alpha is None else _power_law(rows, experts, alpha)
+    if capacity is not None:
+        limit = int(np.ceil(capacity * rows / experts))
+        found = np.minimum(found, limit)
+    return tuple(int(each) for each in found)
+
+
+def _even(rows: int, experts: int) -> np.ndarray:
+    """Equal shares of whole rows; few rows are spread over the experts."""
+    import numpy as np
+
+    return np.diff(np.round(np.arange(experts + 1) * rows / experts)).astype(int)
+
+
+def _power_law(rows: int, experts: int, alpha: float) -> np.ndarray:
+    import numpy as np
+
+    # Below one row per expert the tables draw between 0.01 and 2.
+    low, high = (1.0, max(_LARGEST_SHARE * rows, 2.0)) if rows > experts else (0.01, 2.0)
+    places = (np.arange(experts) + 0.5) / experts
+    power = 1 - alpha
+    if abs(power) < 1e-9:
+        shares = low * (high / low) ** places
+    else:
+        shares = ((high**power - low**power) * places + low**power) ** (1 / power)
+    exact = np.cumsum(shares[::-1]) * rows / shares.sum()
+    sorted_counts = np.diff(np.round(np.concatenate([[0.0], exact]))).astype(int)
+    return np.asarray(sorted_counts[_order(experts, 0)])
+
+
+@lru_cache(maxsize=4096)
+def slowest_shares(rows: int, experts: int, ranks: int, alpha: float | None, capacity: float | None) -> tuple[int, ...]:
+    """Rows of each expert of the busiest rank, largest first."""
+    import numpy as np
+
+    counts = np.sort(np.array(shares(rows, experts, alpha, capacity)))[::-1]
+    local = experts // ranks
+    heaviest = []
+    for place in range(_MEAN_OF if alpha is not None else 1):
+        shared = counts[_order(experts, place + 1)][: local * ranks].reshape(ranks, local)
+        heaviest.append(np.sort(shared[np.argmax(shared.sum(axis=1))])[::-1])
+    return tuple(round(float(each)) for each in np.stack(heaviest).mean(axis=0).tolist())
+
+
+def _order(experts: int, place: int) -> np.ndarray:
+    import numpy as np
+
+    return np.random.default_rng(zlib.crc32(f"{experts} {place}".encode())).permutation(experts)

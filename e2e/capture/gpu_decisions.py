@@ -1,0 +1,461 @@
+"""Decisions of CUDA made above autograd: dropout, attention, autocast, norms, recurrent layers, devices; frames of the
+outer calls.
+
+Without a GPU PyTorch decides otherwise. Autocast is applied by device, and the meta device has none; its lists are
+those of ``aten/src/ATen/autocast_mode.h`` (``AT_FORALL_LOWER_PRECISION_FP`` and ``AT_FORALL_FP32``), for the functions
+that a script can call. ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` are decomposed into the operators of every time step:
+here they are recorded as on CUDA, one cuDNN call forward (``aten::_cudnn_rnn``) and one backward, with the arguments of
+the profiler's traces. ``aten::_fused_rms_norm`` has no derivative of its own and is decomposed into ten operators: on
+CUDA it is one kernel forward, one operator backward (PyTorch 2.9 and later).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from math import prod
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from costmodel.base.errors import ModelError
+from e2e.capture.environment import is_device_number
+from e2e.capture.known_values import LIMIT, know, known
+from e2e.capture.recorder import Recorder
+from e2e.step.options import AttentionForm
+
+LOWER_PRECISION = frozenset(
+    ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution")
+    + ("addmm", "addmv", "addr", "matmul", "__matmul__", "einsum", "mm", "mv", "linear", "addbmm", "baddbmm", "bmm")
+    + ("chain_matmul", "prelu", "scaled_dot_product_attention")
+)
+FULL_PRECISION = frozenset(
+    ("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh")
+    + ("tan", "pow", "softplus", "layer_norm", "native_layer_norm", "group_norm", "nuclear_norm", "cosine_similarity")
+    + ("poisson_nll_loss", "cosine_embedding_loss", "nll_loss", "nll_loss2d", "hinge_embedding_loss", "kl_div")
+    + ("l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss", "margin_ranking_loss", "multilabel_margin_loss")
+    + ("soft_margin_loss", "triplet_margin_loss", "multi_margin_loss", "binary_cross_entropy_with_logits")
+    + ("dist", "pdist", "cdist", "renorm", "logsumexp", "softmax", "log_softmax", "cumprod", "cumsum", "prod", "sum")
+    + ("cross_entropy_loss", "norm", "rms_norm")
+)
+WIDEST = frozenset(
+    ("addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sample", "index_put", "tensordot")
+    + ("scatter_add", "cat", "stack")
+)
+
+
+def cast_arguments(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Cast the arguments of the function ``name`` as autocast would; the casts are recorded like any operator.
+
+    Weights are cast at each use: PyTorch caches the cast of a weight within one autocast region, which matters for
+    weights that are used more than once.
+    """
+    if name in LOWER_PRECISION:
+        target = torch.get_autocast_dtype("cuda")
+    elif name in FULL_PRECISION:
+        target = torch.float32
+    elif name in WIDEST:
+        target = _widest([*args, *kwargs.values()])
+    else:
+        return tuple(args), dict(kwargs)
+    with torch.autocast("cuda", enabled=False):
+        return tuple(_cast(arg, target) for arg in args), {key: _cast(arg, target) for key, arg in kwargs.items()}
+
+
+def _cast(value: Any, target: torch.dtype) -> Any:
+    if isinstance(value, torch.Tensor):
+        eligible = value.is_floating_point() and value.dtype is not torch.float64 and value.device.type == "meta"
+        return value.to(target) if eligible and value.dtype is not target else value
+    if isinstance(value, (list, tuple)) and any(isinstance(item, torch.Tensor) for item in value):
+        return type(value)(_cast(item, target) for item in value)
+    return value
+
+
+def _widest(values: Sequence[Any]) -> torch.dtype:
+    flat = [item for value in values for item in (value if isinstance(value, (list, tuple)) else (value,))]
+    found = {value.dtype for value in flat if isinstance(value, torch.Tensor)}
+    return torch.float32 if torch.float32 in found else torch.get_autocast_dtype("cuda")
+
+
+# Name of the function -> cuDNN's number of the mode.
+RNN_MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
+_LSTM = RNN_MODES["lstm"]
+
+
+def recurrent(recorder: Recorder, name: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Return the results of ``torch.lstm`` and similar. Packed sequences and projections run operator by operator."""
+    if kwargs or len(args) != 9 or not isinstance(args[2], (tuple, list)) or not isinstance(args[3], bool):
+        return func(*args, **kwargs)
+    data, states, weights, has_bias, layers, dropout, train, bidirectional, batch_first = args
+    hidden, cell = states if isinstance(states, (tuple, list)) else (states, None)
+    per_layer = (4 if has_bias else 2) * (2 if bidirectional else 1)
+    if data.device.type != "meta" or data.dim() != 3 or len(weights) != per_layer * layers:
+        return func(*args, **kwargs)
+    numbers = (RNN_MODES[name], hidden.shape[-1], 0, layers, batch_first, dropout, train, bidirectional)
+    output, last, last_cell = CudnnRnn.apply(recorder, numbers, data, hidden, cell, *weights)
+    return (output, last, last_cell) if RNN_MODES[name] == _LSTM else (output, last)
+
+
+class CudnnRnn(torch.autograd.Function):
+    """cuDNN call on ``data`` (time, batch, width), or batch first; ``hidden`` and ``cell`` (layers x directions, batch,
+    hidden).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        recorder: Recorder,
+        numbers: tuple[Any, ...],
+        data: torch.Tensor,
+        hidden: torch.Tensor,
+        cell: torch.Tensor | None,
+        *weights: torch.Tensor,
+    ) -> Any:
+        ctx.recorder, ctx.numbers = recorder, numbers
+        ctx.save_for_backward(data, hidden, *weights)
+        _, size, _, layers, _, _, _, bidirectional = numbers
+        with recorder.paused():
+            output = data.new_empty((*data.shape[:2], size * (2 if bidirectional else 1)))
+            last = torch.empty_like(hidden)
+            last_cell = data.new_empty(0) if cell is None else torch.empty_like(cell)
+        inputs = (data, list(weights), len(weights) // layers, None, hidden, cell, *numbers, [], None)
+        recorder.record_call("aten::_cudnn_rnn", inputs, (output, last, last_cell), {})
+        return output, last, last_cell
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        data, hidden, *weights = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        with ctx.recorder.paused():
+            of_data = torch.empty_like(data) if needs[2] else None
+            of_hidden = torch.empty_like(hidden) if needs[3] else None
+            of_cell = torch.empty_like(hidden) if needs[4] else None
+            of_weights = [torch.empty_like(weight) for weight in weights]
+        per_layer = len(weights) // ctx.numbers[3]
+        states = (hidden, of_cell, gradients[0], *gradients)
+        inputs = (data, weights, per_layer, None, *states, *ctx.numbers, [], None, None)
+        outputs = (of_data, of_hidden, of_cell, of_weights)
+        ctx.recorder.record_call("aten::_cudnn_rnn_backward", inputs, outputs, {})
+        return (None, None, of_data, of_hidden, of_cell, *of_weights)
+
+
+def is_fused_norm(data: Any, weight: Any) -> bool:
+    """True under the conditions of ``rms_norm`` in layer_norm.cpp: real numbers, and a weight of the same type."""
+    plain = type(data) is torch.Tensor and data.device.type == "meta" and not data.is_complex()
+    return plain and (weight is None or (type(weight) in PLAIN_TENSORS and weight.dtype is data.dtype))
+
+
+PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+
+
+class FusedRmsNorm(torch.autograd.Function):
+    """Fused norm recorded as ``aten::_fused_rms_norm`` and ``aten::_fused_rms_norm_backward``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, data: torch.Tensor, weight: torch.Tensor | None, shape: Sequence[int], eps: Any, recorder: Recorder
+    ) -> torch.Tensor:
+        rows = data.numel() // max(prod(shape), 1)
+        with recorder.paused():
+            result, factors = torch.empty_like(data), data.new_empty(rows, dtype=torch.float32)
+        recorder.record_call("aten::_fused_rms_norm", (data, tuple(shape), weight, eps), (result, factors), {})
+        ctx.save_for_backward(data, factors, *(() if weight is None else (weight,)))
+        ctx.shape, ctx.recorder = tuple(shape), recorder
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        data, factors, *weights = ctx.saved_tensors
+        weight = weights[0] if weights else None
+        with ctx.recorder.paused():
+            found = [torch.empty_like(tensor) for tensor in (data, *weights)]
+        needed = tuple(ctx.needs_input_grad[:2])
+        inputs = (gradient, data, ctx.shape, factors, weight, needed)
+        ctx.recorder.record_call("aten::_fused_rms_norm_backward", inputs, tuple(found), {})
+        return found[0], found[1] if weights else None, None, None, None
+
+
+def rms_norm(
+    recorder: Recorder,
+    func: Any,
+    input: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+) -> torch.Tensor:
+    """Compute ``torch.rms_norm`` as selected on CUDA."""
+    if not is_fused_norm(input, weight):
+        return func(input, normalized_shape, weight, eps)
+    return FusedRmsNorm.apply(input, weight, normalized_shape, eps, recorder)
+
+
+aten = torch.ops.aten
+
+FLASH_HEAD_DIM = 256
+NOT_OPERATORS = frozenset(
+    (
+        "__get__",
+        "__set__",
+        "size",
+        "dim",
+        "stride",
+        "numel",
+        "is_contiguous",
+        "is_floating_point",
+        "data_ptr",
+        "backward",
+    )
+    + ("__len__", "__getitem__", "__setitem__", "requires_grad_", "retain_grad", "storage_offset", "register_hook")
+)
+
+
+class GpuDecisions(TorchFunctionMode):
+    """Interceptor of each PyTorch function called by the script, before autograd."""
+
+    def __init__(self, recorder: Recorder, attention: AttentionForm) -> None:
+        super().__init__()
+        self._recorder = recorder
+        self._attention = attention
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            return _property(func, args, kwargs)
+        if name in NOT_OPERATORS:
+            return func(*args, **kwargs)
+        if name == "tolist" and args[0].device.type == "meta":
+            return _listed(args[0])
+        func, args, kwargs = _on_meta(name, func, args, kwargs)
+        if name in ("tensor", "as_tensor"):
+            return _written(func, args, kwargs)
+        if not _is_operator(name):
+            return func(*args, **kwargs)
+        if args and getattr(args[0], "is_nested", False):
+            if name == "scaled_dot_product_attention":
+                raise ModelError(
+                    "scaled_dot_product_attention of nested tensors is not captured; write flex_attention with a mask "
+                    "of documents, or a padded batch"
+                )
+            return func(*args, **kwargs)  # several tensors in one: the operators that do the work are seen below
+        if torch.is_autocast_enabled("cuda"):
+            args, kwargs = cast_arguments(name, args, kwargs)
+        with self._recorder.frame(f"aten::{name}", args, kwargs) as frame:
+            result = self._call(name, func, args, kwargs)
+            self._recorder.finish_frame(frame, result)
+        return result
+
+    def _call(self, name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if name == "dropout":
+            return dropout(func, *args, **kwargs)
+        if name == "rms_norm":
+            return rms_norm(self._recorder, func, *args, **kwargs)
+        if name == "scaled_dot_product_attention":
+            return attention(self._attention, func, *args, **kwargs)
+        if name in RNN_MODES:
+            return recurrent(self._recorder, name, func, args, dict(kwargs))
+        if name in ("grouped_mm", "_grouped_mm"):
+            return grouped_mm(func, *args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def dropout(func: Any, input: torch.Tensor, p: float = 0.5, train: bool = True) -> torch.Tensor:
+    """Compute dropout; CUDA runs one fused kernel for 0 < p < 1 in training (``is_fused_kernel_acceptable`` in
+    Dropout.cpp).
+    """
+    if train and 0 < p < 1 and input.numel() > 0 and input.device.type == "meta":
+        return torch.native_dropout(input, p, True)[0]
+    return func(input, p, train)
+
+
+def grouped_mm(func: Any, mat_a: torch.Tensor, mat_b: torch.Tensor, **others: Any) -> torch.Tensor:
+    """Compute grouped products: one kernel for bfloat16; other types run group after group on CUDA
+    (``GroupedMMUtils.h``).
+    """
+    if mat_a.device.type != "meta" or mat_a.dtype is torch.bfloat16 or (mat_a.dim(), mat_b.dim()) != (2, 3):
+        return func(mat_a, mat_b, **others)
+    return GroupedProducts.apply(mat_a, mat_b)
+
+
+class GroupedProducts(torch.autograd.Function):
+    """Products of rows (all, k) in equal groups with one matrix of (groups, k, n) each."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows, matrices)
+        groups = matrices.shape[0]
+        output = rows.new_empty((rows.shape[0], matrices.shape[2]))
+        _products(rows.tensor_split(groups), matrices.unbind(), output.tensor_split(groups))
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, matrices = ctx.saved_tensors
+        groups = matrices.shape[0]
+        given = gradients[0].tensor_split(groups)
+        of_rows, of_matrices = torch.empty_like(rows), torch.empty_like(matrices)
+        _products(given, matrices.transpose(1, 2).unbind(), of_rows.tensor_split(groups))
+        _products([each.t() for each in rows.tensor_split(groups)], given, of_matrices.unbind())
+        return of_rows, of_matrices
+
+
+def _products(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor], output: Sequence[torch.Tensor]) -> None:
+    for one, other, result in zip(first, second, output, strict=True):
+        torch.mm(one, other, out=result)
+
+
+def attention(
+    backend: AttentionForm,
+    func: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Call the operators that ``sdp_utils.cpp`` selects: flash for 16 bits without a mask and with values as wide as
+    keys, otherwise memory-efficient.
+
+    The kernel on a GPU is selected when it is priced.
+    """
+    if backend == "math" and query.device.type == "meta":
+        return math_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if backend == "eager" and dropout_p > 0 and query.device.type == "meta":
+        return math_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if backend == "eager" or query.device.type != "meta" or query.dim() != 4:
+        return func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    alike = value.shape[-1] == query.shape[-1]
+    fits = half and alike and attn_mask is None and query.shape[-1] <= FLASH_HEAD_DIM
+    if fits and backend != "efficient":
+        return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+    if enable_gqa:
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+    bias = _additive(attn_mask, query)
+    return aten._scaled_dot_product_efficient_attention(
+        query, key, value, bias, needs_grad, dropout_p, is_causal, scale=scale
+    )[0]
+
+
+def math_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """Call the operators of ``_scaled_dot_product_attention_math`` with CUDA's dropout, which C++ would decompose."""
+    given = query.dtype
+    if given in (torch.float16, torch.bfloat16):
+        query, key, value = query.float(), key.float(), value.float()
+    factor = math.sqrt(scale if scale is not None else 1 / math.sqrt(query.shape[-1]))
+    query = query * factor
+    if is_causal:
+        mask = torch.ones((query.shape[-2], key.shape[-2]), dtype=torch.bool, device=query.device).tril()
+    if enable_gqa:
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    scores = torch.matmul(query, key.transpose(-2, -1) * factor)
+    if mask is not None:
+        scores.add_(torch.where(mask, 0.0, float("-inf")).to(query.dtype) if mask.dtype is torch.bool else mask)
+    weights = aten._safe_softmax(scores, -1)
+    return torch.matmul(dropout(torch.dropout, weights, dropout_p), value).to(given)
+
+
+def _additive(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
+    """Convert boolean masks to additive ones, expanded to all heads (``convert_boolean_attn_mask``)."""
+    if mask is None:
+        return None
+    if mask.dtype is torch.bool:
+        mask = torch.where(mask, 0.0, float("-inf")).to(query.dtype)
+    return mask.expand(query.shape[0], query.shape[1], mask.shape[-2], mask.shape[-1])
+
+
+def _listed(tensor: torch.Tensor) -> Any:
+    """Return ``tolist()``, for which the host waits for a copy.
+
+    Unknown integers, which may be sizes, raise ``ModelError``; other unknown numbers are zeros, like those of
+    ``.cpu()``.
+    """
+    if known(tensor) is None and not tensor.is_floating_point():
+        if tensor.dim() == 0:
+            return tensor.item()
+        raise ModelError(
+            "tolist(): a capture has no values; where sizes depend on data, give typical ones; values that are only "
+            "shown may be zeros: .cpu().tolist()"
+        )
+    return tensor.cpu().tolist()
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run ``torch.tensor`` on numbers of the script, and note their values. Single numbers on the GPU among them are
+    read.
+    """
+    data = _numbers(args[0] if args else kwargs.get("data"))
+    result = func(data, *args[1:], **{key: value for key, value in kwargs.items() if key != "data"})
+    if result.device.type == "meta" and not isinstance(data, torch.Tensor) and result.numel() <= LIMIT:
+        with torch._C.DisableTorchFunction():
+            know(result, torch.tensor(data, dtype=result.dtype, device="cpu"))
+    return result
+
+
+def _numbers(data: Any) -> Any:
+    """Return ``data`` with numbers in place of tensors in its lists, for each of which the host waits."""
+    if not isinstance(data, (list, tuple)):
+        return data
+    found = [each.item() if isinstance(each, torch.Tensor) and each.dim() == 0 else _numbers(each) for each in data]
+    return found if any(one is not other for one, other in zip(found, data, strict=True)) else data
+
+
+@cache
+def _is_operator(name: str) -> bool:
+    """True if ``name`` is one operator, not a Python function around several."""
+    return not name.startswith("__") and hasattr(aten, name)
+
+
+# Location attributes of meta tensors: the values on the GPU of their rank.
+_PLACE: dict[str, Callable[[], Any]] = {
+    "device": lambda: torch.device("cuda", torch.cuda.current_device()),
+    "is_cuda": lambda: True,
+    "is_meta": lambda: False,
+}
+
+
+def _property(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return an attribute of a tensor, with location attributes as on the GPU."""
+    place = _PLACE.get(getattr(func.__self__, "__name__", ""))
+    return place() if place is not None and args[0].is_meta else func(*args, **kwargs)
+
+
+def _on_meta(
+    name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Replace ``cuda`` as a device by the meta device."""
+    if name == "cuda":
+        return torch.Tensor.to, (args[0], torch.device("meta")), {}
+    if "device" in kwargs and _is_cuda(kwargs["device"]):
+        kwargs = {**kwargs, "device": torch.device("meta")}
+    if name == "to" and len(args) > 1 and _is_cuda(args[1]):
+        args = (args[0], torch.device("meta"), *args[2:])
+    return func, args, kwargs
+
+
+def _is_cuda(device: Any) -> bool:
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    if is_device_number(device):
+        return True
+    return isinstance(device, str) and (device == "cuda" or device.startswith("cuda:"))

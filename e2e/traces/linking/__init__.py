@@ -1,1 +1,0 @@
-"""Assignment of a profile's device work to operators."""
