@@ -71,7 +71,8 @@ MODELS = {
     "qwen3_235b_a22b": "qwen3-235b-a22b",
     "deepseekv3": "deepseek-v3",
     "gpt oss 120b": "gpt-oss-120b",
-    "grok 1 314b dev": "grok-1",
+    "grok 1 314b": "grok-1",
+    "llama3.1_405b": "llama-3.1-405b",
 }
 # SimuMax: model -> built-in model and its changes, according to run_pretrain_llama3.sh and run_pretrain_deepseekv2.sh.
 SIMUMAX_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -201,7 +202,7 @@ def _nemo_flops(asked: AskedStep) -> float:
 
 
 def _model(row: TrainingRow) -> str:
-    lowered = row.model.lower()
+    lowered = row.model.lower().replace("grok1", "grok 1")  # one model under several names
     return next((model for name, model in MODELS.items() if lowered.startswith(name)), lowered)
 
 
