@@ -33,8 +33,8 @@ from fusion.tuning.clock import TuningDisplay
 from fusion.tuning.network import InputProfile, TuneRequest
 from fusion.tuning.road import tune_model
 
-AGAINST = "onnxruntime,openvino,openvino-bf16,opencv,torch,torch-bf16,torch-eager,tvm-unfused"
-OTHERS_IN_FP32 = ("onnxruntime", "openvino", "opencv", "torch", "torch-eager")
+AGAINST = "onnxruntime,openvino,openvino-bf16,torch,torch-bf16,torch-eager,tvm-unfused"
+OTHERS_IN_FP32 = ("onnxruntime", "openvino", "torch", "torch-eager")
 UNFUSED = "tvm-unfused"
 # The networks of the table in docs/benchmarks.md except four trained ones, whose files come with other packages.
 TABLE = (

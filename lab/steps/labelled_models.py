@@ -31,7 +31,7 @@ CLASSES = {
 # Layers that use one expert and layers that use two, alternating. All tokens of a sequence are the same at first, so
 # that one expert takes as many as its capacity and the others none; later layers distinguish those tokens from the
 # rest. On models with fewer channels and random weights 64 to 96 tokens per sequence and layer were processed by
-# experts of capacity 64, 1.4 experts on average (`python -m lab.bench.switch_routing`).
+# experts of capacity 64, 1.4 experts on average.
 EXPERTS_USED = (1, 2, 1, 2, 1)
 
 LabelledAttention = Callable[..., tuple[torch.Tensor, torch.Tensor]]

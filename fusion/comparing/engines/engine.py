@@ -185,7 +185,6 @@ ENGINES = {
         EngineSpec("openvino-bf16", "fusion.comparing.engines.open_vino:BF16", ("openvino",), "peers", BFLOAT16),
         EngineSpec("openvino-int8", "fusion.comparing.engines.open_vino:INT8", ("openvino",), "peers", INT8),
         EngineSpec("onnxruntime-int8", "fusion.comparing.engines.onnx_runtime:INT8", ("onnxruntime",), "fusion", INT8),
-        EngineSpec("opencv", "fusion.comparing.engines.open_cv:ENGINE", ("cv2",), "peers"),
         EngineSpec("torch", "fusion.comparing.engines.pytorch:BEST", ("torch", "onnx", "onnx2fx"), "peers"),
         EngineSpec("torch-eager", "fusion.comparing.engines.pytorch:EAGER", ("torch", "onnx", "onnx2fx"), "peers"),
         EngineSpec(
@@ -194,7 +193,7 @@ ENGINES = {
     )
 }
 # Engines without tuning.
-DEFAULT = ("onnxruntime", "openvino", "openvino-bf16", "opencv", "torch", "torch-eager", UNFUSED_ENGINE)
+DEFAULT = ("onnxruntime", "openvino", "openvino-bf16", "torch", "torch-eager", UNFUSED_ENGINE)
 
 
 def peers_of(precision: str) -> tuple[str, ...]:

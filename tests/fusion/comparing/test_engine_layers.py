@@ -124,11 +124,6 @@ def test_a_build_without_names_says_what_to_do(build: Artifact, tmp_path: Path):
         layers_of(TUNED, read_artifact(older))
 
 
-def test_an_engine_without_a_profile_says_so(build: Artifact):
-    with pytest.raises(Unavailable, match="tells no times of layers"):
-        layers_of("opencv", build)
-
-
 def test_compare_tells_the_layers_when_asked(build: Artifact, capsys: pytest.CaptureFixture):
     pytest.importorskip("onnxruntime")
     found = compare_command(build.directory, ["onnxruntime"], sampling=QUICK, threads=1, layers=True)
