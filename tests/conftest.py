@@ -33,7 +33,7 @@ LONG_FILES = (
     "test_e2e_api.py",
     "test_public_api.py",
     "test_tutorials.py",
-    "test_meta_schedule.py",
+    "test_stock_meta_schedule.py",
     "test_tuning.py",
     "test_fusion_api.py",
     "test_sweep.py",

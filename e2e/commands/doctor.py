@@ -44,7 +44,6 @@ def _imports() -> list[Finding]:
     known = (
         ("torch", "torch"),
         ("transformers", "transformers"),
-        ("google.protobuf", "protobuf"),
         ("ortools.sat.python.cp_model", "ortools"),
     )
     present = [module for module, name in known if checkup.installed(name)]

@@ -22,8 +22,7 @@
 ``first-layers``   layers of the first part of the model, if different from the others; ``last-layers``: of the last
 ``micro-batches``  micro-batches of one step; without a pipeline the gradients accumulate
 ``schedule``       ``1f1b`` (default), ``gpipe``, ``interleaved``, or ``zero-bubble``: gradients of weights are computed
-                   where a stage would wait (ZB-H1, which keeps as many activations as ``1f1b`` on its first stage), or
-                   ``dualpipe``: micro-batches enter at both ends of the pipeline, each stage holds two parts
+                   where a stage would wait (ZB-H1, which keeps as many activations as ``1f1b`` on its first stage)
 ``virtual-stages`` parts of the model on each stage of the interleaved schedule (default 2 there)
 ``recompute``      ``none`` (default), ``selective`` (attention scores), ``operators`` (all but attention and every
                    second product, as torchtitan's selective op, which ``selective`` means with ``--recipe
@@ -61,7 +60,7 @@ from typing import Any, Literal, get_args
 from costmodel.base.errors import InputError
 from costmodel.base.units import whole_number
 
-Schedule = Literal["1f1b", "interleaved", "gpipe", "zero-bubble", "dualpipe"]
+Schedule = Literal["1f1b", "interleaved", "gpipe", "zero-bubble"]
 Recompute = Literal["none", "selective", "operators", "full"]
 ReduceDtype = Literal["same", "float32"]
 ContextForm = Literal["gather", "ring", "a2a", "a2a+gather", "a2a+ring"]
@@ -177,12 +176,7 @@ class ParallelSpec:
     @property
     def splits_backward(self) -> bool:
         """True if gradients of weights are computed separately from those of activations."""
-        return self.schedule in ("zero-bubble", "dualpipe")
-
-    @property
-    def both_ways(self) -> bool:
-        """True if micro-batches enter at both ends, so that two stages hold the same two parts."""
-        return self.schedule == "dualpipe"
+        return self.schedule == "zero-bubble"
 
     @property
     def stages(self) -> int:
@@ -323,10 +317,6 @@ def _problem(spec: ParallelSpec, scheduled: bool = False, settled: bool = False)
             spec.pp == 1 and not (spec.first_layers is None and spec.last_layers is None),
             "first-layers and last-layers need a pipeline: pp=2 or more",
         ),
-        (
-            spec.both_ways and (spec.pp % 2 or spec.micro_batches % 2 or spec.micro_batches < 2 * spec.pp),
-            "schedule=dualpipe needs an even pp and an even number of micro-batches, at least twice as many",
-        ),
         ((scheduled or spec.schedule != "1f1b") and spec.pp == 1, "schedule needs a pipeline: pp=2 or more"),
         (
             spec.zero is not None and spec.fsdp == spec.cp == 1,
@@ -372,7 +362,6 @@ def _problem(spec: ParallelSpec, scheduled: bool = False, settled: bool = False)
             0 < spec.offloaded_state < 1 and spec.sharing == 3,
             "offload-optimizer=1 is for zero=3, which puts shards, gradients and state on the host or none of them",
         ),
-        (spec.offloaded_state and spec.both_ways, "offload-optimizer is not for schedule=dualpipe"),
         (spec.recompute_every > 1 and spec.recompute != "full", "recompute-every needs recompute=full"),
         (
             spec.recompute_modules != "core_attn" and spec.recompute != "selective",
@@ -459,7 +448,7 @@ READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "first-layers": ("first_layers", _natural),
     "last-layers": ("last_layers", _natural),
     "micro-batches": ("micro_batches", _count),
-    "schedule": ("schedule", _one_of("1f1b", "interleaved", "gpipe", "zero-bubble", "dualpipe")),
+    "schedule": ("schedule", _one_of(*get_args(Schedule))),
     "virtual-stages": ("virtual_stages", _count),
     "recompute": ("recompute", _one_of("none", "selective", "operators", "full")),
     "recompute-modules": ("recompute_modules", _modules),

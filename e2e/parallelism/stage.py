@@ -20,7 +20,6 @@ from e2e.parallelism.spec import ParallelSpec
 from e2e.parallelism.stage_writer import (
     COMPUTE,
     GATHER,
-    OTHER_WAY,
     RECEIVE_NEXT,
     RECEIVE_PREVIOUS,
     REDUCE,
@@ -207,7 +206,7 @@ class _Stage:
         if self.spec.inference:
             return self.rank.finish()
         self._reduce_rest()
-        self._share_mirrored() if self.spec.both_ways else self._share_tied()
+        self._share_tied()
         self._optimize()
         return self.rank.finish()
 
@@ -280,13 +279,11 @@ class _Stage:
         part = part_of(self.spec, self.plan.stage, command.chunk)
         sending = command.message == "send"
         ahead = forward == sending
-        other = stage_of(self.spec, part + (1 if ahead else -1), command.chunk)
+        other = stage_of(self.spec, part + (1 if ahead else -1))
         edge = part if ahead else part - 1
         group = f"{'activations' if forward else 'gradients'} {edge}-{edge + 1}"
-        way = OTHER_WAY if self.spec.both_ways and command.chunk else 0
-        group += " of the other way" if way else ""
         stream = {(True, True): SEND_NEXT, (True, False): SEND_PREVIOUS}.get((sending, ahead))
-        stream = (stream if stream is not None else (RECEIVE_NEXT if ahead else RECEIVE_PREVIOUS)) + way
+        stream = stream if stream is not None else (RECEIVE_NEXT if ahead else RECEIVE_PREVIOUS)
         if sending:
             self.rank.after(stream, COMPUTE)
         kind = "send" if sending else "recv"
@@ -472,16 +469,6 @@ class _Stage:
         self.rank.after(REDUCE, COMPUTE)
         for family, size in self._sizes(self.plan.names):
             self._sum_bucket(family, size)
-        self.rank.after(COMPUTE, REDUCE)
-
-    def _share_mirrored(self) -> None:
-        """Sum gradients over the two stages of a bidirectional pipeline that hold the same parts."""
-        other = self.spec.pp - 1 - self.plan.stage
-        self.rank.after(REDUCE, COMPUTE)
-        for family, size in self._sizes(self.plan.names):
-            held = self.kernels.on_the_way(family.share(size) if self.spec.sharing else size)
-            group = f"mirrored parts{family.label} {min(other, self.plan.stage)}"
-            self.writer.collective("all_reduce", group, self.groups.pair(other), held, REDUCE)
         self.rank.after(COMPUTE, REDUCE)
 
     def _share_tied(self) -> None:

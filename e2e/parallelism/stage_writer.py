@@ -241,8 +241,6 @@ SHARDS = 8
 IN_NODE = 9
 # Copies to the host, and back.
 OFFLOAD, RELOAD = 20, 21
-# Offset of the message streams for micro-batches that enter a pipeline at its other end.
-OTHER_WAY = 10
 
 
 @dataclass

@@ -36,7 +36,6 @@ from e2e.step.execution_graph import ExecutionGraph, RankGraph
 from e2e.step.memory import peak_memory
 from e2e.step.operator_trace import OperatorTrace
 from e2e.step.options import StepOptions, Tf32Switches
-from e2e.traces.formats.chakra import is_chakra, read_chakra
 from e2e.traces.formats.last_step import last_step, read_last_step
 from e2e.traces.recorded_graph import RecordedStep, recorded_graph, recorded_ranks
 from e2e.traces.recorded_run import (
@@ -58,7 +57,7 @@ def prepare_trace(request: Trace) -> PreparedStep:
     if len(files) > 1:
         return _all_ranks(request, files)
     path = files[0]
-    operators = read_trace(path)
+    operators = read_last_step(path)
     collectives = any(kind_of(call.name) for call in operators.calls)
     if (asked or told_ranks(operators)) > 1 or (collectives and asked == 1):
         return _one_of_many(request, operators)
@@ -92,11 +91,6 @@ def recorded_switches(traces: Sequence[OperatorTrace]) -> Tf32Switches:
     return Tf32Switches(convolutions=any(call.inputs[_ALLOWS_TF32[call.name] :] == (True,) for call in calls))
 
 
-def read_trace(path: Path) -> OperatorTrace:
-    """Read the last step of PyTorch's JSON or of Chakra's protobuf messages."""
-    return last_step(read_chakra(path)) if is_chakra(path) else read_last_step(path)
-
-
 def told_ranks(operators: OperatorTrace) -> int:
     """Number of ranks of the job as far as the trace tells, else 1."""
     return max([operators.world_size, *(len(ranks) for ranks in operators.process_groups.values())])
@@ -108,7 +102,7 @@ def _all_ranks(request: Trace, files: Sequence[Path]) -> PreparedStep:
     if asked not in (None, count):
         raise InputError(f"--gpus {asked}: there are traces of {count} ranks; leave it out")
     cluster = cluster_of(request, count)
-    traces = ranks_of_job([read_trace(path) for path in files])
+    traces = ranks_of_job([read_last_step(path) for path in files])
     source = f"{traces[0].source} and {count - 1} other ranks"
     options = on_machine(step_options(request), cluster.machine, recorded_switches(traces))
     setting = setting_of(request, cluster.machine, options)

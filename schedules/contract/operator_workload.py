@@ -1,4 +1,4 @@
-"""Operators as tensor expressions in framework layout: the workloads of tuning records and of MetaSchedule.
+"""Operators as tensor expressions in framework layout: the workloads of tuning records.
 
 Our templates emit their loops directly and do not schedule these; :mod:`schedules.contract.operator_reference`
 specifies the values, this module is the specification for TVM's own tools.

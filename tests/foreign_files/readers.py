@@ -4,7 +4,6 @@ it as far as a damaged file can get.
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import random
@@ -44,7 +43,6 @@ from tests.foreign_files.seeds import (
     PROFILE_INDEX,
     SWEEP_RESULTS,
     TABLES,
-    chakra_messages,
     collective_calibrations,
     kernel_calibrations,
     machine_documents,
@@ -122,27 +120,6 @@ def _arrays(content: dict[str, np.ndarray], rng: random.Random | None, path: Pat
 
 def _message(content: Any, rng: random.Random | None, path: Path) -> None:
     data = (content if rng is None else mutated_message(content, rng)).SerializeToString()
-    path.write_bytes(mutated_bytes(data, rng) if rng is not None and rng.random() < 0.2 else data)
-
-
-def _prefixed(content: list[Any], rng: random.Random | None, path: Path) -> None:
-    """Messages with their lengths before them."""
-    from google.protobuf.proto import serialize_length_prefixed
-
-    chosen = list(content)
-    if rng is not None:
-        place = rng.randrange(len(chosen))
-        kind = rng.randrange(6)
-        if kind == 0:
-            del chosen[place]
-        elif kind == 1:
-            chosen.insert(rng.randrange(len(chosen)), chosen[place])
-        else:
-            chosen[place] = mutated_message(chosen[place], rng)
-    stream = io.BytesIO()
-    for message in chosen:
-        serialize_length_prefixed(message, stream)
-    data = stream.getvalue()
     path.write_bytes(mutated_bytes(data, rng) if rng is not None and rng.random() < 0.2 else data)
 
 
@@ -368,12 +345,6 @@ def _readers() -> list[Reader]:
     return [
         Reader("execution-trace", lambda folder: _of(_json, "et.json", *EXECUTION_TRACES), _trace, _CAPTURING),
         Reader("kineto", lambda folder: _of(_json, "kineto.json", *KINETO_TRACES), _kineto, _CAPTURING),
-        Reader(
-            "chakra",
-            lambda folder: _of(_prefixed, "step.et", chakra_messages()),
-            _trace,
-            (*_CAPTURING, "google.protobuf"),
-        ),
         Reader("machine", lambda folder: _of(_yaml, "machine.yaml", *machine_documents()), _machine),
         Reader(
             "cluster",

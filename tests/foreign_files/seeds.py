@@ -157,27 +157,6 @@ KINETO_TRACES = [
 ]
 
 
-def chakra_messages() -> list[Any]:
-    """What the converter writes of the nodes above."""
-    from e2e.traces.formats.chakra import COMP_NODE, messages
-
-    metadata, node = messages()
-    found = [metadata(version="0.0.4")]
-    kinds = {bool: "bool_val", int: "int64_val", str: "string_val"}
-    for each in _NODES:
-        message = node(id=each["id"], name=each["name"], type=COMP_NODE)
-        message.ctrl_deps.append(each["parent"])
-        for key in _ATTRIBUTES:
-            message.attr.add(name=key, **{kinds[type(each[key])]: each[key]})
-        message.attr.add(name="is_cpu_op", bool_val=True)
-        for side, name in ((message.inputs, "input"), (message.outputs, "output")):
-            side.values, side.shapes, side.types = (
-                str(each[key]) for key in (f"{name}s", f"{name}_shapes", f"{name}_types")
-            )
-        found.append(message)
-    return found
-
-
 # --- YAML -----------------------------------------------------------------------------------------
 
 

@@ -107,7 +107,7 @@ def test_what_unpacks_to_more_than_its_kind_is_refused_while_it_is_unpacked(tmp_
         READERS["samples"].read(tmp_path / "a.npz")
 
 
-@pytest.mark.parametrize("name", ["kineto", "execution-trace", "chakra", "measured"])
+@pytest.mark.parametrize("name", ["kineto", "execution-trace", "measured"])
 def test_a_file_of_more_small_parts_than_memory_and_time_allow_is_refused(name, tmp_path, monkeypatch):
     """A few megabytes unpack to millions of the smallest events or rows, which take more than large ones."""
     require(name)

@@ -1,1 +1,1 @@
-"""Readers of profiler files: PyTorch's of every version, and Chakra's."""
+"""Readers of PyTorch's profiles and execution traces, of every version."""

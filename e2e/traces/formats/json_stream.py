@@ -28,6 +28,8 @@ _LITERALS = ("true", "false", "null", "NaN", "-Infinity", "Infinity")
 _LONGEST_LITERAL = max(map(len, _LITERALS))
 _NUMBER_END = re.compile(r"[-+.eE]{0,2}")
 _ARCHIVES = (".tar", ".tar.gz", ".tgz")
+# Execution traces that Chakra's converter wrote.
+_PROTOBUF = (".et", ".et.gz")
 _SPACE = " \t\r\n"
 
 
@@ -47,6 +49,11 @@ def read_members(path: Path | str) -> Iterator[tuple[str, Any]]:
     single JSON file its own path suffices. Numbers of more than 16 characters become ``Decimal``, because a float
     cannot represent the fraction of a time in microseconds since 1970. Raises :class:`InputError` naming the file.
     """
+    if str(path).endswith(_PROTOBUF):
+        raise InputError(
+            f"{path}: a trace in protobuf, as Chakra's converter writes it, is not read; give the JSON that PyTorch "
+            "writes (ExecutionTraceObserver), from which it was converted"
+        )
     with (
         _reading(Path(path)),
         _opened(Path(path)) as stream,

@@ -9,7 +9,7 @@ import pytest
 from costmodel.operators.device_work import Elementwise, Gemm, ScaledGemm
 from e2e.parallelism import ParallelSpec, parse_parallel
 from e2e.parallelism.pieces import FIRST, LAST, Item, Part, Pieces, Ready, Work
-from e2e.parallelism.pipeline import in_flight, parts_of, passes
+from e2e.parallelism.pipeline import in_flight, passes
 from e2e.parallelism.rewrites import added_in_place, apart, split
 from e2e.parallelism.stage import write_stage
 from e2e.price.collective_pricing import price_collectives
@@ -79,30 +79,6 @@ def test_the_bubble_is_a_third(stages: int, count: int) -> None:
     assert plain == pytest.approx(3 * count + 3 * (stages - 1))
     split_up = seconds(ParallelSpec(pp=stages, micro_batches=count, schedule="zero-bubble"), stages)
     assert split_up == pytest.approx(3 * count + (stages - 1))
-
-
-@pytest.mark.parametrize(("stages", "count"), [(2, 4), (4, 8), (4, 12), (8, 16)])
-def test_the_bubble_of_both_ways(stages: int, count: int) -> None:
-    """(p / 2 - 1) (F&B + B - 3 W): DeepSeek-V3, arXiv 2412.19437, table 2; a pass both ways takes F + B here."""
-    found = seconds(ParallelSpec(pp=stages, micro_batches=count, schedule="dualpipe"), stages)
-    assert found == pytest.approx(3 * count + (stages // 2 - 1) * (3 + 2 - 3))
-
-
-def test_stages_of_both_ways_hold_two_parts_and_share_their_gradients() -> None:
-    spec = parse_parallel("pp=4,micro-batches=8,schedule=dualpipe")
-    assert [parts_of(spec, stage) for stage in range(4)] == [(0, 3), (1, 2), (2, 1), (3, 0)]
-    plans = toy_plans(spec, 4)
-    assert [len(plan.names) for plan in plans] == [4, 2, 2, 4]  # with what is before and after the layers
-    weights = {name: Part((Ready(1000),)) for name in range(3)} | {FIRST: Part(), LAST: Part()}
-    for plan in plans:
-        pieces = replace(plan.pieces, weights=weights, added_weights=weights)
-        met = [task.collective for task in write_stage(replace(plan, pieces=pieces)).tasks if task.collective]
-        (shared,) = (each for each in met if each.kind == "all_reduce")
-        assert shared.size_bytes == 2 * 1000 and shared.ranks in ((0, 3), (1, 2))
-        # Every pass but those of the ends of the model is sent on, and received.
-        assert sum(each.kind == "send" for each in met) == sum(each.kind == "recv" for each in met)
-    # As many activations as stages and one, of parts half as large as those of 1F1B.
-    assert max(in_flight(spec, stage) for stage in range(4)) == 4 + 1
 
 
 @pytest.mark.parametrize("text", ["dp=2", "fsdp=2", "fsdp=2,zero=1", "fsdp=2,zero=2"])

@@ -68,7 +68,7 @@ def on(gpus, parallel):
 
 
 def less_bubble(before, after):
-    """Of all ranks; the time of the step is more than that: two parts on a stage have twice the gradients to reduce."""
+    """Of all ranks."""
     one, other = (sum(rank.bubble_seconds * rank.multiplicity for rank in found.ranks) for found in (before, after))
     return other <= one * (1 + 1e-6)
 
@@ -239,12 +239,6 @@ TIME = [
         several(parallel=("pp=2,dp=4,micro-batches=4", "pp=2,tp=2,dp=2,micro-batches=4"), **PIPELINE),
         (graphed, graphed_with(schedule="interleaved")),
         both(no_slower, less_bubble),
-    ),
-    Relation(
-        "DualPipe leaves less bubble than 1F1B",
-        several(parallel="pp=2,dp=4,micro-batches=4", **PIPELINE),
-        (graphed, graphed_with(schedule="dualpipe")),
-        less_bubble,
     ),
     Relation(
         "all forward passes first hold more and are no faster",

@@ -17,6 +17,7 @@ from costmodel.base.errors import InputError
 from e2e.step.operator_trace import Tensor, tensors
 from e2e.traces.formats.execution_trace import read_execution_trace
 from e2e.traces.formats.json_stream import archive_members, read_members
+from e2e.traces.formats.last_step import read_last_step
 from tests.e2e.recorded_traces import DLRM_ET, LINEAR_ET, recorded
 
 WEIGHT = [5, 6, 0, 32, 4, "cuda:0"]
@@ -169,6 +170,15 @@ def test_files_that_are_no_execution_trace(tmp_path: Path, text: str, message: s
         read_execution_trace(path)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["step.et", "step.et.gz"])
+def test_of_a_trace_in_protobuf_its_json_is_asked_for(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(b"\x0a\x0a\x080.0.4.dev")
+    for read in (read_execution_trace, read_last_step):
+        with pytest.raises(InputError, match=r"step\.et\S*: a trace in protobuf.*give the JSON that PyTorch writes"):
+            read(path)
 
 
 @pytest.mark.parametrize("types", [[5, 5], {"a": 1}, "Tensor(float)", None, [["Tensor(float)"]]])
