@@ -23,11 +23,18 @@ import numpy as np
 from costmodel.base.errors import InputError, OutputError
 from costmodel.base.input_files import MALFORMED, decoded, read_text
 from costmodel.base.output_files import write_whole
-from costmodel.gpu import residual
-from costmodel.gpu import residual as adaptation
-from costmodel.gpu import residual as forest
 from costmodel.gpu.families.family import Family
-from costmodel.gpu.residual import Adaptation, Forest, Residual
+from costmodel.gpu.residual import (
+    Adaptation,
+    Forest,
+    Residual,
+    adaptation_from_record,
+    adaptation_to_record,
+    forest_from_record,
+    forest_to_record,
+    residual_from_record,
+    residual_to_record,
+)
 from costmodel.machines.machine_file import PACKAGED_DIRECTORY, read_machine, user_directory
 from costmodel.machines.machine_records import Machine
 from costmodel.operators.any_operator import AnyOperator
@@ -237,7 +244,7 @@ def transfer(directory: Path = DIRECTORY) -> LevelTransfer:
             family: {name: Level(**{**each, "machines": tuple(each["machines"])}) for name, each in classes.items()}
             for family, classes in record["levels"].items()
         }
-        shapes = {family: forest.forest_from_record(each) for family, each in record["shapes"].items()}
+        shapes = {family: forest_from_record(each) for family, each in record["shapes"].items()}
         grades = {
             family: {name: (float(low), float(high)) for name, (low, high) in each.items()}
             for family, each in record["grades"].items()
@@ -264,10 +271,8 @@ def write_fitted(fitted: Fitted, directory: Path) -> Path:
         "architecture": fitted.architecture,
         "power_limited": fitted.power_limited,
         "provenance": dict(fitted.provenance),
-        "families": {name: residual.residual_to_record(each) for name, each in sorted(fitted.families.items())},
-        "adaptations": {
-            name: adaptation.adaptation_to_record(each) for name, each in sorted(fitted.adaptations.items())
-        },
+        "families": {name: residual_to_record(each) for name, each in sorted(fitted.families.items())},
+        "adaptations": {name: adaptation_to_record(each) for name, each in sorted(fitted.adaptations.items())},
     }
     return _write(directory / f"{fitted.machine}.json", record)
 
@@ -278,7 +283,7 @@ def write_transfer(content: LevelTransfer, directory: Path) -> Path:
         family: {name: {**vars(each), "machines": list(each.machines)} for name, each in classes.items()}
         for family, classes in content.levels.items()
     }
-    shapes = {family: forest.forest_to_record(each) for family, each in content.shapes.items()}
+    shapes = {family: forest_to_record(each) for family, each in content.shapes.items()}
     grades = {family: {name: list(each) for name, each in known.items()} for family, known in content.grades.items()}
     record = {"provenance": dict(content.provenance), "levels": levels, "grades": grades, "shapes": shapes}
     return _write(directory / f"{TRANSFER}.json", record)
@@ -287,11 +292,11 @@ def write_transfer(content: LevelTransfer, directory: Path) -> Path:
 def _read_fitted(path: Path) -> Fitted:
     record = _read(path)
     try:
-        families = {name: residual.residual_from_record(each) for name, each in record["families"].items()}
+        families = {name: residual_from_record(each) for name, each in record["families"].items()}
         if not isinstance(record["machine"], str) or not isinstance(record["architecture"], str):
             raise TypeError("its machine or architecture is no text")
         limited = bool(record["power_limited"])
-        moved = {name: adaptation.adaptation_from_record(each) for name, each in record.get("adaptations", {}).items()}
+        moved = {name: adaptation_from_record(each) for name, each in record.get("adaptations", {}).items()}
         return Fitted(record["machine"], record["architecture"], limited, families, record["provenance"], moved)
     except MALFORMED as error:
         raise _corrupt(path, error) from None
