@@ -46,13 +46,13 @@ Shapes = Annotated[
     ),
 ]
 BatchOption = Annotated[
-    int | None, typer.Option(min=1, help="Samples at once: rewrites the leading dimension of a static model.")
+    int | None, typer.Option(min=1, help="Batch size: rewrites the leading dimension of a static model.")
 ]
 BatchesOption = Annotated[
     list[int] | None,
-    typer.Option("--batch", min=1, help="Samples at once, as for `analyze`; once more is another profile."),
+    typer.Option("--batch", min=1, help="Batch size, as for `analyze`; given again: another profile."),
 ]
-Threads = Annotated[int | None, typer.Option(min=1, help="Threads of the kernels; default: the cores of this process.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="Number of threads; default: the cores of this process.")]
 MachineName = Annotated[
     str | None, typer.Option("--machine", help="Machine file or name (`python -m costmodel machines`).")
 ]
@@ -61,7 +61,7 @@ PrecisionOption = Annotated[
     typer.Option(
         "--precision",
         metavar="float32|bfloat16|int8|auto",
-        help="What layers are stored in; auto: bfloat16 where worth its error; int8: quantised with --calibration.",
+        help="Number type of layers; auto: bfloat16 where worth its error; int8: quantised with --calibration.",
     ),
 ]
 QuantizedFile = Annotated[
@@ -91,9 +91,9 @@ def analyze(
     machine: MachineName = None,
     threads: Threads = None,
     precision: Annotated[
-        str, typer.Option(metavar="float32|bfloat16", help="What layers are stored in, of the sites that are listed.")
+        str, typer.Option(metavar="float32|bfloat16", help="Number type of the layers of the listed sites.")
     ] = "float32",
-    all_: Annotated[bool, typer.Option("--all", help="Also each site that is never worth tuning.")] = False,
+    all_: Annotated[bool, typer.Option("--all", help="List also sites that are never worth tuning.")] = False,
     picture: Annotated[
         Path | None,
         typer.Option(metavar="FILE.svg", help="Draw the roofline of every precision, and the sites before and after."),
@@ -130,7 +130,7 @@ def tune(
     model: ModelOption,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write the artifact into.")],
     trials: Annotated[int, typer.Option(min=1, help="Candidates to measure per kernel.")] = 64,
-    minutes: Annotated[float | None, typer.Option(min=0.0, help="Be done after so many minutes, all included.")] = None,
+    minutes: Annotated[float | None, typer.Option(min=0.0, help="Time limit in minutes, everything included.")] = None,
     threads: Threads = None,
     shape: Shapes = None,
     batch: BatchesOption = None,
@@ -151,13 +151,13 @@ def tune(
         float | None,
         typer.Option(
             metavar="SHARE",
-            help="How far outputs may be off by shorter types, of the largest value of each; default: 0.01 for auto.",
+            help="Largest error of an output by shorter types, over its largest value; default: 0.01 for auto.",
         ),
     ] = None,
     calibration: Annotated[
         Path | None,
         typer.Option(
-            metavar="DATA.npz", help="Inputs on which that is measured (default: made-up), and int8 calibrated."
+            metavar="DATA.npz", help="Inputs on which errors are measured (default: synthetic) and int8 is calibrated."
         ),
     ] = None,
     against: Annotated[
@@ -231,11 +231,11 @@ def run(
 @guarded("stopped")
 def benchmark(
     build: Build,
-    streams: Annotated[int, typer.Option(help="Processes that answer requests at the same time.")] = 1,
+    streams: Annotated[int, typer.Option(help="Number of processes that answer requests.")] = 1,
     threads: Annotated[
         int | None, typer.Option(min=1, help="Threads of each stream; default: an equal share of the cores.")
     ] = None,
-    seconds: Annotated[float, typer.Option(help="How long to measure.")] = 5.0,
+    seconds: Annotated[float, typer.Option(help="Seconds of measuring.")] = 5.0,
     json_: JsonOption = False,
 ) -> None:
     """Latency percentiles and throughput of a tuned model by itself."""
@@ -259,14 +259,15 @@ def compare(
     data: Annotated[
         Path | None,
         typer.Option(
-            metavar="DATA.npz", help="Samples that errors are told over, as for `quantize`; default: made-up."
+            metavar="DATA.npz", help="Samples on which errors are measured, as for `quantize`; default: synthetic."
         ),
     ] = None,
     threads: Threads = None,
     cold: Annotated[int, typer.Option(min=0, help="Calls per round with caches flushed before each.")] = 0,
     trials: Annotated[int, typer.Option(min=1, help="Trials per task of tvm-metaschedule.")] = 64,
     layers: Annotated[
-        bool, typer.Option("--layers", help="Times by layer, ours and the best peer's; told anyway where it is faster.")
+        bool,
+        typer.Option("--layers", help="Print times by layer, ours and the fastest peer's."),
     ] = False,
     json_: JsonOption = False,
 ) -> None:
@@ -314,7 +315,7 @@ def quantize(
         str, typer.Option("--format", help="Steps around float layers (qdq), or integer layers (qoperator).")
     ] = "qdq",
     per_channel: Annotated[bool, typer.Option("--per-channel", help="A scale for each output channel.")] = False,
-    symmetric: Annotated[bool, typer.Option("--symmetric", help="Activations around zero, signed integers.")] = False,
+    symmetric: Annotated[bool, typer.Option("--symmetric", help="Symmetric signed activations.")] = False,
     exclude: Annotated[
         list[str] | None, typer.Option(metavar="NODE", help="Node that stays in floating point; repeatable.")
     ] = None,

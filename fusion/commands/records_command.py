@@ -58,8 +58,8 @@ def measure(
         Path | None, typer.Option("--output", "-o", help="Folder for the records of ONNX files, one in it for each.")
     ] = None,
     configurations: Annotated[int, typer.Option(min=2, help="Configurations of each kernel.")] = 20,
-    minutes: Annotated[float | None, typer.Option(min=0, help="Time that it may take; default: no limit.")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads of the kernels; default: all cores.")] = None,
+    minutes: Annotated[float | None, typer.Option(min=0, help="Time limit; default: none.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Number of threads; default: all cores.")] = None,
     json_: JsonOption = False,
 ) -> None:
     """Measure configurations of every kernel, half of them expected to be fast, for `collect` and `train`."""
@@ -78,8 +78,8 @@ def measure(
 def collect(
     builds: Annotated[list[Path], typer.Argument(help="Folders that `tune` wrote.", metavar="BUILD...")],
     directory: Directory = None,
-    note: Annotated[str, typer.Option(help="Where the measurements are from, in words.")] = "",
-    leave_out: Annotated[list[str] | None, typer.Option(help="Network not to take; repeatable.")] = None,
+    note: Annotated[str, typer.Option(help="Origin of the measurements, in words.")] = "",
+    leave_out: Annotated[list[str] | None, typer.Option(help="Network to leave out; repeatable.")] = None,
     rows: Annotated[int, typer.Option(min=8, help="Configurations kept of each kernel.")] = 200,
     machine: Annotated[str | None, typer.Option(help="Machine file or name; default: this one.")] = None,
     add: Annotated[bool, typer.Option("--add", help="Keep what the file holds, and add to it.")] = False,

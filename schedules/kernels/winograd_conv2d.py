@@ -200,7 +200,6 @@ PIECE_TAPS, LINE_AXIS = "piece_taps", "line_axis"
 _POINTS = {3: (0.0, 0.625, -1.0, 1.75), 4: (0.0, 1.0, -1.0, 2.0, -2.0, 0.375)}
 # Unrolled steps of the sums.
 _UNROLLS = (4, 8)
-# Maximum share of L2 for the transformed input of a block and its products.
 
 
 class LineWinogradKnobs(NamedTuple):
