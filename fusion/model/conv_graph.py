@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from costmodel.base.errors import InputError
 from costmodel.operators.layers import ChannelNorm, Conv2d, Dense, FusedConvs, Operator, Pool2d
-from schedules.contract.template import Parameters
 
 if TYPE_CHECKING:
     from tvm import relax
 
     from schedules.contract.cpu_target import CpuTarget
+    from schedules.contract.template import Parameters
 
 
 _RESULT = "result "

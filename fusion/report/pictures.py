@@ -203,7 +203,7 @@ def _fitting(text: str, keep_end: bool = False) -> str:
 FRONTIER = "frontier.svg"
 _TIMES = ("predicted_seconds", "measured_seconds", "raced_seconds")
 # Use a logarithmic scale for latencies that differ by more than this factor.
-_INCHES_WIDE = 6.0
+_LOG_RATIO = 6.0
 
 
 def draw_frontiers(summaries: Mapping[Path, Mapping[str, Any]]) -> None:
@@ -242,7 +242,7 @@ def draw_frontier(precision: Mapping[str, Any], path: Path) -> None:
                 ]
                 axes.plot(point["error"], times[0], "*", ms=15, mfc="none", mec="black", label="chosen", zorder=3)
         times = [point[key] * 1e6 for point in points for key in _TIMES if point[key] is not None]
-        if max(times) > _INCHES_WIDE * min(times):
+        if max(times) > _LOG_RATIO * min(times):
             axes.set_yscale("log")
             axes.set_ylim(bottom=0.6 * min(times))
         else:
