@@ -228,12 +228,6 @@ def _select(call: ShapedCall, output: Tensor) -> Extents:
     return tuple(data)
 
 
-def _unbind(call: ShapedCall, output: Tensor) -> Extents:
-    data = list(call.tensor(0))
-    del data[call.whole(1, 0)]
-    return tuple(data)
-
-
 def _expand(call: ShapedCall, output: Tensor) -> Extents:
     data = call.tensor(0)
     found = []
@@ -420,7 +414,7 @@ RULES: dict[str, Rule] = {
     "stack": _stack,
     **dict.fromkeys(("slice", "narrow", "split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split"), _piece),
     "select": _select,
-    "unbind": _unbind,
+    "unbind": _select,
     **dict.fromkeys(("expand", "expand_as", "broadcast_to"), _expand),
     **dict.fromkeys(
         ("zeros", "ones", "full", "empty", "empty_strided", "empty_memory_format", "rand", "randn", "randint", "arange",

@@ -95,7 +95,6 @@ def disturbed(m: np.ndarray, n: np.ndarray, k: np.ndarray, seconds: np.ndarray) 
     return found
 
 
-_GEMM = ("gemm_dtype", "m", "n", "k", "latency")
 _CAST = ("m", "k", "latency")
 _FEW_OUTPUTS, _SHARE_OF_BF16 = 128, 0.6
 _LONGEST_CAST = 0.2  # of the same product in BF16
@@ -122,7 +121,7 @@ def read_scaled(data: Path, wanted: Wanted = everything) -> Iterator[KernelTable
 
 def read_products(path: Path, machine: str) -> KernelTable:
     """The 8-bit products of one file, without the preceding casts."""
-    dtype, m, n, k, latency = read_columns(path, _GEMM, "a GEMM table")
+    dtype, m, n, k, latency = read_columns(path, _COLUMNS, "a GEMM table")
     operators: list[ScaledGemm] = []
     seconds: list[float] = []
     for name, scaling in _SCALING.items():

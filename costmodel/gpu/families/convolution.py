@@ -270,7 +270,6 @@ _STEM_CHANNELS = 4  # most channels of an input that counts as pictures
 _DEPTHWISE_SHARE = 0.2
 # Classes of depthwise windows and of channels per group; the last includes all above.
 _WINDOWS, _WIDTHS = (3, 5, 7, 9), (4, 8, 16, 32, 64)
-_TENSOR_SPLITS = (1, 4, 16, 64)  # splits of the sum over all pixels
 TURNING, CHANNELWISE = "turning", "channelwise"
 _GROUP_TILE = 32  # columns of the narrowest tile of grouped kernels
 # The slow gradients of grouped weights follow from steps of the families on which factors are fitted (ResNeXt 32x4d and
@@ -450,7 +449,7 @@ def _products_seconds(
     products = Products(shapes[0], shapes[1], shapes[2], shapes[3], size, rate, long, wave_seconds(machine))
     weight = np.array([_direction(each) == "weight" for each in operators])
     found: list[np.ndarray] = []
-    for split in _TENSOR_SPLITS:
+    for split in _WEIGHT_SPLITS:
         _, terms, _ = analyse_products(products, TENSOR_TILES, machine, (split,))
         compute, l2 = terms["compute"], terms["memory:L2"]
         waiting = terms["launch"] - kernel_floor(machine)

@@ -28,7 +28,7 @@ from e2e.lowering.families.work import (
 from e2e.step.operator_trace import OperatorCall, Tensor, tensors
 
 
-def _stack_kernel(kind: str) -> Lowering:
+def _one_pass(kind: str) -> Lowering:
     """Return the lowering of a kernel that reads all inputs and writes all outputs once."""
 
     def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
@@ -63,12 +63,12 @@ def _over_scores(reads: int, writes: int) -> Lowering:
 
 
 STACK_TABLE: dict[str, Lowering] = {
-    "stack::squared_relu": _stack_kernel("squared_relu"),
-    "stack::squared_relu_backward": _stack_kernel("squared_relu_backward"),
-    "stack::rotary": _stack_kernel("rotary"),
-    "stack::rotary_backward": _stack_kernel("rotary_backward"),
-    "stack::gated": _stack_kernel("silu_mul"),
-    "stack::gated_backward": _stack_kernel("silu_mul_backward"),
+    "stack::squared_relu": _one_pass("squared_relu"),
+    "stack::squared_relu_backward": _one_pass("squared_relu_backward"),
+    "stack::rotary": _one_pass("rotary"),
+    "stack::rotary_backward": _one_pass("rotary_backward"),
+    "stack::gated": _one_pass("silu_mul"),
+    "stack::gated_backward": _one_pass("silu_mul_backward"),
     "stack::packed_gated": _halves(2, 1, 0),
     "stack::packed_gated_backward": _halves(3, 2, 1),
     "stack::cross_entropy": _over_scores(1, 0),
@@ -91,14 +91,6 @@ def _softmax(backward: bool) -> Lowering:
     return lower
 
 
-def _megatron_kernel(kind: str) -> Lowering:
-    def lower(call: OperatorCall, context: Context) -> list[DeviceWork]:
-        outputs = gpu_outputs(call)
-        return [elementwise(context, kind, outputs[0], tensors(call.inputs), len(outputs), call.name)]
-
-    return lower
-
-
 def _fused_adam(call: OperatorCall, context: Context) -> list[DeviceWork]:
     """Lower FusedAdam: gradients and 16-bit parameters, FP32 moments; 12 bytes read and 10 written per element, here in
     2-byte units.
@@ -114,10 +106,10 @@ MEGATRON_TABLE: dict[str, Lowering] = {
     "megatron::masked_softmax": _softmax(False),
     "megatron::masked_softmax_backward": _softmax(True),
     "megatron::fused_adam": _fused_adam,
-    "megatron::bias_gelu": _megatron_kernel("gelu"),
-    "megatron::bias_gelu_backward": _megatron_kernel("gelu_backward"),
-    "megatron::bias_dropout_add": _megatron_kernel("bias_dropout_add"),
-    "megatron::bias_dropout_add_backward": _megatron_kernel("bias_dropout_add_backward"),
+    "megatron::bias_gelu": _one_pass("gelu"),
+    "megatron::bias_gelu_backward": _one_pass("gelu_backward"),
+    "megatron::bias_dropout_add": _one_pass("bias_dropout_add"),
+    "megatron::bias_dropout_add_backward": _one_pass("bias_dropout_add_backward"),
 }
 
 

@@ -223,8 +223,6 @@ def _leading(file: Path, graph: GraphProto) -> int:
 def _inferred(file: Path, model: ModelProto) -> ModelProto:
     import onnx
 
-    from fusion.model.library_messages import sentence
-
     try:
         return onnx.shape_inference.infer_shapes(model, strict_mode=True, data_prop=True)
     except Exception as error:  # it raises plain C++ errors
