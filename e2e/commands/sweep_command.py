@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from costmodel.base.output_files import check_outputs
-from costmodel.pages.charts import check_picture
 from e2e.commands import predict_command
 from e2e.step.options import AttentionForm, Dtype
 
@@ -75,6 +74,7 @@ def sweep_command(
     as_json: predict_command.JsonOption = False,
 ) -> None:
     """Predicts a model on many GPUs, numbers of GPUs and ways to spread it, and ranks them."""
+    from costmodel.pages.charts import check_picture
     from e2e.commands.e2e_api import sweep
     from e2e.sweeps.sweep_report import render_sweep, sweep_record, write_plot
     from e2e.sweeps.sweep_space import counts, names
