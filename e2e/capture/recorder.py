@@ -210,6 +210,9 @@ class Recorder(TorchDispatchMode):
         self.compiled: list[str] = []  # names of compiled functions and modules (`torch.compile`)
         # Lengths of every backward pass so far, and of forward passes of the whole module since (OperatorTrace.passes).
         self.passes: list[frozenset[int]] = []
+        # Ranges and passes of the last step that was cut.
+        self.last_ranges = NamedRanges()
+        self.last_passes: tuple[frozenset[int], ...] = ()
         self._lengths: set[int] = set()
         self._rows: list[dict[str, Any]] = []
         self._here = _Place()
@@ -275,6 +278,24 @@ class Recorder(TorchDispatchMode):
         whole = self.paths.get(id(module)) == "" and torch._C._current_graph_task_id() == -1
         if self.enabled and whole:
             self._lengths.update(_lengths((given, returned)))
+
+    @property
+    def depth(self) -> int:
+        """Number of modules that the current call is inside of."""
+        return len(self._here.modules)
+
+    def cut(self) -> tuple[OperatorCall, ...]:
+        """Return the calls recorded since the last cut, with their ranges and passes, and go on recording."""
+        if self._gradients is not None and self._rows:
+            self._rows[-1].setdefault("attributes", {})["gradients"] = f"{self._gradients} behind"
+            self._gradients = None
+        found = tuple(OperatorCall(**row) for row in self._rows)
+        self.last_ranges, self.last_passes = self.ranges.found(), tuple(self.passes)
+        self._rows, self.passes, self.ranges = [], [], ScriptRanges()
+        self._here.node, self._here.node_parent = None, None
+        for frame in self._here.frames:
+            frame.id, frame.entry = None, None
+        return found
 
     def calls(self) -> tuple[OperatorCall, ...]:
         """Return the recorded calls, in the order in which they began.

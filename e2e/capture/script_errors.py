@@ -155,7 +155,7 @@ class NotYetSent(BaseException):
     """
 
     def __init__(self, source: int, place: int) -> None:
-        super().__init__(f"object {place} from rank {source}")
+        super().__init__(source, place)
         self.source, self.place = source, place
 
 

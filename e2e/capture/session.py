@@ -177,14 +177,16 @@ def module_paths(workload: CapturedWorkload) -> dict[int, str]:
 
 
 @contextmanager
-def recording(recorder: Recorder, options: StepOptions) -> Iterator[None]:
-    """Context in which everything is recorded as a GPU would run it."""
+def recording(recorder: Recorder, options: StepOptions, steady: bool = True) -> Iterator[None]:
+    """Context in which everything is recorded as a GPU would run it. ``steady``: first steps of optimizers count as
+    later ones.
+    """
     with ExitStack() as stack:
         stack.enter_context(pretend_gpu(lambda: recorder.host_call("cudaDeviceSynchronize"), options.seen_gpu))
         stack.enter_context(pretend_streams(recorder.streams))
         stack.enter_context(heard(recorder))
         stack.enter_context(_module_paths(recorder))
-        stack.enter_context(_steady_optimizers(recorder, options.optimizer or "foreach"))
+        stack.enter_context(_marked_optimizers(recorder, options.optimizer or "foreach", steady))
         stack.enter_context(_noted_gradients(recorder))
         if options.mode == "inference":
             stack.enter_context(torch.no_grad())
@@ -232,9 +234,9 @@ def _noted_gradients(recorder: Recorder) -> Iterator[None]:
 
 
 @contextmanager
-def _steady_optimizers(recorder: Recorder, form: OptimizerForm) -> Iterator[None]:
-    """Context that marks optimizer steps. The first step of an optimizer, which makes its state, runs unrecorded; the
-    second is recorded.
+def _marked_optimizers(recorder: Recorder, form: OptimizerForm, steady: bool) -> Iterator[None]:
+    """Context that marks optimizer steps. ``steady``: the first step of an optimizer, which makes its state, runs
+    unrecorded; the second is recorded.
     """
     open_frames: dict[int, Any] = {}
     warming: set[int] = set()
@@ -245,7 +247,7 @@ def _steady_optimizers(recorder: Recorder, form: OptimizerForm) -> Iterator[None
         _choose_form(optimizer, form)
         if not recorder.enabled:  # called by another optimizer while that makes its state
             return
-        if not optimizer.state and len(args) < 2 and not kwargs.get("closure"):
+        if steady and not optimizer.state and len(args) < 2 and not kwargs.get("closure"):
             warming.add(id(optimizer))
             with recorder.paused():
                 optimizer.step()

@@ -34,7 +34,15 @@ def main() -> None:
     # Most objects of a prediction live to its end: garbage collection at the default thresholds takes a fifth of the
     # time.
     gc.set_threshold(100_000, 20, 20)
-    app(repeated(sys.argv[1:], ("--trace", "--kineto")), prog_name=program_name("e2e"))
+    app(with_command(repeated(sys.argv[1:], ("--trace", "--kineto"))), prog_name=program_name("e2e"))
+
+
+def with_command(words: list[str]) -> list[str]:
+    """Return the arguments with the words after ``--``, which are the user's program, as options ``--command``."""
+    if "--" not in words:
+        return words
+    place = words.index("--")
+    return [*words[:place], *(f"--command={word}" for word in words[place + 1 :])]
 
 
 app.command("predict")(guarded()(predict_command))

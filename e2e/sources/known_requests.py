@@ -3,7 +3,7 @@
 | task | records |
 |---|---|
 | my model on N GPUs | :class:`Model`, :class:`SpreadModel` |
-| my script | :class:`Script`, :class:`ScriptJob` |
+| my script | :class:`Program`, :class:`Script`, :class:`ScriptJob` |
 | my trace | :class:`Trace`, :class:`Recording` |
 | my tables | :class:`ShardedTables` |
 
@@ -262,6 +262,33 @@ class ScriptJob(_Scripted, Cluster):
         from e2e.sources.user_script import prepare_ranks
 
         return prepare_ranks(self)
+
+
+@source("program", "command")
+@dataclass(frozen=True, kw_only=True)
+class Program(Request, Host, Routed, Cluster):
+    """Request for a step of the user's program, run as it is."""
+
+    panel = SCRIPT_PANEL
+    reason = "a program says itself what it runs, and how it is spread"
+    buckets = True
+
+    command: tuple[str, ...] = option(
+        "Words of the command that starts the program, which on a command line follow --.",
+        several=True,
+        source=True,
+        kw_only=False,
+    )
+    # Folder in which the command is started; None: the current one.
+    folder: Path | None = None
+    ranks: tuple[int, ...] = option(
+        "Ranks of --script to capture, such as 0,7, where they differ unseen.", default=(), read=parse_ranks
+    )
+
+    def prepare(self) -> PreparedStep:
+        from e2e.sources.user_program import prepare
+
+        return prepare(self)
 
 
 # --- my trace -------------------------------------------------------------------------------------

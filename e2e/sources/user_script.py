@@ -94,10 +94,10 @@ def prepare_ranks(request: ScriptJob) -> PreparedStep:
 
 def _options(request: Script | ScriptJob, machine: Machine) -> StepOptions:
     """Return the capture options, with PyTorch's default of fused attention; the script sees ``machine``."""
-    return step_options(request, attention=request.attention or "flash", seen_gpu=_seen(machine))
+    return step_options(request, attention=request.attention or "flash", seen_gpu=seen_gpu(machine))
 
 
-def _seen(machine: Machine) -> SeenGpu:
+def seen_gpu(machine: Machine) -> SeenGpu:
     """Return the GPU properties that a script can query."""
     chip, memory = machine.chip(), machine.memory[-1]
     l2 = next((int(level.capacity_bytes) for level in machine.memory if level.name == "L2"), 0)

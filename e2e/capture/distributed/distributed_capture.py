@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -205,6 +205,35 @@ def capture_distributed(
     raises ``ModelError``, as does one that waits for an object that no rank sends.
     """
     program = RankScript(script, dict(parameters or {}), options or StepOptions(), accept)
+    return capture_job(_ScriptRanks(program), gpus, gpus_per_node, ranks=ranks, progress=progress)
+
+
+class RankProgram(Protocol):
+    """Program of a job's ranks."""
+
+    @property
+    def reference(self) -> str:
+        """Name for messages."""
+        ...
+
+    def capture(self, place: RankPlace, mailbox: Mailbox) -> CapturedRank:
+        """Capture a steady step of the rank ``place``; raise ``NotYetSent`` if it waits for an object."""
+        ...
+
+    def signature(self, place: RankPlace, mailbox: Mailbox) -> RankSignature:
+        """Return what tells ranks with different programs apart."""
+        ...
+
+
+def capture_job(
+    program: RankProgram,
+    gpus: int,
+    gpus_per_node: int,
+    *,
+    ranks: Sequence[int] | None = None,
+    progress: Say | None = None,
+) -> DistributedCapture:
+    """Capture one steady step of ``program`` on ``gpus`` GPUs (see the rules in the module docstring)."""
     job = _Job(program, gpus, gpus_per_node, progress)
     job.check(ranks)
     if ranks:
@@ -215,14 +244,29 @@ def capture_distributed(
     order = sorted(job.captured)
     traces = tuple(job.captured[rank].trace for rank in order)
     first = job.captured[order[0]]
-    source = f"{script_name(script)} on {gpus} GPUs"
+    source = f"{program.reference} on {gpus} GPUs"
     sizes = first.samples, first.sequence_length
     return DistributedCapture(traces, _multiplicity(order, gpus), source, *sizes, switches=first.switches)
 
 
+@dataclass(frozen=True)
+class _ScriptRanks:
+    script: RankScript
+
+    @property
+    def reference(self) -> str:
+        return self.script.reference
+
+    def capture(self, place: RankPlace, mailbox: Mailbox) -> CapturedRank:
+        return capture_rank(self.script, place, mailbox)
+
+    def signature(self, place: RankPlace, mailbox: Mailbox) -> RankSignature:
+        return rank_signature(self.script, place, mailbox)
+
+
 @dataclass
 class _Job:
-    script: RankScript
+    program: RankProgram
     gpus: int
     gpus_per_node: int
     progress: Say | None
@@ -257,7 +301,7 @@ class _Job:
                 return rank
         rank = wanted[0]
         raise ModelError(
-            f"{self.script.reference}: rank {rank} waits for an object from rank {waiting[rank].source}, which never "
+            f"{self.program.reference}: rank {rank} waits for an object from rank {waiting[rank].source}, which never "
             "sends one; look for recv_object_list without its send_object_list"
         )
 
@@ -266,7 +310,7 @@ class _Job:
         if self.progress is not None:
             self.progress(f"capturing rank {rank} of {self.gpus}")
         try:
-            self.captured[rank] = capture_rank(self.script, self._place(rank), self.mailbox)
+            self.captured[rank] = self.program.capture(self._place(rank), self.mailbox)
         except NotYetSent as wait:
             waiting[rank] = wait
             return {wait.source} | {target for source, target in self.mailbox.sent if source == rank}
@@ -282,7 +326,7 @@ class _Job:
             if members[-1] not in self.captured and self._signature(members[-1]) not in known:
                 if len(members) > MOST_DIFFERENT:
                     raise InputError(
-                        f"{self.script.reference}: the {len(members)} ranks of a process group hold different "
+                        f"{self.program.reference}: the {len(members)} ranks of a process group hold different "
                         "parameters; name those to capture (--ranks 0,1,...)"
                     )
                 return list(members)
@@ -291,7 +335,7 @@ class _Job:
     def _signature(self, rank: int) -> RankSignature:
         if rank in self.captured:
             return self.captured[rank].signature
-        return rank_signature(self.script, self._place(rank), self.mailbox)
+        return self.program.signature(self._place(rank), self.mailbox)
 
     def _place(self, rank: int) -> RankPlace:
         return RankPlace(rank, self.gpus, self.gpus_per_node)

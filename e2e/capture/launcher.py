@@ -1,0 +1,203 @@
+"""Command of the user, as it would be started on the machine with the GPUs: program, arguments and launcher.
+
+Read are ``python FILE`` and ``python -m MODULE``, ``torchrun`` (``python -m torch.distributed.run``), ``accelerate
+launch``, ``deepspeed``, ``fabric run`` and ``tune run``, behind any number of ``NAME=value`` words of the environment.
+Launchers are read by their own parsers, where they are installed, so that their options mean what they mean there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+from costmodel.base.errors import InputError
+
+_PYTHON = re.compile(r"python(\d(\.\d+)?)?$")
+# Options of the interpreter that take a value in the next word.
+_VALUED = ("-X", "-W", "--check-hash-based-pycs")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Program of a command, with the processes that its launcher starts."""
+
+    # File of the program, or its name if it is a module.
+    program: str
+    arguments: tuple[str, ...] = ()
+    # True for ``python -m``.
+    module: bool = False
+    # Processes per node and nodes; None if no launcher says so.
+    processes: int | None = None
+    nodes: int | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    # Name of the launcher; empty for Python itself.
+    launcher: str = ""
+
+    @property
+    def gpus(self) -> int | None:
+        """GPUs of the whole job, or None if no launcher says so."""
+        return None if self.processes is None else self.processes * (self.nodes or 1)
+
+    @property
+    def title(self) -> str:
+        """Name of the program for messages."""
+        return f"-m {self.program}" if self.module else self.program
+
+
+def parse_command(words: Sequence[str], folder: Path | None = None) -> Launch:
+    """Parse a command; ``folder`` is where it would be started (default: the current one).
+
+    Raise ``InputError`` for an empty command, an unknown launcher and a program that does not exist.
+    """
+    environment: dict[str, str] = {}
+    rest = list(words)
+    if rest[:1] == ["env"]:
+        del rest[0]
+    while rest and re.fullmatch(r"[A-Za-z_]\w*=.*", rest[0], re.DOTALL):
+        name, _, value = rest.pop(0).partition("=")
+        environment[name] = value
+    if not rest:
+        raise InputError("no command: write it after --, such as -- python train.py --batch-size 64")
+    launch = _parsed(rest)
+    if not launch.module:
+        place = (folder or Path.cwd()) / launch.program
+        if not place.is_file():
+            raise InputError(f"{launch.program}: no such program; give the command as you would start it, from its folder")
+    return replace(launch, environment={**environment, **launch.environment})
+
+
+def _parsed(words: list[str]) -> Launch:
+    name, rest = os.path.basename(words[0]), words[1:]
+    if _PYTHON.match(name):
+        return _of_python(rest)
+    if name in _LAUNCHERS:
+        return _LAUNCHERS[name](rest)
+    if name.endswith(".py"):
+        return Launch(words[0], tuple(rest))
+    raise InputError(
+        f"{words[0]}: not a known launcher; start the command with python, {', '.join(_LAUNCHERS)} or a .py file"
+    )
+
+
+def _of_python(words: list[str]) -> Launch:
+    place = 0
+    while place < len(words) and words[place].startswith("-") and words[place] not in ("-m", "-c", "-"):
+        place += 2 if words[place] in _VALUED else 1
+    if place == len(words):
+        raise InputError("python without a program: name a file or -m MODULE")
+    if words[place] in ("-c", "-"):
+        raise InputError(f"python {words[place]}: write the program to a file")
+    if words[place] != "-m":
+        return Launch(words[place], tuple(words[place + 1 :]))
+    if place + 1 == len(words):
+        raise InputError("python -m: name a module")
+    module, rest = words[place + 1], words[place + 2 :]
+    reader = _MODULES.get(module)
+    return reader(rest) if reader is not None else Launch(module, tuple(rest), module=True)
+
+
+def _of_torchrun(words: list[str]) -> Launch:
+    run = import_module("torch.distributed.run")
+    read = _read("torchrun", run.get_args_parser(), words)
+    if read.no_python:
+        raise InputError("torchrun --no-python: name a Python program")
+    processes = {"auto": "", "gpu": ""}.get(str(read.nproc_per_node), str(read.nproc_per_node))
+    if processes and not processes.isdigit():
+        raise InputError(f"torchrun --nproc-per-node {processes}: expected a number of GPUs")
+    nodes = str(read.nnodes).rpartition(":")[2]  # of elastic jobs, the most
+    arguments = tuple(read.training_script_args)
+    count = int(processes) if processes else None
+    return Launch(read.training_script, arguments, read.module, count, int(nodes), launcher="torchrun")
+
+
+def _of_accelerate(words: list[str]) -> Launch:
+    if words[:1] != ["launch"]:
+        raise InputError(f"accelerate {' '.join(words[:1])}: only `accelerate launch` starts a program")
+    return _of_accelerate_launch(words[1:])
+
+
+def _of_accelerate_launch(words: list[str]) -> Launch:
+    if find_spec("accelerate") is None:
+        raise InputError("accelerate launch: the package accelerate is not installed here; pip install accelerate")
+    launch = import_module("accelerate.commands.launch")
+    read = _read("accelerate launch", launch.launch_command_parser(), words)
+    environment = {}
+    if read.mixed_precision:
+        environment["ACCELERATE_MIXED_PRECISION"] = read.mixed_precision
+    if read.gradient_accumulation_steps and int(read.gradient_accumulation_steps) > 1:
+        environment["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(read.gradient_accumulation_steps)
+    nodes = read.num_machines or 1
+    processes = read.num_processes // nodes if read.num_processes else None
+    arguments = tuple(read.training_script_args)
+    return Launch(read.training_script, arguments, read.module, processes, nodes, environment, "accelerate")
+
+
+def _of_deepspeed(words: list[str]) -> Launch:
+    parser = argparse.ArgumentParser(prog="deepspeed", add_help=False, exit_on_error=False)
+    for name in ("--num_gpus", "--num_nodes"):
+        parser.add_argument(name, type=int)
+    for name in ("--hostfile", "--include", "--exclude", "--master_addr", "--master_port", "--launcher"):
+        parser.add_argument(name)
+    parser.add_argument("--module", action="store_true")
+    parser.add_argument("training_script")
+    parser.add_argument("training_script_args", nargs=argparse.REMAINDER)
+    read = _read("deepspeed", parser, words)
+    count, arguments = read.num_gpus, tuple(read.training_script_args)
+    return Launch(read.training_script, arguments, read.module, count, read.num_nodes, launcher="deepspeed")
+
+
+def _of_fabric(words: list[str]) -> Launch:
+    if words[:1] != ["run"]:
+        raise InputError(f"fabric {' '.join(words[:1])}: only `fabric run` starts a program")
+    parser = argparse.ArgumentParser(prog="fabric run", add_help=False, exit_on_error=False)
+    for name in ("--accelerator", "--strategy", "--precision", "--node-rank", "--main-address", "--main-port"):
+        parser.add_argument(name)
+    parser.add_argument("--devices", default="1")
+    parser.add_argument("--num-nodes", type=int, default=1)
+    parser.add_argument("training_script")
+    parser.add_argument("training_script_args", nargs=argparse.REMAINDER)
+    read = _read("fabric run", parser, words)
+    if not read.devices.isdigit():
+        raise InputError(f"fabric run --devices {read.devices}: expected a number of GPUs")
+    environment = {"LT_CLI_USED": "1", "LT_DEVICES": read.devices, "LT_NUM_NODES": str(read.num_nodes)}
+    for name in ("accelerator", "strategy", "precision"):
+        if getattr(read, name):
+            environment[f"LT_{name.upper()}"] = getattr(read, name)
+    arguments = tuple(read.training_script_args)
+    return Launch(
+        read.training_script, arguments, False, int(read.devices), read.num_nodes, environment, "fabric"
+    )
+
+
+def _read(name: str, parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:
+    """Parse a launcher's options; its complaints become ``InputError``."""
+
+    def refuse(message: str) -> None:
+        raise InputError(f"{name}: {message}")
+
+    parser.error = refuse  # type: ignore[assignment,method-assign]
+    try:
+        return parser.parse_args(words)
+    except (argparse.ArgumentError, SystemExit) as error:
+        raise InputError(f"{name}: {error}") from None
+
+
+Reader = Callable[[list[str]], Launch]
+_LAUNCHERS: dict[str, Reader] = {
+    "torchrun": _of_torchrun,
+    "accelerate": _of_accelerate,
+    "deepspeed": _of_deepspeed,
+    "fabric": _of_fabric,
+}
+_MODULES: dict[str, Reader] = {
+    "torch.distributed.run": _of_torchrun,
+    "torch.distributed.launch": _of_torchrun,
+    "accelerate.commands.launch": _of_accelerate_launch,
+    "deepspeed.launcher.runner": _of_deepspeed,
+}

@@ -1,0 +1,276 @@
+"""Run of the user's program as it is, in a process of its own (``python -m e2e.capture``), until it has made a
+steady step.
+
+The program runs as ``__main__`` with its own arguments, folder and environment. Tensors of the host are real; modules
+are made without memory, on the meta device, which stands for the GPU. A step goes from one step of the first optimizer
+to its next: a cyclic shift of the step as written, whatever the number of optimizers, of accumulated passes or of
+closures. Without an optimizer it goes from one call of the outermost module to the next. A step is steady if the next
+one runs the same operators on the same shapes; then the process ends, with the step as its answer.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import runpy
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+from unittest.mock import patch
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
+
+from costmodel.base.errors import InputError, ModelError
+from e2e.capture.distributed.communication import Communication, Mailbox
+from e2e.capture.distributed.distributed_capture import CapturedRank, RankSignature
+from e2e.capture.distributed.world import LibraryPatches, RankPlace, fake_world
+from e2e.capture.launcher import Launch
+from e2e.capture.recorder import Recorder
+from e2e.capture.script import tf32_switches
+from e2e.capture.script_errors import NotYetSent, reporting
+from e2e.capture.session import recording
+from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor
+from e2e.step.options import StepOptions
+
+# Before a program is watched, which may not end this process unseen.
+_end_process = os._exit
+# Steps that are compared before the last one is taken although it differs from the one before.
+MOST_STEPS = 8
+
+
+@dataclass(frozen=True)
+class ProgramJob:
+    """Program to run, on one rank."""
+
+    launch: Launch
+    options: StepOptions
+    place: RankPlace
+    mailbox: Mailbox
+
+
+@dataclass(frozen=True)
+class FoundStep:
+    """Step of a program."""
+
+    rank: CapturedRank
+    mailbox: Mailbox
+    # Description of the step, such as "step 3 of AdamW, 2,304 operators, equal to step 2".
+    told: str
+    # Other facts for the report, such as files that were stood in for.
+    notes: tuple[str, ...] = ()
+
+
+class HostTensors(TorchFunctionMode):
+    """Factories of tensors run on the host, with memory, except inside the construction of a module."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _device_constructors() and kwargs.get("device") is None and makes_module():
+            kwargs = {**kwargs, "device": torch.device("meta")}
+        return func(*args, **kwargs)
+
+
+def makes_module() -> bool:
+    """True inside ``__init__`` of a module."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_name == "__init__" and frame.f_code.co_argcount:
+            owner = frame.f_locals.get(frame.f_code.co_varnames[0])
+            if isinstance(owner, torch.nn.Module):
+                return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+@dataclass
+class StepFinder:
+    """Finder of the step: cuts what is recorded at each boundary, and calls ``finish`` when a step is steady."""
+
+    recorder: Recorder
+    finish: Callable[[Sequence[OperatorCall], str], None]
+    # Optimizer whose steps are the boundaries, and its class name.
+    optimizer: int | None = None
+    title: str = ""
+    steps: list[tuple[OperatorCall, ...]] = field(default_factory=list)
+    digests: list[int] = field(default_factory=list)
+    # Optimizers made so far: while there are any, calls of modules are no boundaries.
+    optimizers: int = 0
+    passes: int = 0
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Context in which boundaries are noticed."""
+        made = torch.optim.Optimizer.__init__
+
+        def make(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            self.optimizers += 1
+            made(optimizer, *args, **kwargs)
+
+        handles = (
+            register_optimizer_step_post_hook(self._stepped),
+            register_module_forward_pre_hook(self._called),
+        )
+        try:
+            with patch.object(torch.optim.Optimizer, "__init__", make):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self.optimizer is None:
+            self.optimizer, self.title = id(optimizer), type(optimizer).__name__
+            self.steps.clear()
+            self.digests.clear()
+        if id(optimizer) == self.optimizer:
+            self._boundary()
+
+    def _called(self, module: torch.nn.Module, given: Any) -> None:
+        if self.recorder.depth != 1 or torch._C._current_graph_task_id() != -1:  # inside another module
+            return
+        self._name(module)
+        self.passes += 1
+        if not self.recorder.enabled:
+            self.recorder.enabled = True
+        elif not self.optimizers:
+            self.title = type(module).__name__
+            self._boundary()
+
+    def _name(self, module: torch.nn.Module) -> None:
+        """Name the parts of an outermost module that is called for the first time."""
+        if id(module) not in self.recorder.paths:
+            self.recorder.paths = {**self.recorder.paths, **{id(part): path for path, part in module.named_modules()}}
+
+    def _boundary(self) -> None:
+        calls = self.recorder.cut()
+        self.steps.append(calls)
+        self.digests.append(digest(calls))
+        del self.steps[:-1]
+        last = len(self.digests)
+        if last > 2 and self.digests[-1] == self.digests[-2]:
+            self.finish(calls, f"step {last} of {self.title}, {len(calls):,} operators, equal to step {last - 1}")
+        elif last >= MOST_STEPS:
+            self.finish(calls, f"step {last} of {self.title}, {len(calls):,} operators; no two in a row were equal")
+
+    def at_end(self) -> None:
+        """Finish at the end of the program, which was not stopped at a steady step."""
+        if not self.steps and self.recorder.enabled:
+            self.title = "the program"
+            self.steps.append(self.recorder.cut())
+        if not self.steps or not self.steps[-1]:
+            raise ModelError(
+                "the program ended without a step on the GPU: no module was called there and no optimizer took a step"
+            )
+        calls, count = self.steps[-1], len(self.digests) or 1
+        self.finish(calls, f"step {count} of {self.title}, {len(calls):,} operators, the last before the program ended")
+
+
+def digest(calls: Sequence[OperatorCall]) -> int:
+    """Hash of the operators of a step: names, shapes and types of their inputs."""
+    return hash(tuple((call.name, call.phase, *map(_shape, call.inputs)) for call in calls))
+
+
+def _shape(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype, value.device
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_shape, value))
+    return type(value).__name__
+
+
+def run_program(job: ProgramJob, answer: Callable[[FoundStep], NoReturn]) -> None:
+    """Run the program of ``job`` in this process; ``answer`` is called with its step and does not return."""
+    launch, place = job.launch, job.place
+    recorder = Recorder({})
+    recorder.enabled = False
+    alone = place.world_size == 1
+    if not alone:
+        recorder.communication = Communication(recorder)
+
+    def finish(calls: Sequence[OperatorCall], told: str) -> None:
+        groups = {} if alone else dict(recorder.communication.groups.ranks)
+        title = launch.title
+        trace = OperatorTrace(
+            tuple(calls),
+            place.rank,
+            place.world_size,
+            groups,
+            title,
+            compiled=bool(recorder.compiled),
+            ranges=recorder.last_ranges,
+            passes=recorder.last_passes,
+        )
+        signature: RankSignature = ((str(digest(calls)), (), "", ""),)
+        peers = frozenset() if alone else frozenset(recorder.communication.peers)
+        rank = CapturedRank(trace, peers, signature, _samples(recorder), switches=tf32_switches())
+        answer(FoundStep(rank, job.mailbox, told))
+
+    finder = StepFinder(recorder, finish)
+    with ExitStack() as stack:
+        stack.enter_context(patch.dict(os.environ, launch.environment))
+        stack.enter_context(reporting(launch.title))
+        stack.enter_context(recording(recorder, job.options, steady=False))
+        if not alone:
+            stack.enter_context(fake_world(place, recorder, job.mailbox))
+        libraries = LibraryPatches(recorder, stack)
+        recorder.before_wrapper = libraries.update
+        stack.enter_context(finder.watching())
+        stack.enter_context(HostTensors())
+        _start(launch)
+        finder.at_end()
+
+
+def _samples(recorder: Recorder) -> int | None:
+    """Samples of a step: the length that all passes of the outermost module have in common, if there is one."""
+    common = frozenset.intersection(*recorder.last_passes) if recorder.last_passes else frozenset()
+    return next(iter(common)) if len(common) == 1 else None
+
+
+def _start(launch: Launch) -> None:
+    """Run the program as ``__main__``."""
+    folder = os.getcwd()
+    sys.argv = [launch.program, *launch.arguments]
+    if launch.module:
+        sys.path.insert(0, folder)
+        run: Callable[[], Any] = partial(runpy.run_module, launch.program, run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, str(Path(launch.program).resolve().parent))
+        run = partial(runpy.run_path, launch.program, run_name="__main__")
+    try:
+        run()
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise
+
+
+def main(job_file: str, answer_file: str) -> None:
+    """Run the job in ``job_file``; the step, or the error, is written to ``answer_file``."""
+    with open(job_file, "rb") as file:
+        job: ProgramJob = pickle.load(file)
+    process = os.getpid()
+
+    def answer(found: object) -> NoReturn:
+        if os.getpid() == process:
+            with open(answer_file, "wb") as file:
+                pickle.dump(found, file)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        _end_process(0)
+
+    try:
+        run_program(job, answer)
+    except NotYetSent as wait:
+        answer(wait)
+    except (ModelError, InputError) as error:
+        answer((InputError if isinstance(error, InputError) else ModelError)(str(error)))
+

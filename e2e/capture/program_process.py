@@ -1,0 +1,89 @@
+"""Processes in which the user's program runs, one for each rank that is captured (:mod:`e2e.capture.program`)."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from costmodel.base.errors import ModelError
+from e2e.capture.distributed.communication import Mailbox
+from e2e.capture.distributed.distributed_capture import CapturedRank, DistributedCapture, RankSignature
+from e2e.capture.distributed.world import RankPlace
+from e2e.capture.launcher import Launch
+from e2e.capture.program import FoundStep, ProgramJob
+from e2e.step.options import StepOptions
+
+
+@dataclass
+class ProgramRanks:
+    """Ranks of a program; each is captured in a process of its own, at most once."""
+
+    launch: Launch
+    options: StepOptions
+    # Folder in which the command is started.
+    folder: Path
+    found: dict[int, FoundStep] = field(default_factory=dict)
+
+    @property
+    def reference(self) -> str:
+        """Name of the program for messages."""
+        return self.launch.title
+
+    def capture(self, place: RankPlace, mailbox: Mailbox) -> CapturedRank:
+        """Run the program on the rank ``place`` until it has made a steady step."""
+        if place.rank not in self.found:
+            self.found[place.rank] = run_rank(ProgramJob(self.launch, self.options, place, mailbox), self.folder)
+            mailbox.sent.update(self.found[place.rank].mailbox.sent)
+        return self.found[place.rank].rank
+
+    def told(self, capture: DistributedCapture) -> tuple[str, ...]:
+        """Describe, for the report, the step that was taken and what the program did not really have."""
+        first = self.found[capture.traces[0].rank]
+        return f"{self.reference}: {first.told}", *first.notes
+
+    def signature(self, place: RankPlace, mailbox: Mailbox) -> RankSignature:
+        """Return the operators of the rank's step."""
+        return self.capture(place, mailbox).signature
+
+
+def run_rank(job: ProgramJob, folder: Path) -> FoundStep:
+    """Run ``job`` in a new process, started in ``folder``, whose output goes to standard error.
+
+    Raise the error that ended the program; ``ModelError`` if its process was ended from outside.
+    """
+    with tempfile.TemporaryDirectory(prefix="e2e-program-") as scratch:
+        request, answer = Path(scratch, "job"), Path(scratch, "answer")
+        request.write_bytes(pickle.dumps(job))
+        # The project is importable in the program's folder too, from wherever it was imported here.
+        roots = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(roots)}
+        command = [sys.executable, "-P", "-m", "e2e.capture", str(request), str(answer)]
+        process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=sys.stderr, start_new_session=True
+        )
+        try:
+            status = process.wait()
+        finally:
+            _end(process)
+        if not answer.exists():
+            raise ModelError(f"{job.launch.title}: its process ended without an answer, with status {status}")
+        found = pickle.loads(answer.read_bytes())
+    if isinstance(found, BaseException):
+        raise found
+    assert isinstance(found, FoundStep)
+    return found
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process and those that it has started, such as workers of data loaders."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    process.wait()
