@@ -23,6 +23,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from costmodel.base.errors import ModelError
 from e2e.step.options import SeenGpu
@@ -155,7 +156,8 @@ def _cuda_patches(synchronized: Callable[[], None], gpu: SeenGpu) -> list[tuple[
         # Classes stay classes, since libraries use them in annotations (``CUDAGraph | None``) and in ``isinstance``.
         *((torch.cuda, name, _RefusedGraph) for name in ("CUDAGraph", "graph")),
         (torch.cuda, "make_graphed_callables", _refuse_graphs),
-        (torch.nn.DataParallel, "__init__", _refuse_data_parallel),
+        *_data_parallel_patches(),
+        *_accelerator_patches(),
         # Called only by recurrent layers, which would otherwise flatten their weights once.
         (torch.backends.cudnn, "is_acceptable", lambda tensor: False),
         # There is no memory to pin, and the source of data does not matter.
@@ -212,8 +214,43 @@ class _RefusedGraph:
         _refuse_graphs()
 
 
-def _refuse_data_parallel(self: Any, *args: Any, **kwargs: Any) -> None:
-    raise ModelError("nn.DataParallel is not captured; use DistributedDataParallel and give --gpus")
+def _data_parallel_patches() -> list[tuple[Any, str, Any]]:
+    """Return the patches of ``nn.DataParallel``, which on one GPU only moves inputs there."""
+
+    def construct(self: Any, module: torch.nn.Module, device_ids: Any = None, *args: Any, **kwargs: Any) -> None:
+        if len(device_ids) if device_ids else torch.cuda.device_count() > 1:
+            if not device_ids or len(device_ids) > 1:
+                raise ModelError("nn.DataParallel on several GPUs is not captured; use DistributedDataParallel")
+        torch.nn.Module.__init__(self)
+        self.module, self.device_ids, self.output_device, self.dim = module, [0], 0, 0
+
+    def forward(self: Any, *inputs: Any, **named: Any) -> Any:
+        inputs, named = on_gpu((inputs, named))
+        return self.module(*inputs, **named)
+
+    kind = torch.nn.DataParallel
+    return [(kind, "__init__", construct), (kind, "forward", forward)]
+
+
+def on_gpu(values: Any) -> Any:
+    """Return ``values``, nested in any way, with tensors of the host moved to the GPU."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to("cuda") if not tensor.is_cuda else tensor, values)
+
+
+def _accelerator_patches() -> list[tuple[Any, str, Any]]:
+    """Return the patches by which ``torch.accelerator`` is the GPU, numbered as ``torch.cuda`` says."""
+    accelerator = torch.accelerator
+    return [
+        (torch._C, "_get_accelerator", lambda *args: torch.device("cuda", torch.cuda.current_device())),
+        (accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda")),
+        (accelerator, "is_available", lambda: True),
+        (accelerator, "device_count", lambda: torch.cuda.device_count()),
+        (accelerator, "current_device_index", lambda: torch.cuda.current_device()),
+        (accelerator, "current_device_idx", lambda: torch.cuda.current_device()),
+        (accelerator, "set_device_index", lambda device: None),
+        (accelerator, "set_device_idx", lambda device: None),
+        (accelerator, "empty_cache", lambda: None),
+    ]
 
 
 def is_device_number(value: Any) -> bool:

@@ -14,11 +14,14 @@ import os
 import pickle
 import runpy
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 from unittest.mock import patch
 
@@ -37,7 +40,8 @@ from e2e.capture.recorder import Recorder
 from e2e.capture.script import tf32_switches
 from e2e.capture.script_errors import NotYetSent, reporting
 from e2e.capture.session import recording
-from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor
+from e2e.capture.stand_ins import driver_tools, made_up_data, missing_file, silent_loggers, torchvision_operators
+from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor, tensors
 from e2e.step.options import StepOptions
 
 # Before a program is watched, which may not end this process unseen.
@@ -54,6 +58,8 @@ class ProgramJob:
     options: StepOptions
     place: RankPlace
     mailbox: Mailbox
+    # True if data that are not there are made up.
+    made_up: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,7 +111,8 @@ class StepFinder:
     digests: list[int] = field(default_factory=list)
     # Optimizers made so far: while there are any, calls of modules are no boundaries.
     optimizers: int = 0
-    passes: int = 0
+    # The first outermost module with parameters.
+    root: int | None = None
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -139,11 +146,11 @@ class StepFinder:
         if self.recorder.depth != 1 or torch._C._current_graph_task_id() != -1:  # inside another module
             return
         self._name(module)
-        self.passes += 1
+        if self.root is None and next(module.parameters(), None) is not None:
+            self.root, self.title = id(module), type(module).__name__
         if not self.recorder.enabled:
             self.recorder.enabled = True
-        elif not self.optimizers:
-            self.title = type(module).__name__
+        elif not self.optimizers and id(module) == self.root:
             self._boundary()
 
     def _name(self, module: torch.nn.Module) -> None:
@@ -176,8 +183,12 @@ class StepFinder:
 
 
 def digest(calls: Sequence[OperatorCall]) -> int:
-    """Hash of the operators of a step: names, shapes and types of their inputs."""
-    return hash(tuple((call.name, call.phase, *map(_shape, call.inputs)) for call in calls))
+    """Hash of the operators of a step on the GPU: names, shapes and types of their inputs."""
+    return hash(tuple((call.name, *map(_shape, call.inputs)) for call in calls if _is_on_gpu(call)))
+
+
+def _is_on_gpu(call: OperatorCall) -> bool:
+    return any(each.device != "cpu" for each in tensors((*call.inputs, *call.outputs)))
 
 
 def _shape(value: Any) -> Any:
@@ -194,6 +205,12 @@ def run_program(job: ProgramJob, answer: Callable[[FoundStep], NoReturn]) -> Non
     recorder = Recorder({})
     recorder.enabled = False
     alone = place.world_size == 1
+    notes: list[str] = []
+
+    def note(line: str) -> None:
+        if line not in notes:
+            notes.append(line)
+
     if not alone:
         recorder.communication = Communication(recorder)
 
@@ -213,21 +230,45 @@ def run_program(job: ProgramJob, answer: Callable[[FoundStep], NoReturn]) -> Non
         signature: RankSignature = ((str(digest(calls)), (), "", ""),)
         peers = frozenset() if alone else frozenset(recorder.communication.peers)
         rank = CapturedRank(trace, peers, signature, _samples(recorder), switches=tf32_switches())
-        answer(FoundStep(rank, job.mailbox, told))
+        answer(FoundStep(rank, job.mailbox, told, tuple(notes)))
 
     finder = StepFinder(recorder, finish)
     with ExitStack() as stack:
         stack.enter_context(patch.dict(os.environ, launch.environment))
+        stack.enter_context(silent_loggers())
+        local = min(place.gpus_per_node, place.world_size)
+        stack.enter_context(driver_tools(job.options.seen_gpu, local, Path(stack.enter_context(TemporaryDirectory()))))
+        stack.enter_context(torchvision_operators())
+        if job.made_up:
+            stack.enter_context(made_up_data(note))
         stack.enter_context(reporting(launch.title))
         stack.enter_context(recording(recorder, job.options, steady=False))
         if not alone:
             stack.enter_context(fake_world(place, recorder, job.mailbox))
+            stack.enter_context(spawned_ranks(place))
         libraries = LibraryPatches(recorder, stack)
         recorder.before_wrapper = libraries.update
         stack.enter_context(finder.watching())
         stack.enter_context(HostTensors())
         _start(launch)
         finder.at_end()
+
+
+@contextmanager
+def spawned_ranks(place: RankPlace) -> Iterator[None]:
+    """Context in which processes that the program starts for its ranks (``torch.multiprocessing.spawn``) are not
+    started: this process goes on as the one of ``place``.
+    """
+
+    def spawn(fn: Any, args: Any = (), nprocs: int = 1, *others: Any, **more: Any) -> None:
+        fn(place.rank % nprocs, *args)
+
+    spawning = import_module("torch.multiprocessing.spawn")
+    with ExitStack() as stack:
+        for module in (torch.multiprocessing, spawning):
+            stack.enter_context(patch.object(module, "spawn", spawn))
+        stack.enter_context(patch.object(spawning, "start_processes", spawn))
+        yield
 
 
 def _samples(recorder: Recorder) -> int | None:
@@ -251,6 +292,11 @@ def _start(launch: Launch) -> None:
     except SystemExit as end:
         if end.code not in (None, 0):
             raise
+    except FileNotFoundError as error:
+        missing = missing_file(error, traceback.extract_tb(error.__traceback__))
+        if missing is None:
+            raise
+        raise ModelError(missing) from None
 
 
 def main(job_file: str, answer_file: str) -> None:

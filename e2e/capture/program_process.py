@@ -28,6 +28,8 @@ class ProgramRanks:
     options: StepOptions
     # Folder in which the command is started.
     folder: Path
+    # True if data that are not there are made up.
+    made_up: bool = False
     found: dict[int, FoundStep] = field(default_factory=dict)
 
     @property
@@ -38,7 +40,7 @@ class ProgramRanks:
     def capture(self, place: RankPlace, mailbox: Mailbox) -> CapturedRank:
         """Run the program on the rank ``place`` until it has made a steady step."""
         if place.rank not in self.found:
-            self.found[place.rank] = run_rank(ProgramJob(self.launch, self.options, place, mailbox), self.folder)
+            self.found[place.rank] = run_rank(ProgramJob(self.launch, self.options, place, mailbox, self.made_up), self.folder)
             mailbox.sent.update(self.found[place.rank].mailbox.sent)
         return self.found[place.rank].rank
 

@@ -103,6 +103,9 @@ def followed_threads(recorder: Recorder, attention: AttentionForm) -> Iterator[N
     start = threading.Thread.start
 
     def started(thread: threading.Thread) -> None:
+        if str(getattr(getattr(thread, "_target", None), "__module__", "")).startswith("torch.utils.data"):
+            start(thread)  # it hands batches over while the step runs
+            return
         thread.run = _followed(thread.run, recorder, attention, failed)  # type: ignore[method-assign]
         start(thread)
 

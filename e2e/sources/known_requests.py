@@ -18,7 +18,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from costmodel.base.errors import InputError
 from costmodel.base.units import whole_number
@@ -278,6 +278,9 @@ class Program(Request, Host, Routed, Cluster):
         several=True,
         source=True,
         kw_only=False,
+    )
+    data: Literal["real", "synthetic"] = option(
+        "synthetic: data of the program that are not there are made up.", default="real", default_text="real"
     )
     # Folder in which the command is started; None: the current one.
     folder: Path | None = None

@@ -37,7 +37,7 @@ def prepare(request: Program) -> PreparedStep:
     options = step_options(request, attention="flash", seen_gpu=seen_gpu(machine))
 
     def capture() -> tuple[DistributedCapture, tuple[str, ...]]:
-        ranks = ProgramRanks(launch, options, folder)
+        ranks = ProgramRanks(launch, options, folder, request.data == "synthetic")
         found = capture_job(ranks, gpus, cluster.gpus_per_node, ranks=request.ranks or None)
         return found, ranks.told(found)
 
@@ -76,7 +76,7 @@ def _size(request: Program, launch: Launch) -> tuple[int, int]:
 def _key(request: Program, launch: Launch, options: StepOptions, gpus: int) -> Hashable:
     """Cache key of a capture: everything that it depends on."""
     settled = replace(options, compile=False, routing=BALANCED)
-    return request.command, str(request.folder), settled, request.gpu, gpus, request.nodes, request.ranks
+    return request.command, str(request.folder), settled, request.gpu, gpus, request.nodes, request.ranks, request.data
 
 
 def _batch(captured: DistributedCapture, gpus: int) -> Batch | None:

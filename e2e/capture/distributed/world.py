@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from costmodel.base.errors import ModelError
 from e2e.capture.distributed.communication import Mailbox
+from e2e.capture.environment import on_gpu
 from e2e.capture.recorder import Recorder
 
 
@@ -31,13 +32,14 @@ def ddp_patches(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
     It begins when a bucket is full, like the built-in one; a hook of the script replaces it.
     """
     ddp = torch.nn.parallel.DistributedDataParallel
-    construct, register = ddp.__init__, ddp.register_comm_hook
+    construct, register, run = ddp.__init__, ddp.register_comm_hook, ddp._run_ddp_forward
 
     def construct_unsynchronized(self: Any, *args: Any, **kwargs: Any) -> None:
         given = {**kwargs, "init_sync": False, "device_ids": None, "output_device": None}
         if recorder.bucket_mb is not None:
             given["bucket_cap_mb"] = recorder.bucket_mb
-        construct(self, *args, **given)
+        construct(self, *args[:1], **given)
+        self._moves_inputs = bool(kwargs.get("device_ids") or args[1:2])
         self.logger = _QuietLogger(self.logger)
         self._capture_hook = None
         recorder.communication.settling = 2
@@ -65,7 +67,13 @@ def ddp_patches(recorder: Recorder) -> Iterator[tuple[Any, str, Any]]:
         return super(torch.nn.SyncBatchNorm, self).forward(input)
 
     yield torch.nn.SyncBatchNorm, "forward", without_exchange
+    def run_forward(self: Any, *inputs: Any, **named: Any) -> Any:
+        if self._moves_inputs:
+            inputs, named = on_gpu((inputs, named))
+        return run(self, *inputs, **named)
+
     yield ddp, "__init__", construct_unsynchronized
+    yield ddp, "_run_ddp_forward", run_forward
     yield ddp, "register_comm_hook", register_later
 
 
@@ -293,19 +301,12 @@ def _start(operation: Any) -> Any:
 
 def _cuda_patches(place: RankPlace) -> Iterator[tuple[Any, str, Any]]:
     local = int(place.environment()["LOCAL_RANK"])
-    cuda = torch.device("cuda", local)
     yield torch.cuda, "is_initialized", lambda: True
     yield torch.cuda, "device_count", lambda: min(place.gpus_per_node, place.world_size)
     yield torch.cuda, "current_device", lambda: local
     yield torch.cuda, "get_rng_state", lambda device="cuda": torch.zeros(16, dtype=torch.uint8, device="cpu")
     yield torch.cuda, "set_rng_state", lambda state, device="cuda": None
     yield torch.cuda.nccl, "version", lambda: (0, 0, 0)  # shown in messages
-    yield torch._C, "_get_accelerator", lambda: cuda
-    yield torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda")
-    yield torch.accelerator, "is_available", lambda: True
-    yield torch.accelerator, "device_count", lambda: min(place.gpus_per_node, place.world_size)
-    yield torch.accelerator, "current_device_index", lambda: local
-    yield torch.accelerator, "set_device_index", lambda device: None
     yield torch.random, "fork_rng", lambda *args, **kwargs: nullcontext()
 
 
