@@ -162,7 +162,7 @@ def _of_fabric(words: list[str]) -> Launch:
     parser.add_argument("--num-nodes", type=int, default=1)
     parser.add_argument("training_script")
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER)
-    read = _read("fabric run", parser, words)
+    read = _read("fabric run", parser, words[1:])
     if not read.devices.isdigit():
         raise InputError(f"fabric run --devices {read.devices}: expected a number of GPUs")
     environment = {"LT_CLI_USED": "1", "LT_DEVICES": read.devices, "LT_NUM_NODES": str(read.num_nodes)}

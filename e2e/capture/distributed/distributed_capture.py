@@ -244,7 +244,7 @@ def capture_job(
     order = sorted(job.captured)
     traces = tuple(job.captured[rank].trace for rank in order)
     first = job.captured[order[0]]
-    source = f"{program.reference} on {gpus} GPUs"
+    source = f"{program.reference} on {gpus} GPUs" if gpus > 1 else program.reference
     sizes = first.samples, first.sequence_length
     return DistributedCapture(traces, _multiplicity(order, gpus), source, *sizes, switches=first.switches)
 
