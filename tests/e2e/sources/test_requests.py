@@ -27,8 +27,8 @@ from e2e.sources.known_requests import (
     Trace,
     request_of,
 )
-from e2e.sources.prepared_step import one_gpu
 from e2e.sources.request import SOURCES
+from e2e.sources.step_setting import one_gpu
 from e2e.step.options import Precision
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -156,7 +156,7 @@ from dataclasses import dataclass
 from costmodel.operators.device_work import MemoryCopy
 from e2e.sources.prepared_step import PreparedStep
 from e2e.sources.request import Gpu, Request, source
-from e2e.sources.prepared_step import one_gpu, setting_of
+from e2e.sources.step_setting import one_gpu, setting_of
 from e2e.step.execution_graph import ExecutionGraph, Task
 from e2e.step.option_fields import option
 from e2e.step.execution_graph import RankWriter
