@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from costmodel.embedding.embedding_tables import EmbeddingTable
+from costmodel.gpu.embedding_tables import EmbeddingTable
 from costmodel.machines.machine_file import load_machine
 from e2e.sharding.local_search import greedy_plans, kick
 from e2e.sharding.placement import Rules, TablePlacement
