@@ -160,6 +160,5 @@ def _explanation(planning: Planning) -> dict[str, Any]:
         "bound_seconds": planning.bound,
         "gap": planning.gap,
         "faster_than_greedy_in_share_of_scenarios": planning.confidence,
-        "cp_sat": planning.solver,
         "search_seconds": planning.search_seconds,
     }

@@ -14,7 +14,7 @@ from lab.bench.sharding import ORACLE, OURS, Errors, Outcome, perturbed, read_hi
 from lab.data.data_folder import data_folder
 
 DATA = data_folder() / "dlrm_datasets"
-QUICK = SearchEffort(seconds=0.5, kicks=3, deterministic=0.0)
+QUICK = SearchEffort(seconds=0.5, kicks=3)
 FIRST, SECOND, *OTHERS = GREEDY
 
 
