@@ -62,7 +62,7 @@ FOUR_KINDS = plan(
 
 
 def test_a_found_plan_comes_back_from_its_file(tmp_path):
-    planning = find_plan(toy.toy_problem([toy.table("a"), toy.table("b", dim=128)], 2), SearchEffort(1.0, 2, 0.0))
+    planning = find_plan(toy.toy_problem([toy.table("a"), toy.table("b", dim=128)], 2), SearchEffort(1.0, 2, 20))
     found = plan_of(planning)
     save_plan(found, tmp_path / "plan.json")
     assert load_plan(tmp_path / "plan.json") == found
