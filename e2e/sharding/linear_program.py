@@ -31,11 +31,7 @@ class Lines:
     """Lines of each transfer, by its bytes."""
 
     splits: float
-    lengths: Line
-    indices: Line
-    output: Line
-    row_lengths: Line
-    row_indices: Line
+    exchange: Line
     row_output: Line
     row_gradient: Line
 
@@ -76,7 +72,7 @@ class Variables:
     any_copies: int
 
 
-def step_rows(problem: Problem, rows: Inequalities, found: Variables, lines: Lines) -> int:
+def _step_rows(problem: Problem, rows: Inequalities, found: Variables, lines: Lines) -> int:
     """Add the step to ``rows``; return the time variable of its end."""
     dense = problem.task.dense
     forward, backward = problem.model.launch
@@ -85,9 +81,9 @@ def step_rows(problem: Problem, rows: Inequalities, found: Variables, lines: Lin
         for name, load, line in (
             ("forward", FORWARD, ((forward, 1.0),)),
             ("backward", BACKWARD, ((backward, 1.0),)),
-            ("lengths", LENGTHS, lines.lengths),
-            ("indices", INDICES, lines.indices),
-            ("output", OUTPUT, lines.output),
+            ("lengths", LENGTHS, lines.exchange),
+            ("indices", INDICES, lines.exchange),
+            ("output", OUTPUT, lines.exchange),
         )
     }
     _longest_alone(problem, rows, found, placed["forward"], placed["backward"])
@@ -97,8 +93,8 @@ def step_rows(problem: Problem, rows: Inequalities, found: Variables, lines: Lin
 
     row, copy = found.any_rows, found.any_copies
     row_input = (
-        total(step.ROW_LENGTHS, lines.row_lengths, row),
-        total(step.ROW_INDICES, lines.row_indices, row),
+        total(step.ROW_LENGTHS, lines.exchange, row),
+        total(step.ROW_INDICES, lines.exchange, row),
     )
     row_forward = total(step.ROW_FORWARD, ((forward, 1.0),), row)
     row_backward = total(step.ROW_BACKWARD, ((backward, 1.0),), row)
@@ -178,7 +174,7 @@ def relax(problem: Problem, seconds: float) -> Relaxation | None:
     rows = Inequalities(count + 3)
     shards = {at: options[at].shards / problem.ranks for at in range(count) if options[at].placed}
     found = Variables(shards, *switches)
-    end = step_rows(problem, rows, found, floor_lines(problem, seconds))
+    end = _step_rows(problem, rows, found, _floor_lines(problem, seconds))
     solution = _solve(problem, rows, end, switches)
     if solution is None:
         return None
@@ -188,18 +184,13 @@ def relax(problem: Problem, seconds: float) -> Relaxation | None:
     return Relaxation(bound if copies is None else min(bound, copies), chosen)
 
 
-def floor_lines(problem: Problem, seconds: float) -> Lines:
+def _floor_lines(problem: Problem, seconds: float) -> Lines:
     """Lines that bound transfer times up to ``seconds`` from below; no plan of that time has longer transfers."""
     times = problem.times
-    exchange = times.floor_lines("all_to_all", seconds)
     gather = times.floor_lines("all_gather", seconds)
     return Lines(
         splits=float(times.of("all_to_all", 0.0)),
-        lengths=exchange,
-        indices=exchange,
-        output=exchange,
-        row_lengths=exchange,
-        row_indices=exchange,
+        exchange=times.floor_lines("all_to_all", seconds),
         row_output=times.floor_lines("reduce_scatter", seconds),
         # A rank contributes its share of the whole output to the all_gather.
         row_gradient=tuple((start, slope / problem.ranks) for start, slope in gather),

@@ -6,6 +6,7 @@ import importlib
 import json
 import sys
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import get_args
 
 import pytest
@@ -111,6 +112,10 @@ def test_what_a_source_does_not_have_is_refused(options, message):
 def test_jobs_that_are_not_spread_are_refused(options, message):
     with pytest.raises(InputError, match=message):
         e2e.predict(**H100, **options)
+
+
+def test_every_source_names_the_function_that_prepares_it():
+    assert all(callable(resolve_name(record.prepared_by)) for record in SOURCES)
 
 
 def test_ranks_are_numbers():
