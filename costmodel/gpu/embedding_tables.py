@@ -200,7 +200,7 @@ def _tables(entry: _Table, defaults: _Defaults, sources: _Sources) -> list[Embed
             given["dim"],
             float(given["pooling"]),
             given.get("dtype") or "float32",
-            _statistics(given.get("distribution"), name, entry, sources),
+            _popularity(given.get("distribution"), name, entry, sources),
             given.get("optimizer") or "sgd",
         )
         for name in names
@@ -225,7 +225,7 @@ class _Sources:
         return found
 
 
-def _statistics(given: Mapping[str, Any] | None, name: str, entry: _Table, sources: _Sources) -> IndexStatistics | None:
+def _popularity(given: Mapping[str, Any] | None, name: str, entry: _Table, sources: _Sources) -> IndexStatistics | None:
     if given is None:
         return None
     if given.get("zipf") is not None:
