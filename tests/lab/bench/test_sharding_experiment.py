@@ -93,7 +93,7 @@ def section(lookups: int, unique: int, rows: np.ndarray, shares: np.ndarray) -> 
 
 def test_a_histogram_gives_back_the_data_it_was_made_of(tmp_path):
     truth = zipf(50_000, 1.1)
-    shares = truth.reuse_factors(100_000), truth.lookup_shares(100_000)
+    shares = (each.clip(0.0) + 0.0 for each in (truth.reuse_factors(100_000), truth.lookup_shares(100_000)))
     path = tmp_path / "stats.txt"
     path.write_text(section(200_000, round(2 * truth.unique_rows(100_000)), *shares))
     histogram = read_histograms(path)["toy_t2_bs10.pt"]
