@@ -27,7 +27,6 @@ LOADERS = {
         "tvm.runtime.load_module"
     },  # a build's own library: a build is code, docs say so
     "fusion/relax/machine_code.py": {"tvm.runtime.load_static_library"},  # compiled by this process
-    "schedules/measuring/remote_server.py": {"session.load_module", "self.session.load_module"},  # sent there by us
     "schedules/tuning/in_process_measurer.py": {"tvm.runtime.load_module"},  # compiled by a child of this process
 }
 # Modules by names that the program holds in tables of its own.

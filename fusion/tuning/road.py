@@ -294,7 +294,7 @@ def _remote(request: TuneRequest, runner: RemoteRunner, display: TuningDisplay) 
             if known.host == host and known.max_threads >= cpu.threads:
                 return known
         display.say(f"measuring the CPU of {request.key} quickly")
-        measured = runner.calibrate(display.say)
+        measured = runner.calibrate()
         write_machine(measured, file, f"Measured quickly on a server of {request.key!r} by `python -m fusion tune`.")
         return measured
 

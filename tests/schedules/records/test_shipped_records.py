@@ -10,18 +10,17 @@ import pytest
 
 from costmodel.base.errors import InputError
 from costmodel.operators.layers import Conv2d
+from lab.records import collect_builds as collect
+from lab.records import merged, thinned
 from schedules.contract.cpu_target import CpuTarget
 from schedules.records.shipped_records import (
     RECORDS_FILE,
     CpuRecords,
     KernelRecords,
     chip_name,
-    collect,
     find_records,
     identity_of,
-    merged,
     read_records,
-    thinned,
     write_records,
 )
 from schedules.records.tuning_records import RECORDS, Record, RecordStore, environment
