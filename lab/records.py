@@ -45,7 +45,9 @@ from schedules.contract.cpu_target import CpuTarget, host_target
 from schedules.contract.template import template_revision
 from schedules.kernels.template_table import template_for
 from schedules.measuring.measure_runner import Runner
-from schedules.records.shipped_records import (
+from schedules.tuning.kernel_ranking import train_ranking, write_ranking
+from schedules.tuning.kernel_tuner import MeasuringRunner
+from schedules.tuning.shipped_records import (
     MACHINE_FILE,
     RECORDS_FILE,
     CpuRecords,
@@ -57,9 +59,7 @@ from schedules.records.shipped_records import (
     records_directory,
     write_records,
 )
-from schedules.records.tuning_records import RECORDS, Record, RecordStore, environment, parse_line, read_lines
-from schedules.tuning.kernel_ranking import train_ranking, write_ranking
-from schedules.tuning.kernel_tuner import MeasuringRunner
+from schedules.tuning.tuning_records import RECORDS, Record, RecordStore, environment, parse_line, read_lines
 
 app = typer.Typer(
     help="Kernel measurements that are shipped, and the ranking learned from them.",

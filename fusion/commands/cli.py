@@ -20,7 +20,7 @@ import typer
 from costmodel.base.command_line import ProgramGroup, guarded, program_name, version_command
 from costmodel.base.errors import InputError
 from costmodel.base.units import whole_number
-from fusion.comparing.engines.engine import DEFAULT, ENGINES
+from fusion.comparing.engine import DEFAULT, ENGINES
 from schedules.contract.tvm_import import import_tvm_alone
 
 app = typer.Typer(
@@ -218,7 +218,7 @@ def run(
     json_: JsonOption = False,
 ) -> None:
     """Run a tuned model on named arrays."""
-    from fusion.artifact.tuned_model import render_run, run_command
+    from fusion.model.tuned_model import render_run, run_command
 
     result = run_command(build, input_, output, threads)
     _emit(asdict(result)) if json_ else typer.echo(render_run(result))
@@ -233,8 +233,8 @@ def benchmark(
     json_: JsonOption = False,
 ) -> None:
     """Latency percentiles and throughput of a tuned model by itself."""
-    from fusion.artifact.build_folder import read_profiles
     from fusion.comparing.compare import benchmark_build, render_times
+    from fusion.model.build_folder import read_profiles
 
     folders = [artifact.directory for artifact in read_profiles(build)]
     times = [benchmark_build(folder, threads, seconds, _say) for folder in folders]
@@ -266,9 +266,9 @@ def compare(
     json_: JsonOption = False,
 ) -> None:
     """Time a tuned model beside other engines, in turns, outputs compared too."""
-    from fusion.artifact.build_folder import read_profiles
     from fusion.comparing.compare import compare_command
     from fusion.comparing.timing import Sampling
+    from fusion.model.build_folder import read_profiles
     from fusion.report.console_report import print_comparison
 
     comparisons = [

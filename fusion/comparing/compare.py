@@ -18,16 +18,7 @@ import numpy as np
 from costmodel.base.errors import InputError, MissingDependencyError, Say
 from costmodel.base.input_files import find_refusal
 from costmodel.base.process import threads_to_use
-from fusion.artifact.build_folder import (
-    MODEL,
-    UNFUSED_MODULE,
-    Artifact,
-    check_runnable,
-    digest,
-    model_file,
-    read_artifact,
-)
-from fusion.comparing.engines.engine import (
+from fusion.comparing.engine import (
     DEFAULT,
     ENGINES,
     INT8,
@@ -40,7 +31,7 @@ from fusion.comparing.engines.engine import (
     peers_of,
     select_engines,
 )
-from fusion.comparing.engines.engine_worker import PREPARE_TIMEOUT_SECONDS, EngineFailed, Worker
+from fusion.comparing.engine_worker import PREPARE_TIMEOUT_SECONDS, EngineFailed, Worker
 from fusion.comparing.layer_table import LayerTable, lost_layers
 from fusion.comparing.output_errors import error_inputs, errors_json
 from fusion.comparing.timing import (
@@ -54,6 +45,7 @@ from fusion.comparing.timing import (
     quantized_file,
     quantized_from,
 )
+from fusion.model.build_folder import MODEL, UNFUSED_MODULE, Artifact, check_runnable, digest, model_file, read_artifact
 from fusion.model.named_arrays import Arrays, DeclaredInput, TensorInfo, random_arrays, read_calibration
 
 # Maximum number of user samples for measuring errors.
@@ -83,7 +75,7 @@ class EngineRow:
     cold_median_seconds: float | None
     cold_ratio_to_tuned: float | None
     # Peak memory of the process minus its memory after loading the model
-    # (:func:`fusion.comparing.engines.engine_worker.peak_growth`).
+    # (:func:`fusion.comparing.engine_worker.peak_growth`).
     growth_bytes: int | None = None
     mean_relative_error: float | None = None
     cosine: float | None = None

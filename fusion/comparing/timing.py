@@ -22,10 +22,10 @@ import numpy as np
 
 from costmodel.base.errors import InputError, ProjectError, Say
 from costmodel.base.output_files import write_whole
-from fusion.artifact.build_folder import Artifact, digest
-from fusion.comparing.engines.engine import REFERENCE, EngineSpec, EngineWorkload, Unavailable
-from fusion.comparing.engines.engine_worker import PREPARE_TIMEOUT_SECONDS, EngineFailed, Worker
+from fusion.comparing.engine import REFERENCE, EngineSpec, EngineWorkload, Unavailable
+from fusion.comparing.engine_worker import PREPARE_TIMEOUT_SECONDS, EngineFailed, Worker
 from fusion.comparing.output_errors import ErrorTally, OutputErrors
+from fusion.model.build_folder import Artifact, digest
 from fusion.model.conv_graph import INT8
 from fusion.model.named_arrays import Arrays, TensorInfo
 from fusion.relax.onnx.model_file import load_model
@@ -42,7 +42,7 @@ FLUSH_LIMIT_BYTES = 512 * 2**20
 
 
 class TimedEngine(Protocol):
-    """Engine interface of the protocol, e.g. :class:`fusion.comparing.engines.engine_worker.Worker`."""
+    """Engine interface of the protocol, e.g. :class:`fusion.comparing.engine_worker.Worker`."""
 
     def block(self, warmup: int, calls: int, seconds: float) -> np.ndarray:
         """Return durations in seconds of back-to-back calls: at least ``calls``, for at least ``seconds``."""

@@ -22,8 +22,8 @@ from fusion.analysis.analyzer import (
     format_bytes,
     window_text,
 )
-from fusion.artifact.build_folder import describe_inputs
 from fusion.comparing.compare import Comparison
+from fusion.model.build_folder import describe_inputs
 from fusion.model.conv_graph import BFLOAT16, INT8
 from fusion.model.named_arrays import TensorInfo
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fusion.comparing.engines.engine import ENGINES, REFERENCE, TUNED, UNFUSED_ENGINE, EngineWorkload, select_engines
+from fusion.comparing.engine import ENGINES, REFERENCE, TUNED, UNFUSED_ENGINE, EngineWorkload, select_engines
 from fusion.comparing.layer_table import LostLayers
 from fusion.comparing.output_errors import OutputErrors, error_inputs, errors_json
 from fusion.comparing.timing import (
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from costmodel.base.errors import Say
     from costmodel.operators.layers import Operator
     from fusion.acceptance.output_check import Verdict
-    from fusion.comparing.engines.engine_worker import Worker
+    from fusion.comparing.engine_worker import Worker
     from fusion.model.conv_graph import Graph, Site
     from fusion.relax.machine_code import MemoryPlan
     from fusion.tuning.network_tuning import TunedKernels

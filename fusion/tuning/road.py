@@ -20,7 +20,7 @@ from costmodel.base.output_files import lock_folder, remove_partials
 from costmodel.base.process import threads_to_use
 from costmodel.machines.machine_file import load_machine, write_machine
 from fusion.analysis.target_machine import Target, machine_for, this_cpu
-from fusion.artifact.build_folder import (
+from fusion.model.build_folder import (
     MODEL,
     STAGING,
     UNFUSED_MODULE,
@@ -138,7 +138,7 @@ class AnotherCpuJob(TuningJob):
         """Results for the kernels: measured on the servers for at most ``seconds``, or from the records."""
         from fusion.tuning.network_tuning import TuningBudget
         from schedules.measuring.measure_runner import Runner
-        from schedules.records.tuning_records import RecordStore
+        from schedules.tuning.tuning_records import RecordStore
 
         request = network.request
         with RecordStore(request.output / RECORDS, network.cpu, network.guesses.allows) as store:
@@ -304,7 +304,7 @@ def _remote(request: TuneRequest, runner: RemoteRunner, display: TuningDisplay) 
 def _named(request: TuneRequest, display: TuningDisplay) -> Target:
     """CPU of ``--target``, and its machine model."""
     from schedules.contract.cpu_target import machine_target, parse_target
-    from schedules.records.tuning_records import recorded_cpus
+    from schedules.tuning.tuning_records import recorded_cpus
 
     text = request.target
     assert text is not None

@@ -33,7 +33,7 @@ def load_extensions() -> None:
     """Import the modules that installed packages name as entry points of :data:`EXTENSIONS`.
 
     They register templates (:func:`schedules.kernels.template_table.register`) and engines of ``fusion compare``
-    (:func:`fusion.comparing.engines.engine.register`). Raises ``MissingDependencyError`` if one cannot be imported.
+    (:func:`fusion.comparing.engine.register`). Raises ``MissingDependencyError`` if one cannot be imported.
     """
     for point in entry_points(group=EXTENSIONS):
         try:

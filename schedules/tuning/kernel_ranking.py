@@ -1,7 +1,7 @@
 """Order of trials for unmeasured kernels, trained on the records of many networks.
 
 The model is :class:`costmodel.cpu.learned_residual.ResidualModel` on the analytic cost of the templates; here it is
-trained on the shipped records (:mod:`schedules.records.shipped_records`), of all thread counts together. A tuning run
+trained on the shipped records (:mod:`schedules.tuning.shipped_records`), of all thread counts together. A tuning run
 first tries what the shipped records of the same operator, or this ranking, expect to be fast; it uses the trees as a
 prior and corrects them by its measurements.
 """
@@ -24,7 +24,7 @@ from costmodel.operators.layers import Operator
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import Config
 from schedules.kernels.template_table import config_terms, template_for
-from schedules.records.shipped_records import (
+from schedules.tuning.shipped_records import (
     MACHINE_FILE,
     RANKING_FILE,
     CpuRecords,

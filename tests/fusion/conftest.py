@@ -10,7 +10,7 @@ os.environ["FUSION_RECORDS"] = os.devnull
 
 import pytest
 
-from fusion.artifact.build_folder import MODEL, UNFUSED_MODULE, Artifact, TensorInfo, describe, write_artifact
+from fusion.model.build_folder import MODEL, UNFUSED_MODULE, Artifact, TensorInfo, describe, write_artifact
 from schedules.contract.cpu_target import host_target
 
 SHAPE = (2, 3)

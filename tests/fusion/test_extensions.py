@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("tvm")
 from costmodel.base.errors import InputError, MissingDependencyError
 from costmodel.operators.layers import Pool2d
-from fusion.comparing.engines import engine
-from fusion.comparing.engines.engine import EngineSpec, select_engines
+from fusion.comparing import engine
+from fusion.comparing.engine import EngineSpec, select_engines
 from schedules.contract.cpu_target import host_target
 from schedules.contract.template import load_extensions
 from schedules.kernels import template_table
@@ -20,8 +20,8 @@ from schedules.kernels.template_table import template_for
 from schedules.measuring.measure_runner import Runner
 
 MODULE = """
-from fusion.comparing.engines.engine import EngineSpec
-from fusion.comparing.engines.engine import register as register_engine
+from fusion.comparing.engine import EngineSpec
+from fusion.comparing.engine import register as register_engine
 from schedules.kernels.pool_kernel import Pool
 from schedules.kernels.template_table import register as register_template
 

@@ -9,9 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from costmodel.base.errors import InputError
-from fusion.artifact.build_folder import Artifact
 from fusion.commands.cli import app
 from fusion.comparing.compare import benchmark_build, render_times, summarize_calls
+from fusion.model.build_folder import Artifact
 
 
 def test_statistics_are_of_all_calls():

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from costmodel.base.errors import InputError
-from fusion.artifact.build_folder import MANIFEST, Artifact
 from fusion.comparing import compare, output_errors, timing
 from fusion.comparing.compare import Comparison, EngineRow, compare_command
-from fusion.comparing.engines.engine import ENGINES, EngineSpec, Unavailable
+from fusion.comparing.engine import ENGINES, EngineSpec, Unavailable
 from fusion.comparing.timing import Sampling, quantized_file
+from fusion.model.build_folder import MANIFEST, Artifact
 from fusion.model.named_arrays import TensorInfo
 from fusion.report.console_report import print_comparison
 from fusion.tuning.quantization import quantize_model

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fusion.comparing import timing as rounds_module
-from fusion.comparing.engines.engine_worker import EngineFailed
+from fusion.comparing.engine_worker import EngineFailed
 from fusion.comparing.timing import LEAST_ROUNDS, CacheFlush, Sampling, measure
 
 

@@ -35,7 +35,7 @@ def test_a_named_cpu_gets_a_build_that_says_what_was_not_done(folder: Path, tmp_
     """As on a CPU without AVX-512: nothing is run, neither here nor by ``load``."""
     old = frozenset(("avx2", "fma"))
     monkeypatch.setattr("fusion.analysis.target_machine.cpu_flags", lambda: old)
-    monkeypatch.setattr("fusion.artifact.build_folder.cpu_flags", lambda: old)
+    monkeypatch.setattr("fusion.model.build_folder.cpu_flags", lambda: old)
     target = "llvm -mcpu=znver4 -num-cores 8"
     summary = fusion.tune(folder / "model.onnx", tmp_path / "build", target=target, machine=folder / "toy.yaml")
     manifest = json.loads((tmp_path / "build" / "manifest.json").read_text())

@@ -17,7 +17,7 @@ from fusion.relax.machine_code import build
 from fusion.tuning.network_tuning import NetworkTuner, TunedKernels, TuningBudget
 from schedules.kernels import template_table as templates
 from schedules.kernels.template_table import config_cost, config_terms, template_for
-from schedules.records.tuning_records import RecordStore
+from schedules.tuning.tuning_records import RecordStore
 from tests.fusion.fake_runner import FakeRunner
 from tests.fusion.relax_models import CPU, assert_close, inputs_of, kernel_names, module, stock
 from tests.fusion.two_pointwise import TwoPointwise

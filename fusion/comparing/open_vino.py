@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from costmodel.base.errors import Say
-from fusion.comparing.engines.engine import (
+from fusion.comparing.engine import (
     Arrays,
     EngineCall,
     EngineWorkload,

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from costmodel.base.errors import Say
-from fusion.comparing.engines.engine import Arrays, EngineCall, EngineWorkload, Unavailable, fastest
+from fusion.comparing.engine import Arrays, EngineCall, EngineWorkload, Unavailable, fastest
 
 TorchModel = Callable[..., Any]
 Builder = Callable[[Any, list[Any]], TorchModel]
@@ -79,7 +79,7 @@ class TorchEngine:
         warnings.simplefilter("ignore")
         import torch
 
-        from fusion.comparing.engines.torch_graph import convert, fold_batch_norms, require_bfloat16
+        from fusion.comparing.torch_graph import convert, fold_batch_norms, require_bfloat16
         from fusion.model.named_arrays import random_arrays
 
         torch.set_num_threads(workload.threads)
@@ -143,7 +143,7 @@ def _whole(build: Builder) -> Builder:
     """Mode ``build`` with the network cast to BF16."""
 
     def compile_(graph: Any, examples: list[Any]) -> TorchModel:
-        from fusion.comparing.engines.torch_graph import InBfloat16
+        from fusion.comparing.torch_graph import InBfloat16
 
         return build(InBfloat16(graph).eval(), examples)
 
@@ -154,7 +154,7 @@ def _autocast(build: Builder) -> Builder:
     """Mode ``build`` with the network under autocast."""
 
     def compile_(graph: Any, examples: list[Any]) -> TorchModel:
-        from fusion.comparing.engines.torch_graph import UnderAutocast
+        from fusion.comparing.torch_graph import UnderAutocast
 
         return build(UnderAutocast(graph).eval(), examples)
 

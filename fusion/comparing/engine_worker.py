@@ -26,7 +26,7 @@ import numpy as np
 
 from costmodel.base.errors import Say
 from costmodel.base.process import end_with_parent
-from fusion.comparing.engines.engine import (
+from fusion.comparing.engine import (
     Arrays,
     EngineCall,
     EngineSpec,
@@ -67,7 +67,7 @@ class Worker:
         }
         with child:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "fusion.comparing.engines.engine_worker", str(child.fileno()), str(os.getpid())],
+                [sys.executable, "-m", "fusion.comparing.engine_worker", str(child.fileno()), str(os.getpid())],
                 pass_fds=[child.fileno()],
                 env=environment,
                 stdin=subprocess.DEVNULL,

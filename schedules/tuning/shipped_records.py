@@ -1,6 +1,6 @@
 """Measured kernels of one CPU in one small file, shipped with the project as the starting point of tuning on that CPU.
 
-``schedules/records/shipped/CPU/records.jsonl.gz``: a line with the CPU, the versions and the origin of the
+``schedules/tuning/shipped/CPU/records.jsonl.gz``: a line with the CPU, the versions and the origin of the
 measurements, then a line for every (operator, threads) with all its configurations, slow ones included, as the ranking
 is trained on them too. In the same folder are ``machine.yaml``, the rates of that CPU, and ``ranking.json.gz``, the
 trained ranking (:mod:`schedules.tuning.kernel_ranking`).
@@ -28,7 +28,7 @@ from costmodel.operators.any_operator import from_record, to_record
 from costmodel.operators.layers import Operator
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import template_revision
-from schedules.records.tuning_records import Record, environment
+from schedules.tuning.tuning_records import Record, environment
 
 _NAMED_BY = ("vendor_id", "cpu family", "model", "stepping")
 

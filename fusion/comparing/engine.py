@@ -191,19 +191,17 @@ def register(spec: EngineSpec) -> EngineSpec:
 
 
 for _spec in (
-    EngineSpec(TUNED, "fusion.comparing.engines.apache_tvm:TUNED", ("tvm",), "fusion"),
-    EngineSpec(UNFUSED_ENGINE, "fusion.comparing.engines.apache_tvm:UNFUSED", ("tvm",), "fusion"),
-    EngineSpec("tvm-metaschedule", "fusion.comparing.engines.apache_tvm:METASCHEDULE", ("tvm", "onnx"), "fusion"),
-    EngineSpec(REFERENCE, "fusion.comparing.engines.onnx_runtime:ENGINE", ("onnxruntime",), "fusion"),
-    EngineSpec("openvino", "fusion.comparing.engines.open_vino:FP32", ("openvino",), "peers"),
-    EngineSpec("openvino-bf16", "fusion.comparing.engines.open_vino:BF16", ("openvino",), "peers", BFLOAT16),
-    EngineSpec("openvino-int8", "fusion.comparing.engines.open_vino:INT8", ("openvino",), "peers", INT8),
-    EngineSpec("onnxruntime-int8", "fusion.comparing.engines.onnx_runtime:INT8", ("onnxruntime",), "fusion", INT8),
-    EngineSpec("torch", "fusion.comparing.engines.pytorch:BEST", ("torch", "onnx", "onnx2fx"), "peers"),
-    EngineSpec("torch-eager", "fusion.comparing.engines.pytorch:EAGER", ("torch", "onnx", "onnx2fx"), "peers"),
-    EngineSpec(
-        "torch-bf16", "fusion.comparing.engines.pytorch:BF16", ("torch", "onnx", "onnx2fx"), "peers", BFLOAT16
-    ),
+    EngineSpec(TUNED, "fusion.comparing.apache_tvm:TUNED", ("tvm",), "fusion"),
+    EngineSpec(UNFUSED_ENGINE, "fusion.comparing.apache_tvm:UNFUSED", ("tvm",), "fusion"),
+    EngineSpec("tvm-metaschedule", "fusion.comparing.apache_tvm:METASCHEDULE", ("tvm", "onnx"), "fusion"),
+    EngineSpec(REFERENCE, "fusion.comparing.onnx_runtime:ENGINE", ("onnxruntime",), "fusion"),
+    EngineSpec("openvino", "fusion.comparing.open_vino:FP32", ("openvino",), "peers"),
+    EngineSpec("openvino-bf16", "fusion.comparing.open_vino:BF16", ("openvino",), "peers", BFLOAT16),
+    EngineSpec("openvino-int8", "fusion.comparing.open_vino:INT8", ("openvino",), "peers", INT8),
+    EngineSpec("onnxruntime-int8", "fusion.comparing.onnx_runtime:INT8", ("onnxruntime",), "fusion", INT8),
+    EngineSpec("torch", "fusion.comparing.pytorch:BEST", ("torch", "onnx", "onnx2fx"), "peers"),
+    EngineSpec("torch-eager", "fusion.comparing.pytorch:EAGER", ("torch", "onnx", "onnx2fx"), "peers"),
+    EngineSpec("torch-bf16", "fusion.comparing.pytorch:BF16", ("torch", "onnx", "onnx2fx"), "peers", BFLOAT16),
 ):
     register(_spec)
 # Engines without tuning.
