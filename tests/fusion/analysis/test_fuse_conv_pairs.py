@@ -301,6 +301,7 @@ def test_a_module_of_torch_export():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_example_runs():
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TVM_NUM_THREADS": "2"}
     command = [sys.executable, "examples/fuse_conv_pairs.py", "--machine", "toy"]

@@ -108,7 +108,7 @@ def test_onnx_runtime_that_checks_others_rounds_no_floats_before_weights_in_byte
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.thorough if name in ("torch-eager", "torch-bf16") else ())
+        pytest.param(name, marks=pytest.mark.thorough if name in ("torch", "torch-bf16") else ())
         for name in sorted(ENGINES)
         if name != "tvm-metaschedule" and not name.endswith("-int8")
     ],

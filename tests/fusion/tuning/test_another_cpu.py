@@ -51,7 +51,9 @@ def test_a_named_cpu_gets_a_build_that_says_what_was_not_done(folder: Path, tmp_
         fusion.load(tmp_path / "build")
 
 
-@pytest.mark.parametrize(("mcpu", "precision"), [("cascadelake", "int8"), ("haswell", "float32")])
+@pytest.mark.parametrize(
+    ("mcpu", "precision"), [("cascadelake", "int8"), pytest.param("haswell", "float32", marks=pytest.mark.thorough)]
+)
 def test_a_build_of_a_quantised_model_says_its_precision(mcpu, precision, tmp_path: Path, monkeypatch):
     """Whole numbers for a CPU that has kernels of them, floats for another."""
     monkeypatch.setattr("fusion.analysis.target_machine.cpu_flags", frozenset)
@@ -65,7 +67,7 @@ def test_a_build_of_a_quantised_model_says_its_precision(mcpu, precision, tmp_pa
     assert manifest["precision"] == precision == summary["precision"]["shipped"]
 
 
-@pytest.mark.parametrize("precision", ["bfloat16", "auto"])
+@pytest.mark.parametrize("precision", ["bfloat16", pytest.param("auto", marks=pytest.mark.thorough)])
 def test_a_precision_of_another_cpu(precision, folder: Path, tmp_path: Path, monkeypatch):
     """Errors are told by ONNX Runtime here; nothing is run of what is built."""
     monkeypatch.setattr("fusion.analysis.target_machine.cpu_flags", frozenset)
