@@ -257,7 +257,6 @@ def compare(
         ),
     ] = None,
     threads: Threads = None,
-    cold: Annotated[int, typer.Option(min=0, help="Calls per round with caches flushed before each.")] = 0,
     trials: Annotated[int, typer.Option(min=1, help="Trials per task of tvm-metaschedule.")] = 64,
     layers: Annotated[
         bool,
@@ -267,7 +266,6 @@ def compare(
 ) -> None:
     """Time a tuned model beside other engines, in turns, outputs compared too."""
     from fusion.comparing.compare import compare_command
-    from fusion.comparing.timing import Sampling
     from fusion.model.build_folder import read_profiles
     from fusion.report.console_report import print_comparison
 
@@ -279,7 +277,6 @@ def compare(
             quantized=quantized,
             data=data,
             threads=threads,
-            sampling=Sampling(cold_calls=cold),
             trials_per_task=trials,
             layers=layers,
             progress=_say,

@@ -72,8 +72,6 @@ class EngineRow:
     max_relative_error: float | None
     calls: int
     # With caches flushed before each call.
-    cold_median_seconds: float | None
-    cold_ratio_to_tuned: float | None
     # Peak memory of the process minus its memory after loading the model
     # (:func:`fusion.comparing.engine_worker.peak_growth`).
     growth_bytes: int | None = None
@@ -276,8 +274,6 @@ def _row(engine: str, timing: EngineTiming, hired: Hired) -> EngineRow:
         upper_quartile_seconds=timing.upper_quartile,
         ratio_to_tuned=timing.ratio,
         calls=timing.calls,
-        cold_median_seconds=timing.cold_median,
-        cold_ratio_to_tuned=timing.cold_ratio,
         growth_bytes=hired.growth,
         **errors_json(hired.errors),  # type: ignore[arg-type]
     )

@@ -65,6 +65,6 @@ def short_rounds() -> Iterator[None]:
     from fusion.comparing.timing import Sampling
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Sampling.__init__, "__defaults__", (5, 0.02, 5, 5, 0))
-        assert Sampling() == Sampling(rounds=5, seconds=0.02, calls=5, warmup=5, cold_calls=0)
+        patch.setattr(Sampling.__init__, "__defaults__", (5, 0.02, 5, 5))
+        assert Sampling() == Sampling(rounds=5, seconds=0.02, calls=5, warmup=5)
         yield

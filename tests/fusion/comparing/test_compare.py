@@ -72,10 +72,9 @@ def test_engines_that_work_have_rows_and_the_others_reasons(comparison: Comparis
 
 
 def test_the_reference_checks_outputs_even_when_it_is_not_compared(tiny_build: Artifact):
-    found = compare_command(tiny_build.directory, ["tvm-unfused"], sampling=dataclasses.replace(QUICK, cold_calls=1))
+    found = compare_command(tiny_build.directory, ["tvm-unfused"], sampling=QUICK)
     assert [row.engine for row in found.rows] == ["tuned", "tvm-unfused"]
     assert all(row.max_abs_error < 1e-6 for row in found.rows)
-    assert all(row.cold_median_seconds > 0 for row in found.rows)
     assert found.not_measured == ()
 
 
