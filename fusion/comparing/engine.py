@@ -127,16 +127,16 @@ def _block(call: EngineCall) -> float:
     return statistics.median(seconds)
 
 
-def told_share(precision: str, share: int, layers: int) -> str:
+def precision_text(precision: str, share: int, layers: int) -> str:
     """Text of the precision that an engine computes in: ``bf16 in 52 of 53 layers``, or its name only if all do."""
     return precision if share == layers else f"{precision} in {share} of {layers} layers"
 
 
 def require_precision(engine: str, precision: str, share: int, layers: int) -> str:
-    """Text of :func:`told_share`; raises ``Unavailable`` if no layer is computed in the precision."""
+    """Text of :func:`precision_text`; raises ``Unavailable`` if no layer is computed in the precision."""
     if not share:
         raise Unavailable(f"{engine} computes none of the {layers} layers in {precision} on this CPU")
-    return told_share(precision, share, layers)
+    return precision_text(precision, share, layers)
 
 
 def count_of(counts: Mapping[str, int], names: tuple[str, ...]) -> tuple[int, int]:

@@ -32,7 +32,7 @@ from fusion.model.build_folder import (
 )
 from fusion.model.conv_graph import BFLOAT16, precision_of
 from fusion.model.named_arrays import random_arrays
-from fusion.relax.onnx.quantised_model import told_in_floats
+from fusion.relax.onnx.quantised_model import float_layer_notes
 from fusion.tuning.clock import FINAL_COMPILATION, LEAST_FINALISTS, StageClock, TimeLimit, TuningDisplay, race_sampling
 from fusion.tuning.finals import (
     FLOAT32_NETWORK,
@@ -441,8 +441,8 @@ class TuningJob:
             found.append(network.target.machine_differs)
         if result.careful:
             found.append(CAREFUL)
-        found += [*result.peers.notes, *result.lost.missing, *told_in_floats(network.model.in_floats)]
-        if not result.finals.told_apart and len(result.finals.entries) > 1:
+        found += [*result.peers.notes, *result.lost.missing, *float_layer_notes(network.model.in_floats)]
+        if not result.finals.differ_clearly and len(result.finals.entries) > 1:
             found.append("the networks compared at the end cannot be told apart on this machine as it is now")
         found += [*self.check.outputs.nothing_finite(), *result.unkept]
         if self.check.outputs.unchecked is not None:

@@ -31,7 +31,7 @@ from fusion.model.build_folder import (
     write_single,
 )
 from fusion.model.conv_graph import BFLOAT16, FusionPlan, layers_in, precision_of, select, unfused_plan
-from fusion.relax.onnx.quantised_model import told_in_floats
+from fusion.relax.onnx.quantised_model import float_layer_notes
 from fusion.report.pictures import draw_frontiers
 from fusion.tuning.clock import FINAL_COMPILATION, StageClock, TimeLimit, TuningDisplay, end_of
 from fusion.tuning.job import RECORDS, TuningJob
@@ -229,7 +229,7 @@ class AnotherCpuJob(TuningJob):
             found.append(f"{len(unmeasured)} of {len(used)} kernels have no record: the cost model chose them")
         if network.target.not_run_here is not None:
             found.append(network.target.not_run_here)
-        return [*found, *told_in_floats(network.model.in_floats)]
+        return [*found, *float_layer_notes(network.model.in_floats)]
 
 
 def choose(network: Network, tuned: TunedKernels) -> PredictedNetwork:
