@@ -1,9 +1,10 @@
 """PyTorch on the CPU: eager, and the best of channels-last eager, frozen TorchScript and frozen Inductor, in FP32
-and BF16.
+and BF16; and AMD's zentorch.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -139,6 +140,18 @@ def _inductor(graph: Any, examples: list[Any]) -> TorchModel:
     return compiled
 
 
+def _zentorch(graph: Any, examples: list[Any]) -> TorchModel:
+    """AMD's backend of ``torch.compile``, with weights as constants as in :func:`_inductor`."""
+    import torch
+    from torch._inductor import config
+
+    importlib.import_module("zentorch")  # registers the backend
+    config.freezing = True
+    compiled = torch.compile(graph, backend="zentorch", dynamic=False)
+    compiled(*examples)
+    return compiled
+
+
 def _whole(build: Builder) -> Builder:
     """Mode ``build`` with the network cast to BF16."""
 
@@ -166,6 +179,7 @@ MODES: dict[str, Builder] = {
     "eager, channels last": _eager_channels_last,
     "TorchScript, frozen": _torchscript,
     "Inductor, frozen": _inductor,
+    "zentorch, frozen": _zentorch,
     "bfloat16, channels last": _whole(_eager_channels_last),
     "bfloat16, TorchScript, frozen": _whole(_torchscript),
     "bfloat16, Inductor, frozen": _whole(_inductor),
@@ -186,4 +200,5 @@ def _tensors(inputs: Mapping[str, np.ndarray], channels_last: bool) -> list[Any]
 
 BEST = TorchEngine(("eager, channels last", "TorchScript, frozen", "Inductor, frozen"), fold=True)
 EAGER = TorchEngine(("eager",), fold=False)
+ZENTORCH = TorchEngine(("zentorch, frozen",), fold=True)
 BF16 = TorchEngine(tuple(name for name in MODES if "bfloat16" in name), fold=True, bfloat16=True)
