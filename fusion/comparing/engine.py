@@ -201,6 +201,7 @@ for _spec in (
     EngineSpec("onnxruntime-int8", "fusion.comparing.onnx_runtime:INT8", ("onnxruntime",), "fusion", INT8),
     EngineSpec("torch", "fusion.comparing.pytorch:BEST", ("torch", "onnx", "onnx2fx"), "peers"),
     EngineSpec("torch-eager", "fusion.comparing.pytorch:EAGER", ("torch", "onnx", "onnx2fx"), "peers"),
+    EngineSpec("zentorch", "fusion.comparing.pytorch:ZENTORCH", ("torch", "onnx", "onnx2fx", "zentorch"), "zentorch"),
     EngineSpec("torch-bf16", "fusion.comparing.pytorch:BF16", ("torch", "onnx", "onnx2fx"), "peers", BFLOAT16),
 ):
     register(_spec)
