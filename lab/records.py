@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -72,19 +72,6 @@ Directory = Annotated[
     Path | None,
     typer.Option("--directory", help="Folder of all CPUs' records; default: that of the package, or $FUSION_RECORDS."),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
-
-
-@dataclass(frozen=True)
-class CollectedSummary:
-    """Result of ``collect``; ``left_out``: reason -> number of records not in the file."""
-
-    path: str
-    size_bytes: int
-    networks: list[str]
-    kernels: int
-    records: int
-    left_out: dict[str, int]
 
 
 @app.command()
@@ -99,15 +86,10 @@ def measure(
     configurations: Annotated[int, typer.Option(min=2, help="Configurations of each kernel.")] = 20,
     minutes: Annotated[float | None, typer.Option(min=0, help="Time limit; default: none.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Number of threads; default: all cores.")] = None,
-    json_: JsonOption = False,
 ) -> None:
     """Measure configurations of every kernel, half of them expected to be fast, for `collect` and `train`."""
-
     until = math.inf if minutes is None else time.monotonic() + 60.0 * minutes
     state = measure_records(networks, output, configurations, until, threads)
-    if json_:
-        typer.echo(json.dumps(asdict(state), indent=2))
-        return
     typer.echo(f"{state.measured} of {state.wanted} configurations are measured, {state.failures} failed now")
 
 
@@ -121,16 +103,16 @@ def collect(
     rows: Annotated[int, typer.Option(min=8, help="Configurations kept of each kernel.")] = 200,
     machine: Annotated[str | None, typer.Option(help="Machine file or name; default: this one.")] = None,
     add: Annotated[bool, typer.Option("--add", help="Keep what the file holds, and add to it.")] = False,
-    json_: JsonOption = False,
 ) -> None:
     """Take the records of this CPU from build folders into the file that is shipped."""
-    summary = collect_records(builds, directory, note, leave_out or (), rows, machine, add)
-    if json_:
-        typer.echo(json.dumps(asdict(summary), indent=2))
-        return
-    typer.echo(f"{summary.path}: {summary.size_bytes / 1e3:.0f} kB")
-    typer.echo(f"{summary.records} configurations of {summary.kernels} kernels of {', '.join(summary.networks)}")
-    for reason, count in summary.left_out.items():
+    path, found = collect_records(builds, directory, note, leave_out or (), rows, machine, add)
+    kernels, networks = found.content.kernels, ", ".join(found.content.networks)
+    records = sum(len(kernel.records) for kernel in kernels)
+    typer.echo(f"{path}: {path.stat().st_size / 1e3:.0f} kB")
+    typer.echo(
+        f"{sum(len(kernel.records) for kernel in kernels)} configurations of {len(kernels)} kernels of {networks}"
+    )
+    for reason, count in found.left_out.items():
         typer.echo(f"left out: {count} records {reason}")
 
 
@@ -158,7 +140,6 @@ def measure_records(
 
     A kernel shared by several networks is measured once for all. Raises ``InputError`` for a network without kernels.
     """
-
     threads_to_use(threads, 1)
     cpu = host_target(threads)
     with ExitStack() as stack:
@@ -288,7 +269,6 @@ def _name(operator: Operator) -> str:
 
 def kernels_of(model: Path, folder: Path, threads: int | None) -> list[Operator]:
     """Kernels that `tune` would measure for an ONNX file: those of its layers, and of plausible sites."""
-
     display = TuningDisplay()
     request = TuneRequest(model, folder.parent, threads=threads, minutes=1.0)
     (network,) = read_networks(request, this_cpu(None, threads, display.say), display)
@@ -319,13 +299,13 @@ def collect_records(
     rows: int,
     machine_name: str | None = None,
     add: bool = False,
-) -> CollectedSummary:
-    """Write the records of this CPU in ``builds``, and the machine file of the predictions, into ``directory``.
+) -> tuple[Path, Collected]:
+    """Write the records of this CPU in ``builds``, and the machine file of the predictions, into ``directory``; return
+    the file and its content.
 
     ``add``: merge with the existing records, whose ``note`` is kept by default; raises ``InputError`` if there are
     none.
     """
-
     for name in leave_out:
         if not re.fullmatch(r"[\w.-]+", name):
             raise InputError(f"--leave-out {name}: expected the name of a network, the stem of its ONNX file")
@@ -343,14 +323,7 @@ def collect_records(
         content = replace(content, kernels=kernels, note=note or before.note)
     write_records(path, content)
     write_machine(machine, folder / MACHINE_FILE, "The CPU of the records beside this file.")
-    return CollectedSummary(
-        path=str(path),
-        size_bytes=path.stat().st_size,
-        networks=list(content.networks),
-        kernels=len(content.kernels),
-        records=sum(len(kernel.records) for kernel in content.kernels),
-        left_out=dict(found.left_out),
-    )
+    return path, replace(found, content=content)
 
 
 def thinned(records: Sequence[Record], limit: int) -> list[Record]:
@@ -390,7 +363,7 @@ ROWS_PER_KERNEL = 200
 
 @dataclass(frozen=True)
 class Collected:
-    """Records to be shipped; ``left_out``: reason -> number of records not included."""
+    """Records to ship; ``left_out``: reason -> number of records not included."""
 
     content: CpuRecords
     left_out: Counter[str] = field(default_factory=Counter)
@@ -483,7 +456,6 @@ def train_records(directory: Path | None, leave_out: Sequence[str], output: Path
     It is written beside the records. With ``leave_out``, the records without these networks and their ranking are
     written into ``output``. Raises ``InputError`` for a network without records.
     """
-
     found = records_here(directory)
     content, folder = found.content, found.directory
     if leave_out and output is None:
@@ -506,7 +478,6 @@ def train_records(directory: Path | None, leave_out: Sequence[str], output: Path
 
 def records_here(directory: Path | None) -> FoundRecords:
     """Records of this CPU; raises ``InputError`` without any."""
-
     place = directory or records_directory()
     found = find_records(host_target(), place)
     if found is None:
