@@ -109,9 +109,7 @@ def collect(
     kernels, networks = found.content.kernels, ", ".join(found.content.networks)
     records = sum(len(kernel.records) for kernel in kernels)
     typer.echo(f"{path}: {path.stat().st_size / 1e3:.0f} kB")
-    typer.echo(
-        f"{sum(len(kernel.records) for kernel in kernels)} configurations of {len(kernels)} kernels of {networks}"
-    )
+    typer.echo(f"{records} configurations of {len(kernels)} kernels of {networks}")
     for reason, count in found.left_out.items():
         typer.echo(f"left out: {count} records {reason}")
 
