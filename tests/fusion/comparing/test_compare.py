@@ -132,14 +132,14 @@ def test_identical_modules_are_timed_once(tiny_build: Artifact):
 
 def test_brackets_in_the_mode_of_an_engine_are_text(capsys):
     mode = "2.13, eager; Inductor failed: [enforce fail at alloc.cpp:117] [/tmp] not writable"
-    row = EngineRow("torch", mode, 1e-3, 1e-3, 1e-3, 1e-3, 1.0, 0.0, 0.0, 10, None, None)
+    row = EngineRow("torch", mode, 1e-3, 1e-3, 1e-3, 1e-3, 1.0, 0.0, 0.0, 10)
     print_comparison(Comparison("m.onnx", 2, QUICK, (row,), ()))
     assert mode.split(": ")[1] in " ".join(capsys.readouterr().out.split())
 
 
 def test_errors_over_inputs_have_columns_of_their_own(capsys):
     row = EngineRow(
-        "x", "mode", 1e-3, 1e-3, 1e-3, 1e-3, 1.0, 0.5, 0.125, 10, None, None,
+        "x", "mode", 1e-3, 1e-3, 1e-3, 1e-3, 1.0, 0.5, 0.125, 10,
         mean_relative_error=0.03125, cosine=0.75, top1_agreement=0.5, compared_inputs=12,
     )  # fmt: skip
     print_comparison(Comparison("m.onnx", 2, QUICK, (row,), ()))
