@@ -71,7 +71,6 @@ class EngineRow:
     max_abs_error: float | None
     max_relative_error: float | None
     calls: int
-    # With caches flushed before each call.
     # Peak memory of the process minus its memory after loading the model
     # (:func:`fusion.comparing.engine_worker.peak_growth`).
     growth_bytes: int | None = None
