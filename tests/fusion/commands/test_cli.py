@@ -234,7 +234,7 @@ def test_every_profile_is_tuned_and_checked_and_shipped_in_one_folder(profiled):
     directory, summary, _ = profiled
     assert json.loads((directory / "summary.json").read_text()) == summary
     names = {path.name for path in directory.iterdir()}
-    assert names == {"1x16x12x12", "3x16x12x12", "manifest.json", "summary.json", "report.html", "records"}
+    assert names - {"records"} == {"1x16x12x12", "3x16x12x12", "manifest.json", "summary.json", "report.html"}
     for profile in summary["profiles"]:
         folder = directory / profile["folder"]
         own = {name: value for name, value in profile.items() if name != "folder"}
