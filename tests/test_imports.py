@@ -33,9 +33,9 @@ ORDER: dict[str, tuple[str, ...]] = {
         "base", "pages", "operators", "machines", "cpu", "gpu", "collectives",
         "measure", "commands",
     ),
-    "schedules": ("contract", "loops", "kernels", "records", "measuring", "tuning"),
+    "schedules": ("contract", "loops", "kernels", "measuring", "tuning"),
     "fusion": (
-        "model", "relax", "analysis", "passes", "artifact", "comparing", "acceptance", "report", "tuning",
+        "model", "relax", "analysis", "comparing", "acceptance", "report", "tuning",
         "commands",
     ),
     "e2e": (

@@ -391,6 +391,6 @@ def read_trees(path: Path, key: str) -> dict[str, FamilyTrees]:
             for family, entry in content["families"].items()
         }
     except FileNotFoundError:
-        raise InputError(f"{path}: missing; train it with `python -m fusion records train`") from None
+        raise InputError(f"{path}: missing; train it with `python -m lab.records train`") from None
     except (OSError, EOFError, zlib.error, *MALFORMED) as error:
         raise InputError(f"{path}: damaged ({error}); train it again") from None

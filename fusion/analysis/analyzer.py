@@ -342,7 +342,7 @@ def read_graph(
     from fusion.relax.extract import extract_graph
     from fusion.relax.onnx.importer import import_onnx
     from fusion.relax.onnx.model_file import require_loaded
-    from fusion.relax.onnx.quantised_model import told_in_floats
+    from fusion.relax.onnx.quantised_model import float_layer_notes
 
     target = this_cpu(machine, threads, say)
     cpu = target.cpu
@@ -352,7 +352,7 @@ def read_graph(
     require_loaded(model)
     graph = extract_graph(imported.mod)
     require_float(graph, precision)
-    return ReadModel(graph, target.machine, cpu, tuple(told_in_floats(imported.in_floats)))
+    return ReadModel(graph, target.machine, cpu, tuple(float_layer_notes(imported.in_floats)))
 
 
 def analyze_in(

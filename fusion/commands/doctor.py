@@ -16,7 +16,7 @@ from costmodel.commands import doctor
 from costmodel.commands.doctor import BadPair, Finding
 from costmodel.machines.machine_file import HOST_NAME, machine_files
 from schedules.contract.cpu_target import cpu_flags, host_target, tiles_refused
-from schedules.records.shipped_records import RECORDS_FILE, records_directory
+from schedules.tuning.shipped_records import RECORDS_FILE, records_directory
 
 _FFI = "pip install apache-tvm==0.27.0.post1 apache-tvm-ffi==0.1.14.post1"
 PAIRS = (

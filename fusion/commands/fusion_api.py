@@ -103,7 +103,7 @@ def analyze(
     >>> [site.name for site in analysis.sites if site.fuse]             # doctest: +SKIP
     ['/features/features.1/conv/...']
     """
-    from fusion.artifact.tuned_model import require_compiler
+    from fusion.model.tuned_model import require_compiler
 
     require_compiler()
     from fusion.analysis.analyzer import analyze_in, by_precision, read_graph
@@ -181,8 +181,8 @@ def tune(
     >>> summary.speedup_over_onnxruntime, summary.sites_fused                # doctest: +SKIP
     (1.44, 13)
     """
-    from fusion.artifact.tuned_model import require_compiler
     from fusion.commands.doctor import require_tools
+    from fusion.model.tuned_model import require_compiler
 
     require_tools(Path(model), Path(output))
     require_compiler()  # before imports that need it

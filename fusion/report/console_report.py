@@ -22,8 +22,8 @@ from fusion.analysis.analyzer import (
     format_bytes,
     window_text,
 )
-from fusion.artifact.build_folder import describe_inputs
 from fusion.comparing.compare import Comparison
+from fusion.model.build_folder import describe_inputs
 from fusion.model.conv_graph import BFLOAT16, INT8
 from fusion.model.named_arrays import TensorInfo
 
@@ -354,17 +354,14 @@ def print_comparison(comparison: Comparison) -> None:
     """
     out = console()
     table = Table(box=None, pad_edge=False)
-    cold = any(row.cold_median_seconds is not None for row in comparison.rows)
     titles = ["engine", "median ms", "min ms", "ratio to tuned", "of minima", *ERROR_TITLES, "grew by"]
-    for title in titles + (["cold ms", "cold ratio"] if cold else []):
+    for title in titles:
         table.add_column(title, justify="left" if title == "engine" else "right", no_wrap=True)
     table.add_column("mode", overflow="fold")
     for row in comparison.rows:
         cells = [row.engine, f"{row.median_seconds * 1e3:.3f}", f"{row.min_seconds * 1e3:.3f}"]
         cells += [f"{row.ratio_to_tuned:.2f}", f"{row.min_seconds / comparison.rows[0].min_seconds:.2f}"]
         cells += [*error_cells(asdict(row)), _told(row.growth_bytes)]
-        if cold:
-            cells += [_milliseconds(row.cold_median_seconds), _plain(row.cold_ratio_to_tuned)]
         table.add_row(*cells, row.mode)
     inputs = describe_inputs(comparison.inputs)
     out.print(f"{comparison.model} ({inputs}), {comparison.threads} threads, engines in turns", markup=False)
@@ -441,11 +438,3 @@ def error_cells(errors: Mapping[str, Any]) -> list[str]:
         "" if cosine is None else f"{cosine:.6f}",
         "" if agreement is None else f"{agreement:.0%}",
     ]
-
-
-def _milliseconds(seconds: float | None) -> str:
-    return "?" if seconds is None else f"{seconds * 1e3:.3f}"
-
-
-def _plain(value: float | None) -> str:
-    return "?" if value is None else f"{value:.2f}"

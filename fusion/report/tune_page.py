@@ -27,7 +27,7 @@ from costmodel.pages.document import (
     tag,
     write_page,
 )
-from fusion.artifact.build_folder import REPORT, SUMMARY, describe_inputs
+from fusion.model.build_folder import REPORT, SUMMARY, describe_inputs
 from fusion.model.named_arrays import TensorInfo
 from fusion.report.console_report import memory_lines, precision_lines, short_names
 from fusion.report.pictures import FUSED, network_picture

@@ -20,7 +20,7 @@ from costmodel.base.output_files import lock_folder, remove_partials
 from costmodel.base.process import threads_to_use
 from costmodel.machines.machine_file import load_machine, write_machine
 from fusion.analysis.target_machine import Target, machine_for, this_cpu
-from fusion.artifact.build_folder import (
+from fusion.model.build_folder import (
     MODEL,
     STAGING,
     UNFUSED_MODULE,
@@ -31,7 +31,7 @@ from fusion.artifact.build_folder import (
     write_single,
 )
 from fusion.model.conv_graph import BFLOAT16, FusionPlan, layers_in, precision_of, select, unfused_plan
-from fusion.relax.onnx.quantised_model import told_in_floats
+from fusion.relax.onnx.quantised_model import float_layer_notes
 from fusion.report.pictures import draw_frontiers
 from fusion.tuning.clock import FINAL_COMPILATION, StageClock, TimeLimit, TuningDisplay, end_of
 from fusion.tuning.job import RECORDS, TuningJob
@@ -138,7 +138,7 @@ class AnotherCpuJob(TuningJob):
         """Results for the kernels: measured on the servers for at most ``seconds``, or from the records."""
         from fusion.tuning.network_tuning import TuningBudget
         from schedules.measuring.measure_runner import Runner
-        from schedules.records.tuning_records import RecordStore
+        from schedules.tuning.tuning_records import RecordStore
 
         request = network.request
         with RecordStore(request.output / RECORDS, network.cpu, network.guesses.allows) as store:
@@ -229,7 +229,7 @@ class AnotherCpuJob(TuningJob):
             found.append(f"{len(unmeasured)} of {len(used)} kernels have no record: the cost model chose them")
         if network.target.not_run_here is not None:
             found.append(network.target.not_run_here)
-        return [*found, *told_in_floats(network.model.in_floats)]
+        return [*found, *float_layer_notes(network.model.in_floats)]
 
 
 def choose(network: Network, tuned: TunedKernels) -> PredictedNetwork:
@@ -294,7 +294,7 @@ def _remote(request: TuneRequest, runner: RemoteRunner, display: TuningDisplay) 
             if known.host == host and known.max_threads >= cpu.threads:
                 return known
         display.say(f"measuring the CPU of {request.key} quickly")
-        measured = runner.calibrate(display.say)
+        measured = runner.calibrate()
         write_machine(measured, file, f"Measured quickly on a server of {request.key!r} by `python -m fusion tune`.")
         return measured
 
@@ -304,7 +304,7 @@ def _remote(request: TuneRequest, runner: RemoteRunner, display: TuningDisplay) 
 def _named(request: TuneRequest, display: TuningDisplay) -> Target:
     """CPU of ``--target``, and its machine model."""
     from schedules.contract.cpu_target import machine_target, parse_target
-    from schedules.records.tuning_records import recorded_cpus
+    from schedules.tuning.tuning_records import recorded_cpus
 
     text = request.target
     assert text is not None

@@ -24,7 +24,7 @@ from costmodel.base.errors import InputError, ProjectError
 from costmodel.operators.layers import Conv2d
 from costmodel.pages.charts import check_picture, picture
 from fusion.analysis.analyzer import PRECISE_TYPES, unfused_intensity
-from fusion.artifact.build_folder import SUMMARY
+from fusion.model.build_folder import SUMMARY
 from fusion.tuning.network_tuning import HOPELESS
 
 # Gains beyond these limits are drawn at the edge.

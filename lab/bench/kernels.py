@@ -28,7 +28,7 @@ from costmodel.operators.layers import Conv2d, Epilogue, FusedConvs
 from fusion.analysis.target_machine import machine_for
 from lab.data.data_folder import data_folder
 from schedules.contract.cpu_target import CpuTarget, host_target
-from schedules.records.tuning_records import RecordStore
+from schedules.tuning.tuning_records import RecordStore
 
 ROUNDS = 5
 WORKLOADS = data_folder() / "fusion_workloads.csv"

@@ -28,9 +28,9 @@ import numpy as np
 
 import fusion
 from costmodel.base.errors import InputError, ProjectError
-from fusion.artifact.build_folder import MANIFEST
 from fusion.comparing.compare import compare_command
-from fusion.comparing.engines.engine import UNFUSED_ENGINE, peers_of
+from fusion.comparing.engine import UNFUSED_ENGINE, peers_of
+from fusion.model.build_folder import MANIFEST
 from fusion.model.conv_graph import BFLOAT16, FLOAT32, INT8
 from fusion.model.named_arrays import DeclaredInput, write_npz
 from fusion.relax.onnx.quantised_model import QuantizationOptions, declared_inputs, load_float_model, quantized_path

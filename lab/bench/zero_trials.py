@@ -29,15 +29,15 @@ from pathlib import Path
 
 from costmodel.base.errors import InputError, ProjectError, Say
 from costmodel.base.process import threads_to_use
-from fusion.artifact.build_folder import SUMMARY, Artifact, check_runnable, read_artifact
-from fusion.commands.records_command import train_records
 from fusion.comparing.compare import build_workload
-from fusion.comparing.engines.engine import ENGINES, TUNED, Unavailable
-from fusion.comparing.engines.engine_worker import PREPARE_TIMEOUT_SECONDS, EngineFailed, Worker
+from fusion.comparing.engine import ENGINES, TUNED, Unavailable
+from fusion.comparing.engine_worker import PREPARE_TIMEOUT_SECONDS, EngineFailed, Worker
 from fusion.comparing.timing import EngineTiming, Sampling
 from fusion.comparing.timing import measure as measure_in_turns
+from fusion.model.build_folder import SUMMARY, Artifact, check_runnable, read_artifact
 from fusion.model.named_arrays import random_arrays
-from schedules.records.shipped_records import DIRECTORY_VARIABLE, network_name
+from lab.records import network_name, train_records
+from schedules.tuning.shipped_records import DIRECTORY_VARIABLE
 
 FULL = "full"
 # Goals: largest latency relative to the full build, by minutes of tuning.

@@ -197,7 +197,7 @@ def _sources(path: Path) -> object:
 
 def _records(path: Path) -> object:
     from schedules.contract.cpu_target import target_with
-    from schedules.records.tuning_records import RecordStore, recorded_cpus
+    from schedules.tuning.tuning_records import RecordStore, recorded_cpus
 
     found = recorded_cpus(path)
     with RecordStore(path, found[0] if found else target_with((), 1, 32768, 1 << 20)) as store:
@@ -208,7 +208,7 @@ def _records(path: Path) -> object:
 
 
 def _build(path: Path) -> object:
-    from fusion.artifact.build_folder import check_runnable, describe_inputs, read_profiles
+    from fusion.model.build_folder import check_runnable, describe_inputs, read_profiles
 
     for artifact in read_profiles(path):
         check_runnable(artifact, tvm_version="0.27.0")

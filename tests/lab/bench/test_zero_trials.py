@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from costmodel.base.errors import InputError
-from fusion.artifact.build_folder import MANIFEST, Artifact
 from fusion.comparing.timing import Sampling
+from fusion.model.build_folder import MANIFEST, Artifact
 from lab.bench import zero_trials
 from lab.bench.zero_trials import compare_builds
 

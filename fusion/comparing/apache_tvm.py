@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 
 from costmodel.base.errors import Say
-from fusion.artifact.build_folder import MODEL, UNFUSED_MODULE, read_artifact
-from fusion.artifact.tuned_model import CompiledModel, load_compiled, load_library
-from fusion.comparing.engines.engine import Arrays, EngineCall, EngineWorkload, LayerTime, Unavailable, typical
+from fusion.comparing.engine import Arrays, EngineCall, EngineWorkload, LayerTime, Unavailable, typical
+from fusion.model.build_folder import MODEL, UNFUSED_MODULE, read_artifact
 from fusion.model.conv_graph import FLOAT32, INT8, result_index
+from fusion.model.tuned_model import CompiledModel, load_compiled, load_library
 from schedules.contract.tvm_import import import_tvm_alone
 
 # Suffix that makes a kernel symbol unique among object files (``fusion/relax/machine_code.py``).

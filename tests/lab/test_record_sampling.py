@@ -8,11 +8,11 @@ import pytest
 
 from costmodel.cost_model import config_key
 from costmodel.operators.layers import Conv2d
+from lab.records import TURN, measure_samples, sample, sampled_kernels
 from schedules.contract.cpu_target import CpuTarget
 from schedules.kernels.template_table import template_for
 from schedules.measuring.timing_protocol import MeasureOutcome
-from schedules.records.tuning_records import RecordStore
-from schedules.tuning.kernel_ranking import TURN, measure_samples, sample, sampled_kernels
+from schedules.tuning.tuning_records import RecordStore
 
 CPU = CpuTarget(lanes=16, registers=32, mcpu="skylake-avx512", features=(), threads=2, l1_bytes=32768, l2_bytes=1 << 20)
 FIRST, SHARED, LAST = (Conv2d(1, channels, 14, 14, 64, (1, 1)) for channels in (32, 64, 96))

@@ -14,15 +14,7 @@ from typing import Any
 import numpy as np
 
 from costmodel.base.errors import Say
-from fusion.comparing.engines.engine import (
-    Arrays,
-    EngineCall,
-    EngineWorkload,
-    LayerTime,
-    fastest,
-    require_precision,
-    typical,
-)
+from fusion.comparing.engine import Arrays, EngineCall, EngineWorkload, LayerTime, fastest, require_precision, typical
 
 _KERNEL_TIME = "_kernel_time"  # suffix of an event's name
 # Suffixes that ONNX Runtime adds to nodes in a blocked layout, and to make names unique.

@@ -23,13 +23,13 @@ from costmodel.cost_model import CostModel, Estimate
 from costmodel.machines.machine_file import load_machine
 from costmodel.operators.layers import FusedConvs
 from fusion.analysis.analyzer import analyze
+from fusion.analysis.fuse_conv_pairs import FuseConvPairs
 from fusion.model.conv_graph import find_sites
-from fusion.passes.fuse_conv_pairs import FuseConvPairs
 from fusion.relax import Canonicalize
 from fusion.relax.extract import extract_graph
 from schedules.contract.cpu_target import CpuTarget
 from schedules.kernels.template_table import template_for
-from schedules.records.tuning_records import RecordStore
+from schedules.tuning.tuning_records import RecordStore
 from tests.fusion.relax_models import CPU, Net, assert_close, inputs_of, kernel_names, module, stock
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -301,6 +301,7 @@ def test_a_module_of_torch_export():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_example_runs():
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TVM_NUM_THREADS": "2"}
     command = [sys.executable, "examples/fuse_conv_pairs.py", "--machine", "toy"]

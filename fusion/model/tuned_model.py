@@ -19,7 +19,7 @@ from costmodel.base.errors import InputError
 from costmodel.base.input_files import check_file
 from costmodel.base.output_files import check_outputs
 from costmodel.base.process import threads_to_use
-from fusion.artifact.build_folder import MODEL, Artifact, check_runnable, describe_inputs, read_profiles
+from fusion.model.build_folder import MODEL, Artifact, check_runnable, describe_inputs, read_profiles
 from fusion.model.library_messages import sentence
 from fusion.model.named_arrays import Arrays, TensorInfo, check_arrays, read_npz, to_tvm, write_npz
 from schedules.contract.tvm_import import lacks_compiler, tvm_threads, uninterrupted

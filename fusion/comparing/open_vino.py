@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from costmodel.base.errors import Say
-from fusion.comparing.engines.engine import (
+from fusion.comparing.engine import (
     Arrays,
     EngineCall,
     EngineWorkload,
@@ -24,8 +24,8 @@ from fusion.comparing.engines.engine import (
     Unavailable,
     count_of,
     fastest,
+    precision_text,
     require_precision,
-    told_share,
 )
 
 # Layer types with the arithmetic of a network, and OpenVINO's names of precisions.
@@ -182,7 +182,7 @@ def _described(counts: Mapping[str, int], hint: str, required: tuple[str, ...] |
     if required == _INTEGERS:
         told = require_precision("OpenVINO", "int8", integers, layers)
         return f"{told}, the rest {hint}"
-    return f"{told_share('int8', integers, layers)}, the rest {hint}" if integers else hint
+    return f"{precision_text('int8', integers, layers)}, the rest {hint}" if integers else hint
 
 
 def _name(port: Any, known: Mapping[str, Any]) -> str:

@@ -10,21 +10,20 @@ import pytest
 
 from costmodel.base.errors import InputError
 from costmodel.operators.layers import Conv2d
+from lab.records import collect_builds as collect
+from lab.records import merged, thinned
 from schedules.contract.cpu_target import CpuTarget
-from schedules.records.shipped_records import (
+from schedules.tuning.shipped_records import (
     RECORDS_FILE,
     CpuRecords,
     KernelRecords,
     chip_name,
-    collect,
     find_records,
     identity_of,
-    merged,
     read_records,
-    thinned,
     write_records,
 )
-from schedules.records.tuning_records import RECORDS, Record, RecordStore, environment
+from schedules.tuning.tuning_records import RECORDS, Record, RecordStore, environment
 
 CPU = CpuTarget(lanes=16, registers=32, mcpu="skylake-avx512", features=(), threads=2, l1_bytes=32768, l2_bytes=1 << 20)
 CONV = Conv2d(1, 32, 14, 14, 64, (1, 1))
@@ -126,7 +125,7 @@ def test_the_file_gives_back_what_was_written_and_is_the_same_again(tmp_path):
 
 def test_records_are_found_by_the_code_that_runs_on_the_cpu(tmp_path, monkeypatch):
     here = replace(identity_of(CPU), chip="Us 1/2/3")
-    monkeypatch.setattr("schedules.records.shipped_records.identity_of", lambda cpu: here)
+    monkeypatch.setattr("schedules.tuning.shipped_records.identity_of", lambda cpu: here)
     assert find_records(CPU, tmp_path) is None
     shipped(tmp_path / "wider", replace(here, l1_bytes=49152))
     shipped(tmp_path / "older", here, templates="0")
@@ -144,7 +143,7 @@ def test_records_are_found_by_the_code_that_runs_on_the_cpu(tmp_path, monkeypatc
 
 def test_without_records_of_this_cpu_the_nearest_with_such_vectors_is_taken(tmp_path, monkeypatch):
     here = replace(identity_of(CPU), chip="Us 1/2/3", features=("avx512f",))
-    monkeypatch.setattr("schedules.records.shipped_records.identity_of", lambda cpu: here)
+    monkeypatch.setattr("schedules.tuning.shipped_records.identity_of", lambda cpu: here)
     shipped(tmp_path / "narrow", replace(here, lanes=8, registers=16))
     find_records.cache_clear()
     assert find_records(CPU, tmp_path, nearest=True) is None

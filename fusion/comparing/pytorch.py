@@ -1,9 +1,10 @@
 """PyTorch on the CPU: eager, and the best of channels-last eager, frozen TorchScript and frozen Inductor, in FP32
-and BF16.
+and BF16; and AMD's zentorch.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from costmodel.base.errors import Say
-from fusion.comparing.engines.engine import Arrays, EngineCall, EngineWorkload, Unavailable, fastest
+from fusion.comparing.engine import Arrays, EngineCall, EngineWorkload, Unavailable, fastest
 
 TorchModel = Callable[..., Any]
 Builder = Callable[[Any, list[Any]], TorchModel]
@@ -79,7 +80,7 @@ class TorchEngine:
         warnings.simplefilter("ignore")
         import torch
 
-        from fusion.comparing.engines.torch_graph import convert, fold_batch_norms, require_bfloat16
+        from fusion.comparing.torch_graph import convert, fold_batch_norms, require_bfloat16
         from fusion.model.named_arrays import random_arrays
 
         torch.set_num_threads(workload.threads)
@@ -139,11 +140,23 @@ def _inductor(graph: Any, examples: list[Any]) -> TorchModel:
     return compiled
 
 
+def _zentorch(graph: Any, examples: list[Any]) -> TorchModel:
+    """AMD's backend of ``torch.compile``, with weights as constants as in :func:`_inductor`."""
+    import torch
+    from torch._inductor import config
+
+    importlib.import_module("zentorch")  # registers the backend
+    config.freezing = True
+    compiled = torch.compile(graph, backend="zentorch", dynamic=False)
+    compiled(*examples)
+    return compiled
+
+
 def _whole(build: Builder) -> Builder:
     """Mode ``build`` with the network cast to BF16."""
 
     def compile_(graph: Any, examples: list[Any]) -> TorchModel:
-        from fusion.comparing.engines.torch_graph import InBfloat16
+        from fusion.comparing.torch_graph import InBfloat16
 
         return build(InBfloat16(graph).eval(), examples)
 
@@ -154,7 +167,7 @@ def _autocast(build: Builder) -> Builder:
     """Mode ``build`` with the network under autocast."""
 
     def compile_(graph: Any, examples: list[Any]) -> TorchModel:
-        from fusion.comparing.engines.torch_graph import UnderAutocast
+        from fusion.comparing.torch_graph import UnderAutocast
 
         return build(UnderAutocast(graph).eval(), examples)
 
@@ -166,6 +179,7 @@ MODES: dict[str, Builder] = {
     "eager, channels last": _eager_channels_last,
     "TorchScript, frozen": _torchscript,
     "Inductor, frozen": _inductor,
+    "zentorch, frozen": _zentorch,
     "bfloat16, channels last": _whole(_eager_channels_last),
     "bfloat16, TorchScript, frozen": _whole(_torchscript),
     "bfloat16, Inductor, frozen": _whole(_inductor),
@@ -186,4 +200,5 @@ def _tensors(inputs: Mapping[str, np.ndarray], channels_last: bool) -> list[Any]
 
 BEST = TorchEngine(("eager, channels last", "TorchScript, frozen", "Inductor, frozen"), fold=True)
 EAGER = TorchEngine(("eager",), fold=False)
+ZENTORCH = TorchEngine(("zentorch, frozen",), fold=True)
 BF16 = TorchEngine(tuple(name for name in MODES if "bfloat16" in name), fold=True, bfloat16=True)

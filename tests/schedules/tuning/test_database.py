@@ -18,8 +18,8 @@ from costmodel.operators.layers import Conv2d, Dense, Epilogue, FusedConvs, Oper
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.operator_reference import reference
 from schedules.measuring.kernel_verification import random_parameters
-from schedules.records import tuning_records as database
-from schedules.records.tuning_records import FAILURES, RECORDS, WORKLOADS, Record, RecordStore, read_config
+from schedules.tuning import tuning_records as database
+from schedules.tuning.tuning_records import FAILURES, RECORDS, WORKLOADS, Record, RecordStore, read_config
 
 CPU = CpuTarget(16, 32, "skylake-avx512", ("avx2", "avx512f"), 2, 32 * 1024, 1024 * 1024)
 DENSE = Dense(3, 17, 5, Epilogue(bias=True, activation="relu"))
@@ -76,7 +76,7 @@ def test_records_of_other_cpus_and_versions_are_ignored_but_kept(tmp_path: Path,
         store.add(DENSE, B, 5e-4)
     assert RecordStore(tmp_path, CPU).all(DENSE) == [Record(DENSE, A, 1e-3)]
     assert RecordStore(tmp_path, four_threads).best(DENSE) == Record(DENSE, B, 5e-4)
-    monkeypatch.setattr("schedules.records.tuning_records.version", lambda package: "0.99")
+    monkeypatch.setattr("schedules.tuning.tuning_records.version", lambda package: "0.99")
     assert RecordStore(tmp_path, CPU).all(DENSE) == []
 
 
@@ -149,11 +149,11 @@ def test_a_file_where_the_directory_should_be(tmp_path: Path):
 
 def test_reading_makes_nothing_and_needs_no_tvm(tmp_path: Path):
     code = (
-        "import sys; from schedules.records.tuning_records import RecordStore\n"
+        "import sys; from schedules.tuning.tuning_records import RecordStore\n"
         "from schedules.contract.cpu_target import host_target\n"
         f"RecordStore({str(tmp_path / 'new')!r}, host_target()); sys.exit('tvm' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], cwd=Path(database.__file__).parents[1]).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(database.__file__).parents[2]).returncode == 0
     assert not (tmp_path / "new").exists()
 
 
@@ -206,7 +206,7 @@ def test_a_full_disk_leaves_whole_lines(tmp_path: Path):
     code = f"""
 import resource, signal, sys
 from costmodel.base.errors import OutputError
-from schedules.records.tuning_records import RecordStore
+from schedules.tuning.tuning_records import RecordStore
 from tests_database import CPU, DENSE, B
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 store = RecordStore({str(tmp_path)!r}, CPU)
@@ -221,7 +221,7 @@ sys.exit(3)
     helper = tmp_path / "helper"
     helper.mkdir()
     (helper / "tests_database.py").write_text(Path(__file__).read_text())
-    path = os.pathsep.join((str(helper), str(Path(database.__file__).parents[1])))
+    path = os.pathsep.join((str(helper), str(Path(database.__file__).parents[2])))
     run = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, check=False)
     assert run.returncode == 0
     assert (tmp_path / RECORDS).read_text().endswith("\n")

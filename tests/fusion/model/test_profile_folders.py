@@ -12,7 +12,7 @@ import pytest
 
 import fusion
 from costmodel.base.errors import InputError, OutputError
-from fusion.artifact.build_folder import (
+from fusion.model.build_folder import (
     MANIFEST,
     MODEL,
     Artifact,

@@ -26,7 +26,7 @@ import numpy as np
 
 from costmodel.base.errors import Say
 from costmodel.base.process import end_with_parent
-from fusion.comparing.engines.engine import (
+from fusion.comparing.engine import (
     Arrays,
     EngineCall,
     EngineSpec,
@@ -52,12 +52,9 @@ class EngineFailed(Exception):
 
 
 class Worker:
-    """Parent side. A failed request ends the process and raises :class:`EngineFailed`.
+    """Parent side. A failed request ends the process and raises :class:`EngineFailed`."""
 
-    ``variables``: additional environment variables.
-    """
-
-    def __init__(self, spec: EngineSpec, threads: int, variables: Mapping[str, str] | None = None) -> None:
+    def __init__(self, spec: EngineSpec, threads: int) -> None:
         self.spec = spec
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the worker)
         self._connection, child = Pipe()
@@ -67,11 +64,10 @@ class Worker:
             "OMP_NUM_THREADS": str(threads),
             "TVM_NUM_THREADS": str(threads),
             "ONEDNN_DEFAULT_FPMATH_MODE": "STRICT",  # keep FP32 engines from using BF16 because of a user's environment
-            **(variables or {}),
         }
         with child:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "fusion.comparing.engines.engine_worker", str(child.fileno()), str(os.getpid())],
+                [sys.executable, "-m", "fusion.comparing.engine_worker", str(child.fileno()), str(os.getpid())],
                 pass_fds=[child.fileno()],
                 env=environment,
                 stdin=subprocess.DEVNULL,

@@ -21,7 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_aggregate
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
-from fusion.comparing.engines.engine import Unavailable
+from fusion.comparing.engine import Unavailable
 
 Tensors = tuple[torch.Tensor, ...]
 

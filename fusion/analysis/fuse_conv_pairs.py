@@ -11,6 +11,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from schedules.contract.tvm_import import lacks_compiler
+
+if lacks_compiler():
+    raise ImportError(
+        "FuseConvPairs needs TVM's compiler, but this process loaded a tuned model with TVM's runtime alone: import "
+        "fusion.analysis.fuse_conv_pairs before the first fusion.load, or use another process"
+    )
+
 import tvm
 from tvm import relax
 
@@ -27,8 +35,8 @@ from fusion.relax.layout_lowering import lower
 from schedules.contract.cpu_target import CpuTarget, host_target
 from schedules.contract.template import Config
 from schedules.kernels.template_table import template_for
-from schedules.records.tuning_records import RECORDS, RecordStore
-from schedules.tuning.trial_search import Ranker
+from schedules.tuning.kernel_tuner import Ranker
+from schedules.tuning.tuning_records import RECORDS, RecordStore
 
 _log = logging.getLogger(__name__)
 

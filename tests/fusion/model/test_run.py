@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
 from costmodel.base.errors import InputError, OutputError
-from fusion.artifact.build_folder import MODEL, Artifact, TensorInfo
-from fusion.artifact.tuned_model import TunedModel, render_run, run_command
 from fusion.model import named_arrays as tensors
+from fusion.model.build_folder import MODEL, Artifact, TensorInfo
 from fusion.model.named_arrays import check_arrays, random_arrays, read_npz, write_npz
+from fusion.model.tuned_model import TunedModel, render_run, run_command
 
 A = np.array([[1, -2, 3], [4, 5, -6]], np.float32)
 B = np.array([[2, 2, -1], [0.5, 1, 1]], np.float32)
@@ -59,7 +59,7 @@ def test_a_build_for_more_threads_runs_on_the_cores_there_are(
 
 def test_running_needs_the_runtime_of_tvm_alone(tiny_build: Artifact, inputs: Path, tmp_path: Path):
     code = (
-        "import sys; from pathlib import Path; from fusion.artifact.tuned_model import run_command\n"
+        "import sys; from pathlib import Path; from fusion.model.tuned_model import run_command\n"
         f"run_command(Path({str(tiny_build.directory)!r}), Path({str(inputs)!r}), Path({str(tmp_path / 'y.npz')!r}))\n"
         "maps = open('/proc/self/maps').read()\n"
         "assert 'libtvm_runtime' in maps and 'libtvm_compiler' not in maps\n"

@@ -136,7 +136,7 @@ struct TensorInfo {
 
 namespace detail {
 
-// A manifest, as fusion/artifact/build_folder.py writes it. Other types than expected throw ffi::Error.
+// A manifest, as fusion/model/build_folder.py writes it. Other types than expected throw ffi::Error.
 class Manifest {
  public:
   explicit Manifest(const fs::path& path) {

@@ -1,7 +1,6 @@
-"""Measured kernels of one CPU in one small file, shipped with the project as the starting point of tuning on that CPU;
-and their collection from the folders that `tune` wrote.
+"""Measured kernels of one CPU in one small file, shipped with the project as the starting point of tuning on that CPU.
 
-``schedules/records/shipped/CPU/records.jsonl.gz``: a line with the CPU, the versions and the origin of the
+``schedules/tuning/shipped/CPU/records.jsonl.gz``: a line with the CPU, the versions and the origin of the
 measurements, then a line for every (operator, threads) with all its configurations, slow ones included, as the ranking
 is trained on them too. In the same folder are ``machine.yaml``, the rates of that CPU, and ``ranking.json.gz``, the
 trained ranking (:mod:`schedules.tuning.kernel_ranking`).
@@ -15,23 +14,21 @@ import json
 import math
 import os
 import zlib
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from costmodel.base.errors import InputError, OutputError
-from costmodel.base.input_files import MALFORMED, decoded, open_unpacked, read_text
+from costmodel.base.input_files import MALFORMED, decoded, open_unpacked
 from costmodel.base.output_files import write_whole
-from costmodel.cost_model import Config, ConfigKey, Measurement, config_key
+from costmodel.cost_model import Config, Measurement, config_key
 from costmodel.operators.any_operator import from_record, to_record
 from costmodel.operators.layers import Operator
 from schedules.contract.cpu_target import CpuTarget
 from schedules.contract.template import template_revision
-from schedules.records.tuning_records import RECORDS, Record, environment, parse_line, read_lines
+from schedules.tuning.tuning_records import Record, environment
 
 _NAMED_BY = ("vendor_id", "cpu family", "model", "stepping")
 
@@ -238,16 +235,6 @@ def find_records(cpu: CpuTarget, directory: Path | None = None, nearest: bool = 
     return FoundRecords(path.parent, read_records(path), not another_chip, alike)
 
 
-def thinned(records: Sequence[Record], limit: int) -> list[Record]:
-    """At most ``limit`` records: all winners of comparisons, the fastest half, and an even selection of the others."""
-    ordered = sorted(records, key=lambda each: (not each.confirmed, each.seconds, config_key(each.config)))
-    if len(ordered) <= limit:
-        return ordered
-    head = max(limit // 2, sum(record.confirmed for record in ordered))
-    rest, places = ordered[head:], max(0, limit - head)
-    return ordered[:head] + [rest[index * len(rest) // places] for index in range(places)]
-
-
 def _is_current(line: Mapping[str, Any]) -> bool:
     """True if the template revision of its dtype is current; for float32 the header has been checked."""
     dtype = from_record(line["operator"]).dtype
@@ -299,7 +286,7 @@ def _header(path: Path) -> tuple[Mapping[str, Any], Iterator[str]]:
     except (OSError, EOFError, zlib.error, ValueError) as error:
         raise _damaged(path, error) from error
     if not isinstance(header, dict) or header.get("format") != _FORMAT:
-        raise InputError(f"{path}: not a file of kernel records; `python -m fusion records collect` makes one")
+        raise InputError(f"{path}: not a file of kernel records; `python -m lab.records collect` makes one")
     return header, lines
 
 
@@ -315,117 +302,3 @@ def _identity(header: Mapping[str, Any]) -> CpuIdentity:
 
 def _damaged(path: Path, error: Exception) -> InputError:
     return InputError(f"{path}: kernel records are damaged ({error}); collect them again, or remove the file")
-
-
-def merged(kernels: Iterable[KernelRecords], limit: int) -> tuple[KernelRecords, ...]:
-    """Merge equal (operator, threads), with at most ``limit`` configurations each.
-
-    For a configuration measured several times, a winner of a comparison is preferred, then the smallest time.
-    """
-    together: dict[tuple[Operator, int], list[KernelRecords]] = {}
-    for kernel in kernels:
-        together.setdefault((kernel.operator, kernel.threads), []).append(kernel)
-    found = []
-    for (operator, threads), group in together.items():
-        records: dict[Any, Record] = {}
-        for record in (record for kernel in group for record in kernel.records):
-            known = records.setdefault(config_key(record.config), record)
-            if (not record.confirmed, record.seconds) < (not known.confirmed, known.seconds):
-                records[config_key(record.config)] = record
-        networks = tuple(sorted({network for kernel in group for network in kernel.networks}))
-        measured = max(kernel.measured for kernel in group)
-        found.append(KernelRecords(operator, threads, networks, measured, tuple(thinned([*records.values()], limit))))
-    return tuple(found)
-
-
-# Configurations kept per kernel: more add little information, and the file is part of the package.
-ROWS_PER_KERNEL = 200
-
-
-@dataclass(frozen=True)
-class Collected:
-    """Records to be shipped; ``left_out``: reason -> number of records not included."""
-
-    content: CpuRecords
-    left_out: Counter[str] = field(default_factory=Counter)
-
-
-def collect(
-    folders: Sequence[Path],
-    cpu: CpuTarget,
-    note: str = "",
-    keep: Callable[[str], bool] = lambda network: True,
-    rows: int = ROWS_PER_KERNEL,
-) -> Collected:
-    """Collect the records of ``cpu``, on any number of threads, in build folders of ``tune`` (or folders of records).
-
-    ``keep``: selects networks by name. Records of another CPU, TVM or revision of the templates are left out and
-    counted. Raises ``InputError`` for a folder without records, or if nothing is left.
-    """
-    own = environment(cpu)
-    identity = identity_of(cpu)
-    left_out: Counter[str] = Counter()
-    kernels: list[KernelRecords] = []
-    for folder in folders:
-        path = records_folder(folder) / RECORDS
-        network = network_name(folder)
-        if not keep(network):
-            left_out[f"of {network}"] += sum(1 for _ in read_lines(path, parse_line))
-            continue
-        measured = datetime.fromtimestamp(path.stat().st_mtime, UTC).date().isoformat()
-        last: dict[tuple[Operator, int], dict[ConfigKey, Record]] = {}
-        for record, made in _ours(path, left_out):
-            here = {**own, "templates": template_revision(record.operator.dtype)}
-            reason = _reason(made, here, lambda threads: identity.target(threads).key)
-            if reason is not None:
-                left_out[reason] += 1
-                continue
-            known = last.setdefault((record.operator, _threads(made["cpu"])), {})
-            known[config_key(record.config)] = record
-        kernels += [
-            KernelRecords(operator, threads, (network,), measured, tuple(records.values()))
-            for (operator, threads), records in last.items()
-        ]
-    if not kernels:
-        raise InputError(
-            f"{', '.join(map(str, folders))}: no records of this CPU and this version of the templates; "
-            "`python -m fusion tune` here makes some"
-        )
-    return Collected(CpuRecords(identity, own["tvm"], own["templates"], note, merged(kernels, rows)), left_out)
-
-
-def network_name(folder: Path) -> str:
-    """Stem of the ONNX file in the folder's summary; without a summary the name of the folder."""
-    try:
-        return Path(decoded(read_text(folder / "summary.json", "record"))["model"]).stem
-    except (OSError, ValueError, KeyError, TypeError):
-        return folder.resolve().name
-
-
-def records_folder(folder: Path) -> Path:
-    """Records folder of a build folder, or the folder itself if it has records; raises ``InputError`` without any."""
-    for path in (folder / "records", folder):
-        if (path / RECORDS).is_file():
-            return path
-    raise InputError(f"{folder}: holds no tuning records; name folders that `python -m fusion tune` wrote")
-
-
-def _ours(path: Path, left_out: Counter[str]) -> Iterator[tuple[Record, dict[str, str]]]:
-    for entry in read_lines(path, parse_line):
-        if entry is None:
-            left_out["not of this project"] += 1
-        else:
-            yield entry
-
-
-def _reason(made: dict[str, str], own: dict[str, str], key: Callable[[int], str]) -> str | None:
-    """Reason why records of the environment ``made`` are not valid here, or None."""
-    if made["templates"] != own["templates"]:
-        return f"of revision {made['templates']} of the templates, not {own['templates']}"
-    if made["tvm"] != own["tvm"]:
-        return f"of TVM {made['tvm']}, not {own['tvm']}"
-    return None if made["cpu"] == key(_threads(made["cpu"])) else "of another CPU"
-
-
-def _threads(key: str) -> int:
-    return int(key.rpartition("threads=")[2])

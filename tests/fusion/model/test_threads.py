@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fusion.artifact.build_folder import MODEL, Artifact
-from fusion.artifact.tuned_model import CompiledModel, load_compiled, threads_of_tvm
+from fusion.model.build_folder import MODEL, Artifact
 from fusion.model.named_arrays import to_tvm
+from fusion.model.tuned_model import CompiledModel, load_compiled, threads_of_tvm
 
 ROOT = Path(__file__).resolve().parents[3]
 # In a process of its own: without turns it crashes.

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from costmodel.base.errors import InputError, OutputError
-from fusion.artifact import build_folder
-from fusion.artifact.build_folder import (
+from fusion.model import build_folder
+from fusion.model.build_folder import (
     MANIFEST,
     MODEL,
     SUMMARY,

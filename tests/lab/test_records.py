@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 
 from costmodel.machines.machine_file import load_machine, write_machine
 from costmodel.operators.layers import Conv2d
-from fusion.commands.cli import app
+from lab.records import app
 from schedules.contract.cpu_target import host_target
 from schedules.kernels.template_table import config_cost, template_for
-from schedules.records.shipped_records import (
+from schedules.tuning.shipped_records import (
     MACHINE_FILE,
     RANKING_FILE,
     RECORDS_FILE,
@@ -24,7 +24,7 @@ from schedules.records.shipped_records import (
     read_records,
     write_records,
 )
-from schedules.records.tuning_records import RECORDS, Record, RecordStore, environment
+from schedules.tuning.tuning_records import RECORDS, Record, RecordStore, environment
 
 CPU = host_target(1)
 SHARED, OWN, OTHER = (Conv2d(1, channels, 14, 14, 64, (1, 1)) for channels in (32, 64, 96))
@@ -49,7 +49,7 @@ def directory(tmp_path) -> Path:
 
 
 def records(*options: str):
-    return CliRunner().invoke(app, ["records", *options])
+    return CliRunner().invoke(app, list(options))
 
 
 def test_measuring_into_records_that_another_process_writes_is_refused_before_any_work(tmp_path):

@@ -18,6 +18,7 @@ import numpy as np
 from costmodel.base.errors import InputError, Say
 from fusion.model.conv_graph import BFLOAT16, FLOAT32, INT8
 from fusion.model.named_arrays import Arrays, TensorInfo
+from schedules.contract.template import load_extensions
 
 EngineCall = Callable[[], Any]
 # Number of rounds in which an engine's modes alternate, and seconds of a block.
@@ -126,16 +127,16 @@ def _block(call: EngineCall) -> float:
     return statistics.median(seconds)
 
 
-def told_share(precision: str, share: int, layers: int) -> str:
+def precision_text(precision: str, share: int, layers: int) -> str:
     """Text of the precision that an engine computes in: ``bf16 in 52 of 53 layers``, or its name only if all do."""
     return precision if share == layers else f"{precision} in {share} of {layers} layers"
 
 
 def require_precision(engine: str, precision: str, share: int, layers: int) -> str:
-    """Text of :func:`told_share`; raises ``Unavailable`` if no layer is computed in the precision."""
+    """Text of :func:`precision_text`; raises ``Unavailable`` if no layer is computed in the precision."""
     if not share:
         raise Unavailable(f"{engine} computes none of the {layers} layers in {precision} on this CPU")
-    return told_share(precision, share, layers)
+    return precision_text(precision, share, layers)
 
 
 def count_of(counts: Mapping[str, int], names: tuple[str, ...]) -> tuple[int, int]:
@@ -150,7 +151,8 @@ UNFUSED_ENGINE = "tvm-unfused"
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """Location of an engine (``module:attribute``), the packages it imports, and the extra that installs them.
+    """Location of an engine (``module:attribute``), the packages it imports, and the extra of this project that
+    installs them (empty for an engine from outside).
 
     ``precision``: number type of its layers; an INT8 engine runs the quantised file of the model.
     """
@@ -158,7 +160,7 @@ class EngineSpec:
     name: str
     location: str
     packages: tuple[str, ...]
-    extra: str
+    extra: str = ""
     precision: str = FLOAT32
 
     def missing(self) -> str | None:
@@ -166,7 +168,8 @@ class EngineSpec:
         absent = [package for package in self.packages if importlib.util.find_spec(package) is None]
         if not absent:
             return None
-        return f"{', '.join(absent)} not installed: pip install -e '.[{self.extra}]'"
+        wanted = f"-e '.[{self.extra}]'" if self.extra else " ".join(absent)
+        return f"{', '.join(absent)} not installed: pip install {wanted}"
 
     def load(self) -> Engine:
         """Import the engine."""
@@ -174,24 +177,34 @@ class EngineSpec:
         return cast(Engine, getattr(importlib.import_module(module), attribute))
 
 
-ENGINES = {
-    spec.name: spec
-    for spec in (
-        EngineSpec(TUNED, "fusion.comparing.engines.apache_tvm:TUNED", ("tvm",), "fusion"),
-        EngineSpec(UNFUSED_ENGINE, "fusion.comparing.engines.apache_tvm:UNFUSED", ("tvm",), "fusion"),
-        EngineSpec("tvm-metaschedule", "fusion.comparing.engines.apache_tvm:METASCHEDULE", ("tvm", "onnx"), "fusion"),
-        EngineSpec(REFERENCE, "fusion.comparing.engines.onnx_runtime:ENGINE", ("onnxruntime",), "fusion"),
-        EngineSpec("openvino", "fusion.comparing.engines.open_vino:FP32", ("openvino",), "peers"),
-        EngineSpec("openvino-bf16", "fusion.comparing.engines.open_vino:BF16", ("openvino",), "peers", BFLOAT16),
-        EngineSpec("openvino-int8", "fusion.comparing.engines.open_vino:INT8", ("openvino",), "peers", INT8),
-        EngineSpec("onnxruntime-int8", "fusion.comparing.engines.onnx_runtime:INT8", ("onnxruntime",), "fusion", INT8),
-        EngineSpec("torch", "fusion.comparing.engines.pytorch:BEST", ("torch", "onnx", "onnx2fx"), "peers"),
-        EngineSpec("torch-eager", "fusion.comparing.engines.pytorch:EAGER", ("torch", "onnx", "onnx2fx"), "peers"),
-        EngineSpec(
-            "torch-bf16", "fusion.comparing.engines.pytorch:BF16", ("torch", "onnx", "onnx2fx"), "peers", BFLOAT16
-        ),
-    )
-}
+ENGINES: dict[str, EngineSpec] = {}
+
+
+def register(spec: EngineSpec) -> EngineSpec:
+    """Add an engine to those of ``fusion compare``.
+
+    For an engine outside of this project, call it in a module that an entry point of the group ``fusion.extensions``
+    names.
+    """
+    ENGINES[spec.name] = spec
+    return spec
+
+
+for _spec in (
+    EngineSpec(TUNED, "fusion.comparing.apache_tvm:TUNED", ("tvm",), "fusion"),
+    EngineSpec(UNFUSED_ENGINE, "fusion.comparing.apache_tvm:UNFUSED", ("tvm",), "fusion"),
+    EngineSpec("tvm-metaschedule", "fusion.comparing.apache_tvm:METASCHEDULE", ("tvm", "onnx"), "fusion"),
+    EngineSpec(REFERENCE, "fusion.comparing.onnx_runtime:ENGINE", ("onnxruntime",), "fusion"),
+    EngineSpec("openvino", "fusion.comparing.open_vino:FP32", ("openvino",), "peers"),
+    EngineSpec("openvino-bf16", "fusion.comparing.open_vino:BF16", ("openvino",), "peers", BFLOAT16),
+    EngineSpec("openvino-int8", "fusion.comparing.open_vino:INT8", ("openvino",), "peers", INT8),
+    EngineSpec("onnxruntime-int8", "fusion.comparing.onnx_runtime:INT8", ("onnxruntime",), "fusion", INT8),
+    EngineSpec("torch", "fusion.comparing.pytorch:BEST", ("torch", "onnx", "onnx2fx"), "peers"),
+    EngineSpec("torch-eager", "fusion.comparing.pytorch:EAGER", ("torch", "onnx", "onnx2fx"), "peers"),
+    EngineSpec("zentorch", "fusion.comparing.pytorch:ZENTORCH", ("torch", "onnx", "onnx2fx", "zentorch"), "zentorch"),
+    EngineSpec("torch-bf16", "fusion.comparing.pytorch:BF16", ("torch", "onnx", "onnx2fx"), "peers", BFLOAT16),
+):
+    register(_spec)
 # Engines without tuning.
 DEFAULT = ("onnxruntime", "openvino", "openvino-bf16", "torch", "torch-eager", UNFUSED_ENGINE)
 
@@ -204,6 +217,7 @@ def peers_of(precision: str) -> tuple[str, ...]:
 
 def select_engines(names: Iterable[str]) -> list[EngineSpec]:
     """Engines of these names in the given order, with ``tuned`` first. Raises ``InputError``."""
+    load_extensions()
     chosen = {TUNED: ENGINES[TUNED]}
     for name in names:
         if name not in ENGINES:

@@ -16,7 +16,7 @@ import pytest
 tvm = pytest.importorskip("tvm")
 from tvm.relax import op
 
-from fusion.artifact.build_folder import Manifest, ProfileBuild, write_artifact, write_profiles
+from fusion.model.build_folder import Manifest, ProfileBuild, write_artifact, write_profiles
 from fusion.model.conv_graph import unfused_plan
 from fusion.model.named_arrays import TensorInfo
 from fusion.relax.extract import extract_graph
