@@ -10,22 +10,25 @@ since of a network that was tuned for too short a time some separate kernels are
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
-from costmodel.base.errors import InputError, ProjectError
+import typer
+
+from costmodel.base.errors import InputError
 from costmodel.operators.layers import Conv2d
 from costmodel.pages.charts import check_picture, picture
 from fusion.analysis.analyzer import PRECISE_TYPES, unfused_intensity
 from fusion.artifact.build_folder import SUMMARY
 from fusion.tuning.network_tuning import HOPELESS
+from lab.command_line import program, run
 
 # Gains beyond these limits are drawn at the edge.
 LEAST_DRAWN, MOST_DRAWN = 0.25, 4.0
@@ -161,23 +164,22 @@ def table(gains: Sequence[SiteGain]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("builds", nargs="+", type=Path, help="folders that `fusion tune` wrote")
-    parser.add_argument("-o", "--output", type=Path, help="picture to draw, such as docs/fusion-gains.svg")
-    arguments = parser.parse_args()
-    try:
-        if arguments.output is not None:
-            check_picture(arguments.output, "--output")
-        gains = read_gains(arguments.builds)
-        if not gains:
-            raise InputError("no site of these builds was measured both ways: tune them for longer")
-        print(table(gains))
-        if arguments.output is not None:
-            draw(gains, arguments.output)
-    except ProjectError as error:
-        parser.error(str(error))
+def gains_command(
+    builds: Annotated[list[Path], typer.Argument(help="Folders that `fusion tune` wrote.")],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Picture, such as docs/fusion-gains.svg.")
+    ] = None,
+) -> None:
+    """Print, and draw, what fusing sites gained."""
+    if output is not None:
+        check_picture(output, "-o")
+    gains = read_gains(builds)
+    if not gains:
+        raise InputError("no site of these builds was measured both ways: tune them for longer")
+    print(table(gains))
+    if output is not None:
+        draw(gains, output)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run(program(gains_command), "lab.bench.fusion_gains"))

@@ -11,7 +11,7 @@ import pytest
 
 from costmodel.base.errors import InputError
 from costmodel.operators.collective_transfer import CollectiveTransfer
-from lab.bench.embedding_kernels import FILE, RANKS, SAMPLES, read_dlrm_trace
+from lab.bench.unseen_kernels import FILE, RANKS, SAMPLES, read_dlrm_trace
 from lab.data.collective_sweeps import read_collectives, sweep_files
 from lab.data.neusight import latency_files
 from lab.data.product_tables import gemm_files
