@@ -114,7 +114,7 @@ def _published(row: Mapping[str, str]) -> FusedConvs:
     kernel, stride, channels = number["first_kernel"], number["first_stride"], number["in_channels"]
     height, width = number["height"], number["width"]
     totals = [max(0, (-(-size // stride) - 1) * stride + kernel - size) for size in (height, width)]
-    pads = (*(total // 2 for total in totals), *(total - total // 2 for total in totals))
+    pads = (totals[0] // 2, totals[1] // 2, -(-totals[0] // 2), -(-totals[1] // 2))
     depthwise = Conv2d(
         number["batch"], channels, height, width, channels, (kernel, kernel), (stride, stride), pads, groups=channels,
         epilogue=RELU6,

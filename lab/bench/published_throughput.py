@@ -34,7 +34,7 @@ DeepEP; norms and activations computed twice, not asked here).
 Offloading of the optimizer: Qwen3-30B-A3B on two such nodes, TP 2, PP 2, EP 4, 8 sequences of 4,096 tokens a step
 (Megatron-Bridge, docs/training/cpu-offloading.md and its measured results of March 2026).
 
-**MFU**: published MFU against our count for the same measured steps (rows of :mod:`lab.steps.training_rows`). Only the
+**MFU**: published MFU against our count for the same measured steps (rows of :mod:`lab.steps.training`). Only the
 count of FLOPs is compared: both divide by the measured time and by the same datasheet rate. The sources use a closed
 form, ``6 x parameters + 12 x layers x width x sequence`` per token, in which embeddings count as parameters, whether a
 product uses them (a head tied to the words) or they are only looked up (positions of MPT, words of Llama).
@@ -58,8 +58,7 @@ from costmodel.base.errors import InputError
 from e2e.explain.utilisation import utilisation_of
 from lab.command_line import program, run
 from lab.data.data_folder import data_folder
-from lab.steps.training_requests import AskedStep, asked_step
-from lab.steps.training_rows import TrainingRow, read_training_rows
+from lab.steps.training import AskedStep, TrainingRow, asked_step, read_training_rows
 from lab.steps.training_runs import prepared
 
 Configuration = Mapping[str, Any]  # ``config.json`` of Hugging Face

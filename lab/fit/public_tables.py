@@ -12,12 +12,10 @@ from costmodel.collectives.calibration import DIRECTORY as CALIBRATIONS
 from costmodel.collectives.physics import FILE as CONSTANTS
 from costmodel.gpu.families.family import SHARES
 from costmodel.gpu.fitted import DIRECTORY, SCANS, SERVING, TRANSFER
-from lab.data.attention_tables import attention_files, linear_files, serving_files
+from lab.data.aiconfigurator import attention_files, cast_files, expert_files, gemm_files, linear_files, serving_files
 from lab.data.collective_sweeps import sweep_files
 from lab.data.data_folder import FETCH
-from lab.data.layer_kernels import layer_files
-from lab.data.neusight import latency_files
-from lab.data.product_tables import cast_files, expert_files, gemm_files
+from lab.data.profiled_kernels import latency_files, layer_files
 from lab.data.selection import Selection, Wanted, everything, select
 from lab.data.timm_steps import timm_files
 from lab.fit.collectives import fit_collectives

@@ -24,7 +24,7 @@ from costmodel.machines.machine_file import load_machine
 from e2e.price.speed_band import RELEASE_SPREAD
 from lab.data.data_folder import data_folder
 from lab.data.kernel_table import counted_only
-from lab.data.layer_kernels import read_layer_kernels
+from lab.data.profiled_kernels import read_layer_kernels
 from lab.data.selection import named_tables
 from lab.data.timm_steps import FOLDER, TimmStep, read_timm, timm_files
 from lab.fit.kernels import OF_FIRST_LIBRARIES, collection_of

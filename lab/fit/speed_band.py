@@ -1,7 +1,7 @@
 """Fit of the one parameter taken from whole steps: the band of speeds of GPUs that wait for each other.
 
 ``python -m lab.fit.speed_band [--data FOLDER] [-o FILE]`` predicts the published training steps of
-:mod:`lab.steps.training_rows` with nothing fitted to them, and writes ``costmodel/calibration/speed_band.json``.
+:mod:`lab.steps.training` with nothing fitted to them, and writes ``costmodel/calibration/speed_band.json``.
 
 The width makes the sum of |log(predicted / measured)| least over steps of dense models in 16 bits, every source
 weighing the same. What is left says how wide intervals are: with k the share of the kernels' own errors that a step
@@ -27,7 +27,7 @@ from costmodel.base.input_files import digest
 from costmodel.base.output_files import write_whole
 from e2e.price.speed_band import SPEED_BAND, SpeedBand, StepErrors, band_record
 from lab.data.data_folder import data_folder
-from lab.steps.training_rows import TRAINING_FILE, read_training_rows
+from lab.steps.training import TRAINING_FILE, read_training_rows
 from lab.steps.training_runs import BareStep, teaches
 
 WIDTHS = np.linspace(0.0, 0.3, 601)

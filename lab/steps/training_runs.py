@@ -15,15 +15,14 @@ from costmodel.base.process import usable_cores
 from e2e.explain.intervals import Deviations, path_deviations
 from e2e.parallelism.capture_cache import digest
 from e2e.price.speed_band import SpeedBand, StepErrors, chip_name, load_speed_band
-from lab.steps.training_requests import AskedStep
+from lab.steps.training import AskedStep
 
 if TYPE_CHECKING:
     from e2e.sources.prepared_step import PreparedStep
 from typing import NamedTuple
 
 from costmodel.base.output_files import user_folder
-from lab.steps.training_requests import BF16, asked_step
-from lab.steps.training_rows import TrainingRow
+from lab.steps.training import BF16, TrainingRow, asked_step
 
 # Kinds of the critical path that run on multiprocessors.
 KERNEL_KINDS = ("compute", "memory", "kernel")

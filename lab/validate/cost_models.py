@@ -69,7 +69,7 @@ from costmodel.gpu.kernel_model import KernelModel
 from costmodel.machines.machine_records import Machine
 from costmodel.operators.any_operator import AnyOperator
 from costmodel.operators.attention import Attention, CausalConvolution, LinearAttention
-from lab.data.attention_tables import read_attention
+from lab.data.aiconfigurator import read_attention
 from lab.data.collective_sweeps import read_collectives
 from lab.data.kernel_table import KernelTable
 from lab.data.selection import Wanted, everything

@@ -1,7 +1,7 @@
 """The section ``memory`` of ``python -m lab.validate``: predictions of published peaks of GPU memory, and
 whether steps that ran are predicted to fit and batches that failed are not.
 
-* Steps of language models (:mod:`lab.steps.training_rows`): each ran, some tell their peak.
+* Steps of language models (:mod:`lab.steps.training`): each ran, some tell their peak.
 * Megatron-LM's own functional tests on 8 A100 (``megatron_golden/a100.csv.gz``): the most that was in use on the last
   rank, which writes the log. Settings are those of the case's ``model_config.yaml``: attention written out
   (``--attention-backend unfused``), dropout, FP32 gradients, words of GPT-2 padded to a multiple of 128 for each rank
@@ -35,11 +35,12 @@ from e2e.step.memory_room import Verdict, memory_room, verdict
 from lab.data.data_folder import AGAIN
 from lab.data.selection import is_sealed
 from lab.data.timm_steps import TimmStep, timm_files
-from lab.steps.training_requests import AskedStep, asked_step
-from lab.steps.training_rows import (
+from lab.steps.training import (
     KINDS_FILE,
     TRAINING_FILE,
+    AskedStep,
     TrainingRow,
+    asked_step,
     read_held_out_rows,
     read_kinds_rows,
     read_training_rows,
@@ -340,7 +341,7 @@ def torchtune_memory(data: Path) -> tuple[list[AskedMemory], dict[str, str]]:
 # --- timm --------------------------------------------------------------------------------------------
 def timm_memory(data: Path) -> tuple[list[AskedMemory], dict[str, str]]:
     """Steps of median time of every family and file, as they ran, and with the batch tried before."""
-    from lab.steps.image_steps import all_steps, spread
+    from lab.steps.image_steps import all_steps, middle_steps
 
     if not timm_files(data):
         return [], {}
@@ -353,7 +354,7 @@ def timm_memory(data: Path) -> tuple[list[AskedMemory], dict[str, str]]:
         place = step.machine, step.group, step.version
         first[place] = max(first.get(place, 0), step.batch)
     found = []
-    for step in spread([step for step in steps if not step.compiled])[::4]:
+    for step in middle_steps([step for step in steps if not step.compiled])[::4]:
         most = first[step.machine, step.group, step.version]
         found.append(AskedMemory(step.name, "timm", step))
         if step.batch < most:

@@ -128,7 +128,7 @@ def run_sections(asked: Asked, names: Sequence[str] = (), *, sealed: bool = Fals
 
 def _sealed(asked: Asked, names: Sequence[str]) -> Section:
     """Section of only the sealed rows of training steps, which are kept until a release is validated."""
-    from lab.steps.training_rows import KINDS_FILE, read_kinds_rows
+    from lab.steps.training import KINDS_FILE, read_kinds_rows
     from lab.validate.training import training_section
 
     if any(name != "training" for name in names):
@@ -145,7 +145,7 @@ def _sealed(asked: Asked, names: Sequence[str]) -> Section:
 
 def _by_default(section: str, asked: Asked) -> bool:
     """True if ``section`` runs by default. Tables of kernels are only validated whole, not for one case."""
-    from lab.steps.training_rows import TRAINING_FILE
+    from lab.steps.training import TRAINING_FILE
 
     if section in ("training", "memory"):
         return (asked.data / TRAINING_FILE).exists()
@@ -200,13 +200,7 @@ def _vtrain(asked: Asked) -> Section | None:
 
 
 def _training(asked: Asked) -> Section | None:
-    from lab.steps.training_rows import (
-        KINDS_FILE,
-        TRAINING_FILE,
-        read_held_out_rows,
-        read_kinds_rows,
-        read_training_rows,
-    )
+    from lab.steps.training import KINDS_FILE, TRAINING_FILE, read_held_out_rows, read_kinds_rows, read_training_rows
     from lab.validate.training import training_section
 
     data, only = asked.data, asked.only

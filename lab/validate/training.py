@@ -19,8 +19,7 @@ from rich.table import Table
 from e2e.capture.models.stacks import stack_of
 from e2e.price.speed_band import SpeedBand, load_speed_band, release_spread
 from lab.fit.speed_band import left_out_bands
-from lab.steps.training_requests import BF16, AskedStep
-from lab.steps.training_rows import TrainingRow
+from lab.steps.training import BF16, AskedStep, TrainingRow
 from lab.steps.training_runs import BareStep, PredictedStep, predicted_steps
 
 GIB = 2**30

@@ -24,7 +24,7 @@ from lab.validate.cost_models import Accuracy, accuracy
 
 if TYPE_CHECKING:
     from e2e.sources.known_requests import Script
-    from lab.steps.published_images import PublishedStep
+    from lab.steps.image_steps import PublishedStep
 
     MeasuredStep = TimmStep | PublishedStep
 
@@ -119,8 +119,7 @@ def vision_section(data: Path, only: str = "") -> VisionSection | None:
     """
     from e2e.capture.models.catalog import IMAGES
     from e2e.capture.models.image_models import timm_library
-    from lab.steps.image_steps import all_steps, chosen
-    from lab.steps.published_images import PUBLISHED
+    from lab.steps.image_steps import PUBLISHED, all_steps, chosen
 
     published = [step for step in PUBLISHED if only in step.name]
     try:
@@ -169,6 +168,6 @@ def _asked(step: MeasuredStep) -> tuple[str, bool, Script]:
         from lab.steps.image_steps import family_of, fitted_on, timm_request
 
         return family_of(step.model), not fitted_on(step), timm_request(step)
-    from lab.steps.published_images import published_request
+    from lab.steps.image_steps import published_request
 
     return "published", True, published_request(step)

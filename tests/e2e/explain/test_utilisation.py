@@ -14,7 +14,7 @@ from e2e.step.execution_graph import CallInfo, ExecutionGraph, Kernel
 from e2e.step.operator_trace import OperatorCall
 from e2e.step.options import StepOptions
 from lab.data.data_folder import data_folder
-from lab.steps.training_rows import TRAINING_FILE
+from lab.steps.training import TRAINING_FILE
 from tests.e2e.drawn_graphs import Drawing
 from tests.e2e.toy_predictions import GPU, predict_step, setting, step, tensor
 

@@ -12,9 +12,9 @@ import pytest
 from costmodel.base.errors import InputError
 from costmodel.operators.collective_transfer import CollectiveTransfer
 from lab.bench.unseen_kernels import FILE, RANKS, SAMPLES, read_dlrm_trace
+from lab.data.aiconfigurator import gemm_files
 from lab.data.collective_sweeps import read_collectives, sweep_files
-from lab.data.neusight import latency_files
-from lab.data.product_tables import gemm_files
+from lab.data.profiled_kernels import latency_files
 from lab.validate.cost_models import HELD_OUT_RANKS as LEFT_OUT_RANKS
 from lab.validate.cost_models import HELD_OUT_SIZES, validate_collectives
 

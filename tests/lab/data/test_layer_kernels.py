@@ -8,7 +8,7 @@ import pytest
 
 from costmodel.base.errors import InputError
 from costmodel.operators.device_work import Elementwise, Gemm, Normalization
-from lab.data.layer_kernels import layer_files, read_layer_kernels
+from lab.data.profiled_kernels import layer_files, read_layer_kernels
 
 
 def written(path, text):

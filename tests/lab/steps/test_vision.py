@@ -13,8 +13,7 @@ from costmodel.base.errors import InputError, ModelError
 from lab.data.timm_steps import TimmStep, read_timm, timm_files
 from lab.fit.step_inventory import drawn
 from lab.steps import image_steps as vision_cases
-from lab.steps.image_steps import fitted_on, is_held_out, spread
-from lab.steps.published_images import PUBLISHED, PublishedStep
+from lab.steps.image_steps import PUBLISHED, PublishedStep, fitted_on, is_held_out, middle_steps
 from lab.validate import vision as vision_section
 from lab.validate.vision import VisionResult, VisionSection
 
@@ -60,7 +59,7 @@ def families(monkeypatch):
 
 
 def test_the_spread_has_the_middle_of_each_larger_family(families):
-    assert [step.model for step in spread([*steps("a", 5), *steps("b", 3), *steps("c", 4)])] == ["a_2", "c_2"]
+    assert [step.model for step in middle_steps([*steps("a", 5), *steps("b", 3), *steps("c", 4)])] == ["a_2", "c_2"]
 
 
 def test_the_other_card_and_compiled_steps_are_held_out(families):

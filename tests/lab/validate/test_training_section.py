@@ -10,11 +10,12 @@ import pytest
 
 from costmodel.base.errors import InputError
 from e2e.parallelism.spec import parse_parallel, text_of
-from lab.steps.training_requests import AskedStep, asked_step
-from lab.steps.training_rows import (
+from lab.steps.training import (
     KINDS_FILE,
     TRAINING_FILE,
+    AskedStep,
     TrainingRow,
+    asked_step,
     read_kinds_rows,
     read_simumax_rows,
     read_torchtitan_rows,
