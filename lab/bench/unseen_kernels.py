@@ -28,8 +28,6 @@ stated; the change was made for MLPerf's BERT, which has 30,522.
 
 from __future__ import annotations
 
-import csv
-import gzip
 import json
 import re
 import sys
@@ -44,7 +42,6 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 import typer
 
-from costmodel.base.errors import InputError
 from costmodel.cost_model import CostModel
 from costmodel.gpu import gpu_cost_model
 from costmodel.gpu.families.lookups import entries_of, reuse_of, stages_of
@@ -53,7 +50,7 @@ from costmodel.operators.attention import Attention, LinearAttention, LinearKind
 from costmodel.operators.device_work import Elementwise, Normalization, Reduction, ScaledGemm, Softmax
 from costmodel.operators.lookups import Direction, EmbeddingLookup, IndexStatistics, TableLookup, zipf
 from lab.command_line import chosen, program, run
-from lab.data.data_folder import AGAIN, BROUGHT, data_folder
+from lab.data.data_folder import csv_rows, data_folder, reading
 from lab.data.selection import is_sealed
 
 
@@ -91,7 +88,7 @@ MOST_ROWS = 400
 
 def liger_rows(data: Path) -> Iterator[Row]:
     """Rows of Liger whose kernels are known."""
-    for row in _read(data / LIGER):
+    for row in csv_rows(data / LIGER, "a table of kernels"):
         told = row["metric_name"], row["gpu_name"], row["kernel_operation_mode"]
         if told[0] != "speed" or told[1] not in GPUS or told[2] not in HOST_SECONDS or is_sealed(LIGER, row):
             continue
@@ -130,7 +127,9 @@ def frontier_rows(data: Path) -> Iterator[Row]:
     chip).
     """
     for gpu, machine in (("a100", "a100-sxm-80gb"), ("h100", "h100-sxm")):
-        for row in _thinned(_read(data / "frontier" / gpu / "qwen2_moe_example" / "attention.csv.gz")):
+        for row in _thinned(
+            csv_rows(data / "frontier" / gpu / "qwen2_moe_example" / "attention.csv.gz", "a table of kernels")
+        ):
             seconds = float(row["time_stats.attn_prefill.median"] or 0) * 1e-3
             if row["is_prefill"] != "True" or seconds < HOST_SECONDS["forward"]:
                 continue
@@ -141,21 +140,13 @@ def frontier_rows(data: Path) -> Iterator[Row]:
             work = Attention(int(row["batch_size"]), heads // degree, new, whole, width, keys, causal=True, paged=True)
             yield _row("attention over a cache (FlashInfer)", machine, [work], seconds)
     path = data / "frontier" / "h800" / "Llama-3.1-405B-Instruct-FP8" / "linear_op_kernel_only.csv.gz"
-    for row in _thinned(_read(path)):
+    for row in _thinned(csv_rows(path, "a table of kernels")):
         tokens, degree = int(row["num_tokens"]), int(row["num_tensor_parallel_workers"])
         hidden, inner = int(row["n_embd"]), int(row["n_expanded_embd"]) // degree
         for name, n, k in (("mlp_up_proj", 2 * inner, hidden), ("mlp_down_proj", hidden, inner)):
             seconds = float(row[f"time_stats.{name}.median"] or 0) * 1e-3
             if seconds >= HOST_SECONDS["forward"]:
                 yield _row("products in 8 bits (405B)", "h100-sxm", [ScaledGemm(tokens, n, k, scaling="row")], seconds)
-
-
-def _read(path: Path) -> list[dict[str, str]]:
-    try:
-        with gzip.open(path, "rt", newline="", encoding="utf-8") as stream:
-            return list(csv.DictReader(stream))
-    except (OSError, EOFError) as error:
-        raise InputError(f"{path}: cannot be read ({error}); {BROUGHT}") from None
 
 
 def _thinned(rows: Sequence[dict[str, str]]) -> list[dict[str, str]]:
@@ -277,16 +268,14 @@ class RankKernels:
 def read_dlrm_trace(data: Path) -> tuple[RankKernels, ...]:
     """Read every rank of the run below ``data``; ``InputError`` if the file is missing or malformed."""
     path = data / FILE
-    try:
-        with tarfile.open(path) as archive:
-            members = {int(match[1]): name for name in archive.getnames() if (match := _MEMBER.fullmatch(name))}
-            return tuple(
-                _rank_kernels(rank, json.load(archive.extractfile(members[rank]))) for rank in range(len(RANKS))
-            )  # type: ignore[arg-type]
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror or error}); {BROUGHT}") from None
-    except (KeyError, IndexError, ValueError, TypeError, tarfile.TarError) as error:
-        raise InputError(f"{path}: not the profiles of the eight ranks ({error!r}); {AGAIN}") from None
+    with reading(path, "the profiles of the eight ranks"):
+        try:
+            with tarfile.open(path) as archive:
+                members = {int(match[1]): name for name in archive.getnames() if (match := _MEMBER.fullmatch(name))}
+                files: list[Any] = [archive.extractfile(members[rank]) for rank in range(len(RANKS))]
+                return tuple(_rank_kernels(rank, json.load(file)) for rank, file in enumerate(files))
+        except tarfile.TarError as error:
+            raise ValueError(error) from None
 
 
 def _rank_kernels(rank: int, profile: Mapping[str, Any]) -> RankKernels:

@@ -60,14 +60,13 @@ from typing import Any
 
 import numpy as np
 
-from costmodel.base.errors import InputError, MissingDependencyError
+from costmodel.base.errors import InputError
 from costmodel.machines.machine_file import load_machine
 from costmodel.operators.attention import Attention, AttentionKernel, CausalConvolution, LinearAttention
 from costmodel.operators.device_work import Gemm, ScaledCast, ScaledGemm
 from costmodel.operators.experts import ExpertKernel, ExpertLayer, ExpertRouting
-from lab.data.data_folder import AGAIN, BROUGHT
-from lab.data.kernel_table import MACHINES, KernelTable, files_of, machine_of, read_columns
-from lab.data.selection import Wanted, everything
+from lab.data.data_folder import BROUGHT, Wanted, everything, reading
+from lab.data.kernel_table import MACHINES, KernelTable, files_of, machine_of, read_columns, read_parquet
 
 _COLUMNS = ("gemm_dtype", "m", "n", "k", "latency")
 # Below this time sizes matter more than rates; with this many neighbours two may be disturbed themselves.
@@ -361,17 +360,10 @@ def _dtype(kernel: AttentionKernel) -> str:
 
 
 def _columns(path: Path) -> dict[str, list[Any]]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise MissingDependencyError("reading .parquet tables needs pyarrow: pip install pyarrow") from None
-    try:
-        table = pyarrow.parquet.read_table(path)
-        columns = {name: table[name].to_pylist() for name in table.column_names}
+    table = read_parquet(path, "a table of attention")
+    columns: dict[str, list[Any]] = {name: table[name].to_pylist() for name in table.column_names}
+    with reading(path, "a table of attention"):
         known = [columns[name] for name in ("kernel_source", "batch_size", "num_heads", "head_dim", "isl", "latency")]
-    except (OSError, KeyError, ValueError, pyarrow.ArrowException) as error:
-        raise InputError(f"{path}: not a table of attention ({' '.join(str(error).split())}); {AGAIN}") from None
     rows = len(known[0])
     bf16, zeros = ["bfloat16"] * rows, [0] * rows
     defaults = {"attn_dtype": bf16, "kv_cache_dtype": bf16, "window_size": zeros, "step": zeros}

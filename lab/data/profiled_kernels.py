@@ -26,8 +26,6 @@ before. The last columns of a product are cut by the tensor-parallel degree.
 
 from __future__ import annotations
 
-import csv
-import gzip
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -39,9 +37,8 @@ import numpy as np
 from costmodel.base.errors import InputError
 from costmodel.operators.device_work import Elementwise, Gemm, Normalization, Rearrangement, Softmax
 from costmodel.operators.layers import Conv2d
-from lab.data.data_folder import AGAIN, BROUGHT
+from lab.data.data_folder import AGAIN, BROUGHT, Wanted, csv_rows, everything, reading
 from lab.data.kernel_table import KernelTable
-from lab.data.selection import Wanted, everything
 
 NEUSIGHT_MACHINES = {
     "Tesla V100-PCIE-32GB": "v100-pcie-32gb",
@@ -110,15 +107,11 @@ def read_neusight(data: Path, wanted: Wanted = everything) -> Iterator[KernelTab
 def read_latencies(path: Path) -> KernelTable:
     """Read the table of one file; its folder names the operator, its name the GPU."""
     name, machine = path.parent.name, NEUSIGHT_MACHINES[path.name.removesuffix(".csv.gz")]
-    try:
-        with gzip.open(path, "rt", newline="", encoding="utf-8") as stream:
-            rows = list(csv.DictReader(stream))
+    what = "a table of operator latencies"
+    rows = csv_rows(path, what)
+    with reading(path, what):
         operators = tuple(OPERATORS[name](row) for row in rows)
         latency = np.array([float(row["Latency"]) for row in rows]) * 1e-3
-    except (OSError, EOFError) as error:
-        raise InputError(f"{path}: cannot be read ({error}); {AGAIN}") from None
-    except (KeyError, ValueError, TypeError) as error:
-        raise InputError(f"{path}: not a table of operator latencies ({error!r}); {AGAIN}") from None
     if not len(latency) or not (latency > 0).all():
         raise InputError(f"{path}: no rows, or times that are not above zero; {AGAIN}")
     steady = np.full(len(latency), np.quantile(latency, _FLOOR_QUANTILE))
@@ -195,17 +188,13 @@ def read_layer_kernels(data: Path, wanted: Wanted = everything) -> Iterator[Kern
 
 
 def _rows(path: Path, parts: tuple[str, ...]) -> Rows:
-    try:
-        with gzip.open(path, "rt", newline="", encoding="utf-8") as stream:
-            records = list(csv.DictReader(stream))
+    what = "a table of layer kernels"
+    records = csv_rows(path, what)
+    with reading(path, what):
         if parts[0] == "vidur":
             return _vidur(records)
         width, degree = _WIDTHS[parts[3]], int(parts[-2].removeprefix("tp"))
         return _served(records, width, degree, fused=path.name == "dense.csv.gz")
-    except (OSError, EOFError) as error:
-        raise InputError(f"{path}: cannot be read ({error}); {AGAIN}") from None
-    except (KeyError, ValueError, TypeError) as error:
-        raise InputError(f"{path}: not a table of layer kernels ({error!r}); {AGAIN}") from None
 
 
 def _served(records: list[dict[str, str]], width: _Width, degree: int, fused: bool) -> Rows:

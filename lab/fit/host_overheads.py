@@ -38,7 +38,7 @@ from e2e.price.host_overheads import (
 from e2e.price.overhead_samples import OverheadSamples, extract
 from e2e.price.pricing import price
 from e2e.simulate.simulator import simulate_iterations
-from e2e.step.execution_graph import ExecutionGraph, HostWork, Launch, RankGraph
+from e2e.step.execution_graph import Action, ExecutionGraph, HostWork, Launch, RankGraph
 from e2e.step.operator_trace import is_multi_tensor
 from e2e.traces.formats.json_stream import archive_members
 from e2e.traces.formats.kineto import read_kineto
@@ -280,21 +280,22 @@ def _host(rank: RankGraph) -> float:
 def _priced(step: Recorded, table: OverheadTable) -> tuple[float, float]:
     rank = step.graph.ranks[0]
     threads = {
-        name: tuple(replace(action, duration=None) if _has_name(action, rank) else action for action in actions)
-        for name, actions in rank.threads.items()
+        name: tuple(_without_price(action, rank) for action in actions) for name, actions in rank.threads.items()
     }
     bare = replace(step.graph, ranks=(replace(rank, threads=threads),))
     priced = price(bare, _NoModel(), table)
     return _host(priced.ranks[0]), simulate_iterations(priced, ITERATIONS).period_seconds
 
 
-def _has_name(action: object, rank: RankGraph) -> bool:
-    """True for actions priced by a table: launches, and pieces of known operators (the rest of a step is the script's
-    own).
+def _without_price(action: Action, rank: RankGraph) -> Action:
+    """``action``, without its time if tables price it: launches, and pieces of known operators (the rest of a step is
+    the script's own).
     """
-    if isinstance(action, HostWork):
-        return action.kind != "host" and action.call in rank.calls
-    return isinstance(action, Launch)
+    if isinstance(action, Launch) or (
+        isinstance(action, HostWork) and action.kind != "host" and action.call in rank.calls
+    ):
+        return replace(action, duration=None)
+    return action
 
 
 def overheads_command(

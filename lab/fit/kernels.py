@@ -60,9 +60,10 @@ from lab.data.aiconfigurator import (
     read_scaled,
     read_serving,
 )
+from lab.data.data_folder import Wanted, everything
 from lab.data.kernel_table import KernelTable, counted_only, read_measured, sample
 from lab.data.profiled_kernels import read_layer_kernels, read_neusight
-from lab.data.selection import Wanted, everything, named_tables
+from lab.data.selection import named_tables
 from lab.fit.transfer import KernelRows, disturbed, transfer_of, twins_of, with_grades
 from lab.fit.trees import effort_for, middle_of, train
 

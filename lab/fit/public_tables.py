@@ -14,9 +14,9 @@ from costmodel.gpu.families.family import SHARES
 from costmodel.gpu.fitted import DIRECTORY, SCANS, SERVING, TRANSFER
 from lab.data.aiconfigurator import attention_files, cast_files, expert_files, gemm_files, linear_files, serving_files
 from lab.data.collective_sweeps import sweep_files
-from lab.data.data_folder import FETCH
+from lab.data.data_folder import FETCH, Wanted, everything
 from lab.data.profiled_kernels import latency_files, layer_files
-from lab.data.selection import Selection, Wanted, everything, select
+from lab.data.selection import Selection, select
 from lab.data.timm_steps import timm_files
 from lab.fit.collectives import fit_collectives
 from lab.fit.image_steps import fit_steps

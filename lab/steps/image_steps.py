@@ -4,6 +4,12 @@
 (module of timm) per file. Families are split by name into fitted and held-out ones; of the fitted ones only steps on
 :data:`FITTED_MACHINE` are used, so that the other card is held out altogether.
 
+``python -m lab.steps.image_steps -o FILE`` captures the steps that factors are fitted on and counts their kernels, with
+which ``python -m lab.fit`` inverts whole steps; calibration/vision/steps.json.gz is its result, since capturing needs
+timm and PyTorch, which the fit does without. With ``--held-out N`` it draws steps that no factor is fitted on instead,
+and writes their measured times beside them: what ``python -m costmodel fit --steps`` takes, and what a test watches
+(tests/lab/validate/vision_sample.json.gz: ``--held-out 12``).
+
 **NVIDIA**: DeepLearningExamples, PyTorch/Classification/ConvNets (BSD-3), ``main.py`` and
 ``image_classification/{training,dataloaders,mixup}.py`` at 097c7ff9 and 46ff3707. Beside the network a step there
 
@@ -35,22 +41,32 @@ pictures on V100), but the mean of the throughputs by a hundredth: it is these t
 
 from __future__ import annotations
 
+import gc
+import random
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+import typer
 
-from costmodel.base.errors import ModelError
+from costmodel.base.errors import ModelError, ProjectError
+from costmodel.gpu.own_gpu import CountedStep, write_inventory
 from e2e.capture.models.catalog import IMAGES
 from e2e.capture.models.image_models import timm_library, timm_module
 from e2e.capture.session import CapturedWorkload
 from e2e.sources.known_requests import Script
+from e2e.sources.user_script import prepare
+from e2e.step.execution_graph import operator_counts
+from lab.command_line import program, run
+from lab.data.data_folder import data_folder
 from lab.data.timm_steps import TimmStep, read_timm, timm_files
+from lab.fit.image_steps import INVENTORY
 
 _Precision = Callable[[], AbstractContextManager[Any]]
 FITTED_MACHINE = "rtx-3090"
@@ -470,3 +486,74 @@ def _scripted(step: PublishedStep) -> tuple[torch.nn.Module, Callable[[], object
     if step.training:
         return workload.module, workload.step
     return workload.module, torch.inference_mode()(workload.step)
+
+
+# --- counts of their kernels -----------------------------------------------------------------------
+MODELS_OF_A_FAMILY, TRAINED_MODELS = 2, 8
+_EVERY = 25  # number of steps after which intermediate results are written
+
+
+def inventory_steps(
+    steps: Iterable[TimmStep], most: int = MODELS_OF_A_FAMILY, training: int = TRAINED_MODELS
+) -> list[TimmStep]:
+    """From each family, ``most`` models with all of their steps, and training steps of ``training`` models, which cover
+    more classes of kernels; both spread evenly by time.
+    """
+    by_family: dict[str, list[TimmStep]] = {}
+    for step in sorted(steps, key=lambda step: (not step.training, step.channels_last, step.seconds / step.batch)):
+        by_family.setdefault(family_of(step.model), []).append(step)
+    found: list[TimmStep] = []
+    for _, members in sorted(by_family.items(), key=lambda item: zlib.crc32(item[0].encode())):
+        kept = _spread_models(members, most)
+        trained = _spread_models([step for step in members if step.training], training)
+        found += [s for s in members if s.architecture in kept or (s.training and s.architecture in trained)]
+    return found
+
+
+def _spread_models(steps: Sequence[TimmStep], most: int) -> set[str]:
+    models = list(dict.fromkeys(step.architecture for step in steps))
+    return {models[round(place * (len(models) - 1) / max(most - 1, 1))] for place in range(min(most, len(models)))}
+
+
+def drawn(steps: Iterable[TimmStep], count: int, machine: str = "", seed: int = 0) -> list[TimmStep]:
+    """Draw ``count`` random ones of ``steps`` on which no factor is fitted, of different models, on ``machine``
+    or any.
+    """
+    held_out = [step for step in steps if not fitted_on(step) and machine in ("", step.machine)]
+    order = random.Random(seed).sample(sorted(held_out, key=lambda step: step.name), len(held_out))
+    first: dict[str, TimmStep] = {}
+    for step in order:
+        first.setdefault(step.architecture, step)
+    return list(first.values())[:count]
+
+
+def inventory_command(
+    data: Annotated[Path | None, typer.Option(help="Folder of the measurements.")] = None,
+    output: Annotated[Path, typer.Option("-o", "--output", help="File to write.")] = INVENTORY,
+    held_out: Annotated[int, typer.Option(help="Instead: so many random steps that are held out.")] = 0,
+    machine: Annotated[str, typer.Option(help="With --held-out: of this GPU alone.")] = "",
+    seed: Annotated[int, typer.Option(help="With --held-out: of the draw.")] = 0,
+) -> None:
+    """Capture the steps that factors are fitted on, or held-out ones, and write their kernels."""
+    every = all_steps(data_folder(data))
+    if held_out:
+        steps = drawn(every, held_out, machine, seed)
+    else:
+        steps = inventory_steps(step for step in every if fitted_on(step))
+    found: list[CountedStep] = []
+    gc.disable()  # captured models refer to themselves: they are collected below
+    for count, step in enumerate(steps, 1):
+        try:
+            kernels = operator_counts(prepare(timm_request(step)).graph)
+            found.append(CountedStep(step.name, family_of(step.model), kernels, step.seconds if held_out else 0.0))
+        except (ProjectError, RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError) as reason:
+            print(f"left out: {step.name}: {reason}".splitlines()[0], file=sys.stderr, flush=True)
+        if count % _EVERY == 0:
+            gc.collect()
+            write_inventory(found, output)
+            print(f"{count} of {len(steps)}", file=sys.stderr, flush=True)
+    write_inventory(found, output)
+
+
+if __name__ == "__main__":
+    sys.exit(run(program(inventory_command), "lab.steps.image_steps"))

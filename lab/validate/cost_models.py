@@ -71,8 +71,8 @@ from costmodel.operators.any_operator import AnyOperator
 from costmodel.operators.attention import Attention, CausalConvolution, LinearAttention
 from lab.data.aiconfigurator import read_attention
 from lab.data.collective_sweeps import read_collectives
+from lab.data.data_folder import Wanted, everything
 from lab.data.kernel_table import KernelTable
-from lab.data.selection import Wanted, everything
 from lab.fit.collectives import by_machine, constants_of, rows_of
 from lab.fit.kernels import read_engines, read_points, read_scans, read_tables, rows_by_family, told_apart
 from lab.fit.transfer import KernelRows, left_out_machine, transfer_of, with_grades

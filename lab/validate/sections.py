@@ -17,8 +17,7 @@ from rich.table import Table
 from costmodel.base.errors import InputError
 from costmodel.gpu.fitted import DIRECTORY
 from lab.command_line import chosen
-from lab.data.data_folder import FETCH
-from lab.data.selection import Wanted
+from lab.data.data_folder import FETCH, Wanted
 from lab.fit.public_tables import PARTS, wanted_files
 from lab.validate.cost_models import (
     KernelErrors,

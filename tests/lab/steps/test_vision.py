@@ -11,9 +11,8 @@ import torch
 
 from costmodel.base.errors import InputError, ModelError
 from lab.data.timm_steps import TimmStep, read_timm, timm_files
-from lab.fit.step_inventory import drawn
 from lab.steps import image_steps as vision_cases
-from lab.steps.image_steps import PUBLISHED, PublishedStep, fitted_on, is_held_out, middle_steps
+from lab.steps.image_steps import PUBLISHED, PublishedStep, drawn, fitted_on, is_held_out, middle_steps
 from lab.validate import vision as vision_section
 from lab.validate.vision import VisionResult, VisionSection
 
