@@ -18,7 +18,7 @@ from costmodel.base.errors import InputError
 from costmodel.gpu.fitted import DIRECTORY
 from lab.command_line import chosen
 from lab.data.data_folder import FETCH, Wanted
-from lab.fit.public_tables import PARTS, wanted_files
+from lab.data.selection import PARTS, wanted_files
 from lab.validate.cost_models import (
     KernelErrors,
     result_record,
