@@ -77,64 +77,7 @@ from lab.fit.collectives import by_machine, constants_of, rows_of
 from lab.fit.kernels import read_engines, read_points, read_scans, read_tables, rows_by_family, told_apart
 from lab.fit.transfer import KernelRows, left_out_machine, transfer_of, with_grades
 from lab.fit.trees import train
-
-
-@dataclass(frozen=True)
-class Accuracy:
-    """Error statistics, as fractions, not percent. ``geomean`` is dominated by single small errors: only report it
-    beside the others.
-
-    mape: mean absolute relative error; median, p90, worst: of the absolute relative errors; bias: mean signed error.
-    geomean: geometric mean of the absolute errors, each at least 1e-4. interval: share of the measured times inside
-    their estimate's [lower, upper]. coverage: share of the predicted time by source of the estimate.
-    """
-
-    count: int
-    mape: float
-    median: float
-    p90: float
-    worst: float
-    bias: float
-    geomean: float
-    interval: float
-    coverage: dict[str, float]
-
-
-def relative_errors(predicted: Sequence[float], measured: Sequence[float]) -> np.ndarray:
-    """Signed relative errors, shape (count,); ``ValueError`` if lengths differ, are zero or a time is not above 0."""
-    prediction, truth = np.asarray(predicted, dtype=float), np.asarray(measured, dtype=float)
-    if prediction.shape != truth.shape or prediction.size == 0:
-        raise ValueError(f"need as many predictions as measurements, got {prediction.size} and {truth.size}")
-    if not (truth > 0).all():
-        raise ValueError("measured times must be above zero")
-    return np.asarray((prediction - truth) / truth)
-
-
-def accuracy(estimates: Sequence[Estimate], measured: Sequence[float]) -> Accuracy:
-    """Compare estimates with the times measured for the same operators, in seconds."""
-    signed = relative_errors([estimate.seconds for estimate in estimates], measured)
-    errors = np.abs(signed)
-    inside = [each.lower <= time <= each.upper for each, time in zip(estimates, measured, strict=True)]
-    return Accuracy(
-        count=len(errors),
-        mape=float(errors.mean()),
-        median=float(np.median(errors)),
-        p90=float(np.quantile(errors, 0.9)),
-        worst=float(errors.max()),
-        bias=float(signed.mean()),
-        geomean=float(np.exp(np.log(np.maximum(errors, 1e-4)).mean())),
-        interval=float(np.mean(inside)),
-        coverage=coverage(estimates),
-    )
-
-
-def coverage(estimates: Sequence[Estimate]) -> dict[str, float]:
-    """Share of the total predicted time by source."""
-    total = sum(estimate.seconds for estimate in estimates)
-    shares: dict[str, float] = {}
-    for estimate in estimates:
-        shares[estimate.source] = shares.get(estimate.source, 0.0) + (estimate.seconds / total if total else 0.0)
-    return shares
+from lab.validate.errors import Accuracy, accuracy, error_table, section_console
 
 
 @dataclass(frozen=True)
@@ -162,6 +105,22 @@ def result_record(result: KernelErrors) -> dict[str, Any]:
     """JSON-able content, errors as fractions."""
     content = {field.name: getattr(result.accuracy, field.name) for field in dataclasses.fields(result.accuracy)}
     return {"split": result.split, "family": result.family, "machine": result.machine, **content}
+
+
+@dataclass(frozen=True)
+class KernelSection:
+    """Errors of the models of kernels, or of collectives."""
+
+    results: Sequence[KernelErrors]
+
+    def record(self) -> dict[str, Any]:
+        """JSON document of the section."""
+        return {"results": [result_record(each) for each in self.results]}
+
+    def render(self) -> None:
+        """Print a line of errors for each split, family and machine."""
+        rows = [((each.split, each.family, each.machine), each.accuracy) for each in self.results]
+        section_console(1000).print(error_table(("split", "family", "machine"), rows))
 
 
 def results_of(predicted: Sequence[Predicted]) -> list[KernelErrors]:

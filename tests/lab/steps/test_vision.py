@@ -13,8 +13,7 @@ from costmodel.base.errors import InputError, ModelError
 from lab.data.timm_steps import TimmStep, read_timm, timm_files
 from lab.steps import image_steps as vision_cases
 from lab.steps.image_steps import PUBLISHED, PublishedStep, drawn, fitted_on, is_held_out, middle_steps
-from lab.validate import vision as vision_section
-from lab.validate.vision import VisionResult, VisionSection
+from lab.validate.models import VisionResult, VisionSection, vision_section
 
 NAME = "benchmark-train-amp-nhwc-pt112-cu113-rtx3090.csv"
 ROWS = "model,train_step_time,train_batch_size,train_img_size\nresnet50.a1,400,256,224\nresnet50.b2,410,256,224\n"
@@ -96,7 +95,7 @@ def test_without_timm_it_says_what_it_needs_and_predicts_its_own_models(monkeypa
         raise InputError("timm is not installed; pip install --no-deps timm")
 
     monkeypatch.setattr(image_models, "timm_library", absent)
-    section = vision_section.vision_section(Path("nowhere"), "train-nhwc-amp-nvidia")
+    section = vision_section(Path("nowhere"), "train-nhwc-amp-nvidia")
     assert section is not None and {each.step.model for each in section.results} == {"resnet-50"}
     section.render()
     assert "pip install --no-deps timm" in capsys.readouterr().out

@@ -172,9 +172,9 @@ def test_figures_and_regularity() -> None:
     several = [replace(each, gpus=16, seconds=each.seconds * 1.3**place) for place, each in enumerate(cases)]
     assert vtrain.regularity([*cases, *several]) < 1e-12
     report = vtrain.VtrainReport(cases, [case.seconds * 1.1 for case in cases])
-    everything = report.figures()[0]
+    everything = report.figures()["all"]
     assert everything.count == 9 and math.isclose(everything.mape, 0.1) and math.isclose(everything.bias, 0.1)
-    assert {each.name for each in report.figures()} >= {"2 GPUs", "tp=2 dp=1 pp=1"}
+    assert set(report.figures()) >= {"2 GPUs", "tp=2 dp=1 pp=1"}
     assert len(report.record()["cases"]) == 9
 
 
