@@ -57,6 +57,7 @@ from costmodel.operators.experts import BALANCED, ExpertRouting
 from e2e.capture.models.transformer import PRESETS
 from e2e.parallelism.spec import ParallelSpec, Recompute
 from e2e.step.options import AttentionForm, Precision
+from lab.data.data_folder import csv_rows, reading
 from lab.data.selection import is_sealed
 
 TRAINING_FILE = Path("whole_step/llm_training.csv")
@@ -160,22 +161,14 @@ def read_kinds_rows(data: Path, *, sealed: bool = False) -> list[TrainingRow]:
 
 def _table(data: Path, name: Path) -> list[tuple[int, dict[str, str]]]:
     """Lines of a table below ``data``, counted from 1 after the header."""
-    path = data / name
-    try:
-        with path.open(encoding="utf-8", newline="") as file:
-            lines = list(enumerate(csv.DictReader(file), 1))
+    path, what = data / name, "a table of training steps"
+    if not path.is_file():
+        raise InputError(f"{path}: not there; `data fetch` does not bring it; see docs/measurements.md for its source")
+    lines = list(enumerate(csv_rows(path, what), 1))
+    with reading(path, what):
         for place, cells in lines:
             _row(place, cells)
-        return lines
-    except OSError as error:
-        raise InputError(
-            f"{path}: cannot be read ({error.strerror}); `data fetch` does not bring it; "
-            "see docs/measurements.md for where it is from"
-        ) from None
-    except (KeyError, TypeError, ValueError) as error:
-        raise InputError(
-            f"{path}: not a table of training steps ({error!r}); restore it from where it came from"
-        ) from None
+    return lines
 
 
 def read_held_out_rows() -> list[TrainingRow]:

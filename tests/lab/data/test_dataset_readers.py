@@ -89,23 +89,6 @@ def test_only_known_files_count_and_only_wanted_ones_are_read(tmp_path):
     assert read_collectives(tmp_path, lambda each: False) == []
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda path: path.write_bytes(path.read_bytes()[:-9]),
-        lambda path: path.write_bytes(gzip.compress(b"size,seconds\n1,2\n")),
-        lambda path: path.write_bytes(gzip.compress(b"")),
-        lambda path: path.write_bytes(b"not compressed"),
-    ],
-)
-def test_a_spoilt_sweep_names_itself_and_what_to_do(tmp_path, spoil):
-    path = vidur(tmp_path, "h100_dgx/send_recv", [(2, 1, 4096, 0.03)])
-    spoil(path)
-    with pytest.raises(InputError, match=r"send_recv.csv.gz: .*measure or fetch it again") as error:
-        read_collectives(tmp_path)
-    assert "\n" not in str(error.value)
-
-
 def test_a_sweep_of_another_schema_names_itself(tmp_path):
     nccl_perf(tmp_path, [("all_dance", "half", 8, 1024, 0.02)])
     with pytest.raises(InputError, match=r"nccl_perf.parquet: not a sweep .*all_dance.*fetch it again"):

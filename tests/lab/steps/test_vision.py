@@ -41,12 +41,6 @@ def test_compiled_files_are_told_by_their_name(tmp_path):
     assert (step.machine, step.group, step.compiled) == ("rtx-4090", "infer-nchw-compiled", True)
 
 
-def test_a_damaged_file_is_named(tmp_path):
-    file = write(tmp_path, rows="model,train_step_time\nresnet50,400\n")
-    with pytest.raises(InputError, match=NAME):
-        list(read_timm(file))
-
-
 def steps(family: str, count: int, machine: str = "rtx-3090", compiled: bool = False) -> list[TimmStep]:
     return [TimmStep(f"{family}_{n}", machine, False, False, compiled, 240, 8, 224, 1.0 + n) for n in range(count)]
 

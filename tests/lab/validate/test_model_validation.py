@@ -38,10 +38,6 @@ def test_coverage_weighs_steps_by_their_time():
     assert eager.coverage == pytest.approx({"analytic": 0.8 / 2.65, "fitted": (1.05 + 0.8) / 2.65})
 
 
-def test_without_cases_there_are_no_figures():
-    assert Validation([], {}).summary is None
-
-
 def test_the_record_is_json_and_the_report_names_every_gpu(capsys):
     record = json.loads(json.dumps(VALIDATION.record()))
     assert record["summary"]["mape"] == pytest.approx(0.125) and record["left_out"] == {

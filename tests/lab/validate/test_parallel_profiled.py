@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from costmodel.base.errors import InputError
 from costmodel.cost_model import CostModel, Estimate
 from costmodel.gpu.factory import gpu_cost_model
 from costmodel.machines.machine_file import load_machine
@@ -150,14 +149,6 @@ def test_several_nodes_run_layers_again_and_have_four_cards(monkeypatch: pytest.
     monkeypatch.setattr(vtrain, "NETWORK", "infiniband-hdr:8")
     assert vtrain.Predictor().seconds(case(8, 2)) < slow
     assert vtrain.Predictor().seconds(case(4, 2)) == alone
-
-
-@pytest.mark.parametrize("text", ["1,2,3\n", "4,16,2,1024,16,24,1024,2,2,1,fast\n"])
-def test_a_bad_table_is_named(tmp_path: Path, text: str) -> None:
-    with pytest.raises(InputError, match="iteration_times"):
-        vtrain.read_cases(table(tmp_path, text))
-    with pytest.raises(InputError, match="no such file"):
-        vtrain.read_cases(tmp_path / "nowhere")
 
 
 def made_up(layers: int, micro_batches: int, noise: float = 0.0) -> vtrain.VtrainCase:

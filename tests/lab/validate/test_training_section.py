@@ -289,10 +289,3 @@ def test_figures_say_whether_anybody_had_looked_at_the_rows(tmp_path: Path, caps
     TrainingReport([TrainingCase(unseen, found)], {}, {}).render()
     told = capsys.readouterr().out
     assert "1 sealed rows" in told and "development error" not in told
-
-
-def test_an_absent_or_damaged_table_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"llm_training\.csv: cannot be read"):
-        read_training_rows(tmp_path)
-    with pytest.raises(InputError, match="not a table of training steps"):
-        rows(tmp_path, MPT.replace("a100_40gb", "abacus"))
