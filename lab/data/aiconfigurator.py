@@ -366,7 +366,7 @@ def _columns(path: Path) -> dict[str, list[Any]]:
         known = [columns[name] for name in ("kernel_source", "batch_size", "num_heads", "head_dim", "isl", "latency")]
     rows = len(known[0])
     bf16, zeros = ["bfloat16"] * rows, [0] * rows
-    defaults = {"attn_dtype": bf16, "kv_cache_dtype": bf16, "window_size": zeros, "step": zeros}
+    defaults: dict[str, list[Any]] = {"attn_dtype": bf16, "kv_cache_dtype": bf16, "window_size": zeros, "step": zeros}
     return {**defaults, "num_key_value_heads": columns["num_heads"], **columns}
 
 

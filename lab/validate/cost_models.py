@@ -269,18 +269,13 @@ def without_rows(rows: KernelRows, name: str, out: np.ndarray, least: int = _LEA
     """
     if out.sum() < least or (~out).sum() < _LEAST_ROWS:
         return None
-    seen, asked = _only(rows, ~out), _only(rows, out)
+    seen, asked = rows.only(~out), rows.only(out)
     analysis = rows.family.analyse(seen.operators, rows.machine)
     held = seen.splits != "fit"
     residual = train(analysis.features, np.log(seen.seconds / analysis.seconds), held)
     residuals = {rows.family.name: (rows.machine.name, residual)}
     model = KernelModel(rows.machine, lambda operator: rows.family, residuals, transfer_of([seen]))
     return Predicted(name, rows.family.name, rows.machine.name, model.estimate(asked.operators), asked.seconds)
-
-
-def _only(rows: KernelRows, mask: np.ndarray) -> KernelRows:
-    kept = tuple(each for each, keep in zip(rows.operators, mask, strict=True) if keep)
-    return KernelRows(rows.family, rows.machine, kept, rows.seconds[mask], rows.splits[mask])
 
 
 def _published() -> list[Predicted]:
@@ -296,7 +291,7 @@ def _refitted(rows: KernelRows) -> Predicted | None:
     out = lengths >= _LONG_PUBLISHED if lengths.max() > lengths.min() else np.arange(len(lengths)) % 3 == 2
     if (~out).sum() < _LEAST_POINTS or not isinstance(rows.family, FusedAttention):
         return None
-    seen, asked = _only(rows, ~out), _only(rows, out)
+    seen, asked = rows.only(~out), rows.only(out)
     family = rows.family.with_pace(fit_pace([seen]))
     level = transfer_of([KernelRows(family, seen.machine, seen.operators, seen.seconds, seen.splits)])
     model = KernelModel(rows.machine, lambda operator: family, {}, level)

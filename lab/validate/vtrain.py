@@ -125,9 +125,10 @@ class VtrainReport:
 
     def _accuracy(self, mask: np.ndarray) -> Accuracy:
         """Errors of the cases where ``mask`` is true; predictions have no interval."""
-        seconds = [float(self.predicted[place]) for place in np.flatnonzero(mask)]
+        places: list[int] = np.flatnonzero(mask).tolist()
+        seconds = [self.predicted[place] for place in places]
         estimates = [Estimate(each, each, each, "step", {}, "fitted") for each in seconds]
-        return accuracy(estimates, [self.cases[place].seconds for place in np.flatnonzero(mask)])
+        return accuracy(estimates, [self.cases[place].seconds for place in places])
 
     def record(self) -> dict[str, Any]:
         """JSON document of the report."""
