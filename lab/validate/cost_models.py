@@ -16,9 +16,6 @@ What a left-out GPU keeps is its datasheet and the tile shapes that libraries ha
 Attention and linear attention besides, beyond their training rows:
 
 ``lengths from 16k left out``   trees trained only on a GPU's shorter queries and keys, tested on longer
-``head counts left out``        trees trained only on powers of two, tested on 3, 5, 6, 10, 12 ... heads
-``one head count left out``     trees that saw all numbers of heads but one, on that one, each in turn (serving
-                                engines)
 ``published, longest left out``  kernels known from a few published figures (training's forward and backward): pace
                                 and level fitted without the lengths from 8k on, or without every third row where all
                                 lengths are equal
@@ -214,8 +211,7 @@ def _left_out(rows: KernelRows, others: Sequence[KernelRows], machines: Sequence
     ]
 
 
-LONG, HEADS = "lengths from 16k left out", "head counts left out"
-ONE_COUNT = "one head count left out"
+LONG = "lengths from 16k left out"
 PUBLISHED = "published, longest left out"
 LONG_TOKENS, _LONG_PUBLISHED = 16384, 8192
 _LEAST_ROWS, _LEAST_POINTS = 60, 8
@@ -223,28 +219,20 @@ _LEAST_ROWS, _LEAST_POINTS = 60, 8
 
 def validate_attention(data: Path, wanted: Wanted = everything) -> list[KernelErrors]:
     """All results; empty if ``data`` has no tables of attention."""
-    rows = rows_by_family(read_attention(data, wanted))
-    predicted: list[Predicted] = []
-    for name, is_left_out in ((LONG, _is_long), (HEADS, _is_odd)):
-        predicted += [
-            found for each in rows if (found := without_rows(each, name, _marked(each, is_left_out))) is not None
-        ]
-    predicted += _published()
-    return results_of(predicted)
+    return results_of([*_without_long(rows_by_family(read_attention(data, wanted))), *_published()])
 
 
 def validate_serving(data: Path, directory: Path = DIRECTORY, wanted: Wanted = everything) -> list[KernelErrors]:
-    """All results for kernels only in serving engines; each number of heads is left out in turn."""
+    """All results for kernels only in serving engines; empty if ``data`` has no tables of them."""
     rows = rows_by_family(read_engines(data, wanted))
     if not rows:
         return []
-    predicted = [found for each in rows if (found := without_rows(each, LONG, _marked(each, _is_long))) is not None]
-    for each in rows:
-        heads = [one.heads for one in _attentions(each)]
-        for count in dict.fromkeys(heads):
-            found = without_rows(each, ONE_COUNT, np.array([one == count for one in heads]))
-            predicted += [] if found is None else [found]
-    return [*validate_kernels(data, directory, wanted, read_engines), *results_of(joined(predicted))]
+    return [*validate_kernels(data, directory, wanted, read_engines), *results_of(_without_long(rows))]
+
+
+def _without_long(rows: Sequence[KernelRows]) -> list[Predicted]:
+    found = (without_rows(each, LONG, np.array([_is_long(one) for one in _attentions(each)], bool)) for each in rows)
+    return [each for each in found if each is not None]
 
 
 def _attentions(rows: KernelRows) -> list[Attention]:
@@ -253,14 +241,6 @@ def _attentions(rows: KernelRows) -> list[Attention]:
 
 def _is_long(operator: Attention) -> bool:
     return max(operator.query_length, operator.keys_seen) >= LONG_TOKENS
-
-
-def _is_odd(operator: Attention) -> bool:
-    return operator.heads & (operator.heads - 1) != 0
-
-
-def _marked(rows: KernelRows, is_left_out: Callable[[Attention], bool]) -> np.ndarray:
-    return np.array([is_left_out(each) for each in _attentions(rows)], dtype=bool)
 
 
 def without_rows(rows: KernelRows, name: str, out: np.ndarray, least: int = _LEAST_ROWS) -> Predicted | None:

@@ -2,7 +2,7 @@
 2024) on A100, predicted.
 
 What the figures of one node are: within one choice of width, micro-batch and parallelism they are bilinear in layers
-and micro-batches to the last digit of a double (``regularity``). No measured iteration is; they were put together from
+and micro-batches to the last digit of a double. No measured iteration is; they were put together from
 profiles of single layers, as vTrain does, so the prediction here is put together likewise (:class:`Profiler`): FP16, no
 recomputation (with it the products alone would need 96 % of the datasheet rate at width 2048 and 8 sequences), plain
 cross entropy, one all-reduce of all gradients after the backward pass, Apex' FusedAdam, 1F1B.
@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import csv
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -138,6 +138,17 @@ class VtrainReport:
         ]
         return {"figures": [{"name": name, **asdict(each)} for name, each in self.figures().items()], "cases": rows}
 
+    def render(self) -> None:
+        """Print the error figures, a line for each group of cases."""
+        console = section_console()
+        console.print("GPT iterations of vTrain on A100 (TP x DP x PP), put together from predicted parts")
+        console.print(error_table(("GPT",), [((name,), each) for name, each in self.figures().items()]))
+        console.print(
+            f"the host's time per kernel is fitted on width {FITTED_HIDDEN}; iterations of one "
+            "node are predicted without recomputation, those of several nodes with it",
+            soft_wrap=True,
+        )
+
 
 def read_cases(data: Path) -> list[VtrainCase]:
     """Read the published iterations in the folder ``data``, for every number of GPUs; ``InputError`` names the file."""
@@ -161,10 +172,9 @@ def _case(row: list[str]) -> VtrainCase:
     return VtrainCase(**dict(zip(names, map(int, counts), strict=True)), seconds=float(milliseconds) / 1e3)
 
 
-def validate(data: Path, host: float = HOST_SECONDS, cases: Iterable[VtrainCase] | None = None) -> VtrainReport:
-    """Predict every case (by default all of the file)."""
-    chosen = list(cases) if cases is not None else read_cases(data)
-    predictor = Predictor(host)
+def validate(chosen: Sequence[VtrainCase]) -> VtrainReport:
+    """Predict every case."""
+    predictor = Predictor()
     rows = with_progress(chosen, lambda case: f"{case.gpus} GPUs, width {case.hidden}")
     return VtrainReport(chosen, [predictor.seconds(case) for case in rows])
 
@@ -242,59 +252,16 @@ class _Host:
         return self.launch_seconds if kind == "T4" else 0.0
 
 
-def regularity(cases: Iterable[VtrainCase]) -> float:
-    """Largest deviation, as a fraction, of the published times of one node from ``a + b L + c m + d L m`` (layers L,
-    micro-batches m) within one choice of all other settings without replicas: zero for figures that were composed, not
-    measured.
-    """
-    groups: dict[Any, list[VtrainCase]] = {}
-    for case in cases:
-        if case.dp == 1 and case.nodes == 1:
-            groups.setdefault((case.hidden, case.micro_batch, case.tp, case.pp), []).append(case)
-    return max((_deviation(group) for group in groups.values()), default=0.0)
-
-
-def _deviation(group: Sequence[VtrainCase]) -> float:
-    terms = np.array([[1, case.layers, case.micro_batches, case.layers * case.micro_batches] for case in group], float)
-    seconds = np.array([case.seconds for case in group])
-    solution = np.linalg.lstsq(terms, seconds, rcond=None)[0]
-    return float(np.abs(terms @ solution / seconds - 1).max())
-
-
 # Case name for --only.
 CASE = f"{CLUSTER}/vtrain-gpt"
 
 
-@dataclass(frozen=True)
-class VtrainSection:
-    """Predictions of all published iterations. ``regularity``: see :func:`lab.validate.vtrain.regularity`."""
-
-    report: VtrainReport
-    regularity: float
-
-    def record(self) -> dict[str, Any]:
-        """JSON document of the section."""
-        return {**self.report.record(), "regularity": self.regularity}
-
-    def render(self) -> None:
-        """Print the error figures, a line for each group of cases."""
-        console = section_console()
-        console.print("GPT iterations of vTrain on A100 (TP x DP x PP), put together from predicted parts")
-        console.print(error_table(("GPT",), [((name,), each) for name, each in self.report.figures().items()]))
-        console.print(
-            f"the host's time per kernel is fitted on width {FITTED_HIDDEN}; the published times of one node "
-            f"are bilinear in layers and micro-batches within {self.regularity:.0e}: put together from profiles of "
-            "single layers, without recomputation; several nodes are predicted with it",
-            soft_wrap=True,
-        )
-
-
-def vtrain_section(data: Path, only: str = "") -> VtrainSection | None:
+def vtrain_section(data: Path, only: str = "") -> VtrainReport | None:
     """Section of vTrain; ``None`` if ``only`` does not match; ``InputError`` if the table is not in ``data``."""
     if only not in CASE:
         return None
     cases = read_cases(data)
-    return VtrainSection(validate(data, cases=cases), regularity(cases))
+    return validate(cases)
 
 
 @dataclass
