@@ -7,7 +7,7 @@ is made:
 CPU: whole networks, FP32; BF16 and INT8               ``lab.bench.models``; ``--precisions float32,bfloat16,int8``
 CPU: fused against separate kernels, pairs, algorithms ``lab.bench.kernels published|pairs|algorithms|few|residuals``
 CPU: networks and kernels never measured               ``lab.bench.zero_trials``, ``lab.validate.ranking``
-CPU: what fusing a site gains                          ``lab.bench.fusion_gains``
+CPU: what fusing a site gains                          ``lab.bench.pictures gains``
 GPU: kernels on shapes and GPUs left out               ``lab.validate kernels scans serving``
 GPU: kernels to which nothing is fitted                ``lab.bench.unseen_kernels liger|frontier|scans|lookups``
 collectives                                            ``lab.validate collectives``
@@ -19,5 +19,6 @@ host time on an unknown host                           ``lab.fit.host_overheads`
 spread between releases                                ``lab.fit.speed_band --releases``
 time and memory of a prediction for 4,096 GPUs         ``lab.bench.scale``
 sharding against greedy plans and the optimum          ``lab.bench.sharding``
+screenshots of the pages, as in the README             ``lab.bench.pictures pages``
 =====================================================  ================================================================
 """
