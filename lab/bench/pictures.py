@@ -3,11 +3,11 @@
     python -m lab.bench.pictures gains build/*/ -o docs/fusion-gains.svg
     python -m lab.bench.pictures pages BUILD -o docs
 
-``gains``: what fusing a site gains, predicted and measured, over its arithmetic intensity, in FP32, BF16 and INT8. Reads
-``summary.json`` of builds, sites that were measured both ways. Intensity is that of the separate kernels: flop per byte
-that they read and write. A site whose first few fused kernels are far slower than its separate ones is given up by the
-tuner: its time is of kernels that were not tuned, and its gains do not count. Medians, since of a network that was tuned
-for too short a time some separate kernels are as bad.
+``gains``: what fusing a site gains, predicted and measured, over its arithmetic intensity, in FP32, BF16 and INT8.
+Reads ``summary.json`` of builds, sites that were measured both ways. Intensity is that of the separate kernels: flop
+per byte that they read and write. A site whose first few fused kernels are far slower than its separate ones is given
+up by the tuner: its time is of kernels that were not tuned, and its gains do not count. Medians, since of a network
+that was tuned for too short a time some separate kernels are as bad.
 
 ``pages``: screenshots of the page of a build, and of that of a prediction, with a headless Chromium. They are palettes
 of 64 colours, so that each stays below 150 kB.
