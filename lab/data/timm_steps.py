@@ -13,9 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from costmodel.base.errors import InputError
+from costmodel.gpu.families.family import SHARES
 from lab.data.data_folder import AGAIN, csv_rows, reading
 
 FOLDER = Path("timm")
+# Counts of the kernels of the steps that factors are fitted on (:mod:`lab.steps.image_steps`).
+INVENTORY = SHARES.parent / "steps.json.gz"
 _NAME = re.compile(
     r"benchmark-(?P<mode>infer|train)-amp-(?P<layout>nchw|nhwc)-pt(?P<version>\d+)-cu\d+-(?P<card>[a-z0-9]+)"
     r"(?P<compiled>-dynamo)?$"

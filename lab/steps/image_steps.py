@@ -65,8 +65,7 @@ from e2e.sources.user_script import prepare
 from e2e.step.execution_graph import operator_counts
 from lab.command_line import program, run
 from lab.data.data_folder import data_folder
-from lab.data.timm_steps import TimmStep, read_timm, timm_files
-from lab.fit.image_steps import INVENTORY
+from lab.data.timm_steps import INVENTORY, TimmStep, read_timm, timm_files
 
 _Precision = Callable[[], AbstractContextManager[Any]]
 FITTED_MACHINE = "rtx-3090"
