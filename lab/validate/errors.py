@@ -1,22 +1,17 @@
-"""Errors of predictions against measurements, the table that all sections of ``python -m lab.validate`` print them in,
-and the progress of their loops over rows.
-"""
+"""Errors of predictions against measurements, and the table that all sections of ``python -m lab.validate`` print."""
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from costmodel.cost_model import Estimate
-
-Row = TypeVar("Row")
 
 
 @dataclass(frozen=True)
@@ -100,13 +95,3 @@ def print_left_out(console: Console, rows: Mapping[str, str], title: str = "left
     for reason, count in Counter(rows.values()).items():
         names = [name for name, told in rows.items() if told == reason]
         console.print(f"{title}: {names[0] if count == 1 else f'{count} rows'}: {reason}", soft_wrap=True)
-
-
-def with_progress(rows: Sequence[Row], name_of: Callable[[Row], str]) -> Iterator[Row]:
-    """Yield ``rows``; where the error output is a terminal, a line there says which one is at work."""
-    for place, row in enumerate(rows, 1):
-        if sys.stderr.isatty():
-            print(f"\r\033[K{place} of {len(rows)}: {name_of(row)[:100]}", end="", file=sys.stderr, flush=True)
-        yield row
-    if sys.stderr.isatty() and rows:
-        print("\r\033[K", end="", file=sys.stderr, flush=True)

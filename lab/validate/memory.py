@@ -28,6 +28,7 @@ from costmodel.base.errors import InputError, ProjectError
 from costmodel.base.process import usable_cores
 from e2e.parallelism.spec import ParallelSpec
 from e2e.step.memory_room import Verdict, memory_room, verdict
+from lab.command_line import show_progress
 from lab.data.data_folder import csv_rows
 from lab.data.selection import is_sealed
 from lab.data.timm_steps import TimmStep, timm_files
@@ -186,7 +187,10 @@ def memory_section(data: Path, only: str = "") -> MemorySection | None:
     if not asked:
         return None
     tasks = {place: (each, answers_folder()) for place, each in enumerate(asked)}
-    answers = dict(each_in_processes(_found, tasks, usable_cores()))
+    answers: dict[int, FoundMemory] = {}
+    for place, answer in each_in_processes(_found, tasks, usable_cores()):
+        answers[place] = answer
+        show_progress(len(answers), len(tasks), asked[place].name)
     died = FoundMemory(failure="its process died, most likely for lack of memory")
     cases = []
     for place, each in enumerate(asked):

@@ -22,9 +22,10 @@ from rich.table import Table
 from costmodel.base.errors import InputError, ProjectError
 from costmodel.cost_model import Estimate
 from e2e.step.operator_trace import OperatorTrace
+from lab.command_line import with_progress
 from lab.data.data_folder import BROUGHT, reading
 from lab.data.timm_steps import TimmStep, read_timm, timm_files
-from lab.validate.errors import Accuracy, accuracy, error_table, print_left_out, section_console, with_progress
+from lab.validate.errors import Accuracy, accuracy, error_table, print_left_out, section_console
 
 if TYPE_CHECKING:
     from e2e.sources.known_requests import Script

@@ -41,9 +41,10 @@ from e2e.traces.formats.kineto import KinetoTrace, read_kineto
 from e2e.traces.formats.last_step import read_last_step
 from e2e.traces.recorded_graph import RecordedStep, recorded_graph, recorded_ranks
 from e2e.traces.recorded_run import RecordedRun, expand_files, ranks_of_job, read_recorded_run
+from lab.command_line import with_progress
 from lab.data.data_folder import BROUGHT
 from lab.fit.host_overheads import NOT_SHARED, STACKS
-from lab.validate.errors import section_console, with_progress
+from lab.validate.errors import section_console
 
 # The public job of several ranks: profiles, execution traces.
 DLRM_PROFILES = Path("traces/dlrm_8xV100/dlrm_kineto.tar.gz")

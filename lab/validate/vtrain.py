@@ -45,8 +45,9 @@ from e2e.parallelism.rewrites import NOTHING, Condenser
 from e2e.parallelism.spec import ParallelSpec
 from e2e.price.pricing import HostOverheads, duration_of, operator_prices
 from e2e.step.execution_graph import CallInfo, Duration, HostWork
+from lab.command_line import with_progress
 from lab.data.data_folder import BROUGHT, reading
-from lab.validate.errors import Accuracy, accuracy, error_table, section_console, with_progress
+from lab.validate.errors import Accuracy, accuracy, error_table, section_console
 
 FOLDER, FILES = Path("vtrain"), "iteration_times_*.csv"
 CLUSTER, NODE_GPUS = "dgx-a100-40gb", 8
