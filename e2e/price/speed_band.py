@@ -27,7 +27,7 @@ difference. Changes of other kinds of kernels are not known.
 
     costmodel/calibration/speed_band.json        the width, the errors of the steps it was fitted to, which steps
     costmodel/calibration/release_spread.json    the half interval, the pairs, the times of products, and the source
-           files; written by ``python -m lab.fit.release_spread``
+           files; written by ``python -m lab.fit.speed_band --releases``
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The sharding figures: random tasks against greedy sharders, small tasks against the optimum, and a large one in time.
 
-python -m lab.bench.sharding [--tasks 20] [--truths 5] [--small 10] [--large] [--table-wise] [--gpu GPU] [--json FILE]
+python -m lab.bench.sharding [--tasks 20] [--truths 5] [--small 10] [--large] [--gpu GPU] [--json FILE]
 
 The first is the published experiment, by simulation: random tasks, seven sharders, costs that are wrong.
 
@@ -12,16 +12,18 @@ planner draws errors, too, of the size that the models' own intervals tell and f
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import re
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Annotated, Any
 
 import numpy as np
+import typer
 
 from costmodel.base.errors import InputError
 from costmodel.base.input_files import read_text
@@ -36,6 +38,7 @@ from e2e.sharding.step_graph import options_of_rank
 from e2e.sharding.step_model import Problem, State, state_of
 from e2e.sharding.task import BACKWARD, FORWARD, KINDS, OptionCosts, ShardingTask, TransferTimes
 from e2e.step.arrays import Floats
+from lab.command_line import program, run
 from lab.data.data_folder import data_folder
 
 OURS, ORACLE = "ours", "oracle"
@@ -45,7 +48,7 @@ NAMES = (OURS, *GREEDY, ORACLE)
 @dataclass(frozen=True)
 class Errors:
     """Standard deviation of the logarithm of true over predicted time. A deviation s is a mean error of about 0.8 s: by
-    default 22 % of a lookup (forward kernels of the recorded DLRM step, ``python -m lab.bench.embedding_kernels``;
+    default 22 % of a lookup (forward kernels of the recorded DLRM step, ``python -m lab.bench.unseen_kernels lookups``;
     backward passes are more accurate) and 11 % of a collective (A100 from 1 MiB up, with the whole system left out of
     the fit, docs/collectives.md).
     """
@@ -352,59 +355,57 @@ def small_gap(task: ShardingTask, effort: SearchEffort) -> float:
     return ExactTimes().seconds(find_plan(problem, effort).best.state) / optimum(problem) - 1
 
 
-def with_whole_tables_only(task: ShardingTask) -> ShardingTask:
-    """The same task restricted to table-wise plans, as all greedy ones are."""
-    return replace(task, rules=replace(task.rules, kinds=("table-wise",)))
+@dataclass(frozen=True)
+class Effort:
+    """Numbers of tasks, of draws of true costs for each, of tasks solved exhaustively; and their GPU."""
+
+    tasks: int
+    truths: int
+    small: int
+    gpu: str
+    search: SearchEffort
 
 
-def main() -> None:
-    """Run the requested parts."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tasks", type=int, default=20)
-    parser.add_argument("--truths", type=int, default=5, help="draws of true costs for every task")
-    parser.add_argument("--small", type=int, default=10)
-    parser.add_argument("--large", action="store_true", help="1,000 tables over 64 GPUs")
-    parser.add_argument("--table-wise", action="store_true", help="our plans, too, keep tables whole")
-    parser.add_argument("--gpu", default="a100-sxm-40gb")
-    parser.add_argument("--data", type=Path, default=data_folder())
-    parser.add_argument("--lookup-error", type=float, default=Errors.lookup)
-    parser.add_argument("--collective-error", type=float, default=Errors.collective)
-    parser.add_argument("--seconds", type=float, default=8.0, help="search per task")
-    parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
-    popularity = popularities(given.data)
+def sharding_command(
+    tasks: Annotated[int, typer.Option(help="Random tasks.")] = 20,
+    truths: Annotated[int, typer.Option(min=1, help="Draws of true costs for every task.")] = 5,
+    small: Annotated[int, typer.Option(help="Tasks that are solved exhaustively too.")] = 10,
+    large: Annotated[bool, typer.Option("--large", help="Plan 1,000 tables over 64 GPUs too.")] = False,
+    gpu: Annotated[str, typer.Option()] = "a100-sxm-40gb",
+    data: Annotated[Path | None, typer.Option(help="Folder of the measurements: how popular rows are.")] = None,
+    seconds: Annotated[float, typer.Option(help="Search per task.")] = 8.0,
+    output: Annotated[Path | None, typer.Option("--json", help="File for the figures.")] = None,
+) -> None:
+    """Plan random tasks and compare the plans with greedy ones, with the optimum, and with right costs."""
+    popularity = popularities(data_folder(data))
+    given = Effort(tasks, truths, small, gpu, SearchEffort(seconds, deterministic=0.2))
     record: dict[str, object] = {}
-    if given.small:
-        record["small"] = small(given, popularity)
-    if given.tasks:
-        record["tasks"] = random_tasks(given, popularity)
-    if given.large:
-        record["large"] = large(given, popularity)
-    if given.json:
-        given.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    if small:
+        record["small"] = solve_small(given, popularity)
+    if tasks:
+        record["tasks"] = solve_tasks(given, popularity)
+    if large:
+        record["large"] = solve_large(given, popularity)
+    if output is not None:
+        output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
-def small(given: argparse.Namespace, popularity: list) -> list[float]:
+def solve_small(given: Effort, popularity: Sequence[IndexStatistics]) -> list[float]:
     """Gaps to the optimum for tasks solved exhaustively."""
-    effort = SearchEffort(given.seconds)
-    gaps = [small_gap(small_task(seed, given.gpu, popularity), effort) for seed in range(given.small)]
+    gaps = [small_gap(small_task(seed, given.gpu, popularity), given.search) for seed in range(given.small)]
     print(
         f"{len(gaps)} small tasks: plan above the optimum by {np.mean(gaps):.2%} on average, {max(gaps):.2%} at worst"
     )
     return gaps
 
 
-def random_tasks(given: argparse.Namespace, popularity: list) -> list[list[dict]]:
+def solve_tasks(given: Effort, popularity: Sequence[IndexStatistics]) -> list[list[dict[str, Any]]]:
     """Print the table of the published experiment for the first draw of true costs, and a summary of all draws."""
-    errors = Errors(given.lookup_error, given.collective_error)
-    effort = SearchEffort(given.seconds)
     print("task  tables gpus batch  " + " ".join(f"{name:>17}" for name in NAMES) + "   true step, ms")
     outcomes = []
     for seed in range(given.tasks):
         task = random_task(seed, given.gpu, popularity)
-        if given.table_wise:
-            task = with_whole_tables_only(task)
-        found = run_task(task, errors, effort, seed, given.truths)
+        found = run_task(task, Errors(), given.search, seed, given.truths)
         outcomes.append(found)
         first = found[0]
         cells = (first.true[name] for name in NAMES)
@@ -438,7 +439,7 @@ def _summary(outcomes: list[list[Outcome]]) -> None:
     print(f"regret against planning with true costs: mean {oracle.mean():.2%}, worst {oracle.max():.2%}")
 
 
-def large(given: argparse.Namespace, popularity: list) -> dict[str, float]:
+def solve_large(given: Effort, popularity: Sequence[IndexStatistics]) -> dict[str, float]:
     """Plan 1,000 tables over 64 GPUs."""
     begin = time.perf_counter()
     tables = random_tables(np.random.default_rng(3), 1000, popularity)
@@ -455,4 +456,4 @@ def large(given: argparse.Namespace, popularity: list) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run(program(sharding_command), "lab.bench.sharding"))

@@ -37,7 +37,8 @@ from costmodel.collectives.sweep_logs import CollectiveRow
 from costmodel.machines.cluster import Cluster
 from costmodel.operators.collective_transfer import CollectiveTransfer
 from lab.data.collective_sweeps import CollectiveTable, read_collectives
-from lab.data.selection import Wanted, everything, named_tables
+from lab.data.data_folder import Wanted, everything
+from lab.data.selection import named_tables
 
 LICENCES = "ai-dynamo/aiconfigurator (Apache-2.0), VIA-Research/vTrain (MIT), microsoft/vidur (MIT)"
 _COMMAND = "python -m lab.fit"

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from costmodel.base.errors import SimulationError
@@ -337,12 +332,3 @@ def test_a_price_in_whole_seconds_will_do():
     d = Drawing()
     d.add(HostWork("T5", None, seconds(2)))
     assert simulate(together(d)).step_seconds == 2
-
-
-def test_the_benchmark_counts_what_it_simulates():
-    command = [sys.executable, "-m", "lab.bench.simulator", "--events", "20000", "--repeat", "1", "--json"]
-    result = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, check=True)
-    rows = json.loads(result.stdout)
-    assert [row["ranks"] for row in rows] == [1, 8, 64, 64]  # the last with transfers that share links
-    assert all(10_000 < row["events"] <= 20_010 for row in rows)
-    assert all(row["events_per_second"] == pytest.approx(row["events"] / row["seconds"]) for row in rows)

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 from costmodel.base.errors import InputError
-from lab.bench.fusion_gains import draw, read_gains, site_gains, table
+from lab.bench.pictures import draw, read_gains, site_gains, table
 
 
 def layer(kind: str, channels: int, out: int, size: int, kernel: int, stride: int = 1) -> dict:

@@ -1,31 +1,43 @@
-"""What fusing a site gains, predicted and measured, over its arithmetic intensity, in FP32, BF16 and INT8.
+"""Pictures of the documents that are made of builds of ``fusion tune``.
 
-    python -m lab.bench.fusion_gains build/*/ -o docs/fusion-gains.svg
+    python -m lab.bench.pictures gains build/*/ -o docs/fusion-gains.svg
+    python -m lab.bench.pictures pages BUILD -o docs
 
-Reads ``summary.json`` of builds of ``fusion tune``, sites that were measured both ways. Intensity is that of the
-separate kernels: flop per byte that they read and write. A site whose first few fused kernels are far slower than its
-separate ones is given up by the tuner: its time is of kernels that were not tuned, and its gains do not count. Medians,
-since of a network that was tuned for too short a time some separate kernels are as bad.
+``gains``: what fusing a site gains, predicted and measured, over its arithmetic intensity, in FP32, BF16 and INT8.
+Reads ``summary.json`` of builds, sites that were measured both ways. Intensity is that of the separate kernels: flop
+per byte that they read and write. A site whose first few fused kernels are far slower than its separate ones is given
+up by the tuner: its time is of kernels that were not tuned, and its gains do not count. Medians, since of a network
+that was tuned for too short a time some separate kernels are as bad.
+
+``pages``: screenshots of the page of a build, and of that of a prediction, with a headless Chromium. They are palettes
+of 64 colours, so that each stays below 150 kB.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
+import shutil
+import subprocess
+import sys
+import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
-from costmodel.base.errors import InputError, ProjectError
+import typer
+
+from costmodel.base.command_line import guarded
+from costmodel.base.errors import InputError
 from costmodel.operators.layers import Conv2d
 from costmodel.pages.charts import check_picture, picture
 from fusion.analysis.analyzer import PRECISE_TYPES, unfused_intensity
 from fusion.model.build_folder import SUMMARY
 from fusion.tuning.network_tuning import HOPELESS
+from lab.command_line import run
 
 # Gains beyond these limits are drawn at the edge.
 LEAST_DRAWN, MOST_DRAWN = 0.25, 4.0
@@ -161,23 +173,63 @@ def table(gains: Sequence[SiteGain]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("builds", nargs="+", type=Path, help="folders that `fusion tune` wrote")
-    parser.add_argument("-o", "--output", type=Path, help="picture to draw, such as docs/fusion-gains.svg")
-    arguments = parser.parse_args()
-    try:
-        if arguments.output is not None:
-            check_picture(arguments.output, "--output")
-        gains = read_gains(arguments.builds)
-        if not gains:
-            raise InputError("no site of these builds was measured both ways: tune them for longer")
-        print(table(gains))
-        if arguments.output is not None:
-            draw(gains, arguments.output)
-    except ProjectError as error:
-        parser.error(str(error))
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command("gains")
+@guarded()
+def gains_command(
+    builds: Annotated[list[Path], typer.Argument(help="Folders that `fusion tune` wrote.")],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Picture, such as docs/fusion-gains.svg.")
+    ] = None,
+) -> None:
+    """Print, and draw, what fusing sites gained."""
+    if output is not None:
+        check_picture(output, "-o")
+    gains = read_gains(builds)
+    if not gains:
+        raise InputError("no site of these builds was measured both ways: tune them for longer")
+    print(table(gains))
+    if output is not None:
+        draw(gains, output)
+
+
+BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome")
+
+
+@app.command("pages")
+@guarded()
+def pages_command(
+    build: Annotated[Path, typer.Argument(help="Folder that `fusion tune` wrote.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder of the pictures.")] = Path("docs"),
+) -> None:
+    """Write tune-report.png and predict-report.png."""
+    import e2e
+    from fusion.report.tune_page import write_reports
+
+    with tempfile.TemporaryDirectory() as name:
+        (tuned, *_) = write_reports(build)
+        screenshot(tuned, output / "tune-report.png", 1200, 2350)
+        page = Path(name) / "predict.html"
+        e2e.predict("gpt2-large", gpu="h100-sxm", batch_size=4, sequence_length=1024, report=page)
+        screenshot(page, output / "predict-report.png", 1200, 2300)
+
+
+def screenshot(page: Path, path: Path, width: int, height: int) -> None:
+    """Write a screenshot of the beginning of ``page``."""
+    from PIL import Image
+
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        raise InputError("no headless browser here: make browser")
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=4000"]
+    window = [f"--window-size={width},{height}", f"--screenshot={path.resolve()}"]
+    subprocess.run([browser, *options, *window, page.resolve().as_uri()], check=True, capture_output=True)
+    with Image.open(path) as taken:
+        small = taken.convert("RGB").quantize(64)
+    small.save(path, optimize=True)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run(app, "lab.bench.pictures"))

@@ -1,15 +1,13 @@
-"""The benchmark of precisions: its arithmetic on made-up rows, its pictures, and what it says without a build."""
+"""The benchmark of whole networks: its arithmetic on made-up rows, its pictures, and what it says without a build."""
 
 from __future__ import annotations
 
-import argparse
-
 import numpy as np
-import pytest
 
-from costmodel.base.errors import InputError
 from fusion.model.named_arrays import DeclaredInput, read_calibration
-from lab.bench import precision
+from lab.bench import models
+
+PEERS = ("openvino-bf16", "torch-bf16")
 
 
 def row(engine: str, ratio: float, error: float) -> dict[str, object]:
@@ -29,25 +27,25 @@ def test_ratios_of_a_precision_are_to_ours_in_that_precision():
         row("ours, bfloat16, fusion off", 0.6, 0.01), row("openvino-bf16", 0.75, 0.02), row("torch-bf16", 2.0, 0.04),
     )  # fmt: skip
     second = document(row("ours, bfloat16", 1.0, 0.01), row("openvino-bf16", 6.0, 0.5))
-    lines = precision.overview({"a": document(ours, apart, peer, other), "b": second}, "bfloat16").splitlines()
-    assert lines[2] == "| a | 1.00 | 2.00 | 1.20 | 1.50 | 4.00 | 1.50 | 1.0e-02 | 2.0e-02 | 4.0e-02 |"
-    assert lines[3] == "| b | 2.00 | 2.00 | - | 6.00 | - | 6.00 | 1.0e-02 | 5.0e-01 | - |"
+    lines = models.overview({"a": document(ours, apart, peer, other), "b": second}, "bfloat16", PEERS).splitlines()
+    assert lines[2] == "| a | 1.00 | 2.00 | 1.20 | 1.50 | 4.00 | 1.50 | 1.50 | 1.0e-02 | 2.0e-02 | 4.0e-02 |"
+    assert lines[3] == "| b | 2.00 | 2.00 | - | 6.00 | - | 6.00 | 6.00 | 1.0e-02 | 5.0e-01 | - |"
     # Geometric means: twice and once as long in FP32; 1.5 and 6.
-    assert lines[4] == "| geometric mean |  | 1.41 times | 1.20 | 3.00 | 4.00 | 3.00 |  |  |  |"
+    assert lines[4] == "| geometric mean of 2 |  | 1.41 times | 1.20 | 3.00 | 4.00 | 3.00 | 3.00 |  |  |  |"
     assert len({line.count("|") for line in lines}) == 1
 
 
 def test_a_network_without_our_build_has_a_line_all_the_same():
-    lines = precision.overview({"a": document(row("openvino-bf16", 0.5, 0.1))}, "bfloat16").splitlines()
+    lines = models.overview({"a": document(row("openvino-bf16", 0.5, 0.1))}, "bfloat16", PEERS).splitlines()
     assert lines[2].startswith("| a | - |")
     absent = {**document(), "absent": {"ours, int8": "not built"}}
-    assert "| ours, int8 | not built |" in precision.table("a", absent)
+    assert "| ours, int8 | not built |" in models.table("a", absent)
 
 
 def test_pictures_fit_the_inputs_and_differ(tmp_path):
     inputs = [DeclaredInput("x", (2, 3, 8, 8), "float32")]
-    data = read_calibration(precision.calibration_file(tmp_path / "net.onnx", inputs, {}), inputs)
-    assert data.calls == precision.PICTURES
+    data = read_calibration(models.calibration_file(tmp_path / "net.onnx", inputs, {}), inputs)
+    assert data.calls == models.CALIBRATION_PICTURES
     assert not np.array_equal(data.call(0)["x"], data.call(1)["x"])
     normalised, picture, random = data.arrays["x"][:3]
     assert abs(normalised.mean()) < 1e-5 and abs(normalised.std() - 1) < 1e-5
@@ -55,16 +53,11 @@ def test_pictures_fit_the_inputs_and_differ(tmp_path):
     assert random.min() < -1.5 and random.max() > 1.5
 
 
-def test_without_a_precision_in_tune_ours_is_left_out_with_a_clear_line(tmp_path, monkeypatch, capsys):
-    setting = precision.Setting("net", tmp_path / "net.onnx", {}, 1, 1)
-    monkeypatch.setattr(precision.fusion, "tune", lambda model, output: None)
-    with pytest.raises(InputError, match="takes no precision: nothing of ours computes in bfloat16"):
-        precision.tuned(setting, "bfloat16", setting.model, tmp_path / "build", 0.0)
-    (tmp_path / f"{setting.title}-float32").mkdir()
-    (tmp_path / f"{setting.title}-float32" / "manifest.json").write_text("{}")
-    arguments = argparse.Namespace(
-        precisions=("float32", "bfloat16"), output=tmp_path, built=True, minutes=0.0, per_tensor=False
-    )
-    found, absent = precision.builds(setting, arguments)
+def test_a_network_without_our_build_of_a_precision_is_compared_all_the_same(tmp_path, capsys):
+    setting = models.Setting("net", tmp_path / "net.onnx", {}, 1, 1)
+    effort = models.Effort(("float32", "bfloat16"), (), None, 1, tmp_path)
+    (tmp_path / setting.title).mkdir()
+    (tmp_path / setting.title / "manifest.json").write_text("{}")
+    found, absent = models.builds(setting, effort)
     assert list(found) == ["float32"] and absent["ours, bfloat16"].endswith("-bfloat16: not built")
     assert "ours, bfloat16: " in capsys.readouterr().out

@@ -1,8 +1,12 @@
-"""Requests to ``predict`` for published training steps, and the reasons why some have none.
+"""Published whole training steps of language models as requests to ``predict``, and the reasons why some have none.
+
+The rows are ``llm_training.csv`` and ``llm_training_kinds.csv`` in ``whole_step`` of the data folder, and
+``simumax_b200.csv`` and ``torchtitan_h100.csv`` beside this file, to which nothing is fitted. Sources of the former:
+mosaicml/llm-foundry (scripts/train/benchmarking), NVIDIA/dgxc-benchmarking, pytorch/torchtitan (docs/performance.md
+and benchmarks), NVIDIA-NeMo/Megatron-Bridge; seconds are mostly batch x length / throughput. The latter name their
+sources; SimuMax's steps include its own predictions.
 
 Settings missing in a table are taken from its source and listed in ``assumed`` of the row:
-
-What a table leaves out is taken from its source; such a figure is said in the ``assumed`` of the row:
 
 * llm-foundry trains with FSDP, mixed precision ``PURE`` (parameters, gathers and gradients in BF16, FP32 shards for the
   optimizer), flash attention (scripts/train/benchmarking, submit_benchmarks.py).
@@ -42,15 +46,253 @@ What a table leaves out is taken from its source; such a figure is said in the `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import csv
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
+from costmodel.base.errors import InputError
 from costmodel.operators.experts import BALANCED, ExpertRouting
 from e2e.capture.models.transformer import PRESETS
 from e2e.parallelism.spec import ParallelSpec, Recompute
 from e2e.step.options import AttentionForm, Precision
-from lab.steps.training_rows import TrainingRow
+from lab.data.data_folder import csv_rows, reading
+from lab.data.selection import is_sealed
+
+TRAINING_FILE = Path("whole_step/llm_training.csv")
+# Kinds absent from the former; one job in four of it is sealed (:mod:`lab.data.selection`).
+KINDS_FILE = Path("whole_step/llm_training_kinds.csv")
+SIMUMAX_FILE, TORCHTITAN_FILE = "simumax_b200.csv", "torchtitan_h100.csv"
+# Name of a GPU in the table -> machine or cluster.
+TRAINING_MACHINES = {
+    # 1,600 Gb/s of RoCE per node, according to the README of the table.
+    "a100_40gb": "oci-bm-gpu4-8",
+    "a100_80gb": "dgx-a100",
+    "A100-80GB": "dgx-a100",
+    "h100_80gb": "dgx-h100",
+    "H100": "dgx-h100",
+    "DGX-H100": "dgx-h100",
+    "DGX-B200": "dgx-b200",
+    "H200 SXM": "dgx-h200",
+    "B200 SXM": "dgx-b200",
+    "H100-96GB HBM2e 2.4TB/s 500W (Grand Teton)": "grand-teton-h100",
+}
+
+
+@dataclass(frozen=True)
+class TrainingRow:
+    """One published step. Sizes missing in the table are 0, texts empty."""
+
+    # Line in the table, counted from 1 after the header.
+    place: int
+    source: str
+    task: str
+    model: str
+    gpu: str
+    gpus: int
+    global_batch: int
+    micro_batch: int
+    sequence_length: int
+    tp: int
+    pp: int
+    cp: int
+    ep: int
+    virtual_stages: int
+    fsdp: str
+    checkpointing: str
+    precision: str
+    compiled: bool
+    seconds: float
+    # Peak memory reserved by the allocator.
+    memory_gib: float
+    note: str
+    layers: int = 0
+    # Peak memory in use.
+    allocated_gib: float = 0.0
+    # Predictions of the source's own program.
+    peer_seconds: float = 0.0
+    peer_allocated_gib: float = 0.0
+    # Tensor-parallel messages are overlapped with products.
+    async_tp: bool = False
+    # Nothing is fitted to the step.
+    held_out: bool = False
+    # As published, a share.
+    mfu: float = 0.0
+    # As published, per GPU.
+    tflops: float = 0.0
+    # The step was never looked at before.
+    sealed: bool = False
+
+    @property
+    def name(self) -> str:
+        """Name for ``--only``, after the GPU."""
+        sizes = f"{self.gpus}gpus-batch{self.global_batch}-seq{self.sequence_length}"
+        if self.held_out:
+            degrees = {"tp": self.tp, "pp": self.pp, "cp": self.cp, "ep": self.ep}
+            sizes += "".join(f"-{name}{degree}" for name, degree in degrees.items() if degree > 1)
+        return f"{self.source}/{self.model}/{self.task}-{self.precision}-{sizes}-row{self.place}".replace(" ", "-")
+
+    @property
+    def family(self) -> str:
+        """Source without its version."""
+        return self.source.split()[0]
+
+    @property
+    def release(self) -> str:
+        """Version of the source, empty if not given; versions compare as texts."""
+        return self.source.partition(" ")[2]
+
+
+def read_training_rows(data: Path) -> list[TrainingRow]:
+    """Read all rows of the table below ``data``; ``InputError`` names the file if it is absent or malformed."""
+    return [_row(place, cells) for place, cells in _table(data, TRAINING_FILE)]
+
+
+def read_kinds_rows(data: Path, *, sealed: bool = False) -> list[TrainingRow]:
+    """Read the unsealed rows of :data:`KINDS_FILE`, or the ``sealed`` ones; ``InputError`` as above."""
+    table = KINDS_FILE.as_posix()
+    return [
+        replace(_row(place, cells), held_out=True, sealed=sealed)
+        for place, cells in _table(data, KINDS_FILE)
+        if is_sealed(table, cells) == sealed
+    ]
+
+
+def _table(data: Path, name: Path) -> list[tuple[int, dict[str, str]]]:
+    """Lines of a table below ``data``, counted from 1 after the header."""
+    path, what = data / name, "a table of training steps"
+    if not path.is_file():
+        raise InputError(f"{path}: not there; `data fetch` does not bring it; see docs/measurements.md for its source")
+    lines = list(enumerate(csv_rows(path, what), 1))
+    with reading(path, what):
+        for place, cells in lines:
+            _row(place, cells)
+    return lines
+
+
+def read_held_out_rows() -> list[TrainingRow]:
+    """Rows of the files in this folder."""
+    return [*read_simumax_rows(), *read_torchtitan_rows()]
+
+
+def read_simumax_rows() -> list[TrainingRow]:
+    """Rows of ``simumax_b200.csv``: 8 GPUs each, micro-batches of one sequence."""
+    return [_simumax_row(place, cells) for place, cells in _own_table(SIMUMAX_FILE)]
+
+
+def read_torchtitan_rows() -> list[TrainingRow]:
+    """Rows of ``torchtitan_h100.csv``. Pipelines run as many micro-batches as they have stages of GPUs
+    (``build_pipeline_schedule`` of torchtitan's pipelining_utils.py at that time), interleaved ones two parts on each
+    (``generate_split_points``).
+    """
+    return [_torchtitan_row(place, cells) for place, cells in _own_table(TORCHTITAN_FILE)]
+
+
+def _own_table(name: str) -> Iterator[tuple[int, Mapping[str, str]]]:
+    """Rows of a file in this folder, counted from 1; lines that begin with # give its source."""
+    lines = (Path(__file__).parent / name).read_text(encoding="utf-8").splitlines()
+    return enumerate(csv.DictReader(line for line in lines if not line.startswith("#")), 1)
+
+
+def _simumax_row(place: int, cells: Mapping[str, str]) -> TrainingRow:
+    tp, pp, cp, ep = (int(cells[name]) for name in ("tp", "pp", "cp", "ep"))
+    return TrainingRow(
+        place=place,
+        source="SimuMax 1.2",
+        task="pretrain",
+        model=cells["model"],
+        gpu="simumax-b200",
+        gpus=8,
+        global_batch=int(cells["micro_batches"]) * 8 // (tp * pp * cp),
+        micro_batch=1,
+        sequence_length=int(cells["sequence_length"]),
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        ep=ep,
+        virtual_stages=0,
+        fsdp="",
+        checkpointing="",
+        precision="bf16",
+        compiled=False,
+        seconds=float(cells["step_ms"]) / 1e3,
+        memory_gib=float(cells["reserved_gib"]),
+        note="",
+        layers=int(cells["layers"]),
+        allocated_gib=float(cells["allocated_gib"]),
+        peer_seconds=float(cells["simumax_step_ms"]) / 1e3,
+        peer_allocated_gib=float(cells["simumax_allocated_gib"]),
+        held_out=True,
+    )
+
+
+def _torchtitan_row(place: int, cells: Mapping[str, str]) -> TrainingRow:
+    fsdp, tp, pp, cp, batch, tokens = (int(cells[name]) for name in ("fsdp", "tp", "pp", "cp", "local_batch", "tokens"))
+    return TrainingRow(
+        place=place,
+        source="torchtitan 2024-12",
+        task="pretrain",
+        model=cells["model"],
+        gpu="grand-teton-h100",
+        gpus=fsdp * tp * pp * cp,
+        global_batch=batch * fsdp,
+        micro_batch=batch // pp,
+        sequence_length=tokens,
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        ep=0,
+        virtual_stages=2 if cells["schedule"] == "interleaved" else 0,
+        fsdp=str(fsdp),
+        checkpointing=cells["checkpointing"],
+        precision=cells["precision"],
+        compiled=cells["compiled"] == "1",
+        seconds=batch * tokens / (float(cells["tokens_s_gpu"]) * tp * pp * cp),
+        memory_gib=float(cells["reserved_gib"]),
+        note="",
+        async_tp=cells["async_tp"] == "1",
+        held_out=True,
+    )
+
+
+def _row(place: int, cells: Mapping[str, str]) -> TrainingRow:
+    def number(name: str) -> int:
+        told = cells[name].strip()
+        return int(float(told)) if told not in ("", "n/a") else 0
+
+    return TrainingRow(
+        place=place,
+        source=cells["source"],
+        task=cells["task"],
+        model=cells["model"],
+        gpu=TRAINING_MACHINES[cells["gpu"]],
+        gpus=number("n_gpus"),
+        global_batch=number("global_batch"),
+        micro_batch=number("micro_batch"),
+        sequence_length=number("seq"),
+        tp=number("tp"),
+        pp=number("pp"),
+        cp=number("cp"),
+        ep=number("ep"),
+        virtual_stages=number("vp"),
+        fsdp=cells["fsdp"],
+        checkpointing=cells["act_ckpt"],
+        precision=cells["precision"],
+        compiled=cells["compile"] in ("1", "1.0"),
+        seconds=float(cells["step_s"] or 0),
+        memory_gib=float(cells["mem_gib"] or 0),
+        note=cells["note"],
+        mfu=_published(cells["mfu_or_tflops"], "mfu") / 100,
+        tflops=_published(cells["mfu_or_tflops"], "tflops"),
+    )
+
+
+def _published(told: str, kind: str) -> float:
+    """Number in ``mfu 41.12`` (a percentage) or ``tflops 731``; 0 for another ``kind``."""
+    found, _, number = told.partition(" ")
+    return float(number) if found == kind else 0.0
+
 
 # Names in the table -> built-in model; longer names before their prefixes.
 MODELS = {
@@ -174,7 +416,7 @@ def asked_step(row: TrainingRow) -> AskedStep | str:
         return f"precision {row.precision}: which casts and scales that is, is not known"
     if "PROXY" in row.model:
         return "a proxy with fewer layers, how many is not told"
-    asked = ASKING.get(row.family, _nvidia)(row)
+    asked = REQUESTS.get(row.family, _ask_nvidia)(row)
     precision = RECIPES_OF.get((row.family, told))
     if not told and is_mixture(asked.model) and "b200" in row.gpu:
         precision = "mxfp8"  # 25.09 on Blackwell
@@ -206,7 +448,7 @@ def _model(row: TrainingRow) -> str:
     return next((model for name, model in MODELS.items() if lowered.startswith(name)), lowered)
 
 
-def _llm_foundry(row: TrainingRow) -> AskedStep:
+def _ask_llm_foundry(row: TrainingRow) -> AskedStep:
     spec = ParallelSpec(
         fsdp=row.gpus,
         zero={"FULL_SHARD": 3, "SHARD_GRAD_OP": 2}[row.fsdp],
@@ -227,7 +469,7 @@ TITAN_CHECKPOINTING: dict[str, tuple[Recompute, int]] = {
 }
 
 
-def _torchtitan(row: TrainingRow) -> AskedStep:
+def _ask_torchtitan(row: TrainingRow) -> AskedStep:
     recompute, every = TITAN_CHECKPOINTING[row.checkpointing]
     model = _model(row)
     tp, pp, cp = max(row.tp, 1), max(row.pp, 1), max(row.cp, 1)
@@ -280,10 +522,10 @@ REPEATED = {("deepseek-v3", "dgx-b200"): "mla_up_proj+mlp", ("gpt-oss-120b", "dg
 WHOLE_GRAPHS = (("llama-3-8b", "dgx-b200"),)
 
 
-def _nvidia(row: TrainingRow) -> AskedStep:
+def _ask_nvidia(row: TrainingRow) -> AskedStep:
     model = _model(row)
     if model == "grok-1":
-        return _grok(row)
+        return _ask_grok(row)
     length = row.sequence_length or LENGTHS[model]
     config = _longer(model, length)
     assumed: tuple[str, ...] = ()
@@ -336,7 +578,7 @@ def _interleaved(spec: ParallelSpec, virtual_stages: int, layers: int) -> Parall
     return spec if layers % spec.stages == 0 else replace(spec, first_layers=-(-ends // 2), last_layers=ends // 2)
 
 
-def _grok(row: TrainingRow) -> AskedStep:
+def _ask_grok(row: TrainingRow) -> AskedStep:
     """Request for Grok 1 by its recipe (see the module)."""
     tp, pp, cp, ep = 4, 8, 2, 8
     replicas, batch = row.gpus // (tp * pp * cp), 2 * row.gpus
@@ -349,7 +591,7 @@ def _grok(row: TrainingRow) -> AskedStep:
     return AskedStep(row, "grok-1", {}, 1, 8192, spec, "megatron", assumed=told, routing=TOKEN_DROP)
 
 
-def _ml_engineering(row: TrainingRow) -> AskedStep:
+def _ask_ml_engineering(row: TrainingRow) -> AskedStep:
     spec = ParallelSpec(fsdp=row.gpus, zero=3, master_weights=True, recompute="full", offloaded_state=1.0)
     model = _model(row)
     config = _longer(model, row.sequence_length)
@@ -362,7 +604,7 @@ def _longer(model: str, length: int) -> dict[str, Any]:
     return {"max_position_embeddings": length} if length > known else {}
 
 
-def _simumax(row: TrainingRow) -> AskedStep:
+def _ask_simumax(row: TrainingRow) -> AskedStep:
     model, config = SIMUMAX_MODELS[row.model]
     config = {**config, "num_hidden_layers": row.layers, "max_position_embeddings": row.sequence_length}
     replicas = row.gpus // (row.tp * row.pp * row.cp)
@@ -384,9 +626,9 @@ def _simumax(row: TrainingRow) -> AskedStep:
     return AskedStep(row, model, config, 1, row.sequence_length, spec, "megatron")
 
 
-ASKING: Mapping[str, Callable[[TrainingRow], AskedStep]] = {
-    "llm-foundry": _llm_foundry,
-    "torchtitan": _torchtitan,
-    "SimuMax": _simumax,
-    ML_ENGINEERING: _ml_engineering,
+REQUESTS: Mapping[str, Callable[[TrainingRow], AskedStep]] = {
+    "llm-foundry": _ask_llm_foundry,
+    "torchtitan": _ask_torchtitan,
+    "SimuMax": _ask_simumax,
+    ML_ENGINEERING: _ask_ml_engineering,
 }
