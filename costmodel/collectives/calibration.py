@@ -30,7 +30,7 @@ from costmodel.base.input_files import MALFORMED, decoded, read_text
 from costmodel.base.output_files import write_whole
 from costmodel.collectives.physics import architecture_adds, can_reduce
 from costmodel.gpu.fitted import known_as
-from costmodel.machines.cluster import Cluster
+from costmodel.machines.cluster import Cluster, nccl_version
 from costmodel.machines.cluster_file import cluster_files, read_cluster
 from costmodel.machines.machine_file import user_directory
 from costmodel.operators.collective_transfer import COLLECTIVE_KINDS
@@ -243,12 +243,7 @@ class Calibration:
 
     def versions(self) -> list[str]:
         """NCCL versions, oldest first; unknown ones come first."""
-        return sorted({each.nccl for each in self.sweeps}, key=version_key)
-
-
-def version_key(version: str) -> tuple[int, ...]:
-    """Sort key of a version: ``2.27.3`` as numbers; words count as 0."""
-    return tuple(int(part) if part.isdigit() else 0 for part in version.replace("-", ".").split(".")) if version else ()
+        return sorted({each.nccl for each in self.sweeps}, key=nccl_version)
 
 
 def write_calibration(calibration: Calibration, directory: Path) -> Path:

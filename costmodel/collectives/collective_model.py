@@ -26,12 +26,11 @@ from costmodel.collectives.calibration import (
     between_curves,
     bracket,
     calibrations_for,
-    version_key,
 )
 from costmodel.collectives.physics import Constants, TransferAnalysis, analyse, can_reduce, constants
 from costmodel.cost_model import CostModel, Estimate, PriceSource
 from costmodel.gpu.fitted import known_as
-from costmodel.machines.cluster import Cluster, load_cluster
+from costmodel.machines.cluster import Cluster, load_cluster, nccl_version
 from costmodel.operators.any_operator import AnyOperator
 from costmodel.operators.collective_transfer import CollectiveTransfer
 
@@ -271,10 +270,10 @@ def _versions(known: set[str], asked: str, own: bool) -> list[str]:
     a requested version, the newest; for another system (not ``own``) all known ones, since start times differ by a
     fifth between versions two years apart and the version that will run is unknown.
     """
-    ordered = sorted(known, key=version_key)
+    ordered = sorted(known, key=nccl_version)
     if not asked and not own:
         return [each for each in ordered if each] or ordered
-    older = [each for each in ordered if not asked or version_key(each) <= version_key(asked)]
+    older = [each for each in ordered if not asked or nccl_version(each) <= nccl_version(asked)]
     return older[-1:] or ordered[:1]
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from packaging.version import Version
 
 from costmodel.base.errors import InputError
 from costmodel.collectives.calibration import (
@@ -23,14 +24,13 @@ from costmodel.collectives.calibration import (
     CollectiveSweep,
     Margins,
     smooth,
-    version_key,
     write_calibration,
 )
 from costmodel.collectives.collective_model import NO_MARGINS, CollectiveModel
 from costmodel.collectives.physics import Constants
 from costmodel.collectives.sweep_logs import CollectiveRow, Given, read_log, read_own_table
 from costmodel.cost_model import Estimate
-from costmodel.machines.cluster import Cluster, load_cluster
+from costmodel.machines.cluster import Cluster, load_cluster, nccl_version
 from costmodel.machines.machine_file import user_directory
 
 FOLDS = 3  # every third size is held out in turn
@@ -129,8 +129,8 @@ def _grouped(rows: CollectiveRows) -> dict[_Key, list[CollectiveRow]]:
     return groups
 
 
-def _order(item: tuple[_Key, list[CollectiveRow]]) -> tuple[tuple[int, ...], _Key]:
-    return version_key(item[0][0]), item[0]
+def _order(item: tuple[_Key, list[CollectiveRow]]) -> tuple[Version, _Key]:
+    return nccl_version(item[0][0]), item[0]
 
 
 _MARGIN_QUANTILE = 0.8

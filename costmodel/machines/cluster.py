@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
+from packaging.version import InvalidVersion, Version
 
 from costmodel.base.errors import InputError, MachineError
 from costmodel.base.units import whole_number
@@ -98,7 +99,15 @@ Found = TypeVar("Found")
 _MOST_CARDS = 512  # network cards of a node
 # Largest job: some ten times the largest in existence; each group of ranks is written out.
 MOST_GPUS = 1 << 20
-_RELAYS_SINCE = [2, 10]  # version from which NCCL routes hops through a third GPU (mesh_rings)
+_RELAYS_SINCE = Version("2.10")  # NCCL routes hops through a third GPU (ring_links)
+
+
+def nccl_version(text: str) -> Version:
+    """Version of NCCL, to be compared; below all others where ``text`` is empty or no version."""
+    try:
+        return Version(text)
+    except InvalidVersion:
+        return Version("0")
 
 
 @dataclass(frozen=True)
@@ -297,8 +306,7 @@ def _shares_of_mesh(file: ClusterFile, gpu: Machine, link: Link, nccl: str) -> t
     degree = max(sum(count for a, b, count in file.mesh if one in (a, b)) for one in range(file.gpus_per_node))
     pcie = gpu.link("pcie")
     least = min(1.0, (pcie.bandwidth if pcie else link.bandwidth / degree) / link.bandwidth)
-    numbers = [int(part) for part in nccl.split(".")[:2] if part.isdigit()]
-    relays = not numbers or numbers >= _RELAYS_SINCE
+    relays = not nccl or nccl_version(nccl) >= _RELAYS_SINCE
     rings = [ring_links(file.mesh, tuple(range(count)), relays) for count in range(2, file.gpus_per_node + 1)]
     return tuple((place + 2, found / degree if found else least) for place, found in enumerate(rings))
 

@@ -19,12 +19,11 @@ from costmodel.collectives.calibration import (
     calibrations_for,
     read_calibration,
     tiers_of,
-    version_key,
     write_calibration,
 )
 from costmodel.collectives.collective_model import curve_of
 from costmodel.collectives.physics import can_reduce
-from costmodel.machines.cluster import Cluster, load_cluster
+from costmodel.machines.cluster import Cluster, load_cluster, nccl_version
 from costmodel.machines.cluster_file import cluster_files
 from costmodel.operators.collective_transfer import COLLECTIVE_KINDS, CollectiveTransfer
 from costmodel.operators.device_work import Gemm
@@ -136,7 +135,7 @@ def test_the_version_asked_for_or_the_newest_before_it():
 
     assert latency("") == latency("2.20.1") == pytest.approx(1e-5)
     assert latency("2.19") == latency("2.9.6") == latency("2.1") == pytest.approx(3e-5)
-    assert sorted(["2.27.3", "", "2.9"], key=version_key) == ["", "2.9", "2.27.3"]
+    assert sorted(["2.27.3", "", "2.9"], key=nccl_version) == ["", "2.9", "2.27.3"]
 
 
 def test_a_curve_is_analysed_with_the_algorithms_of_its_own_version():
