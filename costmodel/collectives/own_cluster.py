@@ -144,8 +144,8 @@ def fit_logs(
     progress: Callable[[str], None] = lambda line: None,
 ) -> Path:
     """Write the calibration of the user's own ``machine`` (a cluster's name or file, or a GPU's name), by default where
-    :func:`calibrations_for` finds it, replacing an earlier one; returns the file. ``logs``: output of nccl-tests or
-    PARAM, or tables (``.csv``) of the collectives suite. ``progress`` receives a summary of each log.
+    :func:`calibrations_for` finds it, replacing an earlier one; returns the file. ``logs``: output of nccl-tests, or
+    tables (``.csv``) of the collectives suite. ``progress`` receives a summary of each log.
     """
     read = {str(log): _rows_of_log(log, given) for log in logs}
     measured = MeasuredRow(machine, tuple(row for rows in read.values() for row in rows))

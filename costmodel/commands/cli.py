@@ -119,8 +119,7 @@ def fit_command(
     ] = None,
     steps: Annotated[Path | None, typer.Option(help="Kernels and times of whole steps measured on the GPU.")] = None,
     nccl_log: Annotated[
-        list[Path] | None,
-        typer.Option(help="Output of nccl-tests or PARAM's comms.py from your cluster; may be repeated."),
+        list[Path] | None, typer.Option(help="Output of nccl-tests from your cluster; may be repeated.")
     ] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Folder to write; default: where predictions look.")

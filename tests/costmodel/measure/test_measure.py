@@ -16,10 +16,8 @@ from costmodel.base.errors import InputError, OutputError
 from costmodel.commands.cli import main
 from costmodel.measure import suites
 from costmodel.measure.device import (
-    Profile,
     TimingEffort,
     failure_line,
-    profile_call,
     time_call,
 )
 from costmodel.measure.kernel_suite import COLUMNS, DRAWS, MeasuredCase, kernel_cases, measure_cases
@@ -203,11 +201,6 @@ def test_a_trace_for_which_there_is_no_room_is_told():
     one = torch.ones(1)
     with pytest.raises(OutputError, match="/dev/full: cannot be written .*No space left"):
         traced_seconds(lambda: one.add_(1), CPU, 1, Path("/dev/full"))
-
-
-def test_a_cpu_needs_no_profiler(monkeypatch):
-    monkeypatch.setattr("torch.profiler.profile", None)
-    assert profile_call(lambda: None, CPU) == Profile(0.0, 0)
 
 
 def write_measured(directory, operators, seconds):
