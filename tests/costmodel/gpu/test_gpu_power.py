@@ -9,17 +9,8 @@ from hypothesis import strategies as st
 
 from costmodel.cost_model import Estimate
 from costmodel.gpu import gpu_cost_model
-from costmodel.gpu.power import (
-    BURST_CLOCK,
-    LONG_LOAD,
-    MEMORY_POWER,
-    PRICED_CLOCK,
-    STEP_CLOCK,
-    benchmark_clock,
-    long_load_share,
-    memory_power,
-    step_clock,
-)
+from costmodel.gpu.families.rates import benchmark_clock, long_load_share
+from costmodel.gpu.power import BURST_CLOCK, LONG_LOAD, MEMORY_POWER, PRICED_CLOCK, STEP_CLOCK, memory_power, step_clock
 from costmodel.machines.machine_file import load_machine
 from costmodel.machines.power_law import VOLTAGE_FLOOR, clock_at, power_at, share_at_limit
 from costmodel.operators.device_work import Elementwise, Gemm
