@@ -13,7 +13,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from costmodel.base.errors import InputError, MachineError, UnsupportedOperatorError
 from costmodel.collectives.calibration import (
@@ -181,8 +180,7 @@ class CollectiveModel(CostModel):
         curve = curve_of(sweep, measured_on, self._constants)
         if own:
             return curve
-        kind: Any = sweep.kind
-        here = analyse(CollectiveTransfer(kind, 0.0, sweep.ranks, sweep.nodes), self.cluster, self._constants)
+        here = analyse(CollectiveTransfer(sweep.kind, 0.0, sweep.ranks, sweep.nodes), self.cluster, self._constants)
         return dataclasses.replace(curve, slower=here.start_seconds / curve.start)
 
 
@@ -221,13 +219,13 @@ def _beyond(transfer: CollectiveTransfer, source: _Source, ideal: float) -> list
 
 def curve_of(sweep: CollectiveSweep, cluster: Cluster, known: Constants | None = None) -> Curve:
     """Curve of ``sweep`` over ideal seconds of the measured ``cluster``, with the NCCL version that ran."""
-    knots = sweep.knots
-    kind: Any = sweep.kind
     cluster = dataclasses.replace(cluster, nccl=sweep.nccl or cluster.nccl)
-    parts = [analyse(CollectiveTransfer(kind, size, sweep.ranks, sweep.nodes), cluster, known) for size in knots.sizes]
+    parts = [
+        analyse(CollectiveTransfer(sweep.kind, size, sweep.ranks, sweep.nodes), cluster, known) for size in sweep.sizes
+    ]
     ideal = tuple(each.ideal_seconds for each in parts)
     usable = unknown_share(cluster, sweep.ranks)
-    return Curve(sweep.ranks, sweep.nodes, ideal, knots.seconds, parts[0].start_seconds, parts[0].seconds, usable)
+    return Curve(sweep.ranks, sweep.nodes, ideal, sweep.seconds, parts[0].start_seconds, parts[0].seconds, usable)
 
 
 def unknown_share(cluster: Cluster, ranks: int) -> float:

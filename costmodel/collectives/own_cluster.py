@@ -32,6 +32,7 @@ from costmodel.collectives.sweep_logs import CollectiveRow, Given, read_log, rea
 from costmodel.cost_model import Estimate
 from costmodel.machines.cluster import Cluster, load_cluster, nccl_version
 from costmodel.machines.machine_file import user_directory
+from costmodel.operators.collective_transfer import CollectiveKind
 
 FOLDS = 3  # every third size is held out in turn
 _LEAST_SIZES = 4  # sizes a sweep needs for holding out every third to be meaningful
@@ -69,7 +70,7 @@ def sweeps_of(rows: CollectiveRows) -> tuple[CollectiveSweep, ...]:
         known = [row for row in members if row.transfer.size_bytes > 0]
         if known:
             knots = smooth([row.transfer.size_bytes for row in known], [row.seconds for row in known])
-            sweeps.append(CollectiveSweep(nccl, kind, ranks, nodes, knots))
+            sweeps.append(CollectiveSweep(nccl, kind, ranks, nodes, *knots))
     return tuple(sweeps)
 
 
@@ -119,7 +120,7 @@ def _fold(members: CollectiveRows, fold: int) -> set[float]:
     return set() if len(sizes) < _LEAST_SIZES else set(sizes[1:-1][fold::FOLDS])
 
 
-_Key = tuple[str, str, int, int]
+_Key = tuple[str, CollectiveKind, int, int]
 
 
 def _grouped(rows: CollectiveRows) -> dict[_Key, list[CollectiveRow]]:

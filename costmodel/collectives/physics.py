@@ -29,10 +29,11 @@ from typing import Any
 
 from packaging.version import Version
 
-from costmodel.base.errors import InputError, OutputError
+from costmodel.base.errors import OutputError
 from costmodel.base.output_files import write_whole
 from costmodel.gpu.families.rates import dram_bandwidth
 from costmodel.machines.cluster import Cluster, nccl_version
+from costmodel.machines.record_file import read_record
 from costmodel.operators.collective_transfer import CollectiveTransfer, volume_factor
 
 FILE = Path(__file__).parent.parent / "calibration" / "collectives.json"
@@ -66,14 +67,7 @@ class Constants:
 @lru_cache(maxsize=1)
 def constants() -> Constants:
     """Shipped constants; raises ``InputError`` that names a corrupt file."""
-    try:
-        record = json.loads(FILE.read_text(encoding="utf-8"))
-        protocols = tuple(Protocol(**each) for each in record["protocols"])
-        return Constants(protocols, Protocol(**record["in_switch"]), float(record["chunk"]))
-    except OSError as error:
-        raise InputError(f"{FILE}: cannot be read ({error.strerror}); install the package again") from None
-    except (KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{FILE}: corrupt ({error!r}); install the package again") from None
+    return read_record(FILE, Constants, "install the package again")
 
 
 def write_constants(values: Constants, provenance: dict[str, Any], path: Path = FILE) -> Path:

@@ -181,7 +181,7 @@ def fit_constants(systems: Sequence[tuple[Cluster, Sequence[CollectiveSweep]]]) 
 
 
 def _points(cluster: Cluster, sweep: CollectiveSweep) -> _Points:
-    sizes, seconds = np.log(sweep.knots.sizes), np.log(sweep.knots.seconds)
+    sizes, seconds = np.log(sweep.sizes), np.log(sweep.seconds)
     wanted = np.linspace(sizes[0], sizes[-1], _POINTS)
     transfers = tuple(CollectiveTransfer(_kind(sweep), math.exp(size), sweep.ranks) for size in wanted)
     return _Points(cluster, transfers, np.interp(wanted, sizes, seconds))

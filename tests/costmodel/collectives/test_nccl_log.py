@@ -193,7 +193,7 @@ def test_fit_says_what_it_understood_and_what_it_replaces(log, capsys, user_mach
     heard = capsys.readouterr().err
     assert heard.count("all_reduce among 4 ranks on 2 node(s), NCCL 2.7.8: 1 sizes") == 2 and "replaced" not in heard
     known = read_calibration(user_machines / "calibration" / "dgx-h100" / "collectives.json")
-    assert known.sweeps[0].knots.sizes == (1024.0, 2048.0)  # of both files, whose names are alike
+    assert known.sweeps[0].sizes == (1024.0, 2048.0)  # of both files, whose names are alike
     assert known.provenance["logs"] == dict.fromkeys(logs, 1)
     assert main(["fit", "--nccl-log", logs[1], "--machine", "dgx-h100"]) == 0
     assert "replaced; to keep what was in it" in capsys.readouterr().err
