@@ -144,10 +144,6 @@ class Cluster:
         """Number of participating GPUs."""
         return self.gpus_per_node * self.nodes
 
-    def nodes_of(self, ranks: int, stride: int = 1) -> int:
-        """Number of nodes spanned by ``ranks`` ranks with the given ``stride`` between neighbours, filled in order."""
-        return min(ranks, self.nodes, max(1, -(-ranks * stride // self.gpus_per_node)))
-
     def usable_share(self, gpus: int) -> float:
         """Share of the link's bandwidth that ``gpus`` communicating GPUs of a node reach.
 
