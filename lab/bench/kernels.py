@@ -91,7 +91,7 @@ def measure(pairs: list[tuple[str, FusedConvs]], cpu: CpuTarget, directory: Path
 
     machine = machine_for(None, cpu.threads, print)
     roofline = RooflineModel(machine, cpu.threads)
-    cost_model = ResidualModel(roofline, key=cpu.key, config_terms=partial(config_terms, cpu=cpu))
+    cost_model = ResidualModel(roofline, config_terms=partial(config_terms, cpu=cpu))
     operators = {operator for _, fused in pairs for operator in (fused, *fused.convs)}
 
     def progress(state: TuningProgress) -> None:
