@@ -184,9 +184,8 @@ def test_a_table_is_resumed_without_its_cut_off_line_and_only_on_its_device(tmp_
 
 def test_overheads_have_primitives_and_pairs_of_steps_with_traces(tmp_path, monkeypatch):
     from costmodel.measure import overhead_suite as overheads
-    from costmodel.measure import small_models
 
-    monkeypatch.setattr(small_models, "MODELS", {"mlp": small_models.MODELS["mlp"]})
+    monkeypatch.setattr(overheads, "MODELS", {"mlp": overheads.MODELS["mlp"]})
     rows = {row["quantity"]: row for row in rows_of(measure_overheads(CPU, tmp_path, TimeBudget(1), False, quiet))}
     assert list(rows) == ["host launch", "kernel floor", "synchronize", "item", "step mlp", "profiled step mlp"]
     assert float(rows["host launch"]["median_s"]) < float(rows["step mlp"]["median_s"])
