@@ -1,7 +1,7 @@
 """Readers of measured collectives: logs of nccl-tests (``*_perf``) and tables of ``costmodel measure``.
 
 nccl-tests: the header names the columns (old: ``size count type redop time algbw busbw error``, new: with ``root`` and
-``#wrong``; out of place, then in place); ``# Rank`` lines give ranks and hosts. A file may hold several runs; line
+``#wrong``; out of place, whose times count, then in place); ``# Rank`` lines give ranks and hosts. A file may hold several runs; line
 prefixes of ``mpirun --tag-output`` and ``srun -l`` are removed. Files that nccl-tests writes with ``-J`` (JSON) are
 read too.
 """
@@ -65,7 +65,6 @@ class Given:
     kind: str | None = None
     ranks: int | None = None
     nodes: int | None = None
-    in_place: bool = False
 
 
 @dataclass
@@ -132,8 +131,8 @@ def _rows_of_json(text: str, given: Given, path: Path) -> list[CollectiveRow]:
 
 
 def _json_row(record: Mapping[str, Any], run: _Run, given: Given, where: str) -> CollectiveRow | None:
-    timed = record["in_place" if given.in_place else "out_of_place"]
-    if any(each and each["nwrong"] and float(each["nwrong"]) > 0 for each in (record["out_of_place"], timed)):
+    timed = record["out_of_place"]
+    if timed["nwrong"] and float(timed["nwrong"]) > 0:
         raise InputError(f"{where}: {_WRONG}")
     if "time" not in timed:
         raise InputError(f"{where}: holds CPU times; run nccl-tests without -C")
@@ -183,7 +182,7 @@ def _row(line: str, run: _Run, given: Given, where: str) -> CollectiveRow | None
     columns = len(run.columns) + (1 if stamped else 0)
     if not run.columns or len(words) != columns or whole_number(words[0]) is None:
         return None
-    size, seconds = float(words[0]), _time(words, run.columns, given.in_place, where)
+    size, seconds = float(words[0]), _time(words, run.columns, where)
     _check_elements(size, words[1], words[2], where)
     if run.kind is None:
         raise InputError(f"{where}: does not say which collective ran; give it with --collective all_reduce, or so")
@@ -202,15 +201,14 @@ def _check_elements(size: float, count: str, kind: str, where: str) -> None:
         raise InputError(f"{where}: {count} elements of {kind} are not {size:.0f} bytes; run it again")
 
 
-def _time(words: Sequence[str], columns: Sequence[str], in_place: bool, where: str) -> float:
-    places = [place for place, name in enumerate(columns) if name == "time"]
+def _time(words: Sequence[str], columns: Sequence[str], where: str) -> float:
     wrong = [words[place] for place, name in enumerate(columns) if name == "wrong"]
     if any(_number(word) > 0 for word in wrong):  # N/A without validation, 1e+06 for many
         raise InputError(f"{where}: {_WRONG}")
     if "cputime" in columns:
         raise InputError(f"{where}: holds CPU times; run nccl-tests without -C")
     try:
-        return float(words[places[-1 if in_place else 0]]) * 1e-6
+        return float(words[columns.index("time")]) * 1e-6
     except (ValueError, IndexError):
         raise InputError(
             f"{where}: no time in microseconds where the header has one; give the log as it was printed"
