@@ -1,9 +1,9 @@
 """Readers of measured collectives: logs of nccl-tests (``*_perf``) and tables of ``costmodel measure``.
 
 nccl-tests: the header names the columns (old: ``size count type redop time algbw busbw error``, new: with ``root`` and
-``#wrong``; out of place, whose times count, then in place); ``# Rank`` lines give ranks and hosts. A file may hold several runs; line
-prefixes of ``mpirun --tag-output`` and ``srun -l`` are removed. Files that nccl-tests writes with ``-J`` (JSON) are
-read too.
+``#wrong``; out of place, whose times count, then in place); ``# Rank`` lines give ranks and hosts. A file may hold
+several runs; line prefixes of ``mpirun --tag-output`` and ``srun -l`` are removed. Files that nccl-tests writes with
+``-J`` (JSON) are read too.
 """
 
 from __future__ import annotations
