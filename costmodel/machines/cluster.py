@@ -5,8 +5,8 @@ usually sold.
 
 Point-to-point links (hybrid cube mesh of a DGX-1) are used in rings. NCCL's search (src/graph/search.cc) finds rings
 through all GPUs of a group, each over its own links, and runs every ring in both directions; the bus bandwidth of a
-group is that of its rings together. A number of GPUs without a ring, whose hops pass through other GPUs, takes the
-share between those of its neighbours.
+group is that of its rings together. Where none exists, hops pass through other GPUs: such a number of GPUs is given the
+rings of the next larger one.
 """
 
 from __future__ import annotations
@@ -279,12 +279,15 @@ def _card(network: NetworkFile) -> Link:
 
 
 def _shares_of_mesh(mesh: tuple[tuple[int, int, int], ...], gpus: int) -> tuple[tuple[int, float], ...]:
-    """Share of all links of a GPU that the rings of the first 2, 3, ... of ``gpus`` GPUs use, where there are rings;
-    one link if there are none.
+    """Share of all links of a GPU that the rings of the first 2, 3, ... of ``gpus`` GPUs use; of a number without rings
+    that of the next one with rings, at least one link.
     """
     degree = max(sum(count for a, b, count in mesh if one in (a, b)) for one in range(gpus))
-    rings = {count: ring_links(mesh, tuple(range(count))) for count in range(2, gpus + 1)}
-    return tuple((count, found / degree) for count, found in rings.items() if found) or ((2, 1 / degree),)
+    shares, links = {}, 1.0
+    for count in range(gpus, 1, -1):
+        links = ring_links(mesh, tuple(range(count))) or links
+        shares[count] = links / degree
+    return tuple(sorted(shares.items()))
 
 
 def _intra_node(file: ClusterFile, gpu: Machine) -> Link:

@@ -269,7 +269,7 @@ def test_another_gpus_curves_in_its_own_cycles():
 def test_odd_numbers_of_gpus_on_a_mesh_take_the_rings_there_are():
     model = model_of("v100-sxm2-32gb")[1]
     rates = {n: 2 * (n - 1) / n * 256 * MIB / one(model, "all_reduce", 256 * MIB, n).seconds for n in range(2, 9)}
-    assert rates[5] < rates[6] < rates[4] < rates[7] < rates[8]
+    assert rates[6] < rates[4] < rates[7] < rates[8] and rates[5] == pytest.approx(rates[6], rel=0.1)
     assert rates[6] == pytest.approx(2 * 22.5e9, rel=0.1) and rates[7] == pytest.approx(4 * 22.5e9, rel=0.1)
 
 
