@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from costmodel.cost_model import Estimate
@@ -27,6 +27,7 @@ def copy(seconds: float) -> Estimate:
     return Estimate(seconds, 0.8 * seconds, 1.2 * seconds, "memory:DRAM")
 
 
+@settings(deadline=None)
 @given(st.floats(0.01, 1.0))
 def test_the_clock_is_the_inverse_of_the_power(clock):
     assert clock_at(power_at(clock)) == pytest.approx(clock)
@@ -49,6 +50,7 @@ def test_products_that_fill_their_units_less_draw_less():
     assert step_clock([half], [1]) == pytest.approx(clock_at(power_at(0.8) / 0.7))
 
 
+@settings(deadline=None)
 @given(st.floats(0, 1e3), st.floats(1e-6, 1e3), st.floats(0.4, 1.0), st.floats(0.4, 1.0))
 def test_the_clock_of_a_step_lies_between_a_long_load_and_a_burst(memory, arithmetic, long_load, burst):
     clock = step_clock([copy(memory), product(arithmetic, long_load, burst)], [1, 1])
