@@ -21,7 +21,7 @@ OWN_CACHE = "e2e/parallelism/capture_cache.py"
 RUNS_WHAT_IT_READS = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 # Where code is loaded that no file was read for: who says which.
 LOADERS = {
-    "costmodel/commands/checkup.py": {"ctypes.CDLL"},  # of `doctor`: what it has just compiled
+    "costmodel/commands/doctor.py": {"ctypes.CDLL"},  # of `doctor`: what it has just compiled
     "e2e/capture/script.py": {"spec.loader.exec_module"},  # the program that --script names
     "fusion/artifact/tuned_model.py": {
         "tvm.runtime.load_module"
@@ -146,7 +146,7 @@ def _sources(trace: Path, folder: Path) -> None:
 
 
 def _tables(trace: Path, folder: Path) -> None:
-    from costmodel.embedding.embedding_tables import load_tables
+    from costmodel.gpu.embedding_tables import load_tables
 
     load_tables(_yaml(trace, folder / "tables.yaml"))
 
@@ -158,7 +158,7 @@ def _samples(trace: Path, folder: Path) -> None:
 
 
 def _statistics(trace: Path, folder: Path) -> None:
-    from costmodel.embedding.popularity import load_statistics
+    from costmodel.gpu.embedding_tables import load_statistics
 
     load_statistics(_arrays(trace, folder / "statistics.npz"))
 

@@ -32,8 +32,7 @@ SUITES: dict[str, Callable[[Any, Path, TimeBudget, bool, Say], Path]] = {
 def measure(suite: str, device: str, output: Path, minutes: float, resume: bool, report: Say) -> Path:
     """Run ``suite`` for about ``minutes`` at most; returns its table. Measurements are kept if it is interrupted."""
     if suite not in SUITES:
-        known = f"{', '.join(SUITES)} (whole models: `python -m e2e measure`)"
-        raise InputError(f"--suite {suite}: not known; choose one of {known}")
+        raise InputError(f"--suite {suite}: not known; choose one of {', '.join(SUITES)}")
     budget = TimeBudget(minutes)
     opened = open_device(device)  # loads PyTorch
     budget.restart()

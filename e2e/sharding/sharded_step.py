@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from costmodel.base.errors import InputError
-from costmodel.embedding.embedding_tables import OPTIMIZER_STATE, EmbeddingTable, read_table_file
+from costmodel.gpu.embedding_tables import OPTIMIZER_STATE, EmbeddingTable, read_table_file
 from costmodel.machines.cluster import Cluster
 from costmodel.operators.device_work import MemoryCopy, OptimizerStep
 from costmodel.operators.lookups import EmbeddingLookup, TableLookup

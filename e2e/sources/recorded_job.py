@@ -22,15 +22,8 @@ from e2e.price.host_overheads import OverheadTable, fitted_overheads
 from e2e.price.recorded_kernels import Scaling, retarget, with_measured
 from e2e.sources.built_in_model import single_step
 from e2e.sources.known_requests import Recording, Trace
-from e2e.sources.prepared_step import (
-    PreparedStep,
-    cluster_of,
-    gpu_machine,
-    on_machine,
-    one_gpu,
-    setting_of,
-    step_options,
-)
+from e2e.sources.prepared_step import PreparedStep
+from e2e.sources.step_setting import cluster_of, gpu_machine, on_machine, one_gpu, setting_of, step_options
 from e2e.step.collective_names import kind_of
 from e2e.step.execution_graph import ExecutionGraph, RankGraph
 from e2e.step.memory import peak_memory

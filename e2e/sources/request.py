@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
 
 from e2e.simulate.skew import Skew, parse_skew, skew_text
@@ -43,6 +44,8 @@ class Request(Options):
     title: ClassVar[str]
     # Sets of options; any complete set selects this source.
     chosen_by: ClassVar[tuple[tuple[str, ...], ...]]
+    # Function that prepares the step, as MODULE:FUNCTION: it is loaded on first use, as it may need PyTorch.
+    prepared_by: ClassVar[str]
     # Reason in the error for an option that it lacks; empty: the error lists the sources that have the option.
     reason: ClassVar[str] = ""
     # True if the step is recorded, so its operators are fixed.
@@ -95,7 +98,8 @@ class Request(Options):
 
     def prepare(self) -> PreparedStep:
         """Return the step, ready to be priced."""
-        raise NotImplementedError
+        found: PreparedStep = resolve_name(self.prepared_by)(self)
+        return found
 
     def captured_anew(self, change: Change) -> Self | None:
         """Return the request of a step with ``change``; ``None`` if the change is made to the existing graph."""
@@ -157,16 +161,18 @@ SOURCES: list[type[Request]] = []
 R = TypeVar("R", bound=type[Request])
 
 
-def source(title: str, *chosen_by: str) -> Callable[[R], R]:
+def source(title: str, *chosen_by: str, prepared_by: str = "") -> Callable[[R], R]:
     """Decorate a request class to register it as a source.
 
     ``title``: for messages; ``chosen_by``: texts of field names separated by spaces; the options select this class if
-    all fields of one text are given, unless a class registered later is selected too.
+    all fields of one text are given, unless a class registered later is selected too; ``prepared_by``: MODULE:FUNCTION
+    that prepares its step, for a class without its own ``prepare``.
     """
 
     def register(record: R) -> R:
         record.title = title
         record.chosen_by = tuple(tuple(each.split()) for each in chosen_by)
+        record.prepared_by = prepared_by
         SOURCES.append(record)
         return record
 

@@ -17,8 +17,8 @@ from e2e.explain.predictor import PredictionResult
 from e2e.parallelism.spec import ParallelSpec, text_of
 from e2e.sources.known_requests import Model, Recording, Script, ScriptJob, SpreadModel, Trace
 from e2e.sources.predict_request import predict_request
-from e2e.sources.prepared_step import gpu_machine
 from e2e.sources.request import Request
+from e2e.sources.step_setting import gpu_machine
 from e2e.step.memory_room import largest_fitting
 from e2e.step.options import Dtype
 

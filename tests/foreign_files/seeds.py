@@ -401,21 +401,6 @@ NCCL_JSON = [
         ],
     }
 ]
-_BINS = "\n".join(
-    [f"(0, 1]: 0.{9:03}", *(f"({2**k}, {2 ** (k + 1)}]: 0.{50 + k:03}" for k in range(15)), "(32768+: 0.010"]
-)
-HISTOGRAM = f"""\
-toy_t2_bs10.pt
-Locality stats after processing 1 batches of size 10
-Avg # of indices: 20000
-Avg # of unique cols: 900
-Avg col size: 1.5
-Histogram of col sizes:
-{_BINS}
-[0, 1, 2]
-Ratio of index distribution at different column sizes:
-{_BINS}
-"""
 MEASURED_TABLE = (SHIPPED / "calibration" / "h100-pcie" / "measured" / "published_gemm.csv").read_text(encoding="utf-8")
 OPTION_TEXTS = [
     "parallel\ndp=2,tp=2,pp=2,micro-batches=8,schedule=interleaved,virtual-stages=2\n",

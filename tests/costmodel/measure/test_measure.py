@@ -284,8 +284,3 @@ def test_the_command_writes_the_table_and_resumes_it(capsys, tmp_path):
     assert rows_of(tmp_path / "kernels.csv") and "operators measured" in capsys.readouterr().err
     assert main([*command, "--resume"]) == 0
     assert (tmp_path / "kernels.csv").read_text().startswith(first)
-
-
-def test_whole_models_are_measured_by_the_other_command(tmp_path, capsys):
-    assert main(["measure", "--suite", "models", "-o", str(tmp_path), "--device", "cpu"]) == 2
-    assert "whole models: `python -m e2e measure`" in capsys.readouterr().err

@@ -6,6 +6,7 @@ import importlib
 import json
 import sys
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import get_args
 
 import pytest
@@ -27,8 +28,8 @@ from e2e.sources.known_requests import (
     Trace,
     request_of,
 )
-from e2e.sources.prepared_step import one_gpu
 from e2e.sources.request import SOURCES
+from e2e.sources.step_setting import one_gpu
 from e2e.step.options import Precision
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -113,6 +114,10 @@ def test_jobs_that_are_not_spread_are_refused(options, message):
         e2e.predict(**H100, **options)
 
 
+def test_every_source_names_the_function_that_prepares_it():
+    assert all(callable(resolve_name(record.prepared_by)) for record in SOURCES)
+
+
 def test_ranks_are_numbers():
     assert request_of({"script": "t.py:f", "gpus": 8, "ranks": "0, 7", **H100}).ranks == (0, 7)
 
@@ -156,7 +161,7 @@ from dataclasses import dataclass
 from costmodel.operators.device_work import MemoryCopy
 from e2e.sources.prepared_step import PreparedStep
 from e2e.sources.request import Gpu, Request, source
-from e2e.sources.prepared_step import one_gpu, setting_of
+from e2e.sources.step_setting import one_gpu, setting_of
 from e2e.step.execution_graph import ExecutionGraph, Task
 from e2e.step.option_fields import option
 from e2e.step.execution_graph import RankWriter

@@ -1,8 +1,7 @@
-"""Statistics of lookups against draws: distinct rows, reuse factors, LRU hits; from batches, histograms, exponents."""
+"""Statistics of lookups against draws: distinct rows, reuse factors, LRU hits; from batches and exponents."""
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict
 
 import numpy as np
@@ -10,21 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from costmodel.base.errors import InputError, OutputError
-from costmodel.embedding.popularity import (
+from costmodel.base.errors import InputError
+from costmodel.gpu.embedding_tables import (
     CountBin,
     IndexBatch,
     load_batches,
     load_statistics,
-    read_histograms,
-    save_statistics,
     statistics_of_batch,
     statistics_of_counts,
 )
 from costmodel.operators.lookups import REUSE_EDGES, IndexStatistics, uniform, zipf
-from lab.data.data_folder import data_folder
-
-DATA = data_folder() / "dlrm_datasets"
 
 
 def chances(statistics: IndexStatistics) -> np.ndarray:
@@ -167,17 +161,6 @@ def test_statistics_that_make_no_sense_are_refused(groups, words):
         IndexStatistics(10, *groups)
 
 
-@pytest.mark.parametrize("suffix", [".json", ".npz"])
-def test_statistics_are_saved_and_read_back(tmp_path, suffix):
-    known = {"user/id": zipf(1000, 1.1), "item.0": uniform(7)}
-    path = tmp_path / f"stats{suffix}"
-    save_statistics(known, path)
-    assert load_statistics(path) == known
-    assert load_statistics(path)["user/id"].origin == "zipf 1.1"
-    with pytest.raises(OutputError, match="cannot be written"):
-        save_statistics(known, path / f"below{suffix}")
-
-
 def test_batches_are_read_and_their_statistics_kept(tmp_path):
     path = tmp_path / "batch.npz"
     indices = np.array([3, 3, 1, 0, 3, 9])
@@ -206,92 +189,7 @@ def test_malformed_batches_are_named(tmp_path, arrays, words):
 
 
 def test_files_that_are_none_are_named(tmp_path):
-    for name, content in (("a.json", "[1]"), ("b.json", "{"), ("c.npz", "no archive")):
-        (tmp_path / name).write_text(content)
-        with pytest.raises(InputError, match=name):
+    (tmp_path / "a.npz").write_text("no archive")
+    for name, words in (("a.npz", "not an .npz of index batches"), ("missing.npz", "cannot be read")):
+        with pytest.raises(InputError, match=f"{name}: {words}"):
             load_statistics(tmp_path / name)
-    with pytest.raises(InputError, match=r"\.json or \.npz"):
-        load_statistics(tmp_path / "x.csv")
-    with pytest.raises(InputError, match="cannot be read"):
-        load_statistics(tmp_path / "missing.npz")
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ({"a": {"rows": 3}}, "table 'a' lacks 'group_rows'"),
-        ({"a": 3}, "table 'a': is not a mapping"),
-        ([1], "tables is not a mapping of names"),
-        ({"a": {"rows": 3, "group_rows": "x", "group_shares": [1], "origin": ""}}, "table 'a': could not convert"),
-    ],
-)
-def test_a_malformed_table_is_named_with_what_it_needs(tmp_path, content, words):
-    path = tmp_path / "statistics.json"
-    path.write_text(json.dumps({"format": 1, "tables": content}))
-    with pytest.raises(InputError, match=f"{words}.*; every table needs rows, group_rows, group_shares, origin"):
-        load_statistics(path)
-
-
-def test_an_archive_without_tables_is_named(tmp_path):
-    path = tmp_path / "other.npz"
-    np.savez(path, weights=np.arange(3))
-    with pytest.raises(InputError, match=f"{path}.*array 'weights' names no table"):
-        load_statistics(path)
-
-
-SECTION = """toy_t2_bs10.pt
-Locality stats after processing 1 batches of size 10
-Avg # of indices: {lookups}
-Avg # of unique cols: {unique}
-Avg col size: 1.5
-Histogram of col sizes:
-{rows}
-[0, 1, 2]
-Ratio of index distribution at different column sizes:
-{shares}
-"""
-
-
-def section(lookups: int, unique: int, rows: np.ndarray, shares: np.ndarray) -> str:
-    """A file with one data set of two tables."""
-    names = ["(0, 1]", *(f"({2**k}, {2 ** (k + 1)}]" for k in range(15)), "(32768+"]
-    lines = [
-        "\n".join(f"{name}: {share:.3f}" for name, share in zip(names, each, strict=True)) for each in (rows, shares)
-    ]
-    return SECTION.format(lookups=lookups, unique=unique, rows=lines[0], shares=lines[1])
-
-
-def test_a_histogram_gives_back_the_data_it_was_made_of(tmp_path):
-    truth = zipf(50_000, 1.1)
-    indices = draw(truth, 100_000)
-    path = tmp_path / "stats.txt"
-    path.write_text(section(200_000, 2 * len(np.unique(indices)), *bin_shares(indices)))
-    histogram = read_histograms(path)["toy_t2_bs10.pt"]
-    assert (histogram.tables, histogram.batch_size, histogram.pooling) == (2, 10, 10_000)
-    found = histogram.statistics()
-    for lookups in (1000, 10_000, 100_000):
-        assert found.unique_rows(lookups) == pytest.approx(truth.unique_rows(lookups), rel=0.04)
-    assert found.hit_rate(100_000, 1000) == pytest.approx(truth.hit_rate(100_000, 1000), abs=0.02)
-    assert histogram.statistics(400).rows == 400
-
-
-def test_malformed_histograms_are_named(tmp_path):
-    path = tmp_path / "stats.txt"
-    path.write_text("nothing\n")
-    with pytest.raises(InputError, match=r"stats\.txt: no data set"):
-        read_histograms(path)
-    path.write_text("toy_t2_bs10.pt\nAvg # of indices: 5\n(0, 1]: 0.5\n")
-    with pytest.raises(InputError, match=r"stats\.txt: toy_t2_bs10\.pt: needs two counts"):
-        read_histograms(path)
-
-
-@pytest.mark.skipif(not DATA.exists(), reason=f"{DATA} (public histograms) is absent")
-@pytest.mark.parametrize(("year", "sets"), [(2021, 17), (2022, 16)])
-def test_published_histograms_are_met(year, sets):
-    known = read_histograms(DATA / f"locality_stats_{year}.txt")
-    assert len(known) == sets
-    for histogram in list(known.values())[:3]:
-        found, lookups = histogram.statistics(), histogram.lookups / histogram.tables
-        assert found.unique_rows(lookups) == pytest.approx(histogram.unique / histogram.tables, rel=0.015)
-        assert found.reuse_factors(lookups) == pytest.approx(histogram.unique_shares, abs=0.005)
-        assert found.lookup_shares(lookups) == pytest.approx(histogram.lookup_shares, abs=0.01)

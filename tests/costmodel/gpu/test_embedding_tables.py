@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from costmodel.base.errors import InputError, MachineError
-from costmodel.embedding.embedding_tables import EmbeddingTable, load_tables, read_table_file
-from costmodel.embedding.popularity import save_statistics
 from costmodel.gpu import gpu_cost_model
+from costmodel.gpu.embedding_tables import EmbeddingTable, load_statistics, load_tables, read_table_file
 from costmodel.gpu.families.lookups import LookupKernels
 from costmodel.gpu.fitted import Fitted, write_fitted
 from costmodel.gpu.table_costs import table_seconds
@@ -29,7 +28,7 @@ tables:
   - {name: user, rows: 1000, dim: 128, pooling: 1.5, optimizer: rowwise_adagrad}
   - {name: history, rows: 500, distribution: {zipf: 1.05}}
   - {name: item, rows: 300, count: 2, dtype: float32, distribution: uniform}
-  - {name: page, rows: 200, distribution: {statistics: stats.json}}
+  - {name: page, rows: 200, distribution: {indices: batches.npz}}
 model: {bottom: [512, 64]}
 """
 
@@ -75,14 +74,15 @@ def test_tables_that_make_no_sense_are_refused(changes, words):
 
 
 def test_the_file_lists_tables_with_defaults_counts_and_statistics(tmp_path):
-    save_statistics({"page": zipf(200, 0.9)}, tmp_path / "stats.json")
+    np.savez(tmp_path / "batches.npz", **{"page.indices": np.arange(60) % 7, "page.rows": 190})
     path = tmp_path / "tables.yaml"
     path.write_text(FILE)
     user, history, item, other, page = load_tables(path)
     assert (user.dim, user.pooling, user.optimizer, user.statistics) == (128, 1.5, "rowwise_adagrad", None)
     assert (history.dim, history.pooling, history.dtype, history.statistics) == (64, 20.0, "float16", zipf(500, 1.05))
     assert (item.name, other.name, other.dtype) == ("item_0", "item_1", "float32")
-    assert page.statistics == zipf(200, 0.9)
+    known = load_statistics(tmp_path / "batches.npz")["page"]
+    assert page.statistics == dataclasses.replace(known, rows=200) and known.rows == 190
     file = read_table_file(path)
     assert file.origin == "a test" and file.model == {"bottom": [512, 64]}
 
@@ -97,16 +97,16 @@ def test_the_file_lists_tables_with_defaults_counts_and_statistics(tmp_path):
         ("count: 2", "count: 2000000000", r"count.*less than or equal to 100000"),
         ("pooling: 20, ", "", "pooling is missing; add it"),
         ("{zipf: 1.05}", "{zipf: -1}", "zipf"),
-        ("{zipf: 1.05}", "{zipf: 1, statistics: a.npz}", "give uniform"),
+        ("{zipf: 1.05}", "{zipf: 1, indices: a.npz}", "give uniform"),
         ("name: history", "name: user", "two tables have the name 'user'"),
-        ("stats.json", "absent.json", r"absent\.json: cannot be read"),
-        ("name: page", "name: leaf", "has no statistics of it"),
-        ("rows: 200", "rows: 201", "is about 200 rows, the table has 201"),
+        ("batches.npz", "absent.npz", r"absent\.npz: cannot be read"),
+        ("name: page", "name: leaf", "has no indices of it"),
+        ("rows: 200", "rows: 189", "page: has indices of 190 rows, the table has 189"),
         ("tables:", "tables: [", "not valid YAML"),
     ],
 )
 def test_mistakes_are_one_line_that_names_file_and_key(tmp_path, old, new, words):
-    save_statistics({"page": zipf(200, 0.9)}, tmp_path / "stats.json")
+    np.savez(tmp_path / "batches.npz", **{"page.indices": np.arange(60) % 7, "page.rows": 190})
     path = tmp_path / "tables.yaml"
     path.write_text(FILE.replace(old, new, 1))
     with pytest.raises(InputError, match=words) as caught:

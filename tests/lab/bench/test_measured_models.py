@@ -11,13 +11,11 @@ import pytest
 
 pytest.importorskip("torch")
 
-from typer.testing import CliRunner
-
 from costmodel.base.errors import InputError
 from e2e.capture.models import catalog, dlrm, transformer
 from e2e.capture.models.image_models import ResNet50
-from e2e.commands.cli import app
-from e2e.commands.measure_models import CASES, SAMPLES, ModelCase, measure_models
+from lab.bench.measured_models import CASES, SAMPLES, ModelCase, app, measure_models
+from lab.command_line import run
 
 TINY = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 16, "vocab_size": 64}
 CASES_OF_EVERY_KIND = (
@@ -34,7 +32,7 @@ def small(monkeypatch):
     monkeypatch.setitem(catalog.IMAGES, "tiny-images", (ResNet50, 32))
     ddp = dlrm.CONFIGS["dlrm-ddp"]
     monkeypatch.setitem(dlrm.CONFIGS, "tiny-dlrm", replace(ddp, rows=tuple(min(each, 50) for each in ddp.rows)))
-    monkeypatch.setattr("e2e.commands.measure_models._SAMPLE_SECONDS", 0.01)
+    monkeypatch.setattr("lab.bench.measured_models._SAMPLE_SECONDS", 0.01)
 
 
 def table(folder: Path) -> list[dict[str, str]]:
@@ -74,8 +72,8 @@ def test_the_gpu_list_begins_with_one_case_of_each_kind_and_names_built_in_model
     assert len({case.key() for case in CASES}) == len(CASES)
 
 
-def test_wrong_options_are_one_line(tmp_path):
+def test_wrong_options_are_one_line(tmp_path, capsys):
     with pytest.raises(InputError, match="--minutes"):
         measure_models("cpu", tmp_path, 0.0, False, lambda line: None)
-    result = CliRunner().invoke(app, ["measure", "--device", "gpu7", "-o", str(tmp_path)])
-    assert result.exit_code == 2 and "gpu7" in result.stderr
+    assert run(app, "lab.bench.measured_models", ["--device", "gpu7", "-o", str(tmp_path)]) == 2
+    assert "gpu7" in capsys.readouterr().err

@@ -1,4 +1,6 @@
-"""Models suite: step times of the built-in workloads, measured on the present device. Imports ``torch``.
+"""Step times of the built-in models, measured on the GPU at hand: what ``python -m e2e predict`` is compared with.
+
+    python -m lab.bench.measured_models -o OUT [--device cuda:0] [--minutes 8] [--resume]
 
 Each case is timed over many steps without the profiler, with a wait only at the end of a sample, then traced for a few
 steps (Kineto). Cases are in order of importance: an interrupted run still has one of each kind.
@@ -10,12 +12,14 @@ inputs. DLRM runs with ``nn.EmbeddingBag`` tables: the table-batched operator is
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 
 from costmodel.base.errors import InputError, OutputError, Say
 from costmodel.base.process import pass_ending
@@ -24,6 +28,7 @@ from costmodel.measure.overhead_suite import step_seconds, traced_seconds
 from costmodel.measure.runs import SuiteProgress, Table, TimeBudget
 from e2e.capture.models import catalog, dlrm, transformer
 from e2e.step.options import StepOptions
+from lab.command_line import program, run
 
 
 @dataclass(frozen=True)
@@ -261,3 +266,20 @@ def _without_gradients(step: Callable[[], Any]) -> Callable[[], Any]:
             return step()
 
     return run
+
+
+def measured_models(
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder for the table and the traces.")],
+    device: Annotated[str, typer.Option(help="cuda, cuda:N, or cpu to try the code.")] = "cuda",
+    minutes: Annotated[float, typer.Option(help="Time budget; what is measured by then is kept.")] = 8.0,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the table that -o holds.")] = False,
+) -> None:
+    """Measure real steps of the built-in models on the GPU at hand."""
+    measure_models(device, output, minutes, resume, lambda line: print(line, file=sys.stderr, flush=True))
+
+
+app = program(measured_models, "stopped; what was measured is kept, --resume continues it")
+
+
+if __name__ == "__main__":
+    sys.exit(run(app, "lab.bench.measured_models"))

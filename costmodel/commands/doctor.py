@@ -1,7 +1,8 @@
-"""Checks of ``doctor`` for every tool: installed packages against declared versions, cores, folders, a compiler.
+"""Checks of every tool's ``doctor``: installed packages against declared versions, cores, folders, a compiler.
 
-A check reports its finding and, if there is a problem, advice. Nothing is changed: files written to test a folder are
-removed again.
+Each tool lists its checks beside its command (``fusion/commands/doctor.py``, ``e2e/commands/doctor.py``). A check
+reports its finding and, if there is a problem, advice. Nothing is changed: files written to test a folder are removed
+again.
 """
 
 from __future__ import annotations
@@ -9,12 +10,11 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from itertools import chain
@@ -22,11 +22,14 @@ from pathlib import Path
 from typing import Literal
 
 import typer
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from costmodel.base.command_line import DISTRIBUTION, version_line
 from costmodel.base.errors import ProjectError
 from costmodel.base.process import core_quota, usable_cores
 from costmodel.base.units import whole_number
+from costmodel.machines.machine_file import user_directory
 
 State = Literal["ok", "note", "broken"]
 _THREADS = ("OMP_NUM_THREADS", "TVM_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -52,19 +55,6 @@ class BadPair:
     versions: Mapping[str, str]
     what: str
     advice: str
-
-
-@dataclass(frozen=True)
-class Declared:
-    """Declared dependency: a distribution and the versions expected to work."""
-
-    name: str
-    condition: str
-
-    @property
-    def exact(self) -> bool:
-        """True if exactly one version is known to work."""
-        return self.condition.startswith("==")
 
 
 Check = Callable[[], Iterable[Finding]]
@@ -115,11 +105,11 @@ def modules_once(names: Iterable[str]) -> list[Finding]:
     return found
 
 
-def imports(names: Sequence[str], advice: str) -> list[Finding]:
-    """Findings on whether each module can be imported, each in a separate process (which a broken library may
-    crash).
+def imports(modules: Mapping[str, str], advice: str) -> list[Finding]:
+    """Findings on whether each module (name -> distribution) that is installed can be imported, each in a separate
+    process, which a broken library may crash.
     """
-    return [_import(name, advice) for name in names]
+    return [_import(name, advice) for name, distribution in modules.items() if installed(distribution)]
 
 
 def cores() -> list[Finding]:
@@ -175,6 +165,13 @@ def folder(name: str, path: Path) -> Finding:
     return Finding(name, "note" if free < _LITTLE_DISK else "ok", told)
 
 
+def folders() -> Iterator[Finding]:
+    """Findings on the folders that both tools write to."""
+    yield folder("machines COSTMODEL_MACHINES", user_directory())
+    yield folder("temporary TMPDIR", Path(tempfile.gettempdir()))
+    yield folder("working folder", Path.cwd())
+
+
 def compiler(command: Sequence[str] | None, name: str, install: str) -> Finding:
     """Finding on whether ``command`` builds a loadable library, as tuned kernels require."""
     if command is None:
@@ -206,7 +203,7 @@ def shipped(name: str, files: Iterable[Path]) -> Finding:
     return Finding(name, "broken", "missing: the installation is not whole", again)
 
 
-def declared(extra: str) -> list[Declared]:
+def declared(extra: str) -> list[Requirement]:
     """Dependencies that ``pyproject.toml`` declares for ``extra`` (empty: for all), from installed metadata or the
     checkout.
     """
@@ -214,14 +211,9 @@ def declared(extra: str) -> list[Declared]:
         lines = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
         lines = _lines_of_checkout()
-    found = []
-    for line in lines:
-        requirement, _, marker = line.partition(";")
-        named = re.search(r"extra\s*==\s*['\"]([\w-]+)['\"]", marker)
-        match = re.match(r"\s*([\w.-]+)\s*\(?([^)]*)\)?", requirement)
-        if match and (named[1] if named else "") == extra:
-            found.append(Declared(match[1], match[2].replace(" ", "")))
-    return found
+    found = [Requirement(line) for line in lines]
+    needed = [each for each in found if each.marker is None or each.marker.evaluate({"extra": extra})]
+    return needed if not extra else [each for each in needed if each not in declared("")]
 
 
 def installed(name: str) -> str | None:
@@ -232,41 +224,9 @@ def installed(name: str) -> str | None:
         return None
 
 
-def satisfies(version: str, condition: str) -> bool:
-    """True if ``version`` meets a condition such as ``>=2.4,<3``; ``==`` compares every part, missing parts are
-    zero.
-    """
-    for part in filter(None, condition.split(",")):
-        match = re.fullmatch(r"(>=|<=|==|!=|<|>)(.+)", part)
-        if match is None:
-            continue
-        sign, wanted = match[1], match[2]
-        own, other = _ordered(version), _ordered(wanted)
-        holds = {
-            ">=": own >= other,
-            "<=": own <= other,
-            "==": own == other,
-            "!=": own != other,
-            "<": own < other,
-            ">": own > other,
-        }
-        if not holds[sign]:
-            return False
-    return True
-
-
-def _ordered(version: str) -> tuple[tuple[int, ...], int, int]:
-    """Sort key of a version: release, pre-releases before it, post-releases after it; a local part (``+cpu``) is
-    ignored.
-    """
-    text = version.partition("+")[0]
-    release = re.match(r"[\d.]+", text)
-    numbers = [int(each) for each in (release[0] if release else "0").split(".") if each]
-    while len(numbers) > 1 and not numbers[-1]:
-        numbers.pop()
-    post = re.search(r"post(\d+)", text)
-    before = re.search(r"(a|b|rc|\.dev)\d*", text[len(release[0]) if release else 0 :])
-    return tuple(numbers), -1 if before else 0, int(post[1]) if post else 0
+def satisfies(version: str, condition: SpecifierSet | str) -> bool:
+    """True if ``version`` meets a condition such as ``>=2.4,<3``."""
+    return SpecifierSet(str(condition)).contains(version, prereleases=True)
 
 
 def _guarded(check: Check) -> list[Finding]:
@@ -281,19 +241,17 @@ def _python() -> tuple[State, str, str]:
     return "ok", f"{sys.version.split()[0]}, {sys.executable}", ""
 
 
-def _declared(each: Declared, extra: str) -> Finding:
-    version = installed(each.name)
+def _declared(each: Requirement, extra: str) -> Finding:
+    version, wanted = installed(each.name), each.specifier
     install = f"pip install '{DISTRIBUTION}[{extra}]'" if extra else f"pip install {DISTRIBUTION}"
     if version is None:
         return Finding(each.name, "broken", "not installed", install)
-    if satisfies(version, each.condition):
+    if satisfies(version, wanted):
         return Finding(each.name, "ok", version)
-    exactly = f"pip install '{each.name}{each.condition}'"
-    lower = [part for part in each.condition.split(",") if part.startswith(">=")]
-    old = any(not satisfies(version, part) for part in lower)
-    if each.exact or old:
-        return Finding(each.name, "broken", f"{version}, needed is {each.condition}", exactly)
-    return Finding(each.name, "note", f"{version}, newer than what was tested ({each.condition})", exactly)
+    exactly = f"pip install '{each}'"
+    if any(part.operator in ("==", ">=") and not part.contains(version, prereleases=True) for part in wanted):
+        return Finding(each.name, "broken", f"{version}, needed is {wanted}", exactly)
+    return Finding(each.name, "note", f"{version}, newer than what was tested ({wanted})", exactly)
 
 
 def _holds(pair: BadPair) -> bool:
