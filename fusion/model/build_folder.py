@@ -38,7 +38,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from costmodel.base.errors import InputError, OutputError
-from costmodel.base.input_files import MALFORMED, decoded, open_file, read_text
+from costmodel.base.input_files import decoded, open_file, read_text
 from fusion.model.library_messages import os_reason, write_failure
 from fusion.model.named_arrays import TensorInfo
 from schedules.contract.cpu_target import TILE_FLAG, CpuTarget, cpu_flags, required_flags, tiles_refused
@@ -87,6 +87,22 @@ class Manifest:
     # Module -> layer names of its kernels in execution order (:func:`fusion.relax.machine_code.kernel_layers`); empty
     # in older builds.
     layers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    def __post_init__(self) -> None:
+        for name in self.files:
+            if Path(name).name != name or "\0" in name:
+                raise ValueError(f"files: {name!r} is not a plain file name")
+        for each in (*self.inputs, *self.outputs):
+            if not _is_dtype(each.dtype):
+                raise ValueError(f"{each.name}: {each.dtype!r} is no data type")
+            if any(extent < 0 for extent in each.shape):
+                raise ValueError(f"{each.name}: {list(each.shape)} is no shape")
+        if self.threads < 1:
+            raise ValueError(f"threads: {self.threads} is not above zero")
+        if self.precision not in _PRECISIONS:
+            raise ValueError(f"precision: {self.precision!r} is none of {', '.join(_PRECISIONS)}")
 
 
 @dataclass(frozen=True)
@@ -302,14 +318,16 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def _read_manifest(path: Path) -> Manifest:
+    from costmodel.machines.record_file import to_record
+
     fields = read_fields(path)
     if fields.get("profiles"):
         folders = ", ".join(str(path.parent / name) for name in fields["profiles"])
         raise InputError(f"{path.parent}: holds a build for each of several input shapes; name one: {folders}")
     try:
-        return _manifest(fields)
-    except MALFORMED as error:
-        raise InputError(f"{path}: damaged, {error}; tune the model again") from error
+        return to_record(fields, Manifest, path, InputError)
+    except InputError as error:
+        raise InputError(f"{error}; tune the model again") from None
 
 
 def read_fields(path: Path) -> dict[str, Any]:
@@ -325,71 +343,6 @@ def read_fields(path: Path) -> dict[str, Any]:
     if not isinstance(fields, dict) or fields.get("format") != FORMAT:
         raise InputError(f"{path}: not a manifest of format {FORMAT}; tune the model again")
     return fields
-
-
-def _manifest(fields: dict[str, Any]) -> Manifest:
-    """Validate a manifest strictly: exactly our fields and types; module names must stay inside the directory."""
-    for key in (
-        "model_path",
-        "model_sha256",
-        "inputs",
-        "outputs",
-        "mcpu",
-        "cpu_flags",
-        "threads",
-        "tvm_version",
-        "files",
-        "measured",
-        "checked",
-        "precision",
-    ):
-        if key not in fields:
-            raise ValueError(f"{key} is missing")
-    for key in fields:
-        if key not in Manifest.__dataclass_fields__:
-            raise ValueError(f"{key} is no part of a manifest")
-    for key in ("inputs", "outputs"):
-        if not isinstance(fields[key], list) or not all(isinstance(each, dict) for each in fields[key]):
-            raise TypeError(f"{key} is no list of tensors")
-    if not isinstance(fields["files"], dict):
-        raise TypeError("files is no mapping of names to digests")
-    for key in ("measured", "checked"):
-        if not isinstance(fields[key], bool):
-            raise TypeError(f"{key} is neither true nor false")
-    tensors = {key: tuple(_tensor(item) for item in fields[key]) for key in ("inputs", "outputs")}
-    files = fields["files"]
-    for name, expected in files.items():
-        if Path(name).name != name or "\0" in name:
-            raise ValueError(f"{name!r} is not a plain file name")
-        if not isinstance(expected, str):
-            raise TypeError(f"the digest of {name} is no text")
-    for key in ("model_path", "model_sha256", "mcpu", "tvm_version", "precision"):
-        if not isinstance(fields[key], str):
-            raise TypeError(f"{key} is no text")
-    if not isinstance(fields["cpu_flags"], list) or not all(isinstance(flag, str) for flag in fields["cpu_flags"]):
-        raise TypeError("cpu_flags is no list of texts")
-    if not isinstance(fields["threads"], int) or fields["threads"] < 1:
-        raise ValueError("threads is no positive integer")
-    if fields["precision"] not in _PRECISIONS:
-        raise ValueError(f"precision is none of {', '.join(_PRECISIONS)}")
-    named = fields.get("layers", {})
-    if not isinstance(named, dict) or not all(isinstance(names, list) for names in named.values()):
-        raise TypeError("layers is no mapping of modules to lists of names")
-    layers = {name: tuple(map(str, names)) for name, names in named.items()}
-    return Manifest(
-        **{**fields, **tensors, "cpu_flags": tuple(fields["cpu_flags"]), "files": dict(files), "layers": layers}
-    )
-
-
-def _tensor(item: dict[str, Any]) -> TensorInfo:
-    if not isinstance(item.get("name"), str) or not isinstance(item.get("dtype"), str):
-        raise TypeError("a tensor needs a name and a dtype")
-    if not _is_dtype(item["dtype"]):
-        raise ValueError(f"{item['dtype']!r} is no data type")
-    shape = item.get("shape")
-    if not isinstance(shape, list) or not all(type(extent) is int and extent >= 0 for extent in shape):
-        raise ValueError(f"{shape} is no shape")
-    return TensorInfo(item["name"], tuple(shape), item["dtype"])
 
 
 def _is_dtype(name: str) -> bool:

@@ -161,8 +161,6 @@ class TuningJob:
             budget = TuningBudget(network.request.trials, seconds, spare)
             tuned = tuner.known(interrupted=True) if self.stopped else tuner.tune(budget)
             display.finish_trials()
-        if tuned.trials:
-            cost_model.save(output / RECORDS / "cost_model")
         if tuned.interrupted and not self.stopped:
             display.say("stopped: building the best found so far (Ctrl-C again to leave without)")
         return tuned

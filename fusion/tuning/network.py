@@ -183,7 +183,7 @@ class Network:
 
         # One training thread: a pool would still spin while kernels are timed.
         terms = partial(config_terms, cpu=self.cpu)
-        return ResidualModel(self.roofline(), key=self.cpu.key, config_terms=terms, before=self.guesses.ranking)
+        return ResidualModel(self.roofline(), config_terms=terms, before=self.guesses.ranking)
 
 
 def read_networks(request: TuneRequest, target: Target, display: TuningDisplay) -> list[Network]:

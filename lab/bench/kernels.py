@@ -277,7 +277,7 @@ def tuned(
             left = f"{state.eta_seconds / 60:.0f} min left"
             print(f"  trial {state.trial} of {state.trials}, {left}", file=sys.stderr, flush=True)
 
-    model = ResidualModel(roofline, key=cpu.key, config_terms=partial(config_terms, cpu=cpu))
+    model = ResidualModel(roofline, config_terms=partial(config_terms, cpu=cpu))
     operators = sorted({operator for operator, _ in kernels}, key=repr)
     with RecordStore(folder, cpu) as store:
         Tuner(store, cpu, model, runner, progress).tune([TuningTask(operator, trials) for operator in operators])

@@ -24,7 +24,7 @@ def user_data_directory() -> Path:
     """Folder into which `data fetch` writes: ``$XDG_DATA_HOME/costmodel/data``, else
     ``~/.local/share/costmodel/data``.
     """
-    return user_folder("XDG_DATA_HOME", ".local/share") / "data"
+    return user_folder("data") / "data"
 
 
 def data_folder(given: Path | None = None) -> Path:

@@ -257,4 +257,4 @@ def answers_folder() -> Path:
     """Cache folder, ``$XDG_CACHE_HOME/costmodel/validate``, else below ``~/.cache``; results are keyed by a digest of
     this program.
     """
-    return user_folder("XDG_CACHE_HOME", ".cache") / "validate"
+    return user_folder("cache") / "validate"

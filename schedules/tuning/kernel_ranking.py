@@ -38,7 +38,7 @@ from schedules.tuning.shipped_records import (
 def empty_ranking(machine: Machine, cpu: CpuTarget, before: ResidualModel | None = None) -> ResidualModel:
     """Untrained model on top of ``before``, or of the templates' analytic cost."""
     return ResidualModel(
-        RooflineModel(machine, cpu.threads), key=cpu.key, config_terms=partial(config_terms, cpu=cpu), before=before
+        RooflineModel(machine, cpu.threads), config_terms=partial(config_terms, cpu=cpu), before=before
     )
 
 

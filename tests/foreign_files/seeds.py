@@ -382,14 +382,6 @@ NCCL_LOGS = [
 # Out of bounds values : 0 OK
 # Avg bus bandwidth    : 20.6323
 """,
-    """\
-Hello from Rank 0: [Rank   0] host eos0031, device: cuda:0, local_rank: 0 world_size: 16, master_ip: eos0031
-Hello from Rank 8: [Rank   8] host eos0032, device: cuda:0, local_rank: 0 world_size: 16, master_ip: eos0031
-
-\tCOMMS-RES      size (B)  nElementsPerRank   Latency(us):p50         p75         p95         Min         Max
-\tCOMMS-RES-all_to_all        1048576            16384              98.5       101.2       110.0        90.1       120.7
-\tCOMMS-RES-all_reduce-float32        2048    512    30.0   31.0   32.0   29.0   33.0   0.068   0.128
-""",
 ]
 _TIMED = {"time": 45.3, "alg_bw": 0.1, "bus_bw": 0.1, "nwrong": 0}
 NCCL_JSON = [

@@ -73,11 +73,11 @@ from costmodel.gpu.families.rates import (
     dram_bandwidth,
     kernel_floor,
     latency,
+    long_load_shares,
     matrix_rate,
     uses_tensor_cores,
     vector_rate,
 )
-from costmodel.gpu.power import long_load_shares
 from costmodel.machines.machine_records import Machine
 from costmodel.operators.device_work import ConvolutionBackward
 from costmodel.operators.layers import Conv2d, element_bytes
