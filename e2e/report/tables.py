@@ -1,4 +1,4 @@
-"""Lines and tables of a report, the same in text and HTML.
+"""Lines and tables of a report as texts, the same on standard output and in HTML.
 
 Options, throughput, power, cost and advice; ranks and collectives; operators and modules; ranges named by the script;
 what-if questions.
@@ -13,16 +13,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 
-from rich.console import Console
-from rich.table import Table
-
-from costmodel.pages.document import Cell, Html, NumberCell, joined, table, tag
 from e2e.explain.breakdowns import RangeFigures, device_seconds
 from e2e.explain.critical_path import HOST_KINDS, CriticalPath
 from e2e.explain.prediction import TOGETHER, Advice, Alternative, AskedValue, Prediction, WhatIfRow
 from e2e.explain.rank_figures import CollectiveFigures, RankFigures
 from e2e.explain.utilisation import JOULES_OF_A_KILOWATT_HOUR
 from e2e.step.execution_graph import OVERHEAD_MEANINGS, HostWork, Launch, RankGraph
+from e2e.step.memory_room import largest_fitting
 
 MILLION = 1e6
 ADVICE_HEAD = ("what to change", "step", "per sample", "memory", "needs")
@@ -38,6 +35,10 @@ _RECORDED_HINT = (
     "--what-if asks about the recorded step with something changed (host=2x, kernels:gemm=2x, batch=N, ...), "
     "--retarget about another GPU"
 )
+# Labels of the parts of memory, and the smallest part that is shown.
+MEMORY_ROLES = {"optimizer_state": "optimizer", "cache": "KV cache", "reserve": "allocator's reserve"}
+SMALLEST_PART = 10 << 20
+PATH_HEAD = ("critical path", "operator", "ms", "share", "waits mostly for")
 # Longest name in a table, and uninformative prefixes of C++ kernel names.
 _MOST_LETTERS = 72
 _NAMESPACES = re.compile(r"\bvoid |\bat::(?:native|detail|cuda)::|\(anonymous namespace\)::|<unnamed>::")
@@ -52,6 +53,70 @@ def short_name(name: str) -> str:
         return name
     told = _NAMESPACES.sub("", name)
     return told if len(told) <= _MOST_LETTERS else f"{told[: _MOST_LETTERS - 1].rstrip()}…"
+
+
+def title(prediction: Prediction) -> str:
+    """Return the title: workload, machine, number of GPUs and nodes."""
+    count = f"{prediction.gpus} x " if prediction.gpus > 1 else ""
+    nodes = f" on {prediction.nodes} nodes" if prediction.nodes > 1 else ""
+    return f"{prediction.workload} on {count}{prediction.machine}{nodes}"
+
+
+def phases(prediction: Prediction) -> Mapping[str, float]:
+    """Seconds of each phase; ``other`` only if it is not zero."""
+    known = {
+        "forward": prediction.forward_seconds,
+        "backward": prediction.backward_seconds,
+        "optimizer": prediction.optimizer_seconds,
+    }
+    return known | ({"other": prediction.other_seconds} if prediction.other_seconds > 0 else {})
+
+
+def launches(prediction: Prediction) -> str:
+    """Format the numbers of launches and of operator calls, per rank if there are several."""
+    several = len(prediction.ranks) > 1
+    kernels = _between([rank.kernels for rank in prediction.ranks]) if several else f"{prediction.kernels:,}"
+    operators = _between([rank.operators for rank in prediction.ranks]) if several else f"{prediction.operators:,}"
+    each = f" on each of {len(prediction.ranks)} distinct ranks" if several else ""
+    if prediction.cuda_graph:
+        return f"1 of a CUDA graph of {kernels}, captured from {operators} operator calls{each}"
+    return f"{kernels} in {operators} operator calls{each}"
+
+
+def _between(counts: Sequence[int]) -> str:
+    least, most = min(counts), max(counts)
+    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
+
+
+def peak_memory(prediction: Prediction) -> str | None:
+    """Format the peak memory and whether it fits, ``None`` if unknown."""
+    peaks = [rank.peak_memory_bytes for rank in prediction.ranks if rank.peak_memory_bytes is not None]
+    if not peaks:
+        return None
+    fits = {"does not fit": "DOES NOT FIT", "not known": "not known for all ranks"}.get(
+        prediction.memory_verdict, prediction.memory_verdict
+    )
+    least = f"{min(peaks) / 2**30:.2f} to " if len(prediction.ranks) > 1 else ""
+    room = f"{prediction.memory_room_bytes / 2**30:.1f} GiB"
+    in_use = max(rank.allocated_bytes or 0 for rank in prediction.ranks)
+    # The allocator takes all room there is: on a full card the bytes in use tell whether it fits.
+    full = in_use < max(peaks) and max(peaks) > largest_fitting(prediction.memory_room_bytes)
+    kept = f" ({in_use / 2**30:.2f} GiB in use, the rest kept by the allocator)" if full else ""
+    return f"{least}{max(peaks) / 2**30:.2f} GiB at the peak{kept} of {room} for tensors: {fits}"
+
+
+def memory_parts(prediction: Prediction) -> str | None:
+    """Format the composition of the memory of the fullest rank, largest first, ``None`` if unknown."""
+    parts = sorted(prediction.memory_breakdown.items(), key=lambda item: -item[1])
+    told = ", ".join(
+        f"{MEMORY_ROLES.get(role, role)} {size / 2**30:.2f}" for role, size in parts if size >= SMALLEST_PART
+    )
+    return f"{told} GiB" if told else None
+
+
+def milliseconds(seconds: float) -> str:
+    """Format seconds as milliseconds."""
+    return f"{seconds * 1e3:.3f} ms"
 
 
 def next_hint(prediction: Prediction) -> str:
@@ -199,6 +264,27 @@ def _advice_row(each: Alternative) -> tuple[str, ...]:
 def _other(each: Alternative, now_fits: bool | None) -> str:
     fits = ", does not fit" if each.fits is False else ", fits" if each.fits and not now_fits else ""
     return f"{each.change} {each.gain or 0.0:.2f}x{fits}"
+
+
+def share_rows(parts: Mapping[str, float]) -> list[tuple[str, str, str]]:
+    """Return name, milliseconds and share of every part."""
+    whole = sum(parts.values()) or 1.0
+    return [(short_name(name), f"{value * 1e3:.3f}", f"{value / whole:.1%}") for name, value in parts.items()]
+
+
+def path_rows(prediction: Prediction) -> list[tuple[str, ...]]:
+    """Return the rows under :data:`PATH_HEAD`."""
+    whole = prediction.critical_path_seconds or 1.0
+    return [
+        (
+            part.kind,
+            short_name(part.name),
+            f"{part.seconds * 1e3:.3f}",
+            f"{part.seconds / whole:.1%}",
+            short_name(part.waits_for),
+        )
+        for part in prediction.critical_path
+    ]
 
 
 RANK_HEAD = (
@@ -364,22 +450,6 @@ def range_rows(ranges: Sequence[RangeFigures]) -> list[tuple[str, ...]]:
     ]
 
 
-def ranges_section(prediction: Prediction) -> Html | None:
-    """Return the table, ``None`` if the script names no ranges."""
-    if not prediction.ranges:
-        return None
-    rows: list[list[Cell]] = [
-        [
-            each.name,
-            NumberCell(f"{each.entered:,}", each.entered),
-            NumberCell(f"{each.launches:,}", each.launches),
-            *(NumberCell(f"{seconds * 1e3:.3f}", seconds) for seconds in _seconds(each)),
-        ]
-        for each in prediction.ranges
-    ]
-    return joined((table(RANGE_HEAD, rows), tag("p", f"{range_meaning(prediction)}.", class_="soft")))
-
-
 def range_meaning(prediction: Prediction) -> str:
     """Explanation of the figures and of the rank that they are of."""
     which = f"of rank {prediction.longest_computing.rank}, which computes longest: " if prediction.gpus > 1 else ""
@@ -419,23 +489,6 @@ def what_if_warnings(rows: Sequence[WhatIfRow]) -> Iterator[str]:
     for row in rows:
         for warning in row.warnings:
             yield f"{row.question}: {warning}"
-
-
-def render_what_if(out: Console, rows: Sequence[WhatIfRow]) -> None:
-    """Print the table and its warnings, if anything was asked."""
-    if not rows:
-        return
-    head, lines = what_if_cells(rows)
-    table = Table(*head, box=None)
-    for column in table.columns:
-        column.overflow = "fold"
-    for line in lines:
-        table.add_row(*line)
-    out.print(table)
-    for remark in what_if_remarks(rows):
-        out.print(remark, soft_wrap=True, markup=False)
-    for warning in what_if_warnings(rows):
-        out.print(f"warning: {warning}", soft_wrap=True)
 
 
 def _cells(row: WhatIfRow, first: WhatIfRow, resized: bool) -> list[str]:

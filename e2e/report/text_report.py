@@ -1,18 +1,21 @@
-"""Report of a prediction as text; the HTML page uses the same formats of times and memory."""
+"""Report of a prediction on standard output: text, or the record as JSON."""
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from e2e.explain.prediction import Prediction
+from costmodel.base.errors import ShortageError
+from e2e.explain.prediction import Prediction, WhatIfRow
 from e2e.report.tables import (
     ADVICE_HEAD,
     COLLECTIVE_HEAD,
+    PATH_HEAD,
     PATH_MEANING,
     RANGE_HEAD,
     RANK_HEAD,
@@ -20,25 +23,42 @@ from e2e.report.tables import (
     advice_rows,
     collective_rows,
     heading,
+    launches,
     mean_figures,
+    memory_parts,
+    milliseconds,
     next_hint,
     overhead_meanings,
+    path_rows,
+    peak_memory,
+    phases,
     range_meaning,
     range_rows,
     rank_row,
-    render_what_if,
-    short_name,
+    share_rows,
     speeds,
+    title,
+    what_if_cells,
+    what_if_remarks,
+    what_if_warnings,
 )
-from e2e.step.memory_room import largest_fitting
 
 ROWS = 12
 PLAIN_WIDTH = 240
 # Most listed ranks and collectives.
 LISTED = 16
-# Labels of the parts of memory, and the smallest part that is shown.
-MEMORY_ROLES = {"optimizer_state": "optimizer", "cache": "KV cache", "reserve": "allocator's reserve"}
-SMALLEST_PART = 10 << 20
+
+
+def show(prediction: Prediction, as_json: bool = False) -> None:
+    """Print the prediction; then raise ``ShortageError`` if the step does not fit."""
+    if as_json:
+        print(json.dumps(prediction.to_json(), indent=2))
+    else:
+        render(prediction)
+    if prediction.memory_shortage is not None:
+        raise ShortageError(
+            f"{prediction.memory_shortage}; the times above hold for a GPU with more memory; spread it, or try --advice"
+        )
 
 
 def render(prediction: Prediction, console: Console | None = None) -> None:
@@ -57,79 +77,20 @@ def render(prediction: Prediction, console: Console | None = None) -> None:
     _prices(out, prediction)
     _advice(out, prediction)
     if prediction.ranges:
-        _listed(out, RANGE_HEAD, ((escape(name), *figures) for name, *figures in range_rows(prediction.ranges)))
+        _listed(out, RANGE_HEAD, range_rows(prediction.ranges))
         out.print(range_meaning(prediction), soft_wrap=True)
-    for title, key in (("operator", "by_operator"), ("bound", "by_bound")):
-        _shares(out, f"device time by {title}", prediction.breakdown[key])
+    for kind in ("operator", "bound"):
+        _table(out, (f"device time by {kind}", "ms", "share"), share_rows(prediction.breakdown[f"by_{kind}"])[:ROWS])
     if several:
-        _shares(out, "critical path across ranks", prediction.attribution)
-    _path(out, prediction)
+        _table(out, ("critical path across ranks", "ms", "share"), share_rows(prediction.attribution)[:ROWS])
+    _table(out, PATH_HEAD, path_rows(prediction)[:ROWS])
     if several:
         _listed(out, RANK_HEAD, (rank_row(rank) for rank in prediction.ranks))
         out.print(PATH_MEANING, soft_wrap=True)
     if prediction.collectives:
         _listed(out, COLLECTIVE_HEAD, collective_rows(prediction.collectives))
-    render_what_if(out, prediction.what_if)
+    _what_if(out, prediction.what_if)
     _remarks(out, prediction)
-
-
-def title(prediction: Prediction) -> str:
-    """Return the title: workload, machine, number of GPUs and nodes."""
-    count = f"{prediction.gpus} x " if prediction.gpus > 1 else ""
-    nodes = f" on {prediction.nodes} nodes" if prediction.nodes > 1 else ""
-    return f"{prediction.workload} on {count}{prediction.machine}{nodes}"
-
-
-def phases(prediction: Prediction) -> Mapping[str, float]:
-    """Seconds of each phase; ``other`` only if it is not zero."""
-    known = {
-        "forward": prediction.forward_seconds,
-        "backward": prediction.backward_seconds,
-        "optimizer": prediction.optimizer_seconds,
-    }
-    return known | ({"other": prediction.other_seconds} if prediction.other_seconds > 0 else {})
-
-
-def launches(prediction: Prediction) -> str:
-    """Format the numbers of launches and of operator calls, per rank if there are several."""
-    several = len(prediction.ranks) > 1
-    kernels = _between([rank.kernels for rank in prediction.ranks]) if several else f"{prediction.kernels:,}"
-    operators = _between([rank.operators for rank in prediction.ranks]) if several else f"{prediction.operators:,}"
-    each = f" on each of {len(prediction.ranks)} distinct ranks" if several else ""
-    if prediction.cuda_graph:
-        return f"1 of a CUDA graph of {kernels}, captured from {operators} operator calls{each}"
-    return f"{kernels} in {operators} operator calls{each}"
-
-
-def _between(counts: Sequence[int]) -> str:
-    least, most = min(counts), max(counts)
-    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
-
-
-def peak_memory(prediction: Prediction) -> str | None:
-    """Format the peak memory and whether it fits, ``None`` if unknown."""
-    peaks = [rank.peak_memory_bytes for rank in prediction.ranks if rank.peak_memory_bytes is not None]
-    if not peaks:
-        return None
-    fits = {"does not fit": "DOES NOT FIT", "not known": "not known for all ranks"}.get(
-        prediction.memory_verdict, prediction.memory_verdict
-    )
-    least = f"{min(peaks) / 2**30:.2f} to " if len(prediction.ranks) > 1 else ""
-    room = f"{prediction.memory_room_bytes / 2**30:.1f} GiB"
-    in_use = max(rank.allocated_bytes or 0 for rank in prediction.ranks)
-    # The allocator takes all room there is: on a full card the bytes in use tell whether it fits.
-    full = in_use < max(peaks) and max(peaks) > largest_fitting(prediction.memory_room_bytes)
-    kept = f" ({in_use / 2**30:.2f} GiB in use, the rest kept by the allocator)" if full else ""
-    return f"{least}{max(peaks) / 2**30:.2f} GiB at the peak{kept} of {room} for tensors: {fits}"
-
-
-def memory_parts(prediction: Prediction) -> str | None:
-    """Format the composition of the memory of the fullest rank, largest first, ``None`` if unknown."""
-    parts = sorted(prediction.memory_breakdown.items(), key=lambda item: -item[1])
-    told = ", ".join(
-        f"{MEMORY_ROLES.get(role, role)} {size / 2**30:.2f}" for role, size in parts if size >= SMALLEST_PART
-    )
-    return f"{told} GiB" if told else None
 
 
 def _step(out: Console, prediction: Prediction) -> None:
@@ -207,31 +168,30 @@ def _advice(out: Console, prediction: Prediction) -> None:
         out.print(f"advice      {line}", soft_wrap=True, markup=False)
 
 
-def _shares(out: Console, head: str, parts: Mapping[str, float]) -> None:
-    whole = sum(parts.values()) or 1.0
-    table = Table(head, "ms", "share", box=None)
-    for name, seconds in list(parts.items())[:ROWS]:
-        table.add_row(escape(short_name(name)), f"{seconds * 1e3:.3f}", f"{seconds / whole:.1%}")
-    out.print(table)
-
-
-def _path(out: Console, prediction: Prediction) -> None:
-    table = Table("critical path", "operator", "ms", "share", "waits mostly for", box=None)
-    for part in prediction.critical_path[:ROWS]:
-        share = part.seconds / prediction.critical_path_seconds if prediction.critical_path_seconds else 0.0
-        names = escape(short_name(part.name)), escape(short_name(part.waits_for))
-        table.add_row(part.kind, names[0], f"{part.seconds * 1e3:.3f}", f"{share:.1%}", names[1])
-    out.print(table)
-
-
-def _listed(out: Console, head: Iterable[str], rows: Iterable[tuple[str, ...]]) -> None:
+def _table(out: Console, head: Iterable[str], rows: Iterable[Sequence[str]], fold: bool = False) -> None:
     table = Table(*head, box=None)
-    found = list(rows)
-    for row in found[:LISTED]:
-        table.add_row(*row)
-    if len(found) > LISTED:
-        table.add_row(f"... {len(found) - LISTED} more in --json")
+    for column in table.columns:
+        column.overflow = "fold" if fold else "ellipsis"
+    for row in rows:
+        table.add_row(*map(escape, row))
     out.print(table)
+
+
+def _listed(out: Console, head: Iterable[str], rows: Iterable[Sequence[str]]) -> None:
+    found = list(rows)
+    more = [(f"... {len(found) - LISTED} more in --json",)] if len(found) > LISTED else []
+    _table(out, head, [*found[:LISTED], *more])
+
+
+def _what_if(out: Console, rows: Sequence[WhatIfRow]) -> None:
+    """Print the table and its warnings, if anything was asked."""
+    if not rows:
+        return
+    _table(out, *what_if_cells(rows), fold=True)
+    for remark in what_if_remarks(rows):
+        out.print(remark, soft_wrap=True, markup=False)
+    for warning in what_if_warnings(rows):
+        out.print(f"warning: {warning}", soft_wrap=True, markup=False)
 
 
 def _remarks(out: Console, prediction: Prediction) -> None:
@@ -244,11 +204,6 @@ def _remarks(out: Console, prediction: Prediction) -> None:
         out.print(f"note: {note}", soft_wrap=True)
     for warning in prediction.warnings:
         out.print(f"warning: {warning}", soft_wrap=True)
-
-
-def milliseconds(seconds: float) -> str:
-    """Format seconds as milliseconds."""
-    return f"{seconds * 1e3:.3f} ms"
 
 
 def plain_console() -> Console:

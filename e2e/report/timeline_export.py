@@ -14,7 +14,8 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, dataclass, fields
+from itertools import takewhile
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,11 +23,11 @@ from costmodel.base.errors import OutputError
 from costmodel.base.output_files import whole_file
 from costmodel.operators.any_operator import AnyOperator
 from e2e.explain.critical_path import CriticalPath
-from e2e.report.enclosing import Chain, call_of, calls_around, enclosed, ranges_around, ranges_of_threads
 from e2e.simulate.instructions import describe
 from e2e.simulate.timeline import RankLayout, Timeline
 from e2e.step.execution_graph import (
     Action,
+    Await,
     ExecutionGraph,
     HostWork,
     Launch,
@@ -34,8 +35,10 @@ from e2e.step.execution_graph import (
     RecordEvent,
     Signal,
     StreamWait,
+    Synchronize,
     Task,
 )
+from e2e.step.operator_trace import MARKED_GAPS, around, around_forward
 
 # Track number of stream 0, and of the named ranges on it; threads count from 1.
 FIRST_STREAM_TRACK = 1000
@@ -200,13 +203,13 @@ class _RankWriter:
     def _enclosing(self, chains: Sequence[Chain], nodes: Sequence[int], track: int, iteration: int) -> Iterator[Event]:
         """Yield slices around neighbouring ``nodes``; ``chains``: enclosing spans of each node."""
         times = [(self._start[node], self._end[node]) for node in nodes]
-        for each in enclosed(chains, times):
+        for outer, begin, end in enclosed(chains, times):
             told: Event = {"iteration": iteration}
-            if each.around.call is not None:
-                info = self._rank.calls[each.around.call]
+            if outer.call is not None:
+                info = self._rank.calls[outer.call]
                 told |= {"phase": info.phase, "module": info.module}
-            category = "around" if each.around.entry is None else "range"
-            yield self._slice(each.around.name, category, track, int(each.begin), int(each.end), told)
+            category = "around" if outer.entry is None else "range"
+            yield self._slice(outer.name, category, track, int(begin), int(end), told)
 
     def actions(self) -> Iterator[Event]:
         for name, actions in self._rank.threads.items():
@@ -283,3 +286,128 @@ class _RankWriter:
 
     def _named(self, what: str, track: int, arguments: Event) -> Event:
         return {"ph": "M", "name": what, "pid": self._pid, "tid": track, "args": arguments}
+
+
+# --- spans that enclose neighbours on a thread or a stream: outer calls, and ranges named by the script
+
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """Entry of a named range, or an outer call, that encloses something."""
+
+    name: str
+    # Entry of the named range.
+    entry: int | None = None
+    # Number of the outer call.
+    call: int | None = None
+    # It encloses the forward operator of a backward call.
+    of_forward: bool = False
+
+
+Chain = tuple[Around, ...]
+
+
+def enclosed(chains: Sequence[Chain], times: Sequence[tuple[float, float]]) -> list[tuple[Around, float, float]]:
+    """Return spans shared by neighbours with begin and end, the outer one first if two begin together.
+
+    ``chains``: enclosing spans of each neighbour, the outermost first; ``times``: its begin and end.
+    """
+    found: list[tuple[float, float, int, Around]] = []
+    opened: list[tuple[Around, float]] = []
+    end = 0.0
+    for place, chain in enumerate((*chains, ())):
+        same = len(_shared(chain, [each for each, _ in opened]))
+        while len(opened) > same:
+            each, begin = opened.pop()
+            found.append((begin, -end, len(opened), each))
+        if place < len(chains):
+            opened += [(each, times[place][0]) for each in chain[same:]]
+            end = times[place][1]
+    return [(each, begin, -end) for begin, end, _, each in sorted(found, key=lambda span: span[:3])]
+
+
+def ranges_around(rank: RankGraph, call: int | None) -> Chain:
+    """Return the named ranges around ``call``, then those only around its forward call."""
+    own = around(rank.ranges, rank.calls, call)
+    before = [each for each in around_forward(rank.ranges, rank.calls, call) if each not in own]
+    return (
+        *(Around(each.name, each.id) for each in own),
+        *(Around(f"{each.name} (backward)", each.id, of_forward=True) for each in before),
+    )
+
+
+def ranges_of_threads(rank: RankGraph) -> dict[str, list[Chain]]:
+    """Map threads to the named ranges around each of their actions.
+
+    Actions without a call (events, gaps outside operators) belong where their neighbours are. The main thread waiting
+    for autograd belongs where ``backward()`` was called.
+    """
+    if not rank.ranges:
+        return {name: [()] * len(actions) for name, actions in rank.threads.items()}
+    signalled = dict(_signalled(rank))
+    found: dict[str, list[Chain]] = {}
+    for name, actions in rank.threads.items():
+        told: list[Chain | None] = []
+        for action in actions:
+            call = call_of(action, rank)
+            if isinstance(action, Await):
+                told.append(signalled.get(action.flag))
+            elif call is None or call not in rank.calls or rank.calls[call].name in MARKED_GAPS:
+                told.append(None)
+            else:
+                told.append(ranges_around(rank, call))
+        found[name] = _filled(told)
+    return found
+
+
+def call_of(action: Action, rank: RankGraph) -> int | None:
+    """Return the number of the operator call of ``action``, or ``None``."""
+    if isinstance(action, Launch):
+        return rank.tasks[action.task].call
+    return action.call if isinstance(action, HostWork | Synchronize) else None
+
+
+def calls_around(rank: RankGraph, call: int | None) -> Chain:
+    """Return the calls around ``call``, the outermost first."""
+    found: list[Around] = []
+    info = None if call is None else rank.calls.get(call)
+    while info is not None and info.parent is not None and info.parent in rank.calls:
+        info = rank.calls[info.parent]
+        found.append(Around(info.name, call=info.id))
+    return tuple(reversed(found))
+
+
+def _signalled(rank: RankGraph) -> Iterator[tuple[int, Chain]]:
+    """Yield each flag with the ranges in which another thread worked before signalling it.
+
+    Ranges of forward calls are left out.
+    """
+    for actions in rank.threads.values():
+        last: Chain = ()
+        for action in actions:
+            call = call_of(action, rank)
+            if call is not None:
+                last = tuple(each for each in ranges_around(rank, call) if not each.of_forward)
+            if isinstance(action, Signal):
+                yield action.flag, last
+
+
+def _filled(told: Sequence[Chain | None]) -> list[Chain]:
+    """Fill ``None`` entries of ``told`` with what the chains before and after them have in common."""
+    following: list[Chain] = []
+    after: Chain = ()
+    for chain in reversed(told):
+        after = after if chain is None else chain
+        following.append(after)
+    found: list[Chain] = []
+    before: Chain = ()
+    for chain, after in zip(told, reversed(following), strict=True):
+        before = _shared(before, after) if chain is None else chain
+        found.append(before)
+    return found
+
+
+def _shared(one: Chain, other: Sequence[Around]) -> Chain:
+    """Return the outermost spans that both have in common."""
+    pairs = zip(one, other, strict=False)
+    return tuple(each for each, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
