@@ -89,20 +89,33 @@ def picture(path: Path, width: float, height: float, columns: int = 1, **options
 
 
 def inline_chart(title: str, draw: Callable[[Any], object], height: float = 4.0) -> Markup:
-    """SVG element with what ``draw`` adds to its axes; ``title`` describes it, ``height`` in inches of 10."""
+    """SVG element with what ``draw`` adds to its axes; ``title`` describes it, ``height`` in inches (the width is 12)."""
     from markupsafe import Markup
 
     stream = io.StringIO()
-    with _figure(10.0, height, 1, _IN_PAGE) as (figure, (axes,)):
+    with _figure(12.0, height, 1, _IN_PAGE) as (figure, (axes,)):
         draw(axes)
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         figure.savefig(stream, format="svg", dpi=_DPI, transparent=True, metadata={**nothing, "Title": title})
     text = stream.getvalue().partition("<svg")[2]
     for pattern, shorter in _SHORTER:
         text = pattern.sub(shorter, text)
+    text = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), text)
     for colour, variable in _VARIABLES.items():
         text = text.replace(colour, variable)
     return Markup(f'<div class="scroll"><svg role="img"{text}</div>')
+
+
+def set_logarithmic(axes: Any, names: str) -> None:
+    """Make the axes in ``names`` (``x``, ``y`` or both) logarithmic, with ticks such as 200k at 1, 2 and 5."""
+    from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
+
+    for name in names:
+        axes.set(**{f"{name}scale": "log"})
+        axis = getattr(axes, f"{name}axis")
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter(EngFormatter(sep=""))
+        axis.set_minor_locator(NullLocator())
 
 
 def set_tip(artist: Any, text: str) -> None:
@@ -111,14 +124,15 @@ def set_tip(artist: Any, text: str) -> None:
 
 
 def place_labels(axes: Any, labels: Sequence[tuple[str, tuple[float, float]]]) -> list[Any]:
-    """Place texts beside their points without overlapping other texts and points; leave out those without room.
+    """Place texts beside their points without overlapping other texts and markers; leave out those without room.
 
     To be called last: later changes move the points.
     """
     from matplotlib.transforms import Bbox
 
     axes.figure.draw_without_rendering()
-    points = [axes.transData.transform(point) for _, point in labels]
+    drawn = [line.get_xydata() for line in axes.lines if line.get_marker() != "None"]
+    points = [axes.transData.transform(point) for line in drawn for point in line]
     taken = [Bbox.from_extents(x - 4, y - 4, x + 4, y + 4) for x, y in points]
     taken += [text.get_window_extent() for text in axes.texts]
     placed = []

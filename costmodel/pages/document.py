@@ -18,6 +18,8 @@ from costmodel.base.units import format_quantity
 
 # A number with a unit or without: columns of such cells are aligned to the right and sorted by number.
 _NUMBER = re.compile(r"[-+]?[\d,]+(\.\d+)?(e[-+]?\d+)?(%|x| \S+)?")
+# A part of a whole, which has a bar in its cell.
+_SHARE = re.compile(r"\d+\.\d%")
 
 
 def render(template: str, **values: Any) -> str:
@@ -28,6 +30,7 @@ def render(template: str, **values: Any) -> str:
         loader=FunctionLoader(_source), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.tests["numeric"] = lambda cell: _NUMBER.fullmatch(cell) is not None
+    environment.tests["share"] = lambda cell: _SHARE.fullmatch(cell) is not None
     environment.filters["quantity"] = format_quantity
     page = environment.get_template(template).render(contents=[], **values)
     # Characters that UTF-8 cannot encode are spelled out.

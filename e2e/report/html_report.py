@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from costmodel.pages.charts import PALETTE, inline_chart
+from costmodel.pages.charts import PALETTE, inline_chart, set_logarithmic
 from costmodel.pages.document import render, write_page
 from e2e.explain.breakdowns import phase_spans
 from e2e.explain.critical_path import HOST_KINDS, task_kind, wait_kind
@@ -86,7 +86,7 @@ def page(result: PredictionResult) -> str:
     several = len(prediction.ranks) > 1
     ranks = _shown_ranks(result)
     lanes = list(timeline_lanes(result, ranks))
-    used = {kind for _, lane in lanes for kind in lane}
+    used = {kind for _, lane in lanes for kind, (begins, ends) in lane.items() if (ends > begins).any()}
     low, high = prediction.interval_seconds
     times = {
         "Device time by what limits it": prediction.breakdown["by_bound"],
@@ -416,8 +416,9 @@ def _collective_chart(collectives: Sequence[CollectiveFigures]) -> str | None:
     def draw(axes: Any) -> None:
         for place, (name, points) in enumerate(dots.items()):
             sizes, seconds = zip(*sorted(points), strict=True)
-            axes.plot(sizes, np.array(seconds) * 1e3, "o", ms=5, label=name, color=PALETTE[place % len(PALETTE)])
-        axes.set(xscale="log", yscale="log", xlabel="bytes that a rank puts in", ylabel="transfer, ms")
+            axes.plot(sizes, seconds, "o", ms=5, label=name, color=PALETTE[place % len(PALETTE)])
+        set_logarithmic(axes, "xy")
+        axes.set(xlabel="bytes that a rank puts in", ylabel="transfer, s")
         axes.legend()
 
     return inline_chart("Transfer time of collectives over their size", draw)

@@ -13,7 +13,7 @@ from typing import Any
 
 from costmodel.base.units import format_quantity
 from costmodel.machines.machine_records import Machine
-from costmodel.pages.charts import picture, place_labels, set_tip
+from costmodel.pages.charts import picture, place_labels, set_logarithmic, set_tip
 from fusion.analysis.analyzer import NetworkAnalysis
 
 COLUMNS = 7
@@ -219,9 +219,9 @@ def draw_measured_roofline(
     # A rejected fused kernel may be a hundred times as slow.
     low = max(min(rate for _, rate in points) / 1.3, highest * 1e-3)
     intensities = [intensity for intensity, _ in points]
-    axes.set(xscale="log", yscale="log", xlim=(min(intensities) / 1.5, max(intensities) * 1.5),
-             ylim=(low, highest * 1.4), xlabel="flop per byte that enters or leaves the kernel",
-             ylabel="flop/s")  # fmt: skip
+    set_logarithmic(axes, "xy")
+    axes.set(xlim=(min(intensities) / 1.5, max(intensities) * 1.5), ylim=(low, highest * 1.4),
+             xlabel="flop per byte that enters or leaves the kernel", ylabel="flop/s")  # fmt: skip
     names = list(_ceilings(axes, peaks, network["ceilings"]["bandwidths"]))
     for (intensity, rate), tip in singles:
         (dot,) = axes.plot(intensity, max(rate, low), "o", ms=4, color="0.6", alpha=0.5)
@@ -243,7 +243,8 @@ def draw_roofline(machine: Machine, threads: int, analyses: Sequence[NetworkAnal
     bandwidths = {level.name: level.bandwidth.at(threads) for level in machine.memory}
     with picture(path, 4.2 * len(analyses) + 0.4, 4.4, len(analyses), sharey=True) as panels:
         for axes, analysis in zip(panels, analyses, strict=True):
-            axes.set(xscale="log", yscale="log", xlim=(0.5, 512.0), xlabel="flop per byte in and out of kernels")
+            set_logarithmic(axes, "xy")
+            axes.set(xlim=(0.5, 512.0), xlabel="flop per byte in and out of kernels")
             tried = [site for site in analysis.sites if not site.hopeless]
             for fuse, color, label in ((False, "0.75", "kept apart"), (True, "tab:blue", "worth fusing")):
                 _moves(
@@ -295,7 +296,7 @@ def draw_frontier(axes: Any, precision: Mapping[str, Any]) -> None:
             time = next(point[key] for key in ("measured_seconds", "predicted_seconds") if point[key] is not None)
             axes.plot(point["error"], time * 1e6, "*", ms=15, mfc="none", mec="black", label="chosen", zorder=3)
     if max(times) > _LOG_RATIO * min(times):
-        axes.set_yscale("log")
+        set_logarithmic(axes, "y")
         axes.set_ylim(bottom=0.6 * min(times))
     else:
         axes.set_ylim(bottom=0.0, top=1.08 * axes.get_ylim()[1])
