@@ -37,6 +37,7 @@ _IN_PAGE: Any = {
 _TIP = "tip: "
 # What an inline SVG does not need, and what stands for it.
 _SHORTER = (
+    (re.compile(r"<metadata>.*?</metadata>", re.DOTALL), ""),
     (re.compile(r' xmlns(?::xlink)?="[^"]*"| version="1.1"'), ""),
     (re.compile(rf'<g id="{_TIP}([^"]*)">'), r"<g><title>\1</title>"),
     (re.compile(r'<g id="[^"]*"'), "<g"),
@@ -89,14 +90,13 @@ def picture(path: Path, width: float, height: float, columns: int = 1, **options
 
 
 def inline_chart(title: str, draw: Callable[[Any], object], height: float = 4.0) -> Markup:
-    """SVG element with what ``draw`` adds to its axes; ``title`` describes it, ``height`` in inches (the width is 12)."""
+    """SVG element with what ``draw`` adds to its axes. ``title`` describes it; ``height`` in inches, of 12 in width."""
     from markupsafe import Markup
 
     stream = io.StringIO()
     with _figure(12.0, height, 1, _IN_PAGE) as (figure, (axes,)):
         draw(axes)
-        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-        figure.savefig(stream, format="svg", dpi=_DPI, transparent=True, metadata={**nothing, "Title": title})
+        figure.savefig(stream, format="svg", dpi=_DPI, transparent=True, metadata={"Date": None, "Title": title})
     text = stream.getvalue().partition("<svg")[2]
     for pattern, shorter in _SHORTER:
         text = pattern.sub(shorter, text)

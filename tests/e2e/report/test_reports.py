@@ -14,9 +14,8 @@ from e2e.explain.critical_path import PathPart
 from e2e.explain.prediction import Advice, Alternative, AskedValue, LargestBatch, WhatIfRow, throughput_of
 from e2e.explain.utilisation import GpuPrice, StepEnergy, cost_of
 from e2e.report.html_report import page, write_report
-from e2e.report.outputs import show
 from e2e.report.tables import number_text
-from e2e.report.text_report import PLAIN_WIDTH, render
+from e2e.report.text_report import PLAIN_WIDTH, render, show
 from e2e.step.memory import MemoryUsage
 from tests.e2e.toy_predictions import predict_ranks, predict_step, reduced, setting, step
 from tests.web_pages import read_page

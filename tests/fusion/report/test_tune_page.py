@@ -144,17 +144,6 @@ def test_names_are_escaped():
     assert read.count("b") == 0 and read.text.count("onmouseover") > 20
 
 
-def test_a_summary_of_an_older_version_gives_what_it_has():
-    old = summary()
-    for name in ("network", "tuning_curve", "layers", "stage_seconds", "finals", "check"):
-        old.pop(name)
-    for site in old["sites"]:
-        for name in ("flops", "unfused_intensity", "fused_intensity"):
-            site.pop(name)
-    read = read_page(page(old))
-    assert "This build is older" in read.text and "1.33 times faster fused" in read.text
-
-
 def test_a_build_that_was_not_timed_says_so():
     built = summary()
     built["latency_seconds"] = dict.fromkeys(built["latency_seconds"])
