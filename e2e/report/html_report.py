@@ -101,13 +101,13 @@ def page(result: PredictionResult) -> str:
         low=tables.milliseconds(low),
         high=tables.milliseconds(high),
         heading=_joined([*tables.heading(prediction), *tables.speeds(prediction)]),
+        figures=_joined(tables.figures(prediction)),
         distinct=len(prediction.ranks),
         several=prediction.gpus > 1,
         longest=longest,
         phases=tables.phases(prediction),
         colours={kind: colour for kind, (_, colour) in KINDS.items()},
         path_colours=_path_colours(prediction.attribution),
-        figures=_figures(prediction),
         advice=_advice(prediction),
         what_if=_what_if(prediction),
         timeline=_timeline(result, lanes),
@@ -151,21 +151,6 @@ def _joined(lines: Iterable[tuple[str, str]]) -> dict[str, str]:
     return found
 
 
-def _figures(prediction: Prediction) -> dict[str, str]:
-    figures = {
-        "GPU active": tables.milliseconds(prediction.gpu_active_seconds),
-        "GPU idle": tables.milliseconds(prediction.gpu_idle_seconds),
-        "critical path on the host": f"{prediction.host_bound_fraction:.0%}",
-        "peak memory": tables.peak_memory(prediction) or "not known",
-        "memory of the fullest rank": tables.memory_parts(prediction) or "not known",
-        "launches": tables.launches(prediction),
-        "coverage": ", ".join(f"{share:.0%} {source}" for source, share in prediction.coverage.items()),
-    }
-    if prediction.gpus > 1:
-        figures["cluster"] = f"{prediction.cluster}, {prediction.nodes} nodes"
-    return figures
-
-
 def _path_colours(kinds: Iterable[str]) -> dict[str, str]:
     """Colours of the timeline; kinds of host time, which share one there, get different ones."""
     others = iter(_HOST_COLOURS)
@@ -177,7 +162,7 @@ def _advice(prediction: Prediction) -> dict[str, Any] | None:
     if advice is None:
         return None
     remarks = list(tables.advice_remarks(advice, prediction.fits))
-    return {"head": tables.ADVICE_HEAD, "rows": tables.advice_rows(advice), "remarks": remarks}
+    return {"head": tables.ADVICE_HEAD, "rows": [tables.advice_row(each) for each in advice.best], "remarks": remarks}
 
 
 def _what_if(prediction: Prediction) -> dict[str, Any] | None:

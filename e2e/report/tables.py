@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 
 from e2e.explain.breakdowns import RangeFigures, device_seconds
-from e2e.explain.critical_path import HOST_KINDS, CriticalPath
+from e2e.explain.critical_path import CriticalPath
 from e2e.explain.prediction import TOGETHER, Advice, Alternative, AskedValue, Prediction, WhatIfRow
 from e2e.explain.rank_figures import CollectiveFigures, RankFigures
 from e2e.explain.utilisation import JOULES_OF_A_KILOWATT_HOUR
@@ -88,32 +88,6 @@ def _between(counts: Sequence[int]) -> str:
     return f"{least:,}" if least == most else f"{least:,} to {most:,}"
 
 
-def peak_memory(prediction: Prediction) -> str | None:
-    """Format the peak memory and whether it fits, ``None`` if unknown."""
-    peaks = [rank.peak_memory_bytes for rank in prediction.ranks if rank.peak_memory_bytes is not None]
-    if not peaks:
-        return None
-    fits = {"does not fit": "DOES NOT FIT", "not known": "not known for all ranks"}.get(
-        prediction.memory_verdict, prediction.memory_verdict
-    )
-    least = f"{min(peaks) / 2**30:.2f} to " if len(prediction.ranks) > 1 else ""
-    room = f"{prediction.memory_room_bytes / 2**30:.1f} GiB"
-    in_use = max(rank.allocated_bytes or 0 for rank in prediction.ranks)
-    # The allocator takes all room there is: on a full card the bytes in use tell whether it fits.
-    full = in_use < max(peaks) and max(peaks) > largest_fitting(prediction.memory_room_bytes)
-    kept = f" ({in_use / 2**30:.2f} GiB in use, the rest kept by the allocator)" if full else ""
-    return f"{least}{max(peaks) / 2**30:.2f} GiB at the peak{kept} of {room} for tensors: {fits}"
-
-
-def memory_parts(prediction: Prediction) -> str | None:
-    """Format the composition of the memory of the fullest rank, largest first, ``None`` if unknown."""
-    parts = sorted(prediction.memory_breakdown.items(), key=lambda item: -item[1])
-    told = ", ".join(
-        f"{MEMORY_ROLES.get(role, role)} {size / 2**30:.2f}" for role, size in parts if size >= SMALLEST_PART
-    )
-    return f"{told} GiB" if told else None
-
-
 def milliseconds(seconds: float) -> str:
     """Format seconds as milliseconds."""
     return f"{seconds * 1e3:.3f} ms"
@@ -172,9 +146,74 @@ def speeds(prediction: Prediction) -> Iterator[tuple[str, str]]:
     yield from _energy_and_cost(prediction)
 
 
-def advice_rows(advice: Advice) -> list[tuple[str, ...]]:
-    """Table rows under :data:`ADVICE_HEAD`: the best settings."""
-    return [_advice_row(each) for each in advice.best]
+def figures(prediction: Prediction) -> Iterator[tuple[str, str]]:
+    """Yield lines of the mean rank, phases, GPU, launches, memory, host time and sources of prices.
+
+    Phases and GPU times are those of the only rank, or of the one that computes longest.
+    """
+    several = len(prediction.ranks) > 1
+    if prediction.gpus > 1:
+        mean = mean_figures(prediction.ranks)
+        yield (
+            "mean rank",
+            f"compute {milliseconds(mean['compute'])}, exposed communication "
+            f"{milliseconds(mean['transfer'] + mean['wait'])} ({milliseconds(mean['transfer'])} transfer, "
+            f"{milliseconds(mean['wait'])} waiting), pipeline bubble {milliseconds(mean['bubble'])}, "
+            f"idle {milliseconds(mean['idle'])}",
+        )
+    longest = prediction.longest_computing.rank
+    which = f" (rank {longest}, the one that computes longest)" if several else ""
+    parts = ", ".join(f"{name} {milliseconds(value)}" for name, value in phases(prediction).items() if value > 0)
+    yield "phases", f"{parts}{which}"
+    yield (
+        "GPU",
+        f"active {milliseconds(prediction.gpu_active_seconds)}, idle {milliseconds(prediction.gpu_idle_seconds)}"
+        f"{which}; {prediction.host_bound_fraction:.0%} of the critical path is on the host",
+    )
+    yield "launches", launches(prediction)
+    yield from _memory(prediction)
+    yield "host", ", ".join(f"{kind} {milliseconds(value)}" for kind, value in prediction.overheads.items())
+    if prediction.overheads:
+        yield "", overhead_meanings(prediction)
+    sources = ", ".join(f"{share:.0%} {source}" for source, share in prediction.coverage.items())
+    whole = "the device time of all ranks" if prediction.gpus > 1 else "the device time"
+    yield "coverage", f"{sources} (share of {whole} by source of its price)"
+
+
+def overhead_meanings(prediction: Prediction) -> str:
+    """Explain the kinds of host time that occur in the step."""
+    return ", ".join(f"{kind} {text}" for kind, text in OVERHEAD_MEANINGS.items() if kind in prediction.overheads)
+
+
+def _memory(prediction: Prediction) -> Iterator[tuple[str, str]]:
+    """Yield the peak memory and whether it fits, and the parts of the fullest rank, largest first, as far as known."""
+    peaks = [rank.peak_memory_bytes for rank in prediction.ranks if rank.peak_memory_bytes is not None]
+    if peaks:
+        fits = {"does not fit": "DOES NOT FIT", "not known": "not known for all ranks"}.get(
+            prediction.memory_verdict, prediction.memory_verdict
+        )
+        least = f"{min(peaks) / 2**30:.2f} to " if len(prediction.ranks) > 1 else ""
+        room = f"{prediction.memory_room_bytes / 2**30:.1f} GiB"
+        in_use = max(rank.allocated_bytes or 0 for rank in prediction.ranks)
+        # The allocator takes all room there is: on a full card the bytes in use tell whether it fits.
+        full = in_use < max(peaks) and max(peaks) > largest_fitting(prediction.memory_room_bytes)
+        kept = f" ({in_use / 2**30:.2f} GiB in use, the rest kept by the allocator)" if full else ""
+        yield "memory", f"{least}{max(peaks) / 2**30:.2f} GiB at the peak{kept} of {room} for tensors: {fits}"
+    parts = ", ".join(
+        f"{MEMORY_ROLES.get(role, role)} {size / 2**30:.2f}"
+        for role, size in sorted(prediction.memory_breakdown.items(), key=lambda item: -item[1])
+        if size >= SMALLEST_PART
+    )
+    if parts:
+        yield "", f"{parts} GiB{' (fullest rank)' if len(prediction.ranks) > 1 else ''}"
+
+
+def advice_row(each: Alternative) -> tuple[str, ...]:
+    """Return the row under :data:`ADVICE_HEAD`."""
+    seconds = 0.0 if each.iteration_seconds is None else each.iteration_seconds
+    memory = "" if each.peak_memory_bytes is None else f"{each.peak_memory_bytes / 2**30:.1f} GiB"
+    doubt = "" if each.fits else " (may not fit)" if memory else ""
+    return (each.change, f"{seconds * 1e3:.3f} ms", f"{each.gain or 0.0:.2f}x as fast", f"{memory}{doubt}", each.needs)
 
 
 def advice_remarks(advice: Advice, now_fits: bool | None = True) -> Iterator[str]:
@@ -202,11 +241,6 @@ def advice_remarks(advice: Advice, now_fits: bool | None = True) -> Iterator[str
         yield f"incomplete: {advice.stopped}{left}"
     if not advice.best and not advice.stopped:
         yield "none of the settings that were predicted is faster by 2 % or more"
-
-
-def overhead_meanings(prediction: Prediction) -> str:
-    """Explain the kinds of host time that occur in the step."""
-    return ", ".join(f"{kind} {text}" for kind, text in OVERHEAD_MEANINGS.items() if kind in prediction.overheads)
 
 
 def _option(asked: AskedValue) -> str:
@@ -252,13 +286,6 @@ def _for_each(prediction: Prediction, amount: float, unit: str) -> str:
     if rate.tokens is not None:
         return f", {number_text(amount * MILLION / rate.tokens, 3)} {unit} per million tokens"
     return f", {number_text(amount * MILLION / rate.samples, 3)} {unit} per million samples"
-
-
-def _advice_row(each: Alternative) -> tuple[str, ...]:
-    seconds = 0.0 if each.iteration_seconds is None else each.iteration_seconds
-    memory = "" if each.peak_memory_bytes is None else f"{each.peak_memory_bytes / 2**30:.1f} GiB"
-    doubt = "" if each.fits else " (may not fit)" if memory else ""
-    return (each.change, f"{seconds * 1e3:.3f} ms", f"{each.gain or 0.0:.2f}x as fast", f"{memory}{doubt}", each.needs)
 
 
 def _other(each: Alternative, now_fits: bool | None) -> str:
@@ -369,9 +396,8 @@ class OperatorRow:
     # Device time, regardless of overlap.
     device_seconds: float = 0.0
     host_seconds: float = 0.0
-    # Time on the critical path; `path_host_seconds`: the part of it on the host.
+    # Time on the critical path.
     path_seconds: float = 0.0
-    path_host_seconds: float = 0.0
     # Seconds by limiting resource.
     bounds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
@@ -405,8 +431,6 @@ def operator_rows(rank: RankGraph, path: CriticalPath) -> list[OperatorRow]:
     for segment in path.segments:
         if segment.rank == rank.rank and segment.operator in rows:
             rows[segment.operator].path_seconds += segment.seconds
-            if segment.kind in HOST_KINDS:
-                rows[segment.operator].path_host_seconds += segment.seconds
     return sorted(rows.values(), key=lambda each: (-each.device_seconds, -each.host_seconds))
 
 

@@ -20,18 +20,13 @@ from e2e.report.tables import (
     RANGE_HEAD,
     RANK_HEAD,
     advice_remarks,
-    advice_rows,
+    advice_row,
     collective_rows,
+    figures,
     heading,
-    launches,
-    mean_figures,
-    memory_parts,
     milliseconds,
     next_hint,
-    overhead_meanings,
     path_rows,
-    peak_memory,
-    phases,
     range_meaning,
     range_rows,
     rank_row,
@@ -69,12 +64,13 @@ def render(prediction: Prediction, console: Console | None = None) -> None:
     """
     out = console or plain_console()
     several = prediction.gpus > 1
-    _step(out, prediction)
-    if several:
-        _mean_rank(out, prediction)
-    _longest_rank(out, prediction)
-    _memory(out, prediction)
-    _prices(out, prediction)
+    low, high = prediction.interval_seconds
+    interval = f"(80% interval {milliseconds(low)} to {milliseconds(high)})"
+    out.print(title(prediction), soft_wrap=True, markup=False)
+    _lines(out, heading(prediction))
+    _lines(out, [("step", f"{milliseconds(prediction.iteration_seconds)}  {interval}")])
+    _lines(out, speeds(prediction))
+    _lines(out, figures(prediction))
     _advice(out, prediction)
     if prediction.ranges:
         _listed(out, RANGE_HEAD, range_rows(prediction.ranges))
@@ -93,79 +89,19 @@ def render(prediction: Prediction, console: Console | None = None) -> None:
     _remarks(out, prediction)
 
 
-def _step(out: Console, prediction: Prediction) -> None:
-    low, high = prediction.interval_seconds
-    out.print(title(prediction), soft_wrap=True)
-    _lines(out, heading(prediction))
-    out.print(
-        f"step        {milliseconds(prediction.iteration_seconds)}  "
-        f"(80% interval {milliseconds(low)} to {milliseconds(high)})"
-    )
-    _lines(out, speeds(prediction))
-
-
 def _lines(out: Console, lines: Iterable[tuple[str, str]]) -> None:
     for label, told in lines:
         out.print(f"{label:<11} {told}", soft_wrap=True, markup=False)
 
 
-def _mean_rank(out: Console, prediction: Prediction) -> None:
-    mean = mean_figures(prediction.ranks)
-    out.print(
-        f"mean rank   compute {milliseconds(mean['compute'])}, exposed communication "
-        f"{milliseconds(mean['transfer'] + mean['wait'])} ({milliseconds(mean['transfer'])} transfer, "
-        f"{milliseconds(mean['wait'])} waiting), pipeline bubble {milliseconds(mean['bubble'])}, "
-        f"idle {milliseconds(mean['idle'])}",
-        soft_wrap=True,
-    )
-
-
-def _longest_rank(out: Console, prediction: Prediction) -> None:
-    """Print phases and GPU times of the only rank, or of the one that computes longest."""
-    longest = prediction.longest_computing.rank
-    which = f" (rank {longest}, the one that computes longest)" if len(prediction.ranks) > 1 else ""
-    present = {name: seconds for name, seconds in phases(prediction).items() if seconds > 0}
-    parts = ", ".join(f"{name} {milliseconds(seconds)}" for name, seconds in present.items())
-    out.print(f"phases      {parts}{which}", soft_wrap=True)
-    out.print(
-        f"GPU         active {milliseconds(prediction.gpu_active_seconds)}, "
-        f"idle {milliseconds(prediction.gpu_idle_seconds)}{which}; "
-        f"{prediction.host_bound_fraction:.0%} of the critical path is on the host",
-        soft_wrap=True,
-    )
-
-
-def _memory(out: Console, prediction: Prediction) -> None:
-    out.print(f"launches    {launches(prediction)}", soft_wrap=True)
-    memory = peak_memory(prediction)
-    if memory is not None:
-        out.print(f"memory      {memory}")
-    parts = memory_parts(prediction)
-    if parts is not None:
-        out.print(f"            {parts}{' (fullest rank)' if len(prediction.ranks) > 1 else ''}", soft_wrap=True)
-
-
-def _prices(out: Console, prediction: Prediction) -> None:
-    out.print(
-        "host        " + ", ".join(f"{kind} {milliseconds(value)}" for kind, value in prediction.overheads.items())
-    )
-    if prediction.overheads:
-        out.print(f"            {overhead_meanings(prediction)}", soft_wrap=True)
-    sources = ", ".join(f"{share:.0%} {source}" for source, share in prediction.coverage.items())
-    whole = "the device time of all ranks" if prediction.gpus > 1 else "the device time"
-    out.print(f"coverage    {sources} (share of {whole} by source of its price)")
-
-
 def _advice(out: Console, prediction: Prediction) -> None:
     advice = prediction.advice
     if advice is None:
-        out.print(f"next        {next_hint(prediction)}", soft_wrap=True)
+        _lines(out, [("next", next_hint(prediction))])
         return
-    rows = advice_rows(advice)
-    if rows:
-        _listed(out, ADVICE_HEAD, rows)
-    for line in advice_remarks(advice, prediction.fits):
-        out.print(f"advice      {line}", soft_wrap=True, markup=False)
+    if advice.best:
+        _listed(out, ADVICE_HEAD, map(advice_row, advice.best))
+    _lines(out, (("advice", line) for line in advice_remarks(advice, prediction.fits)))
 
 
 def _table(out: Console, head: Iterable[str], rows: Iterable[Sequence[str]], fold: bool = False) -> None:
@@ -188,22 +124,17 @@ def _what_if(out: Console, rows: Sequence[WhatIfRow]) -> None:
     if not rows:
         return
     _table(out, *what_if_cells(rows), fold=True)
-    for remark in what_if_remarks(rows):
-        out.print(remark, soft_wrap=True, markup=False)
-    for warning in what_if_warnings(rows):
-        out.print(f"warning: {warning}", soft_wrap=True, markup=False)
+    for line in (*what_if_remarks(rows), *(f"warning: {warning}" for warning in what_if_warnings(rows))):
+        out.print(line, soft_wrap=True, markup=False)
 
 
 def _remarks(out: Console, prediction: Prediction) -> None:
     for straggler in prediction.stragglers[:LISTED]:
-        out.print(
-            f"straggler   rank {straggler.rank} came last in {straggler.collectives} collectives; the next one waited "
-            f"{milliseconds(straggler.caused_seconds)}"
-        )
-    for note in prediction.notes:
-        out.print(f"note: {note}", soft_wrap=True)
-    for warning in prediction.warnings:
-        out.print(f"warning: {warning}", soft_wrap=True)
+        told = f"rank {straggler.rank} came last in {straggler.collectives} collectives; the next one waited "
+        _lines(out, [("straggler", told + milliseconds(straggler.caused_seconds))])
+    for name, texts in (("note", prediction.notes), ("warning", prediction.warnings)):
+        for text in texts:
+            out.print(f"{name}: {text}", soft_wrap=True, markup=False)
 
 
 def plain_console() -> Console:

@@ -4,7 +4,7 @@ One process per rank, one track per thread and stream, arrows from launches to t
 as separate slices. Outer operators and named ranges (``record_function``) enclose others, on streams in tracks of their
 own; the critical path is a process.
 
-Only the explained iteration is written, of those simulated until the step had settled.
+One iteration is written, of those simulated until the step had settled.
 
 Times are whole nanoseconds: begin and end are rounded, not the length, so that neighbours never overlap.
 """
@@ -14,10 +14,11 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import MISSING, dataclass, fields
 from itertools import takewhile
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from costmodel.base.errors import OutputError
 from costmodel.base.output_files import whole_file
@@ -50,37 +51,40 @@ Event = dict[str, Any]
 
 
 def write_trace(
-    graph: ExecutionGraph, timeline: Timeline, path: Path, critical: CriticalPath | None = None,
-    iteration: int | None = None,
-) -> None:  # fmt: skip
-    """Write Chrome trace JSON, compressed if ``path`` ends in ``.gz``.
+    graph: ExecutionGraph, timeline: Timeline, path: Path, critical: CriticalPath | None = None, iteration: int = 0
+) -> None:
+    """Write Chrome trace JSON of one simulated iteration, compressed if ``path`` ends in ``.gz``.
 
-    Raises :class:`OutputError` if it cannot be written.
-
-    ``critical``: the path of the explained step, which gets a track; ``iteration``: the simulated iteration to write
-    (``None``: all).
+    ``critical``: the path of the explained step, which gets a track. Raises :class:`OutputError` if the file cannot be
+    written.
     """
+    encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
     try:
-        with whole_file(path) as file:
+        with whole_file(path) as file, ExitStack() as stack:
             if path.suffix == ".gz":
                 # No time stamp: the same timeline gives the same file.
-                with gzip.GzipFile(filename="", mode="wb", fileobj=file, compresslevel=5, mtime=0) as packed:
-                    _write(graph, timeline, packed, critical, iteration)
+                packed = gzip.GzipFile(filename="", mode="wb", fileobj=file, compresslevel=5, mtime=0)
+                write = stack.enter_context(packed).write
             else:
-                _write(graph, timeline, file, critical, iteration)
+                write = file.write
+            write(b'{"displayTimeUnit":"ns","traceEvents":[\n')
+            separator = ""
+            for event in trace_events(graph, timeline, critical, iteration):
+                write(f"{separator}{encode(event)}".encode())
+                separator = ",\n"
+            write(b"\n]}\n")
     except OSError as error:
         raise OutputError(f"{path}: cannot be written ({error.strerror}); choose another file") from None
 
 
 def trace_events(
-    graph: ExecutionGraph, timeline: Timeline, critical: CriticalPath | None = None, iteration: int | None = None
-) -> Iterator[Event]:  # fmt: skip
+    graph: ExecutionGraph, timeline: Timeline, critical: CriticalPath | None = None, iteration: int = 0
+) -> Iterator[Event]:
     """Yield the events of the trace: metadata, slices (``X``), instants (``i``) and arrows (``s``, ``f``)."""
-    iterations = range(timeline.iterations) if iteration is None else (iteration,)
     if critical is not None:
         yield from _critical_events(critical, max(rank.rank for rank in graph.ranks) + 2)
     for layout, rank in zip(timeline.layouts, graph.ranks, strict=True):
-        writer = _RankWriter(timeline, layout, rank, iterations)
+        writer = _RankWriter(timeline, layout, rank, iteration)
         yield from writer.tracks()
         yield from writer.around()
         yield from writer.ranges_on_streams()
@@ -101,19 +105,6 @@ def _critical_events(critical: CriticalPath, pid: int) -> Iterator[Event]:
         yield {"ph": "X", **common, "ts": start / 1e3, "dur": (end - start) / 1e3, "args": told}
 
 
-def _write(
-    graph: ExecutionGraph, timeline: Timeline, file: IO[bytes] | gzip.GzipFile, critical: CriticalPath | None,
-    iteration: int | None,
-) -> None:  # fmt: skip
-    encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
-    file.write(b'{"displayTimeUnit":"ns","traceEvents":[\n')
-    separator = ""
-    for event in trace_events(graph, timeline, critical, iteration):
-        file.write(f"{separator}{encode(event)}".encode())
-        separator = ",\n"
-    file.write(b"\n]}\n")
-
-
 def described(operator: AnyOperator) -> str:
     """Format an operator record with its non-default fields: ``Gemm(m=64, n=16, k=32)``."""
     shown = []
@@ -125,14 +116,13 @@ def described(operator: AnyOperator) -> str:
 
 
 class _RankWriter:
-    def __init__(self, timeline: Timeline, layout: RankLayout, rank: RankGraph, iterations: Sequence[int]) -> None:
-        self._layout, self._rank, self._iterations = layout, rank, iterations
-        part = slice(layout.offset, layout.offset + timeline.iterations * layout.nodes)
-        # Arrows are numbered uniquely across processes.
-        self._arrows = layout.offset
-        # Times in nanoseconds.
+    def __init__(self, timeline: Timeline, layout: RankLayout, rank: RankGraph, iteration: int) -> None:
+        self._layout, self._rank = layout, rank
+        first = layout.offset + iteration * layout.nodes
+        # Times in nanoseconds, by action and behind these by task.
         self._start, self._ready, self._end = (
-            (of[part] * 1e9).round().astype("int64").tolist() for of in (timeline.start, timeline.ready, timeline.end)
+            (of[first : first + layout.nodes] * 1e9).round().astype("int64").tolist()
+            for of in (timeline.start, timeline.ready, timeline.end)
         )
         # Not the rank itself: some viewers treat process 0 as idle.
         self._pid = rank.rank + 1
@@ -170,95 +160,81 @@ class _RankWriter:
                 if call not in known:
                     known[call] = calls_around(self._rank, call)
                 chains.append((*outer, *known[call]))
-            for iteration in self._iterations:
-                begin = iteration * self._layout.nodes + first
-                yield from self._enclosing(chains, range(begin, begin + len(actions)), track, iteration)
+            yield from self._enclosing(chains, range(first, first + len(actions)), track)
 
     def ranges_on_streams(self) -> Iterator[Event]:
         """Yield a track of named ranges for every stream on which they have tasks."""
-        for stream, tasks in self._streams().items():
-            chains = {task.id: ranges_around(self._rank, task.call) for task in tasks}
-            if not any(chains.values()):
+        streams: dict[int, list[Task]] = {}
+        for task in self._rank.tasks:
+            streams.setdefault(task.stream, []).append(task)
+        for stream, tasks in sorted(streams.items()):
+            # In order of execution.
+            nodes = sorted((self._start[node], self._end[node], node) for node in map(self._node, tasks))
+            chains = [
+                ranges_around(self._rank, self._rank.tasks[node - self._layout.actions].call) for *_, node in nodes
+            ]
+            if not any(chains):
                 continue
             track = FIRST_RANGES_TRACK + stream
             yield self._named("thread_name", track, {"name": f"ranges on stream {stream}"})
             # Directly above the stream itself.
             yield self._named("thread_sort_index", track, {"sort_index": FIRST_STREAM_TRACK + stream})
-            for iteration in self._iterations:
-                nodes = self._in_order(tasks, iteration)
-                yield from self._enclosing([chains[task] for task in nodes.values()], list(nodes), track, iteration)
+            yield from self._enclosing(chains, [node for *_, node in nodes], track)
 
-    def _in_order(self, tasks: Sequence[Task], iteration: int) -> dict[int, int]:
-        """Map nodes to tasks, in order of execution."""
-        first = iteration * self._layout.nodes + self._layout.actions
-        nodes = sorted((self._start[first + task.id], self._end[first + task.id], task.id) for task in tasks)
-        return {first + task: task for _, _, task in nodes}
+    def _node(self, task: Task) -> int:
+        return self._layout.actions + task.id
 
-    def _streams(self) -> dict[int, list[Task]]:
-        found: dict[int, list[Task]] = {}
-        for task in self._rank.tasks:
-            found.setdefault(task.stream, []).append(task)
-        return dict(sorted(found.items()))
-
-    def _enclosing(self, chains: Sequence[Chain], nodes: Sequence[int], track: int, iteration: int) -> Iterator[Event]:
+    def _enclosing(self, chains: Sequence[Chain], nodes: Sequence[int], track: int) -> Iterator[Event]:
         """Yield slices around neighbouring ``nodes``; ``chains``: enclosing spans of each node."""
         times = [(self._start[node], self._end[node]) for node in nodes]
         for outer, begin, end in enclosed(chains, times):
-            told: Event = {"iteration": iteration}
-            if outer.call is not None:
-                info = self._rank.calls[outer.call]
-                told |= {"phase": info.phase, "module": info.module}
+            info = None if outer.call is None else self._rank.calls[outer.call]
+            told = {} if info is None else {"phase": info.phase, "module": info.module}
             category = "around" if outer.entry is None else "range"
             yield self._slice(outer.name, category, track, int(begin), int(end), told)
 
     def actions(self) -> Iterator[Event]:
         for name, actions in self._rank.threads.items():
-            track, first = self._threads[name], self._layout.threads[name][0]
-            for iteration in self._iterations:
-                for node, action in enumerate(actions, start=iteration * self._layout.nodes + first):
-                    yield from self._action(node, action, track, iteration)
+            for node, action in enumerate(actions, start=self._layout.threads[name][0]):
+                yield from self._action(node, action, self._threads[name])
 
-    def tasks(self) -> Iterator[Event]:
-        for iteration in self._iterations:
-            first = iteration * self._layout.nodes + self._layout.actions
-            for node, task in enumerate(self._rank.tasks, start=first):
-                yield from self._task(node, task, iteration)
-
-    def _action(self, node: int, action: Action, track: int, iteration: int) -> Iterator[Event]:
+    def _action(self, node: int, action: Action, track: int) -> Iterator[Event]:
         start, end = self._start[node], self._end[node]
         name, category = self._describe(action)
         if isinstance(action, (RecordEvent, StreamWait, Signal)):
             yield {"ph": "i", "s": "t", **self._common(name, category, track, start)}
             return
-        arguments = {"iteration": iteration, "waited_us": (self._ready[node] - start) / 1e3}
+        arguments = {"waited_us": (self._ready[node] - start) / 1e3}
         yield self._slice(name, category, track, start, end, arguments)
-        if isinstance(action, Launch) and self._has_arrow(action.task, iteration):
+        if isinstance(action, Launch) and self._has_arrow(self._rank.tasks[action.task]):
             # An arrow leaves the slice that contains its time, so it starts at the begin of the launch.
-            yield {
-                "ph": "s",
-                "id": self._arrows + iteration * self._layout.nodes + action.task,
-                **self._common("launch", "launch", track, start),
-            }
+            yield {"ph": "s", "id": self._arrow(action.task), **self._common("launch", "launch", track, start)}
 
-    def _task(self, node: int, task: Task, iteration: int) -> Iterator[Event]:
+    def _arrow(self, task: int) -> int:
+        """Number of an arrow, unique across processes."""
+        return self._layout.offset + task
+
+    def tasks(self) -> Iterator[Event]:
+        for task in self._rank.tasks:
+            yield from self._task(task)
+
+    def _task(self, task: Task) -> Iterator[Event]:
+        node, track = self._node(task), FIRST_STREAM_TRACK + task.stream
         start, ready, end = self._start[node], self._ready[node], self._end[node]
-        track = FIRST_STREAM_TRACK + task.stream
-        arguments = self._task_arguments(task, iteration)
+        arguments = self._task_arguments(task)
         if ready > start:
             yield self._slice(f"{task.name} (wait)", "collective wait", track, start, ready, arguments)
         yield self._slice(task.name, task.kind, track, ready, end, arguments)
-        if self._has_arrow(task.id, iteration):
+        if self._has_arrow(task):
             arrow = self._common("launch", "launch", track, start)
-            yield {"ph": "f", "bp": "e", "id": self._arrows + node - self._layout.actions, **arrow}
+            yield {"ph": "f", "bp": "e", "id": self._arrow(task.id), **arrow}
 
-    def _has_arrow(self, task: int, iteration: int) -> bool:
+    def _has_arrow(self, task: Task) -> bool:
         """True if launch and task have a length: viewers cannot bind an arrow to slices of length 0."""
-        first = iteration * self._layout.nodes
-        nodes = (first + self._launches[task], first + self._layout.actions + task)
-        return all(self._end[node] > self._start[node] for node in nodes)
+        return all(self._end[node] > self._start[node] for node in (self._launches[task.id], self._node(task)))
 
-    def _task_arguments(self, task: Task, iteration: int) -> Event:
-        arguments: Event = {"iteration": iteration, "task": task.id}
+    def _task_arguments(self, task: Task) -> Event:
+        arguments: Event = {"task": task.id}
         if task.duration is not None:
             arguments |= {"bound": task.duration.bound, "source": task.duration.source}
         if task.operators:

@@ -79,11 +79,12 @@ def slower(graph: ExecutionGraph, number: int, factor: float) -> ExecutionGraph:
     return replace(graph, ranks=tuple(map(changed, graph.ranks)))
 
 
-def test_the_path_is_on_the_ranks_that_the_step_waits_for(monkeypatch):
+def test_the_path_is_on_the_ranks_that_the_step_waits_for(monkeypatch, tmp_path):
     """What a stage has of the path is by how much the step grows where that stage is slower; of most it is nothing."""
     kept: list[PredictionResult] = []
-    XX
-    answer = e2e.predict(**MODEL, gpus=4, parallel="pp=4,micro-batches=4", batch_size=4)
+    monkeypatch.setattr("e2e.report.html_report.write_report", lambda answer, path: kept.append(answer))
+    job = {"gpus": 4, "parallel": "pp=4,micro-batches=4", "batch_size": 4}
+    answer = e2e.predict(**MODEL, **job, report=tmp_path / "report.html")
     assert sum(rank.path_seconds for rank in answer.ranks) == pytest.approx(answer.critical_path_seconds)
     (result,) = kept
     more = 1e-3

@@ -75,12 +75,6 @@ def test_nothing_of_a_prediction_is_dropped(timeline: Path):
     assert faults(events) == []
 
 
-def test_the_step_that_is_predicted_is_there_alone(timeline: Path):
-    """Of the iterations that are simulated until the step has settled, one."""
-    events = read_timeline(timeline)
-    assert len({event["args"]["iteration"] for event in events if "iteration" in event.get("args", {})}) == 1
-
-
 def test_the_trace_processor_itself_drops_nothing(timeline: Path):
     program = shutil.which("trace_processor_shell") or shutil.which("trace_processor")
     if program is None:
