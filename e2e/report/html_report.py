@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from costmodel.pages.charts import PALETTE, inline_chart, set_logarithmic
+from costmodel.pages.charts import PALETTE, inline_chart
 from costmodel.pages.document import render, write_page
 from e2e.explain.breakdowns import phase_spans
 from e2e.explain.critical_path import HOST_KINDS, task_kind, wait_kind
 from e2e.explain.prediction import Prediction
 from e2e.explain.predictor import PredictionResult
-from e2e.explain.rank_figures import CollectiveFigures, RankFigures
+from e2e.explain.rank_figures import RankFigures
 from e2e.report import tables
 from e2e.report.timeline_export import call_of
 from e2e.step.arrays import Floats
@@ -127,7 +127,6 @@ def page(result: PredictionResult) -> str:
         rank_head=tables.RANK_HEAD,
         rank_rows=[tables.rank_row(each) for each in prediction.ranks],
         path_meaning=tables.PATH_MEANING,
-        collective_chart=_collective_chart(prediction.collectives),
         collective_head=tables.COLLECTIVE_HEAD,
         collective_rows=tables.collective_rows(prediction.collectives),
         stragglers=[
@@ -288,7 +287,7 @@ def _timeline(result: PredictionResult, lanes: Sequence[tuple[str, Lane]]) -> st
     return inline_chart("Timeline of the step", draw, 0.6 + 0.24 * len(lanes))
 
 
-# --- memory, ranks, collectives -----------------------------------------------------------------
+# --- memory and ranks ---------------------------------------------------------------------------
 
 
 def _memory(result: PredictionResult) -> dict[str, Any]:
@@ -385,25 +384,3 @@ def _rank_bar(rank: RankFigures) -> tuple[str, Mapping[str, float], str]:
     )
     alike = f"stands for {rank.multiplicity}" if rank.multiplicity > 1 else ""
     return f"rank {rank.rank}", dict(zip(RANK_PARTS, values, strict=True)), alike
-
-
-def _collective_chart(collectives: Sequence[CollectiveFigures]) -> str | None:
-    """Chart of transfer time over size, one colour per kind."""
-    # Thousands are equal: one dot for those at the same place.
-    dots: dict[str, set[tuple[int, float]]] = {}
-    for each in collectives:
-        if each.size_bytes > 0 and each.transfer_seconds > 0:
-            place = (each.size_bytes, float(f"{each.transfer_seconds:.2g}"))
-            dots.setdefault(f"{each.kind} of {each.ranks} ranks", set()).add(place)
-    if not dots:
-        return None
-
-    def draw(axes: Any) -> None:
-        for place, (name, points) in enumerate(dots.items()):
-            sizes, seconds = zip(*sorted(points), strict=True)
-            axes.plot(sizes, seconds, "o", ms=5, label=name, color=PALETTE[place % len(PALETTE)])
-        set_logarithmic(axes, "xy")
-        axes.set(xlabel="bytes that a rank puts in", ylabel="transfer, s")
-        axes.legend()
-
-    return inline_chart("Transfer time of collectives over their size", draw)

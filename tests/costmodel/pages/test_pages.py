@@ -1,4 +1,4 @@
-"""Pages by templates, and charts: nothing breaks out of markup, labels have room, the same numbers give the same file."""
+"""Pages by templates, and charts: nothing breaks out of markup, labels have room, files are reproducible."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from costmodel.pages.charts import check_picture, inline_chart, picture, place_l
 from costmodel.pages.document import render, write_page
 from tests.web_pages import HOSTILE, read_page
 
-PAGE = """
+PAGE = """\
 {% extends "costmodel.pages/page.html" %}
 {% from "costmodel.pages/macros.html" import section, table, facts, legend, bars, whole with context %}
 {% block sections %}
