@@ -216,7 +216,7 @@ def draw_measured_roofline(
     highest = max(peaks.values())
     points = [point for point, _ in singles]
     points += [point for each in moves.values() for before, after, _ in each for point in (before, after)]
-    # A rejected fused kernel may be a hundred times as slow.
+    # A rejected fused kernel may be a thousand times as slow: it is not shown.
     low = max(min(rate for _, rate in points) / 1.3, highest * 1e-3)
     intensities = [intensity for intensity, _ in points]
     set_logarithmic(axes, "xy")
@@ -224,11 +224,10 @@ def draw_measured_roofline(
              xlabel="flop per byte that enters or leaves the kernel", ylabel="flop/s")  # fmt: skip
     names = list(_ceilings(axes, peaks, network["ceilings"]["bandwidths"]))
     for (intensity, rate), tip in singles:
-        (dot,) = axes.plot(intensity, max(rate, low), "o", ms=4, color="0.6", alpha=0.5)
+        (dot,) = axes.plot(intensity, rate, "o", ms=4, color="0.6", alpha=0.5)
         set_tip(dot, tip)
     for (label, colour), each in moves.items():
-        clamped = [((x0, max(y0, low)), (x1, max(y1, low)), tip) for (x0, y0), (x1, y1), tip in each]
-        _moves(axes, clamped, colour, label)
+        _moves(axes, each, colour, label)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(title="hollow: apart, filled: fused", loc="lower right")
     place_labels(axes, [*names, *labels])

@@ -18,7 +18,7 @@ from costmodel.pages.charts import PALETTE, inline_chart
 from costmodel.pages.document import render, write_page
 from fusion.artifact.build_folder import REPORT, SUMMARY, describe_inputs
 from fusion.model.named_arrays import TensorInfo
-from fusion.report.console_report import memory_lines, precision_lines, short_names
+from fusion.report.console_report import memory_lines, precision_lines, scaled, short_names
 from fusion.report.pictures import FUSED, HIGH, WIDE, draw_frontier, draw_measured_roofline, network_picture
 
 _OURS, _APART, _PEER = "#228833", "#4477aa", "#aa3377"
@@ -144,7 +144,7 @@ def _index(summary: Mapping[str, Any]) -> str:
         (
             _inputs(profile),
             f"{Path(profile['folder']).name}/{REPORT}",
-            *(_scaled(profile["latency_seconds"].get(engine), 1e3, 3) for engine in ("tuned", "onnxruntime")),
+            *(scaled(profile["latency_seconds"].get(engine), 1e3, 3) for engine in ("tuned", "onnxruntime")),
             f"{_fused(profile)} of {len(profile['sites'])}",
         )
         for profile in summary["profiles"]
@@ -242,8 +242,8 @@ def _sites(summary: Mapping[str, Any], short: Mapping[str, str]) -> list[Sequenc
             (
                 _together([short[layer["name"]] for layer in site["layers"]]),
                 "fused" if site["fused_in_model"] else "apart",
-                *(_scaled(time, 1e6, 1) for time in (predicted["unfused_seconds"], predicted["fused_seconds"])),
-                *(_scaled(time, 1e6, 1) for time in (before, after)),
+                *(scaled(time, 1e6, 1) for time in (predicted["unfused_seconds"], predicted["fused_seconds"])),
+                *(scaled(time, 1e6, 1) for time in (before, after)),
                 f"{before / after:.2f}" if before and after else "",
                 site["decision"],
             )
@@ -276,8 +276,8 @@ def _layers(summary: Mapping[str, Any], short: Mapping[str, str]) -> list[Sequen
     return [
         (
             ", ".join(short.get(name, name) for name in row["layers"]),
-            _scaled(row["ours_seconds"], 1e6, 1),
-            _scaled(row["theirs_seconds"], 1e6, 1),
+            scaled(row["ours_seconds"], 1e6, 1),
+            scaled(row["theirs_seconds"], 1e6, 1),
             f"{row['lost_seconds'] * 1e6:+.1f}",
         )
         for row in [*beside["rows"], {**beside["others"], "layers": ["everything else"]}]
@@ -313,7 +313,3 @@ def _fused(summary: Mapping[str, Any]) -> int:
 def _is_peer(name: str) -> bool:
     """True if a latency is that of another engine, not of one of our networks."""
     return name != "tuned" and not name.startswith(("tuned_", "float32"))
-
-
-def _scaled(seconds: float | None, scale: float, digits: int) -> str:
-    return "?" if seconds is None else f"{seconds * scale:.{digits}f}"
