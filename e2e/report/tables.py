@@ -153,13 +153,16 @@ def figures(prediction: Prediction) -> Iterator[tuple[str, str]]:
     """
     several = len(prediction.ranks) > 1
     if prediction.gpus > 1:
-        mean = mean_figures(prediction.ranks)
+        names = ("compute", "exposed_transfer", "exposed_wait", "bubble", "idle")
+        compute, transfer, wait, bubble, idle = (
+            sum(getattr(rank, f"{name}_seconds") * rank.multiplicity for rank in prediction.ranks) / prediction.gpus
+            for name in names
+        )
         yield (
             "mean rank",
-            f"compute {milliseconds(mean['compute'])}, exposed communication "
-            f"{milliseconds(mean['transfer'] + mean['wait'])} ({milliseconds(mean['transfer'])} transfer, "
-            f"{milliseconds(mean['wait'])} waiting), pipeline bubble {milliseconds(mean['bubble'])}, "
-            f"idle {milliseconds(mean['idle'])}",
+            f"compute {milliseconds(compute)}, exposed communication {milliseconds(transfer + wait)} "
+            f"({milliseconds(transfer)} transfer, {milliseconds(wait)} waiting), pipeline bubble "
+            f"{milliseconds(bubble)}, idle {milliseconds(idle)}",
         )
     longest = prediction.longest_computing.rank
     which = f" (rank {longest}, the one that computes longest)" if several else ""
@@ -325,22 +328,6 @@ COLLECTIVE_HEAD = (
     "collective", "ranks", "bytes", "count", "transfer ms", "by shared links ms", "mean wait ms", "longest wait ms",
     "source",
 )  # fmt: skip
-
-
-def mean_figures(ranks: Sequence[RankFigures]) -> Mapping[str, float]:
-    """Return means over all ranks, weighted by multiplicity."""
-    count = sum(rank.multiplicity for rank in ranks) or 1
-
-    def mean(values: Iterable[float]) -> float:
-        return sum(value * rank.multiplicity for value, rank in zip(values, ranks, strict=True)) / count
-
-    return {
-        "compute": mean(rank.compute_seconds for rank in ranks),
-        "transfer": mean(rank.exposed_transfer_seconds for rank in ranks),
-        "wait": mean(rank.exposed_wait_seconds for rank in ranks),
-        "bubble": mean(rank.bubble_seconds for rank in ranks),
-        "idle": mean(rank.idle_seconds for rank in ranks),
-    }
 
 
 def rank_row(rank: RankFigures) -> tuple[str, ...]:

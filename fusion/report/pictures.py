@@ -201,28 +201,27 @@ def _moves(axes: Any, moves: Iterable[Move], colour: str, label: str) -> None:
             label = None if fill == colour else label  # type: ignore[assignment]
 
 
-def draw_measured_roofline(
+def draw_roofline(
     axes: Any,
-    network: Mapping[str, Any],
+    ceilings: Mapping[str, Mapping[str, float]],
     moves: Mapping[tuple[str, str], Sequence[Move]],
-    singles: Sequence[tuple[Point, str]],
-    labels: Sequence[tuple[str, Point]],
+    singles: Sequence[tuple[Point, str]] = (),
+    labels: Sequence[tuple[str, Point]] = (),
 ) -> None:
-    """Draw the ceilings of ``network``, sites before and after fusion by (label, colour), and kernels of layers.
+    """Draw ``ceilings``, sites before and after fusion by (label, colour), and kernels of layers with their tips.
 
     ``labels``: names of sites with their points; those for which there is no room are left out.
     """
-    peaks = network["ceilings"]["flops"]
-    highest = max(peaks.values())
+    highest = max(ceilings["flops"].values())
     points = [point for point, _ in singles]
     points += [point for each in moves.values() for before, after, _ in each for point in (before, after)]
+    intensities = [intensity for intensity, _ in points] or [1.0]
     # A rejected fused kernel may be a thousand times as slow: it is not shown.
-    low = max(min(rate for _, rate in points) / 1.3, highest * 1e-3)
-    intensities = [intensity for intensity, _ in points]
+    low = max(min([highest, *(rate for _, rate in points)]) / 1.3, highest * 1e-3)
     set_logarithmic(axes, "xy")
     axes.set(xlim=(min(intensities) / 1.5, max(intensities) * 1.5), ylim=(low, highest * 1.4),
              xlabel="flop per byte that enters or leaves the kernel", ylabel="flop/s")  # fmt: skip
-    names = list(_ceilings(axes, peaks, network["ceilings"]["bandwidths"]))
+    names = list(_ceilings(axes, ceilings["flops"], ceilings["bandwidths"]))
     for (intensity, rate), tip in singles:
         (dot,) = axes.plot(intensity, rate, "o", ms=4, color="0.6", alpha=0.5)
         set_tip(dot, tip)
@@ -233,41 +232,26 @@ def draw_measured_roofline(
     place_labels(axes, [*names, *labels])
 
 
-def draw_roofline(machine: Machine, threads: int, analyses: Sequence[NetworkAnalysis], path: Path) -> None:
-    """Draw the roofline of ``machine`` in each precision of ``analyses``, and the predicted sites before and after
-    fusion.
+def write_roofline(machine: Machine, threads: int, analyses: Sequence[NetworkAnalysis], path: Path) -> None:
+    """Draw the roofline of ``machine`` with the predicted sites of ``analyses``, one plot for each precision.
 
-    Axes: flop per byte read or written by kernels, and flop/s. Raises ``OutputError`` if the file cannot be written.
+    Raises ``OutputError`` if the file cannot be written.
     """
     bandwidths = {level.name: level.bandwidth.at(threads) for level in machine.memory}
-    with picture(path, 4.2 * len(analyses) + 0.4, 4.4, len(analyses), sharey=True) as panels:
+    with picture(path, 4.8 * len(analyses), 4.4, len(analyses)) as panels:
         for axes, analysis in zip(panels, analyses, strict=True):
-            set_logarithmic(axes, "xy")
-            axes.set(xlim=(0.5, 512.0), xlabel="flop per byte in and out of kernels")
-            tried = [site for site in analysis.sites if not site.hopeless]
-            for fuse, color, label in ((False, "0.75", "kept apart"), (True, "tab:blue", "worth fusing")):
-                _moves(
-                    axes,
-                    [
-                        (
-                            (site.unfused_intensity, site.flops / site.unfused_seconds),
-                            (site.fused_intensity, site.flops / site.fused_seconds),
-                            site.name,
-                        )
-                        for site in tried
-                        if site.fuse is fuse
-                    ],
-                    color,
-                    label,
-                )
-            names = list(_ceilings(axes, {"peak": machine.peak_flops(analysis.precision, threads)}, bandwidths))
-            fused = sum(site.fuse for site in tried)
-            axes.set_title(f"{analysis.precision}: {fused} of {len(tried)} sites worth fusing", size=10)
+            peaks = {analysis.precision: machine.peak_flops(analysis.precision, threads)}
+            moves: dict[tuple[str, str], list[Move]] = {("kept apart", "0.75"): [], ("worth fusing", "tab:blue"): []}
+            for site in analysis.sites:
+                if not site.hopeless:
+                    before = site.unfused_intensity, site.flops / site.unfused_seconds
+                    after = site.fused_intensity, site.flops / site.fused_seconds
+                    kind = ("worth fusing", "tab:blue") if site.fuse else ("kept apart", "0.75")
+                    moves[kind].append((before, after, site.name))
+            tried, fused = sum(map(len, moves.values())), len(moves["worth fusing", "tab:blue"])
+            axes.set_title(f"{analysis.precision}: {fused} of {tried} sites worth fusing, predicted", size=10)
             axes.grid(alpha=0.25)
-            place_labels(axes, names)
-        panels[0].set_ylabel("flop/s, predicted")
-        if panels[0].get_legend_handles_labels()[0]:
-            panels[0].legend(title="hollow: separate, filled: fused", fontsize=8, title_fontsize=8, loc="lower right")
+            draw_roofline(axes, {"flops": peaks, "bandwidths": bandwidths}, moves)
 
 
 # Use a logarithmic scale for latencies that differ by more than this factor.

@@ -19,7 +19,7 @@ from costmodel.pages.document import render, write_page
 from fusion.artifact.build_folder import REPORT, SUMMARY, describe_inputs
 from fusion.model.named_arrays import TensorInfo
 from fusion.report.console_report import memory_lines, precision_lines, scaled, short_names
-from fusion.report.pictures import FUSED, HIGH, WIDE, draw_frontier, draw_measured_roofline, network_picture
+from fusion.report.pictures import FUSED, HIGH, WIDE, draw_frontier, draw_roofline, network_picture
 
 _OURS, _APART, _PEER = "#228833", "#4477aa", "#aa3377"
 _LABELLED_SITES = 12
@@ -222,7 +222,7 @@ def _roofline(summary: Mapping[str, Any], short: Mapping[str, str]) -> str | Non
         return None
     return inline_chart(
         "Roofline of the machine with every site before and after fusion",
-        lambda axes: draw_measured_roofline(axes, network, moves, singles, labels[: -_LABELLED_SITES - 1 : -1]),
+        lambda axes: draw_roofline(axes, network["ceilings"], moves, singles, labels[: -_LABELLED_SITES - 1 : -1]),
         5.5,
     )
 
