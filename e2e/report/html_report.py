@@ -299,7 +299,7 @@ def _memory(result: PredictionResult) -> dict[str, Any]:
     course = memory_course(result, fullest)
     peaks = []
     for rank in known:
-        parts = {role: (rank.memory_breakdown or {}).get(role, 0) for role in ROLES}
+        parts: dict[str, int] = {role: (rank.memory_breakdown or {}).get(role, 0) for role in ROLES}
         fits = ", does not fit" if rank.fits is False else ""
         name = f"rank {rank.rank}" if len(known) > 1 else "peak"
         peaks.append((name, parts, f"{(rank.peak_memory_bytes or 0) / _GIB:.3g} GiB{fits}"))

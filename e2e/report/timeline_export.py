@@ -64,15 +64,15 @@ def write_trace(
             if path.suffix == ".gz":
                 # No time stamp: the same timeline gives the same file.
                 packed = gzip.GzipFile(filename="", mode="wb", fileobj=file, compresslevel=5, mtime=0)
-                write = stack.enter_context(packed).write
+                sink: Any = stack.enter_context(packed)
             else:
-                write = file.write
-            write(b'{"displayTimeUnit":"ns","traceEvents":[\n')
+                sink = file
+            sink.write(b'{"displayTimeUnit":"ns","traceEvents":[\n')
             separator = ""
             for event in trace_events(graph, timeline, critical, iteration):
-                write(f"{separator}{encode(event)}".encode())
+                sink.write(f"{separator}{encode(event)}".encode())
                 separator = ",\n"
-            write(b"\n]}\n")
+            sink.write(b"\n]}\n")
     except OSError as error:
         raise OutputError(f"{path}: cannot be written ({error.strerror}); choose another file") from None
 

@@ -234,7 +234,7 @@ def _gain(site: Mapping[str, Any]) -> float:
 
 
 def _sites(summary: Mapping[str, Any], short: Mapping[str, str]) -> list[Sequence[str]]:
-    rows = []
+    rows: list[Sequence[str]] = []
     for site in sorted(summary["sites"], key=lambda each: not each["fused_in_model"]):
         predicted, measured = site["predicted"], site["measured"]
         before, after = measured["unfused_seconds"], measured["fused_seconds"]
