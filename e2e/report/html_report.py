@@ -16,7 +16,6 @@ from costmodel.pages.charts import PALETTE, inline_chart
 from costmodel.pages.document import render, write_page
 from e2e.explain.breakdowns import phase_spans
 from e2e.explain.critical_path import HOST_KINDS, task_kind, wait_kind
-from e2e.explain.prediction import Prediction
 from e2e.explain.predictor import PredictionResult
 from e2e.explain.rank_figures import RankFigures
 from e2e.report import tables
@@ -87,54 +86,26 @@ def page(result: PredictionResult) -> str:
     ranks = _shown_ranks(result)
     lanes = list(timeline_lanes(result, ranks))
     used = {kind for _, lane in lanes for kind, (begins, ends) in lane.items() if (ends > begins).any()}
-    low, high = prediction.interval_seconds
-    times = {
-        "Device time by what limits it": prediction.breakdown["by_bound"],
-        "Device time by kind of work": prediction.breakdown["by_kind"],
-        "Host time by kind of overhead": prediction.overheads,
-    }
     return render(
         "e2e.report/predict.html",
+        tables=tables,
         prediction=prediction,
         title=tables.title(prediction),
-        step=tables.milliseconds(prediction.iteration_seconds),
-        low=tables.milliseconds(low),
-        high=tables.milliseconds(high),
         heading=_joined([*tables.heading(prediction), *tables.speeds(prediction)]),
         figures=_joined(tables.figures(prediction)),
         distinct=len(prediction.ranks),
-        several=prediction.gpus > 1,
         longest=longest,
-        phases=tables.phases(prediction),
         colours={kind: colour for kind, (_, colour) in KINDS.items()},
         path_colours=_path_colours(prediction.attribution),
-        advice=_advice(prediction),
-        what_if=_what_if(prediction),
         timeline=_timeline(result, lanes),
         timeline_key=dict(text for kind, text in KINDS.items() if kind in used),
         shown_ranks=len(ranks),
-        path_head=("kind", *tables.PATH_HEAD[1:]),
-        path_rows=tables.path_rows(prediction),
-        range_head=tables.RANGE_HEAD,
-        range_rows=tables.range_rows(prediction.ranges),
-        range_meaning=tables.range_meaning(prediction),
         # With several ranks, the path across them may never be on this one; the rank's own path shows what delays it.
         operators=_operators(rank, result, several),
         modules=tables.share_rows(tables.module_seconds(rank)),
         **_memory(result),
         rank_colours=RANK_PARTS,
         rank_bars=[_rank_bar(each) for each in prediction.ranks],
-        rank_head=tables.RANK_HEAD,
-        rank_rows=[tables.rank_row(each) for each in prediction.ranks],
-        path_meaning=tables.PATH_MEANING,
-        collective_head=tables.COLLECTIVE_HEAD,
-        collective_rows=tables.collective_rows(prediction.collectives),
-        stragglers=[
-            (str(each.rank), str(each.collectives), f"{each.caused_seconds * 1e3:.3f}")
-            for each in prediction.stragglers
-        ],
-        times={name: tables.share_rows(parts) for name, parts in times.items()},
-        overhead_meanings=tables.overhead_meanings(prediction),
     )
 
 
@@ -154,22 +125,6 @@ def _path_colours(kinds: Iterable[str]) -> dict[str, str]:
     """Colours of the timeline; kinds of host time, which share one there, get different ones."""
     others = iter(_HOST_COLOURS)
     return {kind: KINDS[kind][1] if kind in KINDS else next(others, "#777777") for kind in kinds}
-
-
-def _advice(prediction: Prediction) -> dict[str, Any] | None:
-    advice = prediction.advice
-    if advice is None:
-        return None
-    remarks = list(tables.advice_remarks(advice, prediction.fits))
-    return {"head": tables.ADVICE_HEAD, "rows": [tables.advice_row(each) for each in advice.best], "remarks": remarks}
-
-
-def _what_if(prediction: Prediction) -> dict[str, Any] | None:
-    if not prediction.what_if:
-        return None
-    head, rows = tables.what_if_cells(prediction.what_if)
-    remarks, warnings = tables.what_if_remarks(prediction.what_if), tables.what_if_warnings(prediction.what_if)
-    return {"head": head, "rows": rows, "remarks": list(remarks), "warnings": list(warnings)}
 
 
 def _operators(rank: RankGraph, result: PredictionResult, several: bool) -> list[tuple[str, ...]]:

@@ -16,7 +16,7 @@ from decimal import Decimal
 from e2e.explain.breakdowns import RangeFigures, device_seconds
 from e2e.explain.critical_path import CriticalPath
 from e2e.explain.prediction import TOGETHER, Advice, Alternative, AskedValue, Prediction, WhatIfRow
-from e2e.explain.rank_figures import CollectiveFigures, RankFigures
+from e2e.explain.rank_figures import CollectiveFigures, RankFigures, Straggler
 from e2e.explain.utilisation import JOULES_OF_A_KILOWATT_HOUR
 from e2e.step.execution_graph import OVERHEAD_MEANINGS, HostWork, Launch, RankGraph
 from e2e.step.memory_room import largest_fitting
@@ -211,12 +211,15 @@ def _memory(prediction: Prediction) -> Iterator[tuple[str, str]]:
         yield "", f"{parts} GiB{' (fullest rank)' if len(prediction.ranks) > 1 else ''}"
 
 
-def advice_row(each: Alternative) -> tuple[str, ...]:
-    """Return the row under :data:`ADVICE_HEAD`."""
-    seconds = 0.0 if each.iteration_seconds is None else each.iteration_seconds
-    memory = "" if each.peak_memory_bytes is None else f"{each.peak_memory_bytes / 2**30:.1f} GiB"
-    doubt = "" if each.fits else " (may not fit)" if memory else ""
-    return (each.change, f"{seconds * 1e3:.3f} ms", f"{each.gain or 0.0:.2f}x as fast", f"{memory}{doubt}", each.needs)
+def advice_rows(advice: Advice) -> list[tuple[str, ...]]:
+    """Return the rows of the best settings under :data:`ADVICE_HEAD`."""
+    rows = []
+    for each in advice.best:
+        memory = "" if each.peak_memory_bytes is None else f"{each.peak_memory_bytes / 2**30:.1f} GiB"
+        doubt = "" if each.fits or not memory else " (may not fit)"
+        step, gain = milliseconds(each.iteration_seconds or 0.0), f"{each.gain or 0.0:.2f}x as fast"
+        rows.append((each.change, step, gain, f"{memory}{doubt}", each.needs))
+    return rows
 
 
 def advice_remarks(advice: Advice, now_fits: bool | None = True) -> Iterator[str]:
@@ -330,8 +333,12 @@ COLLECTIVE_HEAD = (
 )  # fmt: skip
 
 
-def rank_row(rank: RankFigures) -> tuple[str, ...]:
-    """Return the row under :data:`RANK_HEAD`, times in milliseconds; see :data:`PATH_MEANING` for the path."""
+def rank_rows(ranks: Sequence[RankFigures]) -> list[tuple[str, ...]]:
+    """Return the rows under :data:`RANK_HEAD`, times in milliseconds; see :data:`PATH_MEANING` for the path."""
+    return [_rank_row(rank) for rank in ranks]
+
+
+def _rank_row(rank: RankFigures) -> tuple[str, ...]:
     seconds = (
         rank.step_seconds,
         rank.compute_seconds,
@@ -369,6 +376,14 @@ def collective_rows(collectives: Sequence[CollectiveFigures]) -> list[tuple[str,
             )
         )
     return rows
+
+
+STRAGGLER_HEAD = ("rank", "came last in", "the next one waited ms")
+
+
+def straggler_rows(stragglers: Sequence[Straggler]) -> list[tuple[str, ...]]:
+    """Return the rows under :data:`STRAGGLER_HEAD`."""
+    return [(str(each.rank), str(each.collectives), f"{each.caused_seconds * 1e3:.3f}") for each in stragglers]
 
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")

@@ -20,7 +20,7 @@ from e2e.report.tables import (
     RANGE_HEAD,
     RANK_HEAD,
     advice_remarks,
-    advice_row,
+    advice_rows,
     collective_rows,
     figures,
     heading,
@@ -29,7 +29,7 @@ from e2e.report.tables import (
     path_rows,
     range_meaning,
     range_rows,
-    rank_row,
+    rank_rows,
     share_rows,
     speeds,
     title,
@@ -81,7 +81,7 @@ def render(prediction: Prediction, console: Console | None = None) -> None:
         _table(out, ("critical path across ranks", "ms", "share"), share_rows(prediction.attribution)[:ROWS])
     _table(out, PATH_HEAD, path_rows(prediction)[:ROWS])
     if several:
-        _listed(out, RANK_HEAD, (rank_row(rank) for rank in prediction.ranks))
+        _listed(out, RANK_HEAD, rank_rows(prediction.ranks))
         out.print(PATH_MEANING, soft_wrap=True)
     if prediction.collectives:
         _listed(out, COLLECTIVE_HEAD, collective_rows(prediction.collectives))
@@ -100,7 +100,7 @@ def _advice(out: Console, prediction: Prediction) -> None:
         _lines(out, [("next", next_hint(prediction))])
         return
     if advice.best:
-        _listed(out, ADVICE_HEAD, map(advice_row, advice.best))
+        _listed(out, ADVICE_HEAD, advice_rows(advice))
     _lines(out, (("advice", line) for line in advice_remarks(advice, prediction.fits)))
 
 
