@@ -213,7 +213,7 @@ def _memory(prediction: Prediction) -> Iterator[tuple[str, str]]:
 
 def advice_rows(advice: Advice) -> list[tuple[str, ...]]:
     """Return the rows of the best settings under :data:`ADVICE_HEAD`."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for each in advice.best:
         memory = "" if each.peak_memory_bytes is None else f"{each.peak_memory_bytes / 2**30:.1f} GiB"
         doubt = "" if each.fits or not memory else " (may not fit)"
