@@ -119,9 +119,9 @@ def analyze(
     )
     found = analyze_in(precision, *read)
     if picture is not None:
-        from fusion.report.pictures import draw_roofline
+        from fusion.report.pictures import write_roofline
 
-        draw_roofline(read.machine, read.cpu.threads, by_precision(*read), Path(picture))
+        write_roofline(read.machine, read.cpu.threads, by_precision(*read), Path(picture))
     return found
 
 

@@ -32,7 +32,6 @@ from fusion.model.build_folder import (
 )
 from fusion.model.conv_graph import BFLOAT16, FusionPlan, layers_in, precision_of, select, unfused_plan
 from fusion.relax.onnx.quantised_model import float_layer_notes
-from fusion.report.pictures import draw_frontiers
 from fusion.tuning.clock import FINAL_COMPILATION, StageClock, TimeLimit, TuningDisplay, end_of
 from fusion.tuning.job import RECORDS, TuningJob
 from fusion.tuning.mixed_job import MixedJob, search_mixed
@@ -386,11 +385,9 @@ def write_builds(request: TuneRequest, builds: Sequence[ProfileBuild], started: 
     """Write one build, or several profiles and their index; return the content of ``summary.json``."""
     if len(builds) == 1:
         write_single(request.output, builds[0])
-        draw_frontiers({request.output: builds[0].summary})
         return dict(builds[0].summary)
     document = profiles_document({build.folder: build.summary for build in builds}, time.monotonic() - started)
     write_profiles(request.output, builds, document)
-    draw_frontiers({request.output / build.folder: build.summary for build in builds})
     return document
 
 

@@ -9,7 +9,7 @@ import pytest
 from costmodel.machines.cluster import single_gpu
 from e2e.explain.predictor import RecordedSite, explain_once, predict
 from e2e.lowering.lower_trace import lower_step
-from e2e.report.text_report import launches
+from e2e.report.tables import launches
 from e2e.simulate.skew import Skew
 from e2e.step.memory import MemoryUsage
 from e2e.step.options import StepOptions
