@@ -35,7 +35,7 @@ _ADVICE_HINT = (
     "batch that fits"
 )
 _RECORDED_HINT = (
-    "--what-if asks about the recorded step with something changed (host=2x, kernels:gemm=2x, batch=N, ...), "
+    "--what-if asks about the recorded step with something changed (host=2x, kernels:gemm=2x, ...), "
     "--retarget about another GPU"
 )
 # Longest name in a table, and uninformative prefixes of C++ kernel names.

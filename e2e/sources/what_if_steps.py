@@ -1,7 +1,6 @@
 """Applies what-if questions to a prepared step.
 
-Captured steps are captured anew for another batch or other gradient buckets; recorded steps are resized through their
-operators. All other changes edit the graph of the step.
+Steps are captured anew for another batch or other gradient buckets. All other changes edit the graph of the step.
 """
 
 from __future__ import annotations
@@ -16,17 +15,21 @@ from costmodel.machines.cluster import load_cluster
 from e2e.explain.paired_intervals import ComparedStep, Comparison
 from e2e.explain.prediction import AS_IT_IS, WhatIfRow, compared, what_if_row
 from e2e.explain.predictor import PredictionResult, RecordedSite
-from e2e.lowering.lower_trace import memory_of
-from e2e.lowering.torch_compile import compile_rank
 from e2e.price.collective_pricing import NodeLayout
 from e2e.price.host_overheads import load_overheads
 from e2e.price.pricing import price
-from e2e.sources.known_requests import Model, SpreadModel
 from e2e.sources.prepared_step import PreparedStep, run
 from e2e.sources.request import Request
 from e2e.step.execution_graph import RankGraph
-from e2e.whatif.merged_calls import MergedCalls, batched_lookups, bucket_sizes, fusible_chains, joined_buckets, merge
-from e2e.whatif.other_batch import Estimates, recorded_batch, resized, resized_graph
+from e2e.whatif.merged_calls import (
+    Estimates,
+    MergedCalls,
+    batched_lookups,
+    bucket_sizes,
+    fusible_chains,
+    joined_buckets,
+    merge,
+)
 from e2e.whatif.other_streams import move
 from e2e.whatif.questions import (
     BatchChange,
@@ -45,13 +48,10 @@ from e2e.whatif.speeds import SpeedChange
 from e2e.whatif.traced_rank import TracedRank, names_in
 
 # Changes of single operators.
-_OF_OPERATORS = (BatchChange, BatchedLookups, FusedOperators, MovedOperators)
+_OF_OPERATORS = (BatchedLookups, FusedOperators, MovedOperators)
 _LISTED = 8
 _BESIDE = (
     "kernels of several streams are taken to be no slower beside each other: what is gained is the most that can be"
-)
-_OF_ONE = (
-    "a recorded batch of one launches less: copies that are views of a single sample are missing; record two at least"
 )
 
 
@@ -67,12 +67,14 @@ def check_questions(request: Request) -> None:
 
 
 def _refused(change: Change, request: Request) -> str | None:
-    if isinstance(change, BatchChange) and change.recorded is not None and not request.recorded:
-        return f"the step is no recorded one; write batch={change.samples}"
+    if isinstance(change, BatchChange) and request.captured_anew(change) is None:
+        if request.recorded:
+            return "a recorded step has its own batch; predict the step of its --script or --model with another"
+        return "the script's function takes no batch_size; give it that argument"
     if isinstance(change, BucketChange) and not request.buckets:
         return "buckets of gradients are those of several GPUs; give --parallel, or a --script with --gpus"
     if isinstance(change, _OF_OPERATORS):
-        if not request.single_operators and not isinstance(change, BatchChange):
+        if not request.single_operators:
             return f"a {request.title} has whole layers, whose operators are not single"
         if request.recorded and not getattr(request, "traces", True):
             return "profiles alone do not tell tensors; give --trace of every rank too"
@@ -167,22 +169,14 @@ class WhatIfSteps:
 
     def _samples(self) -> int | None:
         """Samples of the unchanged step, if known."""
-        asked = [change for each in self.request.what_if for change in each.changes if isinstance(change, BatchChange)]
-        if not asked:
+        if not any(isinstance(change, BatchChange) for each in self.request.what_if for change in each.changes):
             return None
-        given = getattr(self.request, "batch_size", None)
-        if asked[0].recorded is not None or given is not None:
-            return asked[0].recorded or given
+        given: int | None = getattr(self.request, "batch_size", None)
+        if given is not None:
+            return given
         if self.step.batch is not None and self.step.batch.batch_size is not None:
             return self.step.batch.batch_size
-        if isinstance(self.request, Model | SpreadModel):
-            return self.request.samples
-        if not self.request.single_operators:
-            return None
-        try:
-            return recorded_batch(next(iter(self.step.traced.values())).trace)
-        except InputError:
-            return None
+        return getattr(self.request, "samples", None)
 
     # --- the graph changed ----------------------------------------------------------------------------
 
@@ -194,8 +188,6 @@ class WhatIfSteps:
                 f"--what-if: the operators of {step.graph.source} are not known, only its kernels; "
                 "give the execution trace too, with --trace"
             )
-        if isinstance(change, BatchChange):
-            return self._resized(step, change)
         if isinstance(change, BucketChange):
             return self._joined(step, change)
         if isinstance(change, BatchedLookups):
@@ -221,26 +213,6 @@ class WhatIfSteps:
                 f"--what-if host={change.table}: the host's times are as recorded; host=1.5x makes them faster"
             )
         return replace(step, setting=replace(step.setting, overheads=load_overheads(change.table)))
-
-    def _resized(self, step: PreparedStep, change: BatchChange) -> PreparedStep:
-        traced = {
-            rank: replace(each, trace=resized(each.trace, change.samples, change.recorded))
-            for rank, each in step.traced.items()
-        }
-        architecture = step.setting.machine.chip().architecture
-        memory = {rank: memory_of(each.trace, architecture) for rank, each in traced.items()}
-        if any(task.duration is not None for rank in step.graph.ranks for task in rank.tasks):
-            graph = resized_graph(step.graph, step.traced, traced, self._estimates, self._transfers)
-        else:
-            ranks = (self._lowered(traced[rank.rank]) for rank in step.graph.ranks)
-            graph = replace(step.graph, ranks=tuple(ranks))
-        batches = {change.recorded or recorded_batch(each.trace) for each in step.traced.values()}
-        warnings = [*step.warnings, *([_OF_ONE] if 1 in batches else [])]
-        return replace(step, graph=graph, traced=traced, memory=memory, warnings=warnings)
-
-    def _lowered(self, traced: TracedRank) -> RankGraph:
-        lowered = traced.lowered
-        return compile_rank(lowered, traced.trace) if self.step.setting.compiled else lowered
 
     def _transfers(self) -> tuple[NodeLayout, CostModel]:
         """Return the cluster of the step; for a recorded run, one with as many of its GPUs as it has ranks."""

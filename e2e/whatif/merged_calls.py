@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from costmodel.cost_model import CostModel
+from costmodel.cost_model import CostModel, Estimate
 from costmodel.operators.any_operator import AnyOperator
 from costmodel.operators.lookups import EmbeddingLookup, TableLookup
 from e2e.lowering.families.embeddings import update_work
@@ -38,6 +38,40 @@ from e2e.whatif.traced_rank import TracedRank
 
 # Function: (operators before, operators after) -> ratio of their times with its lower and upper bound.
 Ratio = Callable[[Sequence[AnyOperator], Sequence[AnyOperator]], tuple[float, float, float]]
+
+
+@dataclass
+class Estimates:
+    """Cache of a cost model's estimates, each operator estimated once."""
+
+    model: CostModel
+
+    def __post_init__(self) -> None:
+        self._known: dict[AnyOperator, Estimate] = {}
+
+    def sums(self, operators: Sequence[AnyOperator]) -> tuple[float, float, float]:
+        """Return the total (seconds, lower bound, upper bound) of the operators run one after another."""
+        new = [each for each in dict.fromkeys(operators) if each not in self._known]
+        if new:
+            self._known |= dict(zip(new, self.model.estimate(new), strict=True))
+        found = [self._known[each] for each in operators]
+        return (
+            sum(each.seconds for each in found),
+            sum(each.lower for each in found),
+            sum(each.upper for each in found),
+        )
+
+    def ratio(self, before: Sequence[AnyOperator], after: Sequence[AnyOperator]) -> tuple[float, float, float]:
+        """Return the ratio of the time of ``after`` to that of ``before``, with lower and upper bound.
+
+        Only the interval of ``after`` counts, as for another GPU (:mod:`e2e.price.recorded_kernels`). All are 1 if
+        nothing is known of ``before``.
+        """
+        known = self.sums(before)[0]
+        if not known:
+            return 1.0, 1.0, 1.0
+        seconds, lower, upper = self.sums(after)
+        return seconds / known, lower / known, upper / known
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,9 @@ from costmodel.base.units import whole_number
 
 @dataclass(frozen=True)
 class BatchChange:
-    """Change of the samples per step; ``recorded``: samples of a recorded step, if its tensors do not tell."""
+    """Change of the samples per step."""
 
     samples: int
-    recorded: int | None = None
 
 
 @dataclass(frozen=True)
@@ -138,11 +137,10 @@ def _change(part: str, text: str) -> Change:
 
 
 def _batch(value: str) -> BatchChange:
-    before, colon, after = value.rpartition(":")
-    recorded, samples = whole_number(before), whole_number(after)
-    if not samples or (colon and not recorded):
-        raise ValueError("batch= takes a number of samples, or RECORDED:NEW such as batch=32:512")
-    return BatchChange(samples, recorded)
+    samples = whole_number(value)
+    if not samples:
+        raise ValueError("batch= takes a number of samples, such as batch=512")
+    return BatchChange(samples)
 
 
 def _bucket(value: str) -> BucketChange:

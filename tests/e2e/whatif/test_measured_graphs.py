@@ -1,4 +1,4 @@
-"""Recorded graphs with larger buckets and another batch: measured times times what the models say of the change."""
+"""Recorded graphs with larger buckets: measured times times the ratio that the models predict."""
 
 from __future__ import annotations
 
@@ -6,14 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from costmodel.cost_model import CostModel, Estimate
 from e2e.simulate.simulator import simulate
 from e2e.step.execution_graph import CallInfo, RecordEvent, StreamWait
-from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor
-from e2e.step.options import StepOptions
 from e2e.whatif.merged_calls import bucket_sizes, joined_buckets
-from e2e.whatif.other_batch import Estimates, resized, resized_graph
-from e2e.whatif.traced_rank import TracedRank
 from tests.e2e.drawn_graphs import Drawing, together
 from tests.e2e.toy_predictions import ToyCluster, ToyCollectives
 
@@ -61,30 +56,3 @@ def test_what_somebody_waits_for_is_not_joined_nor_what_ranks_would_join_otherwi
     assert [len([t for t in rank.tasks if t.collective]) for rank in alone.ranks] == [2, 2]
     unlike = joined_buckets(together(backward(0, True), backward(1)), 1200, transfers)
     assert [len([t for t in rank.tasks if t.collective]) for rank in unlike.ranks] == [3, 3]
-
-
-class ByElements(CostModel):
-    """As long as an operator writes bytes, and a second for its start."""
-
-    def estimate(self, operators):
-        written = [each.write_bytes for each in operators]
-        return [Estimate(1.0 + each, 1.0 + each / 2, 1.0 + each * 2, "memory", {}, "fitted") for each in written]
-
-
-def test_measured_kernels_of_another_batch_take_their_time_times_the_ratio_of_the_models():
-    data, weight, made = (Tensor(place, place, shape, "float32", "cuda:0") for place, shape in
-                          enumerate([(8, 4), (4, 4), (8, 4)]))  # fmt: skip
-    trace = OperatorTrace((OperatorCall(0, "aten::linear", None, 0, (data, weight), (made,), "forward"),
-                           OperatorCall(1, "aten::t", None, 0, (weight,), (weight,), "forward")))  # fmt: skip
-    before = TracedRank(trace, StepOptions())
-    after = TracedRank(resized(trace, 16), StepOptions())
-    drawing = Drawing()
-    drawing.calls = {0: CallInfo(0, "aten::linear", "forward"), 7: CallInfo(7, "kernel's own", "forward", parent=0)}
-    drawing.kernel("gemm", 3.0, call=7)
-    drawing.kernel("of nobody", 2.0)
-    graph = resized_graph(together(drawing), {0: before}, {0: after}, Estimates(ByElements()), transfers)
-    product, other = graph.ranks[0].tasks
-    ratio = (1 + 16 * 4 * 4) / (1 + 8 * 4 * 4)
-    assert product.duration.seconds == pytest.approx(3.0 * ratio) and product.duration.source == "fitted"
-    assert product.duration.lower < product.duration.seconds < product.duration.upper
-    assert other.duration.seconds == 2.0
