@@ -49,12 +49,10 @@ class Request(Options):
     recorded: ClassVar[bool] = False
     # True if single operators are known, so that some of them can be changed.
     single_operators: ClassVar[bool] = True
-    # True if it has gradient buckets.
-    buckets: ClassVar[bool] = False
 
     what_if: tuple[WhatIf, ...] = option(
-        "What if: batch=N, kernels:FAMILY=Kx, host=Kx, host=FILE, bucket-mb=N, stream:REGEX=N, batch-embeddings, "
-        "fuse:REGEX; with + several at once. Repeatable: each alone, and all together.",
+        "What if: batch=N, kernels:FAMILY=Kx, host=Kx, host=FILE, bucket-mb=N, batch-embeddings, fuse:REGEX; with + "
+        "several at once. Repeatable: each alone, and all together.",
         default=(),
         several=True,
         read=_questions,

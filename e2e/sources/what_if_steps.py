@@ -5,32 +5,19 @@ Steps are captured anew for another batch or other gradient buckets. All other c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from costmodel.base.errors import InputError
-from costmodel.collectives import collective_cost_model
-from costmodel.cost_model import CostModel
-from costmodel.machines.cluster import load_cluster
 from e2e.explain.paired_intervals import ComparedStep, Comparison
 from e2e.explain.prediction import AS_IT_IS, WhatIfRow, compared, what_if_row
-from e2e.explain.predictor import PredictionResult, RecordedSite
-from e2e.price.collective_pricing import NodeLayout
+from e2e.explain.predictor import PredictionResult
 from e2e.price.host_overheads import load_overheads
 from e2e.price.pricing import price
 from e2e.sources.prepared_step import PreparedStep, run
 from e2e.sources.request import Request
 from e2e.step.execution_graph import RankGraph
-from e2e.whatif.merged_calls import (
-    Estimates,
-    MergedCalls,
-    batched_lookups,
-    bucket_sizes,
-    fusible_chains,
-    joined_buckets,
-    merge,
-)
-from e2e.whatif.other_streams import move
+from e2e.whatif.merged_calls import Estimates, MergedCalls, batched_lookups, fusible_chains, merge
 from e2e.whatif.questions import (
     BatchChange,
     BatchedLookups,
@@ -39,7 +26,6 @@ from e2e.whatif.questions import (
     FasterHost,
     FasterKernels,
     FusedOperators,
-    MovedOperators,
     OtherHost,
     WhatIf,
     together,
@@ -48,11 +34,8 @@ from e2e.whatif.speeds import SpeedChange
 from e2e.whatif.traced_rank import TracedRank, names_in
 
 # Changes of single operators.
-_OF_OPERATORS = (BatchedLookups, FusedOperators, MovedOperators)
+_OF_OPERATORS = (BatchedLookups, FusedOperators)
 _LISTED = 8
-_BESIDE = (
-    "kernels of several streams are taken to be no slower beside each other: what is gained is the most that can be"
-)
 
 
 def check_questions(request: Request) -> None:
@@ -71,8 +54,8 @@ def _refused(change: Change, request: Request) -> str | None:
         if request.recorded:
             return "a recorded step has its own batch; predict the step of its --script or --model with another"
         return "the script's function takes no batch_size; give it that argument"
-    if isinstance(change, BucketChange) and not request.buckets:
-        return "buckets of gradients are those of several GPUs; give --parallel, or a --script with --gpus"
+    if isinstance(change, BucketChange) and request.captured_anew(change) is None:
+        return "buckets of gradients are those of several GPUs, captured: give --parallel, or a --script with --gpus"
     if isinstance(change, _OF_OPERATORS):
         if not request.single_operators:
             return f"a {request.title} has whole layers, whose operators are not single"
@@ -188,8 +171,6 @@ class WhatIfSteps:
                 f"--what-if: the operators of {step.graph.source} are not known, only its kernels; "
                 "give the execution trace too, with --trace"
             )
-        if isinstance(change, BucketChange):
-            return self._joined(step, change)
         if isinstance(change, BatchedLookups):
             return self._merged(step, batched_lookups, "batch-embeddings: no two lookups by embedding_bag are alike "
                                 "(as many bags, as wide, of one number type); leave it out")  # fmt: skip
@@ -201,8 +182,6 @@ class WhatIfSteps:
                 f"fuse:{change.pattern}: no two element-wise operators that follow each other match; the step has "
                 f"{names} ...",
             )
-        if isinstance(change, MovedOperators):
-            return self._moved(step, change)
         if isinstance(change, FasterKernels | FasterHost):
             speeds = SpeedChange((*(step.speeds.changes if step.speeds else ()), change), step.traced)
             speeds.check(step.graph)
@@ -213,26 +192,6 @@ class WhatIfSteps:
                 f"--what-if host={change.table}: the host's times are as recorded; host=1.5x makes them faster"
             )
         return replace(step, setting=replace(step.setting, overheads=load_overheads(change.table)))
-
-    def _transfers(self) -> tuple[NodeLayout, CostModel]:
-        """Return the cluster of the step; for a recorded run, one with as many of its GPUs as it has ranks."""
-        cluster = self.step.cluster
-        if isinstance(cluster, RecordedSite):
-            graph = self.step.graph
-            gpus = sum(graph.multiplicity.get(rank.rank, 1) for rank in graph.ranks)
-            cluster = load_cluster(self.step.setting.machine.name, gpus, cluster.nodes)
-        return cluster, collective_cost_model(cluster)
-
-    def _joined(self, step: PreparedStep, change: BucketChange) -> PreparedStep:
-        graph = joined_buckets(step.graph, change.mebibytes * 2**20, self._transfers)
-        if all(len(new.tasks) == len(old.tasks) for new, old in zip(graph.ranks, step.graph.ranks, strict=True)):
-            sizes = bucket_sizes(step.graph)
-            told = f"has buckets of {min(sizes) / 2**20:.1f} to {max(sizes) / 2**20:.1f} MiB" if sizes else "has none"
-            raise InputError(
-                f"--what-if bucket-mb={change.mebibytes:g}: the step {told}; buckets of a recorded step are joined to "
-                "larger ones, not split: when their parts were ready is not recorded; ask for larger ones"
-            )
-        return replace(step, graph=graph)
 
     def _merged(
         self, step: PreparedStep, find: Callable[[TracedRank], list[MergedCalls]], nothing: str
@@ -257,16 +216,3 @@ class WhatIfSteps:
             # Replacements of recorded work have no times yet; existing times are kept.
             graph = price(graph, self._estimates.model, step.setting.overheads)
         return replace(step, graph=graph, traced=traced)
-
-    def _moved(self, step: PreparedStep, change: MovedOperators) -> PreparedStep:
-        calls: Mapping[int, set[int]] = {
-            rank: traced.by_now(traced.matching(change.pattern)) for rank, traced in step.traced.items()
-        }
-        if not any(calls.values()):
-            names = ", ".join(names_in(list(step.traced.values()))[:_LISTED])
-            raise InputError(
-                f"--what-if stream:{change.pattern}={change.stream}: no operator that launches something matches; the "
-                f"step has {names} ..."
-            )
-        ranks = tuple(move(rank, step.traced[rank.rank], calls[rank.rank], change.stream) for rank in step.graph.ranks)
-        return replace(step, graph=replace(step.graph, ranks=ranks), warnings=[*step.warnings, _BESIDE])

@@ -40,14 +40,6 @@ class FusedOperators:
 
 
 @dataclass(frozen=True)
-class MovedOperators:
-    """Move of operators whose names match ``pattern`` to another ``stream``, ordered only by their data."""
-
-    pattern: str
-    stream: int
-
-
-@dataclass(frozen=True)
 class FasterKernels:
     """Division of the time of kernels of a family, or of operators whose names match ``pattern``, by ``factor``."""
 
@@ -69,18 +61,9 @@ class OtherHost:
     table: Path
 
 
-Change = (
-    BatchChange
-    | BucketChange
-    | BatchedLookups
-    | FusedOperators
-    | MovedOperators
-    | FasterKernels
-    | FasterHost
-    | OtherHost
-)
+Change = BatchChange | BucketChange | BatchedLookups | FusedOperators | FasterKernels | FasterHost | OtherHost
 MOST_FACTOR = 1e6  # largest speed-up: practically removes the kernel
-# Order in which changes are applied: another batch has other kernels, which are then fused, moved and made faster.
+# Order in which changes are applied: another batch has other kernels, which are then fused and made faster.
 ORDER: tuple[type, ...] = get_args(Change)
 # Changes of which a step can have only one of each name.
 _ONCE = {BatchChange: "batch", BucketChange: "bucket-mb", BatchedLookups: "batch-embeddings", FasterHost: "host",
@@ -155,14 +138,6 @@ def _fuse(value: str) -> FusedOperators:
     return FusedOperators(_pattern(value, "fuse:"))
 
 
-def _stream(value: str) -> MovedOperators:
-    pattern, _, text = value.rpartition("=")
-    number = whole_number(text)
-    if number is None:
-        raise ValueError("stream: takes PATTERN=NUMBER, such as stream:embedding=2")
-    return MovedOperators(_pattern(pattern, "stream:"), number)
-
-
 def _kernels(value: str) -> FasterKernels:
     pattern, _, factor = value.rpartition("=")
     return FasterKernels(
@@ -215,13 +190,11 @@ _READERS: dict[str, Callable[[str], Change]] = {
     "bucket-mb=": _bucket,
     "batch-embeddings": _lookups,
     "fuse:": _fuse,
-    "stream:": _stream,
     "kernels:": _kernels,
     "host=": _host,
 }
 # A plus sign inside a regular expression does not separate changes.
 _BETWEEN = re.compile(rf"\+(?={'|'.join(_READERS)})")
 FORMS = (
-    "batch=N", "kernels:FAMILY=Kx", "host=Kx", "host=FILE", "bucket-mb=N", "stream:REGEX=N", "batch-embeddings",
-    "fuse:REGEX",
+    "batch=N", "kernels:FAMILY=Kx", "host=Kx", "host=FILE", "bucket-mb=N", "batch-embeddings", "fuse:REGEX",
 )  # fmt: skip

@@ -66,11 +66,6 @@ class TracedRank:
         """Return those of ``calls`` that have not been merged."""
         return set(calls) - {call for members in self.merged.values() for call in members}
 
-    def by_now(self, calls: Collection[int]) -> set[int]:
-        """Return the calls that now do the work of ``calls``."""
-        others = {anchor for anchor, members in self.merged.items() if any(each in calls for each in members)}
-        return self.single(calls) | others
-
     def reads(self, call: int) -> set[int]:
         """Return the storages that the call may read."""
         members = self.merged.get(call, (call,))
