@@ -11,7 +11,7 @@ Semantics:
 - A collective occupies its stream from when it is ready there, waiting included, to its end on all ranks.
 - Concurrent transfers on one link share it (:mod:`e2e.simulate.link_sharing`) and then take longer than alone; so do
   kernels and collectives on one GPU, if both have a load.
-- With ``starts``, all threads of a rank begin its first iteration that many seconds after zero.
+- With ``starts``, all threads of a rank begin that many seconds after zero.
 - Calls of different threads on one stream are ordered by time. So a longer host overhead can swap two tasks and, as in
   every list schedule, even shorten a step; with one stream per thread it cannot.
 """
@@ -59,16 +59,14 @@ def simulate(graph: ExecutionGraph, starts: Mapping[int, float] | None = None) -
     return _Simulation(graph, 1, starts or {}).run()
 
 
-def simulate_iterations(
-    graph: ExecutionGraph, count: int = 8, starts: Mapping[int, float] | None = None
-) -> SteadyState:
+def simulate_iterations(graph: ExecutionGraph, count: int = 8) -> SteadyState:
     """Simulate ``count`` iterations: a thread begins the next one when it has ended the last; streams carry over.
 
     So the host may run ahead of the device without limit. Events and flags belong to one iteration.
     """
     if count < 2:
         raise SimulationError(f"{where(graph)}{count} iterations have no steady state; ask for two or more")
-    timeline = _Simulation(graph, count, starts or {}).run()
+    timeline = _Simulation(graph, count, {}).run()
     # The last iteration is left out: no transfers of a next one share its links, so it ends earlier.
     periods = timeline.iteration_seconds[: -1 if count >= ENOUGH_ITERATIONS else count]
     late = periods[count // 2 :]

@@ -303,8 +303,8 @@ class Trace(_Recorded, Routed, Host, Cluster):
 
         super().check()
         several = (self.gpus or 1) > 1 or (self.nodes or 1) > 1 or len(expand_files(self.traces)) > 1
-        if self.skew is not None and not several:
-            raise InputError("--skew is for several ranks; give --gpus")
+        if self.speed_spread is not None and not several:
+            raise InputError("--speed-spread is for several ranks; give --gpus")
         if self.network is not None and not several:
             raise InputError("--network is for jobs of several nodes; give --gpus and --nodes")
 

@@ -106,7 +106,7 @@ def _all_ranks(request: Trace, files: Sequence[Path]) -> PreparedStep:
     source = f"{traces[0].source} and {count - 1} other ranks"
     options = on_machine(step_options(request), cluster.machine, recorded_switches(traces))
     setting = setting_of(request, cluster.machine, options)
-    skew = request.skew
+    spread = request.speed_spread
     lowered = lower_ranks(traces, {}, source, options)
     traced = {trace.rank: TracedRank(trace, options) for trace in traces}
     warnings = [
@@ -114,7 +114,7 @@ def _all_ranks(request: Trace, files: Sequence[Path]) -> PreparedStep:
         f"the {count} ranks are taken to begin together, as execution traces do not tell; where they begin apart, "
         "collectives wait, which no interval here holds: give the profiles of all ranks, too (--kineto)",
     ]
-    return PreparedStep(lowered.graph, setting, cluster, lowered.memory, warnings, skew=skew, traced=traced)
+    return PreparedStep(lowered.graph, setting, cluster, lowered.memory, warnings, speed_spread=spread, traced=traced)
 
 
 def _one_of_many(request: Trace, operators: OperatorTrace) -> PreparedStep:
@@ -127,13 +127,13 @@ def _one_of_many(request: Trace, operators: OperatorTrace) -> PreparedStep:
     trace = replace(operators, world_size=gpus)
     options = on_machine(step_options(request), cluster.machine, recorded_switches([trace]))
     setting = setting_of(request, cluster.machine, options)
-    skew = request.skew
+    spread = request.speed_spread
     lowered = lower_ranks([trace], {trace.rank: gpus}, operators.source, options)
     warnings = list(lowered.warnings)
     if gpus > 1:
         warnings.append(f"the trace is of one rank; the other {gpus - 1} are taken as alike")
     traced = {trace.rank: TracedRank(trace, options)}
-    return PreparedStep(lowered.graph, setting, cluster, lowered.memory, warnings, skew=skew, traced=traced)
+    return PreparedStep(lowered.graph, setting, cluster, lowered.memory, warnings, speed_spread=spread, traced=traced)
 
 
 _INFLATED = "host times are as recorded, the profiler's share included"

@@ -337,7 +337,7 @@ def mixtures(names: Sequence[str]) -> None:
     """Print published and predicted steps of the rows whose name contains the first of ``names``."""
     wanted = names[0] if names else ""
     for row in (each for each in MIXTURES if wanted in each.name):
-        more = "--dtype bfloat16 --stack megatron --attention cudnn --skew spread=0"
+        more = "--dtype bfloat16 --stack megatron --attention cudnn --speed-spread 0"
         more += f" --precision {row.precision}" if row.precision else ""
         found = predict(
             row.model, "dgx-h100", gpus=row.gpus, batch=row.micro_batch, length=LENGTH, spread=row.spread, more=more
