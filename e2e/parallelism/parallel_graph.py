@@ -227,7 +227,7 @@ def _node_ranks(spec: ParallelSpec, node_gpus: int | None) -> int | None:
 
 def _inside(spec: ParallelSpec) -> tuple[Any, ...]:
     """Return the fields of ``spec`` that change a rank's layers."""
-    tokens = spec.tp, spec.sequence_parallel, spec.cp, spec.context_form, spec.context_inside, spec.micro_batches
+    tokens = spec.tp, spec.sequence_parallel, spec.cp, spec.context_form, spec.micro_batches
     return *tokens, spec.recompute_modules, spec.ep, spec.expert_tensor, spec.dispatch, spec.gather_dtype
 
 
@@ -491,7 +491,7 @@ def _source(
         whole = spec.expert_tensor < spec.tp
         tensor_parallel.shard(model, found, spec.tp, bool(spec.sequence_parallel), name, whole, stack.loss_parallel)
     if spec.cp > 1:
-        context_parallel.split_attention(model, spec.cp, attention, spec.context_form, spec.head_ranks)
+        context_parallel.split_attention(model, spec.cp, attention, spec.context_form)
     if spec.ep > 1:
         exchange = expert_parallel.Exchange(spec.ep, spec.dispatch, step.routing, node_ranks)
         expert_parallel.divide(model, found, exchange, name)
@@ -523,7 +523,7 @@ def _check_context(captured: Captured, config: Mapping[str, Any], name: str, spe
     functions.
     """
     inside = (item for item in captured.pieces.forward[1].items if isinstance(item, LayerCollective))
-    if spec.cp > 1 and not any(item.group.startswith("cp") for item in inside):
+    if spec.cp > 1 and not any(item.group == "cp" for item in inside):
         kind = config["model_type"]
         raise InputError(f"{name}: cp={spec.cp}: the attention of model type {kind!r} cannot be split; use cp=1")
 

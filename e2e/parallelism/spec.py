@@ -7,8 +7,7 @@
                    keys and values for the attention (Llama 3, arXiv 2407.21783, section 3.3.2); they also shard
                    parameters with ``fsdp``, or without it with ``zero``
 ``cp-form``        ``gather`` (default), ``ring``: block by block, merged in FP32, as in PyTorch's context_parallel, or
-                   ``a2a``: tokens are exchanged for heads around the attention (DeepSpeed-Ulysses, arXiv 2309.14509),
-                   ``a2a+gather`` and ``a2a+ring``: among ``cp-inside`` neighbours, the other form among the rest
+                   ``a2a``: tokens are exchanged for heads around the attention (DeepSpeed-Ulysses, arXiv 2309.14509)
 ``tp``             ranks that share every layer: column and row splits, vocabulary split (Megatron-LM)
 ``ep``             ranks, of those with other tokens, among which the experts of a layer are divided (expert parallel):
                    tokens are sent to the ranks of their experts and back; ``--routing`` gives their distribution
@@ -63,7 +62,7 @@ from costmodel.base.units import whole_number
 Schedule = Literal["1f1b", "interleaved", "gpipe", "zero-bubble"]
 Recompute = Literal["none", "selective", "operators", "full"]
 ReduceDtype = Literal["same", "float32"]
-ContextForm = Literal["gather", "ring", "a2a", "a2a+gather", "a2a+ring"]
+ContextForm = Literal["gather", "ring", "a2a"]
 
 BUCKET_MB = 25
 RECOMPUTED_MODULES = ("core_attn", "mla_up_proj", "layernorm", "mlp", "moe_act")
@@ -103,7 +102,6 @@ class ParallelSpec:
     dispatch: Literal["alltoall", "deepep"] = "alltoall"
     overlap_experts: bool = False
     context_form: ContextForm = "gather"
-    context_inside: int = 1
     expert_tp: int | None = None
     gather_dtype: Literal["same", "float8"] = "same"
     offloaded_layers: int = 0
@@ -125,11 +123,6 @@ class ParallelSpec:
     def contributors(self) -> int:
         """Number of ranks with the same part of the model and different tokens, whose gradients are summed."""
         return self.replicas * self.cp
-
-    @property
-    def head_ranks(self) -> int:
-        """Number of context-parallel neighbours that exchange tokens for heads."""
-        return self.cp if self.context_form == "a2a" else self.context_inside
 
     @property
     def sharing(self) -> int:
@@ -336,14 +329,6 @@ def _problem(spec: ParallelSpec, scheduled: bool = False, settled: bool = False)
             "ep-dispatch and ep-overlap need experts that are divided: ep=2 or more",
         ),
         (spec.cp == 1 and spec.context_form != "gather", "cp-form is for ranks that share sequences: cp=2 or more"),
-        (
-            spec.context_form.startswith("a2a+") != (spec.context_inside > 1),
-            "cp-inside=2 or more goes with cp-form=a2a+gather and a2a+ring: so many neighbours exchange heads",
-        ),
-        (
-            spec.context_inside > 1 and (spec.cp % spec.context_inside or spec.context_inside == spec.cp),
-            f"cp-inside={spec.context_inside} must divide cp={spec.cp} and be less (cp-form=a2a: among all)",
-        ),
         (spec.overlap_experts and spec.micro_batches == 1, "ep-overlap=yes needs micro-batches=2 or more"),
         (
             spec.micro_batches * spec.pp > MOST_PASSES,
@@ -437,7 +422,6 @@ READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "fsdp": ("fsdp", _count),
     "cp": ("cp", _count),
     "cp-form": ("context_form", _one_of(*get_args(ContextForm))),
-    "cp-inside": ("context_inside", _count),
     "ep": ("ep", _count),
     "etp": ("expert_tp", _count),
     "ep-dispatch": ("dispatch", _one_of("alltoall", "deepep")),

@@ -165,8 +165,7 @@ class _Stage:
         self.groups = StageGroups(plan.spec, plan.stage)
         inside = {
             "tp": self.groups.tensor,
-            "cp": self.groups.context_rest,
-            "cp heads": self.groups.context_heads,
+            "cp": self.groups.context,
             "ep": self.groups.expert,
             "ep inside nodes": self.groups.expert_inside(plan.node_ranks),
             "ep across nodes": self.groups.expert_across(plan.node_ranks),

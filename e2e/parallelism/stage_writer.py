@@ -80,16 +80,6 @@ class StageGroups:
         return tuple(self.rank + part * self.spec.tp for part in range(self.spec.cp))
 
     @cached_property
-    def context_heads(self) -> tuple[int, ...]:
-        """Neighbours among the context-parallel ranks that exchange tokens for heads."""
-        return self.context[: self.spec.head_ranks]
-
-    @cached_property
-    def context_rest(self) -> tuple[int, ...]:
-        """Context-parallel ranks with the same heads."""
-        return self.context[:: self.spec.head_ranks]
-
-    @cached_property
     def expert(self) -> tuple[int, ...]:
         """Ranks that divide the experts."""
         return tuple(self.rank + place * self.spec.expert_tensor for place in range(self.spec.ep))

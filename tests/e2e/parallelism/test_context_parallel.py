@@ -192,26 +192,3 @@ def test_heads_that_do_not_divide_cannot_be_exchanged(tmp_path):
         spread(tmp_path, LLAMA, "cp=4,cp-form=a2a")
     with pytest.raises(InputError, match="4 ranks cannot share 2 attention heads of a rank"):
         spread(tmp_path, GPT, "cp=4,tp=2,cp-form=a2a")
-
-
-@pytest.mark.parametrize("rest", ["gather", "ring"])
-def test_neighbours_exchange_heads_and_the_rest_keys(tmp_path, rest):
-    """Two of four ranks have half of the heads of half of the tokens; their keys are as many bytes as before."""
-    built = spread(tmp_path, LLAMA, f"cp=4,cp-inside=2,cp-form=a2a+{rest}", "flash2")
-    tasks = built.graph.ranks[0].tasks
-    groups = {task.collective.group: task.collective.ranks for task in tasks if task.collective is not None}
-    assert groups["cp heads of rank 0"] == (0, 1) and groups["cp of rank 0"] == (0, 2)
-    own, found = ACTIVATIONS // 4, exchanged(built)
-    assert found[("all_to_all", own)] >= 4 * LAYERS and found[("all_to_all", own // 2)] == 4 * LAYERS
-    if rest == "gather":
-        assert found[("all_gather", own // 2)] == 4 * LAYERS and found[("reduce_scatter", own)] == 2 * LAYERS
-    whole = operators(spread(tmp_path, LLAMA, "dp=1", "flash2"), "Attention")
-    assert sum(each.flops for each in operators(built, "Attention")) * 4 == sum(each.flops for each in whole) > 0
-
-
-def test_neighbours_that_exchange_heads_are_counted():
-    for text in ("cp=4,cp-form=a2a+ring", "cp=4,cp-inside=2", "cp=4,cp-inside=2,cp-form=a2a"):
-        with pytest.raises(InputError, match="cp-inside=2 or more goes with cp-form=a2a"):
-            parse_parallel(text)
-    with pytest.raises(InputError, match="cp-inside=4 must divide cp=4 and be less"):
-        parse_parallel("cp=4,cp-inside=4,cp-form=a2a+gather")
