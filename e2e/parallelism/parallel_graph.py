@@ -40,7 +40,7 @@ from e2e.parallelism.pieces import (
     Work,
 )
 from e2e.parallelism.pipeline import parts_of
-from e2e.parallelism.rewrites import Condenser, added_in_place, apart, beside_products, gathered_in_8_bits
+from e2e.parallelism.rewrites import Condenser, added_in_place, beside_products, gathered_in_8_bits
 from e2e.parallelism.spec import ParallelSpec, for_inference
 from e2e.parallelism.stage import StagePlan, write_stage
 from e2e.parallelism.stage_memory import KeptWeights, kept_weights, stage_memory
@@ -178,8 +178,6 @@ def build(
         clipped = spec.sharing == 3 and stack.shards_stay and bool(spec.clip)
         host = HostSeconds.of(host_bandwidth, stack.fused_optimizer or not whole, returned=not whole, clipped=clipped)
     captured = _run_by(captured, stack, spec)
-    if spec.splits_backward:
-        captured = replace(captured, pieces=apart(captured.pieces, captured.dtype.itemsize))
     recipe = recipe_of(step.precision, step.dtype)
     if recipe is not None and recipe.weights_kept and spec.sequence_parallel:  # Transformer Engine's
         captured = replace(

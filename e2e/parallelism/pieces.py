@@ -107,10 +107,6 @@ class Pieces:
     # Forward operators that recomputation of whole layers runs, up to the last one whose output the backward pass
     # needs.
     needed: Mapping[Name, Part] = field(default_factory=dict)
-    # Gradients of weights, if separate from ``backward`` and ``accumulate``
-    # (:mod:`e2e.parallelism.rewrites`).
-    weights: Mapping[Name, Part] = field(default_factory=dict)
-    added_weights: Mapping[Name, Part] = field(default_factory=dict)
     # Allocations and frees of the passes of each part.
     memory: Mapping[Name, PartMemory] = field(default_factory=dict)
 
@@ -133,8 +129,6 @@ class Pieces:
             core=parts(self.core),
             chosen=parts(self.chosen),
             needed=parts(self.needed),
-            weights=parts(self.weights),
-            added_weights=parts(self.added_weights),
         )
 
     def captured(self, name: Name, layers: int) -> Name:

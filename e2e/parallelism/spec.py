@@ -20,8 +20,7 @@
 ``pp``             pipeline stages, with the same number of layers except at the ends
 ``first-layers``   layers of the first part of the model, if different from the others; ``last-layers``: of the last
 ``micro-batches``  micro-batches of one step; without a pipeline the gradients accumulate
-``schedule``       ``1f1b`` (default), ``gpipe``, ``interleaved``, or ``zero-bubble``: gradients of weights are computed
-                   where a stage would wait (ZB-H1, which keeps as many activations as ``1f1b`` on its first stage)
+``schedule``       ``1f1b`` (default), ``gpipe`` or ``interleaved``
 ``virtual-stages`` parts of the model on each stage of the interleaved schedule (default 2 there)
 ``recompute``      ``none`` (default), ``selective`` (attention scores), ``operators`` (all but attention and every
                    second product, as torchtitan's selective op, which ``selective`` means with ``--recipe
@@ -59,7 +58,7 @@ from typing import Any, Literal, get_args
 from costmodel.base.errors import InputError
 from costmodel.base.units import whole_number
 
-Schedule = Literal["1f1b", "interleaved", "gpipe", "zero-bubble"]
+Schedule = Literal["1f1b", "interleaved", "gpipe"]
 Recompute = Literal["none", "selective", "operators", "full"]
 ReduceDtype = Literal["same", "float32"]
 ContextForm = Literal["gather", "ring", "a2a"]
@@ -165,11 +164,6 @@ class ParallelSpec:
     def sharded_masters(self) -> bool:
         """True if shards of parameters are FP32, and 16-bit copies of them are gathered."""
         return bool(self.master_weights) and self.sharing == 3
-
-    @property
-    def splits_backward(self) -> bool:
-        """True if gradients of weights are computed separately from those of activations."""
-        return self.schedule == "zero-bubble"
 
     @property
     def stages(self) -> int:

@@ -189,8 +189,7 @@ class _Stage:
     def write(self) -> RankGraph:
         program = commands(self.spec, self.plan.stage)
         passes = [(place, each) for place, each in enumerate(program) if each.message is None]
-        ending = "weights" if self.spec.splits_backward else "backward"
-        last = {each.chunk: place for place, each in passes if each.direction == ending}
+        last = {each.chunk: place for place, each in passes if each.direction == "backward"}
         if self.shared:
             self.rank.after(GATHER, COMPUTE)  # work of the previous step on that stream
         for place, command in enumerate(program):
@@ -198,10 +197,8 @@ class _Stage:
                 self._message(command)
             elif command.direction == "forward":
                 self._forward(command)
-            elif command.direction == "backward":
-                self._backward(command, place == last[command.chunk])
             else:
-                self._weights(command, place == last[command.chunk])
+                self._backward(command, place == last[command.chunk])
         if self.spec.inference:
             return self.rank.finish()
         self._reduce_rest()
@@ -240,20 +237,6 @@ class _Stage:
                 self._play(self._recomputed(name))
                 self._play(parts[captured].items, bucketed=(final or self.gradients_sharded) and not self.sharded)
                 self.gathered.pop(name, None)
-                if not self.spec.splits_backward:
-                    self._scatter(name, fresh, final)
-            if not self.spec.splits_backward:
-                self._end_of_pass(names, fresh, final)
-
-    def _weights(self, command: Command, final: bool) -> None:
-        """Write the weight gradients that the backward pass of the same micro-batch has deferred."""
-        names = tuple(reversed(self.plan.chunks[command.chunk]))
-        fresh, pieces = command.micro_batch == 0, self.plan.pieces
-        parts = pieces.weights if fresh or self.gradients_sharded else pieces.added_weights
-        with self.writer.backward():
-            for name in names:
-                items = parts[self.plan.captured(name)].items
-                self._play(items, bucketed=(final or self.gradients_sharded) and not self.sharded)
                 self._scatter(name, fresh, final)
             self._end_of_pass(names, fresh, final)
 

@@ -125,7 +125,7 @@ def stage_memory(plan: StagePlan, keeping: KeptWeights) -> MemoryUsage:
 
 def _shortened(spec: ParallelSpec) -> ParallelSpec:
     """Reduce the number of micro-batches if more change nothing: to the most in flight, and two more."""
-    enough = {"1f1b": spec.pp + 2, "zero-bubble": 2 * spec.pp + 2, "interleaved": 4 * spec.pp}
+    enough = {"1f1b": spec.pp + 2, "interleaved": 4 * spec.pp}
     count = min(spec.micro_batches, enough.get(spec.schedule, spec.micro_batches))
     return replace(spec, micro_batches=count)
 
@@ -256,7 +256,7 @@ class _Replay(AllocationReplay):
             if command.direction == "forward":
                 self._begin("forward")
                 self._forward(command, names)
-            elif command.direction == "backward":
+            else:
                 self._begin("backward")
                 self._backward(command, tuple(reversed(names)), fresh)
                 if self.gathers and self.spec.sharing == 1 and place == last[command.chunk]:

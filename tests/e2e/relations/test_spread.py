@@ -229,12 +229,6 @@ TIME = [
         no_more_memory,
     ),
     Relation(
-        "zero-bubble is no slower than 1F1B where the GPU rules, and leaves less bubble",
-        deep,
-        (graphed, graphed_with(schedule="zero-bubble")),
-        both(no_slower, less_bubble),
-    ),
-    Relation(
         "interleaved stages are no slower where the GPU rules",
         several(parallel=("pp=2,dp=4,micro-batches=4", "pp=2,tp=2,dp=2,micro-batches=4"), **PIPELINE),
         (graphed, graphed_with(schedule="interleaved")),
