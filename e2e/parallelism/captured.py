@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -48,8 +48,6 @@ class Captured:
     boundary_bytes: int
     # Shapes of the trained parameters (None: all).
     trained: Mapping[Name, Sequence[tuple[int, ...]]] | None = None
-    # Indices of the parameters of each part with 8-bit products.
-    eight_bits: Mapping[Name, frozenset[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -105,16 +103,7 @@ def capture_model(
     trained = None
     if not all(parameter.requires_grad for parameter in module.parameters()):
         trained, tied = _shapes(source, trained=True)[0], None  # a frozen embedding has no shared gradients
-    return Captured(pieces, shapes, tied, dtype, boundary.nbytes, trained, _eight_bits(source.layers))
-
-
-def _eight_bits(layers: nn.ModuleList) -> dict[Name, frozenset[int]]:
-    """Return, for each layer, the parameter indices of the weights of linear layers in 8 bits."""
-    found: dict[Name, frozenset[int]] = {}
-    for place, layer in enumerate(layers):
-        weights = {id(each.weight) for each in layer.modules() if getattr(each, "eight_bits", False)}
-        found[place] = frozenset(at for at, each in enumerate(layer.parameters()) if id(each) in weights)
-    return found
+    return Captured(pieces, shapes, tied, dtype, boundary.nbytes, trained)
 
 
 def find_layers(module: nn.Module, source: str, first_differs: bool = False) -> nn.ModuleList:

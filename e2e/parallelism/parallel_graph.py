@@ -89,8 +89,6 @@ ModelChange = Callable[[tuple[Item, ...], Mapping[int, CallInfo]], tuple[Item, .
 MANY_KERNELS = 100_000
 # Configuration keys of the number of layers.
 LAYER_KEYS = ("n_layer", "num_hidden_layers")
-# Recipe for which torchao gathers weights in 8 bits.
-GATHERED_PRECISION = "fp8-tensorwise"
 # Configuration key of the number of leading layers without experts.
 DENSE_KEY = "first_k_dense_replace"
 UNCUT_TYPES = ("switch_transformers", "t5")
@@ -151,11 +149,6 @@ def build(
         raise InputError(f"{name}: master-weights=yes is for 16-bit parameters; give --dtype bfloat16 or float16")
 
     _check_offload(spec, step, name, layer_count(config, name), host_bandwidth)
-    if spec.gather_dtype == "float8" and step.precision != GATHERED_PRECISION:
-        raise InputError(
-            f"{name}: gather-dtype=float8 gathers what is multiplied in 8 bits; give --precision {GATHERED_PRECISION}, "
-            "the recipe that torchao has it for"
-        )
 
     node_ranks, samples = _node_ranks(spec, node_gpus), step.batch_size or 1
 
@@ -226,7 +219,7 @@ def _node_ranks(spec: ParallelSpec, node_gpus: int | None) -> int | None:
 def _inside(spec: ParallelSpec) -> tuple[Any, ...]:
     """Return the fields of ``spec`` that change a rank's layers."""
     tokens = spec.tp, spec.sequence_parallel, spec.cp, spec.context_form, spec.micro_batches
-    return *tokens, spec.recompute_modules, spec.ep, spec.expert_tensor, spec.dispatch, spec.gather_dtype
+    return *tokens, spec.recompute_modules, spec.ep, spec.expert_tensor, spec.dispatch
 
 
 def count_kernels(captured: Captured, spec: ParallelSpec, layers: int) -> int:
@@ -326,11 +319,6 @@ def _plan(
     trained = captured.trained or shapes
     owned = [shape for chunk in chunks for name in chunk for shape in trained[captured.pieces.captured(name, layers)]]
     items, calls, needed = optimizers.of(owned)
-    gathered = dict(parameters)
-    if spec.gather_dtype == "float8":
-        for name, narrow in captured.eight_bits.items():
-            sizes = enumerate(parameters[name])
-            gathered[name] = tuple(size // element if place in narrow else size for place, size in sizes)
     pieces = replace(captured.pieces, calls=calls)
     tied = prod(captured.tied) * element if captured.tied is not None else 0
     boundary = captured.boundary_bytes // (spec.tp if spec.sequence_parallel else 1)
@@ -343,9 +331,8 @@ def _plan(
     if captured.trained is None:
         frozen = {}
     return StagePlan(
-        spec, stage, layers, pieces, chunks, parameters, element, boundary, tied, items, needed, experts, frozen,
-        gathered_bytes=gathered,
-    )  # fmt: skip
+        spec, stage, layers, pieces, chunks, parameters, element, boundary, tied, items, needed, experts, frozen
+    )
 
 
 def layer_counts(spec: ParallelSpec, layers: int, name: str) -> tuple[int, ...]:
@@ -449,13 +436,7 @@ def _source(
         raise InputError(f"{name}: layers of model type {config['model_type']!r} are not alike; --parallel needs that")
     stack, samples = stack_of(step.stack), step.batch_size or 1
     # Training mode also for inference, since gradients mark the borders of the parts.
-    options = replace(
-        step,
-        mode="train",
-        optimizer=step.optimizer or stack.optimizer_form,
-        attention=step.form,
-        weights_arrive=spec.gather_dtype == "float8",
-    )
+    options = replace(step, mode="train", optimizer=step.optimizer or stack.optimizer_form, attention=step.form)
     attention = transformer.library_form(step.form)
     layers = layer_count(config, name)
     few = {key: _of_few_layers(value, layers) for key, value in config.items() if key not in LAYER_KEYS}

@@ -64,8 +64,6 @@ class StagePlan:
     frozen_bytes: Mapping[Name, int] = field(default_factory=dict)
     # Expert-parallel ranks in one node (None: all).
     node_ranks: int | None = None
-    # Parameters as gathered by ``zero=3``, if some are in 8 bits.
-    gathered_bytes: Mapping[Name, Sequence[int]] = field(default_factory=dict)
     # Speed of updates on the host.
     host: HostSeconds = field(default_factory=HostSeconds)
     # See :class:`e2e.capture.models.stacks.Stack`, also for the next two fields.
@@ -82,9 +80,13 @@ class StagePlan:
         every = self.spec.recompute_every
         return isinstance(name, int) and self.spec.recompute != "none" and name % every == every - 1
 
+    def sizes(self, name: Name) -> Sequence[int]:
+        """Return the bytes of each parameter of part ``name``."""
+        return self.parameter_bytes[self.captured(name)]
+
     def size(self, name: Name) -> int:
         """Return the bytes of the parameters of part ``name``."""
-        return sum(self.parameter_bytes[self.captured(name)])
+        return sum(self.sizes(name))
 
     def trained(self, name: Name) -> int:
         """Return the bytes of the trained parameters of part ``name``."""
@@ -106,18 +108,8 @@ class StagePlan:
         With ``frozen`` also of parameters that are not trained.
         """
         if len(families) == 1 and (frozen or not self.frozen_bytes):
-            return [families[0].share(size) for size in self.parameter_bytes[self.captured(name)]]
+            return [families[0].share(size) for size in self.sizes(name)]
         return [family.share(self.size_of(family, [name], frozen)) for family in families]
-
-    def gathered(self, name: Name) -> Sequence[int]:
-        """Return the bytes of the parameters of part ``name`` as they are gathered."""
-        captured = self.captured(name)
-        return self.gathered_bytes.get(captured, self.parameter_bytes[captured])
-
-    def narrow(self, name: Name) -> tuple[int, ...]:
-        """Return the bytes, in the type of the passes, of the parameters gathered in 8 bits."""
-        whole = self.parameter_bytes[self.captured(name)]
-        return tuple(size for size, gathered in zip(whole, self.gathered(name), strict=True) if gathered < size)
 
     def stays_whole(self, names: Sequence[Name], place: int) -> bool:
         """True if ``zero=3`` keeps the part at ``place`` of ``names`` gathered after its forward pass: the last part,
@@ -304,12 +296,7 @@ class _Stage:
         shares = [(family, family.share(size)) for family, size in self._sizes([name], frozen=True)]
         if self.host_shards is not None:
             self.host_shards.fetch(self.plan.shares(self.groups.families, name, frozen=True))
-        narrow = self.groups.families[0].share(sum(self.plan.narrow(name)))
-        if narrow:  # parameters of linear layers, which are in the first family
-            self.writer.kernel("float8::cast", (self.kernels.shards_cast(narrow),), GATHER)
-            family, share = shares[0]
-            shares[0] = family, share - narrow + narrow // self.plan.element_bytes
-        size = sum(size for _, size in shares) - narrow // self.plan.element_bytes
+        size = sum(size for _, size in shares)
         stays = self.host_shards is not None and self.host_shards.stay
         copy_in = self.kernels.move("concat", size) if stays else self.kernels.shards_in(size)
         self.writer.kernel("fsdp::all_gather_copy_in", (copy_in,), GATHER)
@@ -324,7 +311,7 @@ class _Stage:
             return
         self.gathered[name] = None
         self.rank.wait_event(event, COMPUTE)
-        self.writer.kernel("fsdp::split_with_sizes_copy", (self.kernels.move("split", sum(self.plan.gathered(name))),))
+        self.writer.kernel("fsdp::split_with_sizes_copy", (self.kernels.move("split", self.plan.size(name)),))
         # The next gather may reuse the buffer after the copy out of it.
         self.rank.after(GATHER, COMPUTE)
 
@@ -474,7 +461,6 @@ class _Stage:
         if self.spec.offloaded_state:
             self._optimize_on_host()
             self.rank.after(COMPUTE, RELOAD)
-        self._find_scales()
         if self.spec.sharing in (1, 2) and not self.spec.overlap_gather:
             self.rank.after(GATHER, COMPUTE)
             for family, size in self._sizes(self.plan.names):
@@ -515,16 +501,3 @@ class _Stage:
             held = sum(family.share(size) if self.spec.sharing else size for family, size in self._sizes([name]))
             adam.update(int(held * self.spec.offloaded_state))
         adam.finish()
-
-    def _find_scales(self) -> None:
-        """Find the scales of weights gathered in 8 bits, once per step: maxima of the shards, then over all ranks
-        (``precompute_float8_dynamic_scale_for_fsdp`` of torchao).
-        """
-        weights = [size for name in self.plan.names for size in self.plan.narrow(name)]
-        if not self.sharded or not weights:
-            return
-        family = self.groups.families[0]
-        self.writer.kernel("aten::_foreach_norm", (self.kernels.shards_searched(family.share(sum(weights))),))
-        self.rank.after(GATHER, COMPUTE)
-        self._meet("all_reduce", "scales of stage", family.sharded, 4 * len(weights), GATHER)
-        self.rank.after(COMPUTE, GATHER)

@@ -193,7 +193,7 @@ class _Replay(AllocationReplay):
                     self.take(("shard", name, place), size * keeping.shard, "parameters")
         else:
             for name in plan.names:
-                for place, size in enumerate(plan.parameter_bytes[plan.captured(name)]):
+                for place, size in enumerate(plan.sizes(name)):
                     self.take(("parameter", name, place), size, "parameters")
         if keeping.accumulates:
             # Buffers of parameters and gradients; the original parameters of the layers are freed.
@@ -237,7 +237,7 @@ class _Replay(AllocationReplay):
         """Return the bytes of the trained parameters of a part."""
         plan = self.plan
         if not plan.frozen_bytes:
-            return list(plan.parameter_bytes[plan.captured(name)])
+            return list(plan.sizes(name))
         return [plan.trained(name)]
 
     def _shares(self, name: Name, frozen: bool = False) -> list[int]:
@@ -465,7 +465,7 @@ class _Replay(AllocationReplay):
                 for each in group:
                     for place, size in enumerate(self._shares(each, frozen=True)):
                         self.take(("fetched", each, place), size, "buffers", GATHERED)
-            size = sum(sum(self.plan.gathered(each)) for each in group)
+            size = sum(self.plan.size(each) for each in group)
             self.take(("gathering", group), size, "buffers", GATHERED)
             for key in [key for key in self.blocks if isinstance(key, tuple) and key[0] == "fetched"]:
                 self.drop(key)
@@ -479,7 +479,7 @@ class _Replay(AllocationReplay):
             return
         self._gather_ahead(name)
         for each in group:
-            for place, size in enumerate(self.plan.gathered(each)):
+            for place, size in enumerate(self.plan.sizes(each)):
                 self.take(("whole", each, place), size, "buffers")
         self.gathered.add(group)
         self._gathered_last()
@@ -506,7 +506,7 @@ class _Replay(AllocationReplay):
         if group in self.gathered:
             self.gathered.discard(group)
             for each in group:
-                for place in range(len(self.plan.parameter_bytes[self.plan.captured(each)])):
+                for place in range(len(self.plan.sizes(each))):
                     self.drop(("whole", each, place))
 
 

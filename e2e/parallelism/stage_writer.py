@@ -116,7 +116,6 @@ class StageGroups:
 
 
 SIZES = {2: "bfloat16", 4: "float32"}
-NARROW = "float8"
 MASTER = "float32"
 MASTER_BYTES = 4
 
@@ -158,17 +157,6 @@ class StageKernels:
         """Return a copy of parameters or gradients."""
         elements = self._elements(size)
         return Rearrangement(kind, elements, elements, self.dtype)
-
-    def shards_cast(self, size: int) -> Elementwise:
-        """Return the cast of shards of ``size`` bytes into the 8-bit gather buffer (``fsdp_pre_all_gather`` of
-        torchao).
-        """
-        return self._cast(size, MASTER if self.spec.sharded_masters else self.dtype, NARROW)
-
-    def shards_searched(self, size: int) -> Reduction:
-        """Return the search for the maxima of shards of ``size`` bytes, for 8-bit scales."""
-        dtype = MASTER if self.spec.sharded_masters else self.dtype
-        return Reduction("max", self._elements(size), 1, dtype)
 
     def shards_in(self, size: int) -> Rearrangement | Elementwise:
         """Return the copy of shards of ``size`` bytes into the gather buffer; FP32 masters are cast to the type of the

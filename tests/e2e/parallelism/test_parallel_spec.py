@@ -60,8 +60,6 @@ def test_interleaved_has_two_parts_a_stage_unless_told() -> None:
         ("offload-optimizer=2", "must be more than 0 and at most 1"),
         ("fsdp=6,offload-optimizer=0.5", "offload-optimizer=1 is for zero=3"),
         ("pp=2,offload-layers=1", "offload-layers is for layers of one stage"),
-        ("fsdp=6,zero=1,gather-dtype=float8", "gather-dtype is for zero=3"),
-        ("gather-dtype=fp4", "gather-dtype=fp4: choose one of same, float8"),
         ("tp=4", "= 4, but --gpus is 6"),
         ("dp=2,tp=4", "= 8, but --gpus is 6"),
         ("dp=6,sp=yes", "sp=yes needs tp"),
@@ -100,7 +98,6 @@ def test_a_bad_part_is_named(text: str, named: str) -> None:
         "dp=2,ep=2,tp=2,sp=yes,recompute=full,master-weights=yes",
         "cp=2,cp-form=a2a,offload-layers=3,offload-optimizer=0.5",
         "dp=2,ep=4,etp=1,tp=2,sp=yes",
-        "fsdp=8,gather-dtype=float8",
         "pp=2,first-layers=0,last-layers=3,micro-batches=4,schedule=interleaved,virtual-stages=2,bucket-mb=12.5",
     ],
 )
