@@ -148,7 +148,7 @@ def build(
     if spec.master_weights and step.dtype not in ("bfloat16", "float16"):
         raise InputError(f"{name}: master-weights=yes is for 16-bit parameters; give --dtype bfloat16 or float16")
 
-    _check_offload(spec, step, name, layer_count(config, name), host_bandwidth)
+    _check_offload(spec, step, name, host_bandwidth)
 
     node_ranks, samples = _node_ranks(spec, node_gpus), step.batch_size or 1
 
@@ -380,13 +380,8 @@ def _left_on_gpu(shapes: list[tuple[int, ...]], spec: ParallelSpec) -> list[tupl
     return [(max(round(shape[0] * (1.0 - spec.offloaded_state)), 1), *shape[1:]) for shape in shapes]
 
 
-def _check_offload(spec: ParallelSpec, step: StepOptions, name: str, layers: int, host_bandwidth: float | None) -> None:
-    """Raise ``InputError`` if the layout cannot be offloaded to the host."""
-    if spec.offloaded_layers >= max(layers, 1):
-        raise InputError(
-            f"{name}: offload-layers={spec.offloaded_layers}: of {layers} layers at most {layers - 1} go to the host; "
-            "what the last one leaves is needed at once"
-        )
+def _check_offload(spec: ParallelSpec, step: StepOptions, name: str, host_bandwidth: float | None) -> None:
+    """Raise ``InputError`` if the optimizer cannot be offloaded to the host."""
     if not spec.offloaded_state:
         return
     if step.dtype in ("bfloat16", "float16") and not spec.master_weights:

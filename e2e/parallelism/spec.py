@@ -40,7 +40,6 @@
 ``clip``           ``yes``: gradients are clipped by their norm over all ranks; ``no``. Default: that of the stack
 ``overlap``        ``no``: gradients are reduced after the backward pass instead of during it
 ``tp-overlap``     ``yes``: gathers and scatters of ``sp`` overlap their products, piece by piece
-``offload-layers`` number of leading layers whose activations are offloaded to the host during the passes
 ``offload-optimizer`` fraction of the optimizer state that is on the host, and updated there; 1 with ``zero=3``: shards
                    and gradients too, which are copied before every gather and after every scatter (CPUOffloadPolicy)
 ================== ====================================================================================================
@@ -100,7 +99,6 @@ class ParallelSpec:
     overlap_experts: bool = False
     context_form: ContextForm = "gather"
     expert_tp: int | None = None
-    offloaded_layers: int = 0
     offloaded_state: float = 0.0
     clip: bool | None = None
     inference: bool = False
@@ -204,11 +202,9 @@ def read_parallel(text: str, gpus: int | None = None) -> ParallelSpec:
 
 # Keys for training only.
 _OF_TRAINING: tuple[str, ...] = (
-    *("fsdp", "zero", "schedule", "virtual-stages", "recompute", "recompute-modules", "recompute-every", "bucket-mb"),
-    "overlap",
-    *("master-weights", "reduce-dtype", "overlap-gather", "prefetch"),
-    *("offload-layers", "offload-optimizer", "clip"),
-)
+    "fsdp", "zero", "schedule", "virtual-stages", "recompute", "recompute-modules", "recompute-every", "bucket-mb",
+    "overlap", "master-weights", "reduce-dtype", "overlap-gather", "prefetch", "offload-optimizer", "clip",
+)  # fmt: skip
 
 
 def for_inference(spec: ParallelSpec) -> ParallelSpec:
@@ -332,7 +328,6 @@ def _problem(spec: ParallelSpec, scheduled: bool = False, settled: bool = False)
             "overlap-gather=yes is for zero=1 or 2",
         ),
         (spec.prefetch != 1 and spec.sharing != 3, "prefetch is for zero=3, which gathers layer by layer"),
-        (spec.offloaded_layers and spec.pp > 1, "offload-layers is for layers of one stage: pp=1"),
         (
             0 < spec.offloaded_state < 1 and spec.sharing == 3,
             "offload-optimizer=1 is for zero=3, which puts shards, gradients and state on the host or none of them",
@@ -435,7 +430,6 @@ READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "overlap-gather": ("overlap_gather", _flag),
     "prefetch": ("prefetch", _natural),
     "tp-overlap": ("tp_overlap", _flag),
-    "offload-layers": ("offloaded_layers", _natural),
     "offload-optimizer": ("offloaded_state", _share),
     "clip": ("clip", _flag),
 }

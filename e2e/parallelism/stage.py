@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from e2e.parallelism.host_offload import ActivationOffload, HostAdam, HostSeconds, HostShards
-from e2e.parallelism.part_memory import PartMemory
+from e2e.parallelism.host_offload import HostAdam, HostSeconds, HostShards
 from e2e.parallelism.pieces import Item, Name, Pieces, Ready
 from e2e.parallelism.pipeline import Command, commands, part_of, stage_of
 from e2e.parallelism.spec import ParallelSpec
@@ -117,17 +116,6 @@ class StagePlan:
         """
         return place + 1 == len(names) or (self.keeps_last and names[place] == self.layers - 1)
 
-    def kept_bytes(self, name: Name) -> int:
-        """Return the bytes kept by the forward pass through part ``name`` for the backward pass on one rank."""
-        memory = self.pieces.memory.get(self.captured(name), PartMemory())
-        sizes = {event.storage: event.size for event in memory.forward if event.size}
-        kept = memory.kept(self.spec.recompute) if self.runs_again(name) else memory.left
-        return sum(sizes[storage] for storage in kept)
-
-    def offloaded(self, name: Name) -> bool:
-        """True if the activations of part ``name`` are offloaded to the host."""
-        return isinstance(name, int) and name < self.spec.offloaded_layers
-
     @property
     def names(self) -> tuple[Name, ...]:
         """Names of the parts of the model on this stage, in order."""
@@ -173,8 +161,6 @@ class _Stage:
         self.pending: list[int] = []  # gradients copied into buckets, to be copied back
         # Layers that are whole now -> event of their all-gather, None after the copy out of its buffer.
         self.gathered: dict[Name, int | None] = {}
-        sizes = {name: plan.kept_bytes(name) for name in plan.names if plan.offloaded(name)}
-        self.offload = ActivationOffload(self.writer, sizes)
         on_host = self.sharded and self.spec.offloaded_state > 0
         self.host_shards = HostShards(self.writer, self.kernels, plan.host, plan.shards_stay) if on_host else None
 
@@ -209,7 +195,6 @@ class _Stage:
             self._await_together(name)
             self._whole(names, place)
             self._play(self.plan.pieces.forward[self.plan.captured(name)].items)
-            self.offload.send(name)
             if not self.plan.stays_whole(names, place):
                 self.gathered.pop(name, None)
 
@@ -225,7 +210,6 @@ class _Stage:
             for place, name in enumerate(names):
                 captured = self.plan.captured(name)
                 self._whole(names, place)
-                self.offload.fetch(name, names[place + 1 : place + 2])
                 self._play(self._recomputed(name))
                 self._play(parts[captured].items, bucketed=(final or self.gradients_sharded) and not self.sharded)
                 self.gathered.pop(name, None)

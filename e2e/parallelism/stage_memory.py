@@ -18,9 +18,8 @@ of the schedule, in addition to the permanent storages. Additions of each form o
 * ``zero=1|2`` without such a buffer (DeepSpeed's stages, which reduce in the same way): a gradient is copied into a
   bucket; with ``zero=2`` it is then freed, and only the rank's share stays.
 * Inference: all storages of a part are freed after its forward pass.
-* Offloading: the activations kept by a layer are copied to the host while the next layer runs, and back one layer
-  before they are needed; the host's share of the optimizer's state is not on the GPU, with ``zero=3`` neither are
-  gradients nor shards, except DeepSpeed's shards, in the type of the passes.
+* Offloading: the host's share of the optimizer's state is not on the GPU, with ``zero=3`` neither are gradients nor
+  shards, except DeepSpeed's shards, in the type of the passes.
 * Transformer Engine casts weights to 8 bits once per step: both copies, of the weight and of its transpose, are
   permanent, whatever micro-batches are in flight (``get_weight_workspace`` of its module/base.py). With Megatron's
   distributed optimizer and FP32 masters they are the parameters (``fp8_params`` of NeMo's, ``fp8_param_gather`` of
@@ -160,9 +159,6 @@ class _Replay(AllocationReplay):
         self.fetches = self.on_host and not self.keeping.shards_stay
         self.last_gathered: tuple[Name, ...] | None = None
         self.gathered: set[tuple[Name, ...]] = set()
-        # Pass that is being copied to the host, and passes on the host: storages with their sizes.
-        self.leaving: Hashable | None = None
-        self.away: dict[Hashable, dict[int, int]] = {}
         # Gather group of the parts before and after the layers; each pipeline stage has a group of its own parts only.
         self.root = tuple(name for name in self.plan.names if not isinstance(name, int))
         self._hold_throughout()
@@ -297,7 +293,6 @@ class _Replay(AllocationReplay):
                         self._drop_storage(key, storage)
             else:
                 self._play(memory.forward, key, elsewhere=received)
-            self._send(key if self.plan.offloaded(name) else None)
             if self.spec.inference:
                 for storage in list(self.storages.pop(key, ())):
                     self._drop_storage(key, storage)
@@ -315,8 +310,6 @@ class _Replay(AllocationReplay):
                 self._gather_ahead(following)
             memory = self.memories[name]
             key = command.micro_batch, command.chunk, name
-            for each in names[place : place + 2]:
-                self._bring_back((command.micro_batch, command.chunk, each))
             received = self._received(command, name)
             if self.plan.runs_again(name):
                 self._play(memory.forward, key, elsewhere=received)
@@ -344,22 +337,6 @@ class _Replay(AllocationReplay):
         if name == names[-1] and self._sends(command.chunk):
             found |= _largest(event for event in memory.backward if event.storage < 0)
         return frozenset(found)
-
-    # --- activations on the host ---------------------------------------------------------------------
-
-    def _send(self, key: Hashable | None) -> None:
-        """Free the storages of the previous layer, which are on the host by now; ``key``: next pass to be offloaded."""
-        if self.leaving is not None:
-            storages = list(self.storages.get(self.leaving, ()))
-            blocks = {storage: self.blocks.get((self.leaving, storage)) for storage in storages}
-            self.away[self.leaving] = {storage: held[0].size for storage, held in blocks.items() if held is not None}
-            for storage in storages:
-                self._drop_storage(self.leaving, storage)
-        self.leaving = key
-
-    def _bring_back(self, key: Hashable) -> None:
-        for storage, size in self.away.pop(key, {}).items():
-            self._take_storage(key, storage, size, "activations")
 
     def _play(
         self,

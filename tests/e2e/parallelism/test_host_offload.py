@@ -1,4 +1,4 @@
-"""Activations and optimizer state on the host: when they travel and what the GPU waits for, by hand."""
+"""Optimizer state on the host: when it travels and what the GPU waits for, by hand."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from e2e.parallelism.host_offload import (
     CORE_BANDWIDTH,
     LOOP_ADAM_BYTES,
     RETURNED_BYTES,
-    ActivationOffload,
     HostAdam,
     HostSeconds,
 )
@@ -60,31 +59,6 @@ def drawn(write: Callable[[StageWriter], None], seconds: Callable[[str, int], fl
     tasks = tuple(replace(task, duration=Duration.measured(seconds(task.name, task.stream))) for task in rank.tasks)
     threads = {name: tuple(priced(action) for action in actions) for name, actions in rank.threads.items()}
     return simulate(ExecutionGraph((replace(rank, tasks=tasks, threads=threads),), {0: 1})).step_seconds
-
-
-def passes(writer: StageWriter) -> None:
-    """Three layers forward and back; what the first two leave goes to the host."""
-    offload = ActivationOffload(writer, {0: 8, 1: 8})
-    for name in (0, 1, 2):
-        writer.kernel("forward", ())
-        offload.send(name)
-    for name in (2, 1, 0):
-        offload.fetch(name, [name - 1] if name else [])
-        writer.kernel("backward", ())
-
-
-@pytest.mark.parametrize(
-    ("copy", "whole"),
-    [
-        (0.5, 9.0),  # hidden: 3 forward and 3 backward passes of 1 and 2 s
-        # The copy of layer 0 is awaited at the end of layer 1 (1 + 3), that of layer 1 at the end of layer 2 (4 + 3);
-        # layer 1 comes back beside layer 2's backward pass (until 10), layer 0 beside that of layer 1 (until 13).
-        (3.0, 15.0),
-    ],
-)
-def test_the_next_layer_hides_a_copy_or_waits_for_it(copy: float, whole: float) -> None:
-    times = {"forward": 1.0, "backward": 2.0}
-    assert drawn(passes, lambda name, stream: times.get(name, copy)) == pytest.approx(whole)
 
 
 @pytest.mark.parametrize(
@@ -130,25 +104,6 @@ def copies(built: ParallelGraph, kind: str) -> list[int]:
     operators = [each for task in built.graph.ranks[0].tasks for each in task.operators]
     found = [each for each in operators if isinstance(each, MemoryCopy) and each.kind == kind]
     return [each.size_bytes for each in found if each.pinned]
-
-
-def test_every_offloaded_layer_goes_and_comes_back_in_every_pass(tmp_path: Path) -> None:
-    built = spread(tmp_path, "micro-batches=3,offload-layers=3")
-    there, back = copies(built, "device_to_host"), copies(built, "host_to_device")
-    assert len(there) == len(back) == 3 * 3 and sorted(there) == sorted(back)
-    assert there[1] == there[2] == pytest.approx(there[0], rel=0.02), "the first is given the angles too"
-    _, checkpoint = copies(spread(tmp_path, "offload-layers=2,recompute=full"), "device_to_host")
-    assert checkpoint == BATCH * LENGTH * WIDTH * 2 < there[0], "of a layer that runs again its input alone"
-    assert copies(spread(tmp_path, "dp=1"), "device_to_host") == []
-
-
-def test_offloading_activations_frees_them(tmp_path: Path) -> None:
-    held, away = (
-        spread(tmp_path, f"micro-batches=2{more}").memory[0].breakdown["activations"]
-        for more in ("", ",offload-layers=3")
-    )
-    sizes = copies(spread(tmp_path, "offload-layers=3"), "device_to_host")
-    assert held - away == sum(sizes), "where the loss is, the last layer's alone are there"
 
 
 def host_seconds(built: ParallelGraph) -> float:
@@ -229,9 +184,8 @@ def test_deepspeed_puts_the_optimizer_alone_on_the_host(tmp_path: Path) -> None:
             {},
             "offload-optimizer=1 is for zero=3, which puts shards, gradients and state on the host or none",
         ),
-        ("offload-layers=4", {}, "offload-layers=4: of 4 layers at most 3 go to the host"),
         ("offload-optimizer=1", {}, "offload-optimizer updates FP32 weights on the host; add master-weights=yes"),
-        ("offload-layers=1", {"mode": "inference"}, "offload-layers is about gradients and optimizer state"),
+        ("offload-optimizer=1", {"mode": "inference"}, "offload-optimizer is about gradients and optimizer state"),
     ],
 )
 def test_what_cannot_be_offloaded_is_said(tmp_path: Path, text: str, more: dict[str, Any], named: str) -> None:

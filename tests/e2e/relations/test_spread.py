@@ -168,12 +168,6 @@ SHARING = [
         no_less_memory,
     ),
     Relation(
-        "activations on the host take less memory",
-        several(parallel=("dp=8", "fsdp=8"), config="llama-4-layers", batch_size=4),
-        (as_it_is, spread(offload_layers=3)),
-        both(no_faster, no_more_memory),
-    ),
-    Relation(
         "states on the host take less memory",
         several(parallel=("fsdp=8,zero=1", "fsdp=8,zero=2")),
         (as_it_is, spread(offload_optimizer=0.5), spread(offload_optimizer=1)),
