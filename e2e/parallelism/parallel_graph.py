@@ -26,7 +26,6 @@ from e2e.parallelism.captured import (
     find_layers,
 )
 from e2e.parallelism.host_offload import HostSeconds
-from e2e.parallelism.layers.tensor_parallel import ATTENTION, EXPERTS
 from e2e.parallelism.pieces import (
     ATTENTIONS,
     CAPTURED_LAYERS,
@@ -45,6 +44,7 @@ from e2e.parallelism.spec import ParallelSpec, for_inference
 from e2e.parallelism.stage import StagePlan, write_stage
 from e2e.parallelism.stage_memory import KeptWeights, kept_weights, stage_memory
 from e2e.parallelism.stage_writer import StageKernels
+from e2e.parallelism.tensor_parallel import ATTENTION, EXPERTS
 from e2e.step.execution_graph import CallInfo, ExecutionGraph
 from e2e.step.memory import EXPERT_DIMENSIONS, MemoryUsage
 from e2e.step.options import StepOptions, recipe_of
@@ -425,7 +425,7 @@ def _source(
     from e2e.capture.models.catalog import TORCH_DTYPES
     from e2e.capture.models.layer_forms import add_adapters, apply_forms
     from e2e.capture.models.stacks import apply_stack
-    from e2e.parallelism.layers import context_parallel, expert_parallel, tensor_parallel
+    from e2e.parallelism import context_parallel, expert_parallel, tensor_parallel
 
     if config["model_type"] in UNCUT_TYPES:
         raise InputError(f"{name}: layers of model type {config['model_type']!r} are not alike; --parallel needs that")

@@ -18,7 +18,7 @@ from costmodel.operators.any_operator import AnyOperator
 from costmodel.operators.device_work import Elementwise
 from e2e.step.execution_graph import CallInfo, Duration, ExecutionGraph, RankGraph, Task
 from e2e.step.operator_trace import OperatorCall
-from e2e.traces.formats.kineto import DeviceSpan
+from e2e.traces.kineto import DeviceSpan
 from e2e.traces.linked_trace import LinkedTrace
 
 

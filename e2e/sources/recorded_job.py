@@ -36,7 +36,6 @@ from e2e.step.execution_graph import ExecutionGraph, RankGraph
 from e2e.step.memory import peak_memory
 from e2e.step.operator_trace import OperatorTrace
 from e2e.step.options import StepOptions, Tf32Switches
-from e2e.traces.formats.last_step import last_step, read_last_step
 from e2e.traces.recorded_graph import RecordedStep, recorded_graph, recorded_ranks
 from e2e.traces.recorded_run import (
     RecordedRun,
@@ -46,7 +45,7 @@ from e2e.traces.recorded_run import (
     read_recorded_run,
     recorded_machine,
 )
-from e2e.traces.step_window import choose, doubts
+from e2e.traces.step_window import choose, doubts, last_step, read_last_step
 from e2e.whatif.traced_rank import TracedRank
 
 

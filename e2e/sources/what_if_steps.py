@@ -17,7 +17,6 @@ from e2e.price.pricing import price
 from e2e.sources.prepared_step import PreparedStep, run
 from e2e.sources.request import Request
 from e2e.step.execution_graph import RankGraph
-from e2e.whatif.merged_calls import Estimates, MergedCalls, batched_lookups, fusible_chains, merge
 from e2e.whatif.questions import (
     BatchChange,
     BatchedLookups,
@@ -31,7 +30,7 @@ from e2e.whatif.questions import (
     together,
 )
 from e2e.whatif.speeds import SpeedChange
-from e2e.whatif.traced_rank import TracedRank, names_in
+from e2e.whatif.traced_rank import Estimates, MergedCalls, TracedRank, batched_lookups, fusible_chains, merge, names_in
 
 # Changes of single operators.
 _OF_OPERATORS = (BatchedLookups, FusedOperators)

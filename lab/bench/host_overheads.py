@@ -28,7 +28,7 @@ from e2e.price.overhead_samples import extract
 from e2e.price.pricing import price
 from e2e.simulate.simulator import simulate_iterations
 from e2e.step.execution_graph import ExecutionGraph, HostWork, Launch, RankGraph
-from e2e.traces.formats.kineto import read_kineto
+from e2e.traces.kineto import read_kineto
 from e2e.traces.recorded_graph import recorded_graph
 from lab.data.data_folder import data_folder
 from lab.fit.host_overheads import (
@@ -108,7 +108,7 @@ def _floors(data: Path, tables: Mapping[str, OverheadTable]) -> None:
 
 
 def _files(data: Path, stack: Sequence[str]) -> list[Path]:
-    from e2e.traces.formats.json_stream import archive_members
+    from e2e.traces.json_stream import archive_members
 
     (file,) = stack
     if ".tar" not in file:

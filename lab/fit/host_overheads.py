@@ -29,8 +29,8 @@ from e2e.price.host_overheads import (
 )
 from e2e.price.overhead_samples import OverheadSamples, extract
 from e2e.step.operator_trace import is_multi_tensor
-from e2e.traces.formats.json_stream import archive_members
-from e2e.traces.formats.kineto import read_kineto
+from e2e.traces.json_stream import archive_members
+from e2e.traces.kineto import read_kineto
 from lab.data.data_folder import FETCH
 
 # Name of the table of all public profiles, for an unknown host.

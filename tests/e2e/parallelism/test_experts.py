@@ -14,7 +14,7 @@ import pytest
 from costmodel.base.errors import InputError, ModelError
 from costmodel.operators.experts import ExpertRouting
 from e2e.parallelism import ParallelGraph, build, parse_parallel
-from e2e.parallelism.layers.expert_parallel import Exchange, met
+from e2e.parallelism.expert_parallel import Exchange, met
 from e2e.simulate.simulator import simulate
 from e2e.step.execution_graph import Duration, ExecutionGraph, HostWork, Launch, Synchronize
 from e2e.step.options import StepOptions

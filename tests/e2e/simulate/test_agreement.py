@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from costmodel.base.errors import SimulationError
-from e2e.simulate.rendezvous import Arrival, Meeting, Rendezvous, describe_collective
+from e2e.simulate.simulator import Arrival, Meeting, Rendezvous, describe_collective
 from e2e.step.execution_graph import Collective
 
 WHERE = "job: all_reduce (group 'g', sequence 7): "

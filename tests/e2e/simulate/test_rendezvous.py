@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from costmodel.base.errors import SimulationError
-from e2e.simulate.rendezvous import Arrival, Rendezvous
+from e2e.simulate.simulator import Arrival, Rendezvous
 from e2e.step.execution_graph import Collective
 
 PAIR = Collective("all_reduce", "g", (0, 1), 0, 64)

@@ -14,7 +14,7 @@ from e2e.commands.cli import app
 from e2e.lowering.lower_trace import lower
 from e2e.step.execution_graph import Collective
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor
-from e2e.traces.formats.execution_trace import read_execution_trace
+from e2e.traces.execution_trace import read_execution_trace
 from e2e.traces.recorded_run import ranks_of_job, with_groups
 from tests.e2e.recorded_traces import DLRM_ET, recorded
 

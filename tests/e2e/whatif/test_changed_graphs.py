@@ -12,10 +12,9 @@ from e2e.simulate.simulator import simulate
 from e2e.step.execution_graph import ExecutionGraph, HostWork, Kernel, Launch
 from e2e.step.operator_trace import OperatorCall, OperatorTrace, Tensor
 from e2e.step.options import StepOptions
-from e2e.whatif.merged_calls import batched_lookups, fusible_chains, merge
 from e2e.whatif.questions import FasterHost, FasterKernels
 from e2e.whatif.speeds import SpeedChange
-from e2e.whatif.traced_rank import TracedRank
+from e2e.whatif.traced_rank import TracedRank, batched_lookups, fusible_chains, merge
 from tests.e2e.drawn_graphs import Drawing, together
 from tests.e2e.toy_predictions import Table, Toy
 

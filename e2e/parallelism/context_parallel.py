@@ -29,7 +29,7 @@ import torch
 
 from costmodel.base.errors import InputError
 from e2e.capture.attention import FUSED_FORM, fused_attention
-from e2e.parallelism.layers.communication import ExchangeHeads, Regathered, gather_context
+from e2e.parallelism.communication import ExchangeHeads, Regathered, gather_context
 from e2e.parallelism.spec import ContextForm
 
 TOKENS = 2  # dimension of the tokens in (batch, heads, tokens, head_dim)
