@@ -17,26 +17,24 @@ from costmodel.base.errors import InputError
 from e2e.capture.models.catalog import adamw, mixed_adamw
 from e2e.capture.models.stacks import Stack, stack_of
 from e2e.parallelism.capture_cache import digest, remembered
-from e2e.parallelism.captured import (
-    Captured,
-    CapturedOptimizer,
-    ModelSource,
-    capture_model,
-    capture_optimizer,
-    find_layers,
-)
 from e2e.parallelism.host_offload import HostSeconds
 from e2e.parallelism.pieces import (
     ATTENTIONS,
     CAPTURED_LAYERS,
     FIRST,
     LAST,
+    Captured,
+    CapturedOptimizer,
     Item,
     LayerCollective,
+    ModelSource,
     Name,
     Part,
     Repeats,
     Work,
+    capture_model,
+    capture_optimizer,
+    find_layers,
 )
 from e2e.parallelism.pipeline import parts_of
 from e2e.parallelism.rewrites import Condenser, added_in_place, beside_products, gathered_in_8_bits

@@ -231,8 +231,7 @@ class Predictor:
         from costmodel.collectives import collective_cost_model
         from costmodel.gpu.factory import gpu_cost_model
         from costmodel.machines.cluster import load_cluster
-        from e2e.parallelism.captured import ModelSource, capture_model
-        from e2e.parallelism.pieces import CAPTURED_LAYERS
+        from e2e.parallelism.pieces import CAPTURED_LAYERS, ModelSource, capture_model
         from e2e.step.options import StepOptions
         from lab.steps import megatron_gpt as megatron
 
