@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from costmodel.base.errors import InputError
-from e2e.explain.paired_intervals import ComparedStep, Comparison
 from e2e.explain.prediction import AS_IT_IS, WhatIfRow, compared, what_if_row
 from e2e.explain.predictor import PredictionResult
 from e2e.price.host_overheads import load_overheads
@@ -17,6 +16,7 @@ from e2e.price.pricing import price
 from e2e.sources.prepared_step import PreparedStep, run
 from e2e.sources.request import Request
 from e2e.step.execution_graph import RankGraph
+from e2e.whatif.paired_intervals import ComparedStep, Comparison
 from e2e.whatif.questions import (
     BatchChange,
     BatchedLookups,
