@@ -158,7 +158,8 @@ class WhatIfSteps:
             return given
         if self.step.batch is not None and self.step.batch.batch_size is not None:
             return self.step.batch.batch_size
-        return getattr(self.request, "samples", None)
+        known: int | None = getattr(self.request, "samples", None)
+        return known
 
     # --- the graph changed ----------------------------------------------------------------------------
 
