@@ -323,15 +323,6 @@ def test_steady_iterations_of_ranks_that_meet():
     assert steady.period_seconds == pytest.approx(15)
 
 
-def test_a_single_iteration_is_no_steady_state():
-    with pytest.raises(SimulationError, match="ask for two or more"):
-        simulate_iterations(together(Drawing()), 1)
-
-
-def test_an_empty_iteration_takes_no_time():
-    assert simulate(together(Drawing())).step_seconds == 0
-
-
 def test_a_price_in_whole_seconds_will_do():
     d = Drawing()
     d.add(HostWork("T5", None, seconds(2)))
