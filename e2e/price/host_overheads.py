@@ -45,7 +45,7 @@ from e2e.price.pricing import HostOverheads
 from e2e.step.operator_trace import MARKED_GAPS, is_multi_tensor
 
 if TYPE_CHECKING:
-    from e2e.traces.formats.kineto import KinetoTrace
+    from e2e.traces.kineto import KinetoTrace
 
 
 OverheadPart = Literal["T1", "T2", "T3", "T4", "T5", "whole"]
@@ -409,7 +409,7 @@ def load_overheads(path: Path | None = None, architecture: str = "") -> Overhead
     if is_table(path):
         return load_table(path)
     from e2e.price.overhead_samples import extract
-    from e2e.traces.formats.kineto import read_kineto
+    from e2e.traces.kineto import read_kineto
     from e2e.traces.recorded_run import expand_files
 
     profiles = [extract(read_kineto(file)) for file in expand_files([path])]

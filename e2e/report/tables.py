@@ -32,7 +32,7 @@ _ADVICE_HINT = (
     "batch that fits"
 )
 _RECORDED_HINT = (
-    "--what-if asks about the recorded step with something changed (host=2x, kernels:gemm=2x, batch=N, ...), "
+    "--what-if asks about the recorded step with something changed (host=2x, kernels:gemm=2x, ...), "
     "--retarget about another GPU"
 )
 # Labels of the parts of memory, and the smallest part that is shown.

@@ -228,7 +228,7 @@ def prepare_spread(request: SpreadModel, captures: Path | None = None) -> Prepar
         cluster,
         built.memory,
         built.warnings,
-        skew=request.skew,
+        speed_spread=request.speed_spread,
         band=band,
         notes=notes,
         balanced=balanced,
@@ -251,7 +251,7 @@ def prepare_sharded(request: ShardedTables) -> PreparedStep:
         cluster,
         built.memory,
         built.warnings,
-        skew=request.skew,
+        speed_spread=request.speed_spread,
         batch=Batch(built.samples, made_of=f"{built.samples // gpus} on each of {gpus} GPUs"),
         taken={"--batch-size": f"{built.samples // gpus} (the plan's)"} | placed_values(cluster),
     )

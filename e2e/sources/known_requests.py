@@ -180,7 +180,6 @@ class SpreadModel(_Modelled, Cluster):
 
     panel = MODEL_PANEL
     single_operators = False
-    buckets = True
 
     parallel: ParallelSpec | None = option(
         "How a built-in model is spread: dp=8, fsdp=8, tp=4,pp=2,micro-batches=8, cp=4,zero=3, dp=8,ep=8 ...",
@@ -257,8 +256,6 @@ class _Scripted(Request, Host, LinearAttention, Captured):
         write=script_name,
         kw_only=False,
     )
-    # MiB of a gradient bucket, if a what-if question changes the script's own.
-    bucket_mb: float | None = None
 
     def check(self) -> None:
         if self.attention in ("mla", "flash3-fp8"):
@@ -271,8 +268,6 @@ class _Scripted(Request, Host, LinearAttention, Captured):
 
         if isinstance(change, BatchChange) and "batch_size" in taken_names(self.script, ["batch_size"]):
             return replace(self, batch_size=change.samples)
-        if isinstance(change, BucketChange) and self.buckets:
-            return replace(self, bucket_mb=change.mebibytes)
         return None
 
 
@@ -302,12 +297,18 @@ class ScriptJob(_Scripted, Cluster):
 
     panel = SCRIPT_PANEL
     reason = "a script says itself what it runs, and how it is spread"
-    buckets = True
 
     gpus: int = option(GPUS_HELP, least=1)
     ranks: tuple[int, ...] = option(
         "Ranks of --script to capture, such as 0,7, where they differ unseen.", default=(), read=parse_ranks
     )
+    # MiB of a gradient bucket, if a what-if question changes the script's own.
+    bucket_mb: float | None = None
+
+    def captured_anew(self, change: Change) -> Self | None:
+        if isinstance(change, BucketChange):
+            return replace(self, bucket_mb=change.mebibytes)
+        return super().captured_anew(change)
 
 
 # --- my trace -------------------------------------------------------------------------------------
@@ -319,7 +320,6 @@ class _Recorded(Request):
 
     panel = TRACE_PANEL
     recorded = True
-    buckets = True
 
     dtype: Dtype | None = option("tf32: products of float32 run in TF32.", default=None)
 
@@ -349,8 +349,8 @@ class Trace(_Recorded, Routed, Host, Cluster):
 
         super().check()
         several = (self.gpus or 1) > 1 or (self.nodes or 1) > 1 or len(expand_files(self.traces)) > 1
-        if self.skew is not None and not several:
-            raise InputError("--skew is for several ranks; give --gpus")
+        if self.speed_spread is not None and not several:
+            raise InputError("--speed-spread is for several ranks; give --gpus")
         if self.network is not None and not several:
             raise InputError("--network is for jobs of several nodes; give --gpus and --nodes")
 

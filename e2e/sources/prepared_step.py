@@ -15,7 +15,6 @@ from e2e.step.memory import MemoryUsage
 
 if TYPE_CHECKING:
     from e2e.price.speed_band import SpeedBand
-    from e2e.simulate.skew import Skew
     from e2e.whatif.speeds import SpeedChange
     from e2e.whatif.traced_rank import TracedRank
 
@@ -56,7 +55,8 @@ class PreparedStep:
     warnings: Sequence[str] = ()
     # Sources of the durations.
     notes: Sequence[str] = ()
-    skew: Skew | None = None
+    # Standard deviation of the GPU speeds, instead of `band`.
+    speed_spread: float | None = None
     # Variation of the GPU speeds in a synchronised training step, learned from whole steps.
     band: SpeedBand | None = None
     # Rank -> seconds by which it begins late, in a recorded iteration that is run once; `None`: a steady step.
@@ -134,7 +134,7 @@ def _predicted(step: PreparedStep) -> PredictionResult:
         step.memory,
         warnings=step.warnings,
         notes=step.notes,
-        skew=step.skew,
+        speed_spread=step.speed_spread,
         band=step.band,
         altered=None if step.speeds is None else step.speeds.applied,
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
 
-from e2e.simulate.skew import Skew, parse_skew, skew_text
+from costmodel.base.errors import InputError
 from e2e.step.option_fields import Options, option
 from e2e.step.options import STEP_PANEL
 from e2e.whatif.questions import WhatIf, parse_what_if
@@ -52,12 +52,10 @@ class Request(Options):
     recorded: ClassVar[bool] = False
     # True if single operators are known, so that some of them can be changed.
     single_operators: ClassVar[bool] = True
-    # True if it has gradient buckets.
-    buckets: ClassVar[bool] = False
 
     what_if: tuple[WhatIf, ...] = option(
-        "What if: batch=N, kernels:FAMILY=Kx, host=Kx, host=FILE, bucket-mb=N, stream:REGEX=N, batch-embeddings, "
-        "fuse:REGEX; with + several at once. Repeatable: each alone, and all together.",
+        "What if: batch=N, kernels:FAMILY=Kx, host=Kx, host=FILE, bucket-mb=N, batch-embeddings, fuse:REGEX; with + "
+        "several at once. Repeatable: each alone, and all together.",
         default=(),
         several=True,
         read=_questions,
@@ -129,6 +127,12 @@ class Gpu(Options):
     gpu: str = option(GPU_HELP, read=os.fspath)
 
 
+def _spread(value: float) -> float:
+    if not 0 <= value <= 1:
+        raise InputError(f"--speed-spread {value:g}: must be from 0 to 1")
+    return value
+
+
 @dataclass(frozen=True, kw_only=True)
 class Nodes(Options):
     """Number of nodes, and the network between them."""
@@ -148,11 +152,11 @@ class Cluster(Nodes, Gpu):
     panel = MACHINE_PANEL
 
     gpus: int | None = option(GPUS_HELP, default=None, least=1, harmless=1)
-    skew: Skew | None = option(
-        "How ranks vary: spread=0.02,jitter=0.05,seed=1,start=RANK:MS.",
+    speed_spread: float | None = option(
+        "Standard deviation of the GPUs' speeds, such as 0.02; 0: all alike. Default: all as slow as the slowest of a "
+        "band that is fitted to published steps.",
         default=None,
-        read=lambda value: parse_skew(value) if isinstance(value, str) else value,
-        write=skew_text,
+        read=_spread,
     )
 
 

@@ -76,7 +76,7 @@ def prepare_ranks(request: ScriptJob) -> PreparedStep:
         cluster,
         lowered.memory,
         warnings,
-        skew=request.skew,
+        speed_spread=request.speed_spread,
         band=band_of(cluster.machine),
         batch=_batch(*sizes, captured.traces, gpus),
         taken=taken,

@@ -161,9 +161,6 @@ def _spreads(spec: ParallelSpec, batch: int) -> Iterator[tuple[str, str, Paralle
         if degree % 2 == 0:
             other, size = _halved(spec, batch, name)
             yield "degrees", f"half of {name}, twice the replicas: more memory per GPU", other, size
-    if spec.pp > 1 and spec.schedule == "1f1b":
-        needs = "gradients of weights computed apart (zero-bubble pipeline schedule)"
-        yield "schedule", needs, replace(spec, schedule="zero-bubble"), batch
     if spec.pp > 1 and batch % 2 == 0:
         other = replace(spec, micro_batches=2 * spec.micro_batches)
         yield "micro-batches", "the same batch in smaller micro-batches", other, batch // 2

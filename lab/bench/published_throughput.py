@@ -210,7 +210,7 @@ def _mixture(
     rates: Mapping[str, float] | None = None, seconds: float = 0.0, precision: str = "",
 ) -> PublishedRun:  # fmt: skip
     """Published step of ``batch`` sequences: ``rates`` of tokens per second and GPU by release, or ``seconds``."""
-    options = "--dtype bfloat16 --stack megatron --attention cudnn --skew spread=0"
+    options = "--dtype bfloat16 --stack megatron --attention cudnn --speed-spread 0"
     options += f" --precision {precision}" if precision else ""
     published = {release: batch * LENGTH / (rate * gpus) for release, rate in (rates or {}).items()}
     published |= {"": seconds} if seconds else {}

@@ -40,8 +40,8 @@ from e2e.price.pricing import price
 from e2e.simulate.simulator import simulate_iterations
 from e2e.step.execution_graph import Action, ExecutionGraph, HostWork, Launch, RankGraph
 from e2e.step.operator_trace import is_multi_tensor
-from e2e.traces.formats.json_stream import archive_members
-from e2e.traces.formats.kineto import read_kineto
+from e2e.traces.json_stream import archive_members
+from e2e.traces.kineto import read_kineto
 from e2e.traces.recorded_graph import recorded_graph
 from lab.command_line import program, run
 from lab.data.data_folder import FETCH, data_folder

@@ -383,7 +383,7 @@ class AskedStep:
     @property
     def kind(self) -> Kind:
         """Main difference from dense 16-bit training entirely on GPUs."""
-        if self.spec.offloaded_state or self.spec.offloaded_layers:
+        if self.spec.offloaded_state:
             return "offload"
         if self.lora is not None:
             return "adapters"

@@ -37,10 +37,10 @@ from e2e.simulate.timeline import Timeline
 from e2e.step.execution_graph import ExecutionGraph
 from e2e.step.operator_trace import OperatorTrace
 from e2e.step.options import StepOptions
-from e2e.traces.formats.kineto import KinetoTrace, read_kineto
-from e2e.traces.formats.last_step import read_last_step
+from e2e.traces.kineto import KinetoTrace, read_kineto
 from e2e.traces.recorded_graph import RecordedStep, recorded_graph, recorded_ranks
 from e2e.traces.recorded_run import RecordedRun, expand_files, ranks_of_job, read_recorded_run
+from e2e.traces.step_window import read_last_step
 from lab.command_line import with_progress
 from lab.data.data_folder import BROUGHT
 from lab.fit.host_overheads import NOT_SHARED, STACKS

@@ -197,10 +197,10 @@ class Predictor:
         """Priced graph of ``case``."""
         from costmodel.collectives import collective_cost_model
         from costmodel.machines.cluster import load_cluster
-        from e2e.parallelism.layers.megatron_layers import fused_adam
         from e2e.parallelism.parallel_graph import assemble
         from e2e.price.collective_pricing import price_collectives
         from e2e.price.pricing import price
+        from lab.steps.megatron_gpt import fused_adam
 
         captured, profiler, options = self._profile(case)
         built = assemble(
@@ -222,10 +222,9 @@ class Predictor:
         from costmodel.collectives import collective_cost_model
         from costmodel.gpu.factory import gpu_cost_model
         from costmodel.machines.cluster import load_cluster
-        from e2e.parallelism.captured import ModelSource, capture_model
-        from e2e.parallelism.layers import megatron_layers as megatron
-        from e2e.parallelism.pieces import CAPTURED_LAYERS
+        from e2e.parallelism.pieces import CAPTURED_LAYERS, ModelSource, capture_model
         from e2e.step.options import StepOptions
+        from lab.steps import megatron_gpt as megatron
 
         config = megatron.GptConfig(CAPTURED_LAYERS, case.hidden, case.heads, case.sequence_length, padded=False)
         with torch.device("meta"):

@@ -308,7 +308,6 @@ def _predict(path: Path) -> object:
 def _options(path: Path) -> object:
     from costmodel.machines.machine_file import load_machine
     from e2e.parallelism.spec import parse_parallel
-    from e2e.simulate.skew import parse_skew
     from e2e.sources.known_requests import parse_ranks
     from e2e.step.options import parse_routing
     from e2e.sweeps.sweep_space import counts, names
@@ -318,7 +317,6 @@ def _options(path: Path) -> object:
     option, _, text = path.read_bytes().decode("utf-8", "surrogateescape").partition("\n")
     parsers: dict[str, Callable[[str], object]] = {
         "parallel": lambda text: parse_parallel(text, 8),
-        "skew": parse_skew,
         "routing": parse_routing,
         "ranks": parse_ranks,
         "counts": lambda text: counts(text, "--gpus"),

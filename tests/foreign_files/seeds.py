@@ -405,7 +405,6 @@ MEASURED_TABLE = (SHIPPED / "calibration" / "h100-pcie" / "measured" / "publishe
 OPTION_TEXTS = [
     "parallel\ndp=2,tp=2,pp=2,micro-batches=8,schedule=interleaved,virtual-stages=2\n",
     "parallel\nfsdp=4,tp=2,sp=yes,recompute=full,offload-optimizer=1,master-weights=yes\n",
-    "skew\nspread=0.02,jitter=0.05,seed=1,start=3:0.5\n",
     "routing\npower-law=1.2,capacity=1.25\n",
     "ranks\n0,7\n",
     "counts\n8,64,512\n",

@@ -27,7 +27,7 @@ from e2e.price.host_overheads import (
     without_outliers,
 )
 from e2e.price.overhead_samples import OverheadSample, OverheadSamples, extract
-from e2e.traces.formats.kineto import read_kineto
+from e2e.traces.kineto import read_kineto
 from lab.fit.host_overheads import (
     H100_NAME,
     INFLATION_FILE,

@@ -89,7 +89,7 @@ def test_options_choose_a_record(options, record):
         ({"model": "gpt2", "parallel": "dp=8", "mode": "forward-backward"}, "leave --mode forward-backward out"),
         ({"model": "gpt2", "cache_length": 8}, "--cache-length decodes: give --mode inference"),
         ({"traces": "a", "dtype": "bfloat16"}, "number types are as recorded; only tf32 changes them"),
-        ({"traces": "a", "skew": "spread=0.1"}, "--skew is for several ranks"),
+        ({"traces": "a", "speed_spread": 0.1}, "--speed-spread is for several ranks"),
         ({"kineto": "k", "network": "infiniband-ndr"}, "--network goes with --retarget"),
         ({"kineto": "k", "retarget": "t4"}, "--retarget needs the operators behind the kernels"),
         ({"script": "t.py:f", "gpus": 2, "ranks": "0-7"}, "--ranks 0-7: expected numbers"),
@@ -132,7 +132,9 @@ def test_a_record_has_its_options_and_no_others():
 def test_the_help_says_for_which_sources_an_option_is():
     assert note("batch_size") == " (Not for: execution trace, recorded run.)"
     assert note("gpu") == note("model") == note("lora") == note("parallel") == note("nodes") == ""
-    assert note("gpus") == note("skew") == " (Not for: recorded run.)"  # several GPUs are for models and scripts too
+    assert (
+        note("gpus") == note("speed_spread") == " (Not for: recorded run.)"
+    )  # several GPUs are for models and scripts too
     shown = CliRunner().invoke(app, ["predict", "--help"], env={"COLUMNS": "300"}).stdout
     places = [shown.index(each) for each in ("My model on N GPUs", "My script", "My trace", "My tables")]
     assert places == sorted(places) and "(Not for: execution trace, recorded run.)" in shown

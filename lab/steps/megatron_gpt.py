@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from costmodel.base.errors import InputError
-from e2e.parallelism.layers.communication import CopyToRanks, ReduceFromRanks
+from e2e.parallelism.communication import CopyToRanks, ReduceFromRanks
 
 _LIBRARY = torch.library.Library("megatron", "DEF")
 _LIBRARY.define("masked_softmax(Tensor scores) -> Tensor")

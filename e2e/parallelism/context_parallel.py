@@ -29,7 +29,7 @@ import torch
 
 from costmodel.base.errors import InputError
 from e2e.capture.attention import FUSED_FORM, fused_attention
-from e2e.parallelism.layers.communication import ExchangeHeads, Regathered, gather_context
+from e2e.parallelism.communication import ExchangeHeads, Regathered, gather_context
 from e2e.parallelism.spec import ContextForm
 
 TOKENS = 2  # dimension of the tokens in (batch, heads, tokens, head_dim)
@@ -118,25 +118,23 @@ def repeated(tensor: torch.Tensor, heads: int) -> torch.Tensor:
 HEADS = 1  # dimension of the heads in (batch, heads, tokens, head_dim)
 
 
-def split_attention(model: Any, cp: int, attention: str, form: ContextForm = "gather", heads: int = 1) -> None:
+def split_attention(model: Any, cp: int, attention: str, form: ContextForm) -> None:
     """Make a Hugging Face ``model`` on ``1 / cp`` of the tokens attend to those of all ``cp`` ranks.
 
     ``attention``: ``eager``, ``sdpa`` or ``fused``, as the model was built. ``form``: as ``cp-form`` of
-    :mod:`e2e.parallelism.spec`; ``heads``: number of ranks that exchange tokens for heads. Models whose attention is
-    not in the library's table of attention functions are unchanged.
+    :mod:`e2e.parallelism.spec`. Models whose attention is not in the library's table of attention functions are
+    unchanged.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    name = f"{attention}, context parallel by {form} over {cp}, {heads}"
-    inner: Callable[..., Any] = partial(_attend, cp // heads, attention)
-    if form == "a2a":
-        inner = partial(_own, attention)
-    elif form.endswith("ring"):
-        inner = partial(_attend_ring, cp // heads)
-    ALL_ATTENTION_FUNCTIONS.register(
-        name, partial(_attend_by_heads, heads, inner, attention) if form.startswith("a2a") else inner
-    )
+    name = f"{attention}, context parallel by {form} over {cp}"
+    attend: Callable[..., Any] = {
+        "gather": partial(_attend, cp, attention),
+        "ring": partial(_attend_ring, cp),
+        "a2a": partial(_attend_by_heads, cp, attention),
+    }[form]
+    ALL_ATTENTION_FUNCTIONS.register(name, attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[attention])
     for module in model.modules():
         config = getattr(module, "config", None)
@@ -185,7 +183,6 @@ def _own(
 
 def _attend_by_heads(
     ranks: int,
-    inner: Callable[..., Any],
     attention: str,
     module: Any,
     query: torch.Tensor,
@@ -194,14 +191,11 @@ def _attend_by_heads(
     attention_mask: torch.Tensor | None,
     **others: Any,
 ) -> Any:
-    """Compute attention, by ``inner``, over the tokens of all ``ranks`` with a share of the heads."""
+    """Compute attention over the tokens of all ``ranks`` with a share of the heads."""
     for part, kind in ((query, "attention heads"), (key, "key-value heads")):
         if part.shape[HEADS] % ranks:
             count = part.shape[HEADS]
-            raise InputError(
-                f"cp-form=a2a: {ranks} ranks cannot share {count} {kind} of a rank; use cp-form=gather, or a2a+gather "
-                "with a smaller cp-inside"
-            )
+            raise InputError(f"cp-form=a2a: {ranks} ranks cannot share {count} {kind} of a rank; use cp-form=gather")
     if attention == "eager" and getattr(module, "sinks", None) is not None:
         raise InputError("cp-form=a2a: eager attention with sinks is not split by heads; give --attention cudnn")
     query, key, value = (ExchangeHeads.apply(part, ranks, HEADS, TOKENS) for part in (query, key, value))
@@ -210,7 +204,7 @@ def _attend_by_heads(
     if attention_mask is not None:
         length = query.shape[TOKENS]
         attention_mask = attention_mask.new_empty((*attention_mask.shape[:-2], length, length))
-    output, *rest = inner(module, query, key, value, attention_mask, **others)
+    output, *rest = _own(attention, module, query, key, value, attention_mask, **others)
     # The output of attention has tokens before heads: the two dimensions are exchanged.
     return ExchangeHeads.apply(output, ranks, HEADS, TOKENS), *rest
 

@@ -2,7 +2,7 @@
 
 Products before the heads and the MLP's inner width are split by columns, products after them by rows, those of experts
 by their inner width, embedding and head by vocabulary (Megatron-LM, arXiv 1909.08053). Communication becomes the
-operators of :mod:`e2e.parallelism.layers.communication`. Imports ``torch``.
+operators of :mod:`e2e.parallelism.communication`. Imports ``torch``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from costmodel.base.errors import InputError
-from e2e.parallelism.layers.communication import (
+from e2e.parallelism.communication import (
     CopyToRanks,
     LossOverRanks,
     ParallelCrossEntropy,

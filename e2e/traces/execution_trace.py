@@ -29,7 +29,7 @@ from e2e.step.operator_trace import (
     of_forward_calls,
     tensors,
 )
-from e2e.traces.formats.json_stream import read_members
+from e2e.traces.json_stream import read_members
 
 # C++ and ATen names of scalar types; types that are not listed keep their names.
 DTYPES = {

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from e2e.explain import paired_intervals
-from e2e.explain.paired_intervals import BATCH_RATIO_ERROR, ComparedStep, Comparison
 from e2e.explain.prediction import AS_IT_IS, compared, what_if_row
 from e2e.explain.predictor import predict
 from e2e.price import speed_band
 from e2e.price.speed_band import StepErrors
 from e2e.step.execution_graph import Duration, Task
+from e2e.whatif import paired_intervals
+from e2e.whatif.paired_intervals import BATCH_RATIO_ERROR, ComparedStep, Comparison
 from tests.e2e.drawn_graphs import Drawing, together
 from tests.e2e.toy_predictions import SETTING, Table, ToyCluster, ToyCollectives, predict_ranks
 

@@ -19,8 +19,8 @@ from typing import Any, Literal
 from costmodel.base.errors import InputError
 from costmodel.base.input_files import MALFORMED, decoded
 from e2e.step.collective_names import kind_of_short
-from e2e.traces.formats.execution_trace import DTYPES
-from e2e.traces.formats.json_stream import read_members
+from e2e.traces.execution_trace import DTYPES
+from e2e.traces.json_stream import read_members
 
 HostKind = Literal["operator", "annotation", "runtime"]
 DeviceKind = Literal["kernel", "copy", "memset"]
@@ -158,7 +158,7 @@ _UNKNOWN = (-1, 2**32 - 1, 2**64 - 1)
 
 
 def read_kineto(path: Path | str) -> KinetoTrace:
-    """Read the profile ``path`` (archives: :func:`e2e.traces.formats.json_stream.read_members`).
+    """Read the profile ``path`` (archives: :func:`e2e.traces.json_stream.read_members`).
 
     Raises :class:`InputError` naming the file if it is truncated, of another format, or has no events with a duration.
     """

@@ -22,8 +22,8 @@ from torch import nn
 from costmodel.base.errors import InputError
 from costmodel.operators.experts import BALANCED, ExpertRouting
 from e2e.capture.models.expert_layers import Permute, Products, Unpermute, apply_experts, pads
-from e2e.parallelism.layers.communication import ExchangeTokens, exchange_rows
-from e2e.parallelism.layers.tensor_parallel import EXPERTS
+from e2e.parallelism.communication import ExchangeTokens, exchange_rows
+from e2e.parallelism.tensor_parallel import EXPERTS
 
 Dispatch = Literal["alltoall", "deepep"]
 _ops = torch.ops.moe
