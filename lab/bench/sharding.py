@@ -378,7 +378,7 @@ def sharding_command(
 ) -> None:
     """Plan random tasks and compare the plans with greedy ones, with the optimum, and with right costs."""
     popularity = popularities(data_folder(data))
-    given = Effort(tasks, truths, small, gpu, SearchEffort(seconds, deterministic=0.2))
+    given = Effort(tasks, truths, small, gpu, SearchEffort(seconds))
     record: dict[str, object] = {}
     if small:
         record["small"] = solve_small(given, popularity)
