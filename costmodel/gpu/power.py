@@ -6,8 +6,8 @@ drops, ``sustained`` that of a long load of pure arithmetic. Intermediate cases 
 whose kernels wait for memory part of the time) follow from :mod:`costmodel.gpu.families.rates`, this module and
 :mod:`costmodel.machines.power_law`.
 
-During a step of seconds, a mixture of kernels of which some compute and some
-wait for memory, the power, averaged over all kernels, meets the limit. With T the time of arithmetic at the clock of
+In a long run of steps some kernels compute and some wait for memory; the power, averaged over all of them, meets the
+limit. With T the time of arithmetic at the clock of
 a burst, M that of kernels that wait for memory, y the clock relative to a burst's and p(y) the power of arithmetic
 above idle, as a share of (limit - idle):
 

@@ -156,7 +156,7 @@ class _Stage:
         self.gradients_sharded = plan.spec.sharing >= 2
         self.kernels = StageKernels(plan.spec, plan.element_bytes)
         # Parts whose parameters are still in shares after the optimizer of the previous step.
-        self.shared: set[Name] = set(plan.names) if plan.spec.overlap_gather else set()
+        self.ungathered: set[Name] = set(plan.names) if plan.spec.overlap_gather else set()
         self.buckets = {family.experts: _Bucket(family) for family in self.groups.families}
         self.pending: list[int] = []  # gradients copied into buckets, to be copied back
         # Layers that are whole now -> event of their all-gather, None after the copy out of its buffer.
@@ -168,7 +168,7 @@ class _Stage:
         program = commands(self.spec, self.plan.stage)
         passes = [(place, each) for place, each in enumerate(program) if each.message is None]
         last = {each.chunk: place for place, each in passes if each.direction == "backward"}
-        if self.shared:
+        if self.ungathered:
             self.rank.after(GATHER, COMPUTE)  # work of the previous step on that stream
         for place, command in enumerate(program):
             if command.message is not None:
@@ -261,9 +261,9 @@ class _Stage:
 
     def _put_together(self, name: Name) -> None:
         """All-gather the parameters of ``name`` that the ranks updated in shares, in place, before their first use."""
-        if name not in self.shared:
+        if name not in self.ungathered:
             return
-        self.shared.discard(name)
+        self.ungathered.discard(name)
         for family, size in self._sizes([name]):
             self._meet("all_gather", f"shards{family.label} of stage", family.sharded, family.share(size), GATHER)
             self.gathered[name] = self.rank.record_event(GATHER)

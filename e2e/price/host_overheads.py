@@ -127,9 +127,9 @@ class OverheadTable:
     defaults: Mapping[OverheadPart, Mean]
     sources: tuple[Provenance, ...] = ()
     inflation: Inflation | None = None
-    # Factor by which the host's times may be shorter or longer; 1 for a table of the user's own host.
+    # Width of the interval: the host's times may be this factor shorter or longer; 1 for the user's own host.
     factor: float = 1.0
-    # Ratio of the host's times to those of the shared table.
+    # Ratio of the host's times to those of the shared table, by which times of tensor lists are scaled.
     level: float = 1.0
     # Kind -> growth of pieces with the operators inside them.
     growth: Mapping[OverheadPart, Growth] = field(default_factory=dict)

@@ -49,7 +49,7 @@ class DensePiece:
 
 @dataclass(frozen=True, eq=False)
 class CapturedDense:
-    """Captured pieces of the dense part."""
+    """Captured passes of the part of DLRM without tables (MLPs, interaction), alike on every rank."""
 
     # Pieces by name: `bottom forward`, `top forward`, `top backward`, `interaction backward`, `bottom backward`,
     # `optimizer`.

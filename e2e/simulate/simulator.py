@@ -320,7 +320,7 @@ class SteadyState:
     """Result of simulating consecutive iterations."""
 
     timeline: Timeline
-    # Mean seconds of one iteration, over the second half without the last one.
+    # Mean seconds of one iteration, over the second half; without the last one if there are six or more.
     period_seconds: float
     # Difference between the longest and the shortest of these iterations, relative to the longest.
     spread: float

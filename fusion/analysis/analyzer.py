@@ -415,11 +415,11 @@ def predict(sites: Sequence[Site], cost_model: CostModel) -> dict[Operator, floa
 
 
 def is_hopeless(site: Site, seconds: Mapping[Operator, float], explain: Explain) -> bool:
-    """True if ``site`` is a pair of dense convolutions whose fusion saves nothing significant by prediction.
+    """True if ``site`` is a pair of dense convolutions whose fusion is not predicted to save 2 %.
 
     Both bounds must agree: full overlap of memory and arithmetic, and no overlap. A ResNet has dozens of such pairs;
-    sites of other kinds are always measured. ``seconds``: predictions for its kernel and for those it replaces;
-    ``explain``: the roofline.
+    sites of other kinds are left out under a time limit alone, if they lose clearly. ``seconds``: predictions for its
+    kernel and for those it replaces; ``explain``: the roofline.
     """
     if not has_dense_window(site.operator):
         return False

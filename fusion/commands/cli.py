@@ -166,7 +166,7 @@ def tune(
     ] = True,
     json_: JsonOption = False,
 ) -> None:
-    """Tune fused and separate kernels, keep what measures faster, check against ONNX Runtime, write the artifact."""
+    """Tune fused and separate kernels, keep what measures faster, check the outputs, write the build."""
     from fusion.commands import fusion_api
     from fusion.report.console_report import print_summary
     from fusion.tuning.clock import TuningDisplay

@@ -189,7 +189,7 @@ def tune(
     from fusion.report.tune_page import remove_reports, write_reports
     from fusion.tuning.clock import TuningDisplay
     from fusion.tuning.network import TuneRequest
-    from fusion.tuning.road import tune_model
+    from fusion.tuning.tuning_run import tune_model
 
     _check_counts(trials=trials, threads=threads)
     request = TuneRequest(

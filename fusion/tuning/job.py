@@ -134,7 +134,7 @@ class TuningJob:
 
     def avoid_rounding(self) -> None:
         """Exclude algorithms that the first check rejected, so that no trials are spent on them."""
-        if self.check.careful:
+        if self.check.careful:  # without Winograd's algorithm
             self.network = self.network.carefully()
 
     def measure(
@@ -183,8 +183,8 @@ class TuningJob:
         )
 
     def time_limit(self) -> TimeLimit:
-        """Time limit with the maximum needs of the finals, estimated from the first network with all kernels
-        changed.
+        """Time limit with the largest need of the finals: that of building and checking the network with all of
+        its kernels changed.
         """
         cost, fusable = self.check.cost, bool(plausible_sites(self.network))
         return TimeLimit(

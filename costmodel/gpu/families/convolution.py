@@ -425,8 +425,8 @@ def _traffic(operator: AnyConvolution) -> int:
 
 
 def _turned_bytes(operator: AnyConvolution) -> int:
-    """Bytes of transposing NCHW tensors: the whole image, read and written once; depthwise kernels need no
-    transposition.
+    """Bytes of transposing NCHW tensors: the whole image, read and written once; 0 for channels-last images and
+    for depthwise kernels.
     """
     conv = _forward(operator)
     if conv.channels_last or conv.is_depthwise:

@@ -24,7 +24,7 @@ from costmodel.cpu.calibration import calibrate
 from costmodel.machines.machine_file import write_machine
 from costmodel.machines.machine_records import ComputeRate, Machine, MemoryLevel, ParallelRegion, PerThreads
 from fusion.commands.cli import app, parse_shapes
-from fusion.tuning.road import claimed_directory
+from fusion.tuning.tuning_run import claimed_directory
 from tests.web_pages import read_page
 
 ROOT = Path(__file__).resolve().parents[3]
