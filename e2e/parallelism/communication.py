@@ -215,8 +215,8 @@ class _View:
 
 
 class Regathered:
-    """Hooks for tensors saved by autograd, of which only this rank's part is kept. In the backward pass ``gather`` makes
-    the whole tensor from it, once for all nodes that saved it.
+    """Hooks for tensors saved by autograd, of which only this rank's part is kept. In the backward pass ``gather``
+    makes the whole tensor from it, once for all nodes that saved it.
     """
 
     def __init__(self, gather: Gather) -> None:
